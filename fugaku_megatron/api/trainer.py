@@ -622,11 +622,9 @@ def init(
     """
     line = runtime.init(
         world(),
-        allocator=allocator,
-        thread_affinity=thread_affinity,
-        cpu_frequency=cpu_frequency,
-        flush_denormals=flush_denormals,
-        reserve_core=reserve_core,
+        runtime.ProcessSettings(
+            allocator, thread_affinity, cpu_frequency, flush_denormals, reserve_core
+        ),
     )
     if stop_signals and not _signals:
         _signals.append(signals_module.StopSignals().__enter__())

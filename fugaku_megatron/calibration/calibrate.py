@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cli.output_files import check_file, writing
 from ..config.fields import check
@@ -30,20 +30,17 @@ if TYPE_CHECKING:
 
 SIZES = (128, 256, 512, 1024, 2048)  # of the square matmuls
 ROUNDS = 5
-FMA_STEPS, CLOCK_STEPS = (
-    2_000_000,
-    50_000_000,
-)  # iterations of the loops that measure the FMA peak and the clock
+FMA_STEPS = 2_000_000  # iterations of the FMA loop
+CLOCK_STEPS = 50_000_000  # iterations of the clock loop
 TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
-SMALL, LARGE = 8, 4 << 20  # bytes of the messages whose times give latency and rate
+SMALL = 8  # bytes of the message that measures latency
+LARGE = 4 << 20  # bytes of the message that measures bandwidth
 REDUCED = (
     128 << 20
 )  # bytes of the vector whose all-reduce is timed: as gradients, beyond the caches
 MIN_CLOCK_SHARE = 0.8  # of the clock that the system reports, or of the fastest core's
-ALONE_ALPHA_US, ALONE_COPIES = (
-    1.0,
-    4,
-)  # of messages of a rank alone: an assumed latency; each copy reads and writes
+ALONE_ALPHA_US = 1.0  # assumed latency if there is one rank
+ALONE_COPIES = 4  # memory passes of its messages: two copies, each reads and writes
 USABLE = 0.9  # share of a node's memory that a job may use
 
 Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n matmuls
@@ -51,11 +48,15 @@ Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n matmuls
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """One rank's measurements. attention: (s, forward GFLOP/s, backward GFLOP/s) for sequences of s tokens, without dropout, whose
-    cost is dropout_flops (planner.software).
+    """One rank's measurements.
 
-    elementwise_gbs: rate of the optimizer's update. call_us: an operator call without its data. iteration_s: an iteration without
-    its operator calls. process_mib: memory of the process before it has tensors. bf16x3: see planner.software.Parameters.
+    attention: (s, forward GFLOP/s, backward GFLOP/s) for sequences of s tokens, without dropout
+    dropout_flops: see planner.software
+    elementwise_gbs: rate of the optimizer's update
+    call_us: an operator call without its data
+    iteration_s: an iteration without its operator calls
+    process_mib: process memory without tensors
+    bf16x3: see planner.software.Parameters
     """
 
     threads: int
@@ -80,8 +81,20 @@ class Messages:
     gbs: float
 
 
+class NetworkRates(NamedTuple):
+    """Measured communication.
+
+    inside, between: messages within a node and between nodes; both None for one rank, whose messages are copies in memory
+    reduce_gbs: see `all_reduce_gbs`; None for one rank
+    """
+
+    inside: Messages | None = None
+    between: Messages | None = None
+    reduce_gbs: float | None = None
+
+
 def best_seconds(f: Callable[[], object]) -> float:
-    """Seconds of the fastest of ROUNDS calls, after one call to warm up."""
+    """Return the seconds of the fastest of ROUNDS calls, after a warm-up call."""
     f()
     times = []
     for _ in range(ROUNDS):
@@ -92,7 +105,7 @@ def best_seconds(f: Callable[[], object]) -> float:
 
 
 def triad_gbs(elements: int) -> float:
-    """GB/s of this rank's STREAM triad on three arrays of so many FP32 elements."""
+    """Measure GB/s of this rank's STREAM triad on three FP32 arrays."""
     import torch
 
     from ..host import kernels
@@ -110,7 +123,8 @@ def measure_compute() -> Compute:
     from . import host_kernels
 
     process = peak_memory_mib()
-    fma, clock = fma_peak_gflops(1 + ROUNDS, FMA_STEPS), clock_ghz(CLOCK_STEPS)
+    fma = fma_peak_gflops(1 + ROUNDS, FMA_STEPS)
+    clock = clock_ghz(CLOCK_STEPS)
     triad = triad_gbs(TRIAD_ELEMENTS)
     call_us, iteration_s = host_kernels.step_overhead()
     return Compute(
@@ -132,7 +146,7 @@ def measure_compute() -> Compute:
 def measure_gemm(
     sizes: Sequence[int] | None = None, cold_bytes: int | None = None, dtype: str = "float32"
 ) -> Points:
-    """Square matmuls of these sizes; None: those in SIZES. cold_bytes, dtype: see host_kernels.gemm_gflops."""
+    """Measure square matmuls. cold_bytes, dtype: see host_kernels.gemm_gflops"""
     import torch
 
     from . import host_kernels
@@ -143,7 +157,7 @@ def measure_gemm(
 
 
 def measure_team(world: Comm, threads: int, measure: Callable[[], Points] = measure_gemm) -> Points:
-    """Square matmuls on rank 0 with `threads` threads while the node's other ranks sleep; they return (). Collective."""
+    """Measure square matmuls on rank 0 with `threads` threads while the node's other ranks sleep and return (). Collective."""
     import torch
 
     name = None
@@ -165,9 +179,9 @@ def measure_team(world: Comm, threads: int, measure: Callable[[], Points] = meas
 
 
 def fit_curve(points: Sequence[tuple[int, float]], peak_gflops: float) -> tuple[float, float]:
-    """(maximum, half) of share = maximum / (1 + half / n) with the smallest sum of absolute relative errors, over a grid of halves.
+    """Return (maximum, half) of share = maximum / (1 + half / n) with the smallest sum of absolute relative errors.
 
-    Errors are not squared: a size during which another process disturbed would bend the whole curve.
+    Absolute errors, because a disturbed measurement would bend a least-squares curve. `half` is from a grid.
     """
     best = (math.inf, 0.0, 0.0)
     for step in range(0, 201):
@@ -179,10 +193,11 @@ def fit_curve(points: Sequence[tuple[int, float]], peak_gflops: float) -> tuple[
 
 
 def ping_pong(world: Comm, partner: int, bytes: int) -> float:
-    """Seconds of one message of `bytes` between rank 0 and `partner`; meaningless on other ranks. Collective."""
+    """Return seconds of a message of `bytes` between rank 0 and `partner`; meaningless on other ranks. Collective."""
     import torch
 
-    tensor, repeats = torch.zeros(bytes, dtype=torch.uint8), 100 if bytes < 1 << 16 else 10
+    tensor = torch.zeros(bytes, dtype=torch.uint8)
+    repeats = 100 if bytes < 1 << 16 else 10
     world.barrier()
     if world.rank not in (0, partner):
         return 0.0
@@ -200,13 +215,17 @@ def ping_pong(world: Comm, partner: int, bytes: int) -> float:
 
 
 def measure_messages(world: Comm, partner: int) -> Messages:
-    """Latency and rate between rank 0 and `partner`. Collective. A small message that others disturb has half of the time."""
-    small, large = ping_pong(world, partner, SMALL), ping_pong(world, partner, LARGE)
+    """Measure latency and rate between rank 0 and `partner`. Collective.
+
+    A disturbed small message takes at most half of the large one's time.
+    """
+    small = ping_pong(world, partner, SMALL)
+    large = ping_pong(world, partner, LARGE)
     return Messages(alpha_us=small * 1e6, gbs=LARGE / max(large - small, large / 2) / 1e9)
 
 
 def all_reduce_gbs(world: Comm, bytes: int | None = None) -> float:
-    """GB/s of a large all-reduce over all ranks: bytes of the vector, by default REDUCED, over its time. Collective."""
+    """Return GB/s of a large all-reduce over all ranks: vector bytes over time. Collective."""
     import torch
 
     size = bytes or REDUCED
@@ -215,11 +234,13 @@ def all_reduce_gbs(world: Comm, bytes: int | None = None) -> float:
 
 
 def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, float]:
-    """This project's parameters on this host, under the names of planner.software.Parameters.
+    """Return this project's parameters on this host, with the names in planner.software.Parameters.
 
-    ranks: those of one node. reduce_gbs: all_reduce_gbs within the node, None when it crossed nodes.
+    ranks: the ranks of one node
+    reduce_gbs: all_reduce_gbs within the node, None if it crossed nodes
     """
-    first, members = ranks[0], len(ranks)
+    first = ranks[0]
+    members = len(ranks)
     values = {
         "call_us": first.call_us,
         "dropout_flops": first.dropout_flops,
@@ -232,14 +253,12 @@ def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, floa
     if first.bf16x3:
         values["bf16x3"] = first.bf16x3
     if reduce_gbs is not None and members > 1:
-        values["intra_reduce_gbs"] = (
-            2 * (members - 1) / members * reduce_gbs
-        )  # rate of one link of the ring
+        values["intra_reduce_gbs"] = 2 * (members - 1) / members * reduce_gbs  # a link of the ring
     return values
 
 
 def gemm_curve(threads: int, points: Points, peak_gflops: float) -> dict[str, float]:
-    """A GEMM curve in the format of perf/machines/*.json."""
+    """Return a GEMM curve in the format of perf/machines/*.json."""
     maximum, half = fit_curve(points, peak_gflops)
     return {"threads": threads, "maximum": maximum, "half": half, "exponent": 1.0}
 
@@ -248,32 +267,35 @@ def describe(
     name: str,
     ranks: Sequence[Compute],
     team: Points,
-    inside: Messages | None,
-    between: Messages | None,
-    reduce_gbs: float | None,
+    network: NetworkRates,
     memory_gib: float,
     command: str = "calibrate",
 ) -> dict[str, Any]:
-    """The contents of the machine's file, each constant with its source.
+    """Return the contents of the machine's file, each constant with its source.
 
-    ranks: measurements of one node's ranks. team: matmuls of one rank with all threads of the node, if measured. inside, between:
-    messages within a node and between nodes; both None for one rank alone, whose messages are then copies in memory. reduce_gbs:
-    see all_reduce_gbs, None for one rank. memory_gib: of the node. command: which one measured.
+    ranks: measurements of one node's ranks
+    team: matmuls of one rank with all threads of the node, if measured
+    memory_gib: of the node
+    command: the command that measured
     """
-    first, peak, threads = ranks[0], sum(r.fma_gflops for r in ranks), sum(r.threads for r in ranks)
+    first = ranks[0]
+    peak = sum(r.fma_gflops for r in ranks)
+    threads = sum(r.threads for r in ranks)
     measured = f"measured by fugaku-megatron {command}"
+    inside, between, reduce_gbs = network
     copies = Messages(alpha_us=ALONE_ALPHA_US, gbs=first.triad_gbs / ALONE_COPIES)
-    link, intra = between or inside or copies, inside or between or copies
+    link = between or inside or copies
+    intra = inside or between or copies
     alone = "not measured: one rank; two copies in its memory"
-    assumed = {
-        True: measured,
-        False: "not measured: all ranks shared one node; its own messages' value"
-        if inside
-        else alone,
-    }
-    within = measured if inside or between else alone
+    link_source = alone
+    if between:
+        link_source = measured
+    elif inside:
+        link_source = "not measured: all ranks shared one node; its own messages' value"
+    intra_source = measured if inside or between else alone
     curves = [gemm_curve(first.threads, first.gemm, first.fma_gflops)]
-    curves += [gemm_curve(threads, team, peak)] if team and threads > first.threads else []
+    if team and threads > first.threads:
+        curves.append(gemm_curve(threads, team, peak))
     shown = "; one rank with all threads ".join(
         ", ".join(f"{n}: {g:.0f}" for n, g in points) for points in (first.gemm, team) if points
     )
@@ -291,12 +313,12 @@ def describe(
         ),
         "memory_gib": (memory_gib * USABLE, f"{USABLE:.0%} of what the system reports"),
         "stream_gbs": (sum(r.triad_gbs for r in ranks), measured),
-        "link_gbs": (link.gbs, assumed[between is not None]),
-        "injection_gbs": (link.gbs * (1 if between else len(ranks)), assumed[between is not None]),
-        "link_alpha_us": (link.alpha_us, assumed[between is not None]),
-        "large_allreduce_gbs": (intra.gbs / 2 if reduce_gbs is None else reduce_gbs, within),
-        "intra_gbs": (intra.gbs, within),
-        "intra_alpha_us": (intra.alpha_us, within),
+        "link_gbs": (link.gbs, link_source),
+        "injection_gbs": (link.gbs * (1 if between else len(ranks)), link_source),
+        "link_alpha_us": (link.alpha_us, link_source),
+        "large_allreduce_gbs": (intra.gbs / 2 if reduce_gbs is None else reduce_gbs, intra_source),
+        "intra_gbs": (intra.gbs, intra_source),
+        "intra_alpha_us": (intra.alpha_us, intra_source),
         "gemm_curves": (
             curves,
             f"{measured}: native kernels, operands not in the caches, GFLOP/s at {shown}",
@@ -316,7 +338,7 @@ def describe(
 
 
 def _short(value: Any) -> Any:
-    """The value with every number rounded to four significant digits."""
+    """Round every number in the value to four significant digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, list):
@@ -325,7 +347,7 @@ def _short(value: Any) -> Any:
 
 
 def disturbances(ranks: Sequence[Compute], nominal_ghz: float) -> list[str]:
-    """What says that other processes disturbed the measurement, one line each. nominal_ghz: of the system's CPU; 0 if unknown."""
+    """Return one line for each sign that other processes disturbed the measurement. nominal_ghz: 0 if unknown"""
     clocks = [rank.clock_ghz for rank in ranks]
     lines = []
     if nominal_ghz and min(clocks) < MIN_CLOCK_SHARE * nominal_ghz:
@@ -341,7 +363,7 @@ def disturbances(ranks: Sequence[Compute], nominal_ghz: float) -> list[str]:
 
 
 def calibrate(world: Comm, output: Path) -> None:
-    """Measure and write the file `output`. Collective. Raises ValueError for a world of one rank."""
+    """Measure and write the file `output`. Collective. ValueError for a world of one rank."""
     import psutil
 
     from ..host.runtime import cpu_model
@@ -364,16 +386,15 @@ def calibrate(world: Comm, output: Path) -> None:
     if world.rank:
         return
     name = f"{cpu_model()}, {sum(c.threads for c in node)} threads, measured {time.strftime('%Y-%m-%d')}"
-    data = describe(
-        name, node, team, inside, between, reduce, psutil.virtual_memory().total / 2**30
-    )
+    network = NetworkRates(inside, between, reduce)
+    data = describe(name, node, team, network, psutil.virtual_memory().total / 2**30)
     with writing("--output", output):
         output.write_text(json.dumps(data, indent=1) + "\n")
     for key, constant in data["constants"].items():
         print(f"{key:<20} {constant['value']}   ({constant['source']})")
     try:
         nominal_ghz = psutil.cpu_freq().current / 1e3
-    except (AttributeError, NotImplementedError, OSError):  # a system that does not tell
+    except (AttributeError, NotImplementedError, OSError):  # unknown
         nominal_ghz = 0.0
     print(f"wrote {output}", *disturbances(node, nominal_ghz), sep="\n")
 

@@ -1,7 +1,7 @@
-"""The rates of this project's kernels on this host under the conditions of a training step, for calibrate.
+"""Rates of this project's kernels on this host under the conditions of a training step, for calibrate.
 
-Matmuls read operands that are not in the caches and pack their weight, as a training step does without --cache-packed-weights:
-each call takes another set of tensors out of COLD_BYTES bytes.
+Matmuls read operands outside the caches and pack their weight, as in a step without --cache-packed-weights: each call uses another
+set of tensors out of COLD_BYTES bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ..training.trainer import Trainer
 
 COLD_BYTES = 256 << 20  # bytes of all sets of operands together: beyond the caches of all cores
 LENGTHS = (512, 1024, 2048)  # sequence lengths at which attention is measured
-HEADS, HEAD_SIZE = 12, 64
+HEADS = 12
+HEAD_SIZE = 64
 BF16X3_SIZE = 1024
 TINY = {
     "hidden_size": 32,
@@ -41,7 +42,7 @@ STEPS = 15  # timed steps of a tiny model
 
 
 def seconds_each(calls: Sequence[Callable[[], object]], rounds: int = 3) -> float:
-    """Mean seconds of one of `calls`, which are made in turn, in the fastest of `rounds` rounds, after one round to warm up."""
+    """Return mean seconds per call in the fastest of `rounds` rounds over `calls`, after a warm-up round."""
     times = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -52,9 +53,10 @@ def seconds_each(calls: Sequence[Callable[[], object]], rounds: int = 3) -> floa
 
 
 def gemm_gflops(n: int, cold_bytes: int | None = None, dtype: torch.dtype = torch.float32) -> float:
-    """GFLOP/s of n x n x n matmuls: forward, data gradient and weight gradient, a third of the calls each.
+    """Measure GFLOP/s of n x n x n matmuls: a third each of forward, data gradient and weight gradient.
 
-    cold_bytes: of all operands together in FP32; None: COLD_BYTES. dtype: of operands and results; weight gradients are FP32.
+    cold_bytes: all operands together in FP32; None: COLD_BYTES
+    dtype: of operands and results; weight gradients are FP32
     """
     sets = max(3, (cold_bytes or COLD_BYTES) // (12 * n * n))
     tensors = [
@@ -70,7 +72,7 @@ def gemm_gflops(n: int, cold_bytes: int | None = None, dtype: torch.dtype = torc
 
 
 def bf16x3_share() -> float:
-    """The rate of matmuls with --fp32-matmul bf16x3 over that of FP32 ones; 0 where the kernels have no BF16 arithmetic."""
+    """Return the rate of matmuls with --fp32-matmul bf16x3 over FP32's; 0 if the kernels have no BF16 arithmetic."""
     if not kernels.has_bf16_arithmetic():
         return 0.0
     x, weight, out = (torch.randn(BF16X3_SIZE, BF16X3_SIZE) for _ in range(3))
@@ -79,10 +81,14 @@ def bf16x3_share() -> float:
 
 
 def attention_gflops(s: int, p: float = 0.0) -> tuple[float, float]:
-    """GFLOP/s of causal attention over s tokens, forward and backward, of whose probabilities the share p is dropped."""
-    heads, width = HEADS, HEADS * HEAD_SIZE
-    qkv, dqkv = torch.randn(s, 1, 3 * width), torch.empty(s, 1, 3 * width)
-    out, dout, lse = torch.empty(s, 1, width), torch.randn(s, 1, width), torch.empty(1, heads, s)
+    """Measure GFLOP/s of causal attention over s tokens with dropout probability p, forward and backward."""
+    heads = HEADS
+    width = HEADS * HEAD_SIZE
+    qkv = torch.randn(s, 1, 3 * width)
+    dqkv = torch.empty(s, 1, 3 * width)
+    out = torch.empty(s, 1, width)
+    dout = torch.randn(s, 1, width)
+    lse = torch.empty(1, heads, s)
     dropout = (p, 1, 2, 0, 0)
     flops = accounting.causal_attention_flops(heads, s, HEAD_SIZE)
     forward = seconds_each([lambda: kernels.attention_forward(qkv, out, lse, *dropout)] * 3)
@@ -93,7 +99,7 @@ def attention_gflops(s: int, p: float = 0.0) -> tuple[float, float]:
 
 
 def dropout_flops(s: int, peak_gflops: float) -> float:
-    """`dropout_flops` of planner.software, the mean of forward and backward over s tokens, by Megatron's default dropout and none."""
+    """Measure `dropout_flops` in planner.software: mean of forward and backward over s tokens, Megatron's default dropout against none."""
     again = 1.0, accounting.ATTENTION_BACKWARD_SHARE
     rates = zip(
         attention_gflops(s), attention_gflops(s, ModelConfig.attention_dropout), again, strict=True
@@ -103,7 +109,7 @@ def dropout_flops(s: int, peak_gflops: float) -> float:
 
 
 def elementwise_gbs(elements: int | None = None) -> float:
-    """GB/s of the optimizer's update, which reads four vectors and writes three, of so many elements; None: ELEMENTS."""
+    """Measure GB/s of the optimizer's update, which reads four vectors and writes three. None: ELEMENTS"""
     count = elements or ELEMENTS
     weights, gradients, first, second = (torch.full((count,), 1e-3) for _ in range(4))
     update = {
@@ -143,12 +149,13 @@ def _step_seconds(run: RunConfig) -> float:
 
 
 def step_overhead() -> tuple[float, float]:
-    """(us of an operator call, seconds of an iteration) without their data, from steps of two models with negligible data."""
-    code, points = software.load(software.THIS_PROJECT), []
+    """Return (us of an operator call, seconds of an iteration) without data, from steps of two tiny models."""
+    code = software.load(software.THIS_PROJECT)
+    points = []
     for layers, microbatches in ((1, 1), (8, 8)):
         run = _tiny(layers, microbatches)
         layout = Layout.from_run(run, 1)
-        forward, backward, _ = model.part_work(run, layout, 0, code)
+        forward, backward, _ = model.virtual_stage_work(run, layout, 0, code)
         calls = sum(work.calls * times for work, times in forward + backward) * microbatches
         points.append((calls, _step_seconds(run)))
     (few, short), (many, long) = points

@@ -1,4 +1,4 @@
-"""Command line of a run: Megatron-LM's flags, generated from the fields of `config`, over an optional recipe.
+"""A run's command line: Megatron-LM's flags, generated from the fields in `config`, over an optional recipe.
 
 Flags of Megatron-LM and its forks without a field here are accepted with a note or refused with a reason; an unknown flag
 is refused with the nearest known one.
@@ -136,7 +136,7 @@ def build_parser() -> Parser:
 def add_train_flags(
     parser: argparse.ArgumentParser, meaning: str = "they describe the run"
 ) -> None:
-    """Add a run's flags to another command; its --help refers to those of train, with their `meaning`, in the last line."""
+    """Add a run's flags to another command; its --help refers to train, with the flags' `meaning`, in the last line."""
     own = len(parser._actions)
     groups = len(parser._action_groups)
     add_flags(parser)
@@ -326,7 +326,7 @@ def _mistakes(values: Mapping[str, Any], others: bool) -> Iterator[str]:
 
 
 def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) -> Arguments:
-    """Build the run of the parsed values of `add_flags`. Raises ValueError with one line for a user's mistake.
+    """Build a run from the parsed values of `add_flags`. Raises ValueError with one line for a user's mistake.
 
     passed: fields that notes may mention, if a checkpoint has set others; None: all of `values`
     """

@@ -59,7 +59,7 @@ OWN = ("--help", "--recipe", "--dry-run", "--world-size", "--yaml-cfg")  # of a 
 
 
 def complete_from_yaml(namespace: argparse.Namespace, build_parser: Callable[[], Parser]) -> None:
-    """Replace the command line's flags by those of the file, if --yaml-cfg is among the parsed values."""
+    """Replace the command line's flags by the file's flags, if --yaml-cfg is among the parsed values."""
     values = vars(namespace)
     if values["yaml_cfg"] is None:
         return

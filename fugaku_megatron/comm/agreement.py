@@ -1,7 +1,7 @@
-"""Work that fails on all ranks or on none: if a rank fails, every rank raises the message of the first failing rank.
+"""Collective error handling: work that fails on all ranks or on none.
 
-If one rank alone raised an exception, the others would wait in their next collective for ever. This is for set-up, files and
-checks, not for the training step.
+An exception on one rank alone would leave the other ranks waiting in their next collective. `agree` therefore raises the message
+of the first failing rank on every rank. For set-up, files and checks, not for the training step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .base import Comm
 
 T = TypeVar("T")
 EVERYWHERE = "everywhere"  # the attribute of an exception that every rank raises
-# Errors of a disk or a file server that may be gone at the next try. Others (no space, no permission, no such file) stay.
-PASSING = (
+# Errors that a disk or file server may not repeat. Others (no space, no permission, no such file) persist.
+TRANSIENT_ERRNOS = (
     errno.EIO,
     errno.ESTALE,
     errno.ETIMEDOUT,
@@ -37,15 +37,15 @@ PASSING = (
 
 
 class StorageFailure(ValueError):
-    """A file could not be read or written for one of the reasons in PASSING: the user made no mistake."""
+    """A file that could not be read or written because of an error in TRANSIENT_ERRNOS: the user made no mistake."""
 
 
 def storage_failed(error: BaseException | None) -> bool:
-    """Whether the error, or one that it came from, is a StorageFailure or an OSError of PASSING."""
+    """Return True if the error or one of its causes is a StorageFailure or an OSError in TRANSIENT_ERRNOS."""
     while error is not None:
-        if isinstance(error, StorageFailure) or (
-            isinstance(error, OSError) and error.errno in PASSING
-        ):
+        if isinstance(error, StorageFailure):
+            return True
+        if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
             return True
         error = error.__cause__
     return False
@@ -53,10 +53,9 @@ def storage_failed(error: BaseException | None) -> bool:
 
 @contextmanager
 def everywhere() -> Iterator[None]:
-    """Mark mistakes that every rank finds by itself (flags, sizes), so that only rank 0 reports them.
+    """Mark ValueErrors and SystemExits that every rank raises by itself (flags, sizes), so that only rank 0 reports them.
 
-    The ValueErrors and SystemExits that leave this block carry the mark. It needs no communication, so it works before
-    MPI is initialised: see `comm.job.run_or_abort`.
+    Needs no communication, so it works before MPI is initialised: see `comm.job.run_or_abort`.
     """
     try:
         yield
@@ -74,40 +73,42 @@ def agree(
 ) -> T:
     """Run `work` on every rank and return this rank's result. Collective.
 
-    If it raises on any rank, every rank raises ValueError, or StorageFailure where that was the reason. The message is `prefix`,
-    the first failing rank (unless `name_rank` is False), that rank's message, and what `hint` returns on rank 0. Success costs one
-    reduction of a number, so no rank holds anything of the others.
+    If any rank fails, every rank raises ValueError (StorageFailure if storage failed) with `prefix`, the first failing rank
+    (unless `name_rank` is False), its message, and the text that `hint` returns on rank 0. Success costs one reduction.
     """
     results: list[T] = []
     cause: Exception | None = None
     try:
         results.append(work())
-    except Exception as error:  # of any kind: no rank may raise alone
+    except Exception as error:  # no rank may raise alone
         cause = error
     failing = _first(comm, cause is not None)
     if failing == comm.size:
         return results[0]
     own = None if cause is None else (describe(cause), storage_failed(cause))
-    text, passing = comm.broadcast_object(own, root=failing)
-    advice = "" if hint is None else comm.broadcast_object(hint() if comm.rank == 0 else "")
+    text, is_storage = comm.broadcast_object(own, root=failing)
+    if name_rank:
+        text = f"rank {failing}: {text}"
+    if hint is not None:
+        text += comm.broadcast_object(hint() if comm.rank == 0 else "")
     with everywhere():
-        raise (StorageFailure if passing else ValueError)(
-            prefix + f"rank {failing}: " * name_rank + text + advice
-        ) from cause
+        raise (StorageFailure if is_storage else ValueError)(prefix + text) from cause
 
 
 def _first(comm: Comm, flag: bool) -> int:
-    """The first rank whose flag is set, `comm.size` if there is none. Collective."""
+    """Return the first rank whose flag is set, or `comm.size`. Collective."""
     return int(comm.all_reduce(torch.tensor(comm.rank if flag else comm.size), "min"))
 
 
 def first_rank(comm: Comm, key: tuple[int, ...] | None, length: int) -> int | None:
-    """The rank with the least key of `length` numbers below 2^62, the first one of several; None where no rank has a key.
+    """Return the first rank with the smallest key, or None if no rank has a key. Collective.
 
-    Collective; one reduction of a number for each number of the key, so no rank holds anything of the others.
+    Costs one reduction per number in the key.
+
+    key: `length` numbers below 2^62
     """
-    for place in range(length):
-        own = 2**62 if key is None else key[place]
+    for i in range(length):
+        own = 2**62 if key is None else key[i]
         if int(comm.all_reduce(torch.tensor(own), "min")) != own:
             key = None
     rank = _first(comm, key is not None)
@@ -120,9 +121,9 @@ def on_root(
     prefix: str = "",
     hint: Callable[[], str] | None = None,
 ) -> T:
-    """Run `work` on rank 0 alone and return its (picklable) result on all ranks; errors as in `agree`. Collective.
+    """Run `work` on rank 0 and return its picklable result on all ranks; errors as in `agree`. Collective.
 
-    Without a communicator this process is alone.
+    comm: None if this process is alone
     """
     if comm is None:
         return work()
@@ -132,7 +133,7 @@ def on_root(
 
 
 def describe(error: Exception) -> str:
-    """The error as one line, which is never empty."""
+    """Return the error as one non-empty line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     text = str(error)
@@ -141,7 +142,12 @@ def describe(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Nodes:
-    """ranks: those of this rank's node, in the order of the world. count: nodes of the world. number: this one's, from 0."""
+    """Nodes of a world.
+
+    ranks: communicator of this node's ranks, in world order
+    count: number of nodes
+    number: index of this node
+    """
 
     ranks: Comm
     count: int
@@ -149,55 +155,49 @@ class Nodes:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank does what one rank of a node does for all."""
+        """True on the rank that acts for its node."""
         return self.ranks.rank == 0
 
 
 def find_nodes(world: Comm, name: str | None = None) -> Nodes:
-    """The nodes of `world`. name: this rank's node, by default the host's name. Collective.
+    """Group the ranks of `world` by node; nodes are numbered by their first ranks. Collective.
 
-    The nodes are numbered in the order of their first ranks.
+    name: this rank's node, by default the host's name
     """
     name = name or platform.node()
-    alike = world.split(
-        zlib.crc32(name.encode()) & 0x7FFFFFFF, world.rank
-    )  # names of one checksum: nearly always one name
-    names = alike.all_gather_object(name)
-    ranks = (
-        alike if len(set(names)) == 1 else alike.split(sorted(set(names)).index(name), alike.rank)
-    )
+    ranks = world.split(zlib.crc32(name.encode()) & 0x7FFFFFFF, world.rank)
+    names = sorted(set(ranks.all_gather_object(name)))
+    if len(names) > 1:  # names with one checksum
+        ranks = ranks.split(names.index(name), ranks.rank)
     leaders = world.split(0 if ranks.rank == 0 else 1, world.rank)
-    place = torch.tensor([leaders.rank, leaders.size] if ranks.rank == 0 else [0, 0])
-    number, count = ranks.broadcast(place).tolist()
+    number_and_count = torch.tensor([leaders.rank, leaders.size] if ranks.rank == 0 else [0, 0])
+    number, count = ranks.broadcast(number_and_count).tolist()
     return Nodes(ranks, count, number)
 
 
 def scatter_object(comm: Comm, objects: Sequence[Any] | None) -> Any:
-    """objects[rank] of rank 0 on every rank; the other ranks pass None. Collective. A rank sends as often as there are others."""
+    """Return rank 0's objects[rank] on every rank; other ranks pass None. Collective."""
     if comm.rank > 0:
-        return _receive(comm)
+        size = int(comm.recv(torch.zeros(1, dtype=torch.int64), 0))
+        received = comm.recv(torch.empty(size, dtype=torch.uint8), 0)
+        if size == 0:  # a dry run has no sender
+            return None
+        return pickle.loads(received.numpy().tobytes())
     assert objects is not None and len(objects) == comm.size, (objects, comm.size)
     for rank in range(1, comm.size):
-        data = torch.frombuffer(
-            bytearray(pickle.dumps(objects[rank], pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8
-        )
+        pickled = bytearray(pickle.dumps(objects[rank], pickle.HIGHEST_PROTOCOL))
+        data = torch.frombuffer(pickled, dtype=torch.uint8)
         comm.send(torch.tensor([data.numel()]), rank)
         comm.send(data, rank)
     return objects[0]
 
 
-def _receive(comm: Comm) -> Any:
-    size = int(comm.recv(torch.zeros(1, dtype=torch.int64), 0))
-    data = comm.recv(torch.empty(size, dtype=torch.uint8), 0)
-    return (
-        pickle.loads(data.numpy().tobytes()) if size else None
-    )  # nothing comes where nobody sends (a dry run)
-
-
 def differing(comm: Comm, values: Mapping[str, Any]) -> str | None:
-    """The first name whose value is not the same on all ranks, both values and who has them; None where all agree. Collective.
+    """Describe the first value that differs between ranks, or return None. Collective.
 
-    Agreement costs one reduction of two numbers. values: the same names on every rank, and values that pickle.
+    Equal values cost one reduction of two numbers.
+
+    values: picklable, with the same names on every rank
     """
     if _equal(comm, values):
         return None
@@ -205,20 +205,21 @@ def differing(comm: Comm, values: Mapping[str, Any]) -> str | None:
     found: dict[str, list[int]] = {}
     for rank, value in enumerate(comm.all_gather_object(values[name])):
         found.setdefault(str(value), []).append(rank)
-    return f"{name} is " + ", ".join(
-        f"{value:.60} on {_ranks(ranks)}" for value, ranks in [*found.items()][:3]
-    )
+    shown = [f"{value:.60} on {_format_ranks(ranks)}" for value, ranks in [*found.items()][:3]]
+    return f"{name} is {', '.join(shown)}"
 
 
 def _equal(comm: Comm, value: Any) -> bool:
-    """Whether the ranks have values of one representation. Collective."""
-    import torch
-
+    """Return True if the value has one representation on all ranks. Collective."""
     crc = zlib.crc32(repr(value).encode("utf-8", "surrogateescape"))
     lowest, negated = comm.all_reduce(torch.tensor([crc, -crc]), "min").tolist()
     return lowest == -negated
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:4])) + ", ..." * (len(ranks) > 4)
-    return f"rank {shown}" if len(ranks) == 1 else f"{len(ranks)} ranks ({shown})"
+def _format_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:4]))
+    if len(ranks) > 4:
+        shown += ", ..."
+    return f"{len(ranks)} ranks ({shown})"

@@ -1,14 +1,8 @@
-"""The verbs a parallel trainer needs, as a protocol on torch tensors.
+"""Communicator protocol on torch tensors, and a communicator without other ranks.
 
-Implementations: `comm.mpi.MPIComm` (real traffic), `comm.node.NodeComm` (memory of a node), `comm.two_level.TwoLevelComm` (two
-others) and `SoloComm` below (no traffic). The tests have ranks as threads, and one that counts bytes. Left out: building groups
-(`comm.grid.Grid`) and autograd (`comm.autograd`).
-
-Conventions: a tensor may have any shape and must be contiguous; only its number of elements n counts. A communicator of size 1 is
-the identity. Collectives, blocking or not, are started by every rank of the communicator in the same order, as in MPI; handles may
-be waited for in any order, and different communicators are independent. Types: float32/64, int32/64, uint8, bool, bfloat16,
-float16. A sum of bool is a logical or; sums of BF16 and FP16 are formed in FP32 in rank order and rounded once, or once at each
-level (`comm.two_level`).
+Tensors are contiguous and may have any shape; only the number of elements n counts. dtypes: float32/64, int32/64, uint8, bool,
+bfloat16, float16. A bool sum is a logical or. BF16 and FP16 sums are formed in FP32 in rank order and rounded once (once a level
+in `comm.two_level`). As in MPI, every rank starts a communicator's collectives in one order; handles may be waited for in any order.
 """
 
 from __future__ import annotations
@@ -22,18 +16,18 @@ from torch import Tensor
 
 
 class Handle(Protocol):
-    """A started operation. Its tensors must stay untouched until `wait` returns; the handle keeps them alive."""
+    """A started operation. Its tensors must not be touched before `wait` returns; the handle keeps them alive."""
 
     def wait(self) -> None:
         """Block until the operation is complete."""
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return True if `wait` would return at once."""
 
 
 @dataclass(frozen=True)
 class _Done:
-    """The handle of an operation that is complete already."""
+    """The handle of a completed operation."""
 
     def wait(self) -> None:
         pass
@@ -46,13 +40,13 @@ DONE: Handle = _Done()
 
 
 class Comm(Protocol):
-    """A communicator: `size` ranks numbered from 0, of which this process (or thread) is `rank`.
+    """A communicator: `size` ranks numbered from 0; this process (or thread) is `rank`.
 
-    inside_node: its collectives pass through memory that all ranks share, and who waits for one does its work.
+    By default a blocking collective starts its nonblocking form and waits.
 
-    Blocking collectives start their nonblocking form and wait, unless an implementation has another way.
+    inside_node: all ranks share memory, and the caller of a blocking collective does its work
 
-    Shapes: where a docstring says (n,), a tensor of any shape with n elements is accepted. `tensor` and `output` have one dtype.
+    Shapes: (n,) is any shape with n elements. `tensor` and `output` have one dtype.
     """
 
     rank: int
@@ -60,22 +54,25 @@ class Comm(Protocol):
     inside_node: bool = False
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce `tensor` (any shape) in place over all ranks (`op`: "sum", "max" or "min") and return it."""
+        """Reduce `tensor` (any shape) in place and return it.
+
+        op: "sum", "max" or "min"
+        """
         self.iall_reduce(tensor, op).wait()
         return tensor
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Concatenate every rank's `tensor` (n,) in rank order into `output` (size * n,); returns `output`.
+        """Concatenate every rank's `tensor` (n,) in rank order into `output` (size * n,); return `output`.
 
-        `tensor` may be this rank's own part of `output`.
+        `tensor` may be this rank's slice of `output`.
         """
         self.iall_gather(output, tensor).wait()
         return output
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Sum `tensor` (size * n,) over ranks and keep this rank's part of the sum in `output` (n,); returns `output`.
+        """Sum `tensor` (size * n,) over ranks, store this rank's slice in `output` (n,), and return `output`.
 
-        `output` may be this rank's part of `tensor`; the other parts are left as they are.
+        `output` may be this rank's slice of `tensor`; the other slices are unchanged.
         """
         self.ireduce_scatter(output, tensor).wait()
         return output
@@ -83,42 +80,41 @@ class Comm(Protocol):
     def all_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Tensor:
-        """Send the rows of `tensor` (n, ...), sent[i] of them to rank i, in this order; returns `output`.
+        """Send the first sent[0] rows of `tensor` (n, ...) to rank 0, the next sent[1] rows to rank 1 ...; return `output`.
 
-        Rows from rank i, received[i] of them, are put into `output` (m, ...) in the order of ranks. A row is what follows the first
-        dimension.
+        received[i] rows from rank i are stored in `output` (m, ...) in rank order.
         """
         self.iall_to_all(output, tensor, received, sent).wait()
         return output
 
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
-        """Start an all_reduce of `tensor` (any shape) in place."""
+        """Start an all_reduce."""
 
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        """Start an all_gather of `tensor` (n,) into `output` (size * n,)."""
+        """Start an all_gather."""
 
     def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
-        """Start a reduce_scatter of `tensor` (size * n,) into `output` (n,)."""
+        """Start a reduce_scatter."""
 
     def iall_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Handle:
-        """Start an all_to_all of the rows of `tensor` (n, ...) into `output` (m, ...)."""
+        """Start an all_to_all."""
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Copy `root`'s values into `tensor` (any shape, the same on every rank), in place; returns `tensor`."""
+        """Copy `root`'s values into `tensor` (one shape on all ranks) in place and return it."""
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        """Blocking send of `tensor` (any shape) to rank `dst`."""
+        """Send `tensor` (any shape) to rank `dst`; blocks."""
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0) -> Tensor:
-        """Blocking receive from rank `src` into `tensor` (any shape with as many elements as were sent); returns `tensor`."""
+        """Receive from rank `src` into `tensor` (as many elements as were sent) and return it; blocks."""
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle:
-        """Start a send of `tensor` (any shape) to rank `dst`."""
+        """Start a send."""
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Handle:
-        """Start a receive from rank `src` into `tensor` (any shape with as many elements as were sent)."""
+        """Start a receive."""
 
     def barrier(self) -> None:
         """Return when every rank has entered."""
@@ -133,14 +129,14 @@ class Comm(Protocol):
         """Return every rank's object in rank order on every rank."""
 
     def split(self, color: int, key: int) -> Comm:
-        """Ranks of equal `color` form a new communicator ordered by `key` (MPI_Comm_split)."""
+        """Build a communicator of the ranks with equal `color`, ordered by `key` (MPI_Comm_split)."""
 
     def abort(self, code: int = 1) -> None:
-        """End the whole job at once with exit code `code`."""
+        """End the whole job with exit code `code`."""
 
 
 HALF = (torch.bfloat16, torch.float16)
-SUMMED_DTYPES = (torch.float32, *HALF)  # of activations and gradients, whose sums are large
+SUMMED_DTYPES = (torch.float32, *HALF)  # activations and gradients
 COMM_DTYPES = (
     torch.float32,
     torch.float64,
@@ -154,7 +150,7 @@ OPS = ("sum", "max", "min")
 
 
 def check(tensor: Tensor) -> Tensor:
-    """Assert that `tensor` (any shape) can be communicated: contiguous, of a known dtype. Returns it."""
+    """Assert that `tensor` (any shape) is contiguous and has a known dtype; return it."""
     assert tensor.is_contiguous(), (
         f"a communicated tensor must be contiguous: {tuple(tensor.shape)} {tensor.stride()}"
     )
@@ -163,9 +159,9 @@ def check(tensor: Tensor) -> Tensor:
 
 
 def rows(whole: Tensor, part: Tensor, size: int) -> Tensor:
-    """`whole` (size * n elements, any shape) as a view (size, n), one row per rank of n elements as in `part`.
+    """Return `whole` (size * n elements) as a view (size, n), one row for each rank.
 
-    Asserts that both tensors have one dtype and that their sizes fit.
+    Asserts equal dtypes and fitting sizes.
     """
     assert check(whole).dtype == check(part).dtype, f"{whole.dtype} and {part.dtype}"
     assert whole.numel() == size * part.numel(), (
@@ -177,7 +173,7 @@ def rows(whole: Tensor, part: Tensor, size: int) -> Tensor:
 def check_exchange(
     output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], size: int
 ) -> None:
-    """Assert that both tensors, (m, ...) and (n, ...), have rows of one kind, as many as the counts for `size` ranks say."""
+    """Assert that `output` (m, ...) and `tensor` (n, ...) have rows of one kind, as many as `received` and `sent` count."""
     assert check(output).dtype == check(tensor).dtype, f"{output.dtype} and {tensor.dtype}"
     assert output.shape[1:] == tensor.shape[1:], (
         f"rows {tuple(output.shape[1:])} and {tuple(tensor.shape[1:])}"
@@ -191,7 +187,7 @@ def check_exchange(
 
 
 def rank_order_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """The sum of `parts` (any shape, the same for all), in their order. BF16 and FP16 are summed, and returned, in FP32."""
+    """Sum equally shaped tensors in their order; BF16 and FP16 are summed and returned in FP32."""
     first = parts[0].detach()
     total = first.float() if first.dtype in HALF else first.clone()
     for part in parts[1:]:
@@ -200,28 +196,26 @@ def rank_order_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 class SoloComm:
-    """Rank `rank` of `size` without the other ranks, a `Comm`: no traffic, plausible values, any size at once.
+    """Rank `rank` of `size` without the other ranks: no traffic, plausible values. Exact for size 1.
 
-    all_reduce and broadcast leave the tensor as it is, all_gather repeats this rank's part, reduce_scatter keeps this rank's
-    part, all_to_all repeats this rank's rows,
-    recv fills the tensor with zeros. With size 1 the results are exact: it is the communicator of a single process.
+    all_reduce and broadcast are the identity, all_gather repeats this rank's tensor, reduce_scatter keeps this rank's slice,
+    all_to_all repeats this rank's rows, recv fills with zeros.
     """
 
     inside_node = False
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         assert op in OPS, op
         return check(tensor)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        # clone: this rank's part may be a view of the output
-        rows(output, tensor, self.size).copy_(
-            tensor.detach().clone().view(1, -1).expand(self.size, -1)
-        )
+        shard = tensor.detach().clone()  # may be a view of the output
+        rows(output, tensor, self.size).copy_(shard.view(1, -1).expand(self.size, -1))
         return output
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
@@ -287,7 +281,7 @@ class SoloComm:
         return [obj] * self.size
 
     def subgroup(self, ranks: Sequence[int]) -> SoloComm:
-        """The communicator of `ranks`, which include this rank; see `comm.grid.subgroup`."""
+        """Build the communicator of `ranks`, which include this rank; see `comm.grid.subgroup`."""
         return SoloComm(ranks.index(self.rank), len(ranks))
 
     def split(self, color: int, key: int) -> SoloComm:

@@ -1,16 +1,10 @@
-"""The one thread that makes a process's MPI calls, so that communication overlaps with computation.
+"""The thread that makes all MPI calls of a process, so that communication overlaps with computation.
 
-An MPI library moves data only while somebody calls it, and many libraries grant no more than MPI_THREAD_SERIALIZED. Here one thread
-initialises MPI and makes every later call, for which MPI_THREAD_FUNNELED is enough. It starts operations in the order in which the
-program asks for them, and tests them. On the cores that compute it sleeps between tests while nobody waits, so that a computing
-rank keeps its cores. On a core of its own it does not: a message moves only during a test, so that naps stretch it.
+An MPI library progresses messages only inside its calls. One thread initialises MPI and makes every call, for which
+MPI_THREAD_FUNNELED suffices. While nobody waits, the thread sleeps between tests unless it has a core of its own.
 
-An operation is an iterator of steps. Each step starts nonblocking requests and yields them, or yields a function that returns
-whether it is complete; the next step follows when they are complete.
-Operations of one channel (a communicator's collectives) run one after another, because all ranks must start them in one order.
-Channels are independent.
-
-Left out: what is communicated (mpi.py).
+An operation is an iterator of steps; a step yields started requests, or a function that returns True on completion. Operations of
+a channel (a communicator's collectives) run in the order in which they were started; channels are independent.
 """
 
 from __future__ import annotations
@@ -25,45 +19,51 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Steps = Iterator[list[Any] | Callable[[], bool]]
-# Seconds between two tests while nobody waits: the first after something happened, then twice as long each time.
-SHORTEST_NAP, LONGEST_NAP = 50e-6, 500e-6
-TURNS = 100  # tests in vain until a waiting rank of a crowded node naps
+# Seconds between two tests while nobody waits; doubled after each test without progress.
+SHORTEST_NAP = 50e-6
+LONGEST_NAP = 500e-6
+SPINS = 100  # tests without progress until a waiting rank on a crowded node sleeps
 PATIENCE = 0.1  # s of waiting before `waits` is called, and before signals are handled
 
 
 class Operation:
-    """A started operation, as a `comm.base.Handle`; keeps `memory` alive, which MPI is using."""
+    """A started operation, as a `comm.base.Handle`. memory: kept alive until completion."""
 
     def __init__(self, engine: Engine, steps: Steps, channel: Hashable, memory: Any) -> None:
-        self.steps, self.channel = steps, channel
+        self.steps = steps
+        self.channel = channel
         self.requests: list[Any] | Callable[[], bool] = []
-        self._engine, self._memory = engine, memory
+        self._engine = engine
+        self._memory = memory
         self._complete = threading.Lock()  # held until the operation is complete
         self._complete.acquire()
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return True if `wait` would return at once."""
         return not self._complete.locked()
 
     def wait(self) -> None:
-        """Block until the operation is complete; raises what it failed with."""
+        """Block until the operation is complete; raise its error."""
         if self._complete.locked():
             self._engine.hurry(self._complete)
         if self._error is not None:
             raise self._error
 
     def end(self, error: BaseException | None) -> None:
-        """Called by the engine."""
-        self._error, self._memory = error, None
+        """Complete the operation; called by the engine."""
+        self._error = error
+        self._memory = None
         self._complete.release()
 
 
 class Engine:
-    """The thread and its queue. test: whether all requests of a list are complete, without blocking; called by the thread.
+    """The MPI thread and its queue.
 
-    crowded: the node has more ranks than cores, so that a waiting rank sleeps, too. waits: is called when a thread begins (True)
-    and ends (False) to wait for other ranks, if that takes longer than PATIENCE. own_core: nothing else runs on the thread's core.
+    test: returns True if all requests in a list are complete, without blocking; called by the thread
+    crowded: the node has more ranks than cores, so a waiting rank sleeps as well
+    waits: called with True and False when a wait for other ranks that takes longer than PATIENCE begins and ends
+    own_core: nothing else runs on the thread's core
     """
 
     def __init__(
@@ -72,7 +72,10 @@ class Engine:
         crowded: bool = False,
         waits: Callable[[bool], Any] = bool,
     ) -> None:
-        self.test, self.crowded, self.waits, self.own_core = test, crowded, waits, False
+        self.test = test
+        self.crowded = crowded
+        self.waits = waits
+        self.own_core = False
         self._orders: deque[Operation] = deque()
         self._channels: dict[Hashable, deque[Operation]] = {}
         self._active: list[Operation] = []
@@ -82,7 +85,7 @@ class Engine:
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> T:
-        """The result of function(), made by the thread; for calls that end soon on their own, and for set-up."""
+        """Return function(), called by the thread; for short calls and for set-up."""
         results: list[T] = []
 
         def steps() -> Steps:
@@ -94,7 +97,7 @@ class Engine:
         return results[0]
 
     def start(self, steps: Steps, channel: Hashable = None, memory: Any = None) -> Operation:
-        """Queue an operation after those of its channel; one without a channel waits for no other."""
+        """Queue an operation behind the others in its channel; without a channel it waits for no other."""
         operation = Operation(self, steps, channel or object(), memory)
         with self._wake:
             self._orders.append(operation)
@@ -102,7 +105,7 @@ class Engine:
         return operation
 
     def hurry(self, lock: threading.Lock) -> None:
-        """Block until `lock` is released by the thread, which does not nap meanwhile."""
+        """Block until the thread releases `lock`; the thread does not sleep meanwhile."""
         with self._wake:
             self._waiting += 1
             self._wake.notify()
@@ -117,7 +120,7 @@ class Engine:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what waits for other ranks."""
+        """Report to `waits` that the block waits for other ranks."""
         self.waits(True)
         try:
             yield
@@ -127,7 +130,8 @@ class Engine:
     # The thread -----------------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        nap, idle = SHORTEST_NAP, 0
+        nap = SHORTEST_NAP
+        idle = 0
         while True:
             with self._wake:
                 awake = self._waiting or self.own_core and self._active
@@ -138,9 +142,16 @@ class Engine:
             for operation in orders:
                 self._accept(operation)
             moved = self._progress() or bool(orders)
-            nap, idle = (SHORTEST_NAP, 0) if moved else (min(2 * nap, LONGEST_NAP), idle + 1)
-            if idle and awake:
-                os.sched_yield() if idle < TURNS or not self.crowded else time.sleep(SHORTEST_NAP)
+            if moved:
+                nap = SHORTEST_NAP
+                idle = 0
+                continue
+            nap = min(2 * nap, LONGEST_NAP)
+            idle += 1
+            if awake and self.crowded and idle >= SPINS:
+                time.sleep(SHORTEST_NAP)
+            elif awake:
+                os.sched_yield()
 
     def _accept(self, operation: Operation) -> None:
         queue = self._channels.setdefault(operation.channel, deque())
@@ -153,13 +164,13 @@ class Engine:
         self._advance(operation)
 
     def _advance(self, operation: Operation) -> None:
-        """Start the next step; at the end begin the channel's next operation."""
+        """Start the operation's next step, or end it and begin the channel's next operation."""
         try:
             operation.requests = next(operation.steps)
             return
         except StopIteration:
             error = None
-        except BaseException as failure:  # raised where the operation is waited for
+        except BaseException as failure:  # `wait` raises it
             error = failure
         self._active.remove(operation)
         operation.end(error)
@@ -171,7 +182,7 @@ class Engine:
             del self._channels[operation.channel]
 
     def _progress(self) -> bool:
-        """Test everything under way once; whether a step was complete."""
+        """Test every active operation once; return True if a step completed."""
         moved = False
         for operation in list(self._active):
             try:

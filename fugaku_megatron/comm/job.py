@@ -1,4 +1,4 @@
-"""Start and end of an MPI job: MPI_Init_thread, and one failing rank that ends all ranks at once."""
+"""Start and end of an MPI job: MPI_Init_thread, and one failing rank that ends all ranks."""
 
 from __future__ import annotations
 
@@ -20,21 +20,17 @@ from .mpi import MPIComm, mpi_world
 T = TypeVar("T")
 
 
-# the attribute of an exception that is no bug, and ends a job with a code of its own
-EXIT_CODE = "exit_code"
-
-
-GRACE = 0.5  # s that rank > 0 leaves to rank 0, which may be failing of the same cause
+EXIT_CODE = "exit_code"  # attribute of an exception that is no bug and has its own exit code
+GRACE = 0.5  # s that other ranks leave to rank 0, which may fail for the same reason
 
 
 def init(waits: Callable[[bool], Any] = bool) -> Comm:
-    """Start MPI on its own thread and return the world; `describe(world)` returns the granted thread level.
+    """Start MPI on its own thread and return the world.
 
-    waits: is called when this process begins and ends to wait for others (`comm.engine.Engine`).
+    A process without a launcher is a world of one rank and needs no MPI. ValueError if a launcher started several processes and MPI is
+    missing or is another MPI than the launcher's, and for system limits with which MPI would abort.
 
-    A process that no launcher started is a world of one, and then MPI need not be installed. Raises ValueError when a
-    launcher started several processes but MPI is missing, or is another MPI than the launcher's, in which case each
-    process would take itself for the whole world; and for limits of the system with which MPI would abort.
+    waits: see `comm.engine.Engine`
     """
     name, started = environment.processes()
     environment.check_launcher()
@@ -57,7 +53,7 @@ def init(waits: Callable[[bool], Any] = bool) -> Comm:
 
 
 def describe(world: Comm) -> str:
-    """One line for the log: library, thread level, number of ranks."""
+    """Return library, thread level and number of ranks for the log."""
     if isinstance(world, MPIComm):
         return f"{world.library}, MPI_THREAD_{world.thread_level.upper()}, {world.size} rank(s)"
     return f"no MPI, {world.size} rank(s)"
@@ -66,24 +62,22 @@ def describe(world: Comm) -> str:
 def run_or_abort(
     main: Callable[[Comm], T], comm: Comm | None = None, waits: Callable[[bool], Any] = bool
 ) -> T:
-    """Return main(comm); if an exception escapes, report it on stderr and end the whole job.
-
-    `comm` is the world, by default that of `init(waits)`. "rank R: <message>" is printed, then MPI_Abort is called:
+    """Return main(comm); report an escaping exception as "rank R: <message>" on stderr and end the whole job.
 
         ValueError (a user's mistake)       one line                exit code 2
-        the same, from a failing disk       one line                exit code 7
+        the same, from failing storage      one line                exit code 7
         KeyboardInterrupt                   one line                exit code 130
-        SystemExit, other than 0            its message if it has   its code
+        SystemExit, other than 0            its message, if any     its code
         a path that the system refuses      one line                exit code 2
         standard output closed or full      nothing, or one line    exit code 141
         memory that the system refuses      one line                exit code 1
         anything else (a bug)               the traceback           exit code 1
 
-    When all ranks fail alike, one report shall come out, but failing ranks cannot agree by a collective: others may
-    never enter it. So rank 0 reports at once, and its abort ends the other ranks while they still wait, GRACE seconds,
-    or GRACE_EVERYWHERE if the error is marked by `everywhere`. A rank whose wait ends knows that rank 0 did not fail:
-    it reports and aborts itself. So nothing hangs, and a mistake of one rank is reported at most GRACE seconds late.
-    An exception in another thread of the process ends the job in the same way.
+    If all ranks fail alike, only rank 0 reports: the other ranks wait GRACE seconds (GRACE_EVERYWHERE after `everywhere`) for rank 0's
+    abort, and report themselves if it does not come. A collective cannot decide this, because other ranks may never enter it. An
+    exception in another thread ends the job in the same way.
+
+    comm: the world, by default `init(waits)`
     """
     previous = threading.excepthook
     threading.excepthook = lambda failed: _thread_failed(failed, comm)
@@ -101,19 +95,19 @@ def run_or_abort(
 
 
 def _thread_failed(failed: threading.ExceptHookArgs, comm: Comm | None) -> None:
-    if failed.exc_type is SystemExit:  # ends the thread only, as Python has it
+    if failed.exc_type is SystemExit:  # ends the thread only, as in Python
         return
     try:
         _end(failed.exc_value or failed.exc_type(), comm)
-    except SystemExit as end:  # from a communicator without MPI: would end this thread only
+    except SystemExit as end:  # a communicator without MPI would end this thread only
         os._exit(end.code if isinstance(end.code, int) else ExitCode.FAILED)
 
 
 def end_job_with_exceptions(world: Comm) -> None:
-    """From now on an exception that nobody catches, on the main thread or another, prints its traceback and ends all ranks.
+    """Let every uncaught exception, on any thread, print its traceback and end all ranks.
 
-    For a program that is not called by `run_or_abort`. It sets sys.excepthook and threading.excepthook, which SystemExit does not
-    reach: a rank that leaves by sys.exit ends alone, and the others wait for it.
+    For programs that `run_or_abort` does not call. Sets sys.excepthook and threading.excepthook; a rank that leaves by sys.exit ends
+    alone.
     """
 
     def end(kind: type[BaseException], error: BaseException | None, trace: Any) -> None:
@@ -126,19 +120,17 @@ def end_job_with_exceptions(world: Comm) -> None:
 
 
 def _end(error: BaseException, comm: Comm | None, traced: bool = False) -> NoReturn:
-    """Report the error, with its traceback in any case if `traced`, and end the job."""
+    """Report the error and end the job. traced: always print the traceback."""
     rank = comm.rank if comm else environment.rank()
     code, text = _report(error)
     if traced:
         text = _traceback(error)
     if rank:
-        time.sleep(
-            exit_codes.GRACE_EVERYWHERE if comm and getattr(error, EVERYWHERE, False) else GRACE
-        )
-    if text and (
-        comm or not rank
-    ):  # without MPI all processes fail alike, and none can end the others
-        with contextlib.suppress(OSError):  # nobody reads
+        on_all_ranks = comm and getattr(error, EVERYWHERE, False)
+        time.sleep(exit_codes.GRACE_EVERYWHERE if on_all_ranks else GRACE)
+    # Without MPI all processes fail alike and cannot end each other.
+    if text and (comm or not rank):
+        with contextlib.suppress(OSError):  # closed
             print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
     exit_codes.close_output()
     exit_codes.wait_until_read(sys.stderr)
@@ -148,19 +140,18 @@ def _end(error: BaseException, comm: Comm | None, traced: bool = False) -> NoRet
 
 
 def _report(error: BaseException) -> tuple[int, str]:
-    """Exit code and text."""
+    """Return (exit code, text) for an error."""
     if isinstance(error, SystemExit):
-        return (
-            (error.code, "") if isinstance(error.code, int) else (ExitCode.FAILED, str(error.code))
-        )
+        if isinstance(error.code, int):
+            return error.code, ""
+        return ExitCode.FAILED, str(error.code)
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED, "interrupted"
     if (code := getattr(error, EXIT_CODE, None)) is not None:
         return code, " ".join(str(error).split())
     if isinstance(error, ValueError):
-        return ExitCode.STORAGE if storage_failed(error) else ExitCode.USER_ERROR, " ".join(
-            str(error).split()
-        )
+        user_code = ExitCode.STORAGE if storage_failed(error) else ExitCode.USER_ERROR
+        return user_code, " ".join(str(error).split())
     if (line := exit_codes.output_error(error)) is not None:
         return ExitCode.OUTPUT, line
     if line := exit_codes.path_error(error):

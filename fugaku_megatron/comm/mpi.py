@@ -1,13 +1,10 @@
-"""The communicator of real jobs, on mpi4py's nonblocking buffer calls: no pickling and no copies of tensors.
+"""Communicator on mpi4py's nonblocking buffer calls, without pickling or copying tensors.
 
-This is the only file that imports mpi4py, and it does so inside functions: importing this module needs no MPI. The engine's thread
-(engine.py) makes every MPI call; a blocking verb waits for the operation that its nonblocking form starts.
-MPI has no BF16 or FP16. Data of these types is sent as 16-bit integers. Their sum is an all-to-all of the parts followed by a
-local sum in FP32, in rank order and rounded once; all_reduce then gathers the results. Their maximum and minimum are formed in
-FP32. MPI counts are C ints: larger tensors are sent in pieces of MAX_COUNT elements.
-Left out: starting and ending a job (job.py), groups (grid.py).
+Only this module imports mpi4py, inside functions: importing the module needs no MPI. The engine's thread makes every MPI call
+(engine.py). MPI has no BF16 or FP16: such data is sent as 16-bit integers; sums are an all-to-all and a local FP32 sum in rank
+order, rounded once; maxima and minima are formed in FP32. Tensors beyond MAX_COUNT elements are sent in pieces.
 
-Shapes: p ranks, n elements per rank.
+Shapes: p ranks, n elements per rank
 """
 
 from __future__ import annotations
@@ -30,23 +27,26 @@ from .base import DONE, HALF, OPS, Comm, Handle, check, check_exchange, rank_ord
 from .engine import Engine, Steps
 
 THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
-THREAD_LEVEL_VARIABLE = "FUGAKU_MEGATRON_MPI_THREAD_LEVEL"  # the level to ask for
-MAX_COUNT = 2**30  # elements per call: below 2^31 - 1, the largest C int
-# Elements of a sum per call, and the minimum of them for each rank. An MPI sums in temporary memory as large as its message, and
-# malloc requests large blocks from the system each time: 475 MB between two ranks take 0.18 s in one call, 0.05 s in 29.
-SUMMED, SUMMED_PER_RANK = 2**22, 2**16
+THREAD_LEVEL_VARIABLE = "FUGAKU_MEGATRON_MPI_THREAD_LEVEL"  # requested level
+MAX_COUNT = 2**30  # elements per call, below the largest C int
+# Elements of a sum per call, and the minimum for each rank. MPI allocates temporary memory as large as the message each time:
+# 475 MB between two ranks take 0.18 s in one call, 0.05 s in 29.
+SUMMED = 2**22
+SUMMED_PER_RANK = 2**16
 STAGE = 2**25  # elements received at once for a BF16/FP16 sum: limits its extra memory to 64 MiB
-ABORT_SECONDS = 5
 SMALL = (
     2**15
-)  # up to so many elements a BF16/FP16 all_reduce gathers everything in one call: latency matters, not bytes
+)  # elements of all ranks up to which a BF16/FP16 all_reduce is one all_gather, for latency
+ABORT_SECONDS = 5
 
 
 def mpi_world(waits: Callable[[bool], Any] = bool) -> MPIComm:
-    """MPI_COMM_WORLD, with MPI initialised by the engine's thread. ImportError or RuntimeError if MPI cannot be loaded.
+    """Initialise MPI on the engine's thread and return MPI_COMM_WORLD.
 
-    waits: see `Engine`. Raises ValueError when the library grants no threads at all, or for an unknown level in the environment
-    variable.
+    ImportError or RuntimeError if MPI cannot be loaded; ValueError if the library grants no threads, or for an unknown level in
+    THREAD_LEVEL_VARIABLE.
+
+    waits: see `Engine`
     """
     level = os.environ.get(THREAD_LEVEL_VARIABLE, "serialized").lower()
     if level not in THREAD_LEVELS[1:]:
@@ -55,8 +55,7 @@ def mpi_world(waits: Callable[[bool], Any] = bool) -> MPIComm:
         )
     crowded = environment.processes_of_node() > len(os.sched_getaffinity(0))
     if crowded:
-        # More ranks than cores: MPICH's ranks must yield the core in the few calls that block, as when groups are built. Open
-        # MPI's launcher does this by itself.
+        # MPICH's ranks must yield the core in blocking calls such as MPI_Comm_split; Open MPI's launcher sets this itself.
         os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
     engine = Engine(crowded=crowded, waits=waits)
     world = engine.call(lambda: _initialise(engine, level))
@@ -69,7 +68,7 @@ def mpi_world(waits: Callable[[bool], Any] = bool) -> MPIComm:
 
 
 def _initialise(engine: Engine, level: str) -> MPIComm:
-    """On the engine's thread, which MPI then takes for the main one."""
+    """Initialise MPI on the engine's thread, which becomes MPI's main thread."""
     import mpi4py
 
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -83,14 +82,14 @@ def _initialise(engine: Engine, level: str) -> MPIComm:
 
 
 def _initialise_thread(mpi: Any, level: int) -> None:
-    """MPI_Init_thread, past mpi4py, which keeps Python's lock until all ranks are there: no other thread could run meanwhile."""
+    """Call MPI_Init_thread directly: mpi4py would hold Python's lock until all ranks have started."""
     ctypes.CDLL(mpi.__file__).MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
     for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):
         comm.Set_errhandler(mpi.ERRORS_RETURN)  # mpi4py raises them
 
 
 def _buffer(tensor: Tensor) -> np.ndarray:
-    """The tensor's memory as a flat array of a type that MPI has."""
+    """Return the tensor's memory as a flat array with a dtype that MPI knows."""
     flat = check(tensor).detach().view(-1)
     if flat.dtype in HALF:
         flat = flat.view(torch.int16)
@@ -98,7 +97,7 @@ def _buffer(tensor: Tensor) -> np.ndarray:
 
 
 def _pieces(flat: np.ndarray, limit: int = MAX_COUNT) -> Iterator[np.ndarray]:
-    """Consecutive parts of `flat`, none longer than `limit` and MAX_COUNT elements."""
+    """Cut `flat` into pieces of at most `limit` and MAX_COUNT elements."""
     size = min(MAX_COUNT, limit)
     for start in range(0, flat.size, size):
         yield flat[start : start + size]
@@ -110,14 +109,17 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 class MPIComm(Comm):
-    """An mpi4py communicator as a `comm.base.Comm`. MPI's errors are raised as mpi4py.MPI.Exception, by `wait`.
+    """An mpi4py communicator as a `comm.base.Comm`. `wait` raises MPI's errors as mpi4py.MPI.Exception.
 
-    mpi: the module mpi4py.MPI. Made by the engine's thread.
+    Built on the engine's thread. mpi: the module mpi4py.MPI
     """
 
     def __init__(self, mpi: Any, mpi_comm: Any, engine: Engine) -> None:
-        self.mpi, self.mpi_comm, self.engine = mpi, mpi_comm, engine
-        self.rank, self.size = mpi_comm.Get_rank(), mpi_comm.Get_size()
+        self.mpi = mpi
+        self.mpi_comm = mpi_comm
+        self.engine = engine
+        self.rank = mpi_comm.Get_rank()
+        self.size = mpi_comm.Get_size()
         self.thread_level = {
             getattr(mpi, f"THREAD_{name.upper()}"): name for name in THREAD_LEVELS
         }[mpi.Query_thread()]
@@ -138,7 +140,9 @@ class MPIComm(Comm):
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
         self._op(op, check(tensor).dtype)
         flat = tensor.detach().view(-1)
-        return DONE if self.size == 1 else self._collective(self._all_reduce(flat, op), flat)
+        if self.size == 1:
+            return DONE
+        return self._collective(self._all_reduce(flat, op), flat)
 
     def _all_reduce(self, flat: Tensor, op: str) -> Steps:
         if flat.dtype in HALF and op == "sum":
@@ -178,22 +182,16 @@ class MPIComm(Comm):
             )
         elif self.size == 1:
             parts[0].copy_(tensor.detach().view(-1))
-        return (
-            DONE
-            if self.size == 1
-            else self._collective(
-                self._all_gather(output.detach(), tensor.detach()), output, tensor
-            )
-        )
+        if self.size == 1:
+            return DONE
+        steps = self._all_gather(output.detach(), tensor.detach())
+        return self._collective(steps, output, tensor)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
         inside = _overlap(output, tensor)
         if tensor.numel() <= MAX_COUNT:
-            yield [
-                self.mpi_comm.Iallgather(
-                    self.mpi.IN_PLACE if inside else _buffer(tensor), _buffer(output)
-                )
-            ]
+            sent = self.mpi.IN_PLACE if inside else _buffer(tensor)
+            yield [self.mpi_comm.Iallgather(sent, _buffer(output))]
             return
         parts = output.view(self.size, -1)  # (p, n)
         if not inside:
@@ -206,9 +204,8 @@ class MPIComm(Comm):
         if self.size == 1:
             output.detach().view(-1).copy_(parts[0])
             return DONE
-        return self._collective(
-            self._reduce_scatter(output.detach().view(-1), parts), output, tensor
-        )
+        steps = self._reduce_scatter(output.detach().view(-1), parts)
+        return self._collective(steps, output, tensor)
 
     def _reduce_scatter(self, output: Tensor, parts: Tensor) -> Steps:
         if parts.dtype in HALF:
@@ -216,26 +213,19 @@ class MPIComm(Comm):
             return
         # MPI's in-place form would put every rank's result at the beginning.
         result = torch.empty_like(output) if _overlap(output, parts) else output
+        mpi_op = self._op("sum", parts.dtype)
         step = min(MAX_COUNT, max(SUMMED // self.size, SUMMED_PER_RANK))
         for start in range(0, output.numel(), step):
-            sent = parts[
-                :, start : start + step
-            ].contiguous()  # (p, step), no copy when it is the whole
+            sent = parts[:, start : start + step].contiguous()  # (p, step)
             received = _buffer(result[start : start + step])
-            yield [
-                self.mpi_comm.Ireduce_scatter_block(
-                    _buffer(sent), received, self._op("sum", parts.dtype)
-                )
-            ]
+            yield [self.mpi_comm.Ireduce_scatter_block(_buffer(sent), received, mpi_op)]
         if result is not output:
             output.copy_(result)
 
     def _half_reduce_scatter(self, output: Tensor, parts: Tensor) -> Steps:
         step = max(1, STAGE // self.size)
         for start in range(0, output.numel(), step):
-            sent = parts[
-                :, start : start + step
-            ].contiguous()  # (p, step), no copy when it is the whole
+            sent = parts[:, start : start + step].contiguous()  # (p, step)
             received = torch.empty_like(sent)
             yield [self.mpi_comm.Ialltoall(_buffer(sent), _buffer(received))]
             output[start : start + step] = rank_order_sum(received)
@@ -247,22 +237,21 @@ class MPIComm(Comm):
         if self.size == 1:
             output.detach().copy_(tensor.detach())
             return DONE
-        return self._collective(
-            self._all_to_all(output.detach(), tensor.detach(), received, sent), output, tensor
-        )
+        steps = self._all_to_all(output.detach(), tensor.detach(), received, sent)
+        return self._collective(steps, output, tensor)
 
     def _all_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Steps:
-        # Counts and places are those of rows: in elements they may be more than a C int holds.
-        row = self.mpi.BYTE.Create_contiguous(
-            math.prod(tensor.shape[1:]) * tensor.element_size()
-        ).Commit()
-        buffers = [
-            [_buffer(rows), (counts, [sum(counts[:rank]) for rank in range(self.size)]), row]
-            for rows, counts in ((tensor, list(sent)), (output, list(received)))
-        ]
-        yield [self.mpi_comm.Ialltoallv(*buffers)]
+        # Counts are in rows: element counts may exceed a C int.
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+        row = self.mpi.BYTE.Create_contiguous(row_bytes).Commit()
+
+        def message(rows: Tensor, counts: Sequence[int]) -> list[Any]:
+            offsets = [sum(counts[:rank]) for rank in range(self.size)]
+            return [_buffer(rows), (list(counts), offsets), row]
+
+        yield [self.mpi_comm.Ialltoallv(message(tensor, sent), message(output, received))]
         row.Free()
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
@@ -278,16 +267,20 @@ class MPIComm(Comm):
         self._wait_for(self.mpi_comm.Ibarrier)
 
     def _wait_for(self, start: Callable[[], Any]) -> None:
-        """A collective of one request, which the engine's thread starts."""
-        self._collective([start()] for _ in range(1)).wait()
+        """Start a collective of one request on the engine's thread and wait."""
+
+        def steps() -> Steps:
+            yield [start()]
+
+        self._collective(steps()).wait()
 
     # Messages -------------------------------------------------------------------------------------------------------------------
 
     def _message(self, start: Callable[..., Any], tensor: Tensor, rank: int, tag: int) -> Handle:
-        return self.engine.start(
-            ([start(piece, rank, tag) for piece in _pieces(_buffer(tensor))] for _ in range(1)),
-            memory=tensor,
-        )
+        def steps() -> Steps:
+            yield [start(piece, rank, tag) for piece in _pieces(_buffer(tensor))]
+
+        return self.engine.start(steps(), memory=tensor)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle:
         return self._message(self.mpi_comm.Isend, tensor, dst, tag)
@@ -307,19 +300,24 @@ class MPIComm(Comm):
     # Objects and set-up -----------------------------------------------------------------------------------------------------------
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        data = np.frombuffer(pickle.dumps(obj), np.uint8) if self.rank == root else None
-        length = int(self.broadcast(torch.tensor(0 if data is None else data.size), root))
-        received = data.copy() if data is not None else np.empty(length, np.uint8)
-        self._collective(self._broadcast(received, root)).wait()
-        return obj if self.rank == root else pickle.loads(received.data)
+        if self.rank == root:
+            data = np.frombuffer(pickle.dumps(obj), np.uint8).copy()
+            self.broadcast(torch.tensor(data.size), root)
+            self._collective(self._broadcast(data, root)).wait()
+            return obj
+        length = int(self.broadcast(torch.tensor(0), root))
+        data = np.empty(length, np.uint8)
+        self._collective(self._broadcast(data, root)).wait()
+        return pickle.loads(data.data)
 
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
-        (own, lengths), receives = self._pickled(obj), self.rank == root
-        everyone = np.empty(lengths.sum() if receives else 0, np.uint8)
-        self._wait_for(
-            lambda: self.mpi_comm.Igatherv(own, (everyone, lengths) if receives else None, root)
-        )
-        return _unpickled(everyone, lengths) if receives else None
+        own, lengths = self._pickled(obj)
+        if self.rank != root:
+            self._wait_for(lambda: self.mpi_comm.Igatherv(own, None, root))
+            return None
+        everyone = np.empty(lengths.sum(), np.uint8)
+        self._wait_for(lambda: self.mpi_comm.Igatherv(own, (everyone, lengths), root))
+        return _unpickled(everyone, lengths)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         own, lengths = self._pickled(obj)
@@ -328,10 +326,11 @@ class MPIComm(Comm):
         return _unpickled(everyone, lengths)
 
     def _pickled(self, obj: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The object as bytes, and the number of bytes on every rank (p,)."""
+        """Return the pickled object and every rank's number of bytes (p,)."""
         own = np.frombuffer(pickle.dumps(obj), np.uint8)
         lengths = torch.empty(self.size, dtype=torch.int64)
-        return own, self.all_gather(lengths, torch.tensor([own.size])).numpy()
+        self.all_gather(lengths, torch.tensor([own.size]))
+        return own, lengths.numpy()
 
     def split(self, color: int, key: int) -> MPIComm:
         return self.engine.call(
@@ -339,24 +338,22 @@ class MPIComm(Comm):
         )
 
     def split_node(self) -> MPIComm:
-        """The ranks of this communicator that share memory with this one (MPI_Comm_split_type)."""
+        """Build the communicator of the ranks that share memory with this rank (MPI_Comm_split_type)."""
         kind = self.mpi.COMM_TYPE_SHARED
         return self.engine.call(
             lambda: MPIComm(self.mpi, self.mpi_comm.Split_type(kind), self.engine)
         )
 
     def abort(self, code: int = 1) -> None:
-        """MPI_Abort on MPI_COMM_WORLD, whichever group this is. The caller has said why: MPI's own line is not shown."""
+        """Call MPI_Abort on MPI_COMM_WORLD. The caller has reported the reason: MPI's own line is not shown."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        threading.Timer(
-            ABORT_SECONDS, os._exit, [code]
-        ).start()  # should the engine itself be what fails
+        threading.Timer(ABORT_SECONDS, os._exit, [code]).start()  # if the engine hangs
         self.engine.call(lambda: self.mpi.COMM_WORLD.Abort(code))
-        os._exit(code)  # where MPI_Abort only asks the launcher and returns
+        os._exit(code)  # some MPI_Abort return
 
 
 def _unpickled(data: np.ndarray, lengths: np.ndarray) -> list[Any]:
-    """One object of each rank."""
+    """Return every rank's object."""
     ends = lengths.cumsum()
     return [
         pickle.loads(data[end - length : end].data)

@@ -1,17 +1,10 @@
-"""Collectives inside a node: ranks add each other's numbers in memory that they share, by the SIMD kernels.
+"""Collectives inside a node: ranks sum in shared memory with the SIMD kernels.
 
-    share_node(comm, kernels)       comm with such sums and gathers; over several nodes those are one of two levels (two_level.py)
-    share_groups(groups, kernels)   the same for a grid's groups
-    NodeTensor(comm, n, dtype)      a tensor that all ranks of comm hold, one copy for the ranks of a node
-
-Every rank has a segment of one MPI shared-memory window, in two halves that are used in turn. A collective goes chunk by chunk:
-each rank copies its chunk into its half and raises a flag; when all flags are up, each adds up its part of the chunk over all
-segments and raises a second flag; when all of those are up, it takes the parts of the others. Chunks fit the second-level cache, so
-that main memory moves only the tensors themselves, and each segment is in the memory of its rank's NUMA domain. Nothing here calls
-MPI once the window exists: who waits for a blocking collective does its work, on all of its threads; a nonblocking one is done by
-the engine's thread.
-
-Left out: float64 and integers, maxima and broadcasts, which stay MPI's. Legend: p ranks, n elements per rank.
+Every rank has a segment of an MPI shared-memory window, in two halves used alternately. A collective runs in chunks that fit the
+second-level cache: each rank copies its chunk into its half and raises a flag; after all flags, each rank sums its slice of the
+chunk over all segments and raises a second flag; then it copies the other slices. Nothing here calls MPI after the window is
+built: blocking collectives run on the caller's threads, nonblocking ones on the engine's thread.
+Float64, integers, maxima and broadcasts remain MPI's. Shapes: p ranks, n elements per rank
 """
 
 from __future__ import annotations
@@ -38,47 +31,46 @@ from .grid import Groups
 from .mpi import MPIComm
 from .two_level import TwoLevelComm, in_stages, split_levels
 
-HALF_BYTES = 2**20  # of a segment, which has two
+HALF_BYTES = 2**20  # a segment has two halves
 LINE = 256  # bytes between two flags: the A64FX's cache line
-FLAGS = 2  # of a rank: its chunk is there, its part of the sum is there
-HEADER = 4096  # bytes of a segment before its halves, for the flags
+FLAGS = 2  # per rank: chunk written, slice summed
+HEADER = 4096  # bytes for the flags at the beginning of a segment
 SEGMENT_BYTES = HEADER + 2 * HALF_BYTES
-SHARED_MEMORY = "/dev/shm"  # where the MPI libraries have it
+SHARED_MEMORY = "/dev/shm"  # used by the MPI libraries
 
 
 def share_groups(groups: Groups, kernels: Any, node: int | None = None) -> Groups:
-    """The groups that sum tensors, as `share_node` has them. Collective."""
+    """Apply `share_node` to a grid's groups. Collective."""
     names = ("tp", "dp", "embedding", "ep", "edp", "cp")
     shared = {name: share_node(getattr(groups, name), kernels, node) for name in names}
     return replace(groups, **shared, etp=shared["tp"] if groups.etp is groups.tp else groups.etp)
 
 
 def share_node(comm: Comm, kernels: Any, node: int | None = None) -> Comm:
-    """`comm` with sums and gathers in the memory that its ranks share, at two levels if they are on several nodes. Collective.
+    """Return `comm` with sums and gathers in shared memory, at two levels if its ranks are on several nodes. Collective.
 
-    MPI does all of it if a node has one rank, if nodes have different numbers of ranks, and if a system has too little shared
-    memory (containers often have 64 MiB). MPI's own BF16 and FP16 sums are done in stages (`two_level.in_stages`). Another
-    implementation is returned unchanged. node: a number that the ranks of a node have in common; by default MPI finds them.
+    MPI does everything if a node has one rank, if nodes have different numbers of ranks, or if shared memory is too small (containers
+    often have 64 MiB); BF16 and FP16 sums then run in stages (`two_level.in_stages`). Communicators without MPI are returned unchanged.
+
+    node: a number common to a node's ranks; by default MPI finds it
     """
     if comm.size == 1 or not isinstance(comm, MPIComm):
         return comm
     local = comm.split_node() if node is None else comm.split(node, comm.rank)
-    shares, whole = comm.all_reduce(
-        torch.tensor([local.size > 1 and _fits(local.size), local.size == comm.size]), "min"
-    ).tolist()
-    if shares and whole:
+    conditions = torch.tensor([local.size > 1 and _fits(local.size), local.size == comm.size])
+    shares, is_one_node = comm.all_reduce(conditions, "min").tolist()
+    if shares and is_one_node:
         return NodeComm(local, kernels)
     levels = split_levels(comm, local) if shares else None
     if levels is None:
         return in_stages(comm, comm.engine)
     between = in_stages(levels.between, comm.engine)
-    return TwoLevelComm(
-        comm, replace(levels, inside=NodeComm(local, kernels), between=between), comm.engine
-    )
+    levels = replace(levels, inside=NodeComm(local, kernels), between=between)
+    return TwoLevelComm(comm, levels, comm.engine)
 
 
 def _fits(ranks: int) -> bool:
-    """Whether this system has the shared memory of so many ranks; not where nothing says how much it has."""
+    """Return True if the system has, or does not report, shared memory for `ranks` ranks."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free > 2 * ranks * SEGMENT_BYTES
     except OSError:
@@ -86,7 +78,7 @@ def _fits(ranks: int) -> bool:
 
 
 class _Window:
-    """Memory of p ranks: `flags` (FLAGS, p, LINE / 8) int64 and `halves`, bytes (p, HALF_BYTES) each."""
+    """Shared memory of p ranks: `flags`, FLAGS x (p, LINE / 8) int64, and `halves`, 2 x (p, HALF_BYTES) bytes."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         size = comm.Get_size()
@@ -100,9 +92,7 @@ class _Window:
         self.halves = [
             whole[:, HEADER + i * HALF_BYTES : HEADER + (i + 1) * HALF_BYTES] for i in range(2)
         ]
-        whole[comm.Get_rank()] = (
-            0  # the first touch decides on which NUMA domain a page is: that of the rank that writes it
-        )
+        whole[comm.Get_rank()] = 0  # first touch: allocate in this rank's NUMA domain
         comm.Barrier()
 
 
@@ -111,7 +101,7 @@ def _bytes(rows: Tensor) -> Tensor:
 
 
 def _window(sizes: Sequence[int], start: int, end: int) -> list[slice]:
-    """Of parts of these sizes, one after another: what lies in [start, end) of the whole, counted from the start of each part."""
+    """Return the slice of each consecutive segment that falls into [start, end), relative to the segment."""
     begins = accumulate(sizes, initial=0)
     return [
         slice(min(max(start - begin, 0), size), min(max(end - begin, 0), size))
@@ -119,11 +109,11 @@ def _window(sizes: Sequence[int], start: int, end: int) -> list[slice]:
     ]
 
 
-Ready = Callable[..., bool]  # returns, after at most so many seconds, whether a step is complete
+Ready = Callable[..., bool]  # waits at most the given seconds; True if the step is complete
 
 
 class _WithoutMPI(Iterator[Ready]):
-    """Steps that any thread may go through."""
+    """Steps that any thread may run."""
 
     def __init__(self, steps: Iterator[Ready]) -> None:
         self._steps = steps
@@ -133,7 +123,7 @@ class _WithoutMPI(Iterator[Ready]):
 
 
 class NodeComm(MPIComm):
-    """An MPIComm whose ranks share memory. kernels: the library with sum_rows and the flags (`host.kernels`)."""
+    """An MPIComm whose ranks share memory. kernels: the library with sum_rows and the flags (`host.kernels`)"""
 
     inside_node = True
 
@@ -144,35 +134,27 @@ class NodeComm(MPIComm):
         self._chunks = 0
         self._last: Handle = DONE
 
-    # Blocking verbs, by the caller's threads; nonblocking ones are the engine's ---------------------------------------------------
+    # Blocking collectives run on the caller's threads, nonblocking ones on the engine's -------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce `tensor` (any shape) in place."""
         self._now(self._all_reduce(check(tensor).detach().view(-1), op), tensor)
         return tensor
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Sum `tensor` (p * n,) over ranks, this rank's part into `output` (n,)."""
-        self._now(
-            self._reduce_scatter(output.detach().view(-1), rows(tensor, output, self.size)),
-            output,
-            tensor,
-        )
+        parts = rows(tensor, output, self.size)
+        self._now(self._reduce_scatter(output.detach().view(-1), parts), output, tensor)
         return output
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Every rank's `tensor` (n,) in rank order into `output` (p * n,)."""
         self._now(self._all_gather(output.detach(), tensor.detach()), output, tensor)
         return output
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Tensor:
-        """Rows of `tensor` (n, ...) to every rank, and theirs into `output` (m, ...)."""
         check_exchange(output, tensor, received, sent, self.size)
-        self._now(
-            self._all_to_all(output.detach(), tensor.detach(), received, sent), output, tensor
-        )
+        steps = self._all_to_all(output.detach(), tensor.detach(), received, sent)
+        self._now(steps, output, tensor)
         return output
 
     def _collective(self, steps: Steps, *tensors: Tensor) -> Handle:
@@ -180,7 +162,7 @@ class NodeComm(MPIComm):
         return self._last
 
     def _now(self, steps: Steps, *tensors: Tensor) -> None:
-        """Steps without MPI by the caller, unless the engine still has an earlier collective of this communicator to do."""
+        """Run steps without MPI on the calling thread, unless an earlier collective is still with the engine."""
         if not (isinstance(steps, _WithoutMPI) and self._last.done()):
             self._collective(steps, *tensors).wait()
             return
@@ -190,19 +172,17 @@ class NodeComm(MPIComm):
                     while not ready(PATIENCE):
                         pass
 
-    # Steps: in shared memory where it serves, MPI's elsewhere ---------------------------------------------------------------------
+    # Steps in shared memory, or MPI's ---------------------------------------------------------------------------------------------
 
     def _all_reduce(self, flat: Tensor, op: str) -> Steps:
-        shares = op == "sum" and flat.dtype in SUMMED_DTYPES
-        return _WithoutMPI(self._sum(flat)) if shares else super()._all_reduce(flat, op)
+        if op == "sum" and flat.dtype in SUMMED_DTYPES:
+            return _WithoutMPI(self._sum(flat))
+        return super()._all_reduce(flat, op)
 
     def _reduce_scatter(self, output: Tensor, parts: Tensor) -> Steps:
-        shares = parts.dtype in SUMMED_DTYPES
-        return (
-            _WithoutMPI(self._sum_parts(output, parts))
-            if shares
-            else super()._reduce_scatter(output, parts)
-        )
+        if parts.dtype in SUMMED_DTYPES:
+            return _WithoutMPI(self._sum_parts(output, parts))
+        return super()._reduce_scatter(output, parts)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
         return _WithoutMPI(self._exchange(rows(output, tensor, self.size), tensor.view(-1)))
@@ -211,36 +191,37 @@ class NodeComm(MPIComm):
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Steps:
         width = math.prod(tensor.shape[1:]) * tensor.element_size()
-        arriving, leaving = ([count * width for count in counts] for counts in (received, sent))
-        return _WithoutMPI(self._exchange_rows(_bytes(output), _bytes(tensor), arriving, leaving))
+        received_bytes = [rows * width for rows in received]
+        sent_bytes = [rows * width for rows in sent]
+        return _WithoutMPI(
+            self._exchange_rows(_bytes(output), _bytes(tensor), received_bytes, sent_bytes)
+        )
 
     def _half(self, dtype: torch.dtype) -> tuple[Tensor, int]:
-        """All ranks' segments (p, elements of a half) for the next chunk, and the chunk's number."""
+        """Return all ranks' halves (p, elements) for the next chunk, and the chunk's number."""
         self._chunks += 1
         return self._window.halves[self._chunks % 2].view(dtype), self._chunks
 
     def _flag(self, which: int, number: int) -> Ready:
-        """Raise this rank's flag; the result returns, after at most so many seconds, whether all are up."""
+        """Raise this rank's flag; return a function that waits at most `seconds` and returns True if all flags are up."""
         flags = self._window.flags[which]
         self._kernels.set_flag(flags, self.rank, number)
         return lambda seconds=0.0: self._kernels.wait_for_flags(flags, number, seconds)
 
     def _sum(self, flat: Tensor) -> Iterator[Ready]:
-        if self.size == 2:  # adding up everything takes no longer than passing the halves on
+        if self.size == 2:  # summing everything is as fast as copying the other slice
             yield from self._sum_two(flat, flat, flat)
             return
         for chunk in flat.split(HALF_BYTES // flat.element_size()):
             half, number = self._half(flat.dtype)
-            shown = half[:, : chunk.numel()]  # (p, elements of the chunk)
-            shown[self.rank].copy_(chunk)
+            copies = half[:, : chunk.numel()]  # (p, elements of the chunk)
+            copies[self.rank].copy_(chunk)
             yield self._flag(0, number)
-            parts = shown.tensor_split(self.size, dim=1)
-            self._kernels.sum_rows(parts[self.rank], parts[self.rank][self.rank])
+            slices = copies.tensor_split(self.size, dim=1)
+            self._kernels.sum_rows(slices[self.rank], slices[self.rank][self.rank])
             yield self._flag(1, number)
-            for rank, (own, part) in enumerate(
-                zip(chunk.tensor_split(self.size), parts, strict=True)
-            ):
-                own.copy_(part[rank])
+            for rank, own in enumerate(chunk.tensor_split(self.size)):
+                own.copy_(slices[rank][rank])
 
     def _sum_parts(self, output: Tensor, parts: Tensor) -> Iterator[Ready]:
         if self.size == 2:
@@ -253,13 +234,13 @@ class NodeComm(MPIComm):
             width = sent.shape[1]
             half[self.rank, : self.size * width].view(self.size, width).copy_(sent)
             yield self._flag(0, number)
-            self._kernels.sum_rows(
-                half[:, self.rank * width : (self.rank + 1) * width], output[start : start + step]
-            )
+            terms = half[:, self.rank * width : (self.rank + 1) * width]
+            self._kernels.sum_rows(terms, output[start : start + step])
 
     def _sum_two(self, output: Tensor, own: Tensor, sent: Tensor) -> Iterator[Ready]:
-        """Of two ranks each adds what the other shows it to its own, which stays where it is: a sum of two has no order."""
-        for start in range(0, output.numel(), step := HALF_BYTES // own.element_size()):
+        """Add the other rank's elements to this rank's: a sum of two has no order."""
+        step = HALF_BYTES // own.element_size()
+        for start in range(0, output.numel(), step):
             half, number = self._half(own.dtype)
             chunk = own[start : start + step]
             half[self.rank, : chunk.numel()].copy_(sent[start : start + step])
@@ -269,34 +250,33 @@ class NodeComm(MPIComm):
     def _exchange_rows(
         self, output: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Iterator[Ready]:
-        """Bytes for every rank, each chunk after the (p + 1) numbers of its bytes for each of them and of those that follow it."""
+        """Exchange bytes; a chunk begins with p + 1 numbers: its bytes for each rank and the bytes that remain."""
         head = 8 * (self.size + 1)
-        parts, places = own.split(list(sent)), list(accumulate(received, initial=0))[:-1]
+        segments = own.split(list(sent))
+        offsets = list(accumulate(received, initial=0))[:-1]
         for start in count(0, HALF_BYTES - head):
             half, number = self._half(torch.uint8)
             cut = _window(sent, start, start + HALF_BYTES - head)
-            sizes = [part.stop - part.start for part in cut]
-            half[self.rank, :head].view(torch.int64).copy_(
-                torch.tensor([*sizes, max(0, sum(sent) - start - HALF_BYTES + head)])
-            )
-            torch.cat(
-                [part[at] for part, at in zip(parts, cut, strict=True)],
-                out=half[self.rank, head : head + sum(sizes)],
-            )
+            sizes = [each.stop - each.start for each in cut]
+            remaining = max(0, sum(sent) - start - HALF_BYTES + head)
+            half[self.rank, :head].view(torch.int64).copy_(torch.tensor([*sizes, remaining]))
+            chunk = [segment[each] for segment, each in zip(segments, cut, strict=True)]
+            torch.cat(chunk, out=half[self.rank, head : head + sum(sizes)])
             yield self._flag(0, number)
             heads = half[:, :head].clone().view(torch.int64)
             for rank, theirs in enumerate(heads.tolist()):
-                begin, length = head + sum(theirs[: self.rank]), theirs[self.rank]
-                output[places[rank] : places[rank] + length].copy_(
-                    half[rank, begin : begin + length]
-                )
-                places[rank] += length
+                begin = head + sum(theirs[: self.rank])
+                length = theirs[self.rank]
+                target = output[offsets[rank] : offsets[rank] + length]
+                target.copy_(half[rank, begin : begin + length])
+                offsets[rank] += length
             if not heads[:, -1].any():
                 return
 
     def _exchange(self, output: Tensor, own: Tensor) -> Iterator[Ready]:
         inside = own.numel() and own.data_ptr() == output[self.rank].data_ptr()
-        for start in range(0, own.numel(), step := HALF_BYTES // own.element_size()):
+        step = HALF_BYTES // own.element_size()
+        for start in range(0, own.numel(), step):
             chunk = own[start : start + step]
             half, number = self._half(own.dtype)
             half[self.rank, : chunk.numel()].copy_(chunk)
@@ -307,14 +287,14 @@ class NodeComm(MPIComm):
 
 
 def _anonymous_file(name: str, nbytes: int) -> int:
-    """A file of zeros that is in no folder."""
+    """Create a file of zeros outside any directory."""
     file = os.memfd_create(name)
     os.truncate(file, nbytes)
     return file
 
 
 def _opened(stack: contextlib.ExitStack, open_file: Callable[[], int | None]) -> int | None:
-    """A file that is closed with `stack`, None where it cannot be opened."""
+    """Open a file that `stack` closes; None if that fails."""
     with contextlib.suppress(OSError):
         if (file := open_file()) is not None:
             stack.callback(os.close, file)
@@ -323,11 +303,13 @@ def _opened(stack: contextlib.ExitStack, open_file: Callable[[], int | None]) ->
 
 
 class NodeTensor:
-    """A tensor (n,) that all ranks of `comm` hold alike: one copy for the ranks of a node. Zeros at first. Collective.
+    """A zero-initialised tensor (n,) with equal values on all ranks of `comm`, one copy for a node. Collective.
 
-    The ranks of a node map one anonymous file (memfd_create), which needs no space in /dev/shm and is gone with the last of them.
-    Every rank has a copy of its own where they cannot, as in containers that do not see each other's processes, and under a `comm`
-    without processes. writes: whether this rank writes it, as one rank of a node does. sharers: the ranks that have this copy.
+    The ranks of a node map one anonymous file (memfd_create), which needs no space in /dev/shm. Ranks have separate copies if they
+    cannot see each other's processes, as between containers, or if `comm` has no processes.
+
+    writes: True on the one rank of a node that writes the tensor
+    sharers: number of ranks with this copy
     """
 
     def __init__(self, comm: Comm, n: int, dtype: torch.dtype) -> None:
@@ -335,10 +317,11 @@ class NodeTensor:
         self._node: Comm = split_node() if split_node else SoloComm()
         memory = self._map(n * dtype.itemsize) if self._node.size > 1 else None
         if memory is None:
-            self._node, self.values = SoloComm(), torch.zeros(n, dtype=dtype)
+            self._node = SoloComm()
+            self.values = torch.zeros(n, dtype=dtype)
         else:
             self.values = torch.frombuffer(memory, dtype=dtype)
-            # The first touch decides on which NUMA domain a page is: ranks read all of it, so each takes a part.
+            # First touch: all ranks read the tensor, so its pages are distributed over their NUMA domains.
             self.values.tensor_split(self.sharers)[self._node.rank].zero_()
             self._node.barrier()
         self.writes = self._node.rank == 0
@@ -349,32 +332,27 @@ class NodeTensor:
         return self._node.size
 
     def _map(self, nbytes: int) -> mmap.mmap | None:
-        """The memory of the node's first rank, or None on all of its ranks."""
+        """Map the memory of the node's first rank; None on all ranks if one fails."""
         name = uuid.uuid4().hex
         with contextlib.ExitStack() as stack:
-            file = (
-                _opened(stack, lambda: _anonymous_file(name, nbytes))
-                if self._node.rank == 0
-                else None
-            )
+            file = None
+            if self._node.rank == 0:
+                file = _opened(stack, lambda: _anonymous_file(name, nbytes))
             name, path = self._node.broadcast_object((name, f"/proc/{os.getpid()}/fd/{file}"))
             if self._node.rank:
                 file = _opened(
                     stack, lambda: os.open(path, os.O_RDWR) if name in os.readlink(path) else None
                 )
             memory = None if file is None else mmap.mmap(file, nbytes)
-            return (
-                memory
-                if self._node.all_reduce(torch.tensor([int(memory is not None)]), "min").item()
-                else None
-            )
+            mapped = self._node.all_reduce(torch.tensor([int(memory is not None)]), "min")
+            return memory if mapped.item() else None
 
     def written(self) -> None:
-        """To be called after the ranks that write have written, before others read. Collective in the node."""
+        """Wait until the node's writer has written. Collective in the node."""
         self._node.barrier()
 
     def spread(self) -> None:
-        """Give what the first rank of `comm` has written to all others. Collective."""
+        """Broadcast the values written by the first rank of `comm`. Collective."""
         if self.writes:
             self._writers.broadcast(self.values)
         self._node.barrier()

@@ -1,21 +1,12 @@
-"""Collectives at two levels: first among the ranks inside each node, then between nodes, so that a node sends a sum once.
+"""Collectives first among the ranks inside a node, then between nodes, so that a node sends a sum once.
 
-    split_levels(comm, inside)      the levels of comm where inside holds this rank's neighbours
-    in_stages(comm, engine)         comm, its BF16 and FP16 sums by all-to-alls of few ranks each
+    all_reduce       reduce_scatter inside, all_reduce between, all_gather inside
+    reduce_scatter   inside, then between
+    all_gather       between, then inside
+    all_to_all       to the local rank that sends to the target node; one message per pair of nodes; to the target rank
 
-k nodes with m ranks on each have k communicators inside nodes and m between them, of the ranks of one place on each node.
-all_reduce: reduce_scatter inside, all_reduce between, all_gather inside; reduce_scatter: inside, then between; all_gather: between,
-then inside. Each moves between nodes 1 / m of the bytes that a rank passes. all_to_all: rows for another node go to the rank of
-this one that sends there, then in one message for each pair of nodes to the rank at its place, then to the ranks that they are for;
-otherwise m x m messages would pass between two nodes.
-
-A blocking verb goes through the levels' blocking verbs, so that inside a node all of a rank's threads add up. For a nonblocking one
-the engine starts a level when the level before it is complete.
-
-BF16 and FP16 sums are rounded once at each level. MPI's are an all-to-all, which is slow among many ranks because each message is
-short. The same two levels over MANY ranks and more make it all-to-alls of at most MANY ranks, with as many bytes.
-
-Left out: nodes with different numbers of ranks. Legend: p = k m ranks, n elements per rank.
+With m ranks on each of k nodes, the levels are k communicators inside and m between (the ranks with one index on each node).
+BF16 and FP16 sums are rounded once a level. Shapes: p = k m ranks, n elements per rank
 """
 
 from __future__ import annotations
@@ -31,22 +22,20 @@ from torch import Tensor
 from .base import DONE, HALF, SUMMED_DTYPES, Comm, Handle, check, check_exchange, rows
 from .engine import Engine, Steps
 
-MANY = 64  # ranks of an all-to-all: among more of them rings were published to be faster
-SMALL = 2**12  # elements of an all_reduce, up to which its latency counts and not its bytes
-PIECE = (
-    2**20
-)  # elements that ranks of a node exchange at least in one call, where there are as many
-Pair = tuple[int, int]  # the ranks that a row comes from and goes to
-Calls = Iterator[
-    tuple[Comm, str, tuple[Any, ...]]
-]  # (communicator, blocking verb, operands), one after the other
+MANY = 64  # ranks of an all-to-all, beyond which rings were published to be faster
+SMALL = 2**12  # elements of an all_reduce up to which latency dominates
+PIECE = 2**20  # elements that a node's ranks exchange in one call, at least
+Pair = tuple[int, int]  # (source, target) rank of rows
+Calls = Iterator[tuple[Comm, str, tuple[Any, ...]]]  # (communicator, blocking verb, operands)
 
 
 @dataclass(frozen=True)
 class Levels:
-    """inside: the ranks of this node; between: those of this rank's place on each node.
+    """Communicators of a two-level collective.
 
-    ranks: (m, k), the whole's rank at each place of each node.
+    inside: this node's ranks
+    between: the ranks with this rank's index on each node
+    ranks: (m, k), the whole communicator's rank at each index of each node
     """
 
     inside: Comm
@@ -54,71 +43,71 @@ class Levels:
     ranks: Tensor
 
     def pieces(self, n: int) -> Iterator[slice]:
-        """Nodes whose ranks' parts of n elements, in shape (m, nodes, n), have about PIECE elements."""
-        places, nodes = self.ranks.shape
-        step = max(1, PIECE // max(1, places * n))
+        """Cut the nodes so that their ranks' tensors, (m, nodes, n), have about PIECE elements."""
+        ranks_per_node, nodes = self.ranks.shape
+        step = max(1, PIECE // max(1, ranks_per_node * n))
         return (slice(start, start + step) for start in range(0, nodes, step))
 
     def view(self, parts: Tensor, nodes: slice) -> Tensor | None:
-        """The rows of `parts` (p, n) of those nodes' ranks in place, (m, n); None where they do not lie one after the other."""
+        """Return the rows (m, n) in `parts` (p, n) for these nodes' ranks as a view, or None if they are not contiguous."""
         ranks = self.ranks[:, nodes]
-        return (
-            parts[ranks[0, 0] : ranks[-1, 0] + 1]
-            if ranks.shape[1] == 1 and self.consecutive
-            else None
-        )
+        if ranks.shape[1] == 1 and self.consecutive:
+            return parts[ranks[0, 0] : ranks[-1, 0] + 1]
+        return None
 
     def served(self, node: int, place: int) -> list[int]:
-        """The other nodes that exchange rows with this one in one message each way, from and to its rank at `place`."""
-        places, nodes = self.ranks.shape
-        return [
-            other for other in range(nodes) if other != node and (node + other) % places == place
-        ]
+        """Return the nodes that exchange rows with `node` through its rank at index `place`."""
+        ranks_per_node, nodes = self.ranks.shape
+        others = (other for other in range(nodes) if other != node)
+        return [other for other in others if (node + other) % ranks_per_node == place]
 
     @cached_property
     def consecutive(self) -> bool:
-        """Whether the ranks of each node follow one another."""
+        """True if each node's ranks are consecutive."""
         return bool((self.ranks.diff(dim=0) == 1).all())
 
 
 def split_levels(comm: Comm, inside: Comm) -> Levels | None:
-    """The levels of `comm` whose ranks on this node are those of `inside`; None unless all nodes have as many. Collective."""
+    """Build the levels of `comm`, given this node's ranks `inside`; None unless all nodes have as many ranks. Collective."""
     sizes = comm.all_reduce(torch.tensor([inside.size, -inside.size]), "max")
     if sizes.sum():
         return None
-    first = int(inside.broadcast(torch.tensor(comm.rank)))  # numbers the nodes alike at every place
+    first = int(inside.broadcast(torch.tensor(comm.rank)))  # orders the nodes alike on all ranks
     between = comm.split(inside.rank, first)
-    places = comm.all_gather(
-        torch.empty(comm.size, 2, dtype=torch.int64), torch.tensor([inside.rank, between.rank])
-    )
+    coords = torch.empty(comm.size, 2, dtype=torch.int64)
+    comm.all_gather(coords, torch.tensor([inside.rank, between.rank]))
     ranks = torch.empty(inside.size, between.size, dtype=torch.int64)
-    ranks[places[:, 0], places[:, 1]] = torch.arange(comm.size)
+    ranks[coords[:, 0], coords[:, 1]] = torch.arange(comm.size)
     return Levels(inside, between, ranks)
 
 
 def stage_ranks(ranks: int) -> int | None:
-    """The ranks of each group of the first level of sums in stages: a divisor up to MANY with which a rank sends fewest messages.
+    """Return the first level's group size for sums in stages: the divisor up to MANY with the fewest messages per rank.
 
-    None: one stage, because there are at most MANY ranks, or because no such divisor exists.
+    None for a single stage: at most MANY ranks, or no such divisor.
     """
-    divisors = [d for d in range(2, MANY + 1) if ranks % d == 0] if ranks > MANY else []
+    if ranks <= MANY:
+        return None
+    divisors = [d for d in range(2, MANY + 1) if ranks % d == 0]
     return min(divisors, key=lambda d: d + ranks // d, default=None)
 
 
 def in_stages(comm: Comm, engine: Engine) -> Comm:
-    """`comm` with sums of BF16 and FP16 by all-to-alls of at most MANY ranks each, if that can be; else `comm`. Collective."""
+    """Return `comm` with BF16 and FP16 sums by all-to-alls of at most MANY ranks, if its size permits. Collective.
+
+    Among more ranks an all-to-all is slow because each message is short. The bytes are the same.
+    """
     width = stage_ranks(comm.size)
     if width is None:
         return comm
     levels = split_levels(comm, comm.split(comm.rank // width, comm.rank))
     assert levels is not None, "groups of one size"
-    return TwoLevelComm(
-        comm, replace(levels, between=in_stages(levels.between, engine)), engine, HALF, moves=False
-    )
+    levels = replace(levels, between=in_stages(levels.between, engine))
+    return TwoLevelComm(comm, levels, engine, HALF, moves=False)
 
 
 class TwoLevelComm:
-    """`whole` with sums of `dtypes` at two levels, and if `moves` all_gathers and all_to_alls, too; other verbs are the whole's."""
+    """`whole` with two-level sums of `dtypes`, and two-level all_gathers and all_to_alls if `moves`."""
 
     def __init__(
         self,
@@ -128,50 +117,46 @@ class TwoLevelComm:
         dtypes: tuple[torch.dtype, ...] = SUMMED_DTYPES,
         moves: bool = True,
     ) -> None:
-        self.whole, self.levels, self.engine = whole, levels, engine
-        self.rank, self.size = whole.rank, whole.size
-        self._dtypes, self._moves = dtypes, moves
+        self.whole = whole
+        self.levels = levels
+        self.engine = engine
+        self.rank = whole.rank
+        self.size = whole.size
+        self._dtypes = dtypes
+        self._moves = moves
         self._last: Handle = DONE
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.whole, name)
 
-    # The verbs: at two levels, or the whole's in the order in which they are called ----------------------------------------------
+    # Collectives at two levels, or the whole communicator's -----------------------------------------------------------------------
 
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
-        """Start an all_reduce of `tensor` (any shape) in place."""
         return self._start("all_reduce", self._sums(tensor, op), tensor, op)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce `tensor` (any shape) in place."""
         return self._do("all_reduce", self._sums(tensor, op), tensor, op)
 
     def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
-        """Start a reduce_scatter of `tensor` (p * n,) into `output` (n,)."""
         return self._start("reduce_scatter", self._sums(tensor), output, tensor)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Sum `tensor` (p * n,) over ranks, this rank's part into `output` (n,)."""
         return self._do("reduce_scatter", self._sums(tensor), output, tensor)
 
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        """Start an all_gather of `tensor` (n,) into `output` (p * n,)."""
         return self._start("all_gather", self._moves, output, tensor)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Every rank's `tensor` (n,) in rank order into `output` (p * n,)."""
         return self._do("all_gather", self._moves, output, tensor)
 
     def iall_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Handle:
-        """Start an all_to_all of the rows of `tensor` (n, ...) into `output` (m, ...)."""
         return self._start("all_to_all", self._moves, output, tensor, received, sent)
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Tensor:
-        """Rows of `tensor` (n, ...) to every rank, and theirs into `output` (m, ...)."""
         return self._do("all_to_all", self._moves, output, tensor, received, sent)
 
     def _sums(self, tensor: Tensor, op: str = "sum") -> bool:
@@ -180,13 +165,12 @@ class TwoLevelComm:
     def _start(self, verb: str, levels: bool, *operands: Any) -> Handle:
         if not levels:
             return getattr(self.whole, f"i{verb}")(*operands)
-        self._last = self.engine.start(
-            _nonblocking(getattr(self, f"_{verb}")(*operands)), self, operands
-        )
+        steps = _nonblocking(getattr(self, f"_{verb}")(*operands))
+        self._last = self.engine.start(steps, self, operands)
         return self._last
 
     def _do(self, verb: str, levels: bool, *operands: Any) -> Tensor:
-        """By the levels' blocking verbs, unless the engine still has an earlier collective of this communicator to do."""
+        """Run the levels' blocking collectives, on all threads inside a node, unless an earlier collective is still with the engine."""
         if not levels:
             return getattr(self.whole, verb)(*operands)
         if not self._last.done():
@@ -196,135 +180,129 @@ class TwoLevelComm:
             getattr(comm, each)(*tensors)
         return operands[0]
 
-    # What they are made of --------------------------------------------------------------------------------------------------------
+    # Calls of each collective -----------------------------------------------------------------------------------------------------
 
     def _all_reduce(self, tensor: Tensor, op: str) -> Calls:
-        flat, inside, between = (
-            check(tensor).detach().view(-1),
-            self.levels.inside,
-            self.levels.between,
-        )
+        flat = check(tensor).detach().view(-1)
+        inside = self.levels.inside
+        between = self.levels.between
         end = flat.numel() - flat.numel() % inside.size if flat.numel() > SMALL else 0
         if end:
             body = flat[:end]
-            part = body.view(inside.size, -1)[inside.rank]
-            yield inside, "reduce_scatter", (part, body)
-            yield between, "all_reduce", (part,)
-            yield inside, "all_gather", (body, part)
+            own = body.view(inside.size, -1)[inside.rank]
+            yield inside, "reduce_scatter", (own, body)
+            yield between, "all_reduce", (own,)
+            yield inside, "all_gather", (body, own)
         if end < flat.numel():
             yield inside, "all_reduce", (flat[end:],)
             yield between, "all_reduce", (flat[end:],)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Calls:
-        parts, levels = rows(tensor, output, self.size), self.levels
+        parts = rows(tensor, output, self.size)
+        levels = self.levels
         summed = parts.new_empty(levels.between.size, output.numel())  # (k, n)
         for nodes in levels.pieces(output.numel()):
-            part = levels.view(parts, nodes)
-            yield (
-                levels.inside,
-                "reduce_scatter",
-                (summed[nodes], parts[levels.ranks[:, nodes]] if part is None else part),
-            )
+            sent = levels.view(parts, nodes)
+            if sent is None:
+                sent = parts[levels.ranks[:, nodes]]
+            yield levels.inside, "reduce_scatter", (summed[nodes], sent)
         yield levels.between, "reduce_scatter", (output, summed)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Calls:
-        parts, levels = rows(output, tensor, self.size), self.levels
+        parts = rows(output, tensor, self.size)
+        levels = self.levels
         own = parts.new_empty(levels.between.size, tensor.numel())  # (k, n)
         yield levels.between, "all_gather", (own, tensor)
         for nodes in levels.pieces(tensor.numel()):
-            part, ranks = levels.view(parts, nodes), levels.ranks[:, nodes]
-            gathered = (
-                parts.new_empty(*ranks.shape, tensor.numel()) if part is None else part
-            )  # (m, nodes, n)
+            view = levels.view(parts, nodes)
+            if view is not None:
+                yield levels.inside, "all_gather", (view, own[nodes])
+                continue
+            ranks = levels.ranks[:, nodes]
+            gathered = parts.new_empty(*ranks.shape, tensor.numel())  # (m, nodes, n)
             yield levels.inside, "all_gather", (gathered, own[nodes])
-            if part is None:
-                parts[ranks] = gathered
+            parts[ranks] = gathered
 
     def _all_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Calls:
         check_exchange(output, tensor, received, sent, self.size)
-        inside, between, ranks = (
-            self.levels.inside,
-            self.levels.between,
-            self.levels.ranks.T.tolist(),
-        )
-        own, near, place, nodes = (
-            tensor.detach(),
-            ranks[between.rank],
-            inside.rank,
-            range(len(ranks)),
-        )
-        told = torch.empty(inside.size, 2, self.size, dtype=torch.int64)
-        yield inside, "all_gather", (told, torch.tensor([sent, received]))
-        numbers: dict[Pair, int] = {}  # of the rows of every pair with a rank of this node
-        for rank, (leaving, coming) in zip(near, told.tolist(), strict=True):
-            numbers |= {(rank, other): count for other, count in enumerate(leaving)}
-            numbers |= {(other, rank): count for other, count in enumerate(coming)}
-        held = {(self.rank, rank): part for rank, part in enumerate(own.split(list(sent)))}
+        inside = self.levels.inside
+        between = self.levels.between
+        ranks = self.levels.ranks.T.tolist()
+        own = tensor.detach()
+        local_ranks = ranks[between.rank]
+        place = inside.rank
+        nodes = range(len(ranks))
+        gathered = torch.empty(inside.size, 2, self.size, dtype=torch.int64)
+        yield inside, "all_gather", (gathered, torch.tensor([sent, received]))
+        counts: dict[Pair, int] = {}  # rows of every pair with a rank of this node
+        for rank, (sent_by_rank, received_by_rank) in zip(
+            local_ranks, gathered.tolist(), strict=True
+        ):
+            counts |= {(rank, other): count for other, count in enumerate(sent_by_rank)}
+            counts |= {(other, rank): count for other, count in enumerate(received_by_rank)}
+        segments = {(self.rank, rank): rows for rank, rows in enumerate(own.split(list(sent)))}
+        relay = _Relay(own[:0], counts, segments)
         served = [self.levels.served(between.rank, i) for i in range(inside.size)]  # nodes
 
-        def collected(sender: int, i: int) -> list[Pair]:
-            return [
-                (sender, rank)
-                for rank in (near[i], *(rank for node in served[i] for rank in ranks[node]))
-            ]
+        def to_sender(source: int, i: int) -> list[Pair]:
+            distant = (rank for node in served[i] for rank in ranks[node])
+            return [(source, rank) for rank in (local_ranks[i], *distant)]
 
-        def message(source: int, target: int) -> list[Pair]:
+        def to_node(source: int, target: int) -> list[Pair]:
             return [(sender, rank) for sender in ranks[source] for rank in ranks[target]]
 
-        def handed(i: int, rank: int) -> list[Pair]:
-            return [(sender, rank) for node in served[i] for sender in ranks[node]]
+        def to_target(i: int, target: int) -> list[Pair]:
+            return [(sender, target) for node in served[i] for sender in ranks[node]]
 
-        yield from _passed_on(
+        yield from relay.exchange(
             inside,
-            held,
-            own[:0],
-            numbers,
-            [collected(self.rank, i) for i in range(inside.size)],
-            [collected(rank, place) for rank in near],
+            [to_sender(self.rank, i) for i in range(inside.size)],
+            [to_sender(rank, place) for rank in local_ranks],
         )
         if any(self.levels.served(node, place) for node in nodes):
-            yield from _passed_on(
+            yield from relay.exchange(
                 between,
-                held,
-                own[:0],
-                numbers,
-                [message(between.rank, node) if node in served[place] else [] for node in nodes],
-                [message(node, between.rank) if node in served[place] else [] for node in nodes],
+                [to_node(between.rank, node) if node in served[place] else [] for node in nodes],
+                [to_node(node, between.rank) if node in served[place] else [] for node in nodes],
             )
-        yield from _passed_on(
+        yield from relay.exchange(
             inside,
-            held,
-            own[:0],
-            numbers,
-            [handed(place, rank) for rank in near],
-            [handed(i, self.rank) for i in range(inside.size)],
+            [to_target(place, rank) for rank in local_ranks],
+            [to_target(i, self.rank) for i in range(inside.size)],
         )
-        torch.cat([held[rank, self.rank] for rank in range(self.size)], out=output.detach())
+        torch.cat([segments[rank, self.rank] for rank in range(self.size)], out=output.detach())
 
 
-def _passed_on(
-    comm: Comm,
-    held: dict[Pair, Tensor],
-    none: Tensor,
-    numbers: dict[Pair, int],
-    leaving: list[list[Pair]],
-    coming: list[list[Pair]],
-) -> Calls:
-    """Send rows of pairs that are `held`, leaving[i] to rank i of `comm`, and hold what comes, coming[i] from it. none: no row."""
-    out, into = (
-        [sum(numbers[pair] for pair in each) for each in pairs] for pairs in (leaving, coming)
-    )
-    rows = torch.cat([none, *(held.pop(pair) for each in leaving for pair in each)])
-    result = none.new_empty(sum(into), *none.shape[1:])
-    yield comm, "all_to_all", (result, rows, into, out)
-    arrived = [pair for each in coming for pair in each]
-    held.update(zip(arrived, result.split([numbers[pair] for pair in arrived]), strict=True))
+@dataclass
+class _Relay:
+    """Rows on the way from source to target ranks.
+
+    empty: a tensor without rows, with the rows' shape and dtype
+    counts: number of rows of each pair
+    segments: rows that this rank has
+    """
+
+    empty: Tensor
+    counts: dict[Pair, int]
+    segments: dict[Pair, Tensor]
+
+    def exchange(self, comm: Comm, outgoing: list[list[Pair]], incoming: list[list[Pair]]) -> Calls:
+        """Send the rows of outgoing[i] to rank i of `comm` and receive the rows of incoming[i] from it."""
+        sent = [sum(self.counts[pair] for pair in pairs) for pairs in outgoing]
+        received = [sum(self.counts[pair] for pair in pairs) for pairs in incoming]
+        leaving = (self.segments.pop(pair) for pairs in outgoing for pair in pairs)
+        rows = torch.cat([self.empty, *leaving])
+        result = self.empty.new_empty(sum(received), *self.empty.shape[1:])
+        yield comm, "all_to_all", (result, rows, received, sent)
+        arrived = [pair for pairs in incoming for pair in pairs]
+        segments = result.split([self.counts[pair] for pair in arrived])
+        self.segments.update(zip(arrived, segments, strict=True))
 
 
 def _nonblocking(calls: Calls) -> Steps:
-    """Each call by its nonblocking form, when the one before is complete."""
+    """Start each call's nonblocking form when the previous call is complete."""
     for comm, verb, operands in calls:
         handle = getattr(comm, f"i{verb}")(*operands)
         yield handle.done

@@ -1,4 +1,4 @@
-"""Global batch size as a function of the samples consumed, and the length of a run."""
+"""Global batch size by samples consumed, and the run length."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RampUp:
 
     @staticmethod
     def from_batch(batch: BatchConfig, global_batch_size: int) -> RampUp:
-        """Build the ramp of the flags; without --rampup-batch-size the size is constant."""
+        """Build the ramp; without --rampup-batch-size the size is constant."""
         start, increment, samples = batch.rampup_batch_size or (global_batch_size, 1, 0)
         return RampUp(start, increment, samples, global_batch_size)
 
@@ -57,7 +57,7 @@ class RampUp:
         return range(self.start, self.global_batch_size + 1, self.increment)
 
     def __call__(self, consumed: int) -> int:
-        """Return the global batch size of the iteration that begins at `consumed` samples."""
+        """Return the global batch size at `consumed` samples."""
         return self.start + self.increment * self._steps(consumed)
 
     def _steps(self, consumed: int) -> int:
@@ -81,7 +81,7 @@ Sizes = RampUp | StepSizes
 
 
 def sizes_of(run: RunConfig, global_batch_size: int) -> Sizes:
-    """Return the run's global batch size as a function of the samples consumed."""
+    """Return the run's global batch size, a function of samples consumed."""
     steps = run.batch.step_batch_size_schedule
     if steps:
         return StepSizes.parse(steps, run.model.seq_length)
@@ -96,7 +96,7 @@ def length(
     skips: Skips = NO_SKIPS,
     seq_length: int = 1,
 ) -> tuple[int, int]:
-    """Return (iterations, samples) at the end of a run that starts at `iteration` with `samples` consumed.
+    """Return (iterations, samples) at the end, after a start at `iteration` with `samples` consumed.
 
     The run ends at the first of --train-iters, the last whole iteration of --train-samples, and the iteration that reaches
     --train-tokens. Under --step-batch-size-schedule, --train-samples ends with the iteration that reaches it, as in
@@ -154,7 +154,7 @@ def run_length(
 
 
 def samples_after(sizes: Sizes, iterations: int) -> int:
-    """Return the samples in the first `iterations` of a run without skipped samples."""
+    """Return the samples in the first `iterations`, without skipped samples."""
     samples = 0
     while iterations:
         size = sizes(samples)
@@ -173,7 +173,7 @@ def last_samples(sizes: Sizes, iterations: int, count: int) -> int:
 
 
 def requested_samples(run: RunConfig, global_batch_size: int, end: int) -> int:
-    """Return the number of samples in the training data's order, which determines the number of epochs.
+    """Return how many samples the training data's order has, which determines the epochs.
 
     As in Megatron-LM: --train-samples, or --train-iters full batches. Under --step-batch-size-schedule its full batch is one
     micro-batch per data-parallel rank, never more than `end`, so the result is `end` in every layout.

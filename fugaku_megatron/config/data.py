@@ -1,4 +1,4 @@
-"""Fields of the data: files, splits, tokenizer and document masks."""
+"""Data fields: files, splits, tokenizer and document masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of mixture-of-experts models and their parallel layout.
+"""Mixture-of-experts fields: model and parallel layout.
 
 Names and meaning follow Megatron-LM (megatron/core/transformer/transformer_config.py).
 """
@@ -27,7 +27,7 @@ MAX_PATTERN = 4096  # layers
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFields:
-    """Fields of experts, all at their defaults in a model without --num-experts."""
+    """Expert fields, all at their defaults without --num-experts."""
 
     num_experts: int | None = option(
         None,
@@ -117,7 +117,7 @@ class ExpertFields:
     )
 
     def _derive_experts(self, width: int) -> None:
-        """Compute the fields that were not given. width: default of --moe-ffn-hidden-size"""
+        """Compute the fields that were not given. width: default --moe-ffn-hidden-size"""
         if self.num_experts is None:
             for field in fields(ExpertFields):
                 object.__setattr__(self, field.name, field.default)
@@ -129,7 +129,7 @@ class ExpertFields:
             object.__setattr__(self, "moe_expert_capacity_factor", None)
 
     def _check_experts(self, layers: int, bias: bool) -> None:
-        """Raise ValueError for flags that contradict each other. bias: True if linear layers have biases"""
+        """Raise ValueError for contradictory flags. bias: True if linear layers have biases"""
         if self.num_experts is None:
             return
         check(
@@ -208,14 +208,14 @@ class ExpertFields:
 
     @property
     def balances(self) -> tuple[tuple[str, float], ...]:
-        """Kind and factor of each balancing loss that has an effect."""
+        """Kind and factor for each balancing loss with an effect."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff)
         return tuple((kind, factor) for kind, factor in pairs if kind != NO_BALANCE and factor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRanks:
-    """Fields of tensor and expert parallelism, part of `parallel.ParallelConfig`."""
+    """Tensor- and expert-parallel fields, a base class for `parallel.ParallelConfig`."""
 
     tensor_model_parallel_size: int = option(
         1,
@@ -285,7 +285,7 @@ def experts_in(pattern: str, layers: int) -> tuple[bool, ...]:
 
 
 def _value(node: ast.expr) -> int | Sequence[int]:
-    """Evaluate an integer, a list of integers, and sums and repetitions of lists. Raises ValueError for other code."""
+    """Evaluate integers, integer lists, and their sums and repetitions. Raises ValueError for other code."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):
@@ -300,7 +300,7 @@ def _value(node: ast.expr) -> int | Sequence[int]:
         if not isinstance(right, int):
             if isinstance(node.op, ast.Mult) and isinstance(left, int):
                 if 0 <= left * len(right) <= MAX_PATTERN:
-                    return [*right] * left
+                    return list(right) * left
             if isinstance(node.op, ast.Add) and not isinstance(left, int):
                 if len(left) + len(right) <= MAX_PATTERN:
                     return [*left, *right]

@@ -1,4 +1,4 @@
-"""Fields of checks for silent faults: replica comparison, checksums, repeated iterations."""
+"""Fields for silent faults: replica comparison, checksums, repeated iterations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMPARISON_INTERVAL = 100  # iterations
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
 class NumbersConfig:
-    """Checks of the machine's results; only the replica comparison is on by default."""
+    """Checks for silent faults; only the replica comparison is on by default."""
 
     check_weight_hash_across_dp_replicas_interval: int | None = option(
         COMPARISON_INTERVAL,

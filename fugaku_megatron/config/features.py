@@ -1,7 +1,7 @@
-"""Features of the trainer that save time or memory, one row each.
+"""Trainer features that save time or memory, one row each.
 
 The planner tries the features with a row, and the performance model counts their gain; a flag without a row changes no
-modelled time. Tests check that the flag and the module of a row exist.
+modelled time. Tests check that each row's flag and module exist.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ EXPERT_GROUPS = "expert_groups"
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """A row of FEATURES.
+    """A row in FEATURES.
 
     place: module below the package
-    field: field of the run's config that switches the feature; None: always on
+    field: config field that switches the feature; None: always on
     value: value, or tuple of values, that switches it on
     """
 
@@ -148,7 +148,7 @@ SWITCHES = (
 
 @cache
 def group_of(field: str) -> str | None:
-    """Return the group of RunConfig that has the field, or None."""
+    """Return the RunConfig group with the field, or None."""
     for group, config in GROUPS.items():
         if field in {f.name for f in fields(config)}:
             return group
@@ -156,7 +156,7 @@ def group_of(field: str) -> str | None:
 
 
 def field_value(run: RunConfig, field: str) -> Any:
-    """Return the run's value of a field, or None if the field does not exist."""
+    """Return a field's value, or None if the field does not exist."""
     group = group_of(field)
     return None if group is None else getattr(getattr(run, group), field)
 
@@ -169,7 +169,7 @@ def field_of(name: str) -> str:
 
 
 def switched(run: RunConfig, name: str, on: bool = True) -> RunConfig:
-    """Return the run with a feature of SWITCHES switched on or off."""
+    """Switch a feature in SWITCHES on or off."""
     field = field_of(name)
     group = group_of(field)
     assert group is not None, name

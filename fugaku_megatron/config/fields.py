@@ -1,4 +1,4 @@
-"""Dataclass fields with help texts, and checks of their values."""
+"""Dataclass fields with help texts, and value checks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def cached_hash(cls: type) -> type:
 
 
 def flag(name: str) -> str:
-    """Return the command-line name of a field: seq_length -> --seq-length."""
+    """Return a field's command-line name: seq_length -> --seq-length."""
     return "--" + name.replace("_", "-")
 
 

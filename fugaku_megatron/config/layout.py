@@ -1,4 +1,4 @@
-"""Parallel layout of a run: factors of the world size, pipeline stages and model chunks. Integers only, no torch.
+"""Parallel layout: world-size factors, pipeline stages and model chunks. Integers only, no torch.
 
 Left out: splits by cost (`accounting.virtual_stage_sizes`).
 """
@@ -34,7 +34,7 @@ def check_world_size(world_size: int, tp: int, pp: int, cp: int = 1) -> None:
 
 
 def flags_of_sizes(tp: int, pp: int, cp: int) -> str:
-    """Return the text of the flags whose product divides the number of ranks."""
+    """Return a text with the flags that multiply to the model's ranks."""
     text = f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}"
     return f"{text} x --context-parallel-size {cp}" if cp > 1 else text
 
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int | None, int]:
-        """Arguments of `comm.grid.Grid`."""
+        """Arguments for `comm.grid.Grid`."""
         return self.world_size, self.tp, self.pp, self.ep, self.etp, self.cp
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Ranks of a stage with the same shard of the same experts."""
+        """Ranks per stage with the same expert shard."""
         return self.replicas * self.tp // (self.ep * (self.etp or self.tp))
 
     @staticmethod
@@ -139,12 +139,12 @@ class Layout:
         return run.training.eval_global_batch_size or self.global_batch_size(run)
 
     def evaluated(self, run: RunConfig, sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
-        """Return (first sample, batches) of each validation set in evaluation `number`, from 0.
+        """Return (first sample, batches) for each validation set in evaluation `number`, from 0.
 
-        With --full-validation each evaluation uses all samples of the consecutive sets, otherwise different samples.
+        With --full-validation each evaluation uses all samples in the consecutive sets, otherwise different samples.
         Raises ValueError for a set smaller than a batch.
 
-        sizes: samples of each set
+        sizes: samples per set
         """
         size = self.eval_batch_size(run)
         iters = run.training.eval_iters
@@ -243,12 +243,12 @@ def _check_heads(run: RunConfig, cp: int, tp: int) -> None:
 
 
 def group_copies(groups: int, cp: int) -> int:
-    """Return the number of context-parallel ranks that share a key and value. groups: per tensor-parallel rank"""
+    """Return how many context-parallel ranks share a key and value. groups: per tensor-parallel rank"""
     return max(1, cp // groups)
 
 
 def _expert_sizes(run: RunConfig, dp: int) -> tuple[int, int | None]:
-    """Return (ep, etp) with dp replicas of the weights. Raises ValueError if experts or ranks are not divisible."""
+    """Return (ep, etp) for dp weight replicas. Raises ValueError if experts or ranks are not divisible."""
     parallel = run.parallel
     if not parallel.divides_experts:
         return 1, None
@@ -283,7 +283,7 @@ def evaluation_run(run: RunConfig) -> RunConfig:
 
 
 def chunks(run: RunConfig) -> int:
-    """Return the number of model chunks per pipeline stage."""
+    """Return the model chunks per pipeline stage."""
     parallel = run.parallel
     if per_chunk := parallel.num_layers_per_virtual_pipeline_stage:
         return max(1, run.model.num_layers // (per_chunk * parallel.pipeline_model_parallel_size))
@@ -292,14 +292,14 @@ def chunks(run: RunConfig) -> int:
 
 @lru_cache(maxsize=1024)
 def placement(run: RunConfig) -> Placement:
-    """Return the placement of model chunks on stages."""
+    """Place model chunks on stages."""
     return placement_of(
         run.parallel.schedule, run.parallel.pipeline_model_parallel_size, chunks(run)
     )
 
 
 def check_split(run: RunConfig) -> None:
-    """Raise ValueError unless the layers can be split into the stages and chunks of the flags."""
+    """Raise ValueError unless the layers can be split into the requested stages and chunks."""
     parallel = run.parallel
     layers = run.model.num_layers
     parts = placement(run).virtual_stages
@@ -353,7 +353,7 @@ def _ends(run: RunConfig) -> dict[str, int | None]:
 
 
 def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
-    """Return the layers of each stage if flags set them, or None."""
+    """Return each stage's layers if flags set them, or None."""
     split = run.parallel.pipeline_split
     if split not in ("even", "balanced"):
         return tuple(map(int, split.split(",")))
@@ -370,5 +370,5 @@ def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
 
 
 def sequence_parts(run: RunConfig, tp: int) -> int:
-    """Return the shards of a rank's sequence between tensor-parallel matmuls: t with --sequence-parallel, or 1."""
+    """Return the sequence shards between tensor-parallel matmuls: t with --sequence-parallel, or 1."""
     return tp if run.parallel.sequence_parallel else 1

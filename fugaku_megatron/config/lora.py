@@ -1,4 +1,4 @@
-"""Fields of LoRA: low-rank adapters of frozen weights. The layers are in `nn.adapters`.
+"""LoRA fields: low-rank adapters for frozen weights. The layers are in `nn.adapters`.
 
 y = x W^T + scale dropout(x) A^T B^T, with A (rank, inputs) and B (outputs, rank). Sources: Hu et al. 2021 (arXiv:2106.09685);
 for --lora-use-rslora Kalajdzievski 2023 (arXiv:2312.03732). Targets are named as in peft and as in Megatron-LM.
@@ -85,13 +85,13 @@ class LoraConfig:
 
     @property
     def rank(self) -> int:
-        """Rank of the adapters, which the run has."""
+        """Adapter rank; the run must have adapters."""
         assert self.lora_rank is not None
         return self.lora_rank
 
     @property
     def scale(self) -> float:
-        """Factor of A^T B^T."""
+        """Factor before A^T B^T."""
         divisor = self.rank**0.5 if self.lora_use_rslora else self.rank
         return self.lora_alpha / divisor
 
@@ -101,7 +101,7 @@ class LoraConfig:
         return tuple(name.strip() for name in self.lora_target.split(","))
 
     def parts(self, linear: str, model: ModelConfig) -> tuple[str, ...]:
-        """Return the adapted matrices of a linear layer of the block, by name."""
+        """Return the names of adapted matrices in a linear layer."""
         if not self.on:
             return ()
         names = _NAMES if self.targets == (ALL_LINEAR,) else self.targets
@@ -141,7 +141,7 @@ class LoraConfig:
 
 
 def shape(name: str, model: ModelConfig, f: int) -> tuple[int, int]:
-    """Return (outputs, inputs) of the matrix `name`, in an MLP or expert of width f."""
+    """Return (outputs, inputs) for the matrix `name`. f: width of the MLP or expert"""
     h = model.hidden_size
     keys = model.query_groups * model.kv_channels
     return {

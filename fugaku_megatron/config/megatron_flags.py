@@ -15,9 +15,9 @@ SAVED = "saved"  # status of saved arguments that are not flags
 
 @dataclass(frozen=True)
 class OtherFlag:
-    """A row of the table.
+    """A row in the table.
 
-    values: number of values, as argparse's nargs
+    values: as argparse's nargs
     accepted: values that are accepted although the flag is refused
     changes_model: True if a checkpoint saved with the flag is another model than its weights suggest
     """
@@ -29,7 +29,7 @@ class OtherFlag:
     changes_model: bool = False
 
     def refuses(self, given: Sequence[str]) -> bool:
-        """Return True if these values of the flag are refused."""
+        """Return True if the flag is refused with these values."""
         if not self.refused:
             return False
         accepted = [any(_same(value, other) for other in self.accepted) for value in given]
@@ -49,7 +49,7 @@ def _same(given: str, accepted: str) -> bool:
 
 
 def _groups(text: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield status, meaning and words of each line of words in the table."""
+    """Yield status, meaning and words for each line in the table."""
     status = ""
     meaning = ""
     for line in text.splitlines():
@@ -82,7 +82,7 @@ OTHER_FLAGS: dict[str, OtherFlag] = dict(_rows())
 
 
 def saved_reasons() -> dict[str, tuple[str, ...]]:
-    """Return the saved arguments of Megatron-LM without a flag here that change no model, by reason."""
+    """Return Megatron-LM's saved arguments without a flag here that change no model, by reason."""
     reasons: dict[str, tuple[str, ...]] = {}
     for status, meaning, names in GROUPS:
         if status == SAVED:

@@ -1,4 +1,4 @@
-"""Fields of the model: GPT-2's block by default; Llama's and others by flags.
+"""Model fields: GPT-2's block by default; Llama's and others by flags.
 
 Legend: h hidden size, n heads, g query groups, d head size, f MLP width.
 """
@@ -29,8 +29,8 @@ from .rules import check_rules
 class NormPart:
     """A norm over the hidden dimension.
 
-    layer: "module:class" of a subclass of `nn.layers.Norm`, imported when a stage is built
-    vectors: parameters of h elements each
+    layer: "module:class", a subclass of `nn.layers.Norm` imported when a stage is built
+    vectors: parameters with h elements each
     statistics: FP32 numbers per row that backward needs in addition to the input
     """
 
@@ -365,7 +365,7 @@ class ModelConfig(ExpertFields):
 
     @property
     def activation(self) -> str:
-        """Key of `MLPS` for the dense MLP."""
+        """Key in `MLPS` for the dense MLP."""
         for name in ("swiglu", "geglu", "squared_relu"):
             if getattr(self, name):
                 return name
@@ -374,7 +374,7 @@ class ModelConfig(ExpertFields):
 
     @property
     def mlps(self) -> tuple[str, ...]:
-        """Key of `MLPS` for each layer."""
+        """Key in `MLPS` for each layer."""
         dense = self.activation
         if not self.num_experts:
             return (dense,) * self.num_layers
@@ -383,7 +383,7 @@ class ModelConfig(ExpertFields):
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
-        """Widths f of every kind of MLP in the model: dense, expert, shared expert."""
+        """Widths f: dense MLP, expert, shared expert."""
         if not self.num_experts:
             return (self.ffn_hidden_size,)
         dense = self.ffn_hidden_size if self.activation in self.mlps else None
@@ -397,12 +397,12 @@ class ModelConfig(ExpertFields):
 
     @property
     def fc1_widths(self) -> int:
-        """Output width of an MLP's first matmul in units of f: 2 with a gate."""
+        """Output width / f in an MLP's first matmul: 2 with a gate."""
         return 2 if self.gated else 1
 
     @property
     def z_loss(self) -> float:
-        """Factor of the z-loss, the squared logarithm of the softmax's denominator."""
+        """Z-loss factor, 0 without --use-z-loss."""
         return self.z_loss_strength if self.use_z_loss else 0.0
 
     @property
@@ -417,12 +417,12 @@ class ModelConfig(ExpertFields):
 
     @property
     def qkv_width(self) -> int:
-        """Elements of a token's queries, keys and values: g (n/g + 2) d."""
+        """Elements per token in queries, keys and values: g (n/g + 2) d."""
         return (self.num_attention_heads + 2 * self.query_groups) * self.kv_channels
 
     @property
     def context_width(self) -> int:
-        """Elements of a token's attention output over all heads: n d."""
+        """Elements per token in the attention output: n d."""
         return self.num_attention_heads * self.kv_channels
 
     @property
@@ -457,12 +457,12 @@ class ModelConfig(ExpertFields):
 
     @property
     def rotary_size(self) -> int:
-        """Elements of a head that rope rotates."""
+        """Rotated elements per head."""
         return int(self.kv_channels * self.rotary_percent)
 
     @property
     def yarn_attention_factor(self) -> float:
-        """Yarn's factor of cosines and sines, attention_factor in transformers; 0 if undefined."""
+        """Yarn's factor for cosines and sines, attention_factor in transformers; 0 if undefined."""
         growth = 0.1 * math.log(max(self.rotary_scaling_factor, 1.0))
         return (self.mscale * growth + 1.0) / (self.mscale_all_dim * growth + 1.0 or math.inf)
 
@@ -473,7 +473,7 @@ class ModelConfig(ExpertFields):
 
     @property
     def masks_padding(self) -> bool:
-        """True if padding rows of the vocabulary are excluded from the softmax; `run.resume` resolves "auto"."""
+        """True if the softmax excludes vocabulary padding; `run.resume` resolves "auto"."""
         return self.mask_vocab_padding == MASKED
 
     @property
@@ -483,7 +483,7 @@ class ModelConfig(ExpertFields):
 
     @property
     def window(self) -> int | None:
-        """Number of tokens that a token attends to, including itself; None: all before it."""
+        """Tokens that a token attends to, including itself; None: all before it."""
         return None if self.window_size is None else int(self.window_size.split(",")[0]) + 1
 
 
@@ -568,9 +568,9 @@ ARCHITECTURE = (
 
 
 def architecture(model: ModelConfig, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the values of ARCHITECTURE; the sequence length only if it is the shape of a weight.
+    """Return the fields in ARCHITECTURE; the sequence length only if it is a weight's shape.
 
-    saved: a model from whose weights a run starts, which may change ANGLES: these are omitted
+    saved: model of the weights to start from; the fields in ANGLES, which the run may change, are omitted
     """
     free: tuple[str, ...] = ()
     if saved and model.rotary and saved.get("position_embedding_type") in (ROPE, YARN):

@@ -25,7 +25,7 @@ class Requirement(NamedTuple):
 
 
 def _when_set(name: str, *names: str) -> Requirement:
-    """Return the row of fields that need the field `name` to be set."""
+    """Return a row for fields that need the field `name`."""
 
     def is_met(run: RunConfig) -> bool:
         value = field_value(run, name)
@@ -35,7 +35,7 @@ def _when_set(name: str, *names: str) -> Requirement:
 
 
 def _when_equal(name: str, value: str, *names: str) -> Requirement:
-    """Return the row of fields that need the field `name` to have this value."""
+    """Return a row for fields that need this value in the field `name`."""
     return Requirement(
         f"{flag(name)} {value}", lambda run: bool(field_value(run, name) == value), names
     )
@@ -125,7 +125,7 @@ PRECEDENCES = (("lr_warmup_tokens", "lr_warmup_fraction"),)
 def no_effect_notes(
     run: RunConfig, values: Mapping[str, Any], passed: Collection[str] | None
 ) -> list[str]:
-    """Return a note for each given value that has no effect in the run.
+    """Return a note for each given value without effect.
 
     passed: fields that notes may mention; None: all of `values`
     """

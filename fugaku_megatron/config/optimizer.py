@@ -1,4 +1,4 @@
-"""Fields of the optimizer: AdamW, Muon, moment formats, learning rate and weight decay."""
+"""Optimizer fields: AdamW, Muon, moment formats, learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ class OptimizerConfig:
 
     @property
     def moment_bytes(self) -> float:
-        """Bytes per parameter of both AdamW moments."""
+        """Bytes per parameter for both AdamW moments."""
         return MOMENT_BYTES[self.exp_avg_dtype] + MOMENT_BYTES[self.exp_avg_sq_dtype]
 
     def _check_weight_decay(self) -> None:

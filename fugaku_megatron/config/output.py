@@ -1,4 +1,4 @@
-"""Fields of a run's output: checkpoints, logs, profiles."""
+"""Output fields: checkpoints, logs, profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of the parallel layout: parallel sizes, pipeline schedule, ZeRO, sequence and context parallelism."""
+"""Parallel fields: sizes, pipeline schedule, ZeRO, sequence and context parallelism."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class ParallelConfig(ExpertRanks):
 
     @property
     def schedule(self) -> str:
-        """Name of the training schedule; 1f1b while `auto` is not resolved."""
+        """Training schedule's name; 1f1b while `auto` is not resolved."""
         if self.pipeline_schedule not in (None, AUTO):
             return self.pipeline_schedule
         virtual = (

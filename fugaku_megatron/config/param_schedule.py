@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of the samples consumed, as in Megatron-LM's optimizer_param_scheduler.py."""
+"""Learning rate and weight decay by samples consumed, as in Megatron-LM's optimizer_param_scheduler.py."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def _given(config: OptimizerConfig | TrainingConfig, names: Sequence[str]) -> st
 
 @dataclass(frozen=True)
 class ParamSchedule:
-    """Learning rate and weight decay as functions of the samples counted by the schedule.
+    """Learning rate and weight decay by samples counted.
 
-    All lengths are in samples, possibly fractional. wsd_samples: length of the final decay of --lr-decay-style WSD
+    All lengths are in samples, possibly fractional. wsd_samples: final decay in --lr-decay-style WSD
     """
 
     config: OptimizerConfig
@@ -53,9 +53,9 @@ class ParamSchedule:
 
     @staticmethod
     def from_run(run: RunConfig, global_batch_size: int) -> ParamSchedule:
-        """Build the schedule of the -iters, -samples or -tokens flags, with the run's batch sizes.
+        """Build the schedule from the -iters, -samples or -tokens flags and the run's batch sizes.
 
-        Raises ValueError if the warm-up is not shorter than the decay, or overlaps with the final decay of WSD.
+        Raises ValueError if the warm-up is not shorter than the decay, or overlaps with the final decay in WSD.
         """
         o = run.optimizer
         t = run.training
@@ -112,7 +112,7 @@ class ParamSchedule:
 
     @property
     def decoupled(self) -> ParamSchedule:
-        """Schedule of the weights with --decoupled-lr; without the flag the same schedule."""
+        """Schedule for weights with --decoupled-lr; without the flag the same schedule."""
         o = self.config
         if o.decoupled_lr is None:
             return self
@@ -132,7 +132,7 @@ class ParamSchedule:
         return ParamSchedule(**{**state, "config": OptimizerConfig(**state["config"])})
 
     def learning_rate(self, samples: int) -> float:
-        """Return the learning rate of the iteration that starts at `samples`."""
+        """Return the learning rate for the iteration that starts at `samples`."""
         o = self.config
         if self.warmup_samples and samples <= self.warmup_samples:
             return o.lr_warmup_init + (o.lr - o.lr_warmup_init) * samples / self.warmup_samples
@@ -159,7 +159,7 @@ class ParamSchedule:
         return SHAPES[o.lr_wsd_decay_style](begun / self.wsd_samples)
 
     def weight_decay(self, samples: int) -> float:
-        """Return the weight decay of the iteration that starts at `samples`."""
+        """Return the weight decay for the iteration that starts at `samples`."""
         o = self.config
         start = o.weight_decay if o.start_weight_decay is None else o.start_weight_decay
         end = o.weight_decay if o.end_weight_decay is None else o.end_weight_decay

@@ -1,4 +1,4 @@
-"""Fields of the number formats and the loss scale."""
+"""Fields for number formats and the loss scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .rules import check_rules
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Number format of weights and activations; master weights and gradients are always FP32."""
+    """Number format for weights and activations; master weights and gradients are always FP32."""
 
     bf16: bool = option(False, "weights and activations in BF16, FP32 master weights")
     fp16: bool = option(False, "weights and activations in FP16, FP32 master weights, loss scaling")
@@ -37,7 +37,7 @@ class PrecisionConfig:
 
     @property
     def name(self) -> str:
-        """Name of the format: "fp32", "bf16" or "fp16"."""
+        """Format name: "fp32", "bf16" or "fp16"."""
         if self.bf16:
             return "bf16"
         return "fp16" if self.fp16 else "fp32"

@@ -1,4 +1,4 @@
-"""Rules between flags of one group: flags that need others, exclude each other, or bound each other's values."""
+"""Rules between flags in a group: flags that need others, exclude each other, or bound each other's values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def needs(name: str, other: str, end: str = ": pass both", with_value: bool = Fa
 
 
 def one_of(*names: str, unless: str = "") -> Rule:
-    """Return the rule that at most one of the fields is set, unless another field is."""
+    """Return the rule that at most one field is set, unless `unless` is."""
 
     def mistake(config: Any) -> str | None:
         given = [flag(name) for name in names if getattr(config, name)]
@@ -138,7 +138,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 
 
 def check_rules(config: Any, group: str) -> None:
-    """Raise ValueError for the first rule of the group that does not hold."""
+    """Raise ValueError for the group's first broken rule."""
     for rule in RULES[group]:
         mistake = rule.mistake(config)
         check(mistake is None, mistake or "")

@@ -1,4 +1,4 @@
-"""Configuration of a run: frozen dataclasses with one help text per field, checked when they are built.
+"""Run configuration: frozen dataclasses with one help text per field, checked when they are built.
 
 `cli.arguments` turns the fields into Megatron-LM's flags (num_layers -> --num-layers). Left out: checks that need the world
 size (`layout.Layout`) or the disk. Errors: ValueError with flag, value and remedy.
@@ -169,7 +169,7 @@ class RunConfig:
 
     @property
     def masters(self) -> bool:
-        """True if a rank updates an FP32 copy of its weights (master weights)."""
+        """True if ranks update FP32 master weights."""
         return self.precision.name != "fp32" and self.optimizer.main_params_dtype == "fp32"
 
     def _check_divided_experts(self) -> None:
@@ -203,7 +203,7 @@ GROUPS: dict[str, type] = {
 
 
 def saved_run(manifest: dict[str, Any], sizes: tuple[int, int] | None = None) -> RunConfig:
-    """Return the run of a checkpoint, for inference of one sample at a time.
+    """Return a checkpoint's run for inference with single samples.
 
     sizes: tensor- and pipeline-parallel sizes; None: as in the checkpoint
     """

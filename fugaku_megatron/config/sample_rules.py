@@ -17,7 +17,7 @@ _STEP = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([KMBT]?):([1-9]\d{0,7})", re.ASCI
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Global batch size in steps, as a function of the samples consumed. steps: (first sample, size)"""
+    """Global batch size in steps. steps: (first sample, size)"""
 
     steps: tuple[tuple[int, int], ...]
 
@@ -46,7 +46,7 @@ class StepSizes:
         return [size for _, size in self.steps]
 
     def __call__(self, consumed: int) -> int:
-        """Return the global batch size of the iteration that begins at `consumed` samples."""
+        """Return the global batch size at `consumed` samples."""
         return next(size for first, size in reversed(self.steps) if consumed >= first)
 
     def next_change(self, consumed: int) -> int | None:
@@ -59,7 +59,7 @@ MAX_SAMPLE = 2**40  # as the maximum of --train-samples
 
 @dataclass(frozen=True)
 class Skips:
-    """Samples left out of training. ranges: sorted, disjoint"""
+    """Skipped samples. ranges: sorted, disjoint"""
 
     ranges: tuple[range, ...] = ()
 
@@ -93,7 +93,7 @@ class Skips:
         return [*chosen, *range(position, position + count - len(chosen))]
 
     def advance(self, position: int, size: int, iterations: int) -> tuple[int, int]:
-        """Advance by up to `iterations` of `size` samples, as far as one step can; return their number and the new position."""
+        """Advance by up to `iterations` with `size` samples each; return their number and the new position."""
         start = next(
             (r.start for r in self.ranges if r.stop > position), position + size * iterations
         )

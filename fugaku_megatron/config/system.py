@@ -1,4 +1,4 @@
-"""Fields of the process and its machine: kernels, clock, memory, sums in FP16."""
+"""System fields: kernels, clock, memory, sums in FP16."""
 
 from __future__ import annotations
 

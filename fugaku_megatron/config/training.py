@@ -1,4 +1,4 @@
-"""Fields of the training loop: batch sizes, length, recompute."""
+"""Training fields: batch sizes, length, recompute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strict reader of a user's YAML file. The keys and their values are checked in cli/yaml_flags.py.
+"""Strict YAML reader. The keys and their values are checked in cli/yaml_flags.py.
 
 PyYAML silently accepts duplicate keys, reads 010 as 8 and 1:30 as 90, and raises errors of many kinds, some without a line.
 Here each mistake is a one-line ValueError.
@@ -31,7 +31,7 @@ SURPRISING = re.compile(r"[-+]?0_*[0-9][0-9_]*|[^:]*:.*")
 
 
 def read_yaml(path: str, flag: str) -> dict[str, Any]:
-    """Return the keys of the file that `flag` names. Raises ValueError, with file and line, for a mistake."""
+    """Return the keys in the file that `flag` names. Raises ValueError, with file and line, for a mistake."""
     where = f"{flag} {path}"
     try:
         import yaml
@@ -83,11 +83,11 @@ def _line(mark: Any) -> str:
 
 
 def _check_size(where: str, root: Any) -> None:
-    """Raise ValueError if the file has more than MAX_NODES nodes after expansion of its aliases."""
+    """Raise ValueError if the file has more than MAX_NODES nodes with its aliases expanded."""
     counts: dict[int, int] = {}
 
     def count(node: Any) -> int:
-        """Return the size of a subtree, above MAX_NODES for a node that contains itself."""
+        """Count a subtree's nodes; above MAX_NODES for a node that contains itself."""
         if id(node) not in counts:
             counts[id(node)] = MAX_NODES + 1  # while its children are counted
             counts[id(node)] = 1 + sum(map(count, _children(node)))
@@ -108,7 +108,7 @@ def _children(node: Any) -> Iterator[Any]:
 
 
 def _nodes(root: Any) -> Iterator[Any]:
-    """Yield each node once, in the order of the file."""
+    """Yield each node once, in file order."""
     seen: set[int] = set()
     waiting = [] if root is None else [root]
     while waiting:

@@ -1,7 +1,6 @@
-"""The architectures of Hugging Face that the block can be: a row each, with what config.json and the tensors are called there.
+"""Hugging Face architectures that the block implements: one row each, with the names in config.json and of tensors.
 
-A new architecture is a row of ARCHITECTURES. Left out: fields of config.json that are not one of ours each (rules.py); reading and
-writing files (hugging_face.py).
+A new architecture is a row of ARCHITECTURES.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ of theirs; their shape)."""
 
 
 def whole(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """The same tensor."""
+    """Return the tensor unchanged."""
     return [ours], tuple(ours.shape)
 
 
 def transposed(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """GPT-2's Conv1D holds (inputs, outputs)."""
+    """Return (inputs, outputs) of GPT-2's Conv1D."""
     return [ours.t()], tuple(ours.t().shape)
 
 
 def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """GPT-2's c_attn: (h, 3 n d), all queries, all keys, all values; ours has a head's three after another, (n 3 d, h)."""
+    """Return GPT-2's c_attn (h, 3 n d) with all queries, keys and values; ours has them per head, (n 3 d, h)."""
     heads = ours.view(model.num_attention_heads, 3, -1, *ours.shape[1:]).transpose(
         0, 1
     )  # (3, n, d, h) or (3, n, d)
@@ -62,7 +61,7 @@ def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[l
 
 
 def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """Queries (n d, h), keys (g d, h) or values (g d, h); ours has of each group its queries, its key and its value."""
+    """Return queries (n d, h), keys (g d, h) or values (g d, h); ours has queries, key and value per group."""
     queries = model.num_attention_heads // model.query_groups
     groups = ours.view(model.query_groups, queries + 2, model.kv_channels, *ours.shape[1:])
     theirs = groups[
@@ -72,29 +71,29 @@ def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[T
 
 
 def stacked(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """The gate (f, h) and what it multiplies, (f, h); ours is (2, f, h)."""
+    """Return the gate or value (f, h) of ours (2, f, h)."""
     return [ours[part]], tuple(ours.shape[1:])
 
 
 def fused_query_key_value(
     ours: Tensor, part: int, model: ModelConfig
 ) -> tuple[list[Tensor], Shape]:
-    """All queries, all keys, all values, ((n + 2 g) d, h); ours as in `query_key_value`."""
+    """Return all queries, all keys, all values, ((n + 2 g) d, h); ours as in `query_key_value`."""
     return [query_key_value(ours, number, model)[0][0] for number in range(3)], tuple(ours.shape)
 
 
 def fused_stacked(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """The gate and what it multiplies, (2 f, h); ours is (2, f, h)."""
+    """Return gate and value (2 f, h) of ours (2, f, h)."""
     return [ours], (2 * ours.shape[1], *ours.shape[2:])
 
 
 def of_expert(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """The matrix (h, f) of expert `part`; ours is (experts, h, f)."""
+    """Return the matrix (h, f) of expert `part`; ours is (experts, h, f)."""
     return [ours[part]], tuple(ours.shape[1:])
 
 
 def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """The gate (f, h) of expert 0, what it multiplies, (f, h), the gate of expert 1 and so on; ours is (experts, 2, f, h)."""
+    """Return the gate (f, h) of expert 0, its value (f, h), the gate of expert 1 and so on; ours is (experts, 2, f, h)."""
     return [ours[part // 2, part % 2]], tuple(ours.shape[2:])
 
 
@@ -111,7 +110,7 @@ ONLY = {
 
 @dataclass(frozen=True)
 class Field:
-    """A field of config.json that is one of ModelConfig's. default: what it means to leave it out; REQUIRED: a mistake."""
+    """A field of config.json with a counterpart in ModelConfig. default: if the field is missing; REQUIRED: an error."""
 
     theirs: str
     ours: str
@@ -120,14 +119,18 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A row.
+    """A row of ARCHITECTURES.
 
-    name, model_type: as config.json has them. prefix: of all tensors but the head's; published files may lack it. fields: those
-    that are one of ours. rules: those that are not. only: fields of theirs -> the values that the block computes, the first one
-    written, which is what leaving the field out means. block: our values that are what this architecture is. places: our places ->
-    names of theirs, without the prefix, and how they lie in ours. unused: tensors of published files that are not weights.
-    own_head_size: heads may be of another size than h / n. also: what else a model must be. defaults: fields of theirs -> what
-    transformers' class has where config.json leaves them out, if that is not what a field or a rule has.
+    name, model_type: as in config.json.
+    prefix: of all tensors but the head's; published files may lack it.
+    fields: with a counterpart in ModelConfig; rules: the others.
+    only: their field -> supported values; the first is written, and is the default.
+    block: required values of ModelConfig.
+    places: our place -> their names without the prefix, and the arrangement.
+    unused: tensors of published files that are not weights.
+    own_head_size: the head size may differ from h / n.
+    also: further conditions on the model.
+    defaults: their field -> transformers' default, if neither a field nor a rule has it.
     """
 
     name: str
@@ -155,11 +158,11 @@ class Architecture:
 
     @property
     def without_head(self) -> str:
-        """What transformers calls the model without its head, which a tied head needs no tensor for."""
+        """transformers' name of the model without its head, for a tied head."""
         return re.sub("(ForCausalLM|LMHeadModel)$", "Model", self.name)
 
     def fits(self, model: ModelConfig) -> bool:
-        """Whether a model is of this architecture."""
+        """Return whether a model is of this architecture."""
         divided = model.kv_channels * model.num_attention_heads == model.hidden_size
         turned = _POSITIONS not in self.places
         right = (

@@ -1,7 +1,7 @@
-"""The fields of Hugging Face's config.json: which are read, which change no model, and which are refused.
+"""Fields of Hugging Face's config.json that are read, ignored or refused.
 
-A field is read where a row of the table of architectures (architectures.py) names it. IGNORED has the others that are known, with
-the reason. Any other field is refused by its name, unless it is off (null, false or empty).
+The rows of architectures.py name the fields that are read. IGNORED has other known fields, with the reason. Any other field is
+refused by its name, unless it is off (null, false or empty).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ _EVERYWHERE = frozenset(name for names in IGNORED.values() for name in names)
 
 
 def read_fields(architecture: Architecture) -> frozenset[str]:
-    """Return the fields that describe a model of this architecture here."""
+    """Return the fields that describe a model of this architecture."""
     return frozenset(
         {
             *(row.theirs for row in architecture.fields),
@@ -136,7 +136,7 @@ def read_fields(architecture: Architecture) -> frozenset[str]:
 
 
 def check_fields(architecture: Architecture, config: dict[str, Any]) -> None:
-    """Raise ValueError for a field that is neither read nor known to change no model, and is not off."""
+    """Raise ValueError for an unknown field that is not off."""
     known = read_fields(architecture) | _EVERYWHERE
     known |= frozenset(IGNORED_OF.get(architecture.model_type, ()))
     for name, value in config.items():

@@ -60,12 +60,11 @@ def open_megatron(
     vocab_size: int | None,
     ignored: Collection[str] = (),
 ) -> Weights:
-    """The weights of the latest checkpoint in `directory`, or of `iteration`.
+    """Open the weights of the latest checkpoint in `directory`, or of `iteration`.
 
-    ignored: saved arguments that are known not to change the model.
-
-    vocab_size: tokens, where the checkpoint does not say how many of the embedding's rows are tokens. ValueError, one line, for
-    what is missing, damaged or not supported.
+    vocab_size: number of tokens, if the checkpoint does not state it.
+    ignored: saved arguments that do not change the model.
+    Raise ValueError, one line, for missing, damaged or unsupported parts.
     """
     from .megatron import (
         open_dist,  # with torch.distributed, which takes a second to load and which no other format needs
@@ -83,7 +82,7 @@ def open_megatron(
 
 
 def _iteration(directory: Path, iteration: int | None) -> Path:
-    """The directory of an iteration; it may be given itself."""
+    """Return the directory of an iteration; `directory` may be one itself."""
     check(directory.is_dir(), "is not a directory")
     if iteration is not None:
         return directory / iteration_name(iteration)
@@ -108,12 +107,10 @@ def open_weights(
     vocab_size: int | None = None,
     base: str | None = None,
 ) -> Weights:
-    """Return the weights of a directory of any of the three kinds.
+    """Open the weights of a directory of any of the three kinds.
 
-    Arguments as of `open_megatron`, and `base` as of `open_own`.
-
-    This program's checkpoints have a manifest in each iteration, Hugging Face's models a config.json. ValueError, one line, for a
-    directory of no kind, and for what is missing or damaged in it.
+    This program's checkpoints have a manifest in each iteration, Hugging Face's models a config.json. Arguments: see `open_megatron` and
+    `open_own`. Raise ValueError, one line, for another directory, and for missing or damaged parts.
     """
     path = Path(directory)
     check(
@@ -139,7 +136,7 @@ def open_weights(
 
 
 def check_new(flag: str, target: str, file: bool = False) -> None:
-    """Raises ValueError unless `target`, the value of `flag`, is absent, or an empty directory. file: it is to be a file."""
+    """Raise ValueError unless `target`, the value of `flag`, is absent or an empty directory. file: it will be a file."""
     path = Path(target)
     check(target != "", f"{flag} is empty: pass a {'file' if file else 'directory'}")
     if file:
@@ -157,11 +154,10 @@ def check_new(flag: str, target: str, file: bool = False) -> None:
 
 @contextmanager
 def whole(flag: str, directory: str, file: bool = False) -> Iterator[Path]:
-    """A new directory to write in, which is `directory` after the block; nothing is left of it where the block raises.
+    """Write a new directory atomically: it becomes `directory` after the block, and is removed if the block raises.
 
-    file: `directory` is a file, and the block writes the one of its name in the new directory. Of two blocks for one directory each
-    writes into its own, and the second one to end is refused. Raises ValueError, one line with the flag, for what `check_new`
-    refuses and where nothing can be written.
+    file: `directory` is a file; the block writes a file of its name into the new directory. Of two concurrent blocks for one directory
+    the second to end is refused. Raise ValueError, one line with the flag, as `check_new` and if nothing can be written.
     """
     check_new(flag, directory, file)
     final = Path(directory).absolute()
@@ -185,12 +181,12 @@ def whole(flag: str, directory: str, file: bool = False) -> Iterator[Path]:
 
 
 def _prefix(final: Path) -> str:
-    """What the names of temporary directories of this host begin with; then the process follows, and what is unique in it."""
+    """Return the prefix of this host's temporary directories; process and a unique suffix follow."""
     return f".{final.name}.converting.{platform.node()}."
 
 
 def _abandoned(final: Path) -> list[Path]:
-    """Temporary directories that processes of this host left which are gone."""
+    """Return temporary directories of dead processes of this host."""
     prefix = _prefix(final)
     siblings = final.parent.iterdir() if final.parent.is_dir() else ()
     ours = (
@@ -232,7 +228,7 @@ def _save(weights: Weights, directory: Path, options: argparse.Namespace) -> Non
 
 
 def _flags(weights: Weights, options: argparse.Namespace) -> list[str]:
-    """Words of train's command line for what --save holds."""
+    """Return the train flags for the contents of --save."""
     lora = None if weights.adapters is None or options.merge else weights.adapters.lora
     given = (
         {}
@@ -404,7 +400,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def size(text: str) -> int:
-    """Bytes of "500MB", "2GiB" or a number. ValueError for anything else, and for 0."""
+    """Return the bytes of "500MB", "2GiB" or a number. Raise ValueError for anything else, and for 0."""
     match = _SIZE.fullmatch(text.strip())
     number = int(match[1]) * _UNITS[(match[2] or "").upper()] if match else 0
     check(number > 0, f"--max-shard-size is {text!r:.40}: pass a size such as 5GB or 500MB")
@@ -422,7 +418,7 @@ def _one(options: argparse.Namespace, names: dict[str, Callable], purpose: str) 
 
 
 def check_options(options: argparse.Namespace) -> tuple[str, str]:
-    """(name of the source, of the destination). ValueError for flags that do not go together, before anything is read."""
+    """Return (source, destination). Raise ValueError for conflicting flags before anything is read."""
     variable, processes = environment.processes()
     check(
         processes == 1,
@@ -488,7 +484,7 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
 
 
 def _check_adapters(options: argparse.Namespace, source: str, destination: str) -> None:
-    """ValueError for flags of adapters that do not go with the others."""
+    """Raise ValueError for adapter flags that conflict with others."""
     check(
         options.from_peft is None or source == "load" or options.merge or destination != "save",
         "--from-peft with --save writes "
@@ -502,7 +498,7 @@ def _check_adapters(options: argparse.Namespace, source: str, destination: str) 
 
 
 def _with_peft(weights: Weights, options: argparse.Namespace) -> Weights:
-    """The weights with the adapters of --from-peft. ValueError for --merge without any."""
+    """Return the weights with the adapters of --from-peft. Raise ValueError for --merge without adapters."""
     if options.from_peft is not None:
         check(
             weights.adapters is None,
@@ -526,7 +522,7 @@ def _with_peft(weights: Weights, options: argparse.Namespace) -> Weights:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Convert; one process."""
+    """Convert in one process."""
     source, destination = check_options(options)
     allocator.return_large_blocks()
     weights = _with_peft(SOURCES[source](options), options).cast(DTYPES.get(options.dtype))

@@ -1,10 +1,8 @@
-"""Weights as one GGUF file, which llama.cpp reads: tensors under its names, the model's numbers, and the tokenizer.
+"""Weights as one GGUF file for llama.cpp: tensors under its names, the model's numbers, and the tokenizer.
 
-The package gguf of llama.cpp's authors writes the file and knows the names of Hugging Face's tensors (extra [gguf]). One tensor
-is in memory at a time, or all experts of a layer. Norms, biases and routers are F32, as in llama.cpp's own converter.
-Source: convert_hf_to_gguf.py of ggml-org/llama.cpp.
-
-Left out: the tokenizer (gguf_tokenizer.py); other quantizations, which llama.cpp's llama-quantize makes of such a file.
+The package gguf of llama.cpp's authors writes the file and maps Hugging Face's names (extra [gguf]). One tensor is in memory at a
+time, or all experts of a layer. Norms, biases and routers are F32, as in convert_hf_to_gguf.py of ggml-org/llama.cpp.
+Left out: other quantizations, which llama.cpp's llama-quantize makes of such a file.
 """
 
 from __future__ import annotations
@@ -48,10 +46,9 @@ _FULL = re.compile(
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of KINDS. name: of the architecture in GGUF. interleaved: rope turns neighbours, so rows of queries and keys move.
+    """A row of KINDS. name: of the architecture in GGUF. interleaved: rope rotates neighbours, so query and key rows move.
 
-    scaled: Llama 3's rope scaling is known there. only: our values that llama.cpp computes for it. grouped: several heads may
-    share keys and values.
+    scaled: supports Llama 3's rope scaling. only: values that llama.cpp assumes. grouped: heads may share keys and values.
     """
 
     name: str
@@ -87,8 +84,8 @@ def save_gguf(
 ) -> list[str]:
     """Write the file, and return the differences of the tokenizer in llama.cpp.
 
-    kind: --gguf-type. chat_template: a file. inexact: differences that concern a few texts are allowed. ValueError, one line,
-    for what llama.cpp has no form of.
+    kind: --gguf-type. chat_template: a file. inexact: allow differences in a few texts.
+    Raise ValueError, one line, for a model that llama.cpp has no form of.
     """
     gguf = library("gguf", "gguf", "--to-gguf")
     model = weights.model
@@ -166,7 +163,7 @@ def _row(architecture: Architecture, model: ModelConfig) -> Kind:
 
 
 def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:
-    """What the architecture's keys are, in the order of their names in the package."""
+    """Write the architecture's keys in the package's order."""
     head = model.kv_channels
     writer.add_context_length(model.max_position_embeddings)
     writer.add_embedding_length(model.hidden_size)
@@ -202,7 +199,7 @@ def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:
 
 
 def _add_scaling(writer: Any, model: ModelConfig) -> None:
-    """Linear scaling and yarn; Llama 3's scaling is a tensor (`rope_factors`)."""
+    """Write linear scaling or yarn; Llama 3's scaling is a tensor (`rope_factors`)."""
     yarn = model.position_embedding_type == YARN
     linear = model.rotary_seq_len_interpolation_factor
     if not (yarn or linear):
@@ -223,7 +220,7 @@ class _Tensor:
 def _tensors(
     gguf: Any, weights: Weights, architecture: Architecture, row: Kind
 ) -> dict[str, _Tensor]:
-    """Each tensor of the file under its name there."""
+    """Yield each tensor of the file under its GGUF name."""
     model = weights.model
     like = weights.like()
     read = lru_cache(maxsize=2)(weights.read)
@@ -260,7 +257,7 @@ def _tensors(
 
 
 def _arranged(tensor: Tensor, name: str, their: str, model: ModelConfig, row: Kind) -> Tensor:
-    """A tensor of theirs as llama.cpp has it, (out, in)."""
+    """Return their tensor in llama.cpp's arrangement, (out, in)."""
     if "c_attn.weight" in their or ".c_proj.weight" in their or ".c_fc.weight" in their:
         tensor = tensor.t()  # GPT-2's are (in, out) in Hugging Face
     heads = {"attn_q": model.num_attention_heads, "attn_k": model.query_groups}.get(
@@ -276,12 +273,12 @@ def _arranged(tensor: Tensor, name: str, their: str, model: ModelConfig, row: Ki
 
 
 def rope_factors(model: ModelConfig) -> Tensor:
-    """(head / 2,): what Llama 3's scaling divides each frequency by."""
+    """Return the divisors (head / 2,) of Llama 3's scaled frequencies."""
     return frequencies(replace(model, use_rope_scaling=False), 0) / frequencies(model, 0)
 
 
 def _type(gguf: Any, name: str, shape: tuple[int, ...], kind: str) -> Any:
-    """How a tensor is stored; a row that Q8_0 cannot cut into blocks is F16, as in llama.cpp's converter."""
+    """Return the storage type of a tensor; rows that Q8_0 cannot divide into blocks are F16, as in llama.cpp's converter."""
     if len(shape) < 2 or _FULL.search(name):
         kind = "f32"
     elif kind == "q8_0" and shape[-1] % BLOCK:

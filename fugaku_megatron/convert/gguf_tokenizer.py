@@ -1,9 +1,8 @@
-"""Tokenizers as llama.cpp computes them: what its file says of a tokenizer, and what has no form there.
+"""Tokenizers in llama.cpp's form, and the differences between both.
 
-llama.cpp has one algorithm for a byte-level BPE, "gpt2", and one for a BPE of SentencePiece, "llama". Neither normalizes a text, and the
-split of a text into pieces has a name. A tokenizer is written if every part of it is known to be computed alike. What gives other
-tokens for most texts is refused. What gives other tokens for a few texts is a difference, refused unless a user allows it.
-The tokens that count are those of the trainer: what transformers makes of a folder with its files, and otherwise those of
+llama.cpp has one algorithm for byte-level BPE, "gpt2", and one for SentencePiece BPE, "llama". Neither normalizes text, and
+pre-tokenizers have names. A tokenizer is written if llama.cpp computes every part alike. Different tokens for most texts are
+refused, for a few texts they are refused unless the user allows them. The reference is the trainer: transformers, or else
 SentencePiece. Sources: src/llama-vocab.cpp and conversion/ of ggml-org/llama.cpp; tests/tokenizer_files has its tokens.
 """
 
@@ -60,7 +59,7 @@ _QWEN35 = (
 
 @dataclass(frozen=True)
 class Split:
-    """A row of SPLITS. name: in llama.cpp. whole_pieces: a piece that is a token is not merged, `ignore_merges`."""
+    """A row of SPLITS. name: in llama.cpp. whole_pieces: pieces that are tokens are not merged (`ignore_merges`)."""
 
     name: str
     steps: tuple[tuple[str, str], ...]
@@ -118,10 +117,10 @@ OLDER_FIELDS = frozenset({"str_rep", "add_prefix_space", "max_input_chars_per_wo
 
 @dataclass
 class GgufTokenizer:
-    """What the file of llama.cpp says. tokens: of each id its text, kind and score.
+    """A tokenizer for llama.cpp's file. tokens: text, kind and score by id.
 
-    special: "bos", "eos", "unk", "sep", "pad" or "mask" -> id. template: one, or each with its name. differences: the texts that
-    llama.cpp reads differently.
+    special: "bos", "eos", "unk", "sep", "pad" or "mask" -> id. template: one, or each with its name.
+    differences: texts that llama.cpp reads differently.
     """
 
     algorithm: str
@@ -164,8 +163,8 @@ def read_tokenizer(
 ) -> GgufTokenizer:
     """Read the tokenizer of a folder for llama.cpp.
 
-    rows: of the embedding. chat_template: its text, in place of the folder's. inexact: differences that concern a few texts
-    are allowed. ValueError, one line with the part of the tokenizer, for what llama.cpp computes differently.
+    rows: of the embedding. chat_template: replaces the folder's. inexact: allow differences in a few texts.
+    Raise ValueError, one line with the tokenizer's part, for a part that llama.cpp computes differently.
     """
     if folder is None or not has_tokenizer(folder):
         raise ValueError(
@@ -207,7 +206,7 @@ def read_tokenizer(
 
 
 def _only_pieces(folder: Path) -> bool:
-    """True for a folder whose only tokenizer file is a SentencePiece model, which SentencePiece itself reads."""
+    """Return whether a SentencePiece model is the folder's only tokenizer file."""
     others = (TOKENIZER_JSON, TOKENIZER_CONFIG, "vocab.json", "vocab.txt")
     return (folder / PIECES).is_file() and not any((folder / name).is_file() for name in others)
 
@@ -218,7 +217,7 @@ def _template_file(folder: Path) -> str | None:
 
 
 def _check_texts(found: GgufTokenizer, where: str) -> None:
-    """Each text of a token is there once, or llama.cpp aborts; and none has a meaning by its name alone."""
+    """Raise ValueError for duplicate token texts, with which llama.cpp aborts, and texts with a built-in meaning."""
     seen: dict[str, int] = {}
     for token, (text, kind, _) in enumerate(found.tokens):
         check(text != "", f"{where}: the text of token {token} is empty, which llama.cpp replaces")
@@ -316,7 +315,7 @@ def _proto(contents: bytes) -> Any:
 
 
 def _check_bytes(tokens: list[tuple[str, int, float]], where: str) -> None:
-    """Every byte must be a piece, or llama.cpp ends at the first character that is not one."""
+    """Raise ValueError unless every byte is a piece; llama.cpp ends at an unknown character without byte pieces."""
     found = {text for text, kind, _ in tokens if kind == BYTE}
     missing = [text for text in BYTE_PIECES if text not in found]
     check(
@@ -327,7 +326,7 @@ def _check_bytes(tokens: list[tuple[str, int, float]], where: str) -> None:
 
 
 def _reached(tokens: list[tuple[str, int, float]]) -> list[str]:
-    """Return the difference that llama.cpp merges to a piece that is no text: a control piece or a byte."""
+    """Return a difference if llama.cpp merges to a piece that is no text: a control piece or a byte."""
     normal = {text for text, kind, _ in tokens if kind in (NORMAL, USER)}
     for text, kind, _ in tokens:
         if kind not in (CONTROL, BYTE, UNKNOWN):
@@ -342,7 +341,7 @@ def _reached(tokens: list[tuple[str, int, float]]) -> list[str]:
 
 
 def _of_library(folder: Path) -> GgufTokenizer:
-    """Read a folder as transformers does, and check each part of the tokenizer that comes out."""
+    """Read a folder as transformers does, and check each part of the tokenizer."""
     where = f"--to-gguf: the tokenizer in {folder}"
     try:
         ours = HuggingFaceTokenizer(folder)
@@ -393,7 +392,7 @@ def _of_library(folder: Path) -> GgufTokenizer:
 
 
 def _add_eos_of_config(found: GgufTokenizer, folder: Path) -> None:
-    """The model's own eos_token_id, where the tokenizer names none."""
+    """Use the model's eos_token_id if the tokenizer has none."""
     for name in ("generation_config.json", "config.json"):
         if "eos" in found.special or not (folder / name).is_file():
             continue
@@ -405,7 +404,7 @@ def _add_eos_of_config(found: GgufTokenizer, folder: Path) -> None:
 
 
 def _add_around(found: GgufTokenizer, theirs: Any, where: str) -> None:
-    """Set the tokens that are put around a text, at most bos before and eos after it."""
+    """Set the tokens around a text: at most bos before and eos after it."""
     bare = theirs("a", add_special_tokens=False).input_ids
     whole = theirs("a").input_ids
     bos = theirs.bos_token_id
@@ -423,7 +422,7 @@ def _add_around(found: GgufTokenizer, theirs: Any, where: str) -> None:
 
 
 def _tokens(parts: Mapping[str, Any], kinds: Mapping[str, int], scores: Mapping[str, float]) -> Any:
-    """All tokens up to the largest id, in the order of ids; a missing id stands for nothing."""
+    """Return all tokens up to the largest id in order; a missing id is an unused token."""
     tokens = {
         token: (text, kinds.get(text, NORMAL), scores.get(text, 0.0))
         for text, token in parts["model"]["vocab"].items()
@@ -460,14 +459,14 @@ def _of_byte_level(
 
 
 def _normalizer_steps(normalizer: dict[str, Any] | None) -> list[Any]:
-    """Return the normalizers one after another."""
+    """Return the normalizers in order."""
     if normalizer is None:
         return []
     return normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
 
 
 def _normalizer_differences(normalizer: dict[str, Any] | None, where: str) -> list[str]:
-    """Return the difference of NFC, which changes few texts. ValueError for every other normalizer."""
+    """Return the difference of NFC, which changes few texts. Raise ValueError for every other normalizer."""
     steps = _normalizer_steps(normalizer)
     check(
         all(step == NFC for step in steps),
@@ -477,7 +476,7 @@ def _normalizer_differences(normalizer: dict[str, Any] | None, where: str) -> li
 
 
 def _split(parts: Mapping[str, Any], where: str) -> Split:
-    """The row of SPLITS that a pre_tokenizer is."""
+    """Return the row of SPLITS of a pre_tokenizer."""
     before = parts["pre_tokenizer"] or {}
     steps = before.get("pretokenizers") or [before]
     refused = ValueError(
@@ -541,7 +540,7 @@ SPACES: tuple[tuple[Any, Any, bool, str | None], ...] = (
 def _of_fallback(
     parts: Mapping[str, Any], merges: list[tuple[str, ...]], where: str
 ) -> GgufTokenizer:
-    """BPE with bytes as a fallback, SentencePiece's algorithm in the package tokenizers."""
+    """Read BPE with byte fallback, SentencePiece's algorithm in the package tokenizers."""
     model = parts["model"]
     check(
         not model.get("ignore_merges"), f"{where} has ignore_merges true, which llama.cpp has not"
@@ -576,7 +575,7 @@ def _merge_differences(
     merges: list[tuple[str, ...]],
     ranks: Mapping[str, float],
 ) -> list[str]:
-    """llama.cpp merges any two symbols that make a token, in the order of the tokens; here the merges are a list."""
+    """Return a difference if merges are limited to a list; llama.cpp merges any two symbols that form a token, in token order."""
     listed = {*merges}
     texts = {text for text, _, _ in tokens}
     for text, kind, _ in tokens:
@@ -599,7 +598,7 @@ def _merge_differences(
 
 
 def _added_differences(parts: Mapping[str, Any]) -> list[str]:
-    """What llama.cpp does not know of added tokens, which it finds in a text, the longest first."""
+    """Return differences of added tokens, which llama.cpp finds in a text longest first."""
     found = []
     normalizes = any(step != NFC for step in _normalizer_steps(parts["normalizer"]))
     groups: dict[bool, list[str]] = {False: [], True: []}
@@ -623,7 +622,7 @@ def _added_differences(parts: Mapping[str, Any]) -> list[str]:
 
 
 def _overlaps(texts: Iterable[str]) -> list[str]:
-    """Return the difference that one added token may begin within another: the first one in a text wins, or the longer one."""
+    """Return a difference if an added token can begin within another: the first in a text wins, or the longer one."""
     texts = [text for text in texts if text]
     ends: dict[str, str] = {}
     for text in texts:
@@ -643,7 +642,7 @@ def _overlaps(texts: Iterable[str]) -> list[str]:
 
 
 def _unknown_fields(folder: Path, where: str) -> list[str]:
-    """Return fields of the files that nothing here and no library knows, as differences."""
+    """Return unknown fields of the files as differences."""
     found = []
     if (folder / TOKENIZER_CONFIG).is_file():
         for name in read_json(folder / TOKENIZER_CONFIG):
@@ -661,7 +660,7 @@ def _unknown_fields(folder: Path, where: str) -> list[str]:
 
 
 def _lost(raw: Any, again: Any, path: str) -> list[str]:
-    """Fields of `raw` that are not in `again`, what the package tokenizers writes of it."""
+    """Return the fields of `raw` that `again`, written by the package tokenizers, lacks."""
     if path in (".model.vocab", ".model.merges"):
         return []
     if isinstance(raw, dict) and isinstance(again, dict):

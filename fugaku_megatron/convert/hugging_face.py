@@ -1,10 +1,10 @@
-"""A directory of Hugging Face as weights to convert from, and weights as a directory that its from_pretrained loads.
+"""Weights from and to a Hugging Face model directory, which from_pretrained loads, without transformers.
 
-Needs no transformers: config.json and safetensors are enough, which are model.safetensors, or several files with an index:
+A directory has config.json and model.safetensors, or several files with an index of every tensor:
 
-    model-00001-of-00002.safetensors ... and model.safetensors.index.json, which names the file of every tensor
+    model-00001-of-00002.safetensors ... and model.safetensors.index.json
 
-Both ways one tensor of ours, and one of theirs, is in memory. Left out: the table of architectures (architectures.py).
+One tensor of each side is in memory at a time. architectures.py has the table of architectures.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 @dataclass
 class PlainFile:
-    """A file without checksums, a `checkpoint.tensor_files.Readable`."""
+    """A file without checksums, as a `checkpoint.tensor_files.Readable`."""
 
     path: Path
     size: int
 
     def read(self, start: int, end: int) -> bytearray:
-        """Bytes [start, end)."""
+        """Return bytes [start, end)."""
         data = bytearray(end - start)
         self.read_into(memoryview(data), start)
         return data
 
     def read_into(self, data: memoryview, start: int) -> None:
-        """Fill `data` with the bytes from `start` on."""
+        """Fill `data` from byte `start`."""
         with open(self.path, "rb", buffering=0) as file:
             file.seek(start)
             end = start + len(data)
@@ -83,14 +83,14 @@ class PlainFile:
 
 @dataclass(frozen=True)
 class TensorDirectory:
-    """The tensors of a directory by their names there: the file and place of each."""
+    """Tensors of a directory by name: file and position of each."""
 
     path: Path
     tensors: dict[str, tuple[PlainFile, StoredTensor]]
 
     @staticmethod
     def open(path: Path) -> TensorDirectory:
-        """Reads headers only. ValueError for a missing file, and one that is truncated or no safetensors file."""
+        """Read the headers. Raise ValueError for a missing, truncated or other file."""
         if (path / INDEX).exists():
             return TensorDirectory(path, _indexed(path, _weight_map(path / INDEX)))
         pickled = next(
@@ -104,7 +104,7 @@ class TensorDirectory:
         return TensorDirectory(path, header(path / SINGLE))
 
     def read(self, name: str) -> Tensor:
-        """One tensor, of its stored dtype, any shape."""
+        """Return a tensor of its stored dtype, any shape."""
         file, stored = self.tensors[name]
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
         file.read_into(as_bytes(tensor), stored.start)
@@ -112,7 +112,7 @@ class TensorDirectory:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. ValueError, one line, where the file is missing or holds something else."""
+    """Return a JSON object. Raise ValueError, one line, for a missing file or other contents."""
     check(path.is_file(), f"{path} is missing")
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
@@ -148,7 +148,7 @@ def _indexed(path: Path, weight_map: dict[str, str]) -> dict[str, tuple[PlainFil
 
 
 def header(path: Path) -> dict[str, tuple[PlainFile, StoredTensor]]:
-    """The tensors of one file. ValueError for a file that is truncated or no safetensors file."""
+    """Return the tensors of one file. Raise ValueError for a truncated or other file."""
     file = PlainFile(path, path.stat().st_size)
     try:
         return {name: (file, stored) for name, stored in read_header(file).items()}
@@ -159,9 +159,9 @@ def header(path: Path) -> dict[str, tuple[PlainFile, StoredTensor]]:
 def write(
     directory: Path, like: Mapping[str, Tensor], values: Callable[[str], Tensor], max_bytes: int
 ) -> None:
-    """Write tensors in files of at most `max_bytes`, or of one tensor, with an index where they are several.
+    """Write tensors into files of at most `max_bytes`, or of one tensor, with an index for several files.
 
-    like: any shapes and dtypes, which may be on the meta device. values: makes a tensor when it is its turn.
+    like: shapes and dtypes, also on the meta device. values: computes a tensor when it is written.
     """
     parts = list(_parts(like, max_bytes))
     files = [
@@ -226,7 +226,7 @@ _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.floa
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of theirs: number `number` of those that make the tensor `ours`, and how it lies there."""
+    """A tensor of theirs: piece `number` of our tensor `ours`, and its arrangement."""
 
     ours: str
     number: int
@@ -234,7 +234,7 @@ class Part:
 
 
 def theirs_of(architecture: Architecture, name: str, model: ModelConfig) -> list[str]:
-    """The names of the tensors that make our tensor of this global name."""
+    """Return the names of their tensors that form our tensor."""
     place, kind = place_of(name)
     check(place in architecture.places, f"{architecture.name} has no place for {name}")
     names, _ = architecture.places[place]
@@ -248,7 +248,7 @@ def theirs_of(architecture: Architecture, name: str, model: ModelConfig) -> list
 
 
 def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
-    """Their name -> what it is, for every weight of the model."""
+    """Return their name -> `Part`, for every weight of the model."""
     return {
         theirs: Part(name, number, architecture.places[place_of(name)[0]][1])
         for name in shapes(model)
@@ -260,7 +260,7 @@ def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
 
 
 def open_hugging_face(directory: str) -> Weights:
-    """The weights of a model's directory. ValueError, one line, for what is missing or damaged, and what the block cannot do."""
+    """Open the weights of a model directory. Raise ValueError, one line, for missing, damaged or unsupported parts."""
     path = Path(directory)
     check(
         path.is_dir(),
@@ -275,7 +275,7 @@ def open_hugging_face(directory: str) -> Weights:
 
 
 def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
-    """What a config.json describes. ValueError naming the field and its value where the block cannot be that."""
+    """Return the model of a config.json. Raise ValueError with field and value if the block cannot be that."""
     known = {row.model_type: row for row in ARCHITECTURES}
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in known:
@@ -310,7 +310,7 @@ def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
 
 
 def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any]:
-    """ModelConfig's values by name, each of its type."""
+    """Return ModelConfig's values by name, each of its type."""
     values: dict[str, Any] = {}
     ours = {f.name: f for f in fields(ModelConfig)}
     for row in architecture.fields:
@@ -328,7 +328,7 @@ def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any
 
 @dataclass(frozen=True)
 class _Reader:
-    """Makes our tensors from theirs. ours: names and shapes. stored: their names, as `parts` has them -> as the files have them."""
+    """Builds our tensors from theirs. ours: names and shapes. stored: names of `parts` -> names in the files."""
 
     files: TensorDirectory
     architecture: Architecture
@@ -337,7 +337,7 @@ class _Reader:
     stored: dict[str, str]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of one of our tensors: the widest of theirs."""
+        """Return the widest dtype among their tensors of ours."""
         return widest(
             self.files.tensors[self.stored[their]][1].dtype
             for their in theirs_of(self.architecture, name, self.model)
@@ -362,7 +362,7 @@ class _Reader:
 
 
 def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConfig) -> _Reader:
-    """ValueError where a tensor is missing, has another shape, or is none of the architecture's."""
+    """Build a reader. Raise ValueError for missing, unknown or differently shaped tensors."""
     ours = shapes(model)
     stored = _stored_names(files, architecture, list(parts(architecture, model)))
     for name, shape in ours.items():
@@ -385,7 +385,7 @@ def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConf
 def _stored_names(
     files: TensorDirectory, architecture: Architecture, names: list[str]
 ) -> dict[str, str]:
-    """Their names -> those in the files, which may lack the prefix; every tensor there is accounted for."""
+    """Return their names -> names in the files, which may lack the prefix; every stored tensor is accounted for."""
     stored = {
         name: n
         for name in names
@@ -412,7 +412,7 @@ def _stored_names(
 
 
 def _check_tied(files: TensorDirectory, name: str, embedding: str) -> None:
-    """A head that is stored although it is tied must be the embedding, or converting would lose it."""
+    """Raise ValueError if a stored tied head differs from the embedding."""
     head = files.read(name)
     weight = files.read(embedding)
     both = widest((head.dtype, weight.dtype))
@@ -427,7 +427,7 @@ def _check_tied(files: TensorDirectory, name: str, embedding: str) -> None:
 
 
 def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None:
-    """Write config.json, safetensors and what `weights` carries into a new directory."""
+    """Write config.json, safetensors and carried files into a new directory."""
     model = weights.model
     before = carried_config(weights.carried)
     architecture = architecture_of(model, before)
@@ -455,7 +455,7 @@ def in_their_shape(ours: Tensor, part: Part, model: ModelConfig) -> Tensor:
 
 
 def architecture_of(model: ModelConfig, before: dict[str, Any]) -> Architecture:
-    """The architecture that the model came as, or else the first one of the table that it is."""
+    """Return the architecture of the original model, or else the first row that fits."""
     fitting = [row for row in ARCHITECTURES if row.fits(model)]
     check(
         bool(fitting),
@@ -465,14 +465,14 @@ def architecture_of(model: ModelConfig, before: dict[str, Any]) -> Architecture:
 
 
 def carried_config(carried: Path | None) -> dict[str, Any]:
-    """The config.json that came with a model; empty where there is none."""
+    """Return the config.json of the original model, or an empty one."""
     return read_json(carried / FILE) if carried and (carried / FILE).exists() else {}
 
 
 def config_of(
     architecture: Architecture, model: ModelConfig, dtypes: set[torch.dtype], before: dict[str, Any]
 ) -> dict[str, Any]:
-    """The config.json of a model. before: that it came with, whose other fields stay."""
+    """Return the config.json of a model. before: of the original model, whose other fields are kept."""
     if before.get("model_type") != architecture.model_type:
         before = {}
     config = dict(before)
@@ -497,12 +497,12 @@ def config_of(
 
 
 def _same(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether two models have weights of the same shapes and meaning."""
+    """Return whether two models have weights of the same shapes and meaning."""
     return shape_values(one) == shape_values(other)
 
 
 def carried_files(source: Path | None) -> list[Path]:
-    """Return the files of CARRIED that a folder has."""
+    """Return the files of CARRIED in a folder."""
     if source is None:
         return []
     found = (file for pattern in CARRIED for file in sorted(source.glob(pattern)))
@@ -510,14 +510,14 @@ def carried_files(source: Path | None) -> list[Path]:
 
 
 def check_carried(source: Path | None) -> None:
-    """Raise ValueError, one line, for a file of CARRIED that cannot be read, before anything is written."""
+    """Raise ValueError, one line, for an unreadable file of CARRIED, before anything is written."""
     for file in carried_files(source):
         if reason := unreadable(file):
             raise ValueError(f"{file} cannot be read ({reason}): correct it, or remove it")
 
 
 def carry(source: Path | None, directory: Path) -> None:
-    """Copy the files of CARRIED that `source` has."""
+    """Copy the files of CARRIED in `source`."""
     directory.mkdir(exist_ok=True)
     for file in carried_files(source):
         assert source is not None
@@ -527,9 +527,9 @@ def carry(source: Path | None, directory: Path) -> None:
 
 
 def set_chat_template(folder: Path, template: Path) -> None:
-    """Make the text of a file the template of a tokenizer's folder; templates that have names stay.
+    """Make the text of a file a tokenizer folder's template; named templates are kept.
 
-    transformers reads the templates in tokenizer_config.json only where there is no file of a template.
+    transformers reads the templates in tokenizer_config.json only if there is no template file.
     """
     config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
     named = config.get("chat_template")

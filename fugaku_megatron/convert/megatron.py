@@ -1,18 +1,9 @@
-"""Checkpoints of Megatron-LM. Left out: optimizer states; experts.
+"""Checkpoints of Megatron-LM, without optimizer states and experts.
 
-Format torch_dist: pieces of global tensors, as torch.distributed.checkpoint stores them. Layers that are alike are one tensor with
-the layer as its first dimension.
-
-    DIR/iter_0000100/common.pt            arguments, counters
-    DIR/iter_0000100/.metadata            every tensor's shape and pieces, and where each piece lies
-    DIR/iter_0000100/__0_0.distcp ...     the pieces, each written by torch.save
-
-Legacy format: a pickled file of torch for each tensor- and pipeline-parallel rank. A file has "args", "checkpoint_version" and
-"model" (or "model0", "model1" ... of several chunks of a stage), whose layers are numbered from 0 in each.
-
-    DIR/latest_checkpointed_iteration.txt                       an iteration, or "release"
-    DIR/iter_0000100/mp_rank_01/model_optim_rng.pt              tensor-parallel rank 1
-    DIR/iter_0000100/mp_rank_01_002/model_optim_rng.pt          and pipeline stage 2
+DIR/latest_checkpointed_iteration.txt                       an iteration, or "release"
+DIR/iter_0000100/{common.pt,.metadata,__0_0.distcp ...}     torch_dist: pieces of global tensors; equal layers are stacked
+DIR/iter_0000100/mp_rank_01[_002]/model_optim_rng.pt        legacy: tensor-parallel rank 1 [of pipeline stage 2], with "args",
+                                                            "checkpoint_version", and "model" or "model0" ... per model chunk
 """
 
 from __future__ import annotations
@@ -58,7 +49,7 @@ Names = dict[str, Tensor]  # our names, of a rank's part of a chunk
 
 
 def open_dist(file: Path, vocab_size: int | None, ignored: Collection[str] = ()) -> Weights:
-    """The weights of one iteration, whose metadata are in `file`. ValueError, one line, for what is missing or damaged."""
+    """Open the weights of one iteration with metadata in `file`. Raise ValueError, one line, for missing or damaged parts."""
     path = file.parent
     metadata = load_metadata(file)
     common = load_pickled(path / COMMON)
@@ -82,9 +73,7 @@ def open_dist(file: Path, vocab_size: int | None, ignored: Collection[str] = ())
 
 @dataclass(frozen=True)
 class _DistReader:
-    """Puts global tensors together. places, tensors: of the metadata. stored: our names, of stacked layers without a number, to
-    their keys.
-    """
+    """Assembles global tensors. places, tensors: of the metadata. stored: our names, stacked layers without number -> their keys."""
 
     path: Path
     places: dict[MetadataIndex, Any]
@@ -93,7 +82,7 @@ class _DistReader:
     stored: dict[str, str]
 
     def _places(self, name: str) -> list[tuple[str, int | None]]:
-        """(key, its layer where layers are stacked) of the tensors that make ours: one, or gate and value."""
+        """Return (key, layer in a stack) of the tensors that form ours: one, or gate and value."""
         stacked = place_of(name)[0].replace("layers.{}.", "layers.") + name[name.rindex(".") :]
         for own, layer in ((name, None), (stacked, layer_of(name))):
             for names in ((own,), (own + "_w", own + "_v")):
@@ -102,7 +91,7 @@ class _DistReader:
         raise ValueError(f"{self.path} holds no {name}")
 
     def check(self, unused: set[str]) -> None:
-        """ValueError for a weight that is missing or of another size, and for a tensor that is none of the model's."""
+        """Raise ValueError for missing weights, wrong sizes and unknown tensors."""
         read = set()
         for name, spec in self.specs.items():
             places = self._places(name)
@@ -120,7 +109,7 @@ class _DistReader:
         return size if layer is None else size[1:]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of one of our tensors: the widest of theirs."""
+        """Return the widest dtype among their tensors of ours."""
         return widest(self.tensors[key].properties.dtype for key, _ in self._places(name))
 
     def __call__(self, name: str) -> Tensor:
@@ -134,7 +123,7 @@ class _DistReader:
         return whole[: spec.shape[0]].contiguous() if name in VOCABULARY else whole.view(spec.shape)
 
     def _global(self, key: str, layer: int | None) -> Tensor:
-        """A global tensor, or one layer of it, from its pieces."""
+        """Return a global tensor, or one layer of it, from its pieces."""
         shape = self._shape(key, layer)
         whole = torch.empty(shape, dtype=self.tensors[key].properties.dtype)
         filled = 0
@@ -159,7 +148,7 @@ class _DistReader:
                 yield offsets[1:], self._piece(key, chunk.offsets).view(sizes)[layer - offsets[0]]
 
     def _piece(self, key: str, offsets: torch.Size) -> Tensor:
-        """What torch.save wrote of a piece."""
+        """Return a piece as torch.save wrote it."""
         place = self.places.get(MetadataIndex(key, offsets))
         if place is None:
             raise ValueError(
@@ -185,7 +174,7 @@ class _DistReader:
 
 
 def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = ()) -> Weights:
-    """The weights of one iteration's directory. ValueError, one line, for what is missing, damaged or not built here."""
+    """Open the weights of an iteration directory. Raise ValueError, one line, for missing, damaged or unsupported parts."""
     stages = _stages(path)
     first = stages[0][0]
     check(
@@ -212,7 +201,7 @@ def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = (
 
 
 def _stages(path: Path) -> list[list[dict[str, Any]]]:
-    """The contents of every file, by pipeline stage and tensor-parallel rank."""
+    """Return the contents of every file, by pipeline stage and tensor-parallel rank."""
     found = {}
     for folder in sorted(path.glob("mp_rank_*")):
         match = _RANK.fullmatch(folder.name)
@@ -229,7 +218,7 @@ def _stages(path: Path) -> list[list[dict[str, Any]]]:
 
 
 def _chunks(path: Path, stages: list[list[dict[str, Any]]]) -> Iterator[list[Names]]:
-    """The chunks of the model in its order, each as the parts of the tensor-parallel ranks."""
+    """Return the model chunks in the model's order, each as shards of the tensor-parallel ranks."""
     keys = [key for key in stages[0][0] if re.fullmatch(r"model\d*", key)]
     check(bool(keys), f"{path} holds no model")
     for key in sorted(keys, key=lambda key: int(key[5:] or 0)):
@@ -242,7 +231,7 @@ def _chunks(path: Path, stages: list[list[dict[str, Any]]]) -> Iterator[list[Nam
 
 
 def _named(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of nested dictionaries, under our names."""
+    """Return the tensors of nested dictionaries under our names."""
     for key, value in state.items():
         if isinstance(value, dict):
             yield from _named(value, f"{prefix}{key}.")
@@ -251,7 +240,7 @@ def _named(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tenso
 
 
 def _numbered(chunks: list[list[Names]]) -> dict[str, list[Tensor]]:
-    """Global name -> the parts of the tensor-parallel ranks; layers are numbered over all chunks."""
+    """Return global name -> shards of the tensor-parallel ranks, with layers numbered over all model chunks."""
     ranks: dict[str, list[Tensor]] = {}
     before = 0
     for chunk in chunks:
@@ -271,7 +260,7 @@ def _numbered(chunks: list[list[Names]]) -> dict[str, list[Tensor]]:
 
 @dataclass(frozen=True)
 class _LegacyReader:
-    """Puts global tensors together. ranks: the parts of each, as the files have them."""
+    """Assembles global tensors. ranks: shards of each, as in the files."""
 
     path: Path
     model: ModelConfig
@@ -280,7 +269,7 @@ class _LegacyReader:
     ranks: dict[str, list[Tensor]]
 
     def check(self) -> None:
-        """ValueError for a weight that is missing or of another size, and for a tensor that is none of the model's."""
+        """Raise ValueError for missing weights, wrong sizes and unknown tensors."""
         for name, spec in self.specs.items():
             check(name in self.ranks, f"{self.path} holds no {name}")
             parts = self.ranks[name]
@@ -310,7 +299,7 @@ class _LegacyReader:
         return torch.cat([part.reshape(shape) for part in parts], spec.partition_dim)
 
     def _by_head(self, part: Tensor) -> Tensor:
-        """A rank's queries, keys and values, a head's together: before version 2 they were in another order."""
+        """Return a rank's queries, keys and values per head; versions before 2 have another order."""
         heads = part.shape[0] // (3 * self.model.kv_channels)
         d = self.model.kv_channels
         if self.version >= 2:
@@ -323,10 +312,10 @@ class _LegacyReader:
 def save_legacy(
     weights: Weights, directory: Path, tp: int, pp: int, fused: bool, multiple: int
 ) -> None:
-    """Write the weights as a release checkpoint of tp x pp ranks. fused: under the names of transformer engine. multiple: the
-    vocabulary's rows are padded to one of this x tp.
+    """Write the weights as a release checkpoint of tp x pp ranks, one rank's shard at a time.
 
-    A rank's part is in memory at a time. ValueError where sizes do not divide.
+    fused: use transformer engine's names. multiple: pad the vocabulary to a multiple of this x tp.
+    Raise ValueError if sizes do not divide.
     """
     model = replace(weights.model, make_vocab_size_divisible_by=multiple)
     weights = replace(weights, model=model)
@@ -343,7 +332,8 @@ def save_legacy(
         )
     for stage in range(pp):
         for rank in range(tp):
-            folder = directory / "release" / (f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (pp > 1))
+            name = f"mp_rank_{rank:02d}_{stage:03d}" if pp > 1 else f"mp_rank_{rank:02d}"
+            folder = directory / "release" / name
             folder.mkdir(parents=True)
             torch.save(_rank_contents(weights, rank, tp, stage, pp, fused), folder / FILE)
     write_text(directory / TRACKER, "release")
@@ -374,7 +364,7 @@ def _rank_contents(
 
 
 def _name_on_stage(name: str, stage: int, pp: int, each: int, tied: bool) -> str | None:
-    """What a stage of `each` layers calls a weight; None where another one has it."""
+    """Return the name of a weight on a stage with `each` layers, or None if another stage has it."""
     layer = layer_of(name)
     if layer is None:
         return name if stage == (0 if name.startswith("embedding.") else pp - 1) else None
@@ -386,7 +376,7 @@ def _name_on_stage(name: str, stage: int, pp: int, each: int, tied: bool) -> str
 
 
 def _part(whole: Tensor, spec: ParameterSpec, rank: int, tp: int, rows: int | None) -> Tensor:
-    """A rank's part of a global tensor, in memory of its own. rows: of a vocabulary, which its last one pads as in Megatron-LM."""
+    """Return a copy of a rank's shard. rows: of a vocabulary, whose last row pads it as in Megatron-LM."""
     if rows is not None:
         whole = torch.cat([whole, whole[-1:].expand(rows - len(whole), -1)])
     part = whole if spec.partition_dim is None else whole.chunk(tp, spec.partition_dim)[rank]

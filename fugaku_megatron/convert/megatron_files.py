@@ -1,9 +1,8 @@
-"""What Megatron-LM's checkpoints have in common: its arguments as ModelConfig, its tensors' names as ours, and its pickled files.
+"""Common parts of Megatron-LM's checkpoints: arguments as ModelConfig, tensor names as ours, and pickled files.
 
-Names are those of old and new versions. Facts: megatron/training/arguments.py, megatron/training/checkpointing.py,
-megatron/core/models/gpt, megatron/legacy/model. Of a pickled file no code runs: classes that are not known to be harmless are
-refused by name. What Megatron-LM saves next to tensors (its enumerations, numpy's random state) becomes an object that does
-nothing.
+Names are those of old and new versions. Sources: megatron/training/arguments.py, megatron/training/checkpointing.py,
+megatron/core/models/gpt, megatron/legacy/model. No code of a pickled file runs: unknown classes are refused by name; harmless ones
+(enumerations, numpy's random state) become inert objects.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ _FUSED = {
 
 
 def our_name(theirs: str) -> str | None:
-    """Our name of a tensor of theirs, numbered as there; None for what is not a weight, or is one that another name has as well."""
+    """Return our name of their tensor, or None for tensors that are not weights or have another name as well."""
     name = theirs
     for pattern, ours in _RENAMES:
         name = pattern.sub(ours, name)
@@ -108,7 +107,7 @@ def our_name(theirs: str) -> str | None:
 
 
 def transformer_engine_name(ours: str) -> str:
-    """What Megatron-LM calls it where transformer engine has a norm together with the matmul after it."""
+    """Return Megatron-LM's name if transformer engine fuses a norm with the following matmul."""
     for norm, fused in _FUSED.items():
         if ours.startswith("decoder.layers."):
             ours = ours.replace(norm, fused)
@@ -116,9 +115,9 @@ def transformer_engine_name(ours: str) -> str:
 
 
 def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
-    """Raise ValueError for a saved argument that changes the model, or that nothing here knows.
+    """Raise ValueError for a saved argument that is unknown or changes the model. ignored: harmless names from the user.
 
-    ignored: names that the user knows to be harmless. An argument that is off changes nothing.
+    An argument that is off changes nothing.
     """
     check(
         given.get("num_experts") is None,
@@ -160,10 +159,10 @@ def _harmless_arguments() -> frozenset[str]:
 def model_of(
     args: Any, rows: int, vocab_size: int | None, ignored: Collection[str] = ()
 ) -> ModelConfig:
-    """The model that Megatron-LM's arguments describe.
+    """Return the model of Megatron-LM's arguments.
 
-    args: a namespace or a dictionary. rows: of its embedding. vocab_size: as given by the user, or None. ignored: `check_saved`.
-    ValueError naming the argument and its value where the block cannot be that.
+    args: a namespace or a dictionary. rows: of its embedding. vocab_size: from the user, or None. ignored: see `check_saved`.
+    Raise ValueError with argument and value if the block cannot be that.
     """
     given = args if isinstance(args, dict) else vars(args)
     check_saved(given, ignored)
@@ -184,7 +183,7 @@ def model_of(
 
 
 def _values(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """ModelConfig's fields that are arguments of theirs of the same meaning."""
+    """Return ModelConfig's fields from arguments of the same meaning."""
     for f in fields(ModelConfig):
         name = next(
             (name for name in _ALSO.get(f.name, (f.name,)) if given.get(name) is not None), None
@@ -206,9 +205,9 @@ def _positions(given: dict[str, Any]) -> str:
 def arguments_of(
     model: ModelConfig, rows: int, dtype: torch.dtype, tp: int, pp: int
 ) -> argparse.Namespace:
-    """The arguments that Megatron-LM keeps in a checkpoint, as far as they say what the model is. rows: of its embedding.
+    """Return Megatron-LM's arguments of a model. rows: of its embedding.
 
-    ValueError for a model that no arguments of Megatron-LM describe.
+    Raise ValueError for a model that no arguments of Megatron-LM describe.
     """
     check(
         model.num_experts is None,
@@ -285,7 +284,7 @@ _VALUES = (torch.dtype, torch.memory_format, torch.layout)
 
 
 class Nothing:
-    """Stands for an object of a class that is not imported: takes any arguments and state, and keeps none."""
+    """Placeholder for an object of a class that is not imported; ignores all arguments and state."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Nothing:
         return object.__new__(cls)
@@ -298,7 +297,7 @@ class Nothing:
 
 
 def load_pickled(path: Path) -> dict[str, Any]:
-    """What torch.save wrote, its tensors mapped from the file. ValueError where it is damaged, or asks for what could run code."""
+    """Load a torch.save file with mapped tensors. Raise ValueError if it is damaged or could run code."""
     check(path.is_file(), f"{path} is missing")
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -326,12 +325,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Return a member of the one enumeration that is read, and Nothing for any other attribute."""
+    """Return a member of the one supported enumeration, and Nothing for any other attribute."""
     return kind[name] if kind is metadata._MEM_FORMAT_ENCODING else Nothing()
 
 
 class _MetadataReader(pickle.Unpickler):
-    """Unpickles the metadata of torch.distributed.checkpoint, and nothing else; torch's own reader would run any code in it."""
+    """Unpickler for the metadata of torch.distributed.checkpoint alone; torch's own would run any code in it."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == metadata.__name__ and name in _METADATA:
@@ -359,7 +358,7 @@ class _MetadataReader(pickle.Unpickler):
 
 
 def load_metadata(path: Path) -> metadata.Metadata:
-    """The metadata of a checkpoint of torch.distributed.checkpoint. ValueError as in `load_pickled`."""
+    """Load the metadata of a torch.distributed.checkpoint. Raise ValueError as `load_pickled`."""
     check(path.is_file(), f"{path} is missing")
     try:
         with open(path, "rb") as file:

@@ -1,10 +1,9 @@
-"""Adapters as peft has them: adapter_config.json, and A and B of every matrix in adapter_model.safetensors, both ways.
+"""Adapters in peft's format, both ways: adapter_config.json, and A and B of every matrix in adapter_model.safetensors.
 
-One A of ours that several matrices of theirs share is written for each of them. transformers 5 holds the matrices of a layer's
-experts in two parameters, (e, 2 f, h) and (e, h, f), which peft adapts as such: rank R of an expert gives A (e R, in) and
-B (out, R e), whose columns have the rank first. A gate and what it multiplies, with an A each, are one adapter of twice the rank
-there. Files of transformers 4 have a linear layer for each matrix of each expert; those are read, not written. Needs no peft.
-Left out: what adapters compute (`nn.adapters`), names and places of the matrices (architectures.py).
+A shared A of ours is written for each of their matrices. transformers 5 has a layer's experts in two parameters, (e, 2 f, h) and
+(e, h, f), which peft adapts as such: expert rank R gives A (e R, in) and B (out, R e), columns rank-major; gate and value with an A
+each are one adapter of twice the rank. Files of transformers 4, with a linear layer for each matrix of each expert, are read, not
+written. peft is not needed.
 """
 
 from __future__ import annotations
@@ -100,9 +99,9 @@ PATTERN = rf".*\.{PARAMETERS[FC1]}"
 
 @dataclass(frozen=True)
 class Place:
-    """A matrix of theirs. module: its name. ours: the weight that holds it. target: its name in --lora-target.
+    """A matrix of theirs. module: its name. ours: the weight that contains it. target: its name in --lora-target.
 
-    expert: the one that it belongs to, in files of transformers 4.
+    expert: its number, in files of transformers 4.
     """
 
     module: str
@@ -113,7 +112,7 @@ class Place:
 
 
 def places(architecture: Architecture, model: ModelConfig) -> Iterator[Place]:
-    """Every matrix of the layers' linear layers."""
+    """Return every matrix of the layers' linear layers."""
     table = parts(architecture, model)
     each = {stacked_of_expert: 2, of_expert: 1}
     several = {part.ours for part in table.values() if part.number}
@@ -134,9 +133,9 @@ def places(architecture: Architecture, model: ModelConfig) -> Iterator[Place]:
 
 
 def _of_experts(rows: list[Place], linears: list[str]) -> dict[str, str]:
-    """Our weights of experts -> the module of theirs that has its adapter, where these linear layers have one."""
+    """Return our expert weights -> their adapted module, if these linear layers are adapted."""
     weights = dict.fromkeys(row.ours for row in rows if row.expert is not None)
-    inner = ".base_layer" * (linears == [FC1, FC2])
+    inner = ".base_layer" if linears == [FC1, FC2] else ""
     return {
         ours: f"model.layers.{layer_of(ours)}.mlp.experts" + inner * (FC1 in ours)
         for ours in weights
@@ -145,7 +144,7 @@ def _of_experts(rows: list[Place], linears: list[str]) -> dict[str, str]:
 
 
 def save_peft(weights: Weights, directory: Path) -> None:
-    """Write the adapters of `weights`. ValueError where an architecture keeps in one matrix what has several A here."""
+    """Write the adapters of `weights`. Raise ValueError for an architecture that fuses matrices with several A."""
     adapters = weights.adapters
     model = weights.model
     check(
@@ -201,13 +200,13 @@ def save_peft(weights: Weights, directory: Path) -> None:
 
 
 def _matrix(b: Tensor, part: Part, model: ModelConfig) -> Tensor:
-    """The rows of B that belong to a matrix of theirs, (out, r)."""
+    """Return the rows of B for a matrix of theirs, (out, r)."""
     own = in_their_shape(b, part, model)
     return own.t().contiguous() if part.arranged in TURNED else own
 
 
 def _fused(adapters: Adapters, ours: str) -> tuple[Tensor, Tensor]:
-    """A (e p r, in) and B (out, p r e) of a parameter of theirs that holds a matrix of every expert."""
+    """Return A (e p r, in) and B (out, p r e) of a parameter with a matrix of every expert."""
     a, b = adapters.of(ours)
     mask = row_mask(ours.split(".")[-2], adapters.parts(ours), a, b, adapters.model)
     whole = expanded(b, mask, 1.0)
@@ -217,7 +216,7 @@ def _fused(adapters: Adapters, ours: str) -> tuple[Tensor, Tensor]:
 
 
 def _patterns(config: dict[str, Any], several: int) -> dict[str, Any]:
-    """Rank and alpha of the experts' first parameter, where it holds several adapters; their scale is that of the others."""
+    """Return rank and alpha of the experts' first parameter with several adapters; their scale equals the others'."""
     factor = several**0.5 if config["use_rslora"] else several
     return (
         {}
@@ -249,7 +248,7 @@ def _config(lora: LoraConfig, modules: list[str], turned: bool, base: Any) -> di
 
 
 def open_peft(directory: str, weights: Weights, base: dict[str, Any]) -> Weights:
-    """`weights` with the adapters of a directory of peft in them. base: what a checkpoint of the adapters says of `weights`."""
+    """Return `weights` with the adapters of a peft directory. base: the base model named by a checkpoint of the adapters."""
     path = Path(directory)
     check(
         path.is_dir(),
@@ -262,7 +261,7 @@ def open_peft(directory: str, weights: Weights, base: dict[str, Any]) -> Weights
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Raise ValueError for a field with which peft computes anything but plain LoRA, or that is unknown."""
+    """Raise ValueError for a field that is unknown or makes peft compute anything but plain LoRA."""
     harmless = {*READ, *itertools.chain(*IGNORED.values())}
     check("peft_type" in config, f"{CONFIG}: peft_type is missing: pass a directory of peft's LoRA")
     for name, value in config.items():
@@ -356,7 +355,7 @@ def _open(path: Path, weights: Weights, base: dict[str, Any]) -> Weights:
 
 
 def _adapters_of_gates(config: dict[str, Any], apart: bool) -> int:
-    """How many adapters the gates of experts and what they multiply have here: two where theirs is one of twice the rank.
+    """Return the number of adapters for gates and values of experts: two if theirs is one of twice the rank.
 
     apart: other matrices of the file have two.
     """
@@ -371,7 +370,7 @@ def _adapters_of_gates(config: dict[str, Any], apart: bool) -> int:
 
 
 def _fill_fused(ours: Tensor, theirs: Tensor, name: str, kind: str, lora: LoraConfig) -> None:
-    """Copy A (e R, in) or B (out, R e) of a parameter of theirs to ours, A (e, p, r, in) or B (e, out or 2, f, r)."""
+    """Copy their A (e R, in) or B (out, R e) into ours, A (e, p, r, in) or B (e, out or 2, f, r)."""
     experts = len(ours)
     r = lora.rank
     shape = ours.shape
@@ -402,7 +401,7 @@ def _fill_fused(ours: Tensor, theirs: Tensor, name: str, kind: str, lora: LoraCo
 def _fill(
     ours: Tensor, number: int, theirs: Tensor, part: Part, model: ModelConfig, name: str, kind: str
 ) -> None:
-    """Copy an A or B of theirs to where it lies in ours."""
+    """Copy an A or B of theirs into ours."""
     if kind == "A":
         views = [ours[number]]
         shape = tuple(ours[number].shape)

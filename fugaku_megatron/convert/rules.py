@@ -1,7 +1,4 @@
-"""Fields of Hugging Face's config.json that are not one field of ModelConfig each: heads, rope, the window, the tied head.
-
-Each has a rule, which reads some of them as values of ours, and writes them.
-"""
+"""Rules for fields of Hugging Face's config.json without a counterpart in ModelConfig: heads, rope, window, tied head."""
 
 from __future__ import annotations
 
@@ -55,9 +52,9 @@ LARGEST = 1e30  # of a number that is not a size
 
 @dataclass(frozen=True)
 class Rule:
-    """Fields of config.json that are not one of ModelConfig's each.
+    """Conversion of several fields of config.json.
 
-    read: config.json's values -> ModelConfig's. write: a model -> config.json's values. names: the fields that `read` uses.
+    read: config.json's values -> ModelConfig's. write: a model -> config.json's values. names: fields that `read` uses.
     """
 
     read: Callable[[dict[str, Any]], dict[str, Any]]
@@ -66,7 +63,7 @@ class Rule:
 
 
 def number(config: dict[str, Any], name: str, default: float | None, whole: bool = False) -> Any:
-    """A number or null of config.json, above 0. whole: a whole number. ValueError for anything else."""
+    """Return a number above 0 or null of config.json. whole: a whole number. Raise ValueError for anything else."""
     value = config.get(name, default)
     kinds = (int,) if whole else (int, float)
     right = (
@@ -81,7 +78,7 @@ def number(config: dict[str, Any], name: str, default: float | None, whole: bool
 
 
 def tied(default: bool) -> Rule:
-    """Whether the head is the word embedding. default: what it means to leave the field out."""
+    """Convert the tied head. default: if the field is missing."""
     name = "tie_word_embeddings"
 
     def read(config: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +124,7 @@ def rotary(
     kinds: Collection[str] = SCALINGS,
     names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
 ) -> Rule:
-    """Rope. share: of a head that is rotated where config.json does not say it; None: whole heads only. kinds: of scaling.
+    """Convert rope. share: default share of a head that is rotated; None: whole heads only. kinds: of scaling.
 
     names: of the base and of the share, outside rope_parameters.
     """
@@ -150,7 +147,7 @@ def rotary(
 def _read_rope(
     config: dict[str, Any], share: float | None, kinds: Collection[str]
 ) -> dict[str, Any]:
-    """rope_scaling, or else rope_parameters of transformers 5; a base in either comes before rope_theta."""
+    """Return rope_scaling, or else transformers 5's rope_parameters; their base precedes rope_theta."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     check(isinstance(rope, dict), f"{FILE}: rope_parameters is {rope!r:.60}, not an object")
     for name, value in rope.items():
@@ -184,7 +181,7 @@ def _read_rope(
 
 
 def _read_scaling(kind: str, rope: dict[str, Any]) -> dict[str, Any]:
-    """ModelConfig's values of a scaling. rope: its numbers, with those that were left out."""
+    """Return ModelConfig's values of a scaling. rope: its numbers, defaults included."""
     values: dict[str, Any] = {}
     for name, ours in SCALINGS[kind].items():
         given = rope.get(name)
@@ -212,8 +209,7 @@ def _read_scaling(kind: str, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_mscale(rope: dict[str, Any], factor: float) -> dict[str, float]:
-    """--mscale and --mscale-all-dim of yarn: of transformers' mscale and mscale_all_dim, which count where both are given, or of
-    its attention_factor, which comes before them."""
+    """Return --mscale and --mscale-all-dim of yarn from attention_factor, or else from mscale and mscale_all_dim if both are given."""
     both = [number(rope, name, None) for name in ("mscale", "mscale_all_dim")]
     attention = number(rope, "attention_factor", None)
     if attention is None:
@@ -230,7 +226,7 @@ def _read_mscale(rope: dict[str, Any], factor: float) -> dict[str, float]:
 
 
 def _write_scaling(model: ModelConfig) -> dict[str, Any]:
-    """rope_scaling of config.json, and max_position_embeddings where these are the original ones."""
+    """Return rope_scaling of config.json, and max_position_embeddings if they are the original ones."""
     kinds = {
         "yarn": model.position_embedding_type == YARN,
         "llama3": model.use_rope_scaling,
@@ -257,7 +253,7 @@ ROTARY = rotary()
 
 
 def window(default: int | None) -> Rule:
-    """sliding_window w: a token sees itself and w - 1 before it; null: all. default: what it means to leave the field out."""
+    """Convert sliding_window w: a token sees itself and w - 1 before it; null: all. default: if the field is missing."""
 
     def read(config: dict[str, Any]) -> dict[str, Any]:
         given = config.get("sliding_window", default)
@@ -271,7 +267,7 @@ def window(default: int | None) -> Rule:
 
 
 def _check_layers(config: dict[str, Any], kind: str) -> None:
-    """All layers attend alike."""
+    """Raise ValueError unless all layers use the same attention."""
     kinds = sorted({*map(str, config.get("layer_types") or [kind])})
     check(
         kinds == [kind],
@@ -313,7 +309,7 @@ MULTIPLIED = Rule(
 
 
 def no_padding(default: int) -> Rule:
-    """No token that stands for padding where the vocabulary does not have the one that a missing pad_token_id means."""
+    """Write a null pad_token_id if the vocabulary lacks the default padding token."""
     return Rule(
         lambda config: {},
         lambda model: {"pad_token_id": None} if (model.vocab_size or 0) <= default else {},

@@ -1,12 +1,11 @@
-"""A model's weights under this program's names and shapes, whatever program wrote them, read one tensor at a time.
+"""A model's weights under this program's names and shapes, from any program, one tensor at a time.
 
-This program's own checkpoints are read as such weights, and weights are written as a checkpoint that --finetune starts from:
+This program's checkpoints are read as such weights, and weights are written as a checkpoint for --finetune:
 
-    DIR/iter_0000000/part_00003.safetensors     the weights of a layer (of several in a model of more than 124), or of the rest
+    DIR/iter_0000000/part_00003.safetensors     weights of a layer (of several in a model of more than 124), or of the rest
     DIR/hugging_face/                           files that came with the model: tokenizer, configurations
 
-Left out: the formats of other programs (hugging_face.py, megatron.py); optimizer state, which a converted
-checkpoint does not have.
+A converted checkpoint has no optimizer state.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Adapters:
-    """Adapters of a model (`nn.adapters`). read: the FP32 tensor of a name, any shape. base: as a checkpoint has it."""
+    """Adapters of a model (`nn.adapters`). read: returns the FP32 tensor of a name, any shape. base: as in a checkpoint."""
 
     lora: LoraConfig
     model: ModelConfig
@@ -61,19 +60,19 @@ class Adapters:
     base: Mapping[str, Any] = field(default_factory=dict)
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """Names of the adapters of the weight with this global name; none where it has none."""
+        """Return the adapter names of a weight, or nothing."""
         linear, kind = name.split(".")[-2:]
         return (
             self.lora.parts(linear, self.model) if linear in MATRICES and kind == "weight" else ()
         )
 
     def of(self, name: str) -> tuple[Tensor, Tensor]:
-        """A (p, r, in), of experts (e, p, r, in), and B with the rows of the weight and r columns."""
+        """Return A (p, r, in), of experts (e, p, r, in), and B with the weight's rows and r columns."""
         place = name.removesuffix(".weight")
         return self.read(f"{place}.lora_A.weight"), self.read(f"{place}.lora_B.weight")
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """The weight, any shape, with what its adapters add."""
+        """Return the weight, any shape, plus its adapters' product."""
         parts = self.parts(name)
         if not parts:
             return weight
@@ -82,7 +81,7 @@ class Adapters:
         return merged(weight, a, b, mask, self.lora.scale)
 
     def added_to(self, weights: Weights) -> Weights:
-        """The weights of the model with the adapters in them."""
+        """Return the model's weights with the adapters merged."""
         return replace(
             weights, read=lambda name: self.merged(name, weights.read(name)), adapters=self
         )
@@ -90,11 +89,13 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Weights:
-    """What a conversion reads.
+    """Source of a conversion.
 
-    dtypes: by global name, in the model's order. read: the whole tensor of a name, its vocabulary without padding. carried: a
-    directory with files that belong to the model and that nothing here reads, such as Hugging Face's tokenizer. config: by
-    group, the flags of the run that wrote a checkpoint of this program. adapters: what `read` has added to the weights.
+    dtypes: by global name, in the model's order.
+    read: returns the whole tensor of a name, without vocabulary padding.
+    carried: directory with files that belong to the model but are not read here, such as Hugging Face's tokenizer.
+    config: flags, by group, of the run that wrote a checkpoint of this program.
+    adapters: already merged into `read`.
     """
 
     model: ModelConfig
@@ -106,7 +107,7 @@ class Weights:
 
     @property
     def precision(self) -> str:
-        """What a run of these weights computes in: "fp32" only where all of them are."""
+        """Precision of a run with these weights: "fp32" only if all weights are."""
         return next(
             (
                 name
@@ -117,7 +118,7 @@ class Weights:
         )
 
     def cast(self, dtype: torch.dtype | None) -> Weights:
-        """The same in another dtype; None: as they are."""
+        """Return the weights in another dtype; None: unchanged."""
         if dtype is None:
             return self
         return replace(
@@ -127,7 +128,7 @@ class Weights:
         )
 
     def like(self) -> dict[str, Tensor]:
-        """Every weight's shape and dtype, by name: tensors of any shape on the meta device."""
+        """Return every weight's shape and dtype, by name, as tensors on the meta device."""
         return {
             name: torch.empty(shape, dtype=self.dtypes[name], device="meta")
             for name, shape in shapes(self.model).items()
@@ -135,12 +136,12 @@ class Weights:
 
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Global name -> global shape of every weight of the model, in its order, the vocabulary without padding."""
+    """Return global name -> global shape of every weight in the model's order, without vocabulary padding."""
     return {name: spec.shape for name, spec in specs(model).items()}
 
 
 def specs(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, ParameterSpec]:
-    """What every weight of the model, and of its adapters, is by global name, in its order, the vocabulary without padding."""
+    """Return global name -> spec of every weight and adapter in the model's order, without vocabulary padding."""
     run = RunConfig(
         model=replace(model, make_vocab_size_divisible_by=1),
         batch=BatchConfig(micro_batch_size=1),
@@ -151,12 +152,12 @@ def specs(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Param
 
 
 def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Global name -> global shape of the adapters of a model."""
+    """Return global name -> global shape of a model's adapters."""
     return {name: spec.shape for name, spec in specs(model, lora).items() if not spec.frozen}
 
 
 def check_elements(path: Path, spec: ParameterSpec, found: int) -> None:
-    """ValueError unless a checkpoint in `path` has as many elements of a weight as it needs; a vocabulary may be padded."""
+    """Raise ValueError unless the checkpoint has the weight's elements; a vocabulary may be padded."""
     needed = torch.Size(spec.shape).numel()
     check(
         found == needed or spec.name in VOCABULARY and found > needed,
@@ -165,7 +166,7 @@ def check_elements(path: Path, spec: ParameterSpec, found: int) -> None:
 
 
 def check_rest(path: Path, rest: set[str]) -> None:
-    """ValueError where tensors of a checkpoint are left that no weight is made of."""
+    """Raise ValueError if tensors of a checkpoint are unused."""
     check(
         not rest,
         f"{path} holds {len(rest)} tensors that the block does not have, such as {sorted(rest)[:1]}",
@@ -173,18 +174,18 @@ def check_rest(path: Path, rest: set[str]) -> None:
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype of a tensor that is put together of several, which holds all of their values."""
+    """Return the dtype that represents the values of all of these."""
     return functools.reduce(torch.promote_types, dtypes)
 
 
 def layer_of(name: str) -> int | None:
-    """The layer, from 0, of a weight's global name; None for the embeddings, the last norm and the head."""
+    """Return the layer, from 0, of a global name, or None for embeddings, last norm and head."""
     match = _LAYER.match(name)
     return int(match[1]) if match else None
 
 
 def place_of(name: str) -> tuple[str, str]:
-    """(place with {} for the layer, "weight" or "bias") of a global name: what it is in every layer."""
+    """Return (place with {} for the layer, "weight" or "bias") of a global name."""
     place, kind = _LAYER.sub("decoder.layers.{}.", name).rsplit(".", 1)
     return place, kind
 
@@ -202,7 +203,7 @@ OpenBase = Callable[[str, int | None], Weights]
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads whole tensors out of the pieces of a checkpoint. files: those of each key, with the records of that key alone."""
+    """Reads whole tensors from the pieces of a checkpoint. files: of each key, with its records alone."""
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
@@ -227,12 +228,11 @@ def open_own(
     base: str | None = None,
     open_base: OpenBase | None = None,
 ) -> Weights:
-    """The weights of the latest checkpoint in `directory`, or of `iteration`.
+    """Open the weights of the latest checkpoint in `directory`, or of `iteration`.
 
-    ValueError where there is none, or one is damaged.
-
-    base: the model that adapters belong to, in place of the directory that their checkpoint names.
-    open_base: opens a model that may be another program's (default: `open_own`).
+    base: model of the adapters, in place of the directory that their checkpoint names.
+    open_base: opens a model, also of another program (default: `open_own`).
+    Raise ValueError if there is no checkpoint, or a damaged one.
     """
     prefix = f"--load {directory}: "
     try:
@@ -299,7 +299,7 @@ def fingerprint(weights: Weights) -> int:
 
 
 def _reader(path: Path, manifest: dict[str, Any], wanted: dict[str, tuple[int, ...]]) -> _Reader:
-    """The pieces of each weight, from the records of all files."""
+    """Return a reader for the pieces of each weight, from the records of all files."""
     files: dict[str, dict[str, dict[str, Any]]] = defaultdict(
         lambda: defaultdict(lambda: {"shards": []})
     )
@@ -315,15 +315,12 @@ def _reader(path: Path, manifest: dict[str, Any], wanted: dict[str, tuple[int, .
 
 
 def precision_of(weights: Weights) -> PrecisionConfig:
-    """The flags of a run of these weights."""
+    """Return the precision flags of a run of these weights."""
     return PrecisionConfig(**{} if weights.precision == "fp32" else {weights.precision: True})
 
 
 def save_own(weights: Weights, directory: Path, adapters: Adapters | None = None) -> None:
-    """Write the weights as a checkpoint of iteration 0 into a new directory that nobody takes for whole yet.
-
-    adapters: write these instead.
-    """
+    """Write the weights as a checkpoint of iteration 0 into a new, still incomplete directory. adapters: write these instead."""
     config = {
         "model": {**asdict(weights.model), "make_vocab_size_divisible_by": 1},
         "precision": asdict(precision_of(weights)),
@@ -355,7 +352,7 @@ def save_own(weights: Weights, directory: Path, adapters: Adapters | None = None
 def _write_parts(
     weights: Weights, like: dict[str, Tensor], path: Path
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Write the files; yields names and entries."""
+    """Write the files; yield names and entries."""
     parts: dict[int, dict[str, Tensor]] = defaultdict(dict)
     layers = weights.model.num_layers
     for name, tensor in like.items():

@@ -1,15 +1,12 @@
-"""The memory of a rank: how it is allocated, what the process holds, and what its node or job has left.
+"""Memory of a rank: allocator settings, the process's use, and the memory its node or job has left.
 
-An arena keeps its pages for torch's large tensors, and malloc has tuned parameters for the rest. glibc returns every block of more
-than 32 MiB (and, at first, of more than 128 KiB) to the kernel when it is freed, and the next micro-batch faults the same pages in
-again. A preloaded tcmalloc avoids that, and so does this module without a preload. An allocator that the user preloads is not
-changed. Left out: the arena itself (kernels_sve/arena.h), what a run will need (`observe.memory`). Comparison of allocators:
-python -m benchmarks alloc
+An arena (kernels_sve/arena.h) keeps its pages for torch's large tensors, and malloc is tuned for the rest: glibc returns freed blocks
+above 32 MiB to the kernel, and the next micro-batch faults their pages in again. A preloaded allocator is not changed.
+Comparison of allocators: python -m benchmarks alloc. Memory that a run will need: `observe.memory`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import os
@@ -24,7 +21,7 @@ import psutil
 
 from . import kernels
 
-# library in /proc/self/maps -> allocator. libmpg (Fujitsu's large pages) is last: a preloaded library replaces its malloc
+# Library in /proc/self/maps -> allocator. A preloaded library replaces the malloc of libmpg (Fujitsu's large pages), so it is last.
 _LIBRARIES = {
     "tcmalloc": "tcmalloc",
     "jemalloc": "jemalloc",
@@ -33,31 +30,27 @@ _LIBRARIES = {
 }
 _MAPS = Path("/proc/self/maps")
 
-# malloc.h: parameter -> value. The heap grows by 16 MiB at a time and shrinks only when 1 GiB of its top is free
+# malloc.h: (parameter, value). The heap grows by 16 MiB and shrinks when 1 GiB at its top is free.
 _MALLOPT = {
     "M_TRIM_THRESHOLD": (-1, 1 << 30),
     "M_TOP_PAD": (-2, 16 << 20),
     "M_MMAP_THRESHOLD": (-3, 32 << 20),
 }
-RESERVED_PER_RAM = (
-    2  # reserved addresses cost no memory; twice the installed memory allows for fragmentation
-)
+RESERVED_PER_RAM = 2  # address space of the arena over installed memory; allows for fragmentation
 _FIELD = re.compile(rb"^(VmRSS|RssFile|RssShmem|HugetlbPages):\s+(\d+) kB", re.MULTILINE)
+# cgroup version -> files with limit and use, field of memory.stat with the reclaimable use
 _FILES = {
-    2: (
-        "memory.max",
-        "memory.current",
-        "inactive_file",
-    ),  # by version: limit, use, what part of the use can be reclaimed
+    2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 
 
 def allocator_name(maps: str | None = None) -> str:
-    """The allocator in use, judged by the loaded libraries (`maps`: text of /proc/self/maps): "tcmalloc", "glibc 2.28" ...
+    """Return the allocator in use, "tcmalloc" or "glibc 2.28" for example, from the loaded libraries.
 
-    A library that was opened later, instead of preloaded, does not serve malloc but is in the list too: this function cannot
-    distinguish the two.
+    An allocator library that was opened later instead of preloaded is reported as well.
+
+    maps: text of /proc/self/maps
     """
     text = (read_text(_MAPS) or "") if maps is None else maps
     loaded = {
@@ -70,10 +63,9 @@ def allocator_name(maps: str | None = None) -> str:
 
 
 def tune(mode: str) -> str:
-    """Set up the memory of this process before its first large tensor; returns a description for the log.
+    """Set up this process's memory before its first large tensor; return a description for the log.
 
-    mode: "tuned", or "stock", which changes nothing. If the allocator is not glibc's, the user has chosen it by LD_PRELOAD or by
-    linking, and both modes leave it unchanged.
+    mode: "tuned" or "stock" (no change). An allocator other than glibc's is never changed.
     """
     name = allocator_name()
     if name in _LIBRARIES.values():
@@ -87,15 +79,14 @@ def tune(mode: str) -> str:
 
 
 def return_large_blocks() -> None:
-    """Return every block of more than 1 MiB to the system as soon as it is freed: for work of which the peak counts, not the speed.
+    """Let malloc return freed blocks above 1 MiB at once, for work limited by peak memory instead of speed.
 
-    Without it glibc keeps up to 64 MiB of freed tensors at the top of its heap.
+    By default glibc keeps up to 64 MiB of freed tensors.
     """
     _mallopt((_MALLOPT["M_MMAP_THRESHOLD"][0], 1 << 20))
 
 
 def _mallopt(*values: tuple[int, int]) -> None:
-    """Set parameters of malloc to values."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     if mallopt is not None:
         for parameter, value in values:
@@ -103,7 +94,7 @@ def _mallopt(*values: tuple[int, int]) -> None:
 
 
 def trim() -> None:
-    """Return the heap's freed memory to the system, such as the tokenizer's after start-up (20 MiB)."""
+    """Return the heap's freed memory to the system, for example the tokenizer's after start-up (20 MiB)."""
     gc.collect()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim:
@@ -111,33 +102,31 @@ def trim() -> None:
 
 
 def _large_pages() -> str:
-    """The system's huge pages, for the log; Fujitsu's XOS has its own, which variables configure."""
+    """Return the system's huge-page settings for the log; Fujitsu's XOS sets its own by variables."""
     xos = [
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
         if name.startswith("XOS_MMM_L_")
     ]
-    try:
-        choice = re.search(
-            r"\[(\w+)\]", Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-        )
-    except OSError:
-        choice = None
+    enabled = read_text(Path("/sys/kernel/mm/transparent_hugepage/enabled")) or ""
+    choice = re.search(r"\[(\w+)\]", enabled)
     pages = [f"transparent huge pages {choice[1]}"] if choice else []
     return "".join(f", {text}" for text in pages + xos)
 
 
 def page_faults() -> tuple[int, float]:
-    """(minor page faults, seconds of system time) of this process since its start."""
+    """Return (minor page faults, seconds of system time) since this process started."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_minflt, usage.ru_stime
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes. resident: all that the process has in memory, large pages included. shared: of that, what other processes map as
-    well: MPI's and this program's windows between the ranks of a node. held: resident without pages of files, which the system
-    takes back.
+    """Memory of a process, bytes.
+
+    resident: all memory, large pages included
+    shared: resident memory mapped by other processes as well (MPI windows)
+    held: resident memory without file pages, which the system can reclaim
     """
 
     resident: int
@@ -146,7 +135,7 @@ class Usage:
 
 
 def usage(status: str | os.PathLike = "/proc/self/status") -> Usage:
-    """Of this process now."""
+    """Return this process's memory."""
     try:
         fields = {name: int(kib) * 1024 for name, kib in _FIELD.findall(Path(status).read_bytes())}
     except OSError:
@@ -159,7 +148,7 @@ def usage(status: str | os.PathLike = "/proc/self/status") -> Usage:
 def node_bytes(
     proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup"
 ) -> int:
-    """What the processes of this node or job may hold in all: the machine's memory, or a control group's limit if that is less."""
+    """Return the memory limit of this node or job: the machine's memory or a smaller cgroup limit."""
     limits = [
         _number(folder / _FILES[version][0])
         for version, folder in cgroup_folders("memory", proc_cgroup, root)
@@ -170,7 +159,7 @@ def node_bytes(
 def free_bytes(
     proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup"
 ) -> int:
-    """What the processes of this node or job may still take: of the machine, or of a control group's limit if that is less."""
+    """Return the memory still available on this node or under its cgroup limits."""
     left = [
         _left(folder, *_FILES[version])
         for version, folder in cgroup_folders("memory", proc_cgroup, root)
@@ -183,22 +172,21 @@ def cgroup_folders(
     proc_cgroup: str | os.PathLike = "/proc/self/cgroup",
     root: str | os.PathLike = "/sys/fs/cgroup",
 ) -> list[tuple[int, Path]]:
-    """The directories that may limit this process: (version, 1 or 2, of the cgroup, its directory or that of an ancestor)."""
+    """Return (cgroup version, directory) of this process's cgroup and its ancestors."""
     folders: list[tuple[int, Path]] = []
     for line in (read_text(Path(proc_cgroup)) or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             folders += [(2, folder) for folder in _ancestors(Path(root), path)]
         elif controller in controllers.split(","):
-            mounts = [
-                Path(root) / name for name in (controllers, controller)
-            ]  # "cpu,cpuacct", or a link to it
+            # A version 1 mount is named "cpu,cpuacct" or has a link "cpu".
+            mounts = [Path(root) / name for name in (controllers, controller)]
             folders += [(1, folder) for mount in mounts for folder in _ancestors(mount, path)]
     return folders
 
 
 def _ancestors(mount: Path, path: str) -> list[Path]:
-    """The cgroup's directory and those above it. In a container the path may be the host's: only the mount exists."""
+    """Return the cgroup's directory and its parents. In a container the path may be the host's, and only the mount exists."""
     folder = Path(path.lstrip("/"))
     return [mount / part for part in (folder, *folder.parents)]
 
@@ -211,16 +199,19 @@ def read_text(path: Path) -> str | None:
 
 
 def _left(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
-    """Bytes below the limit of one control group; None where it has none."""
-    most, now = _number(folder / limit), _number(folder / used)
+    """Return the bytes below a cgroup's limit, or None without a limit."""
+    most = _number(folder / limit)
+    now = _number(folder / used)
     if most is None or now is None:
         return None
     stat = re.search(rf"^{reclaimable} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
-    return max(0, most - now + (int(stat[1]) if stat else 0))
+    if stat:
+        now -= int(stat[1])
+    return max(0, most - now)
 
 
 def _number(file: Path) -> int | None:
-    """The number that a control group's file holds; None where it is absent or says "max"."""
+    """Return the number in a cgroup file, or None if the file is absent or says "max"."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -228,14 +219,10 @@ def _number(file: Path) -> int | None:
 
 
 def peak_memory_mib() -> float:
-    """The largest resident memory of this process so far, MiB."""
-    with contextlib.suppress(
-        OSError
-    ):  # Linux, where ru_maxrss includes what the parent process held before exec
-        if peak := re.search(
-            r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE
-        ):
-            return int(peak[1]) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
-        1 << 20 if sys.platform == "darwin" else 1 << 10
-    )
+    """Return this process's peak resident memory, MiB."""
+    # On Linux, ru_maxrss includes the parent process's memory before exec.
+    status = read_text(Path("/proc/self/status")) or ""
+    if peak := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
+        return int(peak[1]) / 1024
+    unit = 1 << 20 if sys.platform == "darwin" else 1 << 10  # per MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

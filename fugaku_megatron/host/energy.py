@@ -1,10 +1,10 @@
-"""The energy that this node uses, from the counters of its system.
+"""Energy that this node uses, from the system's counters.
 
     counters = Counters.find()
-    counters.joules()              since the call before
+    counters.joules()              joules since the previous call
 
-RAPL of Intel's and AMD's CPUs (/sys/class/powercap), AMD's own driver (/sys/class/hwmon), Fugaku's Power API (libpwr). Only the
-first of these that can be read counts, because they measure the same. Left out: sums over nodes (observe/memory.py), GPUs.
+Sources, of which the first readable counts: RAPL (/sys/class/powercap), AMD's driver (/sys/class/hwmon), Fugaku's Power API
+(libpwr). Sums over nodes: observe/memory.py. GPUs are not measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from .allocator import read_text
 
 POWER_API = "libpwr.so"
-# The library has no numbers in its interface that are the same everywhere, so they are read from the header of the site.
+# The library's constants differ between sites and are read from the site's header.
 POWER_HEADERS = ("/opt/FJSVtcs/pwrm/aarch64/include/pwr.h", "/usr/include/pwr.h")
 _ENUMERATION = re.compile(r"enum\b[^{;]*\{(.*?)\}", re.DOTALL)
 _DEFINITION = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+\(?(-?\w+)\)?[ \t]*$", re.MULTILINE)
@@ -28,7 +28,11 @@ _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 
 @dataclass
 class Counter:
-    """One counter. read: joules since some moment, None where it cannot be read. wraps: joules at which it begins again."""
+    """An energy counter.
+
+    read: joules since some moment, None on failure
+    wraps: joules at which the counter restarts
+    """
 
     name: str
     read: Callable[[], float | None]
@@ -36,17 +40,20 @@ class Counter:
     last: float | None = None
 
     def joules(self) -> float | None:
-        """Since the call before. A counter that has wrapped around more than once in between says too little."""
-        before, self.last = self.last, self.read()
+        """Return the joules since the previous call; too few if the counter wrapped more than once."""
+        before = self.last
+        self.last = self.read()
         if before is None or self.last is None:
             return None
         passed = self.last - before
-        return passed + self.wraps if passed < 0 and self.wraps else max(0.0, passed)
+        if passed < 0 and self.wraps:
+            return passed + self.wraps
+        return max(0.0, passed)
 
 
 @dataclass
 class Counters:
-    """The counters of a node that add up to its CPUs, memory where it has one, or the whole node. why: the reason for none."""
+    """Counters whose sum is the node's CPUs (and memory if counted), or the whole node. why: reason if there is none"""
 
     source: str
     counters: list[Counter] = field(default_factory=list)
@@ -56,7 +63,7 @@ class Counters:
     def find(
         cls, root: str = "/", library: str = POWER_API, headers: tuple[str, ...] = POWER_HEADERS
     ) -> Counters:
-        """What can be read below root/sys, or else through Fugaku's library."""
+        """Return the counters readable below root/sys, or else Fugaku's library."""
         denied = ""
         for source, candidates in (("RAPL", _rapl(Path(root))), ("amd_energy", _amd(Path(root)))):
             known = [*candidates]
@@ -64,45 +71,37 @@ class Counters:
                 counter.joules()
             if known and all(counter.last is not None for counter in known):
                 return cls(source, known)
-            denied = (
-                denied
-                or f"{source} cannot be read: chmod a+r its energy files as root" * bool(known)
-            )
+            if known and not denied:
+                denied = f"{source} cannot be read: chmod a+r its energy files as root"
         api = _power_api(library, headers)
-        if isinstance(api, Counter) and api.read() is not None:
-            return cls("Power API", [api])
-        return cls(
-            "",
-            why=denied or (api if isinstance(api, str) else "the Power API has no measured energy"),
-        )
+        if isinstance(api, str):
+            return cls("", why=denied or api)
+        if api.read() is None:
+            return cls("", why=denied or "the Power API has no measured energy")
+        return cls("Power API", [api])
 
     def joules(self) -> float | None:
-        """Since the call before; None where there is no counter, and once one of them fails."""
+        """Return the joules since the previous call, or None without counters or after a failure."""
         passed = [counter.joules() for counter in self.counters]
-        return (
-            sum(value for value in passed if value is not None)
-            if passed and None not in passed
-            else None
-        )
+        known = [value for value in passed if value is not None]
+        return sum(known) if passed and len(known) == len(passed) else None
 
     def describe(self) -> str:
-        """For the log's first line."""
+        """Return the source and the counters for the log."""
         if not self.counters:
-            return "no energy counter" + (f" ({self.why})" if self.why else "")
+            return f"no energy counter ({self.why})" if self.why else "no energy counter"
         return f"energy from {self.source} ({', '.join(counter.name for counter in self.counters)})"
 
 
 def _rapl(root: Path) -> Iterator[Counter]:
-    """Packages and memory; a package holds its cores, and psys holds the packages."""
+    """Iterate over packages and memory. A package includes its cores; psys includes the packages."""
     zones = (root / "sys/class/powercap").glob("intel-rapl:*")
     for zone in sorted(zones, key=lambda path: [int(part) for part in path.name.split(":")[1:]]):
-        name, wraps = read_text(zone / "name") or "", read_text(zone / "max_energy_range_uj") or ""
+        name = read_text(zone / "name") or ""
+        wraps = read_text(zone / "max_energy_range_uj") or ""
         if name.startswith("package") or name == "dram":
-            yield Counter(
-                name,
-                _microjoules(zone / "energy_uj"),
-                int(wraps) / 1e6 if wraps.isdecimal() else None,
-            )
+            range_joules = int(wraps) / 1e6 if wraps.isdecimal() else None
+            yield Counter(name, _microjoules(zone / "energy_uj"), range_joules)
 
 
 def _amd(root: Path) -> Iterator[Counter]:
@@ -124,7 +123,7 @@ def _microjoules(path: Path) -> Callable[[], float | None]:
 
 
 def header_constants(text: str) -> dict[str, int]:
-    """The numbers that a C header defines, by #define or in enumerations. Raises ValueError for an expression."""
+    """Return the integers that a C header defines by #define or enum. ValueError for an expression."""
     text = _COMMENT.sub("", text)
     found = {
         name: int(value, 0)
@@ -133,20 +132,26 @@ def header_constants(text: str) -> dict[str, int]:
     }
     for body in _ENUMERATION.findall(text):
         number = -1
-        for name, _, value in (item.partition("=") for item in body.split(",") if item.strip()):
-            value = value.strip()
-            number = number + 1 if not value else found[value] if value in found else int(value, 0)
-            found[name.strip()] = number
+        for item in filter(str.strip, body.split(",")):
+            name, _, value = map(str.strip, item.partition("="))
+            if not value:
+                number += 1
+            elif value in found:
+                number = found[value]
+            else:
+                number = int(value, 0)
+            found[name] = number
     return found
 
 
 def _power_api(library: str, headers: tuple[str, ...]) -> Counter | str:
-    """The measured energy of the node as Fugaku's Power API has it, or why there is none; "" where the library is not installed."""
+    """Return the node's counter in Fugaku's Power API, or the reason for none; "" if the library is not installed."""
     try:
         api = ctypes.CDLL(library)
     except OSError:
         return ""
-    text = next((text for header in headers if (text := read_text(Path(header)))), "")
+    texts = (read_text(Path(header)) for header in headers)
+    text = next(filter(None, texts), "")
     try:
         known = header_constants(text)
         context, role, attribute = (
@@ -154,16 +159,18 @@ def _power_api(library: str, headers: tuple[str, ...]) -> Counter | str:
         )
     except (KeyError, ValueError):
         return f"{library} is there, but none of {', '.join(headers)} has its constants"
-    held, node = ctypes.c_void_p(), ctypes.c_void_p()
-    started = api.PWR_CntxtInit(context, role, b"fugaku_megatron", ctypes.byref(held)) == 0
-    if not started or api.PWR_CntxtGetObjByName(held, b"plat.node", ctypes.byref(node)) != 0:
+    handle = ctypes.c_void_p()
+    node = ctypes.c_void_p()
+    started = api.PWR_CntxtInit(context, role, b"fugaku_megatron", ctypes.byref(handle)) == 0
+    if not started or api.PWR_CntxtGetObjByName(handle, b"plat.node", ctypes.byref(node)) != 0:
         return "the Power API does not show this node"
     return Counter("plat.node", _node_energy(api, node, attribute))
 
 
 def _node_energy(api: Any, node: ctypes.c_void_p, attribute: int) -> Callable[[], float | None]:
     def read() -> float | None:
-        value, stamp = ctypes.c_double(), ctypes.c_int64()
+        value = ctypes.c_double()
+        stamp = ctypes.c_int64()
         failed = api.PWR_ObjAttrGetValue(node, attribute, ctypes.byref(value), ctypes.byref(stamp))
         return None if failed else value.value
 

@@ -1,11 +1,11 @@
-"""The C++ kernels, imported in the right order: torch first, because the extension uses torch's OpenMP runtime.
+"""The C++ kernels. Import through this module: torch first, because the extension uses torch's OpenMP runtime.
 
     from fugaku_megatron.host import kernels
     kernels.squared_norm(x)                        every function of the extension
-    with kernels.target("portable"): ...           another build of the same kernels, process-wide, for the block
-    kernels.table.flops("activate", x, None, y)    what this call costs
+    with kernels.target("portable"): ...           another build of the kernels, process-wide, inside the block
+    kernels.table.flops("activate", x, None, y)    cost of a call
 
-Left out: formulas (kernels_sve/*.h) and autograd (nn/ops.py). Tested by tests/kernels/.
+Formulas: kernels_sve/*.h. Autograd: nn/ops.py.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ except ModuleNotFoundError as error:
 except ImportError as error:
     if "FUGAKU_MEGATRON_TARGET" not in str(error):
         raise
-    raise ValueError(str(error)) from error  # the user's, see comm/job.py
+    raise ValueError(str(error)) from error  # a user's mistake, see comm/job.py
 
-torch.get_num_threads()  # torch sets the number of threads when it is first asked, over an earlier one
+torch.get_num_threads()  # the first call sets the number of threads, and would overwrite a later setting
 
 if TYPE_CHECKING:
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def target(name: str) -> Iterator[None]:
-    """Use the target `name` (see targets()) inside the block. Raises what use() raises."""
+    """Use the target `name` (see targets()) inside the block. Raises use()'s errors."""
     before = active()
     use(name)
     try:
@@ -69,9 +69,9 @@ def instruction_set() -> str:
 
 
 def runnable_targets(emulated: bool = False) -> list[str]:
-    """Names of the vector targets that this CPU can run, the default last; without the scalar reference.
+    """Return the vector targets that this CPU can run, the default last, without the scalar reference.
 
-    emulated: also those that emulate instructions which the CPU lacks, for tests.
+    emulated: include targets that emulate missing instructions, for tests
     """
     names = [row["name"] for row in targets() if row["runnable"] and row["name"] != "reference"]
     return [name for name in names if emulated or not name.endswith("_emulated")]
@@ -81,12 +81,16 @@ def runnable_targets(emulated: bool = False) -> list[str]:
 
 Factor = tuple[
     str, int, str
-]  # plus, times, symbol of a dimension's factor plus + times * symbol: "heads+2groups"
+]  # (plus, times, symbol) of plus + times * symbol, as in "heads+2groups"
 
 
 @dataclass(frozen=True)
 class _Operand:
-    """A leading argument of a kernel. dims: the factors of each dimension of a tensor; folds: the first one stands for several."""
+    """A leading argument of a kernel.
+
+    dims: factors of each dimension of a tensor
+    folds: the first factor covers several dimensions
+    """
 
     name: str
     dims: tuple[tuple[Factor, ...], ...] | None
@@ -115,11 +119,10 @@ def _table() -> dict[str, _Row]:
     for row in _rows.rows():
         operands = []
         for name, dims in re.findall(r"(\w+)(?: \(([^)]*)\))?(?:, |$)", row["operands"]):
-            factors = (
-                tuple(tuple(map(_factor, dim.split())) for dim in dims.replace("..", "").split(","))
-                if dims
-                else None
-            )
+            factors = None
+            if dims:
+                words = [dim.split() for dim in dims.replace("..", "").split(",")]
+                factors = tuple(tuple(map(_factor, each)) for each in words)
             operands.append(_Operand(name, factors, ".." in dims))
         table[row["name"]] = _Row(
             row["name"], tuple(row["sizes"]), row["operands"], tuple(operands)
@@ -130,48 +133,48 @@ def _table() -> dict[str, _Row]:
 def _dimensions(
     row: _Row, operand: _Operand, shape: list[int]
 ) -> Iterator[tuple[tuple[Factor, ...], int]]:
-    """(factors, size) of each dimension of an operand of this shape."""
+    """Iterate over (factors, size) of each dimension of an operand with this shape."""
     assert operand.dims is not None
     more = len(shape) - len(operand.dims)
-    if operand.folds and more:
-        shape = (
-            [math.prod(shape[: more + 1]), *shape[more + 1 :]] if more > 0 else [1] * -more + shape
-        )
-    if len(shape) != len(operand.dims) or operand.folds and more < -1:
+    if operand.folds and more > 0:
+        shape = [math.prod(shape[: more + 1]), *shape[more + 1 :]]
+    elif operand.folds and more == -1:
+        shape = [1, *shape]
+    if len(shape) != len(operand.dims):
         row.fail(f"{operand.name} with {len(shape)} dimensions")
-    yield from (
-        (factors, size) for factors, size in zip(operand.dims, shape) if factors[0][2] != "_"
-    )
+    for factors, size in zip(operand.dims, shape):
+        if factors[0][2] != "_":
+            yield factors, size
 
 
 def _solve(row: _Row, factors: Sequence[Factor], size: int, known: dict[str, int]) -> None:
-    """Add the one symbol of a dimension that is not known; nothing where there are more."""
+    """Add a dimension's symbol to `known` if it is the only unknown."""
 
     def value(word: str) -> int | None:
         return int(word) if word.isdigit() else known.get(word)
 
-    product, unknown = 1, None
+    product = 1
+    unknown = None
     for factor in factors:
-        plus, symbol = value(factor[0]), value(factor[2])
+        plus = value(factor[0])
+        symbol = value(factor[2])
         if plus is None or symbol is None and unknown:
             return
         if symbol is None:
             unknown = factor
         else:
             product *= plus + factor[1] * symbol
-    if (product and size % product) if unknown else product != size:
-        row.fail(
-            f"a dimension of {size}{', which is not a multiple of' if unknown else ' instead of'} {product}"
-        )
-    if unknown and product:
+    if unknown is None:
+        if product != size:
+            row.fail(f"a dimension of {size} instead of {product}")
+    elif product:
+        if size % product:
+            row.fail(f"a dimension of {size}, which is not a multiple of {product}")
         known[unknown[2]] = (size // product - (value(unknown[0]) or 0)) // unknown[1]
 
 
 def _sizes(name: str, *args: Any, **kwargs: Any) -> dict[str, int]:
-    """The sizes of the call name(*args, **kwargs) by symbol, with e, e_out, e_avg, e_sq and dx of kernels.inc.
-
-    ValueError when shapes do not fit the row.
-    """
+    """Return the sizes of a call by symbol, with e, e_out, e_avg, e_sq and dx of kernels.inc. ValueError for other shapes."""
     row = _table().get(name)
     if row is None:
         raise ValueError(f"no kernel of the table is called {name}")
@@ -208,17 +211,19 @@ def _sizes(name: str, *args: Any, **kwargs: Any) -> dict[str, int]:
     return known | dict.fromkeys(open_sizes, 0)
 
 
-def _cost(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[float, float]:
-    return _rows.cost(name, **_sizes(name, *args, **kwargs)) if name in _table() else (0.0, 0.0)
+def _cost(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float]:
+    if name not in _table():
+        return 0.0, 0.0
+    return _rows.cost(name, **_sizes(name, *args, **kwargs))
 
 
 def _flops(name: str, *args: Any, **kwargs: Any) -> float:
-    """Multiplies and adds of a call, counted apart; 0 where memory bounds a kernel, and for what is not in the table."""
+    """Return the multiplies plus adds of a call; 0 for memory-bound kernels and outside the table."""
     return _cost(name, args, kwargs)[0]
 
 
 def _bytes(name: str, *args: Any, **kwargs: Any) -> float:
-    """What a call must read and write at least once; 0 for what is not in the table."""
+    """Return the bytes that a call must read and write; 0 outside the table."""
     return _cost(name, args, kwargs)[1]
 
 

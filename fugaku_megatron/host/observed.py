@@ -1,10 +1,8 @@
-"""Calls that go through an observer: the phases of a rank's iteration, and the events of --profile.
+"""Observed calls: the phases of a rank's iteration, and the events of --profile.
 
---profile writes what a rank does in some iterations, as a table and as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
-It has three tracks: the schedule's instructions, kernels, communication. Nothing is sampled: every call of a kernel or of a
-communication verb is one event, timed by the caller, so that Python between them is what remains of the step. The times of all
-ranks begin where they left one barrier together. Left out: what happens inside a kernel, traces of several ranks
-(`observe.loss_plot`).
+--profile writes a table and a trace for Perfetto (ui.perfetto.dev) or chrome://tracing with the tracks schedule, kernels and
+communication. Every call is timed by the caller, without sampling; time outside all calls is Python's. `observe.loss_plot` merges
+the traces of several ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +12,8 @@ import inspect
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..comm.grid import Groups
@@ -39,7 +36,7 @@ VERBS = (
     "isend",
     "irecv",
 )
-NONBLOCKING = VERBS[-6:]  # what computation does not hide of them is spent in `wait`
+NONBLOCKING = VERBS[-6:]  # their time that computation does not hide is spent in `wait`
 INSTRUCTIONS = (
     "forward",
     "backward",
@@ -51,9 +48,10 @@ INSTRUCTIONS = (
     "send_backward",
 )
 
-Observer = Callable[
-    [str, Callable[..., Any], tuple, dict], Any
-]  # name, function, args, kwargs -> what the function returns
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+# (name, function, args, kwargs) -> function(*args, **kwargs)
+Observer = Callable[[str, Callable[..., Any], Arguments, Keywords], Any]
 DATA, PREVIOUS, NEXT, REDUCTIONS = WAITS = ("data", "previous stage", "next stage", "reductions")
 PHASES = ("computation", *WAITS)
 PIPELINE = {
@@ -67,10 +65,12 @@ FMA_ROUNDS = 10
 
 
 class Observed:
-    """`inner`, with calls of `names` going through observe(name, function, args, kwargs). Groups of one rank stay silent."""
+    """`inner` with calls of `names` passed to `observe`. Communicators with one rank are not observed."""
 
     def __init__(self, inner: Any, names: tuple[str, ...], observe: Observer) -> None:
-        self._inner, self._names, self._observe = inner, names, observe
+        self._inner = inner
+        self._names = names
+        self._observe = observe
         self._silent = getattr(inner, "size", 2) == 1
 
     def __getattr__(self, name: str) -> Any:
@@ -80,41 +80,49 @@ class Observed:
         return lambda *args, **kwargs: self._observe(name, value, args, kwargs)
 
 
+def observe_wait(name: str, result: Any, observe: Observer) -> Any:
+    """Return the result of a verb; a handle's `wait` is observed as "<verb> wait"."""
+    if name not in NONBLOCKING:
+        return result
+    return Observed(
+        result, ("wait",), lambda _, wait, args, kwargs: observe(f"{name} wait", wait, args, kwargs)
+    )
+
+
 def observe_groups(groups: Groups, observer: Callable[[str], Observer]) -> Groups:
-    """The same groups, their verbs observed. observer: of the group with this name."""
+    """Return the groups with all verbs observed. observer: returns the observer for a group's name"""
+    names = [field.name for field in fields(groups)]
     return Groups(
-        **{
-            f.name: Observed(getattr(groups, f.name), VERBS, observer(f.name))
-            for f in fields(groups)
-        }
+        **{name: Observed(getattr(groups, name), VERBS, observer(name)) for name in names}
     )
 
 
 class Phases:
-    """Seconds that this rank has waited since `begin`. Pass `groups(...)`, `watch` and `waiting_for_data` to the trainer."""
+    """Seconds this rank has waited since `begin`. Pass `groups(...)`, `watch` and `waiting_for_data` to the trainer."""
 
     def __init__(self) -> None:
         self._waiting = False
         self.begin()
 
     def begin(self) -> None:
-        """Before an iteration."""
+        """Reset before an iteration."""
         self._seconds = dict.fromkeys(WAITS, 0.0)
 
     def groups(self, groups: Groups) -> Groups:
-        """The same groups, all verbs timed as reductions where they are not part of another wait."""
+        """Return the groups with verbs outside other waits timed as reductions."""
         return observe_groups(groups, lambda _: self._timed(REDUCTIONS))
 
     def watch(self, executor: Any) -> Any:
-        """The schedule's executor, its sends and receives timed."""
+        """Return the schedule's executor with sends and receives timed."""
         return Observed(
             executor, tuple(PIPELINE), lambda name, *call: self._timed(PIPELINE[name])(name, *call)
         )
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Around what fetches samples."""
-        begin, self._waiting = time.perf_counter(), True
+        """Time the block as waiting for data."""
+        begin = time.perf_counter()
+        self._waiting = True
         try:
             yield
         finally:
@@ -122,33 +130,29 @@ class Phases:
             self._seconds[DATA] += time.perf_counter() - begin
 
     def of_iteration(self, seconds: float) -> list[float]:
-        """Seconds of each of PHASES in an iteration that began with `begin` and took `seconds`."""
+        """Return the seconds of each phase in PHASES for an iteration that took `seconds`."""
         waited = list(self._seconds.values())
         return [seconds - sum(waited), *waited]
 
     def _timed(self, phase: str) -> Observer:
-        def call(name: str, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        def call(name: str, function: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
             if self._waiting:
                 return function(*args, **kwargs)
-            begin, self._waiting = time.perf_counter(), True
+            begin = time.perf_counter()
+            self._waiting = True
             try:
                 result = function(*args, **kwargs)
             finally:
                 self._waiting = False
                 self._seconds[phase] += time.perf_counter() - begin
-            if name not in NONBLOCKING:
-                return result
-            return Observed(result, ("wait",), lambda _, wait, *rest: call("wait", wait, *rest))
+            return observe_wait(name, result, call)
 
         return call
 
 
 @dataclass(frozen=True)
 class Event:
-    """One call. Times in seconds (time.perf_counter); flops: of the kernel table (kernels.inc), 0 for what is not a matmul.
-
-    microbatch, chunk: of an instruction.
-    """
+    """One call. start, seconds: time.perf_counter(). flops: from the kernel table (kernels.inc), 0 except for matmuls."""
 
     track: str
     name: str
@@ -159,18 +163,18 @@ class Event:
     chunk: int | None = None
 
     def details(self) -> dict[str, float | None]:
-        """What a trace says of it in addition to its name and times."""
+        """Return the trace's arguments."""
         if self.flops:
             return {"gflops": self.flops / self.seconds / 1e9}
-        return (
-            {} if self.microbatch is None else {"microbatch": self.microbatch, "chunk": self.chunk}
-        )
+        if self.microbatch is None:
+            return {}
+        return {"microbatch": self.microbatch, "chunk": self.chunk}
 
 
 class Profiler:
-    """Collects events while `active`. Pass `groups(...)`, `Ops` on `kernels(...)`, and `watch` to the trainer, or `watch` alone.
+    """Events recorded while `active`. Pass `groups(...)`, `Ops` on `kernels(...)`, and `watch` to the trainer, or `watch` alone.
 
-    begin: the moment from which a trace counts, time.perf_counter(); without one, that of the first event.
+    begin: origin of a trace's times, time.perf_counter(); None: the first event
     """
 
     def __init__(self) -> None:
@@ -181,11 +185,11 @@ class Profiler:
         self.peak_gflops = 0.0
 
     def groups(self, groups: Groups) -> Groups:
-        """The same groups, their verbs observed."""
+        """Return the groups with verbs observed."""
         return observe_groups(groups, lambda name: self._note("communication", f"{name} "))
 
     def kernels(self, library: Any) -> Any:
-        """The same kernel library, its calls observed, for `nn.ops.Ops`."""
+        """Return the kernel library with calls observed, for `nn.ops.Ops`."""
         names = tuple(
             name
             for name, value in vars(library).items()
@@ -194,94 +198,92 @@ class Profiler:
         return Observed(library, names, self._note("kernels", ""))
 
     def watch(self, executor: Any) -> Any:
-        """The schedule's executor, its instructions observed."""
+        """Return the schedule's executor with instructions observed."""
         return Observed(executor, INSTRUCTIONS, self._note("schedule", ""))
 
     def measure_peak(self) -> None:
-        """Before the recorded steps, for `table`."""
+        """Measure the FMA peak for `table`, before the recorded steps."""
         self.peak_gflops = fma_peak_gflops(FMA_ROUNDS)
 
-    def step(self, recorded: bool) -> AbstractContextManager[None]:
-        """One iteration; nothing is recorded unless `recorded`."""
-        return _Step(self) if recorded else nullcontext()
+    @contextlib.contextmanager
+    def step(self, recorded: bool) -> Iterator[None]:
+        """Run an iteration, recorded if `recorded`."""
+        if not recorded:
+            yield
+            return
+        self.active = True
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.steps.append(time.perf_counter() - start)
+            self.active = False
 
-    def _note(
-        self, track: str, prefix: str
-    ) -> Callable[[str, Callable[..., Any], tuple, dict], Any]:
-        def call(name: str, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def _note(self, track: str, prefix: str) -> Observer:
+        def call(name: str, function: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
             if not self.active:
                 return function(*args, **kwargs)
             start = time.perf_counter()
             result = function(*args, **kwargs)
-            self.events.append(
-                Event(
-                    track,
-                    prefix + name,
-                    start,
-                    time.perf_counter() - start,
-                    **_about(track, name, args, kwargs),
-                )
-            )
-            if name not in NONBLOCKING:
-                return result
-            return Observed(
-                result, ("wait",), lambda verb, wait, *_: call(f"{name} wait", wait, (), {})
-            )
+            seconds = time.perf_counter() - start
+            event = Event(track, prefix + name, start, seconds)
+            if track == "kernels":
+                event = replace(event, flops=kernels.table.flops(name, *args, **kwargs))
+            elif track == "schedule":
+                event = replace(event, microbatch=args[0].microbatch, chunk=args[0].model_chunk)
+            self.events.append(event)
+            return observe_wait(name, result, call)
 
         return call
 
     # Results --------------------------------------------------------------------------------------------------------------------
 
     def table(self) -> list[str]:
-        """Operation, calls, seconds, share of the steps, GFLOP/s, share of the FMA peak; per recorded iteration."""
-        steps, wall = max(1, len(self.steps)), sum(self.steps)
+        """Return lines with operation, calls, seconds, share of the step, GFLOP/s and share of the FMA peak, per recorded iteration."""
+        steps = max(1, len(self.steps))
+        wall = sum(self.steps)
         lines = [
             f"profile of {len(self.steps)} iterations, {wall / steps:.3f} s each; FMA peak {self.peak_gflops:.0f} GFLOP/s "
             "in FP32 (measured before them)",
             f"{'operation':40} {'calls':>7} {'seconds':>9} {'% step':>7} {'GFLOP/s':>9} {'% peak':>7}",
         ]
         work = [e for e in self.events if e.track != "schedule"]
-        for name in sorted(
-            {e.name for e in work}, key=lambda n: -sum(e.seconds for e in work if e.name == n)
-        ):
-            lines.append(self._row(name, [e for e in work if e.name == name], steps, wall))
-        rest = wall - sum(e.seconds for e in work)
+        calls: dict[str, list[Event]] = {}
+        for event in work:
+            calls.setdefault(event.name, []).append(event)
+        for name, events in sorted(calls.items(), key=lambda item: -_seconds(item[1])):
+            lines.append(self._row(name, events, steps, wall))
+        rest = wall - _seconds(work)
         lines.append(
             f"{'Python, autograd and the rest':40} {'':7} {rest / steps:9.4f} {100 * rest / wall if wall else 0:7.1f}"
         )
         return lines
 
     def _row(self, name: str, events: list[Event], steps: int, wall: float) -> str:
-        seconds, flops = sum(e.seconds for e in events), sum(e.flops for e in events)
+        seconds = _seconds(events)
+        flops = sum(e.flops for e in events)
         rate = flops / seconds / 1e9 if seconds else 0.0
         row = f"{name:40} {len(events) / steps:7.0f} {seconds / steps:9.4f} {100 * seconds / wall if wall else 0:7.1f}"
-        return (
-            f"{row} {rate:9.1f} {100 * rate / self.peak_gflops:7.1f}"
-            if rate and self.peak_gflops
-            else row
-        )
+        if rate and self.peak_gflops:
+            row += f" {rate:9.1f} {100 * rate / self.peak_gflops:7.1f}"
+        return row
 
     def write_trace(
         self, path: str | os.PathLike, rank: int, stage: int = 0, peak_mib: float | None = None
     ) -> None:
-        """Chrome's trace format: microseconds from `begin`, one process per rank, one thread per track.
-
-        peak_mib: memory of this process at its peak.
-        """
-        begin = (
-            min((e.start for e in self.events), default=0.0) if self.begin is None else self.begin
-        )
-        about = {
+        """Write Chrome's trace format: microseconds from `begin`, one process per rank, one thread per track."""
+        begin = self.begin
+        if begin is None:
+            begin = min((e.start for e in self.events), default=0.0)
+        metadata = {
             "process_name": {"name": f"rank {rank}, stage {stage}"},
             "process_sort_index": {"sort_index": rank},
         }
         if peak_mib is not None:
-            about["process_labels"] = {
-                "labels": f"{peak_mib:.0f} MiB at its peak",
-                "peak_mib": peak_mib,
-            }
+            labels = f"{peak_mib:.0f} MiB at its peak"
+            metadata["process_labels"] = {"labels": labels, "peak_mib": peak_mib}
         names = [
-            {"ph": "M", "pid": rank, "name": name, "args": args} for name, args in about.items()
+            {"ph": "M", "pid": rank, "name": name, "args": args} for name, args in metadata.items()
         ]
         names += [
             {"ph": "M", "pid": rank, "tid": i, "name": "thread_name", "args": {"name": t}}
@@ -303,24 +305,5 @@ class Profiler:
             json.dump({"traceEvents": names + spans, "displayTimeUnit": "ms"}, file)
 
 
-def _about(track: str, name: str, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Fields of the event of a call: a kernel's FLOPs, an instruction's micro-batch and chunk."""
-    if track == "kernels":
-        return {"flops": kernels.table.flops(name, *args, **kwargs)}
-    return (
-        {"microbatch": args[0].microbatch, "chunk": args[0].model_chunk}
-        if track == "schedule"
-        else {}
-    )
-
-
-class _Step:
-    def __init__(self, profiler: Profiler) -> None:
-        self.profiler = profiler
-
-    def __enter__(self) -> None:
-        self.profiler.active, self.start = True, time.perf_counter()
-
-    def __exit__(self, *exception: Any) -> None:
-        self.profiler.steps.append(time.perf_counter() - self.start)
-        self.profiler.active = False
+def _seconds(events: Iterable[Event]) -> float:
+    return sum(event.seconds for event in events)

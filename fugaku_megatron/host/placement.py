@@ -1,13 +1,11 @@
-"""The cores, NUMA domains and memory of a node, and on which of the cores its ranks compute.
+"""Cores, NUMA domains and memory of a node, and the cores on which its ranks compute.
 
     Node.read()            this machine, from its /sys tree
-    Node.read("saved")     another one, whose tree the command SAVE has copied into the folder saved
+    Node.read("saved")     another machine, whose tree the command SAVE copied into the folder saved
 
-By default a rank has a NUMA domain to itself, with one thread on each core, hyper-threads idle. The number of ranks is the
-launcher's: where it does not fit the domains, the log proposes another. A rank may be bound to cores by its launcher (numactl,
-Fujitsu's mpiexec, srun), or share its mask with the other ranks of the node. In the second case the cores are distributed in NUMA
-order. A rank's memory, which its own threads touch first, is then near them. Left out: how threads are pinned
-(runtime.py).
+By default a rank has a NUMA domain to itself, with one thread on each core and idle hyper-threads. Ranks that a launcher binds
+keep their masks; ranks with one mask share its cores in NUMA order. A launcher sets the number of ranks: the log proposes another
+if it does not fit the domains. Pinning: runtime.py.
 """
 
 from __future__ import annotations
@@ -19,9 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from .allocator import cgroup_folders, read_text
 
+T = TypeVar("T")
 SAVE = (
     "cp --parents /sys/devices/system/node/node*/{cpulist,meminfo} "
     "/sys/devices/system/cpu/cpu*/topology/{thread_siblings_list,physical_package_id} DIR"
@@ -30,13 +30,13 @@ _CPUSET = {2: "cpuset.cpus.effective", 1: "cpuset.effective_cpus"}  # by version
 
 
 def parse_list(text: str) -> list[int]:
-    """[0, 1, 2, 8] of "0-2,8", the kernel's form of a set of CPUs."""
+    """Parse the kernel's CPU list: "0-2,8" -> [0, 1, 2, 8]."""
     ranges = [part.partition("-") for part in text.replace("\n", "").split(",") if part.strip()]
     return [cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)]
 
 
 def format_list(cpus: Iterable[int]) -> str:
-    """The inverse of `parse_list`."""
+    """Format CPUs as a list for the kernel: the inverse of `parse_list`."""
     runs: list[list[int]] = []
     for cpu in sorted(set(cpus)):
         if runs and runs[-1][1] == cpu - 1:
@@ -48,7 +48,11 @@ def format_list(cpus: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Domain:
-    """A NUMA domain with CPUs. cores: the CPUs of each core, its hardware threads. memory_gib: None where the tree has no size."""
+    """A NUMA domain with CPUs.
+
+    cores: CPUs (hardware threads) of each core
+    memory_gib: None if unknown
+    """
 
     number: int
     cores: tuple[tuple[int, ...], ...]
@@ -57,17 +61,16 @@ class Domain:
 
 @dataclass(frozen=True)
 class Node:
-    """The domains that compute, in the order of their numbers. sockets: CPU packages that they are on."""
+    """NUMA domains that compute, ordered by number. sockets: number of CPU packages"""
 
     domains: tuple[Domain, ...]
     sockets: int
 
     @classmethod
     def read(cls, root: str | os.PathLike = "/") -> Node:
-        """The node whose tree is root/sys. Raises ValueError for a folder without one.
+        """Return the node described in root/sys. ValueError for a folder without CPUs.
 
-        Domains with less than half the cores of the largest are left out: on Fugaku the assistant cores are domains of their own.
-        Domains without CPUs (memory of GPUs, CXL) are left out as well.
+        Domains with less than half the largest domain's cores are ignored (Fugaku's assistant cores), as are domains without CPUs.
         """
         system = Path(root) / "sys" / "devices" / "system"
         cpus = {
@@ -82,42 +85,36 @@ class Node:
         ]
         size = max(len(domain.cores) for domain in read)
         domains = tuple(domain for domain in read if 2 * len(domain.cores) >= size)
+        first_cpus = [core[0] for domain in domains for core in domain.cores]
         packages = {
-            read_text(cpus[core[0]] / "physical_package_id")
-            for d in domains
-            for core in d.cores
-            if core[0] in cpus
+            read_text(cpus[cpu] / "physical_package_id") for cpu in first_cpus if cpu in cpus
         }
         return cls(domains, max(1, len(packages)))
 
     @property
     def cpus(self) -> list[int]:
-        """All CPUs of the domains, hardware threads included."""
+        """All CPUs, hardware threads included."""
         return sorted(cpu for domain in self.domains for core in domain.cores for cpu in core)
 
     @property
     def smt(self) -> int:
-        """Hardware threads of a core."""
+        """Hardware threads per core."""
         return max(len(core) for domain in self.domains for core in domain.cores)
 
     def parts(self, mask: Iterable[int]) -> dict[int, list[int]]:
-        """One CPU of the mask for each of its cores, by the domain's number; domains of which the mask has none are left out."""
+        """Return one CPU in the mask for each of its cores, by domain number; domains outside the mask are absent."""
         own = set(mask)
-        parts = {
-            d.number: sorted(
-                min(own.intersection(core)) for core in d.cores if own.intersection(core)
-            )
-            for d in self.domains
-        }
-        unknown = (
-            own.difference(self.cpus) if not any(parts.values()) else set()
-        )  # a mask of assistant cores alone
-        return {number: cores for number, cores in parts.items() if cores} or {
-            self.domains[0].number: sorted(unknown)
-        }
+        parts = {}
+        for domain in self.domains:
+            allowed = (own.intersection(core) for core in domain.cores)
+            if cpus := sorted(min(core) for core in allowed if core):
+                parts[domain.number] = cpus
+        if not parts:  # a mask with assistant cores only
+            parts[self.domains[0].number] = sorted(own.difference(self.cpus))
+        return parts
 
     def cores(self, mask: Iterable[int]) -> list[int]:
-        """One CPU of the mask for each of its cores, in NUMA order."""
+        """Return one CPU in the mask for each of its cores, in NUMA order."""
         return [cpu for part in self.parts(mask).values() for cpu in part]
 
     @cached_property
@@ -125,32 +122,34 @@ class Node:
         return {cpu: core for domain in self.domains for core in domain.cores for cpu in core}
 
     def core_of(self, cpu: int) -> tuple[int, ...]:
-        """The CPUs of this CPU's core."""
+        """Return the CPUs of this CPU's core."""
         return self._cores.get(cpu, (cpu,))
 
     def describe(self) -> str:
-        """2 sockets, 8 NUMA domains of 24 cores and 94 GiB, 2 hardware threads a core."""
+        """Return for example "2 sockets, 8 NUMA domains of 24 cores and 94 GiB, 2 hardware threads a core"."""
         sizes = {len(domain.cores) for domain in self.domains}
         memory = {
             round(domain.memory_gib) for domain in self.domains if domain.memory_gib is not None
         }
-        count = len(self.domains)
-        return (
-            f"{self.sockets} socket{'s' * (self.sockets > 1)}, {count} NUMA domain{'s' * (count > 1)} of {_span(sizes)} "
-            f"core{'s' * (max(sizes) > 1)}"
-            + f" and {_span(memory)} GiB" * bool(memory)
-            + f", {self.smt} hardware threads a core" * (self.smt > 1)
-        )
+        sockets = plural(self.sockets, "socket")
+        domains = plural(len(self.domains), "NUMA domain")
+        text = f"{sockets}, {domains} of {_span(sizes)} {'cores' if max(sizes) > 1 else 'core'}"
+        if memory:
+            text += f" and {_span(memory)} GiB"
+        if self.smt > 1:
+            text += f", {self.smt} hardware threads a core"
+        return text
+
+
+def plural(count: int, noun: str) -> str:
+    """Return count and noun, for example "2 sockets"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _span(numbers: set[int]) -> str:
-    return (
-        str(min(numbers))
-        if len(numbers) == 1
-        else f"{min(numbers)} to {max(numbers)}"
-        if numbers
-        else ""
-    )
+    if len(numbers) == 1:
+        return str(min(numbers))
+    return f"{min(numbers)} to {max(numbers)}"
 
 
 def _domains(system: Path, cpus: dict[int, Path]) -> Iterator[Domain]:
@@ -163,7 +162,7 @@ def _domains(system: Path, cpus: dict[int, Path]) -> Iterator[Domain]:
 def _domain(
     number: int, own: Iterable[int], cpus: dict[int, Path], memory_gib: float | None
 ) -> Domain:
-    """A domain of these CPUs; a CPU of which the tree does not say what shares its core has one of its own."""
+    """Build a domain; a CPU without listed siblings is a core."""
     together: dict[str, list[int]] = {}
     for cpu in sorted(own):
         siblings = read_text(cpus[cpu] / "thread_siblings_list") if cpu in cpus else None
@@ -174,7 +173,7 @@ def _domain(
 def cpu_quota(
     proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup"
 ) -> float | None:
-    """The smallest limit of this process's cgroup (version 1 or 2) and its ancestors, in CPUs; None without a limit."""
+    """Return the smallest CPU limit of this process's cgroup (version 1 or 2) and its ancestors, or None."""
     folders = cgroup_folders("cpu", proc_cgroup, root)
     limits = (
         _limit_v2(folder) if version == 2 else _limit_v1(folder) for version, folder in folders
@@ -188,17 +187,15 @@ def _limit_v2(folder: Path) -> float | None:
 
 
 def _limit_v1(folder: Path) -> float | None:
-    quota, period = (
-        int(read_text(folder / "cpu.cfs_quota_us") or -1),
-        int(read_text(folder / "cpu.cfs_period_us") or 0),
-    )
+    quota = int(read_text(folder / "cpu.cfs_quota_us") or -1)
+    period = int(read_text(folder / "cpu.cfs_period_us") or 0)
     return quota / period if quota > 0 and period > 0 else None
 
 
 def cpuset(
     proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup"
 ) -> set[int] | None:
-    """The CPUs that the cgroup of this process may use, whatever mask a launcher has set; None where the system does not say."""
+    """Return the CPUs that this process's cgroup may use, independent of the launcher's mask; None if unknown."""
     texts = (
         read_text(folder / _CPUSET[version])
         for version, folder in cgroup_folders("cpuset", proc_cgroup, root)
@@ -207,7 +204,7 @@ def cpuset(
 
 
 def allowed_memory() -> set[int] | None:
-    """The NUMA domains whose memory this process may use; None where the system does not say."""
+    """Return the NUMA domains whose memory this process may use; None if unknown."""
     found = re.search(
         r"^Mems_allowed_list:\s*(\S+)$", read_text(Path("/proc/self/status")) or "", re.MULTILINE
     )
@@ -215,17 +212,21 @@ def allowed_memory() -> set[int] | None:
 
 
 ENOUGH_CORES = (
-    24  # of a rank, from which on a core for communication costs less than its interruptions
+    24  # cores of a rank from which a core for communication costs less than interruptions
 )
-SHOWN_RANKS = 8  # that the log names one by one
-SMALL_MEMORY = 0.5  # of the memory of the largest domain
+SHOWN_RANKS = 8  # ranks listed in the log
+SMALL_MEMORY = 0.5  # of the largest domain's memory
 _PINNING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Threads of this rank and the core of each; no cores: the system places them. communication: the core of the thread that
-    calls MPI, where one is left for it. why: what limits the threads, or why they are not pinned."""
+    """Threads of a rank and their cores.
+
+    cpus: empty if the system places the threads
+    communication: core of the thread that calls MPI, if reserved
+    why: limit on the threads, or reason for not pinning
+    """
 
     threads: int
     cpus: tuple[int, ...]
@@ -235,7 +236,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank of the node: its number in the job, its CPU mask, its placement, and the bytes that it needs, where that is known."""
+    """A rank on the node.
+
+    number: rank in the job
+    mask: its CPUs
+    needed: bytes of memory, if known
+    """
 
     number: int
     mask: tuple[int, ...]
@@ -244,10 +250,7 @@ class Rank:
 
 
 def limits(environ: Mapping[str, str], ranks: int, quota: float | None) -> dict[str, float]:
-    """What limits the threads of a rank, apart from its mask -> how many it allows.
-
-    A cgroup's quota and Slurm's CPUs of a node are shared by all its ranks.
-    """
+    """Return the limits on a rank's threads, apart from its mask. The node's ranks share a cgroup's quota and SLURM_CPUS_ON_NODE."""
     found = {} if quota is None else {f"the cgroup's quota of {quota:g} CPUs": quota / ranks}
     for name, sharers in (("SLURM_CPUS_ON_NODE", ranks), ("SLURM_CPUS_PER_TASK", 1)):
         if (text := environ.get(name, "").strip()).isdecimal() and int(text):
@@ -256,28 +259,31 @@ def limits(environ: Mapping[str, str], ranks: int, quota: float | None) -> dict[
 
 
 def requested_threads(environ: Mapping[str, str]) -> int | None:
-    """OMP_NUM_THREADS; None where it is not set. Raises ValueError when it is not a positive number."""
+    """Return OMP_NUM_THREADS, or None if unset. ValueError unless it is a positive number."""
     variable = environ.get("OMP_NUM_THREADS", "").strip()
+    if not variable:
+        return None
     outermost = variable.split(",")[0].strip()  # OpenMP allows a list, one number per nesting level
-    if variable and (not outermost.isdecimal() or int(outermost) < 1):
+    if not outermost.isdecimal() or int(outermost) < 1:
         raise ValueError(
             f"OMP_NUM_THREADS should be a positive number, it is {variable!r}; correct or unset it"
         )
-    return int(outermost) if variable else None
+    return int(outermost)
 
 
 def part(domains: Sequence[list[int]], sharers: int, position: int) -> list[int]:
-    """The cores of one of the ranks that share these domains' cores, without crossing a domain's border where that is possible."""
+    """Return a rank's cores out of the domains' cores, inside one domain if possible."""
     if sharers % len(domains) == 0:
         each = sharers // len(domains)
         return _slice(domains[position // each], each, position % each)
     if len(domains) % sharers == 0:
         domains = _slice(list(domains), sharers, position)
-        sharers, position = 1, 0
+        sharers = 1
+        position = 0
     return _slice([cpu for domain in domains for cpu in domain], sharers, position)
 
 
-def _slice(items: list, count: int, position: int) -> list:
+def _slice(items: list[T], count: int, position: int) -> list[T]:
     size = len(items) // count
     return items[position * size : (position + 1) * size]
 
@@ -291,21 +297,20 @@ def place(
     affinity: str = "auto",
     reserve: bool = False,
 ) -> Placement:
-    """The placement of rank `index` of the node's ranks, whose masks are `masks`; ValueError as in `requested_threads`.
+    """Place rank `index` of a node whose ranks have `masks`. ValueError as in `requested_threads`.
 
-    affinity: "pin", "none", or "auto", which pins where the node's cores lie in several NUMA domains. Nothing is pinned when there
-    are more threads than cores, when masks overlap without being equal, or when the user has set OMP_PROC_BIND, OMP_PLACES or
-    GOMP_CPU_AFFINITY. reserve: a rank of ENOUGH_CORES or more computes on one core less, which the thread that calls MPI gets;
-    a number of threads that the user has set stays.
+    Nothing is pinned if there are more threads than cores, if masks overlap without being equal, or if the user set OMP_PROC_BIND,
+    OMP_PLACES or GOMP_CPU_AFFINITY.
+
+    affinity: "pin", "none", or "auto": pin if the node's cores are in several NUMA domains
+    reserve: leave a core to the thread that calls MPI if the rank has ENOUGH_CORES and no number of threads is set
     """
     own = set(masks[index])
     sharers = [i for i, other in enumerate(masks) if not own.isdisjoint(other)]
     cores = part([*node.parts(own).values()], len(sharers), sharers.index(index))
     requested = requested_threads(environ)
-    limit, why = min(
-        ((int(n), name) for name, n in limits(environ, len(masks), quota).items()),
-        default=(len(cores), ""),
-    )
+    found = [(int(n), name) for name, n in limits(environ, len(masks), quota).items()]
+    limit, why = min(found, default=(len(cores), ""))
     threads = requested or max(1, min(len(cores), limit))
     if reserve and not requested and threads == len(cores) >= ENOUGH_CORES:
         threads -= 1
@@ -314,27 +319,26 @@ def place(
     unpinned = _unpinned(node, masks, environ, affinity)
     if unpinned or not cores or threads > len(cores) or any(set(masks[i]) != own for i in sharers):
         return replace(placement, why=", ".join(filter(None, (why, unpinned))))
-    return replace(
-        placement,
-        cpus=tuple(cores[:threads]),
-        communication=cores[threads] if threads < len(cores) else None,
-    )
+    communication = cores[threads] if threads < len(cores) else None
+    return replace(placement, cpus=tuple(cores[:threads]), communication=communication)
 
 
 def _unpinned(
     node: Node, masks: Sequence[Sequence[int]], environ: Mapping[str, str], affinity: str
 ) -> str | None:
-    """Why threads are not pinned, whatever their number; None where they are."""
+    """Return the reason for not pinning, whatever the number of threads, or None."""
     if variable := next((name for name in _PINNING_VARIABLES if environ.get(name)), None):
         return f"placed by {variable}"
     domains = node.parts({cpu for mask in masks for cpu in mask})
-    return None if affinity == "pin" or affinity == "auto" and len(domains) > 1 else "not pinned"
+    if affinity == "pin" or affinity == "auto" and len(domains) > 1:
+        return None
+    return "not pinned"
 
 
 def proposed_ranks(
     node: Node, masks: Sequence[Sequence[int]], environ: Mapping[str, str], quota: float | None
 ) -> int:
-    """Ranks of the node with which each has a domain to itself, of the CPUs that these masks and limits allow."""
+    """Return the number of ranks that gives each a domain within these masks and limits."""
     parts = node.parts({cpu for mask in masks for cpu in mask})
     of_node = {name: value for name, value in environ.items() if name != "SLURM_CPUS_PER_TASK"}
     cores = min(limits(of_node, 1, quota).values(), default=node.smt * len(node.cpus))
@@ -342,7 +346,7 @@ def proposed_ranks(
 
 
 def map_ranks(node: Node, count: int, needed: int | None = None) -> list[Rank]:
-    """So many ranks on a node that nothing limits, as a launcher starts them that binds none. needed: bytes of memory of a rank."""
+    """Place `count` unbound ranks on a node without limits. needed: bytes of memory per rank"""
     masks = [node.cpus] * count
     return [
         Rank(i, tuple(node.cpus), place(node, masks, i, {}, affinity="pin"), needed)
@@ -350,28 +354,29 @@ def map_ranks(node: Node, count: int, needed: int | None = None) -> list[Rank]:
     ]
 
 
-# What the log says ----------------------------------------------------------------------------------------------------------------
+# Lines for the log ----------------------------------------------------------------------------------------------------------------
 
 
 def used(node: Node, rank: Rank) -> dict[int, list[int]]:
-    """The cores that the threads of a rank may run on, by domain."""
+    """Return the cores on which a rank's threads may run, by domain."""
     return node.parts(rank.placement.cpus or rank.mask)
 
 
 def rank_line(node: Node, rank: Rank) -> str:
-    """rank 1: 24 threads pinned to cores 24-47 (domain 1)."""
-    placement, where = rank.placement, used(node, rank)
+    """Return for example "rank 1: 24 threads pinned to cores 24-47 (domain 1)"."""
+    placement = rank.placement
+    where = used(node, rank)
     words = "pinned to" if placement.cpus else "on"
     cores = format_list(cpu for part in where.values() for cpu in part)
-    return (
-        f"rank {rank.number}: {placement.threads} thread{'s' * (placement.threads > 1)} {words} core"
-        f"{'s' * (',' in cores or '-' in cores)} {cores} (domain{'s' * (len(where) > 1)} {format_list(where)})"
-        + (f", {placement.why}" if placement.why else "")
-    )
+    threads = plural(placement.threads, "thread")
+    core_noun = "cores" if "," in cores or "-" in cores else "core"
+    domain_noun = "domains" if len(where) > 1 else "domain"
+    text = f"rank {rank.number}: {threads} {words} {core_noun} {cores} ({domain_noun} {format_list(where)})"
+    return f"{text}, {placement.why}" if placement.why else text
 
 
 def mapping(node: Node, ranks: Sequence[Rank]) -> str:
-    """One line: the node and the cores of its ranks; of many ranks the first ones and the last."""
+    """Return the node and the cores of its ranks in one line; of many ranks the first and the last."""
     few = ranks if len(ranks) <= SHOWN_RANKS else ranks[: SHOWN_RANKS - 1]
     lines = [rank_line(node, rank) for rank in few]
     if few is not ranks:
@@ -387,9 +392,9 @@ def problems(
     cpuset: set[int] | None = None,
     memory: set[int] | None = None,
 ) -> list[str]:
-    """A line for each kind of problem of this mapping, with its remedy.
+    """Return a line with problem and remedy for each defect of this mapping.
 
-    cpuset, memory: CPUs and domains whose memory the cgroup of this job allows.
+    cpuset, memory: CPUs and memory domains that the job's cgroup allows
     """
     found = (
         _spanning(node, ranks, environ, quota),
@@ -408,37 +413,36 @@ def _spanning(
     if not spanning:
         return None
     proposed = proposed_ranks(node, [rank.mask for rank in ranks], environ, quota)
-    text = f"{_names(spanning)} compute{'s' * (len(spanning) == 1)} on several NUMA domains, where a part of the memory is slower"
+    text = f"{_compute(spanning)} on several NUMA domains, where a part of the memory is slower"
+    bind = "bind each rank to one domain (mpiexec -bind-to numa, srun --cpu-bind=ldoms)"
     if proposed == 1:
-        return (
-            f"{text}: bind each rank to one domain (mpiexec -bind-to numa, srun --cpu-bind=ldoms)"
-        )
+        return f"{text}: {bind}"
     if len(ranks) == proposed:
-        return f"{text}: pass --thread-affinity pin, or bind each rank to one domain (mpiexec -bind-to numa, srun --cpu-bind=ldoms)"
+        return f"{text}: pass --thread-affinity pin, or {bind}"
     cpus = max(len(domain.cores) for domain in node.domains) * node.smt
     start = f"mpiexec -n {proposed} on one node; srun --ntasks-per-node {proposed} --cpus-per-task {cpus}"
     return f"{text}: this node suits {proposed} ranks, one for each domain ({start}), and has {len(ranks)}"
 
 
 def _sharing(node: Node, ranks: Sequence[Rank]) -> str | None:
-    """The first group of ranks that have more threads than cores."""
+    """Report the first group of ranks with more threads than cores."""
     groups: list[tuple[list[Rank], set[tuple[int, ...]]]] = []
     for rank in ranks:
-        members, cores = (
-            [rank],
-            {node.core_of(cpu) for part in used(node, rank).values() for cpu in part},
-        )
+        members = [rank]
+        cores = {node.core_of(cpu) for part in used(node, rank).values() for cpu in part}
         for group in [group for group in groups if group[1] & cores]:
             groups.remove(group)
-            members, cores = group[0] + members, group[1] | cores
+            members = group[0] + members
+            cores = group[1] | cores
         groups.append((members, cores))
     for members, cores in groups:
         threads = sum(rank.placement.threads for rank in members)
         if threads > len(cores):
+            numbers = [rank.number for rank in members]
             return (
-                f"{_names([rank.number for rank in members])} compute{'s' * (len(members) == 1)} with {threads} threads on "
-                f"{len(cores)} core{'s' * (len(cores) > 1)}, where they wait for each other: start fewer ranks, lower "
-                "OMP_NUM_THREADS, or bind ranks to cores of their own (mpiexec -bind-to core, srun --cpu-bind=cores)"
+                f"{_compute(numbers)} with {threads} threads on {plural(len(cores), 'core')}, where they wait for each other: "
+                "start fewer ranks, lower OMP_NUM_THREADS, or bind ranks to cores of their own "
+                "(mpiexec -bind-to core, srun --cpu-bind=cores)"
             )
     return None
 
@@ -457,11 +461,11 @@ def _outside_masks(node: Node, ranks: Sequence[Rank], cpuset: set[int] | None) -
     if cpuset is None:
         return None
     usable = {node.core_of(cpu) for cpu in cpuset.intersection(node.cpus)}
-    held = {node.core_of(cpu) for rank in ranks for cpu in rank.mask} & usable
-    if len(held) == len(usable):
+    masked = {node.core_of(cpu) for rank in ranks for cpu in rank.mask} & usable
+    if len(masked) == len(usable):
         return None
     return (
-        f"the masks of this node's ranks hold {len(held)} of the {len(usable)} cores that the job may use: let the launcher "
+        f"the masks of this node's ranks hold {len(masked)} of the {len(usable)} cores that the job may use: let the launcher "
         "bind ranks to NUMA domains or not at all (mpiexec -bind-to numa, srun --cpus-per-task), and omit taskset"
     )
 
@@ -475,7 +479,8 @@ def _domain_memory(node: Node, ranks: Sequence[Rank], allowed: set[int] | None) 
         for number in where:
             needs[number] = needs.get(number, 0.0) + (rank.needed or 0) / 2**30 / len(where)
     for domain in (domain for domain in node.domains if domain.number in occupied):
-        own, name = domain.memory_gib, f"NUMA domain {domain.number}"
+        own = domain.memory_gib
+        name = f"NUMA domain {domain.number}"
         if allowed is not None and domain.number not in allowed:
             yield f"the job may not use the memory of {name}, on which ranks compute: allow it (cpuset.mems, numactl --membind)"
         elif own is not None and own < SMALL_MEMORY * largest:
@@ -487,5 +492,7 @@ def _domain_memory(node: Node, ranks: Sequence[Rank], allowed: set[int] | None) 
             )
 
 
-def _names(numbers: Sequence[int]) -> str:
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {format_list(numbers)}"
+def _compute(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"rank {numbers[0]} computes"
+    return f"ranks {format_list(numbers)} compute"

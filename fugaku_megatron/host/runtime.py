@@ -1,6 +1,6 @@
-"""The process and its machine: pinned threads, time limit, clock, FP32 peak, and the log's first lines about them.
+"""The process and its machine: pinned threads, time limit, clock, FP32 peak, and the log's first lines.
 
-Left out: which cores a rank computes on (placement.py), memory (allocator.py).
+Cores of a rank: placement.py. Memory: allocator.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -19,8 +20,7 @@ from ..comm.agreement import Nodes, differing, everywhere, find_nodes
 from ..comm.base import Comm
 from ..comm.job import describe
 from ..comm.mpi import MPIComm
-from . import allocator as memory
-from . import kernels
+from . import allocator, kernels
 from .energy import Counters
 from .placement import (
     Node,
@@ -43,11 +43,25 @@ _ARM_CPUS = {
     (0x41, 0xD49): "Arm Neoverse N2",
     (0x41, 0xD4F): "Arm Neoverse V2",
 }
-STEPS = 500_000  # iterations of the loop in one measurement: some tens of milliseconds
+STEPS = 500_000  # iterations of the FMA loop: some tens of milliseconds
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """Settings of a rank's process, from the flags with these names.
+
+    reserve_core: leave a core to the thread that calls MPI
+    """
+
+    allocator: str = "tuned"
+    thread_affinity: str = "auto"
+    cpu_frequency: float | None = None
+    flush_denormals: bool = True
+    reserve_core: bool = False
 
 
 def apply_placement(placement: Placement, flush_denormals: bool) -> None:
-    """Apply it to torch and the kernels, which share one pool of threads; the denormal mode is set in each thread."""
+    """Apply the placement to torch and the kernels, which share one thread pool, and set every thread's denormal mode."""
     torch.set_num_threads(placement.threads)
     if placement.cpus:
         kernels.pin_threads(list(placement.cpus))
@@ -55,84 +69,83 @@ def apply_placement(placement: Placement, flush_denormals: bool) -> None:
 
 
 def apply_to_communication(placement: Placement, node: Node) -> None:
-    """Called by the thread that calls MPI: it computes alone, on its core, or near the rank's cores where these are pinned.
+    """Bind the thread that calls MPI to its core, or near the rank's cores if those are pinned; called by that thread.
 
-    What it touches first, such as a window of shared memory, is then in the memory of the rank's own domain.
+    Memory that the thread touches first, such as a shared window, is then in the rank's NUMA domain.
     """
-    torch.empty(
-        2**20
-    ).zero_()  # torch sets a new thread's number of threads at its first parallel operation
-    kernels.set_num_threads(
-        1
-    )  # otherwise OpenMP starts a second set of threads for it, on the cores of the first
-    near = {cpu for core in placement.cpus for cpu in node.core_of(core)}
-    if cpus := near if placement.communication is None else {placement.communication}:
+    # torch sets a new thread's number of threads at its first parallel operation. With more than one, OpenMP would start
+    # another set of threads on the cores in use.
+    torch.empty(2**20).zero_()
+    kernels.set_num_threads(1)
+    cpus = {cpu for core in placement.cpus for cpu in node.core_of(core)}
+    if placement.communication is not None:
+        cpus = {placement.communication}
+    if cpus:
         os.sched_setaffinity(0, cpus)
 
 
 def init(
     world: Comm,
-    *,
-    allocator: str = "tuned",
-    thread_affinity: str = "auto",
-    cpu_frequency: float | None = None,
-    flush_denormals: bool = True,
-    reserve_core: bool = False,
+    settings: ProcessSettings = ProcessSettings(),
     nodes: Nodes | None = None,
     needed: int | None = None,
 ) -> str:
-    """Memory, threads, cores, clock and denormals of this rank, before its first large tensor; returns the log's lines.
+    """Set up this rank's memory, threads, cores, clock and denormals before its first large tensor; return the log's lines. Collective.
 
-    reserve_core: leave a core to the thread that calls MPI. nodes: those of `world`, where they are known. needed: bytes of memory
-    that this rank will need, where that is known. Collective; ValueError on every rank for a clock that is not the one asked for.
+    ValueError on every rank if the clock differs from the requested one.
+
+    nodes: nodes of `world`, if known
+    needed: bytes of memory that this rank will need, if known
     """
     mask = sorted(os.sched_getaffinity(0))
-    memory_text = memory.tune(allocator)
-    here, node = (nodes or find_nodes(world)).ranks, Node.read()
+    memory_text = allocator.tune(settings.allocator)
+    here = (nodes or find_nodes(world)).ranks
+    node = Node.read()
     masks = here.all_gather_object(mask)
     with everywhere():
         placement = place(
-            node, masks, here.rank, os.environ, cpu_quota(), thread_affinity, reserve_core
+            node,
+            masks,
+            here.rank,
+            environ=os.environ,
+            quota=cpu_quota(),
+            affinity=settings.thread_affinity,
+            reserve=settings.reserve_core,
         )
-        apply_placement(placement, flush_denormals)
+        apply_placement(placement, settings.flush_denormals)
         if isinstance(world, MPIComm):
             world.engine.call(lambda: apply_to_communication(placement, node))
             world.engine.own_core = placement.communication is not None
-        ghz = check_clock(cpu_frequency, placement.cpus or mask)
-    library = describe(world) + (
-        ""
-        if placement.communication is None
-        else f", communication on core {placement.communication}"
-    )
+        ghz = check_clock(settings.cpu_frequency, placement.cpus or mask)
+    library = describe(world)
+    if placement.communication is not None:
+        library += f", communication on core {placement.communication}"
     ranks = here.all_gather_object(Rank(world.rank, tuple(mask), placement, needed))
     summary = machine_summary(
         library,
         len(mask),
-        here.size,
-        placement.threads,
-        bool(placement.cpus),
-        memory_text,
-        ghz,
-        Counters.find().describe(),
+        ranks_on_node=here.size,
+        placement=placement,
+        memory=memory_text,
+        ghz=ghz,
+        energy=Counters.find().describe(),
     )
     return "\n".join([summary, *mapping_lines(world, node, ranks)])
 
 
 def mapping_lines(world: Comm, node: Node, ranks: list[Rank]) -> list[str]:
-    """The log's lines about the cores of this node's ranks and what is wrong with them, and about nodes that differ. Collective."""
+    """Return the log's lines about the cores of this node's ranks, their problems, and differing nodes. Collective."""
     found = problems(node, ranks, os.environ, cpu_quota(), cpuset(), allowed_memory())
     threads = sorted({rank.placement.threads for rank in ranks})
     shape = f"{node.describe()}, {len(ranks)} ranks of {threads} threads, {len(found)} problems"
-    other = differing(world, {"the mapping of a node": shape})
-    return [
-        mapping(node, ranks),
-        *(f"note: {line}" for line in found),
-        *([f"note: nodes differ: {other}"] if other else []),
-    ]
+    lines = [mapping(node, ranks), *(f"note: {line}" for line in found)]
+    if difference := differing(world, {"the mapping of a node": shape}):
+        lines.append(f"note: nodes differ: {difference}")
+    return lines
 
 
 class ExitTimer:
-    """--exit-duration-in-mins: `expired` once that many minutes have passed since the timer was created; never if None."""
+    """--exit-duration-in-mins: `expired` after that many minutes since creation; never if None."""
 
     def __init__(self, minutes: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         if minutes is not None and minutes <= 0:
@@ -146,7 +159,7 @@ class ExitTimer:
 
 
 def cpu_model(cpuinfo: str | None = None) -> str:
-    """The CPU's name (`cpuinfo`: the text of /proc/cpuinfo)."""
+    """Return the CPU's name. cpuinfo: text of /proc/cpuinfo"""
     text = Path("/proc/cpuinfo").read_text() if cpuinfo is None else cpuinfo
     fields = dict(re.findall(r"^([^\t:]+?)\s*:\s*(\S.*)$", text, re.MULTILINE))
     if "model name" in fields:
@@ -158,32 +171,31 @@ def cpu_model(cpuinfo: str | None = None) -> str:
 
 
 def clock_ghz(steps: int = 1_000_000) -> float:
-    """The clock of this core in GHz: a chain of dependent additions, one cycle each, the best of three."""
-    return max(_chain_ghz(steps) for _ in range(3))
-
-
-def _chain_ghz(steps: int) -> float:
-    begin = time.perf_counter()
-    kernels.bench_clock(steps)
-    return steps / (time.perf_counter() - begin) / 1e9
+    """Measure this core's clock in GHz: a chain of dependent additions, one cycle each, the best of three."""
+    rates = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        kernels.bench_clock(steps)
+        rates.append(steps / (time.perf_counter() - begin) / 1e9)
+    return max(rates)
 
 
 def fma_gflops(steps: int = STEPS) -> float:
-    """GFLOP/s of one run of the loop, multiply and add counted separately."""
+    """Run the FMA loop once and return GFLOP/s, multiply and add counted separately."""
     start = time.perf_counter()
     flops = kernels.bench_fma(steps)
     return flops / (time.perf_counter() - start) / 1e9
 
 
 def fma_peak_gflops(rounds: int, steps: int = STEPS) -> float:
-    """The best of `rounds` runs in GFLOP/s; the first run wakes the threads and the clock."""
+    """Return the best GFLOP/s of `rounds` runs; the first run raises the clock."""
     return max(fma_gflops(steps) for _ in range(rounds))
 
 
 def set_clock(
     ghz: float, cpus: Iterable[int], root: str | os.PathLike = "/sys/devices/system/cpu"
 ) -> bool:
-    """Hold the CPUs at a clock in GHz through Linux's cpufreq. False where the system has none or denies writing to it."""
+    """Fix the CPUs' clock through Linux's cpufreq; False if the system has none or denies it."""
     try:
         for cpu in cpus:
             policy = Path(root) / f"cpu{cpu}" / "cpufreq"
@@ -199,9 +211,9 @@ def set_clock(
 def check_clock(
     requested: float | None, cpus: Iterable[int], measured: float | None = None
 ) -> float:
-    """The measured clock in GHz, after setting it to `requested` (--cpu-frequency) where the system permits that.
+    """Return the measured clock in GHz, set to `requested` (--cpu-frequency) if the system permits.
 
-    Raises ValueError when it differs from `requested` by more than the part CLOCK_TOLERANCE.
+    ValueError if the clocks differ by more than CLOCK_TOLERANCE.
     """
     if requested is not None:
         set_clock(requested, cpus)
@@ -218,16 +230,16 @@ def machine_summary(
     mpi_library: str,
     cpus: int,
     ranks_on_node: int,
-    threads: int,
-    pinned: bool,
-    allocator: str,
+    placement: Placement,
+    memory: str,
     ghz: float,
     energy: str = "no energy counter",
 ) -> str:
-    """One line: what this node is and how the run uses it. cpus: number of CPUs in this rank's mask."""
+    """Return one line about this node and the run's use of it. cpus: number of CPUs in this rank's mask"""
     gib = psutil.virtual_memory().total / (1 << 30)
+    threads = f"{placement.threads} pinned" if placement.cpus else f"{placement.threads}"
     return (
         f"{platform.node()}: {cpu_model()} at {ghz:.2f} GHz (measured), {cpus} of {os.cpu_count()} CPUs in this rank's mask,"
-        f" {gib:.1f} GiB, {ranks_on_node} ranks x {threads} {'pinned ' if pinned else ''}threads, allocator {allocator},"
+        f" {gib:.1f} GiB, {ranks_on_node} ranks x {threads} threads, allocator {memory},"
         f" {energy}, torch {torch.__version__}, MPI {' '.join(mpi_library.split())}"
     )

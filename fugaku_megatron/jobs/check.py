@@ -1,6 +1,6 @@
-"""The mistakes of a job script that can be found before it is submitted, each with the line to change.
+"""Mistakes in a job script that can be found before submission, each with the line to change.
 
-One function per subject yields its problems. Left out: whether bash can parse the script.
+One function per subject yields its problems. Bash syntax is not checked.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PRELOADED = ("TCMALLOC", "LD_PRELOAD")  # variables with libraries to preload
 
 @dataclass(frozen=True)
 class Problem:
-    """A mistake. line: line of the script; 0 for an option on pjsub's command line."""
+    """A mistake. line: line of the script; 0 for an option on pjsub's command line"""
 
     line: int
     text: str
 
     def located(self, file: str) -> str:
-        """The message with the file and line in front."""
+        """Return the message with file and line in front."""
         return (
             f"{file}:{self.line}: {self.text}"
             if self.line
@@ -42,10 +42,11 @@ class Problem:
 def problems(
     text: str, group: str | None = None, files: bool = True, options: Sequence[str] = ()
 ) -> list[Problem]:
-    """All mistakes, by line.
+    """Return all mistakes, by line.
 
-    group: the group to charge, from pjsub's command line. files: whether staged files must exist already. options: options on
-    pjsub's command line, which replace directives.
+    group: group to charge, from pjsub's command line
+    files: staged files must exist already
+    options: options on pjsub's command line, which replace directives
     """
     try:
         script = parse(text)
@@ -59,8 +60,9 @@ def problems(
 
 
 def _shape(request: Request) -> Iterator[Problem]:
-    """The shape of the nodes consists of whole units of the torus and fits into the machine."""
-    line, shape = request.script.line("-L", "node"), request.shape
+    """Check that the nodes' shape has whole torus units and fits into the machine."""
+    line = request.script.line("-L", "node")
+    shape = request.shape
     best = torus.best_shape(request.nodes)
     near = " or ".join(map(str, torus.nearest(request.nodes)))
     remedy = f"write node={torus.text(best)}:torus" if best else f"request {near} nodes"
@@ -92,9 +94,10 @@ def _shape(request: Request) -> Iterator[Problem]:
 
 
 def _resource_group(request: Request) -> Iterator[Problem]:
-    """The resource group's limits on nodes and elapse time."""
+    """Check the resource group's limits on nodes and elapse time."""
     groups, source = limits.resource_groups()
-    group_setting, script = request.script.get("-L", "rscgrp"), request.script
+    group_setting = request.script.get("-L", "rscgrp")
+    script = request.script
     if group_setting is None or group_setting.text not in groups:
         yield Problem(
             script.line("-L", "rscgrp"),
@@ -121,9 +124,10 @@ def _resource_group(request: Request) -> Iterator[Problem]:
 
 
 def _processes(request: Request) -> Iterator[Problem]:
-    """proc and the variables of the body agree with the directives."""
+    """Check that proc and the body's variables agree with the directives."""
     script = request.script
-    setting, value = script.get("--mpi", "proc"), request.nodes * request.ranks_per_node
+    setting = script.get("--mpi", "proc")
+    value = request.nodes * request.ranks_per_node
     if setting is None or setting.text != str(value):
         yield Problem(
             script.line("--mpi", "proc"),
@@ -148,9 +152,10 @@ def _processes(request: Request) -> Iterator[Problem]:
 
 
 def _power(request: Request) -> Iterator[Problem]:
-    """Every power state is set to a valid value."""
+    """Check that every power state has a valid value."""
     script = request.script
-    freq, eco = script.get("-L", "freq"), script.get("-L", "eco_state")
+    freq = script.get("-L", "freq")
+    eco = script.get("-L", "eco_state")
     for name, setting in (
         ("freq", freq),
         ("eco_state", eco),
@@ -179,9 +184,10 @@ def _power(request: Request) -> Iterator[Problem]:
 
 
 def _clock(request: Request) -> Iterator[Problem]:
-    """Clock and eco state form a mode that the site accepts, and --cpu-frequency agrees with the clock."""
+    """Check that clock and eco state form an accepted mode and that --cpu-frequency agrees."""
     script = request.script
-    freq, eco = script.get("-L", "freq"), script.get("-L", "eco_state")
+    freq = script.get("-L", "freq")
+    eco = script.get("-L", "eco_state")
     if freq is None or eco is None:
         return
     mode = next(
@@ -207,7 +213,8 @@ def _clock(request: Request) -> Iterator[Problem]:
         return
     if "--cpu-frequency" in script.flags[:-1]:  # a flag without its value is a problem of _run
         clock = script.flags[script.flags.index("--cpu-frequency") + 1]
-        clock_text, variable = f"{mode.ghz:.1f}", script.get("-x", "CPU_GHZ")
+        clock_text = f"{mode.ghz:.1f}"
+        variable = script.get("-x", "CPU_GHZ")
         if variable and variable.text != clock_text:
             yield Problem(
                 variable.line,
@@ -223,7 +230,7 @@ def _clock(request: Request) -> Iterator[Problem]:
 
 
 def _account(request: Request) -> Iterator[Problem]:
-    """The group to charge has a valid name."""
+    """Check the name of the group to charge."""
     in_script = request.script.get("-g")
     group = request.group or (in_script and in_script.text)
     if group and not limits.is_name(group):
@@ -239,7 +246,7 @@ def _account(request: Request) -> Iterator[Problem]:
 
 
 def _run(request: Request) -> Iterator[Problem]:
-    """Flags, batch, memory, time and the placement of tensor-parallel groups."""
+    """Check flags, batch, memory, time and the placement of tensor-parallel groups."""
     script = request.script
     line = next(iter(script.flag_lines.values()), script.last_directive)
     try:
@@ -271,7 +278,7 @@ def _run(request: Request) -> Iterator[Problem]:
 
 
 def _rank_map(request: Request, layout: Layout, tensor: int) -> Iterator[Problem]:
-    """The rank map belongs to this shape and layout; without a map the ranks of a tensor-parallel group may be far apart."""
+    """Check that the rank map belongs to this shape and layout; warn of distant tensor-parallel ranks without a map."""
     if request.shape and not torus.whole(request.shape):
         return  # a problem of _shape
     form = f"{torus.text(request.shape)} {{}} {torus.sizes(layout)}" if request.shape else ""
@@ -309,7 +316,7 @@ def _rank_map(request: Request, layout: Layout, tensor: int) -> Iterator[Problem
 
 
 def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterator[Problem]:
-    """The modelled memory fits into a rank, and the first iteration and its checkpoint end before the elapse time."""
+    """Check that the modelled memory fits into a rank and that the first checkpoint is saved before the elapse time."""
     script = request.script
     system = System.from_names(
         "a64fx", software.THIS_PROJECT, request.nodes, request.ranks_per_node
@@ -346,7 +353,7 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterat
 
 
 def _volumes(request: Request) -> Iterator[Problem]:
-    """All paths of the script are on volumes that the job mounts."""
+    """Check that the job mounts the volumes of all paths."""
     script = request.script
     setting = script.get("-x", "PJM_LLIO_GFSCACHE")
     if setting is None:
@@ -377,9 +384,11 @@ def _volumes(request: Request) -> Iterator[Problem]:
 
 
 def _common_part(request: Request) -> Iterator[Problem]:
-    """A script of the checkout finds the common part from the folder of submission."""
-    line, passed = request.script.find(READS_COMMON), request.script.get("-x", "FUGAKU_MEGATRON")
-    folder, name = Path(passed.text if passed else os.getcwd()), "fugaku_megatron/jobs/pjsub.sh"
+    """Check that a script of the checkout finds the common part from the submission directory."""
+    line = request.script.find(READS_COMMON)
+    passed = request.script.get("-x", "FUGAKU_MEGATRON")
+    folder = Path(passed.text if passed else os.getcwd())
+    name = "fugaku_megatron/jobs/pjsub.sh"
     if (
         line
         and request.files
@@ -402,7 +411,8 @@ def _files(request: Request) -> Iterator[Problem]:
             archive.line,
             f"ARCHIVE {path} does not exist: create it with scripts/build.sh, or set ARCHIVE=FILE",
         )
-    size, size_line = script.text("--llio", "localtmp-size"), script.line("--llio", "localtmp-size")
+    size = script.text("--llio", "localtmp-size")
+    size_line = script.line("--llio", "localtmp-size")
     amount = re.fullmatch(r"(\d+)Gi", size)
     if amount is None or not 0 < int(amount[1]) <= limits.LOCAL_TMP_GIB:
         yield Problem(
@@ -464,7 +474,7 @@ def _files(request: Request) -> Iterator[Problem]:
 
 
 def _output(request: Request) -> Iterator[Problem]:
-    """The output files of many ranks are split into several directories."""
+    """Check that the output files of many ranks are split into several directories."""
     for number, line in request.script.body:
         paths = re.findall(r"-(?:std(?:out|err)?|of)-proc (\S+)", line)
         if request.processes > limits.SPLIT_OUTPUT_ABOVE and any(

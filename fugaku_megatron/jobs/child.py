@@ -1,4 +1,4 @@
-"""A launcher such as mpiexec or srun as a child process: its output, requests to stop, and how the run ended."""
+"""A launcher such as mpiexec or srun as a child process: output, stop requests, and the run's ending."""
 
 from __future__ import annotations
 
@@ -16,27 +16,12 @@ from typing import IO
 from ..start.exit_codes import ExitCode
 from ..start.signals import StopSignals
 
-KEPT_BYTES = 1 << 16  # of the end of the output, where the launcher's own messages are
-
-
-DRAIN_SECONDS = (
-    5.0  # to read the rest of the pipes; a process that outlives the launcher may keep them open
-)
-
-
-ORDERLY = (
-    signal.SIGUSR1
-)  # every launcher forwards it to its ranks; after SIGTERM Open MPI's launcher kills them at once
-
-
-RESTARTED = (
-    ExitCode.FAILED,
-    ExitCode.HANG,
-    ExitCode.LOST_RANK,
-    ExitCode.STORAGE,
-)  # another start may succeed
-
-
+KEPT_BYTES = 1 << 16  # kept end of the output, with the launcher's messages
+DRAIN_SECONDS = 5.0  # limit for reading pipes that a process may hold open after the launcher ended
+# Every launcher forwards SIGUSR1 to its ranks; after SIGTERM Open MPI's launcher kills them at once.
+ORDERLY = signal.SIGUSR1
+# Another start may succeed.
+RESTARTED = (ExitCode.FAILED, ExitCode.HANG, ExitCode.LOST_RANK, ExitCode.STORAGE)
 WHAT = {
     ExitCode.FINISHED: "finished, or stopped on request",
     ExitCode.FAILED: "a rank failed",
@@ -52,11 +37,8 @@ WHAT = {
 
 
 _SIGNALS = (r"EXIT STRING: .*\(signal (\d+)\)", r"exited on\s+signal (\d+)")  # MPICH, Open MPI
-
-
-_JOINED = r"EXIT CODE: (\d+)\n(?:=.*\n)*.*EXIT STRING: .*\(signal (\d+)\)"  # MPICH: the code of one rank, and the bits of all ranks
-
-
+# MPICH: one rank's code, and all ranks' bits.
+_JOINED = r"EXIT CODE: (\d+)\n(?:=.*\n)*.*EXIT STRING: .*\(signal (\d+)\)"
 _CODES = (
     r"srun: error: \S+: tasks? \S+ Exited with exit code (\d+)",
     r"application called MPI_Abort\([^,()]*, (\d+)\)",
@@ -78,7 +60,7 @@ _NODES = (
 
 
 class Launcher:
-    """A running launcher. Raises ValueError if the program does not exist."""
+    """A running launcher. ValueError if the program does not exist."""
 
     def __init__(self, command: Sequence[str]) -> None:
         try:
@@ -101,14 +83,13 @@ class Launcher:
             with self._lock:
                 self._said += chunk
                 del self._said[:-KEPT_BYTES]
-            with contextlib.suppress(
-                OSError
-            ):  # the reader is gone or the disk is full: the run continues
+            # The run continues if the reader has ended or the disk is full.
+            with contextlib.suppress(OSError):
                 while chunk:
                     chunk = chunk[os.write(target, chunk) :]
 
     def wait(self) -> tuple[int, str]:
-        """(exit code, negative for a signal; the end of the output)."""
+        """Return (exit code, negative for a signal; end of the output)."""
         code = self.process.wait()
         for reader in self._readers:
             reader.join(DRAIN_SECONDS)
@@ -116,14 +97,14 @@ class Launcher:
             return code, self._said.decode(errors="replace")
 
     def send(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
+        """Send a signal unless the process has ended."""
         self.process.send_signal(number)
 
 
 class Stop(StopSignals):
-    """Inside the block SIGTERM, SIGUSR1 and SIGINT ask the run to save and exit; it is not restarted.
+    """A block in which SIGTERM, SIGUSR1 and SIGINT ask the run to save and exit without a restart.
 
-    The launcher gets the first one as ORDERLY and a second one unchanged. The terminal sends Control-C to the launcher itself.
+    The launcher receives the first signal as ORDERLY, later signals unchanged, and Control-C from the terminal.
     """
 
     def __init__(self) -> None:
@@ -133,7 +114,7 @@ class Stop(StopSignals):
 
     @contextlib.contextmanager
     def forwarding(self, launcher: Launcher) -> Iterator[None]:
-        """Inside the block signals are forwarded to this launcher, also one that arrived just before."""
+        """Forward signals to this launcher inside the block, including an earlier one."""
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         self._launcher = launcher
         if self.stop_requested:
@@ -156,7 +137,7 @@ class Stop(StopSignals):
 
 
 def _typed_here() -> bool:
-    """Whether this process is in the foreground of a terminal, where Control-C reaches the whole process group."""
+    """Return True in the foreground of a terminal, where Control-C reaches the whole process group."""
     try:
         return os.tcgetpgrp(0) == os.getpgrp()
     except OSError:  # no terminal
@@ -165,10 +146,13 @@ def _typed_here() -> bool:
 
 @dataclass(frozen=True)
 class Ending:
-    """code: the exit code of the job. signal: the signal that ended a rank, 0 for none. node: the node that was named, or "".
+    """The end of a run.
 
-    several: whether other signals ended other ranks. other: an exit code that ExitCode does not contain, such as MPICH's for a
-    signal that its message does not name.
+    code: exit code of the job
+    signal: signal that ended a rank, or 0
+    node: named node, or ""
+    several: other signals ended other ranks
+    other: exit code outside ExitCode, such as MPICH's for a signal that its message does not name
     """
 
     code: ExitCode
@@ -179,15 +163,18 @@ class Ending:
 
     @property
     def restarts(self) -> bool:
-        """Whether another start may succeed."""
+        """True if another start may succeed."""
         return self.code in RESTARTED
 
     def text(self) -> str:
-        """What happened, as one line of the log."""
-        more = ", and others in other ranks" * self.several
-        how = f" (signal {self.signal}, {_signal_name(self.signal)}{more})" if self.signal else ""
-        how = f" (exit code {self.other})" if self.code == ExitCode.FAILED else how
-        return f"{WHAT[self.code]}{how}{f' on node {self.node}' if self.node else ''}"
+        """Return the ending as a line of the log."""
+        text = WHAT[self.code]
+        if self.code == ExitCode.FAILED:
+            text += f" (exit code {self.other})"
+        elif self.signal:
+            others = ", and others in other ranks" if self.several else ""
+            text += f" (signal {self.signal}, {_signal_name(self.signal)}{others})"
+        return f"{text} on node {self.node}" if self.node else text
 
 
 def _signal_name(number: int) -> str:
@@ -204,18 +191,20 @@ def _first(patterns: tuple[str, ...], said: str) -> str | None:
 
 
 def ending(returncode: int, said: str) -> Ending:
-    """How a start ended. returncode: of subprocess, negative if a signal ended the launcher. said: the end of the output."""
+    """Return how a start ended.
+
+    returncode: of subprocess, negative if a signal ended the launcher
+    said: end of the output
+    """
     if returncode == 0:
         return Ending(ExitCode.FINISHED)
     node = (_first(_NODES, said) or "").rstrip(",.:")
     if number := _first(_SIGNALS, said):
-        one, joined = (
-            map(int, found.groups())
-            if (found := re.search(_JOINED, said))
-            else (int(number), int(number))
-        )
-        several = one != joined and one | joined == joined
-        return Ending(ExitCode.LOST_RANK, one if several else int(number), node, several=several)
+        if found := re.search(_JOINED, said):
+            one, joined = map(int, found.groups())
+            if one != joined and one | joined == joined:
+                return Ending(ExitCode.LOST_RANK, one, node, several=True)
+        return Ending(ExitCode.LOST_RANK, int(number), node)
     if (code := _first(_CODES, said)) is not None:
         return _of_code(int(code), node)
     if re.search(_KILLED, said):

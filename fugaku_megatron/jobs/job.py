@@ -1,7 +1,6 @@
-"""A job: its nodes and their shape, layout, memory and elapse time. Times and memory come from the performance model.
+"""A job: nodes and their shape, layout, memory and elapse time, from the performance model.
 
-`decide` reads pretrain_gpt.py's flags; the planner chooses the values that are not set. Left out: the script (render.py), its
-checks (check.py).
+`decide` reads pretrain_gpt.py's flags; the planner chooses unset values. Script: render.py. Checks: check.py.
 """
 
 from __future__ import annotations
@@ -31,7 +30,10 @@ MARGIN = 900  # seconds before the end of a job at which the trainer saves and e
 class Job:
     """The contents of a job script.
 
-    flags: pretrain_gpt.py's flags, without paths. elapse: seconds. seconds: modelled, of an iteration. why: the decisions as text.
+    flags: pretrain_gpt.py's flags, without paths
+    elapse: seconds
+    seconds: modelled seconds of an iteration
+    why: the decisions as text
     """
 
     name: str
@@ -57,17 +59,18 @@ class Job:
 
 
 def start_up(nodes: int) -> float:
-    """Seconds before the first iteration.
+    """Return the seconds before the first iteration.
 
-    MPI's start (Fugaku MPI performance data: 2.8 s on 432 nodes, 13.5 s on 27648), and an assumed 5 minutes for staging, Python and
-    the data index, and 2 more minutes for every 1000 nodes.
+    MPI's start (Fugaku MPI performance data: 2.8 s on 432 nodes, 13.5 s on 27648), an assumed 5 minutes for staging, Python and the
+    data index, and 2 more minutes for every 1000 nodes.
     """
     return 300 + 120 * nodes / 1000 + 2.8 * (nodes / 432) ** 0.38
 
 
 def placeable(plan: search.Plan, shape: torus.Shape | None) -> bool:
-    """Whether each tensor-parallel group of a plan fits into a node or, on a torus, into a unit."""
-    tp, ranks = plan.layout.tp, plan.system.ranks_per_node
+    """Return True if each tensor-parallel group fits into a node or, on a torus, into a unit."""
+    tp = plan.layout.tp
+    ranks = plan.system.ranks_per_node
     return (
         ranks in limits.RANKS_PER_NODE
         and torus.tensor_fits(tp, ranks)
@@ -78,7 +81,10 @@ def placeable(plan: search.Plan, shape: torus.Shape | None) -> bool:
 def choose(
     run: RunConfig, system: System, held: frozenset[str], shape: torus.Shape | None
 ) -> search.Plan:
-    """The fastest plan that can be placed. held: fields that keep the run's value. Raises ValueError if no plan can be placed."""
+    """Return the fastest plan that can be placed. ValueError if there is none.
+
+    held: fields that keep the run's value
+    """
     result = search.search(run, system, held)
     check(
         bool(result.plans),
@@ -101,7 +107,7 @@ def choose(
 
 
 def node_shape(nodes: int) -> torus.Shape | None:
-    """The shape of a job's nodes; None for a small job that has no shape of whole units. Raises ValueError for a large one."""
+    """Return the shape of a job's nodes, None for a small job without one. ValueError for a large job without one."""
     shape = torus.best_shape(nodes) if nodes % torus.UNIT_NODES == 0 else None
     near = " or ".join(map(str, torus.nearest(nodes)))
     check(
@@ -113,9 +119,9 @@ def node_shape(nodes: int) -> torus.Shape | None:
 
 
 def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.Plan]:
-    """The job that parsed flags describe, and its plan. own: names of the flags that do not belong to pretrain_gpt.py.
+    """Return the job that parsed flags describe, and its plan. ValueError for a job that cannot run.
 
-    Raises ValueError for a job that cannot run.
+    own: names of flags that do not belong to pretrain_gpt.py
     """
     mode = limits.mode(args.mode)
     groups, source = limits.resource_groups()
@@ -180,10 +186,11 @@ def _group(args: argparse.Namespace, groups: dict[str, ResourceGroup]) -> Resour
 
 
 def _elapse(option: str | None, group: ResourceGroup) -> int | None:
-    """Seconds of --elapse; None if it is not set."""
+    """Return the seconds of --elapse, or None."""
     if option is None:
         return None
-    limit, elapse = int(group.hours * HOUR), limits.seconds(option, "--elapse ")
+    limit = int(group.hours * HOUR)
+    elapse = limits.seconds(option, "--elapse ")
     check(
         0 < elapse <= limit,
         f"--elapse {option}: {group.name} allows at most {limits.clock(limit)}: pass a time up to that, "
@@ -193,8 +200,9 @@ def _elapse(option: str | None, group: ResourceGroup) -> int | None:
 
 
 def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str, ...]:
-    """pretrain_gpt.py's flags of the plan; layout, batch and clock are always among them."""
-    run, parallel = best.run, best.run.parallel
+    """Return pretrain_gpt.py's flags for the plan, always with layout, batch and clock."""
+    run = best.run
+    parallel = best.run.parallel
     words = plan_text.train_flags(best, args)
     always = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
@@ -209,13 +217,16 @@ def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str
 
 
 def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
-    """The decisions and the reasons, one line each. source: source of the resource groups' limits."""
-    start, training = start_up(job.nodes), job.iterations * best.seconds
+    """Return the decisions and reasons, one line each. source: source of the resource groups' limits"""
+    start = start_up(job.nodes)
+    training = job.iterations * best.seconds
     in_a_job = max(
         best.seconds, job.elapse - start - MARGIN
     )  # each job starts, and trains at least one iteration
-    dp, tp = job.layout.dp, job.layout.tp
-    batch, global_batch = best.run.batch, best.layout.global_batch_size(best.run)
+    dp = job.layout.dp
+    tp = job.layout.tp
+    batch = best.run.batch
+    global_batch = best.layout.global_batch_size(best.run)
     prediction = best.predict()
     place = (
         "is inside a node"
@@ -241,7 +252,7 @@ def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
 
 
 def rank_map(job: Job) -> torus.RankMap | None:
-    """The placement of a job's ranks; None for a job without a torus."""
+    """Return the placement of a job's ranks, or None without a torus."""
     layout = job.layout
     return (
         torus.RankMap.from_layout(job.shape, job.ranks_per_node, layout.tp, layout.pp, layout.cp)
@@ -251,7 +262,7 @@ def rank_map(job: Job) -> torus.RankMap | None:
 
 
 def hop_lines(rank_map: torus.RankMap) -> list[str]:
-    """The statistics of the rank map as text."""
+    """Return the rank map's statistics as text."""
     statistics = rank_map.statistics()
     return [
         f"rank map: the replicas of a stage fill a box of {torus.text(rank_map.box)} tensor-parallel groups; hops between "
@@ -263,7 +274,7 @@ def hop_lines(rank_map: torus.RankMap) -> list[str]:
 
 
 def interpret(flags: list[str]) -> Any:
-    """The run of a script's flags, with GPT-2's vocabulary if none is set. Raises ValueError as pretrain_gpt.py would."""
+    """Return the run of a script's flags, by default with GPT-2's vocabulary. ValueError as from pretrain_gpt.py."""
     run = arguments.parse(flags).run
     return replace(
         run, model=replace(run.model, vocab_size=run.model.vocab_size or GPT2_VOCABULARY)

@@ -72,7 +72,7 @@ SCRIPTS = {
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a job, and every flag of a run."""
+    """Add a job's options and all flags of a run."""
     group = parser.add_argument_group("job")
     group.add_argument("--nodes", type=int, help="nodes of the job (required)")
     group.add_argument(
@@ -115,14 +115,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_from_words(words: Sequence[str]) -> jobs.Job:
-    """The job that the words of a command line describe. Raises ValueError for a user's mistake."""
+    """Return the job described by a command line. ValueError for a user's mistake."""
     parser = Parser()
     add_plan_arguments(parser)
     return job_from(parser.parse_args(words))
 
 
 def job_from(args: argparse.Namespace) -> jobs.Job:
-    """The job that parsed options describe. Raises ValueError for a user's mistake."""
+    """Return the job described by parsed options. ValueError for a user's mistake."""
     check(args.nodes is not None, "--nodes is missing: pass the number of nodes of the job")
     mode = limits.mode(args.mode)
     check(not mode.refused, f"--mode {args.mode}: {mode.refused}")
@@ -154,7 +154,7 @@ def job_from(args: argparse.Namespace) -> jobs.Job:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Print what would be submitted, and why."""
+    """Print the job and the reasons for it."""
     job = job_from(args)
     ranks = jobs.rank_map(job)
     print(
@@ -166,7 +166,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _write(path: Path, text: str, flag: str = "") -> None:
-    """Write a script. Raises ValueError naming a file that cannot be written."""
+    """Write a script. ValueError names a file that cannot be written."""
     check(not path.is_fifo(), f"{flag}{path} is a FIFO, which would wait for a reader: pass a file")
     try:
         path.write_text(text)
@@ -178,7 +178,7 @@ def _write(path: Path, text: str, flag: str = "") -> None:
 
 
 def rendered(name: str) -> str:
-    """The text of a script of scripts/pjsub."""
+    """Return the text of a script in scripts/pjsub."""
     return render.render(job_from_words(shlex.split(SCRIPTS[name])))
 
 
@@ -213,7 +213,7 @@ def add_render_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make(args: argparse.Namespace) -> int:
-    """Write the script of a job, which needs no other file of the checkout."""
+    """Write a job's script, which needs no other file of the checkout."""
     if args.all:
         return render_all(args.all)
     check(
@@ -234,7 +234,8 @@ def make(args: argparse.Namespace) -> int:
     ]
     if not args.output:
         sys.stdout.write(text)
-        print(*left, sep="\n", end="\n" * bool(left), file=sys.stderr)
+        for line in left:
+            print(line, file=sys.stderr)
         return 0
     _write(Path(args.output), text, "-o ")
     print("\n".join([*job.why, f"wrote {args.output}", *left]))
@@ -242,7 +243,7 @@ def make(args: argparse.Namespace) -> int:
 
 
 def report_job(args: argparse.Namespace) -> jobs.Job:
-    """The job on Fugaku whose ranks measure its nodes: one rank on each CMG. Raises ValueError for a user's mistake."""
+    """Return the Fugaku job that measures its nodes with one rank per CMG. ValueError for a user's mistake."""
     given = {
         "--mode": args.mode,
         "--group": args.group,
@@ -271,7 +272,7 @@ def report_job(args: argparse.Namespace) -> jobs.Job:
 
 
 def _write_slurm_report(args: argparse.Namespace) -> int:
-    """Print or write the script that measures nodes under Slurm."""
+    """Print or write the Slurm script that measures nodes."""
     cluster = next(cluster for cluster in render.CLUSTERS if cluster.name == args.slurm)
     text = render.render_slurm_report(cluster, args.nodes)
     if not args.output:
@@ -296,7 +297,7 @@ def add_file_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _problems(args: argparse.Namespace, passed: Sequence[str] = ()) -> int:
-    """Print each mistake; returns their number. passed: options of pjsub, which replace directives."""
+    """Print each mistake; return their number. passed: options of pjsub, which replace directives"""
     check(Path(args.file).is_file(), f"{args.file} is not a file: pass a job script")
     problems = checks.problems(
         script.read(Path(args.file)), args.group, files=not args.no_files, options=passed
@@ -307,7 +308,7 @@ def _problems(args: argparse.Namespace, passed: Sequence[str] = ()) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Print every mistake of a script."""
+    """Print every mistake in a script."""
     if _problems(args):
         return 2
     print(f"{args.file}: no mistake found (limits: {limits.resource_groups()[1]})")
@@ -326,7 +327,7 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def submit(args: argparse.Namespace) -> int:
-    """Check, then call pjsub, with the words after "--" as its options."""
+    """Check, then call pjsub with the words after "--" as options."""
     rest = script.add_options(script.Script(), args.passed, 0)
     check(not rest, f"{' '.join(rest)!r} after -- is not an option of pjsub: pass FILE before --")
     check(args.steps is None or args.steps > 0, f"--steps is {args.steps}: pass a number above 0")
@@ -344,7 +345,7 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def _chain(words: list[str], file: str, steps: int) -> int:
-    """Step jobs: each starts when the previous one has ended with exit code 0; otherwise the remaining ones are dropped."""
+    """Submit step jobs: each starts after the previous one exits with code 0; otherwise the rest are dropped."""
     name = Path(file).stem
     first = subprocess.run(
         ["pjsub", *words, "--step", "--sparam", f"jnam={name},sn=1", file],

@@ -1,4 +1,4 @@
-"""A site's limits: resource groups, clocks and power modes, rules for files. `pjacl --rg` has priority where it exists.
+"""A site's limits: resource groups, clocks and power modes, file rules. `pjacl --rg` takes precedence if installed.
 
 Sources: Fugaku user's guide 1.52 (resource groups, power control, LLIO), RIKEN's LLIO briefing of July 2025. Read on 2026-11-20.
 """
@@ -17,10 +17,8 @@ TABLE_DATE = "2026-11-20"
 HOUR = 3600
 RANKS_PER_NODE = (1, 2, 4)  # each rank has whole CMGs
 TORUS_ABOVE = 384  # nodes; a larger job must request a torus of whole units
-SINGLE_FILE_NODES, SINGLE_FILE_PROCESSES = (
-    7000,
-    28000,
-)  # if more open the same file, the file system stops
+SINGLE_FILE_NODES = 7000  # if more open the same file, the file system stops
+SINGLE_FILE_PROCESSES = 28000
 SPLIT_OUTPUT_ABOVE = 10000  # processes that may write their output files into one directory
 LOCAL_TMP_GIB = 87  # a node's share of the SSD
 RETENTION_NODES = 9216  # larger jobs must not request retention_state=1
@@ -28,7 +26,7 @@ RETENTION_NODES = 9216  # larger jobs must not request retention_state=1
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceGroup:
-    """nodes: the smallest and the largest number of nodes of a job. hours: the largest elapse time."""
+    """A resource group. nodes: smallest and largest job. hours: maximum elapse time."""
 
     name: str
     nodes: tuple[int, int]
@@ -65,7 +63,7 @@ STATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A clock and power mode. freq: MHz. refused: why the site does not accept the mode; empty if it does."""
+    """A clock and power mode. freq: MHz. refused: the site's reason, empty for an accepted mode."""
 
     name: str
     freq: int
@@ -78,7 +76,7 @@ class Mode:
 
     @property
     def states(self) -> dict[str, int]:
-        """The value of every power state; a job sets all of them, because the site's defaults have changed before."""
+        """Value of every power state; a job sets all, because the site's defaults have changed."""
         return {
             "freq": self.freq,
             "eco_state": self.eco_state,
@@ -90,7 +88,7 @@ class Mode:
 
     @property
     def directive(self) -> str:
-        """The value of pjsub's option -L that sets all power states."""
+        """Value of pjsub's option -L that sets all power states."""
         return ",".join(f"{name}={value}" for name, value in self.states.items())
 
 
@@ -112,27 +110,24 @@ MODES = {
 
 
 def is_name(text: str) -> bool:
-    """Whether a text is a valid name of a job or a group: pjsub and bash read it without quotes."""
+    """Return True for a valid job or group name, which pjsub and bash read without quotes."""
     return re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text) is not None
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a whole number of at most nine digits."""
+    """Return True for an integer of at most nine digits."""
     return re.fullmatch(r"[0-9]{1,9}", text) is not None
 
 
 def mode(name: str) -> Mode:
-    """The mode with this name. Raises ValueError naming the known modes."""
+    """Return the mode with this name. ValueError names the known modes."""
     if name not in MODES:
         raise unknown("--mode", name, MODES)
     return MODES[name]
 
 
 def parse_pjacl(text: str) -> dict[str, ResourceGroup]:
-    """Resource groups from the output of `pjacl --rg`: blocks that begin with the group and contain node and elapse limits.
-
-    A block in another form is skipped; its group keeps the limits of GROUPS.
-    """
+    """Parse the resource groups printed by `pjacl --rg`; blocks in another form are skipped."""
     groups = {}
     for block in re.split(r"(?=rscgrp\s*[:=]|\[\s*rscgrp)", text):
         name = re.search(r"rscgrp\s*[:=]\s*([\w-]+)", block)
@@ -147,7 +142,7 @@ def parse_pjacl(text: str) -> dict[str, ResourceGroup]:
 
 
 def resource_groups() -> tuple[dict[str, ResourceGroup], str]:
-    """(resource groups, source of their limits)."""
+    """Return (resource groups, source of the limits)."""
     if shutil.which("pjacl"):
         try:
             output = subprocess.run(
@@ -162,7 +157,7 @@ def resource_groups() -> tuple[dict[str, ResourceGroup], str]:
 
 
 def smallest(nodes: int, groups: dict[str, ResourceGroup]) -> ResourceGroup:
-    """The usual group for this number of nodes. Raises ValueError if no group accepts it."""
+    """Return the usual group for this number of nodes. ValueError if no group accepts it."""
     for name in ("small", "large", "huge"):
         if name in groups and groups[name].nodes[0] <= nodes <= groups[name].nodes[1]:
             return groups[name]
@@ -172,18 +167,18 @@ def smallest(nodes: int, groups: dict[str, ResourceGroup]) -> ResourceGroup:
 
 
 def seconds(clock: str, name: str = "elapse=") -> int:
-    """HH:MM:SS, MM:SS or seconds. Raises ValueError for anything else."""
+    """Parse HH:MM:SS, MM:SS or seconds. ValueError for anything else."""
     parts = clock.split(":")
     check(1 <= len(parts) <= 3 and all(map(is_number, parts)), f"{name}{clock}: write HH:MM:SS")
     return sum(int(p) * 60**i for i, p in enumerate(reversed(parts)))
 
 
 def min_seconds(elapse: str) -> int:
-    """The guaranteed seconds of a job: for elapse=FROM-TO (spot groups) the smaller value. Raises ValueError as `seconds`."""
+    """Return a job's guaranteed seconds: the smaller value of elapse=FROM-TO (spot groups). ValueError as in `seconds`."""
     return min(map(seconds, elapse.split("-")))
 
 
 def clock(total: float) -> str:
-    """Seconds as HH:MM:SS, rounded up."""
+    """Format seconds as HH:MM:SS, rounded up."""
     whole = -int(-total // 1)
     return f"{whole // HOUR:02d}:{whole % HOUR // 60:02d}:{whole % 60:02d}"

@@ -1,10 +1,8 @@
-"""The text of job scripts: Fugaku's from a job (`job.Job`), and Slurm's for every cluster and model in a table.
+"""Text of job scripts: Fugaku's from a job (`job.Job`), and Slurm's for every cluster and model in a table.
 
-A script for Fugaku has #PJM directives, values, the common part (pjsub.sh) and the run. The Slurm scripts of scripts/slurm come
-from one template, with slurm.sh as their common part: `fugaku-megatron job slurm scripts/slurm` writes them, one folder per
-cluster. Their layouts are written down here, and rendering checks that the modelled memory fits into the nodes. They do not stage
-files, because on some hundred nodes Python can start from the shared file system. Left out: the checks (check.py), choosing Slurm's
-layouts (fugaku-megatron plan).
+A Fugaku script has #PJM directives, values, the common part (pjsub.sh) and the run. Slurm scripts (scripts/slurm) come from one
+template with slurm.sh as common part; `fugaku-megatron job slurm scripts/slurm` writes them. Their layouts are fixed here, and
+rendering checks their modelled memory. They stage no files: on some hundred nodes Python can start from the shared file system.
 """
 
 from __future__ import annotations
@@ -125,9 +123,9 @@ COMMON=${FUGAKU_MEGATRON:-$SLURM_SUBMIT_DIR}/fugaku_megatron/jobs/slurm.sh
 
 
 def flag_lines(flags: Iterable[str]) -> list[str]:
-    """Return the array FLAGS of pretrain_gpt.py's flags, each on its own line with its values.
+    """Return the array FLAGS, each flag on its own line with its values.
 
-    Every word is quoted: bash must not expand what a value holds, such as `$(command)` or `*`.
+    Every word is quoted, so that bash does not expand values such as `$(command)` or `*`.
     """
     lines: list[str] = []
     for word in flags:
@@ -140,7 +138,7 @@ def flag_lines(flags: Iterable[str]) -> list[str]:
 
 
 def directives(job: Job) -> list[str]:
-    """The #PJM lines."""
+    """Return the #PJM lines."""
     shape = f"{torus.text(job.shape)}:torus:strict-io" if job.shape else str(job.nodes)
     lines = [
         f'-L "node={shape},rscunit=rscunit_ft01,rscgrp={job.resource_group},elapse={limits.clock(job.elapse)}"',
@@ -160,10 +158,12 @@ def directives(job: Job) -> list[str]:
 
 
 def values(job: Job) -> list[str]:
-    """The variables that the common part uses."""
+    """Return the variables for the common part."""
     lines = [f"NAME={job.name}", f"NODES={job.nodes}", f"RANKS_PER_NODE={job.ranks_per_node}"]
     if job.shape:
-        meaning = "node shape, ranks per node, TP, PP" + ", CP" * (job.layout.cp > 1)
+        meaning = "node shape, ranks per node, TP, PP"
+        if job.layout.cp > 1:
+            meaning += ", CP"
         lines += [
             f'RANK_MAP=({torus.text(job.shape)} "$RANKS_PER_NODE" {torus.sizes(job.layout)})  # {meaning}',
             "SPARE_NODES=0  # the rank map uses every node",
@@ -177,7 +177,7 @@ def values(job: Job) -> list[str]:
 
 
 def other_clocks(job: Job) -> str:
-    """Comments with the command for each of the other modes that the site accepts."""
+    """Return comments with the command for each other accepted mode."""
     return "\n".join(
         f'#   {mode.name}: pjsub -g GROUP -L "{mode.directive}" -x CPU_GHZ={mode.ghz:.1f} FILE'
         for mode in limits.MODES.values()
@@ -186,7 +186,7 @@ def other_clocks(job: Job) -> str:
 
 
 def render(job: Job) -> str:
-    """The script, which reads the common part from the checkout."""
+    """Return the script, which reads the common part from the checkout."""
     run = (
         RUNS[job.kind]
         .replace("@OTHERS@", other_clocks(job))
@@ -209,13 +209,13 @@ def render(job: Job) -> str:
 
 
 def self_contained(text: str) -> str:
-    """The script with the common part in it, for use without a checkout."""
+    """Return the script with the common part included, for use without a checkout."""
     return text.replace(FIND_COMMON, COMMON.read_text().removeprefix("#!/bin/bash\n"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A kind of node. gib: memory of a node. comments: for the script, such as modules to load."""
+    """A kind of node. gib: memory of a node. comments: lines for the script, such as modules to load."""
 
     name: str
     cores: int
@@ -333,7 +333,7 @@ SLURM_RECIPES = [job.recipe for job in RECIPES["x86"]]
 
 
 def recipe_flags(job: Recipe) -> tuple[str, ...]:
-    """pretrain_gpt.py's flags, without paths."""
+    """Return pretrain_gpt.py's flags, without paths."""
     return (
         "--recipe",
         job.recipe,
@@ -346,7 +346,7 @@ def recipe_flags(job: Recipe) -> tuple[str, ...]:
 
 
 def slurm_memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
-    """Layout, and MiB of the fullest rank (model). Raises ValueError for a recipe that does not fit on the cluster."""
+    """Return the layout and the modelled MiB of the fullest rank. ValueError if the recipe does not fit on the cluster."""
     run = parse(["--mock-data", *recipe_flags(job)]).run
     layout = Layout.from_run(run, job.nodes * cluster.ranks_per_node)
     batches = layout.microbatches(run, layout.global_batch_size(run))
@@ -369,7 +369,7 @@ def slurm_memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
 
 
 def render_slurm(cluster: Cluster, job: Recipe) -> str:
-    """The script. Raises ValueError for a recipe that does not fit on the cluster."""
+    """Return the script. ValueError if the recipe does not fit on the cluster."""
     layout, mib = slurm_memory_mib(cluster, job)
     filled = {
         "NAME": f"gpt_{job.recipe.replace('.', '_')}",
@@ -388,7 +388,7 @@ def render_slurm(cluster: Cluster, job: Recipe) -> str:
 
 
 def render_slurm_report(cluster: Cluster, nodes: int) -> str:
-    """The script that measures so many nodes of a cluster."""
+    """Return the script that measures nodes of a cluster."""
     filled = {
         "NODES": nodes,
         "RANKS": cluster.ranks_per_node,
@@ -404,7 +404,7 @@ def render_slurm_report(cluster: Cluster, nodes: int) -> str:
 
 
 def slurm_scripts(recipe: str | None = None) -> dict[str, str]:
-    """Path under scripts/slurm -> text, of every cluster and model, or of one model."""
+    """Return path under scripts/slurm -> text, for every cluster and all models or one."""
     return {
         f"{cluster.name}/run_{job.recipe}.sbatch": render_slurm(cluster, job)
         for cluster in CLUSTERS

@@ -1,7 +1,6 @@
-"""The parts of a job script: its #PJM directives, flags and variables, each with its line. The checks and local_pjsub use them.
+"""The parts of a job script: #PJM directives, flags and variables, each with its line, for the checks and local_pjsub.
 
-Options on pjsub's command line replace directives. The common part that a script reads (pjsub.sh) is parsed as if it stood on the
-line that reads it. Left out: whether the values are right (check.py).
+Options on pjsub's command line replace directives. The common part (pjsub.sh) is parsed as part of the line that reads it.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _COMMA_X = re.compile(
 
 @dataclass(frozen=True)
 class Value:
-    """The text of a setting and its line; line 0 stands for pjsub's command line."""
+    """The text of a setting and its line; line 0 is pjsub's command line."""
 
     text: str
     line: int
@@ -69,8 +68,12 @@ class Value:
 class Script:
     """A parsed script.
 
-    settings: option -> name -> value, such as settings["-L"]["node"]. switches: option without value -> line. flags: the words of
-    FLAGS=( ). flag_lines: flag -> line. variables: those that the body assigns. body: (line, text) without comment lines.
+    settings: option -> name -> value, such as settings["-L"]["node"]
+    switches: option without value -> line
+    flags: words of FLAGS=( )
+    flag_lines: flag -> line
+    variables: assignments in the body
+    body: (line, text) without comment lines
     """
 
     settings: dict[str, dict[str, Value]] = field(default_factory=dict)
@@ -82,38 +85,42 @@ class Script:
     last_directive: int = 1
 
     def get(self, option: str, name: str = "") -> Value | None:
-        """The value of a setting, such as get("-L", "node")."""
+        """Return a setting's value, such as get("-L", "node")."""
         return self.settings.get(option, {}).get(name)
 
     def text(self, option: str, name: str = "") -> str:
-        """The text of a setting; "" if it is not set."""
+        """Return a setting's text, or ""."""
         value = self.get(option, name)
         return value.text if value else ""
 
     def line(self, option: str, name: str = "") -> int:
-        """The line to change for a setting: its own line, otherwise its option's line, otherwise the last directive."""
+        """Return the line to change for a setting: its own, or its option's, or the last directive's."""
         setting = self.get(option, name)
         first_of_option = next(iter(self.settings.get(option, {}).values()), None)
         return (setting or first_of_option or Value("", self.last_directive)).line
 
     def value(self, name: str, environ: dict[str, str] | None = None) -> Value | None:
-        """The value of a variable: the one of -x, otherwise the one that `default` reads from the body."""
-        option, assignment = self.get("-x", name), self.variables.get(name)
+        """Return a variable's value: from -x, or as `default` reads it from the body."""
+        option = self.get("-x", name)
+        assignment = self.variables.get(name)
         if assignment is None or option and assignment.text.startswith("${"):
             return option
         return Value(default(assignment, environ), assignment.line)
 
     def find(self, text: str) -> int | None:
-        """The first line of the body that contains the text outside of comments."""
+        """Return the first line in the body with this text outside comments."""
         return next((number for number, line in self.body if text in line.split(" #")[0]), None)
 
 
 def add_options(script: Script, words: Sequence[str], line: int) -> list[str]:
-    """Add pjsub's options to the script's settings; returns the remaining words, which begin with the name of the script.
+    """Add pjsub's options to the script's settings; return the remaining words, which begin with the script's name.
 
-    line: the line of a directive, 0 for the command line. Raises ValueError naming an option that is unknown.
+    ValueError names an unknown option.
+
+    line: line of a directive, 0 for the command line
     """
-    words, where = list(words), f"line {line}: " if line else ""
+    words = list(words)
+    where = f"line {line}: " if line else ""
     while words and words[0].startswith("-"):
         word = words.pop(0)
         if word in SWITCHES:
@@ -137,7 +144,7 @@ def _enter(script: Script, option: str, value: str, line: int) -> None:
 
 
 def read(path: Path) -> str:
-    """The text of a script. Raises ValueError naming a file that cannot be read here or by bash."""
+    """Return a script's text. ValueError names a file that cannot be read here or by bash."""
     if reason := unreadable(path):
         raise ValueError(f"{path}: {reason}: pass a job script")
     try:
@@ -154,7 +161,7 @@ def read(path: Path) -> str:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """(number, line) of the script; the lines of the common part have the number of the line that reads it."""
+    """Iterate over (number, line); the common part's lines have the number of the line that reads it."""
     for number, line in enumerate(text.splitlines(), 1):
         yield number, line
         if line.startswith(READS_COMMON):
@@ -162,8 +169,10 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def parse(text: str) -> Script:
-    """Parse a script. Raises ValueError naming the line that cannot be read."""
-    script, in_flags, in_body = Script(), False, False
+    """Parse a script. ValueError names an unreadable line."""
+    script = Script()
+    in_flags = False
+    in_body = False
     for number, line in _lines(text):
         if line.startswith("#PJM"):
             check(
@@ -203,7 +212,7 @@ def _words(text: str, line: int) -> list[str]:
 
 
 def default(value: Value | None, environ: dict[str, str] | None = None) -> str:
-    """The value of NAME=${NAME:-text}: NAME in the environment, otherwise the text with $VARIABLES replaced."""
+    """Return the value of NAME=${NAME:-text}: NAME in the environment, or the text with $VARIABLES replaced."""
     if value is None:
         return ""
     environ = dict(os.environ if environ is None else environ)
@@ -217,8 +226,10 @@ def default(value: Value | None, environ: dict[str, str] | None = None) -> str:
 class Request:
     """The resources that a script requests.
 
-    elapse: seconds. group: the group to charge, from the command line. files: whether staged files must exist already. spares: how
-    many of the nodes the run leaves unused.
+    elapse: seconds
+    group: group to charge, from the command line
+    files: staged files must exist already
+    spares: number of unused nodes
     """
 
     script: Script
@@ -232,12 +243,12 @@ class Request:
 
     @property
     def processes(self) -> int:
-        """Ranks of the run."""
+        """Number of ranks."""
         return (self.nodes - self.spares) * self.ranks_per_node
 
 
 def requested(script: Script, group: str | None, files: bool) -> Request:
-    """The request of a script. Raises ValueError that begins with "line N:" when it cannot be read."""
+    """Return a script's request. ValueError begins with "line N:"."""
     node = script.get("-L", "node")
     if node is None:
         raise ValueError(
@@ -288,7 +299,7 @@ def requested(script: Script, group: str | None, files: bool) -> Request:
 
 
 def _spares(script: Script, nodes: int) -> int:
-    """SPARE_NODES. Raises ValueError that begins with "line N:" if it is not a number below `nodes`."""
+    """Return SPARE_NODES. ValueError begins with "line N:" unless it is a number below `nodes`."""
     setting = script.value("SPARE_NODES")
     if setting is None:
         return 0

@@ -63,9 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Nodes:
-    """hosts: of the whole allocation, in the order in which ranks are placed. spares: how many of them the run leaves unused.
+    """Hosts of an allocation, in rank order. spares: number of hosts that the run leaves unused.
 
-    Raises ValueError if the run does not fit on the others.
+    ValueError if the run does not fit on the others.
     """
 
     hosts: Sequence[str]
@@ -89,7 +89,7 @@ class Nodes:
         self.run = replace(self.run, batch=replace(self.run.batch, global_batch_size=size))
 
     def layout(self, nodes: int) -> Layout:
-        """The layout on this number of nodes. Raises ValueError if the run does not fit."""
+        """Return the layout on this number of nodes. ValueError if the run does not fit."""
         return Layout.from_run(self.run, nodes * self.ranks_per_node)
 
     @property
@@ -97,7 +97,7 @@ class Nodes:
         return [host for host in self.hosts if host not in self.lost]
 
     def choose(self) -> list[str]:
-        """The hosts of the next start: as many as at first, otherwise the most on which the run fits; empty if there are none."""
+        """Return the hosts of the next start: as many as at first, or the most on which the run fits; empty if there are none."""
         usable = self.usable
         for count in range(min(len(self.hosts) - self.spares, len(usable)), 0, -1):
             try:
@@ -108,17 +108,17 @@ class Nodes:
         return []
 
     def find(self, name: str) -> str:
-        """The host with this name, with or without a domain; "" if there is none."""
+        """Return the host with this name, with or without a domain, or ""."""
         short = name.partition(".")[0]
         return next((host for host in self.usable if short and host.partition(".")[0] == short), "")
 
     def lose(
         self, named: str, used: Sequence[str], answers: Callable[[Sequence[str]], bool]
     ) -> list[str]:
-        """Mark the nodes that have failed as lost, and return them.
+        """Mark failed nodes as lost and return them.
 
-        A node that a message named is replaced by a spare node at once. Without a spare node, or without a name, a trivial command
-        is run on the nodes in use (`answers`). Those on which it fails are lost, unless it fails on all of them.
+        A spare node replaces a named node at once. Without a spare node or a name, a trivial command runs on the nodes in use
+        (`answers`): nodes on which it fails are lost, unless it fails on all.
         """
         host = self.find(named)
         if host and len(self.usable) > len(used):
@@ -131,7 +131,7 @@ class Nodes:
 
 
 def silent(hosts: list[str], answers: Callable[[Sequence[str]], bool]) -> list[str]:
-    """The hosts on which a command does not run, found by halving the groups that do not all answer."""
+    """Find the hosts on which a command does not run, by halving the groups that fail."""
     if not hosts or answers(hosts):
         return []
     if len(hosts) == 1:
@@ -141,7 +141,7 @@ def silent(hosts: list[str], answers: Callable[[Sequence[str]], bool]) -> list[s
 
 
 def flags_of(program: Sequence[str]) -> list[str]:
-    """The training flags in a command. Raises ValueError for a command that does not start the trainer."""
+    """Return the training flags in a command. ValueError if the command does not start the trainer."""
     for place, word in enumerate(program):
         name = word.rpartition("/")[2]
         if (
@@ -158,7 +158,7 @@ def flags_of(program: Sequence[str]) -> list[str]:
 
 
 def run_of(program: Sequence[str]) -> RunConfig:
-    """The run that a command starts. Raises ValueError as the trainer would, and if a restart would not continue."""
+    """Return the run that a command starts. ValueError as from the trainer, or if a restart would not resume."""
     run = parse(flags_of(program)).run
     check(
         run.output.save is not None and run.output.save == run.output.load,
@@ -187,7 +187,7 @@ class Supervisor:
     fruitless: int = 0
 
     def supervise(self) -> int:
-        """Start until the run ends or restarts bring no new checkpoint; returns the exit code of the job."""
+        """Start until the run ends or restarts save no new checkpoint; return the job's exit code."""
         used = self.nodes.choose() if self.nodes else []
         while True:
             before = self._saved()
@@ -211,7 +211,7 @@ class Supervisor:
             )
 
     def _reason_to_end(self, end: Ending) -> tuple[str, ExitCode]:
-        """Why the run is not restarted, or "", and the exit code of the job in that case."""
+        """Return the reason for no restart, or "", and the job's exit code in that case."""
         if self.stop.stop_requested:
             return "asked to stop", ExitCode.FINISHED
         if self._minutes_left() == 0:
@@ -227,7 +227,7 @@ class Supervisor:
         return code
 
     def _saved(self) -> int:
-        """The iteration of the newest checkpoint; 0 if there is none, or if it cannot be read, which the trainer reports."""
+        """Return the newest checkpoint's iteration; 0 if there is none, or if it is unreadable, which the trainer reports."""
         try:
             return latest_iteration(self.run.output.save or "") or 0
         except (ValueError, OSError):
@@ -246,7 +246,7 @@ class Supervisor:
         folder: Path,
         ranks_per_node: int | None = None,
     ) -> list[str]:
-        """The launcher for these hosts, followed by the program. folder: for the file of {map}."""
+        """Return the launcher for these hosts, followed by the program. folder: directory for the file of {map}"""
         if self.nodes is None:
             return [*self.launcher, *program]
         each = ranks_per_node or self.nodes.ranks_per_node
@@ -262,8 +262,9 @@ class Supervisor:
         return [filled(word, values) for word in self.launcher] + list(program)
 
     def _timed_program(self) -> list[str]:
-        """The program, with the remaining --exit-duration-in-mins, and with the global batch of the first start."""
-        words, left = list(self.program), self._minutes_left()
+        """Return the program with the remaining --exit-duration-in-mins and the first start's global batch."""
+        words = list(self.program)
+        left = self._minutes_left()
         if left is not None and self.restarts:
             words += [TIMED, f"{max(left, 0.01):.2f}"]
         if self.nodes and self.restarts:
@@ -271,7 +272,7 @@ class Supervisor:
         return words
 
     def _minutes_left(self) -> float | None:
-        """The rest of --exit-duration-in-mins; None if it is not set."""
+        """Return the remaining --exit-duration-in-mins, or None."""
         minutes = self.run.training.exit_duration_in_mins
         return None if minutes is None else max(0.0, minutes - (time.monotonic() - self.begin) / 60)
 
@@ -285,7 +286,7 @@ class Supervisor:
         return self.nodes.choose()
 
     def _answers(self, hosts: Sequence[str]) -> bool:
-        """Whether a trivial command runs on every host."""
+        """Return True if a trivial command runs on every host."""
         with tempfile.TemporaryDirectory(prefix="supervise.") as folder:
             command = self._command(hosts, ["true"], Path(folder), ranks_per_node=1)
             try:
@@ -303,7 +304,7 @@ class Supervisor:
 
 
 def filled(word: str, values: dict[str, str]) -> str:
-    """The word with its placeholders replaced."""
+    """Return the word with its placeholders replaced."""
     for name, value in values.items():
         word = word.replace(name, value)
     return word
@@ -315,7 +316,7 @@ def say(text: str) -> None:
 
 
 def read_hosts(text: str) -> list[str]:
-    """The hosts of --hosts, each once. Raises ValueError if there are none."""
+    """Return the unique hosts of --hosts. ValueError if there are none."""
     if text.startswith("@"):
         words = read_text(text[1:], "--hosts", "pass a file with one host on each line").split()
     else:
@@ -326,7 +327,7 @@ def read_hosts(text: str) -> list[str]:
 
 
 def supervisor(args: argparse.Namespace, stop: Stop) -> Supervisor:
-    """The supervisor that the flags describe. Raises ValueError for a command that cannot be restarted."""
+    """Build the supervisor from the flags. ValueError for a command that cannot be restarted."""
     check(
         bool(args.passed),
         "pass the command after --: fugaku-megatron supervise -- mpiexec -n 4 fugaku-megatron train ...",
@@ -353,6 +354,6 @@ def supervisor(args: argparse.Namespace, stop: Stop) -> Supervisor:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Supervise a run; returns its exit code."""
+    """Supervise a run; return its exit code."""
     with Stop() as stop:
         return supervisor(args, stop).supervise()

@@ -1,12 +1,10 @@
-"""The Tofu network: the shape of a job's nodes, and which rank runs on which node.
+"""The Tofu network: shape of a job's nodes, and placement of ranks on nodes.
 
-A unit of Tofu-D is 2x3x2 nodes. A tensor-parallel group stays inside a node or inside a box within one unit; these boxes form a
-grid that is cut, along each axis, into a box of data-parallel replicas for every pipeline stage.
+A unit is 2x3x2 nodes. A tensor-parallel group stays inside a node or a box within a unit; the boxes form a grid that is cut along
+each axis into a box of data-parallel replicas for every pipeline stage. Hops are shortest paths; routing is not modelled.
 
-    python -m fugaku_megatron.jobs.torus 16x24x32 2 8 6 > map     (shape, ranks per node, TP, PP, and CP unless 1: for mpiexec
-                                                                   --vcoordfile)
-
-Left out: routing; hops are shortest ways on a torus.
+    python -m fugaku_megatron.jobs.torus 16x24x32 2 8 6 > map     shape, ranks per node, TP, PP, and CP unless 1:
+                                                                  for mpiexec --vcoordfile
 """
 
 from __future__ import annotations
@@ -43,17 +41,20 @@ def text(shape: Shape) -> str:
 
 
 def sizes(layout: Layout) -> str:
-    """TP, PP, and CP unless it is 1, as the words of a rank map."""
-    return f"{layout.tp} {layout.pp}" + f" {layout.cp}" * (layout.cp > 1)
+    """Return TP, PP, and CP unless it is 1, as words of a rank map."""
+    words = [layout.tp, layout.pp]
+    if layout.cp > 1:
+        words.append(layout.cp)
+    return " ".join(map(str, words))
 
 
 def whole(shape: Shape) -> bool:
-    """Whether a box consists of whole units."""
+    """Return True if a box consists of whole units."""
     return all(n > 0 and n % u == 0 for n, u in zip(shape, UNIT))
 
 
 def shapes(nodes: int) -> Iterator[Shape]:
-    """Every box of whole units with that many nodes."""
+    """Iterate over all boxes of whole units with `nodes` nodes."""
     for x in range(UNIT[0], WHOLE[0] + 1, UNIT[0]):
         for y in range(UNIT[1], WHOLE[1] + 1, UNIT[1]):
             z, rest = divmod(nodes, x * y)
@@ -62,12 +63,12 @@ def shapes(nodes: int) -> Iterator[Shape]:
 
 
 def best_shape(nodes: int) -> Shape | None:
-    """The most compact box (smallest sum of edges, then smallest longest edge), None if there is none."""
+    """Return the most compact box (smallest sum of edges, then smallest longest edge), or None."""
     return min(shapes(nodes), key=lambda s: (sum(s), max(s), s), default=None)
 
 
 def nearest(nodes: int) -> list[int]:
-    """The largest number of nodes up to `nodes` and the smallest from it on that have a shape."""
+    """Return the nearest numbers of nodes, downwards and upwards, that have a shape."""
     around = (range(nodes, 0, -1), range(nodes, NODES + 1))
     counts = [
         next((n for n in numbers if n % UNIT_NODES == 0 and best_shape(n)), None)
@@ -77,16 +78,14 @@ def nearest(nodes: int) -> list[int]:
 
 
 def tensor_fits(tp: int, ranks_per_node: int) -> bool:
-    """Whether tensor-parallel groups can lie inside nodes, or inside units."""
+    """Return True if tensor-parallel groups fit into nodes or units."""
     return ranks_per_node % tp == 0 or tp % ranks_per_node == 0 and tp // ranks_per_node in TILES
 
 
 def check_tensor(tp: int, ranks_per_node: int) -> None:
-    """Raises ValueError unless `tensor_fits`."""
-    sizes = sorted(
-        {ranks_per_node * n for n in TILES}
-        | {d for d in range(1, ranks_per_node) if ranks_per_node % d == 0}
-    )
+    """Raise ValueError unless `tensor_fits`."""
+    divisors = {d for d in range(1, ranks_per_node) if ranks_per_node % d == 0}
+    sizes = sorted({ranks_per_node * n for n in TILES} | divisors)
     check(
         tensor_fits(tp, ranks_per_node),
         f"--tensor-model-parallel-size {tp} with {ranks_per_node} ranks per node fits neither "
@@ -95,7 +94,7 @@ def check_tensor(tp: int, ranks_per_node: int) -> None:
 
 
 def snake(box: Shape) -> list[Shape]:
-    """All points of a box in an order in which each is a neighbour of the one before it."""
+    """Return the points of a box in an order in which consecutive points are neighbours."""
     return [
         (x, y if x % 2 == 0 else box[1] - 1 - y, z if (x * box[1] + y) % 2 == 0 else box[2] - 1 - z)
         for x in range(box[0])
@@ -105,7 +104,7 @@ def snake(box: Shape) -> list[Shape]:
 
 
 def cut(cells: Shape, replicas: int) -> Shape:
-    """Edges of the most cubic box of `replicas` cells that tiles a box of `cells`; `replicas` divides the number of cells."""
+    """Return the edges of the most cubic box of `replicas` cells that tiles `cells`; `replicas` divides the number of cells."""
     x, y, z = ([d for d in range(1, c + 1) if c % d == 0] for c in cells)
     return min(
         (b for b in itertools.product(x, y, z) if math.prod(b) == replicas),
@@ -114,15 +113,16 @@ def cut(cells: Shape, replicas: int) -> Shape:
 
 
 def hops(a: Shape, b: Shape, shape: Shape) -> int:
-    """Links on the shortest path between two nodes of a torus."""
+    """Return the links on the shortest path between two nodes of a torus."""
     return sum(min(abs(p - q), size - abs(p - q)) for p, q, size in zip(a, b, shape))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMap:
-    """The placement of ranks. nodes[rank]: coordinates (x, y, z) of its node.
+    """The placement of ranks.
 
-    box: edges of the box that the ranks of a stage fill, in units of one tensor-parallel group.
+    nodes: coordinates (x, y, z) of each rank's node
+    box: edges of a stage's box, in tensor-parallel groups
     """
 
     shape: Shape
@@ -133,7 +133,7 @@ class RankMap:
 
     @staticmethod
     def from_layout(shape: Shape, ranks_per_node: int, tp: int, pp: int, cp: int = 1) -> RankMap:
-        """The placement for a layout. Raises ValueError for a shape that is not made of units, or sizes that do not fit it."""
+        """Place the ranks of a layout. ValueError for a shape without whole units, or sizes that do not fit it."""
         check(
             math.prod(shape) <= NODES,
             f"node={text(shape)} is above {NODES} nodes, the whole machine: request fewer",
@@ -152,18 +152,19 @@ class RankMap:
         grid = Grid(math.prod(shape) * ranks_per_node, tp, pp, cp=cp)
         tile = TILES[max(1, tp // ranks_per_node)]
         cells = _shape(n // t for n, t in zip(shape, tile))
-        slots = max(
-            1, ranks_per_node // tp
-        )  # tensor groups of a node: of a sequence first, then neighbouring stages, then others
+        # Tensor-parallel groups of a node: first those that share a sequence, then neighbouring stages, then others.
+        slots = max(1, ranks_per_node // tp)
         stages = math.gcd(slots // math.gcd(slots, cp), pp)
         replicas = slots // stages
         box = cut(cells, grid.dp // replicas)
-        stage_at, replica_at = snake(_shape(c // b for c, b in zip(cells, box))), snake(box)
+        stage_at = snake(_shape(c // b for c, b in zip(cells, box)))
+        replica_at = snake(box)
         inside = snake(tile)
 
         def node(rank: int) -> Shape:
             dp, stage, index = grid.coords(rank)
-            corner, offset = stage_at[stage // stages], replica_at[dp // replicas]
+            corner = stage_at[stage // stages]
+            offset = replica_at[dp // replicas]
             within = inside[index // ranks_per_node] if tp > ranks_per_node else (0, 0, 0)
             return _shape(
                 (c * b + o) * t + w for c, b, o, t, w in zip(corner, box, offset, tile, within)
@@ -178,14 +179,18 @@ class RankMap:
         )
 
     def lines(self) -> str:
-        """The file for mpiexec --vcoordfile: one line (x,y,z) per rank."""
+        """Return the file for mpiexec --vcoordfile: one line (x,y,z) per rank."""
         return "".join(f"({x},{y},{z})\n" for x, y, z in self.nodes)
 
     def statistics(self) -> dict[str, tuple[float, int]]:
-        """Kind of group (tp, pp, dp, and cp if sequences are shared) -> (mean, maximum) hops between neighbours in ring order."""
+        """Return (mean, maximum) hops between ring neighbours for the groups tp, pp, dp, and cp if it is above 1."""
+        kinds = ["tp", "pp", "dp"]
+        if self.grid.cp > 1:
+            kinds.append("cp")
         result = {}
-        for kind in ("tp", "pp", "dp", *(("cp",) if self.grid.cp > 1 else ())):
-            seen, ways = set(), []
+        for kind in kinds:
+            seen = set()
+            lengths: list[int] = []
             for rank in range(self.grid.world_size):
                 dp, pp, tp = self.grid.coords(rank)
                 key = {
@@ -198,15 +203,15 @@ class RankMap:
                     continue
                 seen.add(key)
                 ranks = self.grid.ranks(rank)[kind]
-                ways += [
+                lengths += [
                     hops(self.nodes[a], self.nodes[b], self.shape) for a, b in zip(ranks, ranks[1:])
                 ]
-            result[kind] = (sum(ways) / len(ways), max(ways)) if ways else (0.0, 0)
+            result[kind] = (sum(lengths) / len(lengths), max(lengths)) if lengths else (0.0, 0)
         return result
 
 
 def parse_shape(word: str) -> Shape:
-    """XxYxZ. Raises ValueError for anything else."""
+    """Parse XxYxZ. ValueError for anything else."""
     parts = word.split("x")
     check(
         len(parts) == 3 and all(_is_size(p) for p in parts),

@@ -21,6 +21,7 @@ from ..host.observed import (
     Observer,
     Phases,
     observe_groups,
+    observe_wait,
 )
 from ..pipeline.instructions import SENDS, Instruction
 from ..pipeline.schedule import Executor
@@ -108,7 +109,9 @@ class Heartbeats:
         def call(name: str, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             if name in MESSAGES and group == "pp":
                 return function(*args, **kwargs)
-            verb = name.removeprefix("i") if name in NONBLOCKING else name
+            verb = name.removesuffix(" wait")
+            if verb in NONBLOCKING:
+                verb = verb.removeprefix("i")
             before = self.heart.enter(
                 f"{verb} {members}" + f" in {self.heart.what}" * bool(self.heart.what)
             )
@@ -116,9 +119,7 @@ class Heartbeats:
                 result = function(*args, **kwargs)
             finally:
                 self.heart.leave(before)
-            if name not in NONBLOCKING:
-                return result
-            return Observed(result, ("wait",), lambda _, wait, *rest: call(verb, wait, *rest))
+            return observe_wait(name, result, call)
 
         return call
 

@@ -31,7 +31,7 @@ PEERS = 256  # peers that get a large receive buffer (common_tofu_max_fastmode_p
 def kinds(run: RunConfig) -> tuple[int, ...]:
     """Return, for each stage, the first stage with the same layers, embedding and head."""
     where = placement(run)
-    alike = part_kinds(run)
+    alike = virtual_stage_kinds(run)
     features = [
         tuple(alike[where.virtual_stage(stage, chunk)] for chunk in range(where.model_chunks))
         for stage in range(where.stages)
@@ -40,39 +40,32 @@ def kinds(run: RunConfig) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def part_kinds(run: RunConfig) -> tuple[int, ...]:
+def virtual_stage_kinds(run: RunConfig) -> tuple[int, ...]:
     """Return, for each virtual stage, the first one with the same layers, recompute, embedding and head."""
     sizes = accounting.pipeline_split(run)
-    again = run.training.recompute_part_layers
+    recomputed = run.training.recompute_part_layers
     features = [
-        (layers, part == 0, part == len(sizes) - 1, again and min(again[part], layers))
-        for part, layers in enumerate(sizes)
+        (layers, n == 0, n == len(sizes) - 1, recomputed and min(recomputed[n], layers))
+        for n, layers in enumerate(sizes)
     ]
     return tuple(map(features.index, features))
 
 
 @lru_cache(maxsize=4096)
-def _held(lists: Schedule, stage: int) -> tuple[InFlight, ...]:
+def _in_flight(lists: Schedule, stage: int) -> tuple[InFlight, ...]:
     return lists.in_flight(stage)
 
 
 def layer_saved_bytes(run: RunConfig, tp: int) -> float:
     """Return the bytes that a layer saves for backward in software that materialises attention scores."""
     sizes = tensors(run, tp)
-    if run.precision.name == "fp32":
-        return (
-            6 * sizes["hidden"]
-            + sizes["qkv"]
-            + sizes["context"]
-            + 2 * sizes["mlp"]
-            + 3 * sizes["scores"]
-        )
+    is_fp32 = run.precision.name == "fp32"
     return (
-        5 * sizes["hidden"]
+        (6 if is_fp32 else 5) * sizes["hidden"]
         + sizes["qkv"]
         + sizes["context"]
         + 2 * sizes["mlp"]
-        + 2.5 * sizes["scores"]
+        + (3 if is_fp32 else 2.5) * sizes["scores"]
     )
 
 
@@ -80,7 +73,7 @@ def _activations(
     run: RunConfig,
     layout: Layout,
     stage: int,
-    held: Sequence[InFlight],
+    moments: Sequence[InFlight],
     parameters: MemoryParameters,
 ) -> float:
     """Return the bytes of a stage's saved and temporary tensors, without the logits."""
@@ -88,13 +81,13 @@ def _activations(
     hidden = tensors(run, layout.tp)["hidden"]
     saved = layer_saved_bytes(run, layout.tp)
     layers = sum(map(len, accounting.stage_layers(run, stage)))
-    in_flight = max(sum(moment.activations) for moment in held)
+    in_flight = max(sum(moment.activations) for moment in moments)
     temporary: float = 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
         groups = [
             group
-            for part in accounting.stage_virtual_stages(run, stage)
-            for group in accounting.virtual_stage_recompute_groups(run, part)
+            for n in accounting.stage_virtual_stages(run, stage)
+            for group in accounting.virtual_stage_recompute_groups(run, n)
         ]
         kept_bytes = in_flight * (len(groups) * hidden + (layers - sum(map(len, groups))) * saved)
         temporary += max(map(len, groups)) * saved
@@ -118,14 +111,14 @@ def stage_mib(
     parameters: MemoryParameters,
 ) -> float:
     """Return the peak MiB of one rank of `stage`. nodes: of the job, for MPI's buffers and threads per rank."""
-    held = _held(run_schedule.full_batch_schedule(run, layout), stage)
+    moments = _in_flight(run_schedule.full_batch_schedule(run, layout), stage)
     fixed = _fixed_mib(run, layout, code, nodes, parameters)
     if code.style == "native":
-        return fixed + stage_memory(run, layout, stage, held).total / MIB
+        return fixed + stage_memory(run, layout, stage, moments).total / MIB
     count = accounting.stage_parameters(run, layout, stage)
     sharded = parameters.sharded_bytes / accounting.zero_shards(run, layout)
     bytes = count * (parameters.state_bytes + sharded) + _activations(
-        run, layout, stage, held, parameters
+        run, layout, stage, moments, parameters
     )
     if stage == layout.pp - 1:
         bytes += parameters.logits * tensors(run, layout.tp)["logits"]
@@ -154,11 +147,9 @@ def with_recompute(
     space = tensor_room(run, layout, machine, code, nodes)
     fixed = _fixed_mib(run, layout, code, nodes, code.memory(machine))
     if (peak_mib(plain, layout, code, nodes, code.memory(machine)) - fixed) * MIB <= space:
-        return (
-            plain  # found from one stage of each kind, where `run_schedule.with_recompute` asks all
-        )
+        return plain  # checks one stage of each kind, not all as `run_schedule.with_recompute`
     lists = run_schedule.full_batch_schedule(run, layout)
-    return run_schedule.with_recompute(run, layout, space, lambda stage: _held(lists, stage))
+    return run_schedule.with_recompute(run, layout, space, lambda stage: _in_flight(lists, stage))
 
 
 def tensor_room(

@@ -26,12 +26,10 @@ from .cost import Network, Rank, Seconds, exposed
 from .machine import Machine
 from .software import Parameters, Software
 
-NOISE_FLOOR = 0.08  # of a time's logarithm: campaigns of the same run differ by 5 to 13 %, so no prediction can be closer
+NOISE_FLOOR = 0.08  # of a time's logarithm: campaigns of the same run differ by 5 to 13 %
 
 
-LARGE_SHARE = (
-    0.25  # of an iteration that tensor parallelism between nodes takes before a prediction names it
-)
+LARGE_SHARE = 0.25  # of an iteration, from which tensor parallelism between nodes is reported
 
 
 BAND = 1.645  # standard deviations on each side that hold nine of ten runs of a normal distribution
@@ -42,7 +40,7 @@ BAND = 1.645  # standard deviations on each side that hold nine of ten runs of a
 UNSEEN = 0.72
 
 
-FAR = 2.0  # doublings of its group and its bytes to the nearest fitted row, from which on that row says nothing of it
+FAR = 2.0  # doublings of group size and bytes from which a fitted row gives no information
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +145,8 @@ Pieces = list[tuple[work.Work, int]]  # work, and how often it is done
 
 
 @lru_cache(maxsize=4096)
-def part_work(
-    run: RunConfig, layout: Layout, part: int, code: Software
+def virtual_stage_work(
+    run: RunConfig, layout: Layout, virtual_stage: int, code: Software
 ) -> tuple[Pieces, Pieces, Pieces]:
     """Return (forward, backward, deferrable backward) of a virtual stage for one micro-batch.
 
@@ -157,20 +155,23 @@ def part_work(
     """
     phases = work.phases(run, layout.tp, code)
     where = placement(run)
-    layers = len(accounting.virtual_stage_layers(run, where, part))
+    layers = len(accounting.virtual_stage_layers(run, where, virtual_stage))
     forward = [(phases["layer_forward"], layers)]
     backward = [(phases["layer_backward"], layers)]
-    if groups := accounting.virtual_stage_recompute_groups(run, part):
+    if groups := accounting.virtual_stage_recompute_groups(run, virtual_stage):
         backward.append((work.recomputed_layers(run, layout.tp, groups, code), 1))
     elif run.training.recompute_granularity == "selective":
         backward.append((work.recomputed_attention(run, layout.tp, code), layers))
-    for place, present in (("embedding", part == 0), ("head", part == where.virtual_stages - 1)):
-        if present:
-            at_once = place == "head" and code.counts["logits_in_chunks"]
-            forward.append((phases[f"{place}_forward"], 1))
-            (forward if at_once else backward).append((phases[f"{place}_backward"], 1))
-    parameters = accounting.virtual_stage_parameters(run, layout, where, part)
-    backward.append((work.weight_gradients(run, layout.tp, parameters, 12 * layers, code), 1))
+    if virtual_stage == 0:
+        forward.append((phases["embedding_forward"], 1))
+        backward.append((phases["embedding_backward"], 1))
+    if virtual_stage == where.virtual_stages - 1:
+        forward.append((phases["head_forward"], 1))
+        head_gradients = forward if code.counts["logits_in_chunks"] else backward
+        head_gradients.append((phases["head_backward"], 1))
+    parameters = accounting.virtual_stage_parameters(run, layout, where, virtual_stage)
+    gradients = work.weight_gradients(run, layout.tp, parameters, 12 * layers, code)
+    backward.append((gradients, 1))
     return forward, backward, [(phases["layer_weights"], layers)]
 
 
@@ -221,18 +222,18 @@ def step(
         splits_fp32=run.system.splits_fp32,
     )
     lists = run_schedule.full_batch_schedule(run, layout)
-    parts = _part_seconds(run, layout, rank, without)
+    seconds = _virtual_stage_seconds(run, layout, rank, without)
     stages = [
-        _stage_seconds([parts[part] for part in accounting.stage_virtual_stages(run, stage)])
+        _stage_seconds([seconds[n] for n in accounting.stage_virtual_stages(run, stage)])
         for stage in range(layout.pp)
     ]
     transfer = (
         network.seconds("send", "pp", accounting.residual_bytes(run, layout.tp))
         * system.machine.host_factor
     )
-    costs = _costs(lists, parts, transfer)
+    costs = _costs(lists, seconds, transfer)
     pipeline = makespan(lists, costs)
-    slowest = max(stages, key=lambda seconds: seconds[0].total + seconds[1].total)
+    slowest = max(stages, key=lambda stage: stage[0].total + stage[1].total)
     busy = (
         sum(forward.total + backward.total for forward, backward, _ in stages)
         / layout.pp
@@ -255,43 +256,45 @@ def step(
     )
 
 
-PartSeconds = tuple[
-    Seconds, Seconds, Seconds
-]  # forward, backward, what of the backward may wait; of one micro-batch
+PhaseSeconds = tuple[Seconds, Seconds, Seconds]  # forward, backward, deferrable backward
 
 
-def _part_seconds(run: RunConfig, layout: Layout, rank: Rank, without: str) -> list[PartSeconds]:
+def _virtual_stage_seconds(
+    run: RunConfig, layout: Layout, rank: Rank, without: str
+) -> list[PhaseSeconds]:
     """Return the seconds of every virtual stage. without: see `step`."""
-    kinds = memory.part_kinds(run)
+    kinds = memory.virtual_stage_kinds(run)
     known = dict[int, Seconds]()
-    found = dict[int, PartSeconds]()
+    found = dict[int, PhaseSeconds]()
 
     def seconds(pieces: Pieces) -> Seconds:
-        for piece, _ in pieces:  # parts of different kinds do the same in each of their layers
+        for piece, _ in pieces:  # virtual stages of different kinds share layer work
             if id(piece) not in known:
                 known[id(piece)] = rank.seconds(piece)
         total = sum((known[id(piece)] * times for piece, times in pieces), Seconds())
         return replace(total, **{without: 0.0}) if without else total
 
     for kind in set(kinds):
-        forward, backward, weights = map(seconds, part_work(run, layout, kind, rank.software))
+        forward, backward, weights = map(
+            seconds, virtual_stage_work(run, layout, kind, rank.software)
+        )
         found[kind] = forward, backward, weights
     return [found[kind] for kind in kinds]
 
 
-def _stage_seconds(parts: Sequence[PartSeconds]) -> PartSeconds:
+def _stage_seconds(chunks: Sequence[PhaseSeconds]) -> PhaseSeconds:
     """Return the sum over a stage's virtual stages."""
-    if len(parts) == 1:
-        return parts[0]
-    forward, backward, weights = (sum(phase, Seconds()) for phase in zip(*parts))
+    if len(chunks) == 1:
+        return chunks[0]
+    forward, backward, weights = (sum(phase, Seconds()) for phase in zip(*chunks))
     return forward, backward, weights
 
 
-def _costs(lists: schedule.Schedule, parts: Sequence[PartSeconds], transfer: float) -> Costs:
+def _costs(lists: schedule.Schedule, seconds: Sequence[PhaseSeconds], transfer: float) -> Costs:
     """Return the seconds of the schedule's operations, by stage and model chunk."""
     where = lists.placement
     by_stage = [
-        [parts[where.virtual_stage(stage, chunk)] for chunk in range(where.model_chunks)]
+        [seconds[where.virtual_stage(stage, chunk)] for chunk in range(where.model_chunks)]
         for stage in range(where.stages)
     ]
     operations = {FORWARD: [[f.total for f, _, _ in chunks] for chunks in by_stage]}
@@ -310,7 +313,7 @@ def _exposed(
     layout: Layout,
     network: Network,
     lists: schedule.Schedule,
-    stages: Sequence[PartSeconds],
+    stages: Sequence[PhaseSeconds],
 ) -> float:
     """Return the longest wait of a stage for reductions and gathers, in seconds per iteration.
 
@@ -336,33 +339,24 @@ def _exposed(
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     """Return the seconds of clipping and Adam or Muon in FP32 over a rank's shard of the largest stage."""
     counts = rank.software.counts["optimizer"]
-    fewer = (
-        2 * accounting.FP32_BYTES
-        - run.optimizer.moment_bytes
-        + 2 * (run.optimizer.main_params_dtype == "bf16")
-    )  # bytes
-    parameters = max(held_parameters(run, layout, stage) for stage in set(memory.kinds(run)))
-    layers = max(
-        sum(map(len, accounting.stage_layers(run, stage))) for stage in set(memory.kinds(run))
-    )
-    muon = max(
-        replace(rank, precision="fp32").seconds(work.muon(run, layout, stage)).gemm
-        for stage in memory.kinds(run)
-    )
+    kinds = set(memory.kinds(run))
+    saved_bytes = 2 * accounting.FP32_BYTES - run.optimizer.moment_bytes
+    if run.optimizer.main_params_dtype == "bf16":
+        saved_bytes += 2
+    parameters = max(held_parameters(run, layout, stage) for stage in kinds)
+    layers = max(sum(map(len, accounting.stage_layers(run, stage))) for stage in kinds)
+    fp32 = replace(rank, precision="fp32")
+    muon = max(fp32.seconds(work.muon(run, layout, stage)).gemm for stage in kinds)
+    moved = counts["moved"] * accounting.FP32_BYTES - 2 * saved_bytes
     return (
-        rank.traffic(
-            (counts["moved"] * accounting.FP32_BYTES - 2 * fewer)
-            * parameters
-            / accounting.zero_shards(run, layout)
-        )
+        rank.traffic(moved * parameters / accounting.zero_shards(run, layout))
         + rank.calls(counts["calls_per_layer"] * layers)
         + muon / layout.replicas
     )
 
 
-TensorParallel = tuple[
-    int, int, bool, str
-]  # ranks of a group, bytes of its collective, whether a node holds the group, software
+# (ranks of a group, bytes of its collective, whether the group is inside a node, software)
+TensorParallel = tuple[int, int, bool, str]
 
 
 def tensor_parallel(run: RunConfig, layout: Layout, system: System) -> TensorParallel | None:
@@ -487,20 +481,17 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
         lines.append(
             f"the network of {system.machine.name} was not measured: calibrate on two nodes"
         )
-    note = (
-        system.machine.curve_note(system.machine.threads // system.ranks_per_node)
-        if system.machine.kind == "cpu"
-        else None
-    )
-    lines += [note] if note else []
+    if system.machine.kind == "cpu":
+        note = system.machine.curve_note(system.machine.threads // system.ranks_per_node)
+        if note:
+            lines.append(note)
     lines += [
         f"the time is that of a run without {name}, which is not modelled"
         for name in unmodelled(run)
     ]
-    lacking = [
-        *code.lacking(run),
-        *["fp32_matmul"] * (run.system.splits_fp32 and code.style != "native"),
-    ]
+    lacking = code.lacking(run)
+    if run.system.splits_fp32 and code.style != "native":
+        lacking.append("fp32_matmul")
     lines += [
         f"software {code.name} has no {flag(name)}: the time is that of a run without it"
         for name in lacking

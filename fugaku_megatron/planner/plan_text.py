@@ -65,11 +65,9 @@ def iterations(plan: Plan) -> int | None:
 def _duration(plan: Plan) -> tuple[float, float] | None:
     """Return (days, node hours) of the run, or None if it has no length."""
     count = iterations(plan)
-    return (
-        None
-        if count is None
-        else (count * plan.seconds / 86400, count * plan.seconds / 3600 * plan.system.nodes)
-    )
+    if count is None:
+        return None
+    return count * plan.seconds / 86400, count * plan.seconds / 3600 * plan.system.nodes
 
 
 def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse.Namespace) -> str:
@@ -125,8 +123,12 @@ def _row(number: int, plan: Plan, p: Prediction) -> str:
 def _shared(plan: Plan) -> str:
     """Return the context-parallel and expert-parallel sizes as table text."""
     layout = plan.layout
-    experts = f", EP {layout.ep} x {layout.etp or layout.tp}" * bool(plan.run.model.num_experts)
-    return f", CP {layout.cp} {typical_cp_comm_type(plan.run)}" * (layout.cp > 1) + experts
+    words = ""
+    if layout.cp > 1:
+        words += f", CP {layout.cp} {typical_cp_comm_type(plan.run)}"
+    if plan.run.model.num_experts:
+        words += f", EP {layout.ep} x {layout.etp or layout.tp}"
+    return words
 
 
 def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -207,16 +209,16 @@ def pipeline(plan: Plan) -> list[str]:
     )
     legend = f"F forward, {backward}, . idle"
     return [
-        f"pipeline of the first plan, {part(shown, microbatches)}, {end:.3g} s ({legend}; model)",
+        f"pipeline of the first plan, {shown_part(shown, microbatches)}, {end:.3g} s ({legend}; model)",
         *lines,
     ]
 
 
 def _backward(plan: Plan) -> str:
     """Return the legend's word for backward."""
-    return (
-        "backward" if plan.run.training.recompute_granularity is None else "backward with recompute"
-    )
+    if plan.run.training.recompute_granularity is None:
+        return "backward"
+    return "backward with recompute"
 
 
 def png(plan: Plan, file: str) -> None:
@@ -250,13 +252,11 @@ def modelled(
     return spans(shown, whole.costs), shown, whole.schedule.microbatches, whole.seconds
 
 
-def part(shown: Schedule, microbatches: int) -> str:
+def shown_part(shown: Schedule, microbatches: int) -> str:
     """Return how much of an iteration a picture shows."""
-    return (
-        f"{shown.microbatches} of {microbatches} micro-batches"
-        if shown.microbatches < microbatches
-        else (f"all {microbatches} micro-batches")
-    )
+    if shown.microbatches < microbatches:
+        return f"{shown.microbatches} of {microbatches} micro-batches"
+    return f"all {microbatches} micro-batches"
 
 
 def draw(
@@ -264,12 +264,10 @@ def draw(
 ) -> None:
     """Draw the pipeline over time as a PNG file. memory: MiB of a rank of each stage. Raise ValueError if it cannot be written."""
     bars, shown, microbatches, seconds = modelled(run, layout, system)
-    chunks = placement(run).model_chunks
-    machine = system.machine.name
+    count = placement(run).model_chunks
+    model_chunks = f", {count} chunks of layers a stage" if count > 1 else ""
     heading = (
-        shown.name
-        + f", {chunks} chunks of layers a stage" * (chunks > 1)
-        + f", {part(shown, microbatches)}, recompute "
-        f"{recompute_name(run)}; an iteration takes {seconds:.4g} s (model, {machine})"
+        f"{shown.name}{model_chunks}, {shown_part(shown, microbatches)}, recompute "
+        f"{recompute_name(run)}; an iteration takes {seconds:.4g} s (model, {system.machine.name})"
     )
     schedule_plot.draw(file, bars, memory, heading)

@@ -37,13 +37,10 @@ CHUNKS = (2, 3, 4, 5, 6, 8)  # of a stage, tried for interleaved schedules
 ZB_CHUNKS = (3, 4, 6)  # for ZB-H1
 
 
-LONGEST = 512  # stages x micro-batches of zero-bubble lists that are tried in more than one way: each takes long to make
+LONGEST = 512  # stages x micro-batches up to which several zero-bubble lists are tried; each is slow to make
 
 
-PENDING = (
-    1.5,
-    2,
-)  # micro-batches for each stage, tried for zero-bubble schedules in addition to one
+PENDING = (1.5, 2)  # micro-batches per stage to try for zero-bubble schedules, besides 1
 
 
 class Order(NamedTuple):
@@ -68,11 +65,12 @@ class Candidate:
         parallel = self.run.parallel
         chunks = placement(self.run).model_chunks
         pending = parallel.zero_bubble_max_pending_backward
-        return (
-            parallel.schedule
-            + f" with {chunks} chunks" * (chunks > 1 and parallel.schedule != ZBV)
-            + f" holding {pending} micro-batches" * bool(pending)
-        )
+        name = parallel.schedule
+        if chunks > 1 and name != ZBV:
+            name += f" with {chunks} chunks"
+        if pending:
+            name += f" holding {pending} micro-batches"
+        return name
 
 
 def schedules(choices: Choices, stages: int, microbatches: int) -> list[Order]:
@@ -138,29 +136,32 @@ def resolve(
     space: bytes of a rank's tensors; default: what the machine's memory, or --memory-per-rank, leaves. If no schedule fits, use 1F1B,
     which needs least memory.
     """
-    space = (
-        memory.tensor_room(run, layout, system.machine, system.software, system.nodes)
-        if space is None
-        else space
-    )
-    again = run.training.recompute_auto
+    if space is None:
+        space = memory.tensor_room(run, layout, system.machine, system.software, system.nodes)
+    recompute_auto = run.training.recompute_auto
     if run.parallel.pipeline_schedule != AUTO or layout.pp == 1:
-        return run_schedule.resolve_recompute(run, layout, space) if again else (run, [])
+        if not recompute_auto:
+            return run, []
+        return run_schedule.resolve_recompute(run, layout, space)
     run, line = _fastest(scheduled(run, layout, system, space), system)
-    return run, [line, *[run_schedule.choice_line(run, space)] * again]
+    lines = [line]
+    if recompute_auto:
+        lines.append(run_schedule.choice_line(run, space))
+    return run, lines
 
 
 def _fastest(found: list[Candidate], system: System) -> tuple[RunConfig, str]:
-    fitting, tight = ([c for c in found if c.fits == fits] for fits in (True, False))
-    best = (
-        fitting[0] if fitting else next(c for c in found if c.run.parallel.schedule == ONE_F_ONE_B)
-    )
-    others = "".join(f"; {c.name} {c.seconds:.3g} s" for c in fitting[1:])
-    without = f"; no memory for {', '.join(c.name for c in tight)}" * bool(tight)
-    return (
-        best.run,
-        f"schedule: {best.name}, {best.seconds:.3g} s an iteration{others}{without} (model, {system.machine.name})",
-    )
+    fitting = [candidate for candidate in found if candidate.fits]
+    tight = [candidate for candidate in found if not candidate.fits]
+    if fitting:
+        best = fitting[0]
+    else:
+        best = next(c for c in found if c.run.parallel.schedule == ONE_F_ONE_B)
+    line = f"schedule: {best.name}, {best.seconds:.3g} s an iteration"
+    line += "".join(f"; {c.name} {c.seconds:.3g} s" for c in fitting[1:])
+    if tight:
+        line += f"; no memory for {', '.join(c.name for c in tight)}"
+    return best.run, f"{line} (model, {system.machine.name})"
 
 
 T = TypeVar("T", int, bool)
@@ -226,7 +227,7 @@ def search(
     )
 
 
-# plans that are to be the best of all schedules, and layouts that are tried with each of these at most
+# Best plans of all schedules to find, and most layouts to try with each schedule.
 WANTED = 10
 TRIED = 60
 
@@ -319,7 +320,7 @@ def candidates(
     contexts = list(_contexts(run, choices, held))
     for pp in stages:
         for training in _recomputes(run, model.num_layers // pp, held, choices.recompute):
-            for tp, (cp, ways), mbs, stage, number in (
+            for tp, (cp, cp_comm_type), mbs, stage, number in (
                 (t, c, m, z, r)
                 for t in tensor
                 for c in contexts
@@ -346,7 +347,7 @@ def candidates(
                                 tensor_model_parallel_size=tp,
                                 pipeline_model_parallel_size=pp,
                                 context_parallel_size=cp,
-                                cp_comm_type=ways,
+                                cp_comm_type=cp_comm_type,
                                 zero_stage=stage,
                                 **switches,
                             ),
@@ -355,7 +356,7 @@ def candidates(
                     )
 
 
-# tokens of a sequence from which on several ranks may share one, and the most that are tried
+# Sequence length from which context parallelism is tried, and its largest size.
 LONG = 16384
 SHARERS = 64
 
@@ -369,7 +370,7 @@ def _contexts(
     sizes = tuple(2**i for i in range(SHARERS.bit_length())) if shared else (1,)
     for cp in _choices(run.parallel.context_parallel_size, sizes, "context_parallel_size" in held):
         each = "cp_comm_type" not in held and cp > 1
-        yield from ((cp, (way,)) for way in CP_COMM_TYPES) if each else [(cp, given)]
+        yield from ((cp, (kind,)) for kind in CP_COMM_TYPES) if each else [(cp, given)]
 
 
 def _indivisible(
@@ -379,7 +380,8 @@ def _indivisible(
     if system.ranks_per_node > system.machine.max_ranks:
         return "more ranks than a node has threads or GPUs"
     if rest:
-        return "TP x PP" + " x CP" * (cp > 1) + " does not divide the number of ranks"
+        sizes = "TP x PP x CP" if cp > 1 else "TP x PP"
+        return f"{sizes} does not divide the number of ranks"
     assert (size := batch.global_batch_size) is not None
     if size % (dp * batch.micro_batch_size):
         return "micro-batch x DP does not divide the global batch"
@@ -407,7 +409,7 @@ VARIED = (
 )
 
 
-# Choices of flags that the search sets: on where it costs no time in the model and changes no result, or both on and off.
+# Flags that the search sets: on if free in the model and without effect on results, or both on and off.
 SWITCHED: dict[str, tuple[bool, ...]] = {
     features.OVERLAP_GRAD_REDUCE: (True,),
     features.OVERLAP_PARAM_GATHER: (True,),
@@ -439,7 +441,7 @@ def _switches(
                     yield {features.field_of(name): value for name, value in values.items()}
 
 
-EXPERT_RANKS = 64  # that are tried at most: an all-to-all among more of them has short messages
+EXPERT_RANKS = 64  # largest size to try; all-to-alls among more ranks have short messages
 
 
 def _divided(

@@ -166,16 +166,17 @@ class Choices:
             "full": True,
             "auto": features.RECOMPUTE_AUTO in names,
         }
+        schedules = [ONE_F_ONE_B]
+        if features.INTERLEAVED in names:
+            schedules.append(INTERLEAVED)
+        if features.ZERO_BUBBLE in names:
+            schedules += SPLITS_BACKWARD
         return Choices(
             ranks_per_node=ranks_per_node,
-            recompute=tuple(kind for kind, there in recompute.items() if there),
+            recompute=tuple(kind for kind, exists in recompute.items() if exists),
             zero_stages=(0, 1) if features.ZERO_1 in names else (0,),
             names=names,
-            schedules=(
-                ONE_F_ONE_B,
-                *(INTERLEAVED,) * (features.INTERLEAVED in names),
-                *SPLITS_BACKWARD * (features.ZERO_BUBBLE in names),
-            ),
+            schedules=tuple(schedules),
         )
 
 

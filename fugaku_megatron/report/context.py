@@ -1,7 +1,5 @@
-"""What every section of a report gets: the ranks, the time, and the sizes of what it measures. And what a node is: its CPU, NUMA
-domains, memory, huge pages, limits and compilers, from files that any user may read.
-
-Left out: what is measured by running something, except the compilers' names (kernel_rates.py).
+"""Context of a report's sections: ranks, time and measured sizes; and facts about a node (CPU, NUMA domains, memory, huge pages,
+limits, compilers) from files that any user may read.
 """
 
 from __future__ import annotations
@@ -27,15 +25,19 @@ from ..host.energy import Counters
 from ..host.placement import Node, cpu_quota
 
 SHRUNK_GFLOPS = 4.0  # of one thread, below which a CPU is emulated, or so slow that whole sizes would take hours
-TRAINING_SHARE, UNKNOWN_GFLOPS = (
-    0.6,
-    100.0,
-)  # of the matmuls' rate; of a rank whose matmuls were not measured
+TRAINING_SHARE = 0.6  # of the matmuls' rate
+UNKNOWN_GFLOPS = 100.0  # of a rank without measured matmuls
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of a case. rows x cols: of element-wise kernels. m, n, k: of matmuls. s: tokens of attention. words: vocabulary."""
+    """Sizes of a case.
+
+    rows x cols: element-wise kernels
+    m, n, k: matmuls
+    s: tokens of attention
+    words: vocabulary
+    """
 
     rows: int = 37
     cols: int = 200
@@ -50,12 +52,15 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Sizes of what is measured.
+    """Sizes of the measurements.
 
-    sizes: of square matmuls, whose operands together have cold_bytes. lengths: of sequences in attention. triad, elements: of the
-    vectors of STREAM and of the optimizer. elementwise: of the kernels that memory bounds. messages: bytes of collectives. reduced:
-    bytes of the large all-reduce. model: what replaces values of recipe 124m. layers: shape -> what replaces values of its recipe.
-    sequences: lengths of which the first that fits into the time is taken.
+    sizes: square matmuls; cold_bytes: all their operands
+    lengths: sequences of attention
+    triad, elements: vectors of STREAM and of the optimizer
+    elementwise: memory-bound kernels
+    messages: bytes of collectives; reduced: bytes of the large all-reduce
+    model: changes to recipe 124m; layers: shape -> changes to its recipe
+    sequences: lengths, of which the first that fits into the time is used
     """
 
     sizes: tuple[int, ...] = (128, 256, 512, 1024, 2048)
@@ -96,9 +101,14 @@ SHRUNK = Scale(
 
 @dataclass(kw_only=True)
 class Context:
-    """seconds: of the section that runs. free: bytes of the node's memory at the start. save: folder of checkpoints; None: the
-    system's folder for temporary files. compute: what the section of kernels measured of this rank, for the machine's description.
-    energy: the counters of this node on its first rank. mapping: the log's lines about the ranks of this node and their cores.
+    """The ranks and the time of a report.
+
+    seconds: for the current section
+    free: bytes of node memory at the start
+    save: directory for checkpoints; None: the system's temporary directory
+    compute: this rank's measurements by the kernel section
+    energy: this node's counters, on its first rank
+    mapping: the log's lines about ranks and cores
     """
 
     world: Comm
@@ -116,17 +126,17 @@ class Context:
 
     @property
     def left(self) -> float:
-        """Seconds until the section should end, on this rank's clock."""
+        """Return the seconds until the section should end, on this rank's clock."""
         return self.seconds - (time.monotonic() - self.begin)
 
     @property
     def training_flops(self) -> float:
-        """FLOP/s that a rank may reach in training: a little below its matmuls, which the section of kernels measured."""
+        """FLOP/s that a rank may reach in training: a little below its measured matmuls."""
         gflops = max((rate for _, rate in self.compute.get("gemm", ())), default=UNKNOWN_GFLOPS)
         return TRAINING_SHARE * gflops * 1e9
 
     def agreed(self, value: Any) -> Any:
-        """Rank 0's value on every rank, so that all decide alike. Collective."""
+        """Return rank 0's value on every rank, so that all decide alike. Collective."""
         return self.world.broadcast_object(value)
 
 
@@ -151,9 +161,11 @@ SECONDS = 5  # for a compiler to say its version
 
 
 def facts(root: Path = Path("/")) -> dict[str, Any]:
-    """Of this node, without names. root: of another file system, for tests."""
-    mask, node = os.sched_getaffinity(0), Node.read(root)
-    cpus, cpuinfo = root / "sys/devices/system/cpu", read_text(root / "proc/cpuinfo") or ""
+    """Return the facts about this node, without names. root: another file system, for tests"""
+    mask = os.sched_getaffinity(0)
+    node = Node.read(root)
+    cpus = root / "sys/devices/system/cpu"
+    cpuinfo = read_text(root / "proc/cpuinfo") or ""
     flags = set(
         re.findall(
             r"\w+", " ".join(re.findall(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)[:1])
@@ -198,7 +210,7 @@ def facts(root: Path = Path("/")) -> dict[str, Any]:
 
 
 def caches(cpus: Path) -> list[str]:
-    """Of CPU 0: "L1 Data 32K" ..."""
+    """Return the caches of CPU 0: "L1 Data 32K" ..."""
     folders = sorted((cpus / "cpu0/cache").glob("index[0-9]*"))
     return [
         " ".join(
@@ -209,7 +221,7 @@ def caches(cpus: Path) -> list[str]:
 
 
 def nominal_ghz(cpus: Path) -> float | None:
-    """The highest clock that the system says CPU 0 has; None where it does not say."""
+    """Return CPU 0's highest clock according to the system, or None."""
     kilohertz = read_text(cpus / "cpu0/cpufreq/cpuinfo_max_freq")
     if kilohertz and kilohertz.isdecimal():
         return int(kilohertz) / 1e6
@@ -220,7 +232,7 @@ def nominal_ghz(cpus: Path) -> float | None:
 
 
 def huge_pages(root: Path = Path("/")) -> dict[str, Any]:
-    """The setting of transparent huge pages, and the reserved pages of each size."""
+    """Return the setting of transparent huge pages, and the reserved pages by size."""
     choice = re.search(
         r"\[(\w+)\]", read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     )
@@ -236,7 +248,7 @@ def huge_pages(root: Path = Path("/")) -> dict[str, Any]:
 
 
 def compilers() -> dict[str, str]:
-    """Compiler -> the first line of its version, of those on the PATH."""
+    """Return compiler -> first line of its version, for those on the PATH."""
     found = {}
     for name in COMPILERS:
         if shutil.which(name) is None:

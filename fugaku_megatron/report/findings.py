@@ -1,7 +1,6 @@
-"""What is wrong with a machine for training, each with what was measured, what is expected and the remedy; and the report as text.
+"""A machine's defects for training, each with measurement, expectation and remedy; and the report as text.
 
-Both read the report's sections alone, so they work on a partial one. Limits are those of machines on which training runs well;
-each stands next to the check that uses it.
+Only the report's sections are read, so a partial report works. Limits come from machines on which training runs well.
 """
 
 from __future__ import annotations
@@ -14,27 +13,22 @@ from typing import Any
 from .record import LABEL, clock
 
 Sections = dict[str, Any]
-CLOCK_SHARE, SPREAD = 0.9, 0.9  # of the nominal clock; of the median of the ranks
-GEMM_SHARE, ATTENTION_SHARE, TRIAD_SHARE = (
-    0.75,
-    0.35,
-    0.6,
-)  # of the FMA peak, twice, and of STREAM's triad
-TO_MODEL, FEW_BYTES = (
-    2.0,
-    1 << 20,
-)  # times the model's seconds of a collective; smaller ones are latency
+CLOCK_SHARE = 0.9  # of the nominal clock
+SPREAD = 0.9  # of the ranks' median
+GEMM_SHARE = 0.75  # of the FMA peak
+ATTENTION_SHARE = 0.35  # of the FMA peak
+TRIAD_SHARE = 0.6  # of STREAM's triad
+TO_MODEL = 2.0  # times the model's seconds for a collective
+FEW_BYTES = 1 << 20  # below: latency dominates a collective
 SCALING = 0.8  # of the tokens per second of one rank, for each of many
-SLOW_GBS, BUSY_LOAD, FREE_SHARE = (
-    0.3,
-    0.3,
-    0.5,
-)  # of a checkpoint; load per core before the start; of the memory
+SLOW_GBS = 0.3  # checkpoint rate
+BUSY_LOAD = 0.3  # load per core before the start
+FREE_SHARE = 0.5  # of the memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One problem. severe: results are wrong, or most of the speed is lost. node: on which, if on one."""
+    """One defect. severe: wrong results, or most of the speed is lost. node: if on one"""
 
     what: str
     measured: str
@@ -45,7 +39,7 @@ class Finding:
 
 
 def findings(sections: Sections) -> list[dict[str, Any]]:
-    """All findings, the severe ones first; one that several nodes have is one, with the figures of the first of them."""
+    """Return all findings, severe ones first; a finding on several nodes is listed once with the first node's figures."""
     found: dict[str, Finding] = {}
     places: dict[str, list[int]] = {}
     for finding in (finding for look in LOOKS for finding in look(sections)):
@@ -58,10 +52,14 @@ def findings(sections: Sections) -> list[dict[str, Any]]:
 
 
 def _on_nodes(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:4])) + f" and {len(numbers) - 4} others" * (
-        len(numbers) > 4
-    )
-    return "" if not numbers else f" on node {shown}" if len(numbers) == 1 else f" on nodes {shown}"
+    if not numbers:
+        return ""
+    if len(numbers) == 1:
+        return f" on node {numbers[0]}"
+    shown = ", ".join(map(str, numbers[:4]))
+    if len(numbers) > 4:
+        shown += f" and {len(numbers) - 4} others"
+    return f" on nodes {shown}"
 
 
 def _nodes(sections: Sections) -> list[dict[str, Any]]:
@@ -73,11 +71,9 @@ def _kernels(sections: Sections) -> dict[str, Any]:
 
 
 def wrong_kernels(sections: Sections) -> Iterator[Finding]:
-    """Results that are not the reference's, or not every rank's."""
-    checks, ranks = (
-        _kernels(sections).get("checks", []),
-        _kernels(sections).get("differing_ranks", []),
-    )
+    """Find results that differ from the reference or between ranks."""
+    checks = _kernels(sections).get("checks", [])
+    ranks = _kernels(sections).get("differing_ranks", [])
     bad = [row for row in checks if not row["good"]]
     if bad:
         worst = max(bad, key=lambda row: row["difference"])
@@ -100,12 +96,15 @@ def wrong_kernels(sections: Sections) -> Iterator[Finding]:
 
 
 def slow_clocks(sections: Sections) -> Iterator[Finding]:
-    """A clock below the nominal one, a governor that lowers it, or ranks that differ."""
-    ranks, nodes = _kernels(sections).get("ranks", []), _nodes(sections)
+    """Find clocks below the nominal one, governors that lower them, and ranks that differ."""
+    ranks = _kernels(sections).get("ranks", [])
+    nodes = _nodes(sections)
     if not ranks or not nodes:
         return
-    clocks, nominal = [rank["clock_ghz"] for rank in ranks], nodes[0]["nominal_ghz"]
-    middle, lowest = statistics.median(clocks), min(clocks)
+    clocks = [rank["clock_ghz"] for rank in ranks]
+    nominal = nodes[0]["nominal_ghz"]
+    middle = statistics.median(clocks)
+    lowest = min(clocks)
     if nominal and middle < CLOCK_SHARE * nominal and "hypervisor" not in nodes[0]["features"]:
         yield Finding(
             what="the clock falls under load",
@@ -132,10 +131,11 @@ def slow_clocks(sections: Sections) -> Iterator[Finding]:
 
 
 def busy_cores(sections: Sections) -> Iterator[Finding]:
-    """Other processes, and cores without a thread."""
+    """Find other processes, and cores without a thread."""
     ranks = _kernels(sections).get("ranks", [])
     for number, node in enumerate(_nodes(sections)):
-        cores, own = node["cores"], [rank["threads"] for rank in ranks if rank["node"] == number]
+        cores = node["cores"]
+        own = [rank["threads"] for rank in ranks if rank["node"] == number]
         if node["load"] > max(1.0, BUSY_LOAD * cores) + len(own):
             yield Finding(
                 node=number,
@@ -155,7 +155,7 @@ def busy_cores(sections: Sections) -> Iterator[Finding]:
 
 
 def mapping(sections: Sections) -> Iterator[Finding]:
-    """What the trainer's log says of ranks and their cores."""
+    """Find problems in the log's lines about ranks and cores."""
     for number, node in enumerate(_nodes(sections)):
         for line in (
             line.removeprefix("note: ") for line in node["mapping"] if line.startswith("note: ")
@@ -172,7 +172,7 @@ def mapping(sections: Sections) -> Iterator[Finding]:
 
 
 def memory_set_up(sections: Sections) -> Iterator[Finding]:
-    """Huge pages, NUMA balancing, memory that others hold."""
+    """Check huge pages, NUMA balancing, and memory used by others."""
     for number, node in enumerate(_nodes(sections)):
         if node["huge_pages"]["transparent"] == "never" and not node["huge_pages"]["xos"]:
             yield Finding(
@@ -200,7 +200,7 @@ def memory_set_up(sections: Sections) -> Iterator[Finding]:
 
 
 def slow_kernels(sections: Sections) -> Iterator[Finding]:
-    """Shares of the peak and of STREAM's triad."""
+    """Check the kernels' shares of the peak and of STREAM's triad."""
     kernels = _kernels(sections)
     if not kernels or kernels["shrunk"]:
         return
@@ -248,7 +248,7 @@ def slow_kernels(sections: Sections) -> Iterator[Finding]:
 
 
 def communication(sections: Sections) -> Iterator[Finding]:
-    """MPI itself, and collectives that take longer than modelled."""
+    """Check MPI, and collectives slower than modelled."""
     found = sections.get("communication", {})
     if found.get("ranks") == 1:
         yield Finding(
@@ -280,7 +280,7 @@ def communication(sections: Sections) -> Iterator[Finding]:
 
 
 def training(sections: Sections) -> Iterator[Finding]:
-    """Scaling, and what did not fit."""
+    """Check scaling, and report what did not fit."""
     rows = [row for row in sections.get("training", {}).get("rows", []) if "tokens_per_s" in row]
     if len(rows) > 1:
         share = (
@@ -310,7 +310,7 @@ def training(sections: Sections) -> Iterator[Finding]:
 
 
 def storage(sections: Sections) -> Iterator[Finding]:
-    """A checkpoint's rate."""
+    """Check a checkpoint's rate."""
     found = sections.get("storage", {})
     if found and found["bytes"] > 1 << 26 and found["write_gbs"] < SLOW_GBS:
         yield Finding(
@@ -338,20 +338,18 @@ LOOKS: tuple[Callable[[Sections], Iterator[Finding]], ...] = (
 
 
 def text(data: dict[str, Any]) -> str:
-    """The report in about 30 lines."""
+    """Return the report in about 30 lines."""
     sections = data["sections"]
     lines = [heading(data), *summary(sections), ""]
     if data.get("findings"):
         lines.append("What is wrong with this machine for training (measured; expected; remedy):")
         lines += [
-            f"{number}. {'SEVERE: ' * f['severe']}{f['what']}: {f['measured']}; {f['expected']}; {f['remedy']}"
+            f"{number}. {labelled(f)}: {f['measured']}; {f['expected']}; {f['remedy']}"
             for number, f in enumerate(data["findings"], 1)
         ]
     else:
-        lines.append(
-            "Nothing was found that is wrong with this machine for training"
-            + ("." if data["complete"] else " so far.")
-        )
+        end = "." if data["complete"] else " so far."
+        lines.append(f"Nothing was found that is wrong with this machine for training{end}")
     if data.get("hours"):
         lines += [
             "",
@@ -361,23 +359,26 @@ def text(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def labelled(finding: dict[str, Any]) -> str:
+    """Return a finding's name, marked if it is severe."""
+    return f"SEVERE: {finding['what']}" if finding["severe"] else finding["what"]
+
+
 def heading(data: dict[str, Any]) -> str:
-    """The first line."""
+    """Return the first line."""
     state = "complete" if data["complete"] else f"PARTIAL, {data['ended']}"
     shrunk = data["sections"].get("kernels", {}).get("shrunk")
-    return (
-        f"fugaku-megatron report, version {data['program']}, {data['date']}: {state} after {clock(data['seconds'])}"
-        + "; SHRUNK SHAPES, whose rates are not this machine's" * bool(shrunk)
-    )
+    line = f"fugaku-megatron report, version {data['program']}, {data['date']}: {state} after {clock(data['seconds'])}"
+    if shrunk:
+        line += "; SHRUNK SHAPES, whose rates are not this machine's"
+    return line
 
 
 def hours_line(row: dict[str, Any]) -> str:
-    """A model's hours, and whether it fits."""
-    short = (
-        ""
-        if row["fits"]
-        else f"; needs {row['need_gib']:.0f} GiB, {row['nodes_needed']} such nodes"
-    )
+    """Return a model's hours and memory need."""
+    short = ""
+    if not row["fits"]:
+        short = f"; needs {row['need_gib']:.0f} GiB, {row['nodes_needed']} such nodes"
     return (
         f"  {row['model']:>5}  {row['hours']:>9.4g} h  {row['tokens_per_s']:>9.4g} tokens/s, {row['from']}, "
         f"{row['seq_length']} tokens{short}"
@@ -385,7 +386,7 @@ def hours_line(row: dict[str, Any]) -> str:
 
 
 def summary(sections: Sections) -> list[str]:
-    """A line for each section that there is."""
+    """Return a line for each section."""
     makers: dict[str, Callable[[dict[str, Any]], str]] = {
         "host": host_line,
         "kernels": kernels_line,
@@ -397,7 +398,8 @@ def summary(sections: Sections) -> list[str]:
     lines = [make(sections[name]) for name, make in makers.items() if name in sections]
     rows = [row for row in sections.get("training", {}).get("rows", []) if row.get("watts")]
     if rows:
-        watts, efficiency = rows[-1]["watts"], rows[-1]["tokens_per_joule"]
+        watts = rows[-1]["watts"]
+        efficiency = rows[-1]["tokens_per_joule"]
         lines.append(
             f"power: {watts:.0f} W on all nodes while 124M trains, {efficiency:.3g} tokens per joule"
         )
@@ -407,7 +409,8 @@ def summary(sections: Sections) -> list[str]:
 
 
 def host_line(host: dict[str, Any]) -> str:
-    node, count = host["nodes"][0], len(host["nodes"])
+    node = host["nodes"][0]
+    count = len(host["nodes"])
     pages = node["huge_pages"]["transparent"] or "unknown"
     return (
         f"machine: {count} x {node['cpu']}, {node['cores']} cores of {node['cpus']} CPUs for this process; "
@@ -416,7 +419,8 @@ def host_line(host: dict[str, Any]) -> str:
 
 
 def kernels_line(kernels: dict[str, Any]) -> str:
-    good, rank = sum(row["good"] for row in kernels["checks"]), kernels["ranks"][0]
+    good = sum(row["good"] for row in kernels["checks"])
+    rank = kernels["ranks"][0]
     n, _, share = max(kernels["gemm"], key=lambda row: row[0])
     slowest = min(row["of_triad"] for row in kernels["elementwise"])
     return (

@@ -1,9 +1,8 @@
-"""Sections of a report on kernels and on communication between the ranks; together they describe the machine.
+"""Report sections on kernels and communication between ranks; together they describe the machine.
 
-Kernels: their results against the scalar references, and how fast they are. A case makes the arguments of one kernel from fixed
-numbers, so that every machine computes the same. `compared` runs it by the target in use and by the reference; `elementwise_rates`
-times it on arrays beyond the caches. Other rates are calibrate's measurements, with sizes that fit into the time. All ranks compute
-at the same time, so they share caches and memory as in training.
+Kernels: results against the scalar references, and rates. A case builds one kernel's arguments from fixed numbers, so that every
+machine computes the same. `compared` runs it on the target in use and on the reference; `elementwise_rates` times it beyond the
+caches. Other rates are calibrate's, with sizes that fit into the time. All ranks compute at the same time, as in training.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ from ..planner import machine, software
 from ..planner.cost import Network
 from .context import SHRUNK, SHRUNK_GFLOPS, Context, Sizes
 
-EPSILON, DROPOUT = 1e-5, (0.1, 1, 2, 0)  # of norms; p, seed, stream, first sample
+EPSILON = 1e-5  # of norms
+DROPOUT = (0.1, 1, 2, 0)  # p, seed, stream, first sample
 ADAMW = (1e-3, 0.9, 0.95, 1e-8, 0.1, 3)  # lr, beta1, beta2, eps, weight decay, step
 TOLERANCE = {
     torch.float32: 2e-5,
@@ -41,21 +41,22 @@ LSE = 3.0  # a plausible logarithm of a row's sum in attention
 
 
 class Numbers:
-    """Tensors of fixed values; shapes are any shape."""
+    """Tensors with fixed values of any shape."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self._random = dtype, np.random.default_rng(1)
+        self.dtype = dtype
+        self._random = np.random.default_rng(1)
 
     def normal(self, *shape: int) -> Tensor:
-        """Normal values (...,)."""
+        """Return normal values (...,)."""
         return self.single(*shape).to(self.dtype)
 
     def single(self, *shape: int) -> Tensor:
-        """Normal values in FP32 (...,)."""
+        """Return normal values in FP32 (...,)."""
         return torch.from_numpy(self._random.standard_normal(shape, np.float32))
 
     def below(self, limit: int, count: int) -> Tensor:
-        """So many whole numbers below `limit` (n,)."""
+        """Return `count` integers below `limit` (n,)."""
         return torch.from_numpy(self._random.integers(0, limit, count))
 
 
@@ -65,7 +66,8 @@ zeros = torch.zeros
 
 
 def _norms(t: Numbers, z: Sizes) -> Cases:
-    r, c = z.rows, z.cols
+    r = z.rows
+    c = z.cols
 
     def rows(count: int) -> list[Tensor]:
         return [t.normal(r, 1, c) for _ in range(count)]
@@ -109,7 +111,9 @@ def _norms(t: Numbers, z: Sizes) -> Cases:
 
 
 def _activations(t: Numbers, z: Sizes) -> Cases:
-    r, c, heads = z.rows, z.cols, 3 * z.heads
+    r = z.rows
+    c = z.cols
+    heads = 3 * z.heads
 
     def angles() -> Tensor:
         return torch.arange(r * z.d // 2).view(r, -1) / 100
@@ -131,7 +135,8 @@ def _activations(t: Numbers, z: Sizes) -> Cases:
 
 
 def _loss_and_update(t: Numbers, z: Sizes) -> Cases:
-    r, n = z.rows, z.rows * z.cols
+    r = z.rows
+    n = z.rows * z.cols
     return {
         "cross_entropy_forward": lambda: (
             t.single(r, z.words),
@@ -155,7 +160,10 @@ def _loss_and_update(t: Numbers, z: Sizes) -> Cases:
 
 
 def _matmuls(t: Numbers, z: Sizes) -> Cases:
-    m, n, k, width = z.m, z.n, z.k, z.heads * z.d
+    m = z.m
+    n = z.n
+    k = z.k
+    width = z.heads * z.d
     return {
         "linear_forward": lambda: (t.normal(m, k), t.normal(n, k), t.normal(m, n)),
         "linear_data_gradient": lambda: (t.normal(m, n), t.normal(n, k), t.normal(m, k)),
@@ -176,7 +184,7 @@ def _matmuls(t: Numbers, z: Sizes) -> Cases:
 
 
 def cases(dtype: torch.dtype, sizes: Sizes) -> Cases:
-    """Kernel -> what makes the arguments of its call."""
+    """Return kernel -> function that builds the arguments of its call."""
     found: Cases = {}
     for family in (_norms, _activations, _loss_and_update, _matmuls):
         found |= family(Numbers(dtype), sizes)
@@ -198,7 +206,7 @@ ELEMENTWISE = (
 
 
 def result(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
-    """All floating operands, any shape, after a call of the kernel, and the number that it returns."""
+    """Return all floating operands, any shape, after a call of the kernel, and the number it returns."""
     arguments = cases(dtype, sizes)[name]()
     value = getattr(kernels, name)(*arguments)
     tensors = [a for a in arguments if isinstance(a, Tensor) and a.is_floating_point()]
@@ -206,7 +214,7 @@ def result(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
 
 
 def checksum(tensors: Sequence[Tensor]) -> str:
-    """Twelve hexadecimal digits of the bits of tensors of any shape."""
+    """Return twelve hexadecimal digits for the bits of tensors of any shape."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -214,7 +222,7 @@ def checksum(tensors: Sequence[Tensor]) -> str:
 
 
 def difference(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest difference, relative to the largest value of its tensor, any shape; infinite for a NaN."""
+    """Return the largest difference over the largest value of its tensor, any shape; infinite for a NaN."""
     worst = 0.0
     for a, b in zip(ours, exact, strict=True):
         error = float(
@@ -225,8 +233,9 @@ def difference(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def compared(sizes: Sizes | None = None) -> list[dict[str, Any]]:
-    """A row for each kernel and precision: its checksum, the reference's, the difference, whether that is small enough."""
-    rows, sizes = [], sizes or Sizes()
+    """Return a row for each kernel and precision: checksum, reference's checksum, difference, and a verdict."""
+    rows = []
+    sizes = sizes or Sizes()
     for dtype, limit in TOLERANCE.items():
         for name in cases(dtype, sizes):
             if dtype != torch.float32 and name in ONLY_FP32:
@@ -249,10 +258,12 @@ def compared(sizes: Sizes | None = None) -> list[dict[str, Any]]:
 
 
 def elementwise_rates(sizes: Sizes, triad_gbs: float, rounds: int) -> list[dict[str, Any]]:
-    """GB/s of the FP32 kernels that memory bounds, and their share of the triad's."""
-    rows, made = [], cases(torch.float32, sizes)
+    """Measure GB/s of the memory-bound FP32 kernels, and their share of the triad."""
+    rows = []
+    made = cases(torch.float32, sizes)
     for name in ELEMENTWISE:
-        arguments, call = made[name](), getattr(kernels, name)
+        arguments = made[name]()
+        call = getattr(kernels, name)
         seconds = host_kernels.seconds_each([lambda f=call, a=arguments: f(*a)], rounds)  # type: ignore[misc]
         rate = kernels.table.bytes(name, *arguments) / seconds / 1e9
         rows.append({"kernel": name, "gbs": rate, "of_triad": rate / triad_gbs})
@@ -267,7 +278,7 @@ VERBS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def kernel_section(context: Context) -> dict[str, Any]:
-    """Checks and rates of the kernels. Collective."""
+    """Check and measure the kernels. Collective."""
     checks = compared()
     context.world.barrier()
     rates = measure_rates(context)
@@ -303,14 +314,16 @@ def kernel_section(context: Context) -> dict[str, Any]:
 
 
 def measure_rates(context: Context) -> dict[str, Any]:
-    """Of this rank, while the other ranks measure the same. Collective: rank 0 decides on the sizes."""
-    process, threads = peak_memory_mib(), torch.get_num_threads()
+    """Measure this rank while the other ranks measure. Collective: rank 0 decides on the sizes."""
+    process = peak_memory_mib()
+    threads = torch.get_num_threads()
     probe = fma_peak_gflops(3, 20_000)
     context.scale = scale = (
         SHRUNK if context.agreed(probe < SHRUNK_GFLOPS * threads) else context.scale
     )
     steps = max(20_000, int(2_000_000 * min(1.0, probe / threads / 50)))
-    fma, clock = max(probe, fma_peak_gflops(1 + scale.rounds, steps)), clock_ghz(25 * steps)
+    fma = max(probe, fma_peak_gflops(1 + scale.rounds, steps))
+    clock = clock_ghz(25 * steps)
     triad = calibrate.triad_gbs(scale.triad)
     sizes = context.agreed(affordable(scale.sizes, scale.cold_bytes, fma, context.left / 3))
     attention = []
@@ -336,8 +349,9 @@ def measure_rates(context: Context) -> dict[str, Any]:
 def affordable(
     sizes: Sequence[int], cold_bytes: int, gflops: float, seconds: float
 ) -> Sequence[int]:
-    """The sizes of square matmuls, from the smallest, that the time allows at half of the peak; at least two."""
-    taken, spent = 0, 0.0
+    """Return the sizes of square matmuls, from the smallest, that the time allows at half of the peak; at least two."""
+    taken = 0
+    spent = 0.0
     for n in sizes:
         spent += MATMUL_ROUNDS * max(3, cold_bytes // (12 * n * n)) * 2 * n**3 / (gflops / 2 * 1e9)
         taken += spent < seconds
@@ -348,15 +362,13 @@ def affordable(
 
 
 def communication_section(context: Context) -> dict[str, Any]:
-    """Messages and collectives, next to the model's; the machine's description. Collective."""
-    world, found = (
-        context.world,
-        {
-            "library": describe(context.world),
-            "ranks": context.world.size,
-            "nodes": context.nodes.count,
-        },
-    )
+    """Measure messages and collectives next to the model's; describe the machine. Collective."""
+    world = context.world
+    found = {
+        "library": describe(context.world),
+        "ranks": context.world.size,
+        "nodes": context.nodes.count,
+    }
     numbers = world.all_gather_object(context.nodes.number)
     near = next((r for r in range(1, world.size) if numbers[r] == numbers[0]), None)
     far = next((r for r in range(1, world.size) if numbers[r] != numbers[0]), None)
@@ -378,10 +390,11 @@ def communication_section(context: Context) -> dict[str, Any]:
 def describe_machine(
     context: Context, inside: Messages | None, between: Messages | None, reduced: float | None
 ) -> dict[str, Any]:
-    """The machine in calibrate's format, on every rank. Collective."""
+    """Return the machine in calibrate's format on every rank. Collective."""
     if not context.compute:  # --only without the section of kernels
         measure_rates(context)
-    scale, fma = context.scale, context.compute["fma_gflops"]
+    scale = context.scale
+    fma = context.compute["fma_gflops"]
     call_us, iteration_s = host_kernels.step_overhead()
     own = Compute(
         **context.compute,
@@ -391,33 +404,30 @@ def describe_machine(
         bf16x3=host_kernels.bf16x3_share(),
     )
     here = context.nodes.ranks.all_gather_object(own)
-    threads, rate = (
-        sum(rank.threads for rank in here),
-        2 * own.gemm[-1][1],
-    )  # `affordable` expects half of a peak
+    threads = sum(rank.threads for rank in here)
+    rate = 2 * own.gemm[-1][1]  # `affordable` expects half of a peak
     sizes = context.agreed(
         affordable([n for n, _ in own.gemm], scale.cold_bytes, rate, context.left / 3)
     )
     team: calibrate.Points = ()
-    if context.agreed(
-        threads > own.threads and not context.pinned
-    ):  # pinned threads would share one core
+    # Pinned threads would share one core.
+    if context.agreed(threads > own.threads and not context.pinned):
         team = calibrate.measure_team(
             context.world, threads, lambda: calibrate.measure_gemm(sizes, scale.cold_bytes)
         )
     data = None
     if context.world.rank == 0:
         name = f"{cpu_model()}, {threads} threads, measured {time.strftime('%Y-%m-%d')}"
-        data = calibrate.describe(
-            name, here, team, inside, between, reduced, node_bytes() / 2**30, "report"
-        )
+        network = calibrate.NetworkRates(inside, between, reduced)
+        data = calibrate.describe(name, here, team, network, node_bytes() / 2**30, "report")
     return context.agreed(data)
 
 
 def collective_rows(context: Context) -> Iterator[dict[str, Any]]:
-    """Seconds of the trainer's collectives, MPI's own and the model's, inside the nodes and over all ranks. Collective."""
+    """Measure the trainer's collectives, MPI's and the model's, inside nodes and over all ranks. Collective."""
     assert context.machine is not None
-    host, code = machine.from_data("here", context.machine), software.load(software.THIS_PROJECT)
+    host = machine.from_data("here", context.machine)
+    code = software.load(software.THIS_PROJECT)
     places: list[tuple[str, Comm]] = (
         [("inside", context.nodes.ranks)] if context.nodes.count > 1 else []
     )
@@ -455,8 +465,9 @@ def collective_rows(context: Context) -> Iterator[dict[str, Any]]:
 
 
 def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:
-    """A call of `verb` over n FP32 elements in all."""
-    whole, part = torch.ones(n), torch.ones(n // comm.size)
+    """Return a call of `verb` over n FP32 elements."""
+    whole = torch.ones(n)
+    part = torch.ones(n // comm.size)
     operands = {
         "all_reduce": (whole,),
         "all_gather": (whole, part),
@@ -466,7 +477,7 @@ def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:
 
 
 def timed(world: Comm, call: Callable[[], object], rounds: int = 7) -> float:
-    """Median seconds from when all ranks are there until the last has finished, after one call to warm up. Collective."""
+    """Return median seconds from the last rank's entry to the last rank's exit, after a warm-up call. Collective."""
     times = []
     for _ in range(rounds + 1):
         world.barrier()

@@ -1,4 +1,4 @@
-"""The report as one page of HTML: text, tables, and plots as inline SVG, so that the page needs no other file and no network."""
+"""The report as one HTML page: text, tables, and plots as inline SVG, without other files or network."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .findings import heading, summary
+from .findings import heading, labelled, summary
 from .record import LABEL
 
 Points = Sequence[tuple[float, float]]
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = (
-    460,
-    270,
-    58,
-    12,
-    28,
-    40,
-)  # of a plot, and its margins, in pixels
+# a plot's size and margins, pixels
+WIDTH = 460
+HEIGHT = 270
+LEFT = 58
+RIGHT = 12
+TOP = 28
+BOTTOM = 40
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 STYLE = """body{font:15px/1.45 sans-serif;max-width:1000px;margin:1.5em auto;padding:0 1em;color:#222}h1{font-size:1.4em}
 h2{font-size:1.1em;margin-top:1.6em}table{border-collapse:collapse;font-size:13px}td,th{border:1px solid #ccc;padding:2px 7px;
@@ -27,7 +26,7 @@ text-align:right}td:first-child,th:first-child,.text{text-align:left}.plots{disp
 
 
 def page(data: dict[str, Any]) -> str:
-    """The whole document."""
+    """Return the document."""
     sections = data["sections"]
     parts = [f"<h1>{html.escape(heading(data))}</h1>"]
     if not data["complete"]:
@@ -55,7 +54,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table of texts and numbers. The name of a column is aligned as the values below it."""
+    """Return a table of texts and numbers; headings are aligned like the values below them."""
     names = (
         f"<th{_side(*(row[i] for row in rows))}>{html.escape(name)}</th>"
         for i, name in enumerate(head)
@@ -66,22 +65,23 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    shown = f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
+    shown = str(value)
+    if value is None:
+        shown = "-"
+    elif isinstance(value, float):
+        shown = f"{value:.4g}"
     return f"<td{_side(value)}>{html.escape(shown)}</td>"
 
 
 def _side(*values: Any) -> str:
-    """The class of a cell of text, or of the head of a column with some."""
-    return " class=text" * any(isinstance(value, str) for value in values)
+    """Return the class of a text cell or of a heading above one."""
+    return " class=text" if any(isinstance(value, str) for value in values) else ""
 
 
 def findings_table(found: Sequence[dict[str, Any]]) -> str:
     if not found:
         return "<p>Nothing was found.</p>"
-    rows = [
-        ["SEVERE: " * f["severe"] + f["what"], f["measured"], f["expected"], f["remedy"]]
-        for f in found
-    ]
+    rows = [[labelled(f), f["measured"], f["expected"], f["remedy"]] for f in found]
     return table(("what", "measured", "expected", "remedy"), rows)
 
 
@@ -104,8 +104,9 @@ def hours_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def tables(sections: dict[str, Any]) -> list[str]:
-    """Every measured row."""
-    kernels, found = sections.get("kernels", {}), []
+    """Return every measured row."""
+    kernels = sections.get("kernels", {})
+    found = []
     for title, rows in (
         ("Kernels against the scalar reference", kernels.get("checks")),
         ("Collectives", sections.get("communication", {}).get("collectives")),
@@ -129,8 +130,9 @@ def tables(sections: dict[str, Any]) -> list[str]:
 
 
 def plots(sections: dict[str, Any], hours: Sequence[dict[str, Any]]) -> list[str]:
-    """A plot of each section that has one."""
-    kernels, found = sections.get("kernels"), []
+    """Return a plot for each section that has one."""
+    kernels = sections.get("kernels")
+    found = []
     if kernels:
         found.append(
             lines(
@@ -188,7 +190,7 @@ def plots(sections: dict[str, Any], hours: Sequence[dict[str, Any]]) -> list[str
 
 
 def frame(title: str, parts: Sequence[str]) -> str:
-    """A plot's SVG."""
+    """Return a plot's SVG."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" aria-label="{html.escape(title)}">'
         f'<text x="{WIDTH / 2}" y="16" text-anchor="middle" font-weight="bold">{html.escape(title)}</text>'
@@ -204,9 +206,10 @@ def lines(
     log_y: bool = False,
     from_zero: bool = False,
 ) -> str:
-    """Lines over a logarithmic axis; log_y: the other axis as well. from_zero: begin that one at 0."""
+    """Plot lines over a logarithmic axis. log_y: the other axis too. from_zero: let it begin at 0"""
     xs, ys = ([point[i] for points in series.values() for point in points] for i in (0, 1))
-    low, high = (0.0 if from_zero else min(ys)), max(ys) or 1.0
+    low = 0.0 if from_zero else min(ys)
+    high = max(ys) or 1.0
     across = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, log=True)
     up = _scale(
         low, high * (10 if log_y else 1.3), HEIGHT - BOTTOM, TOP, log=log_y
@@ -218,7 +221,8 @@ def lines(
     parts += [_text(across(x), HEIGHT - BOTTOM + 14, _short(x)) for x in sorted(set(xs))]
     parts += [_text(LEFT - 5, up(y) + 4, _tick(y), "end") for y in _ticks(low, high, log_y)]
     for number, (name, points) in enumerate(series.items()):
-        color, path = COLORS[number], " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
+        color = COLORS[number]
+        path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         parts += [
             f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3" fill="{color}"/>'
@@ -229,14 +233,14 @@ def lines(
 
 
 def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
-    """A bar for each name, its value next to it."""
-    most, step = (
-        max(value for _, value in values) or 1.0,
-        min(28.0, (HEIGHT - TOP - 8) / len(values)),
-    )
-    parts, left = [], 190
+    """Plot a bar for each name, with its value."""
+    most = max(value for _, value in values) or 1.0
+    step = min(28.0, (HEIGHT - TOP - 8) / len(values))
+    parts = []
+    left = 190
     for number, (name, value) in enumerate(values):
-        y, length = TOP + step * number, value / most * (WIDTH - left - 60)
+        y = TOP + step * number
+        length = value / most * (WIDTH - left - 60)
         parts += [
             f'<rect x="{left}" y="{y + step * 0.15:.1f}" width="{length:.1f}" height="{step * 0.7:.1f}" fill="{COLORS[0]}"/>',
             _text(left - 6, y + step / 2 + 4, name, "end"),
@@ -248,7 +252,7 @@ def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
 def _scale(
     low: float, high: float, begin: float, end: float, log: bool
 ) -> Callable[[float], float]:
-    """What maps low .. high to begin .. end."""
+    """Return a function that maps low .. high to begin .. end."""
 
     def of(value: float) -> float:
         return math.log(max(value, 1e-12)) if log else value
@@ -275,7 +279,7 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", color: str = "#
 
 
 def _short(number: float) -> str:
-    """16384 as 16K."""
+    """Format 16384 as 16K."""
     for power, letter in ((30, "G"), (20, "M"), (10, "K")):
         if number >= 1 << power and number % (1 << power) == 0:
             return f"{number / (1 << power):.0f}{letter}"

@@ -1,8 +1,7 @@
-"""The report while it grows: its time, its progress lines, and its files, which are whole after every section. Two of them next
-to each other, with the ratio of each rate: second to first, above 1 where the second machine is faster.
+"""A growing report: time budget, progress lines, and files that are complete after every section; comparison of two reports.
 
-A file is replaced by a rename, so a run that is killed leaves the sections that were finished, marked "complete": false. Names of
-users, hosts and paths are replaced in every text before it is written. Left out: what is measured, how it is shown (page.py).
+Files are replaced by a rename, so a killed run leaves its finished sections, marked "complete": false. Names of users, hosts and
+paths are replaced before writing. Ratios are second to first: above 1 if the second machine is faster.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from ..text.named_files import read_text
 from ..text.table import pipe_table
 
 LABEL = "model (extrapolated)"  # of what was not measured
-FORMAT, VERSION = "fugaku-megatron report", 1
+FORMAT = "fugaku-megatron report"
+VERSION = 1
 PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+~-]+/)+[\w.+~-]*")
 SHARES = {
     "host": 2,
@@ -40,10 +40,12 @@ WRITES = itertools.count()  # the numbers of this process's writes, for names of
 
 
 class Budget:
-    """How long the sections may take. minutes: of the whole run."""
+    """Time for the sections. minutes: for the whole run"""
 
     def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self.minutes, self.begin = clock, minutes, clock()
+        self._clock = clock
+        self.minutes = minutes
+        self.begin = clock()
 
     @property
     def used(self) -> float:
@@ -55,12 +57,12 @@ class Budget:
         return max(0.0, 60 * self.minutes * (1 - ENDING) - self.used)
 
     def of(self, name: str, following: tuple[str, ...]) -> float:
-        """Seconds of a section before others: what a quick one leaves belongs to those after it."""
+        """Return a section's seconds; time that a quick section leaves goes to the following ones."""
         return self.left * SHARES[name] / (SHARES[name] + sum(SHARES[other] for other in following))
 
 
 def private_words() -> dict[str, str]:
-    """Names of this user, host and folder -> what stands for them."""
+    """Return names of this user, host and directory -> replacement."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container whose user has no name
@@ -81,7 +83,7 @@ def private_words() -> dict[str, str]:
 
 
 def without_names(value: Any, words: Mapping[str, str]) -> Any:
-    """The same value with private words and paths replaced in all its texts, and without keys for them."""
+    """Replace private words and paths in all texts of a value, and drop their keys."""
     if isinstance(value, dict):
         return {key: without_names(part, words) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -95,7 +97,7 @@ def without_names(value: Any, words: Mapping[str, str]) -> Any:
 
 
 def rounded(value: Any) -> Any:
-    """The value with five significant digits in every number."""
+    """Round every number in the value to five significant digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -104,7 +106,7 @@ def rounded(value: Any) -> Any:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file; a reader sees the old or the new one. A signal may interrupt it and write the same file."""
+    """Replace a file; readers see the old or the new one. A signal may interrupt the write and write the same file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.{next(WRITES)}")
     try:
         with open(partial, "w", encoding="utf-8") as file:
@@ -117,7 +119,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class Record:
-    """The report's contents and its files. pages: suffix -> what makes that file's text of the contents. names: keep them."""
+    """The report's contents and files. pages: suffix -> function that renders the file. names: keep them"""
 
     def __init__(
         self,
@@ -126,7 +128,9 @@ class Record:
         pages: Mapping[str, Callable[[dict[str, Any]], str]],
         names: bool,
     ) -> None:
-        self.path, self.budget, self._pages = path, budget, pages
+        self.path = path
+        self.budget = budget
+        self._pages = pages
         self._private = {} if names else private_words()
         self._names = names
         self.data: dict[str, Any] = {
@@ -143,7 +147,7 @@ class Record:
             self.data["names"] = {mark.lower(): word for word, mark in private_words().items()}
 
     def write(self) -> None:
-        """All files, as they would be read if the run ended now."""
+        """Write all files, as if the run ended now."""
         self.data["seconds"] = self.budget.used
         data = rounded(self.data)
         data = data if self._names else without_names(data, self._private)
@@ -157,23 +161,23 @@ class Record:
         self.write()
 
     def end(self, how: str, complete: bool) -> None:
-        """The last change. how: the reason, for a run that did not come to its end."""
+        """Write the end. how: reason if the run did not complete"""
         self.data |= {"ended": how, "complete": complete}
         self.write()
 
 
 def progress(text: str) -> None:
-    """A line on standard error."""
+    """Print a line on standard error."""
     print(f"report: {text}", file=sys.stderr, flush=True)
 
 
 def clock(seconds: float) -> str:
-    """1:05 for 65 seconds."""
+    """Format 65 seconds as 1:05."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def read(flag: str, path: Path) -> dict[str, Any]:
-    """A report. Raises ValueError, one line, for a file that is not one."""
+    """Read a report. ValueError, one line, for another file."""
     remedy = "pass a file that fugaku-megatron report wrote"
     text = read_text(path, flag, remedy)
     try:
@@ -198,10 +202,11 @@ LESS_IS_MORE = ("us", "s", "hours")  # units of which less is faster
 
 
 def figures(data: dict[str, Any]) -> dict[tuple[str, str], float]:
-    """(name, unit) -> value of everything that two reports may share."""
+    """Return (name, unit) -> value for everything that two reports may share."""
     sections = data["sections"]
     found: dict[tuple[str, str], float] = {}
-    kernels, communication = sections.get("kernels"), sections.get("communication", {})
+    kernels = sections.get("kernels")
+    communication = sections.get("communication", {})
     if kernels:
         rank = kernels["ranks"][0]
         found |= {
@@ -246,10 +251,12 @@ def figures(data: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def compared(first: Path, second: Path) -> str:
-    """The table. Raises ValueError, one line, for a file that is not a report."""
-    one, two = read("--compare", first), read("--compare", second)
+    """Return the table. ValueError, one line, for a file that is not a report."""
+    one = read("--compare", first)
+    two = read("--compare", second)
     lines = [f"{letter}: {title(data)}" for letter, data in (("A", one), ("B", two))]
-    a, b = figures(one), figures(two)
+    a = figures(one)
+    b = figures(two)
     rows = [["", "unit", "A", "B", "B is x as fast"]]
     for name, unit in dict.fromkeys([*a, *b]):
         values = a.get((name, unit)), b.get((name, unit))
@@ -265,14 +272,14 @@ def compared(first: Path, second: Path) -> str:
 
 
 def ratio(unit: str, first: float | None, second: float | None) -> str:
-    """How many times as fast the second is; "-" where one is missing."""
+    """Return how many times as fast the second is; "-" if one is missing."""
     if not first or not second:
         return "-"
     return f"{first / second if unit in LESS_IS_MORE else second / first:.2f}"
 
 
 def title(data: dict[str, Any]) -> str:
-    """A report's machine in a line."""
+    """Return a report's machine in a line."""
     nodes = data["sections"].get("host", {}).get("nodes", [])
     what = (
         f"{len(nodes)} x {nodes[0]['cpu']}, {nodes[0]['cores']} cores"
@@ -283,7 +290,7 @@ def title(data: dict[str, Any]) -> str:
 
 
 def same_bits(first: dict[str, Any], second: dict[str, Any]) -> str:
-    """How many kernels computed the same bits."""
+    """Count the kernels that computed the same bits."""
     sums = [
         {
             (row["kernel"], row["dtype"]): row["checksum"]

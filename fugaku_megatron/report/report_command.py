@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raises ValueError, one line, for a user's mistake."""
+    """Raise ValueError, one line, for a user's mistake."""
     check(
         0 < args.minutes <= 1440,
         f"--minutes is {args.minutes:g}: pass a number above 0, at most 1440",
@@ -104,7 +104,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure, or compare; called on every rank of mpiexec."""
+    """Measure or compare; called on every rank of mpiexec."""
     if args.compare:
         print(record.compared(*args.compare))
         return 0
@@ -112,10 +112,8 @@ def main(args: argparse.Namespace) -> int:
     from ..comm.base import SoloComm
     from ..comm.job import run_or_abort
 
-    launched, kernels_alone = (
-        bool(environment.processes()[0]),
-        set(args.only or NAMES) <= {"host", "kernels"},
-    )
+    launched = bool(environment.processes()[0])
+    kernels_alone = set(args.only or NAMES) <= {"host", "kernels"}
     if not launched and not kernels_alone:
         restart_with_ranks(args)
     run_or_abort(lambda world: measure(world, args), None if launched else SoloComm())
@@ -126,14 +124,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def default_ranks() -> int:
-    """One for each NUMA domain with cores of this process, or a power of two on one domain, as memory allows."""
+    """Return one rank for each NUMA domain with cores of this process, or a power of two on one domain, as memory allows."""
     from ..host import allocator, placement
 
-    node, mask, quota = (
-        placement.Node.read(),
-        sorted(os.sched_getaffinity(0)),
-        placement.cpu_quota(),
-    )
+    node = placement.Node.read()
+    mask = sorted(os.sched_getaffinity(0))
+    quota = placement.cpu_quota()
     cores = len(node.cores(mask))
     limit = min(cores, int(quota or cores), int(allocator.free_bytes() / 2**30 / GIB_OF_RANK))
     if len(node.parts(mask)) > 1:
@@ -142,7 +138,7 @@ def default_ranks() -> int:
 
 
 def restart_with_ranks(args: argparse.Namespace) -> None:
-    """Become mpiexec with this command; return where one rank is asked for or MPI does not work here."""
+    """Become mpiexec with this command; return if one rank is requested or MPI does not work here."""
     ranks = default_ranks() if args.ranks is None else args.ranks
     mpiexec = shutil.which(
         "mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -182,7 +178,7 @@ def restart_with_ranks(args: argparse.Namespace) -> None:
 
 
 def launcher_options(mpiexec: str) -> list[str]:
-    """Open MPI binds a rank to one core unless told otherwise."""
+    """Return options for Open MPI, which otherwise binds a rank to one core."""
     done = subprocess.run(
         [mpiexec, "--version"],
         capture_output=True,
@@ -194,18 +190,24 @@ def launcher_options(mpiexec: str) -> list[str]:
 
 
 def words(args: argparse.Namespace) -> list[str]:
-    """The command line again, without --ranks."""
+    """Return the command line without --ranks."""
     line = ["--output", str(args.output), "--minutes", str(args.minutes)]
-    line += ["--only", *args.only] if args.only else []
-    line += ["--save", str(args.save)] if args.save else []
-    return line + ["--with-names"] * args.with_names + ["--shrunk"] * args.shrunk
+    if args.only:
+        line += ["--only", *args.only]
+    if args.save:
+        line += ["--save", str(args.save)]
+    if args.with_names:
+        line.append("--with-names")
+    if args.shrunk:
+        line.append("--shrunk")
+    return line
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------------------
 
 
 def sections() -> dict[str, Callable[[Context], dict[str, Any]]]:
-    """Name -> what measures it on every rank, in the order of the report."""
+    """Return name -> function that measures the section on every rank, in the report's order."""
     from . import kernel_rates, training
     from .context import facts
 
@@ -226,7 +228,7 @@ def sections() -> dict[str, Callable[[Context], dict[str, Any]]]:
 
 
 def measure(world: Comm, args: argparse.Namespace) -> None:
-    """All sections, each written as soon as it is finished. Collective."""
+    """Measure all sections, each written when finished. Collective."""
     from .findings import findings, text
     from .page import page
     from .training import hours
@@ -261,16 +263,15 @@ def measure(world: Comm, args: argparse.Namespace) -> None:
 
 
 def make_context(world: Comm, args: argparse.Namespace) -> Context:
-    """Threads and cores of this rank as a training run has them, and what every section gets. Collective."""
+    """Set up this rank as for a training run and return the sections' context. Collective."""
     from ..comm.agreement import find_nodes
     from ..host import allocator, runtime
     from ..host.energy import Counters
     from .context import SHRUNK, Context, Scale
 
-    nodes, before = find_nodes(world), os.sched_getaffinity(0)
-    mapping = runtime.init(world, nodes=nodes).splitlines()[
-        1:
-    ]  # the first line has the host's name
+    nodes = find_nodes(world)
+    before = os.sched_getaffinity(0)
+    _, *mapping = runtime.init(world, nodes=nodes).splitlines()  # the first line names the host
     pinned = os.sched_getaffinity(0) != before
     return Context(
         world=world,
@@ -287,11 +288,13 @@ def make_context(world: Comm, args: argparse.Namespace) -> Context:
 def one_section(
     context: Context, budget: record.Budget, chosen: list[str], number: int
 ) -> dict[str, Any]:
-    """Measure a section within its part of the time, which rank 0 decides. Collective."""
+    """Measure a section within its share of the time, which rank 0 decides. Collective."""
     import time
 
-    name, following = chosen[number], tuple(chosen[number + 1 :])
-    context.seconds, context.begin = context.agreed(budget.of(name, following)), time.monotonic()
+    name = chosen[number]
+    following = tuple(chosen[number + 1 :])
+    context.seconds = context.agreed(budget.of(name, following))
+    context.begin = time.monotonic()
     if context.world.rank == 0:
         record.progress(
             f"{number + 1}/{len(chosen)} {name}, up to {record.clock(context.seconds)}; "
@@ -302,7 +305,7 @@ def one_section(
 
 
 def end_with_signal(report: record.Record) -> None:
-    """SIGTERM writes the partial report once more, with the reason, and ends the job."""
+    """Write the partial report with the reason and end the job on SIGTERM."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         report.end(f"ended by {signal.Signals(number).name}", complete=False)

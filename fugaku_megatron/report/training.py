@@ -1,7 +1,7 @@
-"""Sections of a report that train: 124M on 1, 2, 4 ... ranks, two layers of larger models, and a checkpoint.
+"""Report sections that train: 124M on 1, 2, 4 ... ranks, two layers of larger models, and a checkpoint.
 
-Data are random tokens. A step is measured as often as the time allows, and once at least. Two layers are trained by every
-tensor-parallel group of a node at the same time, without data-parallel sums. Whole models are extrapolated from them.
+Data are random tokens. A step is repeated as the time allows, at least once. Every tensor-parallel group of a node trains two
+layers at the same time, without data-parallel sums; whole models are extrapolated.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ VOCABULARY = 1024  # of two layers: their head costs nothing
 SHAPES = {"1B": "llama-3.2-1b", "8B": "llama-3.1-8b"}
 TENSOR_PARALLEL = (1, 2, 4, 8)
 USABLE = 0.7  # share of the free memory that a measurement may take
-MOST_ROUNDS, MOST_MICRO_BATCHES = 5, 4
+MOST_ROUNDS = 5
+MOST_MICRO_BATCHES = 4
 SAVED = {"num_layers": 2, "vocab_size": 8192}  # of 124M: 250 MB in a checkpoint
 
 
 def make_trainer(run: RunConfig, comm: Comm) -> Trainer:
-    """A trainer on random tokens over all ranks of `comm`, on the native kernels. Collective."""
-    parallel, shape = run.parallel, run.model
+    """Build a trainer on random tokens over all ranks of `comm`, with the native kernels. Collective."""
+    parallel = run.parallel
+    shape = run.model
     assert shape.vocab_size is not None
     groups = share_groups(
         Grid(comm.size, parallel.tensor_model_parallel_size, 1).groups(comm), kernels
@@ -70,7 +72,7 @@ def make_trainer(run: RunConfig, comm: Comm) -> Trainer:
 
 @contextlib.contextmanager
 def trainer_of(run: RunConfig, comm: Comm) -> Iterator[Trainer]:
-    """`make_trainer` for a block."""
+    """Use `make_trainer` for a block."""
     trainer = make_trainer(run, comm)
     try:
         yield trainer
@@ -79,7 +81,7 @@ def trainer_of(run: RunConfig, comm: Comm) -> Iterator[Trainer]:
 
 
 def rank_bytes(run: RunConfig, ranks: int) -> float:
-    """Modelled memory of a rank."""
+    """Return the modelled memory of a rank."""
     layout = Layout.from_run(run, ranks)
     batches = layout.microbatches(run, layout.global_batch_size(run))
     return memory.stage_memory(
@@ -88,9 +90,9 @@ def rank_bytes(run: RunConfig, ranks: int) -> float:
 
 
 def repeated(comm: Comm, call: Callable[[], object], seconds: float) -> tuple[float, int]:
-    """(median seconds of `call` as the first rank sees it, how often it was timed), after one call to warm up. Collective.
+    """Return (median seconds of `call` on the first rank, number of timings) after a warm-up call. Collective.
 
-    Where there is no time for a second call, the first one counts, and the number is 0.
+    Without time for a second call the first one counts, and the number is 0.
     """
     begin = time.perf_counter()
     call()
@@ -108,14 +110,15 @@ def repeated(comm: Comm, call: Callable[[], object], seconds: float) -> tuple[fl
 
 
 def rank_counts(size: int) -> list[int]:
-    """1, 2, 4 ... and the whole."""
+    """Return 1, 2, 4 ... and the whole."""
     powers = [1 << power for power in range(size.bit_length()) if 1 << power < size]
     return [*powers, size]
 
 
 def training_section(context: Context) -> dict[str, Any]:
-    """Data-parallel steps of 124M, with as many micro-batches for each rank. Collective."""
-    world, rows = context.world, []
+    """Measure data-parallel steps of 124M with equal micro-batches for each rank. Collective."""
+    world = context.world
+    rows = []
     counts = rank_counts(world.size)
     micro_batches = context.agreed(affordable_batches(context, len(counts)))
     for index, count in enumerate(counts):
@@ -147,7 +150,7 @@ def training_section(context: Context) -> dict[str, Any]:
 
 
 def affordable_batches(context: Context, counts: int) -> int:
-    """Micro-batches of a rank in a step, so that two steps on each number of ranks fit into the time."""
+    """Return a rank's micro-batches in a step, so that two steps on each number of ranks fit into the time."""
     run = make_run(
         "124m", {**PLAIN, "vocab_size": 50257, **context.scale.model, "global_batch_size": 1}
     )
@@ -156,7 +159,7 @@ def affordable_batches(context: Context, counts: int) -> int:
 
 
 def step_row(context: Context, run: RunConfig, comm: Comm, seconds: float) -> dict[str, Any]:
-    """A step on the ranks of `comm`, next to the model's. Collective over `comm`."""
+    """Measure a step on the ranks of `comm`, next to the model's. Collective over `comm`."""
     with trainer_of(run, comm) as trainer:
         context.energy.joules()  # counted from here
         begin = time.perf_counter()
@@ -177,14 +180,14 @@ def step_row(context: Context, run: RunConfig, comm: Comm, seconds: float) -> di
 
 
 def watts_of(context: Context, comm: Comm, seconds: float) -> float | None:
-    """Power of all nodes of `comm` in the last `seconds`; None where one of them has no counter. Collective over `comm`."""
+    """Return the power of all nodes of `comm` in the last `seconds`; None if one has no counter. Collective over `comm`."""
     own = context.energy.joules() if context.nodes.leads else 0.0
     everyone = comm.all_gather_object(own)
     return None if None in everyone else sum(everyone) / seconds
 
 
 def modelled_step(context: Context, run: RunConfig, ranks: int) -> float | None:
-    """Seconds of the performance model, which divides a node's threads among its ranks; None where the run leaves some idle."""
+    """Return the performance model's seconds; None if the run leaves threads of a node idle."""
     per_node = context.nodes.ranks.size
     if context.machine is None or ranks % per_node:
         return None
@@ -202,7 +205,7 @@ def modelled_step(context: Context, run: RunConfig, ranks: int) -> float | None:
 
 
 def layers_section(context: Context) -> dict[str, Any]:
-    """Two layers of each shape. Collective."""
+    """Measure two layers of each shape. Collective."""
     rows = []
     for index, shape in enumerate(SHAPES):
         share = context.agreed(context.left / (len(SHAPES) - index))
@@ -211,7 +214,7 @@ def layers_section(context: Context) -> dict[str, Any]:
 
 
 def two_layers(context: Context, shape: str, tp: int, s: int) -> RunConfig:
-    """Two layers of a shape on tp ranks, for sequences of s tokens."""
+    """Return a run of two layers of a shape on tp ranks, for sequences of s tokens."""
     return make_run(
         SHAPES[shape],
         {
@@ -227,7 +230,7 @@ def two_layers(context: Context, shape: str, tp: int, s: int) -> RunConfig:
 
 
 def chosen_layers(context: Context, shape: str, seconds: float) -> RunConfig | None:
-    """The run on as few ranks as hold it, with the longest sequence for which there are time and memory; None where none fits."""
+    """Return the run on the fewest ranks, with the longest sequence that fits into time and memory, or None."""
     here = context.nodes.ranks.size
     least = USABLE * context.free / here
     for s in context.scale.sequences:
@@ -242,7 +245,7 @@ def chosen_layers(context: Context, shape: str, seconds: float) -> RunConfig | N
 
 
 def layers_row(context: Context, shape: str, seconds: float) -> dict[str, Any]:
-    """Seconds of the gradients of a sample and of an update, mean of all groups, which work at the same time. Collective."""
+    """Return seconds for a sample's gradients and for an update, mean of all groups, which work at the same time. Collective."""
     run = context.agreed(chosen_layers(context, shape, seconds))
     if run is None:
         return {"left_out": "memory or time"}
@@ -269,7 +272,7 @@ def layers_row(context: Context, shape: str, seconds: float) -> dict[str, Any]:
 
 
 def storage_section(context: Context) -> dict[str, Any]:
-    """GB/s of saving a checkpoint and of loading it again: by all ranks into --save, or by one node's into a temporary folder."""
+    """Measure GB/s of saving and loading a checkpoint: all ranks in --save, or one node's in a temporary directory."""
     shared = context.save is not None
     comm = context.world if shared else context.nodes.ranks
     result = saved(context, comm) if shared or context.nodes.number == 0 else None
@@ -277,7 +280,7 @@ def storage_section(context: Context) -> dict[str, Any]:
 
 
 def saved(context: Context, comm: Comm) -> dict[str, Any]:
-    """Two checkpoints, the second of which replaces the first, and a load. Collective over `comm`."""
+    """Save two checkpoints, the second of which replaces the first, and load. Collective over `comm`."""
     run = make_run(
         "124m",
         {
@@ -323,7 +326,7 @@ def saved(context: Context, comm: Comm) -> dict[str, Any]:
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the file system that holds a folder, such as ext4, lustre or tmpfs."""
+    """Return the type of a directory's file system, such as ext4, lustre or tmpfs."""
     found = ("", "unknown")
     with contextlib.suppress(OSError):
         for line in mounts.read_text().splitlines():
@@ -339,7 +342,8 @@ def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
 # An update comes every UPDATE_TOKENS tokens and takes as long as its parameters at the measured rate, and the all-reduce of the
 # gradients in addition. Left out: pipelines, and recompute, which a model needs that barely fits.
 
-TOKENS, UPDATE_TOKENS = 10_000_000, 1 << 19
+TOKENS = 10_000_000
+UPDATE_TOKENS = 1 << 19
 BYTES = 16  # of a parameter: FP32 weights, gradients and both moments
 MODEL_SHARE = 0.8  # share of a node's memory that these may take
 LLAMA_3B = {
@@ -360,7 +364,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def hours(sections: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each model, from its own shape's layers or, where those were left out, the other shape's; none without either."""
+    """Return a row for each model, from its own shape's layers or else from the other shape's."""
     measured = {
         row["shape"]: row
         for row in sections.get("layers", {}).get("rows", [])
@@ -380,9 +384,10 @@ def hours(sections: dict[str, Any]) -> list[dict[str, Any]]:
 def whole_model(
     name: str, row: dict[str, Any], recipe: str, changes: dict[str, Any], sections: dict[str, Any]
 ) -> dict[str, Any]:
-    """Tokens per second and hours of a model at the rate of a measured row."""
+    """Return tokens per second and hours of a model at a measured row's rate."""
     run = make_run(recipe, {**changes, "seq_length": row["seq_length"], "mock_data": True})
-    parameters, tokens = accounting.parameters(run), row["seq_length"]
+    parameters = accounting.parameters(run)
+    tokens = row["seq_length"]
     sample = row["gradient_seconds"] * accounting.model_flops(run, 1) / row["flops"]
     update = row["update_seconds"] * parameters / row["parameters"]
     reduce_gbs = sections.get("communication", {}).get("all_reduce_gbs")
@@ -390,7 +395,8 @@ def whole_model(
         update += 4 * parameters / row["tp"] / reduce_gbs / 1e9
     seconds = TOKENS / (row["groups"] * tokens / sample) + TOKENS / UPDATE_TOKENS * update
     nodes = sections.get("host", {}).get("nodes", [])
-    gib, need = sum(node["job_memory_gib"] for node in nodes), BYTES * parameters / 2**30
+    gib = sum(node["job_memory_gib"] for node in nodes)
+    need = BYTES * parameters / 2**30
     return {
         "model": name,
         "parameters": parameters,

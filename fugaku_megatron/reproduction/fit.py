@@ -28,7 +28,7 @@ PRIORS_FILE = FITTED.parent / "priors.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """What is known of a parameter before the fit. prior, bounds: in `unit`. spread: standard deviation of the logarithm."""
+    """Knowledge about a parameter before the fit. prior, bounds: in `unit`. spread: standard deviation of the logarithm."""
 
     name: str
     unit: str
@@ -40,7 +40,7 @@ class Prior:
 
 
 def priors_of(kind: str) -> dict[str, tuple[Prior, ...]]:
-    """Group of software -> the priors of its parameters of "time" or of "memory"."""
+    """Return group of software -> priors of its parameters of "time" or "memory"."""
     groups = json.loads(PRIORS_FILE.read_text())[kind]
     return {
         group: tuple(Prior(**{**row, "bounds": tuple(row["bounds"])}) for row in rows)
@@ -48,7 +48,8 @@ def priors_of(kind: str) -> dict[str, tuple[Prior, ...]]:
     }
 
 
-PRIORS, MEMORY_PRIORS = priors_of("time"), priors_of("memory")
+PRIORS = priors_of("time")
+MEMORY_PRIORS = priors_of("memory")
 CHANGE = 1e-4  # change of a parameter's logarithm in finite differences
 HUBER = 1.5  # residuals beyond this many standard deviations count linearly
 FLOOR = 1e-6  # lower bound of parameters whose own bound is 0, which has no logarithm
@@ -60,7 +61,7 @@ Values = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """Values at the optimum, and the covariance of their logarithms in the priors' order."""
+    """Values at the optimum, and their logarithms' covariance in the priors' order."""
 
     values: Values
     covariance: np.ndarray
@@ -74,14 +75,15 @@ def solve(
     noise: float,
     start: Values | None = None,
 ) -> Solution:
-    """The most probable values, if rows have independent errors with standard deviation `noise` in the logarithm.
+    """Return the most probable values if rows have independent errors with standard deviation `noise` in the logarithm.
 
-    start: values to begin with (default: the priors').
+    start: initial values, by default the priors'
     """
     target = np.log(np.asarray(observed, float))
     low = np.log([max(p.bounds[0], FLOOR) for p in priors])
     high = np.log([p.bounds[1] for p in priors])
-    centre, spread = np.log([p.prior for p in priors]), np.array([p.spread for p in priors])
+    centre = np.log([p.prior for p in priors])
+    spread = np.array([p.spread for p in priors])
 
     def residuals(x: np.ndarray) -> np.ndarray:
         return np.log(np.asarray(predict(_values(priors, x)), float)) - target
@@ -93,7 +95,8 @@ def solve(
             + (((x - centre) / spread) ** 2).sum()
         )
 
-    x, damping = np.log([start[p.name] for p in priors]) if start else centre.copy(), 1e-2
+    x = np.log([start[p.name] for p in priors]) if start else centre.copy()
+    damping = 1e-2
     r = residuals(x)
     for _ in range(ITERATIONS):
         jacobian = _jacobian(residuals, x, r, high)
@@ -112,7 +115,8 @@ def solve(
         gain = cost(r, x) - cost(trial_r, trial)
         damping = damping / 5 if gain > 0 else damping * 5
         if gain > 0:
-            x, r = trial, trial_r
+            x = trial
+            r = trial_r
         if 0 <= gain < ENOUGH or damping > 1e6:
             break
     return Solution(values=_values(priors, x), covariance=np.linalg.inv(normal), residuals=r)
@@ -134,10 +138,9 @@ def _jacobian(
     return np.stack(columns, axis=1)
 
 
-TIME_NOISE, MEMORY_NOISE = (
-    0.06,
-    0.06,
-)  # standard deviations of the logarithm of a row: campaigns differ by 5 to 13 %
+# standard deviations of the logarithm of a row: campaigns differ by 5 to 13 %
+TIME_NOISE = 0.06
+MEMORY_NOISE = 0.06
 HEADS_TABLES = (
     "004.21",
     "004.22",
@@ -149,7 +152,7 @@ OVERFULL = ("001.1", 24)  # "OOM after first epoch": this run has a time, but ra
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
-    """Relative errors of the predictions for some rows. inside: share of the rows in the predicted band, None if not counted."""
+    """Relative errors of predictions. inside: share of rows in the predicted band, None if not counted."""
 
     name: str
     rows: int
@@ -225,7 +228,7 @@ PARTS: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
 
 
 def cases(rows: Sequence[Row]) -> list[Case]:
-    """Each row as (run, layout, system), the arguments of `model.step`."""
+    """Return each row as (run, layout, system), the arguments of `model.step`."""
     result = []
     for row in rows:
         system = row_system(row)
@@ -235,12 +238,12 @@ def cases(rows: Sequence[Row]) -> list[Case]:
 
 
 def seconds(row_cases: Sequence[Case], values: Values) -> list[float]:
-    """Seconds per iteration of each case."""
+    """Return the seconds per iteration of each case."""
     return [model.step(*case, Parameters(**values)).seconds for case in row_cases]
 
 
 def fit_time(group: str, rows: Sequence[Row], start: Values | None = None) -> Solution:
-    """Parameters of a group from `rows`."""
+    """Fit a group's time parameters to `rows`."""
     row_cases = cases(rows)
     return solve(
         lambda values: seconds(row_cases, values),
@@ -252,7 +255,7 @@ def fit_time(group: str, rows: Sequence[Row], start: Values | None = None) -> So
 
 
 def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
-    """Peak memory of each case, in MiB."""
+    """Return the peak memory of each case, in MiB."""
     parameters = MemoryParameters(**{"peer_mib": 0.0, **values})
     return [
         memory.peak_mib(run, layout, system.software, system.nodes, parameters)
@@ -261,35 +264,33 @@ def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
 
 
 def fit_memory(group: str, rows: Sequence[Row]) -> Solution:
-    """Parameters of a group's memory from `rows`."""
-    row_cases, observed = cases(rows), [known(r.memory_mib) for r in rows]
+    """Fit a group's memory parameters to `rows`."""
+    row_cases = cases(rows)
+    observed = [known(r.memory_mib) for r in rows]
     return solve(
         lambda values: mib(row_cases, values), observed, MEMORY_PRIORS[group], MEMORY_NOISE
     )
 
 
 def time_rows(group: str) -> list[Row]:
-    """The rows on which a group's times are fitted."""
+    """Return the rows to which a group's times are fitted."""
     return [r for r in load() if r.machine == group and r.fit_time]
 
 
 def leave_out(
     group: str, name: str, part: Callable[[Row], bool], start: Values | None = None
 ) -> Error:
-    """Errors on the rows of `part` when the parameters are fitted to the other rows."""
+    """Return the errors on the rows of `part` after a fit to the other rows."""
     rows = time_rows(group)
-    left, kept = [r for r in rows if part(r)], [r for r in rows if not part(r)]
+    left = [r for r in rows if part(r)]
+    kept = [r for r in rows if not part(r)]
     solution = fit_time(group, kept, start)
     predicted = seconds(left_cases := cases(left), solution.values)
-    parameters, names, seen = (
-        Parameters(**solution.values),
-        tuple(solution.values),
-        tensor_parallel(kept),
-    )
-    noise, covariance = (
-        max(rms(solution.residuals), model.NOISE_FLOOR),
-        solution.covariance.tolist(),
-    )
+    parameters = Parameters(**solution.values)
+    names = tuple(solution.values)
+    seen = tensor_parallel(kept)
+    noise = max(rms(solution.residuals), model.NOISE_FLOOR)
+    covariance = solution.covariance.tolist()
     widths = [
         model.BAND * model.deviation(case, parameters, names, covariance, noise, seen)
         for case in left_cases
@@ -308,7 +309,7 @@ def rms(residuals: np.ndarray) -> float:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Correlation of ranks; ties share their mean rank."""
+    """Return the rank correlation; ties share their mean rank."""
 
     def ranks(values: Sequence[float]) -> np.ndarray:
         array = np.asarray(values)
@@ -318,7 +319,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def wrong_ooms(group: str, values: Values) -> tuple[list[str], int]:
-    """(rows for which the memory model is wrong about running out of memory, number of rows compared)."""
+    """Return (rows with a wrong prediction about running out of memory, number of rows compared)."""
     rows = [
         r for r in load() if r.machine == group and (r.status in ("ran", "oom")) and not r.problem()
     ]
@@ -384,7 +385,7 @@ def make_report(group: str) -> Report:
 
 
 def tensor_parallel(rows: Sequence[Row]) -> list[model.TensorParallel]:
-    """The tensor-parallel collectives of the rows, each once."""
+    """Return the rows' tensor-parallel collectives, each once."""
     return sorted({place for case in cases(rows) if (place := model.tensor_parallel(*case))})
 
 
@@ -397,7 +398,7 @@ def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
 
 
 def as_json(report: Report) -> dict:
-    """The group's part of fitted.json."""
+    """Return the group's part of fitted.json."""
 
     def table(solution: Solution, priors: Sequence) -> dict:
         spread = np.sqrt(np.diag(solution.covariance))
@@ -431,7 +432,7 @@ def _short(value: float) -> float:
 
 
 def text(report: Report) -> str:
-    """The tables that are printed: parameters and errors."""
+    """Return the printed tables: parameters and errors."""
     lines = [
         f"\n{report.group}: parameters (interval that should hold nine of ten: low to high; prior)"
     ]
@@ -450,7 +451,8 @@ def text(report: Report) -> str:
         for e in errors:
             inside = "" if e.inside is None else f"{100 * e.inside:>8.0f} %"
             lines.append(f"  {title}  {_columns(e)}{inside}")
-    left, worst = sum(e.rows for e in report.left_out), max(e.mean for e in report.left_out)
+    left = sum(e.rows for e in report.left_out)
+    worst = max(e.mean for e in report.left_out)
     held = round(sum(e.rows * (e.inside or 0.0) for e in report.left_out))
     lines.append(
         f"  left out   all parts: mean errors up to {100 * worst:.1f} per cent, {held} of {left} rows "

@@ -1,17 +1,11 @@
-"""The published benchmark tables, row by row: the printed cells, their meaning, and the corrections by errata.
+"""Published benchmark tables, row by row: printed cells, their meaning, and corrections by errata.
 
-    from fugaku_megatron.reproduction.rows import load
     for row in load(): row.table.id, row.line, row.machine, row.seconds, row.run() ...
 
-`Row` is one printed row of one table; its fields are the corrected facts, `row.cell(column)` is the printed cell, verbatim.
-Times are fitted on rows with `fit_time` and memory on rows with `fit_memory`. Both exclude runs that failed, rows that are printed
-twice and rows that an erratum declares unfit, and use corrected values (the 48-node row of 30B is 537.9 s at global batch 48).
-Rows with `ghz` 2.2 are included: a model must limit the clock's gain to 1.10, a larger one is noise (erratum R13).
-
-The data: seeds/tables.csv has one row per table (its header, and facts from its heading or the text that apply to all its rows),
-seeds/a64fx_*.csv and seeds/a100.csv one row per printed row with its line in the document, seeds/errata.csv the corrections: R
-numbers correct a cell or, where `corrected` is empty, comment on it; S numbers add facts printed outside the table. A record for
-line * replaces `printed` inside the cell of every row. Document 005 is a list of runs that the project published in addition.
+seeds/tables.csv has a line per table, seeds/a64fx_*.csv and seeds/a100.csv a line per printed row, seeds/errata.csv the corrections:
+R numbers correct a cell or, if `corrected` is empty, comment on it; S numbers add facts printed outside the table; line * replaces
+`printed` inside the cell of every row. Fits exclude failed and repeated runs and rows that an erratum declares unfit. The clock's
+gain is at most 1.10: a larger one is noise (erratum R13). Document 005 lists additional published runs.
 """
 
 from __future__ import annotations
@@ -34,14 +28,14 @@ from ..planner.model import Prediction, System, predict
 
 @dataclass(frozen=True)
 class Record:
-    """One line of a CSV file: its cells by column, with the file and the line's number."""
+    """A line of a CSV file: cells by column, with file and line number."""
 
     path: Path
     line: int
     cells: Mapping[str, str]
 
     def expect(self, condition: bool, column: str, expected: str, value: str | None = None) -> None:
-        """Raise ValueError with file, line, column, value and what is expected, unless `condition` holds."""
+        """Raise ValueError with file, line, column, value and expectation unless `condition` holds."""
         shown = self.cells.get(column, "") if value is None else value
         check(
             condition,
@@ -51,7 +45,7 @@ class Record:
     def convert(
         self, column: str, parse: Callable[[str], Any], expected: str, value: str | None = None
     ) -> Any:
-        """The cell, or `value` in its place, converted by `parse`; ValueError as in `expect` when `parse` refuses it."""
+        """Parse the cell, or `value` in its place; ValueError as in `expect`."""
         try:
             return parse(self.cells[column] if value is None else value)
         except (ValueError, KeyError):  # no number or no match of a pattern, no key of a dictionary
@@ -61,7 +55,7 @@ class Record:
 def read_csv(
     path: Path, required: tuple[str, ...], allowed: tuple[str, ...] = ()
 ) -> Iterator[Record]:
-    """The records of `path`. Its header must hold all `required` columns and may hold `allowed` ones, no others."""
+    """Read the records of `path`, whose header has all `required` and only `allowed` columns."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -89,7 +83,7 @@ def read_csv(
 
 @dataclass(frozen=True, kw_only=True)
 class Erratum:
-    """One record. line: of the document; None for every row of the table. printed: the cell, or a part of it if line is None."""
+    """A correction. line: line of the document; None for all rows of the table. printed: the cell, or a part if line is None."""
 
     id: str
     table: str
@@ -102,13 +96,13 @@ class Erratum:
     place: str  # file and line of this record
 
     def holds(self, table: str, line: int, cell: str) -> bool:
-        """Whether the record applies to this row."""
+        """Return True if the record applies to this row."""
         return self.table == table and (
             line == self.line or self.line is None and self.printed in cell
         )
 
     def apply(self, cell: str) -> str:
-        """The corrected cell; empty for a comment. Raises ValueError when the record's `printed` is not this cell."""
+        """Return the corrected cell; empty for a comment. ValueError if `printed` is not this cell."""
         if self.line is None:
             return cell.replace(self.printed, self.corrected) if self.corrected else ""
         if cell != self.printed:
@@ -249,7 +243,7 @@ _FACTS = TABLE_COLUMNS[5:-1]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """One printed table: id ("001.2": second of document 001), line of its header in the document, printed header."""
+    """A printed table: id ("001.2": second of document 001), line of its header, printed header."""
 
     id: str
     document: str
@@ -259,20 +253,25 @@ class Table:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """This module's names of the printed columns, in order."""
+        """This module's names for the printed columns, in order."""
         return tuple(HEADERS[name] for name in self.header)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row, corrected.
+    """A corrected row.
 
-    ranks: MPI processes on A64FX, GPUs on A100; tflops is per node on A64FX, per GPU on A100, ghz None on A100. recompute:
-    activation checkpointing of all layers.
-    formula: by which `tflops` was counted (accounting.hardware_flops or accounting.parameter_flops).
-    seconds, tflops, petaflops (as printed), memory_mib: None where nothing is printed. synchronous: CUDA_LAUNCH_BLOCKING=1.
-    assumed: facts that the document does not state. errata: the records that speak of this row. duplicate_of: line of the first
-    printing of the same run. status: ran, oom, failed, planned (nobody ran it) or impossible (see `problem`).
+    ranks: MPI processes on A64FX, GPUs on A100
+    tflops: per node on A64FX, per GPU on A100
+    ghz: None on A100
+    recompute: activation checkpointing of all layers
+    formula: counting formula for `tflops` (accounting.hardware_flops or accounting.parameter_flops)
+    seconds, tflops, petaflops (as printed), memory_mib: None if not printed
+    synchronous: CUDA_LAUNCH_BLOCKING=1
+    assumed: facts that the document does not state
+    errata: the records about this row
+    duplicate_of: line of the run's first printing
+    status: ran, oom, failed, planned (never run) or impossible (see `problem`)
     """
 
     table: Table
@@ -315,22 +314,22 @@ class Row:
 
     @property
     def devices(self) -> int:
-        """What TFLOPs are counted for: nodes on A64FX, GPUs on A100."""
+        """Devices for which TFLOPs are counted: nodes on A64FX, GPUs on A100."""
         return self.nodes if self.machine == "a64fx" else self.ranks
 
     def cell(self, column: str) -> str:
-        """The printed cell of `column`, verbatim; empty when the table has no such column."""
+        """Return the printed cell of `column`; empty if the table has no such column."""
         return self.cells[self.table.columns.index(column)] if column in self.table.columns else ""
 
     def corrected(self, column: str) -> str:
-        """The cell of `column` as it should have been printed."""
+        """Return the corrected cell of `column`."""
         return next(
             (e.corrected for e in self.errata if e.column == column and e.line and e.corrected),
             self.cell(column),
         )
 
     def unfit(self, purpose: str) -> bool:
-        """Whether an erratum excludes the row from the fit of `purpose` ("time" or "memory")."""
+        """Return True if an erratum excludes the row from the fit of `purpose` ("time" or "memory")."""
         return any(erratum.unfit == purpose for erratum in self.errata)
 
     @property
@@ -352,7 +351,7 @@ class Row:
         )
 
     def run(self) -> RunConfig:
-        """The row as a run of this project. Raises ValueError for impossible sizes."""
+        """Return the row as a run of this project. ValueError for impossible sizes."""
         return RunConfig(
             model=ModelConfig(
                 num_layers=self.layers,
@@ -373,7 +372,7 @@ class Row:
         )
 
     def problem(self) -> str | None:
-        """Why the row cannot be run; None if it can."""
+        """Reason for which the row cannot be run, or None."""
         needed = self.dp * self.tp * self.pp
         if needed != self.ranks:
             return f"DP {self.dp} x TP {self.tp} x PP {self.pp} = {needed} ranks, but the row has {self.ranks}"
@@ -384,7 +383,7 @@ class Row:
         return None
 
     def identity(self) -> tuple[Any, ...]:
-        """What two printings of one run have in common: the whole configuration and the printed time and TFLOPs."""
+        """Configuration, time and TFLOPs that two printings of one run share."""
         return (
             self.machine,
             self.software,
@@ -409,20 +408,20 @@ class Row:
 
 
 def known(value: float | None) -> float:
-    """A printed value of a row that is known to have one."""
+    """Return a printed value that is known to exist."""
     assert value is not None
     return value
 
 
 def load(documents: Sequence[str] = ()) -> tuple[Row, ...]:
-    """All rows, or those of `documents`, in the documents' order. Raises ValueError for unknown documents and wrong data."""
+    """Return the rows of `documents`, by default all, in order. ValueError for unknown documents and wrong data."""
     for name in documents:
         check(name in DOCUMENTS, f"--document {name} is unknown: pass {' or '.join(DOCUMENTS)}")
     return tuple(row for row in read(SEEDS) if not documents or row.document in documents)
 
 
 def read(folder: Path) -> tuple[Row, ...]:
-    """All rows of the files in `folder`. Raises ValueError with file, line, column and value of a wrong cell."""
+    """Return the rows of the files in `folder`. ValueError with file, line, column and value of a wrong cell."""
     records = tuple(map(_erratum, read_csv(folder / "errata.csv", ERRATUM_COLUMNS)))
     tables = {}
     for record in read_csv(folder / "tables.csv", TABLE_COLUMNS):
@@ -512,7 +511,7 @@ def _row(record: Record, tables: dict[str, Any], records: Sequence[Erratum]) -> 
 
 
 def _facts(record: Record, values: dict[str, str]) -> dict[str, Any]:
-    """The fields of a Row from the corrected cells `values`."""
+    """Return a Row's fields from the corrected cells `values`."""
     facts = {name: record.convert(name, *PARSERS[name], values[name]) for name in PARSERS}
     clock = re.search(r"\(([\d.]+GHz)\)", values["nodes"])
     facts["ghz"] = _ghz(clock.group(1)) if clock else facts.pop("freq")
@@ -535,7 +534,8 @@ def _facts(record: Record, values: dict[str, str]) -> dict[str, Any]:
         "gbs",
     ):
         record.expect(facts[name] is not None, name, PARSERS[name][1], values[name])
-    each, gpus = facts.pop("ranks_per_node") or RANKS_PER_NODE[facts["machine"]], facts.pop("gpus")
+    each = facts.pop("ranks_per_node") or RANKS_PER_NODE[facts["machine"]]
+    gpus = facts.pop("gpus")
     record.expect(facts["nodes"] or gpus, "nodes", PARSERS["nodes"][1], values["nodes"])
     facts["nodes"] = facts["nodes"] or gpus // each
     facts["ranks"] = gpus or facts["nodes"] * each
@@ -564,7 +564,7 @@ def _mark_duplicates(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def row_system(row: Row) -> System:
-    """The system on which a published row was run."""
+    """Return the system on which a published row was run."""
     before = row.machine == "a100" and row.notes < "02-25"
     return System.from_names(
         "a100-before-0225" if before else row.machine,
@@ -576,7 +576,7 @@ def row_system(row: Row) -> System:
 
 
 def predict_row(row: Row) -> Prediction:
-    """The prediction for a row of the published tables. Raises ValueError for a row that cannot be run."""
+    """Return the prediction for a published row. ValueError for a row that cannot be run."""
     if problem := row.problem():
         raise ValueError(problem)
     return predict(row.run(), row_system(row))

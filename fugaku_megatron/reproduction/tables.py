@@ -33,50 +33,48 @@ _SLACK = 1e-9  # for rounding errors of binary fractions
 
 
 def flops(row: Row) -> float:
-    """FLOPs of one iteration over all ranks, by the formula that the row's table used."""
+    """Return the FLOPs of an iteration over all ranks, by the formula of the row's table."""
     if row.formula == "parameter":
         return accounting.parameter_flops(row.run(), row.gbs, replicas=True)
     return accounting.hardware_flops(row.run(), row.gbs)
 
 
 def tflops(row: Row, seconds: float) -> float:
-    """TFLOPs per node (A64FX) or GPU (A100) of an iteration that takes `seconds`."""
+    """Return TFLOPs per node (A64FX) or GPU (A100) for an iteration that takes `seconds`."""
     return flops(row) / seconds / row.devices / 1e12
 
 
 def unit(cell: str) -> float:
-    """The value of one step in the last printed digit."""
+    """Return the value of one step in the last printed digit."""
     return 10.0 ** -len(cell.partition(".")[2])
 
 
 def interval(row: Row) -> tuple[float, float]:
-    """The smallest and largest TFLOPs that agree with the corrected time, which is known to its last digit only."""
+    """Return the smallest and largest TFLOPs that agree with the corrected time, known to its last digit."""
     assert row.seconds is not None
     half = unit(row.corrected("seconds")) / 2
     return tflops(row, row.seconds + half), tflops(row, row.seconds - half)
 
 
 def agrees(row: Row, printed: float) -> bool:
-    """Whether the `printed` TFLOPs agree with the corrected time within the tables' rounding."""
+    """Return True if the `printed` TFLOPs agree with the corrected time within the tables' rounding."""
     low, high = interval(row)
     return low - TFLOPS_ROUNDING - _SLACK <= printed <= high + TFLOPS_ROUNDING + _SLACK
 
 
 def petaflops(row: Row) -> float | None:
-    """PetaFLOPs (1000 TFLOPs each) of all ranks from the corrected TFLOPs; None where none were printed."""
+    """Return all ranks' PetaFLOPs (1000 TFLOPs each) from the corrected TFLOPs; None if none were printed."""
     return None if row.petaflops is None or row.tflops is None else row.tflops * row.devices / 1000
 
 
 def finding(row: Row) -> str:
-    """How recomputed and printed TFLOPs compare: "equal", "erratum" (equal when corrected), "unexplained", or "" (no values)."""
+    """Compare recomputed and printed TFLOPs: "equal", "erratum" (equal when corrected), "unexplained", or "" (no values)."""
     if row.seconds is None or row.tflops is None:
         return ""
     if not agrees(row, row.tflops):
         return "unexplained"
-    seconds, printed = (
-        row.corrected("seconds") == row.cell("seconds"),
-        row.corrected("tflops") == row.cell("tflops"),
-    )
+    seconds = row.corrected("seconds") == row.cell("seconds")
+    printed = row.corrected("tflops") == row.cell("tflops")
     return "equal" if printed and (seconds or not row.cell("seconds")) else "erratum"
 
 
@@ -91,7 +89,7 @@ _STATUS_REMARKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A row and what is computed for it. prediction: what rows.predict_row returned; if None, `problem` says why."""
+    """A row and its computed values. prediction: from rows.predict_row; if None, `problem` is the reason."""
 
     row: Row
     prediction: Prediction | None
@@ -99,36 +97,36 @@ class Comparison:
 
     @property
     def recomputed(self) -> float | None:
-        """TFLOPs per rank of the corrected time; None without a time."""
+        """TFLOPs per rank for the corrected time; None without a time."""
         return None if self.row.seconds is None else tflops(self.row, self.row.seconds)
 
     @property
     def model_tflops(self) -> float | None:
-        """TFLOPs per rank of the modelled time, by the formula that the row's table used."""
+        """TFLOPs per rank for the modelled time, by the formula of the row's table."""
         return None if self.prediction is None else tflops(self.row, self.prediction.seconds)
 
     @property
     def time_error_percent(self) -> float | None:
-        """Difference of the modelled from the corrected time, in per cent of the latter; None where one of them is missing."""
+        """Difference of the modelled from the corrected time, in per cent; None if one is missing."""
         if self.prediction is None or self.row.seconds is None:
             return None
         return 100 * (self.prediction.seconds / self.row.seconds - 1)
 
     @property
     def memory_error_percent(self) -> float | None:
-        """Difference of the modelled from the printed memory of the rank that uses most, in per cent; None for runs that failed."""
+        """Difference of the modelled from the printed memory on the fullest rank, in per cent; None for failed runs."""
         if self.prediction is None or self.row.memory_mib is None or self.row.status != "ran":
             return None
         return 100 * (self.prediction.memory_mib_max / self.row.memory_mib - 1)
 
     def corrections(self) -> dict[str, str]:
-        """Column -> the cell as it should have been printed; only errata that name this row, not those of a whole table."""
+        """Column -> corrected cell, from errata that name this row."""
         return {
             e.column: e.corrected for e in self.row.errata if e.line is not None and e.corrected
         }
 
     def remarks(self) -> list[str]:
-        """What happened to the run, and the ids of the errata that name this row."""
+        """The run's outcome and the ids of errata that name this row."""
         remarks = [_STATUS_REMARKS[self.row.status]]
         if self.prediction is not None and self.prediction.oom:
             remarks.append("model: out of memory")
@@ -140,12 +138,12 @@ class Comparison:
 
 
 def compare(rows: Sequence[Row], predict: Callable[[Row], Prediction]) -> list[Comparison]:
-    """Compute everything for `rows`; a row that cannot be modelled says why."""
+    """Compute all values for `rows`; a row that cannot be modelled has the reason."""
     return [_compare(row, predict) for row in _with_progress(rows)]
 
 
 def _with_progress(rows: Sequence[Row]) -> Iterable[Row]:
-    """The rows, with a bar if stderr is a terminal and tqdm is installed."""
+    """Iterate with a bar if stderr is a terminal and tqdm is installed."""
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         return rows
     from tqdm import tqdm
@@ -176,7 +174,7 @@ OUR_HEADER = (
 
 
 def text(comparisons: Sequence[Comparison], markdown: bool = False) -> str:
-    """All tables of the rows in `comparisons`, with a summary per document; markdown: with Markdown's headings and lists."""
+    """Return the tables of `comparisons` with a summary per document. markdown: use Markdown's headings and lists"""
     parts = []
     for document, group in groupby(comparisons, lambda c: c.row.document):
         document_rows = list(group)
@@ -210,8 +208,9 @@ def _table(comparisons: Sequence[Comparison], markdown: bool) -> str:
 
 
 def cells(comparison: Comparison) -> tuple[str, ...]:
-    """The printed cells of a row, then those of OUR_HEADER."""
-    row, p = comparison.row, comparison.prediction
+    """Return a row's printed cells, then OUR_HEADER's."""
+    row = comparison.row
+    p = comparison.prediction
     names = dict(zip(row.table.columns, row.table.header))
     corrected = ", ".join(
         f"{names.get(column, column)} {cell}" for column, cell in comparison.corrections().items()
@@ -239,7 +238,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _errata(comparisons: Sequence[Comparison]) -> list[str]:
-    """One line per erratum's id and reason, with the lines of the document that it corrects or comments on."""
+    """Return one line per erratum, with the lines of the document that it concerns."""
     lines: dict[tuple[str, str, str], list[str]] = {}
     names = dict(zip(comparisons[0].row.table.columns, comparisons[0].row.table.header))
     for erratum in dict.fromkeys(e for c in comparisons for e in c.row.errata):
@@ -265,7 +264,7 @@ def _place(erratum: Erratum) -> str:
 
 
 def summary(document: str, comparisons: Sequence[Comparison]) -> str:
-    """The model's errors on the rows that it is fitted to, in one line; errors on unseen runs are larger (see `fit`)."""
+    """Return the model's errors on fitted rows in one line; errors on unseen runs are larger (see `fit`)."""
     times = [
         abs(error)
         for c in comparisons
@@ -300,7 +299,7 @@ _TRAITS: dict[str, Callable[[Any], str]] = {
 
 
 def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
-    """Draw a panel per document into the PNG file `path`. Raises ValueError when it cannot be written. Needs matplotlib."""
+    """Draw a panel per document into the PNG file `path`. ValueError if it cannot be written. Needs matplotlib."""
     from matplotlib.backends.backend_agg import (
         FigureCanvasAgg,
     )  # no window, and pyplot's global state untouched
@@ -356,13 +355,13 @@ def _draw_document(document: str, panel: Any, comparisons: Sequence[Comparison])
 
 
 def _times(comparison: Comparison) -> tuple[float, float]:
-    """(printed, modelled) seconds of a row that has both."""
+    """Return (printed, modelled) seconds of a row that has both."""
     assert comparison.row.seconds is not None and comparison.prediction is not None
     return comparison.row.seconds, comparison.prediction.seconds
 
 
 def _title(document: str, comparisons: Sequence[Comparison], pairs: Sequence[Comparison]) -> str:
-    """The document's name, how many rows have both times, and the mean error of the model."""
+    """Return the document's name, number of rows with both times, and the model's mean error."""
     name = f"{document}: {DOCUMENTS[document][1]}"
     errors = [abs(error) for c in pairs if (error := c.time_error_percent) is not None]
     if not errors:
@@ -371,7 +370,7 @@ def _title(document: str, comparisons: Sequence[Comparison], pairs: Sequence[Com
 
 
 def _diagonal(panel: Any, times: Sequence[float]) -> None:
-    """The line on which modelled and printed times agree, the band around it, and equal limits."""
+    """Draw the line of equal times, the band around it, and equal limits."""
     ends = [min(times) / 1.3, max(times) * 1.3]
     panel.plot(ends, ends, color="grey", linewidth=0.8, zorder=0)
     panel.fill_between(
@@ -421,7 +420,7 @@ _PRINTED = ("dp", "gbs", "mem", "seconds", "tflops", "petaflops")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's flags."""
+    """Add this command's flags."""
     parser.add_argument(
         "--document",
         nargs="+",
@@ -445,7 +444,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the tables and writes --csv and --png. Raises ValueError for unknown documents and files that cannot be written."""
+    """Print the tables and write --csv and --png. ValueError for unknown documents and files that cannot be written."""
     rows = load(args.document)
     check_file("--csv", args.csv)
     check_picture(args.png)
@@ -459,7 +458,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def write_csv(path: Path, comparisons: Sequence[Comparison]) -> None:
-    """One line per row; cells are empty where nothing is known. Raises ValueError when `path` cannot be written."""
+    """Write one line per row, empty cells for unknown values. ValueError if `path` cannot be written."""
     records = [_record(comparison) for comparison in comparisons]
     with writing("--csv", path), open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
@@ -468,7 +467,8 @@ def write_csv(path: Path, comparisons: Sequence[Comparison]) -> None:
 
 
 def _record(comparison: Comparison) -> dict[str, Any]:
-    row, p = comparison.row, comparison.prediction
+    row = comparison.row
+    p = comparison.prediction
     return {
         "table": row.table.id,
         "title": row.table.title,

@@ -74,12 +74,14 @@ def configure_process(plan: Plan, world: Comm, nodes: Nodes | None = None) -> st
     )
     return runtime.init(
         world,
-        allocator=system.allocator,
-        thread_affinity=system.thread_affinity,
+        runtime.ProcessSettings(
+            allocator=system.allocator,
+            thread_affinity=system.thread_affinity,
+            cpu_frequency=system.cpu_frequency,
+            flush_denormals=run.training.use_flush_denormal,
+            reserve_core=parallel.overlap_grad_reduce or several_nodes and overlaps,
+        ),
         nodes=nodes,
-        cpu_frequency=system.cpu_frequency,
-        flush_denormals=run.training.use_flush_denormal,
-        reserve_core=parallel.overlap_grad_reduce or several_nodes and overlaps,
         needed=rank_bytes(run, plan.layout, world.rank),
     )
 

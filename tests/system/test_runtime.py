@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fugaku_megatron.host import runtime
+from fugaku_megatron.host.placement import Placement
 from fugaku_megatron.host.runtime import ExitTimer
 from fugaku_megatron.start.signals import STOP_SIGNALS, StopSignals
 
@@ -99,7 +100,12 @@ def test_cpu_models(text, name):
 
 def test_the_summary_is_one_line_with_what_matters():
     line = runtime.machine_summary(
-        "MPICH Version:\t4.3\nrelease", 12, 2, 6, True, "glibc 2.28", 2.0
+        "MPICH Version:\t4.3\nrelease",
+        12,
+        ranks_on_node=2,
+        placement=Placement(6, tuple(range(6))),
+        memory="glibc 2.28",
+        ghz=2.0,
     )
     assert (
         "\n" not in line

@@ -9,6 +9,7 @@ from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import runtime
 from fugaku_megatron.host.energy import Counter, Counters, header_constants
+from fugaku_megatron.host.placement import Placement
 from fugaku_megatron.observe import log_command, loss_plot
 from fugaku_megatron.observe.energy import EnergyWatch
 from fugaku_megatron.observe.iteration_metrics import IterationMetrics, parse_line
@@ -86,7 +87,9 @@ def test_without_counters_the_start_says_so_once(tmp_path):
         found(tmp_path).describe()
         == "no energy counter (RAPL cannot be read: chmod a+r its energy files as root)"
     )
-    line = runtime.machine_summary("MPICH", 2, 1, 2, False, "glibc 2.28", 2.0)
+    line = runtime.machine_summary(
+        "MPICH", 2, ranks_on_node=1, placement=Placement(2, ()), memory="glibc 2.28", ghz=2.0
+    )
     assert ", no energy counter, torch " in line
 
 

@@ -54,7 +54,8 @@ def rank(ghz: float = 3.0) -> Compute:
 
 def described(tmp_path, between: Messages | None) -> machine.Machine:
     team, inside = ((256, 120.0), (1024, 160.0)), Messages(alpha_us=1.0, gbs=10.0)
-    data = calibrate.describe("a test", [rank(), rank()], team, inside, between, 5.0, 64.0)
+    network = calibrate.NetworkRates(inside, between, 5.0)
+    data = calibrate.describe("a test", [rank(), rank()], team, network, 64.0)
     (tmp_path / "host.json").write_text(calibrate.json.dumps(data))
     return machine.load(str(tmp_path / "host.json"))
 

@@ -244,7 +244,7 @@ def test_matmuls_are_accountings_flops(recompute, tp, pp, schedule):
         ),
     )
     layout, parts = Layout(tp * pp, tp, pp, 1), placement(run).virtual_stages
-    works = [model.part_work(run, layout, part, EAGER) for part in range(parts)]
+    works = [model.virtual_stage_work(run, layout, part, EAGER) for part in range(parts)]
     total = tp * sum(
         pieces_flops(forward) + pieces_flops(backward) for forward, backward, _ in works
     )

@@ -484,7 +484,7 @@ import os, sys
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import runtime
 os.sched_setaffinity(0, {int(sys.argv[1])})
-print(runtime.init(SoloComm(), allocator="stock"))
+print(runtime.init(SoloComm(), runtime.ProcessSettings(allocator="stock")))
 """
 
 
