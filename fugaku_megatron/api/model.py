@@ -26,7 +26,7 @@ from ..convert.convert_command import open_weights, whole
 from ..convert.hugging_face import save_hugging_face
 from ..convert.weights import DTYPES, Weights, precision_of
 from ..data.tokenizer import Tokenizer, TokenizerFlags
-from ..inference.generation import Sampling, PromptEncoder, steps
+from ..inference.generation import PromptEncoder, Sampling, steps
 from ..inference.loading import choose_tokenizer, model_of, through_stages
 from ..inference.scoring import EVALUATION, rolling, score
 from .config import Config

@@ -145,7 +145,9 @@ def _own_entry(checkpoint: Checkpoint, folders: Folders, prefix: str, others: An
     Collective.
     """
     comm = folders.comm
-    name = f"{folders.name}/" * bool(folders.name) + file_name(folders.comm.rank)
+    name = file_name(folders.comm.rank)
+    if folders.name:
+        name = f"{folders.name}/{name}"
     if checkpoint.head.get("ranks", comm.size) != comm.size or (
         "folders" in checkpoint.head
     ) != bool(folders.name):

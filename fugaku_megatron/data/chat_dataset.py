@@ -476,7 +476,7 @@ class ChatDataset:
         filled, counted = (
             number / (samples * self.size) for number in (self.num_tokens, self.num_trained)
         )
-        cut = f"; --sft-truncate cut {self.chats_cut:,} chats" * bool(self.chats_cut)
+        cut = f"; --sft-truncate cut {self.chats_cut:,} chats" if self.chats_cut else ""
         return (
             f"{self.num_documents:,} chats of {self.num_tokens:,} tokens in {samples:,} samples of {self.size} an epoch: "
             f"{filled:.1%} is not padding, {counted:.1%} counts in the loss{cut}"

@@ -505,10 +505,16 @@ def _foreign_bytes(path: str, raw: bytes) -> int:
 
 def _warning(foreign: dict[str, int]) -> str:
     """Format the warning about files that are not UTF-8, path -> number of such bytes."""
-    shown = [f"{path}: {count} byte{'s' * (count > 1)}" for path, count in foreign.items()]
+    shown = [
+        f"{path}: {count} bytes" if count > 1 else f"{path}: {count} byte"
+        for path, count in foreign.items()
+    ]
+    listed = ", ".join(shown[:NAMED])
+    if len(shown) > NAMED:
+        listed += ", ..."
     files = f"{len(foreign)} plain text files are" if len(foreign) > 1 else "1 plain text file is"
     return (
-        f"warning: {files} not UTF-8 ({', '.join(shown[:NAMED])}{', ...' * (len(shown) > NAMED)}): these bytes are tokenized "
+        f"warning: {files} not UTF-8 ({listed}): these bytes are tokenized "
         "one by one or become U+FFFD; convert the files first, as with iconv -f LATIN1 -t UTF-8"
     )
 

@@ -136,9 +136,10 @@ def prompts_of(path: str, chat: bool = False) -> list[Prompt]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--prompts {path}: {error}: {remedy}") from None
     kinds = (str, list) if chat else str
+    kind_names = "texts or lists of messages" if chat else "texts"
     check(
         isinstance(prompts, list) and all(isinstance(prompt, kinds) for prompt in prompts),
-        f'--prompts {path}: it is not a JSON list of texts{" or lists of messages" * chat}: pass one, such as ["a", "b"]',
+        f'--prompts {path}: it is not a JSON list of {kind_names}: pass one, such as ["a", "b"]',
     )
     check(len(prompts) > 0, f"--prompts {path} has no prompt: pass at least one line")
     return prompts

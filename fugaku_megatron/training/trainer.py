@@ -45,7 +45,7 @@ from ..config.sample_rules import Skips
 from ..costs import run_schedule
 from ..costs.accounting import pipeline_split, sequence_parts, zero_shards
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset
-from ..data.marks import Work
+from ..data.marks import TokenCounts
 from ..data.sampler import ReaderGroup
 from ..data.unchanged import Record, check_unchanged
 from ..nn.model import VOCABULARY, Stage
@@ -113,7 +113,7 @@ class IterationResult:
     global_batch_size: int
     consumed: int
     seconds: float
-    work: Work | None = None
+    work: TokenCounts | None = None
     experts: Tensor | None = None
     z_loss: float | None = None
 
@@ -189,7 +189,7 @@ class Trainer:
     def _execute(
         self,
         source: Source | None,
-        work: Work | None,
+        work: TokenCounts | None,
         consumed: int,
         lists: schedule.Schedule,
         factor: float,
@@ -217,7 +217,7 @@ class Trainer:
             stage or self.stage, self.groups.pp, window, shape, watch or self.watch
         ).run(lists)
 
-    def _unpadded(self, work: Work) -> int:
+    def _unpadded(self, work: TokenCounts) -> int:
         """Return how many tokens of the work are not padding."""
         return work.samples * self.run.model.seq_length - work.padded
 
@@ -288,7 +288,7 @@ class Trainer:
         scale: float,
         stage: Stage | None = None,
         watch: Watch | None = None,
-    ) -> tuple[float, Work | None]:
+    ) -> tuple[float, TokenCounts | None]:
         """Forwards and backwards of the iteration that begins at sample `consumed`, and sums of gradients; the mean loss.
 
         Also the work of its samples, where they are marked.
