@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.run_config import ModelConfig
-from fugaku_megatron.nn.expert_ops import kind_of_scores
 from fugaku_megatron.nn.gradients import parts
+from fugaku_megatron.nn.ops.experts import kind_of_scores
 
 from . import driver, shapes
 from .driver import DTYPES, Call, Case

@@ -1,19 +1,10 @@
-"""A communicator that counts what passes through another one; tests compare the formulas of `costs/accounting.py` with it.
+"""A communicator that counts the calls and bytes of another, to test the formulas in `costs/accounting.py`.
 
-    record(groups)      the same groups, each counting its calls and bytes
+    record(groups)      the groups, each counting its calls and bytes
 
-Convention: the bytes of a call are the payload that its caller passes, numel * element_size of
-
-    all_reduce, broadcast, send, recv   the tensor
-    all_to_all                          this rank's rows, its own ones as well
-    all_gather                          this rank's part (1 / size of the output)
-    reduce_scatter                      the whole input (size times the output)
-
-and 0 for barrier and the object verbs. A nonblocking verb counts as its blocking form: isend as send, iall_reduce as all_reduce.
-This is not the traffic on the wire: a ring all-reduce of n bytes moves 2 (size - 1) / size * n bytes per rank, and sums of BF16
-are sent as an all-to-all.
-
-Left out: timing.
+Bytes are the caller's payload: the tensor for all_reduce, broadcast, send and recv; all of this rank's rows for all_to_all; this rank's
+shard for all_gather; the whole input for reduce_scatter; 0 for barrier and objects. A nonblocking verb counts as its blocking form.
+Traffic on the wire differs: a ring all-reduce of n bytes moves 2 (size - 1) / size * n bytes per rank.
 """
 
 from __future__ import annotations
@@ -39,9 +30,9 @@ OBJECTS = ("barrier", "broadcast_object", "gather_object", "all_gather_object")
 
 
 class RecordingComm:
-    """The communicator `inner`, as a `comm.base.Comm`, with a log of (group name, verb, bytes) in the order of the calls.
+    """The communicator `inner`, as a `comm.base.Comm`, with a log of (group name, verb, bytes) in call order.
 
-    Communicators that are split from it share the log.
+    Communicators split from it share the log.
     """
 
     def __init__(
@@ -53,11 +44,11 @@ class RecordingComm:
 
     @property
     def records(self) -> list[tuple[str, int]]:
-        """(verb, bytes) of every call on this group."""
+        """Return (verb, bytes) of every call on this group."""
         return [(verb, size) for name, verb, size in self.log if name == self.name]
 
     def tally(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """{(group name, verb): (calls, bytes)} of all groups that share the log."""
+        """Return {(group name, verb): (calls, bytes)} for all groups that share the log."""
         totals: dict[tuple[str, str], tuple[int, int]] = {}
         for name, verb, size in self.log:
             calls, payload = totals.get((name, verb), (0, 0))
@@ -65,7 +56,7 @@ class RecordingComm:
         return totals
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A verb of the inner communicator, counted when it is called."""
+        """Return a verb that counts its calls."""
         function, verb = (
             getattr(self.inner, name),
             name if name in TENSOR or name in OBJECTS else name.removeprefix("i"),
@@ -81,7 +72,7 @@ class RecordingComm:
         return counted
 
     def subgroup(self, ranks: Sequence[int]) -> RecordingComm:
-        """`comm.grid.subgroup` of the inner communicator, recorded under "<name>/subgroup"."""
+        """Return `comm.grid.subgroup` of the inner communicator, recorded under "<name>/subgroup"."""
         return RecordingComm(subgroup(self.inner, ranks), f"{self.name}/subgroup", self.log)
 
     def split(self, color: int, key: int) -> RecordingComm:
@@ -92,7 +83,7 @@ class RecordingComm:
 
 
 def record(groups: Groups) -> Groups:
-    """The same groups, recorded under the names of their fields ("world", "tp", ...) in one common log."""
+    """Return the groups, recorded under their field names ("world", "tp", ...) in one log."""
     log: list[tuple[str, str, int]] = []
     return Groups(
         **{f.name: RecordingComm(getattr(groups, f.name), f.name, log) for f in fields(groups)}

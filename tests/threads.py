@@ -1,9 +1,9 @@
-"""Ranks as threads of one process, which need no MPI.
+"""Ranks as threads of one process, without MPI.
 
     ThreadWorld(4).run(fn, x)       -> [fn(comm, x) of rank 0, ..., of rank 3]; for tests of parallel code
 
-Left out: speed. A ThreadComm reduces every tensor on every rank, in rank order, so that results are reproducible. What a rank
-contributes is copied when its collective starts, so that no rank waits for another before `wait`.
+A ThreadComm reduces every tensor on every rank, in rank order, so that results are reproducible. A collective copies a rank's
+operands when it starts, so that no rank waits for another before `wait`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def _reduced(parts: Sequence[Tensor], op: str) -> Tensor:
 
 
 class _Broken(Exception):
-    """Raised in a rank's thread because another rank failed."""
+    """An exception in a rank's thread after another rank failed."""
 
 
 class _State:
-    """What the ranks of one ThreadWorld share: the failure flag, and the condition that every change notifies."""
+    """State shared by a ThreadWorld's ranks: the failure flag, and the condition that every change notifies."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -56,14 +56,14 @@ class _State:
 
 @dataclass
 class _Meeting:
-    """One collective: what each rank has shown, as (verb, value), and how many ranks have taken the result."""
+    """One collective: each rank's (verb, value), and the number of ranks that have read the result."""
 
     shown: dict[int, tuple[str, Any]] = field(default_factory=dict)
     taken: int = 0
 
 
 class _Shared:
-    """What the ranks of one communicator share: the collectives and the messages under way."""
+    """State shared by a communicator's ranks: collectives and messages in progress."""
 
     def __init__(self, state: _State, size: int) -> None:
         self.state, self.size = state, size
@@ -76,7 +76,7 @@ class _Shared:
         return self.meetings.setdefault(number, _Meeting())
 
     def leave(self, number: int) -> list[tuple[str, Any]]:
-        """What every rank has shown, in rank order; the last rank to leave clears the place."""
+        """Return every rank's value in rank order; the last rank clears the collective."""
         meeting = self.meetings[number]
         meeting.taken += 1
         if meeting.taken == self.size:
@@ -102,7 +102,7 @@ class _Receive:
 
 @dataclass
 class _Collective:
-    """A started collective. finish: makes this rank's result of the values of all ranks."""
+    """A started collective. finish: computes this rank's result from all ranks' values"""
 
     comm: ThreadComm
     number: int
@@ -130,7 +130,7 @@ class ThreadComm(Comm):
         self._posted: Counter = Counter()
 
     def _wait_for(self, ready: Callable[[], bool], what: str) -> None:
-        """Called with the condition held. Raises _Broken where another rank failed, TimeoutError after the time limit."""
+        """Wait with the condition held. Raises _Broken if another rank failed, TimeoutError after the time limit."""
         state = self.shared.state
         state.changed.wait_for(lambda: ready() or state.failed, state.timeout)
         if ready():
@@ -140,7 +140,7 @@ class ThreadComm(Comm):
         raise TimeoutError(f"rank {self.rank} of {self.size} waited {state.timeout} s in {what}")
 
     def _start(self, verb: str, value: Any, finish: Callable[[list[Any]], Any]) -> _Collective:
-        """Show `value`, which no rank changes any more."""
+        """Publish `value`, which no rank changes any more."""
         number, self._collectives = self._collectives, self._collectives + 1
         with self.shared.state.changed:
             self.shared.meeting(number).shown[self.rank] = (verb, value)
@@ -148,7 +148,7 @@ class ThreadComm(Comm):
         return _Collective(self, number, verb, finish)
 
     def meet(self, number: int, verb: str) -> list[Any]:
-        """The values of all ranks, when all have shown theirs."""
+        """Return all ranks' values."""
         with self.shared.state.changed:
             shown = self.shared.meeting(number).shown
             self._wait_for(lambda: len(shown) == self.size, verb)
@@ -230,7 +230,7 @@ class ThreadComm(Comm):
         return _Receive(self, check(tensor), (*key, self._posted[key] - 1))
 
     def take(self, tensor: Tensor, key: tuple) -> None:
-        """Copy a message into `tensor` (any shape) when it is there."""
+        """Receive a message into `tensor` (any shape)."""
         messages = self.shared.messages
         with self.shared.state.changed:
             self._wait_for(lambda: key in messages, f"recv from rank {key[0]}, tag {key[2]}")
@@ -267,17 +267,16 @@ class ThreadComm(Comm):
 
 
 class ThreadWorld:
-    """`size` ranks as threads of this process; `timeout` seconds bound every wait, so that no test can hang."""
+    """`size` ranks as threads of this process. timeout: seconds of every wait, so that no test hangs"""
 
     def __init__(self, size: int, timeout: float = 300.0) -> None:
         assert size >= 1, size
         self.size, self.timeout = size, timeout
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call fn(comm, *args) on every rank; returns the results in rank order.
+        """Call fn(comm, *args) on every rank; return the results in rank order.
 
-        When a rank fails, the ranks that wait for it are woken. The exception of the lowest failing rank is raised again, with
-        the attribute `rank` and a note that names it.
+        If a rank fails, waiting ranks are woken, and the lowest failing rank's exception is raised with the attribute `rank` and a note.
         """
         state = _State(self.timeout)
         shared = _Shared(state, self.size)

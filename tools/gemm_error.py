@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fugaku_megatron.cli import program
 from fugaku_megatron.config.fields import check
-from fugaku_megatron.config.system import MAX_FP16_CHUNK
+from fugaku_megatron.config.system import MAX_FP16_SUM_LENGTH
 from fugaku_megatron.host import kernels
 
 CHUNKS = (16, 32, 64, 128, 256)
@@ -168,8 +168,8 @@ def main(options: argparse.Namespace) -> int:
         "--rows, --depth and --chunks: pass numbers above 0",
     )
     check(
-        max(chunks) <= MAX_FP16_CHUNK,
-        f"--chunks {max(chunks)}: pass numbers from 1 to {MAX_FP16_CHUNK}",
+        max(chunks) <= MAX_FP16_SUM_LENGTH,
+        f"--chunks {max(chunks)}: pass numbers from 1 to {MAX_FP16_SUM_LENGTH}",
     )
     name = kernels.active() if kernels.has_fp16_arithmetic() else "portable"
     kernels.flush_denormals(True)  # as a run does

@@ -71,25 +71,31 @@ class _Mapping(Function):
     """A function and its conjugate: forward(tensor, comm) and backward(grad, comm)."""
 
     @staticmethod
-    def forward(ctx, tensor, comm, forward, backward):
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        comm: Comm,
+        forward: Callable[..., Tensor],
+        backward: Callable[..., Tensor],
+    ) -> Tensor:
         ctx.comm = comm
         ctx.conjugate = backward
         return forward(tensor, comm)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.conjugate(grad, ctx.comm), None, None, None
 
 
 class _SumInPlace(Function):
     @staticmethod
-    def forward(ctx, tensor, comm):
+    def forward(ctx: Any, tensor: Tensor, comm: Comm) -> Tensor:
         ctx.mark_dirty(tensor)  # a backward that saved the partial sum then raises
         return comm.all_reduce(tensor)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 

@@ -114,7 +114,7 @@ FEATURES: dict[str, Feature] = {
     ),
     TP_COMM_OVERLAP: Feature(
         meaning="tensor-parallel collectives, overlapped with matmuls",
-        place="nn/overlapped_ops.py",
+        place="nn/ops/overlapped.py",
         field="tp_comm_overlap",
     ),
     EXPERT_GROUPS: Feature(

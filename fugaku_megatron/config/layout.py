@@ -111,7 +111,7 @@ class Layout:
             )
         _check_context(run, cp, tp)
         check(
-            model.seq_length % sequence_parts(run, tp) == 0,
+            model.seq_length % sequence_shards(run, tp) == 0,
             f"--seq-length {model.seq_length} is not divisible by "
             f"--tensor-model-parallel-size {tp}, into which --sequence-parallel cuts it: change one, or leave the flag out",
         )
@@ -187,9 +187,9 @@ def _check_context(run: RunConfig, cp: int, tp: int) -> None:
         return
     model = run.model
     ranks = f"--context-parallel-size {cp}"
-    if sequence_parts(run, tp) > 1:
+    if sequence_shards(run, tp) > 1:
         ranks += f" x --tensor-model-parallel-size {tp}"
-    blocks = 2 * cp * sequence_parts(run, tp)
+    blocks = 2 * cp * sequence_shards(run, tp)
     check(
         model.seq_length % blocks == 0,
         f"--seq-length {model.seq_length} is not divisible by {blocks}, two parts for each of {ranks}: change one",
@@ -369,6 +369,6 @@ def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
     return (*before, *between, *after)
 
 
-def sequence_parts(run: RunConfig, tp: int) -> int:
+def sequence_shards(run: RunConfig, tp: int) -> int:
     """Return the sequence shards between tensor-parallel matmuls: t with --sequence-parallel, or 1."""
     return tp if run.parallel.sequence_parallel else 1

@@ -22,7 +22,7 @@ from .system import SystemConfig
 from .training import RECOMPUTE, BatchConfig, TrainingConfig
 
 # Fields that may differ between the ranks of a run: recompute of a stage, local paths, threads.
-OWN_OF_A_RANK = (
+RANK_FIELDS = (
     *RECOMPUTE,
     "save_local",
     "log_file",

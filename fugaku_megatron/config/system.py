@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from .fields import cached_hash, check, check_choices, check_numbers, check_positive, option
 
-FP16_CHUNK = 64  # half the error of BF16 operands, at 1.7 times FP32's rate (docs/numerics.md)
-MAX_FP16_CHUNK = 65536
+FP16_SUM_LENGTH = 64  # half the error of BF16 operands, at 1.7 times FP32's rate (docs/numerics.md)
+MAX_FP16_SUM_LENGTH = 65536
 
 
 @cached_hash
@@ -25,7 +25,7 @@ class SystemConfig:
         "with --fp16, sum this many terms of a linear layer in FP16 before adding in FP32: faster where the CPU has FP16 "
         "arithmetic (A64FX, SVE), less exact (default: sums in FP32)",
         type=int,
-        switches={"--fp16-accumulation": FP16_CHUNK},
+        switches={"--fp16-accumulation": FP16_SUM_LENGTH},
     )
     fp32_matmul: str = option(
         "ieee",
@@ -74,8 +74,8 @@ class SystemConfig:
             f"--hang-timeout-in-secs is {timeout}: pass 1 or more, or 0",
         )
         check(
-            chunk is None or 0 < chunk <= MAX_FP16_CHUNK,
-            f"--fp16-accumulation-chunk is {chunk}: pass a number from 1 to {MAX_FP16_CHUNK}",
+            chunk is None or 0 < chunk <= MAX_FP16_SUM_LENGTH,
+            f"--fp16-accumulation-chunk is {chunk}: pass a number from 1 to {MAX_FP16_SUM_LENGTH}",
         )
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..config.fields import check
-from ..config.layout import Layout, cp_comm_types, placement, sequence_parts, stage_sizes
+from ..config.layout import Layout, cp_comm_types, placement, sequence_shards, stage_sizes
 from ..config.model import NORMS
 from ..config.parallel import A2A
 from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
@@ -71,7 +71,7 @@ def zero_shards(run: RunConfig, layout: Layout) -> int:
 
 def _norm(name: str, run: RunConfig, tp: int) -> Record:
     norm = NORMS[run.model.normalization]
-    rows = tokens_per_microbatch(run) // sequence_parts(run, tp)
+    rows = tokens_per_microbatch(run) // sequence_shards(run, tp)
     parameters = norm.vectors * run.model.hidden_size
     return Record(
         name=name,
@@ -86,7 +86,7 @@ ATTENTION_BACKWARD_SHARE = 2.5
 
 
 def causal_attention_flops(heads: int, s: int, d: int, window: int | None = None) -> float:
-    """Return the FLOPs of Q K^T and P V over the visible pairs, as kernels compute them. heads: query heads times samples."""
+    """Return Q K^T and P V FLOPs over visible pairs, as kernels compute them. heads: query heads times samples."""
     return 4.0 * heads * d * visible_pairs(s, window)
 
 
@@ -102,7 +102,7 @@ def visible_share(s: int, window: int | None) -> float:
 
 
 def document_length(run: RunConfig) -> int:
-    """Return the tokens per attention span: the mean document length if attention ends with a document, or else the sample length."""
+    """Return the tokens per attention span: the mean document length if documents are masked, or else the sample length."""
     return min(run.data.mean_document_length or run.model.seq_length, run.model.seq_length)
 
 
@@ -137,7 +137,7 @@ def _attention(run: RunConfig, tp: int, cp_comm_type: str) -> Record:
 
 
 def _rotary(run: RunConfig, tp: int, cp_comm_type: str) -> tuple[Record, ...]:
-    """Return the rotary record of queries and keys. Backward needs the inputs of their norm; the rotation itself saves nothing."""
+    """Return the rotary record. Backward needs the inputs to the query and key norms; the rotation itself saves nothing."""
     model = run.model
     if not model.uses_rotary:
         return ()
@@ -173,7 +173,7 @@ def selective_recompute_bytes(run: RunConfig, tp: int) -> int:
 
 
 def softmax_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes of the saved softmax statistics: one FP32 number per row and head."""
+    """Return the saved softmax statistics' bytes: one FP32 number per row and head."""
     return tokens_per_microbatch(run) * run.model.num_attention_heads // tp * FP32_BYTES
 
 
@@ -181,10 +181,10 @@ def softmax_bytes(run: RunConfig, tp: int) -> int:
 def layer_records(
     run: RunConfig, tp: int, mlp: str | None = None, cp_comm_type: str | None = None
 ) -> tuple[Record, ...]:
-    """Return the operations of one transformer layer. Saved bytes are those of the C++ kernels, which recompute gelu(x) from x.
+    """Return one transformer layer's operations. Saved bytes follow the C++ kernels, which recompute gelu(x) from x.
 
-    mlp: the layer's row of MLPS; None: experts if the model has experts, also for its few dense layers.
-    cp_comm_type: of the layer; None: `typical_cp_comm_type`.
+    mlp: a row name in MLPS; None: experts if the model has experts, also for its few dense layers.
+    cp_comm_type: None: `typical_cp_comm_type`.
     """
     cp_comm_type = cp_comm_type or typical_cp_comm_type(run)
     model = run.model
@@ -257,7 +257,6 @@ def _dense_mlp(run: RunConfig, tp: int) -> tuple[Record, ...]:
 
 
 def layer_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
-    """Return the parameters of every layer on one rank."""
     sizes = {
         mlp: sum(record.parameters for record in layer_records(run, tp, mlp))
         for mlp in set(run.model.mlps)
@@ -266,7 +265,7 @@ def layer_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
 
 
 def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
-    """Return the operations that full recompute repeats. The last layer of a group skips the matmul whose result is not read again."""
+    """Return the operations that full recompute repeats. A group's last layer skips the matmul whose result is not read again."""
     return [
         r for r in layer_records(run, tp) if not (last and r.name in ("linear_fc2", "experts_sum"))
     ]
@@ -312,7 +311,7 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
 
 
 def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
-    """Return the forward FLOPs of a layer and of the logits on one rank, attention below the diagonal only."""
+    """Return the forward FLOPs per rank: (layer, logits), attention below the diagonal only."""
     tp = run.parallel.tensor_model_parallel_size
     linear, attention = _rank_flops(run, tp)
     return linear + attention / 2, sum(r.flops_forward for r in head_records(run, tp, tied=True))
@@ -320,7 +319,7 @@ def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
 
 @lru_cache(maxsize=64)  # every stage asks for it
 def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
-    """Return the layers of each virtual stage by --pipeline-split; "balanced" counts multiply-adds. Every virtual stage has a layer."""
+    """Return each virtual stage's layer count by --pipeline-split; "balanced" counts multiply-adds. No virtual stage is empty."""
     layers = run.model.num_layers
     sizes = stage_sizes(run)
     if placement.virtual_stages == 1 or run.parallel.pipeline_split == "even" and sizes is None:
@@ -332,25 +331,24 @@ def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]
 
 
 def virtual_stage_layers(run: RunConfig, placement: Placement, virtual_stage: int) -> range:
-    """Return the layers (from 0) of a virtual stage."""
     sizes = virtual_stage_sizes(run, placement)
     return range(sum(sizes[:virtual_stage]), sum(sizes[: virtual_stage + 1]))
 
 
 @lru_cache(maxsize=1024)  # searches repeat the same runs
 def pipeline_split(run: RunConfig) -> tuple[int, ...]:
-    """Return the number of layers of each virtual stage."""
+    """Return each virtual stage's layer count."""
     return virtual_stage_sizes(run, placement(run))
 
 
 def stage_virtual_stages(run: RunConfig, stage: int) -> list[int]:
-    """Return the virtual stages of a pipeline stage, one for each model chunk."""
+    """Return a pipeline stage's virtual stages, one for each model chunk."""
     where = placement(run)
     return [where.virtual_stage(stage, chunk) for chunk in range(where.model_chunks)]
 
 
 def stage_layers(run: RunConfig, stage: int) -> list[range]:
-    """Return the layers (from 0) of each model chunk of a pipeline stage."""
+    """Return the layers (from 0) in each model chunk on a pipeline stage."""
     return [
         virtual_stage_layers(run, placement(run), virtual_stage)
         for virtual_stage in stage_virtual_stages(run, stage)
@@ -371,7 +369,7 @@ def virtual_stage_recompute_groups(run: RunConfig, virtual_stage: int) -> list[r
 def virtual_stage_records(
     run: RunConfig, layout: Layout, placement: Placement, virtual_stage: int
 ) -> Iterator[tuple[str, Record]]:
-    """Yield (place, record) of all operations of a virtual stage for one micro-batch; place: embedding, layer or head."""
+    """Yield (place, record) for all operations on one micro-batch; place: embedding, layer or head."""
     layers = virtual_stage_layers(run, placement, virtual_stage)
     for layer in layers:
         yield from (
@@ -393,7 +391,7 @@ def end_records(
 
 
 def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[str, Record]]:
-    """Yield the `virtual_stage_records` of all model chunks of a pipeline stage."""
+    """Yield the `virtual_stage_records` for all model chunks."""
     for virtual_stage in stage_virtual_stages(run, stage):
         yield from virtual_stage_records(run, layout, placement(run), virtual_stage)
 
@@ -401,7 +399,6 @@ def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[
 def virtual_stage_parameters(
     run: RunConfig, layout: Layout, placement: Placement, virtual_stage: int
 ) -> int:
-    """Return the parameters of a virtual stage on one rank."""
     ends = sum(
         record.parameters for _, record in end_records(run, layout, placement, virtual_stage)
     )
@@ -410,7 +407,7 @@ def virtual_stage_parameters(
 
 
 def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the parameters of a pipeline stage on one rank."""
+    """Return the parameters on one rank."""
     return sum(
         virtual_stage_parameters(run, layout, placement(run), virtual_stage)
         for virtual_stage in stage_virtual_stages(run, stage)
@@ -474,7 +471,7 @@ def layer_flops(run: RunConfig) -> tuple[float, float]:
 
 
 def expert_flops(run: RunConfig) -> float:
-    """Return the FLOPs of one sample's forward through its experts' matmuls in the mean layer, shared experts left out."""
+    """Return the mean layer's forward FLOPs per sample in expert matmuls, without shared experts."""
     layers = run.model.mlps
     samples = tokens_per_microbatch(run) / run.model.seq_length
     flops = 0.0
@@ -487,14 +484,14 @@ def expert_flops(run: RunConfig) -> float:
 def hardware_flops(
     run: RunConfig, global_batch_size: int, squares: int | None = None, padded: int = 0
 ) -> float:
-    """Return the FLOPs of one iteration of the whole world as the benchmark tables count them, recompute included.
+    """Return the FLOPs per iteration over all ranks as the benchmark tables count them, recompute included.
 
     c B s l h^2 (1 + s/(6h) + v/(16 l h)) for GPT-2's block, c = 96 with full recompute, 72 without; selective recompute adds the
     attention's forward matmuls. Source: Narayanan et al. (2021), equation 3. For other blocks the forward matmuls replace
     24 s h^2 (1 + s/(6h)).
 
     squares: the batch's sum of (document length)^2; None: from `document_length`.
-    padded: the batch's tokens that no expert computes.
+    padded: tokens in the batch that no expert computes.
     """
     model = run.model
     tp = run.parallel.tensor_model_parallel_size
@@ -512,9 +509,9 @@ def hardware_flops(
 
 
 def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = False) -> float:
-    """Return 6 (8 with recompute) FLOPs per layer parameter and token, as the A100 tables first counted; embeddings are not counted.
+    """Return 6 (8 with recompute) FLOPs per layer parameter and token, as the A100 tables first counted; no embeddings.
 
-    replicas: multiply the parameters of a last-stage rank by TP x PP as those tables did, which counts parameters replicated over
+    replicas: multiply the last stage's parameters per rank by TP x PP as those tables did, which counts parameters replicated over
     tensor-parallel ranks (layer norms, some biases) TP times: 0.025 % more at h 13824 and TP 8.
     """
     parallel = replace(run.parallel, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
@@ -545,7 +542,7 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
 
 
 def frozen_flops(run: RunConfig) -> float:
-    """Return one sample's weight-gradient FLOPs, logits included, that training adapters alone skips."""
+    """Return the weight-gradient FLOPs per sample, logits included, that adapter training skips."""
     records = (*layer_records(run, 1) * run.model.num_layers, *head_records(run, 1, tied=False))
     return sum(r.flops_forward for r in records if r.frozen) / (
         tokens_per_microbatch(run) / run.model.seq_length

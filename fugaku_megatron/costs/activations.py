@@ -1,4 +1,4 @@
-"""Activations of a micro-batch, operations on them, and collectives around matmuls, in bytes, without torch.
+"""Activations, operations and matmul collectives for one micro-batch, in bytes, without torch.
 
 Between matmuls every rank has whole activations (s, b, h), or with --sequence-parallel 1/t of the sequence (Korthikanti et al.
 2022, arXiv:2205.05198). Legend: s sequence, b micro-batch, h hidden, t tensor-parallel size.
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..config.layout import cp_comm_types, group_copies, sequence_parts
+from ..config.layout import cp_comm_types, group_copies, sequence_shards
 from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV
 from ..config.parallel import A2A, ALLGATHER, P2P
 from ..config.run_config import ModelConfig, RunConfig
@@ -20,7 +20,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Collective:
-    """A call of `verb` on communicator `group` (a name in `comm.grid.Groups`) with `bytes` from this rank."""
+    """A `verb` call on communicator `group` (a name in `comm.grid.Groups`) with `bytes` from this rank."""
 
     verb: str
     group: str
@@ -35,7 +35,7 @@ class Record:
     replicated: parameters on every tensor-parallel rank.
     of_heads: replicated parameters with partial gradients from a rank's own heads or expert shards.
     divided: expert parameters that ranks shard unlike other matrices.
-    gemm: (M, N, K) of each of `gemm_count` forward matmuls; grouped: they are expert matmuls.
+    gemm: (M, N, K) for each of `gemm_count` forward matmuls; grouped: expert matmuls.
     visible: share of attention's square that a kernel computes.
     dropout: attention probabilities are dropped.
     flops_forward, flops_backward: multiply and add counted separately, matmuls only, attention over the full square.
@@ -96,12 +96,11 @@ def tokens_per_microbatch(run: RunConfig) -> int:
 
 
 def element_bytes(run: RunConfig) -> int:
-    """Return the bytes of an activation element."""
     return 4 if run.precision.name == "fp32" else 2
 
 
 def typical_cp_comm_type(run: RunConfig) -> str:
-    """Return the --cp-comm-type of most layers."""
+    """Return the most frequent --cp-comm-type among the layers."""
     ways = cp_comm_types(run)
     return max(ways, key=ways.count)
 
@@ -123,12 +122,12 @@ def key_elements(run: RunConfig, tp: int) -> int:
 
 
 def segment_numbers(rank: int, ranks: int) -> tuple[int, int]:
-    """Return the numbers of the two of 2 c sequence segments that a rank has."""
+    """Return which two of 2 c sequence segments a rank has."""
     return rank, 2 * ranks - 1 - rank
 
 
 def rank_segments(rank: int, ranks: int, s: int) -> list[range]:
-    """Return the positions of a rank's rows in a sequence of s, one range per contiguous segment."""
+    """Return a rank's positions in a sequence of length s, one range per contiguous segment."""
     if ranks == 1:
         return [range(s)]
     length = s // (2 * ranks)
@@ -136,13 +135,13 @@ def rank_segments(rank: int, ranks: int, s: int) -> list[range]:
 
 
 def visible_keys(queries: range, keys: range, window: int | None) -> range:
-    """Return the range of `keys` that any of the queries sees in one document; an inverted range if there is none."""
+    """Return the range in `keys` that any query sees within one document; an inverted range if there is none."""
     first = max(keys.start, queries.start + 1 - window) if window else keys.start
     return range(first, min(keys.stop, queries.stop))
 
 
 def span(ranges: Iterable[range]) -> range:
-    """Return the smallest range that contains all ranges that are not empty."""
+    """Return the smallest range that contains all nonempty ranges."""
     full = [each for each in ranges if each]
     if not full:
         return range(0)
@@ -172,7 +171,7 @@ def p2p_keys(s: int, ranks: int, window: int | None) -> tuple[tuple[int, int], .
 def attention_messages(
     run: RunConfig, tp: int, cp_comm_type: str
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Return the context-parallel collectives of attention, forward and backward; p2p: of the rank that sends most.
+    """Return attention's context-parallel collectives, forward and backward; p2p: on the rank that sends most.
 
     a2a: sequence to heads before attention, heads to sequence after it. allgather: all keys and values, again in backward, which
     reduce-scatters their gradients. p2p: keys per step, and in backward their FP32 gradients back.
@@ -200,7 +199,7 @@ def attention_messages(
 
 
 def context_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes of the attention output, (s, b, n d)."""
+    """Return the attention output's bytes, (s, b, n d)."""
     return tokens_per_microbatch(run) * run.model.context_width * element_bytes(run) // tp
 
 
@@ -210,11 +209,11 @@ def activation_bytes(run: RunConfig) -> int:
 
 
 def key_working_bytes(run: RunConfig, tp: int) -> int:
-    """Return the temporary bytes of attention's backward if ranks exchange keys.
+    """Return the temporary bytes in attention's backward if ranks exchange keys.
 
-    The context's gradient, two tensors of width h and FP32 gradients exist around it. allgather: a rank's keys and summed gradients,
-    and keys and twice the gradients of all ranks. p2p, in the last step: own and received keys, summed gradients, and for each
-    other rank the gradients of three segments in flight.
+    The context's gradient, two tensors with width h and FP32 gradients exist around it. allgather: a rank's keys and summed gradients,
+    and all ranks' keys and twice their gradients. p2p, in the last step: own and received keys, summed gradients, and for each other
+    rank three segments' gradients in flight.
     """
     cp = run.parallel.context_parallel_size
     ways = {*cp_comm_types(run)} - {A2A}
@@ -234,7 +233,7 @@ def key_working_bytes(run: RunConfig, tp: int) -> int:
 
 def residual_bytes(run: RunConfig, tp: int) -> int:
     """Return the bytes of an activation between matmuls, (s, b, h) or its sequence shard, which pipeline stages send."""
-    return activation_bytes(run) // sequence_parts(run, tp)
+    return activation_bytes(run) // sequence_shards(run, tp)
 
 
 # Blocks of a whole activation, at least: the first is not overlapped, and matmuls with fewer rows are slower.
@@ -267,7 +266,7 @@ class MatmulCollectives:
         whole: bytes of an activation; None: width h.
         """
         whole = activation_bytes(run) if whole is None else whole
-        if sequence_parts(run, tp) == 1:
+        if sequence_shards(run, tp) == 1:
             return MatmulCollectives((), all_reduce(whole, tp), all_reduce(whole, tp), ())
         gather = Collective("all_gather", "tp", whole // tp)
         scatter = Collective("reduce_scatter", "tp", whole)
@@ -285,7 +284,7 @@ def recompute_groups(layers: int, method: str, number: int) -> list[range]:
 
 
 def adapted(run: RunConfig, tp: int, records: tuple[Record, ...]) -> tuple[Record, ...]:
-    """Return the records of a run that trains adapters alone: frozen weights, and the adapters' own matmuls."""
+    """Return the records for adapter training: frozen weights, and the adapters' own matmuls."""
     if not run.lora.on:
         return records
     return tuple(
@@ -316,12 +315,12 @@ def _frozen(run: RunConfig, record: Record) -> Record:
 
 
 def _linear_name(record: Record) -> str:
-    """Return the name of a record's linear layer, also for a shared expert."""
+    """Return the linear layer's name, also for a shared expert."""
     return record.name.replace("shared_", "linear_")
 
 
 def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
-    """Return the two matmuls of a linear layer's adapters, or nothing. Their input is saved with the layer's."""
+    """Return a linear layer's two adapter matmuls, or nothing. Their input is saved with the layer's."""
     name = _linear_name(record)
     rank = run.lora.rank
     matrices = run.lora.parts(name, run.model) if name in MATRICES else ()
@@ -339,7 +338,7 @@ def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
         )
     saved = rows * width * element_bytes(run)
     around = MatmulCollectives.from_run(run, tp, saved)
-    shards = sequence_parts(run, tp)
+    shards = sequence_shards(run, tp)
     if is_row_parallel:
         down = linear(
             f"{name}_lora_A",
@@ -393,12 +392,12 @@ def _of_experts(
 
 
 def cache_slots(model: ModelConfig, positions: int) -> int:
-    """Return the cached positions of a sample that grows to `positions`: at most the window."""
+    """Return the cached positions while a sample grows to `positions`: at most the window."""
     return min(positions, model.window or positions)
 
 
 def cache_bytes(run: RunConfig, samples: int, positions: int, layers: int, tp: int) -> int:
-    """Return the bytes of the key-value cache on a rank with `layers` layers."""
+    """Return the key-value cache's bytes on a rank with `layers` layers."""
     model = run.model
     elements = (
         samples * cache_slots(model, positions) * model.query_groups // tp * model.kv_channels

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..config.layout import sequence_parts
+from ..config.layout import sequence_shards
 from ..config.run_config import ModelConfig, RunConfig
 from .activations import (
     FP32_BYTES,
@@ -31,7 +31,7 @@ def typical_mlp(model: ModelConfig) -> str:
 
 
 def mlp_width(model: ModelConfig) -> int:
-    """Return the elements of a token between the two MLP matmuls, summed over its experts."""
+    """Return a token's elements between the two MLP matmuls, summed over its experts."""
     if not model.num_experts:
         return model.ffn_hidden_size
     return model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (
@@ -44,7 +44,7 @@ EXCHANGED_GROUPS = 8
 
 
 def exchanged_groups(held: int) -> int:
-    """Return the number of equal expert groups whose rows are sent one after another. held: experts of a rank."""
+    """Return the number of equal expert groups whose rows are sent one after another. held: experts on a rank."""
     return max(groups for groups in range(1, EXCHANGED_GROUPS + 1) if held % groups == 0)
 
 
@@ -65,7 +65,6 @@ class Division:
 
     @staticmethod
     def of(run: RunConfig, tp: int) -> Division:
-        """Return the expert parallelism of a run."""
         parallel = run.parallel
         pairs = tokens_per_microbatch(run) * run.model.moe_router_topk
         etp = parallel.expert_tensor_parallel_size or tp
@@ -73,7 +72,7 @@ class Division:
             ep=parallel.expert_model_parallel_size,
             etp=etp,
             divided=parallel.divides_experts,
-            chosen=pairs // sequence_parts(run, tp),
+            chosen=pairs // sequence_shards(run, tp),
             here=pairs * etp // tp,
         )
 
@@ -101,8 +100,8 @@ def _pair_bytes(run: RunConfig, tp: int) -> PairBytes:
 def waiting_bytes(run: RunConfig, tp: int) -> int:
     """Return the bytes that experts keep between the halves of a split backward: the router's input and all matmul operands.
 
-    Experts: inputs, output gradients, the second matmul's input and the pre-activation's gradient. Shared expert: its output's
-    gradient, its pre-activation and the gradient of that; its input is the router's.
+    Experts: inputs, output gradients, the second matmul's input and the pre-activation's gradient. Shared expert: the output gradient,
+    the pre-activation and its gradient; the router saves the input.
     """
     hidden, inner, shared = _pair_bytes(run, tp)
     widths = run.model.fc1_widths
@@ -136,7 +135,7 @@ COUNT_BYTES = 4  # a token count, reduced as FP32
 
 
 def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
-    """Return the operations of a layer's experts. Every expert's matmuls have the mean number of rows."""
+    """Return the operations in a layer's experts. Every expert's matmuls have the mean number of rows."""
     model = run.model
     division = Division.of(run, tp)
     h = model.hidden_size
@@ -180,7 +179,7 @@ def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
 def _router(run: RunConfig, tp: int) -> Record:
     model = run.model
     e = model.num_experts or 0
-    shards = sequence_parts(run, tp)
+    shards = sequence_shards(run, tp)
     rows = tokens_per_microbatch(run) // shards
     parameters = e * model.hidden_size
     if model.moe_router_enable_expert_bias:
@@ -213,7 +212,7 @@ def _order_bytes(run: RunConfig, tp: int, division: Division) -> int:
     if division.divided:
         received = here * (FP32_BYTES + RECEIVED_BYTES) + _pair_bytes(run, tp).hidden
         return division.chosen * NUMBER_BYTES + received
-    shards = sequence_parts(run, tp)
+    shards = sequence_shards(run, tp)
     saved = here * (FP32_BYTES + NUMBER_BYTES) + here // shards * FP32_BYTES
     return saved + activation_bytes(run) if shards > 1 else saved
 
@@ -238,7 +237,7 @@ def _expert_collectives(run: RunConfig, tp: int) -> MatmulCollectives:
     around = MatmulCollectives.from_run(run, tp)
     whole = activation_bytes(run)
     pairs = tokens_per_microbatch(run) * run.model.moe_router_topk
-    if sequence_parts(run, tp) == 1:
+    if sequence_shards(run, tp) == 1:
         return replace(
             around,
             into=(),
@@ -306,7 +305,7 @@ def _shared_expert(run: RunConfig, tp: int) -> tuple[Record, ...]:
         linear("shared_fc2", (rows, h, f), forward=around.out, backward=around.out_backward),
     ]
     if model.moe_shared_expert_gate:
-        own = rows // sequence_parts(run, tp)
+        own = rows // sequence_shards(run, tp)
         saved = residual_bytes(run, tp) + own * (FP32_BYTES + element_bytes(run) % FP32_BYTES)
         records.append(linear("shared_gate", (own, 1, h), saved_bytes=saved, replicated=h))
     return tuple(records)

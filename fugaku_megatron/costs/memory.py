@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config.layout import Layout, cp_comm_types, group_copies, placement, sequence_parts
+from ..config.layout import Layout, cp_comm_types, group_copies, placement, sequence_shards
 from ..config.optimizer import MOMENT_BYTES
 from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
@@ -58,14 +58,14 @@ BF16_BYTES = 2
 
 
 def bucket_minimum(run: RunConfig, dp: int) -> int:
-    """Return the minimum elements of a bucket; without reductions every unit is a bucket."""
+    """Return the minimum elements per bucket; without reductions every unit is a bucket."""
     if run.parallel.ddp_bucket_size:
         return run.parallel.ddp_bucket_size
     return max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * dp) if dp > 1 else 1
 
 
 def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
-    """Return the units of each bucket: as few as have `minimum` elements together; the last bucket takes the rest.
+    """Return each bucket's units: as few as have `minimum` elements together; the last bucket takes the rest.
 
     units: elements of each.
     tied: the last unit is a word embedding that another stage also has; its reduction waits for that stage, so it is its own bucket.
@@ -93,7 +93,7 @@ def holds_tied_copy(run: RunConfig, stage: int) -> bool:
 
 
 def adapter_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
-    """Return the adapter parameters of every layer on one rank."""
+    """Return every layer's adapter parameters on one rank."""
     sizes = {
         mlp: sum(record.parameters for record in layer_records(run, tp, mlp) if record.adapts)
         for mlp in set(run.model.mlps)
@@ -102,14 +102,14 @@ def adapter_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
 
 
 def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the frozen parameters of one rank."""
+    """Return the frozen parameters on one rank."""
     if not run.lora.on:
         return 0
     return stage_parameters(run, layout, stage) - sum(stage_units(run, layout, stage))
 
 
 def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Return the trained elements of each unit of a stage, in the order in which backward finishes them; a tied copy is the last."""
+    """Return each unit's trained elements, in the order in which backward finishes them; a tied copy is the last."""
     tp = layout.tp
     where = placement(run)
     is_first = stage == where.owner(0)[0]
@@ -140,16 +140,16 @@ def _backward_layers(run: RunConfig, stage: int) -> list[int]:
 def bucket_units(
     run: RunConfig, layout: Layout, stage: int, units: list[int] | None = None
 ) -> list[range]:
-    """Return the units of each bucket. units: `stage_units`, if already known."""
+    """Return each bucket's units. units: `stage_units`, if already known."""
     units = stage_units(run, layout, stage) if units is None else units
     return cut(units, bucket_minimum(run, layout.replicas), holds_tied_copy(run, stage))
 
 
 @lru_cache(maxsize=64)
 def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int, int], ...]:
-    """Return (elements, divided expert elements) of each bucket in a rank's flat buffers.
+    """Return (elements, divided expert elements) for each bucket in a rank's flat buffers.
 
-    Both are padded so that every ZeRO shard is aligned. Divided experts of the same units form a bucket of their own.
+    Both are padded so that every ZeRO shard is aligned. Divided experts in the same units form their own bucket.
     """
     divided_of_mlp = {
         mlp: sum(r.divided for r in layer_records(run, layout.tp, mlp))
@@ -173,12 +173,12 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
 
 
 def bucket_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Return the elements of each bucket in a rank's flat buffers, divided experts included."""
+    """Return each bucket's elements in a rank's flat buffers, divided experts included."""
     return [others + divided for others, divided in bucket_sizes(run, layout, stage)]
 
 
 def updated_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Return the elements that a rank updates: of each bucket, or with ZeRO-1 of its shards. Divided experts follow the others."""
+    """Return the elements that a rank updates: each bucket, or with ZeRO-1 its shard. Divided experts follow the others."""
     sizes = bucket_sizes(run, layout, stage)
     expert_shards = layout.edp if run.parallel.zero_stage else 1
     others = [size // zero_shards(run, layout) for size, _ in sizes]
@@ -186,7 +186,7 @@ def updated_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
 
 
 def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the most second-moment elements on a rank of a stage: Muon's matrices, first in a bucket, have none."""
+    """Return the most second-moment elements on a rank: Muon's matrices, first in a bucket, have none."""
     shards = zero_shards(run, layout)
     layers = _backward_layers(run, stage)
     matrices = matrix_elements(run, layout.tp)
@@ -203,7 +203,7 @@ def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def _scales(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the most scales of an 8-bit moment on a rank of a stage; with ZeRO-1 an upper limit."""
+    """Return the most scales per 8-bit moment on a rank; with ZeRO-1 an upper limit."""
     units = unit_segments(run, layout, stage, holds_tied_copy(run, stage))
     expert_shards = layout.edp if run.parallel.zero_stage else 1
     found = 0
@@ -237,17 +237,17 @@ def moment_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
 
 
 def flat_elements(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the elements of a rank's flat buffers, padding included."""
+    """Return the elements in a rank's flat buffers, padding included."""
     return sum(bucket_elements(run, layout, stage))
 
 
 def gradient_bytes(run: RunConfig) -> int:
-    """Return the bytes of a communicated gradient element."""
+    """Return the bytes per communicated gradient element."""
     return BF16_BYTES if run.parallel.grad_reduce_in_bf16 else FP32_BYTES
 
 
 def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Collective]:
-    """Return the collectives of one iteration: tied embeddings, partial gradients, gradient reduction and ZeRO-1's all-gather."""
+    """Return the collectives in one iteration: tied embeddings, partial gradients, gradient reduction and ZeRO-1's all-gather."""
     collectives = []
     size = gradient_bytes(run)
     if holds_tied_copy(run, stage):
@@ -257,7 +257,7 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
         )
     if layout.tp > 1:
         records = [record for _, record in stage_records(run, layout, stage)]
-        if sequence_parts(run, layout.tp) > 1:
+        if sequence_shards(run, layout.tp) > 1:
             partial = sum(record.replicated for record in records)
         else:
             partial = sum(record.of_heads for record in records)
@@ -272,7 +272,7 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
 def _bucket_collectives(
     run: RunConfig, group: str, replicas: int, elements: int
 ) -> list[Collective]:
-    """Return the collectives of a bucket that `replicas` ranks share."""
+    """Return a bucket's collectives among `replicas` ranks."""
     size = gradient_bytes(run)
     if replicas == 1 or not elements:
         return []
@@ -297,7 +297,7 @@ INDEX_MAX_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the peak of a step, by use.
+    """Bytes on one rank at the peak of a step, by use.
 
     saving: the copy that --async-save writes.
     reused: activations whose memory gradients reuse later in the step.
@@ -340,7 +340,7 @@ def layer_saved_bytes(run: RunConfig, tp: int) -> int:
 def layers_kept_bytes(
     run: RunConfig, tp: int, layers: int, groups: Sequence[range]
 ) -> tuple[int, int]:
-    """Return (bytes that `layers` layers keep of one micro-batch, additional bytes of backward for recompute).
+    """Return (bytes that `layers` layers keep per micro-batch, additional recompute bytes in backward).
 
     groups: layers that are recomputed together. Other layers are last, so backward has freed them by then.
     """
@@ -352,10 +352,10 @@ def layers_kept_bytes(
 
 
 def weight_input_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes that a layer keeps between the halves of a split backward: both operands of its weight gradients.
+    """Return the bytes that a layer keeps between the halves of a split backward: its weight gradients' operands.
 
-    Whole (s, b, h): the inputs of QKV and MLP, the output gradients of projection and MLP. Sharded: the context, QKV's gradient, and
-    the MLP's pre-activation with its gradient.
+    Whole (s, b, h): QKV and MLP inputs, projection and MLP output gradients. Sharded: the context, QKV's gradient, and the MLP's
+    pre-activation with its gradient.
     """
     attention = 2 * activation_bytes(run) + context_bytes(run, tp) + qkv_bytes(run, tp)
     if run.model.num_experts:
@@ -370,9 +370,9 @@ LONG_SEQUENCE = 32768
 
 
 def attention_bytes(run: RunConfig, tp: int, threads: int) -> int:
-    """Return the FP32 bytes of the attention kernels' packed operands and sums, from the first backward on.
+    """Return the FP32 bytes for the attention kernels' packed operands and sums, from the first backward on.
 
-    threads: of a rank. About 12 matrices (s, d) for each head in progress; of a sequence segment if ranks exchange keys.
+    threads: per rank. About 12 matrices (s, d) per head in progress; with a sequence segment's s if ranks exchange keys.
     """
     return max(
         _attention_bytes(run, tp, threads, cp_comm_type) for cp_comm_type in set(cp_comm_types(run))
@@ -380,7 +380,7 @@ def attention_bytes(run: RunConfig, tp: int, threads: int) -> int:
 
 
 def _attention_bytes(run: RunConfig, tp: int, threads: int, cp_comm_type: str) -> int:
-    """Return `attention_bytes` of layers with this --cp-comm-type."""
+    """Return `attention_bytes` for one --cp-comm-type."""
     model = run.model
     cp = run.parallel.context_parallel_size
     queries = keys = model.seq_length
@@ -416,7 +416,7 @@ def inner_bytes(run: RunConfig, tp: int) -> int:
 
 
 def live_bytes(run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]) -> int:
-    """Return the largest bytes of a stage's saved activations over the moments of its schedule."""
+    """Return a stage's largest saved activations over the moments in its schedule."""
     virtual_stages = stage_virtual_stages(run, stage)
     return chunks_live_bytes(
         run,
@@ -467,7 +467,7 @@ def working_bytes(run: RunConfig, tp: int) -> int:
 
 
 def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:
-    """Return the bytes of receives posted ahead, from each neighbour of each model chunk."""
+    """Return the bytes for receives posted ahead, from each model chunk's neighbours."""
     where = placement(run)
     ahead = receives_ahead(run.parallel.schedule)
     neighbours = [
@@ -481,10 +481,10 @@ def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:
 
 
 def logits_rows(run: RunConfig, layout: Layout) -> int:
-    """Return the rows of a logits block: equal blocks, as few as their memory allows.
+    """Return the rows per logits block: equal blocks, as few as their memory allows.
 
     Every block packs the whole weight once, so larger blocks are faster, up to LOGITS_MAX_ROWS. The limit is a quarter of what the
-    layers keep, or with --recompute-virtual_stage-layers would keep, so that recompute does not change the order of sums.
+    layers keep, or with --recompute-part-layers would keep, so that recompute does not change the order of sums.
     """
     vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
     rows = tokens_per_microbatch(run)
@@ -529,7 +529,7 @@ def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
 def stage_memory(
     run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]
 ) -> Memory:
-    """Return the memory of one rank of `stage`. in_flight: `Schedule.in_flight`, the fullest moments of the stage."""
+    """Return the memory on one rank. in_flight: `Schedule.in_flight`, the stage's fullest moments."""
     elements = flat_elements(run, layout, stage)
     is_fp32 = run.precision.name == "fp32"
     weight_bytes = FP32_BYTES if is_fp32 else BF16_BYTES

@@ -1,4 +1,4 @@
-"""The pipeline schedule of a run, the costs for zero-bubble schedules, and the choice of --recompute-auto. No torch.
+"""A run's pipeline schedule, the costs for zero-bubble schedules, and the choice by --recompute-auto. No torch.
 
 Early stages and model chunks have more micro-batches in flight than late ones, so each gets its own number of recomputed layers.
 Selective recompute is not a choice: attention saves one number per row and head, so recomputing a whole layer frees several hundred
@@ -37,10 +37,10 @@ StageInFlight = Callable[[int], Sequence[InFlight]]
 
 @lru_cache(maxsize=1024)  # searches repeat the same runs
 def split_costs(run: RunConfig, reduced: bool = False) -> VirtualStageCosts:
-    """Return the relative costs of F, I and W of each virtual stage, the same on all ranks.
+    """Return each virtual stage's relative costs for F, I and W, the same on all ranks.
 
-    reduced: count all-reduces of tensor-parallel ranks. Neither measurements nor --recompute-auto enter: another schedule would reduce
-    in another order, which changes bits. The head computes its gradients in F, while it has the logits.
+    reduced: count all-reduces among tensor-parallel ranks. Neither measurements nor --recompute-auto enter: another schedule would
+    reduce in another order, which changes bits. The head computes its gradients in F, while it has the logits.
     """
     forward, inputs, weights = LAYER_COSTS
     if reduced and run.parallel.tensor_model_parallel_size > 1:
@@ -60,7 +60,7 @@ def split_costs(run: RunConfig, reduced: bool = False) -> VirtualStageCosts:
 
 
 def build_schedule(run: RunConfig, microbatches: int) -> Schedule:
-    """Return the schedule of a run's flags."""
+    """Build the schedule that the run's flags select."""
     name = run.parallel.schedule
     if name not in SPLITS_BACKWARD:
         return Schedule(name, placement(run), microbatches)
@@ -75,12 +75,12 @@ def build_schedule(run: RunConfig, microbatches: int) -> Schedule:
 
 
 def full_batch_schedule(run: RunConfig, layout: Layout) -> Schedule:
-    """Return `build_schedule` for an iteration at the full global batch size."""
+    """Build the schedule for an iteration at the full global batch size."""
     return build_schedule(run, layout.microbatches(run, layout.global_batch_size(run)))
 
 
 def recompute_name(run: RunConfig) -> str:
-    """Return the recompute in words: none, selective, full, "block N" (layers of each model chunk), or "N of M" layers."""
+    """Return the recompute in words: none, selective, full, "block N" (layers per model chunk), or "N of M" layers."""
     training = run.training
     if training.recompute_part_layers:
         return f"{sum(training.recompute_part_layers)} of {run.model.num_layers}"
@@ -111,7 +111,7 @@ def choice_line(run: RunConfig, limit: float) -> str:
 
 
 def recomputed_layers(run: RunConfig, stage: int) -> list[int]:
-    """Return the number of recomputed layers of each model chunk of a stage."""
+    """Return the recomputed layers per model chunk."""
     return [
         sum(map(len, virtual_stage_recompute_groups(run, virtual_stage)))
         for virtual_stage in stage_virtual_stages(run, stage)
@@ -123,7 +123,7 @@ def with_recompute(
 ) -> RunConfig:
     """Return the run with --recompute-auto resolved; unchanged without the flag.
 
-    limit: bytes of a rank's tensors (`memory.Memory.total`).
+    limit: bytes for a rank's tensors (`memory.Memory.total`).
     in_flight: stage -> `Schedule.in_flight`.
     A stage for which no choice suffices recomputes all layers.
     """
@@ -147,7 +147,7 @@ def with_recompute(
 def fewest(
     run: RunConfig, layout: Layout, stage: int, limit: float, in_flight: Sequence[InFlight]
 ) -> tuple[int, ...]:
-    """Return the fewest recomputed layers of each model chunk that fit, for a run that recomputes none so far."""
+    """Return the fewest recomputed layers per model chunk that fit, for a run that recomputes none so far."""
     layers = [
         pipeline_split(run)[virtual_stage] for virtual_stage in stage_virtual_stages(run, stage)
     ]

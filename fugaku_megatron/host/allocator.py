@@ -134,7 +134,7 @@ class Usage:
     held: int
 
 
-def usage(status: str | os.PathLike = "/proc/self/status") -> Usage:
+def usage(status: str | os.PathLike[str] = "/proc/self/status") -> Usage:
     """Return this process's memory."""
     try:
         fields = {name: int(kib) * 1024 for name, kib in _FIELD.findall(Path(status).read_bytes())}
@@ -146,7 +146,8 @@ def usage(status: str | os.PathLike = "/proc/self/status") -> Usage:
 
 
 def node_bytes(
-    proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup"
+    proc_cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
+    root: str | os.PathLike[str] = "/sys/fs/cgroup",
 ) -> int:
     """Return the memory limit of this node or job: the machine's memory or a smaller cgroup limit."""
     limits = [
@@ -157,7 +158,8 @@ def node_bytes(
 
 
 def free_bytes(
-    proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup"
+    proc_cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
+    root: str | os.PathLike[str] = "/sys/fs/cgroup",
 ) -> int:
     """Return the memory still available on this node or under its cgroup limits."""
     left = [
@@ -169,8 +171,8 @@ def free_bytes(
 
 def cgroup_folders(
     controller: str,
-    proc_cgroup: str | os.PathLike = "/proc/self/cgroup",
-    root: str | os.PathLike = "/sys/fs/cgroup",
+    proc_cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
+    root: str | os.PathLike[str] = "/sys/fs/cgroup",
 ) -> list[tuple[int, Path]]:
     """Return (cgroup version, directory) of this process's cgroup and its ancestors."""
     folders: list[tuple[int, Path]] = []

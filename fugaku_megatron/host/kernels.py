@@ -5,7 +5,7 @@
     with kernels.target("portable"): ...           another build of the kernels, process-wide, inside the block
     kernels.table.flops("activate", x, None, y)    cost of a call
 
-Formulas: kernels_sve/*.h. Autograd: nn/ops.py.
+Formulas: kernels_sve/*.h. Autograd: nn/ops/.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ class Profiler:
         return row
 
     def write_trace(
-        self, path: str | os.PathLike, rank: int, stage: int = 0, peak_mib: float | None = None
+        self, path: str | os.PathLike[str], rank: int, stage: int = 0, peak_mib: float | None = None
     ) -> None:
         """Write Chrome's trace format: microseconds from `begin`, one process per rank, one thread per track."""
         begin = self.begin

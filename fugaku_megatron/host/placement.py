@@ -67,7 +67,7 @@ class Node:
     sockets: int
 
     @classmethod
-    def read(cls, root: str | os.PathLike = "/") -> Node:
+    def read(cls, root: str | os.PathLike[str] = "/") -> Node:
         """Return the node described in root/sys. ValueError for a folder without CPUs.
 
         Domains with less than half the largest domain's cores are ignored (Fugaku's assistant cores), as are domains without CPUs.
@@ -171,7 +171,8 @@ def _domain(
 
 
 def cpu_quota(
-    proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup"
+    proc_cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
+    root: str | os.PathLike[str] = "/sys/fs/cgroup",
 ) -> float | None:
     """Return the smallest CPU limit of this process's cgroup (version 1 or 2) and its ancestors, or None."""
     folders = cgroup_folders("cpu", proc_cgroup, root)
@@ -193,7 +194,8 @@ def _limit_v1(folder: Path) -> float | None:
 
 
 def cpuset(
-    proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup"
+    proc_cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
+    root: str | os.PathLike[str] = "/sys/fs/cgroup",
 ) -> set[int] | None:
     """Return the CPUs that this process's cgroup may use, independent of the launcher's mask; None if unknown."""
     texts = (

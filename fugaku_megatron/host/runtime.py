@@ -193,7 +193,7 @@ def fma_peak_gflops(rounds: int, steps: int = STEPS) -> float:
 
 
 def set_clock(
-    ghz: float, cpus: Iterable[int], root: str | os.PathLike = "/sys/devices/system/cpu"
+    ghz: float, cpus: Iterable[int], root: str | os.PathLike[str] = "/sys/devices/system/cpu"
 ) -> bool:
     """Fix the CPUs' clock through Linux's cpufreq; False if the system has none or denies it."""
     try:

@@ -401,8 +401,8 @@ def _common_part(request: Request) -> Iterator[Problem]:
         )
 
 
-def _files(request: Request) -> Iterator[Problem]:
-    """The archive, the local storage for it, the libraries to preload, and the number of nodes that open the same file."""
+def _archive(request: Request) -> Iterator[Problem]:
+    """Check the archive, and the local storage into which it is unpacked."""
     script = request.script
     archive = script.value("ARCHIVE")
     path = archive.text if archive else ""
@@ -424,6 +424,11 @@ def _files(request: Request) -> Iterator[Problem]:
         request.files and Path(path).is_file() and Path(path).stat().st_size > int(amount[1]) << 30
     ):
         yield Problem(size_line, f"localtmp-size={size} is smaller than {path}: raise it")
+
+
+def _packed_files(request: Request) -> Iterator[Problem]:
+    """Check the names of data and tokenizer in the archive."""
+    script = request.script
     for name in ("DATA", "TOKENIZER"):
         if (packed := script.value(name)) and "/" in packed.text:
             yield Problem(
@@ -431,17 +436,20 @@ def _files(request: Request) -> Iterator[Problem]:
                 f"{name}={packed.text}: the archive stores names without folders: write "
                 f"{name}={Path(packed.text).name}",
             )
-    if (
-        (model := script.value("TOKENIZER"))
-        and model.text
-        and "--tokenizer-type" not in script.flag_lines
-    ):
+    model = script.value("TOKENIZER")
+    if model and model.text and "--tokenizer-type" not in script.flag_lines:
         yield Problem(
             model.line,
             f"TOKENIZER={model.text} needs --tokenizer-type HuggingFaceTokenizer or SentencePieceTokenizer",
         )
-    for name in PRELOADED if request.files else ():
-        library = script.value(name)
+
+
+def _preloaded(request: Request) -> Iterator[Problem]:
+    """Check the libraries to preload."""
+    if not request.files:
+        return
+    for name in PRELOADED:
+        library = request.script.value(name)
         if library is None:
             continue
         for path in library.text.split(":"):
@@ -451,22 +459,30 @@ def _files(request: Request) -> Iterator[Problem]:
                     f"{name} {path} does not exist, and the job would run without it: set another path, or "
                     "remove it",
                 )
-        if not library.text and script.find(f'[ -f "${name}" ]'):
+        if not library.text and request.script.find(f'[ -f "${name}" ]'):
             yield Problem(
                 library.line,
                 f"{name} is not set, but this job measures it: pass -x {name}=/path/to/libtcmalloc.so",
             )
-    many = (
-        request.nodes > limits.SINGLE_FILE_NODES or request.processes > limits.SINGLE_FILE_PROCESSES
-    )
-    if many and not script.find('llio_transfer "$ARCHIVE"'):
+
+
+def _shared_files(request: Request) -> Iterator[Problem]:
+    """Check that a limited number of nodes and processes opens one file."""
+    script = request.script
+    if (
+        request.nodes <= limits.SINGLE_FILE_NODES
+        and request.processes <= limits.SINGLE_FILE_PROCESSES
+    ):
+        return
+    if not script.find('llio_transfer "$ARCHIVE"'):
+        archive = script.value("ARCHIVE")
         yield Problem(
             archive.line if archive else script.last_directive,
             f"{request.nodes} nodes would open the same file; more "
             f'than {limits.SINGLE_FILE_NODES} stop the file system: stage it with llio_transfer "$ARCHIVE"',
         )
-    elsewhere = script.find("python3 ") or script.find('python3" ')
-    if many and not script.find("$LOCAL/bin/python3"):
+    if not script.find("$LOCAL/bin/python3"):
+        elsewhere = script.find("python3 ") or script.find('python3" ')
         yield Problem(
             elsewhere or script.last_directive,
             "ranks must start the unpacked interpreter: write $LOCAL/bin/python3",
@@ -497,6 +513,9 @@ SUBJECTS: tuple[Callable[[Request], Iterator[Problem]], ...] = (
     _run,
     _volumes,
     _common_part,
-    _files,
+    _archive,
+    _packed_files,
+    _preloaded,
+    _shared_files,
     _output,
 )

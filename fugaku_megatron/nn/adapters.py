@@ -28,16 +28,16 @@ from torch import Tensor, nn
 from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel
 from ..config.lora import DROPOUT_COLUMNS, FC1, MATRICES, QKV, LoraConfig
 from ..config.model import ModelConfig
-from .dropout import DropoutKey, masked
+from .dropout_key import DropoutKey
 from .forward_context import Pass
 from .gradients import as_rows, gradient_of
-from .native_blocks import GATES
-from .native_ops import NativeOps
+from .ops import Ops
+from .ops.activation import is_fused
+from .ops.dropout import masked
+from .ops.mlp import argument_gradient
+from .parameter_views import matrix
 from .sequence_ranks import own_runs
-from .torch_blocks import matrix
-from .torch_ops import TorchOps
 
-Backend = NativeOps | TorchOps
 Dropout = tuple[
     float, DropoutKey, int | None
 ]  # probability, mask, and of a split last dimension where this rank's part begins
@@ -55,11 +55,6 @@ def bits_number(name: str, weight: Tensor) -> int:
     blocks = weight.reshape(-1).split(BLOCK)
     total = sum(int(block.bfloat16().view(torch.int16).sum(dtype=torch.int64)) for block in blocks)
     return zlib.crc32(name.encode()) * total
-
-
-def _plain(ops: Backend) -> Backend:
-    """A backend that packs every weight anew: what adapters multiply by is put together for each matmul."""
-    return replace(ops, weight_cache=None, few_rows=0) if isinstance(ops, NativeOps) else ops
 
 
 def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
@@ -121,9 +116,9 @@ class Adapter(nn.Module):
         )
 
     @property
-    def ops(self) -> Backend:
+    def ops(self) -> Ops:
         """What runs its matmuls."""
-        return _plain(self.context.ops.backends["gemm"])
+        return self.context.ops.unpacked()
 
     def mask(self) -> Tensor | None:
         """(out, p, 1): 1 where a row of B belongs to a part; None where all belong to the only one. Of experts (e out, p, 1)."""
@@ -215,7 +210,7 @@ class _Down(torch.autograd.Function):
     """dropout(x) A^T."""
 
     @staticmethod
-    def forward(ctx: Any, ops: Backend, x: Tensor, a: Tensor, dropout: Dropout | None) -> Tensor:
+    def forward(ctx: Any, ops: Ops, x: Tensor, a: Tensor, dropout: Dropout | None) -> Tensor:
         rows = as_rows(_dropped(ops.kernels, x, dropout))
         stacked = matrix(a)
         t = rows.new_empty(len(rows), len(stacked))
@@ -240,7 +235,7 @@ class _Up(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ops: Backend, y: Tensor, t: Tensor, b: Tensor, mask: Tensor | None, scale: float
+        ctx: Any, ops: Ops, y: Tensor, t: Tensor, b: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
         rows, whole = as_rows(t), expanded(b, mask, scale)
         out = rows.new_empty(len(rows), len(whole))
@@ -282,7 +277,7 @@ def activated_linear(
     if adapter is not None:
         a, dropout = adapter.lora_a, adapter.dropout(pre[..., : weight.shape[1]], forward_pass)
     return _ActivatedLinear.apply(
-        context.ops.backends["gemm"], activation, pre, weight, a, dropout, forward_pass.needs_values
+        context.ops, activation, pre, weight, a, dropout, forward_pass.needs_values
     )
 
 
@@ -290,7 +285,7 @@ class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        ops: Backend,
+        ops: Ops,
         activation: str,
         pre: Tensor,
         weight: Tensor,
@@ -312,13 +307,13 @@ class _ActivatedLinear(torch.autograd.Function):
             if needs_values
             else pre.new_empty(1).expand(len(rows), len(weight))
         )
-        inner = ops.gate(rows, activation) if needs_values or a is not None else pre
+        inner = ops.activate(rows, activation) if needs_values or a is not None else pre
         if needs_values:
-            ops.matmul(inner, weight, out, chunk=ops.chunk(pre))
+            ops.matmul(inner, weight, out)
         if a is not None:
             stacked = matrix(a)
             t = pre.new_empty(len(rows), len(stacked))
-            _plain(ops).matmul(
+            ops.unpacked().matmul(
                 as_rows(_dropped(ops.kernels, inner.view(*lead, -1), dropout)), stacked, t
             )
             t = t.view(*lead, -1)
@@ -328,38 +323,35 @@ class _ActivatedLinear(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dt: Tensor | None) -> tuple[Tensor | None, ...]:
         (pre,), ops, weight, activation = ctx.saved_tensors, ctx.ops, ctx.weight, ctx.activation
         rows, lead = as_rows(pre), pre.shape[:-1]
-        gated = not isinstance(ops, NativeOps) or activation in GATES
-        total = _through(ops, as_rows(dout), weight, rows, activation, gated)
+        total = _inner_gradient(ops, as_rows(dout), weight, rows, activation)
         if ctx.a is not None and dt is not None:
-            stacked, plain, dt = matrix(ctx.a), _plain(ops), as_rows(dt)
-            inner = ops.gate(rows, activation).view(*lead, -1)
+            stacked = matrix(ctx.a)
+            plain = ops.unpacked()
+            dt = as_rows(dt)
+            inner = ops.activate(rows, activation).view(*lead, -1)
             plain.weight_gradient(
                 dt, as_rows(_dropped(ops.kernels, inner, ctx.dropout)), stacked, None
             )
             del inner
-            added = _through(plain, dt, stacked, rows, activation, gated)
+            plain = replace(plain, fp16_sum_length=ops.fp16_sum_length)
+            added = _inner_gradient(plain, dt, stacked, rows, activation)
             total.add_(_dropped(ops.kernels, added.view(*lead, -1), ctx.dropout).view_as(total))
             del added
-        if gated:
+        if not is_fused(ops, activation):
             dpre = torch.empty_like(rows)
-            ops.gate_gradient(total, rows, dpre, activation)
+            ops.activation_gradient(total, rows, dpre, activation)
             total = dpre
         return None, None, total.view(pre.shape), None, None, None, None
 
 
-def _through(
-    ops: Backend, dy: Tensor, weight: Tensor, pre: Tensor, activation: str, gated: bool
-) -> Tensor:
-    """dy (rows, out) weight, weight (out, f); without a gate times the activation's slope at pre (rows, f), in the same kernel."""
-    made, chunk = pre.new_empty(len(pre), weight.shape[1]), ops.chunk(dy)
-    if gated or not isinstance(ops, NativeOps):
-        ops.data_gradient(dy, weight, made, chunk=chunk)
+def _inner_gradient(ops: Ops, dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> Tensor:
+    """Return dy (rows, out) weight (out, f), times the activation's derivative at pre (rows, f) if the kernel applies it."""
+    dinner = pre.new_empty(len(pre), weight.shape[1])
+    if is_fused(ops, activation):
+        argument_gradient(ops, dy, weight, pre, dinner, activation)
     else:
-        packed = ops.packed(weight, True, chunk)
-        ops.kernels.linear_data_gradient(
-            dy, weight, made, pre, activation, packed=packed, fp16_chunk=chunk
-        )
-    return made
+        ops.data_gradient(dy, weight, dinner)
+    return dinner
 
 
 @dataclass(frozen=True)
@@ -369,18 +361,16 @@ class AdaptedExperts:
     Of what adapters compute nothing is kept: x A^T and dy B are computed again where a gradient needs them.
     """
 
-    ops: Backend
+    ops: Ops
     adapters: Mapping[int, Adapter | None]
 
     def __getattr__(self, name: str) -> Any:
         """All other operations are the backend's."""
         return getattr(self.ops, name)
 
-    def grouped_matmul(
-        self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor, chunk: int = 0
-    ) -> None:
+    def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor) -> None:
         """As the backend's, of rows (n, in)."""
-        self.ops.grouped_matmul(x, weight, counts, out, chunk)
+        self.ops.grouped_matmul(x, weight, counts, out)
         if adapter := self.adapters[id(weight)]:
             out.add_(
                 _grouped(
@@ -392,10 +382,10 @@ class AdaptedExperts:
             )
 
     def grouped_data_gradient(
-        self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor, chunk: int = 0
+        self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor
     ) -> None:
         """As the backend's, of gradients (n, out)."""
-        self.ops.grouped_data_gradient(dy, weight, counts, dx, chunk)
+        self.ops.grouped_data_gradient(dy, weight, counts, dx)
         if adapter := self.adapters[id(weight)]:
             dx.add_(
                 _grouped_back(
@@ -407,7 +397,7 @@ class AdaptedExperts:
             )
 
     def grouped_weight_gradient(
-        self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], chunk: int = 0
+        self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int]
     ) -> None:
         """Add the adapters' gradients, now or later; dy (n, out) and x (n, in) stay until then."""
         adapter, x = self.adapters[id(weight)], x.detach()

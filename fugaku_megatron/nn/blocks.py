@@ -7,7 +7,6 @@ parallelism s is this rank's part of the sequence where the last dimension is h,
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,9 +31,10 @@ from .layers import (
     multiplied,
 )
 from .ops import DropoutKey, recompute
+from .ops.rotary import HeadNorms, Rotary
+from .parameter_views import matrix
 from .sequence_ranks import copy_groups, own_runs, positions, to_heads, to_rows
-from .shared_attention import SharedCall, Sight
-from .torch_blocks import matrix
+from .shared_attention import AttentionMask, SharedCall
 
 
 def _layer_class(path: str) -> Any:
@@ -81,13 +81,13 @@ class SelfAttention(nn.Module):
             not model.disable_bias_linear,
         )
 
-    def turn(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
+    def apply_rotary(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) with queries and keys normalised and turned by `angles`, two of (s, rotated elements / 2).
 
         positions: (s, b), the rows of `angles` of each token, None for all in turn.
         """
         model = self.context.model
-        q_weight = k_weight = None
+        norm = None
         if (
             model.qk_layernorm_all_heads
             or model.qk_layernorm
@@ -97,20 +97,14 @@ class SelfAttention(nn.Module):
             if angles is None:
                 return qkv
         elif self.q_layernorm is not None and self.k_layernorm is not None:
-            q_weight, k_weight = self.q_layernorm.scale(), self.k_layernorm.scale()
-        return self.context.ops.rotary(
-            qkv,
-            angles,
-            self.heads,
-            self.groups,
-            model.kv_channels,
-            model.rotary_interleaved,
-            0,
-            q_weight,
-            k_weight,
-            model.layernorm_epsilon,
-            positions,
+            norm = HeadNorms(
+                self.q_layernorm.scale(), self.k_layernorm.scale(), model.layernorm_epsilon
+            )
+        heads = Heads(self.heads, self.groups, model.kv_channels)
+        call = Rotary(
+            angles, heads, interleaved=model.rotary_interleaved, norm=norm, positions=positions
         )
+        return self.context.ops.rotary(qkv, call)
 
     def _normed(self, qkv: Tensor) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) with its queries and keys normalised: each head, or all of them as one vector."""
@@ -128,7 +122,7 @@ class SelfAttention(nn.Module):
             normed.append(y.view(part.shape))
         return torch.cat((*normed, values), 3).view(qkv.shape)
 
-    def core(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
+    def attend(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
         """Attention between the two matrices, (s, b, g (n/g + 2) d) -> (s, b, n d): what selective recompute runs again."""
         if self.context.cp.size > 1 and self.way != A2A:
             return self._between_ranks(qkv, forward_pass)
@@ -157,7 +151,7 @@ class SelfAttention(nn.Module):
             starts=documents.starts,
         )
         if model.uses_rotary:
-            qkv = self.turn(qkv, *self._angles(len(qkv), forward_pass))
+            qkv = self.apply_rotary(qkv, *self._angles(len(qkv), forward_pass))
         if forward_pass.rows is not None:
             return forward_pass.rows.attend(ops, self.layer, qkv, attention)
         return to_rows(attention(qkv), cp)
@@ -171,7 +165,7 @@ class SelfAttention(nn.Module):
         return by_length or (self.context.angles(length), documents.positions)
 
     def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """`core` of ranks that exchange keys and values: qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d)."""
+        """`attend` of ranks that exchange keys and values: qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d)."""
         model, context, documents = self.context.model, self.context, forward_pass.documents
         s, own = len(qkv) * context.cp.size, positions(own_runs(len(qkv), context.cp))
         if model.uses_rotary:
@@ -179,7 +173,7 @@ class SelfAttention(nn.Module):
             own_places = (
                 own.int().unsqueeze(1).expand(-1, qkv.shape[1]) if places is None else places[own]
             )
-            qkv = self.turn(qkv, angles, own_places.contiguous())
+            qkv = self.apply_rotary(qkv, angles, own_places.contiguous())
         key = DropoutKey(
             context.seed,
             dropout_stream(self.layer, "attention"),
@@ -189,7 +183,7 @@ class SelfAttention(nn.Module):
         )
         call = SharedCall(
             Heads(self.heads, self.groups, model.kv_channels),
-            Sight(s, model.window, documents.starts),
+            AttentionMask(s, model.window, documents.starts),
             model.attention_dropout if forward_pass.training else 0.0,
             key,
         )
@@ -201,7 +195,9 @@ class SelfAttention(nn.Module):
         again = (
             forward_pass.recompute == "selective" and qkv.requires_grad
         )  # below the lowest adapter there is no backward
-        context = recompute(self.core, qkv, forward_pass) if again else self.core(qkv, forward_pass)
+        context = (
+            recompute(self.attend, qkv, forward_pass) if again else self.attend(qkv, forward_pass)
+        )
         return self.linear_proj(context, forward_pass)
 
 
@@ -226,36 +222,33 @@ class MLP(nn.Module):
         """The second bias (h), which whoever adds the residual adds."""
         return self.linear_fc2.bias
 
-    def operations(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-        """The operation of the whole sequence (s, b, h), and the one from part to part of it."""
-        ops, activation = self.context.ops, self.context.model.activation
-        return partial(ops.mlp, activation=activation), partial(
-            ops.mlp_between_parts, activation=activation
-        )
-
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h), without the second bias; its values may be anything where `forward_pass` needs none."""
-        fc1, fc2, context, (whole, between_parts) = (
-            self.linear_fc1,
-            self.linear_fc2,
-            self.context,
-            self.operations(),
-        )
+        fc1 = self.linear_fc1
+        fc2 = self.linear_fc2
+        context = self.context
         if fc1.adapter is not None or fc2.adapter is not None:
             return self._adapted(x, forward_pass)
         if context.blocks is not None:
-            return between_parts(
-                x, fc1.weight, fc1.bias, fc2.weight, forward_pass.needs_values, context.blocks
+            return context.ops.overlapped_mlp(
+                x,
+                fc1.weight,
+                fc1.bias,
+                fc2.weight,
+                needs_values=forward_pass.needs_values,
+                blocks=context.blocks,
+                activation=context.model.activation,
             )
-        partial = whole(
+        partial_sum = context.ops.mlp(
             context.into_matmul(x),
             fc1.weight,
             fc1.bias,
             fc2.weight,
-            forward_pass.needs_values,
-            context.sequence,
+            needs_values=forward_pass.needs_values,
+            sequence=context.sequence,
+            activation=context.model.activation,
         )
-        return context.out_of_matmul(partial, forward_pass.needs_values)
+        return context.out_of_matmul(partial_sum, forward_pass.needs_values)
 
     def _adapted(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """`forward` with adapters, in more operations. (s, b, h) -> (s, b, h)."""
@@ -282,13 +275,6 @@ class GatedMLP(MLP):
     """h -> f -> h with a gate, as one operation."""
 
     column = GatedColumnParallelLinear
-
-    def operations(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-        """As `MLP.operations`, of (s, b, h)."""
-        ops, activation = self.context.ops, self.context.model.activation
-        return partial(ops.gated_mlp, activation=activation), partial(
-            ops.gated_mlp_between_parts, activation=activation
-        )
 
 
 class TransformerLayer(nn.Module):

@@ -21,35 +21,35 @@ Work = Callable[[], object]
 
 
 class Waiting:
-    """What one backward has put off. It keeps the tensors that it needs alive."""
+    """Postponed work of one backward, with the tensors that it needs."""
 
     def __init__(self) -> None:
         self._work: deque[Work] = deque()
 
     def append(self, work: Work) -> None:
-        """Put `work` at the end."""
+        """Append `work`."""
         self._work.append(work)
 
     @torch.no_grad()  # as autograd calls a backward
     def run(self) -> None:
-        """Do all of it in the order of `append`, freeing each one's tensors."""
+        """Run the work in the order of `append`, and free its tensors."""
         while self._work:
             self._work.popleft()()
 
 
 class WeightGradients:
-    """Where a rank's operations bring their weight-gradient work. Used by one thread."""
+    """Queue of a rank's weight-gradient work, used by one thread."""
 
     def __init__(self) -> None:
         self._waiting: Waiting | None = None
 
     @property
     def waits(self) -> bool:
-        """Whether work that is added now will be done later, so that its operands must stay as they are."""
+        """True if added work is postponed, so that its operands must not change."""
         return self._waiting is not None
 
     def add(self, work: Work) -> None:
-        """Do `work`, or put it off."""
+        """Run `work`, or postpone it."""
         if self._waiting is None:
             work()
         else:
@@ -57,7 +57,7 @@ class WeightGradients:
 
     @contextmanager
     def put_off(self) -> Iterator[Waiting]:
-        """Inside, what is added waits in the result."""
+        """Postpone work that is added inside the block, and return it."""
         assert self._waiting is None, "the work of another backward is being put off"
         self._waiting = waiting = Waiting()
         try:

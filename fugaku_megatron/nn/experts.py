@@ -48,16 +48,16 @@ class Order:
     @staticmethod
     def of(ops: Any, chosen: Tensor, experts: int, keep: Tensor | None = None) -> Order:
         """That of experts chosen (rows, k). keep (rows, k): False for pairs that are dropped."""
-        counts, pairs, places = ops.order(
+        counts, pairs, places = ops.sort_pairs(
             chosen if keep is None else chosen.masked_fill(~keep, experts), experts
         )
         return Order(ops, pairs, tuple(counts.tolist()), places)
 
-    def taken(self, x: Tensor) -> Tensor:
+    def dispatch(self, x: Tensor) -> Tensor:
         """The row of each pair's token (n, h), from x (rows, h)."""
         return self.ops.permute(x, self.pairs, self.places.shape[1])
 
-    def summed(self, x: Tensor) -> Tensor:
+    def combine(self, x: Tensor) -> Tensor:
         """The sum of each token's pairs (rows, h), from x (n, h)."""
         return self.ops.unpermute(x, self.places)
 
@@ -157,7 +157,7 @@ def in_turn(rows: Sequence[int]) -> list[int]:
 class _Experts(torch.autograd.Function):
     """x (s, b, h), scores (rows, k), weight1 (e, 2, f, h) or (e, f, h), weight2 (e, h, f) -> (rows, h), the sum of score x expert.
 
-    activation: a row of `torch_blocks.ACTIVATIONS`; weight1 has two matrices of an expert where it has a gate.
+    activation: a row of `ops.activation.ACTIVATIONS`; weight1 has two matrices of an expert where it has a gate.
 
     The scores multiply what the second matmul reads, which is narrower than what it writes, so that none of that is kept. They and
     the activation are one pass.
@@ -175,52 +175,47 @@ class _Experts(torch.autograd.Function):
         weight2: Tensor,
         needs_values: bool,
     ) -> Tensor:
-        rows, chunk, factors = (
-            as_rows(x),
-            ops.chunk(x),
-            scores.detach().flatten()[order.pairs],
-        )  # (n,)
-        inputs, pre = (
-            order.taken(rows),
-            rows.new_empty(len(order.pairs), weight1[0, ..., 0].numel()),
-        )
-        ops.grouped_matmul(inputs, weight1, order.counts, pre, chunk)
+        rows = as_rows(x)
+        factors = scores.detach().flatten()[order.pairs]  # (n,)
+        inputs = order.dispatch(rows)
+        pre = rows.new_empty(len(order.pairs), weight1[0, ..., 0].numel())
+        ops.grouped_matmul(inputs, weight1, order.counts, pre)
         ctx.save_for_backward(x, pre, factors)
-        ctx.ops, ctx.activation, ctx.order, ctx.weights = ops, activation, order, (weight1, weight2)
+        ctx.ops = ops
+        ctx.activation = activation
+        ctx.order = order
+        ctx.weights = (weight1, weight2)
         if not needs_values:
             return x.new_empty(1).expand(len(rows), weight2.shape[1])
-        inner, out = (
-            ops.scaled_gate(pre, factors, activation),
-            rows.new_empty(len(pre), weight2.shape[1]),
-        )
-        ops.grouped_matmul(inner, weight2, order.counts, out, chunk)
-        return order.summed(out)
+        inner = ops.scaled_gate(pre, factors, activation)
+        out = rows.new_empty(len(pre), weight2.shape[1])
+        ops.grouped_matmul(inner, weight2, order.counts, out)
+        return order.combine(out)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, pre, factors), (weight1, weight2), ops, order = (
-            ctx.saved_tensors,
-            ctx.weights,
-            ctx.ops,
-            ctx.order,
-        )
-        dout, chunk = order.taken(as_rows(dy)), ops.chunk(dy)  # (n, h)
-        inner, dpre = pre.new_empty(len(pre), weight2.shape[2]), torch.empty_like(pre)
-        ops.grouped_data_gradient(dout, weight2, order.counts, inner, chunk)
+        x, pre, factors = ctx.saved_tensors
+        weight1, weight2 = ctx.weights
+        ops = ctx.ops
+        order = ctx.order
+        dout = order.dispatch(as_rows(dy))  # (n, h)
+        inner = pre.new_empty(len(pre), weight2.shape[2])
+        dpre = torch.empty_like(pre)
+        ops.grouped_data_gradient(dout, weight2, order.counts, inner)
         dscores = torch.zeros(order.places.numel())
         dscores[order.pairs] = ops.scaled_gate_gradient(
             inner, pre, factors, dpre, ctx.activation
         )  # inner then has its value
-        ops.grouped_weight_gradient(dout, inner, weight2, order.counts, chunk)
+        ops.grouped_weight_gradient(dout, inner, weight2, order.counts)
         del dout, inner
-        inputs = order.taken(as_rows(x).detach())
+        inputs = order.dispatch(as_rows(x).detach())
         dinputs = torch.empty_like(inputs)
-        ops.grouped_weight_gradient(dpre, inputs, weight1, order.counts, chunk)
-        ops.grouped_data_gradient(dpre, weight1, order.counts, dinputs, chunk)
+        ops.grouped_weight_gradient(dpre, inputs, weight1, order.counts)
+        ops.grouped_data_gradient(dpre, weight1, order.counts, dinputs)
         return (
             None,
             None,
-            order.summed(dinputs).view_as(x),
+            order.combine(dinputs).view_as(x),
             dscores.view_as(order.places),
             None,
             None,
@@ -332,15 +327,11 @@ class Experts(nn.Module):
             return self._exchanged(x, scores, chosen, forward_pass, context.ep, context.etp)
         whole, scores, chosen = self._whole(x, scores, chosen)
         order = Order.of(
-            self._ops, chosen, self._experts, self._kept(scores, chosen, forward_pass, None)
+            self.context.ops, chosen, self._experts, self._kept(scores, chosen, forward_pass, None)
         )
         out = self._computed(whole, scores, order, forward_pass)
         out = context.out_of_matmul(out.view(whole.shape), forward_pass.needs_values)
         return out if self.shared_experts is None else out + self.shared_experts(x, forward_pass)
-
-    @property
-    def _ops(self) -> Any:
-        return self.context.ops.backends["gemm"]
 
     @property
     def _experts(self) -> int:
@@ -366,7 +357,7 @@ class Experts(nn.Module):
     def _computed(self, x: Tensor, scores: Tensor, order: Order, forward_pass: Pass) -> Tensor:
         """Of x (..., h) with scores (rows, k) the sum of score times expert (rows, h), of this rank's part of its experts."""
         return _Experts.apply(
-            self.experts.ops(self._ops),
+            self.experts.ops(self.context.ops),
             self.context.model.activation,
             x,
             scores,
@@ -387,13 +378,13 @@ class Experts(nn.Module):
         groups = exchanged_groups(self._experts // ep.size) if far else 1
         numbers = Route.numbers(self._experts, groups, ep.size)
         order = Order.of(
-            self._ops,
+            self.context.ops,
             numbers[chosen],
             self._experts,
             self._kept(scores, chosen, forward_pass, self.context.sequence),
         )
         (routes, turns), needs_values = (
-            Route.of(self._ops, order.counts, groups, ep, etp),
+            Route.of(self.context.ops, order.counts, groups, ep, etp),
             forward_pass.needs_values,
         )
         there, back = (
@@ -401,7 +392,7 @@ class Experts(nn.Module):
             for overlaps in (far or self.shared_experts is not None, far)
         )
         leaving = there.leave(
-            map_rows(as_rows(x), order.taken, order.summed),
+            map_rows(as_rows(x), order.dispatch, order.combine),
             scores.flatten()[order.pairs].unsqueeze(1),
         )
         parts = (
@@ -419,10 +410,10 @@ class Experts(nn.Module):
         shared += self._shared(parts[1:], forward_pass)
         out = map_rows(
             back.returned(returning),
-            order.summed
+            order.combine
             if needs_values
             else lambda rows: rows.new_empty(1).expand(len(scores), rows.shape[1]),
-            order.taken,
+            order.dispatch,
         ).view_as(x)
         return out + torch.cat(shared) if shared else out
 

@@ -11,15 +11,20 @@ Angles = tuple[Tensor, Tensor]  # cosines and sines (positions, rotated elements
 
 @dataclass(frozen=True)
 class Heads:
-    """How qkv (s, b, g (n/g + 2) d) lies: for each group its n/g queries, its key and its value, d elements each."""
+    """Layout of qkv (s, b, g (n/g + 2) d): for each group n/g queries, a key and a value, d elements each."""
 
     heads: int
     groups: int
     head_size: int
 
+    @property
+    def queries_per_group(self) -> int:
+        """Queries that share a key and a value."""
+        return self.heads // self.groups
+
     @staticmethod
     def of(qkv: Tensor, head_size: int, groups: int | None) -> Heads:
-        """Those of qkv (s, b, width); groups None: as many as heads."""
+        """Return the heads of qkv (s, b, width). groups: None: as many as heads."""
         slots = qkv.shape[-1] // head_size
         return (
             Heads(slots // 3, slots // 3, head_size)
@@ -28,8 +33,8 @@ class Heads:
         )
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of queries (s, b, g, n/g, d), keys and values (s, b, g, 1, d)."""
-        each = self.heads // self.groups
-        return qkv.view(*qkv.shape[:2], self.groups, each + 2, self.head_size).split(
-            (each, 1, 1), dim=3
+        """Return views of queries (s, b, g, n/g, d), keys and values (s, b, g, 1, d)."""
+        queries = self.queries_per_group
+        return qkv.view(*qkv.shape[:2], self.groups, queries + 2, self.head_size).split(
+            (queries, 1, 1), dim=3
         )

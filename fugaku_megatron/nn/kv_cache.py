@@ -10,8 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values (samples, g, slots, d) of one layer. A position p lies in slot p mod slots, so that a window needs no more
-    slots than it has positions."""
+    """Keys and values (samples, g, slots, d) of one layer.
+
+    Position p is in slot p mod slots, so that a window needs only as many slots as it has positions.
+    """
 
     keys: Tensor
     values: Tensor
@@ -20,19 +22,17 @@ class LayerCache:
     def empty(
         samples: int, groups: int, slots: int, head_size: int, dtype: torch.dtype
     ) -> LayerCache:
-        """Memory for `slots` positions of each sample, two of (samples, g, slots, d)."""
-        keys, values = (
-            torch.empty(samples, groups, slots, head_size, dtype=dtype) for _ in range(2)
-        )
-        return LayerCache(keys, values)
+        """Allocate `slots` positions of each sample."""
+        keys = torch.empty(samples, groups, slots, head_size, dtype=dtype)
+        return LayerCache(keys, torch.empty_like(keys))
 
     @property
     def slots(self) -> int:
-        """Positions of a sample that are kept."""
+        """Cached positions of a sample."""
         return self.keys.shape[2]
 
     def store(self, sample: int, keys: Tensor, values: Tensor) -> None:
-        """Keep the keys and values (s, g, d) of a sample's positions from 0 on, or the last of them."""
+        """Store the last positions that fit of a sample's keys and values (s, g, d), which begin at position 0."""
         kept = torch.arange(max(0, len(keys) - self.slots), len(keys))
         for cache, new in ((self.keys, keys), (self.values, values)):
             cache[sample].index_copy_(1, kept % self.slots, new[kept].transpose(0, 1))

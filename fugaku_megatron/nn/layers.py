@@ -36,10 +36,10 @@ from .forward_context import Pass
 from .heads import Angles
 from .ops import DropoutKey, Ops
 from .parameter import make_parameter, spec_of
+from .parameter_views import derived
 from .positions import rotary_angles
-from .sequence_ranks import in_order, of_ranks, own_runs
+from .sequence_ranks import own_runs, to_rank_order, to_sequence_order
 from .sequence_ranks import positions as own_positions
-from .torch_blocks import derived
 
 # Dropout sites of a layer. A mask's stream is layer * len(SITES) + site; the embedding is layer 0 and layers count from 1.
 SITES = ("residual_1", "residual_2", "attention", "embedding")
@@ -101,7 +101,9 @@ class Context:
         if cp.size == 1:
             whole = of_rows(*gathered)
         else:
-            whole = of_ranks(of_rows(*(in_order(x, cp.size) for x in gathered)), cp.size)
+            whole = to_rank_order(
+                of_rows(*(to_sequence_order(x, cp.size) for x in gathered)), cp.size
+            )
         return whole.view(cp.size, -1, rows, *whole.shape[1:])[cp.rank, part.rank if part else 0]
 
     def own_rows(self, whole: Tensor | None, part: Comm | None) -> Tensor | None:

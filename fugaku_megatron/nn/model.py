@@ -181,7 +181,7 @@ class Chunk(nn.Module):
             )
 
     @property
-    def words(self) -> int | None:
+    def unpadded_rows(self) -> int | None:
         """How many rows of the head's weight on this rank are tokens, where padding is masked; None where every row counts."""
         model, weight = self.context.model, self.output_weight
         if not model.masks_padding:
@@ -241,7 +241,7 @@ class Chunk(nn.Module):
         if not self.is_last:
             return x
         assert labels is not None
-        weight, rows = self.output_weight, self.logits_rows
+        weight = self.output_weight
         z_loss = self.context.model.z_loss if forward_pass.training else 0.0
         z_sum = None
         if z_loss:
@@ -251,11 +251,11 @@ class Chunk(nn.Module):
             weight,
             labels,
             self.tp,
-            spec_of(weight).offset[0],
-            factor,
-            rows,
-            self.words,
-            z_loss,
-            forward_pass.count,
-            z_sum,
+            first_row=spec_of(weight).offset[0],
+            factor=factor,
+            rows_at_once=self.logits_rows,
+            unpadded_rows=self.unpadded_rows,
+            z_loss=z_loss,
+            count=forward_pass.count,
+            z_sum=z_sum,
         )

@@ -1,4 +1,4 @@
-"""Cache of weights in the layout that the matmul kernels read, until the optimizer changes them."""
+"""Cache of weights in the matmul kernels' layout, until the optimizer changes them (--cache-packed-weights)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .gradients import is_frozen
 
 @dataclass
 class _Entry:
-    """A packed copy. weight: kept, so that nobody else gets its memory. target: the kernels that it was packed for."""
+    """A packed copy. weight: referenced, so that its memory is not reused. target: kernels of the layout."""
 
     weight: Tensor
     buffer: Tensor
@@ -26,22 +26,19 @@ class _Entry:
 
 
 class WeightCache:
-    """The packed copies of one rank's weights; `Optimizer` calls `weights_changed` after every change of a weight.
-
-    kernels: the kernel library (`host.kernels`, or what a profiler put around it).
-    """
+    """Packed copies of one rank's weights. `Optimizer` calls `weights_changed` after every change."""
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
         self._entries: dict[tuple[int, tuple[int, ...], bool], _Entry] = {}
 
     def weights_changed(self, frozen: bool = False) -> None:
-        """What is packed is packed again, into the same memory, at its next use; frozen weights only where they have changed."""
+        """Mark weights to be packed again at their next use. frozen: frozen weights too."""
         for entry in self._entries.values():
             entry.valid = entry.valid and is_frozen(entry.weight) and not frozen
 
     def packed(self, weight: Tensor, transposed: bool) -> Tensor:
-        """weight (out, in) packed for the target in use: bytes (n,), for linear_forward, or transposed for linear_data_gradient."""
+        """Return weight (out, in) packed for the active target, as bytes (n,). transposed: for linear_data_gradient."""
         key, target = (weight.data_ptr(), tuple(weight.shape), transposed), self._kernels.active()
         size = self._kernels.packed_weight_size(*weight.shape, weight.dtype, transposed)
         entry = self._entries.get(key)

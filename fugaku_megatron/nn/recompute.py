@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def backward(y: Tensor, dy: Tensor | None) -> None:
-    """torch.autograd.backward(y, dy) for y and dy of any shape, None standing for ones.
+    """Run torch.autograd.backward(y, dy); dy: None means ones.
 
-    Calls the engine itself: torch's function first loads its symbolic-shape checks with sympy, 500 modules and 32 MiB a rank.
+    Calls the engine directly, because torch's function imports sympy, 500 modules and 32 MiB a rank.
     """
     dy = torch.ones_like(y) if dy is None else dy
     torch.autograd.Variable._execution_engine.run_backward(
@@ -49,11 +49,12 @@ def recompute(
     *args: Any,
     again: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """function(x, *args) for x of any shape, whose intermediate tensors are dropped and computed again in backward.
+    """Return function(x, *args), and recompute its intermediate tensors in backward.
 
-    again: what backward calls instead of `function`; it must build the same graph and may leave out what only the values of the
-    result need. Dropout masks are functions of their key, so there is no random state to restore and the second run has the same
-    bits. torch.utils.checkpoint does the same and more, but its first call loads torch's compiler, 70 MiB a rank.
+    Dropout masks are functions of their key, so that no random state is restored. torch.utils.checkpoint would load torch's
+    compiler, 70 MiB a rank.
+
+    again: called in backward in place of `function`; it builds the same graph and may skip values that only the result needs.
     """
     assert x.requires_grad or not torch.is_grad_enabled(), (
         "autograd would drop the function's gradients"

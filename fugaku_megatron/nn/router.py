@@ -2,7 +2,7 @@
 
 It computes what megatron/core/transformer/moe/router.py and megatron/core/transformer/moe/moe_utils.py of Megatron-LM do, in FP32.
 Padding (`passes.Documents`) is in no loss, no choice among other tokens and no load.
-Left out: the choice by scores, which is the backend's (`expert_ops`), the experts and what they drop (`experts`), which losses
+Left out: the choice by scores, which is the backend's (`ops.experts`), the experts and what they drop (`experts`), which losses
 and loads a log shows (`observe.memory`).
 Legend: s sequence, b micro-batch, h hidden, e experts, k of them for each token, rows = s b.
 """
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ..config.experts import SEQUENCE_AUX, SIGMOID
 from ..config.run_config import ModelConfig
-from .expert_ops import NORMALIZER
 from .forward_context import Pass
 from .gradients import accumulate, as_rows
 from .layers import Context
+from .ops.experts import NORMALIZER
 
 SINKHORN_TOLERANCE, SINKHORN_ROUNDS = 1e-4, 1000  # the former as in Megatron-LM
 
@@ -169,7 +169,7 @@ class Router(nn.Module):
         ops, model = self.context.ops, self.context.model
         logits, padding = SmallLinear.apply(ops, x, self.weight), forward_pass.documents.padding
         ranks = self._ranks(logits, padding) if model.sinkhorn and forward_pass.training else None
-        scores, chosen = route(ops.backends["gemm"], logits, self.expert_bias, model, ranks)
+        scores, chosen = route(ops, logits, self.expert_bias, model, ranks)
         if not forward_pass.training:
             return scores, chosen
         own = self.context.own_rows(padding, self.context.sequence)

@@ -27,30 +27,30 @@ def own_runs(r: int, cp: Comm) -> list[range]:
 
 
 def positions(runs: Sequence[range]) -> Tensor:
-    """The positions (r,) of all runs."""
+    """Return the positions (r,) of all segments."""
     return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
 
 def _order(ranks: int) -> list[int]:
-    """The parts of the sequence in the order in which ranks have them."""
+    """Return the segments of the sequence in rank order."""
     return [part for rank in range(ranks) for part in segment_numbers(rank, ranks)]
 
 
-def in_order(x: Tensor, ranks: int) -> Tensor:
-    """x (s, ...), the rows of all ranks one after another -> the same rows in the order of the sequence."""
+def to_sequence_order(x: Tensor, ranks: int) -> Tensor:
+    """Permute x (s, ...) from rank order to sequence order."""
     parts = x.contiguous().view(2 * ranks, -1, *x.shape[1:])
     whole = torch.empty_like(parts)
     whole[_order(ranks)] = parts
     return whole.view(x.shape)
 
 
-def of_ranks(x: Tensor, ranks: int) -> Tensor:
-    """x (s, ...) in the order of the sequence -> the rows of all ranks one after another."""
+def to_rank_order(x: Tensor, ranks: int) -> Tensor:
+    """Permute x (s, ...) from sequence order to rank order."""
     return x.contiguous().view(2 * ranks, -1, *x.shape[1:])[_order(ranks)].view(x.shape)
 
 
 def _exchanged(x: Tensor, cp: Comm) -> Tensor:
-    """x (c r, b, w), r rows for each rank -> (c r, b, w), r rows from each."""
+    """Send r rows of x (c r, b, w) to each rank, and return r rows from each."""
     rows = [len(x) // cp.size] * cp.size
     return Exchange(cp, rows, rows).send(x)
 
@@ -60,12 +60,12 @@ def _to_heads(x: Tensor, cp: Comm) -> Tensor:
     sent = (
         x.reshape(r, b, cp.size, width // cp.size).permute(2, 0, 1, 3).reshape(cp.size * r, b, -1)
     )
-    return in_order(_exchanged(sent, cp), cp.size)
+    return to_sequence_order(_exchanged(sent, cp), cp.size)
 
 
 def _to_rows(x: Tensor, cp: Comm) -> Tensor:
     s, b, width = x.shape
-    received = _exchanged(of_ranks(x, cp.size), cp).view(cp.size, s // cp.size, b, width)
+    received = _exchanged(to_rank_order(x, cp.size), cp).view(cp.size, s // cp.size, b, width)
     return received.permute(1, 2, 0, 3).reshape(s // cp.size, b, cp.size * width)
 
 
@@ -85,7 +85,7 @@ def copy_groups(qkv: Tensor, heads: Heads, copies: int) -> Tensor:
 
 
 def to_heads(x: Tensor, cp: Comm) -> Tensor:
-    """x (r, b, w), this rank's rows of all heads -> (s, b, w / c), the whole sequence of this rank's heads; and gradients back."""
+    """Exchange this rank's rows of all heads (r, b, w) for the whole sequence of its heads (s, b, w / c)."""
     return (
         x
         if cp.size == 1
@@ -94,7 +94,7 @@ def to_heads(x: Tensor, cp: Comm) -> Tensor:
 
 
 def to_rows(x: Tensor, cp: Comm) -> Tensor:
-    """x (s, b, w / c), the whole sequence of this rank's heads -> (r, b, w), its rows of all heads; and gradients back."""
+    """Exchange the whole sequence of this rank's heads (s, b, w / c) for its rows of all heads (r, b, w)."""
     return (
         x
         if cp.size == 1

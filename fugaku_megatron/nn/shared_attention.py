@@ -26,23 +26,23 @@ from torch.autograd.function import once_differentiable
 from ..comm.base import DONE, Comm, Handle
 from ..config.parallel import ALLGATHER
 from ..costs.activations import rank_segments, span, visible_keys
-from .dropout import DropoutKey
+from .dropout_key import DropoutKey
 from .heads import Heads
-from .sequence_ranks import in_order, of_ranks
+from .sequence_ranks import to_rank_order, to_sequence_order
 
 KEYS, GRADIENTS = 0, 2  # the tags of a rank's first part; the second part's are one more
 
 
 @dataclass(frozen=True)
-class Sight:
-    """Which positions of a sequence of `length` see which. starts: of the documents, int32 (b, s), None for one."""
+class AttentionMask:
+    """Visible pairs of a causal sequence. starts: int32 (b, s), first position of each token's document; None: one document."""
 
     length: int
     window: int | None = None
     starts: Tensor | None = None
 
-    def seen(self, queries: range, keys: range) -> tuple[range, range] | None:
-        """Those of `queries` and `keys` between the first and the last that see, or are seen by, one of the others; None: none."""
+    def visible(self, queries: range, keys: range) -> tuple[range, range] | None:
+        """Return the smallest ranges of queries and keys that contain every visible pair, or None."""
         seen = visible_keys(queries, keys, self.window)
         first, end = seen.start, seen.stop
         if self.starts is not None:
@@ -61,46 +61,46 @@ class Sight:
 
 
 class SharedCall(NamedTuple):
-    """What all parts of a call of attention have in common. dropout: its probability."""
+    """Arguments shared by all blocks of an attention call. dropout: probability."""
 
     heads: Heads
-    sight: Sight
+    mask: AttentionMask
     dropout: float
     key: DropoutKey
 
 
 class Part(NamedTuple):
-    """Queries and keys that are computed together. rows: of this rank that are the queries."""
+    """A block of queries and keys. rows: rows of the queries on this rank."""
 
     rows: slice
     queries: range
     keys: range
 
 
-def parts(sight: Sight, queries: list[range], keys: range) -> Iterator[Part]:
-    """The parts of a rank's queries, whose rows follow one another, that see some of the keys."""
+def parts(mask: AttentionMask, queries: list[range], keys: range) -> Iterator[Part]:
+    """Yield the blocks with visible pairs of a rank's segments of queries and the keys."""
     row = 0
     for run in queries:
-        if seen := sight.seen(run, keys):
+        if seen := mask.visible(run, keys):
             first = row + seen[0].start - run.start
             yield Part(slice(first, first + len(seen[0])), *seen)
         row += len(run)
 
 
-def needed(sight: Sight, queries: list[range], keys: range) -> range:
-    """The keys that a rank with these queries needs."""
-    return span(part.keys for part in parts(sight, queries, keys))
+def needed(mask: AttentionMask, queries: list[range], keys: range) -> range:
+    """Return the keys that a rank with these queries needs."""
+    return span(part.keys for part in parts(mask, queries, keys))
 
 
 class Result:
-    """What attention to some keys has made of r queries of b samples: total (r, b, n, d) in FP32, lse (b, n, r)."""
+    """Attention of r queries to the keys so far: total (r, b, n, d) in FP32, log of the softmax sums lse (b, n, r)."""
 
     def __init__(self, r: int, b: int, heads: Heads) -> None:
         self.total = torch.zeros(r, b, heads.heads, heads.head_size)
         self.lse = torch.full((b, heads.heads, r), -torch.inf)
 
     def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Add that of `rows` to other keys: out (q, b, n d), lse (b, n, q)."""
+        """Merge the attention of `rows` to further keys: out (q, b, n d), lse (b, n, q)."""
         before, total = self.lse[..., rows], self.total[rows]
         after = torch.logaddexp(before, lse)
         base = after.masked_fill(after == -torch.inf, 0.0)  # of queries that have seen nothing
@@ -112,30 +112,30 @@ class Result:
 
 
 class _Gradients:
-    """The gradients of this rank's queries, dqkv (r, b, g (n/g + 2) d), to which each part adds its own."""
+    """Query gradients of this rank, accumulated over blocks in dqkv (r, b, g (n/g + 2) d)."""
 
     def __init__(
-        self, backend: Any, call: SharedCall, qkv: Tensor, out: Tensor, lse: Tensor, dout: Tensor
+        self, ops: Any, call: SharedCall, qkv: Tensor, out: Tensor, lse: Tensor, dout: Tensor
     ) -> None:
-        self._backend, self._call, self._tensors = backend, call, (qkv, out, dout)
+        self._ops, self._call, self._tensors = ops, call, (qkv, out, dout)
         self._lse, self.dqkv = lse, torch.zeros(qkv.shape)
 
     def add(self, part: Part, kv: Tensor, dkv: Tensor) -> None:
-        """kv and dkv (k, b, 2 g d) are those of the part's keys."""
+        """Add a block's gradients. kv and dkv (k, b, 2 g d): keys and values of the block."""
         qkv, out, dout = (tensor[part.rows] for tensor in self._tensors)
         lse = self._lse[..., part.rows].contiguous()
-        self._backend.part_gradients(
+        self._ops.add_block_gradients(
             self._call, part, qkv, kv, out, lse, dout, self.dqkv[part.rows], dkv
         )
 
 
 def keys_of(qkv: Tensor, heads: Heads) -> Tensor:
-    """The view of keys and values (r, b, g, 2, d) of qkv (r, b, g (n/g + 2) d)."""
+    """Return a view of the keys and values (r, b, g, 2, d) in qkv (r, b, g (n/g + 2) d)."""
     return qkv.view(*qkv.shape[:2], heads.groups, -1, heads.head_size)[:, :, :, -2:]
 
 
 def _places(part: Part, first: int) -> slice:
-    """Where the part's keys are in a tensor that begins with the key `first`."""
+    """Return the index of the block's keys in a tensor that begins with key `first`."""
     return slice(part.keys.start - first, part.keys.stop - first)
 
 
@@ -143,28 +143,30 @@ class _Gathered:
     """allgather: kv (r, b, 2 g d) of every rank at once."""
 
     def __init__(self, cp: Comm, call: SharedCall, kv: Tensor) -> None:
-        self._cp, self._keys, self._own = cp, range(call.sight.length), kv
+        self._cp, self._keys, self._own = cp, range(call.mask.length), kv
         whole = cp.all_gather(kv.new_empty(cp.size, *kv.shape), kv)
-        self._whole = in_order(whole.flatten(0, 1), cp.size)
+        self._whole = to_sequence_order(whole.flatten(0, 1), cp.size)
         self._parts = list(
-            parts(call.sight, rank_segments(cp.rank, cp.size, call.sight.length), self._keys)
+            parts(call.mask, rank_segments(cp.rank, cp.size, call.mask.length), self._keys)
         )
 
     def __iter__(self) -> Iterator[tuple[Part, Tensor]]:
-        """Each part and its keys and values (k, b, 2 g d)."""
+        """Yield each block, and its keys and values (k, b, 2 g d)."""
         for part in self._parts:
             yield part, self._whole[_places(part, 0)]
 
     def gradients(self, made: _Gradients) -> Tensor:
-        """The gradient of kv (r, b, 2 g d) in FP32."""
+        """Return the gradient of kv (r, b, 2 g d) in FP32."""
         dkv = torch.zeros(self._whole.shape)
         for part, kv in self:
             made.add(part, kv, dkv[_places(part, 0)])
-        return self._cp.reduce_scatter(torch.empty(self._own.shape), of_ranks(dkv, self._cp.size))
+        return self._cp.reduce_scatter(
+            torch.empty(self._own.shape), to_rank_order(dkv, self._cp.size)
+        )
 
 
-class _Coming(NamedTuple):
-    """Keys of a part of a rank, with keys and values (k, b, 2 g d) that are there when the handle says so."""
+class _InFlight(NamedTuple):
+    """Keys in flight, with their keys and values (k, b, 2 g d), valid after `handle.wait()`."""
 
     keys: range
     kv: Tensor
@@ -176,24 +178,24 @@ class _Passed:
 
     def __init__(self, cp: Comm, call: SharedCall, kv: Tensor) -> None:
         self._cp, self._call, self._own, self._sent = cp, call, kv, list[Handle]()
-        self._runs = [rank_segments(rank, cp.size, call.sight.length) for rank in range(cp.size)]
+        self._runs = [rank_segments(rank, cp.size, call.mask.length) for rank in range(cp.size)]
 
     def _needed(self, rank: int, source: int) -> list[range]:
-        """The keys of each part of rank `source` that `rank` needs."""
-        return [needed(self._call.sight, self._runs[rank], run) for run in self._runs[source]]
+        """Return the keys of each segment of rank `source` that `rank` needs."""
+        return [needed(self._call.mask, self._runs[rank], run) for run in self._runs[source]]
 
     def _rows(self, part: int, keys: range) -> slice:
-        """Where keys of one of this rank's parts are among its rows."""
+        """Return the rows of keys in one of this rank's segments."""
         run = self._runs[self._cp.rank][part]
         first = part * len(run) + keys.start - run.start
         return slice(first, first + len(keys))
 
-    def _step(self, step: int) -> list[_Coming]:
-        """Begin to send and to receive what step `step` needs."""
+    def _step(self, step: int) -> list[_InFlight]:
+        """Start the sends and receives of a step."""
         cp, size = self._cp, self._cp.size
         if step == 0:
             return [
-                _Coming(run, self._own[self._rows(part, run)], DONE)
+                _InFlight(run, self._own[self._rows(part, run)], DONE)
                 for part, run in enumerate(self._runs[cp.rank])
             ]
         source, target = (cp.rank - step) % size, (cp.rank + step) % size
@@ -201,15 +203,15 @@ class _Passed:
         for part, keys in enumerate(self._needed(cp.rank, source)):
             tensor = self._own.new_empty(len(keys), *self._own.shape[1:])
             coming.append(
-                _Coming(keys, tensor, cp.irecv(tensor, source, KEYS + part) if keys else DONE)
+                _InFlight(keys, tensor, cp.irecv(tensor, source, KEYS + part) if keys else DONE)
             )
         for part, each in enumerate(self._needed(target, cp.rank)):
             if each:
                 self._sent.append(cp.isend(self._own[self._rows(part, each)], target, KEYS + part))
         return coming
 
-    def _steps(self) -> Iterator[tuple[int, list[_Coming]]]:
-        """Each step with what comes in it; that of the next one is on its way meanwhile."""
+    def _steps(self) -> Iterator[tuple[int, list[_InFlight]]]:
+        """Yield each step and its keys, after starting the exchange of the next step."""
         after = self._step(0)
         for step in range(self._cp.size):
             coming = after
@@ -218,7 +220,7 @@ class _Passed:
             yield step, coming
 
     def _parts(self, keys: range) -> Iterator[Part]:
-        return parts(self._call.sight, self._runs[self._cp.rank], keys) if keys else iter(())
+        return parts(self._call.mask, self._runs[self._cp.rank], keys) if keys else iter(())
 
     def _all_sent(self) -> None:
         for handle in self._sent:
@@ -226,7 +228,7 @@ class _Passed:
         self._sent.clear()
 
     def __iter__(self) -> Iterator[tuple[Part, Tensor]]:
-        """Each part and its keys and values (k, b, 2 g d), in the order in which they come."""
+        """Yield each block, and its keys and values (k, b, 2 g d), in the order of arrival."""
         for _, coming in self._steps():
             for keys, kv, handle in coming:
                 handle.wait()
@@ -277,19 +279,17 @@ class _Passed:
 
 class _SharedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, backend: Any, qkv: Tensor, call: SharedCall, cp: Comm, way: str
-    ) -> Tensor:
+    def forward(ctx: Any, ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, way: str) -> Tensor:
         qkv = qkv.contiguous()
-        ctx.backend, ctx.call, ctx.cp, ctx.kind = (
-            backend,
+        ctx.ops, ctx.call, ctx.cp, ctx.kind = (
+            ops,
             call,
             cp,
             _Gathered if way == ALLGATHER else _Passed,
         )
         result = Result(len(qkv), qkv.shape[1], call.heads)
         for part, kv in ctx.kind(cp, call, keys_of(qkv, call.heads).flatten(2).contiguous()):
-            result.merge(part.rows, *backend.part(call, part, qkv[part.rows], kv))
+            result.merge(part.rows, *ops.attend_block(call, part, qkv[part.rows], kv))
         out = result.total.flatten(2).to(qkv.dtype)
         ctx.save_for_backward(qkv, out, result.lse)
         return out
@@ -298,7 +298,7 @@ class _SharedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         (qkv, out, lse), heads = ctx.saved_tensors, ctx.call.heads
-        made = _Gradients(ctx.backend, ctx.call, qkv, out, lse, dout.contiguous())
+        made = _Gradients(ctx.ops, ctx.call, qkv, out, lse, dout.contiguous())
         dkv = ctx.kind(ctx.cp, ctx.call, keys_of(qkv, heads).flatten(2).contiguous()).gradients(
             made
         )
@@ -306,6 +306,6 @@ class _SharedAttention(torch.autograd.Function):
         return None, made.dqkv.to(qkv.dtype), None, None, None
 
 
-def shared_attention(backend: Any, qkv: Tensor, call: SharedCall, cp: Comm, way: str) -> Tensor:
-    """qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d). way: "p2p" or "allgather"."""
-    return _SharedAttention.apply(backend, qkv, call, cp, way)
+def shared_attention(ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, way: str) -> Tensor:
+    """Return causal attention of this rank's rows. qkv (r, b, g (n/g + 2) d) -> (r, b, n d). way: "p2p" or "allgather"."""
+    return _SharedAttention.apply(ops, qkv, call, cp, way)

@@ -22,11 +22,7 @@ from .machine import GB, Machine
 from .software import Parameters, Software
 from .work import Exchange, ExpertExchange, Matmul, Work
 
-LARGE_REDUCTIONS = (
-    "dp",
-    "edp",
-    "embedding",
-)  # communicators whose all-reduces are large: gradients, once per iteration
+LARGE_REDUCTIONS = ("dp", "edp", "embedding")  # communicators with gradient all-reduces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,22 +119,17 @@ class Network:
         """Return (members, members on a node): ranks are ordered tensor-parallel first, then stages, then data-parallel."""
         layout = self.layout
         ranks = self.ranks_per_node
-        if (
-            group == "ep" and layout.etp == 1
-        ):  # tensor-parallel ranks first, and those of other replicas then
+        if group == "ep" and layout.etp == 1:  # tensor-parallel ranks, then other replicas
             near = min(layout.tp, layout.ep)
-            return layout.ep, near * max(
-                1, ranks // (layout.tp * layout.pp)
-            ) if ranks >= near else max(1, ranks)
+            if ranks < near:
+                return layout.ep, max(1, ranks)
+            return layout.ep, near * max(1, ranks // (layout.tp * layout.pp))
         etp = layout.etp or layout.tp
         sharing = layout.tp * layout.cp
-        if group == "dp":  # those that share a sequence first, and other replicas then
-            near = (
-                layout.cp * max(1, ranks // (sharing * layout.pp))
-                if ranks >= sharing
-                else max(1, ranks // layout.tp)
-            )
-            return layout.replicas, near
+        if group == "dp":  # ranks that share a sequence, then other replicas
+            if ranks < sharing:
+                return layout.replicas, max(1, ranks // layout.tp)
+            return layout.replicas, layout.cp * max(1, ranks // (sharing * layout.pp))
         below = {
             "tp": 1,
             "etp": 1,
@@ -250,8 +241,7 @@ def _before_forward(buckets: Sequence[tuple[int, float]], forward: float) -> flo
     return max(0.0, clock - forward)
 
 
-# glibc: larger blocks come from mmap and go back at once. Blocks of up to this size come from the heap, which keeps them, once one
-# of their size has been freed: the threshold grows with what is freed, as far as this limit (DEFAULT_MMAP_THRESHOLD_MAX).
+# glibc maps larger blocks anew each time (DEFAULT_MMAP_THRESHOLD_MAX); freed smaller ones stay in the heap.
 MMAP_BYTES = 32 << 20
 
 
@@ -389,11 +379,9 @@ class Rank:
         Software that does not place pages has a tensor on one unit even if a rank spans several: STREAM then falls from 804 to 93 GB/s
         on an A64FX, by more than its four units. Ranks of one unit each use all of them.
         """
-        return (
-            max(self.ranks_per_node, self.machine.units)
-            if self.software.counts["pages_on_one_unit"]
-            else self.ranks_per_node
-        )
+        if self.software.counts["pages_on_one_unit"]:
+            return max(self.ranks_per_node, self.machine.units)
+        return self.ranks_per_node
 
     def calls(self, count: float) -> float:
         """Return the seconds of `count` operator calls: dispatch and team start."""
@@ -437,12 +425,9 @@ class Rank:
             if p.backward
             else ("attention_forward", 1.0)
         )
-        length = sorted((p.m, p.n, p.k))[
-            1
-        ]  # two of the sides are the sequence length, the third one the head size
-        share = getattr(self.parameters, name) / (
-            1 + getattr(self.parameters, f"{name}_half") / length
-        )
+        length = sorted((p.m, p.n, p.k))[1]  # two sides are the sequence length, one the head size
+        half = getattr(self.parameters, f"{name}_half")
+        share = getattr(self.parameters, name) / (1 + half / length)
         of_a_probability = again * 4 * (p.m * p.n * p.k // length**2)
         dropped = self.parameters.dropout_flops / of_a_probability if p.dropout else 0.0
         if self.software.counts["causal"]:
@@ -451,9 +436,7 @@ class Rank:
 
     def _cpu(self, p: Matmul) -> float:
         curve = self.machine.gemm_curve(self.machine.threads // self.ranks_per_node)
-        if self.software.measured_on(
-            self.machine
-        ):  # elements moved per multiplication: 3 / n for a square matmul
+        if self.software.measured_on(self.machine):  # by elements moved per multiplication
             n = 3 / (1 / p.m + 1 / p.n + 1 / p.k)
         else:
             n = (p.m * p.n * p.k) ** (1 / 3)

@@ -84,9 +84,11 @@ class Machine:
     ranks_per_node: int  # the customary number
     nominal_ghz: float
     ghz: float
-    clocks_ghz: tuple[float, ...]  # those that a job can select
+    clocks_ghz: tuple[float, ...]  # that a job can select
     clock_gain_limit: float  # a higher clock gains at most this factor
-    eco_fraction: float  # share of peak that remains in eco mode (one of two pipes); 1 where there is no such mode
+    eco_fraction: (
+        float  # share of peak that remains in eco mode (one of two pipes); 1 without such a mode
+    )
     peak_tflops: dict[str, float]  # precision (fp32, bf16, fp16) -> peak at the nominal clock
     memory_gib: float  # usable by the job
     stream_gbs: float  # STREAM triad
@@ -97,8 +99,10 @@ class Machine:
     intra_gbs: float  # between two ranks of a node, one direction
     intra_alpha_us: float  # latency inside a node
     gemm_curves: tuple[GemmCurve, ...]
-    host_factor: float  # factor on all times from a known fault of the machine's set-up; 1 where none is known
-    sources: dict[str, str]  # constant -> where its value comes from
+    host_factor: (
+        float  # factor on all times from a known fault of the machine's set-up; 1 if none is known
+    )
+    sources: dict[str, str]  # constant -> source
     native: dict[str, float] = field(
         default_factory=dict
     )  # fields of parameters.Parameters that calibrate measured here
@@ -204,7 +208,7 @@ def names() -> list[str]:
 
 def _constants(path: Path) -> dict[str, Any]:
     data = json.loads(read_text(path, ""), object_pairs_hook=unique_keys)
-    if "sections" in data:  # a report holds the description among its other measurements
+    if "sections" in data:  # a report contains the description
         check("machine" in data, "this report ended before it had measured the machine")
         data = data["machine"]
     if "base" in data:

@@ -35,8 +35,8 @@ LARGE_SHARE = 0.25  # of an iteration, from which tensor parallelism between nod
 BAND = 1.645  # standard deviations on each side that hold nine of ten runs of a normal distribution
 
 
-# Standard deviation of the logarithm of a tensor-parallel collective's time where no fitted row has one like it: MPI's published
-# rate from 1 to 4 MiB, 5.2 GB/s of a link of the ring (machines/a64fx.json), is two of them from the fitted 1.2.
+# Standard deviation of the logarithm of a tensor-parallel collective's time without a similar fitted row: MPI's published 5.2 GB/s
+# per ring link from 1 to 4 MiB (machines/a64fx.json) is two deviations from the fitted 1.2.
 UNSEEN = 0.72
 
 
@@ -111,7 +111,7 @@ class Step:
     pipeline: float  # all micro-batches, the schedule's critical path
     pipeline_least: float  # all stages always busy, or one micro-batch down and up all stages, whichever is more
     pipeline_warmup: float  # additional time of the first micro-batch through the stages
-    data_parallel: float  # gradient reduction, tied embedding, ZeRO's all-gather: what computation does not hide of them
+    data_parallel: float  # exposed gradient reduction, tied embedding and ZeRO's all-gather
     optimizer: float
     other: float  # per iteration, independent of the work
     bubble_fraction: float  # share of `pipeline` in which a stage waits, mean over the stages

@@ -143,19 +143,17 @@ def _elementwise(software: Software, phase: str, sizes: dict[str, int]) -> Work:
     )
 
 
-def _turning(run: RunConfig, sizes: Mapping[str, int]) -> Work:
+def _rotary(run: RunConfig, sizes: Mapping[str, int]) -> Work:
     """Return the rotary work on queries and keys or their gradients: qkv read and written once.
 
     --residual-multiplier also reads and writes the two results of a layer.
     """
-    turned = (
-        Work(moved=2.0 * sizes["qkv"], calls=1, allocations=((sizes["qkv"], 1),))
-        if run.model.uses_rotary
-        else Work()
-    )
-    if run.model.residual_multiplier == 1.0:
-        return turned
-    return turned + Work(moved=4.0 * sizes["hidden"], calls=2, allocations=((sizes["hidden"], 2),))
+    work = Work()
+    if run.model.uses_rotary:
+        work = Work(moved=2.0 * sizes["qkv"], calls=1, allocations=((sizes["qkv"], 1),))
+    if run.model.residual_multiplier != 1.0:
+        work += Work(moved=4.0 * sizes["hidden"], calls=2, allocations=((sizes["hidden"], 2),))
+    return work
 
 
 def _once(collectives: tuple[Collective, ...]) -> tuple[tuple[Collective, int], ...]:
@@ -259,9 +257,8 @@ def _layer(
             if _between_experts(c)
         )
 
-    def matmuls(
-        *names: str,
-    ) -> tuple[Matmul, ...]:  # gradients of weights hide nothing where they are put off
+    def matmuls(*names: str) -> tuple[Matmul, ...]:
+        # deferred weight gradients overlap nothing
         hiding = 1 if run.parallel.schedule in SPLITS_BACKWARD else None
         return tuple(
             matmul for each, work in named if each in names for matmul in work.matmuls[:hiding]
@@ -319,7 +316,7 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
                 work[name] = sum(
                     (
                         _layer(run, tp, software, records, partial(record_work, chunks=chunks)),
-                        _turning(run, sizes),
+                        _rotary(run, sizes),
                     ),
                     elementwise,
                 )
@@ -336,7 +333,7 @@ def recomputed_layers(run: RunConfig, tp: int, groups: list[range], software: So
         return repeat(whole, sum(map(len, groups)))
     records = accounting.recomputed_records(run, tp, last=True)
     sizes = _elementwise_tensors(run, tp, software)
-    pieces = (_layer(run, tp, software, records, partial(_forward, chunks=1)), _turning(run, sizes))
+    pieces = (_layer(run, tp, software, records, partial(_forward, chunks=1)), _rotary(run, sizes))
     last = sum(pieces, _elementwise(software, "layer_forward", sizes))
     return repeat(whole, sum(map(len, groups)) - len(groups)) + repeat(last, len(groups))
 

@@ -90,7 +90,7 @@ def _layout_text(plan: Plan) -> str:
         f"world size {plan.layout.world_size}: {plan.layout.words}; {precision}, "
         f"ZeRO stage {run.parallel.zero_stage}, recompute {recompute_name(run)}"
     )
-    if accounting.sequence_parts(run, plan.layout.tp) > 1:
+    if accounting.sequence_shards(run, plan.layout.tp) > 1:
         text += ", sequence parallel"
     overlaps = []
     if run.parallel.overlap_grad_reduce:

@@ -15,7 +15,7 @@ from ..config import batches
 from ..config.fields import check, flag
 from ..config.layout import Layout
 from ..config.param_schedule import ParamSchedule
-from ..config.run_config import GROUPS, OWN_OF_A_RANK, RunConfig
+from ..config.run_config import GROUPS, RANK_FIELDS, RunConfig
 from ..config.training import RECOMPUTE
 from ..data.build import listed_data, parse_data_path
 from ..data.chat_dataset import check_mask_file
@@ -38,7 +38,7 @@ def check_same_run(run: RunConfig, world: Comm) -> list[str]:
         for name, value in vars(getattr(run, group)).items()
         if name[0] != "_"
     }
-    own = {flag(name) for name in OWN_OF_A_RANK}
+    own = {flag(name) for name in RANK_FIELDS}
     text = differing(world, {name: value for name, value in values.items() if name not in own})
     recompute = {flag(name): values[flag(name)] for name in RECOMPUTE}
     among = differing(world, recompute)

@@ -34,7 +34,7 @@ def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernel
     """Build the run's operations on these backends. library: the C++ kernels, or a profiler around them."""
     return Ops.build(
         backends,
-        fp16_chunk=run.system.fp16_accumulation_chunk or 0,
+        fp16_sum_length=run.system.fp16_accumulation_chunk or 0,
         bf16x3=run.system.splits_fp32,
         keep_packed_weights=run.system.cache_packed_weights,
         kernels=library,
@@ -153,7 +153,7 @@ def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Calla
     h = model.hidden_size
     b = min(run.batch.micro_batch_size, LAYER_TOKENS // s)
     x = torch.randn(s, b, h).to(dtype).requires_grad_()
-    residual = x.detach()[: s // accounting.sequence_parts(run, tp)].requires_grad_()
+    residual = x.detach()[: s // accounting.sequence_shards(run, tp)].requires_grad_()
     qkv = torch.randn(s, b, model.qkv_width // tp).to(dtype).requires_grad_()
     rows = min(accounting.padded_vocab_size(model, tp) // tp, 2048)
     table = _weight(rows, h, dtype=dtype)
@@ -185,8 +185,6 @@ def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
     fc1 = _weight(*gates, f, h, dtype=x.dtype)
     bias = _weight(*gates, f, dtype=x.dtype)
     fc2 = _weight(h, f, dtype=x.dtype)
-    if model.gated:
-        return lambda ops: ops.gated_mlp(x, fc1, bias, fc2, activation=model.activation).sum()
     return lambda ops: ops.mlp(x, fc1, bias, fc2, activation=model.activation).sum()
 
 

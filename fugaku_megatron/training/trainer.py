@@ -43,7 +43,7 @@ from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..config.sample_rules import Skips
 from ..costs import run_schedule
-from ..costs.accounting import pipeline_split, sequence_parts, zero_shards
+from ..costs.accounting import pipeline_split, sequence_shards, zero_shards
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset
 from ..data.marks import TokenCounts
 from ..data.sampler import ReaderGroup
@@ -200,7 +200,7 @@ class Trainer:
         """The losses of this rank's micro-batches, whose mean over all ranks is the mean over the labels of the global batch that
         count. source, work: of the iteration, which has begun."""
         run, model, parts = self.run, self.run.model, lists.microbatches * self.layout.replicas
-        sequence = model.seq_length // (sequence_parts(run, self.layout.tp) * self.layout.cp)
+        sequence = model.seq_length // (sequence_shards(run, self.layout.tp) * self.layout.cp)
         shape = StepShape(
             activation=(sequence, run.batch.micro_batch_size, model.hidden_size),
             dtype=PARAMETER_DTYPES[run.precision.name],

@@ -12,10 +12,17 @@ import torch
 
 from fugaku_megatron.costs.activations import rank_segments
 from fugaku_megatron.host import kernels
-from fugaku_megatron.nn.dropout import DropoutKey
+from fugaku_megatron.nn.dropout_key import DropoutKey
 from fugaku_megatron.nn.heads import Heads
-from fugaku_megatron.nn.shared_attention import Part, Result, SharedCall, Sight, keys_of, parts
-from fugaku_megatron.nn.torch_ops import TorchOps
+from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.nn.shared_attention import (
+    AttentionMask,
+    Part,
+    Result,
+    SharedCall,
+    keys_of,
+    parts,
+)
 from tests.kernels.test_attention import (
     DROPOUT,
     GROUPED,
@@ -42,16 +49,16 @@ def in_parts(qkv, dout, heads, runs, window=None, starts=None, every=False, **dr
     """(out, lse, dqkv) from parts of all pairs of runs of queries and keys. every: of all pairs, also of those that see nothing."""
     s, b, width = qkv.shape
     lies = Heads(heads, (width * heads // dout.shape[2] - heads) // 2, dout.shape[2] // heads)
-    kv, sight, options = (
+    kv, mask, options = (
         keys_of(qkv, lies).flatten(2).contiguous(),
-        Sight(s, window, starts),
+        AttentionMask(s, window, starts),
         {"window": window, "starts": starts},
     )
     chosen = [
         Part(slice(q.start, q.stop), q, k) if every else part
         for q in runs
         for k in runs
-        for part in ([None] if every else parts(sight, [q], k))
+        for part in ([None] if every else parts(mask, [q], k))
     ]
     chosen = (
         chosen
@@ -191,20 +198,22 @@ def test_torch_makes_the_same_of_a_part(target, dtype):
     key = DropoutKey(
         DROPOUT["seed"], DROPOUT["stream"], DROPOUT["first_sample"], 0, DROPOUT["first_head"] * s
     )
-    call = SharedCall(lies, Sight(s, 50, document_starts(s, 2, 4)), DROPOUT["p"], key)
-    part, backend = Part(slice(60, 100), range(60, 100), range(20, 80)), TorchOps(kernels)
+    call = SharedCall(lies, AttentionMask(s, 50, document_starts(s, 2, 4)), DROPOUT["p"], key)
+    part, backend = Part(slice(60, 100), range(60, 100), range(20, 80)), Ops.build("torch")
     kv = keys_of(qkv, lies).flatten(2).contiguous()[20:80]
-    arguments = (s, 60, 20, *DROPOUT.values(), 50, call.sight.starts)
+    arguments = (s, 60, 20, *DROPOUT.values(), 50, call.mask.starts)
     out, lse = torch.empty_like(dout[60:100]), torch.empty(2, 4, 40)
     kernels.attention_part_forward(qkv[60:100], kv, out, lse, *arguments)
-    for got, want in zip((out, lse), backend.part(call, part, qkv[60:100], kv), strict=True):
+    for got, want in zip(
+        (out, lse), backend.attend_block(call, part, qkv[60:100], kv), strict=True
+    ):
         torch.testing.assert_close(got, want, rtol=0, atol=2 * TOLERANCE[dtype])
     lse = lse.masked_fill(lse == -math.inf, 1.0)
     gradients = [(torch.ones(40, 2, qkv.shape[2]), torch.ones(kv.shape)) for _ in range(2)]
     kernels.attention_part_backward(
         qkv[60:100], kv, out, lse, dout[60:100], *gradients[0], *arguments
     )
-    backend.part_gradients(call, part, qkv[60:100], kv, out, lse, dout[60:100], *gradients[1])
+    backend.add_block_gradients(call, part, qkv[60:100], kv, out, lse, dout[60:100], *gradients[1])
     for got, want in zip(*gradients, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=4 * TOLERANCE[dtype])
 

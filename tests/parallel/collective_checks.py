@@ -1,11 +1,9 @@
-"""Every verb of a communicator against plain torch, as functions of the communicator alone.
+"""Every verb of a communicator against plain torch.
 
-tests/parallel/test_thread_ranks.py runs them on threads; under MPI this file is the program that each rank runs:
+tests/parallel/test_thread_ranks.py runs the checks on threads; under MPI this file is each rank's program:
     mpiexec -n 4 python tests/parallel/collective_checks.py [verbs] [orders] [node] [levels] [large]
-verbs: all checks; orders: random orders, and every call into MPI counted; node: in shared memory; levels: on several nodes that are
-made up; large: messages above 2^31 bytes and 2^31 elements, 12 GB
-
-p: ranks. Values are small integers, so that every dtype holds every sum exactly; rounding has its own check.
+verbs: all checks; orders: random orders, counting every MPI call; node: shared memory; levels: simulated nodes; large: messages above
+2^31 bytes and 2^31 elements, 12 GB. p: ranks. Values are small integers, exact in every dtype; rounding has its own check.
 """
 
 import os
@@ -25,7 +23,7 @@ LENGTHS = (0, 1, 5, 64, 1003)
 
 
 def values(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `rank` contributes, (n,); any rank can compute it."""
+    """Return `rank`'s values (n,), which any rank can compute."""
     generator = torch.Generator().manual_seed(1000 * rank + n)
     high = 2 if dtype == torch.bool else 20
     return torch.randint(0, high, (n,), generator=generator).to(dtype)
@@ -65,7 +63,7 @@ def all_reduce_shapes(comm):
 
 
 def half_parts(comm):
-    """Random parts of every rank: few, which are gathered in one call, and many, in shares."""
+    """Return random values of every rank: few, gathered in one call, and many, exchanged in shares."""
     for dtype in HALF:
         for n in (7, 100003):
             yield [
@@ -81,7 +79,7 @@ def half_sums_round_once(comm):
 
 
 def half_sums_round_at_each_level(comm):
-    """comm: a TwoLevelComm."""
+    """Check rounding. comm: a TwoLevelComm"""
     ranks = comm.levels.ranks  # (places, nodes)
     for everyone in half_parts(comm):
         sums = [
@@ -94,7 +92,7 @@ def half_sums_round_at_each_level(comm):
 
 
 def all_gather(comm):
-    """Into another tensor, and in place."""
+    """Check into another tensor, and in place."""
     for dtype in COMM_DTYPES:
         for n in LENGTHS:
             output = torch.zeros(comm.size, n, dtype=dtype)
@@ -107,7 +105,7 @@ def all_gather(comm):
 
 
 def reduce_scatter(comm):
-    """Into another tensor, which leaves the first as it was, and in place."""
+    """Check into another tensor, which leaves the input unchanged, and in place."""
     for dtype in COMM_DTYPES:
         for n in LENGTHS:
             everyone = stacked(comm.size, comm.size * n, dtype)
@@ -126,12 +124,12 @@ def reduce_scatter(comm):
 
 
 def rows_between(sender: int, receiver: int, width: int) -> int:
-    """How many rows of `width` elements one rank sends another in `all_to_all`: none, few, or more than a chunk holds."""
+    """Return the number of rows that one rank sends another in `all_to_all`: none, few, or more than a chunk."""
     return (3 * sender + 5 * receiver) % 4 * (150 if width == 1003 and receiver == 1 else 1)
 
 
 def all_to_all(comm):
-    """Rows of every dtype, some ranks sending none to some, and a rank that gets almost all; and the way back."""
+    """Check rows of every dtype in both directions, with empty messages and one rank that receives almost all."""
     p, rank = comm.size, comm.rank
     for dtype in COMM_DTYPES:
         for width in LENGTHS[1:]:
@@ -195,7 +193,7 @@ def messages_match_by_tag_and_order(comm):
 
 
 def nonblocking_collectives(comm):
-    """Several under way at once, waited for in another order than that of their start; blocking ones pass in between."""
+    """Check several collectives in progress, waited for in another order, with blocking collectives in between."""
     for dtype in COMM_DTYPES:
         everyone = stacked(comm.size, comm.size * 6, dtype)
         shown = everyone[comm.rank]
@@ -216,7 +214,7 @@ def nonblocking_collectives(comm):
 
 
 def one_order(random, comms):
-    """Nonblocking sums on comms[0] among blocking ones on the others, in an order of this rank's own; waits in any order."""
+    """Check nonblocking sums on comms[0] among blocking ones on the others, in this rank's own order; wait in any order."""
     programs = [[(comm, n) for n in range(3)] for comm in comms]
     under_way = []
     while any(programs):
@@ -294,7 +292,7 @@ LIMITS = {"default": {}, "pieces": {"MAX_COUNT": 100, "STAGE": 200, "SMALL": 2}}
 
 
 def filled(n: int, value: int, dtype: torch.dtype) -> torch.Tensor:
-    """`value` everywhere but at the ends, where a count that wrapped around would leave its trace."""
+    """Return `value` everywhere except at the ends, where a count that wraps around would show."""
     tensor = torch.full((n,), value, dtype=dtype)
     tensor[0] = tensor[-1] = 3 * value
     return tensor
@@ -315,7 +313,7 @@ def large_all_reduce(comm, n, dtype):
 
 
 def large_shards(comm, n, dtype):
-    """n elements per rank: gathered into p * n, and those reduced to n again."""
+    """Gather n elements per rank into p * n, and reduce them to n again."""
     output = torch.empty(comm.size, n, dtype=dtype)
     comm.all_gather(output, filled(n, comm.rank + 1, dtype))
     for rank in range(comm.size):
@@ -353,7 +351,7 @@ def run_large(world):
 
 
 class Counted:
-    """A part of mpi4py that notes which threads call it, and how many at once."""
+    """A part of mpi4py that records the threads that call it, and the number of calls at the same time."""
 
     threads, inside, largest, lock = set(), 0, 0, threading.Lock()
 
@@ -391,7 +389,7 @@ def run_orders(world, count=250):
 
 
 def chunks_of_shared_memory(comm):
-    """Tensors of several chunks, with odd ends, blocking and not."""
+    """Check tensors of several chunks with odd ends, blocking and not."""
     for dtype in (torch.float32, *HALF):
         n = 3 * node.HALF_BYTES // 4 // comm.size * comm.size + comm.size * 5
         everyone = stacked(comm.size, n, dtype)
@@ -416,7 +414,7 @@ def chunks_of_shared_memory(comm):
 
 
 def run_node(world):
-    """The checks on shared memory, which starts no thread."""
+    """Check shared memory, which starts no thread."""
     torch.empty(2**20).zero_()  # this thread's own OpenMP threads
     world.engine.call(
         lambda: runtime.apply_to_communication(runtime.Placement(1, ()), placement.Node.read())

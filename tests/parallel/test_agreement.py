@@ -1,4 +1,4 @@
-"""What ranks find out together: errors that all raise or none, objects of rank 0, which ranks share a node, who watches whom."""
+"""Collective errors, objects of rank 0, ranks of a node, and the watchdog's order."""
 
 import errno
 

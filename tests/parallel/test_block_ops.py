@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 from fugaku_megatron.host import kernels
+from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import BACKENDS, DropoutKey, Ops, recompute
+from fugaku_megatron.nn.ops.rotary import HeadNorms, Rotary
 from tests.parallel.test_ops import (
     DTYPES,
     B,
@@ -30,7 +32,7 @@ def wide_gated_mlp(ops, dtype, put_off=False):
     w1, b1, w2 = (
         parameter(random(*shape, dtype=dtype)) for shape in ((2, 1100, H), (2, 1100), (H, 1100))
     )
-    y = ops.gated_mlp(x, w1, b1, w2)
+    y = ops.mlp(x, w1, b1, w2, activation="swiglu")
     if put_off:
         with ops.weight_gradients.put_off() as waiting:
             y.backward(dy)
@@ -57,7 +59,7 @@ def test_a_gated_mlp_sums_in_fp16_on_request():
     """Eight terms at a time, in all of its matmuls; only the bias's gradient is another sum, of what they left."""
     with kernels.target("portable"):
         chunked, again, exact = (
-            wide_gated_mlp(Ops.build(fp16_chunk=chunk), torch.float16, put_off)
+            wide_gated_mlp(Ops.build(fp16_sum_length=chunk), torch.float16, put_off)
             for chunk, put_off in ((8, False), (8, True), (0, False))
         )
     for ours, same, other in zip(chunked, again, exact, strict=True):
@@ -120,9 +122,17 @@ def plain_rotary(
 def test_rotary(ops, name, heads, groups, size, interleaved, norm):
     dtype, tolerance = DTYPES[name]
     qkv = random(S, B, (heads + 2 * groups) * D, dtype=dtype)
-    turns = angles(size) if size else None
+    turns = None
+    if size:
+        cosines, sines = angles(size)
+        turns = (cosines[3:], sines[3:])
+
+    def rotary(x, *weights):
+        norms = HeadNorms(*weights, epsilon=1e-3) if norm else None
+        return ops.rotary(x, Rotary(turns, Heads(heads, groups, D), interleaved, norms))
+
     check(
-        lambda x, *w: ops.rotary(x, turns, heads, groups, D, interleaved, 3, *w, epsilon=1e-3),
+        rotary,
         lambda x, *w: plain_rotary(x, heads, groups, size, interleaved, 3, w),
         [qkv],
         [random(D, seed=i, dtype=dtype) for i in (1, 2)] if norm else [],
@@ -155,5 +165,5 @@ def test_packed_copies_of_a_gated_weight_are_kept():
         parameter(random(H, F_WIDTH)),
     )
     for _ in range(3):
-        ops.gated_mlp(x, w1, None, w2).sum().backward()
+        ops.mlp(x, w1, None, w2, activation="swiglu").sum().backward()
     assert len(ops.weight_cache._entries) == 4  # two weights, forward and backward

@@ -1,4 +1,4 @@
-"""Collectives in autograd and blocks of rows that travel next to matmuls, against the computation of one rank."""
+"""Autograd collectives and row blocks overlapped with matmuls, against one rank."""
 
 import pytest
 import torch

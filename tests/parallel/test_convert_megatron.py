@@ -1,7 +1,7 @@
-"""Checkpoints of Megatron-LM, written here in its layouts, become ours, and ours become its: the same tensors, and no code runs.
+"""Megatron-LM checkpoints, written here in its layouts, to ours and back: the same tensors, and no code runs.
 
-The layouts: megatron/training/checkpointing.py (files, arguments), megatron/core/transformer and megatron/legacy/model (names),
-megatron/core/dist_checkpointing (torch_dist).
+Sources of the layouts: megatron/training/checkpointing.py (files, arguments), megatron/core/transformer and megatron/legacy/model
+(names), megatron/core/dist_checkpointing (torch_dist).
 """
 
 import io
@@ -119,7 +119,7 @@ def share(tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
 
 
 def gpt2_layer(theirs: State, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The part of a tensor-parallel rank in a layer, under the names of Megatron-LM's first models. theirs: of Hugging Face."""
+    """Return a tensor-parallel rank's shard of a layer, with the names of Megatron-LM's first models. theirs: of Hugging Face."""
     for norm, name in (("ln_1", "input_layernorm"), ("ln_2", "post_attention_layernorm")):
         yield from (
             (f"{name}.{kind}", theirs[f"{norm}.{kind}"].clone()) for kind in ("weight", "bias")
@@ -142,7 +142,7 @@ def gpt2_layer(theirs: State, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def llama_layer(theirs: State, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same in Megatron-core's names, with norms that transformer engine fuses; each rank has one of two groups."""
+    """Return the shard with Megatron-core's names, norms fused by transformer engine; each rank has one of two groups."""
     q, k, v = (share(theirs[f"self_attn.{part}_proj.weight"], 0, rank) for part in "qkv")
     yield "self_attention.linear_qkv.weight", torch.cat([q, k, v])
     yield "self_attention.linear_qkv.layer_norm_weight", theirs["input_layernorm.weight"].clone()
@@ -164,7 +164,7 @@ def below(theirs: State, prefix: str) -> State:
 
 
 def gpt2_chunk(theirs: State, layers: range, rank: int) -> dict:
-    """A chunk of a rank, nested as Megatron-LM's first models are; the last one has a copy of the embedding."""
+    """Return a rank's model chunk, nested as in Megatron-LM's first models; the last has a copy of the embedding."""
     encoder = {
         f"layers.{local}.{name}": tensor
         for local, layer in enumerate(layers)
@@ -211,7 +211,7 @@ RNG = [{"np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_
 
 
 def write_legacy(directory: Path, kind: str, theirs: State, virtual: int = 1, **changes) -> Path:
-    """A checkpoint of iteration 7 at TP2 x PP2, with `virtual` chunks on each stage."""
+    """Write a checkpoint of iteration 7 at TP2 x PP2, with `virtual` model chunks per stage."""
     make, args = CHUNKS[kind]
     each = LAYERS // (PP * virtual)
     for stage in range(PP):
@@ -240,7 +240,7 @@ def write_legacy(directory: Path, kind: str, theirs: State, virtual: int = 1, **
 
 
 def there(source: Path, directory: Path, *more: object) -> State:
-    """The tensors of Hugging Face that a checkpoint of Megatron-LM becomes, by way of one of ours."""
+    """Return the Hugging Face tensors of a Megatron-LM checkpoint, converted by way of one of ours."""
     assert convert("--from-megatron", source, "--save", directory / "ours", *more) == 0
     assert convert("--load", directory / "ours", "--to-hf", directory / "hf") == 0
     return tensors(directory / "hf")
@@ -302,10 +302,10 @@ def append(file: Path, tensor: torch.Tensor) -> _StorageInfo:
 
 
 def pieces(theirs: State, kind: str) -> Iterator[tuple[str, torch.Tensor, int | None]]:
-    """(key, global tensor, the dimension that tensor-parallel ranks share) as Megatron-core's sharded state has them.
+    """Yield (key, global tensor, tensor-parallel dimension) as in Megatron-core's sharded state.
 
-    Layers are stacked; of a gated MLP all gates come first. Where they differ (kind "layers") each has keys of its own, and
-    where every rank's piece is one tensor (kind "apart") gate and value have.
+    Layers are stacked; a gated MLP has all gates first. Different layers (kind "layers") have separate keys, and if every rank's piece is
+    one tensor (kind "apart") so have gate and value.
     """
     for key, tensor, dim in stacked_pieces(theirs, kind == "apart"):
         if kind != "layers" or "decoder.layers." not in key:
@@ -354,7 +354,7 @@ def stacked_pieces(theirs: State, apart: bool) -> Iterator[tuple[str, torch.Tens
 
 
 def write_dist(directory: Path, theirs: State, kind: str = "stacked") -> Path:
-    """A checkpoint in the format torch_dist at TP2 x PP2: a file of each rank, pieces of a layer each."""
+    """Write a torch_dist checkpoint at TP2 x PP2: a file per rank, pieces of a layer each."""
     path = directory / "iter_0000007"
     path.mkdir(parents=True)
     tables: tuple[dict, dict] = {}, {}
@@ -554,7 +554,7 @@ LEGACY_DAMAGE = [
 
 
 def line_of(capsys, source: Path, directory: Path, *more: object) -> str:
-    """The one line with which a conversion is refused; nothing is left of it."""
+    """Return the one line of a refused conversion, which leaves nothing behind."""
     assert convert("--from-megatron", source, "--save", directory / "ours", *more) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert not list(directory.glob("*ours*")) and not Path("attacked").exists()

@@ -19,7 +19,6 @@ from fugaku_megatron.nn.experts import Order, Route, in_turn, kept
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.gradients import parts
 from fugaku_megatron.nn.ops import Ops, recompute
-from fugaku_megatron.nn.torch_ops import TorchOps
 from fugaku_megatron.observe import expert_load
 from fugaku_megatron.observe.history import read_history
 from fugaku_megatron.observe.iteration_metrics import parse_line
@@ -251,13 +250,13 @@ def test_an_expert_without_tokens_keeps_its_gradient():
 def test_order_and_capacity(backend):
     chosen, ops = (
         torch.tensor([[2, 0], [2, 1], [0, 2], [2, 0]]),
-        Ops.build(backend).backends["gemm"],
+        Ops.build(backend),
     )
     order = Order.of(ops, chosen, 4)
     assert order.counts == (3, 1, 4, 0) and order.pairs.tolist() == [1, 4, 7, 3, 0, 2, 5, 6]
     assert list(parts(order.counts)) == [(0, slice(0, 3)), (1, slice(3, 4)), (2, slice(4, 8))]
-    assert order.taken(torch.arange(4.0)[:, None]).flatten().tolist() == [0, 2, 3, 1, 0, 1, 2, 3]
-    assert order.summed(torch.arange(8.0)[:, None]).tolist() == [[4.0], [8.0], [7.0], [9.0]]
+    assert order.dispatch(torch.arange(4.0)[:, None]).flatten().tolist() == [0, 2, 3, 1, 0, 1, 2, 3]
+    assert order.combine(torch.arange(8.0)[:, None]).tolist() == [[4.0], [8.0], [7.0], [9.0]]
     model = small_run(
         **EXPERTS, moe_expert_capacity_factor=2.0
     ).model  # ceil(8 / 8 x 2) = 2 of each
@@ -269,7 +268,7 @@ def test_order_and_capacity(backend):
         [True, False],
     ]
     dropped = Order.of(ops, chosen, 4, kept(scores, chosen, model))
-    assert dropped.counts == (2, 1, 2, 0) and dropped.summed(torch.ones(5, 1)).tolist() == [
+    assert dropped.counts == (2, 1, 2, 0) and dropped.combine(torch.ones(5, 1)).tolist() == [
         [1.0],
         [2.0],
         [1.0],
@@ -277,7 +276,7 @@ def test_order_and_capacity(backend):
     ]
     nothing = Order.of(ops, chosen, 4, torch.zeros_like(chosen, dtype=torch.bool))
     assert (
-        nothing.counts == (0, 0, 0, 0) and nothing.summed(torch.ones(0, 1)).tolist() == [[0.0]] * 4
+        nothing.counts == (0, 0, 0, 0) and nothing.combine(torch.ones(0, 1)).tolist() == [[0.0]] * 4
     )
 
 
@@ -289,7 +288,7 @@ def test_both_backends_choose_the_same_of_equal_scores(variant):
     model = small_run(**{**EXPERTS, "num_experts": 16, **VARIANTS[variant]}).model
     logits = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).mul_(2).round_()
     bias = torch.arange(16.0).remainder_(3).div_(4) if model.moe_router_enable_expert_bias else None
-    native, plain = (Ops.build(name).backends["gemm"] for name in ("native", "torch"))
+    native, plain = (Ops.build(name) for name in ("native", "torch"))
     (ours, chosen), (theirs, expected) = (
         native.route(logits, bias, model),
         plain.route(logits, bias, model),
@@ -612,7 +611,7 @@ def test_ranks_agree_on_the_order_of_groups(ranks, sharing):
         counts = torch.randint(
             100, (4 * ep.size,), generator=torch.Generator().manual_seed(comm.rank)
         )
-        return Route.of(TorchOps(kernels), tuple(counts.tolist()), 4, ep, etp)[1]
+        return Route.of(Ops.build("torch"), tuple(counts.tolist()), 4, ep, etp)[1]
 
     found = ThreadWorld(ranks).run(turns)
     assert sorted(found[0]) == [0, 1, 2, 3] and found == [found[0]] * ranks

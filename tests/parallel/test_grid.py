@@ -1,4 +1,4 @@
-"""The grid's arithmetic against the definition (one reshape), and the groups on threads and on dry ranks."""
+"""The grid against its definition (one reshape), and groups on threads and dry ranks."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def places(groups):
     "layout", [(1, 1, 1), (8, 2, 2), (8, 1, 4), (8, 4, 1), (12, 2, 3), (6, 1, 1)]
 )
 def test_groups_are_rows_of_one_reshape(layout):
-    """On threads, and on dry ranks."""
+    """Check threads and dry ranks."""
     grid = Grid(*layout)
     table = torch.arange(grid.world_size).view(grid.dp, grid.pp, grid.tp)
     for rank in range(grid.world_size):
@@ -64,7 +64,7 @@ def test_tensor_parallel_ranks_are_neighbours():
     ],
 )
 def test_groups_of_divided_experts(sizes, rank, ep, etp, edp):
-    """ranks of a stage in the order (edp, ep, etp)."""
+    """Order a stage's ranks as (edp, ep, etp)."""
     assert {name: Grid(*sizes).ranks(rank)[name] for name in ("ep", "etp", "edp")} == {
         "ep": ep,
         "etp": etp,

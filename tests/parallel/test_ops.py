@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from fugaku_megatron.comm.autograd import copy_to_tensor_parallel
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import kernels
-from fugaku_megatron.nn import torch_ops
 from fugaku_megatron.nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops
+from fugaku_megatron.nn.ops.activation import ACTIVATIONS
+from fugaku_megatron.nn.ops.dropout import add_bias
 from tests.threads import ThreadWorld
 
 S, B, H, OUT = 5, 3, 12, 7
@@ -125,8 +126,8 @@ OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights
     "linear, no bias": (lambda o, *a: o.linear(*a), F.linear, [X], [(OUT, H)], 1),
     "layer norm": (lambda o, *a: o.layer_norm(*a, 1e-3), norm, [X], [(H,), (H,)], 1),
     "rms norm": (lambda o, *a: o.rms_norm(*a, 1e-3), plain_rms_norm, [X], [(H,)], 1),
-    "gelu": (lambda o, x: torch_ops.gelu(x), plain_gelu, [X], [], 1),
-    "add bias": (lambda o, *a: torch_ops.add_bias(*a), torch.add, [X], [(H,)], 1),
+    "gelu": (lambda o, x: ACTIVATIONS["gelu"].value(x), plain_gelu, [X], [], 1),
+    "add bias": (lambda o, *a: add_bias(*a), torch.add, [X], [(H,)], 1),
     "mlp": (
         lambda o, *a: o.mlp(*a),
         lambda x, w1, b1, w2: plain_gelu(x @ w1.t() + b1) @ w2.t(),
@@ -156,21 +157,21 @@ OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights
         6,
     ),
     "mlp, gated gelu": (
-        lambda o, x, w1, w2, b1: o.gated_mlp(x, w1, b1, w2, activation="geglu"),
+        lambda o, x, w1, w2, b1: o.mlp(x, w1, b1, w2, activation="geglu"),
         lambda *a: plain_gated_mlp(*a, function=plain_gelu),
         [X],
         [GATED, (H, 20), (2, 20)],
         4,
     ),
     "gated mlp": (
-        lambda o, x, w1, w2, b1: o.gated_mlp(x, w1, b1, w2),
+        lambda o, x, w1, w2, b1: o.mlp(x, w1, b1, w2, activation="swiglu"),
         plain_gated_mlp,
         [X],
         [GATED, (H, 20), (2, 20)],
         4,
     ),
     "gated mlp, no bias": (
-        lambda o, x, w1, w2: o.gated_mlp(x, w1, None, w2),
+        lambda o, x, w1, w2: o.mlp(x, w1, None, w2, activation="swiglu"),
         plain_gated_mlp,
         [X],
         [GATED, (H, 20)],
@@ -450,7 +451,9 @@ def results(ops: Ops, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_linear_layers_sum_in_fp16_on_request(backend, dtype, portable):
     """Eight terms at a time."""
-    tensors, expected = (results(Ops.build(backend, fp16_chunk=chunk), dtype) for chunk in (8, 0))
+    tensors, expected = (
+        results(Ops.build(backend, fp16_sum_length=chunk), dtype) for chunk in (8, 0)
+    )
     for other, exact in zip(tensors, expected):
         close(other, exact.double(), 1e-2)
     in_fp16 = backend == "native" and dtype == torch.float16
@@ -470,7 +473,7 @@ def test_logits_are_summed_in_fp32(portable):
             [value.detach().view(1), x.grad.float().flatten(), weight.main_grad.flatten()]
         )
 
-    assert torch.equal(loss(Ops.build(fp16_chunk=8)), loss(Ops.build()))
+    assert torch.equal(loss(Ops.build(fp16_sum_length=8)), loss(Ops.build()))
 
 
 def test_packed_weights_follow_the_optimizer_and_the_target():

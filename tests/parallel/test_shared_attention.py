@@ -6,30 +6,28 @@ import torch
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout, cp_comm_types
 from fugaku_megatron.costs.activations import rank_segments
-from fugaku_megatron.host import kernels
-from fugaku_megatron.nn.dropout import DropoutKey
+from fugaku_megatron.nn.dropout_key import DropoutKey
 from fugaku_megatron.nn.heads import Heads
-from fugaku_megatron.nn.native_ops import NativeOps
-from fugaku_megatron.nn.sequence_ranks import in_order, of_ranks, to_heads, to_rows
-from fugaku_megatron.nn.shared_attention import SharedCall, Sight, parts, shared_attention
-from fugaku_megatron.nn.torch_ops import TorchOps
+from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.nn.sequence_ranks import to_heads, to_rank_order, to_rows, to_sequence_order
+from fugaku_megatron.nn.shared_attention import AttentionMask, SharedCall, parts, shared_attention
 from tests.helpers import CP2, CP4, DROPOUT, PP2, TP2PP2, small_run, train
 from tests.kernels.test_attention import document_starts
 from tests.recording import RecordingComm
 from tests.threads import ThreadWorld
 
-NATIVE, HEADS = NativeOps(kernels), Heads(4, 2, 8)
+NATIVE, HEADS = Ops.build(), Heads(4, 2, 8)
 S, SAMPLES = 96, 2
 KEY = DropoutKey(7, 3, 2, sample_dim=0)
-SIGHTS = {
-    "causal": Sight(S),
-    "window": Sight(S, 9),
-    "documents": Sight(S, None, document_starts(S, SAMPLES, 3)),
-    "both": Sight(S, 20, document_starts(S, SAMPLES, 8)),
+MASKS = {
+    "causal": AttentionMask(S),
+    "window": AttentionMask(S, 9),
+    "documents": AttentionMask(S, None, document_starts(S, SAMPLES, 3)),
+    "both": AttentionMask(S, 20, document_starts(S, SAMPLES, 8)),
 }
 
 
-def pairs(sight, queries, keys):
+def pairs(mask, queries, keys):
     """Pairs of a query and a key that it sees, of the first sample."""
     query, key = (
         torch.arange(queries.start, queries.stop)[:, None],
@@ -37,20 +35,20 @@ def pairs(sight, queries, keys):
     )
     distance, starts = (
         query - key,
-        torch.zeros(sight.length, dtype=torch.int32) if sight.starts is None else sight.starts[0],
+        torch.zeros(mask.length, dtype=torch.int32) if mask.starts is None else mask.starts[0],
     )
-    seen = (distance >= 0) & (distance < (sight.window or sight.length)) & (key >= starts[query])
+    seen = (distance >= 0) & (distance < (mask.window or mask.length)) & (key >= starts[query])
     return int(seen.sum())
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_causal_work_is_the_same_on_every_rank_and_complete(ranks):
     s = 240 * ranks
-    sight = Sight(s)
+    mask = AttentionMask(s)
     work = [
         sum(
-            pairs(sight, part.queries, part.keys)
-            for part in parts(sight, rank_segments(rank, ranks, s), range(s))
+            pairs(mask, part.queries, part.keys)
+            for part in parts(mask, rank_segments(rank, ranks, s), range(s))
         )
         for rank in range(ranks)
     ]
@@ -58,20 +56,20 @@ def test_causal_work_is_the_same_on_every_rank_and_complete(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", list(SIGHTS))
+@pytest.mark.parametrize("name", list(MASKS))
 def test_parts_hold_every_pair_and_begin_and_end_with_one(name, ranks):
-    sight = SIGHTS[name]
+    mask = MASKS[name]
     for rank in range(ranks):
         runs = rank_segments(rank, ranks, S)
         for other in range(ranks):
             for keys in rank_segments(other, ranks, S):
-                found = list(parts(sight, runs, keys))
+                found = list(parts(mask, runs, keys))
                 assert all(part.rows.stop - part.rows.start == len(part.queries) for part in found)
-                if SAMPLES == 1 or sight.starts is None:
-                    want = sum(pairs(sight, run, keys) for run in runs)
-                    assert sum(pairs(sight, part.queries, part.keys) for part in found) == want
-                    assert all(pairs(sight, part.queries[:1], part.keys) for part in found)
-                    assert all(pairs(sight, part.queries, part.keys[-1:]) for part in found)
+                if SAMPLES == 1 or mask.starts is None:
+                    want = sum(pairs(mask, run, keys) for run in runs)
+                    assert sum(pairs(mask, part.queries, part.keys) for part in found) == want
+                    assert all(pairs(mask, part.queries[:1], part.keys) for part in found)
+                    assert all(pairs(mask, part.queries, part.keys[-1:]) for part in found)
 
 
 def test_heads_of_whole_sequences_are_the_same_work_for_any_documents():
@@ -94,15 +92,15 @@ def test_heads_of_whole_sequences_are_the_same_work_for_any_documents():
 def computed(comm, qkv, dout, call, backend, way):
     """(out, dqkv) of all ranks in the order of the sequence, and what this rank sent: verb -> bytes."""
     observed = RecordingComm(comm)
-    own = of_ranks(qkv, comm.size).chunk(comm.size)[comm.rank].clone().requires_grad_()
+    own = to_rank_order(qkv, comm.size).chunk(comm.size)[comm.rank].clone().requires_grad_()
     out = shared_attention(backend, own, call, observed, way)
-    out.backward(of_ranks(dout, comm.size).chunk(comm.size)[comm.rank])
+    out.backward(to_rank_order(dout, comm.size).chunk(comm.size)[comm.rank])
     sent = {verb: size for (_, verb), (_, size) in observed.tally().items()}
     whole = [
         comm.all_gather(x.new_empty(comm.size * len(x), *x.shape[1:]), x.contiguous())
         for x in (out.detach(), own.grad)
     ]
-    return [in_order(x, comm.size) for x in whole], sent
+    return [to_sequence_order(x, comm.size) for x in whole], sent
 
 
 def tensors(dtype=torch.float32):
@@ -128,10 +126,10 @@ def tensors(dtype=torch.float32):
     ],
 )
 def test_ranks_make_what_one_rank_makes(ranks, way, name, backend):
-    ops = NATIVE if backend == "native" else TorchOps(kernels)
-    (qkv, dout), call = tensors(), SharedCall(HEADS, SIGHTS[name], 0.25, KEY)
+    ops = NATIVE if backend == "native" else Ops.build("torch")
+    (qkv, dout), call = tensors(), SharedCall(HEADS, MASKS[name], 0.25, KEY)
     leaf = qkv.clone().requires_grad_()
-    want = ops.attention(leaf, 8, 0.25, KEY, 2, call.sight.window, call.sight.starts)
+    want = ops.attention(leaf, 8, 0.25, KEY, 2, call.mask.window, call.mask.starts)
     want.backward(dout)
     for found, _ in ThreadWorld(ranks).run(computed, qkv, dout, call, ops, way):
         torch.testing.assert_close(found[0], want.detach(), rtol=0, atol=2e-6)
@@ -140,9 +138,9 @@ def test_ranks_make_what_one_rank_makes(ranks, way, name, backend):
 
 @pytest.mark.parametrize("way", ["p2p", "allgather"])
 def test_ranks_in_bf16(way):
-    (qkv, dout), call = tensors(torch.bfloat16), SharedCall(HEADS, SIGHTS["both"], 0.0, KEY)
+    (qkv, dout), call = tensors(torch.bfloat16), SharedCall(HEADS, MASKS["both"], 0.0, KEY)
     leaf = qkv.clone().requires_grad_()
-    want = NATIVE.attention(leaf, 8, 0.0, KEY, 2, call.sight.window, call.sight.starts)
+    want = NATIVE.attention(leaf, 8, 0.0, KEY, 2, call.mask.window, call.mask.starts)
     want.backward(dout)
     for found, _ in ThreadWorld(4).run(computed, qkv, dout, call, NATIVE, way):
         torch.testing.assert_close(found[0], want.detach(), rtol=0, atol=0.03)
@@ -153,23 +151,23 @@ class Watched:
     """NATIVE, whose gradients of parts are noted in a communicator's log: the first query and the first key of each."""
 
     def __init__(self, log):
-        self.part, self.log = NATIVE.part, log
+        self.attend_block, self.log = NATIVE.attend_block, log
 
-    def part_gradients(self, call, part, *tensors):
+    def add_block_gradients(self, call, part, *tensors):
         self.log.append(("backward", part.queries.start, part.keys.start))
-        NATIVE.part_gradients(call, part, *tensors)
+        NATIVE.add_block_gradients(call, part, *tensors)
 
 
 def test_gradients_of_others_keys_leave_before_the_last_own_part():
     """Each as soon as it is made. Own keys that the same queries hold come first, while the others' are on their way."""
-    (qkv, dout), call, part = tensors(), SharedCall(HEADS, SIGHTS["causal"], 0.0, KEY), S // 4
+    (qkv, dout), call, part = tensors(), SharedCall(HEADS, MASKS["causal"], 0.0, KEY), S // 4
 
     def backward(comm):
         observed = RecordingComm(comm, "cp")
-        own = of_ranks(qkv, 2).chunk(2)[comm.rank].clone().requires_grad_()
+        own = to_rank_order(qkv, 2).chunk(2)[comm.rank].clone().requires_grad_()
         out = shared_attention(Watched(observed.log), own, call, observed, "p2p")
         del observed.log[:]
-        out.backward(of_ranks(dout, 2).chunk(2)[comm.rank])
+        out.backward(to_rank_order(dout, 2).chunk(2)[comm.rank])
         return [
             event[1] if event[1] == "send" else (event[1] // part, event[2] // part)
             for event in observed.log
@@ -184,7 +182,7 @@ def test_gradients_of_others_keys_leave_before_the_last_own_part():
 
 def sent_by_ranks(ranks, starts):
     """Bytes that each rank sends with p2p, forward and backward."""
-    (qkv, dout), call = tensors(), SharedCall(HEADS, Sight(S, None, starts), 0.0, KEY)
+    (qkv, dout), call = tensors(), SharedCall(HEADS, AttentionMask(S, None, starts), 0.0, KEY)
     return [
         sent.get("send", 0)
         for _, sent in ThreadWorld(ranks).run(computed, qkv, dout, call, NATIVE, "p2p")

@@ -1,4 +1,4 @@
-"""Sums at two levels and in stages, on ranks that are threads: every placement of ranks on nodes, and how far BF16 sums are off."""
+"""Sums at two levels and in stages on threads: every placement of ranks on nodes, and the error of BF16 sums."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ LIMITS = {"default": {}, "small": {"SMALL": 0, "PIECE": 2}}
 
 @pytest.fixture(scope="module")
 def engines() -> list[Engine]:
-    """One of each rank; shared, because their threads live as long as the process."""
+    """Return an engine for each rank, shared because engine threads end with the process."""
     return [Engine() for _ in range(max(map(len, PLACEMENTS.values())))]
 
 
@@ -88,7 +88,7 @@ def test_nodes_with_different_numbers_of_ranks_have_no_levels():
     "verb, elements", [("all_reduce", 6000), ("reduce_scatter", 6000), ("all_gather", 1500)]
 )
 def test_a_node_sends_each_byte_once(verb, elements, engines):
-    """Between nodes pass 1 / m of the bytes that a rank passes, or as an all_gather's own part."""
+    """Count bytes between nodes: 1 / m of a rank's bytes, or an all_gather's own shard."""
 
     def run(world):
         levels = split_levels(world, world.split(world.rank // 2, world.rank))
@@ -110,7 +110,7 @@ def test_a_node_sends_each_byte_once(verb, elements, engines):
 
 
 class Messages(RecordingComm):
-    """Counts those of an all_to_all: one to every other rank that gets rows."""
+    """A counter of an all_to_all's messages: one to every other rank that receives rows."""
 
     def iall_to_all(self, output, tensor, received, sent):
         self.log += [
@@ -125,7 +125,7 @@ class Messages(RecordingComm):
 
 @pytest.mark.parametrize("placement", ["blocks", "in turn", "three nodes", "three ranks a node"])
 def test_one_message_for_each_pair_of_nodes(placement, engines):
-    """Ranks a, b exchange a + 2 b + 1 rows. Those of a node pass through its memory only."""
+    """Exchange a + 2 b + 1 rows between ranks a and b; rows inside a node stay in its memory."""
     nodes = PLACEMENTS[placement]
 
     def run(world):
@@ -175,7 +175,7 @@ def test_the_ranks_of_a_stage(ranks, width):
 
 
 def sizes(comm) -> list[int]:
-    """Ranks of the all-to-alls of a sum."""
+    """Return the sizes of a sum's all-to-alls."""
     return (
         [comm.levels.inside.size, *sizes(comm.levels.between)]
         if isinstance(comm, TwoLevelComm)
@@ -193,7 +193,7 @@ def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def test_bf16_sums_in_stages_are_rounded_once_a_stage(monkeypatch):
-    """The figures of docs/numerics.md: gradients of ranks are independent, and each rounding adds 1.7e-3 of the sum, in squares."""
+    """Check the figures in docs/numerics.md: independent gradients, and 1.7e-3 of the sum per rounding, in squares."""
     ranks, n = 96, 960
     gradients = torch.randn(ranks, n, generator=torch.Generator().manual_seed(1))
     exact, ring = gradients.double().sum(0), gradients[0].bfloat16()

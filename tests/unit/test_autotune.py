@@ -34,7 +34,6 @@ def test_the_parts_of_other_blocks_are_timed(family):
     watched = Observed(
         Ops.build(),
         (
-            "gated_mlp",
             "mlp",
             "attention",
             "bias_dropout_add_rms_norm",
@@ -44,7 +43,7 @@ def test_the_parts_of_other_blocks_are_timed(family):
     )
     for case in cases.values():
         case(watched).backward()
-    assert called == {"gated_mlp", "attention", "bias_dropout_add_rms_norm"}
+    assert called == {"mlp", "attention", "bias_dropout_add_rms_norm"}
 
 
 def test_long_sequences_are_timed_in_part():

@@ -1,4 +1,4 @@
-"""convert --to-gguf: what gguf reads of the file against the tensors and the tokenizer of Hugging Face that went in."""
+"""convert --to-gguf: the file as gguf reads it, against Hugging Face's tensors and tokenizer."""
 
 import json
 import re
@@ -66,7 +66,7 @@ TEMPLATE = "{% for message in messages %}<|user|>{{ message.content }}{% endfor 
 
 
 def write_tokenizer(folder, pre=None):
-    """Byte-level BPE of a few merges with two special tokens and one that a user added."""
+    """Write a byte-level BPE tokenizer of a few merges with two special tokens and an added one."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = pre or tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -98,7 +98,7 @@ def write_model(folder, kind):
 
 
 def convert(folder, file, *more):
-    """Convert, with the tokenizer that transformers makes for Qwen's models, which normalizes texts."""
+    """Convert with transformers' tokenizer for Qwen's models, which normalizes texts."""
     words = ["convert", "--from-hf", str(folder), "--to-gguf", str(file)]
     return program.main([*words, "--gguf-inexact-tokenizer", *more])
 
@@ -108,7 +108,7 @@ def value(reader, name):
 
 
 def interleaved(tensor, heads):
-    """Rows of a head's two halves in turn, as llama.cpp's rope for Llama has them."""
+    """Return the rows of a head's two halves alternately, as llama.cpp's rope for Llama has them."""
     rows = torch.arange(len(tensor)).view(heads, -1)
     half = rows.shape[1] // 2
     order = torch.stack([rows[:, :half], rows[:, half:]], 2).flatten()
@@ -116,7 +116,7 @@ def interleaved(tensor, heads):
 
 
 def expected(model, kind):
-    """Name in GGUF -> tensor, by the package's own map and the rules of each architecture, from transformers' parameters."""
+    """Return name in GGUF -> tensor, by the package's map and the rules of each architecture, from transformers' parameters."""
     config = model.config
     name_map = gguf.get_tensor_name_map(
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == KINDS[kind].name), 2

@@ -1,4 +1,4 @@
-"""Models of Hugging Face become checkpoints and go back: the same bytes, the same logits, and mistakes that leave nothing."""
+"""Hugging Face models to checkpoints and back: the same bytes, the same logits, and clean failures."""
 
 import importlib.util
 import json
@@ -57,7 +57,7 @@ from tests.hf_models import (  # noqa: E402
 
 @dataclass(frozen=True)
 class Converted:
-    """A model of Hugging Face, its directory, the checkpoint made of it, and the directory made of that."""
+    """A Hugging Face model, its directory, the checkpoint made of it, and the directory made of that checkpoint."""
 
     model: torch.nn.Module
     theirs: Path
@@ -107,7 +107,7 @@ def assert_same_logits(model: torch.nn.Module, ours: Path, length: int, rtol: fl
 
 
 def model_of_flags(ours: Path) -> ModelConfig:
-    """The model of the flags that stand next to a checkpoint."""
+    """Return the model of the flags next to a checkpoint."""
     words = (ours / "model.flags").read_text().split()
     return parse([*words, "--seq-length", "8", "--micro-batch-size", "1", "--mock-data"]).run.model
 
@@ -126,7 +126,7 @@ def test_the_same_logits_and_flags_that_make_the_model(converted):
 def check_training(
     theirs: torch.nn.Module, directory: Path, backend: str, loss_of: Callable, **changes: object
 ) -> None:
-    """The loss and the gradient of every weight, norms and biases as well. loss_of: (tokens, labels) -> theirs."""
+    """Compare the loss and the gradient of every weight, norms and biases included. loss_of: (tokens, labels) -> theirs."""
     architecture, model = read_config(json.loads((directory / "config.json").read_text()))
     plain = {
         "seq_length": LENGTH,
@@ -202,7 +202,7 @@ def test_the_same_loss_and_gradients(converted, backend):
     ],
 )
 def test_the_same_loss_with_the_balancing_loss(tmp_path, kind, more, backend):
-    """In one layer, since theirs takes the layers' tokens together; their sum over a token's experts is not divided by k."""
+    """Use one layer, since theirs joins the layers' tokens; their sum over a token's experts is not divided by k."""
     model = randomized(decoder(kind, num_hidden_layers=1, num_experts_per_tok=2, **more))
     model.save_pretrained(tmp_path)
 
@@ -217,7 +217,7 @@ def test_the_same_loss_with_the_balancing_loss(tmp_path, kind, more, backend):
 
 
 def test_without_the_config_that_it_came_with_one_is_made(converted, tmp_path):
-    """It is written as transformers 4 does, and as published files are."""
+    """Write it as transformers 4 and published files do."""
     (tmp_path / "none").mkdir()
     assert (
         convert(
@@ -266,7 +266,7 @@ def test_the_chat_template_is_copied_or_is_a_named_one(converted, tmp_path):
 
 
 def test_every_file_of_a_tokenizer_goes_there_and_back(sources, tmp_path, capsys):
-    """Also templates with names, and the files of any tokenizer that transformers has."""
+    """Include named templates, and the files of any tokenizer in transformers."""
     source, ours, back = tmp_path / "source", tmp_path / "ours", tmp_path / "back"
     shutil.copytree(sources["llama"], source)
     names = {
@@ -347,7 +347,7 @@ def test_a_dtype_of_ones_own_and_one_file(converted, tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A checkpoint of this program with rows of the vocabulary that are not tokens."""
+    """Return a checkpoint of this program with a padded vocabulary."""
     directory = tmp_path_factory.mktemp("trained")
     trainer = make_trainer(SoloComm(), small_run(vocab_size=VOCABULARY))
     trainer.train_step()
@@ -558,7 +558,7 @@ BAD_CONFIGS = [
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> dict[str, Path]:
-    """A directory of every model, in one file."""
+    """Return a directory of every model, in one file."""
     directory = tmp_path_factory.mktemp("sources")
     for name, build in MODELS.items():
         build().save_pretrained(directory / name)
@@ -566,7 +566,7 @@ def sources(tmp_path_factory) -> dict[str, Path]:
 
 
 def refused(capsys, *words: object) -> str:
-    """The one line that a refused conversion prints."""
+    """Return the one line of a refused conversion."""
     assert convert(*words) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
@@ -601,7 +601,7 @@ def edit_header(path: Path, change: Callable[[dict], object], added: bytes = b""
 
 
 def move_last(entries: dict, move: Callable[[list], list]) -> None:
-    """Give the last tensor of a header other offsets."""
+    """Change the offsets of a header's last tensor."""
     places = sorted(
         entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"
     )
@@ -614,7 +614,7 @@ def move_last(entries: dict, move: Callable[[list], list]) -> None:
 
 
 def first_of_the_size(places: list) -> list:
-    """Where the first tensor of the last one's size lies."""
+    """Return the offsets of the first tensor with the last one's size."""
     return next(
         place for place in places[:-1] if place[1] - place[0] == places[-1][1] - places[-1][0]
     )
@@ -732,7 +732,7 @@ def test_a_disk_that_fails_in_the_middle_leaves_nothing(sources, tmp_path, monke
 
 
 def test_what_a_killed_conversion_left_is_removed_and_other_directories_stay(sources, tmp_path):
-    """A killed process is one of this host that is gone; those of other hosts may be running."""
+    """Remove directories of dead processes on this host; processes of other hosts may be running."""
     killed = subprocess.Popen(
         [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"],
         stdout=subprocess.PIPE,
@@ -753,7 +753,7 @@ def test_what_a_killed_conversion_left_is_removed_and_other_directories_stay(sou
 
 
 def test_two_conversions_into_one_directory_do_not_disturb_each_other(tmp_path):
-    """The second one begins while the first one writes. The first to end has the name, and the other is refused."""
+    """Start the second while the first writes. The first to end gets the name, and the other is refused."""
     with pytest.raises(ValueError, match=r"--save .*ours is not empty: pass a new directory"):
         with whole("--save", str(tmp_path / "ours")) as first:
             (first / "weights").write_text("first")
@@ -1054,7 +1054,7 @@ def test_published_configurations_of_neighbours_are_read(kind):
 
 
 def test_names_of_published_files(sources, tmp_path):
-    """GPT-2's own files have no prefix, and hold causal masks; a tied head may be stored as well."""
+    """GPT-2's own files have no prefix, and contain causal masks; a tied head may be stored as well."""
     shutil.copytree(sources["gpt2"], tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
     stored = load_file(file)

@@ -1,4 +1,4 @@
-"""Energy counters: a mock /sys tree, a mock Power API, and what the log, its table and its plot make of them."""
+"""Energy counters: a mock /sys tree, a mock Power API, and their use in log, table and plot."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ ABSENT = "libpwr_absent.so"
 
 
 def zone(root, number, name, microjoules, wraps=262143328850):
-    """A zone of RAPL: energy_uj may be None, for one that this user may not read."""
+    """Write a RAPL zone. energy_uj: None if this user may not read it"""
     folder = root / "sys" / "class" / "powercap" / f"intel-rapl:{number}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "name").write_text(f"{name}\n")
@@ -156,7 +156,7 @@ def test_fugakus_power_api(tmp_path):
 
 
 def counting(joules):
-    """Counters that use so many joules between two readings."""
+    """Return counters that use `joules` between two readings."""
     readings = iter(range(1000))
     return Counters("test", [Counter("package-0", lambda: joules * next(readings))])
 

@@ -1,4 +1,4 @@
-"""The thread that owns MPI, without MPI: requests are numbers that a test completes."""
+"""The MPI thread without MPI: requests are numbers that a test completes."""
 
 import threading
 
@@ -9,7 +9,7 @@ from tests.time_limit import wait_until
 
 
 class Library:
-    """Requests as an MPI would have them: started by name, complete once their name is in `complete`."""
+    """Requests like MPI's: started by name, complete once their name is in `complete`."""
 
     def __init__(self):
         self.started, self.complete, self.threads = [], set(), set()
@@ -31,7 +31,7 @@ class Library:
         return self.engine.start(steps(), channel)
 
     def settle(self):
-        """Until the thread has taken every order so far."""
+        """Wait until the thread has accepted every order."""
         self.engine.call(lambda: None)
 
 
@@ -96,7 +96,7 @@ def test_an_error_is_raised_by_wait_and_the_channel_goes_on(library, place):
 
 @pytest.fixture
 def naps(library, monkeypatch):
-    """The seconds of every nap that the thread begins; None: a sleep until it is woken."""
+    """Collect the seconds of every sleep that the thread begins; None: until it is woken."""
     condition, begun = library.engine._wake, []
     wait = condition.wait
     monkeypatch.setattr(

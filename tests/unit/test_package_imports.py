@@ -128,7 +128,7 @@ WITHOUT_TORCH = (
 
 def module_name(path: Path, package: Path) -> str:
     """config.run_config for config/run_config.py of the package."""
-    return ".".join(path.relative_to(package).with_suffix("").parts)
+    return ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imports(path: Path, package: Path) -> set[str]:
@@ -152,7 +152,9 @@ def own_imports(path: Path, package: Path) -> set[str]:
 
 
 def modules() -> list[Path]:
-    return sorted(p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py")
+    """Return the package's modules, and its subpackages that have code of their own."""
+    paths = [path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py"]
+    return sorted(path for path in paths if path.stat().st_size)
 
 
 def top(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a rank's work, its messages and its memory cost: the roofline, counts of FLOPs, collectives, bytes."""
+"""Costs of a rank's work, messages and memory: the roofline, counts of FLOPs, collectives, bytes."""
 
 import math
 from dataclasses import replace
@@ -390,7 +390,7 @@ def test_sums_in_two_levels_and_in_shared_memory():
 
 
 def test_all_to_alls_send_once_for_each_pair_of_nodes():
-    """16 nodes of four ranks: 15 messages of a node instead of 60 of each rank; bytes pass between nodes once, as they did."""
+    """16 nodes of four ranks: 15 messages per node instead of 60 per rank; bytes cross between nodes once in both cases."""
     flat = network(Layout(64, 1, 1, 64, ep=64), ranks_per_node=4)
     levels = replace(flat, active=frozenset({features.TWO_LEVEL_SUMS}))
     latencies = (60 - 15 / 4) * flat.machine.link_alpha_us - 6 * flat.machine.intra_alpha_us
@@ -403,7 +403,7 @@ def test_all_to_alls_send_once_for_each_pair_of_nodes():
 
 
 def test_rows_of_experts_are_exposed_at_both_ends():
-    """Of g groups the first one's way there and the last one's back, less half of the shared expert each; in a node all of both."""
+    """Expose the first dispatch and the last combine of g groups, less half of the shared expert each; inside a node, everything."""
     far, way, matmul = (
         rank(software="fugaku_megatron"),
         Collective("all_to_all", "ep", 64 * 10**6),
@@ -450,7 +450,7 @@ def test_rows_of_experts_are_exposed_at_both_ends():
 
 @pytest.mark.parametrize(("schedule", "hiding"), [("1f1b", 3), ("zb-h1", 2)])
 def test_all_rows_of_experts_are_in_one_exchange(schedule, hiding):
-    """There are no other all-to-alls of their ranks in a layer; gradients of weights that are put off hide nothing."""
+    """Have no other all-to-alls among these ranks in a layer; deferred weight gradients overlap nothing."""
     run = make_run(
         "qwen3-30b-a3b",
         {

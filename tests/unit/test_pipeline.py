@@ -1,4 +1,4 @@
-"""Where the parts of a model are, how layers are divided among them, and the time of a schedule's lists, walked and extended."""
+"""Virtual stages of a model, the division of layers among them, and simulated and extrapolated schedule times."""
 
 import itertools
 from dataclasses import replace
@@ -162,7 +162,7 @@ def test_chunks_of_given_stages_and_the_textbooks_bubble():
 
 
 def slots(name: str, stages: int, chunks: int, microbatches: int) -> float:
-    """Slots of an iteration with F = I = W = 1 for all chunks of a stage, B = 2 and messages that take no time."""
+    """Return the slots of an iteration with F = I = W = 1 for all chunks of a stage, B = 2 and free messages."""
     schedule = build(name, stages, chunks, microbatches)
     return walk(schedule, Costs.alike(schedule))
 
@@ -205,7 +205,7 @@ def test_few_microbatches_gain_most(name, chunks, gain, stages, microbatches):
 
 @pytest.mark.parametrize("microbatches", [1, 3, 5, 9, 11, 13, 19, 23])
 def test_any_number_of_microbatches_is_interleaved_sensibly(microbatches):
-    """No longer than the next multiple of the stages would take, and never longer than 1F1B."""
+    """Take no longer than the next multiple of the stages, and never longer than 1F1B."""
     padded = -(-microbatches // 4) * 4
     assert slots("interleaved", 4, 2, microbatches) <= min(
         slots("1f1b", 4, 1, microbatches), slots("interleaved", 4, 2, padded)
@@ -216,7 +216,7 @@ KINDS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb
 
 
 def drawn(schedule: Schedule, draw: np.random.Generator) -> Costs:
-    """Seconds that differ from stage to stage."""
+    """Draw seconds that differ from stage to stage."""
     shape = (schedule.placement.stages, schedule.placement.model_chunks)
     return Costs(
         {op: draw.uniform(0.5, 2, shape).tolist() for op in COMPUTATIONS},

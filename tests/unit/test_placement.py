@@ -37,7 +37,7 @@ def _write(path, text):
 
 
 def tree(folder, domains, sockets=1, gib=64, siblings=lambda cpu: (cpu,)):
-    """A /sys tree of domains (number -> CPUs) on so many sockets; siblings: the CPUs of a CPU's core."""
+    """Write a /sys tree of domains (number -> CPUs). siblings: the CPUs of a CPU's core"""
     system, size = folder / "sys" / "devices" / "system", len(domains) // sockets
     for index, (number, cpus) in enumerate(domains.items()):
         _write(system / "node" / f"node{number}" / "cpulist", format_list(cpus) + "\n")
@@ -59,7 +59,7 @@ def tree(folder, domains, sockets=1, gib=64, siblings=lambda cpu: (cpu,)):
 
 
 def even(count, cores, smt=1):
-    """So many domains of so many cores, numbered as Linux does: the second hardware threads follow all the first ones."""
+    """Return domains of equal size, numbered like Linux: second hardware threads follow all first ones."""
     total = count * cores
     cpus = {
         d: [t * total + d * cores + i for t in range(smt) for i in range(cores)]
@@ -397,7 +397,7 @@ def test_cpu_quota_of_both_cgroup_versions(tmp_path, cgroup, files, quota):
 
 @pytest.fixture
 def fugaku(tmp_path):
-    """A node with two assistant cores (NUMA 0 and 1) and 48 compute cores (12 to 59, NUMA 4 to 7)."""
+    """Return a node with two assistant cores (NUMA 0 and 1) and 48 compute cores (12 to 59, NUMA 4 to 7)."""
     return Node.read(tree(tmp_path, **SERVERS["A64FX 4 x 12"][0]))
 
 

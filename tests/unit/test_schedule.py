@@ -1,4 +1,4 @@
-"""Schedules: exact lists of small cases, what must hold for all, and zero-bubble lists made for what F, I and W cost."""
+"""Schedules: exact lists of small cases, invariants of all lists, and zero-bubble lists for given costs of F, I and W."""
 
 import functools
 import itertools
@@ -57,7 +57,7 @@ LONG = {op: name for name, op in SHORT.items()}
 
 
 def read(text: str) -> list[Instruction]:
-    """ "rf0 F0" -> [recv_forward of 0, forward of 0]; F0' is chunk 1."""
+    """Parse "rf0 F0" into [recv_forward of 0, forward of 0]; F0' is model chunk 1."""
     return [
         Instruction(
             SHORT[word.rstrip("0123456789'")], int(word.strip("rsfbFBIW'")), word.count("'")
@@ -67,7 +67,7 @@ def read(text: str) -> list[Instruction]:
 
 
 def work(instructions: Sequence[Instruction]) -> str:
-    """The computations of a list, as `read` reads them."""
+    """Return the computations of a list in the notation of `read`."""
     return " ".join(
         LONG[i.op] + str(i.microbatch) + "'" * i.model_chunk
         for i in instructions
@@ -77,7 +77,7 @@ def work(instructions: Sequence[Instruction]) -> str:
 
 @functools.cache
 def schedules(name: str, chunks: int, stages: int) -> list[Schedule]:
-    """For numbers of micro-batches below, at and above the stages, that divide and that do not; then the same of an evaluation."""
+    """Return schedules for micro-batches below, at and above the stages, divisible or not, and their evaluation schedules."""
     training = [build(name, stages, chunks, microbatches) for microbatches in (0, 1, 3, 5, 8, 13)]
     if name in schedule_names.SPLITS_BACKWARD:
         training += [
@@ -94,7 +94,7 @@ def schedules(name: str, chunks: int, stages: int) -> list[Schedule]:
 
 
 def part_costs(parts: int, each: cuts.SplitCosts, head: int = 0) -> cuts.VirtualStageCosts:
-    """head: what the last part's F costs in addition to its layers."""
+    """Return costs of virtual stages. head: added to F of the last one."""
     return *(each,) * (parts - 1), (each[0] + head, *each[1:])
 
 
@@ -170,7 +170,7 @@ def test_1f1b_is_in_order_and_holds_little():
 
 
 def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction]:
-    """What must stand before an instruction in the same list; a whole backward is called I."""
+    """Return the instructions that must precede an instruction in the same list; a whole backward is called I."""
     m, c = i.microbatch, i.model_chunk
     if i.op in instructions_module.RECEIVES:
         return []
@@ -238,11 +238,11 @@ def simulate(
     ahead: int | None = None,
     queues: list[int] | None = None,
 ) -> int:
-    """Walk all stages with blocking receives; returns the most sends that a stage had under way.
+    """Execute all stages with blocking receives; return the most concurrent sends of a stage.
 
-    ahead None: sends do not block; but with `queues` a stage with more sends under way waits until its oldest has been received.
-    ahead n: a send blocks until its receive is posted, which the receiver does n receives of the same tag ahead of its list.
-    Fails when no stage can go on, when a message is not the one that the receiver expects, or when one is never received.
+    ahead None: sends do not block; with `queues` a stage with more sends waits until its oldest has been received.
+    ahead n: a send blocks until its receive is posted, n receives of the same tag ahead of the receiver's list.
+    Fail if no stage can continue, if a message is not the expected one, or if one is never received.
     """
     places, most = [0] * len(lists), 0
     sent: dict[tuple, list[int]] = defaultdict(list)  # (sender, receiver, tag) -> micro-batches
@@ -307,7 +307,7 @@ def test_messages_of_a_tag_follow_the_order_of_the_microbatches(name, chunks, st
 
 @pytest.mark.parametrize(("name", "chunks", "stages"), FAMILIES)
 def test_every_list_can_be_walked_whether_sends_block_or_not(name, chunks, stages):
-    """And its send queue never stops a stage."""
+    """Check also that its send queue never blocks a stage."""
     for schedule in schedules(name, chunks, stages):
         lists, queues = (
             lists_of(schedule),
@@ -387,7 +387,7 @@ def made_for(
     head: int = 0,
     pending: int | None = None,
 ) -> Schedule:
-    """ZB-V for parts that cost so much."""
+    """Build ZB-V for virtual stages of these costs."""
     return replace(
         build("zbv", stages, 2, microbatches),
         costs=part_costs(2 * stages, costs, head),
@@ -396,7 +396,7 @@ def made_for(
 
 
 def end(lists: Schedule, costs: cuts.VirtualStageCosts) -> float:
-    """When the stages have finished where the parts cost what `costs` says."""
+    """Return the end of all stages at these costs of virtual stages."""
     place, stages, chunks = (
         lists.placement,
         range(lists.placement.stages),
@@ -417,7 +417,7 @@ def end(lists: Schedule, costs: cuts.VirtualStageCosts) -> float:
 
 
 def busy(lists: Schedule, costs: cuts.VirtualStageCosts) -> int:
-    """For how long the busiest stage computes."""
+    """Return the computation time of the busiest stage."""
     place, stages = lists.placement, range(lists.placement.stages)
     return lists.microbatches * max(
         sum(sum(costs[place.virtual_stage(stage, chunk)]) for chunk in range(place.model_chunks))
@@ -426,7 +426,7 @@ def busy(lists: Schedule, costs: cuts.VirtualStageCosts) -> int:
 
 
 def most(moments: Sequence[InFlight], share: float = 1) -> float:
-    """What a stage holds at its fullest moment, in micro-batches of a chunk. share: of what is held between I and W."""
+    """Return the most micro-batches in flight, per model chunk. share: weight of those between I and W."""
     return max(sum(moment.activations) + share * sum(moment.weight_inputs) for moment in moments)
 
 

@@ -1,4 +1,4 @@
-"""The peak of a stage's activations under every schedule: what the list predicts against what torch allocates for a stage alone."""
+"""Peak activations of a stage under every schedule: the list's prediction against torch's allocations for a single stage."""
 
 from collections.abc import Iterator
 
@@ -42,7 +42,7 @@ def allocations(events: list) -> Iterator:
 
 
 def allocated_peak(world: SoloComm, run: RunConfig) -> int:
-    """Bytes that an iteration's forwards and backwards have allocated at most, beyond what was there before."""
+    """Return the most bytes allocated by an iteration's forwards and backwards."""
     torch.set_num_threads(1)
     trainer = make_trainer(world, run)
     trainer.train_step()
@@ -53,7 +53,7 @@ def allocated_peak(world: SoloComm, run: RunConfig) -> int:
 
 
 def allocated(recorded: profile) -> tuple[int, int]:
-    """Bytes that torch holds at the end, and at most, of what it has allocated in a record."""
+    """Return (bytes at the end, most bytes) that torch has allocated in a record."""
     sizes: dict[
         int, int
     ] = {}  # by address: what was there before the record may be freed in it, and counts for nothing

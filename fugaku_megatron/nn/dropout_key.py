@@ -1,0 +1,41 @@
+"""Selection of a dropout mask by global position, so that it does not depend on the layout of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class DropoutKey:
+    """Selects a dropout mask: a function of seed, stream and the element's position in its sample's global tensor.
+
+    `sample_dim` counts samples from `first_sample`, the last dimension counts columns from 0, and all other dimensions together
+    count rows from `row0`. If a rank has two segments of a sequence, rows from `cut` on count from `after_cut`.
+    """
+
+    seed: int
+    stream: int
+    first_sample: int
+    sample_dim: int
+    row0: int = 0
+    cut: int | None = None
+    after_cut: int = 0
+
+    @staticmethod
+    def of_runs(runs: Sequence[range], seed: int, stream: int, first_sample: int) -> DropoutKey:
+        """Return the key of an activation (s, b, h) at one or two segments of positions."""
+        run, *second = runs
+        if not second:
+            return DropoutKey(seed, stream, first_sample, 1, run.start)
+        return DropoutKey(
+            seed, stream, first_sample, 1, run.start, cut=len(run), after_cut=second[0].start
+        )
+
+    def runs(self) -> Iterator[tuple[slice | None, DropoutKey]]:
+        """Yield each range of rows with consecutive numbers, None for all rows, and its key."""
+        if self.cut is None:
+            yield None, self
+        else:
+            yield slice(self.cut), replace(self, cut=None)
+            yield slice(self.cut, None), replace(self, row0=self.after_cut, cut=None)

@@ -1,0 +1,125 @@
+"""The operations of a training step as a value, which layers get when they are built.
+
+    ops = Ops.build("native")                                     the C++ kernels for every family
+    ops = Ops.build({"gemm": "native", "attention": "torch", ...})
+    y = ops.linear(x, weight, bias)
+
+A module has a family's operations, each with its native and its torch form. Autograd carries activation gradients only: weight
+gradients are accumulated in a parameter's `main_grad`, a flat FP32 buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...host import kernels as native_kernels
+from ...host.observed import Observed
+from .. import shared_attention as _shared_attention
+from ..dropout_key import DropoutKey
+from ..packed_weights import WeightCache
+from ..recompute import backward, recompute
+from . import activation, experts, gemm, loss, norm, overlapped
+from . import attention as _attention
+from . import dropout as _dropout
+from . import embedding as _embedding
+from . import mlp as _mlp
+from . import rotary as _rotary
+from .backend import BACKENDS, FAMILIES, Backend
+
+__all__ = ["BACKENDS", "FAMILIES", "DropoutKey", "Ops", "backward", "recompute"]
+
+MATMULS = (
+    "linear_forward",
+    "linear_data_gradient",
+    "linear_weight_gradient",
+    "pack_weight",
+    "packed_weight_size",
+)
+
+
+@dataclass(frozen=True)
+class Ops(Backend):
+    """The operations, as methods."""
+
+    matmul = gemm.matmul
+    data_gradient = gemm.data_gradient
+    weight_gradient = gemm.weight_gradient
+    outer_sum = gemm.outer_sum
+    linear = gemm.linear
+    grouped_matmul = gemm.grouped_matmul
+    grouped_data_gradient = gemm.grouped_data_gradient
+    grouped_weight_gradient = gemm.grouped_weight_gradient
+    grouped_outer_sum = gemm.grouped_outer_sum
+
+    activate = activation.activate
+    activation_gradient = activation.activation_gradient
+    mlp = _mlp.mlp
+
+    column_linear = overlapped.column_linear
+    row_linear = overlapped.row_linear
+    overlapped_mlp = overlapped.overlapped_mlp
+
+    route = experts.route
+    sort_pairs = experts.sort_pairs
+    permute = experts.permute
+    unpermute = experts.unpermute
+    scaled_gate = experts.scaled_gate
+    scaled_gate_gradient = experts.scaled_gate_gradient
+
+    attention = _attention.attention
+    cached_attention = _attention.cached_attention
+    attend_block = _attention.attend_block
+    add_block_gradients = _attention.add_block_gradients
+    shared_attention = _shared_attention.shared_attention
+
+    layer_norm = norm.layer_norm
+    rms_norm = norm.rms_norm
+    bias_dropout_add_layer_norm = norm.bias_dropout_add_layer_norm
+    bias_dropout_add_rms_norm = norm.bias_dropout_add_rms_norm
+    bias_dropout_add = _dropout.bias_dropout_add
+    rotary = _rotary.rotary
+    dropout = _dropout.dropout
+
+    embedding = _embedding.embedding
+    add_position = _embedding.add_position
+
+    head_loss = loss.head_loss
+
+    @staticmethod
+    def build(
+        choice: str | Mapping[str, str] = "native",
+        *,
+        fp16_sum_length: int = 0,
+        bf16x3: bool = False,
+        keep_packed_weights: bool = False,
+        kernels: Any = native_kernels,
+        few_rows: int = 0,
+    ) -> Ops:
+        """Build the operations on "native" or "torch" kernels, or with a backend for each family, "native" by default.
+
+        fp16_sum_length, few_rows: see `Backend`.
+        bf16x3: matmuls, which must be in FP32, multiply each operand as the sum of three BF16 numbers.
+        keep_packed_weights: use a `WeightCache`.
+        Raises ValueError for an unknown family or backend.
+        """
+        chosen = dict.fromkeys(FAMILIES, choice) if isinstance(choice, str) else dict(choice)
+        for family, name in chosen.items():
+            if family not in FAMILIES or name not in BACKENDS:
+                raise ValueError(
+                    f"kernels {name} for {family}: pass {' or '.join(BACKENDS)}, for {', '.join(FAMILIES)}"
+                )
+        if bf16x3:
+            kernels = Observed(
+                kernels,
+                MATMULS,
+                lambda _, matmul, args, kwargs: matmul(*args, **kwargs, bf16x3=True),
+            )
+        return Ops(
+            {**dict.fromkeys(FAMILIES, "native"), **chosen},
+            kernels,
+            fp16_sum_length=fp16_sum_length,
+            weight_cache=WeightCache(kernels) if keep_packed_weights else None,
+            few_rows=few_rows,
+        )

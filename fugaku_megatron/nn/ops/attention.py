@@ -1,0 +1,272 @@
+"""Causal attention (groups: Ainslie et al. 2023, arXiv:2305.13245; window: Beltagy et al. 2020, arXiv:2004.05150).
+
+s sequence, b micro-batch, n heads of this rank in g query groups, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..dropout_key import DropoutKey
+from ..gradients import as_rows
+from ..heads import Heads
+from ..shared_attention import Part, SharedCall
+from .backend import Backend
+from .dropout import dropout
+
+
+def attention(
+    ops: Backend,
+    qkv: Tensor,
+    head_size: int,
+    p: float,
+    key: DropoutKey,
+    groups: int | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
+    """Attend from each token to the tokens before it. qkv (s, b, g (n/g + 2) d) -> (s, b, n d).
+
+    A group's n/g queries, its key and its value are adjacent in qkv, as in Megatron-LM.
+
+    Args:
+        p: dropout probability of attention probabilities.
+        groups: g; None: n.
+        window: token i attends to tokens j with i - window < j <= i; None: to all j <= i.
+        starts: int32 (b, s), first visible token of each token's document.
+    """
+    heads = Heads.of(qkv, head_size, groups)
+    if ops.is_native("attention"):
+        mask = {"window": window, "starts": starts}
+        return _NativeAttention.apply(ops.kernels, qkv, heads, p, key, mask)
+    drop = partial(dropout, ops, p=p, key=key) if p else None
+    return _torch_attention(qkv, heads, window, drop, starts)
+
+
+class _NativeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Any,
+        qkv: Tensor,
+        heads: Heads,
+        p: float,
+        key: DropoutKey,
+        mask: dict[str, Any],
+    ) -> Tensor:
+        qkv = qkv.contiguous()
+        s, b, _ = qkv.shape
+        out = qkv.new_empty(s, b, heads.heads * heads.head_size)
+        lse = qkv.new_empty(b, heads.heads, s, dtype=torch.float32)
+        ctx.kernels = kernels
+        ctx.mask = mask
+        ctx.dropout = (p, key.seed, key.stream, key.first_sample, key.row0 // s)
+        kernels.attention_forward(qkv, out, lse, *ctx.dropout, **mask)
+        ctx.save_for_backward(qkv, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None, None, None, None]:
+        qkv, out, lse = ctx.saved_tensors
+        dqkv = torch.empty_like(qkv)
+        ctx.kernels.attention_backward(
+            qkv, out, lse, dout.contiguous(), dqkv, *ctx.dropout, **ctx.mask
+        )
+        return None, dqkv, None, None, None, None
+
+
+def _visible_keys(s: int, window: int | None, starts: Tensor | None) -> Tensor | None:
+    """Return a bool mask (s, s) of keys visible to queries, or (b, 1, s, s) with `starts`; None: all earlier keys."""
+    if starts is None and (window is None or window >= s):
+        return None
+    visible = torch.ones(s, s, dtype=torch.bool).tril().triu(1 - min(window or s, s))
+    if starts is None:
+        return visible
+    return (visible & (torch.arange(s) >= starts.unsqueeze(-1))).unsqueeze(1)
+
+
+def _torch_attention(
+    qkv: Tensor,
+    heads: Heads,
+    window: int | None,
+    drop: Callable[[Tensor], Tensor] | None,
+    starts: Tensor | None,
+) -> Tensor:
+    s, b, _ = qkv.shape
+    d = heads.head_size
+    queries, keys, values = (
+        x.permute(1, 2, 3, 0, 4).flatten(1, 2) for x in heads.split(qkv)
+    )  # (b, n or g, s, d)
+    visible = _visible_keys(s, window, starts)
+    if drop is None:
+        context = F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=visible,
+            is_causal=visible is None,
+            enable_gqa=heads.groups < heads.heads,
+        )  # (b, n, s, d)
+        return context.permute(2, 0, 1, 3).reshape(s, b, -1)
+    hidden = torch.ones(s, s, dtype=torch.bool).triu(1) if visible is None else ~visible
+    # The queries of a group are stacked, (b, g, n/g s, d), so that no key or value is repeated.
+    stacked = queries.unflatten(1, (heads.groups, -1)).flatten(2, 3)
+    scores = torch.matmul(stacked, keys.transpose(-1, -2)).reshape(b, heads.heads, s, s) * d**-0.5
+    probabilities = drop(torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1))
+    context = torch.matmul(probabilities.view(b, heads.groups, -1, s), values)
+    return context.reshape(b, heads.heads, s, d).permute(2, 0, 1, 3).reshape(s, b, -1)
+
+
+def cached_attention(
+    ops: Backend, qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor, positions: Tensor
+) -> Tensor:
+    """Store the keys and values of one new token per sample, and attend. qkv (r, 1, g (n/g + 2) d) -> (r, 1, n d).
+
+    Nothing is saved for a backward.
+
+    Args:
+        keys, values: (all samples, g, slots, d), position p in slot p mod slots; older positions are overwritten.
+        samples: (r,), each row's sample in the cache.
+        positions: (r,), each row's position in its sample.
+    """
+    _, groups, slots, d = keys.shape
+    if ops.is_native("attention"):
+        out = qkv.new_empty(len(qkv), qkv.shape[-1] - 2 * groups * d)
+        ops.kernels.attention_decode(as_rows(qkv), keys, values, samples, positions, out)
+        return out.unsqueeze(1)
+    context = []
+    rows = qkv.view(len(qkv), groups, -1, d)
+    for row, sample, position in zip(rows, samples.tolist(), positions.tolist(), strict=True):
+        keys[sample, :, position % slots] = row[:, -2]
+        values[sample, :, position % slots] = row[:, -1]
+        stored = slice(sample, sample + 1), slice(None), slice(min(position + 1, slots))
+        # (1, g, n / g, d): a group's queries are the rows of attention, so that nothing is repeated.
+        context.append(
+            F.scaled_dot_product_attention(row[None, :, :-2], keys[stored], values[stored])
+        )
+    return torch.cat(context).view(len(qkv), 1, -1)
+
+
+# Blocks of queries and keys, for ranks that share a sequence -----------------------------------------------------------------
+
+
+def attend_block(
+    ops: Backend, call: SharedCall, part: Part, qkv: Tensor, kv: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attend from a block's queries to its keys. Return (context (q, b, n d), log of the softmax sums (b, n, q)).
+
+    qkv: (q, b, g (n/g + 2) d)
+    kv: (k, b, 2 g d)
+    """
+    heads = call.heads
+    q, b, _ = qkv.shape
+    if ops.is_native("attention"):
+        out = qkv.new_empty(q, b, heads.heads * heads.head_size)
+        lse = qkv.new_empty(b, heads.heads, q, dtype=torch.float32)
+        ops.kernels.attention_part_forward(qkv, kv, out, lse, *_block_arguments(call, part))
+        return out, lse
+    scores, *_, values = _block_scores(call, part, qkv, kv)
+    lse = torch.logsumexp(scores, -1)
+    probabilities = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    out = (probabilities * _block_dropout(ops, call, part, len(scores))) @ values
+    return out.permute(2, 0, 1, 3).flatten(2).to(qkv.dtype), lse
+
+
+def add_block_gradients(
+    ops: Backend,
+    call: SharedCall,
+    part: Part,
+    qkv: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dqkv: Tensor,
+    dkv: Tensor,
+) -> None:
+    """Add a block's gradients to dqkv and dkv, in FP32.
+
+    out, lse: attention of the block's queries to all keys, as `attend_block` returns them.
+    """
+    if ops.is_native("attention"):
+        ops.kernels.attention_part_backward(
+            qkv, kv, out, lse, dout, dqkv, dkv, *_block_arguments(call, part)
+        )
+        return
+    heads = call.heads
+    scores, queries, keys, values = _block_scores(call, part, qkv, kv)
+    grad, context = (
+        x.float().unflatten(2, (heads.heads, -1)).permute(1, 2, 0, 3) for x in (dout, out)
+    )  # (b, n, q, d)
+    probabilities = torch.exp(scores - lse.unsqueeze(-1))
+    mask = _block_dropout(ops, call, part, len(scores))
+    delta = (grad * context).sum(-1, keepdim=True)
+    dscores = (
+        probabilities * (grad @ values.transpose(-1, -2) * mask - delta) * heads.head_size**-0.5
+    )
+    dqueries = (dscores @ keys).unflatten(1, (heads.groups, -1))
+    heads.split(dqkv)[0].add_(dqueries.permute(3, 0, 1, 2, 4))  # (q, b, g, n/g, d)
+    dkeys = dscores.transpose(-1, -2) @ queries
+    dvalues = (probabilities * mask).transpose(-1, -2) @ grad
+    both = torch.stack((dkeys, dvalues))  # (2, b, n, k, d)
+    dkv.add_(both.unflatten(2, (heads.groups, -1)).sum(3).permute(3, 1, 2, 0, 4).reshape(dkv.shape))
+
+
+def _block_arguments(call: SharedCall, part: Part) -> tuple[Any, ...]:
+    """Return the kernels' arguments from the sequence length on."""
+    mask = call.mask
+    key = call.key
+    return (
+        mask.length,
+        part.queries.start,
+        part.keys.start,
+        call.dropout,
+        key.seed,
+        key.stream,
+        key.first_sample,
+        key.row0 // mask.length,
+        mask.window,
+        mask.starts,
+    )
+
+
+def _block_scores(
+    call: SharedCall, part: Part, qkv: Tensor, kv: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return scores (b, n, q, k), -inf if hidden, queries (b, n, q, d), keys and values (b, n, k, d), all in FP32."""
+    heads = call.heads
+    mask = call.mask
+    queries = heads.split(qkv)[0].permute(1, 2, 3, 0, 4).flatten(1, 2).float()
+    shape = (*kv.shape[:2], heads.groups, 2, heads.head_size)
+    keys, values = (
+        kv.view(shape).permute(3, 1, 2, 0, 4).repeat_interleave(heads.queries_per_group, 2).float()
+    )
+    query = torch.arange(part.queries.start, part.queries.stop)
+    key = torch.arange(part.keys.start, part.keys.stop)
+    distance = query.unsqueeze(1) - key
+    visible = (distance >= 0) & (distance < (mask.window or mask.length))
+    visible = visible.expand(qkv.shape[1], -1, -1)
+    if mask.starts is not None:
+        visible = visible & (key >= mask.starts[:, query].unsqueeze(-1))
+    scores = (queries @ keys.transpose(-1, -2)) * heads.head_size**-0.5
+    return scores.masked_fill(~visible.unsqueeze(1), -torch.inf), queries, keys, values
+
+
+def _block_dropout(ops: Backend, call: SharedCall, part: Part, samples: int) -> Tensor | float:
+    """Return the factors of dropout for a block's probabilities (b, n, q, k), numbered as in the whole sequence."""
+    if not call.dropout:
+        return 1.0
+    ones = torch.ones(samples, len(part.queries), part.keys.stop)
+    masks = []
+    for head in range(call.heads.heads):
+        row0 = call.key.row0 + head * call.mask.length + part.queries.start
+        mask = dropout(ops, ones, call.dropout, replace(call.key, row0=row0))
+        masks.append(mask[..., part.keys.start :])
+    return torch.stack(masks, 1)

@@ -1,0 +1,134 @@
+"""Dropout whose mask is a function of the global position, and its sum with bias and residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dropout_key import DropoutKey
+from ..gradients import accumulate, gradient_of
+from .backend import Backend
+
+
+def dropout(ops: Backend, x: Tensor, p: float, key: DropoutKey) -> Tensor:
+    """Zero elements of x (any shape) with probability p and scale the others by 1 / (1 - p).
+
+    Both backends use the C++ kernel, so that a mask depends on `key` alone.
+    """
+    return x if p == 0.0 else _Dropout.apply(ops.kernels, x, p, key)
+
+
+def masked(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
+    """Apply the mask of `key` to x (any shape), without autograd."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    for rows, own in key.runs():
+        source = x if rows is None else x[rows]
+        target = out if rows is None else out[rows]
+        kernels.dropout(
+            source, target, p, own.seed, own.stream, own.first_sample, own.sample_dim, own.row0
+        )
+    return out
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
+        ctx.kernels = kernels
+        ctx.p = p
+        ctx.key = key
+        return masked(kernels, x, p, key)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, masked(ctx.kernels, dy, ctx.p, ctx.key), None, None
+
+
+def bias_dropout_add(
+    ops: Backend,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    p: float,
+    key: DropoutKey,
+    needs_values: bool = True,
+) -> Tensor:
+    """Return residual + dropout(x + bias). x and residual (s, b, h), bias (h) or None -> (s, b, h).
+
+    needs_values: False if a backward follows and the result is not read; the native backend then leaves it unset.
+    """
+    if ops.is_native("rowwise"):
+        return _BiasDropoutAdd.apply(ops.kernels, x, bias, residual, p, key, needs_values)
+    return residual + dropout(ops, x if bias is None else add_bias(x, bias), p, key)
+
+
+def call_rowwise(kernel: Callable[..., Any], p: float, key: DropoutKey, *args: Any) -> None:
+    """Call a fused dropout kernel for each range of rows with consecutive numbers.
+
+    args: tensors (s, b, h) and statistics (s, b) are cut by rows, statistics are flattened, others are passed on.
+    """
+    assert key.sample_dim == 1
+    for rows, own in key.runs():
+        cut = [_rows_of(x, rows) for x in args]
+        kernel(*cut, p, own.seed, own.stream, own.first_sample, own.row0)
+
+
+def _rows_of(x: Any, rows: slice | None) -> Any:
+    if not isinstance(x, Tensor) or x.dim() == 1:
+        return x
+    if rows is not None:
+        x = x[rows]
+    return x if x.dim() == 3 else x.flatten()
+
+
+class _BiasDropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        p: float,
+        key: DropoutKey,
+        needs_values: bool,
+    ) -> Tensor:
+        ctx.kernels = kernels
+        ctx.bias = bias
+        ctx.p = p
+        ctx.key = key
+        if not needs_values:
+            return residual.new_empty(1).expand_as(residual)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        call_rowwise(kernels.bias_dropout_add, p, key, x, bias, residual.contiguous(), out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        dout = dout.contiguous()
+        dx = torch.empty_like(dout) if ctx.p else None
+        dbias = gradient_of(ctx.bias)
+        if dx is not None or dbias is not None:
+            call_rowwise(ctx.kernels.bias_dropout_add_backward, ctx.p, ctx.key, dout, dx, dbias)
+        return None, dout if dx is None else dx, None, dout, None, None, None
+
+
+def add_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """Return x (s, b, h) + bias (h) on torch's kernels."""
+    return _AddBias.apply(x, bias)
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.bias = bias
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        accumulate(ctx.bias, dy.sum((0, 1), dtype=torch.float32))
+        return dy, None

@@ -1,0 +1,94 @@
+"""Word and position embeddings. s sequence, b micro-batch, h hidden, v rows of the word table on this rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .backend import Backend
+
+
+def embedding(ops: Backend, tokens: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
+    """Look up rows of the word table. tokens (s, b), weight (v, h) -> (s, b, h).
+
+    first_row: number of this rank's first row; tokens with rows on other ranks give zeros.
+    """
+    if ops.is_native("embedding"):
+        return _NativeEmbedding.apply(ops.kernels, tokens.contiguous(), weight, first_row)
+    return _TorchEmbedding.apply(tokens, weight, first_row)
+
+
+class _NativeEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Any, tokens: Tensor, weight: Tensor, first_row: int) -> Tensor:
+        ctx.kernels = kernels
+        ctx.tokens = tokens
+        ctx.weight = weight
+        ctx.first_row = first_row
+        out = weight.new_empty(*tokens.shape, weight.shape[1])
+        kernels.embedding(tokens, weight, out, first_row)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, None, None, None]:
+        ctx.kernels.embedding_backward(
+            ctx.tokens, dout.contiguous(), ctx.weight.main_grad, ctx.first_row
+        )
+        return None, None, None, None
+
+
+class _TorchEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, first_row: int) -> Tensor:
+        rows = tokens - first_row
+        ctx.weight = weight
+        ctx.elsewhere = (rows < 0) | (rows >= weight.shape[0])
+        rows = rows.masked_fill(ctx.elsewhere, 0)
+        ctx.save_for_backward(rows)
+        return F.embedding(rows, weight).masked_fill_(ctx.elsewhere.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
+        dy = dy.float().masked_fill(ctx.elsewhere.unsqueeze(-1), 0.0)
+        ctx.weight.main_grad.index_add_(0, ctx.saved_tensors[0].flatten(), dy.flatten(0, 1))
+        return None, None, None
+
+
+def add_position(ops: Backend, x: Tensor, weight: Tensor, first: int = 0) -> Tensor:
+    """Add rows `first`, first + 1, ... of weight (positions, h) to x (s, b, h)."""
+    if ops.is_native("embedding"):
+        return _NativeAddPosition.apply(ops.kernels, x, weight, first)
+    return _TorchAddPosition.apply(x, weight, first)
+
+
+class _NativeAddPosition(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Any, x: Tensor, weight: Tensor, first: int) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        kernels.add_position(x, weight[first:], out)
+        ctx.kernels = kernels
+        ctx.weight = weight
+        ctx.first = first
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None, None]:
+        ctx.kernels.add_position_backward(dout.contiguous(), ctx.weight.main_grad[ctx.first :])
+        return None, dout, None, None
+
+
+class _TorchAddPosition(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, first: int) -> Tensor:
+        ctx.weight = weight
+        ctx.rows = slice(first, first + x.shape[0])
+        return x + weight[ctx.rows].unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        ctx.weight.main_grad[ctx.rows].add_(dy.sum(1, dtype=torch.float32))
+        return dy, None, None

@@ -1,0 +1,251 @@
+"""Matrix products of linear layers, and of the experts' rows.
+
+Weight gradients are added to the parameters' FP32 `main_grad`, at once or when the schedule asks for them.
+s sequence, b micro-batch, rows = s b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...comm.autograd import gather_sequence, reduce_scatter_sequence
+from ...comm.base import Comm
+from ..gradients import accumulate, as_rows, gradient_of, is_frozen, parts
+from ..parameter_views import matrix_of
+from .backend import Backend
+
+
+def matmul(
+    ops: Backend,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    pre: Tensor | None = None,
+) -> None:
+    """Write x weight^T + bias to out. x (rows, in), weight (out, in), bias (out), out (rows, out).
+
+    activation: applied to the result, native only; `pre` receives its argument.
+    """
+    if not ops.is_native("gemm"):
+        out.copy_(F.linear(x, weight, bias))
+        return
+    length = ops.sum_length(x)
+    if len(x) <= ops.few_rows and not length:
+        ops.kernels.linear_few_rows(x, weight, out, bias, activation)
+        return
+    packed = ops.packed(weight, transposed=False)
+    ops.kernels.linear_forward(
+        x, weight, out, bias, activation, pre, packed=packed, fp16_chunk=length
+    )
+
+
+def data_gradient(ops: Backend, dy: Tensor, weight: Tensor, dx: Tensor) -> None:
+    """Write dy weight to dx. dy (rows, out), weight (out, in), dx (rows, in)."""
+    if not ops.is_native("gemm"):
+        torch.mm(dy, weight, out=dx)
+        return
+    packed = ops.packed(weight, transposed=True)
+    ops.kernels.linear_data_gradient(dy, weight, dx, packed=packed, fp16_chunk=ops.sum_length(dy))
+
+
+def weight_gradient(
+    ops: Backend, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> None:
+    """Add dy^T x to the gradient of weight (out, in), and the sum of dy's rows to the gradient of bias (out).
+
+    The work may be postponed: dy (rows, out) and x (rows, in) must not change until it is done.
+    """
+    if is_frozen(weight):
+        return
+    # Postponed work must not keep the graph below x alive.
+    x = x.detach()
+    if ops.is_native("gemm"):
+        gradients = (gradient_of(weight), gradient_of(bias))
+        work = partial(ops.kernels.linear_weight_gradient, dy, x, *gradients, ops.sum_length(dy))
+    else:
+        work = partial(_torch_weight_gradient, dy, x, weight, bias)
+    ops.weight_gradients.add(work)
+
+
+def _torch_weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.dtype == torch.float32:
+        gradient_of(weight).addmm_(dy.t(), x)
+    else:
+        accumulate(weight, dy.t() @ x)
+    if bias is not None:
+        accumulate(bias, dy.sum(0, dtype=torch.float32))
+
+
+def outer_sum(ops: Backend, dy: Tensor, x: Tensor) -> Tensor:
+    """Return dy^T x (out, in) in FP32. dy (rows, out), x (rows, in)."""
+    if not ops.is_native("gemm"):
+        return dy.t().float() @ x.float()
+    total = torch.zeros(dy.shape[1], x.shape[1])
+    ops.kernels.linear_weight_gradient(dy, x, total)
+    return total
+
+
+def linear(
+    ops: Backend,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    sequence: Comm | None = None,
+) -> Tensor:
+    """Return x W^T + bias. x (..., in), weight (out, in), bias (out) -> (..., out).
+
+    sequence: ranks that shard x (s / t, b, in) by sequence. The shards are gathered to (s, b, in), again in backward, which
+        reduce-scatters the gradient of x.
+    """
+    function = _NativeLinear if ops.is_native("gemm") else _TorchLinear
+    return function.apply(ops, x, weight, bias, sequence)
+
+
+def row_count(x: Tensor, sequence: Comm | None) -> int:
+    """Return the rows of x (..., h) after its shards are gathered.
+
+    Allocate a saved tensor with it before gathering, so that freeing the gathered tensor leaves no hole.
+    """
+    rows = x.numel() // x.shape[-1]
+    return rows if sequence is None else rows * sequence.size
+
+
+class _NativeLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ops: Backend,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence: Comm | None,
+    ) -> Tensor:
+        out = x.new_empty(row_count(x, sequence), weight.shape[0])
+        whole = gather_sequence(x, sequence)
+        rows = as_rows(whole)
+        if not is_frozen(weight):
+            ctx.save_for_backward(rows if sequence is None else x)
+        ctx.ops = ops
+        ctx.weight = weight
+        ctx.bias = bias
+        ctx.shape = whole.shape
+        ctx.sequence = sequence
+        matmul(ops, rows, weight, out, bias)
+        return out.view(*whole.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ops = ctx.ops
+        sequence = ctx.sequence
+        dy = as_rows(dy)
+        if is_frozen(ctx.weight):
+            dx = dy.new_empty(len(dy), ctx.shape[-1])
+        else:
+            rows = as_rows(gather_sequence(ctx.saved_tensors[0], sequence))
+            weight_gradient(ops, dy, rows, ctx.weight, ctx.bias)
+            # The gathered copy is free once the weight gradient is computed.
+            reusable = sequence is not None and not ops.weight_gradients.waits
+            dx = rows if reusable else torch.empty_like(rows)
+        data_gradient(ops, dy, ctx.weight, dx)
+        return None, reduce_scatter_sequence(dx.view(ctx.shape), sequence), None, None, None
+
+
+class _TorchLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ops: Backend,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence: Comm | None,
+    ) -> Tensor:
+        if not is_frozen(weight):
+            ctx.save_for_backward(x)
+        ctx.ops = ops
+        ctx.weight = weight
+        ctx.bias = bias
+        ctx.sequence = sequence
+        return F.linear(gather_sequence(x, sequence), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        rows = dy.reshape(-1, dy.shape[-1])
+        if ctx.saved_tensors:
+            x = gather_sequence(ctx.saved_tensors[0], ctx.sequence)
+            weight_gradient(ctx.ops, rows, x.reshape(-1, x.shape[-1]), ctx.weight, ctx.bias)
+        dx = (rows @ ctx.weight).view(*dy.shape[:-1], -1)
+        return None, reduce_scatter_sequence(dx, ctx.sequence), None, None, None
+
+
+# Rows in groups: the first counts[0] rows multiply the first matrix of a weight (groups, ..., in), and so on -------------------
+
+
+def grouped_matmul(
+    ops: Backend, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor
+) -> None:
+    """Write x times the transposed matrix of each row's group to out. x (n, in), out (n, out); a group may have no rows."""
+    few = len(x) <= ops.few_rows
+    if not ops.is_native("gemm") or ops.weight_cache is not None or few:
+        for number, rows in parts(counts):
+            matmul(ops, x[rows], matrix_of(weight, number), out[rows])
+        return
+    ops.kernels.grouped_linear_forward(
+        x, weight.detach().flatten(1, -2), torch.tensor(counts), out, ops.sum_length(x)
+    )
+
+
+def grouped_data_gradient(
+    ops: Backend, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor
+) -> None:
+    """Write dy times the matrix of each row's group to dx. dy (n, out), dx (n, in)."""
+    if not ops.is_native("gemm") or ops.weight_cache is not None:
+        for number, rows in parts(counts):
+            data_gradient(ops, dy[rows], matrix_of(weight, number), dx[rows])
+        return
+    ops.kernels.grouped_linear_data_gradient(
+        dy, weight.detach().flatten(1, -2), torch.tensor(counts), dx, ops.sum_length(dy)
+    )
+
+
+def grouped_weight_gradient(
+    ops: Backend, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int]
+) -> None:
+    """Add dy^T x of each group's rows to the gradient of its matrix. dy (n, out), x (n, in).
+
+    The work may be postponed: dy and x must not change until it is done.
+    """
+    if not ops.is_native("gemm"):
+        for number, rows in parts(counts):
+            weight_gradient(ops, dy[rows], x[rows], matrix_of(weight, number), None)
+        return
+    if is_frozen(weight):
+        return
+    work = partial(
+        ops.kernels.grouped_linear_weight_gradient,
+        dy,
+        x.detach(),
+        torch.tensor(counts),
+        gradient_of(weight).flatten(1, -2),
+        ops.sum_length(dy),
+    )
+    ops.weight_gradients.add(work)
+
+
+def grouped_outer_sum(ops: Backend, dy: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return dy^T x of each group's rows in FP32, (groups, out, in). dy (n, out), x (n, in)."""
+    total = torch.zeros(len(counts), dy.shape[1], x.shape[1])
+    if ops.is_native("gemm"):
+        ops.kernels.grouped_linear_weight_gradient(dy, x, torch.tensor(counts), total, 0)
+    else:
+        for number, rows in parts(counts):
+            total[number] = outer_sum(ops, dy[rows], x[rows])
+    return total

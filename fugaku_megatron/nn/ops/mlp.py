@@ -1,0 +1,226 @@
+"""The MLP f(x W1^T + b1) W2^T as one operation, which saves its input and the argument of the activation f.
+
+With a gate W1 has two matrices, the gates' and the values' (`activation`).
+s sequence, b micro-batch, h hidden, f MLP width, rows = s b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm.autograd import gather_sequence, reduce_scatter_sequence
+from ...comm.base import Comm
+from ..gradients import as_rows, gradient_of, is_frozen
+from ..parameter_views import matrix
+from .activation import ACTIVATIONS, activate, activation_gradient, as_gates, is_fused
+from .backend import Backend
+from .gemm import data_gradient, matmul, row_count, weight_gradient
+
+# Backward has two copies of this fraction of the inner tensor, and at least so many columns.
+COLUMN_BLOCKS = 4
+MIN_COLUMNS = 512
+
+
+def mlp(
+    ops: Backend,
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    needs_values: bool = True,
+    sequence: Comm | None = None,
+    activation: str = "gelu",
+) -> Tensor:
+    """Return f(x W1^T + b1) W2^T. x (s, b, h) -> (s, b, h).
+
+    Args:
+        weight1, bias1: (f, h) and (f), or with a gate (2, f, h) and (2, f).
+        weight2: (h, f)
+        needs_values: False if a backward follows and neither the result nor x is read again; backward may then overwrite x.
+        sequence: as in `linear`.
+        activation: a row of `ACTIVATIONS`.
+    """
+    if ACTIVATIONS[activation].gated:
+        weight1 = matrix(weight1)
+        bias1 = matrix(bias1)
+    return _MLP.apply(ops, activation, x, weight1, bias1, weight2, needs_values, sequence)
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ops: Backend,
+        activation: str,
+        x: Tensor,
+        weight1: Tensor,
+        bias1: Tensor | None,
+        weight2: Tensor,
+        needs_values: bool,
+        sequence: Comm | None,
+    ) -> Tensor:
+        pre = x.new_empty(row_count(x, sequence), len(weight1))
+        whole = gather_sequence(x, sequence)
+        rows = as_rows(whole)
+        if needs_values:
+            out = x.new_empty(len(rows), len(weight2))
+            inner = first_matmul(ops, rows, weight1, bias1, pre, activation)
+            matmul(ops, inner, weight2, out)
+        else:
+            out = x.new_empty(1).expand(len(rows), len(weight2))
+            matmul(ops, rows, weight1, pre, bias1)
+        # The inner tensor is cheaper to recompute than to save.
+        ctx.save_for_backward(rows if sequence is None else x, pre)
+        ctx.ops = ops
+        ctx.activation = activation
+        ctx.parameters = (weight1, bias1, weight2)
+        ctx.shape = whole.shape
+        ctx.sequence = sequence
+        ctx.overwrites_input = ops.is_native("gemm") and (not needs_values or sequence is not None)
+        return out.view(*whole.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ops = ctx.ops
+        x, pre = ctx.saved_tensors
+        weight1, bias1, weight2 = ctx.parameters
+        dy = as_rows(dy)
+        if ops.is_native("gemm") and not ops.weight_gradients.waits:
+            _overwrite_with_gradient(ops, dy, pre, weight2, ctx.activation)
+            dpre = pre
+        else:
+            add_second_weight_gradient(ops, dy, pre, weight2, ctx.activation)
+            dpre = torch.empty_like(pre)
+            argument_gradient(ops, dy, weight2, pre, dpre, ctx.activation)
+        if is_frozen(weight1) and ctx.sequence is not None:
+            dx = dpre.new_empty(len(dpre), x.shape[-1])
+        else:
+            rows = as_rows(gather_sequence(x, ctx.sequence))
+            weight_gradient(ops, dpre, rows, weight1, bias1)
+            reusable = ctx.overwrites_input and not ops.weight_gradients.waits
+            dx = rows if reusable else torch.empty_like(rows)
+        data_gradient(ops, dpre, weight1, dx)
+        dx = reduce_scatter_sequence(dx.view(ctx.shape), ctx.sequence)
+        return None, None, dx, None, None, None, None, None
+
+
+def first_matmul(
+    ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, activation: str
+) -> Tensor:
+    """Write x weight^T + bias to pre (rows, f or 2 f), and return its activation (rows, f)."""
+    if not is_fused(ops, activation):
+        matmul(ops, x, weight, pre, bias)
+        return activate(ops, pre, activation)
+    inner = torch.empty_like(pre)
+    matmul(ops, x, weight, inner, bias, ACTIVATIONS[activation].kernel, pre)
+    return inner
+
+
+def argument_gradient(
+    ops: Backend, dy: Tensor, weight2: Tensor, pre: Tensor, dpre: Tensor, activation: str
+) -> None:
+    """Write the gradient of pre (rows, f or 2 f) to dpre, from the output gradient dy (rows, h)."""
+    if is_fused(ops, activation):
+        ops.kernels.linear_data_gradient(
+            dy,
+            weight2,
+            dpre,
+            pre,
+            ACTIVATIONS[activation].kernel,
+            packed=ops.packed(weight2, transposed=True),
+            fp16_chunk=ops.sum_length(dy),
+        )
+        return
+    dinner = pre.new_empty(len(pre), weight2.shape[1])
+    data_gradient(ops, dy, weight2, dinner)
+    activation_gradient(ops, dinner, pre, dpre, activation)
+
+
+def add_second_weight_gradient(
+    ops: Backend, dy: Tensor, pre: Tensor, weight2: Tensor, activation: str
+) -> None:
+    """Add dy^T f(pre) to the gradient of weight2 (h, f).
+
+    The work may be postponed: dy (rows, h) and pre (rows, f or 2 f) must not change until it is done.
+    """
+    if is_frozen(weight2):
+        return
+    if not ops.is_native("gemm"):
+        weight_gradient(ops, dy, activate(ops, pre, activation), weight2, None)
+        return
+
+    def work() -> None:
+        for columns, inner in _column_blocks(pre, weight2.shape[1], whole=False):
+            argument = _columns(pre, columns, activation)
+            _add_columns_gradient(
+                ops, dy, argument, inner, gradient_of(weight2)[:, columns], activation
+            )
+
+    ops.weight_gradients.add(work)
+
+
+def _overwrite_with_gradient(
+    ops: Backend, dy: Tensor, pre: Tensor, weight2: Tensor, activation: str
+) -> None:
+    """Add the gradient of weight2 (h, f), and overwrite pre (rows, f or 2 f) with its gradient, in blocks of columns."""
+    row = ACTIVATIONS[activation]
+    packed = ops.packed(weight2, transposed=True)
+    length = ops.sum_length(dy)
+    for columns, inner in _column_blocks(pre, weight2.shape[1], whole=packed is not None):
+        argument = _columns(pre, columns, activation)
+        if not is_frozen(weight2):
+            _add_columns_gradient(
+                ops, dy, argument, inner, gradient_of(weight2)[:, columns], activation
+            )
+        weight = weight2[:, columns]
+        if row.gated:
+            ops.kernels.linear_data_gradient(dy, weight, inner, packed=packed, fp16_chunk=length)
+            ops.kernels.gate_backward(inner, argument, argument, row.kernel)
+            continue
+        # FP32 sums are in the result until the last block of k, so that it must not be the argument.
+        in_place = pre.dtype != torch.float32
+        ops.kernels.linear_data_gradient(
+            dy,
+            weight,
+            argument if in_place else inner,
+            argument,
+            row.kernel,
+            packed=packed,
+            fp16_chunk=length,
+        )
+        if not in_place:
+            argument.copy_(inner)
+
+
+def _column_blocks(pre: Tensor, width: int, whole: bool) -> Iterator[tuple[slice, Tensor]]:
+    """Yield blocks of `width` columns, or all at once, each with the same memory (rows, columns)."""
+    columns = width
+    if not whole:
+        columns = min(max(MIN_COLUMNS, -(-width // COLUMN_BLOCKS // 64) * 64), width)
+    buffer = pre.new_empty(len(pre) * columns)
+    for first in range(0, width, columns):
+        block = slice(first, min(first + columns, width))
+        yield block, buffer[: len(pre) * (block.stop - first)].view(len(pre), -1)
+
+
+def _columns(pre: Tensor, columns: slice, activation: str) -> Tensor:
+    """Return columns of the activation's argument: (rows, columns), or with a gate (rows, 2, columns)."""
+    if ACTIVATIONS[activation].gated:
+        return as_gates(pre)[:, :, columns]
+    return pre[:, columns]
+
+
+def _add_columns_gradient(
+    ops: Backend, dy: Tensor, argument: Tensor, inner: Tensor, gradient: Tensor, activation: str
+) -> None:
+    """Add dy^T f(argument) to gradient (h, columns). inner: memory for f(argument)."""
+    row = ACTIVATIONS[activation]
+    if row.gated:
+        ops.kernels.gate(argument, inner, row.kernel)
+    else:
+        ops.kernels.activate(argument, None, inner, row.kernel)
+    ops.kernels.linear_weight_gradient(dy, inner, gradient, fp16_chunk=ops.sum_length(dy))

@@ -1,0 +1,301 @@
+"""Layer norm and RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467), also fused with bias, dropout and residual.
+
+s sequence, b micro-batch, h hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dropout_key import DropoutKey
+from ..gradients import accumulate, as_rows, gradient_of, vector_gradient
+from .backend import Backend
+from .dropout import bias_dropout_add, call_rowwise
+
+
+def layer_norm(ops: Backend, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """Normalize the last dimension. x (..., h), weight and bias (h) -> (..., h)."""
+    if ops.is_native("rowwise"):
+        return _NativeLayerNorm.apply(ops.kernels, x, weight, bias, epsilon)
+    return _TorchLayerNorm.apply(x, weight, bias, epsilon)
+
+
+class _NativeLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float
+    ) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        mean, rstd = x.new_empty(2, x.numel() // x.shape[-1], dtype=torch.float32)
+        kernels.layer_norm(x, weight, bias, y, mean, rstd, epsilon)
+        ctx.save_for_backward(x, mean, rstd)
+        ctx.kernels = kernels
+        ctx.weight = weight
+        ctx.bias = bias
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, None]:
+        x, mean, rstd = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        ctx.kernels.layer_norm_backward(
+            dy.contiguous(),
+            x,
+            mean,
+            rstd,
+            ctx.weight,
+            dx,
+            vector_gradient(ctx.weight),
+            vector_gradient(ctx.bias),
+        )
+        return None, dx, None, None, None
+
+
+class _TorchLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
+        ctx.save_for_backward(x, mean, rstd)
+        ctx.weight = weight
+        ctx.bias = bias
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        x, mean, rstd = ctx.saved_tensors
+        dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+            dy.contiguous(), x, (x.shape[-1],), mean, rstd, ctx.weight, ctx.bias, [True, True, True]
+        )
+        accumulate(ctx.weight, dweight)
+        accumulate(ctx.bias, dbias)
+        return dx, None, None, None
+
+
+def rms_norm(ops: Backend, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + epsilon) * weight, computed in FP32. x (..., h), weight (h) -> (..., h)."""
+    if ops.is_native("rowwise"):
+        return _NativeRMSNorm.apply(ops.kernels, x, weight, epsilon)
+    return _TorchRMSNorm.apply(x, weight, epsilon)
+
+
+class _NativeRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+        kernels.rms_norm(x, weight, y, rstd, epsilon)
+        ctx.save_for_backward(x, rstd)
+        ctx.kernels = kernels
+        ctx.weight = weight
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
+        x, rstd = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        ctx.kernels.rms_norm_backward(
+            dy.contiguous(), x, rstd, ctx.weight, dx, vector_gradient(ctx.weight)
+        )
+        return None, dx, None, None
+
+
+class _TorchRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        y, rstd = normalized(x, weight, epsilon)
+        ctx.save_for_backward(x, rstd)
+        ctx.weight = weight
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        x, rstd = ctx.saved_tensors
+        dx, dweight = norm_gradients(dy, x, rstd, ctx.weight)
+        accumulate(ctx.weight, dweight)
+        return dx, None, None
+
+
+def normalized(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return the RMS norm of x (..., h), and the reciprocal root mean squares (..., 1) in FP32."""
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
+    return (x * rstd * weight).to(x.dtype), rstd
+
+
+def norm_gradients(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x (..., h), and of weight (h) in FP32, for `normalized`."""
+    unit = x.float() * rstd
+    dy = dy.float()
+    scaled = dy * weight
+    dx = rstd * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
+    return dx.to(x.dtype), as_rows(dy * unit).sum(0)
+
+
+def bias_dropout_add_layer_norm(
+    ops: Backend,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    p: float,
+    key: DropoutKey,
+    weight: Tensor,
+    norm_bias: Tensor,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    """Return (`bias_dropout_add`, its `layer_norm`), both (s, b, h). weight and norm_bias (h)."""
+    if ops.is_native("rowwise"):
+        return _BiasDropoutAddLayerNorm.apply(
+            ops.kernels, x, bias, residual, p, key, weight, norm_bias, epsilon
+        )
+    total = bias_dropout_add(ops, x, bias, residual, p, key)
+    return total, layer_norm(ops, total, weight, norm_bias, epsilon)
+
+
+class _BiasDropoutAddLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        p: float,
+        key: DropoutKey,
+        weight: Tensor,
+        norm_bias: Tensor,
+        epsilon: float,
+    ) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        total = torch.empty_like(x)
+        y = torch.empty_like(x)
+        mean, rstd = x.new_empty(2, *x.shape[:2], dtype=torch.float32)
+        call_rowwise(
+            kernels.bias_dropout_add_layer_norm,
+            p,
+            key,
+            x,
+            bias,
+            residual.contiguous(),
+            total,
+            weight,
+            norm_bias,
+            y,
+            mean,
+            rstd,
+            epsilon,
+        )
+        ctx.save_for_backward(total, mean, rstd)
+        ctx.kernels = kernels
+        ctx.parameters = (bias, weight, norm_bias)
+        ctx.p = p
+        ctx.key = key
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+        total, mean, rstd = ctx.saved_tensors
+        bias, weight, norm_bias = ctx.parameters
+        dresidual = torch.empty_like(total)
+        dx = torch.empty_like(total) if ctx.p else None
+        call_rowwise(
+            ctx.kernels.bias_dropout_add_layer_norm_backward,
+            ctx.p,
+            ctx.key,
+            dy.contiguous(),
+            dtotal.contiguous(),
+            total,
+            mean,
+            rstd,
+            weight,
+            dresidual,
+            dx,
+            vector_gradient(weight),
+            vector_gradient(norm_bias),
+            gradient_of(bias),
+        )
+        if dx is None:
+            dx = dresidual
+        return None, dx, None, dresidual, None, None, None, None, None
+
+
+def bias_dropout_add_rms_norm(
+    ops: Backend,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    p: float,
+    key: DropoutKey,
+    weight: Tensor,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    """Return (`bias_dropout_add`, its `rms_norm`), both (s, b, h). weight (h)."""
+    if ops.is_native("rowwise"):
+        return _BiasDropoutAddRMSNorm.apply(ops.kernels, x, bias, residual, p, key, weight, epsilon)
+    total = bias_dropout_add(ops, x, bias, residual, p, key)
+    return total, rms_norm(ops, total, weight, epsilon)
+
+
+class _BiasDropoutAddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        p: float,
+        key: DropoutKey,
+        weight: Tensor,
+        epsilon: float,
+    ) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        total = torch.empty_like(x)
+        y = torch.empty_like(x)
+        rstd = x.new_empty(x.shape[:2], dtype=torch.float32)
+        call_rowwise(
+            kernels.bias_dropout_add_rms_norm,
+            p,
+            key,
+            x,
+            bias,
+            residual.contiguous(),
+            total,
+            weight,
+            y,
+            rstd,
+            epsilon,
+        )
+        ctx.save_for_backward(total, rstd)
+        ctx.kernels = kernels
+        ctx.bias = bias
+        ctx.weight = weight
+        ctx.p = p
+        ctx.key = key
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+        total, rstd = ctx.saved_tensors
+        dresidual = torch.empty_like(total)
+        dx = torch.empty_like(total) if ctx.p else None
+        call_rowwise(
+            ctx.kernels.bias_dropout_add_rms_norm_backward,
+            ctx.p,
+            ctx.key,
+            dy.contiguous(),
+            dtotal.contiguous(),
+            total,
+            rstd,
+            ctx.weight,
+            dresidual,
+            dx,
+            vector_gradient(ctx.weight),
+            gradient_of(ctx.bias),
+        )
+        if dx is None:
+            dx = dresidual
+        return None, dx, None, dresidual, None, None, None, None

@@ -1,0 +1,176 @@
+"""Matmuls overlapped with the exchange of sequence shards, in blocks of rows (--tp-comm-overlap).
+
+    column_linear   gathers its input                      backward reduce-scatters the input gradient
+    row_linear      reduce-scatters its result             backward gathers the gradient
+    overlapped_mlp  both, with the activation in between
+
+Weight gradients need whole tensors and run while the last blocks are sent. Results have the same bits as without blocks.
+s sequence, b micro-batch, h hidden, f MLP width, t ranks, rows = s b.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm.autograd import Gathering, RowBlocks, Summing
+from ..gradients import as_rows
+from ..parameter_views import matrix
+from .activation import ACTIVATIONS, activate, is_fused
+from .backend import Backend
+from .gemm import data_gradient, matmul, weight_gradient
+from .mlp import add_second_weight_gradient, argument_gradient
+
+
+def column_linear(
+    ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks
+) -> Tensor:
+    """Return `linear` of the gathered x. x (s / t, b, in), weight (out, in), bias (out) or None -> (s, b, out)."""
+    return _ColumnLinear.apply(ops, x, weight, bias, blocks)
+
+
+def row_linear(ops: Backend, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Tensor:
+    """Return this rank's shard of the sum of `linear` over ranks. x (s, b, in), weight (out, in) -> (s / t, b, out)."""
+    return _RowLinear.apply(ops, x, weight, blocks)
+
+
+def overlapped_mlp(
+    ops: Backend,
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    needs_values: bool,
+    blocks: RowBlocks,
+    activation: str = "gelu",
+) -> Tensor:
+    """Return this rank's shard of the sum of `mlp` over ranks, for the gathered x. x (s / t, b, h) -> (s / t, b, h)."""
+    if ACTIVATIONS[activation].gated:
+        weight1 = matrix(weight1)
+        bias1 = matrix(bias1)
+    return _OverlappedMLP.apply(ops, activation, x, weight1, bias1, weight2, needs_values, blocks)
+
+
+def _data_gradient_sum(ops: Backend, dy: Tensor, weight: Tensor, blocks: RowBlocks) -> Summing:
+    """Start the sum over ranks of dy (rows, out) weight (out, in), with this rank's blocks computed."""
+    total = blocks.sum(len(dy), weight.shape[1], dy.dtype)
+    for rows, block in total:
+        data_gradient(ops, dy[rows], weight, block)
+    return total
+
+
+def _gathered_rows(gathering: Gathering) -> Tensor:
+    """Return (rows, h) after all blocks have arrived."""
+    gathering.wait()
+    return gathering.rows
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks
+    ) -> Tensor:
+        out = x.new_empty(x.shape[0] * blocks.comm.size, x.shape[1], weight.shape[0])
+        gathering = blocks.gather(x)
+        out_rows = out.view(-1, out.shape[-1])
+        for rows in gathering:
+            matmul(ops, gathering.rows[rows], weight, out_rows[rows], bias)
+        gathering.wait()
+        ctx.save_for_backward(x)
+        ctx.ops = ops
+        ctx.weight = weight
+        ctx.bias = bias
+        ctx.blocks = blocks
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        dy = as_rows(dy)
+        gathering = ctx.blocks.gather(x)
+        total = _data_gradient_sum(ctx.ops, dy, ctx.weight, ctx.blocks)
+        weight_gradient(ctx.ops, dy, _gathered_rows(gathering), ctx.weight, ctx.bias)
+        return None, total.wait().view(x.shape), None, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Tensor:
+        x_rows = as_rows(x)
+        total = blocks.sum(len(x_rows), weight.shape[0], x.dtype)
+        for rows, block in total:
+            matmul(ops, x_rows[rows], weight, block)
+        ctx.save_for_backward(x_rows)
+        ctx.ops = ops
+        ctx.weight = weight
+        ctx.blocks = blocks
+        ctx.shape = x.shape
+        return total.wait().view(x.shape[0] // blocks.comm.size, *x.shape[1:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        gathering = ctx.blocks.gather(dy)
+        dx = torch.empty_like(x)
+        for rows in gathering:
+            data_gradient(ctx.ops, gathering.rows[rows], ctx.weight, dx[rows])
+        weight_gradient(ctx.ops, _gathered_rows(gathering), x, ctx.weight, None)
+        return None, dx.view(ctx.shape), None, None
+
+
+class _OverlappedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ops: Backend,
+        activation: str,
+        x: Tensor,
+        weight1: Tensor,
+        bias1: Tensor | None,
+        weight2: Tensor,
+        needs_values: bool,
+        blocks: RowBlocks,
+    ) -> Tensor:
+        gathering = blocks.gather(x)
+        pre = x.new_empty(len(gathering.rows), len(weight1))
+        inner = None
+        if needs_values and is_fused(ops, activation):
+            inner = torch.empty_like(pre)
+        for rows in gathering:
+            if inner is None:
+                matmul(ops, gathering.rows[rows], weight1, pre[rows], bias1)
+            else:
+                kernel = ACTIVATIONS[activation].kernel
+                matmul(ops, gathering.rows[rows], weight1, inner[rows], bias1, kernel, pre[rows])
+        gathering.wait()
+        ctx.save_for_backward(x, pre)
+        ctx.ops = ops
+        ctx.activation = activation
+        ctx.parameters = (weight1, bias1, weight2)
+        ctx.blocks = blocks
+        if not needs_values:
+            return x.new_empty(1).expand(x.shape)
+        total = blocks.sum(len(pre), len(weight2), x.dtype)
+        for rows, block in total:
+            values = activate(ops, pre[rows], activation) if inner is None else inner[rows]
+            matmul(ops, values, weight2, block)
+        return total.wait().view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ops = ctx.ops
+        x, pre = ctx.saved_tensors
+        weight1, bias1, weight2 = ctx.parameters
+        gradient = ctx.blocks.gather(dy)
+        inputs = ctx.blocks.gather(x)
+        dpre = torch.empty_like(pre)
+        for rows in gradient:
+            argument_gradient(
+                ops, gradient.rows[rows], weight2, pre[rows], dpre[rows], ctx.activation
+            )
+        total = _data_gradient_sum(ops, dpre, weight1, ctx.blocks)
+        add_second_weight_gradient(ops, _gathered_rows(gradient), pre, weight2, ctx.activation)
+        weight_gradient(ops, dpre, _gathered_rows(inputs), weight1, bias1)
+        return None, None, total.wait().view(x.shape), None, None, None, None, None

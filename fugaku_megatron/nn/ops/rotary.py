@@ -1,0 +1,193 @@
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864), with the norm of queries and keys.
+
+s sequence, b micro-batch, n heads of this rank in g query groups, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..gradients import accumulate, vector_gradient
+from ..heads import Angles, Heads
+from .backend import Backend
+from .norm import norm_gradients, normalized
+
+
+class HeadNorms(NamedTuple):
+    """Weights (d) of the RMS norms of queries and keys."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    epsilon: float
+
+
+class Rotary(NamedTuple):
+    """Arguments of `rotary`.
+
+    angles: cosines and sines (positions, rotated elements / 2) in FP32, or None for no rotation.
+    interleaved: pairs are neighbours 2 i and 2 i + 1, else elements i and i + rotated / 2.
+    norm: applied before the rotation.
+    positions: int32 (s, b), row of `angles` of each token; None: the token's index in the sequence.
+    """
+
+    angles: Angles | None
+    heads: Heads
+    interleaved: bool
+    norm: HeadNorms | None = None
+    positions: Tensor | None = None
+
+
+def rotary(ops: Backend, qkv: Tensor, call: Rotary) -> Tensor:
+    """Rotate queries and keys, after normalizing them if `call.norm` is given. qkv (s, b, g (n/g + 2) d) -> same shape."""
+    if not ops.is_native("rowwise"):
+        return _TorchRotary.apply(qkv, call)
+    if call.angles is None:
+        empty = qkv.new_empty(2, len(qkv), 0, dtype=torch.float32)
+        call = call._replace(angles=(empty[0], empty[1]), positions=None)
+    elif call.positions is None:
+        cosines, sines = call.angles
+        call = call._replace(angles=(cosines[: len(qkv)], sines[: len(qkv)]))
+    function = _NativeRotary if call.norm is None else _NativeRotaryNorm
+    return function.apply(ops.kernels, qkv, call)
+
+
+def _heads(qkv: Tensor, call: Rotary) -> Tensor:
+    """Return qkv (s, b, g (n/g + 2) d) as the kernels take it: (s, b, g (n/g + 2), d)."""
+    return qkv.view(*qkv.shape[:2], -1, call.heads.head_size)
+
+
+class _NativeRotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Any, qkv: Tensor, call: Rotary) -> Tensor:
+        qkv = qkv.contiguous()
+        out = torch.empty_like(qkv)
+        ctx.kernels = kernels
+        ctx.call = call
+        assert call.angles is not None
+        kernels.rotary(
+            _heads(qkv, call),
+            *call.angles,
+            _heads(out, call),
+            call.heads.queries_per_group,
+            call.interleaved,
+            positions=call.positions,
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None]:
+        call = ctx.call
+        dout = dout.contiguous()
+        dqkv = torch.empty_like(dout)
+        ctx.kernels.rotary(
+            _heads(dout, call),
+            *call.angles,
+            _heads(dqkv, call),
+            call.heads.queries_per_group,
+            call.interleaved,
+            inverse=True,
+            positions=call.positions,
+        )
+        return None, dqkv, None
+
+
+class _NativeRotaryNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Any, qkv: Tensor, call: Rotary) -> Tensor:
+        qkv = qkv.contiguous()
+        out = torch.empty_like(qkv)
+        # The root mean squares are cheaper to recompute than to save.
+        ctx.save_for_backward(qkv)
+        ctx.kernels = kernels
+        ctx.call = call
+        assert call.angles is not None
+        assert call.norm is not None
+        kernels.rotary_norm(
+            _heads(qkv, call),
+            call.norm.q_weight,
+            call.norm.k_weight,
+            *call.angles,
+            _heads(out, call),
+            call.heads.queries_per_group,
+            call.norm.epsilon,
+            call.interleaved,
+            positions=call.positions,
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None]:
+        call = ctx.call
+        norm = call.norm
+        (qkv,) = ctx.saved_tensors
+        dqkv = torch.empty_like(qkv)
+        ctx.kernels.rotary_norm_backward(
+            _heads(dout.contiguous(), call),
+            _heads(qkv, call),
+            norm.q_weight,
+            norm.k_weight,
+            *call.angles,
+            _heads(dqkv, call),
+            vector_gradient(norm.q_weight),
+            vector_gradient(norm.k_weight),
+            call.heads.queries_per_group,
+            norm.epsilon,
+            call.interleaved,
+            positions=call.positions,
+        )
+        return None, dqkv, None
+
+
+class _TorchRotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, call: Rotary) -> Tensor:
+        qkv = qkv.contiguous()
+        out = qkv.clone()
+        queries, keys, _ = call.heads.split(out)
+        if call.norm is not None:
+            queries.copy_(normalized(queries, call.norm.q_weight, call.norm.epsilon)[0])
+            keys.copy_(normalized(keys, call.norm.k_weight, call.norm.epsilon)[0])
+            ctx.save_for_backward(qkv)
+        for x in (queries, keys):
+            x.copy_(_rotated(x, call))
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        call = ctx.call
+        dqkv = dout.clone(memory_format=torch.contiguous_format)
+        gradients = call.heads.split(dqkv)[:2]
+        for dy in gradients:
+            dy.copy_(_rotated(dy, call, inverse=True))
+        if call.norm is not None:
+            inputs = call.heads.split(ctx.saved_tensors[0])[:2]
+            for dy, x, weight in zip(gradients, inputs, call.norm[:2], strict=True):
+                # The root mean squares are cheaper to recompute than to save.
+                _, rstd = normalized(x, weight, call.norm.epsilon)
+                dx, dweight = norm_gradients(dy, x, rstd, weight)
+                accumulate(weight, dweight)
+                dy.copy_(dx)
+        return dqkv, None
+
+
+def _rotated(x: Tensor, call: Rotary, inverse: bool = False) -> Tensor:
+    """Rotate pairs of the first elements of x (s, b, g, k, d), in FP32."""
+    if call.angles is None:
+        return x
+    if call.positions is None:
+        positions = torch.arange(len(x)).unsqueeze(1)
+    else:
+        positions = call.positions.long()
+    cos, sin = (angle[positions, None, None] for angle in call.angles)
+    if inverse:
+        sin = -sin
+    size = 2 * cos.shape[-1]
+    pair_dim = -1 if call.interleaved else -2
+    pairs = x[..., :size].float().unflatten(-1, (-1, 2) if call.interleaved else (2, -1))
+    first, second = pairs.unbind(pair_dim)
+    both = torch.stack((first * cos - second * sin, second * cos + first * sin), pair_dim)
+    return torch.cat((both.flatten(-2).to(x.dtype), x[..., size:]), -1)

@@ -1,0 +1,64 @@
+"""Tensors computed from a parameter that share the parameter's gradient."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from .gradients import gradient_of, is_frozen
+
+
+class _View(Tensor):
+    """A tensor whose gradient is the parameter's gradient in another shape.
+
+    The gradient is looked up in backward, because it may have no memory before.
+    """
+
+    # Results are plain tensors, as with a parameter.
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    parameter: Tensor
+
+    @property
+    def frozen(self) -> bool:
+        return is_frozen(self.parameter)
+
+    @property
+    def main_grad(self) -> Tensor | None:
+        gradient: Tensor | None = gradient_of(self.parameter)
+        return None if gradient is None else gradient.view(self.shape)
+
+
+class _IndexedView(_View):
+    """One matrix of a parameter that stacks several."""
+
+    number: int
+
+    @property
+    def main_grad(self) -> Tensor | None:
+        return gradient_of(self.parameter)[self.number].view(self.shape)
+
+
+def derived(parameter: Tensor, values: Tensor) -> Tensor:
+    """Attach the parameter's gradient to `values`, a function of the parameter with slope 1 and as many elements."""
+    view = values.as_subclass(_View)
+    view.parameter = parameter
+    return view
+
+
+def matrix_of(parameter: Tensor, number: int) -> Tensor:
+    """Return matrix `number` (outputs, h) of a parameter (e, ..., h), with its gradient."""
+    view = parameter.detach()[number].flatten(0, -2).as_subclass(_IndexedView)
+    view.parameter = parameter
+    view.number = number
+    return view
+
+
+@overload
+def matrix(parameter: Tensor) -> Tensor: ...
+@overload
+def matrix(parameter: None) -> None: ...
+def matrix(parameter: Tensor | None) -> Tensor | None:
+    """Return a parameter (2, f, ...) as (2 f, ...), with its gradient."""
+    return None if parameter is None else derived(parameter, parameter.detach().flatten(0, 1))
