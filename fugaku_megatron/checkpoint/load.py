@@ -68,7 +68,7 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    directory: str | os.PathLike, comm: Comm, iteration: int | None = None
+    directory: str | os.PathLike[str], comm: Comm, iteration: int | None = None
 ) -> Checkpoint:
     """Open the latest checkpoint, or the one at `iteration`, without tensors. Collective.
 
@@ -209,7 +209,7 @@ def _other_iterations(directory: Path, damaged: int) -> str:
 
 
 def load_weights(
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     iteration: int,
     manifest: dict[str, Any],
     targets: list[Shard],

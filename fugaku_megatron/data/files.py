@@ -48,7 +48,7 @@ from .json_values import values
 class MappedFile:
     """File opened and mapped once. Raises OSError or ValueError if it cannot be mapped."""
 
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
         with open(path, "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -138,7 +138,7 @@ class ReadFile:
     Not mapped: a truncated mapped file ends the process by SIGBUS, without a message.
     """
 
-    def __init__(self, path: str | os.PathLike, expected: Status | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], expected: Status | None = None) -> None:
         self.path = os.fspath(path)
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
