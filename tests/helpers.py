@@ -165,7 +165,7 @@ def load_checkpoint(
 
 def master_weights(trainer: Trainer) -> torch.Tensor:
     """A copy of the FP32 weights that this rank updates, (n,), bucket by bucket."""
-    return torch.cat([part.master for part in trainer.optimizer.parts])
+    return torch.cat([part.master for part in trainer.optimizer.shards])
 
 
 def flat_gradients(trainer: Trainer) -> torch.Tensor:

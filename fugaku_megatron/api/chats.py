@@ -19,12 +19,12 @@ from ..run.tokenizer import find_tokenizer
 def chat_arrays(
     source: Documents, name: str, run: RunConfig, warn: Callable[[str], None]
 ) -> ChatArrays:
-    """Return the tokens of chats, and which of them are trained. name: of the chats in messages.
+    """Return the tokens of chats with their training mask.
 
-    source: objects with messages, or with prompt and completion, which the chat template of the
-    run's tokenizer renders; or pairs (token ids (n,), which are trained (n,)). Raises ValueError
-    for a chat that is neither, or whose trained tokens are not certain. warn: is called with a line
-    about fields that nothing reads.
+    source: objects with messages, or with prompt and completion, rendered by the tokenizer's chat template; or pairs
+    (token ids (n,), mask of trained tokens (n,)).
+    name: of the chats in error messages. warn: called with a line about fields that nothing reads.
+    Raise ValueError for another kind of chat, or if the mask is not certain.
     """
     chats = [source[index] for index in range(len(source))]
     template: ChatTemplate | None = None
@@ -58,7 +58,7 @@ def _template(run: RunConfig) -> ChatTemplate:
 
 
 def _marked(chat: Any, where: str) -> np.ndarray:
-    """Return a pair's array as of `signed`, (n,)."""
+    """Return the array (n,) of a pair, see `signed`."""
     expected = (
         "pass chats (messages, or prompt and completion), or pairs (token ids, which of them are "
         "trained)"

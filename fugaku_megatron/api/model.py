@@ -1,4 +1,4 @@
-"""A model in memory, for texts and for tokens: of a checkpoint of this program, of Hugging Face, or of Megatron-LM.
+"""Model in memory for texts and tokens, from this program, Hugging Face or Megatron-LM.
 
 model = load("my_model")
 print(model.generate("Once", max_new_tokens=50), model.loss("Once upon a time"))
@@ -32,7 +32,7 @@ from ..inference.scoring import EVALUATION, rolling, score
 from .config import Config
 
 SHARD_BYTES = 5 * 10**9  # of a safetensors file, as Hugging Face writes them
-SIDE_BY_SIDE = 4  # windows of a text that is scored
+SIDE_BY_SIDE = 4  # windows of a text that are scored together
 
 
 def load(
@@ -47,17 +47,17 @@ def load(
     tokenizer_model: str | os.PathLike[str] | None = None,
     vocab_size: int | None = None,
 ) -> Model:
-    """The model of a directory: a checkpoint of this program, a directory of Hugging Face, or a checkpoint of Megatron-LM.
+    """Load the weights of a checkpoint of this program or Megatron-LM, or of a directory of Hugging Face.
 
-    Every process that calls it holds the whole model, weights alone. ckpt_step: the iteration;
-    None: the latest. A checkpoint of adapters is loaded as the model that it names with the
-    adapters in its weights; pretrained_checkpoint: the place of that model, if it is not where the
-    checkpoint says. dtype: "fp32", "bf16" or "fp16" of weights and activations; None: that of the
-    run or of the files. The tokenizer is the one that came with the model, unless the flags of the
-    commands name another: vocab_file and merge_file, or tokenizer_model (a folder of Hugging Face,
-    or a file of SentencePiece) and perhaps tokenizer_type. vocab_size: tokens, where a checkpoint
-    of Megatron-LM only says the padded number. Raises ValueError, one line, for what is missing,
-    damaged or not built here.
+    Every calling process has the whole model. A checkpoint of adapters is loaded with its model, and merged into it.
+    Raise ValueError, one line, for a model that is missing, damaged or not supported.
+
+    ckpt_step: iteration; None: the latest.
+    pretrained_checkpoint: place of the adapters' model, if it has moved.
+    dtype: "fp32", "bf16" or "fp16" of weights and activations; None: as saved.
+    vocab_file and merge_file, or tokenizer_model (a folder of Hugging Face or a file of SentencePiece) and perhaps
+    tokenizer_type: replace the tokenizer that came with the model.
+    vocab_size: tokens, if a checkpoint of Megatron-LM has the padded number alone.
     """
     check(dtype is None or dtype in DTYPES, f"dtype is {dtype!r:.40}: pass {' or '.join(DTYPES)}")
     base = None if pretrained_checkpoint is None else os.fspath(pretrained_checkpoint)
@@ -71,26 +71,26 @@ def load(
     flags = TokenizerFlags.of(SimpleNamespace(tokenizer_type=tokenizer_type, **given))
     model = Model(weights, dtype, flags, os.fspath(path))
     if flags.named:
-        _ = model.tokenizer  # a mistake is told now
+        _ = model.tokenizer  # raises now for a mistake in the flags
     return model
 
 
 class Model:
-    """The model that `load` returns. architecture: its flags."""
+    """Model returned by `load`. architecture: its flags."""
 
     def __init__(
         self, weights: Weights, dtype: str | None, tokenizer: TokenizerFlags, where: str
     ) -> None:
         self.architecture: ModelConfig = weights.model
-        self._weights, self._flags, self._where = weights, tokenizer, where
+        self._weights = weights
+        self._flags = tokenizer
+        self._where = where
         if dtype is not None:
             precision = PrecisionConfig(bf16=dtype == "bf16", fp16=dtype == "fp16")
+        elif "precision" in weights.config:
+            precision = PrecisionConfig(**weights.config["precision"])
         else:
-            precision = (
-                PrecisionConfig(**weights.config["precision"])
-                if "precision" in weights.config
-                else precision_of(weights)
-            )
+            precision = precision_of(weights)
         run = RunConfig(
             model=weights.model, batch=BatchConfig(micro_batch_size=1), precision=precision
         )
@@ -98,14 +98,13 @@ class Model:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """encode(text) -> token ids, decode(ids) -> text. ValueError where the model came without one and none was named."""
-        carried, data = self._weights.carried, self._weights.config.get("data", {})
-        return choose_tokenizer(
-            self._flags, data, carried or Path(os.devnull), self._loaded.vocab_size, self._where
-        )
+        """Tokenizer with encode(text) -> token ids and decode(ids) -> text. ValueError if there is none."""
+        carried = self._weights.carried or Path(os.devnull)
+        data = self._weights.config.get("data", {})
+        return choose_tokenizer(self._flags, data, carried, self._loaded.vocab_size, self._where)
 
     def config(self, **flags: Any) -> Config:
-        """The config of a run that trains this model, with flags beyond its architecture, such as micro_batch_size and lr."""
+        """Return the config of a run that trains this model, with other flags such as micro_batch_size and lr."""
         own = {
             f.name: value
             for f in fields(ModelConfig)
@@ -150,10 +149,11 @@ class Model:
         seed: int = Sampling.seed,
         stop: Sequence[str] = (),
     ) -> str | list[str]:
-        """What the prompt is continued with, or each of several prompts, as fugaku-megatron generate continues them.
+        """Return the continuation of a prompt, or of each of several prompts, as fugaku-megatron generate does.
 
-        temperature: 0 takes the likeliest token. top_k, top_p: choose among the likeliest tokens, so many or of so much probability
-        together; 0: all. stop: texts before which a continuation ends.
+        temperature: 0 selects the likeliest token.
+        top_k, top_p: number or total probability of the likeliest tokens that are sampled; 0: all.
+        stop: texts before which a continuation ends.
         """
         prompts = [prompt] if isinstance(prompt, str) else [*prompt]
         stop = [stop] if isinstance(stop, str) else [*stop]
@@ -166,9 +166,9 @@ class Model:
         return results[0] if isinstance(prompt, str) else results
 
     def loss(self, text: str) -> float:
-        """Mean negative log-likelihood (natural logarithm) of the text's tokens after the first, each given those before it.
+        """Return the mean negative log-likelihood (natural logarithm) of a text's tokens, without the first.
 
-        A text that is longer than the model's sequence length is read in windows of that length.
+        A text longer than the model's sequence length is read in windows of that length.
         """
         ids = self.tokenizer.encode(text)
         check(
@@ -180,8 +180,10 @@ class Model:
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """FP32 logits (s, v) of the token after each of `tokens` (s,)."""
-        ids, model, vocab_size = torch.as_tensor(tokens), self.architecture, self._loaded.vocab_size
+        """Return FP32 logits (s, v) of the token after each of `tokens` (s,)."""
+        ids = torch.as_tensor(tokens)
+        model = self.architecture
+        vocab_size = self._loaded.vocab_size
         check(
             ids.dim() == 1 and len(ids) > 0 and not ids.is_floating_point(),
             f"tokens have shape {tuple(ids.shape)} and type {ids.dtype}: pass a list of token ids",
@@ -201,9 +203,9 @@ class Model:
         return self._loaded.logits(x)[:, 0, :vocab_size].float().contiguous()
 
     def save_hf(self, directory: str | os.PathLike[str]) -> None:
-        """Write a new directory that Hugging Face's from_pretrained loads, with the tokenizer's files where there are some.
+        """Write a new directory for Hugging Face's from_pretrained, with the tokenizer's files, if any.
 
-        ValueError for a directory that is not empty, and for a block that no architecture of Hugging Face has.
+        Raise ValueError for a directory that is not empty, and for a block without an architecture of Hugging Face.
         """
         weights = self._loaded.weights
         rows = {name: spec[0] for name, spec in self._shapes().items()}

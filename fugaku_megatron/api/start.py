@@ -1,10 +1,11 @@
-"""What a Trainer begins with: a checkpoint, weights of any program, or the model of adapters."""
+"""Start of a Trainer: a checkpoint, weights of any program, or the model of adapters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.load import Checkpoint
 from ..checkpoint.manifest import CARRIED, existing_iteration, own_checkpoint, read_head
@@ -22,10 +23,10 @@ from ..training.trainer import ForeignModel
 
 @dataclass(frozen=True)
 class Start:
-    """A run's beginning.
+    """Start of a run.
 
-    run: the run, whose output names what is loaded. resume: checkpoints of this program. weights: a
-    whole model of another program. carried: a directory with the model's tokenizer files.
+    run: with the loaded directory in its output flags. resume: checkpoints of this program.
+    weights: whole model of another program. carried: directory with the model's tokenizer files.
     """
 
     run: RunConfig
@@ -40,10 +41,7 @@ class Start:
 
 
 def config_start(run: RunConfig, world: Comm) -> Start:
-    """Return the start that --load or else --pretrained-checkpoint names.
-
-    Collective; ValueError on every rank.
-    """
+    """Return the start of --load or else --pretrained-checkpoint. Collective; ValueError on every rank."""
     output = run.output
     if output.load is not None:
         return load_start(run, output.load, world, output.ckpt_step)
@@ -61,12 +59,10 @@ def load_start(
     ckpt_step: int | None = None,
     weights_only: bool = False,
 ) -> Start:
-    """Return the start from a directory of this program, of Hugging Face or of Megatron-LM.
+    """Return the start from a directory of this program, Hugging Face or Megatron-LM. Collective.
 
-    Collective; ValueError on every rank.
-
-    weights_only: what --finetune says; weights of another program, and converted ones, are always
-    loaded so.
+    weights_only: as --finetune; weights of another program and converted weights are always loaded so.
+    Raise ValueError on every rank.
     """
     own = on_root(world, lambda: own_checkpoint(directory, ckpt_step))
     if own is None:
@@ -83,23 +79,24 @@ def load_start(
     return _resumed(replace(run, output=output), world)
 
 
-def _state(directory: str, iteration: int | None) -> dict:
-    """The saved state of a checkpoint of this program."""
+def _state(directory: str, iteration: int | None) -> dict[str, Any]:
+    """Return the saved state of a checkpoint of this program."""
     found = existing_iteration(directory) if iteration is None else iteration
     check(found is not None, f"--load {directory} holds no checkpoint")
     assert found is not None
-    return read_head(directory, found)["state"]
+    state: dict[str, Any] = read_head(directory, found)["state"]
+    return state
 
 
 def _resumed(run: RunConfig, world: Comm) -> Start:
-    """The start that the command finds, of adapters also where their model is another program's."""
+    """Return the start that the command finds; the model of adapters may be another program's."""
     resume = find_checkpoint(run, world, partial(_open_base, run))
     source = resume.checkpoint or resume.base
     return Start(run, resume, carried=None if source is None else _carried(source))
 
 
 def _foreign(run: RunConfig, directory: str, ckpt_step: int | None, world: Comm) -> Start:
-    """The start from a model of another program, for which a run of adapters begins new ones."""
+    """Return the start from a model of another program; a run of adapters starts new adapters."""
     with everywhere():
         weights = _open_foreign(run, directory, ckpt_step)
     config = {"model": {"mask_vocab_padding": weights.model.mask_vocab_padding}}
@@ -111,7 +108,7 @@ def _foreign(run: RunConfig, directory: str, ckpt_step: int | None, world: Comm)
 def _open_base(
     run: RunConfig, directory: str, world: Comm, iteration: int | None
 ) -> Checkpoint | ForeignModel:
-    """Open the model that adapters belong to, of any program."""
+    """Open the model of adapters, of any program."""
     own = on_root(world, lambda: own_checkpoint(directory, iteration))
     if own is not None:
         return open_pretrained(own[0], world, own[1])
@@ -132,7 +129,7 @@ def _foreign_model(directory: str, weights: Weights) -> ForeignModel:
 
 
 def _carried(source: Checkpoint | ForeignModel) -> Path | None:
-    """The directory with the tokenizer files that came with a model."""
+    """Return the directory with a model's tokenizer files."""
     if isinstance(source, ForeignModel):
         return source.carried
     return source.directory / CARRIED

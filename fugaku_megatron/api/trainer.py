@@ -62,13 +62,15 @@ NOTE = "note: "  # the beginning of a line of the log that names what a user may
 
 @dataclass(frozen=True)
 class Step:
-    """One iteration, equal on every rank.
+    """Iteration with figures that are equal on every rank.
 
-    iteration: its number, from 1. loss: mean over tokens that count, before the update, with the
-    z-loss of use_z_loss. grad_norm: before clipping. skipped: the gradients held an Inf or NaN, and no update was made.
-    consumed_samples, consumed_tokens: since the beginning of the run. num_zeros: gradient elements
-    that are zero, with log_num_zeros_in_grad. params_norm: of the weights after the update, with
-    log_params_norm.
+    iteration: number, from 1.
+    loss: mean over counted tokens before the update, with the z-loss of use_z_loss.
+    grad_norm: before clipping.
+    skipped: no update was made, because gradients had an Inf or NaN.
+    consumed_samples, consumed_tokens: since the beginning of the run.
+    num_zeros: zero gradient elements, with log_num_zeros_in_grad.
+    params_norm: after the update, with log_params_norm.
     """
 
     iteration: int
@@ -156,7 +158,7 @@ class Trainer:
         self._warn(line)
 
     def _with_data(self, run: RunConfig, data: Source | None, valid: Source | None) -> RunConfig:
-        """The run with `data` and `valid` as its data flags."""
+        """Return the run with `data` and `valid` as its data flags."""
         if data is None:
             check(
                 valid is None,
@@ -190,7 +192,7 @@ class Trainer:
         )
 
     def _named(self, name: str, source: Source) -> tuple[str, ...]:
-        """The words of a data flag: prefixes, or a name that stands for documents in memory."""
+        """Return the words of a data flag: prefixes, or a name for documents in memory."""
         if isinstance(source, (str, os.PathLike)):
             return (os.fspath(source),)
         if isinstance(source, (list, tuple)) and any(
@@ -211,7 +213,7 @@ class Trainer:
         return (named,)
 
     def _with_length(self, iterations: int) -> RunConfig:
-        """The run of so many iterations, unless its config says how many."""
+        """Return the run with so many iterations, unless the config sets its length."""
         if self._length_given:
             return self._run
         return replace(self._run, training=replace(self._run.training, train_iters=iterations))
@@ -257,8 +259,9 @@ class Trainer:
         self._valid_sizes = valid_sizes(plan, data[1], world)
 
     def _begin(self, start: Start) -> None:
-        """Load what a start names into the trainer. Collective."""
-        trainer, resume = self._trainer, start.resume
+        """Load the weights or checkpoints of a start into the trainer. Collective."""
+        trainer = self._trainer
+        resume = start.resume
         keeps = self._run.optimizer.use_checkpoint_opt_param_scheduler
         self._scheduled = keeps and resume.iteration is not None
         self._run = replace(self._run, output=start.run.output)
@@ -286,7 +289,7 @@ class Trainer:
         self._warn(*notes)
 
     def _comparable(self, schedule: ParamSchedule, resume: Resume) -> ParamSchedule:
-        """Return the schedule to compare with a saved one, whose length a run without one has."""
+        """Return the schedule to compare with a saved one; a run without a length takes the saved length."""
         saved = resume.state.get("param_schedule")
         if self._length_given or not saved:
             return schedule
@@ -329,20 +332,20 @@ class Trainer:
 
     @property
     def iteration(self) -> int:
-        """Iterations that are done."""
+        """Number of finished iterations."""
         return self._trainer.progress.iteration
 
     @property
     def rank(self) -> int:
-        """Of this process among those of the job, from 0."""
+        """Rank of this process in the job, from 0."""
         return self._world.rank
 
     def steps(self, count: int | None = None) -> Iterator[Step]:
-        """The next `count` iterations, each made when it is asked for; None: up to the end of the run. Collective.
+        """Iterate over the next `count` iterations; None: up to the end of the run. Collective.
 
-        The config says how long the run is (train_iters, train_samples or train_tokens), and ValueError is raised for more. Without
-        them every call makes the run `count` iterations longer; then only a constant learning rate, or one whose decay has a length
-        of its own (lr_decay_iters), can go on after the first call, because the first one has decayed to its end.
+        The config sets the run's length (train_iters, train_samples or train_tokens); ValueError is raised for more. Without a
+        length every call makes the run `count` iterations longer. A second call then needs a constant learning rate or a decay
+        length (lr_decay_iters), because the rate decays to its end in the first call.
         """
         check(
             count is None or isinstance(count, int) and count >= 0,
@@ -353,8 +356,9 @@ class Trainer:
             return self._steps(self._prepare(count))
 
     def _prepare(self, count: int | None) -> int:
-        """Make the run long enough, and its data; the iteration at which these steps end."""
-        trainer, end = self._trainer, self._end if count is None else self.iteration + count
+        """Make the run and its data long enough for `count` steps; return the iteration at their end."""
+        trainer = self._trainer
+        end = self._end if count is None else self.iteration + count
         if end is None or count is None and not self._length_given:
             raise ValueError(
                 "steps() goes to the end of the run, which is not known: pass a number to steps, or train_iters to "
@@ -378,7 +382,7 @@ class Trainer:
         return end
 
     def _lengthen(self, end: int) -> None:
-        """A run without a length goes on to iteration `end`."""
+        """Extend a run without a length to iteration `end`."""
         if self._end is not None and end <= self._end:
             return
         optimizer = self._run.optimizer
@@ -390,7 +394,8 @@ class Trainer:
             f"the learning rate decays ({optimizer.lr_decay_style}) over the {self._end} iterations of "
             "the first steps(): pass Config train_iters, or lr_decay_style constant",
         )
-        trainer, run = self._trainer, self._with_length(end)
+        trainer = self._trainer
+        run = self._with_length(end)
         if not self._scheduled:
             size = trainer.layout.global_batch_size(run)
             trainer.param_schedule = ParamSchedule.from_run(run, size)
@@ -405,9 +410,8 @@ class Trainer:
                 yield self._step()
                 if interval and self.iteration % interval == 0:
                     break
-        except (
-            GeneratorExit
-        ):  # the caller's loop was left, perhaps by an exception of this rank alone
+        except GeneratorExit:
+            # The caller left the loop, perhaps by an exception of this rank alone.
             self._trainer.close()
             raise
         finally:
@@ -415,8 +419,10 @@ class Trainer:
         self.close()
 
     def _step(self) -> Step:
-        result, progress = self._trainer.train_step(), self._trainer.progress
-        output, optimizer = self._run.output, self._trainer.optimizer
+        result = self._trainer.train_step()
+        progress = self._trainer.progress
+        output = self._run.output
+        optimizer = self._trainer.optimizer
         self._trained = True
         if result.nothing_counted:
             self._event(
@@ -424,25 +430,22 @@ class Trainer:
             )
         self._check_machine(progress.iteration)
         return Step(
-            progress.iteration,
-            result.loss,
-            result.grad_norm,
-            result.learning_rate,
-            progress.consumed_samples,
-            progress.consumed_samples * self._run.model.seq_length,
-            result.seconds,
-            result.skipped,
-            result.loss_scale,
-            result.global_batch_size,
-            result.num_zeros if output.log_num_zeros_in_grad else None,
-            optimizer.params_norm() if output.log_params_norm else None,
+            iteration=progress.iteration,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=result.learning_rate,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_samples * self._run.model.seq_length,
+            seconds=result.seconds,
+            skipped=result.skipped,
+            loss_scale=result.loss_scale,
+            global_batch_size=result.global_batch_size,
+            num_zeros=result.num_zeros if output.log_num_zeros_in_grad else None,
+            params_norm=optimizer.params_norm() if output.log_params_norm else None,
         )
 
     def _check_machine(self, iteration: int) -> None:
-        """Make the checks of wrong matmuls and of differing weights that the config asks for.
-
-        Collective.
-        """
+        """Check matmuls and replicas if the config asks for it. Collective."""
         if self._checksums and (text := self._checksums.report(self._world)):
             self._event(iteration, f"wrong matmul in iteration {iteration}: {text}")
         interval = self._run.numbers.check_weight_hash_across_dp_replicas_interval
@@ -450,7 +453,7 @@ class Trainer:
             self._trainer.check_replicas()
 
     def _asked_to_stop(self) -> bool:
-        """Return True on every rank if a signal came or the time is over on one; advance a save."""
+        """Return True on every rank if a rank got a signal or its time is over; advance a save."""
         writes = self._saving is not None and not self._saving.done
         late = self._timer.expired and self._trained
         flags = [stop_requested() or late, writes]
@@ -462,11 +465,11 @@ class Trainer:
     def evaluate(self, number: int = 0) -> float:
         """Return the mean loss over eval_iters batches of validation data, or all. Collective.
 
-        number: of the evaluation, as the command counts them from 0, each of which has its own
-        batches. A run whose length is known and whose config names eval_interval has as many as in
-        the command, any other run has one.
+        number: of the evaluation, from 0; each evaluation has its own batches. A run with a length and eval_interval has as many
+        evaluations as in the command, any other run has one.
         """
-        run, sizes = self._run, self._valid_sizes
+        run = self._run
+        sizes = self._valid_sizes
         with everywhere():
             self._check_weights()
             check(
@@ -489,19 +492,19 @@ class Trainer:
     # Checkpoints ------------------------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write a checkpoint that `load`, fugaku_megatron.load and all commands take. Collective.
+        """Write a checkpoint for `load`, fugaku_megatron.load and all commands. Collective.
 
-        ReplicasDiffer on every rank, and nothing is written, if ranks that hold the same weights or
-        moments have other bits: a node is faulty. Comparing them is left out with
-        check_weight_hash_across_dp_replicas_interval=0.
+        Raise ReplicasDiffer on every rank, before anything is written, if copies of the same weights or moments differ: a node is
+        faulty. check_weight_hash_across_dp_replicas_interval=0 disables the comparison.
 
-        With async_save or save_local in the config, a save inside the loop over `steps` ends while training goes on; the next save,
-        the end of the loop and `close` wait for it.
+        With async_save or save_local, a save inside the loop over `steps` ends during training; the next save, the end of the loop
+        and `close` wait for it.
         """
         self._check_weights()
         self._trainer.check_data()
         self._finish_save()
-        path, output = os.fspath(directory), self._run.output
+        path = os.fspath(directory)
+        output = self._run.output
         self._carry_files(path)
         if not (output.async_save or output.save_local):
             self._trainer.save(path)
@@ -535,15 +538,13 @@ class Trainer:
         weights_only: bool = False,
         ckpt_step: int | None = None,
     ) -> None:
-        """Go on from the latest checkpoint of a directory, or from that of `ckpt_step`, or start from weights. Collective.
+        """Resume from the latest checkpoint in a directory or from `ckpt_step`, or start from weights. Collective.
 
-        A checkpoint of this program may have any layout, and brings optimizer, schedules and the
-        position in the data with it. weights_only: nothing but its weights, for a run that begins
-        anew, as with finetune in the config. A directory of Hugging Face or of Megatron-LM, and a
-        converted checkpoint, have weights alone. In a run of adapters a checkpoint of adapters
-        brings the model that it names, or that of pretrained_checkpoint, and the weights of a model
-        are those of new adapters. ValueError on every rank for what is missing, damaged or of
-        another architecture.
+        A checkpoint of this program may have any layout, and restores optimizer, schedules and data position too; directories of
+        Hugging Face or Megatron-LM and converted checkpoints have weights alone. In a run of adapters, a checkpoint of adapters
+        is loaded with its model, or with pretrained_checkpoint; a model starts new adapters.
+        weights_only: load nothing but weights, as with finetune in the config.
+        Raise ValueError on every rank for files that are missing, damaged or of another architecture.
         """
         self._finish_save()
         start = load_start(self._run, os.fspath(directory), self._world, ckpt_step, weights_only)
@@ -552,11 +553,9 @@ class Trainer:
 
     def _rebuild(self, resume: Resume) -> None:
         """Build the trainer again after training, or for other kernels or padding. Collective."""
-        run, saved, trainer = (
-            with_padding(self._run, resume),
-            resume.state.get("kernels"),
-            self._trainer,
-        )
+        run = with_padding(self._run, resume)
+        saved = resume.state.get("kernels")
+        trainer = self._trainer
         other = run.system.kernels == "auto" and saved not in (None, trainer.ops.choice)
         begins = resume.iteration is None or run.optimizer.no_load_optim
         used = begins and trainer.progress.iteration > 0
@@ -572,7 +571,7 @@ class Trainer:
 
 
 def _names_arrays(line: str) -> bool:
-    """True for a line about documents in memory, whose names say nothing of what they are."""
+    """Return True for a line about documents in memory, whose names mean nothing to the user."""
     return any(repr(f"<{name}>") in line for name in ("data", "valid"))
 
 
@@ -582,10 +581,10 @@ _signals: list[signals_module.StopSignals] = []  # of `init`, at most one
 
 @functools.cache
 def world() -> Comm:
-    """All ranks: those that a launcher such as mpiexec started, or this process alone, which then imports no MPI.
+    """Return all ranks that a launcher such as mpiexec started, or this process alone, without MPI.
 
-    With several ranks MPI starts here, on a thread of its own, and from then on an exception that nobody catches prints its
-    traceback and ends all ranks, because the others would wait for this one for ever.
+    With several ranks MPI starts here, on a thread of its own. From then on an uncaught exception prints its traceback and ends
+    all ranks, because the others would wait for ever.
     """
     environment.check_launcher()
     if environment.processes()[1] == 1:
@@ -604,21 +603,19 @@ def init(
     reserve_core: bool = False,
     stop_signals: bool = False,
 ) -> str:
-    """Set up this process as the command train does; returns lines about the machine. Collective: every rank calls it.
+    """Set up this process as the command train does; return lines about the machine. Collective.
 
-    Call it before the first model, if at all. These are all of its effects, and each lasts as long as the process:
+    Optional; before the first model. Torch and the kernels get OMP_NUM_THREADS threads, or else this rank's share of the cores.
+    All effects last as long as the process, and nothing is changed without this call:
 
-    allocator: "tuned" sets malloc's thresholds (mallopt) and gives torch's large CPU tensors an arena that keeps its pages; "stock"
-    leaves both as they are. A preloaded allocator stays in either case.
-    threads: the number of torch's and the kernels' threads becomes OMP_NUM_THREADS, or else this rank's share of the cores.
+    allocator: "tuned" sets malloc's thresholds (mallopt) and allocates torch's large CPU tensors in an arena that keeps its pages;
+    "stock" changes neither. A preloaded allocator stays in both cases.
     thread_affinity: "pin" binds each thread to a core, "auto" does so on nodes of several NUMA domains, "none" does not.
-    flush_denormals: all threads, torch's operations among them, take denormal numbers as zero.
-    cpu_frequency: the clock in GHz, set where the system permits it; ValueError where the cores run at another.
+    flush_denormals: treat denormal numbers as zero on all threads, in torch's operations too.
+    cpu_frequency: clock in GHz, set if the system permits it; ValueError if the cores run at another.
     reserve_core: with several ranks, leave a core to the thread that calls MPI.
-    stop_signals: a first SIGINT, SIGTERM or SIGUSR1 lets `Trainer.steps` end after the iteration that is under way, on all ranks;
-    a second one ends the process. Only on the main thread.
-
-    Without a call to `init` none of this is touched.
+    stop_signals: on a first SIGINT, SIGTERM or SIGUSR1 `Trainer.steps` ends after the present iteration, on all ranks; a second one
+    ends the process. Only on the main thread.
     """
     line = runtime.init(
         world(),
@@ -632,13 +629,13 @@ def init(
 
 
 def on_first_rank(work: Callable[[], T]) -> T:
-    """Run `work` on the first rank alone; its result, which can be pickled, on all ranks, once it is there. Collective.
+    """Run `work` on the first rank alone, and return its result, which must be picklable, on all ranks. Collective.
 
-    Where it raises, every rank raises ValueError with its message.
+    If `work` raises, every rank raises ValueError with its message.
     """
     return on_root(world(), work)
 
 
 def stop_requested() -> bool:
-    """Whether a signal asked this rank to stop."""
+    """Return True after a signal asked this rank to stop."""
     return any(signals.stop_requested for signals in _signals)

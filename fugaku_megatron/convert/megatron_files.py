@@ -1,6 +1,6 @@
 """Common parts of Megatron-LM's checkpoints: arguments as ModelConfig, tensor names as ours, and pickled files.
 
-Names are those of old and new versions. Sources: megatron/training/arguments.py, megatron/training/checkpointing.py,
+Names from old and new versions are read. Sources: megatron/training/arguments.py, megatron/training/checkpointing.py,
 megatron/core/models/gpt, megatron/legacy/model. No code of a pickled file runs: unknown classes are refused by name; harmless ones
 (enumerations, numpy's random state) become inert objects.
 """

@@ -58,7 +58,7 @@ def bits_number(name: str, weight: Tensor) -> int:
 
 
 def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
-    """x (s, b, in) with some elements zeroed, or its gradient. A mask is a function of the global element.
+    """Apply dropout to x (s, b, in) or its gradient. The mask is a function of the global element.
 
     Columns that ranks share are taken as samples of a few columns, which have numbers of their own.
     """
@@ -117,7 +117,7 @@ class Adapter(nn.Module):
 
     @property
     def ops(self) -> Ops:
-        """What runs its matmuls."""
+        """Operations of the adapters' matmuls."""
         return self.context.ops.unpacked()
 
     def mask(self) -> Tensor | None:
@@ -126,7 +126,7 @@ class Adapter(nn.Module):
         return None if mask is None else mask.to(self.lora_b.dtype)
 
     def dropout(self, x: Tensor, forward_pass: Pass) -> Dropout | None:
-        """What is dropped of an input (s, b, in)."""
+        """Return the dropout of an input (s, b, in), or None."""
         p, context = self.lora.lora_dropout, self.context
         if not p or not forward_pass.training:
             return None
@@ -157,11 +157,11 @@ class Adapter(nn.Module):
         )
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The layer's weight, this rank's part, with these adapters added."""
+        """Return this rank's shard of the layer's weight with the adapters added."""
         return merged(weight, self.lora_a, self.lora_b, self.mask(), self.lora.scale)
 
     def up(self, y: Tensor, t: Tensor) -> Tensor:
-        """y (s, b, out) + scale t B^T, t (s, b, p r) -> as y."""
+        """Return y (s, b, out) + scale t B^T. t (s, b, p r)."""
         return _Up.apply(self.ops, y, t, self.lora_b, self.mask(), self.lora.scale)
 
 
@@ -365,11 +365,11 @@ class AdaptedExperts:
     adapters: Mapping[int, Adapter | None]
 
     def __getattr__(self, name: str) -> Any:
-        """All other operations are the backend's."""
+        """Return any other operation."""
         return getattr(self.ops, name)
 
     def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor) -> None:
-        """As the backend's, of rows (n, in)."""
+        """Write the products of rows (n, in), the adapters included, to out."""
         self.ops.grouped_matmul(x, weight, counts, out)
         if adapter := self.adapters[id(weight)]:
             out.add_(
@@ -384,7 +384,7 @@ class AdaptedExperts:
     def grouped_data_gradient(
         self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor
     ) -> None:
-        """As the backend's, of gradients (n, out)."""
+        """Write the data gradients of dy (n, out), the adapters included, to dx."""
         self.ops.grouped_data_gradient(dy, weight, counts, dx)
         if adapter := self.adapters[id(weight)]:
             dx.add_(

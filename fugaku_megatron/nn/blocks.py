@@ -38,13 +38,13 @@ from .shared_attention import AttentionMask, SharedCall
 
 
 def _layer_class(path: str) -> Any:
-    """The class that a row of `config.model` names as "module:class"."""
+    """Import the class that a row of `config.model` names as "module:class"."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
 
 
 def make_norm(name: str, context: Context) -> Norm:
-    """The norm that the model's config names."""
+    """Build the norm that the model's config names."""
     return _layer_class(NORMS[context.model.normalization].layer)(name, context)
 
 
@@ -82,9 +82,10 @@ class SelfAttention(nn.Module):
         )
 
     def apply_rotary(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
-        """qkv (s, b, g (n/g + 2) d) with queries and keys normalised and turned by `angles`, two of (s, rotated elements / 2).
+        """Normalize and rotate the queries and keys of qkv (s, b, g (n/g + 2) d).
 
-        positions: (s, b), the rows of `angles` of each token, None for all in turn.
+        angles: cosines and sines (s, rotated elements / 2)
+        positions: (s, b), row of `angles` of each token; None: the token's index.
         """
         model = self.context.model
         norm = None
@@ -107,7 +108,7 @@ class SelfAttention(nn.Module):
         return self.context.ops.rotary(qkv, call)
 
     def _normed(self, qkv: Tensor) -> Tensor:
-        """qkv (s, b, g (n/g + 2) d) with its queries and keys normalised: each head, or all of them as one vector."""
+        """Normalize the queries and keys of qkv (s, b, g (n/g + 2) d), each head or all heads as one vector."""
         ops, model = self.context.ops, self.context.model
         *parts, values = Heads(self.heads, self.groups, model.kv_channels).split(qkv)
         normed = []
@@ -123,7 +124,7 @@ class SelfAttention(nn.Module):
         return torch.cat((*normed, values), 3).view(qkv.shape)
 
     def attend(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """Attention between the two matrices, (s, b, g (n/g + 2) d) -> (s, b, n d): what selective recompute runs again."""
+        """Return attention without its projections, (s, b, g (n/g + 2) d) -> (s, b, n d). Selective recompute reruns it."""
         if self.context.cp.size > 1 and self.way != A2A:
             return self._between_ranks(qkv, forward_pass)
         model, ops, tp, cp = self.context.model, self.context.ops, self.context.tp, self.context.cp
@@ -165,7 +166,7 @@ class SelfAttention(nn.Module):
         return by_length or (self.context.angles(length), documents.positions)
 
     def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """`attend` of ranks that exchange keys and values: qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d)."""
+        """Return `attend` if ranks exchange keys and values. qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d)."""
         model, context, documents = self.context.model, self.context, forward_pass.documents
         s, own = len(qkv) * context.cp.size, positions(own_runs(len(qkv), context.cp))
         if model.uses_rotary:
@@ -190,7 +191,7 @@ class SelfAttention(nn.Module):
         return context.ops.shared_attention(qkv, call, context.cp, self.way)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """x (s, b, h) -> (s, b, h), without the projection's bias."""
+        """Return attention (s, b, h) of x (s, b, h), without the projection's bias."""
         qkv = self.linear_qkv(x, forward_pass)  # (s, b, g (n/g + 2) d)
         again = (
             forward_pass.recompute == "selective" and qkv.requires_grad
@@ -219,11 +220,11 @@ class MLP(nn.Module):
 
     @property
     def output_bias(self) -> Tensor | None:
-        """The second bias (h), which whoever adds the residual adds."""
+        """Second bias (h), added together with the residual."""
         return self.linear_fc2.bias
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """x (s, b, h) -> (s, b, h), without the second bias; its values may be anything where `forward_pass` needs none."""
+        """Return the MLP (s, b, h) of x (s, b, h), without the second bias."""
         fc1 = self.linear_fc1
         fc2 = self.linear_fc2
         context = self.context
@@ -251,7 +252,7 @@ class MLP(nn.Module):
         return context.out_of_matmul(partial_sum, forward_pass.needs_values)
 
     def _adapted(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """`forward` with adapters, in more operations. (s, b, h) -> (s, b, h)."""
+        """Return `forward` with adapters, (s, b, h) -> (s, b, h)."""
         fc1, fc2, context = self.linear_fc1, self.linear_fc2, self.context
         weight, bias = (
             (fc1.weight, fc1.bias)
@@ -278,7 +279,7 @@ class GatedMLP(MLP):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm block, whose MLP reads what attention made, or with --parallel-residual what attention reads as well.
+    """Pre-norm block. With --parallel-residual the MLP and attention have the same input.
 
     `layer` counts from 1 over the whole model.
     """
@@ -297,7 +298,7 @@ class TransformerLayer(nn.Module):
         return self.dropout if forward_pass.training else 0.0, key
 
     def _attended(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
-        """(x with what attention adds to it, the MLP's input), two of (s, b, h)."""
+        """Return (x + attention, MLP input), both (s, b, h)."""
         attention, model = self.self_attention, self.context.model
         added = (
             multiplied(attention(self.input_layernorm(x), forward_pass), model.residual_multiplier),
@@ -310,7 +311,7 @@ class TransformerLayer(nn.Module):
         return self.pre_mlp_layernorm.add_and_normalize(*added)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """x (s, b, h) -> (s, b, h); its values may be anything where `forward_pass` needs none."""
+        """Return the block's output (s, b, h) for x (s, b, h)."""
         x, normed = self._attended(x, forward_pass)
         out = multiplied(self.mlp(normed, forward_pass), self.context.model.residual_multiplier)
         return self.context.ops.bias_dropout_add(

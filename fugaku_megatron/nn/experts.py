@@ -47,18 +47,18 @@ class Order:
 
     @staticmethod
     def of(ops: Any, chosen: Tensor, experts: int, keep: Tensor | None = None) -> Order:
-        """That of experts chosen (rows, k). keep (rows, k): False for pairs that are dropped."""
+        """Sort the pairs of experts chosen (rows, k). keep (rows, k): False for dropped pairs."""
         counts, pairs, places = ops.sort_pairs(
             chosen if keep is None else chosen.masked_fill(~keep, experts), experts
         )
         return Order(ops, pairs, tuple(counts.tolist()), places)
 
     def dispatch(self, x: Tensor) -> Tensor:
-        """The row of each pair's token (n, h), from x (rows, h)."""
+        """Copy the row of each pair's token. x (rows, h) -> (n, h)."""
         return self.ops.permute(x, self.pairs, self.places.shape[1])
 
     def combine(self, x: Tensor) -> Tensor:
-        """The sum of each token's pairs (rows, h), from x (n, h)."""
+        """Sum the rows of each token's pairs. x (n, h) -> (rows, h)."""
         return self.ops.unpermute(x, self.places)
 
 
@@ -69,7 +69,7 @@ def kept(
     padding: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Which pairs (rows, k) their experts have room for: capacity is the mean number of pairs times its factor.
+    """Return which pairs (rows, k) fit their expert's capacity, the mean number of pairs times a factor.
 
     Padding (s, b) has no pairs. With it --moe-token-drop-policy position means the position in the chat, positions (s, b), and then
     the score, so that the choice does not depend on which chats share a sample.
@@ -112,16 +112,17 @@ class Route:
 
     @staticmethod
     def numbers(experts: int, groups: int, ranks: int) -> Tensor:
-        """The numbers of experts (e,) when those of a group, of all `ranks`, follow one another."""
+        """Return numbers of the experts (e,) with each group of all ranks consecutive."""
         return torch.arange(experts).view(groups, ranks, -1).transpose(0, 1).flatten()
 
     @staticmethod
     def of(
         ops: Any, counts: tuple[int, ...], groups: int, ep: Comm, etp: Comm
     ) -> tuple[list[Route], list[int]]:
-        """That of each group, of pairs of each expert of the model in the order of `numbers`, and the order of the groups.
+        """Build the route of every expert group, and the order in which groups are processed.
 
-        Collective over both.
+        counts: pairs of each expert of the model, in the order of `numbers`.
+        Collective over ep and etp.
         """
         own = len(counts) // ep.size
         each = own // groups
@@ -148,8 +149,10 @@ class Route:
 
 
 def in_turn(rows: Sequence[int]) -> list[int]:
-    """The order of groups with so many rows: small ones first and last, because nothing hides the first one's way there and the
-    last one's back, and while a large one is on its way there are others to compute."""
+    """Return the order of groups with so many rows each, with small groups first and last.
+
+    Nothing hides the first dispatch and the last combine; large groups are in flight while others are computed.
+    """
     ascending = sorted(range(len(rows)), key=rows.__getitem__)
     return ascending[::2] + ascending[1::2][::-1]
 
@@ -262,11 +265,11 @@ class ExpertMatrices(nn.Module):
 
     @property
     def adapts(self) -> bool:
-        """Whether any of them has adapters."""
+        """True if any matrix has adapters."""
         return self.linear_fc1.adapter is not None or self.linear_fc2.adapter is not None
 
     def ops(self, backend: Any) -> Any:
-        """What computes with these matrices."""
+        """Return the operations for these matrices, with their adapters."""
         linears = self.linear_fc1, self.linear_fc2
         return (
             AdaptedExperts(backend, {id(each.weight): each.adapter for each in linears})
@@ -291,7 +294,7 @@ class SharedExpert(nn.Module):
             )
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """x (s, b, h) -> (s, b, h). x is read by others, so that its values are needed."""
+        """Return the shared expert (s, b, h) of x (s, b, h). Others read x, so that its values are kept."""
         y = self.mlp(x, replace(forward_pass, needs_values=True))
         if self.gate_weight is None:
             return y
@@ -317,7 +320,7 @@ class Experts(nn.Module):
         self.shared_experts = SharedExpert(f"{name}.shared_experts", context) if shared else None
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """x (s, b, h) -> (s, b, h); its values may be anything where `forward_pass` needs none."""
+        """Return the experts' output (s, b, h) for x (s, b, h)."""
         if self.experts.adapts and torch.is_grad_enabled() and not x.requires_grad:
             x = (
                 x.detach().requires_grad_()
@@ -355,7 +358,7 @@ class Experts(nn.Module):
         return context.of_whole_sequence(has_room, scores, chosen, part=part)
 
     def _computed(self, x: Tensor, scores: Tensor, order: Order, forward_pass: Pass) -> Tensor:
-        """Of x (..., h) with scores (rows, k) the sum of score times expert (rows, h), of this rank's part of its experts."""
+        """Return the sum of score times expert (rows, h) of x (..., h), for this rank's shard of its experts."""
         return _Experts.apply(
             self.experts.ops(self.context.ops),
             self.context.model.activation,
@@ -370,7 +373,7 @@ class Experts(nn.Module):
     def _exchanged(
         self, x: Tensor, scores: Tensor, chosen: Tensor, forward_pass: Pass, ep: Comm, etp: Comm
     ) -> Tensor:
-        """`forward` where ranks have different experts, whose rows are sent while other experts and the shared one are computed.
+        """Return `forward` with expert parallelism: rows are in flight while other experts and the shared one are computed.
 
         Inside a node all rows are sent at once, by all threads of the ranks.
         """
@@ -418,7 +421,7 @@ class Experts(nn.Module):
         return out + torch.cat(shared) if shared else out
 
     def _shared(self, parts: Sequence[Tensor], forward_pass: Pass) -> list[Tensor]:
-        """The shared expert, if there is one, of parts of the sequence (s, b, h)."""
+        """Return the shared expert, if there is one, of segments of the sequence (s, b, h)."""
         return (
             []
             if self.shared_experts is None
@@ -426,7 +429,7 @@ class Experts(nn.Module):
         )
 
     def _whole(self, x: Tensor, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of the whole sequence, whose gradients are summed over tensor-parallel ranks: each has a part of f."""
+        """Gather the whole sequence. Gradients are summed over tensor-parallel ranks, which shard f."""
         context = self.context
         if context.sequence is None:
             return (

@@ -38,7 +38,7 @@ class Rows:
         first: Sequence[int],
         lengths: Sequence[int],
     ) -> Rows:
-        """Rows of samples whose next positions are `first`."""
+        """Build the rows of samples whose next positions are `first`."""
         own = [
             torch.arange(begin, begin + length)
             for begin, length in zip(first, lengths, strict=True)
@@ -56,23 +56,23 @@ class Rows:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What differs from one token to the next: samples, positions and angles."""
+        """Samples, positions and angles: the inputs that change with each token."""
         return self.samples, self.positions, *(self.angles or ())
 
     @property
     def last(self) -> Tensor:
-        """The last row of each sample, (samples,)."""
+        """Last row of each sample, (samples,)."""
         return torch.tensor(self.lengths).cumsum(0) - 1
 
     @property
     def one_each(self) -> bool:
-        """Whether every sample has one row, its next token."""
+        """True if every sample has one row, its next token."""
         return len(self.positions) == len(self.samples)
 
     def attend(
         self, ops: Ops, layer: int, qkv: Tensor, whole: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Attention of rows to their sample's positions up to their own: qkv (r, 1, g (n/g + 2) d) -> (r, 1, n d).
+        """Attend from each row to the earlier positions of its sample. qkv (r, 1, g (n/g + 2) d) -> (r, 1, n d).
 
         whole: the layer's attention of a sequence that has nothing before it, of the same shapes.
         """

@@ -72,12 +72,12 @@ class Context:
 
     @property
     def sequence(self) -> Comm | None:
-        """The ranks that share the sequence, None where every rank has the whole of it."""
+        """Tensor-parallel ranks that shard the sequence; None without sequence parallelism."""
         return self.tp if self.sequence_parallel and self.tp.size > 1 else None
 
     @property
     def sequence_shares(self) -> int:
-        """Ranks whose activations between the matmuls are one sequence together."""
+        """Number of ranks that shard the activations between matmuls by sequence."""
         return self.cp.size * (self.sequence.size if self.sequence else 1)
 
     def sum_over_sequence(self, x: Tensor) -> None:
@@ -118,17 +118,17 @@ class Context:
 
     @property
     def blocks(self) -> RowBlocks | None:
-        """How matmuls exchange parts of the sequence while they run, None where they do not."""
+        """Blocks for --tp-comm-overlap; None without it."""
         if not self.tp_comm_overlap or self.sequence is None:
             return None
         return RowBlocks(self.tp, self.ops.kernels, activations.overlap_blocks(self.tp.size))
 
     def first_position(self, x: Tensor) -> int:
-        """Where x (s, b, h), an activation between the matmuls, begins in this rank's sequence."""
+        """Return the first position of x (s, b, h), an activation between matmuls, in this rank's sequence."""
         return 0 if self.sequence is None else self.tp.rank * x.shape[0]
 
     def runs(self, x: Tensor) -> list[range]:
-        """The positions of x (s, b, h), an activation between the matmuls, in runs that follow one another: one, or two with cp."""
+        """Return the one or two position segments of x (s, b, h), an activation between matmuls."""
         first, runs = self.first_position(x), []
         for run in own_runs(len(x) * (self.tp.size if self.sequence else 1), self.cp):
             runs.append(run[max(first, 0) : max(first + len(x), 0)])
@@ -172,7 +172,7 @@ class Context:
     ) -> nn.Parameter:
         """`make_parameter` of a matrix of each expert, (e, ...), over ranks that have different experts and that share each.
 
-        What all of the latter hold gets a part of its gradient on each: these are the tensor-parallel ranks, or one alone.
+        Parameters replicated over `etp` get partial gradients, which are all-reduced there.
         """
         shared = self.etp or self.tp
         common = {"sequence_parallel": shared.size > 1, "frozen": self.lora.on}
@@ -196,11 +196,11 @@ class Context:
         return self._tables[rows]
 
     def into_matmul(self, x: Tensor) -> Tensor:
-        """x (s, b, h) as a column-parallel matmul takes it: its gradients are all-reduced here, or by the matmul that gathers x."""
+        """Return the input of a column-parallel matmul. Its gradient is all-reduced here, or by the matmul that gathers x (s, b, h)."""
         return copy_to_tensor_parallel(x, self.tp) if self.sequence is None else x
 
     def out_of_matmul(self, partial: Tensor, needs_values: bool = True) -> Tensor:
-        """The sum over ranks of partial (whole sequence, b, h), whole or this rank's part; see `Pass` for needs_values."""
+        """Reduce partial (whole sequence, b, h) over ranks, or reduce-scatter it. needs_values: see `Pass`."""
         if self.sequence is not None:
             return reduce_scatter_to_sequence_parallel(partial, self.sequence, needs_values)
         return reduce_from_tensor_parallel(partial, self.tp) if needs_values else partial
@@ -212,24 +212,24 @@ class Context:
 
 
 def multiplied(x: Tensor, factor: float) -> Tensor:
-    """x times a constant of the model; x itself where it is 1."""
+    """Return x times a constant of the model, or x if the constant is 1."""
     return x if factor == 1.0 else x * factor
 
 
 def dropout_stream(layer: int, site: str) -> int:
-    """The random stream of a dropout site."""
+    """Return the random stream of a dropout site."""
     return layer * len(SITES) + SITES.index(site)
 
 
 def dropout_layer(stream: int) -> int:
-    """The layer, from 1, of a dropout site's random stream; 0: the embedding."""
+    """Return the layer, from 1, of a random stream; 0: the embedding."""
     return stream // len(SITES)
 
 
 def hidden_dropout_key(
     context: Context, layer: int, site: str, first_sample: int, x: Tensor
 ) -> DropoutKey:
-    """The mask of x (s, b, h), an activation between the matmuls."""
+    """Return the dropout key of x (s, b, h), an activation between matmuls."""
     return DropoutKey.of_runs(
         context.runs(x), context.seed, dropout_stream(layer, site), first_sample
     )
@@ -250,7 +250,7 @@ class ColumnParallelLinear(nn.Module):
         self.adapter = context.adapter(name, inputs, (outputs,))
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """x (s, b, inputs) -> (s, b, outputs / tp)."""
+        """Return the layer's output. x (s, b, inputs) -> (s, b, outputs / tp)."""
         context = self.context
         if context.blocks is not None:
             return context.ops.column_linear(x, self.weight, self.bias, context.blocks)
@@ -278,7 +278,7 @@ class GatedColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Y = X W^T with W's columns (inputs) split over tensor-parallel ranks: split input, whole output.
 
-    Whoever adds the residual adds the bias, so that the sum over ranks does not count it several times.
+    The bias is added with the residual, so that the sum over ranks counts it once.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class RowParallelLinear(nn.Module):
         self.adapter = context.adapter(name, inputs, (outputs,), split=True)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """x (s, b, inputs / tp) -> (s, b, outputs), without the bias."""
+        """Return the layer's output without the bias. x (s, b, inputs / tp) -> (s, b, outputs)."""
         context = self.context
         if context.blocks is not None:
             return context.ops.row_linear(x, self.weight, context.blocks)
@@ -310,7 +310,7 @@ class VocabParallelEmbedding(nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (whole sequence, b) -> (s, b, h)."""
+        """Look up tokens (whole sequence, b) -> (s, b, h)."""
         return self.context.out_of_matmul(
             self.context.ops.embedding(tokens, self.weight, spec_of(self.weight).offset[0])
         )
@@ -362,7 +362,7 @@ class Norm(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (s, b, h) -> (s, b, h)."""
+        """Normalize x (s, b, h)."""
         raise NotImplementedError
 
     def add_and_normalize(
@@ -376,12 +376,12 @@ class Norm(nn.Module):
         return total, self(total)
 
     def scale(self) -> Tensor:
-        """What the norm multiplies by, (h)."""
+        """Return the factors (h) of the norm."""
         return scale(self.weight, self.centered)
 
 
 def scale(weight: Tensor, centered: bool) -> Tensor:
-    """What a norm with this weight (h) multiplies by, (h)."""
+    """Return the factors (h) of a norm with this weight (h)."""
     return derived(weight, weight.detach() + 1.0) if centered else weight
 
 
@@ -395,7 +395,7 @@ class LayerNorm(Norm):
         self.bias = context.parameter(f"{name}.bias", width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (s, b, h) -> (s, b, h)."""
+        """Normalize x (s, b, h)."""
         return self.ops.layer_norm(x, self.scale(), self.bias, self.epsilon)
 
     def add_and_normalize(
@@ -417,7 +417,7 @@ class RMSNorm(Norm):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (s, b, h) -> (s, b, h)."""
+        """Normalize x (s, b, h)."""
         return self.ops.rms_norm(x, self.scale(), self.epsilon)
 
     def add_and_normalize(
@@ -433,7 +433,7 @@ class PlainLayerNorm(Norm):
     """Layer norm without weight and bias."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (s, b, h) -> (s, b, h)."""
+        """Normalize x (s, b, h)."""
         return F.layer_norm(x, x.shape[-1:], eps=self.epsilon)
 
 
@@ -460,5 +460,5 @@ class HeadNorm(nn.Module):
         )
 
     def scale(self) -> Tensor:
-        """What the norm multiplies by, (d)."""
+        """Return the factors (d) of the norm."""
         return scale(self.weight, self.centered)

@@ -26,18 +26,18 @@ SINKHORN_TOLERANCE, SINKHORN_ROUNDS = 1e-4, 1000  # the former as in Megatron-LM
 
 
 class SmallLinear(torch.autograd.Function):
-    """A linear layer of few outputs in FP32, whatever the dtypes."""
+    """A linear layer with few outputs, computed in FP32."""
 
     @staticmethod
     def forward(ctx: Any, ops: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """x (s, b, h), weight (e, h) -> (rows, e)."""
+        """Return x W^T. x (s, b, h), weight (e, h) -> (rows, e)."""
         ctx.save_for_backward(x)
         ctx.ops, ctx.weight = ops, weight
         return as_rows(x).float() @ weight.detach().float().t()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
-        """dy (rows, e) -> gradient of x (s, b, h)."""
+        """Return the gradient of x (s, b, h) from dy (rows, e)."""
         (x,), weight = ctx.saved_tensors, ctx.weight
         rows = as_rows(x).detach()
         ctx.ops.weight_gradients.add(lambda: accumulate(weight, dy.t() @ rows.float()))
@@ -45,7 +45,7 @@ class SmallLinear(torch.autograd.Function):
 
 
 class _Counted(torch.autograd.Function):
-    """The scores as they are; backward adds each expert's tokens beyond the mean, (e,), to the gradient of the bias."""
+    """Identity of the scores; backward adds each expert's tokens beyond the mean, (e,), to the bias gradient."""
 
     @staticmethod
     def forward(ctx: Any, ops: Any, scores: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class _Counted(torch.autograd.Function):
 
 
 class _WithLoss(torch.autograd.Function):
-    """The scores as they are; backward adds `factor` to the gradient of `loss` (), of which nothing else is computed."""
+    """Identity of the scores; backward adds `factor` to the gradient of `loss` ()."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, loss: Tensor, factor: float) -> Tensor:
@@ -74,7 +74,7 @@ class _WithLoss(torch.autograd.Function):
 def route(
     ops: Any, logits: Tensor, bias: Tensor | None, model: ModelConfig, ranks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(scores, numbers) of each token's experts, two of (rows, k), from logits (rows, e) and the bias (e,) of the choice.
+    """Choose each token's experts. Return (scores, expert numbers), both (rows, k). logits (rows, e), bias (e,).
 
     ranks (rows, e): what the choice of --moe-router-load-balancing-type sinkhorn is by; None: by scores.
     """
@@ -86,7 +86,7 @@ def route(
 
 
 def evenly(logits: Tensor, padding: Tensor | None = None) -> Tensor:
-    """exp of logits (rows, e) with rows and columns multiplied so that all rows have one sum, and all columns; in FP64.
+    """Scale rows and columns of exp(logits) (rows, e) to equal row sums and equal column sums (Sinkhorn), in FP64.
 
     padding: bool (rows,), the rows that are zeros and change nothing.
     Source: Clark et al. 2022, "Unified Scaling Laws for Routed Language Models" (arXiv:2202.01169), section 3.1.
@@ -106,7 +106,7 @@ def evenly(logits: Tensor, padding: Tensor | None = None) -> Tensor:
 
 
 def balancing_scores(logits: Tensor, chosen: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
-    """What balancing losses count, two of (rows, e): scores that sum to 1, and 1 for each token's best experts by these alone.
+    """Return (scores that sum to 1, 1 for each token's best experts by these scores), both (rows, e), for balancing losses.
 
     chosen (rows, k): each token's experts, which are the best unless a bias or groups took part in the choice.
     """
@@ -121,7 +121,7 @@ def balancing_scores(logits: Tensor, chosen: Tensor, model: ModelConfig) -> tupl
 
 
 def balancing_loss(scores: Tensor, counts: Tensor, tokens: int, k: int) -> Tensor:
-    """e sum over experts of (share of all choices) (mean score) (): 1 where all experts have the same of both.
+    """Return e times the sum over experts of (share of all choices) (mean score), (); 1 if the load is even.
 
     scores (rows, e) of this rank. counts (e,) and tokens: of all ranks that share the sequence, whose results are summed.
     Source: Fedus et al. 2021, "Switch Transformers" (arXiv:2101.03961), equation 4, for k experts of a token.
@@ -165,7 +165,7 @@ class Router(nn.Module):
         self.loads: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
-        """x (s, b, h) -> (scores in FP32, experts), two of (rows, k). Those of padding say nothing."""
+        """Return (scores in FP32, experts), both (rows, k), for x (s, b, h). Rows of padding are arbitrary."""
         ops, model = self.context.ops, self.context.model
         logits, padding = SmallLinear.apply(ops, x, self.weight), forward_pass.documents.padding
         ranks = self._ranks(logits, padding) if model.sinkhorn and forward_pass.training else None
@@ -184,7 +184,7 @@ class Router(nn.Module):
         return scores, chosen
 
     def _ranks(self, logits: Tensor, padding: Tensor | None) -> Tensor:
-        """`evenly` of the whole micro-batch, the rows of this rank's part (rows, e). padding: (s, b) of the whole sequence."""
+        """Return this rank's rows (rows, e) of `evenly` over the whole micro-batch. padding: (s, b) of the whole sequence."""
         even = partial(evenly, padding=None if padding is None else padding.flatten())
         return self.context.of_whole_sequence(even, logits, part=self.context.sequence)
 
@@ -197,7 +197,7 @@ class Router(nn.Module):
         forward_pass: Pass,
         load: Tensor,
     ) -> Tensor:
-        """The scores (rows, k), whose backward computes the gradients of the losses of logits (rows, e); these go into `load`."""
+        """Return the scores (rows, k) with the balancing losses attached to their backward, and record the losses in `load`."""
         model, ranks = self.context.model, self.context.sequence_shares
         padding = forward_pass.documents.padding
         own = self.context.own_rows(padding, self.context.sequence)
@@ -243,7 +243,7 @@ class Router(nn.Module):
         return scores
 
     def take_load(self) -> Tensor:
-        """The sum of `loads`, (e + 2,), which are forgotten."""
+        """Return the sum of `loads`, (e + 2,), and reset them."""
         total = sum(self.loads.values(), torch.zeros(len(self.weight) + 2, dtype=torch.float64))
         self.loads.clear()
         return total

@@ -10,9 +10,9 @@ from torch import Tensor
 from ..config.run_config import ModelConfig
 from .metrics_writer import MetricsWriter
 
-# Experts: the tokens of each one and the balancing losses. l layers of the model, e experts of a layer.
+# Shapes: l layers of the model, e experts per layer.
 
-IDLE_NAMED = 8  # experts without tokens that a line names
+IDLE_NAMED = 8  # idle experts named in a line
 
 
 def _mean_tokens(counts: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def _mean_tokens(counts: Tensor) -> Tensor:
 
 
 class ExpertWatch:
-    """The tokens of every expert since the last report, (layers with experts, e). ep: ranks that have different experts."""
+    """Tokens of every expert since the last report, (layers with experts, e)."""
 
     def __init__(self, model: ModelConfig, ep: int = 1) -> None:
         self.model, self.ep = model, ep
@@ -30,7 +30,7 @@ class ExpertWatch:
         self.tokens = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.float64)
 
     def add(self, table: Tensor) -> dict[str, Any]:
-        """Count an iteration's table (l, e + 2); returns its values for `observe.iteration_metrics.IterationMetrics`."""
+        """Count an iteration's table (l, e + 2) and return its values for `IterationMetrics`."""
         own = table[self.layers]
         counts = own[:, :-2]
         self.tokens += counts
@@ -42,7 +42,7 @@ class ExpertWatch:
         return values
 
     def report(self, writer: MetricsWriter, iteration: int) -> None:
-        """Keep every expert's load since the last report in the history, and print the extremes and experts without a token."""
+        """Write every expert's load to the history, and print the extremes and the idle experts."""
         loads = self.tokens / _mean_tokens(self.tokens)
         writer.keep(
             "experts",
@@ -60,10 +60,9 @@ class ExpertWatch:
         )
         idle = (self.tokens == 0).flatten().nonzero().flatten()
         if len(idle):
-            more = len(idle) - IDLE_NAMED
-            named = ", ".join(map(self._named, idle[:IDLE_NAMED])) + f" and {more} more" * (
-                more > 0
-            )
+            named = ", ".join(map(self._named, idle[:IDLE_NAMED]))
+            if len(idle) > IDLE_NAMED:
+                named += f" and {len(idle) - IDLE_NAMED} more"
             writer.event(
                 iteration,
                 f"without a token since the last report: {named}: raise "
@@ -72,7 +71,7 @@ class ExpertWatch:
         self.tokens.zero_()
 
     def _ranks(self) -> str:
-        """What the fullest of the ranks with different experts computes, which the others wait for."""
+        """Describe the expert-parallel rank with the highest load."""
         if self.ep == 1:
             return ""
         each = self.tokens.shape[1] // self.ep

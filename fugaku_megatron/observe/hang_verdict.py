@@ -1,13 +1,9 @@
-"""Who is stuck and who merely waits: heartbeats become a census, nodes report theirs to each other, and a census becomes a line.
+"""Hang detection across nodes: heartbeats are counted in a census, nodes exchange censuses, and a census yields a verdict.
 
-A rank that waits for others is innocent as long as its watchdog is awake. A rank that does something else, or is not awake, and has
-not moved for too long, is stuck.
-
-The watchdogs of nodes form a tree of UDP datagrams, so that one of them knows which ranks are stuck. Node n reports to node (n - 1)
-// FAN what its ranks do and what its own children have reported, and gets an answer. So a node hears at most FAN others, and a
-report about any number of nodes is one short datagram, which names few ranks and counts the rest. Two ranks of each node listen,
-because one of them may have stopped. The end of a job is sent down the same tree. Left out: where heartbeats come from
-(heartbeat.py), finding addresses over MPI (`observe.observers`).
+A rank is stuck if it has not moved for its limit, and neither waits for others nor has an awake watchdog.
+Nodes form a tree of UDP datagrams: node n reports its census, merged with its children's, to node (n - 1) // FAN, which answers.
+A report names few ranks and counts the rest. Two ranks per node listen, because one may have stopped. The end of a job is
+announced through the same tree.
 """
 
 from __future__ import annotations
@@ -22,37 +18,23 @@ import psutil
 
 from ..start.exit_codes import ExitCode
 
-STOPPED, GONE, SILENT = (
-    "stopped in",
-    "is gone, last seen in",
-    "and its node do not answer, last seen in",
-)
-
-
-NAMED = 4  # ranks that a line names
-
-
-ASLEEP = 3.0  # s: a watchdog that has not looked around for so long, or for half of the limit, is not awake
-
-
-FAN = 64  # nodes that report to one
-
-
-LISTENERS = 2  # ranks of a node that hear reports
-
-
-INTERVAL, INTERVALS = 5.0, 8  # s between two reports, and at least so many of them within the limit
-
-
-LARGEST = 2**16
-
+STOPPED = "stopped in"
+GONE = "is gone, last seen in"
+SILENT = "and its node do not answer, last seen in"
+NAMED = 4  # ranks named in a line
+ASLEEP = 3.0  # s without a look, or half of the limit, after which a watchdog is not awake
+FAN = 64  # children of a node
+LISTENERS = 2  # listening ranks of a node
+INTERVAL = 5.0  # s between reports
+INTERVALS = 8  # reports within the limit, at least
+LARGEST = 2**16  # bytes of a datagram
 
 Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A rank that does not move. seconds: for how long. limit: how long is too long. how: STOPPED, GONE or SILENT."""
+    """A rank that has not moved for `seconds`. limit: seconds allowed. how: STOPPED, GONE or SILENT."""
 
     rank: int
     host: str
@@ -64,10 +46,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Census:
-    """Ranks of a node, or of several. waiting: how many wait.
+    """Counts of ranks on one or more nodes.
 
-    stuck: those that neither wait nor move, longest first, at most NAMED. more: stuck ranks beyond those. waiters: some that wait,
-    longest last, at most NAMED. others: one that moves. missing: ranks that never gave a sign of life. nodes: how many.
+    stuck: at most NAMED ranks, longest first
+    more: number of further stuck ranks
+    waiters: at most NAMED waiting ranks, longest last
+    others: at most one moving rank
+    missing: ranks without any heartbeat
     """
 
     ranks: int
@@ -81,7 +66,7 @@ class Census:
 
     @classmethod
     def parsed(cls, record: dict) -> Census:
-        """The inverse of `dataclasses.asdict`. KeyError or TypeError where it is something else."""
+        """Invert `dataclasses.asdict`. Raises KeyError or TypeError for another record."""
         standings = {
             name: tuple(Standing(**s) for s in record[name])
             for name in ("stuck", "waiters", "others")
@@ -91,7 +76,7 @@ class Census:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a job ends. text: one line. code: the job's exit code. stuck: ranks that cannot speak for themselves."""
+    """Reason for the end of a job. text: one line. code: exit code. stuck: ranks that cannot write their own stacks."""
 
     text: str
     code: int
@@ -104,24 +89,31 @@ def count(
     moving: Iterable[Standing] = (),
     missing: tuple[int, ...] = (),
 ) -> Census:
-    """A census of the ranks of a node."""
-    stuck, waiting, moving = _longest(stuck), _shortest(waiting), tuple(moving)
-    ranks = len(stuck) + len(waiting) + len(moving)
+    """Return the census of one node's ranks."""
+    stuck = _longest(stuck)
+    waiting = _shortest(waiting)
+    moving = tuple(moving)
     return Census(
-        ranks, len(waiting), stuck[:NAMED], len(stuck[NAMED:]), waiting[:NAMED], moving[:1], missing
+        len(stuck) + len(waiting) + len(moving),
+        len(waiting),
+        stuck=stuck[:NAMED],
+        more=len(stuck[NAMED:]),
+        waiters=waiting[:NAMED],
+        others=moving[:1],
+        missing=missing,
     )
 
 
 def merge(reports: Sequence[Census]) -> Census:
-    """One census of several nodes."""
+    """Merge the censuses of several nodes."""
     stuck = _longest(s for report in reports for s in report.stuck)
     waiters = _shortest(s for report in reports for s in report.waiters)
     return Census(
         sum(report.ranks for report in reports),
         sum(report.waiting for report in reports),
-        stuck[:NAMED],
-        sum(report.more for report in reports) + len(stuck[NAMED:]),
-        waiters[:NAMED],
+        stuck=stuck[:NAMED],
+        more=sum(report.more for report in reports) + len(stuck[NAMED:]),
+        waiters=waiters[:NAMED],
         missing=tuple(rank for report in reports for rank in report.missing)[:NAMED],
         nodes=sum(report.nodes for report in reports),
     )
@@ -136,11 +128,12 @@ def _shortest(standings: Iterable[Standing]) -> tuple[Standing, ...]:
 
 
 def judge(census: Census, alone: bool = False, late: float = 0.0) -> Verdict | None:
-    """What is wrong, if it has lasted long enough.
+    """Return the verdict on a hang that has lasted long enough, or None.
 
-    alone: there are other nodes, and this node does not hear from all of them. They get the same time again to report a stuck rank
-    before this node ends a job in which all of its own ranks wait. late: s in which another node may report it first.
-    A node that sends nothing has stopped only if no rank elsewhere moves: datagrams may be lost while the job continues.
+    alone: not all other nodes are heard, so a deadlock on this node needs twice the limit
+    late: s in which another node may report first
+
+    A silent node counts as stuck only if no rank elsewhere moves, because datagrams may be lost.
     """
     silence_counts = _stands(census)
     overdue = tuple(
@@ -157,28 +150,28 @@ def judge(census: Census, alone: bool = False, late: float = 0.0) -> Verdict | N
 
 
 def _stands(census: Census) -> bool:
-    """Whether every rank is stuck, or has waited as long as it takes to be listed as stuck."""
+    """Return True if every rank is stuck, or has waited for half of its limit."""
     waits = all(waiter.seconds >= waiter.limit / 2 for waiter in census.waiters[:1])
     return waits and census.ranks == census.waiting + len(census.stuck) + census.more
 
 
 def _patient(waiter: Standing, alone: bool, late: float) -> bool:
-    """Whether a stuck rank would have been found by now among those that wait."""
-    return waiter.seconds >= max(2 * ASLEEP, 2 * waiter.limit if alone else waiter.limit) + late
+    """Return True if a stuck rank would have been found by now."""
+    limit = 2 * waiter.limit if alone else waiter.limit
+    return waiter.seconds >= max(2 * ASLEEP, limit) + late
 
 
 def _stuck(overdue: tuple[Standing, ...], census: Census) -> str:
     ranks = "; ".join(
         f"rank {s.rank} (node {s.host}) {s.how} {s.what}, {s.seconds:.0f} s ago" for s in overdue
     )
-    more = f"; and {census.more} more" * bool(census.more)
-    return (
-        ranks + more + _waiting(census.waiting, "it" if len(overdue) + census.more == 1 else "them")
-    )
-
-
-def _waiting(ranks: int, whom: str) -> str:
-    return f"; {ranks} rank{'s wait' if ranks > 1 else ' waits'} for {whom}" if ranks else ""
+    if census.more:
+        ranks += f"; and {census.more} more"
+    if census.waiting:
+        waits = "ranks wait" if census.waiting > 1 else "rank waits"
+        whom = "it" if len(overdue) + census.more == 1 else "them"
+        ranks += f"; {census.waiting} {waits} for {whom}"
+    return ranks
 
 
 def _deadlock(census: Census, alone: bool) -> str:
@@ -186,23 +179,25 @@ def _deadlock(census: Census, alone: bool) -> str:
         f"rank {s.rank} (node {s.host}) in {s.what}, {s.seconds:.0f} s" for s in census.waiters
     )
     if census.missing:
-        shown = f"no sign of life yet from rank{'s' * (len(census.missing) > 1)} {', '.join(map(str, census.missing))}; {shown}"
+        plural = "ranks" if len(census.missing) > 1 else "rank"
+        missing = ", ".join(map(str, census.missing))
+        shown = f"no sign of life yet from {plural} {missing}; {shown}"
     if alone:
         return f"all {census.ranks} ranks of this node wait, and no other node has reported a stuck rank: {shown}"
     return f"no rank computes, all {census.ranks} wait: {shown}"
 
 
 def parent(node: int) -> int | None:
-    """The node that a node reports to; None for the first."""
+    """Return the node to which a node reports; None for the first."""
     return (node - 1) // FAN if node else None
 
 
 def own_address(towards: str | None = None) -> str:
-    """The IPv4 address by which others reach this node. towards: that of another node; by default any that is not the loop's."""
+    """Return this node's IPv4 address on the route to `towards`, or any address that is not loopback."""
     with contextlib.suppress(OSError):
         if towards:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((towards, 9))  # sends nothing: asks which way it would go
+                probe.connect((towards, 9))  # selects the route, sends nothing
                 return probe.getsockname()[0]
         named = socket.gethostbyname(socket.gethostname())
         if not named.startswith("127."):
@@ -217,7 +212,7 @@ def own_address(towards: str | None = None) -> str:
 
 
 def open_socket(address: str, port: int = 0) -> socket.socket:
-    """A socket that hears datagrams at an address. port: 0: any that is free."""
+    """Open a non-blocking UDP socket. port: 0: any free port"""
     opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     opened.bind((address, port))
     opened.setblocking(False)
@@ -226,7 +221,7 @@ def open_socket(address: str, port: int = 0) -> socket.socket:
 
 @dataclass(frozen=True)
 class Heard:
-    """The last datagram of another node: when it came, from where, what it said of its own ranks and of all below it."""
+    """Last datagram from another node. own: its ranks. whole: its ranks and all nodes below."""
 
     time: float
     address: Address
@@ -234,18 +229,21 @@ class Heard:
     whole: Census
 
     def silent(self, limit: float, now: float) -> bool:
-        """Whether nothing has come for longer than the limit, and than it takes until another rank there speaks for its node."""
+        """Return True if the node has sent nothing for the limit and the time in which its other listener takes over."""
         return now - self.time > limit + 2 * ASLEEP
 
 
 class Link:
-    """One rank's place in the tree. number, count: of nodes. token: of the job. parents: where the node above listens."""
+    """A node in the tree. number, count: of nodes. token: identifies the job. parents: addresses of the node above."""
 
     def __init__(
         self, number: int, count: int, token: int, opened: socket.socket, parents: Sequence[Address]
     ) -> None:
-        self.number, self.count, self.token, self.parents = number, count, token, list(parents)
-        self.end: dict | None = None  # what another node has reported about the end of the job
+        self.number = number
+        self.count = count
+        self.token = token
+        self.parents = list(parents)
+        self.end: dict | None = None  # announced by another node
         self._socket = opened
         self._children: dict[int, Heard] = {}
         self._parent: Heard | None = None
@@ -253,15 +251,15 @@ class Link:
         self._began: float | None = None  # time of the first
 
     def alone(self, limit: float, now: float) -> bool:
-        """Whether the node above has left reports unanswered since the first one, for too long."""
+        """Return True if the node above has never answered, for longer than the limit."""
         return self._parent is None and self._began is not None and now - self._began > limit
 
     def deserted(self, limit: float, now: float) -> bool:
-        """Whether the node above was heard, and is silent for too long."""
+        """Return True if the node above was heard and is now silent."""
         return self._parent is not None and self._parent.silent(limit, now)
 
     def receive(self, now: float) -> None:
-        """Take in what has come."""
+        """Read all pending datagrams."""
         with contextlib.suppress(OSError):
             while True:
                 data, address = self._socket.recvfrom(LARGEST)
@@ -285,7 +283,7 @@ class Link:
                 self._children[message["node"]] = heard
 
     def whole(self, own: Census, limit: float, now: float) -> Census:
-        """What is known of this node, of all below it, and of the one above if that is silent."""
+        """Return the census of this node, all nodes below it, and a silent node above."""
         reports = [own]
         for heard in [*self._children.values(), *filter(None, [self._parent])]:
             if heard.silent(limit, now):
@@ -298,19 +296,20 @@ class Link:
         """Report to the node above, and answer those below, if it is time."""
         if now - self._reported < min(INTERVAL, limit / INTERVALS):
             return
-        self._reported, self._began = now, (self._began or now) if self.parents else None
+        self._reported = now
+        self._began = (self._began or now) if self.parents else None
         message = {"node": self.number, "own": asdict(own), "whole": asdict(whole)}
         self._send(message, [*self.parents, *(heard.address for heard in self._children.values())])
 
     def announce(self, end: dict) -> None:
-        """Send the reason of the end to the neighbouring nodes in the tree; each sends it on to its own."""
+        """Send the reason for the end to the neighbours in the tree, which forward it."""
         for _ in range(3):  # a datagram may be lost
             self._send(
                 {"end": end}, [*self.parents, *(heard.address for heard in self._children.values())]
             )
 
     def leave(self) -> None:
-        """This node has ended as it should."""
+        """Tell the node above that this node has ended normally."""
         self._send({"node": self.number, "left": True}, self.parents)
         self._socket.close()
 
@@ -322,7 +321,7 @@ class Link:
 
 
 def _silent(heard: Heard, limit: float, now: float) -> Census:
-    """A node from which nothing has come for longer than the limit."""
+    """Return the census of a silent node."""
     first = min(
         (*heard.own.stuck, *heard.own.waiters, *heard.own.others),
         key=lambda standing: standing.rank,

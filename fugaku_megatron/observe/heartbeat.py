@@ -1,12 +1,10 @@
-"""What a rank is doing, in memory that all ranks of its node can read, and where its threads stand.
+"""Heartbeats of a node's ranks in shared memory, and stack dumps.
 
     heart = Heartbeat(node_folder(), rank=3)
-    with heart.phase("save"): ...           a sign of life at both ends, and what this rank was doing should it stop there
+    with heart.phase("save"): ...           # a beat at both ends
 
-A heartbeat is a file of one page below /dev/shm, so that a sign of life is a write to memory and a reader needs nothing from the
-rank: not its interpreter, not MPI, not a signal. Times are seconds of CLOCK_MONOTONIC, one clock for all processes of a node.
-Stacks are Python's frames by faulthandler, and native ones by gdb or eu-stack if a system has them.
-Needs neither torch nor MPI. Left out: who is stuck (hang_verdict.py), the thread that looks (watchdog.py).
+A heartbeat is a one-page file in /dev/shm, so that readers need neither the rank's interpreter nor MPI nor a signal. Times are
+seconds of CLOCK_MONOTONIC, shared by all processes of a node. Stacks come from faulthandler, and from gdb or eu-stack if installed.
 """
 
 from __future__ import annotations
@@ -31,49 +29,21 @@ from pathlib import Path
 from ..start.private_folder import create, is_private, make_private
 
 PAGE = 4096
-
-
 MAGIC = b"heart 1\0"
-
-
 TEXT = 200  # bytes of a phase's description
-
-
-OWNER, OWNER_AT = struct.Struct("<8sqqd"), 0  # magic, process, rank, limit in seconds
-
-
-TICK, TICK_AT = (
-    struct.Struct("<d?"),
-    64,
-)  # time of the watchdog's last look, whether this rank has written its stacks
-
-
-STATE, STATE_AT = (
-    struct.Struct(f"<Qdd?{TEXT}s"),
-    128,
-)  # beats, time of the last, waiting since, in an iteration, what
-
-JOBS = (
-    "PMIX_NAMESPACE",
-    "OMPI_MCA_ess_base_jobid",
-    "SLURM_STEP_ID",
-)  # variables that the processes of one start have in common
-
-
+OWNER = struct.Struct("<8sqqd")  # magic, process, rank, limit in seconds
+OWNER_AT = 0
+TICK = struct.Struct("<d?")  # time of the watchdog's last look, stacks written
+TICK_AT = 64
+STATE = struct.Struct(f"<Qdd?{TEXT}s")  # beats, last beat, waiting since, training, phase
+STATE_AT = 128
 MEMORY = "/dev/shm"
-
-
-ON_REQUEST = (
-    signal.SIGUSR2
-)  # a process that gets it writes where it is: its interpreter need not be free to
-
-
-TGKILL = {
-    "x86_64": 234,
-    "aarch64": 131,
-}  # Linux's system call that sends a signal to one thread, which glibc 2.28 does not offer
-
-
+# Environment variables with equal values in all processes of one launch.
+JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_STEP_ID")
+# Signal on which a process dumps its stack, even while its interpreter is busy.
+ON_REQUEST = signal.SIGUSR2
+# System call that signals one thread, without a wrapper in glibc 2.28.
+TGKILL = {"x86_64": 234, "aarch64": 131}
 DEBUGGERS = (
     ("eu-stack", "-p"),
     ("gdb", "-batch", "-nx", "-ex", "thread apply all backtrace", "-p"),
@@ -82,11 +52,16 @@ DEBUGGERS = (
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's last sign of life. Times in s of the node's clock.
+    """A rank's last heartbeat. Times in s of CLOCK_MONOTONIC.
 
-    process: its number. limit: s without a move that it finds too long. number: of the beat. moved: when it last began or ended
-    something. waits: for other ranks. training: in an iteration. what: it is doing. looked: when its watchdog last looked around.
-    written: its stacks.
+    limit: seconds without a move before the rank counts as stuck
+    number: of beats
+    moved: time of the last beat
+    waits: for other ranks
+    training: in an iteration
+    what: phase
+    looked: time of its watchdog's last look
+    written: stacks are written
     """
 
     process: int
@@ -102,16 +77,16 @@ class Beat:
 
 
 def prefix() -> str:
-    """Return the path with which every heartbeat folder of this user begins, whatever the job."""
+    """Return the common path prefix of this user's heartbeat folders."""
     folder = MEMORY if os.access(MEMORY, os.W_OK) else tempfile.gettempdir()
     return f"{folder}/fugaku_megatron_{os.geteuid()}_"
 
 
 def node_folder() -> Path:
-    """Create the folder in which the processes of this start on this node have their heartbeats.
+    """Create the heartbeat folder of this launch on this node.
 
-    The launcher's variables name it, or else the parent process. A process has a folder of its own
-    until `Heartbeat.move` if those do not identify the start, or if another user took the name.
+    Its name comes from the launcher's variables, or from the parent process. A process uses a folder of its own until
+    `Heartbeat.move` if neither identifies the launch, or if another user took the name.
     """
     job = [os.environ[name] for name in JOBS if name in os.environ]
     job.append(os.environ.get("SLURM_JOB_ID", ""))
@@ -126,7 +101,7 @@ def node_folder() -> Path:
 
 
 def stat_words(process: int) -> list[str]:
-    """The words of /proc/PROCESS/stat from the third field, the state, on. OSError if the process does not exist."""
+    """Return the words of /proc/PROCESS/stat from the state on. OSError if the process does not exist."""
     return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
 
 
@@ -138,7 +113,7 @@ def _birth(process: int) -> str:
 
 
 def lives(process: int) -> bool:
-    """Whether a process of this node is there, if only stopped; a zombie is not."""
+    """Return True if a process of this node exists and is not a zombie."""
     try:
         return stat_words(process)[0] not in "ZX"
     except OSError:
@@ -146,7 +121,7 @@ def lives(process: int) -> bool:
 
 
 def remove_dead() -> None:
-    """Remove the files of killed jobs of this user on this node."""
+    """Remove the heartbeat folders of this user's killed jobs on this node."""
     for folder in Path(prefix()).parent.glob(Path(prefix()).name + "*"):
         with contextlib.suppress(OSError):
             if not is_private(folder):
@@ -158,12 +133,17 @@ def remove_dead() -> None:
 
 
 class Heartbeat:
-    """This rank's heartbeat. folder: of the node; without one nobody else reads it."""
+    """This rank's heartbeat. folder: of the node; None: private memory"""
 
     def __init__(self, folder: Path | None = None, rank: int = 0, limit: float = 0.0) -> None:
-        self.rank, self.limit, self.file = rank, limit, None
+        self.rank = rank
+        self.limit = limit
+        self.file: Path | None = None
+        self.what = ""
         self._memory: mmap.mmap | bytearray = bytearray(PAGE)
-        self._number, self._since, self.what, self._where = 0, 0.0, "", ""
+        self._number = 0
+        self._since = 0.0
+        self._where = ""
         if folder is not None:
             self.file = folder / str(os.getpid())
             self._memory = _page(self.file)
@@ -172,26 +152,28 @@ class Heartbeat:
         self.introduce(rank, limit)
 
     def introduce(self, rank: int, limit: float) -> None:
-        """Say which rank this is, and how many seconds without a move are too long for it."""
-        self.rank, self.limit = rank, limit
+        """Write this rank's number, and its limit in seconds without a move."""
+        self.rank = rank
+        self.limit = limit
         OWNER.pack_into(self._memory, OWNER_AT, MAGIC, os.getpid(), rank, limit)
 
     @property
     def folder(self) -> Path | None:
-        """Of the heartbeats of this node."""
+        """Heartbeat folder of this node."""
         return self.file.parent if self.file else None
 
     def move(self, folder: Path) -> None:
-        """Continue in another folder of the same node."""
+        """Move the heartbeat to another folder of the same node."""
         if self.file is not None and folder != self.file.parent and is_private(folder):
-            old, self.file = self.file.parent, folder / self.file.name
+            old = self.file.parent
+            self.file = folder / self.file.name
             with contextlib.suppress(OSError):
                 for file in old.glob(f"{self.file.name}*"):
                     file.rename(folder / file.name)
                 old.rmdir()
 
     def close(self) -> None:
-        """This rank has ended as it should."""
+        """Remove the heartbeat after a normal end."""
         if self.file is not None:
             with contextlib.suppress(OSError):
                 for file in self.file.parent.glob(f"{self.file.name}*"):
@@ -199,22 +181,23 @@ class Heartbeat:
                 self.file.parent.rmdir()
             self.file = None
 
-    # Signs of life ----------------------------------------------------------------------------------------------------------------
+    # Beats
 
     def enter(self, what: str) -> str:
-        """From now on this rank does `what`; returns what it did, for `leave`."""
-        before, self.what = self.what, what
+        """Begin phase `what` and return the phase before it, for `leave`."""
+        before = self.what
+        self.what = what
         self._beat()
         return before
 
     def leave(self, before: str) -> None:
-        """`what` is done, and this rank continues with what it did before."""
+        """Return to the phase `before`."""
         self.what = before
         self._beat()
 
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """This rank does `what` inside the block."""
+        """Mark the block as phase `what`."""
         before = self.enter(what)
         try:
             yield
@@ -223,7 +206,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def iteration(self, number: int) -> Iterator[None]:
-        """Inside the block this rank is in an iteration, where `limit` counts without regard to processor time."""
+        """Mark the block as an iteration, in which the limit applies even if the rank uses processor time."""
         self._where = f"iteration {number}"
         try:
             with self.phase(""):
@@ -232,15 +215,13 @@ class Heartbeat:
             self._where = ""
 
     def wait(self, waits: bool) -> None:
-        """This rank waits for others from now on, or no longer."""
+        """Mark the beginning or the end of waiting for other ranks."""
         self._since = time.monotonic() if waits else 0.0
         self._beat()
 
     def _beat(self) -> None:
         self._number += 1
-        what = (
-            f"{self.what}, {self._where}" if self.what and self._where else self.what or self._where
-        )
+        what = ", ".join(filter(None, (self.what, self._where)))
         training = bool(self._where)
         STATE.pack_into(
             self._memory,
@@ -253,16 +234,16 @@ class Heartbeat:
         )
 
     def look(self, written: bool = False) -> None:
-        """The watchdog of this rank is awake; `written`: the stacks of this rank's threads are in their file."""
+        """Write the time of the watchdog's look. written: this rank's stacks are in their file"""
         TICK.pack_into(self._memory, TICK_AT, time.monotonic(), written)
 
     def beat(self) -> Beat | None:
-        """What others read."""
+        """Return this heartbeat as other ranks read it."""
         return decode(self._memory)
 
 
 def decode(memory: mmap.mmap | bytes | bytearray) -> Beat | None:
-    """The heartbeat in a page; None if it is none yet."""
+    """Decode a heartbeat page; None if it is not written yet."""
     before = b""
     for _ in range(3):  # until no beat came while the page was copied
         page = bytes(memory[: STATE_AT + STATE.size])
@@ -273,18 +254,24 @@ def decode(memory: mmap.mmap | bytes | bytearray) -> Beat | None:
     number, moved, since, training, what = STATE.unpack_from(page, STATE_AT)
     looked, written = TICK.unpack_from(page, TICK_AT)
     text = what.rstrip(b"\0").decode(errors="replace")
-    return (
-        Beat(process, rank, limit, number, moved, since > 0, training, text, looked, written)
-        if magic == MAGIC
-        else None
+    if magic != MAGIC:
+        return None
+    return Beat(
+        process,
+        rank,
+        limit=limit,
+        number=number,
+        moved=moved,
+        waits=since > 0,
+        training=training,
+        what=text,
+        looked=looked,
+        written=written,
     )
 
 
 def _page(file: Path) -> mmap.mmap:
-    """Create the file of a heartbeat, one page of zeros, and map it.
-
-    A file of this name in a private folder is left from an ended process that had the same number.
-    """
+    """Create and map a heartbeat file, one page of zeros, over the leftover of an ended process with the same number."""
     while True:
         make_private(file.parent)
         file.unlink(missing_ok=True)
@@ -303,7 +290,7 @@ class Node:
         self._pages: dict[str, mmap.mmap] = {}
 
     def read(self) -> list[Beat]:
-        """The heartbeats of ranks that have not ended, in the order of ranks."""
+        """Return the heartbeats of ranks that have not ended, by rank."""
         try:
             names = [name for name in os.listdir(self.folder) if name.isdecimal()]
         except OSError:
@@ -317,12 +304,12 @@ class Node:
 
 
 def rank_file(directory: Path, rank: int) -> Path:
-    """Where the stacks of a rank are written."""
+    """Return the stack file of a rank."""
     return directory / f"rank{rank}.txt"
 
 
 def write_own(directory: Path, rank: int, native: bool, until: float) -> None:
-    """All threads of this process, called by one of them. native: with the frames below Python's, read until a monotonic time."""
+    """Write the stacks of this process. native: with native frames. until: monotonic time limit"""
     with contextlib.suppress(OSError), rank_file(directory, rank).open("a") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         if native:
@@ -331,9 +318,9 @@ def write_own(directory: Path, rank: int, native: bool, until: float) -> None:
 
 
 def write_of(directory: Path, rank: int, process: int, requested: Path, until: float) -> None:
-    """All threads of another process of this node that cannot write them, until a monotonic time.
+    """Write the stacks of another process on this node, until a monotonic time.
 
-    requested: its file of `on_request`, whose frames come first: a debugger may need longer than there is time.
+    requested: its `on_request` file, written first because a debugger may run out of time
     """
     with contextlib.suppress(OSError), rank_file(directory, rank).open("a") as file:
         file.write(f"process {process}, state {state(process)}\n")
@@ -343,21 +330,22 @@ def write_of(directory: Path, rank: int, process: int, requested: Path, until: f
 
 
 def on_request(path: Path) -> None:
-    """From now on ON_REQUEST makes this process write the frames of the thread that gets it, its main thread, to `path`.
+    """Register ON_REQUEST to write the main thread's frames to `path`.
 
-    Those of other threads, which run on, would be read while they change: that ended one process in four with a segmentation fault.
+    Other threads keep running; reading their frames crashed one process in four.
     """
     file = path.open("w")
     faulthandler.register(ON_REQUEST, file, all_threads=False)
 
 
 def _request(process: int, requested: Path) -> str:
-    """What the process writes when it is asked to. One that is stopped must run to answer, and is stopped again."""
+    """Return the stack that the process writes on request. A stopped process is continued and stopped again."""
     with contextlib.suppress(OSError):
         stopped = state(process).startswith(("T", "t"))
         _ask(process)
         os.kill(process, signal.SIGCONT)
-        size, end = 0, time.monotonic() + 1
+        size = 0
+        end = time.monotonic() + 1
         while (size == 0 or requested.stat().st_size > size) and time.monotonic() < end:
             size = requested.stat().st_size
             time.sleep(0.02)
@@ -368,14 +356,14 @@ def _request(process: int, requested: Path) -> str:
 
 
 def _ask(process: int) -> None:
-    """Send ON_REQUEST to the main thread: of a stopped process, any thread would take it when they all continue."""
+    """Send ON_REQUEST to the main thread. A signal to a stopped process would go to any thread."""
     number = TGKILL.get(platform.machine())
     if number is None or ctypes.CDLL(None).syscall(number, process, process, int(ON_REQUEST)):
         os.kill(process, ON_REQUEST)
 
 
 def state(process: int) -> str:
-    """The kernel's state of the process, and the function of the kernel that it is in, if the kernel shows it."""
+    """Return the process state, and the kernel function in which it waits if the kernel shows it."""
     words = []
     with contextlib.suppress(OSError):
         words += [
@@ -388,10 +376,7 @@ def state(process: int) -> str:
 
 
 def native_stacks(process: int, until: float) -> str:
-    """The frames below Python's of all threads, as far as a debugger reads them until a monotonic time.
-
-    Empty where no debugger is installed or permitted.
-    """
+    """Return the native frames of all threads that a debugger reads until a monotonic time; empty without a debugger."""
     command = next((words for words in DEBUGGERS if shutil.which(words[0])), None)
     if command is None:
         return ""
@@ -407,7 +392,6 @@ def native_stacks(process: int, until: float) -> str:
     except OSError as error:
         return f"{command[0]}: {error.strerror}\n"
     except subprocess.TimeoutExpired as error:
-        return (error.stdout or b"").decode(
-            errors="replace"
-        ) + f"{command[0]} was not ready within {seconds:.0f} s\n"
+        frames = (error.stdout or b"").decode(errors="replace")
+        return frames + f"{command[0]} was not ready within {seconds:.0f} s\n"
     return done.stdout.decode(errors="replace")

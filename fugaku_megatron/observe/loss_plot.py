@@ -1,4 +1,4 @@
-"""Pictures of a run's losses."""
+"""Plots of a run's loss."""
 
 from __future__ import annotations
 
@@ -18,56 +18,45 @@ from .history import read_history
 from .iteration_metrics import size_name
 
 WIDTH = 90  # characters of a title
-
-
-AXES = {
-    "iteration": "iteration",
-    "tokens": "consumed_tokens",
-}  # what a curve is drawn over -> the field of a record
-
-
+AXES = {"iteration": "iteration", "tokens": "consumed_tokens"}  # x axis -> field of a record
 Records = list[dict[str, Any]]
 
 
-SMALL_PANELS = (
+SMALL_PANELS: tuple[tuple[str, str], ...] = (
     ("learning_rate", "learning rate"),
     ("tflops", "TFLOPs per rank"),
     ("watts", "power (W)"),
     ("tokens_per_joule", "tokens per joule"),
-)  # the last two of runs that measure energy
+)  # the last two only if energy is measured
 
 
 def describe(run: RunConfig, dp: int) -> str:
-    """A run's size and layout: 124M, DP 2 x TP 1 x PP 1, fp32."""
-    parallel = run.parallel
-    tp, pp, cp = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-    )
-    return f"{size_name(accounting.parameters(run))}, {Layout(dp * tp * pp * cp, tp, pp, dp, cp=cp)}, {run.precision.name}"
+    """Return a run's size and layout: 124M, DP 2 x TP 1 x PP 1, fp32."""
+    tp = run.parallel.tensor_model_parallel_size
+    pp = run.parallel.pipeline_model_parallel_size
+    cp = run.parallel.context_parallel_size
+    layout = Layout(dp * tp * pp * cp, tp, pp, dp, cp=cp)
+    return f"{size_name(accounting.parameters(run))}, {layout}, {run.precision.name}"
 
 
 def title(description: str, place: str | os.PathLike) -> str:
-    """The title of a picture: what runs, and the end of the path where it is, one line each."""
+    """Return the title of a plot: the description, and the end of the run's path on a second line."""
     path = os.fspath(place)
-    return "\n".join(
-        filter(None, (description, path if len(path) <= WIDTH else "..." + path[-WIDTH:]))
-    )
+    if len(path) > WIDTH:
+        path = "..." + path[-WIDTH:]
+    return "\n".join(filter(None, (description, path)))
 
 
 def loss_curve(
     path_png: str | os.PathLike, history: Records | str | os.PathLike, heading: str = ""
 ) -> bool:
-    """Draw a history (its records, or the path of its file) into `path_png`, under `heading`.
+    """Plot a history (records, or the path of their file) into `path_png`.
 
-    If there is nothing to draw, if matplotlib is missing, or if a file cannot be read or written, it prints one line that says so
-    and returns False: a picture ends no run.
+    Print one line and return False if there is no loss, no matplotlib, or a file error: a plot never ends a run.
     """
     try:
-        return loss_curves(
-            path_png, {"": history if isinstance(history, list) else read_history(history)}, heading
-        )
+        records = history if isinstance(history, list) else read_history(history)
+        return loss_curves(path_png, {"": records}, heading)
     except (OSError, ValueError) as error:
         print(f"{path_png}: not drawn, {error}")
         return False
@@ -76,14 +65,14 @@ def loss_curve(
 def start_loss_curve(
     path_png: str | os.PathLike, history: str | os.PathLike, heading: str = ""
 ) -> subprocess.Popen:
-    """`loss_curve` in a process of its own."""
+    """Start `loss_curve` in its own process."""
     return start_module("loss_plot", os.fspath(path_png), os.fspath(history), heading)
 
 
 def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen:
-    """Start a module of this package as a program: a rank that draws would keep matplotlib, 35 MiB.
+    """Start a module of this package as a program, because matplotlib would cost a rank 35 MiB.
 
-    words: its command line. options: of subprocess.Popen.
+    words: command line. options: of subprocess.Popen
     """
     package = Path(__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
@@ -101,9 +90,9 @@ def loss_curves(
     heading: str = "",
     x: str = "iteration",
 ) -> bool:
-    """As `loss_curve` for several runs (name -> records) in one picture; OSError when the file cannot be written.
+    """Plot several runs (name -> records) as `loss_curve`. OSError if the file cannot be written.
 
-    x: a key of AXES.
+    x: a key of AXES
     """
     drawn = {
         name: (_with_loss(records, "train"), _with_loss(records, "validation"))
@@ -117,12 +106,11 @@ def loss_curves(
             f"{path_png}: not drawn, a package is missing: pip install matplotlib, or this package with its extra [log]"
         )
         return False
-    loads = (
-        [record for records in runs.values() for record in records if record["kind"] == "experts"]
-        if len(runs) == 1
-        else []
-    )
-    _draw(path_png, drawn, heading, x, loads[-1] if loads else None)
+    loads = None
+    if len(runs) == 1:
+        for records in runs.values():
+            loads = next((r for r in reversed(records) if r["kind"] == "experts"), None)
+    _draw(path_png, drawn, heading=heading, x=x, loads=loads)
     return True
 
 
@@ -137,19 +125,16 @@ def _draw(
     x: str,
     loads: dict[str, Any] | None,
 ) -> None:
-    """loads: a record of kind "experts"."""
-    from matplotlib.backends.backend_agg import (
-        FigureCanvasAgg,
-    )  # no window, and pyplot's global state untouched
+    """Draw the panels. loads: a record of kind "experts" """
+    # No window, and no change to pyplot's global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6 if loads is None else 8), layout="constrained")
     FigureCanvasAgg(figure)
-    small = (
-        SMALL_PANELS
-        if any(r.get("watts") for train, _ in runs.values() for r in train)
-        else SMALL_PANELS[:2]
-    )
+    small = SMALL_PANELS
+    if not any(r.get("watts") for train, _ in runs.values() for r in train):
+        small = SMALL_PANELS[:2]
     grid = figure.add_gridspec(
         2 if loads is None else 3,
         len(small),
@@ -187,7 +172,7 @@ def _draw(
 
 
 def _draw_loads(axes: Any, record: dict[str, Any]) -> None:
-    """The load of every expert (layers with experts, e), 1 being the mean."""
+    """Draw the load of every expert (layers with experts, e) relative to the mean."""
     image = axes.imshow(record["loads"], aspect="auto", interpolation="nearest", vmin=0.0)
     numbers = range(0, len(record["layers"]), 1 + len(record["layers"]) // 8)
     axes.set(xlabel="expert", ylabel="layer")

@@ -21,33 +21,31 @@ from ..config.run_config import RunConfig
 from ..costs import memory, run_schedule
 from ..host.allocator import free_bytes, node_bytes, usage
 
-SPAN = 50  # iterations that a steady growth lasts at least
-
-
-FEWEST = 25  # readings of them
-
-
-BLOCKS = 5  # consecutive parts, each of which must have grown
-
-
-LEAST = 8 << 20  # bytes in SPAN iterations: less is Python's and the allocator's business
-
-
-SHARE = 0.4  # of the mean growth that every block must have
+SPAN = 50  # iterations of a steady growth, at least
+FEWEST = 25  # readings in them, at least
+BLOCKS = 5  # consecutive segments of readings, all of which must grow
+LEAST = 8 << 20  # bytes in SPAN iterations; less is noise of Python and the allocator
+SHARE = 0.4  # growth of every block relative to the mean, at least
+READ_EVERY = 0.05  # s: a reading takes up to 0.1 ms
+FIRST_ITERATIONS = 10  # without readings, because buffers are allocated
+NEW = 10  # new readings between two searches for growth, which take about 1 ms
+AGAIN = 0.5  # fraction of the reported remaining iterations at which to report again
+PROCESS_BYTES = 250 << 20  # of a rank before its first tensor: Python, torch, MPI
+BEYOND_DOUBT = 1.1  # a run that needs this many times its node's memory is refused
 
 
 def steady_growth(readings: Sequence[tuple[int, int]]) -> float:
-    """Bytes per iteration by which memory grows steadily; 0 where it does not. readings: (iteration, bytes), in order.
+    """Return the steady growth in bytes per iteration, or 0. readings: (iteration, bytes), in order
 
-    The rate is the median of the slopes between all pairs of readings (Theil 1950, Sen 1968), which outliers hardly move. A step is
-    no steady growth: the medians of consecutive parts must rise from each to the next.
+    The rate is the median slope of all pairs (Theil 1950, Sen 1968), which is robust to outliers. The medians of consecutive
+    segments must rise, so that a single step does not count.
     """
     if len(readings) < FEWEST or readings[-1][0] - readings[0][0] < SPAN - 1:
         return 0.0
     rate = median(
         (b - a) / (later - earlier) for (earlier, a), (later, b) in combinations(readings, 2)
     )
-    bounds = [len(readings) * part // BLOCKS for part in range(BLOCKS + 1)]
+    bounds = [len(readings) * block // BLOCKS for block in range(BLOCKS + 1)]
     levels = [
         median(size for _, size in readings[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)
     ]
@@ -56,28 +54,21 @@ def steady_growth(readings: Sequence[tuple[int, int]]) -> float:
     return rate if rises and rate * SPAN >= LEAST else 0.0
 
 
-READ_EVERY = 0.05  # s: a reading takes up to 0.1 ms
-
-
-FIRST_ITERATIONS = 10  # of a start, in which buffers get their memory
-
-
-NEW = 10  # readings after which growth is looked for again: that takes about 1 ms
-
-
-AGAIN = 0.5  # of the iterations left that were told: then it is told again
-
-
 class MemoryWatch:
-    """Readings of this rank, and what all ranks' say. nodes: who shares memory. say: into the log, with the iteration."""
+    """Memory readings of this rank, compared over all ranks. say: writes (iteration, text) to the log."""
 
     def __init__(self, world: Comm, nodes: Nodes, say: Callable[[int, str], None]) -> None:
-        self.world, self.here, self.say = world, nodes.ranks, say
+        self.world = world
+        self.here = nodes.ranks
+        self.say = say
         self._readings: deque[tuple[int, int]] = deque(maxlen=SPAN)
-        self._iterations, self._new, self._next, self._told = 0, 0, 0.0, float("inf")
+        self._iterations = 0
+        self._new = 0
+        self._next = 0.0
+        self._told = float("inf")
 
     def read(self, iteration: int) -> None:
-        """After each iteration."""
+        """Read this rank's memory after an iteration."""
         self._iterations += 1
         if self._iterations > FIRST_ITERATIONS and time.perf_counter() >= self._next:
             self._readings.append((iteration, usage().held))
@@ -85,15 +76,16 @@ class MemoryWatch:
             self._next = time.perf_counter() + READ_EVERY
 
     def _rate(self) -> float:
-        """Bytes per iteration that this rank grows by; 0 while too little is new."""
+        """Return this rank's growth in bytes per iteration; 0 with too few new readings."""
         if self._new < NEW:
             return 0.0
         self._new = 0
         return steady_growth(list(self._readings))
 
     def finish_interval(self, iteration: int, seconds: float) -> tuple[float, float]:
-        """Resident and shared memory of the largest rank, MiB. seconds: of an iteration. Collective."""
-        now, rate = usage(), self._rate()
+        """Return resident and shared memory of the largest rank, MiB, and report growth. seconds: per iteration. Collective."""
+        now = usage()
+        rate = self._rate()
         largest = self.world.all_reduce(
             torch.tensor([now.resident, now.shared, rate], dtype=torch.float64), "max"
         ).tolist()
@@ -102,11 +94,12 @@ class MemoryWatch:
         return largest[0] / 2**20, largest[1] / 2**20
 
     def _tell(self, iteration: int, seconds: float, rate: float) -> None:
-        """Name the rank that grows fastest, and how long the memory of its node lasts. Collective."""
+        """Report the fastest-growing rank and the time until its node's memory is exhausted. Collective."""
         together = self.here.all_reduce(torch.tensor(rate, dtype=torch.float64)).item()
         rank = first_rank(self.world, (2**50 - int(rate),) if rate else None, 1)
         assert rank is not None, "some rank grows"
-        free, left = free_bytes(), float("inf")
+        free = free_bytes()
+        left = float("inf")
         if together:
             left = free / together
         left, text = self.world.broadcast_object(
@@ -125,14 +118,8 @@ class MemoryWatch:
         )
 
 
-PROCESS_BYTES = 250 << 20  # of a rank before its first tensor: Python, torch, MPI
-
-
-BEYOND_DOUBT = 1.1  # a run that needs this many times the memory of its node is refused
-
-
 def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
-    """Memory of one rank at the peak of a step, as --dry-run has it, with the process itself."""
+    """Return the peak memory of one rank in bytes: the --dry-run model and the process itself."""
     stage = Grid(*layout.sizes).coords(rank)[1]
     lists = run_schedule.build_schedule(
         run, layout.microbatches(run, layout.global_batch_size(run))
@@ -146,12 +133,10 @@ def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
 
 
 def check_memory(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes | None = None) -> str:
-    """The log's line. Raises ValueError on every rank when a node's ranks need more memory than it has. Collective."""
-    own, has, here = (
-        rank_bytes(run, layout, world.rank),
-        node_bytes(),
-        (nodes or find_nodes(world)).ranks,
-    )
+    """Return the log's line. ValueError on every rank if a node's ranks need more memory than it has. Collective."""
+    own = rank_bytes(run, layout, world.rank)
+    has = node_bytes()
+    here = (nodes or find_nodes(world)).ranks
     samples = batches.run_length(run, layout.global_batch_size(run))[1]
     needed = int(here.all_reduce(torch.tensor(own))) + memory.data_index_bytes(run, samples)
     agree(

@@ -1,8 +1,7 @@
-"""Reading a run's log or history: its iterations, and the run's configuration from its `run:` line or, without one, from flags.
+"""Reader of a run's log or history: iterations, and the configuration from its `run:` line or from flags.
 
-    summary = read_log("run.log"); summary.seconds, summary.tflops, summary.job.tp ...
-
-Left out: rows and the command (log_command.py), the line of an iteration (iteration_metrics.py).
+summary = read_log("run.log")
+summary.seconds, summary.tflops, summary.job.tp
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from ..costs import accounting
 from .iteration_metrics import IterationMetrics, parse_line
 from .metrics_writer import parse_peak_memory, parse_validation_line
 
-WARM_UP = 2  # iterations of a job that are not counted: memory is touched for the first time, caches and the arena are filled
+WARM_UP = 2  # first iterations of a job, excluded from medians
 
 
 _RUN = "run: "
 
 
-_RECORD = '{"kind": "'  # how a line of a history begins
+_RECORD = '{"kind": "'  # prefix of a history line
 
 
 _CLOCK = re.compile(r" at ([\d.]+) GHz \(measured\)")
@@ -65,10 +64,10 @@ _PEAK = re.compile(rb"peak memory per rank: max \d+ MiB")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The configuration of a logged run.
+    """Configuration of a logged run; properties are None if unknown.
 
-    values: of fields of config/run_config.py, by name. other_program: the log is another program's, and `values` come from flags.
-    Without a model, properties that `values` does not hold are None.
+    values: of fields in config/run_config.py, by name
+    other_program: another program wrote the log, and `values` come from flags
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +78,7 @@ class Job:
 
     @property
     def run(self) -> RunConfig | None:
-        """The run, None when the model is unknown. ValueError when it is half known or refused."""
+        """Configuration, None without a model. ValueError if incomplete or refused."""
         if self.recipe is None and not any(f.name in self.values for f in fields(ModelConfig)):
             return None
         run = make_run(self.recipe, self.values)
@@ -90,7 +89,7 @@ class Job:
         return run
 
     def parallel(self, name: str) -> int | None:
-        """A field of the run's parallel layout; without a model that of `values`."""
+        """Return a field of the parallel layout, from `values` if the model is unknown."""
         return getattr(self.run.parallel, name) if self.run else self.values.get(name)
 
     @property
@@ -107,7 +106,7 @@ class Job:
 
     @property
     def dp(self) -> int | None:
-        """Data-parallel size: ranks / (tp * pp * cp). ValueError if that is not a whole number."""
+        """Data-parallel size, ranks / (tp * pp * cp). ValueError if not an integer."""
         ranks, tp, pp = self.ranks, self.tp, self.pp
         if ranks is None or tp is None or pp is None:
             return None
@@ -131,15 +130,13 @@ class Job:
 
     @property
     def recompute(self) -> str | None:
-        return (
-            self.run.training.recompute_granularity or "none"
-            if self.run
-            else self.values.get("recompute_granularity")
-        )
+        if self.run:
+            return self.run.training.recompute_granularity or "none"
+        return self.values.get("recompute_granularity")
 
 
 def format_run(run: RunConfig, layout: Layout, nodes: int) -> str:
-    """The log's `run:` line: JSON of nodes, ranks and every field that a row needs and that is not config's default."""
+    """Return the log's `run:` line: JSON of nodes, ranks and every relevant field that differs from its default."""
     values = {
         f.name: value
         for group in _GROUPS
@@ -157,7 +154,7 @@ def format_run(run: RunConfig, layout: Layout, nodes: int) -> str:
 
 
 def parse_run(line: str) -> Job:
-    """The inverse of `format_run`. Raises ValueError if it is another line."""
+    """Parse a line of `format_run`. ValueError for another line."""
     try:
         values = json.loads(line[line.index(_RUN + "{") + len(_RUN) :])
         nodes, ranks = values.pop("nodes"), values.pop("world_size")
@@ -186,7 +183,7 @@ def parse_run(line: str) -> Job:
 
 
 def _check_job(job: Job) -> None:
-    """Raises ValueError for values of the wrong type, or that no run can have."""
+    """Raise ValueError for values with a wrong type or out of range."""
     for name, number in (("nodes", job.nodes), ("world_size", job.ranks)):
         check(
             type(number) is int and 0 < number < 2**31,
@@ -200,12 +197,14 @@ def _check_job(job: Job) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSummary:
-    """The contents of a log.
+    """Contents of a log.
 
-    iterations: those of all jobs in it; of an iteration that a resumed job repeated, the last. counted: the last job's iterations
-    after its first two (all of them if there are at most two), over which the medians are taken. memory_mib: the maximum over the
-    ranks. finished: the log has its job's last line. machine: the line that describes the node. experts: the last record of a
-    history with the load of every expert.
+    iterations: of all jobs; the last occurrence of a repeated iteration
+    counted: the last job's iterations after WARM_UP (all if there are no more), over which medians are taken
+    machine: the line that describes the node
+    experts: the last record with expert loads
+    memory_mib: maximum over ranks
+    finished: the log contains its job's last line
     """
 
     path: str
@@ -226,12 +225,12 @@ class LogSummary:
 
     @property
     def tflops(self) -> float | None:
-        """TFLOPs per rank as printed in the log."""
+        """Logged TFLOPs per rank."""
         return _median(i.tflops for i in self.counted)
 
     @property
     def watts(self) -> float | None:
-        """Of all nodes, during iterations."""
+        """Power of all nodes during iterations."""
         return _median(i.watts for i in self.counted)
 
     @property
@@ -240,13 +239,12 @@ class LogSummary:
 
     @property
     def recomputed_tflops(self) -> float | None:
-        """TFLOPs per rank by costs/accounting.py from the model, the batch and the time; None where one of them is unknown."""
+        """TFLOPs per rank computed by costs/accounting.py; None if model, batch or time is unknown."""
         run, ranks = self.job.run, self.job.ranks
         if run is None or ranks is None:
             return None
-        flops = FORMULAS[
-            self.formula if self.job.other_program else "hardware"
-        ]  # our own logs always count hardware FLOPs
+        formula = self.formula if self.job.other_program else "hardware"
+        flops = FORMULAS[formula]
         return _median(
             flops(run, i.global_batch_size) / ranks / seconds / 1e12
             for i in self.counted
@@ -264,22 +262,22 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def exact_seconds(iteration: IterationMetrics) -> float | None:
-    """Seconds of an iteration, from samples per second (3 decimals) where the printed time (2 decimals) is less exact."""
-    seconds, rate, size = (
-        iteration.elapsed_seconds,
-        iteration.samples_per_second,
-        iteration.global_batch_size,
-    )
+    """Return the seconds of an iteration, from samples per second (3 decimals) if the time (2 decimals) is less exact."""
+    seconds = iteration.elapsed_seconds
+    rate = iteration.samples_per_second
+    size = iteration.global_batch_size
     if rate and size and (seconds is None or 0.005 * rate > 0.0005 * seconds):
         return size / rate
     return seconds
 
 
 class LogReader:
-    """Reads a log line by line, as it grows; `summary()` may be called at any time. job: for logs without a `run:` line."""
+    """Incremental reader of a log's lines. job: for logs without a `run:` line"""
 
     def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
-        self.path, self.job, self.formula = path, job or Job(other_program=True), formula
+        self.path = path
+        self.job = job or Job(other_program=True)
+        self.formula = formula
         self.by_iteration: dict[int, IterationMetrics] = {}
         self.validations: dict[int, float] = {}
         self.experts: dict[str, Any] | None = None
@@ -287,13 +285,14 @@ class LogReader:
         self._start("")
 
     def _start(self, machine: str) -> None:
-        """A job begins."""
-        self.machine, self._ended = machine, False
+        """Reset at the beginning of a job."""
+        self.machine = machine
+        self._ended = False
         self._of_job: list[IterationMetrics] = []
         self._memory: int | None = None
 
     def read_lines(self, lines: Iterable[str]) -> None:
-        """Read whole lines. Raises ValueError, with file and line, for an iteration whose numbers cannot be read."""
+        """Read complete lines. ValueError, with file and line, for a damaged iteration."""
         for line in lines:
             self._lines += 1
             try:
@@ -321,12 +320,13 @@ class LogReader:
             self._take_metrics(parse_line(line))
 
     def _take_record(self, line: str) -> None:
-        """A line of a run's history, which has the iterations of a log, and evaluations, as JSON."""
+        """Read a JSON line of a history."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             raise ValueError(f"not a record of a history: {line.strip()[:80]!r}") from None
-        kind, known = record.pop("kind"), {f.name: f for f in fields(IterationMetrics)}
+        kind = record.pop("kind")
+        known = {f.name: f for f in fields(IterationMetrics)}
         if kind == "train":
             unknown = sorted(record.keys() - known)
             check(
@@ -377,17 +377,19 @@ class LogReader:
 
 
 class LogFile:
-    """A log on disk that may still grow; a last line without a newline is not read before its rest is there."""
+    """Log file that may still grow; an incomplete last line is read later."""
 
     def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
         self._path, self._as = Path(path), (path, job, formula)
         self._begin()
 
     def _begin(self) -> None:
-        self.reader, self._offset, self._rest = LogReader(*self._as), 0, b""
+        self.reader = LogReader(*self._as)
+        self._offset = 0
+        self._rest = b""
 
     def poll(self) -> bool:
-        """Read what is new and return whether there was anything. ValueError when the file cannot be read."""
+        """Read appended lines and return True if there were any. ValueError if the file cannot be read."""
         try:
             check(
                 self._path.is_file() or not self._path.exists(),
@@ -406,7 +408,7 @@ class LogFile:
         return bool(new)
 
     def finish(self) -> LogSummary:
-        """The summary; a last line without a newline counts when it is complete."""
+        """Return the summary, with a complete last line that lacks its newline."""
         if self._rest.rstrip().endswith(b"|") or _PEAK.search(self._rest):
             self.reader.read_lines([self._rest.decode(errors="replace")])
             self._rest = b""
@@ -414,7 +416,7 @@ class LogFile:
 
 
 def read_log(path: str | Path, job: Job | None = None, formula: str = "hardware") -> LogSummary:
-    """The summary of a whole log. job: for logs of other programs. ValueError when it cannot be read or has no iterations."""
+    """Return the summary of a log. job: for logs of other programs. ValueError if unreadable or without iterations."""
     file = LogFile(str(path), job, formula)
     file.poll()
     summary = file.finish()

@@ -1,4 +1,4 @@
-"""Ranks that are slow, found from where the time of every rank went."""
+"""Slow ranks, found from the phase times of every rank."""
 
 from __future__ import annotations
 
@@ -20,20 +20,13 @@ from .screen import append
 Slow = set[tuple[int, str]]  # rank, phase
 
 
-JUDGED_ITERATIONS, JUDGED_SECONDS = (
-    10,
-    5.0,
-)  # a judgement needs as many of both; less is the noise of a start
-
-
-ATTENTION_COST = 2.0  # seconds of attention's FLOPs, over those of as many FLOPs of a linear layer: about what is measured
+JUDGED_ITERATIONS = 10  # in a judgement, at least
+JUDGED_SECONDS = 5.0  # in a judgement, at least
+ATTENTION_COST = 2.0  # seconds per FLOP of attention, relative to a linear layer (measured)
 
 
 class RankTimes:
-    """The phases of a rank's iterations, and what all ranks' say at the end of an interval. say: prints a line on rank 0.
-
-    Where attention ends with a document, a rank's share of the work goes with its phases.
-    """
+    """Phase times of this rank's iterations, compared over all ranks at the end of an interval. say: prints a line on rank 0."""
 
     def __init__(
         self,
@@ -43,7 +36,11 @@ class RankTimes:
         phases: Phases,
         say: Callable[[str], None],
     ) -> None:
-        self.run, self.layout, self.world, self.phases, self.say = run, layout, world, phases, say
+        self.run = run
+        self.layout = layout
+        self.world = world
+        self.phases = phases
+        self.say = say
         self.file = run.output.log_ranks if world.rank == 0 else None
         self.work = [
             sum(
@@ -52,26 +49,23 @@ class RankTimes:
             )
             for stage in range(layout.pp)
         ]
-        self._rows: list[
-            list[float]
-        ] = []  # of the interval's iterations: seconds of each phase, and the share
-        self._judged: tuple[int, Tensor | float] = (
-            0,
-            0.0,
-        )  # iterations since the last judgement, and their seconds (ranks, phases)
-        self._before: Slow = set()  # slow in the judgement before
+        # Per iteration of the interval: seconds of each phase, and the rank's share of the computation.
+        self._rows: list[list[float]] = []
+        # Iterations since the last judgement, and their seconds (ranks, phases).
+        self._judged: tuple[int, Tensor | float] = (0, 0.0)
+        self._before: Slow = set()  # of the previous judgement
         self._named: Slow = set()
 
     def begin(self) -> None:
-        """Before an iteration."""
+        """Start the phases of an iteration."""
         self.phases.begin()
 
     def end(self, seconds: float, work: TokenCounts | None = None) -> None:
-        """After an iteration of so many seconds. work: of its marked samples."""
+        """Record the phases of an iteration. work: of its samples with marks"""
         self._rows.append([*self.phases.of_iteration(seconds), *self._share(work)])
 
     def _share(self, work: TokenCounts | None) -> list[float]:
-        """This rank's computation over the mean of the data-parallel ranks, where their documents differ."""
+        """Return this rank's computation relative to the data-parallel mean; empty if attention does not depend on documents."""
         if work is None or not self.run.data.masks_attention:
             return []
         linear, attention = accounting.layer_flops(self.run)
@@ -85,30 +79,24 @@ class RankTimes:
         return [(linear + attention * work.share) / (linear + attention)]
 
     def finish_interval(self, iteration: int) -> None:
-        """After the interval's last iteration. Collective."""
+        """Log the interval's phase times and name slow ranks. Collective."""
         own = torch.tensor(self._rows).mean(0)
         everyone = torch.empty(self.world.size, len(own))
         self.world.all_gather(everyone, own)
         self._keep(self._interval(iteration, everyone))
-        count, seconds = (
-            self._judged[0] + len(self._rows),
-            self._judged[1] + everyone * len(self._rows),
-        )
-        self._rows, self._judged = [], (count, seconds)
+        count = self._judged[0] + len(self._rows)
+        seconds = self._judged[1] + everyone * len(self._rows)
+        self._rows = []
+        self._judged = (count, seconds)
         if count >= JUDGED_ITERATIONS and float(seconds[0, : len(PHASES)].sum()) >= JUDGED_SECONDS:
-            self._judged = 0, 0.0
+            self._judged = (0, 0.0)
             if self.world.size > 1:
                 mean = seconds / count
-                self._name(
-                    find(
-                        self._interval(iteration, mean),
-                        self.work,
-                        mean[:, len(PHASES) :].flatten().tolist(),
-                    )
-                )
+                shares = mean[:, len(PHASES) :].flatten().tolist()
+                self._name(find(self._interval(iteration, mean), self.work, shares))
 
     def _interval(self, iteration: int, seconds: Tensor) -> Interval:
-        """seconds: of every rank in each phase (ranks, phases), and its share where documents differ."""
+        """Return the interval's row of the rank table. seconds: (ranks, phases), or (ranks, phases + 1) with the share"""
         phases = seconds[:, : len(PHASES)].t().tolist()
         return Interval(
             iteration,
@@ -139,4 +127,5 @@ class RankTimes:
             )
         for rank, phase in sorted(self._named - slow):
             self.say(f"no longer slow: rank {rank}, {phase}")
-        self._before, self._named = slow, (self._named | lasting) & slow
+        self._before = slow
+        self._named = (self._named | lasting) & slow

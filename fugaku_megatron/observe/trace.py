@@ -1,4 +1,4 @@
-"""Profiles of ranks: reading, merging, and the times of a pipeline's computations in them."""
+"""Profiler traces: reading, merging, and the pipeline's computations in them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Trace = dict[str, Any]
 
 
 def read_trace(path: str | os.PathLike) -> Trace:
-    """A trace: its events are those of "traceEvents"."""
+    """Read a trace in Chrome's format. ValueError if it is damaged."""
     remedy = "pass a trace of a run with --profile"
     text = read_text(path, "", remedy)
     try:
@@ -32,9 +32,9 @@ def merge_traces(
     placement: placement_module.Placement,
     pipeline: Sequence[int],
 ) -> list[Path]:
-    """Write the events of all traces into one file, a trace at a time in memory; returns the traces that are not there.
+    """Write the events of all traces into one file, one trace at a time, and return the missing traces.
 
-    placement, pipeline: of the schedule that `measured_spans` finds in it, and the ranks of its stages.
+    pipeline: ranks of the stages; written with `placement` for `measured_spans`
     """
     missing = [path for path in paths if not path.is_file()]
     shape = {
@@ -55,9 +55,9 @@ def merge_traces(
 
 
 def measured_spans(trace: Trace) -> list[Span]:
-    """What the pipeline did in the last recorded iteration, in the form of `timeline.spans`; empty without instructions.
+    """Return the pipeline's spans in the last recorded iteration, as `timeline.spans`.
 
-    A receive begins when its message was sent: until then the stage was idle.
+    A receive begins when its message was sent; before, the stage was idle.
     """
     shape = trace["otherData"]["placement"]
     placement = placement_module.Placement(shape["stages"], shape["chunks"], shape["kind"])
@@ -75,7 +75,8 @@ def measured_spans(trace: Trace) -> list[Span]:
         if span.op in instructions.RECEIVES:
             _, tag = placement.peer(span.stage, _message(span))
             start = max(span.start, sent.get((span.stage, tag, span.microbatch), span.start))
-            found += [_between(span, start, span.end)] if start < span.end else []
+            if start < span.end:
+                found.append(_between(span, start, span.end))
     begin = min((span.start for span in found), default=0.0)
     return [
         _between(span, span.start - begin, span.end - begin)
@@ -84,7 +85,7 @@ def measured_spans(trace: Trace) -> list[Span]:
 
 
 def _instructions(trace: Trace) -> Iterator[Span]:
-    """Every instruction of the pipeline's ranks, of each rank in the order of time."""
+    """Yield every pipeline instruction, by time within a rank."""
     stages = {rank: stage for stage, rank in enumerate(trace["otherData"]["pipeline"])}
     for event in trace["traceEvents"]:
         about = event.get("args", {})
@@ -108,7 +109,7 @@ def _between(span: Span, start: float, end: float) -> Span:
 
 
 def measured_memory(trace: Trace) -> list[float]:
-    """MiB of the process of each stage at its peak; empty where a stage's is not known."""
+    """Return the peak memory of each stage's process, MiB; empty if a stage's is unknown."""
     peaks = {
         event["pid"]: event["args"]["peak_mib"]
         for event in trace["traceEvents"]

@@ -1,10 +1,10 @@
-"""The watchdog: a thread of each rank that looks at the heartbeats of its node, says who is stuck, and ends the job.
+"""Watchdog thread of each rank: reads the heartbeats of its node, reports a stuck rank, and ends the job.
 
     watchdog = Watchdog.start(HangSettings(seconds=None, directory=Path("."), log_file=None))
-    watchdog.heart.phase(...)           what this rank does
+    watchdog.heart.phase(...)
 
-It needs nothing that may be what hangs: no MPI, no other process. The lowest rank of a node whose watchdog is awake judges and
-speaks; all write their stacks. Left out: what nodes report to each other (hang_verdict.py).
+It uses neither MPI nor another process, because either may hang. The lowest rank of a node with an awake watchdog judges and
+logs; every rank writes its stacks.
 """
 
 from __future__ import annotations
@@ -38,44 +38,27 @@ from .heartbeat import (
     write_own,
 )
 
-SHORTEST, ITERATIONS = 60.0, 10.0  # by default: s, and times the slowest iteration, without a move
-
-
-OUTSIDE = 600.0  # s: the same at the start, in a save, and until an iteration was measured
-
-
-LOOK = 1.0  # s between two looks
-
-
-WINDOW, BUSY, MOVED = (
-    0.5,
-    0.05,
-    2**16,
-)  # s, and the part of a core or the bytes read and written in them that say that a rank works
-
-
-GONE = 5.0  # s that a launcher gets to end a job of which a process is gone
-
-
-STACKS = (
-    6.0  # s for the ranks of a node to write their stacks, from when they know that the job ends
-)
-
-
-SPREAD = 9.0  # s for other nodes to hear of the end and write theirs; the job ends within 15 s
-
-
+SHORTEST = 60.0  # s, smallest default limit
+ITERATIONS = 10.0  # default limit in units of the slowest iteration
+OUTSIDE = 600.0  # s, default limit outside iterations and before the first one is measured
+LOOK = 1.0  # s between looks
+WINDOW = 0.5  # s between readings of a process's counters
+BUSY = 0.05  # fraction of a core above which a process is active
+MOVED = 2**16  # bytes read and written in a window above which a process is active
+GONE = 5.0  # s for the launcher to end a job after a process has ended
+STACKS = 6.0  # s for the ranks of a node to write their stacks
+SPREAD = 9.0  # s for other nodes to learn of the end and write their stacks; 15 s in total
 PATIENCE = 60.0  # s for another rank to end the job
-
-
-END = "end"  # the file in which the ranks of a node read why the job ends
+END = "end"  # file with the reason for the end
 
 
 @dataclass(frozen=True)
 class HangSettings:
-    """seconds: --hang-timeout-in-secs; None: from the iterations. directory: gets a folder of stacks. log_file: gets the line.
+    """Settings of the watchdog.
 
-    uneven: how many times as long an iteration may become, as where one rank's experts get the tokens of all.
+    seconds: --hang-timeout-in-secs; None: from measured iterations
+    directory: parent of the stack directory
+    uneven: factor by which an iteration may become longer, for example if one rank's experts receive all tokens
     """
 
     seconds: float | None
@@ -84,19 +67,15 @@ class HangSettings:
     uneven: int = 1
 
 
-class Work:
-    """Whether processes compute, read or write, by the kernel's counters: for long work without a sign of life in between.
-
-    A watchdog's own looks stay below BUSY and MOVED.
-    """
+class ProcessActivity:
+    """Activity of processes by the kernel's counters, for long phases without a beat. A watchdog stays below BUSY and MOVED."""
 
     def __init__(self) -> None:
-        self._last: dict[
-            int, tuple[float, float, int]
-        ] = {}  # process -> time, processor seconds, bytes
+        # process -> time, processor seconds, bytes
+        self._last: dict[int, tuple[float, float, int]] = {}
 
-    def seen(self, process: int) -> bool:
-        """Whether the process has worked in the last window; False until it is over."""
+    def active(self, process: int) -> bool:
+        """Return True if the process was active in the last window; False until the window has passed."""
         now = time.monotonic()
         if now - self._last.get(process, (0.0, 0.0, 0))[0] < WINDOW:
             return False
@@ -109,18 +88,16 @@ class Work:
             )
         except (OSError, ValueError):
             return False
-        before, self._last[process] = (
-            self._last.get(process, (now, seconds, moved)),
-            (now, seconds, moved),
-        )
-        return moved - before[2] > MOVED or seconds - before[1] > BUSY * (now - before[0])
+        last_time, last_seconds, last_moved = self._last.get(process, (now, seconds, moved))
+        self._last[process] = (now, seconds, moved)
+        return moved - last_moved > MOVED or seconds - last_seconds > BUSY * (now - last_time)
 
 
 class Watchdog:
-    """The watchdog of one rank.
+    """Watchdog of one rank, inactive if `heart` has no file.
 
-    heart: its heartbeat; without a file of its node there is nothing to watch. local: the ranks of this node, () where that is not
-    known. alone: there are other nodes, and it does not hear of them.
+    local: ranks of this node, () if unknown
+    alone: other nodes exist and are not heard
     """
 
     def __init__(
@@ -130,13 +107,17 @@ class Watchdog:
         local: tuple[int, ...] = (),
         alone: bool = False,
     ) -> None:
-        self.heart, self.settings, self.local, self.alone = heart, settings, local, alone
+        self.heart = heart
+        self.settings = settings
+        self.local = local
+        self.alone = alone
         self.link: Link | None = None  # to other nodes
-        self.slowest = 0.0  # s of an iteration
+        self.slowest = 0.0  # iteration, s
         self.host = platform.node()
-        self._node, self._work = Node(heart.file.parent) if heart.file else None, Work()
-        self._worked: dict[int, float] = {}  # process -> when it was seen to work last
-        self._since = time.monotonic()  # from when on this process has run without a stop
+        self._node = Node(heart.file.parent) if heart.file else None
+        self._activity = ProcessActivity()
+        self._last_active: dict[int, float] = {}  # process -> time
+        self._since = time.monotonic()  # start, or the last time this process was stopped
         self._stopped = threading.Event()
         heart.introduce(heart.rank, self._limit())
         self.period = min(LOOK, heart.limit / 10)
@@ -147,7 +128,7 @@ class Watchdog:
 
     @classmethod
     def start(cls, settings: HangSettings) -> Watchdog:
-        """The watchdog of this process, as far as its launcher says who it is; of nothing where settings.seconds is 0."""
+        """Start the watchdog of this process, inactive if settings.seconds is 0. Its rank comes from the launcher."""
         if settings.seconds == 0:
             return cls(Heartbeat(), settings)
         remove_dead()
@@ -162,11 +143,11 @@ class Watchdog:
 
     @classmethod
     def off(cls) -> Watchdog:
-        """That of a process that nobody watches."""
+        """Return an inactive watchdog."""
         return cls.start(HangSettings(0.0, Path(), None))
 
     def measured(self, seconds: float) -> None:
-        """An iteration took so long."""
+        """Raise the limit after an iteration of so many seconds."""
         if seconds > self.slowest:
             self.slowest = seconds
             self.heart.introduce(self.heart.rank, self._limit())
@@ -174,14 +155,17 @@ class Watchdog:
     def placed(
         self, rank: int, folder: Path | None, local: tuple[int, ...], link: Link | None
     ) -> None:
-        """After MPI has started: this rank, the folder of its node, the ranks there, and how to reach other nodes."""
+        """Set this rank's number, heartbeat folder, node and link to other nodes, once MPI has started."""
         if self._node and folder:
             self.heart.move(folder)
             self.heart.introduce(rank, self.heart.limit)
-            self.local, self.alone, self.link, self._node = local, False, link, Node(folder)
+            self.local = local
+            self.alone = False
+            self.link = link
+            self._node = Node(folder)
 
     def close(self) -> None:
-        """The run has ended as it should."""
+        """Stop watching after a normal end."""
         self._stopped.set()
         if self._node:
             self._thread.join(2 * self.period)
@@ -192,17 +176,15 @@ class Watchdog:
     def _limit(self) -> float:
         if self.settings.seconds is not None:
             return self.settings.seconds
-        return (
-            max(SHORTEST, max(ITERATIONS, self.settings.uneven) * self.slowest)
-            if self.slowest
-            else OUTSIDE
-        )
+        if not self.slowest:
+            return OUTSIDE
+        return max(SHORTEST, max(ITERATIONS, self.settings.uneven) * self.slowest)
 
-    # The thread -------------------------------------------------------------------------------------------------------------------
+    # Thread
 
     @property
     def _here(self) -> Node:
-        """The heartbeats of this node: the thread runs only where there is one."""
+        """Heartbeats of this node."""
         assert self._node is not None
         return self._node
 
@@ -211,9 +193,7 @@ class Watchdog:
         while not self._stopped.wait(self.period):
             now = time.monotonic()
             if now - last > max(hang_verdict.ASLEEP, 3 * self.period):
-                self._since = (
-                    now  # this process was stopped itself: what it missed counts from now on
-                )
+                self._since = now  # this process was stopped itself
             last = now
             self.heart.look()
             if (self._here.folder / END).exists():
@@ -225,15 +205,17 @@ class Watchdog:
                 self._judge(self._census(beats, now), now)
 
     def _judge(self, own: Census, now: float) -> None:
-        """End the job if a rank is stuck. Of several nodes the first one judges; another does if that one does not."""
-        whole, alone, late = own, self.alone, 0.0
+        """End the job if a rank is stuck. The first node judges, or another node if the first is silent."""
+        whole = own
+        alone = self.alone
+        late = 0.0
         if self.link:
             whole, alone, late = self._hear(self.link, own, now)
         if found := hang_verdict.judge(whole, alone, late):
             self._end(self._write_end(found))
 
     def _hear(self, link: Link, own: Census, now: float) -> tuple[Census, bool, float]:
-        """What is known of all nodes below, whether others are not heard, and the s that the node above has to speak first."""
+        """Return the census of all nodes below, True if other nodes are not heard, and seconds to wait for the node above."""
         limit = self.heart.limit
         whole = link.whole(own, limit, now)
         link.report(own, whole, limit, now)
@@ -243,21 +225,19 @@ class Watchdog:
             return whole, whole.nodes < link.count, 0.0
         if alone := link.alone(limit, now):
             return whole, alone, 0.0
-        late = (
-            link.number % FAN * self.period
-        )  # all nodes that report to a silent one find that out
-        return (
-            whole,
-            alone,
-            late if link.deserted(limit, now) else late + limit + 4 * hang_verdict.ASLEEP,
-        )
+        late = link.number % FAN * self.period  # stagger the children of a silent node
+        if not link.deserted(limit, now):
+            late = late + limit + 4 * hang_verdict.ASLEEP
+        return whole, alone, late
 
     def _leads(self, beats: list[Beat], now: float) -> bool:
         awake = [beat.process for beat in beats if now - beat.looked < hang_verdict.ASLEEP]
         return bool(awake) and awake[0] == os.getpid()
 
     def _census(self, beats: list[Beat], now: float) -> Census:
-        stuck, waiting, moving = [], [], []
+        stuck: list[Standing] = []
+        waiting: list[Standing] = []
+        moving: list[Standing] = []
         for beat in beats:
             standing = self._standing(beat, now)
             asleep = now - max(beat.looked, self._since) > max(
@@ -269,25 +249,28 @@ class Watchdog:
                 stuck.append(standing)
             else:
                 moving.append(standing)
-        return hang_verdict.count(
-            stuck, waiting, moving, tuple(sorted(set(self.local) - {beat.rank for beat in beats}))
-        )
+        missing = tuple(sorted(set(self.local) - {beat.rank for beat in beats}))
+        return hang_verdict.count(stuck, waiting, moving=moving, missing=missing)
 
     def _standing(self, beat: Beat, now: float) -> Standing:
-        moved = max(beat.moved, self._since, self._worked.get(beat.process, 0.0))
+        moved = max(beat.moved, self._since, self._last_active.get(beat.process, 0.0))
         limit = beat.limit
         if not beat.training:
-            if not beat.waits and self._work.seen(beat.process):
-                self._worked[beat.process] = moved = now
-            limit = limit if self.settings.seconds is not None else max(limit, OUTSIDE)
-        gone = now - moved > min(GONE, limit / 2) and not lives(beat.process)
-        how, limit = (hang_verdict.GONE, min(limit, GONE)) if gone else (STOPPED, limit)
+            if not beat.waits and self._activity.active(beat.process):
+                moved = now
+                self._last_active[beat.process] = now
+            if self.settings.seconds is None:
+                limit = max(limit, OUTSIDE)
+        how = STOPPED
+        if now - moved > min(GONE, limit / 2) and not lives(beat.process):
+            how = hang_verdict.GONE
+            limit = min(limit, GONE)
         return Standing(beat.rank, self.host, beat.what, now - moved, limit, how)
 
-    # The end ----------------------------------------------------------------------------------------------------------------------
+    # End of the job
 
     def _write_end(self, found: Verdict) -> dict:
-        """Log why the job ends, and write it for the other ranks of this node."""
+        """Log the verdict, and write it for the other ranks of this node."""
         name = time.strftime("hang_%Y%m%d_%H%M%S")
         end = {
             **asdict(found),
@@ -302,18 +285,18 @@ class Watchdog:
         return end
 
     def _pass_on(self, link: Link, end: dict) -> dict:
-        """Another node has said why the job ends."""
+        """Forward the reason for the end from another node."""
         link.announce(end)
         return self._publish({**end, "speaks": False})
 
     def _publish(self, end: dict) -> dict:
-        """Write why the job ends for the ranks of this node. Returns what they read: another rank may have been first."""
+        """Write the reason for the end unless another rank was faster, and return the written reason."""
         end = {**end, "process": os.getpid()}
         aside = self._here.folder / f"{END}.{os.getpid()}"
         aside.write_text(json.dumps(end))
         try:
             os.link(aside, self._here.folder / END)
-        except FileExistsError:  # another rank was faster
+        except FileExistsError:
             return self._read_end()
         return end
 
@@ -331,12 +314,10 @@ class Watchdog:
         return json.loads((self._here.folder / END).read_text())
 
     def _end(self, end: dict) -> None:
-        """Write the stacks of this rank, and end it when those of the whole node are written."""
-        directory, leads, begin = (
-            Path(end["directory"]),
-            end["process"] == os.getpid(),
-            time.monotonic(),
-        )
+        """Write this rank's stacks, and exit once the node's ranks have written theirs."""
+        directory = Path(end["directory"])
+        leads = end["process"] == os.getpid()
+        begin = time.monotonic()
         with contextlib.suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
         write_own(
@@ -355,20 +336,20 @@ class Watchdog:
                 ),
                 begin + STACKS + LOOK,
             )
-            others = (
-                (SPREAD if end["speaks"] else PATIENCE) if self.link else 0.0
-            )  # until other nodes have written theirs
+            others = 0.0  # s for the stacks of other nodes
+            if self.link:
+                others = SPREAD if end["speaks"] else PATIENCE
             time.sleep(max(0.0, begin + others - time.monotonic()))
             exit_codes.wait_until_read(sys.__stderr__ or sys.stderr)
             exit_codes.abort(end["code"])
-        else:  # a launcher ends with the code of the rank that ends first, and ends the others
+        else:  # the launcher exits with the code of the rank that ends first
             self._await(lambda: not lives(end["process"]), begin + PATIENCE)
             time.sleep(hang_verdict.ASLEEP)
             self._kill(end["stuck"])
         os._exit(end["code"])
 
     def _write_stuck(self, directory: Path, ranks: list[int], until: float) -> None:
-        """The stacks of ranks of this node that do not write them themselves, all at once."""
+        """Write the stacks of this node's stuck ranks, concurrently."""
         stuck = [
             b
             for b in self._here.read()
@@ -386,7 +367,7 @@ class Watchdog:
                 )
 
     def _await(self, condition: Callable[[], bool], until: float) -> None:
-        """Stay awake until the condition holds, or until a monotonic time."""
+        """Look until the condition is true, at most until a monotonic time."""
         while time.monotonic() < until and not condition():
             self.heart.look(written=True)
             time.sleep(0.05)
@@ -399,5 +380,5 @@ class Watchdog:
 
 
 def requested(folder: Path, process: int) -> Path:
-    """Where a process writes its stacks on request."""
+    """Return the file of a process's stacks on request."""
     return folder / f"{process}.stacks"

@@ -1,16 +1,8 @@
-"""Data-parallel communication of a rank, bucket by bucket: gradients are reduced during backward, weights gathered during forward.
+"""Data-parallel communication by bucket: gradients are reduced during backward, weights gathered during forward.
 
-    begin(micro-batches)                        of an iteration
-    hooks on a unit of the stage: forward       waits for the gathers of its weights
-                                  backward      counts; after the last micro-batch's the bucket's reduction starts
-    reduce()                                    starts the rest and waits for all sums
-    gather(bucket), bucket by bucket            after their update
-
-Every data-parallel rank starts the same operations in the same order: buckets are reduced in the order in which they lie. The sum
-of the tied embedding over its two copies starts when this stage's copy is complete; only the bucket that holds it waits for that
-sum, after the reductions of all others have started.
-
-Left out: which parameters form a bucket (`costs.memory`, `flat`), the update (`optim`).
+Hooks on the stage's units wait for weight gathers before forward, and start a bucket's reduction after its last backward.
+All data-parallel ranks start the same operations in the same order: buckets are reduced in memory order. The tied embedding's
+gradient is summed over its two copies as soon as this stage's copy is complete, and its bucket is reduced last.
 """
 
 from __future__ import annotations
@@ -32,7 +24,7 @@ from .flat import Bucket, FlatParameter, FlatParameters, unit_modules
 
 @dataclass(frozen=True)
 class _Sum:
-    """A started sum. sent: what the ranks add up, (n,). result: FP32 gradients (n,), the same memory unless that is BF16."""
+    """A started sum. sent: (n,), the reduced tensor. result: FP32 gradients (n,), the same memory unless `sent` is BF16."""
 
     handle: Handle
     sent: Tensor
@@ -40,41 +32,37 @@ class _Sum:
 
     def wait(self) -> Tensor:
         self.handle.wait()
-        return self.result if self.sent.dtype == self.result.dtype else self.result.copy_(self.sent)
+        if self.sent.dtype != self.result.dtype:
+            self.result.copy_(self.sent)
+        return self.result
 
 
 class BucketComm:
-    """Sums the gradients in `flat` over data-parallel ranks, and those of the tied embedding over its two copies before.
+    """Gradient sums and weight gathers over data-parallel ranks.
 
-    Without --overlap-grad-reduce `reduce` does everything; without --overlap-param-gather `gather` returns when it is done. What
-    somebody waits for at once goes through blocking verbs, in which inside a node all of a rank's threads add up.
+    Without --overlap-grad-reduce, `reduce` starts every sum; without --overlap-param-gather, `gather` blocks. Operations without
+    overlap use blocking calls, which sum with all threads of a rank inside a node.
     """
 
     def __init__(self, stage: Stage, flat: FlatParameters, run: RunConfig, groups: Groups) -> None:
-        self.flat, self.sharded = flat, run.parallel.zero_stage == 1
-        self.tp, self.dp, self.edp, self.embedding = (
-            groups.tp,
-            groups.dp,
-            groups.edp,
-            groups.embedding,
-        )
+        self.flat = flat
+        self.sharded = run.parallel.zero_stage == 1
+        self.groups = groups
         self.sent_dtype = torch.bfloat16 if run.parallel.grad_reduce_in_bf16 else torch.float32
         self._tied = next((p for p in flat.parameters if p is stage.tied_copy), None)
-        self._tied_unit = (
-            0 if stage.last else None
-        )  # after it the tied gradient is complete; on the first stage nothing tells
+        # The unit whose backward completes the tied gradient; none on the first stage.
+        self._tied_unit = 0 if stage.last else None
         self._weight_gradients = stage.ops.weight_gradients
         self.overlap_gather = run.parallel.overlap_param_gather
         self._gathers: dict[int, Handle] = {}
-        self.before_sum: Callable[[int, Tensor], None] | None = (
-            None  # is shown each bucket's own gradients; -1: the tied ones
-        )
+        # Called with a bucket's index and local gradients before their sum; index -1: the tied embedding.
+        self.before_sum: Callable[[int, Tensor], None] | None = None
         if run.parallel.overlap_grad_reduce:
             self._watch(stage)
         self.begin(0)
 
-    def part(self, bucket: Bucket) -> tuple[int, int]:
-        """[start, end) in the flat buffer of what this rank updates of a bucket."""
+    def shard(self, bucket: Bucket) -> tuple[int, int]:
+        """Return [start, end), the elements of a bucket that this rank updates, in the flat buffer."""
         if not self.sharded:
             return bucket.start, bucket.end
         replicas = self.replicas(bucket)
@@ -82,13 +70,13 @@ class BucketComm:
         return bucket.start + replicas.rank * numel, bucket.start + (replicas.rank + 1) * numel
 
     def replicas(self, bucket: Bucket) -> Comm:
-        """The ranks that hold the same parameters: fewer of divided experts, whose gradients have the tokens of the other ranks."""
-        return self.edp if bucket.expert else self.dp
+        """Return the ranks that hold the same parameters as this rank."""
+        return self.groups.edp if bucket.expert else self.groups.dp
 
-    # Hooks ----------------------------------------------------------------------------------------------------------------------
+    # Hooks
 
     def _watch(self, stage: Stage) -> None:
-        """Hooks on the stage's units, numbered as in `flat.stage_units`; the last one also knows the tied embedding's bucket."""
+        """Register hooks on the stage's units, numbered as in `flat.stage_units`."""
         modules = unit_modules(stage)
         needed = {
             unit: [index for index, bucket in enumerate(self.flat.buckets) if unit in bucket.units]
@@ -103,7 +91,7 @@ class BucketComm:
     def _enter(
         self, unit: int, buckets: list[int], module: nn.Module, args: tuple[Any, ...]
     ) -> None:
-        """Before a unit's forward. Its input's gradient is the last thing that its backward makes."""
+        """Wait for the unit's weights, and watch the gradient of its input, which its backward computes last."""
         for index in buckets:
             if index in self._gathers:
                 self._gathers.pop(index).wait()
@@ -111,27 +99,27 @@ class BucketComm:
             args[0].register_hook(partial(self._leave, unit))
 
     def _leave(self, unit: int, grad: Tensor) -> None:
-        """After a unit's backward of one micro-batch, or the half of it that computes gradients of inputs."""
+        """Count the micro-batch once its weight gradients are computed too."""
         self._weight_gradients.add(partial(self._count, unit))
 
     def _count(self, unit: int) -> None:
-        """A unit's gradients hold one micro-batch more."""
+        """Count one micro-batch in the unit's gradients."""
         self._left[unit] = self._left.get(unit, 0) + 1
         if self._left[unit] == self._microbatches:
             self._complete(unit)
 
-    # Sums -----------------------------------------------------------------------------------------------------------------------
+    # Sums
 
     def begin(self, microbatches: int) -> None:
-        """Before the first forward of an iteration of so many micro-batches."""
+        """Reset before the first forward of an iteration."""
         self._microbatches = microbatches
-        self._left: dict[int, int] = {}  # unit -> micro-batches whose backward has left it
+        self._left: dict[int, int] = {}  # unit -> micro-batches with finished backward
         self._completed: set[int] = set()
-        self._sums: list[_Sum] = []  # of the first buckets, in order
-        self._tied_sum: _Sum | None = None  # once it has started
+        self._sums: list[_Sum] = []  # started, in bucket order
+        self._tied_sum: _Sum | None = None  # once started
 
     def _complete(self, unit: int) -> None:
-        """Start what waited for this unit alone."""
+        """Start every sum that waited only for this unit."""
         self._completed.add(unit)
         if unit == self._tied_unit and self._tied is not None:
             self._tied_sum = self._sum_tied(self._tied, overlap=True)
@@ -141,30 +129,33 @@ class BucketComm:
             self._sum_next(overlap=True)
 
     def _sum_tied(self, tied: FlatParameter, overlap: bool) -> _Sum:
-        """Sum the tied embedding's gradient over its two copies. overlap: only start that."""
+        """Sum the tied embedding's gradient over its two copies. overlap: without waiting"""
         if self.before_sum:
             self.before_sum(-1, tied.main_grad)
-        return self._all_reduce(self.embedding, tied.main_grad, overlap)
+        return self._all_reduce(self.groups.embedding, tied.main_grad, overlap)
 
     @property
     def _untied(self) -> int:
-        """How many buckets, the first ones, do not wait for the tied embedding's other copy."""
-        return len(self.flat.buckets) - (self._tied is not None)
+        """Number of buckets before the tied embedding's bucket."""
+        buckets = len(self.flat.buckets)
+        return buckets if self._tied is None else buckets - 1
 
     def _sum_next(self, overlap: bool) -> None:
-        """Sum the next bucket. overlap: only start that."""
-        bucket, grads = self.flat.buckets[len(self._sums)], self.flat.gradients.of(len(self._sums))
+        """Sum the next bucket. overlap: without waiting"""
+        index = len(self._sums)
+        bucket = self.flat.buckets[index]
+        grads = self.flat.gradients.of(index)
         if self.before_sum:
-            self.before_sum(len(self._sums), grads)
+            self.before_sum(index, grads)
         self._sum_partial_gradients(bucket)
-        (start, end), replicas = self.part(bucket), self.replicas(bucket)
+        replicas = self.replicas(bucket)
         if not self.sharded or replicas.size == 1:
-            return self._sums.append(self._all_reduce(replicas, grads, overlap))
-        own, sent, handle = (
-            slice(start - bucket.start, end - bucket.start),
-            grads.to(self.sent_dtype),
-            DONE,
-        )
+            self._sums.append(self._all_reduce(replicas, grads, overlap))
+            return
+        start, end = self.shard(bucket)
+        own = slice(start - bucket.start, end - bucket.start)
+        sent = grads.to(self.sent_dtype)
+        handle = DONE
         if overlap:
             handle = replicas.ireduce_scatter(sent[own], sent)
         else:
@@ -172,9 +163,9 @@ class BucketComm:
         self._sums.append(_Sum(handle, sent[own], grads[own]))
 
     def _sum_partial_gradients(self, bucket: Bucket) -> None:
-        """Sum over tensor-parallel ranks what each computed from its part of the sequence, as Megatron's allreduce_layernorm_grads.
+        """Sum gradients of replicated parameters under sequence parallelism, as Megatron's allreduce_layernorm_grads.
 
-        One call for all of a bucket: they are small and many.
+        One call per bucket, because the gradients are small and many.
         """
         partial = [
             p.main_grad
@@ -182,17 +173,14 @@ class BucketComm:
             if p.spec.sequence_parallel and bucket.start <= start < bucket.end
         ]
         if partial:
-            summed = self.tp.all_reduce(torch.cat([grad.flatten() for grad in partial]))
-            for grad, part in zip(
-                partial, summed.split([grad.numel() for grad in partial]), strict=True
-            ):
-                grad.copy_(part.view_as(grad))
+            summed = self.groups.tp.all_reduce(torch.cat([grad.flatten() for grad in partial]))
+            sums = summed.split([grad.numel() for grad in partial])
+            for grad, total in zip(partial, sums, strict=True):
+                grad.copy_(total.view_as(grad))
 
     def _all_reduce(self, comm: Comm, grads: Tensor, overlap: bool) -> _Sum:
-        sent, handle = (
-            grads if comm.size == 1 else grads.to(self.sent_dtype),
-            DONE,
-        )  # itself where it is sent in FP32
+        sent = grads if comm.size == 1 else grads.to(self.sent_dtype)
+        handle = DONE
         if overlap:
             handle = comm.iall_reduce(sent)
         else:
@@ -200,7 +188,7 @@ class BucketComm:
         return _Sum(handle, sent, grads)
 
     def reduce(self) -> list[Tensor]:
-        """The summed gradients of this rank's part of every bucket, as views of them. Once between two calls of `begin`."""
+        """Return the summed gradients of this rank's shards, as views. Call once per `begin`."""
         if self._tied is not None and self._tied_sum is None:
             self._tied_sum = self._sum_tied(self._tied, overlap=self._untied > 0)
         while len(self._sums) < self._untied:
@@ -210,19 +198,23 @@ class BucketComm:
             self._sum_next(overlap=False)
         return [each.wait() for each in self._sums]
 
-    # Gathers --------------------------------------------------------------------------------------------------------------------
+    # Gathers
 
     def gather(self, index: int) -> None:
-        """Bring the new weights of bucket `index` to this rank from those that have updated them, or start to."""
+        """Gather the updated weights of bucket `index`, without waiting under --overlap-param-gather."""
+        if not self.sharded:
+            return
         bucket = self.flat.buckets[index]
-        start, end = self.part(bucket)
-        whole, own = self.flat.values[bucket.start : bucket.end], self.flat.values[start:end]
-        if self.sharded and self.overlap_gather:
-            self._gathers[index] = self.replicas(bucket).iall_gather(whole, own)
-        elif self.sharded:
-            self.replicas(bucket).all_gather(whole, own)
+        start, end = self.shard(bucket)
+        weights = self.flat.values[bucket.start : bucket.end]
+        own = self.flat.values[start:end]
+        replicas = self.replicas(bucket)
+        if self.overlap_gather:
+            self._gathers[index] = replicas.iall_gather(weights, own)
+        else:
+            replicas.all_gather(weights, own)
 
     def await_weights(self) -> None:
-        """Return when every gather is complete."""
+        """Wait for every started gather."""
         for index in list(self._gathers):
             self._gathers.pop(index).wait()

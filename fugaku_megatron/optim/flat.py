@@ -1,9 +1,8 @@
-"""Memory of a stage's parameters: one flat buffer of values, and gradients bucket by bucket (`costs.memory`).
+"""Memory of a stage's parameters: one flat buffer of values, and gradients by bucket.
 
-Inside a bucket weight-decayed parameters lie first, so that an update is a few calls on long ranges and a ZeRO-1 shard is one slice
-of each bucket; with Muon its matrices lie before them, so that what has a second moment is one range. A bucket's gradients get
-memory with their first use, so that in an iteration of one micro-batch they take what backward has freed.
-Left out: the update (`optim`), reductions (`buckets`), files (`checkpoint`).
+A bucket orders its parameters by treatment (Muon's matrices, decayed, other), so that an update is a few calls on long ranges, a
+ZeRO-1 shard is one slice and second moments are contiguous. A bucket's gradients are allocated at first use, so that an iteration
+of one micro-batch reuses memory that backward has freed.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from ..nn.adapters import FINGERPRINTS, bits_number
 from ..nn.model import VOCABULARY, Stage
 from ..nn.parameter import ParameterSpec, spec_of
 
-PIECE = 1 << 20  # elements of a tensor that are copied at once
+PIECE = 1 << 20  # elements initialised at a time
 
 
 @dataclass(frozen=True)
 class Range:
-    """Elements [start, end) of the flat buffer that are treated alike."""
+    """Elements [start, end) of the flat buffer with equal treatment."""
 
     start: int
     end: int
@@ -48,9 +47,9 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which elements of its global tensor a piece of one parameter holds, whatever the layout, and that tensor's random numbers.
+    """Positions of a parameter's elements in its global tensor, independent of the layout.
 
-    Element i of the piece is number offset + (first + i) // columns * row + (first + i) % columns. stream: see `random_stream`.
+    Element i is number offset + (first + i) // columns * row + (first + i) % columns. stream: see `random_stream`
     """
 
     stream: int
@@ -60,11 +59,11 @@ class Place:
     row: int
 
     def numbers(self, n: int) -> Tensor:
-        """Of the first n elements, (n,)."""
+        """Return the global numbers of the first n elements, (n,)."""
         return self.numbers_of(torch.arange(self.first, self.first + n))
 
     def numbers_of(self, elements: Tensor) -> Tensor:
-        """Return the numbers of elements (n,) of the rank's slice, (n,)."""
+        """Return the global numbers (n,) of elements (n,) of the rank's slice."""
         if self.row == self.columns:
             return self.offset + elements
         return self.offset + elements // self.columns * self.row + elements % self.columns
@@ -72,10 +71,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, end) of the flat buffer: what units of the stage have of one kind, and padding. units: their numbers.
-
-    expert: the kind is experts, which fewer ranks hold alike than other parameters.
-    """
+    """Elements [start, end) of the flat buffer: dense or expert parameters of consecutive units, and padding."""
 
     start: int
     end: int
@@ -84,72 +80,76 @@ class Bucket:
 
 
 class Gradients:
-    """FP32 gradients of a stage's buckets, zeros until something is added; a bucket has memory from its first use until `free`."""
+    """FP32 gradients by bucket. A bucket is allocated with zeros at its first use and released by `free`."""
 
     def __init__(self, buckets: list[Bucket]) -> None:
         self._buckets = buckets
         self._memory: list[Tensor | None] = [None] * len(buckets)
 
     def of(self, index: int) -> Tensor:
-        """The gradients of bucket `index`, (n,)."""
+        """Return the gradients of bucket `index`, (n,)."""
         memory = self._memory[index]
         if memory is None:
-            memory = self._memory[index] = torch.zeros(
-                self._buckets[index].end - self._buckets[index].start
-            )
+            bucket = self._buckets[index]
+            memory = torch.zeros(bucket.end - bucket.start)
+            self._memory[index] = memory
         return memory
 
     def zero(self) -> None:
-        """Fill every bucket with zeros, which allocates its memory."""
+        """Allocate every bucket and fill it with zeros."""
         for index, memory in enumerate(self._memory):
-            self.of(index) if memory is None else memory.zero_()
+            if memory is None:
+                self.of(index)
+            else:
+                memory.zero_()
 
     def free(self) -> None:
-        """Free all memory. Views of it keep what they show."""
+        """Release all memory except for views that are still referenced."""
         self._memory = [None] * len(self._buckets)
 
     def find(self, tensor: Tensor) -> int | None:
-        """Of which element of the flat buffer the first of `tensor` is the gradient, None for other memory."""
+        """Return the flat-buffer element whose gradient is the first of `tensor`; None for other memory."""
         for bucket, memory in zip(self._buckets, self._memory, strict=True):
             if memory is not None and (offset := _offset(tensor, memory)) is not None:
                 return bucket.start + offset
         return None
 
 
-def _offset(part: Tensor, whole: Tensor) -> int | None:
-    """Which element of `whole`, in one piece, is the first of `part`, None where it lies elsewhere."""
-    offset = part.data_ptr() - whole.data_ptr()
-    return offset // whole.element_size() if 0 <= offset < whole.nbytes else None
+def _offset(view: Tensor, memory: Tensor) -> int | None:
+    """Return the element of `memory` at which `view` begins; None if it is outside."""
+    offset = view.data_ptr() - memory.data_ptr()
+    return offset // memory.element_size() if 0 <= offset < memory.nbytes else None
 
 
 class FlatParameter(nn.Parameter):
-    """A parameter with memory: a view into the flat buffer of values. spec: see `nn.parameter`."""
+    """A trained parameter: a view into the flat buffer of values."""
 
     spec: ParameterSpec
 
     def place(self, gradients: Gradients, bucket: int, start: int) -> FlatParameter:
-        """Say where its gradients lie: from element `start` of a bucket on."""
-        self._gradients, self._bucket, self._start = gradients, bucket, start
+        """Place the gradients from element `start` of a bucket on."""
+        self._gradients = gradients
+        self._bucket = bucket
+        self._start = start
         return self
 
     @property
     def main_grad(self) -> Tensor:
-        """The view of its FP32 gradients, in its shape; not to be kept from one iteration to the next."""
-        return self._gradients.of(self._bucket)[self._start : self._start + self.numel()].view(
-            self.shape
-        )
+        """FP32 gradients in the parameter's shape, a view that is valid for one iteration."""
+        bucket = self._gradients.of(self._bucket)
+        return bucket[self._start : self._start + self.numel()].view(self.shape)
 
 
 class FrozenParameter(nn.Parameter):
-    """A parameter with memory that is not trained. spec: see `nn.parameter`."""
+    """A parameter that is not trained."""
 
     spec: ParameterSpec
-    frozen, main_grad = True, None
+    frozen = True
+    main_grad = None
 
 
 def stage_units(stage: Stage) -> list[list[nn.Parameter]]:
-    """A stage's trained parameters in units, in the order in which backward finishes them; `costs.memory.stage_units` has their
-    sizes."""
+    """Return a stage's trained parameters by unit, in backward order; sizes are in `costs.memory.stage_units`."""
     tied = [] if stage.tied_copy is None else [stage.tied_copy]
     units = [
         [p for p in _trained(module) if not any(p is t for t in tied)]
@@ -165,36 +165,40 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def unit_modules(stage: Stage) -> list[nn.Module]:
-    """The modules whose parameters form the stage's units: final norm, layers, embeddings; a tied copy is one more unit.
+    """Return the modules of a stage's units: final norm, layers, embeddings.
 
-    A head's own weight belongs to the final norm's unit, which comes before it in forward and after it in backward.
+    An untied output weight belongs to the final norm's unit; a tied copy is one more unit, without a module.
     """
-    chunks = list(reversed(stage.chunks))
-    head = [stage.last.final_layernorm] if stage.last else []
-    embedding = [stage.first.embedding] if stage.first else []
-    return [*head, *(layer for chunk in chunks for layer in reversed(chunk.layers)), *embedding]
+    modules: list[nn.Module] = []
+    if stage.last:
+        modules.append(stage.last.final_layernorm)
+    for model_chunk in reversed(list(stage.chunks)):
+        modules += reversed(model_chunk.layers)
+    if stage.first:
+        modules.append(stage.first.embedding)
+    return modules
 
 
-def _order(muon: bool, parameter: nn.Parameter) -> tuple[bool, bool, bool, bool]:
-    """The same on all tensor-parallel ranks, so that their ZeRO-1 shards cut a replicated parameter at the same elements."""
+def _order(matrices_first: bool, parameter: nn.Parameter) -> tuple[bool, bool, bool, bool]:
+    """Return a sort key that is equal on all tensor-parallel ranks, so that ZeRO-1 cuts a replicated parameter at the same elements."""
     spec = spec_of(parameter)
     return (
-        muon and not spec.orthogonal,
+        matrices_first and not spec.orthogonal,
         not spec.decayed,
         spec.partition_dim is None,
         spec.init_name != spec.name,
     )
 
 
-def _range(start: int, end: int, spec: ParameterSpec, muon: bool) -> Range:
+def _range(start: int, end: int, spec: ParameterSpec, matrices_first: bool) -> Range:
     return Range(
         start,
         end,
-        spec.decayed,
-        spec.counted,
-        spec.decoupled,
-        spec.balances,
-        muon and spec.orthogonal,
+        decayed=spec.decayed,
+        counted=spec.counted,
+        decoupled=spec.decoupled,
+        balances=spec.balances,
+        orthogonal=matrices_first and spec.orthogonal,
     )
 
 
@@ -210,13 +214,14 @@ def _merge(ranges: list[Range]) -> list[Range]:
 
 
 class FlatParameters:
-    """Memory of a stage's parameters: `values` (the model's dtype), flat, and `gradients`, each bucket padded for ZeRO-1 shards.
-    frozen: the parameters that are not trained, in memory that ranks of a node share, `frozen_memory`: divided experts follow the
-    others. alike: the ranks that hold the same parameters, and the same divided experts.
-    minimum: elements of a bucket, see `costs.memory.cut`; None takes any module as `stage`, and makes one bucket of it.
-    muon: whether the optimizer is Muon.
+    """Memory of a stage's parameters: flat `values` in the model's dtype, and `gradients`; buckets are padded for ZeRO-1 shards.
 
-    After construction every parameter of the stage is a FlatParameter, or a FrozenParameter, and holds its initial weights.
+    Construction turns every parameter into a FlatParameter or FrozenParameter with initial weights. Frozen parameters are in
+    `frozen_memory`, shared by the ranks of a node: dense, then experts.
+
+    alike: ranks with the same dense parameters, ranks with the same experts
+    minimum: elements of a bucket, see `costs.memory.cut`; None: one bucket, and `stage` may be any module
+    matrices_first: the optimizer updates `orthogonal` matrices separately
     """
 
     def __init__(
@@ -227,9 +232,10 @@ class FlatParameters:
         kernels: Any,
         alike: tuple[Comm, Comm] = (ALONE, ALONE),
         minimum: int | None = None,
-        muon: bool = False,
+        matrices_first: bool = False,
     ) -> None:
-        self._muon, self._alike = muon, alike
+        self._matrices_first = matrices_first
+        self._alike = alike
         self.starts: list[int] = []
         self.buckets: list[Bucket] = []
         declared = self._lay_out(
@@ -240,54 +246,56 @@ class FlatParameters:
         self.gradients = Gradients(self.buckets)
         self._ranges = _merge(
             [
-                _range(start, start + p.numel(), spec_of(p), muon)
+                _range(start, start + p.numel(), spec_of(p), matrices_first)
                 for start, p in zip(self.starts, declared, strict=True)
             ]
         )
-        self._seed, self._kernels = seed, kernels
+        self._seed = seed
+        self._kernels = kernels
         self.parameters = self._replace(stage, declared)
 
     def _lay_out(
         self, stage: Stage | nn.Module, paddings: tuple[int, int], minimum: int | None
     ) -> list[nn.Parameter]:
-        """Set the place of every parameter, bucket by bucket; returns them in this order. paddings: of experts the second."""
+        """Place every parameter and return the parameters in memory order. paddings: of dense and expert buckets"""
         if minimum is not None and isinstance(stage, Stage):
-            units, tied = stage_units(stage), stage.tied_copy is not None
+            units = stage_units(stage)
+            tied = stage.tied_copy is not None
         else:
-            units, tied = [_trained(stage)], False
+            units = [_trained(stage)]
+            tied = False
         parameters: list[nn.Parameter] = []
         end = 0
         for bucket in cut([sum(p.numel() for p in unit) for unit in units], minimum or 1, tied):
-            members = sorted((p for i in bucket for p in units[i]), key=partial(_order, self._muon))
-            for expert in (False, True):
-                start, kind = end, [p for p in members if spec_of(p).expert == expert]
-                self.starts += (
-                    accumulate((p.numel() for p in kind[:-1]), initial=start) if kind else ()
-                )
-                end = start + round_up(sum(p.numel() for p in kind), paddings[expert])
+            members = [p for i in bucket for p in units[i]]
+            members.sort(key=partial(_order, self._matrices_first))
+            for expert, padding in enumerate(paddings):
+                kind = [p for p in members if spec_of(p).expert == bool(expert)]
+                if not kind:
+                    continue
+                start = end
+                self.starts += accumulate((p.numel() for p in kind[:-1]), initial=start)
+                end = start + round_up(sum(p.numel() for p in kind), padding)
                 parameters += kind
-                self.buckets += [Bucket(start, end, bucket, expert)] if kind else []
+                self.buckets.append(Bucket(start, end, bucket, expert=bool(expert)))
         return parameters
 
     def ranges(self, start: int, end: int) -> list[Range]:
-        """What lies in elements [start, end), counted from `start`; padding is in no range."""
+        """Return the ranges inside elements [start, end), counted from `start`, without padding."""
         inside = [(r, max(r.start, start), min(r.end, end)) for r in self._ranges]
         return [replace(r, start=a - start, end=b - start) for r, a, b in inside if a < b]
 
     def pieces(self, start: int, end: int) -> list[tuple[Range, Place]]:
-        """`ranges` cut where one parameter ends and the next begins."""
+        """Return `ranges` cut at parameter boundaries, each with its place."""
         pieces = []
         for parameter, begin, first, last in self.overlaps(start, end):
             at = begin + first - start
-            piece = _range(at, at + last - first, parameter.spec, self._muon)
+            piece = _range(at, at + last - first, parameter.spec, self._matrices_first)
             pieces.append((piece, place_of(parameter, first)))
         return pieces
 
     def overlaps(self, start: int, end: int) -> Iterator[tuple[FlatParameter, int, int, int]]:
-        """Yield (parameter, its start, first, last) of every parameter that has elements in [start, end).
-
-        These are the elements [first, last) of this rank's slice of the parameter.
-        """
+        """Yield (parameter, its start, first, last): [first, last) are its elements inside [start, end)."""
         for index in range(max(0, bisect_right(self.starts, start) - 1), len(self.starts)):
             parameter, begin = self.parameters[index], self.starts[index]
             if begin >= end:
@@ -298,13 +306,13 @@ class FlatParameters:
                 yield parameter, begin, first, last
 
     def owner(self, tensor: Tensor) -> FlatParameter | None:
-        """The parameter whose values or gradients begin `tensor`, None for other memory."""
+        """Return the parameter whose values or gradients contain the start of `tensor`; None for other memory."""
         element = _offset(tensor, self.values)
         element = self.gradients.find(tensor) if element is None else element
         return None if element is None else self.parameters[bisect_right(self.starts, element) - 1]
 
     def _replace(self, stage: nn.Module, declared: list[nn.Parameter]) -> list[FlatParameter]:
-        """Swap the meta parameters for views into the flat buffer, which have the same `spec`; returns these."""
+        """Replace the meta parameters by views into the flat buffer with the same `spec`."""
         new: dict[nn.Parameter, FlatParameter] = {}
         bucket_starts = [bucket.start for bucket in self.buckets]
         for old, start in zip(declared, self.starts, strict=True):
@@ -323,7 +331,7 @@ class FlatParameters:
         return [new[old] for old in declared]
 
     def _freeze(self, declared: list[nn.Parameter]) -> dict[nn.Parameter, FrozenParameter]:
-        """Memory for the parameters that are not trained, with initial weights."""
+        """Allocate and initialise the parameters that are not trained."""
         self.frozen_memory: list[NodeTensor] = []
         new: dict[nn.Parameter, FrozenParameter] = {}
         for expert, comm in enumerate(self._alike):
@@ -340,30 +348,32 @@ class FlatParameters:
         return new
 
     def initial_shard(self, start: int, end: int) -> Tensor:
-        """FP32 initial weights of elements [start, end), not rounded to the model's dtype."""
+        """Return the FP32 initial weights of elements [start, end), not rounded to the model's dtype."""
         shard = torch.zeros(end - start)
         for parameter, begin in zip(self.parameters, self.starts, strict=True):
-            a, b = max(start, begin), min(end, begin + parameter.numel())
-            if a < b:
-                shard[a - start : b - start] = initial_values(
-                    parameter, self._seed, self._kernels
-                ).flatten()[a - begin : b - begin]
+            first = max(start, begin)
+            last = min(end, begin + parameter.numel())
+            if first < last:
+                initial = initial_values(parameter, self._seed, self._kernels).flatten()
+                shard[first - start : last - start] = initial[first - begin : last - begin]
         return shard
 
     def shards(self, kind: str, tensor: Tensor, start: int, owned: bool) -> list[Shard]:
-        """Checkpoint records of `tensor`, which holds elements [start, start + numel) of a flat buffer of this layout.
+        """Return the checkpoint records of `tensor`, elements [start, start + numel) of a flat buffer.
 
-        `owned`: without parameters that the first tensor-parallel rank holds as well.
+        owned: skip replicated parameters except on the first tensor-parallel rank
         """
         shards = []
         for parameter, begin in zip(self.parameters, self.starts, strict=True):
-            a, b = max(start, begin), min(start + tensor.numel(), begin + parameter.numel())
-            if a < b and (parameter.spec.owned or not owned):
-                shards.append(_shard(kind, parameter, tensor[a - start : b - start], a - begin))
+            first = max(start, begin)
+            last = min(start + tensor.numel(), begin + parameter.numel())
+            if first < last and (parameter.spec.owned or not owned):
+                own = tensor[first - start : last - start]
+                shards.append(_shard(kind, parameter, tensor=own, first=first - begin))
         return shards
 
     def frozen_shards(self) -> list[Shard]:
-        """Where the weights that are not trained go, of those that this rank reads for all that hold them."""
+        """Return the checkpoint records of the frozen weights that this rank reads for its replicas."""
         return [
             _shard(WEIGHT.rstrip("/"), parameter, parameter.data.view(-1), 0)
             for parameter in self.frozen
@@ -371,15 +381,15 @@ class FlatParameters:
         ]
 
     def fingerprint(self, words: int, groups: Groups) -> int:
-        """A number of the frozen weights, the same in every layout, in FP32 and BF16. words: rows of the vocabulary. Collective."""
-        totals = [0, 0]  # of divided experts the second
+        """Return a hash of the frozen weights, equal in every layout, in FP32 and BF16. words: unpadded vocabulary rows. Collective."""
+        totals = [0, 0]  # dense, experts
         for parameter in self.frozen:
-            spec, values = parameter.spec, parameter.data
+            spec = parameter.spec
+            values = parameter.data
             if spec.counted:
-                values = (
-                    values[: max(0, words - spec.offset[0])] if spec.name in VOCABULARY else values
-                )
-                totals[spec.expert] += bits_number(spec.name, values)
+                if spec.name in VOCABULARY:
+                    values = values[: max(0, words - spec.offset[0])]
+                totals[int(spec.expert)] += bits_number(spec.name, values)
         summed = torch.tensor(
             [[float(total % FINGERPRINTS)] for total in totals], dtype=torch.float64
         )
@@ -392,11 +402,11 @@ class FlatParameters:
 def _shard(
     kind: str, parameter: FlatParameter | FrozenParameter, tensor: Tensor, first: int
 ) -> Shard:
-    """That of a parameter's elements from number `first` on, which `tensor` (n,) holds."""
+    """Return the checkpoint record of a parameter's elements from `first` on. tensor: (n,)"""
     spec = parameter.spec
-    copied = (
-        f"{kind}/{spec.init_name}" if spec.init_name != spec.name else None
-    )  # a tied copy, not in every layout
+    alias = None
+    if spec.init_name != spec.name:  # a tied copy, which not every layout has
+        alias = f"{kind}/{spec.init_name}"
     return Shard(
         key=f"{kind}/{spec.name}",
         tensor=tensor,
@@ -404,23 +414,23 @@ def _shard(
         offset=spec.offset,
         slice_shape=tuple(parameter.shape),
         flat_start=first,
-        alias=copied,
+        alias=alias,
     )
 
 
 def random_stream(parameter: nn.Parameter) -> int:
-    """The stream of a parameter's random numbers, one for both copies of a tied weight."""
+    """Return the random stream of a parameter, equal for both copies of a tied weight."""
     return zlib.crc32(spec_of(parameter).init_name.encode())
 
 
 def place_of(parameter: nn.Parameter, first: int) -> Place:
-    """Return the place of a piece that begins at element `first` of this rank's slice."""
+    """Return the place of elements from `first` on in this rank's slice."""
     spec = spec_of(parameter)
     split = spec.partition_dim or 0
     inside = math.prod(spec.shape[split + 1 :])
-    offset = spec.offset[split] * inside + (
-        spec.offset[0] * math.prod(spec.shape[1:]) if split else 0
-    )  # of experts the first ones
+    offset = spec.offset[split] * inside
+    if split:  # experts are sharded in dimension 0 too
+        offset += spec.offset[0] * math.prod(spec.shape[1:])
     return Place(
         stream=random_stream(parameter),
         offset=offset,
@@ -431,25 +441,23 @@ def place_of(parameter: nn.Parameter, first: int) -> Place:
 
 
 def initial_values(parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
-    """FP32 initial weights of this rank's slice, (parameter's shape): a function of the seed, the name and the global element."""
+    """Return the FP32 initial weights of this rank's slice, a function of seed, name and global position."""
     return fill_initial(torch.empty(parameter.shape), parameter, seed, kernels)
 
 
 def fill_initial(values: Tensor, parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
-    """Set `values` (parameter's shape, any dtype) to `initial_values`, some rows at a time; returns it."""
+    """Set `values` (parameter's shape, any dtype) to `initial_values`, PIECE elements at a time, and return it."""
     spec = spec_of(parameter)
     if spec.init_std is None:
         return values.fill_(spec.init_fill)
     rows, columns = spec.shape[-2:]
-    first, band = (
-        spec.offset[0] * math.prod(spec.shape[1:-2]) if len(spec.shape) > 2 else 0,
-        max(1, PIECE // columns),
-    )
-    for index, matrix in enumerate(
-        values.view(-1, *values.shape[-2:]), first
-    ):  # a gated linear layer has two
-        for start, part in zip(count(index * rows + spec.offset[-2], band), matrix.split(band)):
-            drawn = part if part.dtype == torch.float32 else torch.empty(part.shape)
+    band = max(1, PIECE // columns)
+    first = 0
+    if len(spec.shape) > 2:
+        first = spec.offset[0] * math.prod(spec.shape[1:-2])
+    for index, matrix in enumerate(values.view(-1, *values.shape[-2:]), first):
+        for start, block in zip(count(index * rows + spec.offset[-2], band), matrix.split(band)):
+            drawn = block if block.dtype == torch.float32 else torch.empty(block.shape)
             kernels.philox_normal(
                 drawn,
                 seed,
@@ -459,5 +467,5 @@ def fill_initial(values: Tensor, parameter: nn.Parameter, seed: int, kernels: An
                 columns,
                 spec.init_std,
             )
-            part.copy_(drawn)
+            block.copy_(drawn)
     return values

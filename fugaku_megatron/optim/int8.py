@@ -1,10 +1,8 @@
-"""AdamW's moments in 8 bits, --exp-avg-dtype int8: a code for each element and an FP32 scale for each block of at most 256.
+"""AdamW's moments in 8 bits (--exp-avg-dtype int8): a code per element and an FP32 scale per block of at most 256 elements.
 
-Codes are not spaced evenly, so that a block may hold numbers of very different size (Dettmers et al. 2021, "8-bit Optimizers via
-Block-wise Quantization", arXiv:2110.02861, has block-wise scales and another code): the first moment is scale sign(q) (q / 127)^2,
-rounded to nearest, the second scale (q / 255)^4, rounded up or down at random so that its mean is right; an element above 0 has at
-least q = 1, because it divides. Blocks and random words go by the place in the global tensor (`costs.int8_moments`), so that all ranks
-and layouts have the same bits. Checkpoints hold both moments in FP32. Left out: AdamW's update, which is made in FP32 (`optim`).
+Codes are non-linear (compare Dettmers et al. 2021, arXiv:2110.02861): first moment scale sign(q) (q / 127)^2, rounded to nearest;
+second moment scale (q / 255)^4, rounded stochastically, with q >= 1 for positive elements because it divides. Blocks and random
+numbers depend on the global position, so that every layout has the same bits. Checkpoints hold FP32.
 """
 
 from __future__ import annotations
@@ -25,19 +23,18 @@ from ..nn.parameter import ParameterSpec
 from .flat import Bucket, FlatParameters, Place, place_of
 from .rounding import random_numbers
 
-SIGNED, UNSIGNED = 127.0, 255.0
-
-
-CHUNK = 1 << 17  # elements, at most, whose blocks form one `Blocks`
+SIGNED = 127.0
+UNSIGNED = 255.0
+BLOCKS_LENGTH = 1 << 17  # elements of one `Blocks`, at most
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of consecutive elements of one parameter: `segments` segments of `length` elements, in blocks of `block` elements.
+    """Consecutive elements of one parameter: `segments` segments of `length` elements, in blocks of `block` elements or fewer.
 
-    The last block of a segment may be shorter. start: the first element, counted from the first one of the rank's shard.
-    first_scale: number of the first block's scale. place: of the first element. shared: the number of the only block's scale among
-    the scales that several ZeRO-1 shards need, None for blocks of one shard.
+    start: first element, counted from the start of the rank's shard
+    first_scale: index of the first block's scale
+    shared: index of the only block's scale among the scales that several ZeRO-1 shards share; None: not shared
     """
 
     start: int
@@ -58,7 +55,7 @@ class Blocks:
         return self.segments * math.ceil(self.length / self.block)
 
     def views(self, values: Tensor) -> Iterator[tuple[Tensor, slice]]:
-        """Yield views (segments, blocks, elements) of values (n,), and which of a segment's scales are of these blocks."""
+        """Yield views (segments, blocks, elements) of values (n,), each with the slice of a segment's scales."""
         rows = values.view(self.segments, self.length)
         whole = self.length // self.block
         if whole:
@@ -67,13 +64,13 @@ class Blocks:
             yield rows[:, whole * self.block :].unsqueeze(1), slice(whole, whole + 1)
 
     def numbers(self) -> Tensor:
-        """Return the elements' numbers in the global tensor, (n,); those of a segment follow one another."""
+        """Return the elements' global numbers, (n,)."""
         firsts = self.place.first + self.length * torch.arange(self.segments)
         return (self.place.numbers_of(firsts)[:, None] + torch.arange(self.length)).view(-1)
 
 
 def segment_length(spec: ParameterSpec, model: ModelConfig) -> int:
-    """Return the number of consecutive elements of a global tensor that no layout divides, see `costs.int8_moments`."""
+    """Return the number of consecutive elements that no layout divides, see `costs.int8_moments`."""
     dim = spec.partition_dim
     if dim is None:
         return math.prod(spec.shape[1:] if ".experts." in spec.name else spec.shape)
@@ -82,15 +79,15 @@ def segment_length(spec: ParameterSpec, model: ModelConfig) -> int:
 
 
 def _cut(first: int, end: int, segment: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first element, segments, elements of each) of the `Blocks` of elements [first, end) of a rank's slice of a parameter.
+    """Yield (first element, segments, segment length) of the `Blocks` in elements [first, end) of a rank's slice.
 
-    A block that is cut is alone.
+    A block that is cut is yielded alone.
     """
     block = block_length(segment)
     while first < end:
         inside = first % segment
-        if inside == 0 and segment <= min(CHUNK, end - first):
-            count = min(CHUNK, end - first) // segment
+        if inside == 0 and segment <= min(BLOCKS_LENGTH, end - first):
+            count = min(BLOCKS_LENGTH, end - first) // segment
             yield first, count, segment
             first += count * segment
             continue
@@ -99,8 +96,8 @@ def _cut(first: int, end: int, segment: int) -> Iterator[tuple[int, int, int]]:
             stop = min(stop, first + block - inside % block)
         elif stop - first > block:
             whole = (stop - first) // block
-            complete = stop == first - inside + segment and stop - first <= CHUNK
-            stop = stop if complete else first + min(whole, CHUNK // block) * block
+            complete = stop == first - inside + segment and stop - first <= BLOCKS_LENGTH
+            stop = stop if complete else first + min(whole, BLOCKS_LENGTH // block) * block
         yield first, 1, stop - first
         first = stop
 
@@ -108,7 +105,7 @@ def _cut(first: int, end: int, segment: int) -> Iterator[tuple[int, int, int]]:
 def blocks_of_shard(
     flat: FlatParameters, model: ModelConfig, shard: tuple[int, int], cut: list[int]
 ) -> list[Blocks]:
-    """Return the blocks of elements `shard` of the flat buffer. cut: of its bucket's `cut_blocks`."""
+    """Return the blocks of elements `shard` of the flat buffer. cut: `cut_blocks` of its bucket"""
     start, end = shard
     made: list[Blocks] = []
     scale = 0
@@ -135,7 +132,7 @@ def blocks_of_shard(
 
 
 def cut_blocks(flat: FlatParameters, model: ModelConfig, bucket: Bucket, shards: int) -> list[int]:
-    """Return where the blocks begin in the flat buffer that the boundaries between a bucket's shards cut, in order."""
+    """Return the flat-buffer starts of the blocks that shard boundaries cut, in order."""
     size = (bucket.end - bucket.start) // shards
     cut: list[int] = []
     for boundary in range(bucket.start + size, bucket.end, size):
@@ -149,7 +146,7 @@ def cut_blocks(flat: FlatParameters, model: ModelConfig, bucket: Bucket, shards:
 
 
 class EightBitMoment:
-    """One moment of n elements with so many scales, zeros at first. signed: the first moment, or else the second."""
+    """One moment of n elements, initially zero. signed: first moment"""
 
     def __init__(self, n: int, scales: int, signed: bool) -> None:
         self.signed = signed
@@ -182,8 +179,8 @@ class EightBitMoment:
     ) -> None:
         """Round values (n,) into consecutive blocks.
 
-        shared: largest elements (m,) of the blocks that several ZeRO-1 shards have.
-        at_random: seed and step of the second moment's random words; None: it is rounded to nearest.
+        shared: (m,), largest elements of the blocks that several ZeRO-1 shards share
+        at_random: seed and step of stochastic rounding; None: round to nearest
         """
         x = values.clone()
         for blocks in chunk:
@@ -195,11 +192,11 @@ class EightBitMoment:
                 rows.fill_(shared[blocks.shared])
             for view, scales in self._views(x, chunk, blocks):
                 view.div_(scales.clamp(min=torch.finfo(torch.float32).tiny))
-        self.codes[chunk[0].start : chunk[-1].end] = (
-            x.abs().sqrt_().mul_(SIGNED).round_().mul_(x.sign())
-            if self.signed
-            else _squares_code(x, chunk, at_random)
-        )
+        if self.signed:
+            codes = x.abs().sqrt_().mul_(SIGNED).round_().mul_(x.sign())
+        else:
+            codes = _squares_code(x, chunk, at_random)
+        self.codes[chunk[0].start : chunk[-1].end] = codes
 
     def _scales_of(self, blocks: Blocks) -> Tensor:
         """Return a view of the scales of blocks, (segments, blocks of a segment)."""
@@ -209,7 +206,7 @@ class EightBitMoment:
     def _views(
         self, values: Tensor, chunk: Sequence[Blocks], blocks: Blocks
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views (segments, blocks, elements) of the chunk's values (n,), and their scales with a last dimension of 1."""
+        """Yield views (segments, blocks, elements) of values (n,), and their scales (segments, blocks, 1)."""
         rows = self._scales_of(blocks)
         own = values[blocks.start - chunk[0].start : blocks.end - chunk[0].start]
         for view, which in blocks.views(own):
@@ -222,7 +219,7 @@ def largest(values: Tensor) -> Tensor:
 
 
 def _squares_code(x: Tensor, chunk: Sequence[Blocks], at_random: tuple[int, int] | None) -> Tensor:
-    """Return the codes (n,) of x (n,), shares of the scale of a second moment."""
+    """Return the codes (n,) of a second moment x (n,) divided by its scales."""
     root = x.sqrt().sqrt_().mul_(UNSIGNED)
     if at_random is None:
         return torch.where(x > 0, root.round_().clamp_(1.0, UNSIGNED), 0.0)
@@ -239,10 +236,10 @@ def share_scales(
     shards: Sequence[tuple[Comm, int, Sequence[Blocks]]],
     moments_of: Callable[[int, Blocks], tuple[Tensor, Tensor]],
 ) -> list[Tensor]:
-    """Return, of each bucket, the largest element of both moments in the blocks that its ZeRO-1 shards cut, (2, m). Collective.
+    """Return, per bucket, the largest elements (2, m) of both moments in the m blocks that ZeRO-1 shards cut. Collective.
 
-    shards: of each bucket the ranks that have its shards, the number of cut blocks, and the blocks of this rank's shard.
-    moments_of: the new moments (n,) of the only block of a bucket's `Blocks`.
+    shards: per bucket, its ranks, m, and this rank's blocks
+    moments_of: (bucket index, blocks) -> new moments (n,)
     """
     found = [torch.zeros(2, count) for _, count, _ in shards]
     for index, (_, _, blocks) in enumerate(shards):
@@ -252,10 +249,10 @@ def share_scales(
                     found[index][row, each.shared] = largest(moment)
     for comm in dict.fromkeys(comm for comm, _, _ in shards):
         own = [index for index, shard in enumerate(shards) if shard[0] is comm]
-        whole = torch.cat([found[index].view(-1) for index in own])
-        if whole.numel():
-            comm.all_reduce(whole, "max")
-            pieces = whole.split([found[index].numel() for index in own])
+        together = torch.cat([found[index].view(-1) for index in own])
+        if together.numel():
+            comm.all_reduce(together, "max")
+            pieces = together.split([found[index].numel() for index in own])
             for index, piece in zip(own, pieces, strict=True):
                 found[index].copy_(piece.view_as(found[index]))
     return found

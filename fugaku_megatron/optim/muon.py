@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ..comm.base import Comm
 from ..comm.grid import Groups
-from ..config.run_config import ModelConfig, OptimizerConfig, RunConfig
+from ..config.run_config import ModelConfig, RunConfig
 from ..nn.parameter import ParameterSpec
+from .bucket_shard import BucketShard, StepFactors
 from .buckets import BucketComm
 from .flat import Bucket, FlatParameter, FlatParameters
 
-# (a, b, c) of x <- a x + (b A + c A^2) x with A = x x^T, one after another, and after the last one from the first again, as the
-# library that Megatron-LM uses does (emerging_optimizers 0.2 and newer). Quintic: coefficients that grow small singular values fast,
-# by Jordan et al. and their followers; simple: those of Muon's first version.
+# Newton-Schulz iteration x <- a x + (b A + c A^2) x with A = x x^T; steps cycle through the rows (a, b, c), as in
+# emerging_optimizers >= 0.2, which Megatron-LM uses. simple: coefficients of the first version of Muon.
 COEFFICIENTS = {
     "quintic": (
         (4.0848, -6.8946, 2.9270),
@@ -44,11 +44,12 @@ NORM_EPS = 1e-7
 def orthogonalized(
     matrix: Tensor, coefficients: tuple[tuple[float, float, float], ...], steps: int, kernels: Any
 ) -> Tensor:
-    """A matrix (rows, columns) in FP32 with the singular vectors of `matrix` and singular values near 1."""
+    """Return an FP32 matrix with the singular vectors of `matrix` and singular values near 1."""
     wide = matrix.shape[0] <= matrix.shape[1]
     x = (matrix if wide else matrix.T).contiguous()
     x = x / max(math.sqrt(kernels.squared_norm(x.flatten())), NORM_EPS)
-    gram, square = (x.new_empty(len(x), len(x)) for _ in range(2))
+    gram = x.new_empty(len(x), len(x))
+    square = x.new_empty(len(x), len(x))
     moved = torch.empty_like(x)
     for step in range(steps):
         a, b, c = coefficients[step % len(coefficients)]
@@ -59,25 +60,23 @@ def orthogonalized(
     return x if wide else x.T
 
 
-def parts_of(
-    whole: Tensor, spec: ParameterSpec, model: ModelConfig, split_qkv: bool
+def matrices_of(
+    weight: Tensor, spec: ParameterSpec, model: ModelConfig, split_qkv: bool
 ) -> Iterator[Tensor]:
-    """Views (k, rows, columns) of a weight, each of which is one matrix (k rows, columns): both halves of a gated layer are one.
-
-    whole: the weight or a tensor-parallel rank's part of it, in the parameter's dimensions.
-    """
+    """Yield views (k, rows, columns) of a weight or tensor-parallel shard; each view is one matrix (k rows, columns)."""
     if spec.name.endswith("linear_qkv.weight") and split_qkv:
-        d, group = model.kv_channels, model.num_attention_heads // model.query_groups
-        heads = whole.view(-1, (group + 2) * d, whole.shape[-1])
+        d = model.kv_channels
+        group = model.num_attention_heads // model.query_groups
+        heads = weight.view(-1, (group + 2) * d, weight.shape[-1])
         yield from heads.split((group * d, d, d), dim=1)
     elif ".experts." in spec.name:
-        yield from whole.view(len(whole), 1, -1, whole.shape[-1])
+        yield from weight.view(len(weight), 1, -1, weight.shape[-1])
     else:
-        yield whole.view(1, -1, whole.shape[-1])
+        yield weight.view(1, -1, weight.shape[-1])
 
 
 class Muon:
-    """Orthogonal updates of a rank's buckets."""
+    """Momentum and orthogonal updates of the weight matrices in a rank's buckets."""
 
     def __init__(
         self,
@@ -87,91 +86,118 @@ class Muon:
         groups: Groups,
         kernels: Any,
     ) -> None:
-        self.config: OptimizerConfig = run.optimizer
-        self.model, self.flat, self.buckets, self.kernels = run.model, flat, buckets, kernels
-        self.tp: Comm | None = (
-            groups.tp if groups.tp.size > 1 and self.config.muon_tp_mode != "blockwise" else None
-        )
+        self.config = run.optimizer
+        self.model = run.model
+        self.flat = flat
+        self.buckets = buckets
+        self.kernels = kernels
         self.dp = groups.dp
-        self._own = [self._share(bucket) for bucket in flat.buckets]
+        self.tp: Comm | None = None  # None: no weight is gathered over tensor-parallel ranks
+        if groups.tp.size > 1 and self.config.muon_tp_mode != "blockwise":
+            self.tp = groups.tp
+        self._assigned = [self._assign(bucket) for bucket in flat.buckets]
 
-    def _share(self, bucket: Bucket) -> list[tuple[FlatParameter, int]] | None:
-        """This rank's share of a bucket's matrices with their places in it, of about the same cost for all; None without any.
+    def _assign(self, bucket: Bucket) -> list[tuple[FlatParameter, int]] | None:
+        """Return this rank's matrices of a bucket with their starts in it, balanced by cost; None if the bucket has no matrix.
 
-        The same on all tensor-parallel ranks, which compute a matrix at the same time.
+        The result is the same on all tensor-parallel ranks, which compute a matrix together.
         """
-        there = [
+        matrices = [
             (p, start - bucket.start)
             for p, start in zip(self.flat.parameters, self.flat.starts, strict=True)
             if p.spec.orthogonal and bucket.start <= start < bucket.end
         ]
-        costs, own = [0.0] * self.dp.size, []
-        for parameter, start in sorted(there, key=lambda each: -_cost(each[0])):
+        if not matrices:
+            return None
+        costs = [0.0] * self.dp.size
+        own = []
+        for parameter, start in sorted(matrices, key=lambda each: -_cost(each[0])):
             rank = costs.index(min(costs))
             costs[rank] += _cost(parameter)
-            own += [(parameter, start)] * (rank == self.dp.rank)
-        return own if there else None
+            if rank == self.dp.rank:
+                own.append((parameter, start))
+        return own
 
-    def updates(self, index: int, own: Tensor) -> Tensor | None:
-        """What weights of this rank's part of a bucket move by at a learning rate of -1, (n,); None without matrices. Collective.
+    def step(self, index: int, shard: BucketShard, grads: Tensor, factors: StepFactors) -> None:
+        """Update the matrices in this rank's shard of bucket `index`. Collective."""
+        config = self.config
+        at = slice(0, shard.orthogonal)
+        own = torch.zeros(len(shard.master))
+        grad = grads[at] * factors.grad_scale
+        momentum = shard.exp_avg[at].float().lerp_(grad, 1.0 - config.muon_momentum)
+        own[at] = momentum
+        shard.exp_avg[at] = momentum
+        if config.muon_nesterov:
+            own[at] = grad.lerp_(momentum, config.muon_momentum)
+        updates = self._updates(index, own)
+        if updates is None:
+            return
+        shard.master[at].mul_(1.0 - factors.lr * factors.weight_decay).sub_(
+            updates[at], alpha=factors.lr
+        )
+        shard.round_weights(at)
 
-        own: the part's momentum (n,), with anything where no matrix is.
-        """
-        share, bucket = self._own[index], self.flat.buckets[index]
-        if share is None:
+    def _updates(self, index: int, momentum: Tensor) -> Tensor | None:
+        """Return the updates (n,) of this rank's shard from its momentum (n,); None without matrices. Collective."""
+        assigned = self._assigned[index]
+        bucket = self.flat.buckets[index]
+        if assigned is None:
             return None
-        whole, result = own, torch.zeros(bucket.end - bucket.start)
+        result = torch.zeros(bucket.end - bucket.start)
         if self.buckets.sharded and self.dp.size > 1:
-            self.dp.all_gather(whole := torch.empty_like(result), own)
-        for parameter, start in share:
+            gathered = torch.empty_like(result)
+            self.dp.all_gather(gathered, momentum)
+            momentum = gathered
+        for parameter, start in assigned:
             at = slice(start, start + parameter.numel())
             result[at].view(parameter.shape).copy_(
-                self._orthogonal(parameter.spec, whole[at].view(parameter.shape))
+                self._orthogonal(parameter.spec, momentum[at].view(parameter.shape))
             )
         if self.dp.size == 1:
             return result
         if not self.buckets.sharded:
             return self.dp.all_reduce(result)
-        first, last = self.buckets.part(bucket)
-        self.dp.reduce_scatter(part := result[first - bucket.start : last - bucket.start], result)
-        return part
+        first, last = self.buckets.shard(bucket)
+        own = result[first - bucket.start : last - bucket.start]
+        self.dp.reduce_scatter(own, result)
+        return own
 
     def _orthogonal(self, spec: ParameterSpec, own: Tensor) -> Tensor:
-        """The scaled update of this tensor-parallel rank's part of a weight, of its shape."""
-        whole, tp, dim = own, self.tp, spec.partition_dim
+        """Return the scaled update of this tensor-parallel rank's shard of a weight, in the shape of `own`."""
+        dim = spec.partition_dim
+        tp = self.tp if dim is not None else None
+        weight = own
         if tp and dim is not None:
             gathered = tp.all_gather(own.new_empty(tp.size, *own.shape), own.contiguous())
-            whole = torch.cat(list(gathered), dim)
-        result = torch.empty_like(whole)
+            weight = torch.cat(list(gathered), dim)
+        result = torch.empty_like(weight)
         sources, targets = (
-            parts_of(each, spec, self.model, not self.config.muon_no_split_qkv)
-            for each in (whole, result)
+            matrices_of(each, spec, model=self.model, split_qkv=not self.config.muon_no_split_qkv)
+            for each in (weight, result)
         )
         for source, target in zip(sources, targets, strict=True):
             matrix = source.reshape(-1, source.shape[-1])
-            target.copy_(self._scaled(matrix, spec, own.shape, whole.shape).view(target.shape))
-        return result if tp is None or dim is None else result.chunk(tp.size, dim)[tp.rank]
+            target.copy_(self._scaled(matrix, spec, weight.shape).view(target.shape))
+        if tp is None or dim is None:
+            return result
+        return result.chunk(tp.size, dim)[tp.rank]
 
-    def _scaled(
-        self, matrix: Tensor, spec: ParameterSpec, own: torch.Size, whole: torch.Size
-    ) -> Tensor:
-        """One matrix's update. Its scale is that of the whole matrix, also where a rank has a part of it."""
+    def _scaled(self, matrix: Tensor, spec: ParameterSpec, shape: torch.Size) -> Tensor:
+        """Return one matrix's update, scaled by the sizes of the global matrix. shape: of the weight that contains `matrix`."""
         config = self.config
-        parts = (
-            1
-            if spec.partition_dim is None
-            else spec.shape[spec.partition_dim] // whole[spec.partition_dim]
-        )
-        by_rows = spec.partition_dim is not None and spec.partition_dim < len(own) - 1
-        rows, columns = (
-            matrix.shape[0] * (parts if by_rows else 1),
-            matrix.shape[1] * (1 if by_rows else parts),
-        )
+        rows, columns = matrix.shape
+        dim = spec.partition_dim
+        if dim is not None:
+            ranks = spec.shape[dim] // shape[dim]
+            if dim < len(shape) - 1:
+                rows *= ranks
+            else:
+                columns *= ranks
         update = orthogonalized(
             matrix,
             COEFFICIENTS[config.muon_coefficient_type],
-            config.muon_num_ns_steps,
-            self.kernels,
+            steps=config.muon_num_ns_steps,
+            kernels=self.kernels,
         )
         return update * (
             SCALES[config.muon_scale_mode](rows, columns) * config.muon_extra_scale_factor
@@ -179,6 +205,6 @@ class Muon:
 
 
 def _cost(parameter: FlatParameter) -> float:
-    """About the FLOPs of one iteration of a weight, up to a factor."""
+    """Return a number proportional to the FLOPs of one update."""
     small, large = sorted((parameter.numel() // parameter.shape[-1], parameter.shape[-1]))
     return float(small * small * large)

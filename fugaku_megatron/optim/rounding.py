@@ -9,14 +9,14 @@ from torch import Tensor
 
 from .flat import Place
 
-UNIFORM_BITS = 24  # of a random number, which FP32 holds
+UNIFORM_BITS = 24  # FP32 represents them exactly
 
 
 def round_at_random(values: Tensor, place: Place, seed: int, step: int) -> Tensor:
-    """values (n,), FP32, in BF16: up with the probability of what is cut off, so that the mean is right.
+    """Round FP32 values (n,) to BF16 stochastically, so that the mean is exact.
 
-    The random word of an element is a function of the seed, the step and its number in the global tensor, so that it is the same in
-    every layout. The hash is that of kernels_sve/adamw_rounding.h with other keys, because the second moment has those.
+    Random numbers depend on the seed, the step and the global position, hence not on the layout. The hash is the one in
+    kernels_sve/adamw_rounding.h with different keys, so that weights and second moments are independent.
     """
     words = _words(place.numbers(len(values)), ("low", "high"), place.stream, seed, step)
     bits = values.view(torch.int32) + (words >> 16).bitwise_and_(0xFFFF)
@@ -24,16 +24,16 @@ def round_at_random(values: Tensor, place: Place, seed: int, step: int) -> Tenso
 
 
 def random_numbers(numbers: Tensor, stream: int, seed: int, step: int) -> Tensor:
-    """Return uniform random numbers in [0, 1) of elements with these numbers in a global tensor, (n,), in FP32.
+    """Return uniform FP32 random numbers (n,) in [0, 1) for elements with these global numbers.
 
-    stream: of the tensor's random numbers. They are independent of those of `round_at_random`.
+    They are independent of the random numbers in `round_at_random`.
     """
     words = _words(numbers, ("moment low", "moment high"), stream, seed, step)
     return (words >> 32 - UNIFORM_BITS).bitwise_and_((1 << UNIFORM_BITS) - 1) * 2.0**-UNIFORM_BITS
 
 
 def _words(numbers: Tensor, keys: tuple[str, str], stream: int, seed: int, step: int) -> Tensor:
-    """Return a random word of 32 bits for each number, (n,); its upper bits are the better ones."""
+    """Return a random 32-bit word for each number, (n,), with the best bits at the top."""
     low, high = (zlib.crc32(f"{key} {seed} {stream} {step}".encode()) for key in keys)
     h = numbers.to(torch.int32).bitwise_xor_(_signed(low))
     h = _mixed(h, 16).mul_(_signed(0x85EBCA6B))
@@ -41,10 +41,10 @@ def _words(numbers: Tensor, keys: tuple[str, str], stream: int, seed: int, step:
 
 
 def _signed(word: int) -> int:
-    """The bits of a word of 32 as an int32."""
+    """Return a 32-bit word as int32."""
     return word - (word >> 31 << 32)
 
 
 def _mixed(h: Tensor, shift: int) -> Tensor:
-    """h ^ (h >> shift) of words of 32 bits, in place."""
+    """Return h ^ (h >> shift) of 32-bit words, in place."""
     return h.bitwise_xor_((h >> shift).bitwise_and_((1 << 32 - shift) - 1))

@@ -15,7 +15,7 @@ def even_cut(layers: int, placement: Placement) -> tuple[int, ...]:
 
 
 def balanced_cut(layers: int, placement: Placement, layer: float, head: float) -> tuple[int, ...]:
-    """Return the layers of each virtual stage that make the costliest pipeline stage cheapest.
+    """Return each virtual stage's layers such that the costliest pipeline stage is cheapest.
 
     layer, head: cost of a layer and of the logits. The other stages share the remaining layers evenly, later stages first. Each stage
     then divides its layers into model chunks by the same rule.
@@ -29,7 +29,7 @@ def balanced_cut(layers: int, placement: Placement, layer: float, head: float) -
 def cut_of_stages(
     totals: tuple[int, ...], placement: Placement, layer: float, head: float
 ) -> tuple[int, ...]:
-    """Return the layers of each virtual stage for given layers of each pipeline stage: model chunks of equal cost, if divisible."""
+    """Return each virtual stage's layers for given layers per pipeline stage: model chunks with equal cost, if divisible."""
     with_head, _ = placement.owner(placement.virtual_stages - 1)
     chunks = [evenly(total, placement.model_chunks) for total in totals]
     last = _with_head(totals[with_head], placement.model_chunks - 1, 1, layer, head)

@@ -18,7 +18,7 @@ RECEIVES = (RECV_FORWARD, RECV_BACKWARD)
 
 @dataclass(frozen=True)
 class Instruction:
-    """Operation `op` for a micro-batch on one of the stage's model chunks, from 0."""
+    """Operation `op` for a micro-batch on one model chunk, from 0."""
 
     op: str
     microbatch: int

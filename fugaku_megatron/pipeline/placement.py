@@ -37,7 +37,7 @@ class Placement:
         return self.owner(self.virtual_stages - 1)[0]
 
     def virtual_stage(self, stage: int, model_chunk: int) -> int:
-        """Return the virtual stage of a stage's model chunk."""
+        """Return the virtual stage for a stage's model chunk."""
         if self.kind == V and model_chunk == 1:
             stage = self.stages - 1 - stage
         return model_chunk * self.stages + stage
@@ -83,7 +83,7 @@ class Placement:
 
 
 def placement_of(name: str, stages: int, chunks: int) -> Placement:
-    """Return the placement for a schedule. chunks: of each stage; 1 for 1F1B, 2 for ZBV."""
+    """Return the placement for a schedule. chunks: per stage; 1 for 1F1B, 2 for ZBV."""
     required = {ONE_F_ONE_B: 1, INTERLEAVED: chunks, ZB_H1: chunks, ZBV: 2}[name]
     assert chunks == required, (name, chunks)
     return Placement(stages, chunks, V if name == ZBV else LOOP)

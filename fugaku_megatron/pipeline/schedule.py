@@ -1,8 +1,8 @@
 """Pipeline schedules as lists of instructions, and the loop that executes a list.
 
-    build("zbv", stages=8, chunks=2, microbatches=16).instructions(3)      instructions of stage 3 in an iteration
+    build("zbv", stages=8, chunks=2, microbatches=16).instructions(3)      stage 3's instructions in an iteration
 
-F, B, I and W are forward, backward, and the halves of backward: input gradient and weight gradient. Sends are nonblocking, receives
+F, B, I and W are forward, backward, and backward's halves: input gradient and weight gradient. Sends are nonblocking, receives
 block. The performance model costs the same lists; `training.step.StepExecutor` executes them.
 """
 
@@ -92,9 +92,9 @@ def split_backward(
 ) -> list[Instruction]:
     """Return one stage's Zero Bubble H1 list (a third of 1F1B's bubble) or, with a V placement, ZB-V (almost no bubble).
 
-    costs: of F, I and W of each virtual stage; empty: all alike. compared: see `zero_bubble.lists`.
-    pending: micro-batches between F and W of a model chunk; default: one per stage, as much as 1F1B's first stage. H1 with twice as many
-    is ZB-H2, without a bubble in steady state.
+    costs: for F, I and W per virtual stage; empty: all alike. compared: see `zero_bubble.lists`.
+    pending: micro-batches between F and W per model chunk; default: one per stage, as many as on 1F1B's first stage. H1 with twice as
+    many is ZB-H2, without a bubble in steady state.
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", sections 2 and 6 (2023).
     """
     limit = placement.model_chunks * (pending or placement.stages)
@@ -125,7 +125,7 @@ def _alternate(
 
 
 def _forward_order(placement: Placement, stage: int, microbatches: int) -> list[tuple[int, int]]:
-    """Return (micro-batch, model chunk) of a stage's forwards in the order of their slots."""
+    """Return (micro-batch, model chunk) for a stage's forwards, ordered by slot."""
     both = [(m, c) for m in range(microbatches) for c in range(placement.model_chunks)]
     return sorted(
         both, key=lambda i: placement.forward_slot(i[0], placement.virtual_stage(stage, i[1]))
@@ -160,9 +160,9 @@ def with_messages(
 
 @dataclass(frozen=True)
 class Schedule:
-    """The instruction lists of all stages for an iteration. name: in `schedule_names.NAMES`, or FORWARD_ONLY.
+    """Instruction lists for all stages in an iteration. name: in `schedule_names.NAMES`, or FORWARD_ONLY.
 
-    costs, compared, pending: of zero-bubble schedules, see `split_backward`.
+    costs, compared, pending: for zero-bubble schedules, see `split_backward`.
     """
 
     name: str
@@ -182,7 +182,7 @@ class Schedule:
         return replace(self, name=FORWARD_ONLY)
 
     def instructions(self, stage: int) -> list[Instruction]:
-        """Return the list of one stage."""
+        """Return one stage's list."""
         place = self.placement
         m = self.microbatches
         if self.splits_backward:
@@ -203,16 +203,16 @@ class Schedule:
         return replace(self, microbatches=min(self.microbatches, few + rounds * stages))
 
     def in_flight(self, stage: int) -> tuple[InFlight, ...]:
-        """Return the `peaks_in_flight` of a stage, from a shortened list, since a longer one has no higher peaks."""
+        """Return a stage's `peaks_in_flight` from a shortened list, since a longer one has no higher peaks."""
         if self.name == ONE_F_ONE_B:  # planners ask thousands of times
             return (InFlight((min(self.placement.stages - stage, self.microbatches),), (0,)),)
         return peaks_in_flight(self.shortened().instructions(stage), self.placement.model_chunks)
 
     def send_queue(self, stage: int) -> int:
-        """Return the most concurrent sends of a stage: to start one more, it waits for the oldest.
+        """Return a stage's most concurrent sends: to start one more, it waits for the oldest.
 
-        A send is complete when a later message of its receiver arrives. Evaluation has no messages back; waiting for the oldest then delays
-        nobody, so one send per virtual stage is enough.
+        A send is complete when a later message from its receiver arrives. Evaluation has no messages back; waiting for the oldest then
+        delays nobody, so one send per virtual stage is enough.
         """
         return _send_queue(self, stage)
 
@@ -247,7 +247,7 @@ def _positions(schedule: Schedule, stage: int) -> dict[tuple[int, int], int]:
 
 
 def build(name: str, stages: int, chunks: int, microbatches: int) -> Schedule:
-    """Build a schedule by name. chunks: of each stage; 1 for 1F1B and ZB-H1, 2 for ZBV."""
+    """Build a schedule by name. chunks: per stage; 1 for 1F1B and ZB-H1, 2 for ZBV."""
     return Schedule(name, placement_of(name, stages, chunks), microbatches)
 
 
@@ -256,10 +256,10 @@ def _is_message(instruction: Instruction) -> bool:
 
 
 def receives(instructions: Iterable[Instruction]) -> dict[tuple[str, int], list[Instruction]]:
-    """Return (op, model chunk) -> the receives of a list in order.
+    """Return (op, model chunk) -> a list's receives in order.
 
-    Stages post the next receives of each tag ahead (`receives_ahead`), so every list completes even if sends block until their receive
-    is posted.
+    Stages post the next receives with each tag ahead (`receives_ahead`), so every list completes even if sends block until their
+    receive is posted.
     """
     result: dict[tuple[str, int], list[Instruction]] = {}
     for i in instructions:
@@ -272,7 +272,7 @@ def receives(instructions: Iterable[Instruction]) -> dict[tuple[str, int], list[
 
 
 def peaks_in_flight(instructions: Sequence[Instruction], chunks: int = 1) -> tuple[InFlight, ...]:
-    """Return the moments of a list that can need most memory: no other moment has as much of everything."""
+    """Return a list's moments that can need most memory: no other moment has as much in every respect."""
     now = [0] * (2 * chunks)
     moments = set()
     for i in instructions:

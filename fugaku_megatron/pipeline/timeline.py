@@ -32,14 +32,14 @@ COMPUTATIONS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a micro-batch. of: computation -> stage -> model chunk. transfer: of a message between two stages."""
+    """Seconds per micro-batch. of: computation -> stage -> model chunk. transfer: per message between two stages."""
 
     of: Mapping[str, Sequence[Sequence[float]]]
     transfer: float = 0.0
 
     @staticmethod
     def alike(schedule: Schedule, slot: float = 1.0, transfer: float = 0.0) -> Costs:
-        """Return equal costs: a slot for all F, I or W of a stage's chunks, two for B."""
+        """Return equal costs: a slot for F, I or W over a stage's chunks, two for B."""
         p = schedule.placement.stages
         v = schedule.placement.model_chunks
         slots = {op: 2 if op == BACKWARD else 1 for op in COMPUTATIONS}
@@ -98,7 +98,7 @@ def _execute(
     now: float,
     arrived: dict[tuple[int, int, int], float],
 ) -> Span | None:
-    """Return the span of an instruction that starts at `now` or later, or None if its message has not been sent.
+    """Return an instruction's span that starts at `now` or later, or None if its message has not been sent.
 
     arrived: (receiver, tag, micro-batch) -> arrival time.
     """
@@ -141,13 +141,13 @@ def makespan(schedule: Schedule, costs: Costs) -> float:
 
 @dataclass(frozen=True)
 class Levels:
-    """Computations of all stages in levels: each depends on earlier levels only and runs on another stage.
+    """Computations on all stages in levels: each depends on earlier levels only and runs on another stage.
 
     operations: that occur.
     cost: index into the flat costs, operation x stage x model chunk.
     source: index of the computation that it depends on, or the number of computations.
     message: the result comes from another stage.
-    ends: of each level.
+    ends: per level.
     """
 
     operations: tuple[str, ...]
@@ -163,13 +163,12 @@ Result = tuple[bool | None, int, int]
 
 
 def _result(place: Placement, stage: int, i: Instruction) -> Result:
-    """Return the result of a computation."""
     kind = None if i.op == BACKWARD_WEIGHT else i.op == FORWARD
     return kind, i.microbatch, place.virtual_stage(stage, i.model_chunk)
 
 
 def _source(place: Placement, stage: int, i: Instruction) -> Result | None:
-    """Return the result of another virtual stage that a computation needs, or None."""
+    """Return the result from another virtual stage that a computation needs, or None."""
     if i.op == BACKWARD_WEIGHT:
         return None
     forward = i.op == FORWARD
@@ -202,7 +201,7 @@ def _levels(schedule: Schedule) -> Levels:
 
 
 def _ordered(schedule: Schedule) -> list[tuple[int, int, Instruction, Result, Result | None]]:
-    """Return (level, stage, computation, its result, the result it needs) of all stages, ordered by level, from 1."""
+    """Return (level, stage, computation, its result, the result it needs) for all stages, ordered by level, from 1."""
     place = schedule.placement
     stages = range(place.stages)
     todo = [
@@ -243,7 +242,7 @@ def _walk_levels(levels: Levels, costs: Costs) -> float:
 def one_f_one_b(
     forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int
 ) -> float:
-    """Return the seconds of 1F1B, computed by slots. forward, backward: of each stage.
+    """Return the seconds for 1F1B, computed by slots. forward, backward: per stage.
 
     Stage i runs forward k in slot i + 2k and backward k in slot 2p - 1 - i + 2k. This is 1F1B's order on every stage (forward k
     precedes backward j if k <= p - 1 - i + j), and an operation waits only for the neighbour's operation one slot earlier, so a slot is

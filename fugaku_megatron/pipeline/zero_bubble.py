@@ -30,9 +30,9 @@ class NoList(ValueError):
 
 
 class Policy(NamedTuple):
-    """Policy by which stages choose their next operation.
+    """Rule by which stages choose their next operation.
 
-    newest: prefer I of the last model chunk, nearest to the loss, over the first; such lists need not become periodic.
+    newest: prefer I on the last model chunk, nearest to the loss, over the first; such lists need not become periodic.
     empties: prefer W if at most one more F fits.
     """
 
@@ -48,12 +48,12 @@ def lists(
     costs: VirtualStageCosts = (),
     compared: VirtualStageCosts = (),
 ) -> Lists:
-    """Return the computations of every stage: the fastest candidate lists that do not deadlock with blocking sends.
+    """Return every stage's computations: the fastest candidate lists that do not deadlock with blocking sends.
 
-    limit: (micro-batch, model chunk) pairs of a stage between F and W.
-    costs: of each virtual stage, for which lists are made; empty: all alike.
+    limit: (micro-batch, model chunk) pairs on a stage between F and W.
+    costs: per virtual stage, for which lists are made; empty: all alike.
     compared: costs for comparison; default: `costs`.
-    Candidates include lists for equal costs and for the middle virtual stage's cost. For many micro-batches, compare short lists of
+    Candidates include lists for equal costs and for the middle virtual stage's cost. For many micro-batches, compare short lists by
     periodic policies only. Raise NoList if all candidates deadlock.
     """
     found = _lists(placement, microbatches, limit, costs, compared)
@@ -101,13 +101,13 @@ def _lists(
 
 
 def shortened_microbatches(stages: int, microbatches: int) -> int:
-    """Return the fewest micro-batches with lists of the same kind, to be extended by rounds of `stages`."""
+    """Return the fewest micro-batches with the same kind of lists, which rounds over `stages` extend."""
     many = max(ROUNDS * stages, LONG)
     return min(microbatches, many + 1 + (microbatches - many - 1) % stages)
 
 
 def end(placement: Placement, lists: Lists, costs: VirtualStageCosts) -> float:
-    """Return the end of the last stage in units of the costs; infinity if blocking sends deadlock.
+    """Return the time when the last stage ends, in units of the costs; infinity if blocking sends deadlock.
 
     A send blocks until its receive is posted, up to `receives_ahead` ahead, so it completes when its receiver has begun the computation
     that many results before.
@@ -195,7 +195,7 @@ def _route(placement: Placement, stage: int, op: str, chunk: int) -> Route:
 class _Simulation:
     """Simulation of all stages. A stage prefers I after F and F otherwise, because others wait for both, and fills gaps with W.
 
-    end: of the last stage so far, in units of the costs.
+    end: when the last stage has ended so far, in units of the costs.
     """
 
     def __init__(self, placement: Placement, microbatches: int, limit: int, policy: Policy) -> None:
@@ -252,7 +252,7 @@ class _Simulation:
         return stage
 
     def _begin(self, stage: int) -> int | None:
-        """Start the next computation of an idle stage; return its cost, or None if the stage must wait."""
+        """Start an idle stage's next computation; return its cost, or None if the stage must wait."""
         ready = self._ready(stage)
         mine = self.did[stage]
         last = mine[-1].op if mine else None
@@ -274,9 +274,9 @@ class _Simulation:
         return None
 
     def _ready(self, stage: int) -> dict[str, tuple[int, int]]:
-        """Return operation -> (model chunk, virtual stage) that a stage could run: F of its last chunk, W of its first, and an I.
+        """Return operation -> (model chunk, virtual stage) that a stage could run: F on its last chunk, W on its first, and an I.
 
-        Reserve memory for every later chunk, because forwards of an earlier one could otherwise deadlock the stages.
+        Reserve memory for every later chunk, because an earlier one's forwards could otherwise deadlock the stages.
         """
         forward, backward, weight = (self.done[op] for op in OPERATIONS)
         chunks = self.placement.model_chunks

@@ -27,7 +27,7 @@ LARGE_REDUCTIONS = ("dp", "edp", "embedding")  # communicators with gradient all
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Communicators of a layout on a machine. ranks_per_node: ranks that share a node's ports.
+    """Communicators for a layout on a machine. ranks_per_node: ranks that share a node's ports.
 
     active: features in use (config/features.py). slow: large all-reduces at the machine's pessimistic rate.
     """
@@ -40,7 +40,7 @@ class Network:
     slow: bool = False
 
     def seconds(self, verb: str, group: str, bytes: int) -> float:
-        """Return the seconds of a call of `verb` on communicator `group` (`comm.grid.Groups`) with `bytes` from each rank."""
+        """Return the seconds for a `verb` call on communicator `group` (`comm.grid.Groups`) with `bytes` from each rank."""
         members, together = self._group(group)
         if members == 1:
             return 0.0
@@ -65,9 +65,9 @@ class Network:
         )
 
     def messages(self, verb: str, group: str, bytes: int) -> float:
-        """Return the seconds of a gather, reduce_scatter or all_to_all as pairwise messages with `bytes` from each rank.
+        """Return the seconds for a gather, reduce_scatter or all_to_all as pairwise messages with `bytes` from each rank.
 
-        Nothing is forwarded, so data from other nodes crosses a node's ports once for each of its ranks.
+        Nothing is forwarded, so data from other nodes crosses a node's ports once for each rank.
         """
         members, together = self._group(group)
         part = bytes if verb == "all_gather" else bytes / members
@@ -84,9 +84,9 @@ class Network:
         )
 
     def _exchange(self, group: str, bytes: int) -> float:
-        """Return the seconds of an all_to_all; across nodes with one message per pair of nodes (comm/two_level.py).
+        """Return the seconds for an all_to_all; across nodes with one message per pair of nodes (comm/two_level.py).
 
-        Ranks of a node exchange row counts; rows for other nodes pass through the memory of both nodes.
+        Ranks on a node exchange row counts; rows for other nodes pass through both nodes' memory.
         """
         members, together = self._group(group)
         inside = min(members, together)
@@ -151,7 +151,7 @@ class Network:
         return members, max(1, ranks // max(1, below))
 
     def _inside_rate(self, shared: bool) -> float:
-        """Return the GB/s of a ring link inside a node: fitted or measured, all cores' copies, or MPI's all-reduce.
+        """Return a ring link's GB/s inside a node: fitted or measured, all cores' copies, or MPI's all-reduce.
 
         shared: reduced in memory that the ranks share.
         """
@@ -159,7 +159,7 @@ class Network:
         return self.parameters.intra_reduce_gbs or (self.machine.intra_gbs if shared else by_mpi)
 
     def _between_rate(self, group: str, rings: int) -> float:
-        """Return the GB/s of a ring link between nodes if `rings` rings leave a node at the same time."""
+        """Return a ring link's GB/s between nodes if `rings` rings leave a node at the same time."""
         own = (
             self.parameters.reduce_gbs or 2 * self.machine.large_allreduce_gbs
         )  # each link of a ring carries the vector twice
@@ -175,7 +175,7 @@ class Network:
 
     @staticmethod
     def _ring(size: float, members: int, passes: int, rate: float, alpha_us: float) -> float:
-        """Return the seconds of `passes` passes around a ring; 0 for one member."""
+        """Return the seconds for `passes` passes around a ring; 0 for one member."""
         steps = passes * min(members - 1, 2 * math.ceil(math.log2(members)))
         return steps * alpha_us * 1e-6 + passes * (members - 1) / members * size / (rate * GB)
 
@@ -197,9 +197,9 @@ def exposed(
     backward: float,
     active: frozenset[str],
 ) -> float:
-    """Return the seconds per iteration that a stage waits for `collectives`, buckets in the order of backward.
+    """Return the seconds per iteration that a stage waits for `collectives`, with buckets in backward's order.
 
-    forward, backward: seconds of one micro-batch on the stage. active: features in use.
+    forward, backward: seconds per micro-batch on the stage. active: features in use.
     """
     reductions = [c for c in collectives if c.group in ("dp", "edp") and c.verb != "all_gather"]
     gathers = [c for c in collectives if c.verb == "all_gather"]
@@ -279,7 +279,7 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One rank's share of a node, and the software that runs on it."""
+    """One rank's share of a node, with its software."""
 
     machine: Machine
     software: Software
@@ -368,7 +368,7 @@ class Rank:
         return max(ends, there + back) - computed - 2 * half
 
     def traffic(self, bytes: float) -> float:
-        """Return the seconds of element-wise operators that read and write `bytes` in total."""
+        """Return the seconds for element-wise operators that read and write `bytes` in total."""
         rate = self.machine.stream_gbs * GB * self.parameters.elementwise_fraction / self._sharers
         return bytes / rate * self._slowness
 
@@ -384,7 +384,7 @@ class Rank:
         return self.ranks_per_node
 
     def calls(self, count: float) -> float:
-        """Return the seconds of `count` operator calls: dispatch and team start."""
+        """Return the seconds for `count` operator calls: dispatch and team start."""
         return count * self.parameters.call_us * 1e-6 * self._slowness
 
     def _faults(self, allocations: Iterable[tuple[int, float]]) -> float:
@@ -416,7 +416,7 @@ class Rank:
         )
 
     def _attention(self, p: Matmul, flops: float) -> float:
-        """Return the seconds of a fused kernel, which computes visible pairs only and recomputes the scores in backward.
+        """Return the seconds in a fused kernel, which computes visible pairs only and recomputes the scores in backward.
 
         Dropout decides on each probability once in forward and once in backward, whatever the head size.
         """

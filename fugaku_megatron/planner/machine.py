@@ -74,7 +74,7 @@ class GemmCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A node and the network between nodes; rates are those of a whole node at its current clock and power mode."""
+    """A node and the network between nodes; rates per node at its current clock and power mode."""
 
     name: str
     title: str

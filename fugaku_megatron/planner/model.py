@@ -45,7 +45,7 @@ FAR = 2.0  # doublings of group size and bytes from which a fitted row gives no 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """Machine, software and the numbers of nodes and ranks of a run."""
+    """Machine, software, nodes and ranks per node."""
 
     machine: Machine
     software: Software
@@ -124,7 +124,7 @@ class Step:
 
     @property
     def least_seconds(self) -> float:
-        """Lower bound of the seconds with any schedule of these stages."""
+        """Lower bound on the seconds with any schedule."""
         return self.seconds - self.pipeline + self.pipeline_least
 
     def breakdown(self) -> dict[str, float]:
@@ -150,7 +150,7 @@ def virtual_stage_work(
 ) -> tuple[Pieces, Pieces, Pieces]:
     """Return (forward, backward, deferrable backward) of a virtual stage for one micro-batch.
 
-    Recompute and weight gradients belong to backward; weight-gradient matmuls of layers are deferrable. A head that computes blocks of
+    Recompute and weight gradients belong to backward; weight-gradient matmuls in layers are deferrable. A head that computes blocks of
     logits computes its gradients in forward.
     """
     phases = work.phases(run, layout.tp, code)
@@ -291,7 +291,7 @@ def _stage_seconds(chunks: Sequence[PhaseSeconds]) -> PhaseSeconds:
 
 
 def _costs(lists: schedule.Schedule, seconds: Sequence[PhaseSeconds], transfer: float) -> Costs:
-    """Return the seconds of the schedule's operations, by stage and model chunk."""
+    """Return the seconds for the schedule's operations, by stage and model chunk."""
     where = lists.placement
     by_stage = [
         [seconds[where.virtual_stage(stage, chunk)] for chunk in range(where.model_chunks)]
@@ -337,7 +337,7 @@ def _exposed(
 
 
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
-    """Return the seconds of clipping and Adam or Muon in FP32 over a rank's shard of the largest stage."""
+    """Return the seconds for clipping and Adam or Muon in FP32 over a rank's shard of the largest stage."""
     counts = rank.software.counts["optimizer"]
     kinds = set(memory.kinds(run))
     saved_bytes = 2 * accounting.FP32_BYTES - run.optimizer.moment_bytes

@@ -40,9 +40,9 @@ class Matmul:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """Collectives of --tp-comm-overlap, block by block, while matmuls read or produce the blocks.
+    """Collectives for --tp-comm-overlap, block by block, while matmuls read or produce the blocks.
 
-    first: matmuls of one block, before or after the exchange; None if `overlapped`, all overlapped matmuls, has none of them.
+    first: one block's matmuls, before or after the exchange; None if `overlapped`, all overlapped matmuls, has none of them.
     """
 
     collectives: tuple[Collective, ...]
@@ -58,8 +58,8 @@ class Exchange:
 class ExpertExchange:
     """Expert rows dispatched and combined between nodes, one expert group while others are computed.
 
-    there, back: all-to-alls of all groups. overlapped: matmuls of all groups. around: the shared expert's, half before the first group
-    and half after the last.
+    there, back: all groups' all-to-alls. overlapped: all groups' matmuls. around: the shared expert's, half before the first group and
+    half after the last.
     """
 
     there: tuple[Collective, ...]
@@ -72,7 +72,7 @@ class ExpertExchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Counts of one phase. moved: bytes read and written. allocations: (bytes of a tensor, number of tensors).
+    """Counts for one phase. moved: bytes read and written. allocations: (bytes per tensor, number of tensors).
 
     collectives: (collective, calls). exchanges: (exchange, repetitions).
     """
@@ -109,7 +109,7 @@ def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
 
 
 def tensors(run: RunConfig, tp: int) -> dict[str, int]:
-    """Return the bytes of each kind of tensor on one rank. mlp: mean of an activation's argument and result."""
+    """Return the bytes for each kind of tensor on one rank. mlp: mean over an activation's argument and result."""
     model = run.model
     rows = accounting.tokens_per_microbatch(run) * accounting.element_bytes(run)
     return {
@@ -161,7 +161,7 @@ def _once(collectives: tuple[Collective, ...]) -> tuple[tuple[Collective, int], 
 
 
 def _chunks(run: RunConfig, tp: int) -> int:
-    """Return the number of logits blocks of a micro-batch."""
+    """Return the logits blocks per micro-batch."""
     pp = run.parallel.pipeline_model_parallel_size
     return -(
         -accounting.tokens_per_microbatch(run)
@@ -296,7 +296,7 @@ def _weights(record: Record, chunks: int) -> Work:
 
 @cache
 def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
-    """Return the work of a layer, the embedding and the head by phase, without recompute and weight gradients.
+    """Return the work for a layer, the embedding and the head by phase, without recompute and weight gradients.
 
     Keys: "layer_forward", "layer_backward", "embedding_forward" and so on; "layer_weights": the deferrable backward. Shared by callers.
     """
@@ -327,7 +327,7 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
 
 
 def recomputed_layers(run: RunConfig, tp: int, groups: list[range], software: Software) -> Work:
-    """Return the work of full recompute. groups: layers that are recomputed together."""
+    """Return the work for full recompute. groups: layers that are recomputed together."""
     whole = phases(run, tp, software)["layer_forward"]
     if not software.counts["recompute_ends_early"]:
         return repeat(whole, sum(map(len, groups)))
@@ -339,7 +339,7 @@ def recomputed_layers(run: RunConfig, tp: int, groups: list[range], software: So
 
 
 def recomputed_attention(run: RunConfig, tp: int, software: Software) -> Work:
-    """Return the work of selective recompute in one layer: attention's matmuls and element-wise work on scores."""
+    """Return the work for selective recompute in one layer: attention's matmuls and element-wise work on scores."""
     sizes = tensors(run, tp)
     record = next(r for r in accounting.layer_records(run, tp) if r.name == "attention")
     moved, allocated = software.counts["layer_forward"].get("scores", (0, 0))
@@ -354,7 +354,7 @@ def recomputed_attention(run: RunConfig, tp: int, software: Software) -> Work:
 def weight_gradients(
     run: RunConfig, tp: int, parameters: int, tensors: int, software: Software
 ) -> Work:
-    """Return the work of writing the gradients of `parameters` in `tensors` tensors, and accumulating them."""
+    """Return the work for writing and accumulating the gradients of `parameters` in `tensors` tensors."""
     counts = software.counts["weights"]
     bytes = parameters * accounting.element_bytes(run)
     allocations = (

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ..config.run_config import ParallelConfig, RunConfig
+from ..config.layout import sequence_shards
+from ..config.parallel import ParallelConfig
+from ..config.run_config import RunConfig
 from ..costs import accounting, memory
 from ..costs.run_schedule import recompute_name
 from ..host.runtime import fma_peak_gflops
@@ -90,7 +92,7 @@ def _layout_text(plan: Plan) -> str:
         f"world size {plan.layout.world_size}: {plan.layout.words}; {precision}, "
         f"ZeRO stage {run.parallel.zero_stage}, recompute {recompute_name(run)}"
     )
-    if accounting.sequence_shards(run, plan.layout.tp) > 1:
+    if sequence_shards(run, plan.layout.tp) > 1:
         text += ", sequence parallel"
     overlaps = []
     if run.parallel.overlap_grad_reduce:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Comm, SoloComm
+from ..config.layout import sequence_shards
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from ..costs import accounting
@@ -153,7 +154,7 @@ def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Calla
     h = model.hidden_size
     b = min(run.batch.micro_batch_size, LAYER_TOKENS // s)
     x = torch.randn(s, b, h).to(dtype).requires_grad_()
-    residual = x.detach()[: s // accounting.sequence_shards(run, tp)].requires_grad_()
+    residual = x.detach()[: s // sequence_shards(run, tp)].requires_grad_()
     qkv = torch.randn(s, b, model.qkv_width // tp).to(dtype).requires_grad_()
     rows = min(accounting.padded_vocab_size(model, tp) // tp, 2048)
     table = _weight(rows, h, dtype=dtype)

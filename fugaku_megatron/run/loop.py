@@ -1,4 +1,4 @@
-"""Loop of a run on one rank: train, evaluate, log, save, and leave if asked to."""
+"""Loop of a run on one rank: train, evaluate, log, save, and leave on request."""
 
 from __future__ import annotations
 
@@ -30,24 +30,21 @@ from ..start.signals import StopSignals
 from ..training.trainer import IterationResult, Trainer, uncounted_line
 
 LOSS_CURVE = "loss_curve.png"
-
-
 DIVERGED_STEPS = 5  # skipped iterations in a row
-
-
-EXPLAINED_AT_MOST = 3  # isolated ones of a start: under a fixed loss scale there may be many
+EXPLAINED_AT_MOST = 3  # skipped iterations of one start: under a fixed loss scale there may be many
 
 
 @dataclass
 class Session:
-    """A trainer with its log, and the reasons to leave early."""
+    """Trainer with its log, and the reasons to leave early.
+
+    iterations: at the end of the run. valid_sizes: samples of each validation set, on every rank.
+    """
 
     trainer: Trainer
     writer: MetricsWriter
     iterations: int
-    valid_sizes: tuple[
-        int, ...
-    ]  # samples of each validation set, on every rank; none without validation data
+    valid_sizes: tuple[int, ...]
     profile: Profile | None = None
     rank_times: RankTimes | None = None
     memory: MemoryWatch | None = None
@@ -55,16 +52,16 @@ class Session:
     watchdog: Watchdog = field(default_factory=Watchdog.off)
     checksums: Checksums | None = None
     signals: StopSignals = field(default_factory=StopSignals)
-    skipped_in_a_row: int = 0  # where no loss scale explains it
-    explained: int = 0  # times that an Inf or NaN was looked for
+    skipped_in_a_row: int = 0  # without a falling loss scale
+    explained: int = 0  # searches for the first Inf or NaN
     save_due: bool = False
-    checked_iteration: int = -1  # after which the files of the data were looked at last
+    checked_iteration: int = -1  # of the last check of the data files
     save_timer: runtime.ExitTimer = field(init=False)
     saving: BackgroundSave | None = None
-    saved_iteration: int = 0  # of the save that began last
-    picture: subprocess.Popen | None = None  # the process that draws the losses
-    uncounted: int = 0  # iterations of this process in which no label counted in the loss
-    picture_is_old: bool = False  # a save since then has more of them
+    saved_iteration: int = 0  # of the last save that began
+    picture: subprocess.Popen[bytes] | None = None  # process that draws the losses
+    uncounted: int = 0  # iterations of this process without a counted label
+    picture_is_old: bool = False  # a later save has more losses
 
     def __post_init__(self) -> None:
         model = self.trainer.run.model
@@ -73,7 +70,8 @@ class Session:
 
     def run(self) -> None:
         """Train to the end, or until something asks to leave. Collective."""
-        progress, output = self.trainer.progress, self.trainer.run.output
+        progress = self.trainer.progress
+        output = self.trainer.run.output
         timer = runtime.ExitTimer(self.trainer.run.training.exit_duration_in_mins)
         saved = progress.iteration
         if saved >= self.iterations:
@@ -96,9 +94,8 @@ class Session:
             self.save_due = self.save_due or due or self._is_due(progress.iteration)
             if reason:
                 self.writer.flush()
-            if output.save and (
-                reason or self.save_due and not self.skipped_in_a_row
-            ):  # diverged weights replace no good ones
+            # Diverged weights must not replace good ones.
+            if output.save and (reason or self.save_due and not self.skipped_in_a_row):
                 self._check_data(progress.iteration)
                 self._save(output.save)
                 saved = progress.iteration
@@ -119,22 +116,21 @@ class Session:
         return interval is not None and iteration % interval == 0
 
     def evaluate_only(self) -> None:
-        """--skip-train: the loss on the first samples of the validation data. Nothing is saved. Collective."""
+        """Evaluate the first samples of the validation data for --skip-train, and save nothing. Collective."""
         if self.valid_sizes:
             self._print_validation(self.trainer.progress.iteration, 0)
         self.writer.print("--skip-train: nothing is trained")
 
     def _asked_to_leave(self) -> bool:
-        """Whether a signal came before the first iteration, on any rank. Collective."""
-        asked = bool(
-            self.trainer.world.all_reduce(torch.tensor(int(self.signals.stop_requested)), "max")
-        )
+        """Return True if a signal came before the first iteration, on any rank. Collective."""
+        requested = torch.tensor(int(self.signals.stop_requested))
+        asked = bool(self.trainer.world.all_reduce(requested, "max"))
         if asked:
             self.writer.print("leaving before the first iteration: a signal asked to stop")
         return asked
 
     def _step(self) -> IterationResult:
-        """One iteration, profiled if it is among those asked for, with the phases of its time."""
+        """Run one iteration, with its profile, energy and phases if asked for."""
         if self.rank_times:
             self.rank_times.begin()
         if self.energy:
@@ -150,27 +146,26 @@ class Session:
         return result
 
     def _logs(self, iteration: int) -> bool:
-        """Whether a log interval ends with this iteration."""
+        """Return True if a log interval ends with this iteration."""
         return iteration % self.trainer.run.output.log_interval == 0 or iteration == self.iterations
 
     def _log(self, result: IterationResult, minor_faults: int, system_seconds: float) -> None:
-        trainer, run = self.trainer, self.trainer.run
-        progress, output = trainer.progress, run.output
-        norm = trainer.optimizer.params_norm() if output.log_params_norm else None
+        trainer = self.trainer
+        run = trainer.run
+        progress = trainer.progress
+        norm = trainer.optimizer.params_norm() if run.output.log_params_norm else None
         resident, shared = self._memory(progress.iteration, result.seconds)
-        watts = (
-            self.energy.finish_interval()
-            if self.energy and self._logs(progress.iteration)
-            else None
-        )
-        printed = self.writer.printing and self._logs(progress.iteration)
+        logs = self._logs(progress.iteration)
+        watts = self.energy.finish_interval() if self.energy and logs else None
+        printed = self.writer.printing and logs
         work = result.work
         squares = work.squares if work and run.data.masks_attention else None
         padded = work.padded if work else 0
-        flops = (
-            accounting.hardware_flops(run, result.global_batch_size, squares, padded)
-            / trainer.world.size
-        )  # of this rank
+        flops = accounting.hardware_flops(run, result.global_batch_size, squares, padded)
+        rank_flops = flops / trainer.world.size
+        experts = {}
+        if self.experts and result.experts is not None:
+            experts = self.experts.add(result.experts)
         self.writer.add(
             IterationMetrics(
                 progress.iteration,
@@ -187,7 +182,7 @@ class Session:
                 num_zeros=result.num_zeros,
                 params_norm=norm,
                 skipped=int(result.skipped),
-                tflops=flops / result.seconds / 1e12,
+                tflops=rank_flops / result.seconds / 1e12,
                 minor_faults=minor_faults,
                 system_seconds=system_seconds,
                 clock_ghz=runtime.clock_ghz() if printed else None,
@@ -195,44 +190,40 @@ class Session:
                 shared_mib=shared,
                 watts=watts,
                 counted_tokens=work.counted if work else None,
-                **(
-                    self.experts.add(result.experts)
-                    if self.experts and result.experts is not None
-                    else {}
-                ),
+                **experts,
             )
         )
         if result.nothing_counted:
             self.uncounted += 1
             self.writer.event(progress.iteration, uncounted_line(progress.iteration, result))
-        if self.experts and self._logs(progress.iteration):
+        if self.experts and logs:
             self.experts.report(self.writer, progress.iteration)
         if progress.iteration == self.iterations:
             self.writer.flush()
 
     def _memory(self, iteration: int, seconds: float) -> tuple[float | None, float | None]:
-        """Resident and shared memory of the largest rank, MiB, at the end of a log interval."""
+        """Return resident and shared memory of the largest rank, MiB, at the end of a log interval."""
         if self.memory is None:
             return None, None
         self.memory.read(iteration)
-        return (
-            self.memory.finish_interval(iteration, seconds)
-            if self._logs(iteration)
-            else (None, None)
-        )
+        if self._logs(iteration):
+            return self.memory.finish_interval(iteration, seconds)
+        return None, None
 
     def _report_checksums(self, iteration: int) -> None:
-        """Log a wrong matmul. SystemExit(REPLICAS_DIFFER) if a rank's matmuls are wrong again and
-        again: nothing is saved.
-        """
-        if self.checksums is None or not (text := self.checksums.report(self.trainer.world)):
+        """Log a wrong matmul. SystemExit(REPLICAS_DIFFER) without a save if a rank's matmuls are wrong repeatedly."""
+        if self.checksums is None:
+            return
+        text = self.checksums.report(self.trainer.world)
+        if not text:
             return
         self.writer.event(iteration, f"wrong matmul in iteration {iteration}: {text}")
         if self.checksums.persistent is None:
             return
         self._finish_save()
         why = f"{self.checksums.persistent}, up to iteration {iteration}"
-        since, trusted = self.checksums.stayed_since, None
+        since = self.checksums.stayed_since
+        trusted = None
         if save := self.trainer.run.output.save:
             suspect_from = None if since is None else iteration - since
             trusted = self.trainer.record_fault(save, why, suspect_from).trusted
@@ -244,29 +235,31 @@ class Session:
         self._leave_faulty(f"faulty core: {why}. Nothing is saved: {advice}, without that node")
 
     def _check_divergence(self, result: IterationResult) -> None:
-        """SystemExit(ExitCode.DIVERGED) after DIVERGED_STEPS skipped steps in a row that a falling loss scale does not explain.
+        """Raise SystemExit(ExitCode.DIVERGED) after DIVERGED_STEPS skipped steps in a row without a falling loss scale.
 
         Nothing is saved: the last checkpoint is from before.
         """
-        falling = self.trainer.optimizer.scaler.falling
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped and not falling else 0
+        if result.skipped and not self.trainer.optimizer.scaler.falling:
+            self.skipped_in_a_row += 1
+        else:
+            self.skipped_in_a_row = 0
         if self.skipped_in_a_row == 1:
             self._explain_nonfinite(result)
         if self.skipped_in_a_row < DIVERGED_STEPS:
             return
-        progress, output = self.trainer.progress, self.trainer.run.output
-        self._finish_save()  # it is from before
+        self._finish_save()  # of a checkpoint from before
         self.writer.flush()
+        save = self.trainer.run.output.save
+        place = f" in {save}" if save else ""
         self.writer.print(
-            f"diverged: the gradients of the last {DIVERGED_STEPS} iterations up to {progress.iteration} held an Inf "
-            "or NaN, and no update was made. Nothing is saved: continue from the last checkpoint"
-            + (f" in {output.save}" if output.save else "")
-            + " with a lower --lr, or with --clip-grad"
+            f"diverged: the gradients of the last {DIVERGED_STEPS} iterations up to {self.trainer.progress.iteration} "
+            "held an Inf or NaN, and no update was made. Nothing is saved: continue from the last checkpoint"
+            f"{place} with a lower --lr, or with --clip-grad"
         )
         raise SystemExit(ExitCode.DIVERGED)
 
     def _explain_nonfinite(self, result: IterationResult) -> None:
-        """Say where the first Inf or NaN of the last iteration came from; that costs another iteration, so not without end."""
+        """Log where the first Inf or NaN of the last iteration came from. It costs an iteration, so only a few times."""
         if self.explained == EXPLAINED_AT_MOST:
             return
         self.explained += 1
@@ -278,29 +271,26 @@ class Session:
         )
 
     def _check_weights(self, iteration: int) -> None:
-        """Compare replicas if the interval ends with this iteration."""
+        """Compare replicas if their interval ends with this iteration."""
         interval = self.trainer.run.numbers.check_weight_hash_across_dp_replicas_interval
         if interval and iteration % interval == 0:
             self._compare_replicas()
 
     def _compare_replicas(self) -> None:
-        """SystemExit(REPLICAS_DIFFER) if ranks that hold the same state have other bits. The save
-        under way ends first.
-        """
+        """Raise SystemExit(REPLICAS_DIFFER) if copies of the same state differ, after the save under way."""
         if found := self.trainer.find_difference():
             self._finish_save()
-            self._leave_faulty(
-                self.trainer.describe_difference(found, self.trainer.run.output.save)
-            )
+            save = self.trainer.run.output.save
+            self._leave_faulty(self.trainer.describe_difference(found, save))
 
     def _leave_faulty(self, text: str) -> NoReturn:
-        """SystemExit(REPLICAS_DIFFER) after a line in log and history."""
+        """Raise SystemExit(REPLICAS_DIFFER) after a line in log and history."""
         self.writer.flush()
         self.writer.event(self.trainer.progress.iteration, text)
         raise SystemExit(ExitCode.REPLICAS_DIFFER)
 
     def _check_data(self, iteration: int) -> None:
-        """SystemExit(USER_ERROR) where a file of the data changed. Nothing is saved: the last checkpoint is from before."""
+        """Raise SystemExit(USER_ERROR) without a save if a data file changed: the last checkpoint is from before."""
         if iteration == self.checked_iteration:
             return
         try:
@@ -313,7 +303,7 @@ class Session:
         self.checked_iteration = iteration
 
     def _check_trained(self, iteration: int) -> None:
-        """SystemExit(USER_ERROR) at the end of a whole run in which no label counted in the loss."""
+        """Raise SystemExit(USER_ERROR) at the end of a whole run without a counted label."""
         if iteration < self.iterations or self.uncounted < iteration or not iteration:
             return
         self._finish_save()
@@ -326,7 +316,8 @@ class Session:
         raise SystemExit(ExitCode.USER_ERROR)
 
     def _evaluate(self, iteration: int) -> None:
-        training, last = self.trainer.run.training, iteration == self.iterations
+        training = self.trainer.run.training
+        last = iteration == self.iterations
         start = training.start_eval_at_iter or 0
         if (
             not self.valid_sizes
@@ -338,26 +329,23 @@ class Session:
         self._print_validation(iteration, -(-iteration // training.eval_interval) - 1 - left_out)
 
     def _print_validation(self, iteration: int, number: int) -> None:
-        """The evaluation of this number, from 0, of every validation set."""
+        """Make an evaluation of every validation set. number: of the evaluation, from 0."""
         self._check_data(iteration)
-        trainer, several = self.trainer, self.trainer.run.training.multiple_validation_sets
-        for index, (first, iterations) in enumerate(
-            trainer.layout.evaluated(trainer.run, self.valid_sizes, number)
-        ):
+        trainer = self.trainer
+        several = trainer.run.training.multiple_validation_sets
+        sets = trainer.layout.evaluated(trainer.run, self.valid_sizes, number)
+        for index, (first, iterations) in enumerate(sets):
             with self.watchdog.heart.phase(f"evaluation after iteration {iteration}"):
                 loss = trainer.evaluate(trainer.valid, first, iterations)
-            self.writer.validation(
-                iteration, loss, trainer.progress.consumed_samples, f"-{index}" if several else ""
-            )
+            suffix = f"-{index}" if several else ""
+            self.writer.validation(iteration, loss, trainer.progress.consumed_samples, suffix)
 
     def _reason_to_leave(
         self, iteration: int, timer: runtime.ExitTimer
     ) -> tuple[str | None, bool, bool]:
-        """Why to leave, if at all; whether --save-interval-in-mins is over by the clock of rank 0; whether no rank still writes.
-
-        The same answers on every rank: one small reduction per iteration.
-        """
-        interval, world = self.trainer.run.training.exit_interval, self.trainer.world
+        """Return (reason to leave, if any; --save-interval-in-mins is over on rank 0; no rank writes), equal on every rank."""
+        interval = self.trainer.run.training.exit_interval
+        world = self.trainer.world
         writes = self.saving is not None and not self.saving.done
         flags = [
             self.signals.stop_requested,
@@ -365,28 +353,23 @@ class Session:
             world.rank == 0 and self.save_timer.expired,
             writes,
         ]
-        signalled, late, due, writing = world.all_reduce(
-            torch.tensor(flags, dtype=torch.int32), "max"
-        ).tolist()
-        reason = (
-            "a signal asked to stop"
-            if signalled
-            else "--exit-duration-in-mins is over"
-            if late
-            else None
-        )
+        reduced = world.all_reduce(torch.tensor(flags, dtype=torch.int32), "max")
+        signalled, late, due, writing = reduced.tolist()
+        reason = None
         if interval and iteration % interval == 0:
             reason = f"--exit-interval {interval}"
+        elif signalled:
+            reason = "a signal asked to stop"
+        elif late:
+            reason = "--exit-duration-in-mins is over"
         return reason, bool(due), not writing
 
     def _await_save(self) -> None:
-        """From now on --save-interval-in-mins counts."""
+        """Restart the clock of --save-interval-in-mins."""
         self.save_timer = runtime.ExitTimer(self.trainer.run.output.save_interval_in_mins)
 
     def _save(self, directory: str) -> None:
-        """Save, or with --async-save or --save-local begin to; the save before ends first, and
-        replicas are compared.
-        """
+        """Save, or begin to with --async-save or --save-local, after the previous save and a comparison of replicas."""
         self._finish_save()
         self._compare_replicas()
         self.save_due = False
@@ -404,7 +387,7 @@ class Session:
         return self.watchdog.heart.phase(f"save of iteration {self.saved_iteration}")
 
     def _advance_save(self, saving: BackgroundSave) -> None:
-        """The next step of a save in the background, when all ranks have done the present one."""
+        """Advance a save in the background; all ranks have finished its present step."""
         with self._saves():
             done = saving.advance()
         if done:
@@ -423,16 +406,14 @@ class Session:
             self._draw(directory)
 
     def _draw(self, directory: str) -> None:
-        """Start to draw the losses; while the picture of an earlier save is still being drawn, the run does not wait for it."""
+        """Start to draw the losses, unless the picture of an earlier save is still being drawn."""
         self.picture_is_old = self.picture is not None and self.picture.poll() is None
         if not self.picture_is_old:
-            heading = loss_plot.title(
-                loss_plot.describe(self.trainer.run, self.trainer.layout.dp),
-                os.path.abspath(directory),
-            )
-            self.picture = loss_plot.start_loss_curve(
-                os.path.join(directory, LOSS_CURVE), os.path.join(directory, HISTORY), heading
-            )
+            description = loss_plot.describe(self.trainer.run, self.trainer.layout.dp)
+            heading = loss_plot.title(description, os.path.abspath(directory))
+            picture = os.path.join(directory, LOSS_CURVE)
+            history = os.path.join(directory, HISTORY)
+            self.picture = loss_plot.start_loss_curve(picture, history, heading)
 
     def _await_picture(self) -> None:
         """Wait for the picture of the last save."""

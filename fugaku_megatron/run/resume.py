@@ -1,4 +1,4 @@
-"""Continuing from a checkpoint: what --load names, and which settings of the run differ from those it was saved with.
+"""Resume from a checkpoint: find it, and report settings that differ from the saved ones.
 
 Left out: reading the tensors (`checkpoint.load`).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,21 +43,17 @@ from ..training.trainer import ForeignModel, Progress, Trainer, layout_record
 from .loop import LOSS_CURVE
 from .plan import Plan
 
-OWN_FILES = (
-    HISTORY,
-    LOSS_CURVE,
-    TRACKER,
-    FAULT,
-)  # what a run that ended before its first checkpoint leaves
+# Files of a run that ended before its first checkpoint.
+OWN_FILES = (HISTORY, LOSS_CURVE, TRACKER, FAULT)
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint that a run continues from.
+    """Checkpoint from which a run continues.
 
-    checkpoint: None where the run starts from the beginning. state, config: what was saved next to the tensors. finetune: only the
-    weights are taken of it, and the state is empty. base: where the run trains adapters, the checkpoint with the weights that they
-    adapt, which is `checkpoint` itself where the adapters begin anew.
+    checkpoint: None if the run starts from the beginning. state, config: saved next to the tensors.
+    finetune: load weights alone; the state is empty.
+    base: model of adapters; `checkpoint` itself if the adapters are new.
     """
 
     checkpoint: Checkpoint | None = None
@@ -68,21 +64,22 @@ class Resume:
 
     @property
     def iteration(self) -> int | None:
-        """Where the run goes on; None where it begins."""
+        """Iteration at which the run resumes; None if it starts from the beginning."""
         return None if self.checkpoint is None or self.finetune else self.checkpoint.iteration
 
     @property
     def progress(self) -> Progress:
+        """Position at which the run resumes."""
         return Progress(**self.state.get("progress", {}))
 
     @property
     def order(self) -> DataOrder:
-        """The order of samples that the run began with, as far as the checkpoint has it."""
+        """Order of samples with which the run began, if the checkpoint has it."""
         return DataOrder(**(self.state.get("data_order") or {}))
 
 
 def check_source(load: str, save: str | None) -> None:
-    """Raises ValueError for a --load that holds no checkpoint, unless it is an empty or absent directory equal to --save."""
+    """Raise ValueError for a --load without a checkpoint, unless it is an empty or absent directory equal to --save."""
     path = Path(load)
     check(
         not (path.is_symlink() and _is_loop(path)),
@@ -125,10 +122,7 @@ OpenBase = Callable[[str, Comm, int | None], Checkpoint | ForeignModel]
 
 
 def open_pretrained(directory: str, world: Comm, iteration: int | None = None) -> Checkpoint:
-    """Open the checkpoint with a model's weights.
-
-    Collective; ValueError on every rank for a directory of another program.
-    """
+    """Open the checkpoint of a whole model. Collective. ValueError on every rank for a directory of another program."""
     known = on_root(world, lambda: any(Path(directory).glob(f"iter_*/{MANIFEST}")))
     with everywhere():
         check(
@@ -141,13 +135,13 @@ def open_pretrained(directory: str, world: Comm, iteration: int | None = None) -
 
 
 def find_checkpoint(run: RunConfig, world: Comm, open_base: OpenBase = open_pretrained) -> Resume:
-    """What --load and --ckpt-step, or else --pretrained-checkpoint, name. Collective; ValueError on every rank for a --load without
-    a checkpoint, and for one that holds weights alone where --finetune is not given.
+    """Open the checkpoint of --load and --ckpt-step, or else of --pretrained-checkpoint. Collective.
 
-    open_base: opens the model that adapters belong to, from its directory and its iteration, if one
-    is known.
+    Raise ValueError on every rank for a --load without a checkpoint, or with weights alone and no --finetune.
+    open_base: opens the model of adapters from its directory and its iteration, if known.
     """
-    output, directory = run.output, run.output.load
+    output = run.output
+    directory = output.load
     checkpoint = _resumed(run, directory, world) if directory else None
     with everywhere():
         _check_kind(run, checkpoint)
@@ -183,9 +177,12 @@ def find_checkpoint(run: RunConfig, world: Comm, open_base: OpenBase = open_pret
 
 
 def _check_kind(run: RunConfig, checkpoint: Checkpoint | None) -> None:
-    """ValueError where adapters are loaded as a model, a model as adapters, or adapters as others."""
-    saved, lora = None if checkpoint is None else checkpoint.state.get("lora"), run.lora
-    if checkpoint is None or (saved is None and (run.output.finetune or not lora.on)):
+    """Raise ValueError if adapters are loaded as a model, a model as adapters, or adapters as other adapters."""
+    if checkpoint is None:
+        return
+    lora = run.lora
+    saved = checkpoint.state.get("lora")
+    if saved is None and (run.output.finetune or not lora.on):
         return
     where = f"{checkpoint.directory} (iteration {checkpoint.iteration})"
     check(
@@ -213,15 +210,15 @@ def _check_kind(run: RunConfig, checkpoint: Checkpoint | None) -> None:
 
 
 def matrices(lora: LoraConfig, model: ModelConfig) -> list[tuple[str, ...]]:
-    """Return what has adapters in each linear layer, however --lora-target names it."""
+    """Return the matrices with adapters in each linear layer, for any spelling of --lora-target."""
     return [lora.parts(linear, model) for linear in MATRICES]
 
 
 def _adapting(
     run: RunConfig, checkpoint: Checkpoint | None, world: Comm, open_base: OpenBase
 ) -> Resume:
-    """What a run of adapters begins with: a model alone, or adapters with the model that they name. Collective."""
-    output, given = run.output, f"--lora-rank {run.lora.rank}"
+    """Open the start of a run of adapters: a model alone, or adapters with their model. Collective."""
+    output = run.output
     saved = None if checkpoint is None else checkpoint.state.get("lora")
     if checkpoint is not None and saved is None:  # with --finetune
         with everywhere():
@@ -235,10 +232,11 @@ def _adapting(
     with everywhere():
         check(
             saved is not None or output.pretrained_checkpoint,
-            f"{given} needs the weights of a model: pass its checkpoint as "
+            f"--lora-rank {run.lora.rank} needs the weights of a model: pass its checkpoint as "
             "--pretrained-checkpoint DIR, or --finetune --load DIR",
         )
-    recorded, named = saved or {}, output.pretrained_checkpoint
+    recorded = saved or {}
+    named = output.pretrained_checkpoint
     with everywhere():
         check(
             bool(named or "base" in recorded),
@@ -248,15 +246,17 @@ def _adapting(
     directory = named or recorded["base"]
     step = None if named else recorded["base_iteration"]
     known = on_root(world, lambda: Path(directory).is_dir())
-    with everywhere():
-        check(
-            known or (checkpoint is None and not named),
+    if named:
+        problem = (
             f"--pretrained-checkpoint {directory} is not a directory: pass the place of the model"
-            if named
-            else f"--load {output.load} holds adapters of the model in {directory}, which is not "
-            "there: "
-            "pass its place as --pretrained-checkpoint DIR",
         )
+    else:
+        problem = (
+            f"--load {output.load} holds adapters of the model in {directory}, which is not there: "
+            "pass its place as --pretrained-checkpoint DIR"
+        )
+    with everywhere():
+        check(known or (checkpoint is None and not named), problem)
     base = open_base(directory, world, step)
     with everywhere():
         check(
@@ -293,10 +293,16 @@ def with_padding(run: RunConfig, resume: Resume) -> RunConfig:
 
 
 def _saved_padding(resume: Resume) -> str:
-    """Whether padding was masked where the checkpoint comes from. Programs before the flag saved no value, and never masked it."""
+    """Return the value of --mask-vocab-padding in the checkpoint.
+
+    Versions before the flag saved no value and never masked padding; other programs do.
+    """
     saved = resume.config.get("model", {}).get("mask_vocab_padding")
-    converted = resume.checkpoint is not None and resume.checkpoint.state.get("weights_only")
-    return saved if saved in (MASKED, COUNTED) else MASKED if converted else COUNTED
+    if saved in (MASKED, COUNTED):
+        return str(saved)
+    if resume.checkpoint is not None and resume.checkpoint.state.get("weights_only"):
+        return MASKED
+    return COUNTED
 
 
 def _finetune(checkpoint: Checkpoint) -> Resume:
@@ -304,26 +310,25 @@ def _finetune(checkpoint: Checkpoint) -> Resume:
 
 
 def _resumed(run: RunConfig, directory: str, world: Comm) -> Checkpoint | None:
-    """The checkpoint that --load, or a newer copy of --save-local, holds; None where --load is to be filled. Collective."""
-    step = run.output.ckpt_step
-    iteration = (
-        step if step is not None else on_root(world, lambda: _latest(directory, run.output.save))
-    )
-    copied = 0 if step is not None else _newest_copy(run, world)
+    """Open the checkpoint in --load, or a newer copy in --save-local; None if --load is still empty. Collective."""
+    if run.output.ckpt_step is not None:
+        return open_checkpoint(directory, world, run.output.ckpt_step)
+    iteration = on_root(world, lambda: _latest(directory, run.output.save))
+    copied = _newest_copy(run, world)
     if run.output.save_local and copied > (iteration or 0):
         on_root(world, lambda: refuse_suspect(directory, copied), f"--load {directory}: ")
         return open_copy(run.output.save_local, world, copied)
-    return (
-        None if iteration is None else open_checkpoint(directory, world, step)
-    )  # which checks what the tracker names
+    return None if iteration is None else open_checkpoint(directory, world)
 
 
 def _newest_copy(run: RunConfig, world: Comm) -> int:
-    """The newest iteration of this run, in this layout, that every rank finds in --save-local; 0: none. Collective."""
-    local, load = run.output.save_local, run.output.load
+    """Return the newest iteration of this run and layout in --save-local on every rank; 0: none. Collective."""
+    local = run.output.save_local
+    load = run.output.load
     if not local or not load or (name := run_name(load, world)) is None:
         return 0
-    layout, parallel = layout_record(run, Layout.from_run(run, world.size)), asdict(run.parallel)
+    layout = layout_record(run, Layout.from_run(run, world.size))
+    parallel = asdict(run.parallel)
 
     def fits(head: dict[str, Any]) -> bool:
         return (head["state"].get("run"), head["layout"], head["config"].get("parallel")) == (
@@ -343,18 +348,18 @@ def _latest(directory: str, save: str | None) -> int | None:
 
 
 def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
-    """Bring the trainer to where the run stands; returns the log's lines. Collective."""
+    """Load the checkpoint into the trainer; return the log's lines. Collective."""
     if resume.base is None:
         return _resume(trainer, resume)
-    trainer.load_base(
-        resume.base, None if resume.checkpoint is None else resume.checkpoint.state.get("lora")
-    )
+    saved = None if resume.checkpoint is None else resume.checkpoint.state.get("lora")
+    trainer.load_base(resume.base, saved)
     return [*_resume(trainer, resume), *_copies_note(trainer)]
 
 
 def _copies_note(trainer: Trainer) -> list[str]:
-    """How many ranks share one copy of the frozen weights."""
-    sharers, ranks = trainer.optimizer.flat.frozen_memory[0].sharers, trainer.groups.dp.size
+    """Return the number of ranks that share one copy of the frozen weights."""
+    sharers = trainer.optimizer.flat.frozen_memory[0].sharers
+    ranks = trainer.groups.dp.size
     if ranks == 1:
         return []
     if sharers == 1:
@@ -369,12 +374,13 @@ def _copies_note(trainer: Trainer) -> list[str]:
 def _resume(trainer: Trainer, resume: Resume) -> list[str]:
     run = trainer.run
     if resume.checkpoint is None:
-        return (
-            [f"no checkpoint in --load {run.output.load}: starting anew"] if run.output.load else []
-        )
+        if not run.output.load:
+            return []
+        return [f"no checkpoint in --load {run.output.load}: starting anew"]
     if resume.finetune:
         return _start_from_weights(trainer, resume.checkpoint, resume)
-    requested, checkpoint = trainer.param_schedule, resume.checkpoint
+    requested = trainer.param_schedule
+    checkpoint = resume.checkpoint
     trainer.load(checkpoint)
     _carry(trainer, checkpoint)
     source = checkpoint.node or run.output.load
@@ -394,7 +400,7 @@ def _resume(trainer: Trainer, resume: Resume) -> list[str]:
     return lines + _skip_notes(trainer, resume) + _schedule_note(requested, trainer, resume)
 
 
-# What decides the number of samples that a run asks for, by group.
+# Fields that decide the number of samples of a run, by group.
 LENGTH = {
     "training": ("train_iters", "train_samples", "train_tokens"),
     "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
@@ -403,7 +409,7 @@ LENGTH = {
 
 
 def _order_note(run: RunConfig, resume: Resume) -> list[str]:
-    """Return a line where the checkpoint has no order of samples, and the one of the flags may be another one."""
+    """Return a line if the checkpoint has no order of samples, and the flags may give another order."""
     if resume.order.train or run.data.mock_data or run.data.sft:
         return []
     changed = differences(run, resume.config, LENGTH)
@@ -416,7 +422,7 @@ def _order_note(run: RunConfig, resume: Resume) -> list[str]:
 
 
 def _carry(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Copy the files that came with a converted model to --save, so that they are there when its checkpoints are converted."""
+    """Copy the tokenizer files of a converted model to --save, for a later conversion of its checkpoints."""
     save = trainer.run.output.save
     if save:
         carry_files(checkpoint.directory / CARRIED, save, trainer.world)
@@ -440,7 +446,7 @@ def carry_files(
 
 
 def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume) -> list[str]:
-    """Begin with the weights of a checkpoint; returns the log's lines. Collective."""
+    """Start from the weights of a checkpoint; return the log's lines. Collective."""
     notes = mask_note(trainer.run, _saved_padding(resume))
     if checkpoint is not resume.base:
         trainer.load(checkpoint, weights_only=True)
@@ -457,22 +463,20 @@ def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume
 
 
 def _fault_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
-    """Say that a fault of a machine ended an earlier run, and what that means for the checkpoint.
-    Collective.
-    """
+    """Return a line if a machine fault ended an earlier run, with what it means for the checkpoint. Collective."""
     load = trainer.run.output.load
     note = on_root(trainer.world, lambda: fault_note(load, checkpoint.iteration) if load else None)
     return [] if note is None else [note]
 
 
 def _tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
-    """Complete checkpoints that are newer than the one which the tracker names. Collective."""
+    """Return a line about complete checkpoints that are newer than the tracker's. Collective."""
     if trainer.run.output.ckpt_step is not None or checkpoint.node:
         return []
     directory = checkpoint.directory
 
     def newer_ones() -> list[int]:
-        """Return those that a start may take."""
+        """Return the checkpoints from which a run may start."""
         excluded = suspects(directory)
         return [
             number
@@ -481,30 +485,27 @@ def _tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
         ]
 
     newer = on_root(trainer.world, newer_ones)
-    tracker, named = checkpoint.directory / TRACKER, checkpoint.iteration
-    return (
-        [
-            f"note: {tracker} names iteration {named}, and complete checkpoints of iterations {join(newer)} are newer: "
-            f"--ckpt-step {newer[-1]} starts from the newest"
-        ]
-        if newer
-        else []
-    )
+    if not newer:
+        return []
+    return [
+        f"note: {directory / TRACKER} names iteration {checkpoint.iteration}, and complete checkpoints of iterations "
+        f"{join(newer)} are newer: --ckpt-step {newer[-1]} starts from the newest"
+    ]
 
 
 def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
-    """What changes of --skip-samples ahead, and what comes too late. Ranges that were left out before need no note."""
-    position, now = trainer.progress.consumed_samples, trainer.skips
+    """Return lines about changes of --skip-samples: ahead, and too late. Ranges skipped before need no note."""
+    position = trainer.progress.consumed_samples
+    now = trainer.skips
     saved = Skips.parse(resume.config.get("data", {}).get("skip_samples"))
-    before, after = saved.between(position, MAX_SAMPLE), now.between(position, MAX_SAMPLE)
-    notes = (
-        []
-        if before == after
-        else [
+    before = saved.between(position, MAX_SAMPLE)
+    after = now.between(position, MAX_SAMPLE)
+    notes = []
+    if before != after:
+        notes.append(
             f"note: --skip-samples leaves out {after or 'nothing'} of the samples ahead, was {before or 'nothing'}: the loss curve "
             "changes from there on"
-        ]
-    )
+        )
     passed = now.between(0, position)
     if passed and passed != saved.between(0, position):
         notes.append(
@@ -515,45 +516,41 @@ def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
 
 
 def _moment_notes(run: RunConfig, resume: Resume) -> list[str]:
-    """Weights and moments that the checkpoint holds in another format than this run; without a word of it there, in FP32."""
-    saved, notes = resume.config.get("optimizer", {}), []
-    for name in (
-        "main_params_dtype",
-        *(() if run.optimizer.no_load_optim else ("exp_avg_dtype", "exp_avg_sq_dtype")),
-    ):
-        now, before = getattr(run.optimizer, name), saved.get(name, "fp32")
-        change = "rounded to nearest" if now == "bf16" else "taken as they are"
-        notes += (
-            [f"note: {flag(name)} is {now}, was {before}: the checkpoint's values are {change}"]
-            if now != before
-            else []
-        )
+    """Return lines about weights and moments of another format than the checkpoint's, which is FP32 unless it says otherwise."""
+    saved = resume.config.get("optimizer", {})
+    names = ["main_params_dtype"]
+    if not run.optimizer.no_load_optim:
+        names += ["exp_avg_dtype", "exp_avg_sq_dtype"]
+    notes = []
+    for name in names:
+        now = getattr(run.optimizer, name)
+        before = saved.get(name, "fp32")
+        if now != before:
+            change = "rounded to nearest" if now == "bf16" else "taken as they are"
+            notes.append(
+                f"note: {flag(name)} is {now}, was {before}: the checkpoint's values are {change}"
+            )
     return notes
 
 
 def _schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -> list[str]:
-    """What becomes of the learning rate where this command line's schedule is not the saved one."""
-    state, samples, optimizer = (
-        resume.state.get("param_schedule"),
-        resume.progress.scheduled_samples,
-        trainer.run.optimizer,
-    )
-    if optimizer.no_load_optim or optimizer.no_load_lr_state:
-        given, also = (
-            ("--no-load-optim", "moments and loss scale begin anew, and ")
-            if optimizer.no_load_optim
-            else ("--no-load-lr-state", "")
-        )
-        return [
-            f"note: {given}: {also}the schedule of the learning rate begins anew, at {requested.learning_rate(0):.3e}"
-        ]
+    """Return a line about the learning rate if the schedule differs from the saved one."""
+    state = resume.state.get("param_schedule")
+    samples = resume.progress.scheduled_samples
+    optimizer = trainer.run.optimizer
+    first = f"the schedule of the learning rate begins anew, at {requested.learning_rate(0):.3e}"
+    if optimizer.no_load_optim:
+        return [f"note: --no-load-optim: moments and loss scale begin anew, and {first}"]
+    if optimizer.no_load_lr_state:
+        return [f"note: --no-load-lr-state: {first}"]
     saved = ParamSchedule.from_state(state) if state else requested
-    now, before = requested.learning_rate(samples), saved.learning_rate(samples)
-    lengths = (
-        (requested.warmup_samples, requested.decay_samples),
-        (saved.warmup_samples, saved.decay_samples),
+    now = requested.learning_rate(samples)
+    before = saved.learning_rate(samples)
+    same_length = (requested.warmup_samples, requested.decay_samples) == (
+        saved.warmup_samples,
+        saved.decay_samples,
     )
-    if optimizer.override_opt_param_scheduler or (now == before and lengths[0] == lengths[1]):
+    if optimizer.override_opt_param_scheduler or (now == before and same_length):
         return []
     if optimizer.use_checkpoint_opt_param_scheduler:
         return [
@@ -561,8 +558,8 @@ def _schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -
             f"from this command line's {now:.3e}"
         ]
     return [
-        f"note: the learning rate continues from {now:.3e} instead of {before:.3e}: it decays over {lengths[0][1]:.10g} "
-        f"samples, was {lengths[1][1]:.10g}. --use-checkpoint-opt_param-scheduler keeps the checkpoint's schedule, "
+        f"note: the learning rate continues from {now:.3e} instead of {before:.3e}: it decays over {requested.decay_samples:.10g} "
+        f"samples, was {saved.decay_samples:.10g}. --use-checkpoint-opt_param-scheduler keeps the checkpoint's schedule, "
         "--override-opt_param-scheduler takes this one without a note"
     ]
 
@@ -576,7 +573,7 @@ LAYOUT_SIZES = {
 }
 
 
-# What decides the course of training next to the architecture, by group: a resumed run says where it differs from what was saved.
+# Fields that decide the course of training besides the architecture, by group: a resumed run reports differences.
 COURSE = {
     "model": (
         "seq_length",
@@ -638,10 +635,11 @@ COURSE = {
 def differences(
     run: RunConfig, saved: dict[str, Any], settings: Mapping[str, tuple[str, ...]] = COURSE
 ) -> list[str]:
-    """The settings, by default those of the course of training, that differ from the saved ones, each as a phrase with its flag."""
+    """Return a phrase with the flag for each setting that differs from the saved one."""
     phrases = []
     for group, names in settings.items():
-        now, before = getattr(run, group), saved.get(group, {})
+        now = getattr(run, group)
+        before = saved.get(group, {})
         for name in names:
             value = getattr(now, name)
             value = list(value) if isinstance(value, tuple) else value  # as JSON has it
@@ -651,47 +649,45 @@ def differences(
 
 
 def mask_note(run: RunConfig, before: str) -> list[str]:
-    """Where a run that begins with the weights of a checkpoint counts other rows in the softmax. before: what was saved."""
+    """Return a line if a run from the weights of a checkpoint masks other rows of the softmax. before: saved value."""
     now = run.model.mask_vocab_padding
-    return (
-        []
-        if now in (before, UNRESOLVED)
-        else [
-            f"note: --mask-vocab-padding is {now}, and the weights were trained with {before}: the loss starts at another value; leave "
-            f"the flag out to keep {before}"
-        ]
-    )
+    if now in (before, UNRESOLVED):
+        return []
+    return [
+        f"note: --mask-vocab-padding is {now}, and the weights were trained with {before}: the loss starts at another value; leave "
+        f"the flag out to keep {before}"
+    ]
 
 
 def angle_note(run: RunConfig, saved: dict[str, Any]) -> list[str]:
-    """Where a run that begins with the weights of a checkpoint turns queries and keys by other angles. saved: its model."""
+    """Return a line if a run from the weights of a checkpoint rotates queries and keys by other angles. saved: its model."""
     changed = [
         f"{flag(name)} is {getattr(run.model, name)}, was {saved[name]}"
         for name in ANGLES
         if run.model.rotary and name in saved and saved[name] != getattr(run.model, name)
     ]
-    return (
-        [
-            f"note: positions have other angles than the weights were trained with: {', '.join(changed)}"
-        ]
-        if changed
-        else []
-    )
+    if not changed:
+        return []
+    return [
+        f"note: positions have other angles than the weights were trained with: {', '.join(changed)}"
+    ]
 
 
 def layout_notes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
-    """Another layout than the saved one; what follows the layout is the size of a batch, and of the vocabulary."""
-    saved, now = checkpoint.head["layout"], layout_record(trainer.run, trainer.layout)
+    """Return lines about another layout than the saved one, and about sizes that follow from the layout."""
+    saved = checkpoint.head["layout"]
+    now = layout_record(trainer.run, trainer.layout)
+    # The context-parallel size is recorded above 1 only.
     names = [
         name
         for name in LAYOUT_SIZES
         if name in saved or name == "context_parallel_size" and name in now
-    ]  # recorded above 1
-    before, after = (
-        " x ".join(f"{LAYOUT_SIZES[name]} {sizes.get(name, 1)}" for name in names)
-        for sizes in (saved, now)
-    )
-    notes = [f"note: saved with {before}, continues with {after}"] if before != after else []
+    ]
+    before = _sizes_text(saved, names)
+    after = _sizes_text(now, names)
+    notes = []
+    if before != after:
+        notes.append(f"note: saved with {before}, continues with {after}")
     return [
         *notes,
         *_batch_note(trainer, saved, checkpoint.config),
@@ -699,9 +695,14 @@ def layout_notes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     ]
 
 
+def _sizes_text(sizes: Mapping[str, Any], names: Iterable[str]) -> str:
+    return " x ".join(f"{LAYOUT_SIZES[name]} {sizes.get(name, 1)}" for name in names)
+
+
 def _batch_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """Where the global batch size is not given: micro-batch x data-parallel size."""
-    batch, own = config["batch"], trainer.layout.global_batch_size(trainer.run)
+    """Return a line if a global batch size that is not given, micro-batch x data-parallel size, changed."""
+    batch = config["batch"]
+    own = trainer.layout.global_batch_size(trainer.run)
     size = batch["micro_batch_size"] * saved.get("data_parallel_size", trainer.layout.dp)
     if size == own or trainer.run.batch.global_batch_size or batch["global_batch_size"]:
         return []
@@ -712,19 +713,20 @@ def _batch_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any])
 
 
 def vocabulary_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """Rows beyond the tokens take part in the loss, as in Megatron, unless they are masked: their number changes it a little."""
-    model, tp = trainer.run.model, trainer.layout.tp
+    """Return a line if the padded vocabulary changed: unmasked padding counts in the loss, as in Megatron-LM."""
+    model = trainer.run.model
+    tp = trainer.layout.tp
     multiple = config["model"]["make_vocab_size_divisible_by"]
     rows = padded_vocab_size(
         replace(model, make_vocab_size_divisible_by=multiple), saved["tensor_model_parallel_size"]
     )
     own = padded_vocab_size(model, tp)
-    keep = f"; pass --make-vocab-size-divisible-by {rows // tp} to keep {rows}" * (rows % tp == 0)
-    return (
-        []
-        if own == rows or model.masks_padding
-        else [
-            f"note: the padded vocabulary has {own} rows, had {rows}, and those "
-            f"beyond the {model.vocab_size} tokens count in the loss{keep}"
-        ]
+    if own == rows or model.masks_padding:
+        return []
+    line = (
+        f"note: the padded vocabulary has {own} rows, had {rows}, and those "
+        f"beyond the {model.vocab_size} tokens count in the loss"
     )
+    if rows % tp == 0:
+        line += f"; pass --make-vocab-size-divisible-by {rows // tp} to keep {rows}"
+    return [line]

@@ -38,8 +38,8 @@ def resolve_vocabulary(run: RunConfig, world: Comm) -> tuple[RunConfig, dict[str
 def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
     """Return the identity of the run's tokenizer (`data.tokenizer.identity`).
 
-    None if no flag names a tokenizer, and the run needs none or the model that it starts from has
-    none. Collective: one rank reads the files. ValueError on every rank if that fails.
+    None without a tokenizer flag, if the run needs no tokenizer or starts from a model without one.
+    Collective: one rank reads the files. ValueError on every rank if that fails.
     """
 
     def read() -> dict[str, Any] | None:
@@ -54,9 +54,9 @@ def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
 
 
 def find_tokenizer(run: RunConfig) -> TokenizerFlags | None:
-    """Return the tokenizer that the flags name, or else that of the model which the run starts from.
+    """Return the tokenizer of the flags, or else of the model that the run starts from, or None.
 
-    None if there is none. ValueError for a checkpoint that cannot be read.
+    ValueError for a checkpoint that cannot be read.
     """
     flags = TokenizerFlags.of(run.data, run.model.vocab_size)
     if flags.named:
@@ -82,14 +82,15 @@ def _tokenizer_in(directory: str, iteration: int | None, size: int | None) -> To
 
 
 def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConfig:
-    """The run with its vocabulary size known: --vocab-size, the tokenizer's (`read_tokenizer`), or with --mock-data GPT-2's.
+    """Return the run with its vocabulary size: --vocab-size, the tokenizer's, or GPT-2's with --mock-data.
 
-    Raises ValueError when none of them is known or the tokenizer has more tokens than --vocab-size, and where flags need a token
-    that ends a document and none is known.
+    Raise ValueError if no size is known, if the tokenizer has more tokens than --vocab-size, or if flags need an unknown token
+    that ends a document.
     """
-    if run.data.marks_documents:
-        end_of_document(run.data, tokenizer)
-    data, vocab_size = run.data, run.model.vocab_size
+    data = run.data
+    if data.marks_documents:
+        end_of_document(data, tokenizer)
+    vocab_size = run.model.vocab_size
     if tokenizer:
         size = tokenizer["vocab_size"]
         named = "the tokenizer of the model that the run starts from"
@@ -114,7 +115,7 @@ def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConf
 
 
 def end_of_document(data: DataConfig, tokenizer: dict[str, Any] | None) -> int:
-    """The token that ends a document, which flags need. ValueError where it is not known, or the tokenizer has none."""
+    """Return the token that ends a document. Raise ValueError if it is not known, or the tokenizer has none."""
     check(
         bool(tokenizer),
         f"{data.marks_documents}: the token that ends a document is not known: name the tokenizer of the data, "
@@ -132,17 +133,20 @@ def end_of_document(data: DataConfig, tokenizer: dict[str, Any] | None) -> int:
 def tokenizer_notes(
     run: RunConfig, tokenizer: dict[str, Any] | None, saved: dict[str, Any] | None, world: Comm
 ) -> list[str]:
-    """Lines about data, or a checkpoint whose state has `saved`, that come from another tokenizer. Collective."""
+    """Return lines about data and a checkpoint of another tokenizer. Collective.
+
+    saved: the checkpoint's tokenizer.
+    """
     notes = on_root(world, lambda: [*_data_notes(run, tokenizer)])
-    other = mismatch(tokenizer, saved)
-    return notes + [
-        f"note: the checkpoint in --load was trained with {other}: their tokens mean different texts"
-    ] * bool(other)
+    if other := mismatch(tokenizer, saved):
+        notes.append(
+            f"note: the checkpoint in --load was trained with {other}: their tokens mean different texts"
+        )
+    return notes
 
 
 def _data_notes(run: RunConfig, tokenizer: dict[str, Any] | None) -> Iterable[str]:
-    for prefix in dict.fromkeys(
-        prefix for path in run.data.paths.values() for prefix in parse_data_path(path)[0]
-    ):
+    prefixes = (prefix for path in run.data.paths.values() for prefix in parse_data_path(path)[0])
+    for prefix in dict.fromkeys(prefixes):
         if other := mismatch(tokenizer, read_identity(prefix)):
             yield f"note: {prefix} was tokenized with {other}: pass the tokenizer that preprocess has used"

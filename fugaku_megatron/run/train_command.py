@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s [flags]"  # all of them would fill the first screen
+    parser.usage = "%(prog)s [flags]"  # the list of flags would fill the first screen
     parser.add_argument(
         "--png",
         metavar="FILE",
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train, or print the plan of a dry run; every rank of mpiexec comes here."""
+    """Train, or print the plan of a dry run, on every rank of mpiexec."""
     arguments = interpret(with_checkpoint_model(vars(args)), passed=vars(args))
     check(
         args.png is None or arguments.dry_run,
@@ -71,11 +71,12 @@ DROPOUT = ("attention_dropout", "hidden_dropout")  # which Megatron-LM takes wit
 
 
 def with_checkpoint_model(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Parsed flags, with --use-checkpoint-args the model's replaced by those of the checkpoint in --load, if there is one.
+    """Return parsed flags, with --use-checkpoint-args the model flags of the checkpoint in --load, if it exists.
 
-    Megatron-LM's load_args_from_checkpoint (megatron/training/checkpointing.py). Every process reads the manifest.
+    As Megatron-LM's load_args_from_checkpoint (megatron/training/checkpointing.py). Every process reads the manifest.
     """
-    load, step = values.get("load"), values.get("ckpt_step")
+    load = values.get("load")
+    step = values.get("ckpt_step")
     if not (values.get("use_checkpoint_args") and load and Path(load).is_dir()):
         return dict(values)
     iteration = latest_iteration(load) if step is None else step
@@ -83,16 +84,13 @@ def with_checkpoint_model(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     saved = with_block(read_head(load, iteration)["config"].get("model", {}))
     kept = {name: value for name, value in values.items() if name not in ARCHITECTURE}
-    return {
-        **kept,
-        **{name: saved[name] for name in (*ARCHITECTURE, *DROPOUT) if saved.get(name) is not None},
-    }
+    names = (name for name in (*ARCHITECTURE, *DROPOUT) if saved.get(name) is not None)
+    return kept | {name: saved[name] for name in names}
 
 
 def _train(arguments: Arguments) -> int:
-    watchdog = Watchdog.start(
-        hang_settings(arguments.run)
-    )  # before anything that may hang: torch, MPI, files
+    # Before anything that may hang: torch, MPI, files.
+    watchdog = Watchdog.start(hang_settings(arguments.run))
     atexit.register(watchdog.close)
 
     with exit_codes.uncollected():
@@ -109,7 +107,7 @@ def _pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
 
 
 def hang_settings(run: RunConfig) -> HangSettings:
-    """How long is too long, and where a hang is reported: next to --log-file, or else in --save, or here."""
+    """Return the hang timeout, and the directory of reports: of --log-file, or else --save, or the current one."""
     output = run.output
     directory = Path(output.log_file).parent if output.log_file else Path(output.save or ".")
     return HangSettings(

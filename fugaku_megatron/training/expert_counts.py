@@ -13,7 +13,7 @@ from ..nn.router import Router
 
 
 def routers(stage: Stage) -> dict[int, Router]:
-    """Those of a stage, by the layer, from 0."""
+    """Return the routers of a stage by layer, counted from 0."""
     return {
         layer.layer - 1: layer.mlp.router
         for layer in stage.layers
@@ -21,15 +21,16 @@ def routers(stage: Stage) -> dict[int, Router]:
     }
 
 
-def forget_loads(stage: Stage) -> None:
-    """Before an iteration: what was counted before belongs to none."""
+def reset_loads(stage: Stage) -> None:
+    """Discard earlier counts before an iteration."""
     for router in routers(stage).values():
         router.loads.clear()
 
 
 def gather_loads(stage: Stage, run: RunConfig, groups: Groups, microbatches: int) -> Tensor | None:
-    """(l, e + 2) of an iteration in FP64, on every rank: each expert's tokens, the balancing losses and the z-loss, both means over
-    micro-batches; zeros in layers without experts. None for a model without. Collective.
+    """Return the expert loads of an iteration on every rank, (l, e + 2) in FP64; None for a model without experts. Collective.
+
+    A row has each expert's tokens, the balancing loss and the z-loss, both means over micro-batches; zeros for a dense layer.
     """
     model = run.model
     if model.num_experts is None:
@@ -37,7 +38,7 @@ def gather_loads(stage: Stage, run: RunConfig, groups: Groups, microbatches: int
     table = torch.zeros(model.num_layers, model.num_experts + 2, dtype=torch.float64)
     for layer, router in routers(stage).items():
         table[layer] = router.take_load()
-    if run.parallel.sequence_parallel:  # a rank has routed its part of the sequence
+    if run.parallel.sequence_parallel:  # a rank routes its shard of the sequence
         groups.tp.all_reduce(table)
     groups.dp.all_reduce(table)
     groups.pp.all_reduce(table)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..comm.base import Comm, SoloComm
 from ..comm.grid import Groups
+from ..config.data import DataConfig
 from ..config.layout import placement
-from ..config.run_config import DataConfig, RunConfig
+from ..config.run_config import RunConfig
 from ..data import marks
 from ..data.build import Builder, Datasets, build_datasets, build_separate_datasets
 from ..data.dataset import Dataset, TokenArrays
@@ -33,12 +34,14 @@ from ..nn.sequence_ranks import own_runs, positions
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of one data-parallel rank.
+    """Micro-batch of one data-parallel rank.
 
-    index: its number in the iteration. samples: (s + 1, b) on the first and the last stage, None on the stages between.
-    first_sample: global index of its first sample, which selects dropout masks. marks: (s + 1, b), those of `data.marks`; with them
-    all stages have samples. documents: what attention and positions see of them. rows: of the sequence that this rank has, (rows,),
-    None for all.
+    index: number in the iteration.
+    samples: (s + 1, b) on the first and the last stage, and with marks on all stages; None elsewhere.
+    first_sample: global index of the first sample, which selects dropout masks.
+    marks: (s + 1, b), see `data.marks`.
+    documents: starts and positions for attention.
+    rows: this rank's rows of the sequence, (rows,); None for all.
     """
 
     index: int
@@ -53,36 +56,37 @@ class MicroBatch:
 
     @property
     def tokens(self) -> Tensor | None:
-        """(rows, b)."""
+        """Token ids, (rows, b)."""
         return None if self.samples is None else self._own(self.samples[:-1])
 
     @property
     def labels(self) -> Tensor | None:
-        """(rows, b): of each token the one that follows, -1 where that does not count."""
+        """Following token of each token, (rows, b); -1 if it does not count in the loss."""
         if self.samples is None:
             return None
-        return self._own(
-            self.samples[1:] if self.marks is None else marks.labels(self.samples, self.marks)
-        )
+        if self.marks is None:
+            return self._own(self.samples[1:])
+        return self._own(marks.labels(self.samples, self.marks))
 
 
 class MicroBatchWindow:
-    """Micro-batches fetched by number from a source that delivers them in data order.
+    """Micro-batches fetched by number from a source in data order.
 
-    What the source delivers before it is asked for is held until it is; a schedule decides how far it reads ahead. uses: how many
-    chunks of this rank fetch each micro-batch; after the last of them it is dropped.
+    Micro-batches that the source yields too early are kept; the schedule decides how far it reads ahead.
+    uses: model chunks of this rank, each of which fetches every micro-batch; after the last fetch it is dropped.
     """
 
     def __init__(self, source: Iterator[MicroBatch], uses: int = 1) -> None:
-        self._source, self._uses = source, uses
+        self._source = source
+        self._uses = uses
         self._held: dict[int, tuple[MicroBatch, int]] = {}
 
     def __len__(self) -> int:
-        """Micro-batches that are held."""
+        """Return the number of micro-batches that are kept."""
         return len(self._held)
 
     def fetch(self, index: int) -> MicroBatch:
-        """The micro-batch of this number. KeyError when the iteration has none, or every chunk has fetched it."""
+        """Return a micro-batch. KeyError if the iteration has no such number, or every chunk has fetched it."""
         while index not in self._held:
             batch = next(self._source, None)
             if batch is None:
@@ -100,13 +104,13 @@ Source = Prefetcher[np.ndarray] | ReaderBatches  # of micro-batches
 
 
 def needs_data(run: RunConfig, groups: Groups) -> bool:
-    """Whether this rank's stage uses samples: the first and the last one, and with marks all of them."""
-    parts = placement(run)
-    return run.data.marked or groups.pp.rank in (parts.owner(0)[0], parts.last_stage)
+    """Return True if this rank's stage uses samples: the first and the last stage do, and with marks all stages."""
+    stages = placement(run)
+    return run.data.marked or groups.pp.rank in (stages.owner(0)[0], stages.last_stage)
 
 
 def reads_data(run: RunConfig, groups: Groups) -> bool:
-    """Whether this rank opens the data set."""
+    """Return True if this rank opens the data set."""
     return groups.tp.rank == 0 and needs_data(run, groups)
 
 
@@ -119,9 +123,12 @@ def datasets_of(
     arrays: Mapping[str, TokenArrays] | None = None,
     begun: Sequence[int | None] = (None, None, None),
 ) -> Datasets:
-    """(train, valid, test) of the data flags of a run with files; the other arguments and errors are those of
-    `data.build.build_datasets`."""
-    data, separate = run.data, run.training.multiple_validation_sets
+    """Open (train, valid, test) from the data flags of a run with files.
+
+    Other arguments and errors: see `data.build.build_datasets`.
+    """
+    data = run.data
+    separate = run.training.multiple_validation_sets
     builder = Builder(
         run.model.seq_length,
         run.training.seed,
@@ -143,11 +150,10 @@ def datasets_of(
 
 @dataclass(frozen=True)
 class RunBatches:
-    """The batches of a run on one rank.
+    """Batches of a run on one rank.
 
-    readers: see `train.Trainer`. waiting: is entered around what fetches samples.
-
-    shift: the rank gets the samples of the data-parallel rank so many places further on.
+    readers: see `Trainer`. waiting: context around every fetch of samples.
+    shift: by which data-parallel ranks exchange samples: rank r computes the samples of rank r + shift.
     """
 
     run: RunConfig
@@ -166,10 +172,11 @@ class RunBatches:
         size: Callable[[int], int],
         samples: Callable[[int, int], Sequence[int]] = consecutive,
     ) -> Source | None:
-        """This rank's micro-batches from `consumed` on; None where it does not read. Close it at the end."""
+        """Open this rank's micro-batches from sample `consumed` on; None if the rank does not read. The caller closes it."""
         if not reads_data(self.run, self.groups):
             return None
-        micro_batch_size, groups = self.run.batch.micro_batch_size, self.groups
+        micro_batch_size = self.run.batch.micro_batch_size
+        groups = self.groups
         readers = self.readers or ReaderGroup(SoloComm(), (groups.data_rank,))
         readers = replace(readers, dp_ranks=tuple(map(self._shifted, readers.dp_ranks)))
         if readers.comm.size > 1 or self.run.data.marked:
@@ -190,7 +197,7 @@ class RunBatches:
         )
 
     def begin(self, source: Source | None) -> TokenCounts | None:
-        """Before each iteration, and each batch of an evaluation: the work of the global batch, where it is marked. Collective."""
+        """Begin an iteration or a batch of an evaluation; return the work of a marked global batch. Collective."""
         if isinstance(source, ReaderBatches):
             with self.waiting():
                 source.begin()
@@ -201,7 +208,7 @@ class RunBatches:
         sums = [own.counted, own.squares, own.samples, own.padded]
         numbers = groups.tp.broadcast(torch.tensor(sums))
         mine = int(numbers[1])
-        # Over all ranks, since gathers of weights may be under way on the communicator of the data-parallel ones.
+        # Over all ranks, because weights may still be gathered on the data-parallel communicator.
         copies = groups.tp.size * groups.pp.size * groups.cp.size
         counted, squares, samples, padded = (groups.world.all_reduce(numbers) // copies).tolist()
         share = mine * groups.data_size / max(squares, 1)
@@ -210,13 +217,12 @@ class RunBatches:
     def micro_batches(
         self, source: Source | None, consumed: int, count: int
     ) -> Iterator[MicroBatch]:
-        """The `count` micro-batches of the iteration that starts at `consumed` samples, in data order."""
-        groups, has_data = self.groups, needs_data(self.run, self.groups)
-        rows = (
-            positions(own_runs(self.run.model.seq_length // groups.cp.size, groups.cp))
-            if groups.cp.size > 1
-            else None
-        )
+        """Yield `count` micro-batches of the iteration that starts at `consumed` samples, in data order."""
+        groups = self.groups
+        has_data = needs_data(self.run, groups)
+        rows = None
+        if groups.cp.size > 1:
+            rows = positions(own_runs(self.run.model.seq_length // groups.cp.size, groups.cp))
         for index in range(count):
             samples = self._next(source) if has_data else None
             first = first_sample(
@@ -239,20 +245,23 @@ class RunBatches:
                 yield MicroBatch(index, samples, first, rows=rows)
 
     def _next(self, source: Source | None) -> Tensor:
-        """A micro-batch, int64 (s + 1, b), with marks (2, s + 1, b), on every tensor-parallel rank, read by the first."""
-        shape = (2,) * self.run.data.marked + (
+        """Broadcast the next micro-batch to tensor-parallel ranks: int64 (s + 1, b), with marks (2, s + 1, b)."""
+        shape: tuple[int, ...] = (
             self.run.model.seq_length + 1,
             self.run.batch.micro_batch_size,
         )
+        if self.run.data.marked:
+            shape = (2, *shape)
         with self.waiting():
-            samples = (
-                torch.from_numpy(next(source)) if source else torch.empty(shape, dtype=torch.int64)
-            )
+            if source:
+                samples = torch.from_numpy(next(source))
+            else:
+                samples = torch.empty(shape, dtype=torch.int64)
             return self.groups.tp.broadcast(samples)
 
 
 def documents_of(marks: Tensor, data: DataConfig) -> Documents:
-    """What attention and positions of the run see of the documents that marks (s + 1, b) tell."""
+    """Return document starts, positions and padding from marks (s + 1, b), as far as the data flags ask for them."""
     padded = padding(marks)
     if not (data.masks_attention or data.restarts_positions):
         return Documents(padding=padded)

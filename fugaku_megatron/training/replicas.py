@@ -31,7 +31,8 @@ from ..config.run_config import RunConfig
 from ..costs.memory import holds_tied_copy
 from ..nn.model import Stage
 from ..nn.parameter import ParameterSpec, spec_of
-from ..optim.optimizer import Optimizer, Part
+from ..optim.bucket_shard import BucketShard
+from ..optim.optimizer import Optimizer
 from ..start.exit_codes import ExitCode
 
 FLAG = "--check-weight-hash-across-dp-replicas-interval"
@@ -52,14 +53,14 @@ PLURALS = {
 
 
 class ReplicasDiffer(RuntimeError):
-    """Ranks that must hold the same bits hold other ones. Raised on every rank, with one line."""
+    """Error of ranks that must have the same bits and differ. Raised on every rank, with one line."""
 
     exit_code = ExitCode.REPLICAS_DIFFER
     everywhere = True  # rank 0 alone reports it
 
 
 class Replica(NamedTuple):
-    """A tensor that other ranks hold alike. kind: WEIGHTS or STATES. name: for the log."""
+    """Tensor with copies on other ranks. kind: WEIGHTS or STATES. name: for the log."""
 
     kind: str
     name: str
@@ -67,9 +68,7 @@ class Replica(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """A tensor that not all ranks of a group hold alike. rank: this one in the group. hashes,
-    places: of every rank of it.
-    """
+    """Tensor whose copies differ within a group. rank: this rank in the group. hashes, places: of every rank."""
 
     kind: str
     name: str
@@ -80,13 +79,11 @@ class Deviation(NamedTuple):
 
     @property
     def others(self) -> int:
-        """Ranks of the group that hold other bits than this one."""
+        """Number of ranks in the group that differ from this rank."""
         return sum(value != self.hashes[self.rank] for value in self.hashes)
 
     def difference(self, alone: bool) -> Difference:
-        """Describe it. alone: this rank disagrees with more ranks than any other does, so that the
-        fault is its own.
-        """
+        """Describe the deviation. alone: no other rank differs from as many ranks, so the fault is here."""
         if alone:
             who = f"{self.places[self.rank]} holds other bits in {self.name}"
             return Difference(
@@ -97,9 +94,7 @@ class Deviation(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A rank whose bits differ from those of other ranks. kind: of the tensor. text: rank, node and
-    tensor.
-    """
+    """Difference between ranks. kind: WEIGHTS or STATES. text: rank, node and tensor."""
 
     kind: str
     text: str
@@ -113,7 +108,8 @@ def content_hash(tensor: Tensor) -> int:
     flat = tensor.detach().reshape(-1)
     elements = 8 // flat.element_size()
     whole = flat.numel() // (elements * WORDS) * elements * WORDS
-    head, tail = flat[:whole], flat[whole:]
+    head = flat[:whole]
+    tail = flat[whole:]
     if head.storage_offset() % elements:
         head = head.clone()  # a view as words must begin at one
     sums = head.view(torch.int64).view(-1, WORDS).sum(0)
@@ -121,9 +117,7 @@ def content_hash(tensor: Tensor) -> int:
 
 
 class Replicas:
-    """What this rank holds that others hold too. agreed: the last iteration after which a
-    comparison found no difference.
-    """
+    """Tensors of this rank that have copies on other ranks. agreed: last iteration without a difference."""
 
     def __init__(self, optimizer: Optimizer, stage: Stage, groups: Groups) -> None:
         self._optimizer = optimizer
@@ -139,7 +133,7 @@ class Replicas:
 
     @property
     def unsplit_agree(self) -> bool:
-        """True if tensor-parallel ranks hold the same bits of what they do not split."""
+        """True if tensor-parallel ranks have the same bits of unsplit tensors."""
         return self._groups.tp.size > 1
 
     @property
@@ -149,19 +143,19 @@ class Replicas:
         return holds_tied_copy(run, placement(run).last_stage)
 
     def state(self, iteration: int) -> str:
-        """Return what a checkpoint of this iteration records."""
+        """Return the comparison's result for the checkpoint of an iteration."""
         if not self.exist:
             return NO_REPLICAS
         return AGREED if self.agreed == iteration else NOT_COMPARED
 
     def reset(self) -> None:
-        """Forget the last comparison, after weights came from elsewhere."""
+        """Discard the last comparison after weights were loaded."""
         self.agreed = None
 
     def difference(self, iteration: int) -> Difference | None:
-        """Compare, once for an iteration; None if all agree. Collective.
+        """Compare all copies once in an iteration; return None if they agree. Collective.
 
-        With --overlap-param-gather it waits for the gathers under way.
+        Wait for the gathers of --overlap-param-gather.
         """
         if not self.exist or self.agreed == iteration:
             return None
@@ -181,9 +175,7 @@ class Replicas:
         return world.broadcast_object(own, root=rank)
 
     def _differ(self, group: str) -> Deviation | None:
-        """Compare among one group; None if all hold what this rank holds. Collective over the
-        group.
-        """
+        """Compare copies within a group; return None if they agree with this rank's. Collective over the group."""
         comm: Comm = getattr(self._groups, group)
         if comm.size == 1 or (group == "tp" and not self.unsplit_agree):
             return None
@@ -203,23 +195,22 @@ class Replicas:
             held[index].kind, held[index].name, comm.rank, hashes, places, PLURALS[group]
         )
 
-    # What is held alike
-
     def _held(self, group: str) -> Iterator[Replica]:
-        """Yield what the ranks of one group hold alike, in the same order on all of them."""
+        """Yield the tensors with copies in a group, in the same order on all ranks."""
         parameters = (*self._optimizer.flat.parameters, *self._optimizer.flat.frozen)
         for parameter in parameters:
             if self._alike(group, parameter):
                 yield Replica(WEIGHTS, spec_of(parameter).name, parameter)
-        for bucket, part in zip(self._optimizer.flat.buckets, self._optimizer.parts, strict=True):
+        optimizer = self._optimizer
+        for bucket, shard in zip(optimizer.flat.buckets, optimizer.shards, strict=True):
             if group in ("dp", "edp"):
                 if (group == "edp") == bucket.expert and not self._optimizer.sharded:
-                    yield from self._state(part, group, by_block=True)
+                    yield from self._state(shard, group, by_block=True)
             else:
-                yield from self._state(part, group, by_block=False)
+                yield from self._state(shard, group, by_block=False)
 
     def _alike(self, group: str, parameter: Tensor) -> bool:
-        """True if the ranks of a group hold the same values of a parameter."""
+        """Return True if the ranks of a group have copies of a parameter."""
         spec = spec_of(parameter)
         if group in ("dp", "edp"):
             return spec.expert == (group == "edp")
@@ -228,39 +219,37 @@ class Replicas:
         return self._unsplit(spec)
 
     def _unsplit(self, spec: ParameterSpec) -> bool:
-        """True for what all tensor-parallel ranks hold; of divided experts only if these ranks
-        share each of them.
-        """
+        """Return True if tensor-parallel ranks have copies of a parameter; for divided experts only if they share them."""
         return spec.partition_dim is None and (not spec.expert or self._groups.etp.size > 1)
 
-    def _state(self, part: Part, group: str, by_block: bool) -> Iterator[Replica]:
-        """Yield master weights and moments of what this rank updates of a bucket.
+    def _state(self, shard: BucketShard, group: str, by_block: bool) -> Iterator[Replica]:
+        """Yield the master weights and moments of this rank's shard of a bucket.
 
-        by_block: moments of 8 bits are compared too. Their blocks may hold elements of several
-        parameters, so only ranks with the same bucket have the same codes.
+        by_block: include 8-bit moments. A block may span parameters, so only ranks with the same
+        bucket have the same codes.
         """
-        kinds = [("exp_avg", part.exp_avg, 0), ("exp_avg_sq", part.exp_avg_sq, part.orthogonal)]
-        if part.low is not None:
-            kinds.insert(0, ("master weight", part.master, 0))
+        kinds = [("exp_avg", shard.exp_avg, 0), ("exp_avg_sq", shard.exp_avg_sq, shard.orthogonal)]
+        if shard.model_weights is not None:
+            kinds.insert(0, ("master weight", shard.master, 0))
         flat = self._optimizer.flat
         for parameter, start in zip(flat.parameters, flat.starts, strict=True):
             if not self._alike(group, parameter):
                 continue
             for kind, tensor, first in kinds:
-                begin = max(start - part.start - first, 0)
-                end = start + parameter.numel() - part.start - first
+                begin = max(start - shard.start - first, 0)
+                end = start + parameter.numel() - shard.start - first
                 piece = tensor[begin : max(end, begin)]
                 if piece.numel():
                     yield Replica(STATES, f"{kind} of {parameter.spec.name}", piece)
         if by_block:
-            place = f"the parameters from element {part.start} on"
-            for kind, moment in zip(("exp_avg", "exp_avg_sq"), part.eight_bit or (), strict=False):
+            place = f"the parameters from element {shard.start} on"
+            for kind, moment in zip(("exp_avg", "exp_avg_sq"), shard.eight_bit or (), strict=False):
                 yield Replica(STATES, f"{kind} of {place}", moment.codes)
                 yield Replica(STATES, f"scales of {kind} of {place}", moment.scales)
 
 
 def comparison_line(replicas: Replicas, run: RunConfig, groups: Groups) -> str:
-    """Return the log's line on what is compared, and what has no copy to compare with."""
+    """Return the log's line on compared tensors, and on tensors without a copy."""
     interval = run.numbers.check_weight_hash_across_dp_replicas_interval
     if not replicas.exist:
         return (
@@ -268,7 +257,8 @@ def comparison_line(replicas: Replicas, run: RunConfig, groups: Groups) -> str:
         )
     if not interval:
         return f"note: {FLAG} 0: replicas are not compared, before saves neither"
-    compared, alone = [], []
+    compared = []
+    alone = []
     sharded = run.parallel.zero_stage == 1
     size = groups.dp.size
     if size > 1:
@@ -287,7 +277,5 @@ def comparison_line(replicas: Replicas, run: RunConfig, groups: Groups) -> str:
         compared.append("the tied embedding of two stages")
     if sharded and size > 1:
         alone.append("optimizer states, which --zero-stage 1 keeps once")
-    return (
-        f"replicas: compared are {', '.join(compared)}, every {interval} iterations and before "
-        "every save" + (f"; not {'; '.join(alone)}" if alone else "")
-    )
+    line = f"replicas: compared are {', '.join(compared)}, every {interval} iterations and before every save"
+    return f"{line}; not {'; '.join(alone)}" if alone else line

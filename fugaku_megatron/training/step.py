@@ -25,10 +25,11 @@ Key = tuple[int, int]  # chunk, micro-batch
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What the micro-batches of an iteration have in common.
+    """Properties that all micro-batches of an iteration share.
 
-    activation: (s, b, h) between stages, s being a part of the sequence with sequence parallelism. dtype: its element type.
-    loss_factor: of the loss that backward begins with. training: False in evaluation. recompute, count, tokens: see `Pass`.
+    activation: shape (s, b, h) between stages; s is a shard of the sequence with sequence parallelism.
+    dtype: of activations. loss_factor: scale of the loss before backward. training: False in evaluation.
+    recompute, count, tokens: see `Pass`.
     """
 
     activation: tuple[int, int, int]
@@ -41,10 +42,10 @@ class StepShape:
 
 
 class StepExecutor:
-    """Runs the instructions of one iteration on this rank's chunks of layers.
+    """Executor of the instructions of one iteration on this rank's model chunks.
 
-    Everything in flight is keyed by (chunk, micro-batch). stage: this rank's part of the model. pp: the pipeline. batches: this
-    rank's micro-batches. watch: puts an observer between the schedule and this executor.
+    Tensors in flight are keyed by (chunk, micro-batch).
+    pp: pipeline communicator. watch: wraps this executor in an observer.
     """
 
     def __init__(
@@ -55,8 +56,12 @@ class StepExecutor:
         shape: StepShape,
         watch: Callable[[schedule.Executor], schedule.Executor] | None = None,
     ) -> None:
-        self.stage, self.chunks, self.placement, self.pp = stage, stage.chunks, stage.placement, pp
-        self.batches, self.shape = batches, shape
+        self.stage = stage
+        self.chunks = stage.chunks
+        self.placement = stage.placement
+        self.pp = pp
+        self.batches = batches
+        self.shape = shape
         self.watched = watch(self) if watch else self
         self.inputs: dict[Key, Tensor] = {}
         self.outputs: dict[Key, Tensor] = {}
@@ -69,14 +74,15 @@ class StepExecutor:
         self._sends_under_way = 0
 
     def run(self, lists: Schedule) -> list[Tensor]:
-        """Walk this rank's list; returns the losses () of the micro-batches in data order (last part; empty elsewhere)."""
+        """Run this rank's instructions; return micro-batch losses () in data order, on the last stage; empty elsewhere."""
         instructions = lists.instructions(self.pp.rank)
         self._sends_under_way = lists.send_queue(self.pp.rank)
         self._to_receive = {
             tag: deque(waiting) for tag, waiting in schedule.receives(instructions).items()
         }
-        for tag in [*self._to_receive] * receives_ahead(lists.name):
-            self._receive_ahead(tag)
+        if receives_ahead(lists.name):
+            for tag in self._to_receive:
+                self._receive_ahead(tag)
         schedule.run(instructions, self.watched)
         while self._sending:
             self._sending.popleft().wait()
@@ -85,11 +91,13 @@ class StepExecutor:
     # Computation ----------------------------------------------------------------------------------------------------------------
 
     def forward(self, instruction: Instruction) -> None:
-        """Tokens or input (s, b, h) -> output (s, b, h), or the loss () of the last part."""
-        key, chunk = _key(instruction), self.chunks[instruction.model_chunk]
+        """Compute the output (s, b, h) of tokens or input (s, b, h); in the last chunk the loss ()."""
+        key = _key(instruction)
+        chunk = self.chunks[instruction.model_chunk]
         batch = self.batches.fetch(instruction.microbatch)
         x = batch.tokens if chunk.is_first else self.inputs[key]
-        shape, labels = self.shape, batch.labels if chunk.is_last else None
+        labels = batch.labels if chunk.is_last else None
+        shape = self.shape
         forward_pass = Pass(
             first_sample=batch.first_sample,
             training=shape.training,
@@ -111,7 +119,7 @@ class StepExecutor:
             self.inputs[following] = self._take_output(key).requires_grad_(torch.is_grad_enabled())
 
     def backward(self, instruction: Instruction) -> None:
-        """Gradient of the output (s, b, h) -> weight gradients, and gradient of the input (s, b, h)."""
+        """Compute weight gradients and the input gradient (s, b, h) from the output gradient (s, b, h)."""
         key = _key(instruction)
         backward(self.outputs.pop(key), self.gradients.pop(key, None))
         if not self.chunks[instruction.model_chunk].is_first:
@@ -121,37 +129,37 @@ class StepExecutor:
             self.gradients[key if previous is None else previous] = gradient
 
     def backward_input(self, instruction: Instruction) -> None:
-        """Gradient of the output (s, b, h) -> gradient of the input (s, b, h); what is left of backward waits."""
+        """Compute the input gradient (s, b, h) from the output gradient (s, b, h), and postpone weight gradients."""
         with self.stage.ops.weight_gradients.put_off() as waiting:
             self.backward(instruction)
         self.weight_work[_key(instruction)] = waiting
 
     def backward_weight(self, instruction: Instruction) -> None:
-        """The weight gradients that `backward_input` left out."""
+        """Compute the weight gradients that `backward_input` postponed."""
         self.weight_work.pop(_key(instruction)).run()
 
     # Messages -------------------------------------------------------------------------------------------------------------------
 
     def recv_forward(self, instruction: Instruction) -> None:
-        """The input (s, b, h), from the stage with the previous part."""
+        """Receive the input (s, b, h) from the previous stage."""
         self.inputs[_key(instruction)] = self._received(instruction).requires_grad_(
             torch.is_grad_enabled()
         )
 
     def send_forward(self, instruction: Instruction) -> None:
-        """The output (s, b, h), to the stage with the next part."""
+        """Send the output (s, b, h) to the next stage."""
         self._send(self._take_output(_key(instruction)), instruction)
 
     def recv_backward(self, instruction: Instruction) -> None:
-        """The gradient of the output (s, b, h), from the stage with the next part."""
+        """Receive the output gradient (s, b, h) from the next stage."""
         self.gradients[_key(instruction)] = self._received(instruction)
 
     def send_backward(self, instruction: Instruction) -> None:
-        """The gradient of the input (s, b, h), to the stage with the previous part."""
+        """Send the input gradient (s, b, h) to the previous stage."""
         self._send(self.gradients.pop(_key(instruction)), instruction)
 
     def _take_output(self, key: Key) -> Tensor:
-        """The values of an output, which backward does not read."""
+        """Return the values of an output and release its memory, because backward does not read them."""
         if not torch.is_grad_enabled():
             return self.outputs.pop(key)
         values = self.outputs[key].detach()
@@ -159,23 +167,20 @@ class StepExecutor:
         return values
 
     def _own_neighbour(self, instruction: Instruction, step: int) -> Key | None:
-        """The key under which the next (1) or previous (-1) part has this micro-batch, if it is a chunk of this rank."""
+        """Return the key of this micro-batch in the next (1) or previous (-1) chunk, if that is on this rank."""
         neighbour = self.placement.neighbour(self.pp.rank, instruction.model_chunk, step)
-        return (
-            (neighbour[1], instruction.microbatch)
-            if neighbour and neighbour[0] == self.pp.rank
-            else None
-        )
+        if neighbour is None:
+            return None
+        stage, chunk = neighbour
+        return (chunk, instruction.microbatch) if stage == self.pp.rank else None
 
     def _receive_ahead(self, tag: tuple[str, int]) -> None:
-        """Post the next receive of an operation and chunk, which have one tag."""
+        """Post the next receive of a tag: an operation and a chunk."""
         if self._to_receive[tag]:
             instruction = self._to_receive[tag].popleft()
             tensor = torch.empty(self.shape.activation, dtype=self.shape.dtype)
-            self._receiving[instruction] = (
-                tensor,
-                self.pp.irecv(tensor, *self.placement.peer(self.pp.rank, instruction)),
-            )
+            handle = self.pp.irecv(tensor, *self.placement.peer(self.pp.rank, instruction))
+            self._receiving[instruction] = (tensor, handle)
 
     def _received(self, instruction: Instruction) -> Tensor:
         tensor, handle = self._receiving.pop(instruction)

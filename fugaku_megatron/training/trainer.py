@@ -1,7 +1,6 @@
-"""The trainer: builds a rank's part of the run, steps, evaluates, saves and loads.
+"""Trainer of one rank: build its stage, step, evaluate, save and load.
 
-Left out: the loop with its log and its reasons to leave (`session`), what comes before it (`pretrain`), the plan without training
-(`dry_run`). Legend: s sequence, b micro-batch, h hidden.
+Left out: the loop with its log (`run.loop`) and the start of a run (`run.start`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,13 +36,13 @@ from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.batches import sizes_of
 from ..config.fields import check
-from ..config.layout import Layout, evaluation_run
+from ..config.layout import Layout, evaluation_run, sequence_shards
 from ..config.model import architecture, with_block
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..config.sample_rules import Skips
 from ..costs import run_schedule
-from ..costs.accounting import pipeline_split, sequence_shards, zero_shards
+from ..costs.accounting import pipeline_split, zero_shards
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset
 from ..data.marks import TokenCounts
 from ..data.sampler import ReaderGroup
@@ -58,18 +57,19 @@ from .micro_batches import MicroBatchWindow, RunBatches, Source
 from .replicas import Difference, Replicas, ReplicasDiffer
 from .step import StepExecutor, StepShape
 
-WEIGHTS, MOMENTS = (WEIGHT,), ("exp_avg/", "exp_avg_sq/")  # beginnings of keys in a checkpoint
-
+# Prefixes of keys in a checkpoint.
+WEIGHTS = (WEIGHT,)
+MOMENTS = ("exp_avg/", "exp_avg_sq/")
 
 Watch = Callable[[schedule.Executor], schedule.Executor]
 
 
 @dataclass
 class Progress:
-    """Where the run stands; all of it is saved.
+    """Position of a run, saved in every checkpoint.
 
-    unscheduled: samples of `consumed_samples` that the schedules of learning rate and weight decay do not count, since their
-    iterations made no update, or since the schedules began anew.
+    unscheduled: consumed samples that learning rate and weight decay do not count: of skipped iterations, or before the schedules
+    began anew.
     """
 
     iteration: int = 0
@@ -80,15 +80,15 @@ class Progress:
 
     @property
     def scheduled_samples(self) -> int:
-        """Where the schedules stand."""
+        """Position of the schedules of learning rate and weight decay."""
         return self.consumed_samples - self.unscheduled
 
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """Weights of another program, to which adapters belong.
+    """Model of another program, to which adapters belong.
 
-    names, read: arguments of `fill_shards`. carried: the model's tokenizer files, if there are any.
+    names, read: arguments of `fill_shards`. carried: directory with the model's tokenizer files.
     """
 
     directory: Path
@@ -100,9 +100,11 @@ class ForeignModel:
 
 @dataclass(frozen=True)
 class IterationResult:
-    """Figures of one training iteration, equal on every rank. consumed: samples before it. work: of marked samples, whose share
-    alone is this rank's. experts: see `rank_watch.gather_loads`. z_loss: the part of the loss that --use-z-loss added, None
-    without the flag."""
+    """Figures of one training iteration, equal on every rank.
+
+    consumed: samples before it. work: of marked samples; only its share is this rank's own. experts: see
+    `expert_counts.gather_loads`. z_loss: share of --use-z-loss in the loss, None without the flag.
+    """
 
     loss: float
     grad_norm: float
@@ -123,6 +125,14 @@ class IterationResult:
         return self.work is not None and not self.work.counted
 
 
+class GlobalBatch(NamedTuple):
+    """Samples of an iteration that has begun. consumed: samples before it."""
+
+    source: Source | None
+    work: TokenCounts | None
+    consumed: int
+
+
 def uncounted_line(iteration: int, result: IterationResult) -> str:
     """Return the log's warning about an iteration in which no label counts."""
     return (
@@ -133,14 +143,15 @@ def uncounted_line(iteration: int, result: IterationResult) -> str:
 
 @dataclass
 class Trainer:
-    """One rank of a run. Raises ValueError when the run does not fit on `world.size` ranks.
+    """One rank of a run. Raises ValueError if the run does not fit on `world.size` ranks.
 
-    train, valid: datasets, needed where `reads_data`; None elsewhere. readers: the ranks whose first one reads the samples of this
-    one; then only that one needs the datasets. ops: what runs the operations of a step. watch: see
-    StepExecutor. make_schedule: the training schedule of so many micro-batches. waiting_for_data: is entered around what fetches
-    samples. before_update: is given the samples consumed before an iteration and its loss when gradients are summed, and returns
-    the loss of those that the update shall use. tokenizer: what a checkpoint says of the run's (`data.tokenizer.identity`). order:
-    samples that the orders of the data were first made for. data_files: what a checkpoint says of the data's files.
+    train, valid: datasets, on ranks where `reads_data` is true.
+    readers: ranks that share samples; only the first one needs the datasets.
+    watch: see `StepExecutor`.
+    make_schedule: (run, micro-batches) -> training schedule.
+    waiting_for_data: context around every fetch of samples.
+    before_update: (samples consumed, loss) -> loss, called between gradient reduction and update; it may replace the gradients.
+    tokenizer, data_files: records for checkpoints. order: samples for which the order of the data was first made.
     """
 
     run: RunConfig
@@ -176,64 +187,74 @@ class Trainer:
         self._snapshot = Snapshot(self._saved_shards()) if background else None
 
     def batch_size(self, consumed: int) -> int:
-        """Global batch size of the iteration that starts at `consumed` samples."""
+        """Return the global batch size of the iteration that starts at `consumed` samples."""
         return self.ramp(consumed)
 
     # One step ------------------------------------------------------------------------------------------------------------------
 
     @property
     def batches(self) -> RunBatches:
-        """Where this rank's micro-batches come from."""
+        """Source of this rank's micro-batches."""
         return RunBatches(self.run, self.groups, self.readers, self.waiting_for_data, self._shift)
 
     def _execute(
         self,
-        source: Source | None,
-        work: TokenCounts | None,
-        consumed: int,
+        samples: GlobalBatch,
         lists: schedule.Schedule,
         factor: float,
         training: bool,
         stage: Stage | None = None,
         watch: Watch | None = None,
     ) -> list[Tensor]:
-        """The losses of this rank's micro-batches, whose mean over all ranks is the mean over the labels of the global batch that
-        count. source, work: of the iteration, which has begun."""
-        run, model, parts = self.run, self.run.model, lists.microbatches * self.layout.replicas
-        sequence = model.seq_length // (sequence_shards(run, self.layout.tp) * self.layout.cp)
+        """Run a schedule; return the losses of this rank's micro-batches.
+
+        Their mean over all ranks is the mean over the counted labels of the global batch.
+        factor: scale of the loss before backward.
+        """
+        run = self.run
+        source, work, consumed = samples
+        microbatches = lists.microbatches * self.layout.replicas
+        sequence = run.model.seq_length // (sequence_shards(run, self.layout.tp) * self.layout.cp)
+        count = tokens = None
+        if work is not None:
+            count = max(work.counted, 1) / microbatches
+            tokens = max(self._unpadded(work), 1) * self.layout.cp / microbatches
         shape = StepShape(
-            activation=(sequence, run.batch.micro_batch_size, model.hidden_size),
+            activation=(sequence, run.batch.micro_batch_size, run.model.hidden_size),
             dtype=PARAMETER_DTYPES[run.precision.name],
             loss_factor=factor,
             training=training,
             recompute=run.training.recompute_granularity if training else None,
-            count=None if work is None else max(work.counted, 1) / parts,
-            tokens=None if work is None else max(self._unpadded(work), 1) * self.layout.cp / parts,
+            count=count,
+            tokens=tokens,
         )
         window = MicroBatchWindow(
             self.batches.micro_batches(source, consumed, lists.microbatches), len(self.stage.chunks)
         )
-        return StepExecutor(
+        executor = StepExecutor(
             stage or self.stage, self.groups.pp, window, shape, watch or self.watch
-        ).run(lists)
+        )
+        return executor.run(lists)
 
     def _unpadded(self, work: TokenCounts) -> int:
-        """Return how many tokens of the work are not padding."""
+        """Count the tokens of the work that are not padding."""
         return work.samples * self.run.model.seq_length - work.padded
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
-        """Mean over micro-batches and data-parallel ranks, from the last stage to all."""
-        loss = (
-            torch.stack(losses).double().mean() if losses else torch.zeros((), dtype=torch.float64)
-        )
+        """Average over micro-batches and data-parallel ranks, and broadcast from the last stage."""
+        loss = torch.zeros((), dtype=torch.float64)
+        if losses:
+            loss = torch.stack(losses).double().mean()
         if self.stage.last:
             self.groups.dp.all_reduce(loss).div_(self.groups.dp.size)
         return self.groups.pp.broadcast(loss, root=self.stage.placement.last_stage).item()
 
     def train_step(self) -> IterationResult:
-        """One iteration: forwards and backwards, gradient sums, update. Collective."""
-        started, consumed = time.perf_counter(), self.progress.consumed_samples
-        size, scale = self.batch_size(consumed), self.optimizer.scaler.scale
+        """Run one iteration: forward and backward passes, gradient reduction, update. Collective."""
+        started = time.perf_counter()
+        consumed = self.progress.consumed_samples
+        size = self.batch_size(consumed)
+        scale = self.optimizer.scaler.scale
         if self._batches is None:
             self._batches = self.batches.open(
                 self.train, consumed, self.batch_size, self.skips.samples
@@ -242,7 +263,7 @@ class Trainer:
         experts = expert_counts.gather_loads(
             self.stage, self.run, self.groups, self.layout.microbatches(self.run, size)
         )
-        z_loss = self._take_z_loss() if self.run.model.z_loss else None
+        z_loss = self._pop_z_loss() if self.run.model.z_loss else None
         if self.before_update:
             loss = self.before_update(consumed, loss)
         scheduled = self.progress.scheduled_samples
@@ -255,31 +276,33 @@ class Trainer:
         )
         self.progress.iteration += 1
         self.progress.consumed_samples = self.skips.samples(consumed, size)[-1] + 1
-        self.progress.skipped += step.skipped
-        self.progress.unscheduled += step.skipped * (self.progress.consumed_samples - consumed)
-        self.progress.nans += loss != loss
+        if step.skipped:
+            self.progress.skipped += 1
+            self.progress.unscheduled += self.progress.consumed_samples - consumed
+        if math.isnan(loss):
+            self.progress.nans += 1
         return IterationResult(
-            loss,
-            step.grad_norm,
-            step.num_zeros,
-            step.skipped,
-            lr,
-            scale,
-            size,
-            consumed,
-            time.perf_counter() - started,
-            work,
-            experts,
-            z_loss,
+            loss=loss,
+            grad_norm=step.grad_norm,
+            num_zeros=step.num_zeros,
+            skipped=step.skipped,
+            learning_rate=lr,
+            loss_scale=scale,
+            global_batch_size=size,
+            consumed=consumed,
+            seconds=time.perf_counter() - started,
+            work=work,
+            experts=experts,
+            z_loss=z_loss,
         )
 
-    def _take_z_loss(self) -> float:
-        """Return the mean of what --use-z-loss added to the losses of the iteration, and forget it. Collective."""
-        parts: list[Tensor] = []
+    def _pop_z_loss(self) -> float:
+        """Return the mean z-loss of the iteration, and clear it. Collective."""
+        z_losses: list[Tensor] = []
         if self.stage.last:
-            parts = list(self.stage.last.z_losses.values())
+            z_losses = list(self.stage.last.z_losses.values())
             self.stage.last.z_losses.clear()
-        return self._mean_loss(parts)
+        return self._mean_loss(z_losses)
 
     def _gradients(
         self,
@@ -289,28 +312,26 @@ class Trainer:
         stage: Stage | None = None,
         watch: Watch | None = None,
     ) -> tuple[float, TokenCounts | None]:
-        """Forwards and backwards of the iteration that begins at sample `consumed`, and sums of gradients; the mean loss.
+        """Compute and reduce the gradients of the iteration that begins at sample `consumed`.
 
-        Also the work of its samples, where they are marked.
+        Return the mean loss, and the work of marked samples.
         """
         work = self.batches.begin(source)
         microbatches = self.layout.microbatches(self.run, self.batch_size(consumed))
         self.optimizer.zero_grad(microbatches)
-        expert_counts.forget_loads(self.stage)
+        expert_counts.reset_loads(self.stage)
         if self.stage.last:
             self.stage.last.z_losses.clear()
         losses = self._execute(
-            source,
-            work,
-            consumed,
+            GlobalBatch(source, work, consumed),
             self.make_schedule(self.run, microbatches),
-            scale / (microbatches * self.layout.replicas),
-            True,
-            stage,
-            watch,
+            factor=scale / (microbatches * self.layout.replicas),
+            training=True,
+            stage=stage,
+            watch=watch,
         )
         self.optimizer.reduce_gradients()
-        # Not after the update, whose gathers of weights would come first on their communicator.
+        # Before the update: its weight gathers would precede the loss on their communicator.
         return self._mean_loss(losses), work
 
     def repeat(
@@ -321,11 +342,10 @@ class Trainer:
         watch: Watch | None = None,
         shift: int = 0,
     ) -> float:
-        """What `train_step` did before its update in the iteration that began at sample `consumed`, once more; the mean loss.
+        """Recompute the gradients of the iteration that began at sample `consumed`; return its mean loss. Collective.
 
-        scale: of the loss. stage: the trainer's own, or another one that holds its parameters. watch: as in StepExecutor, around
-        the trainer's own. shift: ranks compute the samples of the data-parallel rank so many places
-        further on. Collective.
+        scale: of the loss. stage: another stage with the same parameters. watch: around the trainer's own.
+        shift: see `RunBatches`.
         """
         own = self.watch
         self._shift = shift
@@ -345,32 +365,34 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, dataset: Dataset | None, first: int, iterations: int) -> float:
-        """Mean loss over `iterations` global batches of a dataset from sample `first` on, or over their labels that count.
+        """Return the mean loss of `iterations` global batches from sample `first` on, over counted labels. Collective.
 
-        NaN if no label counts. Collective.
+        NaN if no label counts.
         """
         if self.run.training.eval_micro_batch_size:
-            return self._with_its_micro_batches().evaluate(dataset, first, iterations)
+            return self._with_eval_micro_batches().evaluate(dataset, first, iterations)
         size = self.layout.eval_batch_size(self.run)
         lists = run_schedule.build_schedule(
             self.run, self.layout.microbatches(self.run, size)
         ).forward_only()
-        total, weights = 0.0, 0
+        total = 0.0
+        weights = 0
         source = self.batches.open(dataset, first, lambda _: size)
         for i in range(iterations):
             work = self.batches.begin(source)
             weight = 1 if work is None else work.counted
-            total += weight * self._mean_loss(
-                self._execute(source, work, first + i * size, lists, 1.0, training=False)
-            )
+            samples = GlobalBatch(source, work, first + i * size)
+            losses = self._execute(samples, lists, factor=1.0, training=False)
+            total += weight * self._mean_loss(losses)
             weights += weight
         if source:
             source.close()
         return total / weights if weights else math.nan
 
-    def _with_its_micro_batches(self) -> Trainer:
-        """This trainer, weights and all, whose micro-batches are those of an evaluation."""
-        other, run = copy.copy(self), evaluation_run(self.run)
+    def _with_eval_micro_batches(self) -> Trainer:
+        """Return a trainer with the same weights, and with --eval-micro-batch-size."""
+        other = copy.copy(self)
+        run = evaluation_run(self.run)
         other.run = replace(
             run,
             training=replace(
@@ -382,11 +404,11 @@ class Trainer:
         return other
 
     def check_data(self) -> None:
-        """Raise ValueError, on every rank, where a file of the data changed since it was opened. Collective."""
+        """Raise ValueError on every rank if a data file changed since it was opened. Collective."""
         agree(self.world, lambda: check_unchanged((self.train, self.valid)), name_rank=False)
 
     def close(self) -> None:
-        """Stop reading ahead, and end what is under way."""
+        """Stop reading ahead, and wait for weight gathers."""
         self.optimizer.buckets.await_weights()
         if self._batches is not None:
             self._batches.close()
@@ -395,9 +417,11 @@ class Trainer:
     # Checkpoints ----------------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Everything but tensors. Dropout and initial weights are functions of (seed, sample), so the random state of every
-        rank is the seed and the position in the data."""
-        return {
+        """Return everything but tensors.
+
+        Dropout and initial weights are functions of (seed, sample), so random state is the seed and the data position.
+        """
+        state = {
             "progress": asdict(self.progress),
             "scaler": self.optimizer.scaler.state(),
             "optimizer_steps": self.optimizer.steps,
@@ -408,13 +432,15 @@ class Trainer:
             "data_files": self.data_files,
             "no_optimizer": self.run.output.no_save_optim,
             REPLICAS: self.replicas.state(self.progress.iteration),
-            **({"lora": self.base} if self.run.lora.on else {}),
-            "rng": {
-                "generator": "philox4x32-10",
-                "seed": self.run.training.seed,
-                "sample": self.progress.consumed_samples,
-            },
         }
+        if self.run.lora.on:
+            state["lora"] = self.base
+        state["rng"] = {
+            "generator": "philox4x32-10",
+            "seed": self.run.training.seed,
+            "sample": self.progress.consumed_samples,
+        }
+        return state
 
     def _save_steps(self, directory: str, shards: list[Shard], node_first: bool = False) -> Steps:
         local = self.run.output.save_local
@@ -449,9 +475,7 @@ class Trainer:
         return self.replicas.difference(self.progress.iteration)
 
     def describe_difference(self, found: Difference, directory: str | None) -> str:
-        """Return the log's line on a difference, which is recorded next to the checkpoints in
-        `directory`. Collective.
-        """
+        """Record a difference next to the checkpoints in `directory`; return the log's line. Collective."""
         text = f"{found.kind} differ after iteration {self.progress.iteration}: {found.text}"
         trusted = self.replicas.agreed
         if directory:
@@ -465,31 +489,28 @@ class Trainer:
         return f"{text}. Nothing is saved: {advice}"
 
     def check_replicas(self, directory: str | None = None) -> None:
-        """Raise ReplicasDiffer on every rank if ranks that hold the same state have other bits.
-        Collective.
-        """
+        """Raise ReplicasDiffer on every rank if copies of the same state differ. Collective."""
         if found := self.find_difference():
             raise ReplicasDiffer(self.describe_difference(found, directory))
 
     def record_fault(self, directory: str, why: str, suspect_from: int | None) -> Fault:
-        """Record next to the checkpoints why the run ends (`checkpoint.trusted`). Collective."""
+        """Record the cause of the run's end next to the checkpoints (`checkpoint.trusted`). Collective."""
         iteration = self.progress.iteration
         return on_root(self.world, lambda: record_fault(directory, iteration, why, suspect_from))
 
     def save(self, directory: str) -> None:
         """Write a checkpoint of the present iteration. Collective.
 
-        ValueError on every rank when one cannot write.
-
-        ReplicasDiffer, and nothing is written, if ranks that hold the same state have other bits.
+        Raise ValueError on every rank if a rank cannot write; ReplicasDiffer, before anything is written, if copies of
+        the same state differ.
         """
         self.check_replicas(directory)
         run_steps(self._save_steps(directory, self._saved_shards()))
 
     def save_in_background(self, directory: str) -> BackgroundSave:
-        """Begin to write a copy of the present iteration: of memory with --async-save, or else of --save-local. Collective.
+        """Begin to write a checkpoint from a copy: in memory with --async-save, or else in --save-local. Collective.
 
-        The save before must be finished. ReplicasDiffer as for `save`.
+        The previous save must be finished. Errors: see `save`.
         """
         self.check_replicas(directory)
         shards = self._saved_shards()
@@ -499,16 +520,17 @@ class Trainer:
         return BackgroundSave(self._save_steps(directory, copies, node_first=True))
 
     def load(self, source: str | Checkpoint, weights_only: bool = False) -> dict[str, Any]:
-        """Go on from a checkpoint of any layout, or from the latest one in a directory; returns its `state`. Collective.
+        """Resume from a checkpoint of any layout, or from the latest in a directory; return its `state`. Collective.
 
-        weights_only: take its weights, of any dtype, and nothing else. Moments may have another dtype as well. Every shard is read
-        by the rank that saves it; the ranks that hold it too get it from that one. Raises ValueError on every rank for a checkpoint
-        that is damaged, of another model or of another program.
+        weights_only: load nothing but weights, of any dtype. Moments may have another dtype too.
+        The rank that saves a shard reads it and sends it to ranks with copies. Raise ValueError on every rank for a
+        checkpoint that is damaged, of another model or of another program.
         """
         checkpoint = open_checkpoint(source, self.world) if isinstance(source, str) else source
         saved = checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
         model = architecture(self.run.model, saved if weights_only else None)
-        wanted, state = self.run.optimizer, checkpoint.state
+        wanted = self.run.optimizer
+        state = checkpoint.state
         shards = [
             shard
             for shard in self.optimizer.checkpoint_shards(owned=True)
@@ -546,13 +568,14 @@ class Trainer:
     def load_base(
         self, base: Checkpoint | ForeignModel, saved: dict[str, Any] | None = None
     ) -> None:
-        """Take the weights that adapters belong to. saved: what the adapters' checkpoint says of them. Collective.
+        """Load the frozen weights to which adapters belong. Collective: the first data-parallel ranks read.
 
-        The first data-parallel ranks read, the others get the weights from them. ValueError on every rank where they are others.
+        saved: record of these weights in the adapters' checkpoint. Raise ValueError on every rank if the weights differ.
         """
         flat = self.optimizer.flat
         if isinstance(base, ForeignModel):
-            names, read = base.names, base.read
+            names = base.names
+            read = base.read
             agree(self.world, lambda: fill_shards(flat.frozen_shards(), names, read))
         else:
             base.config["model"] = with_block(base.config.get("model", {}))
@@ -567,11 +590,9 @@ class Trainer:
         for memory in flat.frozen_memory:
             memory.spread()
         self.ops.weights_changed(frozen=True)
-        found = (
-            None
-            if self.run.precision.fp16
-            else flat.fingerprint(self.run.model.vocab_size or 0, self.groups)
-        )
+        found = None
+        if not self.run.precision.fp16:
+            found = flat.fingerprint(self.run.model.vocab_size or 0, self.groups)
         expected = found if saved is None else saved.get("fingerprint")
         iteration = "" if base.iteration is None else f", iteration {base.iteration},"
         agree(
@@ -591,9 +612,9 @@ class Trainer:
         }
 
     def start_from(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
-        """Take whole weights of another program, and nothing else; arguments as of `fill_shards`, any shape. Collective.
+        """Load whole weights of another program, and nothing else. Collective.
 
-        Every rank reads what it holds. ValueError on every rank where one cannot.
+        Arguments: see `fill_shards`. Every rank reads its own shards. Raise ValueError on every rank if a rank cannot.
         """
         shards = [
             shard
@@ -606,11 +627,14 @@ class Trainer:
 
 
 def layout_record(run: RunConfig, layout: Layout) -> dict[str, int | str]:
-    """The layout as a checkpoint has it."""
-    return {
+    """Return the layout for a checkpoint's manifest."""
+    record: dict[str, int | str] = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
-        **({"context_parallel_size": layout.cp} if layout.cp > 1 else {}),
+    }
+    if layout.cp > 1:
+        record["context_parallel_size"] = layout.cp
+    return record | {
         "pipeline_split": ",".join(map(str, pipeline_split(run))),
         "data_parallel_size": layout.dp,
         "zero_shards": zero_shards(run, layout),

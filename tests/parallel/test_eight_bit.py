@@ -232,9 +232,9 @@ def test_a_checkpoint_has_the_validation_loss_of_its_run(model, layout, tmp_path
 
 def held_bytes(ranks: int, run: RunConfig, rank: int) -> int:
     """Return the bytes of the moments and the master weights of a rank."""
-    parts = make_trainer(SoloComm(rank, ranks), run).optimizer.parts
+    parts = make_trainer(SoloComm(rank, ranks), run).optimizer.shards
     assert not any(part.exp_avg.numel() or part.exp_avg_sq.numel() for part in parts)
-    masters = sum(part.master.nbytes for part in parts if part.low is not None)
+    masters = sum(part.master.nbytes for part in parts if part.model_weights is not None)
     return masters + sum(moment.nbytes for part in parts for moment in part.eight_bit)
 
 
@@ -280,7 +280,7 @@ def test_blocks_are_of_one_parameter_and_not_cut_within_a_shard():
     for rank in range(4):
         optimizer = make_trainer(SoloComm(rank, 4), run).optimizer
         flat = optimizer.flat
-        for bucket, part in zip(flat.buckets, optimizer.parts, strict=True):
+        for bucket, part in zip(flat.buckets, optimizer.shards, strict=True):
             cut = cut_blocks(flat, run.model, bucket, 4)
             shard = (part.start, part.start + len(part.master))
             blocks = blocks_of_shard(flat, run.model, shard, cut)

@@ -443,7 +443,7 @@ def test_a_repeated_iteration_does_not_change_the_loads():
     """--rerun-on-spike repeats an iteration before its update, with layers that share the weights alone."""
     with contextlib.closing(make_trainer(SoloComm(), small_run(**EXPERTS))) as trainer:
         trainer.before_update = lambda consumed, loss: (
-            expert_counts.forget_loads(trainer.stage) or loss
+            expert_counts.reset_loads(trainer.stage) or loss
         )
         assert trainer.train_step().experts[:, :8].sum(1).tolist() == [16 * 16 * 2] * 4
 
@@ -1042,7 +1042,7 @@ def test_a_scaled_down_a3b_holds_what_the_formula_says():
         ]
         held += [
             tensor
-            for part in trainer.optimizer.parts
+            for part in trainer.optimizer.shards
             for tensor in vars(part).values()
             if isinstance(tensor, Tensor)
         ]

@@ -70,7 +70,7 @@ def test_a_checkpoint_without_the_optimizer_is_small_and_needs_a_flag(tmp_path, 
         assert "at iteration 3" in lines[0]
         loaded = whole_tensors(again, "weight")
         assert all(torch.equal(loaded[name], value) for name, value in weights.items())
-        assert all(part.exp_avg.abs().max() == 0 for part in again.optimizer.parts)
+        assert all(part.exp_avg.abs().max() == 0 for part in again.optimizer.shards)
         return True
 
     assert all(ThreadWorld(2).run(work))

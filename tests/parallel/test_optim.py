@@ -106,7 +106,7 @@ def test_master_weights_are_fp32(precision, dtype, layout):
             whole[start : start + p.numel()] = initial_values(
                 p, run.training.seed, kernels
             ).flatten()
-        own = [slice(part.start, part.start + len(part.master)) for part in optimizer.parts]
+        own = [slice(part.start, part.start + len(part.master)) for part in optimizer.shards]
         assert torch.equal(before, torch.cat([whole[part] for part in own])), (
             "not rounded to the model's dtype"
         )
@@ -250,7 +250,7 @@ def test_an_overflow_skips_the_update_everywhere(ranks, layout):
                 for a, b in zip(before, (master_weights(trainer), optimizer.flat.values))
             )
             assert optimizer.steps == 0 and not any(
-                part.exp_avg.any() or part.exp_avg_sq.any() for part in optimizer.parts
+                part.exp_avg.any() or part.exp_avg_sq.any() for part in optimizer.shards
             )
             scales.append(result.loss_scale)
         optimizer.scaler.scale = 1024.0
@@ -317,7 +317,7 @@ def test_ranges_cover_every_parameter_once_and_shards_are_aligned(ranks, layout)
         assert len(flat.buckets) > 1 if small else len(flat.buckets) <= 2, (
             "one, and the tied copy's"
         )
-        for part, bucket in zip(optimizer.parts, flat.buckets, strict=True):
+        for part, bucket in zip(optimizer.shards, flat.buckets, strict=True):
             assert len(part.ranges) <= 5, "an update is a few calls"
             assert part.start % FLAT_ALIGNMENT == 0 and len(part.master) % FLAT_ALIGNMENT == 0
             assert (bucket.end - bucket.start) % (optimizer.groups.dp.size * FLAT_ALIGNMENT) == 0
@@ -409,7 +409,7 @@ def test_places_are_those_of_the_global_tensor(model):
     for rank in range(8):
         optimizer = dry_trainer(rank, 8, **TP2PP2, **OVERLAP, **model).optimizer
         flat = optimizer.flat
-        for part in optimizer.parts:
+        for part in optimizer.shards:
             pieces = flat.pieces(part.start, part.start + len(part.master))
             for (piece, place), covered in zip(pieces, pieces_by_hand(flat, part), strict=True):
                 assert torch.equal(place.numbers(piece.end - piece.start), covered)
@@ -435,9 +435,11 @@ def test_memory_is_what_the_formula_says(changes):
     run = small_run(**{**MOMENTS, **changes})
     trainer = make_trainer(SoloComm(0, ranks), run)
     held = sum(
-        t.nbytes for part in trainer.optimizer.parts for t in (part.exp_avg, part.exp_avg_sq)
+        t.nbytes for part in trainer.optimizer.shards for t in (part.exp_avg, part.exp_avg_sq)
     )
-    masters = sum(part.master.nbytes for part in trainer.optimizer.parts if part.low is not None)
+    masters = sum(
+        part.master.nbytes for part in trainer.optimizer.shards if part.model_weights is not None
+    )
     layout, lists = Layout.from_run(run, ranks), run_schedule.build_schedule(run, 2)
     planned = memory.stage_memory(run, layout, 0, lists.in_flight(0))
     assert held + masters == planned.optimizer
@@ -447,7 +449,7 @@ def test_memory_is_what_the_formula_says(changes):
         0,
         lists.in_flight(0),
     )
-    elements = sum(len(part.master) for part in trainer.optimizer.parts)
+    elements = sum(len(part.master) for part in trainer.optimizer.shards)
     assert whole.total - planned.total == elements * (2 if "exp_avg_sq_dtype" in changes else 4)
 
 
@@ -614,8 +616,8 @@ def test_layouts_round_weights_alike(ranks, layout):
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_memory_without_fp32_masters_is_what_the_formula_says(ranks):
     run = small_run(**{**LOW, **({} if ranks == 1 else {**TP2PP2, "zero_stage": 1})})
-    parts = make_trainer(SoloComm(0, ranks), run).optimizer.parts
-    assert all(part.low is None and part.master.dtype == torch.bfloat16 for part in parts)
+    parts = make_trainer(SoloComm(0, ranks), run).optimizer.shards
+    assert all(part.model_weights is None and part.master.dtype == torch.bfloat16 for part in parts)
     held = sum(t.nbytes for part in parts for t in (part.exp_avg, part.exp_avg_sq))
     assert (
         held
@@ -816,12 +818,12 @@ def test_memory_of_muon_is_what_the_formula_says(changes):
     run, ranks = small_run(**MUON, **changes), 8 if changes.get("zero_stage") else 1
     held = []
     for rank in range(0, ranks, 2):
-        parts = make_trainer(SoloComm(rank, ranks), run).optimizer.parts
+        parts = make_trainer(SoloComm(rank, ranks), run).optimizer.shards
         held.append(
             sum(
                 t.nbytes
                 for p in parts
-                for t in (p.exp_avg, p.exp_avg_sq, *([] if p.low is None else [p.master]))
+                for t in (p.exp_avg, p.exp_avg_sq, *([] if p.model_weights is None else [p.master]))
             )
         )
     layout, lists = Layout.from_run(run, ranks), run_schedule.build_schedule(run, 2)

@@ -133,7 +133,7 @@ def test_healthy_ranks_agree(name):
 
 def tensors(trainer):
     """What a bit may flip in, by kind."""
-    part = trainer.optimizer.parts[-1]
+    part = trainer.optimizer.shards[-1]
     layer = trainer.stage.layers[0]
     norm = layer.input_layernorm.weight.data
     return {

@@ -148,7 +148,7 @@ def whole_and_parts(world, directory: str, run) -> None:
     assert steps(second, 2) == expected[2:]
     a, b = straight.optimizer, second.optimizer
     assert torch.equal(a.flat.values, b.flat.values)
-    for x, y in zip(a.parts, b.parts, strict=True):
+    for x, y in zip(a.shards, b.shards, strict=True):
         for name in ("master", "exp_avg", "exp_avg_sq"):
             assert torch.equal(getattr(x, name), getattr(y, name))
     assert (
@@ -264,7 +264,7 @@ def test_what_does_not_change_the_model_may_change(saved, ranks, changes):
             make_trainer(world, small_run(**changes, **bucket)),
             make_trainer(SoloComm(), small_run(**bucket)),
         )
-        trainer.optimizer.parts[0].master.zero_()
+        trainer.optimizer.shards[0].master.zero_()
         trainer.load(saved)
         numel = sum(p.numel() for p in fresh.stage.parameters())
         assert torch.equal(master_weights(trainer)[:numel], master_weights(fresh)[:numel])
@@ -313,7 +313,7 @@ def test_the_weights_are_those_of_the_checkpoint_and_all_else_begins(pretrained)
         == trainer.optimizer.steps
         == 0
     )
-    assert not any(part.exp_avg.any() or part.exp_avg_sq.any() for part in trainer.optimizer.parts)
+    assert not any(part.exp_avg.any() or part.exp_avg_sq.any() for part in trainer.optimizer.shards)
     fresh = make_trainer(SoloComm(), small_run(lr=0.5))
     assert trainer.train_step().learning_rate == fresh.train_step().learning_rate
     trainer.close(), fresh.close()

@@ -392,10 +392,10 @@ def test_what_is_not_loaded_begins_anew(tmp_path, given):
         48,
         3 * kept,
     )
-    assert any(bool(part.exp_avg.any()) for part in again.optimizer.parts) == kept
+    assert any(bool(part.exp_avg.any()) for part in again.optimizer.shards) == kept
     assert all(
         torch.equal(a.master, b.master)
-        for a, b in zip(trainer.optimizer.parts, again.optimizer.parts)
+        for a, b in zip(trainer.optimizer.shards, again.optimizer.shards)
     )
     assert [result.learning_rate for result in steps(again, 2)] == [0.0, run.optimizer.lr / 4]
 
