@@ -26,7 +26,7 @@ from ..convert.convert_command import open_weights, whole
 from ..convert.hugging_face import save_hugging_face
 from ..convert.weights import DTYPES, Weights, precision_of
 from ..data.tokenizer import Tokenizer, TokenizerFlags
-from ..inference.generation import Sampling, Texts, steps
+from ..inference.generation import PromptEncoder, Sampling, steps
 from ..inference.loading import choose_tokenizer, model_of, through_stages
 from ..inference.scoring import EVALUATION, rolling, score
 from .config import Config
@@ -158,11 +158,11 @@ class Model:
         prompts = [prompt] if isinstance(prompt, str) else [*prompt]
         stop = [stop] if isinstance(stop, str) else [*stop]
         sampling = Sampling(temperature, top_k, top_p, seed)
-        texts = Texts(self.tokenizer, self.architecture, max_new_tokens, stop)
-        tokens = texts.encode(*prompts)
+        encoder = PromptEncoder(self.tokenizer, self.architecture, max_new_tokens, stop)
+        tokens = encoder.encode(*prompts)
         check(bool(tokens), "there is no prompt: pass at least one text")
-        *_, added = steps(self._loaded, tokens, max_new_tokens, sampling, texts.finished)
-        results = [texts.ending.text(ids) for ids in added]
+        *_, added = steps(self._loaded, tokens, max_new_tokens, sampling, encoder.finished)
+        results = [encoder.stop_condition.text(ids) for ids in added]
         return results[0] if isinstance(prompt, str) else results
 
     def loss(self, text: str) -> float:

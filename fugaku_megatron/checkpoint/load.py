@@ -68,7 +68,7 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    directory: str | os.PathLike, comm: Comm, iteration: int | None = None
+    directory: str | os.PathLike[str], comm: Comm, iteration: int | None = None
 ) -> Checkpoint:
     """Open the latest checkpoint, or the one at `iteration`, without tensors. Collective.
 
@@ -145,7 +145,9 @@ def _own_entry(checkpoint: Checkpoint, folders: Folders, prefix: str, others: An
     Collective.
     """
     comm = folders.comm
-    name = f"{folders.name}/" * bool(folders.name) + file_name(folders.comm.rank)
+    name = file_name(folders.comm.rank)
+    if folders.name:
+        name = f"{folders.name}/{name}"
     if checkpoint.head.get("ranks", comm.size) != comm.size or (
         "folders" in checkpoint.head
     ) != bool(folders.name):
@@ -207,7 +209,7 @@ def _other_iterations(directory: Path, damaged: int) -> str:
 
 
 def load_weights(
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     iteration: int,
     manifest: dict[str, Any],
     targets: list[Shard],

@@ -93,7 +93,7 @@ def _kernel() -> str:
 
 @contextlib.contextmanager
 def hold(
-    directory: str | os.PathLike | None, comm: Comm, alive: Callable[[], Any] = bool
+    directory: str | os.PathLike[str] | None, comm: Comm, alive: Callable[[], Any] = bool
 ) -> Iterator[None]:
     """Hold the lock of --save `directory` inside the block, if there is a directory. Collective.
 

@@ -48,7 +48,7 @@ MEGATRON_FILES = (
 FOLDER_FILES = 127  # files of ranks, or folders, in a directory; a manifest is one more. Records of 127 ranks take about 5 MiB
 
 
-def latest_iteration(directory: str | os.PathLike) -> int | None:
+def latest_iteration(directory: str | os.PathLike[str]) -> int | None:
     """Return the tracker's iteration, or None if the directory has no checkpoint.
 
     A single checkpoint without a tracker is an interrupted first save. Raises ValueError if the
@@ -85,7 +85,7 @@ def latest_iteration(directory: str | os.PathLike) -> int | None:
     return present[0] if present else None
 
 
-def missing(directory: str | os.PathLike, iteration: int) -> str | None:
+def missing(directory: str | os.PathLike[str], iteration: int) -> str | None:
     """Return an error message if the folder of the tracker's iteration is missing."""
     if iteration_path(Path(directory), iteration).is_dir():
         return None
@@ -95,7 +95,7 @@ def missing(directory: str | os.PathLike, iteration: int) -> str | None:
     )
 
 
-def existing_iteration(directory: str | os.PathLike) -> int | None:
+def existing_iteration(directory: str | os.PathLike[str]) -> int | None:
     """Return `latest_iteration`. Raises ValueError if its folder is missing."""
     iteration = latest_iteration(directory)
     if iteration is not None and (note := missing(directory, iteration)):
@@ -117,7 +117,7 @@ def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, i
     return (directory, iteration) if any(path.glob(f"iter_*/{MANIFEST}")) else None
 
 
-def list_iterations(directory: str | os.PathLike) -> list[int]:
+def list_iterations(directory: str | os.PathLike[str]) -> list[int]:
     """Return iterations, ascending, with a readable manifest and the recorded file sizes.
 
     Checksums are verified on load. Checkpoints in folders may have 100,000 files: only folder
@@ -126,7 +126,7 @@ def list_iterations(directory: str | os.PathLike) -> list[int]:
     return newer_iterations(directory, -1)
 
 
-def newer_iterations(directory: str | os.PathLike, than: int) -> list[int]:
+def newer_iterations(directory: str | os.PathLike[str], than: int) -> list[int]:
     """Return the `list_iterations` after iteration `than`."""
     present = {
         iteration
@@ -136,7 +136,7 @@ def newer_iterations(directory: str | os.PathLike, than: int) -> list[int]:
     return [iteration for iteration in sorted(present) if _is_complete(Path(directory), iteration)]
 
 
-def read_manifest(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
+def read_manifest(directory: str | os.PathLike[str], iteration: int) -> dict[str, Any]:
     """Return the manifest of `iteration` with the records of all files; names are relative to the
     checkpoint.
 
@@ -175,7 +175,7 @@ def write_folder(path: Path, files: dict[str, Any]) -> dict[str, Any]:
     return {"size": (path / MANIFEST).stat().st_size, "crc32": crc32(path / MANIFEST)}
 
 
-def read_head(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
+def read_head(directory: str | os.PathLike[str], iteration: int) -> dict[str, Any]:
     """Return the stored manifest of `iteration`, with "files", or with "folders" that have
     manifests of their own.
 

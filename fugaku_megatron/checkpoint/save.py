@@ -89,7 +89,7 @@ def run_steps(steps: Steps) -> Any:
 
 
 def save_steps(
-    directory: str | os.PathLike, write: WriteFile, description: Description, folders: Folders
+    directory: str | os.PathLike[str], write: WriteFile, description: Description, folders: Folders
 ) -> Steps:
     """Write a checkpoint and return its directory.
 
@@ -182,7 +182,7 @@ def _unite(written: list[Any]) -> dict[str, Any]:
 
 
 def check_writable(
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     comm: Comm,
     name: str = "--save",
     ranks: Collection[int] | None = None,
@@ -211,7 +211,10 @@ def check_writable(
 
 
 def check_replaces(
-    save: str | os.PathLike, load: str | os.PathLike | None, loaded: int | None, comm: Comm
+    save: str | os.PathLike[str],
+    load: str | os.PathLike[str] | None,
+    loaded: int | None,
+    comm: Comm,
 ) -> None:
     """Refuse a --save that would replace checkpoints from which this run did not resume.
     Collective.
@@ -222,7 +225,7 @@ def check_replaces(
     on_root(comm, lambda: _check_replaces(Path(save), load, loaded or 0))
 
 
-def _check_replaces(save: Path, load: str | os.PathLike | None, loaded: int) -> None:
+def _check_replaces(save: Path, load: str | os.PathLike[str] | None, loaded: int) -> None:
     present = sorted({number for number, suffix, _ in entries(save) if suffix != ".tmp"})
     if load is not None and Path(load).resolve() == save.resolve():
         for number in present:

@@ -40,7 +40,7 @@ class Fault:
 
 
 def record_fault(
-    directory: str | os.PathLike, iteration: int, why: str, suspect_from: int | None
+    directory: str | os.PathLike[str], iteration: int, why: str, suspect_from: int | None
 ) -> Fault:
     """Write a fault record into a checkpoint directory, if it exists, and return it.
 
@@ -59,13 +59,13 @@ def record_fault(
     return fault
 
 
-def _newest(directory: str | os.PathLike, numbers: list[int]) -> int | None:
+def _newest(directory: str | os.PathLike[str], numbers: list[int]) -> int | None:
     """Return the newest checkpoint with agreeing replicas; the newest one if none was compared."""
     agreed = newest_agreed(directory, numbers)
     return max(numbers, default=None) if agreed is None else agreed
 
 
-def newest_agreed(directory: str | os.PathLike, numbers: Iterable[int]) -> int | None:
+def newest_agreed(directory: str | os.PathLike[str], numbers: Iterable[int]) -> int | None:
     """Return the newest iteration with replicas that were compared before the save and agreed."""
     for number in sorted(numbers, reverse=True):
         with contextlib.suppress(ValueError, OSError):  # a damaged one is no help
@@ -74,7 +74,7 @@ def newest_agreed(directory: str | os.PathLike, numbers: Iterable[int]) -> int |
     return None
 
 
-def read_fault(directory: str | os.PathLike) -> Fault | None:
+def read_fault(directory: str | os.PathLike[str]) -> Fault | None:
     """Return the fault record, if there is one. Raises ValueError if the file is damaged."""
     path = Path(directory) / FAULT
     if not path.is_file():
@@ -97,7 +97,7 @@ def read_fault(directory: str | os.PathLike) -> Fault | None:
         ) from None
 
 
-def suspects(directory: str | os.PathLike) -> tuple[int, ...]:
+def suspects(directory: str | os.PathLike[str]) -> tuple[int, ...]:
     """Return the iterations of suspect checkpoints."""
     try:
         fault = read_fault(directory)
@@ -106,7 +106,7 @@ def suspects(directory: str | os.PathLike) -> tuple[int, ...]:
     return fault.suspect if fault else ()
 
 
-def refuse_suspect(directory: str | os.PathLike, iteration: int) -> None:
+def refuse_suspect(directory: str | os.PathLike[str], iteration: int) -> None:
     """Raise ValueError for a suspect checkpoint that the user did not choose by --ckpt-step."""
     fault = read_fault(directory)
     if fault is None or iteration not in fault.suspect:
@@ -123,7 +123,7 @@ def refuse_suspect(directory: str | os.PathLike, iteration: int) -> None:
     )
 
 
-def iteration_to_load(directory: str | os.PathLike) -> int | None:
+def iteration_to_load(directory: str | os.PathLike[str]) -> int | None:
     """Return the tracker's iteration, None without a checkpoint. Raises ValueError if it is
     missing or suspect.
     """
@@ -133,7 +133,7 @@ def iteration_to_load(directory: str | os.PathLike) -> int | None:
     return iteration
 
 
-def fault_note(directory: str | os.PathLike, iteration: int) -> str | None:
+def fault_note(directory: str | os.PathLike[str], iteration: int) -> str | None:
     """Return a log line for a run that resumes at `iteration` after a fault, else None."""
     fault = read_fault(directory)
     if fault is None or iteration > fault.iteration:
@@ -145,7 +145,7 @@ def fault_note(directory: str | os.PathLike, iteration: int) -> str | None:
     )
 
 
-def forgive(directory: str | os.PathLike, iteration: int) -> None:
+def forgive(directory: str | os.PathLike[str], iteration: int) -> None:
     """Remove `iteration`, just saved, from the suspects; remove the record with the last suspect."""
     path = Path(directory) / FAULT
     if not path.exists():
@@ -159,7 +159,7 @@ def forgive(directory: str | os.PathLike, iteration: int) -> None:
 
 
 def kept_for_trust(
-    directory: str | os.PathLike, state: dict[str, object], numbers: list[int]
+    directory: str | os.PathLike[str], state: dict[str, object], numbers: list[int]
 ) -> int | None:
     """Return the checkpoint exempt from --keep-last and --save-retain-interval: the newest with
     agreeing replicas.

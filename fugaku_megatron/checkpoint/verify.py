@@ -91,7 +91,7 @@ def main(options: argparse.Namespace) -> int:
         lines, summary = check_iteration(directory, iteration, options.threads)
         print(*lines, summary, sep="\n", flush=True)
         found += len(lines)
-    print("everything is whole" if not found else f"{found} problem{'s' * (found > 1)}")
+    print(_problems(found) if found else "everything is whole")
     return 1 if found else 0
 
 
@@ -140,13 +140,12 @@ def check_iteration(directory: Path, iteration: int, threads: int) -> tuple[list
             problems += lines
             progress.add(size)
     problems += _gaps(path, files)
-    what = f"{len(files)} files, {progress.total / GIB:.3f} GiB"
-    return (
-        problems,
-        f"{path}: {what}: {len(problems)} problem{'s' * (len(problems) > 1)}"
-        if problems
-        else f"{path}: {what}: whole",
-    )
+    result = _problems(len(problems)) if problems else "whole"
+    return problems, f"{path}: {len(files)} files, {progress.total / GIB:.3f} GiB: {result}"
+
+
+def _problems(count: int) -> str:
+    return f"{count} problems" if count > 1 else f"{count} problem"
 
 
 def _files(path: Path, head: dict[str, Any], problems: list[str]) -> Iterator[tuple[str, Entry]]:
@@ -217,11 +216,10 @@ def _names(file: BlockFile, start: int, end: int) -> str:
         for name, at in sorted(stored.items(), key=lambda item: item[1].start)
         if at.start < end and start < at.start + at.numel * at.dtype.itemsize
     ]
-    return (
-        f", which hold {', '.join(names[:3])}" + f" and {len(names) - 3} more" * (len(names) > 3)
-        if names
-        else ""
-    )
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f", which hold {', '.join(names[:3])}{more}"
 
 
 def _gaps(path: Path, files: dict[str, Entry]) -> Iterator[str]:

@@ -52,6 +52,8 @@ class Builder:
 
     arrays: in-memory documents by the name that replaces a prefix
     separate_sets: --multiple-validation-sets
+    max_bytes: memory limit of a sample order
+    cache: index files
     cuts_chats: truncate chats that are too long; False: refuse them; None: not chats
     begun: numbers of train, valid and test samples that their orders were first made for; None:
         the requested ones
@@ -186,42 +188,17 @@ def _check_once(needed: int, available: int, name: str) -> None:
 def build_datasets(
     data_path: Sequence[str],
     split: str,
-    seq_length: int,
     num_samples: Sequence[int | None],
-    seed: int,
-    vocab_size: int | None = None,
-    comm: Comm | None = None,
-    max_bytes: int | None = None,
-    cache: IndexCache | None = None,
+    builder: Builder,
     legacy_split: bool = False,
-    arrays: Mapping[str, TokenArrays] | None = None,
-    separate_sets: bool = False,
-    cuts_chats: bool | None = None,
-    begun: Sequence[int | None] = (None, None, None),
 ) -> Datasets:
-    """Return (train, valid, test) for --data-path and --split. Collective over `comm`; rank 0
-    checks and builds indices.
+    """Return (train, valid, test) for --data-path and --split. Collective over the builder's ranks.
 
     num_samples: for (train, valid, test); 0: no data set; None: every sample once, without weights
-    max_bytes: memory limit of a sample order
-    cache: index files
-    arrays, separate_sets, cuts_chats, begun: see `Builder`
     legacy_split: see `split_documents`
 
     valid and test are None if --split assigns them no documents. Raises ValueError on every rank.
     """
-    builder = Builder(
-        seq_length,
-        seed,
-        vocab_size,
-        comm,
-        max_bytes,
-        cache,
-        arrays or {},
-        separate_sets,
-        cuts_chats,
-        begun,
-    )
     prefixes, weights = parse_data_path(data_path)
     shares = parse_split(split)
     opened = builder.open(prefixes)
@@ -260,36 +237,15 @@ def _check_documents(
 
 def build_separate_datasets(
     paths: Sequence[Sequence[str] | None],
-    seq_length: int,
     num_samples: Sequence[int | None],
-    seed: int,
-    vocab_size: int | None = None,
-    comm: Comm | None = None,
-    max_bytes: int | None = None,
-    cache: IndexCache | None = None,
-    arrays: Mapping[str, TokenArrays] | None = None,
-    separate_sets: bool = False,
-    cuts_chats: bool | None = None,
-    begun: Sequence[int | None] = (None, None, None),
+    builder: Builder,
 ) -> Datasets:
     """Return (train, valid, test) for --train-data-path, --valid-data-path and --test-data-path,
     all documents each.
 
     A split without a path, or with `num_samples` 0, is None. A single prefix is no blend, whatever
-    its weight. Other arguments and errors as `build_datasets`.
+    its weight. Other errors as `build_datasets`.
     """
-    builder = Builder(
-        seq_length,
-        seed,
-        vocab_size,
-        comm,
-        max_bytes,
-        cache,
-        arrays or {},
-        separate_sets,
-        cuts_chats,
-        begun,
-    )
     built: list[Dataset | None] = []
     for name, path, needed in zip(SPLITS, paths, num_samples, strict=True):
         if not path or needed == 0:

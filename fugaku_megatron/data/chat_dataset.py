@@ -59,9 +59,9 @@ class ChatWriter(IndexedDatasetWriter):
 
     def __init__(
         self,
-        prefix: str | os.PathLike,
+        prefix: str | os.PathLike[str],
         dtype: np.dtype | str | type,
-        folder: str | os.PathLike | None = None,
+        folder: str | os.PathLike[str] | None = None,
     ):
         super().__init__(prefix, dtype, folder)
         self.trained = self.longest = 0
@@ -126,7 +126,7 @@ class ChatFiles(IndexedDataset):
     .mask is missing, damaged or belongs to other files.
     """
 
-    def __init__(self, prefix: str | os.PathLike, comm: Comm | None = None):
+    def __init__(self, prefix: str | os.PathLike[str], comm: Comm | None = None):
         super().__init__(prefix, comm)
         on_root(comm, self._check)
 
@@ -476,7 +476,7 @@ class ChatDataset:
         filled, counted = (
             number / (samples * self.size) for number in (self.num_tokens, self.num_trained)
         )
-        cut = f"; --sft-truncate cut {self.chats_cut:,} chats" * bool(self.chats_cut)
+        cut = f"; --sft-truncate cut {self.chats_cut:,} chats" if self.chats_cut else ""
         return (
             f"{self.num_documents:,} chats of {self.num_tokens:,} tokens in {samples:,} samples of {self.size} an epoch: "
             f"{filled:.1%} is not padding, {counted:.1%} counts in the loss{cut}"

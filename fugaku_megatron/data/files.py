@@ -48,7 +48,7 @@ from .json_values import values
 class MappedFile:
     """File opened and mapped once. Raises OSError or ValueError if it cannot be mapped."""
 
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
         with open(path, "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -138,7 +138,7 @@ class ReadFile:
     Not mapped: a truncated mapped file ends the process by SIGBUS, without a message.
     """
 
-    def __init__(self, path: str | os.PathLike, expected: Status | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], expected: Status | None = None) -> None:
         self.path = os.fspath(path)
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
@@ -505,10 +505,16 @@ def _foreign_bytes(path: str, raw: bytes) -> int:
 
 def _warning(foreign: dict[str, int]) -> str:
     """Format the warning about files that are not UTF-8, path -> number of such bytes."""
-    shown = [f"{path}: {count} byte{'s' * (count > 1)}" for path, count in foreign.items()]
+    shown = [
+        f"{path}: {count} bytes" if count > 1 else f"{path}: {count} byte"
+        for path, count in foreign.items()
+    ]
+    listed = ", ".join(shown[:NAMED])
+    if len(shown) > NAMED:
+        listed += ", ..."
     files = f"{len(foreign)} plain text files are" if len(foreign) > 1 else "1 plain text file is"
     return (
-        f"warning: {files} not UTF-8 ({', '.join(shown[:NAMED])}{', ...' * (len(shown) > NAMED)}): these bytes are tokenized "
+        f"warning: {files} not UTF-8 ({listed}): these bytes are tokenized "
         "one by one or become U+FFFD; convert the files first, as with iconv -f LATIN1 -t UTF-8"
     )
 

@@ -205,7 +205,7 @@ class IndexedDataset:
     invalid or changed, or the two disagree.
     """
 
-    def __init__(self, prefix: str | os.PathLike, comm: Comm | None = None):
+    def __init__(self, prefix: str | os.PathLike[str], comm: Comm | None = None):
         self.prefix = os.fspath(prefix)
         self._files: list[ReadFile] = []
         self._statuses: dict[str, Status] = {}  # by path, of the files that must not change
@@ -364,9 +364,9 @@ class IndexedDatasetWriter:
 
     def __init__(
         self,
-        prefix: str | os.PathLike,
+        prefix: str | os.PathLike[str],
         dtype: np.dtype | str | type,
-        folder: str | os.PathLike | None = None,
+        folder: str | os.PathLike[str] | None = None,
     ):
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")

@@ -103,19 +103,15 @@ def _auto_tokenizer(folder: Path, where: str) -> Any:
 def _check_files(folder: Path, where: str) -> None:
     """Raise ValueError for an unreadable or mislabeled tokenizer file."""
     for name in (*HUGGING_FACE_FILES, *OTHER_FILES):
-        path = folder / name
-        if not os.path.lexists(path):
-            continue
-        if reason := unreadable(path):
-            raise ValueError(f"{where}: {name} cannot be read ({reason})")
-        if path.suffix == ".json":
-            _check_json(path, where)
+        if os.path.lexists(folder / name):
+            _check_readable(folder, name, where)
+            if name.endswith(".json"):
+                _check_json(folder / name, where)
     config = folder / CONFIG  # transformers reads it as well
     if os.path.lexists(config) and not config.is_file():
         raise ValueError(f"{where}: {CONFIG} cannot be read ({unreadable(config)})")
     for path in sorted((folder / TEMPLATES).glob("*")):
-        if reason := unreadable(path):
-            raise ValueError(f"{where}: {TEMPLATES}/{path.name} cannot be read ({reason})")
+        _check_readable(folder, f"{TEMPLATES}/{path.name}", where)
     model = folder / PIECES
     if model.is_file() and not (folder / TOKENIZER_JSON).is_file():
         kind = pieces_kind(model)
@@ -126,6 +122,11 @@ def _check_files(folder: Path, where: str) -> None:
                 f"{where}: {PIECES} is neither a SentencePiece model nor a file of tiktoken: copy it "
                 f"again, or pass a folder with {TOKENIZER_JSON}"
             )
+
+
+def _check_readable(folder: Path, name: str, where: str) -> None:
+    if reason := unreadable(folder / name):
+        raise ValueError(f"{where}: {name} cannot be read ({reason})")
 
 
 def _check_json(path: Path, where: str) -> None:

@@ -62,7 +62,7 @@ def mark(dataset: Dataset | None, eod: int, masks_loss: bool) -> Dataset | None:
 
 
 @dataclass(frozen=True)
-class Work:
+class TokenCounts:
     """Token counts of samples.
 
     counted: labels in the loss
@@ -78,7 +78,7 @@ class Work:
     padded: int = 0
 
     @staticmethod
-    def of(samples: np.ndarray) -> Work:
+    def of(samples: np.ndarray) -> TokenCounts:
         """Count samples (..., 2, s + 1, b) of tokens and marks."""
         marks = np.moveaxis(samples[..., 1, :, :], -2, -1).reshape(
             -1, samples.shape[-2]
@@ -89,7 +89,7 @@ class Work:
         places = np.append(np.flatnonzero(begins), begins.size)
         squares = int(np.square(np.diff(places)).sum())
         padded = int(np.count_nonzero(marks[:, :-1] & PADDED))
-        return Work(counted, squares, len(marks), padded=padded)
+        return TokenCounts(counted, squares, len(marks), padded=padded)
 
 
 def labels(tokens: Tensor, marks: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from ..comm.agreement import Nodes
 from ..comm.base import Comm
 from .dataset import Dataset
-from .marks import Work
+from .marks import TokenCounts
 
 T = TypeVar("T")
 
@@ -198,7 +198,7 @@ class ReaderBatches:
     work: token counts of this rank's marked samples in the iteration
     """
 
-    work: Work
+    work: TokenCounts
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class ReaderBatches:
         """
         part = _scatter(self.readers.comm, next(self._reader) if self._reader else None)
         if part.ndim == 4:
-            self.work = Work.of(part)
+            self.work = TokenCounts.of(part)
         self._ready = (samples.astype(np.int64) for samples in part)
 
     def __iter__(self) -> ReaderBatches:

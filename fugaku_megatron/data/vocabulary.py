@@ -131,9 +131,8 @@ def main(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ValueError(str(error)) from error
     vocab_file, merge_file = (str(args.output / name) for name in NAMES)
-    print(
-        f"wrote {vocab_file} and {merge_file}: {tokens} tokens from {len(files)} file{'s' * (len(files) > 1)}"
-    )
+    sources = f"{len(files)} files" if len(files) > 1 else "1 file"
+    print(f"wrote {vocab_file} and {merge_file}: {tokens} tokens from {sources}")
     if line := skipped.line("documents"):
         print(line, file=sys.stderr)
     if tokens < args.vocab_size:

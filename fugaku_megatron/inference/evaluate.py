@@ -227,7 +227,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Texts:
+class Inputs:
     """Inputs that rank 0 read, on every rank.
 
     requests: windows, at most --max-windows
@@ -308,7 +308,9 @@ def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray | St
     ), f"--input {request.input}"
 
 
-def read_all(request: Request, manifest: dict[str, Any], cut: Windows, model: ModelConfig) -> Texts:
+def read_all(
+    request: Request, manifest: dict[str, Any], cut: Windows, model: ModelConfig
+) -> Inputs:
     """Read and tokenize all inputs. Raises ValueError for unreadable ones."""
     tokenizer = request.model.source.open_tokenizer(manifest)
     requests = []
@@ -340,7 +342,7 @@ def read_all(request: Request, manifest: dict[str, Any], cut: Windows, model: Mo
         if request.needle
         else None
     )
-    return Texts(
+    return Inputs(
         requests,
         tokens,
         predicted,
@@ -381,7 +383,7 @@ class Progress:
             )
 
 
-def perplexity(total: float, texts: Texts) -> dict[str, Any]:
+def perplexity(total: float, texts: Inputs) -> dict[str, Any]:
     """Return perplexity figures from a total log-likelihood; per byte only if the text has bytes."""
     tokens = sum(request.scored for request in texts.requests)
     result = {
@@ -405,7 +407,7 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
 
-def evaluated(loaded: LoadedModel, texts: Texts, batch: int) -> dict[str, Any]:
+def evaluated(loaded: LoadedModel, texts: Inputs, batch: int) -> dict[str, Any]:
     """Return all figures, on every rank. Collective."""
     result: dict[str, Any] = {}
     world = loaded.groups.world

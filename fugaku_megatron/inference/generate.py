@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from ..comm.agreement import agree, everywhere, on_root
 from ..comm.agreement import describe as one_line
-from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.job import run_or_abort
 from ..config.fields import check, flag
@@ -37,10 +37,10 @@ from ..data.tokenizer import Tokenizer
 from ..host import allocator
 from .generation import (
     Conversation,
-    Ending,
     Prompt,
+    PromptEncoder,
     Sampling,
-    Texts,
+    StopCondition,
     add_sampling_arguments,
     check_request,
     prompts_of,
@@ -187,12 +187,14 @@ class Request:
         """Return the prompts, including the file's. Raises ValueError for a file without prompts."""
         return [*self.prompts, *(prompts_of(self.file, self.chat) if self.file is not None else [])]
 
-    def texts(self, tokenizer: Tokenizer, model: ModelConfig) -> Texts:
+    def encoder(self, tokenizer: Tokenizer, model: ModelConfig) -> PromptEncoder:
         """Build the prompt encoder. Raises ValueError if a chat template is needed and there is
         none.
         """
         template = ChatTemplate(tokenizer, read_template(self.chat_template)) if self.chat else None
-        return Texts(tokenizer, model, self.max_new_tokens, self.stop, template, self.system)
+        return PromptEncoder(
+            tokenizer, model, self.max_new_tokens, self.stop, template, self.system
+        )
 
 
 def layout_of(
@@ -235,38 +237,42 @@ def continue_prompts(request: Request, world: Comm) -> None:
     iteration, manifest = source.manifest(world)
     with everywhere():
         run = saved_run(manifest, layout_of(source, world, manifest["layout"], request.dry_run))
-    texts: list[Texts] = []  # on rank 0, which reads the files and prints
 
-    def open_and_encode() -> list[list[int]]:
-        texts.append(request.texts(source.open_tokenizer(manifest), run.model))
-        return [] if request.interactive else texts[0].encode(*request.all_prompts())
+    def open_encoder() -> PromptEncoder | None:
+        if world.rank > 0:  # rank 0 reads the files and prints
+            return None
+        return request.encoder(source.open_tokenizer(manifest), run.model)
 
-    prompts = on_root(world, open_and_encode)
+    def encode_prompts() -> list[list[int]]:
+        if encoder is None or request.interactive:
+            return []
+        return encoder.encode(*request.all_prompts())
+
+    encoder = agree(world, open_encoder, name_rank=False)
+    prompts = on_root(world, encode_prompts)
     if request.dry_run:
-        print(*(describe(run, prompts, request.max_new_tokens) for _ in texts), sep="")
+        if encoder:
+            print(describe(run, prompts, request.max_new_tokens))
         return None
     loaded = load_model(run, world, source.load, iteration, manifest)
-    for text in texts:
-        heading = (
-            f"--- iteration {iteration}"
-            + ", prompt in brackets" * (not request.interactive)
-            + " ---"
-        )
-        print(
-            *filter(None, (tokenizer_note(text.tokenizer, manifest), heading)), sep="\n", flush=True
-        )
+    if encoder:
+        note = tokenizer_note(encoder.tokenizer, manifest)
+        if note:
+            print(note)
+        brackets = "" if request.interactive else ", prompt in brackets"
+        print(f"--- iteration {iteration}{brackets} ---", flush=True)
     if request.interactive:
-        return _converse(request, loaded, texts)
+        return _converse(request, loaded, encoder)
     *_, ids = steps(
         loaded,
         prompts,
         request.max_new_tokens,
         request.sampling,
-        texts[0].finished if texts else _never,
+        encoder.finished if encoder else _never,
     )
-    for text in texts:
+    if encoder:
         for prompt, own in zip(prompts, ids, strict=True):
-            print(f"[{text.tokenizer.decode(prompt)}]{text.ending.text(own)}")
+            print(f"[{encoder.tokenizer.decode(prompt)}]{encoder.stop_condition.text(own)}")
     return None
 
 
@@ -275,17 +281,20 @@ def _never(sample: int, ids: list[int]) -> bool:
     return False
 
 
-def _converse(request: Request, loaded: LoadedModel, texts: list[Texts]) -> None:
+def _converse(request: Request, loaded: LoadedModel, encoder: PromptEncoder | None) -> None:
     def answer(
         prompt: list[int], finished: Callable[[int, list[int]], bool]
     ) -> Iterator[list[list[int]]]:
         return steps(loaded, [prompt], request.max_new_tokens, request.sampling, finished)
 
-    ending = texts[0].ending if texts else None
-    if request.chat and texts:
-        chat = Conversation(texts[0])
-        return converse(loaded.groups.world, chat.encode, ending, answer, chat.answered)
-    return converse(loaded.groups.world, lambda line: texts[0].encode(line)[0], ending, answer)
+    world = loaded.groups.world
+    if encoder is None:
+        return converse(world, None, None, answer)
+    stop = encoder.stop_condition
+    if request.chat:
+        chat = Conversation(encoder)
+        return converse(world, chat.encode, stop, answer, chat.answered)
+    return converse(world, lambda line: encoder.encode(line)[0], stop, answer)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -329,23 +338,20 @@ def read_line() -> str | None:
 
 def converse(
     world: Comm,
-    encode: Callable[[str], list[int]],
-    ending: Ending | None,
+    encode: Callable[[str], list[int]] | None,
+    stop: StopCondition | None,
     answer: Callable[[list[int], Callable[[int, list[int]], bool]], Iterator[list[list[int]]]],
     answered: Callable[[str], None] | None = None,
 ) -> None:
     """Continue line after line. Collective.
 
-    encode: tokenizes a line, or raises ValueError
-    ending: on the first rank
+    encode: tokenizes a line, or raises ValueError; on the first rank, as `stop`
     answer: (prompt, finished) -> generated tokens, after each step
     answered: receives each answer's text
     """
-    while (
-        prompt := world.broadcast_object(_next_prompt(encode) if world.rank == 0 else None)
-    ) is not None:
-        if ending:
-            text = _show(prompt, ending, answer)
+    while (prompt := world.broadcast_object(_next_prompt(encode) if encode else None)) is not None:
+        if stop:
+            text = _show(prompt, stop, answer)
             if answered:
                 answered(text)
         else:
@@ -364,16 +370,16 @@ def _next_prompt(encode: Callable[[str], list[int]]) -> list[int] | None:
 
 
 def _show(
-    prompt: list[int], ending: Ending, answer: Callable[..., Iterator[list[list[int]]]]
+    prompt: list[int], stop: StopCondition, answer: Callable[..., Iterator[list[list[int]]]]
 ) -> str:
-    """Write an answer as it comes; returns all of it."""
+    """Print an answer as it is generated, and return it."""
     interrupt = Interrupt()
     written = 0
     ids = []
     with interrupt.noted():
-        for (ids,) in answer(prompt, lambda sample, ids: interrupt.pressed or ending.reached(ids)):
-            text = ending.certain(ids)
+        for (ids,) in answer(prompt, lambda sample, ids: interrupt.pressed or stop.is_met(ids)):
+            text = stop.stable_text(ids)
             print(text[written:], end="", flush=True)
             written = max(written, len(text))
-    print(ending.text(ids)[written:], flush=True)
-    return ending.text(ids)
+    print(stop.text(ids)[written:], flush=True)
+    return stop.text(ids)

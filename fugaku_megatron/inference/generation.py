@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -136,15 +136,16 @@ def prompts_of(path: str, chat: bool = False) -> list[Prompt]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--prompts {path}: {error}: {remedy}") from None
     kinds = (str, list) if chat else str
+    kind_names = "texts or lists of messages" if chat else "texts"
     check(
         isinstance(prompts, list) and all(isinstance(prompt, kinds) for prompt in prompts),
-        f'--prompts {path}: it is not a JSON list of texts{" or lists of messages" * chat}: pass one, such as ["a", "b"]',
+        f'--prompts {path}: it is not a JSON list of {kind_names}: pass one, such as ["a", "b"]',
     )
     check(len(prompts) > 0, f"--prompts {path} has no prompt: pass at least one line")
     return prompts
 
 
-class Ending:
+class StopCondition:
     """Stop condition: end tokens and stop words.
 
     decode: ids -> text
@@ -168,13 +169,13 @@ class Ending:
         ends = [place for word in self.words if (place := text.find(word)) >= 0]
         return text[: min(ends)] if ends else text
 
-    def reached(self, ids: Sequence[int]) -> bool:
+    def is_met(self, ids: Sequence[int]) -> bool:
         """Return True if generation ends after these tokens."""
         if ids[-1] in self.ends:
             return True
         return bool(self.words) and any(word in self.decode(ids) for word in self.words)
 
-    def certain(self, ids: Sequence[int]) -> str:
+    def stable_text(self, ids: Sequence[int]) -> str:
         """Decode the text that further tokens cannot change: no partial stop word or character at
         its end.
         """
@@ -218,40 +219,48 @@ class Decoder:
         self._recorded: dict[int, RecordedStep] = {}  # by the number of samples
 
     @torch.no_grad()
-    def logits(self, new: Mapping[int, Sequence[int]]) -> Tensor | None:
-        """Append `new` tokens (a prompt, or one token) to their samples and return FP32 logits
-        (samples, v).
+    def logits(
+        self, samples: Sequence[int], lengths: Sequence[int], tokens: Tensor
+    ) -> Tensor | None:
+        """Append tokens to samples and return FP32 logits (samples, v) after the last of each.
+
+        lengths: number of new tokens of each sample
+        tokens: int64 (sum of lengths,), of one sample after the other
 
         The result is valid on last-stage ranks until the next call; None elsewhere.
         """
-        results = [logits for part in _parts(new) if (logits := self._forward(part)) is not None]
-        return torch.cat(results) if len(results) > 1 else results[0] if results else None
+        results = []
+        row = 0
+        for batch in _prefill_batches(lengths):
+            part = lengths[batch]
+            end = row + sum(part)
+            logits = self._forward(samples[batch], part, tokens[row:end])
+            row = end
+            if logits is not None:
+                results.append(logits)
+        if len(results) > 1:
+            return torch.cat(results)
+        return results[0] if results else None
 
-    def _forward(self, new: dict[int, Sequence[int]]) -> Tensor | None:
-        lengths = [len(tokens) for tokens in new.values()]
-        rows = Rows.of(
-            self.loaded.run.model,
-            self.cache,
-            list(new),
-            [self.lengths[sample] for sample in new],
-            lengths,
-        )
-        for sample, length in zip(new, lengths, strict=True):
+    def _forward(
+        self, samples: Sequence[int], lengths: Sequence[int], tokens: Tensor
+    ) -> Tensor | None:
+        first = [self.lengths[sample] for sample in samples]
+        rows = Rows.of(self.loaded.run.model, self.cache, samples, first, lengths)
+        for sample, length in zip(samples, lengths, strict=True):
             self.lengths[sample] += length
-        tokens = torch.tensor([token for tokens in new.values() for token in tokens]).unsqueeze(
-            1
-        )  # (r, 1)
+        tokens = tokens.unsqueeze(1)  # (r, 1)
+        logits: Tensor | None
         if self._recorder and rows.one_each and len(tokens) <= FEW_ROWS:
-            logits: Tensor | None = self._repeated(self._recorder, tokens, rows)
+            logits = self._replay(self._recorder, tokens, rows)
         else:
-            logits = self._computed(tokens, rows)
+            logits = self._compute(tokens, rows)
         if logits is None:
             return None
-        return gather_from_tensor_parallel(logits, self.loaded.groups.tp)[
-            :, 0, : self.loaded.vocab_size
-        ].float()
+        logits = gather_from_tensor_parallel(logits, self.loaded.groups.tp)
+        return logits[:, 0, : self.loaded.vocab_size].float()
 
-    def _computed(self, tokens: Tensor, rows: Rows) -> Tensor | None:
+    def _compute(self, tokens: Tensor, rows: Rows) -> Tensor | None:
         """Return this rank's columns of the logits (samples, 1, v) for tokens (r, 1); None before
         the last stage.
         """
@@ -262,17 +271,17 @@ class Decoder:
             else self.loaded.logits(x if rows.one_each else x[rows.last]).contiguous()
         )
 
-    def _repeated(self, recorder: RecordingKernels, tokens: Tensor, rows: Rows) -> Tensor:
-        """Return the result of `_computed` for one token a sample (r, 1), replaying calls recorded
+    def _replay(self, recorder: RecordingKernels, tokens: Tensor, rows: Rows) -> Tensor:
+        """Return the result of `_compute` for one token a sample (r, 1), replaying calls recorded
         the first time.
         """
-        inputs = (tokens, *rows.tensors)
         known = self._recorded.get(len(tokens))
         if known:
-            return known(inputs)
+            return known((tokens, *rows.tensors))
+        inputs = (tokens.clone(), *rows.tensors)  # later calls overwrite them
 
         def compute() -> Tensor:
-            logits = self._computed(tokens, rows)
+            logits = self._compute(inputs[0], rows)
             assert logits is not None, "a recorder has all stages"
             return logits
 
@@ -280,15 +289,17 @@ class Decoder:
         return step.result
 
 
-def _parts(new: Mapping[int, Sequence[int]]) -> Iterator[dict[int, Sequence[int]]]:
-    """Yield prefill batches of at most PREFILL_ROWS tokens, or of one sample."""
-    part: dict[int, Sequence[int]] = {}
-    for sample, tokens in new.items():
-        if part and sum(map(len, part.values())) + len(tokens) > PREFILL_ROWS:
-            yield part
-            part = {}
-        part[sample] = tokens
-    yield part
+def _prefill_batches(lengths: Sequence[int]) -> Iterator[slice]:
+    """Yield ranges of samples with at most PREFILL_ROWS tokens together, or of one sample."""
+    begin = 0
+    rows = 0
+    for sample, length in enumerate(lengths):
+        if sample > begin and rows + length > PREFILL_ROWS:
+            yield slice(begin, sample)
+            begin = sample
+            rows = 0
+        rows += length
+    yield slice(begin, len(lengths))
 
 
 def check_lengths(
@@ -313,7 +324,7 @@ def check_request(max_new_tokens: int, stop: Sequence[str]) -> None:
     check(all(stop), "--stop is empty: pass a text")
 
 
-class Texts:
+class PromptEncoder:
     """Tokenizer and stop condition for prompts.
 
     template: chat template, if prompts are chats
@@ -335,7 +346,7 @@ class Texts:
         self.max_new_tokens = max_new_tokens
         self.template = template
         self.before = [] if system is None else [{"role": "system", "content": system}]
-        self.ending = Ending(
+        self.stop_condition = StopCondition(
             tokenizer.decode, tokenizer.eod, stop, template.ends if template else ()
         )
 
@@ -360,15 +371,15 @@ class Texts:
 
     def finished(self, sample: int, ids: list[int]) -> bool:
         """Return True if a sample's generation ends after these tokens."""
-        return self.ending.reached(ids)
+        return self.stop_condition.is_met(ids)
 
 
 class Conversation:
     """Chat history."""
 
-    def __init__(self, texts: Texts) -> None:
-        self.texts = texts
-        self._said: Messages = [*texts.before]
+    def __init__(self, encoder: PromptEncoder) -> None:
+        self.encoder = encoder
+        self._said: Messages = [*encoder.before]
         self._asked = self._said
 
     def encode(self, line: str) -> list[int]:
@@ -376,7 +387,7 @@ class Conversation:
         continue it.
         """
         asked = [*self._said, user_turn(line)]
-        (ids,) = self.texts.encode(asked)
+        (ids,) = self.encoder.encode(asked)
         self._asked = asked
         return ids
 
@@ -405,48 +416,46 @@ def steps(
         return
     decoder = Decoder(loaded, [len(prompt) + max_new_tokens for prompt in prompts])
     generators = [sampling.generator(sample) for sample in range(len(prompts))]
-    new = dict(enumerate(prompts))
+    samples = list(range(len(prompts)))
+    lengths = [len(prompt) for prompt in prompts]
+    tokens = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64)
     for _ in range(max_new_tokens):
-        tokens = _chosen(
-            loaded, decoder.logits(new), [(sampling, generators[sample]) for sample in new]
-        )
-        for sample, token in zip(new, tokens, strict=True):
+        logits = decoder.logits(samples, lengths, tokens)
+        tokens = _sample(loaded, logits, sampling, [generators[sample] for sample in samples])
+        for sample, token in zip(samples, tokens.tolist(), strict=True):
             ids[sample].append(token)
-        new = {sample: ids[sample][-1:] for sample in _unfinished(loaded, list(new), ids, finished)}
+        running = _running(loaded, samples, ids, finished)
+        tokens = tokens[running]
+        samples = [sample for sample, more in zip(samples, running.tolist()) if more]
+        lengths = [1] * len(samples)
         yield ids
-        if not new:
+        if not samples:
             return
 
 
-def _chosen(
-    loaded: LoadedModel, logits: Tensor | None, choices: list[tuple[Sampling, torch.Generator]]
-) -> list[int]:
-    """Sample a token for each row of logits (samples, v) on the last stage, and broadcast to all
-    stages.
-    """
-    tokens = torch.zeros(len(choices), dtype=torch.int64)
-    if logits is not None:
-        tokens = torch.tensor(
-            [
-                sampling.pick(row, generator)
-                for row, (sampling, generator) in zip(logits, choices, strict=True)
-            ]
-        )
-    return loaded.groups.pp.broadcast(tokens, root=loaded.stage.placement.last_stage).tolist()
-
-
-def _unfinished(
+def _sample(
     loaded: LoadedModel,
-    samples: list[int],
-    ids: list[list[int]],
+    logits: Tensor | None,
+    sampling: Sampling,
+    generators: Sequence[torch.Generator],
+) -> Tensor:
+    """Sample tokens, int64 (samples,), from the last stage's logits (samples, v), on all stages."""
+    tokens = torch.zeros(len(generators), dtype=torch.int64)
+    if logits is not None:
+        for sample, generator in enumerate(generators):
+            tokens[sample] = sampling.pick(logits[sample], generator)
+    return loaded.groups.pp.broadcast(tokens, root=loaded.stage.placement.last_stage)
+
+
+def _running(
+    loaded: LoadedModel,
+    samples: Sequence[int],
+    ids: Sequence[list[int]],
     finished: Callable[[int, list[int]], bool],
-) -> list[int]:
+) -> Tensor:
+    """Return bool (samples,): samples to continue, as decided by the world's first rank."""
     world = loaded.groups.world
-    going = torch.ones(len(samples), dtype=torch.int64)
+    running = torch.ones(len(samples), dtype=torch.int64)
     if world.rank == 0:
-        going = torch.tensor([int(not finished(sample, ids[sample])) for sample in samples])
-    return [
-        sample
-        for sample, more in zip(samples, world.broadcast(going).tolist(), strict=True)
-        if more
-    ]
+        running = torch.tensor([int(not finished(sample, ids[sample])) for sample in samples])
+    return world.broadcast(running).bool()

@@ -17,7 +17,7 @@ from ..config.fields import check
 from ..config.run_config import saved_run
 from ..data.tokenizer import Tokenizer
 from . import evaluate
-from .generation import Ending, Sampling, steps
+from .generation import Sampling, StopCondition, steps
 from .loading import LoadedModel, load_model
 from .scoring import Request, encode_after, encode_pair, rolling, score
 
@@ -37,7 +37,7 @@ def read_arguments(values: Mapping[str, Any]) -> evaluate.Model:
 
 
 class Model:
-    """Loaded checkpoint. Constructor, `score` and `go_on` are collective.
+    """Loaded checkpoint. Constructor, `score` and `generate` are collective.
 
     tokenizer: on the first rank only
     """
@@ -57,9 +57,9 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         return self.tokenizers[0]
 
-    def ending(self, words: Sequence[str]) -> Ending:
+    def stop_condition(self, words: Sequence[str]) -> StopCondition:
         """Build the stop condition."""
-        return Ending(self.tokenizer.decode, self.tokenizer.eod, words)
+        return StopCondition(self.tokenizer.decode, self.tokenizer.eod, words)
 
     def score(self, requests: Sequence[Request]) -> list[tuple[float, float]]:
         """Return a pair of `scoring.score` for each request. Collective."""
@@ -71,7 +71,7 @@ class Model:
             for pair in score(self.loaded, requests, self.batch, progress).tolist()
         ]
 
-    def go_on(
+    def generate(
         self,
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
@@ -79,13 +79,15 @@ class Model:
         words: Sequence[str],
     ) -> list[list[int]]:
         """Continue each prompt until a stop word or the end of text. Collective."""
-        ending = self.ending(words) if self.tokenizers else None  # the first rank alone is asked
+        stop = (
+            self.stop_condition(words) if self.tokenizers else None
+        )  # the first rank alone is asked
         *_, ids = steps(
             self.loaded,
             prompts,
             new_tokens,
             sampling,
-            lambda sample, ids: ending is not None and ending.reached(ids),
+            lambda sample, ids: stop is not None and stop.is_met(ids),
         )
         return ids
 
@@ -146,9 +148,9 @@ class Asker:
                 some = numbers[start : start + self.model.batch]
                 prompts = [self._prompt(asked[number][0], new_tokens) for number in some]
                 for number, ids in zip(
-                    some, self._ask("go_on", prompts, new_tokens, sampling, words), strict=True
+                    some, self._ask("generate", prompts, new_tokens, sampling, words), strict=True
                 ):
-                    results[number] = self.model.ending(words).text(ids)
+                    results[number] = self.model.stop_condition(words).text(ids)
         return results
 
     def _prompt(self, context: str, new_tokens: int) -> list[int]:

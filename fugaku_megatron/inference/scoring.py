@@ -512,7 +512,7 @@ def needle_lines(figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def draw_needles(path: str | os.PathLike, figures: dict[str, Any], place: str) -> None:
+def draw_needles(path: str | os.PathLike[str], figures: dict[str, Any], place: str) -> None:
     """Draw heat maps (lengths across, depths down) into a PNG file. Raises ValueError naming
     --png.
     """

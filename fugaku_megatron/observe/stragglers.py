@@ -12,7 +12,7 @@ from ..comm.base import Comm
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting
-from ..data.marks import Work
+from ..data.marks import TokenCounts
 from ..host.observed import PHASES, Phases
 from .rank_table import NAMED, Interval, Straggler, find
 from .screen import append
@@ -60,11 +60,11 @@ class RankTimes:
         """Start the phases of an iteration."""
         self.phases.begin()
 
-    def end(self, seconds: float, work: Work | None = None) -> None:
+    def end(self, seconds: float, work: TokenCounts | None = None) -> None:
         """Record the phases of an iteration. work: of its samples with marks"""
         self._rows.append([*self.phases.of_iteration(seconds), *self._share(work)])
 
-    def _share(self, work: Work | None) -> list[float]:
+    def _share(self, work: TokenCounts | None) -> list[float]:
         """Return this rank's computation relative to the data-parallel mean; empty if attention does not depend on documents."""
         if work is None or not self.run.data.masks_attention:
             return []

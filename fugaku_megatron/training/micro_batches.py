@@ -16,10 +16,10 @@ from ..config.data import DataConfig
 from ..config.layout import placement
 from ..config.run_config import RunConfig
 from ..data import marks
-from ..data.build import Datasets, build_datasets, build_separate_datasets
+from ..data.build import Builder, Datasets, build_datasets, build_separate_datasets
 from ..data.dataset import Dataset, TokenArrays
 from ..data.index_cache import IndexCache
-from ..data.marks import Work, document_starts, padding
+from ..data.marks import TokenCounts, document_starts, padding
 from ..data.sampler import (
     Prefetcher,
     ReaderBatches,
@@ -129,35 +129,23 @@ def datasets_of(
     """
     data = run.data
     separate = run.training.multiple_validation_sets
-    common = (
+    builder = Builder(
         run.model.seq_length,
-        num_samples,
         run.training.seed,
-        run.model.vocab_size,
-        comm,
-        max_bytes,
-        cache,
-    )
-    if data.train_data_path:
-        return build_separate_datasets(
-            (data.train_data_path, data.valid_data_path, None),
-            *common,
-            arrays=arrays,
-            separate_sets=separate,
-            cuts_chats=data.cuts_chats,
-            begun=begun,
-        )
-    assert data.data_path is not None, "check_early asks for data"
-    return build_datasets(
-        data.data_path,
-        data.split,
-        *common,
-        legacy_split=data.legacy_split,
-        arrays=arrays,
+        vocab_size=run.model.vocab_size,
+        comm=comm,
+        max_bytes=max_bytes,
+        cache=cache,
+        arrays=arrays or {},
         separate_sets=separate,
         cuts_chats=data.cuts_chats,
         begun=begun,
     )
+    if data.train_data_path:
+        paths = (data.train_data_path, data.valid_data_path, None)
+        return build_separate_datasets(paths, num_samples, builder)
+    assert data.data_path is not None, "check_early asks for data"
+    return build_datasets(data.data_path, data.split, num_samples, builder, data.legacy_split)
 
 
 @dataclass(frozen=True)
@@ -208,14 +196,14 @@ class RunBatches:
             )
         )
 
-    def begin(self, source: Source | None) -> Work | None:
+    def begin(self, source: Source | None) -> TokenCounts | None:
         """Begin an iteration or a batch of an evaluation; return the work of a marked global batch. Collective."""
         if isinstance(source, ReaderBatches):
             with self.waiting():
                 source.begin()
         if not self.run.data.marked:
             return None
-        own = source.work if isinstance(source, ReaderBatches) else Work(0, 0, 0)
+        own = source.work if isinstance(source, ReaderBatches) else TokenCounts(0, 0, 0)
         groups = self.groups
         sums = [own.counted, own.squares, own.samples, own.padded]
         numbers = groups.tp.broadcast(torch.tensor(sums))
@@ -224,7 +212,7 @@ class RunBatches:
         copies = groups.tp.size * groups.pp.size * groups.cp.size
         counted, squares, samples, padded = (groups.world.all_reduce(numbers) // copies).tolist()
         share = mine * groups.data_size / max(squares, 1)
-        return Work(counted, squares, samples, share, padded)
+        return TokenCounts(counted, squares, samples, share, padded)
 
     def micro_batches(
         self, source: Source | None, consumed: int, count: int

@@ -44,7 +44,7 @@ from ..config.sample_rules import Skips
 from ..costs import run_schedule
 from ..costs.accounting import pipeline_split, zero_shards
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset
-from ..data.marks import Work
+from ..data.marks import TokenCounts
 from ..data.sampler import ReaderGroup
 from ..data.unchanged import Record, check_unchanged
 from ..nn.model import VOCABULARY, Stage
@@ -115,7 +115,7 @@ class IterationResult:
     global_batch_size: int
     consumed: int
     seconds: float
-    work: Work | None = None
+    work: TokenCounts | None = None
     experts: Tensor | None = None
     z_loss: float | None = None
 
@@ -129,7 +129,7 @@ class GlobalBatch(NamedTuple):
     """Samples of an iteration that has begun. consumed: samples before it."""
 
     source: Source | None
-    work: Work | None
+    work: TokenCounts | None
     consumed: int
 
 
@@ -236,7 +236,7 @@ class Trainer:
         )
         return executor.run(lists)
 
-    def _unpadded(self, work: Work) -> int:
+    def _unpadded(self, work: TokenCounts) -> int:
         """Count the tokens of the work that are not padding."""
         return work.samples * self.run.model.seq_length - work.padded
 
@@ -311,7 +311,7 @@ class Trainer:
         scale: float,
         stage: Stage | None = None,
         watch: Watch | None = None,
-    ) -> tuple[float, Work | None]:
+    ) -> tuple[float, TokenCounts | None]:
         """Compute and reduce the gradients of the iteration that begins at sample `consumed`.
 
         Return the mean loss, and the work of marked samples.

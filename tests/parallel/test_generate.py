@@ -423,7 +423,7 @@ def test_finished_samples_are_computed_no_further(pair, monkeypatch):
     monkeypatch.setattr(
         generation.Decoder,
         "_forward",
-        lambda self, new: rows.append(len(new)) or forward(self, new),
+        lambda self, samples, *new: rows.append(len(samples)) or forward(self, samples, *new),
     )
     ids = our_tokens(SoloComm(), directory, (1, 1), ends={0: 5, 2: 1, 1: 3, 3: 7})
     assert ids == [expected[0][:5], expected[1][:3], expected[2][:1], expected[3][:7]]

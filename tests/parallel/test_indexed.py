@@ -12,7 +12,7 @@ import pytest
 
 from fugaku_megatron.data import dataset as dataset_module
 from fugaku_megatron.data import index_cache, indexed
-from fugaku_megatron.data.build import build_datasets
+from fugaku_megatron.data.build import Builder, build_datasets
 from fugaku_megatron.data.dataset import GPT_ARRAYS, GPTDataset
 from fugaku_megatron.data.files import MappedFile
 from fugaku_megatron.data.index_cache import IndexCache
@@ -396,7 +396,8 @@ def test_blends_are_kept_too(tmp_path):
         write_corpus(tmp_path / "b", [50] * 40, first_token=100_000),
     ]
     expected, mapped = (
-        build_datasets(path, "90,10", 16, (400, 40, 0), 1, cache=cache) for cache in (None, MAPPED)
+        build_datasets(path, "90,10", (400, 40, 0), Builder(16, 1, cache=cache))
+        for cache in (None, MAPPED)
     )
     for a, b in zip(expected[:2], mapped[:2], strict=True):
         assert all(np.array_equal(a[i], b[i]) for i in range(len(a)))

@@ -14,7 +14,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, ChatWriter, signed
-from fugaku_megatron.data.marks import COUNTED, PADDED, Work
+from fugaku_megatron.data.marks import COUNTED, PADDED, TokenCounts
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.inference.loading import model_of
 from fugaku_megatron.inference.scoring import Request, score
@@ -308,7 +308,7 @@ def test_marks_of_padding(files):
     dataset = ChatDataset(files, "train", range(8), 4, 24, seed=3)
     sample = dataset[0]
     assert np.flatnonzero(sample[1] & PADDED).tolist() == [8, *range(17, 25)]
-    work = Work.of(np.stack([fetch(dataset, range(2))]))
+    work = TokenCounts.of(np.stack([fetch(dataset, range(2))]))
     assert (work.padded, work.samples) == (2 * (1 + 7), 2)
     alone = ChatDataset(files, "train", range(8), 8, 8, seed=3)
-    assert Work.of(np.stack([fetch(alone, range(8))])).padded == 0
+    assert TokenCounts.of(np.stack([fetch(alone, range(8))])).padded == 0

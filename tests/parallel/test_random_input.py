@@ -23,7 +23,7 @@ from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.checkpoint.verify import check_iteration
 from fugaku_megatron.cli import arguments
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.data.build import build_datasets
+from fugaku_megatron.data.build import Builder, build_datasets
 from fugaku_megatron.data.files import document_texts, input_files, read_documents
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.data.tokenizer import build_tokenizer
@@ -374,7 +374,9 @@ def test_data_files_are_refused_or_read(corpus):
     }
 
     def trained():
-        train, _, _ = build_datasets([str(folder / "corpus")], "1,0,0", 4, (10, 0, 0), 1, 257)
+        train, _, _ = build_datasets(
+            [str(folder / "corpus")], "1,0,0", (10, 0, 0), Builder(4, 1, vocab_size=257)
+        )
         assert [train.indexed[i].tolist() for i in range(len(documents))] == documents
         assert all(train[i].shape == (5,) for i in range(len(train)))
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import accounting
-from fugaku_megatron.data.marks import Work
+from fugaku_megatron.data.marks import TokenCounts
 from fugaku_megatron.host.observed import PHASES
 from fugaku_megatron.observe.rank_table import read
 from fugaku_megatron.observe.stragglers import ATTENTION_COST, RankTimes
@@ -86,7 +86,7 @@ def test_a_rank_with_longer_documents_is_not_slow():
     taken = [linear * 2 + ATTENTION_COST * attention * own / 16 / 16 for own in squares]
     computation = [[seconds / taken[1] for seconds in taken]] * 3
     assert computation[0][0] > 1.3
-    works = [Work(0, sum(squares), 16, own * 8 / sum(squares)) for own in squares]
+    works = [TokenCounts(0, sum(squares), 16, own * 8 / sum(squares)) for own in squares]
     assert (
         ThreadWorld(8).run(lambda world: intervals(world, computation, works=works, **DOCUMENTS))[0]
         == []

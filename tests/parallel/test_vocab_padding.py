@@ -20,7 +20,7 @@ from fugaku_megatron.config.model import architecture
 from fugaku_megatron.config.run_config import RunConfig, saved_run
 from fugaku_megatron.convert.hugging_face import open_hugging_face
 from fugaku_megatron.costs.accounting import padded_vocab_size
-from fugaku_megatron.inference.evaluate import Texts, evaluated
+from fugaku_megatron.inference.evaluate import Inputs, evaluated
 from fugaku_megatron.inference.generation import Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel, load_model
 from fugaku_megatron.inference.scoring import windows
@@ -204,7 +204,7 @@ def check_inference(case: Case, directory: Path, ranks: int, run: RunConfig) -> 
         )
         *_, ids = steps(loaded, [prompt], 8, Sampling(0.0, 0, 0.0, 1), lambda sample, ids: False)
         requests = windows(text.numpy().astype(np.int32), LENGTH, LENGTH)
-        texts = Texts(
+        texts = Inputs(
             requests, tokens=len(text), predicted=len(text) - 1, bytes=0, questions=[], note=""
         )
         return ids[0], evaluated(loaded, texts, 2)["perplexity"]

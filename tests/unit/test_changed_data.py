@@ -15,7 +15,7 @@ import fugaku_megatron as fm
 from fugaku_megatron.checkpoint.manifest import list_iterations
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.data.build import build_datasets
+from fugaku_megatron.data.build import Builder, build_datasets
 from fugaku_megatron.data.chat_dataset import SUFFIX, ChatFiles, ChatWriter, signed
 from fugaku_megatron.data.dataset import RELEASE_EVERY, GPTDataset
 from fugaku_megatron.data.index_cache import IndexCache
@@ -124,7 +124,9 @@ def test_what_evaluate_reads_is_checked(tmp_path):
 @pytest.mark.parametrize("array", ["document_index", "sample_index", "shuffle_index"])
 def test_an_index_that_is_cut_is_named(tmp_path, array):
     cache = IndexCache(str(tmp_path / "cache"))
-    train = build_datasets([str(write(tmp_path / "d"))], "1", 16, (100, 0, 0), 1, cache=cache)[0]
+    train = build_datasets(
+        [str(write(tmp_path / "d"))], "1", (100, 0, 0), Builder(16, 1, cache=cache)
+    )[0]
     assert train is not None and len(train[0]) == 17
     (path,) = (tmp_path / "cache").glob(f"*{array}.npy")
     empty(path)
@@ -165,7 +167,9 @@ def trainer_of(world: Comm, tmp_path: Path, run: RunConfig):
     trainer = make_trainer(world, run)
     if world.rank == 0:
         paths = [str(tmp_path / "d")]
-        trainer.train, trainer.valid, _ = build_datasets(paths, "80,20,0", 16, (200, 20, 0), 1)
+        trainer.train, trainer.valid, _ = build_datasets(
+            paths, "80,20,0", (200, 20, 0), Builder(16, 1)
+        )
         trainer.data_files = records((trainer.train, trainer.valid))
     return trainer
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from fugaku_megatron.cli import program
 from fugaku_megatron.cli.arguments import make_run, parse
 from fugaku_megatron.data import template_limits
-from fugaku_megatron.data.build import build_datasets
+from fugaku_megatron.data.build import Builder, build_datasets
 from fugaku_megatron.data.chat_dataset import (
     PADDING,
     ChatDataset,
@@ -760,9 +760,9 @@ def test_chats_are_not_read_as_pretraining_data(tmp_path):
         ValueError,
         match=r"a\.mask says which tokens .* without --sft trains all of them: pass --sft",
     ):
-        build_datasets([str(tmp_path / "a")], "100,0,0", 8, (1, 0, 0), 1)
+        build_datasets([str(tmp_path / "a")], "100,0,0", (1, 0, 0), Builder(8, 1))
     (tmp_path / "a.mask").unlink()
-    assert build_datasets([str(tmp_path / "a")], "100,0,0", 8, (1, 0, 0), 1)[0] is not None
+    assert build_datasets([str(tmp_path / "a")], "100,0,0", (1, 0, 0), Builder(8, 1))[0] is not None
 
 
 @pytest.mark.parametrize("renamed", range(3))
@@ -932,7 +932,9 @@ def test_a_run_reads_blends_and_splits_of_chats(tmp_path):
     for name, lengths in (("a", [5, 6, 7] * 10), ("b", [9] * 20)):
         write_chats(tmp_path / name, lengths, token=5 if name == "a" else 1000)
     paths = ["3", str(tmp_path / "a"), "1", str(tmp_path / "b")]
-    train, valid, _ = build_datasets(paths, "80,20,0", 16, (60, 4, 0), 1, 2000, cuts_chats=False)
+    train, valid, _ = build_datasets(
+        paths, "80,20,0", (60, 4, 0), Builder(16, 1, vocab_size=2000, cuts_chats=False)
+    )
     first = [train[i] for i in range(60)]
     assert (
         all(sample.shape == (2, 17) for sample in first)
@@ -947,7 +949,9 @@ def test_a_run_reads_blends_and_splits_of_chats(tmp_path):
     }
     assert trained == {*range(24)} and held_out >= {*range(24, 30)}
     with pytest.raises(ValueError, match=r"a\.bin: token id .* is outside the vocabulary of 20"):
-        build_datasets(paths, "100,0,0", 16, (60, 0, 0), 1, 20, cuts_chats=False)
+        build_datasets(
+            paths, "100,0,0", (60, 0, 0), Builder(16, 1, vocab_size=20, cuts_chats=False)
+        )
 
 
 def test_flags_and_the_plan(tmp_path, tokenizer):

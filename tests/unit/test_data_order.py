@@ -16,7 +16,7 @@ import fugaku_megatron as fm
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.data.build import build_datasets, build_separate_datasets
+from fugaku_megatron.data.build import Builder, build_datasets, build_separate_datasets
 from fugaku_megatron.data.dataset import NEW_ORDER, DataOrder, Dataset
 from fugaku_megatron.data.index_cache import IndexCache
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
@@ -49,7 +49,7 @@ def times_trained(orders: list[bytes], tokens: int) -> Counter:
 
 def one(prefix: Path, needed: int, begun: int | None = None, **more) -> Dataset:
     train = build_datasets(
-        [str(prefix)], "1", LENGTH, (needed, 0, 0), 7, begun=(begun, 0, 0), **more
+        [str(prefix)], "1", (needed, 0, 0), Builder(LENGTH, 7, begun=(begun, 0, 0), **more)
     )[0]
     assert train is not None
     return train
@@ -103,7 +103,9 @@ def test_blends_keep_the_order_of_each_part(tmp_path):
     paths = ["1", str(tmp_path / "a"), "3", str(tmp_path / "b")]
     read: list[bytes] = []
     for needed in (40, 120, 400, 90):
-        train = build_datasets(paths, "1", LENGTH, (needed, 0, 0), 7, begun=(40, None, None))[0]
+        train = build_datasets(
+            paths, "1", (needed, 0, 0), Builder(LENGTH, 7, begun=(40, None, None))
+        )[0]
         assert train is not None
         assert samples(train, 0, min(needed, len(read))) == read[:needed]
         read += samples(train, len(read), needed)
@@ -119,9 +121,9 @@ def test_validation_keeps_its_order_and_the_index_is_cached(tmp_path):
     write(tmp_path / "v", 10)
     paths, cache = ([str(tmp_path / "d")], [str(tmp_path / "v")], None), str(tmp_path / "cache")
     for kept in (None, IndexCache(cache), IndexCache(cache)):
-        begun = build_separate_datasets(paths, LENGTH, (10, 20, 0), 7, cache=kept)
+        begun = build_separate_datasets(paths, (10, 20, 0), Builder(LENGTH, 7, cache=kept))
         longer = build_separate_datasets(
-            paths, LENGTH, (200, 200, 0), 7, cache=kept, begun=(10, 20, None)
+            paths, (200, 200, 0), Builder(LENGTH, 7, cache=kept, begun=(10, 20, None))
         )
         for old, new in zip(begun[:2], longer[:2]):
             assert samples(new, 0, len(old)) == samples(old, 0, len(old))

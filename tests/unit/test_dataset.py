@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fugaku_megatron.data import build
-from fugaku_megatron.data.build import build_datasets, parse_data_path, parse_split
+from fugaku_megatron.data.build import Builder, build_datasets, parse_data_path, parse_split
 from fugaku_megatron.data.dataset import BlendedDataset, GPTDataset, MockDataset
 from fugaku_megatron.data.index_cache import (
     blending_blocks,
@@ -76,9 +76,12 @@ def test_token_ids_are_checked_at_start_and_as_fetched(tmp_path, monkeypatch):
         ValueError,
         match=r"big\.bin: token id 1049 is outside the vocabulary of 1049: use the tokenizer",
     ):
-        build_datasets([prefix], "1", 16, (10, 0, 0), 1, vocab_size=1049)
+        build_datasets([prefix], "1", (10, 0, 0), Builder(16, 1, vocab_size=1049))
     monkeypatch.setattr(build, "CHECKED_AT_START", 400)  # the first document
-    dataset, failed = build_datasets([prefix], "1", 16, (10, 0, 0), 1, vocab_size=1000)[0], 0
+    dataset, failed = (
+        build_datasets([prefix], "1", (10, 0, 0), Builder(16, 1, vocab_size=1000))[0],
+        0,
+    )
     for i in range(len(dataset)):
         try:
             assert dataset[i].max() < 1000
@@ -116,11 +119,11 @@ def test_mock_dataset():
 
 def test_build_datasets_splits_without_overlap(tmp_path):
     prefix = write(tmp_path / "corpus", [50] * 100)
-    built = build_datasets([prefix], "80,15,5", 16, (100, 20, 5), 1)
+    built = build_datasets([prefix], "80,15,5", (100, 20, 5), Builder(16, 1))
     documents = [sorted(set(dataset.document_index.tolist())) for dataset in built]
     assert documents == [list(range(80)), list(range(80, 95)), list(range(95, 100))]
     assert [len(dataset) >= n for dataset, n in zip(built, (100, 20, 5))] == [True] * 3
-    train, *others = build_datasets([prefix], "99,1,0", 16, (100, 0, 5), 1)
+    train, *others = build_datasets([prefix], "99,1,0", (100, 0, 5), Builder(16, 1))
     assert train is not None and others == [None, None]
 
 
@@ -128,10 +131,10 @@ def test_it_is_said_how_much_text_validation_has(tmp_path):
     """Of one data set, and of several together."""
     write(tmp_path / "a", [3] * 10)
     write(tmp_path / "b", [5] * 20)
-    one = build_datasets([str(tmp_path / "a")], "60,40", 4, (4, 2, 0), seed=1)
+    one = build_datasets([str(tmp_path / "a")], "60,40", (4, 2, 0), Builder(4, 1))
     assert validation_line(one[1]) == "data: validation has 4 documents with 12 tokens"
     both = build_datasets(
-        ["1", str(tmp_path / "a"), "1", str(tmp_path / "b")], "60,40", 4, (4, 2, 0), seed=1
+        ["1", str(tmp_path / "a"), "1", str(tmp_path / "b")], "60,40", (4, 2, 0), Builder(4, 1)
     )
     assert validation_line(both[1]) == "data: validation has 12 documents with 52 tokens"
 
@@ -139,10 +142,10 @@ def test_it_is_said_how_much_text_validation_has(tmp_path):
 def test_build_datasets_blends(tmp_path):
     a = write(tmp_path / "a", [50] * 100)
     b = write(tmp_path / "b", [50] * 40, first_token=100_000)
-    train, valid, _ = build_datasets(["0.25", a, "0.75", b], "90,10", 16, (400, 40, 0), 1)
+    train, valid, _ = build_datasets(["0.25", a, "0.75", b], "90,10", (400, 40, 0), Builder(16, 1))
     assert len(train) == 400 and len(valid) == 40
     assert sum(int(train[i][0] >= 100_000) for i in range(400)) == 300
-    scaled = build_datasets(["1", a, "3", b], "90,10", 16, (400, 40, 0), 1)[
+    scaled = build_datasets(["1", a, "3", b], "90,10", (400, 40, 0), Builder(16, 1))[
         0
     ]  # weights are relative
     assert all(np.array_equal(train[i], scaled[i]) for i in range(400))
@@ -153,10 +156,10 @@ def test_build_datasets_split_errors(tmp_path):
     with pytest.raises(
         ValueError, match=r"--split 1,99: none of the 10 documents of .*corpus falls to train"
     ):
-        build_datasets([prefix], "1,99", 16, (10, 1, 0), 1)
+        build_datasets([prefix], "1,99", (10, 1, 0), Builder(16, 1))
     other = write(tmp_path / "other", [50])
     with pytest.raises(ValueError, match=r"none of the 1 documents of .*other falls to valid"):
-        build_datasets(["1", prefix, "1", other], "80,20", 16, (10, 1, 0), 1)
+        build_datasets(["1", prefix, "1", other], "80,20", (10, 1, 0), Builder(16, 1))
 
 
 @pytest.mark.parametrize(
@@ -194,10 +197,10 @@ def test_an_order_of_samples_beyond_memory_is_refused_before_it_is_built(tmp_pat
         match=r"train data of .*small: the order of 1000000000 samples, which read its 9 documents "
         r"\d+ times, takes about \S+ GiB, and the node has 4.0 GiB: pass fewer --train-iters or --train-samples",
     ):
-        build_datasets([prefix], "90,10", 16, (10**9, 0, 0), 1, max_bytes=2**32)
+        build_datasets([prefix], "90,10", (10**9, 0, 0), Builder(16, 1, max_bytes=2**32))
     with pytest.raises(ValueError, match="valid data of .*: pass fewer --eval-iters"):
-        build_datasets([prefix], "90,10", 16, (10, 10**12, 0), 1, max_bytes=2**32)
-    built = build_datasets([prefix], "90,10", 16, (1000, 100, 0), 1, max_bytes=2**20)
+        build_datasets([prefix], "90,10", (10, 10**12, 0), Builder(16, 1, max_bytes=2**32))
+    built = build_datasets([prefix], "90,10", (1000, 100, 0), Builder(16, 1, max_bytes=2**20))
     assert [len(data) >= n for data, n in zip(built, (1000, 100))] == [True, True]
 
 

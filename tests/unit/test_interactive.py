@@ -11,7 +11,12 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.data.chats import ChatTemplate
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer
 from fugaku_megatron.inference.generate import converse
-from fugaku_megatron.inference.generation import Conversation, Ending, Sampling, Texts
+from fugaku_megatron.inference.generation import (
+    Conversation,
+    PromptEncoder,
+    Sampling,
+    StopCondition,
+)
 from tests.helpers import small_run
 from tests.unit.test_chats import write_tokenizer
 
@@ -38,9 +43,9 @@ def talk(monkeypatch, capsys):
             builtins, "print", lambda text="", end="\n", **_: pieces.append(text + end)
         )
         if chat:
-            converse(SoloComm(), chat.encode, chat.texts.ending, answer, chat.answered)
+            converse(SoloComm(), chat.encode, chat.encoder.stop_condition, answer, chat.answered)
         else:
-            converse(SoloComm(), encode, Ending(decode, 0, words), answer)
+            converse(SoloComm(), encode, StopCondition(decode, 0, words), answer)
         return [piece for piece in pieces if piece]
 
     return call
@@ -94,16 +99,16 @@ def test_stop_words_and_characters_of_several_bytes(talk):
             yield [list("aé".encode())[:count]]
 
     assert talk(["x"], answer) == ["a", "é", "\n"]
-    end = Ending(decode, 0, ("or", "be"))
+    end = StopCondition(decode, 0, ("or", "be"))
     assert end.text(list(b"to be or not")) == "to " and end.text(list(b"to")) == "to"
-    assert end.reached(list(b"to be")) and not end.reached(list(b"to b"))
-    assert end.reached([97, 0]) and end.text([97, 0]) == "a", "the end of text is not text"
+    assert end.is_met(list(b"to be")) and not end.is_met(list(b"to b"))
+    assert end.is_met([97, 0]) and end.text([97, 0]) == "a", "the end of text is not text"
 
 
 def test_a_conversation_goes_on_and_its_answers_end_with_the_turn(talk, tmp_path):
     tokenizer, prompts = HuggingFaceTokenizer(write_tokenizer(tmp_path)), []
     chat = Conversation(
-        Texts(
+        PromptEncoder(
             tokenizer,
             small_run(max_position_embeddings=256).model,
             5,
@@ -112,7 +117,7 @@ def test_a_conversation_goes_on_and_its_answers_end_with_the_turn(talk, tmp_path
             "be brief",
         )
     )
-    end = next(iter(chat.texts.ending.ends - {tokenizer.eod}))
+    end = next(iter(chat.encoder.stop_condition.ends - {tokenizer.eod}))
 
     def answer(prompt, finished):
         prompts.append(tokenizer.decode(prompt))

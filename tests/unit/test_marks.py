@@ -13,7 +13,7 @@ from fugaku_megatron.data.marks import (
     COUNTED,
     FIRST,
     MarkedDataset,
-    Work,
+    TokenCounts,
     document_starts,
     labels,
     mark,
@@ -82,11 +82,11 @@ def test_the_work_of_samples():
     """[7 E 8 | 9 E E 4]: documents of 2 and 1 tokens, and of 2, 1 and 0, since the last token is only a label."""
     tokens = np.array([[7, EOD, 8, 1], [9, EOD, EOD, 4]]).T
     marks = np.array([[1, 1, FIRST, 1], [1, 1, FIRST, FIRST | COUNTED]]).T
-    work = Work.of(np.stack([tokens, marks])[None])
-    assert work == Work(counted=4, squares=4 + 1 + 4 + 1, samples=2, share=1.0)
+    work = TokenCounts.of(np.stack([tokens, marks])[None])
+    assert work == TokenCounts(counted=4, squares=4 + 1 + 4 + 1, samples=2, share=1.0)
     assert document_starts(torch.from_numpy(marks)).tolist() == [[0, 0, 2], [0, 0, 2]]
-    twice = Work.of(np.stack([np.stack([tokens, marks])] * 2))
-    assert twice == Work(8, 20, 4)
+    twice = TokenCounts.of(np.stack([np.stack([tokens, marks])] * 2))
+    assert twice == TokenCounts(8, 20, 4)
 
 
 def test_validation_sets_stay_apart_and_other_attributes_are_those_of_the_data():

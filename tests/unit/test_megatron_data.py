@@ -13,6 +13,7 @@ from fugaku_megatron.config.run_config import DataConfig
 from fugaku_megatron.config.sample_rules import Skips, StepSizes
 from fugaku_megatron.config.training import TrainingConfig
 from fugaku_megatron.data.build import (
+    Builder,
     build_datasets,
     build_separate_datasets,
     parse_data_path,
@@ -48,7 +49,7 @@ def test_last_bits_of_weights_decide_equal_choices(tmp_path, weights, order):
         for i, weight in enumerate(weights)
         for item in (str(weight), write(tmp_path / str(i), [8] * 20, 1000 * i))
     ]
-    blend = build_datasets(paths, "1", 8, (20, 0, 0), 1)[0]
+    blend = build_datasets(paths, "1", (20, 0, 0), Builder(8, 1))[0]
     assert "".join(map(str, blend.dataset_index)) == order
     assert [int(blend[i][0]) // 1000 for i in range(20)] == [int(c) for c in order]
 
@@ -168,17 +169,17 @@ def test_validation_samples_of_a_run_that_trains_nothing(skip_train, evaluations
 def test_data_shorter_than_a_sample_repeats(tmp_path):
     """megatron/core/datasets/gpt_dataset.py, _get_num_epochs: as many epochs as the samples and one token need."""
     short = write(tmp_path / "short", [3, 4])  # 7 tokens; 5 samples of 8 take 41: 6 epochs
-    train = build_datasets([short], "1", 8, (5, 0, 0), 1)[0]
+    train = build_datasets([short], "1", (5, 0, 0), Builder(8, 1))[0]
     assert (train.num_epochs, len(train), len(train.document_index)) == (6, 5, 12)
     flat = np.concatenate([train.indexed[i] for i in train.document_index])
     assert sorted(train.document_index.tolist()) == [0] * 6 + [1] * 6 and len(flat) == 42
     for i, place in enumerate(train.shuffle_index.tolist()):
         assert train[i].tolist() == flat[8 * place : 8 * place + 9].tolist()
     long = write(tmp_path / "long", [50] * 10, 1000)
-    blend = build_datasets(["1", short, "3", long], "1", 8, (40, 0, 0), 1)[0]
+    blend = build_datasets(["1", short, "3", long], "1", (40, 0, 0), Builder(8, 1))[0]
     assert sum(int(blend[i][0]) < 1000 for i in range(40)) == 10
     with pytest.raises(ValueError, match="0 tokens in 2 documents"):
-        build_datasets([write(tmp_path / "empty", [0, 0])], "1", 8, (5, 0, 0), 1)
+        build_datasets([write(tmp_path / "empty", [0, 0])], "1", (5, 0, 0), Builder(8, 1))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,9 @@ def test_split_of_now_and_before_core_0_5(documents, split, legacy, core):
 def test_legacy_split_reaches_the_data(tmp_path):
     prefix = write(tmp_path / "corpus", [20] * 50)
     for legacy, count in ((False, 45), (True, 46)):
-        train = build_datasets([prefix], "90,5,5", 8, (10, 0, 0), 1, legacy_split=legacy)[0]
+        train = build_datasets([prefix], "90,5,5", (10, 0, 0), Builder(8, 1), legacy_split=legacy)[
+            0
+        ]
         assert sorted(train.document_index.tolist()) == list(range(count))
     assert parse(["--recipe", "demo", "--data-path", "a", "--legacy-split"]).run.data.legacy_split
 
@@ -226,7 +229,7 @@ def test_paths_without_weights(two):
         [a, b, "c"],
         None,
     )
-    train, valid, _ = build_datasets([a, b], "80,20", 8, (150, 5, 0), 1)
+    train, valid, _ = build_datasets([a, b], "80,20", (150, 5, 0), Builder(8, 1))
     assert [len(d) for d in train.datasets] == [(40 * 40 - 1) // 8, (16 * 40 - 1) // 8] == [199, 79]
     expected = BlendedDataset(train.datasets, [199 / 278, 79 / 278], 150).dataset_index
     assert (
@@ -237,11 +240,11 @@ def test_paths_without_weights(two):
         ValueError,
         match="train data without weights is read once, 278 samples, and the run takes 279",
     ):
-        build_datasets([a, b], "80,20", 8, (279, 0, 0), 1)
+        build_datasets([a, b], "80,20", (279, 0, 0), Builder(8, 1))
     with pytest.raises(
         ValueError, match="valid data without weights is read once, .* fewer --eval-iters"
     ):
-        build_datasets([a, b], "80,20", 8, (10, 1000, 0), 1)
+        build_datasets([a, b], "80,20", (10, 1000, 0), Builder(8, 1))
 
 
 def test_a_path_for_each_split(two):
@@ -249,14 +252,16 @@ def test_a_path_for_each_split(two):
     prefix is not a blend, also with a weight."""
     a, b = two
     train, valid, test = build_separate_datasets(
-        (["0.3", a, "0.7", b], [b], None), 8, (20, 10, 5), 1
+        (["0.3", a, "0.7", b], [b], None), (20, 10, 5), Builder(8, 1)
     )
-    whole = build_datasets(["0.3", a, "0.7", b], "1", 8, (20, 0, 0), 1)[0]
+    whole = build_datasets(["0.3", a, "0.7", b], "1", (20, 0, 0), Builder(8, 1))[0]
     assert test is None and all(np.array_equal(train[i], whole[i]) for i in range(20))
     assert sorted(valid.document_index.tolist()) == list(range(20)) and valid.name == "valid"
-    assert len(build_separate_datasets((["5", a], None, None), 8, (20, 0, 0), 1)[0].shuffle_index)
+    assert len(
+        build_separate_datasets((["5", a], None, None), (20, 0, 0), Builder(8, 1))[0].shuffle_index
+    )
     with pytest.raises(ValueError, match="--valid-data-path: 'x' stands where a weight is due"):
-        build_separate_datasets(([a], ["x", "1"], None), 8, (20, 10, 0), 1)
+        build_separate_datasets(([a], ["x", "1"], None), (20, 10, 0), Builder(8, 1))
 
 
 def test_a_run_reads_a_path_for_each_split(two):
