@@ -140,7 +140,7 @@ def test_memory_has_huge_pages_before_weights_are_loaded(monkeypatch):
         (["--prompts", "a.json"], "--prompts a.json.*not a JSON list of texts"),
         (["--prompts", "b.json"], "not a JSON list of texts"),
         (["--prompts", "c.json"], "Expecting value"),
-        (["--prompts", "d"], "can't decode byte"),
+        (["--prompts", "d"], "not UTF-8 text"),
         *(
             (["--prompt", "a", flag, wrong], f"{flag} is {wrong}: pass")
             for flag, wrong in (
