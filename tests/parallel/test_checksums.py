@@ -35,7 +35,7 @@ def flipped(kernel: str, call: int, bit: int, repeated: bool = False) -> Observe
         calls.append(name)
         if len(calls) - 1 in (call, call + repeated):
             result = args[RESULTS[name]]
-            if name == MATMULS[0] and len(args) > 5:
+            if name == MATMULS[0] and len(args) > 5 and args[5] is not None:
                 result = args[5]  # what comes before a GELU
             result.data.view(torch.int32).view(-1, result.shape[-1])[1, 2] ^= 1 << bit
 
