@@ -208,7 +208,9 @@ def test_without_counted_labels_there_is_no_nan(backend):
             0,
             False,
         )
-        assert trainer.evaluate(trainer.train, 16, 1) == 0.0
+        assert math.isnan(
+            trainer.evaluate(trainer.train, 16, 1)
+        )  # a loss of 0.0 would look like success
         assert all(torch.isfinite(p).all() for p in trainer.optimizer.flat.parameters)
 
 
