@@ -64,9 +64,11 @@ $(STAMPS)/build-packages: $(STAMPS)/venv requirements.txt
 	@$(INSTALL) $(shell sed -n 's/^\(setuptools\|wheel\|pybind11\)==.*/&/p' requirements.txt)
 	@touch $@
 
+# Bytecode of all of torch takes 20 seconds; of what training imports, a few.
 $(STAMPS)/packages: $(STAMPS)/build-packages requirements.txt
 	@echo "installing the packages of requirements.txt into $(VENV)"
-	@$(INSTALL) -r requirements.txt
+	@$(INSTALL) --no-compile -r requirements.txt
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import torch, numpy, regex, psutil, setuptools"
 	@touch $@
 
 # Made again when its mpiexec is gone. The MPI of before may have left the same version of mpi4py, built for another library.
