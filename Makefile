@@ -68,7 +68,7 @@ $(STAMPS)/build-packages: $(STAMPS)/venv requirements.txt
 $(STAMPS)/packages: $(STAMPS)/build-packages requirements.txt
 	@echo "installing the packages of requirements.txt into $(VENV)"
 	@$(INSTALL) --no-compile -r requirements.txt
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import torch, numpy, regex, psutil, setuptools"
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import torch, numpy, regex, psutil, setuptools"
 	@touch $@
 
 # Made again when its mpiexec is gone. The MPI of before may have left the same version of mpi4py, built for another library.
