@@ -219,7 +219,9 @@ def kernels_called(folder: Path) -> set[str]:
 
 def test_the_benchmarks_time_the_kernels_that_the_trainer_calls():
     package = ROOT / "fugaku_megatron"
-    trainer = set().union(*(kernels_called(package / room) for room in ("comm", "nn", "optim", "training")))
+    trainer = set().union(
+        *(kernels_called(package / room) for room in ("comm", "nn", "optim", "training"))
+    )
     cases = [
         case
         for name, family in (("gemm", gemm), ("attention", attention), ("rowwise", rowwise))
