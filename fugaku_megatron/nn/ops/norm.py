@@ -148,78 +148,11 @@ def bias_dropout_add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (`bias_dropout_add`, its `layer_norm`), both (s, b, h). weight and norm_bias (h)."""
     if ops.is_native("rowwise"):
-        return _BiasDropoutAddLayerNorm.apply(
-            ops.kernels, x, bias, residual, p, key, weight, norm_bias, epsilon
+        return _BiasDropoutAddNorm.apply(
+            ops.kernels, x, bias, residual, p, key, epsilon, weight, norm_bias
         )
     total = bias_dropout_add(ops, x, bias, residual, p, key)
     return total, layer_norm(ops, total, weight, norm_bias, epsilon)
-
-
-class _BiasDropoutAddLayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernels: Any,
-        x: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        p: float,
-        key: DropoutKey,
-        weight: Tensor,
-        norm_bias: Tensor,
-        epsilon: float,
-    ) -> tuple[Tensor, Tensor]:
-        x = x.contiguous()
-        total = torch.empty_like(x)
-        y = torch.empty_like(x)
-        mean, rstd = x.new_empty(2, *x.shape[:2], dtype=torch.float32)
-        call_rowwise(
-            kernels.bias_dropout_add_layer_norm,
-            p,
-            key,
-            x,
-            bias,
-            residual.contiguous(),
-            total,
-            weight,
-            norm_bias,
-            y,
-            mean,
-            rstd,
-            epsilon,
-        )
-        ctx.save_for_backward(total, mean, rstd)
-        ctx.kernels = kernels
-        ctx.parameters = (bias, weight, norm_bias)
-        ctx.p = p
-        ctx.key = key
-        return total, y
-
-    @staticmethod
-    def backward(ctx: Any, dtotal: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
-        total, mean, rstd = ctx.saved_tensors
-        bias, weight, norm_bias = ctx.parameters
-        dresidual = torch.empty_like(total)
-        dx = torch.empty_like(total) if ctx.p else None
-        call_rowwise(
-            ctx.kernels.bias_dropout_add_layer_norm_backward,
-            ctx.p,
-            ctx.key,
-            dy.contiguous(),
-            dtotal.contiguous(),
-            total,
-            mean,
-            rstd,
-            weight,
-            dresidual,
-            dx,
-            vector_gradient(weight),
-            vector_gradient(norm_bias),
-            gradient_of(bias),
-        )
-        if dx is None:
-            dx = dresidual
-        return None, dx, None, dresidual, None, None, None, None, None
 
 
 def bias_dropout_add_rms_norm(
@@ -234,12 +167,14 @@ def bias_dropout_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (`bias_dropout_add`, its `rms_norm`), both (s, b, h). weight (h)."""
     if ops.is_native("rowwise"):
-        return _BiasDropoutAddRMSNorm.apply(ops.kernels, x, bias, residual, p, key, weight, epsilon)
+        return _BiasDropoutAddNorm.apply(ops.kernels, x, bias, residual, p, key, epsilon, weight)
     total = bias_dropout_add(ops, x, bias, residual, p, key)
     return total, rms_norm(ops, total, weight, epsilon)
 
 
-class _BiasDropoutAddRMSNorm(torch.autograd.Function):
+class _BiasDropoutAddNorm(torch.autograd.Function):
+    """Layer norm with the parameters weight and bias, RMS norm with the weight alone."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -249,53 +184,63 @@ class _BiasDropoutAddRMSNorm(torch.autograd.Function):
         residual: Tensor,
         p: float,
         key: DropoutKey,
-        weight: Tensor,
         epsilon: float,
+        *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
         total = torch.empty_like(x)
         y = torch.empty_like(x)
-        rstd = x.new_empty(x.shape[:2], dtype=torch.float32)
+        is_layer_norm = len(parameters) == 2
+        kernel = kernels.bias_dropout_add_rms_norm
+        if is_layer_norm:
+            kernel = kernels.bias_dropout_add_layer_norm
+        # rstd, after the mean of a layer norm.
+        statistics = x.new_empty(len(parameters), *x.shape[:2], dtype=torch.float32).unbind()
         call_rowwise(
-            kernels.bias_dropout_add_rms_norm,
+            kernel,
             p,
             key,
             x,
             bias,
             residual.contiguous(),
             total,
-            weight,
+            *parameters,
             y,
-            rstd,
+            *statistics,
             epsilon,
         )
-        ctx.save_for_backward(total, rstd)
+        ctx.save_for_backward(total, *statistics)
         ctx.kernels = kernels
+        ctx.is_layer_norm = is_layer_norm
         ctx.bias = bias
-        ctx.weight = weight
+        ctx.parameters = parameters
         ctx.p = p
         ctx.key = key
         return total, y
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
-        total, rstd = ctx.saved_tensors
+        total, *statistics = ctx.saved_tensors
         dresidual = torch.empty_like(total)
         dx = torch.empty_like(total) if ctx.p else None
+        kernel = ctx.kernels.bias_dropout_add_rms_norm_backward
+        if ctx.is_layer_norm:
+            kernel = ctx.kernels.bias_dropout_add_layer_norm_backward
         call_rowwise(
-            ctx.kernels.bias_dropout_add_rms_norm_backward,
+            kernel,
             ctx.p,
             ctx.key,
             dy.contiguous(),
             dtotal.contiguous(),
             total,
-            rstd,
-            ctx.weight,
+            *statistics,
+            ctx.parameters[0],
             dresidual,
             dx,
-            vector_gradient(ctx.weight),
+            *map(vector_gradient, ctx.parameters),
             gradient_of(ctx.bias),
         )
         if dx is None:
             dx = dresidual
-        return None, dx, None, dresidual, None, None, None, None
+        parameter_gradients = (None for _ in ctx.parameters)
+        return None, dx, None, dresidual, None, None, None, *parameter_gradients
