@@ -164,11 +164,6 @@ class ExpertFields:
     def _check_groups(self, experts: int, topk: int) -> None:
         groups = self.moe_router_num_groups
         chosen = self.moe_router_group_topk
-        check(
-            (groups is None) == (chosen is None),
-            f"--moe-router-num-groups is {groups} and --moe-router-group-topk is {chosen}: "
-            "pass both or neither",
-        )
         if groups is None or chosen is None:
             return
         check(

@@ -42,6 +42,19 @@ def one_of(*names: str, unless: str = "") -> Rule:
     return Rule(names, mistake)
 
 
+def both_or_neither(name: str, other: str) -> Rule:
+    """Return the rule that two fields are set together."""
+
+    def mistake(config: Any) -> str | None:
+        value = getattr(config, name)
+        other_value = getattr(config, other)
+        if (value is None) == (other_value is None):
+            return None
+        return f"{flag(name)} is {value} and {flag(other)} is {other_value}: pass both or neither"
+
+    return Rule((name, other), mistake)
+
+
 def at_most(name: str, limit: str, remedy: str = "lower it") -> Rule:
     """Return the rule that a field is at most another one, if both are set."""
     return _compared(name, limit, "above", remedy, lambda value, other: value <= other)
@@ -90,6 +103,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
         at_most("moe_router_topk", "num_experts"),
         needs("moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
+        both_or_neither("moe_router_num_groups", "moe_router_group_topk"),
         divisible("num_experts", "moe_router_num_groups", "change one"),
         at_most("moe_router_group_topk", "moe_router_num_groups"),
         divisible("moe_router_topk", "moe_router_group_topk", "change one"),

@@ -1098,6 +1098,10 @@ def test_layers_with_experts():
             "--moe-router-num-groups is 4 and --moe-router-group-topk is None: pass both",
         ),
         (
+            {"moe_router_num_groups": 3},  # divides no 8 experts, either
+            "--moe-router-num-groups is 3 and --moe-router-group-topk is None: pass both",
+        ),
+        (
             {**GROUPS, "moe_router_num_groups": 3},
             "--num-experts 8 is not divisible by --moe-router-num-groups 3",
         ),
