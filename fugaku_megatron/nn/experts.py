@@ -100,10 +100,11 @@ def kept(
 
 @dataclass(frozen=True)
 class Route:
-    """Where a rank's pairs of one group of experts are computed, and which pairs come to its own experts of this group.
+    """Route of one expert group: the ranks that compute this rank's pairs, and the pairs that arrive for its own experts.
 
-    there: the exchange with the ranks that have other experts. copies: that of the ranks which share each expert, all of which get
-    what comes to one of them. order: of the rows that have come, in the order of this rank's experts.
+    there: exchange with the ranks that have other experts.
+    copies: exchange between ranks that share each expert; every rank gets the rows that arrive at any.
+    order: order of the arrived rows by this rank's experts.
     """
 
     there: Exchange

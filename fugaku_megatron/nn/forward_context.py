@@ -18,10 +18,12 @@ from .positions import TokenAngles, document_angles, rotary_angles
 
 @dataclass(frozen=True)
 class Rows:
-    """What the rows of a forward are, and the cache of what came before.
+    """Rows of a forward with a key-value cache of earlier tokens.
 
-    lengths: rows of each sample that has any. samples (that many,): these samples' places in the cache. positions (r,): of every
-    row in its sample; angles: of rotary positions, two of (r, rotated elements / 2), None for a model without.
+    lengths: rows of each sample that has any.
+    samples: (len(lengths),), place of each of these samples in the cache.
+    positions: (r,), position of every row in its sample.
+    angles: two tensors (r, rotated elements / 2); None without rotary positions.
     """
 
     cache: KeyValueCache

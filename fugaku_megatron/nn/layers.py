@@ -47,11 +47,14 @@ SITES = ("residual_1", "residual_2", "attention", "embedding")
 
 @dataclass(frozen=True)
 class Context:
-    """What every layer of a stage is built with. sequence_parallel: what lies between the matmuls of tensor-parallel ranks works
-    on this rank's part of the sequence; it means nothing with one rank. tp_comm_overlap: those parts are sent while matmuls run.
-    lora: where it is on, weights are frozen and adapters are trained. ep, etp: ranks that have different experts, and that share
-    each of them (`grid.Groups`); None where the experts are not divided. cp: ranks that share each sequence, of which s is then
-    this rank's part; cp_comm_types: what they send each other for attention, of each layer.
+    """Settings and communicators with which every layer of a stage is built.
+
+    sequence_parallel: shard the activations between tensor-parallel matmuls by sequence; no effect with one rank.
+    tp_comm_overlap: send these shards while matmuls run.
+    lora: if on, weights are frozen and adapters are trained.
+    ep, etp: ranks with different experts, and ranks that share each expert (`grid.Groups`); None if experts are not divided.
+    cp: ranks that share each sequence; s is then the length of this rank's shard.
+    cp_comm_types: --cp-comm-type of each layer.
     """
 
     model: ModelConfig
@@ -67,7 +70,7 @@ class Context:
     cp_comm_types: tuple[str, ...] = ()
 
     def context_way(self, layer: int) -> str:
-        """What ranks of a sequence send each other for attention in a layer, which count from 1."""
+        """Return the --cp-comm-type of a layer; layers count from 1."""
         return self.cp_comm_types[layer - 1] if self.cp_comm_types else A2A
 
     @property
@@ -155,7 +158,7 @@ class Context:
         split: bool = False,
         experts: tuple[int, ...] = (),
     ) -> Adapter | None:
-        """That of the linear layer `name`; None where it has none. Arguments as of `Adapter`."""
+        """Build the adapter of the linear layer `name`, or return None without one. Arguments as of `Adapter`."""
         linear = name.rsplit(".", 1)[-1]
         parts = self.lora.parts(linear, self.model)
         return (
@@ -185,8 +188,7 @@ class Context:
         return {}
 
     def angles(self, length: int) -> Angles | None:
-        """Of the rotary positions of a sequence of `length`, or of more, the same tensors for all layers; None for a model
-        without."""
+        """Return rotary angles for at least `length` positions, the same tensors for all layers; None without rotary positions."""
         rows = (
             max(length, self.model.seq_length) if self.model.rope_dynamic_factor is None else length
         )

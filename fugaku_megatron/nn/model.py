@@ -117,7 +117,7 @@ class Stage(nn.Module):
 
     @property
     def layers(self) -> list[TransformerLayer]:
-        """Of all chunks."""
+        """Transformer layers of all model chunks."""
         return [layer for chunk in self.chunks for layer in chunk.layers]
 
 
@@ -182,7 +182,7 @@ class Chunk(nn.Module):
 
     @property
     def unpadded_rows(self) -> int | None:
-        """How many rows of the head's weight on this rank are tokens, where padding is masked; None where every row counts."""
+        """Rows of this rank's head weight that are tokens; None if padding is not masked."""
         model, weight = self.context.model, self.output_weight
         if not model.masks_padding:
             return None
@@ -214,7 +214,7 @@ class Chunk(nn.Module):
         return self.run_layers(x, forward_pass, sum(map(len, groups)), len(self.layers))
 
     def head_input(self, x: Tensor) -> Tensor:
-        """What the head multiplies, the whole sequence. (s, b, h) -> (whole sequence, b, h)."""
+        """Return the head's input, gathered to the whole sequence. (s, b, h) -> (whole sequence, b, h)."""
         enter = (
             copy_to_tensor_parallel
             if self.context.sequence is None

@@ -12,16 +12,22 @@ from ..comm.base import Comm
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """What a parameter is in the whole model; `parameter.spec`.
+    """Place and meaning of a parameter in the whole model; `parameter.spec`.
 
-    name: global name. shape: global shape. offset: where this rank's slice begins, in elements of each dimension. partition_dim:
-    the dimension that tensor-parallel ranks share, None for a replica. init_std: of normal initial values; None: all `init_fill`.
-    init_name: the name whose random stream it starts with (the tied head starts like the embedding). owned: this rank saves it.
-    counted: this rank's copy counts in norms. sequence_parallel: every tensor-parallel rank holds it and computes its gradient from
-    a part of the sequence, or from its own heads, so that the gradient is the sum over those ranks (Megatron's attribute of that
-    name). expert: of divided experts, whose gradients the ranks with the same experts reduce. balances: it is added to scores of
-    experts when these are chosen; its gradient is the tokens of each expert beyond the mean, of which the optimizer takes the sign
-    alone. frozen: it is not trained, as where the run trains adapters.
+    name: global name.
+    shape: global shape.
+    offset: first element of this rank's slice in each dimension.
+    partition_dim: dimension that tensor-parallel ranks shard; None for a replica.
+    init_std: standard deviation of normal initial values; None: all are `init_fill`.
+    init_name: name whose random stream sets the initial values (the tied head starts like the embedding).
+    owned: this rank saves it.
+    counted: this rank's copy counts in norms.
+    sequence_parallel: every tensor-parallel rank has the parameter and a gradient from its shard of the sequence, or from its
+        own heads; the gradients are summed over these ranks (as Megatron's attribute).
+    expert: parameter of divided experts; ranks with the same experts reduce its gradient.
+    balances: bias on the scores that choose experts. Its gradient is each expert's tokens beyond the mean, and the optimizer
+        uses only the sign.
+    frozen: not trained, as under adapters.
     """
 
     name: str
@@ -40,17 +46,17 @@ class ParameterSpec:
 
     @property
     def decayed(self) -> bool:
-        """Whether weight decay applies to it: to matrices, not to biases and norms."""
+        """True if weight decay applies: for matrices, not for biases and norms."""
         return len(self.shape) > 1 and not self.name.endswith(".bias")
 
     @property
     def orthogonal(self) -> bool:
-        """Whether Muon makes its updates orthogonal: those of all matrices but the embeddings' and the logits' weight."""
+        """True if Muon orthogonalizes the updates: for all matrices but the weights of embeddings and logits."""
         return self.decayed and not self.name.startswith(("embedding.", "output_layer."))
 
     @property
     def decoupled(self) -> bool:
-        """Whether --decoupled-lr applies to it: the word embedding and the logits' weight."""
+        """True if --decoupled-lr applies: for the word embedding and the logits' weight."""
         return self.name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -105,7 +111,7 @@ def make_parameter(
 
 
 def spec_of(parameter: torch.Tensor) -> ParameterSpec:
-    """What a parameter of `make_parameter` is in the whole model."""
+    """Return the spec of a parameter made by `make_parameter`."""
     return parameter.spec  # type: ignore[attr-defined]
 
 

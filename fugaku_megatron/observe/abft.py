@@ -99,10 +99,13 @@ def tolerances(
     columns: int,
     rounding: float,
 ) -> Tensor:
-    """Of the sums (m) of the rows of P, whose elements are inner products of `terms` terms, (m).
+    """Return the tolerance (m) of each row sum of P, whose elements are inner products of `terms` terms.
 
-    terms: one number, or (m,). left (m): norms of L's rows. stored (m): norms of P's rows of so
-    many columns. rounding: of P's type.
+    terms: a number, or (m,)
+    left: (m), norms of the rows of L
+    stored: (m), norms of the rows of P, each of `columns` elements
+    sums: (m), row sums of P
+    rounding: unit roundoff of P's type
     """
     scale = right.norm + right.sum_norm + TINY
     cascade = columns.bit_length() ** 0.5
@@ -117,7 +120,7 @@ def tolerances(
 def compare(
     left: Tensor, right: Tensor, result: Tensor, bias: Tensor | None = None
 ) -> Difference | None:
-    """Whether result (m, n) is left (m, k) right^T, right (n, k), + bias (n): the row that is not, most of all, or None."""
+    """Return the row of result (m, n) that differs most from left (m, k) right^T + bias (n), right (n, k); None if none does."""
     left, right = left.float(), right.float()
     sums, total = result.sum(1, dtype=torch.float32), right.sum(0)
     tolerance = tolerances(
@@ -210,7 +213,7 @@ class Checksums:
         self._flat = flat
 
     def report(self, world: Comm) -> str | None:
-        """What was found since the last report, on the first rank that found something; None where none did. Collective."""
+        """Return the finding of the first rank with one since the last report, or None. Collective."""
         own, self._found = self._found, None
         rank = first_rank(world, None if own is None else (0,), 1)
         self._reports += 1
@@ -238,7 +241,7 @@ class Checksums:
             )
 
     def _name(self, tensor: Tensor) -> str | None:
-        """Of the checked weight whose values or gradients are an argument of a matmul."""
+        """Return the name of the checked weight whose values or gradient `tensor` is, or None."""
         if self._flat is None:
             return None
         parameter = self._flat.owner(tensor)

@@ -33,7 +33,7 @@ def _counted(records: Sequence[IterationMetrics], name: str) -> int | None:
 
 
 def _counted_share(records: Sequence[IterationMetrics], name: str) -> float | None:
-    """Of the interval's tokens, %."""
+    """Return the share of the interval's tokens that count in the loss, in %."""
     counted, rate = _counted(records, name), _tokens_per_second(records, name)
     return (
         None

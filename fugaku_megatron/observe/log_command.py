@@ -354,7 +354,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """What the flags say of logs without a `run:` line. ValueError when they are refused or do not fit together."""
+    """Return the job that the flags describe, for logs without a `run:` line. Raise ValueError for wrong or contradictory flags."""
     for name in ("nodes", "ranks_per_node", "interval"):
         value = getattr(options, name)
         check(

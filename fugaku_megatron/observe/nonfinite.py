@@ -1,4 +1,4 @@
-"""Where the first Inf or NaN of an iteration came from: rank, layer and operation.
+"""Search for the origin of the first Inf or NaN of an iteration: rank, layer and operation.
 
 When the gradients of an iteration are not finite, its weights are as they were, so its forwards and backwards are repeated with the
 same samples and dropout masks on the same parameters, with a look at what goes into every operation of the layers and what comes
@@ -88,7 +88,7 @@ class _Call:
 
 
 def _bad(tensors: Iterable[Any]) -> str | None:
-    """How many elements are not finite in the first tensor that holds such; None where all are finite."""
+    """Return how many elements of the first nonfinite tensor are not finite, in words; None if all tensors are finite."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             count = tensor.numel() - int(torch.isfinite(tensor).sum())
@@ -156,7 +156,7 @@ class Search:
         return result
 
     def _look_at_weight_gradients(self) -> None:
-        """Those of this rank so far: a sum of finite numbers may overflow."""
+        """Look for a nonfinite weight gradient on this rank: a sum of finite numbers may overflow."""
         for parameter in (p for unit in stage_units(self.trainer.stage) for p in unit):
             assert isinstance(parameter, FlatParameter)
             if found := _bad([parameter.main_grad]):

@@ -126,7 +126,7 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class Observers:
-    """What observes a rank's communicators, instructions, reading and kernels.
+    """Observers of a rank's communicators, instructions, reading and kernels.
 
     profile, checksums: None if the run asks for none.
     """
@@ -176,7 +176,7 @@ def _link(world: Comm, nodes: Nodes) -> Link:
 
 
 def _parents(world: Comm, nodes: Nodes, address: str, ports: list[int]) -> list[Address]:
-    """Where the node above listens. Of each node one rank learns 24 bytes of all others, for as long as this takes."""
+    """Return the addresses of the parent node. Meanwhile one rank of each node has 24 bytes of every other node. Collective."""
     own = torch.tensor(
         [int.from_bytes(socket.inet_aton(address), "big"), *ports, *[0] * (LISTENERS - len(ports))]
     )

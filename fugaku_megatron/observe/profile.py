@@ -152,7 +152,7 @@ def common_moment(world: Comm) -> float:
 
 
 def _draw(trace: Path, picture: Path) -> str:
-    """What the log says of the picture of the schedule."""
+    """Draw the schedule in a process of its own, and return the line of the log about it."""
     drawing = start_module(
         "schedule_plot",
         str(trace),

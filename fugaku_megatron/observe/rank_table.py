@@ -1,4 +1,4 @@
-"""Where the time of every rank went: ranks that delay the others, and `fugaku-megatron log --ranks`, a table and a heat map.
+"""Time of every rank by phase: ranks that delay the others, and `fugaku-megatron log --ranks`, a table and a heat map.
 
 A rank is slow in what it does itself: it computes, or it waits for its data. All else is waiting for other ranks. Computation is
 compared with that of ranks that compute the same; data should not be waited for at all.
@@ -54,12 +54,12 @@ class Interval:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return len(next(iter(self.seconds.values())))
 
     @property
     def layout(self) -> tuple[int, int, int, int]:
-        """What rank numbers mean: ranks, tp, pp, cp."""
+        """Sizes that rank numbers follow: ranks, tp, pp, cp."""
         return self.ranks, self.tp, self.pp, self.cp
 
     def stage(self, rank: int) -> int:
@@ -109,7 +109,7 @@ class Straggler:
     usual_of: str = STAGE_MEDIAN
 
     def text(self, host: str) -> str:
-        """What a log says of it. host: the name of its node."""
+        """Return the straggler's text in the log. host: name of its node."""
         excess = (
             f", {100 * (self.seconds / self.usual - 1):.0f} % slower than {self.usual_of}"
             if self.usual

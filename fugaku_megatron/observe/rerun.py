@@ -92,7 +92,7 @@ def bit_sum(x: Tensor) -> int:
 
 
 class Fingerprints:
-    """What this rank computes in an iteration, as a number for each key. Hooks on the trainer's stage and buckets keep them."""
+    """Fingerprints of what this rank computes in an iteration, a number for each key, taken by hooks on stage and buckets."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._kept: dict[Key, int] = {}
@@ -104,7 +104,7 @@ class Fingerprints:
         trainer.optimizer.buckets.before_sum = self._weights
 
     def take(self) -> dict[Key, int]:
-        """Those of the iteration so far; the next ones begin anew."""
+        """Return the fingerprints of the iteration so far, and start an empty set."""
         kept, self._kept = self._kept, {}
         return kept
 
@@ -175,7 +175,7 @@ class Rerun:
         return again
 
     def _first_difference(self, first: dict[Key, int], again: dict[Key, int]) -> str | None:
-        """What differs first on all ranks, and where; None where all fingerprints are the same. Collective."""
+        """Return the first difference among all ranks in words, with its rank; None if all fingerprints agree. Collective."""
         world, tp = self.trainer.world, self.trainer.groups.tp.size
         key = first_difference(first, again)
         rank = first_rank(world, key and (key[0], key[1], key[2] + LARGEST_PART), 3)

@@ -27,7 +27,7 @@ _PROXIES = (
 
 
 def on_terminal(stream: TextIO) -> bool:
-    """Whether what is written to `stream`, this process's standard output, appears on a terminal.
+    """Return True if output to `stream`, this process's standard output, appears on a terminal.
 
     Below mpiexec that is where mpiexec's own standard output leads: MPICH starts its ranks with pipes, and Open MPI starts them
     with terminals even where its own output goes to a file. False where the launcher runs on another node. Other streams say it
@@ -42,7 +42,7 @@ def on_terminal(stream: TextIO) -> bool:
 
 
 def _launcher_terminal(otherwise: bool) -> bool:
-    """Whether the standard output of the launcher that started this process is a terminal; `otherwise` where there is none."""
+    """Return True if the standard output of this process's launcher is a terminal; `otherwise` without a launcher."""
     mode, process, own = os.fstat(1).st_mode, os.getppid(), os.readlink("/proc/self/fd/1")
     if not (stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISSOCK(mode)):
         return False
@@ -162,7 +162,7 @@ class Screen:
         self._live, self._shown = None, ""
 
     def _wiped(self) -> str:
-        """What overwrites the live line with blanks and goes back to its start."""
+        """Return the text that blanks the live line and returns to its start."""
         shown, self._shown = self._shown, ""
         return f"\r{' ' * len(shown)}\r" if shown else ""
 

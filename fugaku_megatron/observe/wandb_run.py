@@ -18,7 +18,7 @@ REACHED_WITHIN = 3.0  # s
 
 @dataclass(frozen=True)
 class WandbRun:
-    """What --wandb-project and its companion flags say. config: of the run, shown with it."""
+    """Weights & Biases run of --wandb-project and its companion flags. config: the run's, shown with it."""
 
     project: str
     name: str
