@@ -1,7 +1,7 @@
 """The commands of README.md and docs/*.md work as they stand.
 
-    make docs      runs them all, document by document, in a copy of the checkout for each of two workers (marked `docs`; up to 5
-                   minutes); also the examples, alone and under mpiexec, and the Python of README.md and docs/library.md
+    make docs      runs them all, document by document, each in a copy of the checkout (marked `docs`; up to 5 minutes);
+                   also the examples, alone and under mpiexec, and the Python of README.md and docs/library.md
 
 `make test` holds that every program, file, make target and flag that they name exists, by the commands' own parsers. What is
 changed before a command is run here stands with its reason in tests/system/doc_commands.py.
@@ -185,10 +185,10 @@ def test_a_command_that_does_not_exist_is_seen(words):
         check_command(words)
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    """What a clone after `make setup` has: the tracked files, the built kernels, and this environment as its .venv."""
-    folder = tmp_path_factory.mktemp("clone")
+@pytest.fixture
+def checkout(tmp_path):
+    """Copy what a clone has after `make setup`: tracked files, built kernels, and this environment as its .venv."""
+    folder = tmp_path / "clone"
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.split("\n")
@@ -272,7 +272,7 @@ def run_document(document: str, checkout: Path) -> None:
     ids=" ".join,
 )
 def test_commands_run_as_they_stand(documents, checkout):
-    """One after another those that use the files of the one before; the others on any worker."""
+    """Run documents that use each other's files one after another, and the others on any worker."""
     for document in documents:
         run_document(document, checkout)
 
