@@ -171,7 +171,10 @@ def build(name: str, run: RunConfig) -> nn.Module:
     model = BASELINES[name](run, accounting.padded_vocab_size(run.model, 1))
     ops = Ops.build()
     meta = {
-        p.spec.name: p for p in Stage(run, Grid(1, 1, 1).groups(SoloComm()), ops).parameters()
+        p.spec.name: p
+        for p in Stage(
+            run, Layout.from_run(run, 1), Grid(1, 1, 1).groups(SoloComm()), ops
+        ).parameters()
     }  # on the meta device
 
     @lru_cache(

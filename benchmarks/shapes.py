@@ -59,7 +59,7 @@ def trainer_of(run: RunConfig, world: Comm, groups: Groups) -> Any:
 
     plan = Plan(run, Layout.from_run(run, world.size))
     ops = build_ops(run, choose_kernels(plan, world).backends)
-    return Trainer(run, world, groups, *data.build_data(plan, groups), ops=ops)
+    return Trainer(run, plan.layout, world, groups, *data.build_data(plan, groups), ops=ops)
 
 
 def add_solo_arguments(parser: argparse.ArgumentParser) -> None:

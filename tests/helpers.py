@@ -27,6 +27,9 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.run import resume
+from fugaku_megatron.run.plan import Plan
+from fugaku_megatron.run.resume import Resume
 from fugaku_megatron.training.trainer import IterationResult, Trainer
 from tests.threads import ThreadWorld
 
@@ -109,7 +112,16 @@ def make_trainer(world: Comm, run: RunConfig, ops: Ops | None = None, **more: An
             "torch" if run.system.kernels == "torch" else "native",
             keep_packed_weights=run.system.cache_packed_weights,
         )
-    return Trainer(run, world, grid_groups(world, run), mock(run), mock(run, 8), ops=ops, **more)
+    return Trainer(
+        run,
+        Layout.from_run(run, world.size),
+        world,
+        grid_groups(world, run),
+        mock(run),
+        mock(run, 8),
+        ops=ops,
+        **more,
+    )
 
 
 def dry_trainer(rank: int, ranks: int, **changes: Any) -> Trainer:
@@ -120,6 +132,11 @@ def dry_trainer(rank: int, ranks: int, **changes: Any) -> Trainer:
 def grid_groups(world: Comm, run: RunConfig) -> Groups:
     """The groups of a run."""
     return Grid(*Layout.from_run(run, world.size).sizes).groups(world)
+
+
+def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
+    """Return the checkpoint with which a run begins."""
+    return resume.find_checkpoint(Plan.of(run, world.size), world)
 
 
 def train(

@@ -17,6 +17,7 @@ from ..config.model import architecture
 from ..config.run_config import RunConfig
 from ..convert.convert_command import open_weights
 from ..convert.weights import Weights
+from ..run.plan import Plan
 from ..run.resume import Resume, find_checkpoint, open_pretrained
 from ..training.trainer import ForeignModel
 
@@ -40,20 +41,20 @@ class Start:
         return bool(self.weights or self.resume.checkpoint or self.resume.base)
 
 
-def config_start(run: RunConfig, world: Comm) -> Start:
+def config_start(plan: Plan, world: Comm) -> Start:
     """Return the start of --load or else --pretrained-checkpoint. Collective; ValueError on every rank."""
-    output = run.output
+    output = plan.config.output
     if output.load is not None:
-        return load_start(run, output.load, world, output.ckpt_step)
+        return load_start(plan, output.load, world, output.ckpt_step)
     if output.pretrained_checkpoint is None:
-        return Start(run)
-    if run.lora.on:
-        return _resumed(run, world)
-    return load_start(run, output.pretrained_checkpoint, world, weights_only=True)
+        return Start(plan.config)
+    if plan.config.lora.on:
+        return _resumed(plan, world)
+    return load_start(plan, output.pretrained_checkpoint, world, weights_only=True)
 
 
 def load_start(
-    run: RunConfig,
+    plan: Plan,
     directory: str,
     world: Comm,
     ckpt_step: int | None = None,
@@ -64,6 +65,7 @@ def load_start(
     weights_only: as --finetune; weights of another program and converted weights are always loaded so.
     Raise ValueError on every rank.
     """
+    run = plan.config
     own = on_root(world, lambda: own_checkpoint(directory, ckpt_step))
     if own is None:
         return _foreign(run, directory, ckpt_step, world)
@@ -76,7 +78,7 @@ def load_start(
     output = replace(
         run.output, load=own[0], ckpt_step=step, finetune=finetune, pretrained_checkpoint=base
     )
-    return _resumed(replace(run, output=output), world)
+    return _resumed(replace(plan, config=replace(run, output=output)), world)
 
 
 def _state(directory: str, iteration: int | None) -> dict[str, Any]:
@@ -88,11 +90,11 @@ def _state(directory: str, iteration: int | None) -> dict[str, Any]:
     return state
 
 
-def _resumed(run: RunConfig, world: Comm) -> Start:
+def _resumed(plan: Plan, world: Comm) -> Start:
     """Return the start that the command finds; the model of adapters may be another program's."""
-    resume = find_checkpoint(run, world, partial(_open_base, run))
+    resume = find_checkpoint(plan, world, partial(_open_base, plan.config))
     source = resume.checkpoint or resume.base
-    return Start(run, resume, carried=None if source is None else _carried(source))
+    return Start(plan.config, resume, carried=None if source is None else _carried(source))
 
 
 def _foreign(run: RunConfig, directory: str, ckpt_step: int | None, world: Comm) -> Start:

@@ -124,22 +124,27 @@ class Trainer:
         self._carried: Path | None = None
         with everywhere():
             check_flags(config)
-            self._run = self._with_data(config.run, data, valid)
-        run, lines = check_run(self._with_length(NO_END), self._world, self._arrays)
-        self._run = replace(run, training=self._run.training)
-        self._run, self._tokenizer = resolve_vocabulary(self._run, self._world)
+            given = self._with_data(config.run, data, valid)
+        plan, lines = check_run(self._with_length(given, NO_END), self._world, self._arrays)
+        run = replace(plan.config, training=given.training)
+        run, self._tokenizer = resolve_vocabulary(run, self._world)
+        self._plan = replace(plan, config=run)
         self._warn(*trainer_notes(config, data is not None), *lines)
-        if local := self._run.output.save_local:
+        if local := run.output.save_local:
             leads = find_nodes(self._world).leads
             check_writable(
                 local, self._world, "--save-local", ranks=(self._world.rank,) if leads else ()
             )
-        self._timer = runtime.ExitTimer(self._run.training.exit_duration_in_mins)
-        start = config_start(self._run, self._world)
+        self._timer = runtime.ExitTimer(run.training.exit_duration_in_mins)
+        start = config_start(self._plan, self._world)
         self._build(start.resume if start.found else None)
         self._begin(start)
 
     # Building ---------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _run(self) -> RunConfig:
+        return self._plan.config
 
     def _warn(self, *notes: str) -> None:
         """Show what the command's log would note, on the first rank."""
@@ -212,11 +217,15 @@ class Trainer:
             self._arrays[named] = TokenArrays(source, named)
         return (named,)
 
-    def _with_length(self, iterations: int) -> RunConfig:
+    def _with_length(self, run: RunConfig, iterations: int) -> RunConfig:
         """Return the run with so many iterations, unless the config sets its length."""
         if self._length_given:
-            return self._run
-        return replace(self._run, training=replace(self._run.training, train_iters=iterations))
+            return run
+        return replace(run, training=replace(run.training, train_iters=iterations))
+
+    def _lasting(self, iterations: int) -> Plan:
+        """Return the plan with so many iterations, unless the config sets its length."""
+        return replace(self._plan, config=self._with_length(self._run, iterations))
 
     def _build(self, resume: Resume | None = None) -> None:
         """Build this rank's trainer and open its data. Collective.
@@ -227,11 +236,13 @@ class Trainer:
         world = self._world
         nodes = find_nodes(world)
         with everywhere():
-            plan = Plan.of(self._with_length(1), world.size, MachineLimits(world, nodes))
+            plan = self._lasting(1).resolve(MachineLimits(world, nodes))
             check_memory(plan.config, plan.layout, world, nodes)
         run = plan.config
         train_iters = self._run.training.train_iters
-        self._run = replace(run, training=replace(run.training, train_iters=train_iters))
+        self._plan = replace(
+            plan, config=replace(run, training=replace(run.training, train_iters=train_iters))
+        )
         self._communicators = connect(plan, world, nodes)
         plan = plan.resumed(resume.progress.iteration, resume.progress.consumed_samples)
         train_samples = 1
@@ -249,8 +260,9 @@ class Trainer:
         choice = choose_kernels(plan, world, resume.state.get("kernels"))
         observers = build_observers(plan, world, Heartbeat())
         self._checksums = observers.checksums
-        endless = replace(plan, config=with_padding(self._with_length(NO_END), resume))
-        trainer = build_trainer(endless, self._communicators, data, choice.backends, observers)
+        lasting = self._lasting(NO_END)
+        endless = replace(lasting, config=with_padding(lasting.config, resume))
+        trainer = build_trainer(endless, self._communicators, data, observers, choice.backends)
         if run.numbers.rerun_on_spike:
             trainer.before_update = Rerun(trainer, self._event).before_update
         trainer.tokenizer = self._tokenizer
@@ -264,7 +276,7 @@ class Trainer:
         resume = start.resume
         keeps = self._run.optimizer.use_checkpoint_opt_param_scheduler
         self._scheduled = keeps and resume.iteration is not None
-        self._run = replace(self._run, output=start.run.output)
+        self._plan = replace(self._plan, config=replace(self._run, output=start.run.output))
         trainer.run = replace(trainer.run, output=start.run.output)
         self._weightless = self._run.lora.on
         self._carried = start.carried
@@ -308,7 +320,7 @@ class Trainer:
 
     def _open(self, samples: int, valid_samples: int | None, order: DataOrder) -> Data:
         return open_data(
-            self._run,
+            self._plan,
             self._communicators.groups,
             (samples, valid_samples),
             self._communicators.readers,
@@ -325,7 +337,7 @@ class Trainer:
     def _length(self) -> Length:
         """Return the length of the run from its present position."""
         progress = self._trainer.progress
-        plan = Plan(self._with_length(self._end or 0), self._trainer.layout)
+        plan = self._lasting(self._end or 0)
         return plan.resumed(progress.iteration, progress.consumed_samples).length
 
     # Training ---------------------------------------------------------------------------------------------------------------------
@@ -395,7 +407,7 @@ class Trainer:
             "the first steps(): pass Config train_iters, or lr_decay_style constant",
         )
         trainer = self._trainer
-        run = self._with_length(end)
+        run = self._with_length(self._run, end)
         if not self._scheduled:
             size = trainer.layout.global_batch_size(run)
             trainer.param_schedule = ParamSchedule.from_run(run, size)
@@ -547,7 +559,7 @@ class Trainer:
         Raise ValueError on every rank for files that are missing, damaged or of another architecture.
         """
         self._finish_save()
-        start = load_start(self._run, os.fspath(directory), self._world, ckpt_step, weights_only)
+        start = load_start(self._plan, os.fspath(directory), self._world, ckpt_step, weights_only)
         self._rebuild(start.resume)
         self._begin(start)
 

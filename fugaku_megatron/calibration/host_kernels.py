@@ -141,7 +141,9 @@ def _step_seconds(run: RunConfig) -> float:
     train, valid = (
         MockDataset(TINY["vocab_size"], run.model.seq_length, 1024, seed) for seed in (1, 2)
     )
-    trainer = Trainer(run, SoloComm(), Grid(1, 1, 1).groups(SoloComm()), train, valid)
+    layout = Layout.from_run(run, 1)
+    groups = Grid(*layout.sizes).groups(SoloComm())
+    trainer = Trainer(run, layout, SoloComm(), groups, train, valid)
     try:
         return statistics.median(trainer.train_step().seconds for _ in range(STEPS))
     finally:

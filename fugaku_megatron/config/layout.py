@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 
 from ..pipeline.cuts import evenly
-from ..pipeline.placement import Placement, placement_of
+from ..pipeline.placement import LOOP, Placement, placement_of
 from ..pipeline.schedule_names import ZBV
 from .batches import sizes_of
 from .fields import check, flag
@@ -44,7 +43,7 @@ class Layout:
     """World size and its factors. `Layout.from_run` checks everything that depends on the world size.
 
     dp: data-parallel ranks, with different samples; ep: ranks with different experts; etp: ranks that share each expert,
-    None: tp; cp: ranks that share each sequence
+    None: tp; cp: ranks that share each sequence; model_chunks, placement_kind: see `Placement`
     """
 
     world_size: int
@@ -54,6 +53,13 @@ class Layout:
     ep: int = 1
     etp: int | None = None
     cp: int = 1
+    model_chunks: int = 1
+    placement_kind: str = LOOP
+
+    @property
+    def placement(self) -> Placement:
+        """Model chunks of each pipeline stage."""
+        return Placement(self.pp, self.model_chunks, self.placement_kind)
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int | None, int]:
@@ -117,7 +123,7 @@ class Layout:
         )
         check_split(run)
         dp = world_size // (tp * pp * cp)
-        layout = Layout(world_size, tp, pp, dp, *_expert_sizes(run, dp * cp), cp)
+        layout = Layout(world_size, tp, pp, dp, *_expert_sizes(run, dp * cp), cp).placed(run)
         for size in sizes_of(run, layout.global_batch_size(run)).sizes():
             layout.microbatches(run, size)
         batch = layout.eval_batch_size(run)
@@ -129,6 +135,11 @@ class Layout:
             )
         layout.microbatches(evaluation_run(run), batch)
         return layout
+
+    def placed(self, run: RunConfig) -> Layout:
+        """Return the layout with the model chunks of the run's pipeline schedule."""
+        where = placement(run)
+        return replace(self, model_chunks=where.model_chunks, placement_kind=where.kind)
 
     def global_batch_size(self, run: RunConfig) -> int:
         """Return --global-batch-size, or one micro-batch per data-parallel rank."""
@@ -290,7 +301,6 @@ def chunks(run: RunConfig) -> int:
     return parallel.num_virtual_stages_per_pipeline_rank or (2 if parallel.schedule == ZBV else 1)
 
 
-@lru_cache(maxsize=1024)
 def placement(run: RunConfig) -> Placement:
     """Place model chunks on stages."""
     return placement_of(

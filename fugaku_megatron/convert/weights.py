@@ -34,6 +34,7 @@ from ..checkpoint.trusted import iteration_to_load
 from ..comm.base import SoloComm
 from ..comm.grid import Grid
 from ..config.fields import check
+from ..config.layout import Layout
 from ..config.lora import MATRICES, LoraConfig
 from ..config.model import ModelConfig, architecture
 from ..config.precision import PrecisionConfig
@@ -147,7 +148,8 @@ def specs(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Param
         batch=BatchConfig(micro_batch_size=1),
         lora=lora,
     )
-    stage = Stage(run, Grid(1, 1, 1).groups(SoloComm()), Ops.build())
+    layout = Layout(1, 1, 1, 1)
+    stage = Stage(run, layout, Grid(*layout.sizes).groups(SoloComm()), Ops.build())
     return {spec.name: spec for spec in map(spec_of, stage.parameters())}
 
 

@@ -335,54 +335,42 @@ def virtual_stage_layers(run: RunConfig, placement: Placement, virtual_stage: in
     return range(sum(sizes[:virtual_stage]), sum(sizes[: virtual_stage + 1]))
 
 
-@lru_cache(maxsize=1024)  # searches repeat the same runs
-def pipeline_split(run: RunConfig) -> tuple[int, ...]:
-    """Return each virtual stage's layer count."""
-    return virtual_stage_sizes(run, placement(run))
-
-
-def stage_virtual_stages(run: RunConfig, stage: int) -> list[int]:
-    """Return a pipeline stage's virtual stages, one for each model chunk."""
-    where = placement(run)
-    return [where.virtual_stage(stage, chunk) for chunk in range(where.model_chunks)]
-
-
-def stage_layers(run: RunConfig, stage: int) -> list[range]:
+def stage_layers(run: RunConfig, placement: Placement, stage: int) -> list[range]:
     """Return the layers (from 0) in each model chunk on a pipeline stage."""
     return [
-        virtual_stage_layers(run, placement(run), virtual_stage)
-        for virtual_stage in stage_virtual_stages(run, stage)
+        virtual_stage_layers(run, placement, virtual_stage)
+        for virtual_stage in placement.virtual_stages_of(stage)
     ]
 
 
-def virtual_stage_recompute_groups(run: RunConfig, virtual_stage: int) -> list[range]:
+def virtual_stage_recompute_groups(
+    run: RunConfig, placement: Placement, virtual_stage: int
+) -> list[range]:
     """Return the groups of layers (from 0) that full recompute runs together; empty without full recompute."""
     training = run.training
-    layers = pipeline_split(run)[virtual_stage]
     if training.recompute_granularity != "full":
         return []
+    layers = virtual_stage_sizes(run, placement)[virtual_stage]
     if training.recompute_part_layers is not None:
         return recompute_groups(layers, "block", training.recompute_part_layers[virtual_stage])
     return recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
 
 
 def virtual_stage_records(
-    run: RunConfig, layout: Layout, placement: Placement, virtual_stage: int
+    run: RunConfig, layout: Layout, virtual_stage: int
 ) -> Iterator[tuple[str, Record]]:
     """Yield (place, record) for all operations on one micro-batch; place: embedding, layer or head."""
-    layers = virtual_stage_layers(run, placement, virtual_stage)
-    for layer in layers:
+    for layer in virtual_stage_layers(run, layout.placement, virtual_stage):
         yield from (
             ("layer", r)
             for r in layer_records(run, layout.tp, run.model.mlps[layer], cp_comm_types(run)[layer])
         )
-    yield from end_records(run, layout, placement, virtual_stage)
+    yield from end_records(run, layout, virtual_stage)
 
 
-def end_records(
-    run: RunConfig, layout: Layout, placement: Placement, virtual_stage: int
-) -> Iterator[tuple[str, Record]]:
+def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> Iterator[tuple[str, Record]]:
     """Yield the `virtual_stage_records` outside layers."""
+    placement = layout.placement
     if virtual_stage == 0:
         yield from (("embedding", r) for r in embedding_records(run, layout.tp))
     if virtual_stage == placement.virtual_stages - 1:
@@ -392,25 +380,21 @@ def end_records(
 
 def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[str, Record]]:
     """Yield the `virtual_stage_records` for all model chunks."""
-    for virtual_stage in stage_virtual_stages(run, stage):
-        yield from virtual_stage_records(run, layout, placement(run), virtual_stage)
+    for virtual_stage in layout.placement.virtual_stages_of(stage):
+        yield from virtual_stage_records(run, layout, virtual_stage)
 
 
-def virtual_stage_parameters(
-    run: RunConfig, layout: Layout, placement: Placement, virtual_stage: int
-) -> int:
-    ends = sum(
-        record.parameters for _, record in end_records(run, layout, placement, virtual_stage)
-    )
-    layers = virtual_stage_layers(run, placement, virtual_stage)
+def virtual_stage_parameters(run: RunConfig, layout: Layout, virtual_stage: int) -> int:
+    ends = sum(record.parameters for _, record in end_records(run, layout, virtual_stage))
+    layers = virtual_stage_layers(run, layout.placement, virtual_stage)
     return sum(layer_parameters(run, layout.tp)[layers.start : layers.stop]) + ends
 
 
 def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
     """Return the parameters on one rank."""
     return sum(
-        virtual_stage_parameters(run, layout, placement(run), virtual_stage)
-        for virtual_stage in stage_virtual_stages(run, stage)
+        virtual_stage_parameters(run, layout, virtual_stage)
+        for virtual_stage in layout.placement.virtual_stages_of(stage)
     )
 
 
@@ -441,15 +425,15 @@ def active_parameters(run: RunConfig) -> int:
 
 def _recompute_fraction(run: RunConfig) -> float:
     """Return the share of layers that full recompute runs twice."""
-    virtual_stages = range(placement(run).virtual_stages)
-    return (
-        sum(
-            len(group)
-            for virtual_stage in virtual_stages
-            for group in virtual_stage_recompute_groups(run, virtual_stage)
-        )
-        / run.model.num_layers
-    )
+    if run.training.recompute_granularity != "full":
+        return 0.0
+    where = placement(run)
+    groups = [
+        group
+        for virtual_stage in range(where.virtual_stages)
+        for group in virtual_stage_recompute_groups(run, where, virtual_stage)
+    ]
+    return sum(map(len, groups)) / run.model.num_layers
 
 
 def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:

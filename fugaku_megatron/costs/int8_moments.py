@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..config.layout import Layout, placement
+from ..config.layout import Layout
 from ..config.lora import FC1, FC2, PROJ, QKV
 from ..config.model import NORMS
 from ..config.optimizer import MOMENT_BLOCK
@@ -147,9 +147,9 @@ def unit_segments(
 ) -> list[tuple[Segments, Segments]]:
     """Return the `layer_segments` of each unit of a stage in the order of `memory.stage_units`; tied: the last is a tied copy."""
     model = run.model
-    where = placement(run)
-    first = where.owner(0)[0] == stage
-    last = where.last_stage == stage
+    placement = layout.placement
+    first = placement.owner(0)[0] == stage
+    last = placement.last_stage == stage
     vocabulary = padded_vocab_size(model, layout.tp)
     unit = undivided_rows(model, vocabulary, vocabulary=True)
     table = (vocabulary // layout.tp // unit, unit * model.hidden_size)
@@ -166,7 +166,7 @@ def unit_segments(
     units: list[tuple[Segments, Segments]] = []
     if last:
         units.append(([], head))
-    for model_chunk in reversed(stage_layers(run, stage)):
+    for model_chunk in reversed(stage_layers(run, placement, stage)):
         for layer in reversed(model_chunk):
             units.append(layer_segments(run, layout.tp, model.mlps[layer]))
     if first:

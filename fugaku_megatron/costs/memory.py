@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config.layout import Layout, cp_comm_types, group_copies, placement, sequence_shards
+from ..config.layout import Layout, cp_comm_types, group_copies, sequence_shards
 from ..config.optimizer import MOMENT_BYTES
 from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
 from ..pipeline.instructions import InFlight
+from ..pipeline.placement import Placement
 from ..pipeline.schedule_names import receives_ahead
 from .accounting import (
     FLAT_ALIGNMENT,
@@ -26,16 +27,15 @@ from .accounting import (
     layer_parameters,
     layer_records,
     padded_vocab_size,
-    pipeline_split,
     residual_bytes,
     round_up,
     selective_recompute_bytes,
     stage_layers,
     stage_parameters,
     stage_records,
-    stage_virtual_stages,
     tokens_per_microbatch,
     virtual_stage_recompute_groups,
+    virtual_stage_sizes,
     zero_shards,
 )
 from .activations import (
@@ -85,10 +85,10 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
     return [*buckets, range(end, len(units))] if tied else buckets
 
 
-def holds_tied_copy(run: RunConfig, stage: int) -> bool:
+def holds_tied_copy(run: RunConfig, placement: Placement, stage: int) -> bool:
     """Return whether this stage's word embedding is one of two trained copies, whose gradients are reduced together."""
-    first = placement(run).owner(0)[0]
-    last = placement(run).last_stage
+    first = placement.owner(0)[0]
+    last = placement.last_stage
     return run.model.tied and not run.lora.on and first != last and stage in (first, last)
 
 
@@ -111,14 +111,14 @@ def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
 def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     """Return each unit's trained elements, in the order in which backward finishes them; a tied copy is the last."""
     tp = layout.tp
-    where = placement(run)
-    is_first = stage == where.owner(0)[0]
-    is_last = stage == where.last_stage
+    placement = layout.placement
+    is_first = stage == placement.owner(0)[0]
+    is_last = stage == placement.last_stage
     per_layer = adapter_parameters(run, tp) if run.lora.on else layer_parameters(run, tp)
-    layers = [per_layer[layer] for layer in _backward_layers(run, stage)]
+    layers = [per_layer[layer] for layer in _backward_layers(run, placement, stage)]
     if run.lora.on:
         return [*([0] if is_last else []), *layers, *([0] if is_first else [])]
-    tied = holds_tied_copy(run, stage)
+    tied = holds_tied_copy(run, placement, stage)
     table = padded_vocab_size(run.model, tp) // tp * run.model.hidden_size
     units = []
     if is_last:
@@ -132,9 +132,10 @@ def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     return units
 
 
-def _backward_layers(run: RunConfig, stage: int) -> list[int]:
+def _backward_layers(run: RunConfig, placement: Placement, stage: int) -> list[int]:
     """Return a stage's layers in the order of backward."""
-    return [layer for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
+    chunks = stage_layers(run, placement, stage)
+    return [layer for chunk in reversed(chunks) for layer in reversed(chunk)]
 
 
 def bucket_units(
@@ -142,7 +143,8 @@ def bucket_units(
 ) -> list[range]:
     """Return each bucket's units. units: `stage_units`, if already known."""
     units = stage_units(run, layout, stage) if units is None else units
-    return cut(units, bucket_minimum(run, layout.replicas), holds_tied_copy(run, stage))
+    tied = holds_tied_copy(run, layout.placement, stage)
+    return cut(units, bucket_minimum(run, layout.replicas), tied)
 
 
 @lru_cache(maxsize=64)
@@ -155,8 +157,9 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
         mlp: sum(r.divided for r in layer_records(run, layout.tp, mlp))
         for mlp in set(run.model.mlps)
     }
-    head = [0] if stage == placement(run).last_stage else []
-    layers = [divided_of_mlp[run.model.mlps[layer]] for layer in _backward_layers(run, stage)]
+    head = [0] if stage == layout.placement.last_stage else []
+    backward_layers = _backward_layers(run, layout.placement, stage)
+    layers = [divided_of_mlp[run.model.mlps[layer]] for layer in backward_layers]
     experts = [*head, *layers, 0, 0]
     units = stage_units(run, layout, stage)
     sizes = []
@@ -188,9 +191,9 @@ def updated_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
 def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
     """Return the most second-moment elements on a rank: Muon's matrices, first in a bucket, have none."""
     shards = zero_shards(run, layout)
-    layers = _backward_layers(run, stage)
+    layers = _backward_layers(run, layout.placement, stage)
     matrices = matrix_elements(run, layout.tp)
-    head = 1 if stage == placement(run).last_stage else 0
+    head = 1 if stage == layout.placement.last_stage else 0
     elements = 0
     for size, units in zip(
         bucket_elements(run, layout, stage), bucket_units(run, layout, stage), strict=True
@@ -204,7 +207,8 @@ def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
 
 def _scales(run: RunConfig, layout: Layout, stage: int) -> int:
     """Return the most scales per 8-bit moment on a rank; with ZeRO-1 an upper limit."""
-    units = unit_segments(run, layout, stage, holds_tied_copy(run, stage))
+    tied = holds_tied_copy(run, layout.placement, stage)
+    units = unit_segments(run, layout, stage, tied)
     expert_shards = layout.edp if run.parallel.zero_stage else 1
     found = 0
     for bucket, (others, divided) in zip(
@@ -250,7 +254,7 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
     """Return the collectives in one iteration: tied embeddings, partial gradients, gradient reduction and ZeRO-1's all-gather."""
     collectives = []
     size = gradient_bytes(run)
-    if holds_tied_copy(run, stage):
+    if holds_tied_copy(run, layout.placement, stage):
         vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
         collectives.append(
             Collective("all_reduce", "embedding", vocabulary * run.model.hidden_size * size)
@@ -417,12 +421,13 @@ def inner_bytes(run: RunConfig, tp: int) -> int:
 
 def live_bytes(run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]) -> int:
     """Return a stage's largest saved activations over the moments in its schedule."""
-    virtual_stages = stage_virtual_stages(run, stage)
+    placement = layout.placement
+    virtual_stages = placement.virtual_stages_of(stage)
     return chunks_live_bytes(
         run,
         layout.tp,
-        [pipeline_split(run)[virtual_stage] for virtual_stage in virtual_stages],
-        [virtual_stage_recompute_groups(run, virtual_stage) for virtual_stage in virtual_stages],
+        [virtual_stage_sizes(run, placement)[n] for n in virtual_stages],
+        [virtual_stage_recompute_groups(run, placement, n) for n in virtual_stages],
         in_flight,
     )
 
@@ -466,18 +471,18 @@ def working_bytes(run: RunConfig, tp: int) -> int:
     return max(mlp, key_working_bytes(run, tp))
 
 
-def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:
+def posted_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
     """Return the bytes for receives posted ahead, from each model chunk's neighbours."""
-    where = placement(run)
-    ahead = receives_ahead(run.parallel.schedule)
+    if not receives_ahead(run.parallel.schedule):
+        return 0
+    placement = layout.placement
     neighbours = [
-        where.neighbour(stage, chunk, step)
-        for chunk in range(where.model_chunks)
+        placement.neighbour(stage, chunk, step)
+        for chunk in range(placement.model_chunks)
         for step in (-1, 1)
     ]
-    return (
-        ahead * sum(n is not None and n[0] != stage for n in neighbours) * residual_bytes(run, tp)
-    )
+    senders = sum(n is not None and n[0] != stage for n in neighbours)
+    return senders * residual_bytes(run, layout.tp)
 
 
 def logits_rows(run: RunConfig, layout: Layout) -> int:
@@ -486,6 +491,7 @@ def logits_rows(run: RunConfig, layout: Layout) -> int:
     Every block packs the whole weight once, so larger blocks are faster, up to LOGITS_MAX_ROWS. The limit is a quarter of what the
     layers keep, or with --recompute-part-layers would keep, so that recompute does not change the order of sums.
     """
+    placement = layout.placement
     vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
     rows = tokens_per_microbatch(run)
     free = run.training.recompute_part_layers is not None
@@ -493,10 +499,10 @@ def logits_rows(run: RunConfig, layout: Layout) -> int:
         layers_kept_bytes(
             run,
             layout.tp,
-            pipeline_split(run)[virtual_stage],
-            () if free else virtual_stage_recompute_groups(run, virtual_stage),
+            virtual_stage_sizes(run, placement)[virtual_stage],
+            () if free else virtual_stage_recompute_groups(run, placement, virtual_stage),
         )[0]
-        for virtual_stage in stage_virtual_stages(run, placement(run).last_stage)
+        for virtual_stage in placement.virtual_stages_of(placement.last_stage)
     )
     budget = max(LOGITS_MIN_BYTES, kept // LOGITS_SHARE)
     chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MAX_ROWS))
@@ -511,8 +517,8 @@ def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
     if layout.microbatches(run, layout.global_batch_size(run)) > 1:
         return 0
     sizes = bucket_elements(run, layout, stage)
-    layers = sum(map(len, stage_layers(run, stage)))
-    head = 1 if stage == placement(run).last_stage else 0
+    layers = sum(map(len, stage_layers(run, layout.placement, stage)))
+    head = 1 if stage == layout.placement.last_stage else 0
     tied_first = run.model.tied and layout.pp == 1
     peak = 0
     allocated = sizes[-1] if tied_first else 0
@@ -542,14 +548,15 @@ def stage_memory(
     masters = sum(updated_elements(run, layout, stage)) * FP32_BYTES
     moments, saved_moments = moment_bytes(run, layout, stage)
     logits = 0  # with gradients
-    if stage == placement(run).last_stage:
+    placement = layout.placement
+    if stage == placement.last_stage:
         vocabulary = padded_vocab_size(run.model, layout.tp)
         element = FP32_BYTES if is_fp32 else FP32_BYTES + BF16_BYTES
         logits = logits_rows(run, layout) * vocabulary // layout.tp * element
     outside = sum(
         record.saved_bytes
-        for virtual_stage in stage_virtual_stages(run, stage)
-        for _, record in end_records(run, layout, placement(run), virtual_stage)
+        for virtual_stage in placement.virtual_stages_of(stage)
+        for _, record in end_records(run, layout, virtual_stage)
     )
     # the head runs while no layer does
     working = max(working_bytes(run, layout.tp), outside + logits) - logits
@@ -565,7 +572,7 @@ def stage_memory(
         weights=int(copies * (elements + frozen_elements(run, layout, stage))) * weight_bytes,
         gradients=elements * (FP32_BYTES + sent),
         optimizer=moments + (masters if run.masters else 0),
-        activations=live + posted_bytes(run, layout.tp, stage) + working,
+        activations=live + posted_bytes(run, layout, stage) + working,
         logits=logits,
         saving=saving,
         reused=reused_bytes(run, layout, stage, live),

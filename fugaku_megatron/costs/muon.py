@@ -76,7 +76,7 @@ def orthogonalized(run: RunConfig, layout: Layout, stage: int) -> Counter[tuple[
     found = Counter[tuple[int, int]]()
     if not run.optimizer.muon:
         return found
-    for layer in itertools.chain(*stage_layers(run, stage)):
+    for layer in itertools.chain(*stage_layers(run, layout.placement, stage)):
         mlp = run.model.mlps[layer]
         for count, rows, columns in [*layer_matrices(run, mlp), *_replicated(run.model, mlp)]:
             m, n = sorted((max(1, rows // shards), columns))

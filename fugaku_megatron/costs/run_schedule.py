@@ -16,13 +16,13 @@ from ..config.layout import Layout, placement
 from ..config.run_config import RunConfig
 from ..pipeline.cuts import SplitCosts, VirtualStageCosts
 from ..pipeline.instructions import InFlight
+from ..pipeline.placement import Placement
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import SPLITS_BACKWARD
 from .accounting import (
     layer_and_head_flops,
-    pipeline_split,
-    stage_virtual_stages,
     virtual_stage_recompute_groups,
+    virtual_stage_sizes,
 )
 from .memory import chunks_live_bytes, live_bytes, stage_memory
 
@@ -36,7 +36,7 @@ StageInFlight = Callable[[int], Sequence[InFlight]]
 
 
 @lru_cache(maxsize=1024)  # searches repeat the same runs
-def split_costs(run: RunConfig, reduced: bool = False) -> VirtualStageCosts:
+def split_costs(run: RunConfig, placement: Placement, reduced: bool = False) -> VirtualStageCosts:
     """Return each virtual stage's relative costs for F, I and W, the same on all ranks.
 
     reduced: count all-reduces among tensor-parallel ranks. Neither measurements nor --recompute-auto enter: another schedule would
@@ -48,10 +48,11 @@ def split_costs(run: RunConfig, reduced: bool = False) -> VirtualStageCosts:
     layer, head = layer_and_head_flops(run)
     chosen = run.training.recompute_part_layers is not None
     costs = list[SplitCosts]()
-    for virtual_stage, layers in enumerate(pipeline_split(run)):
+    for virtual_stage, layers in enumerate(virtual_stage_sizes(run, placement)):
         recomputed = 0
         if not chosen:
-            recomputed = sum(map(len, virtual_stage_recompute_groups(run, virtual_stage)))
+            groups = virtual_stage_recompute_groups(run, placement, virtual_stage)
+            recomputed = sum(map(len, groups))
         costs.append(
             (forward * layers, inputs * layers + RECOMPUTE_COST * recomputed, weights * layers)
         )
@@ -62,14 +63,15 @@ def split_costs(run: RunConfig, reduced: bool = False) -> VirtualStageCosts:
 def build_schedule(run: RunConfig, microbatches: int) -> Schedule:
     """Build the schedule that the run's flags select."""
     name = run.parallel.schedule
+    where = placement(run)
     if name not in SPLITS_BACKWARD:
-        return Schedule(name, placement(run), microbatches)
+        return Schedule(name, where, microbatches)
     return Schedule(
         name,
-        placement(run),
+        where,
         microbatches,
-        split_costs(run),
-        split_costs(run, reduced=True),
+        split_costs(run, where),
+        split_costs(run, where, reduced=True),
         run.parallel.zero_bubble_max_pending_backward,
     )
 
@@ -94,27 +96,27 @@ def recompute_name(run: RunConfig) -> str:
 def resolve_recompute(run: RunConfig, layout: Layout, limit: float) -> tuple[RunConfig, list[str]]:
     """Return the run with --recompute-auto resolved within `limit` bytes, and its log line."""
     run = with_recompute(run, layout, limit, full_batch_schedule(run, layout).in_flight)
-    return run, [choice_line(run, limit)]
+    return run, [choice_line(run, layout.placement, limit)]
 
 
-def choice_line(run: RunConfig, limit: float) -> str:
+def choice_line(run: RunConfig, placement: Placement, limit: float) -> str:
     """Return the log line about the choice of `with_recompute` within `limit` bytes."""
     within = f"recompute: chosen for {limit / MIB:.0f} MiB a rank (model): "
     if run.training.recompute_part_layers is None:
         return within + "none"
-    stages = range(run.parallel.pipeline_model_parallel_size)
-    chunks = ", chunk by chunk" if placement(run).model_chunks > 1 else ""
+    chunks = ", chunk by chunk" if placement.model_chunks > 1 else ""
     counts = "; ".join(
-        f"{stage}: {' '.join(map(str, recomputed_layers(run, stage)))}" for stage in stages
+        f"{stage}: {' '.join(map(str, recomputed_layers(run, placement, stage)))}"
+        for stage in range(placement.stages)
     )
     return f"{within}of the layers of each stage{chunks}, {counts}"
 
 
-def recomputed_layers(run: RunConfig, stage: int) -> list[int]:
+def recomputed_layers(run: RunConfig, placement: Placement, stage: int) -> list[int]:
     """Return the recomputed layers per model chunk."""
     return [
-        sum(map(len, virtual_stage_recompute_groups(run, virtual_stage)))
-        for virtual_stage in stage_virtual_stages(run, stage)
+        sum(map(len, virtual_stage_recompute_groups(run, placement, virtual_stage)))
+        for virtual_stage in placement.virtual_stages_of(stage)
     ]
 
 
@@ -130,11 +132,11 @@ def with_recompute(
     if not run.training.recompute_auto:
         return run
     run = replace(run, training=replace(run.training, recompute_auto=False))  # recomputes nothing
-    numbers = dict.fromkeys(range(len(pipeline_split(run))), 0)
+    placement = layout.placement
+    numbers = dict.fromkeys(range(placement.virtual_stages), 0)
     for stage in range(layout.pp):
-        numbers |= zip(
-            stage_virtual_stages(run, stage), fewest(run, layout, stage, limit, in_flight(stage))
-        )
+        recomputed = fewest(run, layout, stage, limit, in_flight(stage))
+        numbers |= zip(placement.virtual_stages_of(stage), recomputed)
     if not any(numbers.values()):
         return run
     layers = tuple(numbers.values())
@@ -148,9 +150,9 @@ def fewest(
     run: RunConfig, layout: Layout, stage: int, limit: float, in_flight: Sequence[InFlight]
 ) -> tuple[int, ...]:
     """Return the fewest recomputed layers per model chunk that fit, for a run that recomputes none so far."""
-    layers = [
-        pipeline_split(run)[virtual_stage] for virtual_stage in stage_virtual_stages(run, stage)
-    ]
+    placement = layout.placement
+    sizes = virtual_stage_sizes(run, placement)
+    layers = [sizes[virtual_stage] for virtual_stage in placement.virtual_stages_of(stage)]
     whole = stage_memory(run, layout, stage, in_flight)
     if whole.total <= limit:
         return (0,) * len(layers)

@@ -55,13 +55,15 @@ def describe(run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: i
     """Describe parameters, layout, and the largest weights and cache of any rank."""
     tp = run.parallel.tensor_model_parallel_size
     pp = run.parallel.pipeline_model_parallel_size
-    layout = Layout(tp * pp, tp, pp, 1)
+    layout = Layout(tp * pp, tp, pp, 1).placed(run)
     stages = range(pp)
     weights = max(
         accounting.stage_parameters(run, layout, stage) for stage in stages
     ) * activations.element_bytes(run)
     positions = max(map(len, prompts)) + max_new_tokens
-    layers = max(sum(map(len, accounting.stage_layers(run, stage))) for stage in stages)
+    layers = max(
+        sum(map(len, accounting.stage_layers(run, layout.placement, stage))) for stage in stages
+    )
     cache = activations.cache_bytes(run, len(prompts), positions, layers, tp)
     slots = activations.cache_slots(run.model, positions)
     return (

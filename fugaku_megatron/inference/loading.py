@@ -173,7 +173,7 @@ def load_model(
         lambda: f". If the model is elsewhere, merge them with {merge}",
     )
     load_weights(base, step, of_base, shards, world, VOCABULARY)
-    adapted = Stage(run, loaded.groups, loaded.stage.ops)
+    adapted = Stage(run, loaded.stage.layout, loaded.groups, loaded.stage.ops)
     modules = ((path, getattr(module, "adapter", None)) for path, module in adapted.named_modules())
     adapters: dict[str, Any] = {path: adapter for path, adapter in modules if adapter is not None}
     for adapter in adapters.values():
@@ -205,7 +205,8 @@ def _empty_model(run: RunConfig, world: Comm) -> tuple[LoadedModel, list[Shard]]
     groups = Grid(*layout.sizes).groups(world)
     # With a capacity a text's scores would depend on the texts next to it, and a token's on later ones.
     unlimited = replace(run, model=replace(run.model, moe_expert_capacity_factor=None))
-    loaded = LoadedModel(run, groups, Stage(unlimited, groups, operations(run.model)))
+    stage = Stage(unlimited, layout, groups, operations(run.model))
+    loaded = LoadedModel(run, groups, stage)
     _give_memory(loaded.stage, loaded.dtype)
     return loaded, [_target(parameter) for parameter in loaded.stage.parameters()]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel
 from ..comm.grid import Groups
-from ..config.layout import Layout, cp_comm_types, placement
+from ..config.layout import Layout, cp_comm_types
 from ..config.run_config import RunConfig
 from ..costs import accounting, memory
 from .blocks import TransformerLayer, make_norm
@@ -49,14 +49,13 @@ class Stage(nn.Module):
     divide.
     """
 
-    def __init__(self, run: RunConfig, groups: Groups, ops: Ops) -> None:
+    def __init__(self, run: RunConfig, layout: Layout, groups: Groups, ops: Ops) -> None:
         super().__init__()
-        tp, pp, dp = groups.tp, groups.pp, groups.dp
-        self.placement, self.ops, self.tied = (
-            placement(run),
-            ops,
-            run.model.tied and not run.lora.on,
-        )
+        tp = groups.tp
+        self.layout = layout
+        self.placement = layout.placement
+        self.ops = ops
+        self.tied = run.model.tied and not run.lora.on
         parallel = run.parallel
         ep, etp = (groups.ep, groups.etp) if parallel.divides_experts else (None, None)
         context = Context(
@@ -72,21 +71,10 @@ class Stage(nn.Module):
             groups.cp,
             cp_comm_types(run) if groups.cp.size > 1 else (),
         )
-        rows = memory.logits_rows(
-            run,
-            Layout(
-                tp.size * pp.size * dp.size, tp.size, pp.size, groups.data_size, cp=groups.cp.size
-            ),
-        )
+        rows = memory.logits_rows(run, layout)
         self.chunks: Any = nn.ModuleList(
-            Chunk(
-                run,
-                self.placement.virtual_stage(pp.rank, chunk),
-                self.placement.virtual_stages,
-                context,
-                rows,
-            )
-            for chunk in range(self.placement.model_chunks)
+            Chunk(run, layout, virtual_stage, context, rows)
+            for virtual_stage in self.placement.virtual_stages_of(groups.pp.rank)
         )
         if self.first and self.last and run.model.tied:
             self.last.output_weight = self.first.embedding.word_embeddings.weight
@@ -148,7 +136,7 @@ class Embedding(nn.Module):
 
 
 class Chunk(nn.Module):
-    """Part `part` of the `parts` into which the model is cut: consecutive layers, and what stands before the first or after the
+    """Virtual stage of the model: consecutive layers, and what stands before the first or after the
     last of all. logits_rows: of the logits, computed at once. z_losses: the part of each micro-batch's loss () that --use-z-loss
     has added, by its first sample.
 
@@ -156,19 +144,29 @@ class Chunk(nn.Module):
     """
 
     def __init__(
-        self, run: RunConfig, part: int, parts: int, context: Context, logits_rows: int
+        self,
+        run: RunConfig,
+        layout: Layout,
+        virtual_stage: int,
+        context: Context,
+        logits_rows: int,
     ) -> None:
         super().__init__()
+        placement = layout.placement
         model, self.tp, self.ops, self.context = run.model, context.tp, context.ops, context
-        self.is_first, self.is_last, self.logits_rows = part == 0, part == parts - 1, logits_rows
-        self.recompute_groups = accounting.virtual_stage_recompute_groups(run, part)
+        self.is_first = virtual_stage == 0
+        self.is_last = virtual_stage == placement.virtual_stages - 1
+        self.logits_rows = logits_rows
+        self.recompute_groups = accounting.virtual_stage_recompute_groups(
+            run, placement, virtual_stage
+        )
         self.z_losses: dict[int, Tensor] = {}
         vocabulary = accounting.padded_vocab_size(model, context.tp.size)
         if self.is_first:
             self.embedding = Embedding(vocabulary, context)
         self.layers = nn.ModuleList(
             TransformerLayer(n + 1, context)
-            for n in accounting.virtual_stage_layers(run, placement(run), part)
+            for n in accounting.virtual_stage_layers(run, placement, virtual_stage)
         )
         if self.is_last:
             self.final_layernorm = make_norm("decoder.final_layernorm", context)

@@ -134,7 +134,8 @@ class Search:
         ops: Any = Observed(
             self.trainer.ops, OPERATIONS, self._operation
         )  # has the methods of `Ops`
-        stage = Stage(self.trainer.run, self.trainer.groups, ops)
+        trainer = self.trainer
+        stage = Stage(trainer.run, trainer.layout, trainer.groups, ops)
         for module, original in zip(stage.modules(), trained.modules(), strict=True):
             for name, parameter in original.named_parameters(recurse=False):
                 setattr(module, name, parameter)

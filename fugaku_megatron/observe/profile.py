@@ -13,7 +13,7 @@ import torch
 
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
-from ..config.layout import Layout, placement
+from ..config.layout import Layout
 from ..config.output import OutputConfig
 from ..config.run_config import RunConfig
 from ..host.allocator import peak_memory_mib
@@ -46,7 +46,8 @@ class Profile:
         output = run.output
         self.output, self.layout, self.world = output, layout, world
         self.ranks, self.folder = profiled_ranks(output, layout), Path(output.profile_dir)
-        self.pipeline, self.placement = first_pipeline(layout), placement(run)
+        self.pipeline = first_pipeline(layout)
+        self.placement = layout.placement
         self.profiler = Profiler() if world.rank in self.ranks else None
         self.whole = (
             self.profiler if world.rank in output.profile_ranks else None

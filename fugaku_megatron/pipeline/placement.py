@@ -42,6 +42,10 @@ class Placement:
             stage = self.stages - 1 - stage
         return model_chunk * self.stages + stage
 
+    def virtual_stages_of(self, stage: int) -> list[int]:
+        """Return a pipeline stage's virtual stages, one for each model chunk."""
+        return [self.virtual_stage(stage, chunk) for chunk in range(self.model_chunks)]
+
     def owner(self, virtual_stage: int) -> tuple[int, int]:
         """Return (stage, model chunk) of a virtual stage, the inverse of `virtual_stage`."""
         model_chunk, stage = divmod(virtual_stage, self.stages)

@@ -9,15 +9,16 @@ Left out: fragmentation beyond one factor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from ..config.layout import Layout, placement
+from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting, run_schedule
 from ..costs.memory import attention_bytes, stage_memory
 from ..pipeline.instructions import InFlight
+from ..pipeline.placement import Placement
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import SPLITS_BACKWARD
 from .machine import MIB, Machine
@@ -28,21 +29,20 @@ PEERS = 256  # peers that get a large receive buffer (common_tofu_max_fastmode_p
 
 
 @lru_cache(maxsize=4096)
-def kinds(run: RunConfig) -> tuple[int, ...]:
+def kinds(run: RunConfig, placement: Placement) -> tuple[int, ...]:
     """Return, for each stage, the first stage with the same layers, embedding and head."""
-    where = placement(run)
-    alike = virtual_stage_kinds(run)
+    alike = virtual_stage_kinds(run, placement)
     features = [
-        tuple(alike[where.virtual_stage(stage, chunk)] for chunk in range(where.model_chunks))
-        for stage in range(where.stages)
+        tuple(alike[virtual_stage] for virtual_stage in placement.virtual_stages_of(stage))
+        for stage in range(placement.stages)
     ]
     return tuple(map(features.index, features))
 
 
 @lru_cache(maxsize=4096)
-def virtual_stage_kinds(run: RunConfig) -> tuple[int, ...]:
+def virtual_stage_kinds(run: RunConfig, placement: Placement) -> tuple[int, ...]:
     """Return, for each virtual stage, the first one with the same layers, recompute, embedding and head."""
-    sizes = accounting.pipeline_split(run)
+    sizes = accounting.virtual_stage_sizes(run, placement)
     recomputed = run.training.recompute_part_layers
     features = [
         (layers, n == 0, n == len(sizes) - 1, recomputed and min(recomputed[n], layers))
@@ -80,14 +80,15 @@ def _activations(
     training = run.training
     hidden = tensors(run, layout.tp)["hidden"]
     saved = layer_saved_bytes(run, layout.tp)
-    layers = sum(map(len, accounting.stage_layers(run, stage)))
+    placement = layout.placement
+    layers = sum(map(len, accounting.stage_layers(run, placement, stage)))
     in_flight = max(sum(moment.activations) for moment in moments)
     temporary: float = 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
         groups = [
             group
-            for n in accounting.stage_virtual_stages(run, stage)
-            for group in accounting.virtual_stage_recompute_groups(run, n)
+            for n in placement.virtual_stages_of(stage)
+            for group in accounting.virtual_stage_recompute_groups(run, placement, n)
         ]
         kept_bytes = in_flight * (len(groups) * hidden + (layers - sum(map(len, groups))) * saved)
         temporary += max(map(len, groups)) * saved
@@ -164,7 +165,9 @@ def peak_mib(
     run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters
 ) -> float:
     """Return the MiB of the fullest rank. If backward is whole, the first stage of each kind has most micro-batches in flight."""
-    stages = range(layout.pp) if run.parallel.schedule in SPLITS_BACKWARD else set(kinds(run))
+    stages: Collection[int] = range(layout.pp)
+    if run.parallel.schedule not in SPLITS_BACKWARD:
+        stages = set(kinds(run, layout.placement))
     return max(stage_mib(run, layout, stage, code, nodes, parameters) for stage in stages)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..config.fields import check, flag
-from ..config.layout import Layout, placement
+from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting, activations, run_schedule
 from ..costs import memory as rank_memory
@@ -154,22 +154,22 @@ def virtual_stage_work(
     logits computes its gradients in forward.
     """
     phases = work.phases(run, layout.tp, code)
-    where = placement(run)
-    layers = len(accounting.virtual_stage_layers(run, where, virtual_stage))
+    placement = layout.placement
+    layers = len(accounting.virtual_stage_layers(run, placement, virtual_stage))
     forward = [(phases["layer_forward"], layers)]
     backward = [(phases["layer_backward"], layers)]
-    if groups := accounting.virtual_stage_recompute_groups(run, virtual_stage):
+    if groups := accounting.virtual_stage_recompute_groups(run, placement, virtual_stage):
         backward.append((work.recomputed_layers(run, layout.tp, groups, code), 1))
     elif run.training.recompute_granularity == "selective":
         backward.append((work.recomputed_attention(run, layout.tp, code), layers))
     if virtual_stage == 0:
         forward.append((phases["embedding_forward"], 1))
         backward.append((phases["embedding_backward"], 1))
-    if virtual_stage == where.virtual_stages - 1:
+    if virtual_stage == placement.virtual_stages - 1:
         forward.append((phases["head_forward"], 1))
         head_gradients = forward if code.counts["logits_in_chunks"] else backward
         head_gradients.append((phases["head_backward"], 1))
-    parameters = accounting.virtual_stage_parameters(run, layout, where, virtual_stage)
+    parameters = accounting.virtual_stage_parameters(run, layout, virtual_stage)
     gradients = work.weight_gradients(run, layout.tp, parameters, 12 * layers, code)
     backward.append((gradients, 1))
     return forward, backward, [(phases["layer_weights"], layers)]
@@ -186,7 +186,7 @@ def gradient_collectives(run: RunConfig, layout: Layout) -> dict[int, list[Colle
     """Return `costs.memory.gradient_collectives` of one stage of each kind (`memory.kinds`)."""
     return {
         stage: rank_memory.gradient_collectives(run, layout, stage)
-        for stage in sorted(set(memory.kinds(run)))
+        for stage in sorted(set(memory.kinds(run, layout.placement)))
     }
 
 
@@ -224,7 +224,7 @@ def step(
     lists = run_schedule.full_batch_schedule(run, layout)
     seconds = _virtual_stage_seconds(run, layout, rank, without)
     stages = [
-        _stage_seconds([seconds[n] for n in accounting.stage_virtual_stages(run, stage)])
+        _stage_seconds([seconds[n] for n in layout.placement.virtual_stages_of(stage)])
         for stage in range(layout.pp)
     ]
     transfer = (
@@ -263,7 +263,7 @@ def _virtual_stage_seconds(
     run: RunConfig, layout: Layout, rank: Rank, without: str
 ) -> list[PhaseSeconds]:
     """Return the seconds of every virtual stage. without: see `step`."""
-    kinds = memory.virtual_stage_kinds(run)
+    kinds = memory.virtual_stage_kinds(run, layout.placement)
     known = dict[int, Seconds]()
     found = dict[int, PhaseSeconds]()
 
@@ -339,12 +339,14 @@ def _exposed(
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     """Return the seconds for clipping and Adam or Muon in FP32 over a rank's shard of the largest stage."""
     counts = rank.software.counts["optimizer"]
-    kinds = set(memory.kinds(run))
+    kinds = set(memory.kinds(run, layout.placement))
     saved_bytes = 2 * accounting.FP32_BYTES - run.optimizer.moment_bytes
     if run.optimizer.main_params_dtype == "bf16":
         saved_bytes += 2
     parameters = max(held_parameters(run, layout, stage) for stage in kinds)
-    layers = max(sum(map(len, accounting.stage_layers(run, stage))) for stage in kinds)
+    layers = max(
+        sum(map(len, accounting.stage_layers(run, layout.placement, stage))) for stage in kinds
+    )
     fp32 = replace(rank, precision="fp32")
     muon = max(fp32.seconds(work.muon(run, layout, stage)).gemm for stage in kinds)
     moved = counts["moved"] * accounting.FP32_BYTES - 2 * saved_bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import batches
 from ..config.fields import flag_words
-from ..config.layout import Layout, chunks, placement
+from ..config.layout import Layout, chunks
 from ..config.recipes import RECIPES
 from ..config.run_config import GROUPS, RunConfig
 from ..costs.activations import typical_cp_comm_type
@@ -264,7 +264,7 @@ def draw(
 ) -> None:
     """Draw the pipeline over time as a PNG file. memory: MiB of a rank of each stage. Raise ValueError if it cannot be written."""
     bars, shown, microbatches, seconds = modelled(run, layout, system)
-    count = placement(run).model_chunks
+    count = layout.model_chunks
     model_chunks = f", {count} chunks of layers a stage" if count > 1 else ""
     heading = (
         f"{shown.name}{model_chunks}, {shown_part(shown, microbatches)}, recompute "

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from ..config import features
-from ..config.layout import Layout, check_split, placement
+from ..config.layout import Layout, check_split
 from ..config.layout import chunks as chunks_of
 from ..config.parallel import CP_COMM_TYPES
 from ..config.run_config import RunConfig
@@ -63,7 +63,7 @@ class Candidate:
     def name(self) -> str:
         """Schedule with its number of model chunks and micro-batches in flight, unless implied."""
         parallel = self.run.parallel
-        chunks = placement(self.run).model_chunks
+        chunks = chunks_of(self.run)
         pending = parallel.zero_bubble_max_pending_backward
         name = parallel.schedule
         if chunks > 1 and name != ZBV:
@@ -118,6 +118,7 @@ def scheduled(run: RunConfig, layout: Layout, system: System, space: float) -> l
 
 
 def _candidate(asked: RunConfig, layout: Layout, system: System, space: float) -> Candidate:
+    layout = layout.placed(asked)
     lists = run_schedule.full_batch_schedule(asked, layout)
     run = run_schedule.with_recompute(asked, layout, space, lists.in_flight)
     most = max(
@@ -146,7 +147,7 @@ def resolve(
     run, line = _fastest(scheduled(run, layout, system, space), system)
     lines = [line]
     if recompute_auto:
-        lines.append(run_schedule.choice_line(run, space))
+        lines.append(run_schedule.choice_line(run, layout.placed(run).placement, space))
     return run, lines
 
 

@@ -165,7 +165,7 @@ def _chunks(run: RunConfig, tp: int) -> int:
     pp = run.parallel.pipeline_model_parallel_size
     return -(
         -accounting.tokens_per_microbatch(run)
-        // memory.logits_rows(run, Layout(tp * pp, tp, pp, 1))
+        // memory.logits_rows(run, Layout(tp * pp, tp, pp, 1).placed(run))
     )
 
 

@@ -62,6 +62,7 @@ def make_trainer(run: RunConfig, comm: Comm) -> Trainer:
     )
     return Trainer(
         run,
+        Layout.from_run(run, comm.size),
         comm,
         groups,
         MockDataset(shape.vocab_size, shape.seq_length, 1 << 16, 1),

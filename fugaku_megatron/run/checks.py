@@ -13,8 +13,6 @@ from ..comm.agreement import Nodes, agree, differing, everywhere, on_root
 from ..comm.base import Comm
 from ..config import batches
 from ..config.fields import check, flag
-from ..config.layout import Layout
-from ..config.param_schedule import ParamSchedule
 from ..config.run_config import GROUPS, RANK_FIELDS, RunConfig
 from ..config.training import RECOMPUTE
 from ..data.build import listed_data, parse_data_path
@@ -58,8 +56,8 @@ def check_same_run(run: RunConfig, world: Comm) -> list[str]:
     return [] if among is None else [f"ranks recompute differently: {among}"]
 
 
-def check_early(run: RunConfig, world_size: int) -> None:
-    """Check the flags alone, before any file is read. The same ValueError on every rank."""
+def check_early(run: RunConfig, world_size: int) -> Plan:
+    """Check the flags alone, before any file is read, and return the plan. The same ValueError on every rank."""
     check(
         run.data.mock_data or run.data.files is not None,
         "the run has no data: pass --data-path, a prefix that fugaku-megatron "
@@ -83,7 +81,9 @@ def check_early(run: RunConfig, world_size: int) -> None:
         "--fp32-matmul bf16x3 needs BF16 arithmetic, which "
         f"instruction set {kernels.active()} lacks: leave it out",
     )
-    ParamSchedule.from_run(run, Layout.from_run(run, world_size).global_batch_size(run))
+    plan = Plan.of(run, world_size)
+    _ = plan.param_schedule  # raises for a schedule that does not fit the run
+    return plan
 
 
 def with_listed_data(run: RunConfig, world: Comm) -> RunConfig:
@@ -110,20 +110,18 @@ def check_data(run: RunConfig, arrays: Collection[str] = ()) -> None:
                 check_mask_file(prefix)
 
 
-def check_run(
-    run: RunConfig, world: Comm, arrays: Collection[str] = ()
-) -> tuple[RunConfig, list[str]]:
+def check_run(run: RunConfig, world: Comm, arrays: Collection[str] = ()) -> tuple[Plan, list[str]]:
     """Make all checks that need neither a model nor a checkpoint. Collective.
 
-    Return the run with its listed data, and lines of the log. Raise ValueError on every rank.
+    Return the plan with its listed data, and lines of the log. Raise ValueError on every rank.
     arrays: names of documents in memory.
     """
     with everywhere():
-        check_early(run, world.size)
-    run = with_listed_data(run, world)
-    lines = check_same_run(run, world)
-    on_root(world, lambda: check_data(run, arrays))
-    return run, lines
+        plan = check_early(run, world.size)
+    plan = replace(plan, config=with_listed_data(run, world))
+    lines = check_same_run(plan.config, world)
+    on_root(world, lambda: check_data(plan.config, arrays))
+    return plan, lines
 
 
 def check_outputs(plan: Plan, resume: Resume, world: Comm, nodes: Nodes) -> None:

@@ -39,11 +39,12 @@ def valid_sizes(plan: Plan, valid: Dataset | None, world: Comm) -> tuple[int, ..
     return sizes
 
 
-def find_reader_group(run: RunConfig, groups: Groups, nodes: Nodes) -> ReaderGroup | None:
+def find_reader_group(plan: Plan, groups: Groups, nodes: Nodes) -> ReaderGroup | None:
     """Return the ranks that read data for this rank; None for random data, or if it needs none. Collective."""
-    if run.data.mock_data:
+    if plan.config.data.mock_data:
         return None
-    return build_reader_group(groups.world, nodes, groups.data_rank, reads_data(run, groups))
+    reads = reads_data(plan.config, plan.layout, groups)
+    return build_reader_group(groups.world, nodes, groups.data_rank, reads)
 
 
 def build_data(
@@ -63,11 +64,11 @@ def build_data(
     if plan.config.training.skip_train:  # validation data has the order of one evaluation
         order = order._replace(valid=None)
     samples = (length.train_samples, length.valid_samples)
-    return open_data(plan.config, groups, samples, readers, tokenizer=tokenizer, order=order)
+    return open_data(plan, groups, samples, readers, tokenizer=tokenizer, order=order)
 
 
 def open_data(
-    run: RunConfig,
+    plan: Plan,
     groups: Groups,
     samples: tuple[int, int | None],
     readers: ReaderGroup | None = None,
@@ -80,7 +81,8 @@ def open_data(
     samples: of training and of validation; None: every validation sample once.
     arrays: documents in memory, by the names that the data flags have for them.
     """
-    train, valid = _open(run, groups, samples, readers, arrays or {}, order)
+    run = plan.config
+    train, valid = _open(plan, groups, samples, readers, arrays or {}, order)
     if not run.data.marks_documents:
         return train, valid
     eod, masks_loss = end_of_document(run.data, tokenizer), run.data.eod_mask_loss
@@ -88,7 +90,7 @@ def open_data(
 
 
 def _open(
-    run: RunConfig,
+    plan: Plan,
     groups: Groups,
     samples: tuple[int, int | None],
     readers: ReaderGroup | None,
@@ -96,7 +98,8 @@ def _open(
     order: DataOrder,
 ) -> Data:
     """Open the samples without marks at the ends of documents."""
-    reads = readers.reads if readers else reads_data(run, groups)
+    run = plan.config
+    reads = readers.reads if readers else reads_data(run, plan.layout, groups)
     reading = groups.world.split(0 if reads else 1, groups.world.rank)
     if not reads:
         return None, None

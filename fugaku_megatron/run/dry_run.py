@@ -62,16 +62,16 @@ def plan_stage(plan: Plan, stage: int) -> StagePlan:
     """Build a stage on communicators that send nothing."""
     grid = Grid(*plan.layout.sizes)
     world = SoloComm(grid.rank(0, stage, 0), plan.layout.world_size)
-    built = Stage(plan.config, grid.groups(world), Ops.build())
+    built = Stage(plan.config, plan.layout, grid.groups(world), Ops.build())
     parameters = sum(p.numel() for p in built.parameters())
     assert parameters == accounting.stage_parameters(plan.config, plan.layout, stage)
     moments = [moment.activations for moment in plan.schedule.in_flight(stage)]
     return StagePlan(
         stage,
-        layers=accounting.stage_layers(plan.config, stage),
+        layers=accounting.stage_layers(plan.config, plan.placement, stage),
         parameters=parameters,
         in_flight=tuple(map(max, zip(*moments, strict=True))),
-        again=recomputed_layers(plan.config, stage),
+        again=recomputed_layers(plan.config, plan.placement, stage),
         memory=plan.memory[stage],
     )
 
@@ -232,7 +232,7 @@ def report(
     tree.
     """
     node = placement.Node.read(sys_root) if sys_root else None
-    plan = Plan.of(run, world_size, MachineLimits())
+    plan = Plan.of(run, world_size).resolve(MachineLimits())
     stages = [plan_stage(plan, stage) for stage in range(plan.layout.pp)]
     totals = [stage.memory.total for stage in stages]
     length = plan.length

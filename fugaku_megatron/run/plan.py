@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from ..config import batches
-from ..config.layout import Layout, placement
+from ..config.layout import Layout
 from ..config.parallel import EITHER, P2P
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
@@ -68,7 +68,7 @@ class Length(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Config with nothing left to choose, and everything that follows from it and from the world size.
+    """Config, and everything that follows from it and from the world size. `resolve` makes its automatic choices.
 
     choices: lines of the log about automatic choices. iteration, consumed_samples: where the run begins.
     Whatever takes time is computed at its first use.
@@ -81,14 +81,36 @@ class Plan:
     consumed_samples: int = 0
 
     @staticmethod
-    def of(config: RunConfig, world_size: int, limits: Limits) -> Plan:
-        """Check that the run fits on `world_size` ranks, and resolve every automatic choice.
+    def of(config: RunConfig, world_size: int) -> Plan:
+        """Lay the run out on `world_size` ranks. Raise ValueError, one line with flag and remedy, if it does not fit."""
+        return Plan(config, Layout.from_run(config, world_size))
 
-        Raise ValueError, one line with the flag and the remedy. Collective over the ranks of `limits`.
+    def resolve(self, limits: Limits) -> Plan:
+        """Return the plan with every automatic choice made. Collective over the ranks of `limits`.
+
+        Only --pipeline-schedule auto needs the performance model: other runs do not load it.
         """
-        layout = Layout.from_run(config, world_size)
-        config, choices = _resolve(config, layout, limits)
-        return Plan(config, layout, tuple(choices))
+        config = self.config
+        layout = self.layout
+        masked = config.data.masks_attention
+        if layout.cp > 1 and not masked and limits.sequence_spans_nodes(layout):
+            config = _between_nodes(config)
+        choices: list[str] = []
+        ranks_schedules = config.parallel.pipeline_schedule == AUTO and layout.pp > 1
+        if ranks_schedules or config.training.recompute_auto:
+            space = limits.tensor_bytes(config, layout)
+            if ranks_schedules:
+                from ..planner import search
+
+                system = modelled_system(layout)
+                config, choices = limits.choose(
+                    lambda: search.resolve(config, layout, system, space)
+                )
+            else:
+                config, choices = limits.choose(
+                    lambda: run_schedule.resolve_recompute(config, layout, space)
+                )
+        return replace(self, config=config, layout=layout.placed(config), choices=tuple(choices))
 
     def resumed(self, iteration: int, consumed_samples: int) -> Plan:
         """Return the plan of a run that begins there."""
@@ -107,7 +129,7 @@ class Plan:
     @property
     def placement(self) -> Placement:
         """Model chunks of each pipeline stage."""
-        return placement(self.config)
+        return self.layout.placement
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -180,25 +202,6 @@ def modelled_system(layout: Layout) -> System:
     from ..planner.software import THIS_PROJECT
 
     return System.from_names(MACHINE, THIS_PROJECT, layout.world_size, 1)
-
-
-def _resolve(config: RunConfig, layout: Layout, limits: Limits) -> tuple[RunConfig, list[str]]:
-    """Return the config with nothing left to choose, and lines of the log about the choices.
-
-    Only --pipeline-schedule auto needs the performance model: other runs do not load it.
-    """
-    if layout.cp > 1 and not config.data.masks_attention and limits.sequence_spans_nodes(layout):
-        config = _between_nodes(config)
-    ranks_schedules = config.parallel.pipeline_schedule == AUTO and layout.pp > 1
-    if not config.training.recompute_auto and not ranks_schedules:
-        return config, []
-    space = limits.tensor_bytes(config, layout)
-    if not ranks_schedules:
-        return limits.choose(lambda: run_schedule.resolve_recompute(config, layout, space))
-    from ..planner import search
-
-    system = modelled_system(layout)
-    return limits.choose(lambda: search.resolve(config, layout, system, space))
 
 
 def _between_nodes(config: RunConfig) -> RunConfig:

@@ -28,7 +28,6 @@ from ..comm.base import Comm
 from ..config.data import MARKING
 from ..config.experts import BALANCE, CAPACITY
 from ..config.fields import check, flag
-from ..config.layout import Layout
 from ..config.lora import MATRICES, LoraConfig
 from ..config.model import ANGLES, COUNTED, MASKED, UNRESOLVED, ModelConfig
 from ..config.optimizer import MUON_FLAGS
@@ -134,15 +133,16 @@ def open_pretrained(directory: str, world: Comm, iteration: int | None = None) -
     return open_checkpoint(directory, world, iteration)
 
 
-def find_checkpoint(run: RunConfig, world: Comm, open_base: OpenBase = open_pretrained) -> Resume:
+def find_checkpoint(plan: Plan, world: Comm, open_base: OpenBase = open_pretrained) -> Resume:
     """Open the checkpoint of --load and --ckpt-step, or else of --pretrained-checkpoint. Collective.
 
     Raise ValueError on every rank for a --load without a checkpoint, or with weights alone and no --finetune.
     open_base: opens the model of adapters from its directory and its iteration, if known.
     """
+    run = plan.config
     output = run.output
     directory = output.load
-    checkpoint = _resumed(run, directory, world) if directory else None
+    checkpoint = _resumed(plan, directory, world) if directory else None
     with everywhere():
         _check_kind(run, checkpoint)
         check(
@@ -309,26 +309,28 @@ def _finetune(checkpoint: Checkpoint) -> Resume:
     return Resume(checkpoint, config=checkpoint.config, finetune=True)
 
 
-def _resumed(run: RunConfig, directory: str, world: Comm) -> Checkpoint | None:
+def _resumed(plan: Plan, directory: str, world: Comm) -> Checkpoint | None:
     """Open the checkpoint in --load, or a newer copy in --save-local; None if --load is still empty. Collective."""
-    if run.output.ckpt_step is not None:
-        return open_checkpoint(directory, world, run.output.ckpt_step)
-    iteration = on_root(world, lambda: _latest(directory, run.output.save))
-    copied = _newest_copy(run, world)
-    if run.output.save_local and copied > (iteration or 0):
-        on_root(world, lambda: refuse_suspect(directory, copied), f"--load {directory}: ")
-        return open_copy(run.output.save_local, world, copied)
+    output = plan.config.output
+    if output.ckpt_step is not None:
+        return open_checkpoint(directory, world, output.ckpt_step)
+    iteration = on_root(world, lambda: _latest(directory, output.save))
+    local = output.save_local
+    if local:
+        copied = _newest_copy(plan, directory, local, world)
+        if copied > (iteration or 0):
+            on_root(world, lambda: refuse_suspect(directory, copied), f"--load {directory}: ")
+            return open_copy(local, world, copied)
     return None if iteration is None else open_checkpoint(directory, world)
 
 
-def _newest_copy(run: RunConfig, world: Comm) -> int:
+def _newest_copy(plan: Plan, load: str, local: str, world: Comm) -> int:
     """Return the newest iteration of this run and layout in --save-local on every rank; 0: none. Collective."""
-    local = run.output.save_local
-    load = run.output.load
-    if not local or not load or (name := run_name(load, world)) is None:
+    name = run_name(load, world)
+    if name is None:
         return 0
-    layout = layout_record(run, Layout.from_run(run, world.size))
-    parallel = asdict(run.parallel)
+    layout = layout_record(plan.config, plan.layout)
+    parallel = asdict(plan.config.parallel)
 
     def fits(head: dict[str, Any]) -> bool:
         return (head["state"].get("run"), head["layout"], head["config"].get("parallel")) == (

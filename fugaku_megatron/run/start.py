@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -60,7 +61,7 @@ class Communicators:
 def connect(plan: Plan, world: Comm, nodes: Nodes) -> Communicators:
     """Build the communicators of a run. Collective."""
     groups = share_groups(Grid(*plan.layout.sizes).groups(world), kernels)
-    return Communicators(world, nodes, groups, find_reader_group(plan.config, groups, nodes))
+    return Communicators(world, nodes, groups, find_reader_group(plan, groups, nodes))
 
 
 def configure_process(plan: Plan, world: Comm, nodes: Nodes | None = None) -> str:
@@ -100,14 +101,15 @@ def build_trainer(
     plan: Plan,
     communicators: Communicators,
     data: Data,
-    backends: dict[str, str],
     observers: Observers,
+    backends: dict[str, str],
 ) -> Trainer:
     """Build this rank's trainer, observed. Collective."""
     train, valid = data
     world = communicators.world
     trainer = Trainer(
         plan.config,
+        plan.layout,
         world,
         observers.groups(communicators.groups),
         train,
@@ -163,24 +165,24 @@ def _say(log_file: str | None, world: Comm, *lines: str | None) -> None:
     append(log_file, *known)
 
 
-def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
+def start(plan: Plan, notes: Sequence[str], world: Comm, watchdog: Watchdog) -> Session:
     """Check, build and resume. Raise ValueError for a user's mistake, if possible before anything expensive."""
     enter = watchdog.heart.enter
-    say = partial(_say, arguments.run.output.log_file, world)
+    say = partial(_say, plan.config.output.log_file, world)
 
     enter("the start: looking for a checkpoint")
-    run, tokenizer = resolve_vocabulary(arguments.run, world)
+    run, tokenizer = resolve_vocabulary(plan.config, world)
     nodes = find_nodes(world)
     place(watchdog, world, nodes)
     with everywhere():
-        plan = Plan.of(run, world.size, MachineLimits(world, nodes))
-    resume = find_checkpoint(plan.config, world)
+        plan = replace(plan, config=run).resolve(MachineLimits(world, nodes))
+    resume = find_checkpoint(plan, world)
     plan = resumed_plan(plan, resume)
     run = plan.config
     check_outputs(plan, resume, world, nodes)
     machine = configure_process(plan, world, nodes)
     communicators = connect(plan, world, nodes)
-    say(*announce(arguments.notes, plan, machine, nodes.count), *plan.choices)
+    say(*announce(notes, plan, machine, nodes.count), *plan.choices)
     with everywhere():
         say(check_memory(run, plan.layout, world, nodes), iteration_line(plan))
 
@@ -206,7 +208,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     enter("the start: building the model")
     profile = Profile(run, plan.layout, world) if run.output.profile else None
     observers = build_observers(plan, world, watchdog.heart, profile)
-    trainer = build_trainer(plan, communicators, data, choice.backends, observers)
+    trainer = build_trainer(plan, communicators, data, observers, choice.backends)
     sizes = valid_sizes(plan, valid, world)
     if (run.training.eval_iters or run.training.full_validation) and not sizes:
         say(no_evaluation_note(run))
@@ -240,14 +242,13 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
 
 def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
     """Run from checked flags to the last checkpoint. Collective over `world`."""
-    run, lines = check_run(arguments.run, world)
-    arguments = replace(arguments, run=run, notes=(*arguments.notes, *lines))
+    plan, lines = check_run(arguments.run, world)
     with hold(
-        run.output.save,
+        plan.config.output.save,
         world,
         lambda: watchdog.heart.enter("the start: waiting for the lock of --save"),
     ):
-        _train(start(arguments, world, watchdog), world)
+        _train(start(plan, (*arguments.notes, *lines), world, watchdog), world)
 
 
 def _train(session: Session, world: Comm) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..comm.base import Comm, SoloComm
 from ..comm.grid import Groups
 from ..config.data import DataConfig
-from ..config.layout import placement
+from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..data import marks
 from ..data.build import Builder, Datasets, build_datasets, build_separate_datasets
@@ -103,15 +103,15 @@ class MicroBatchWindow:
 Source = Prefetcher[np.ndarray] | ReaderBatches  # of micro-batches
 
 
-def needs_data(run: RunConfig, groups: Groups) -> bool:
+def needs_data(run: RunConfig, layout: Layout, groups: Groups) -> bool:
     """Return True if this rank's stage uses samples: the first and the last stage do, and with marks all stages."""
-    stages = placement(run)
-    return run.data.marked or groups.pp.rank in (stages.owner(0)[0], stages.last_stage)
+    placement = layout.placement
+    return run.data.marked or groups.pp.rank in (placement.owner(0)[0], placement.last_stage)
 
 
-def reads_data(run: RunConfig, groups: Groups) -> bool:
+def reads_data(run: RunConfig, layout: Layout, groups: Groups) -> bool:
     """Return True if this rank opens the data set."""
-    return groups.tp.rank == 0 and needs_data(run, groups)
+    return groups.tp.rank == 0 and needs_data(run, layout, groups)
 
 
 def datasets_of(
@@ -157,6 +157,7 @@ class RunBatches:
     """
 
     run: RunConfig
+    layout: Layout
     groups: Groups
     readers: ReaderGroup | None
     waiting: Callable[[], AbstractContextManager[None]]
@@ -173,7 +174,7 @@ class RunBatches:
         samples: Callable[[int, int], Sequence[int]] = consecutive,
     ) -> Source | None:
         """Open this rank's micro-batches from sample `consumed` on; None if the rank does not read. The caller closes it."""
-        if not reads_data(self.run, self.groups):
+        if not reads_data(self.run, self.layout, self.groups):
             return None
         micro_batch_size = self.run.batch.micro_batch_size
         groups = self.groups
@@ -219,7 +220,7 @@ class RunBatches:
     ) -> Iterator[MicroBatch]:
         """Yield `count` micro-batches of the iteration that starts at `consumed` samples, in data order."""
         groups = self.groups
-        has_data = needs_data(self.run, groups)
+        has_data = needs_data(self.run, self.layout, groups)
         rows = None
         if groups.cp.size > 1:
             rows = positions(own_runs(self.run.model.seq_length // groups.cp.size, groups.cp))

@@ -26,7 +26,6 @@ from ..checkpoint.trusted import AGREED, NO_REPLICAS, NOT_COMPARED
 from ..comm.agreement import first_rank
 from ..comm.base import Comm
 from ..comm.grid import Groups
-from ..config.layout import placement
 from ..config.run_config import RunConfig
 from ..costs.memory import holds_tied_copy
 from ..nn.model import Stage
@@ -139,8 +138,8 @@ class Replicas:
     @property
     def ties(self) -> bool:
         """True if two pipeline stages hold the word embedding. The same on all ranks."""
-        run = self._optimizer.run
-        return holds_tied_copy(run, placement(run).last_stage)
+        placement = self._stage.placement
+        return holds_tied_copy(self._optimizer.run, placement, placement.last_stage)
 
     def state(self, iteration: int) -> str:
         """Return the comparison's result for the checkpoint of an iteration."""

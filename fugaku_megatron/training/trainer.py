@@ -42,7 +42,7 @@ from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..config.sample_rules import Skips
 from ..costs import run_schedule
-from ..costs.accounting import pipeline_split, zero_shards
+from ..costs.accounting import virtual_stage_sizes, zero_shards
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset
 from ..data.marks import TokenCounts
 from ..data.sampler import ReaderGroup
@@ -143,7 +143,7 @@ def uncounted_line(iteration: int, result: IterationResult) -> str:
 
 @dataclass
 class Trainer:
-    """One rank of a run. Raises ValueError if the run does not fit on `world.size` ranks.
+    """One rank of a run.
 
     train, valid: datasets, on ranks where `reads_data` is true.
     readers: ranks that share samples; only the first one needs the datasets.
@@ -155,6 +155,7 @@ class Trainer:
     """
 
     run: RunConfig
+    layout: Layout
     world: Comm
     groups: Groups
     train: Dataset | None = None
@@ -172,8 +173,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         run = self.run
-        self.layout = Layout.from_run(run, self.world.size)
-        self.stage = Stage(run, self.groups, self.ops)
+        self.stage = Stage(run, self.layout, self.groups, self.ops)
         self.optimizer = Optimizer(self.stage, run, self.groups, self.ops)
         self.replicas = Replicas(self.optimizer, self.stage, self.groups)
         self.ramp = sizes_of(run, self.layout.global_batch_size(run))
@@ -195,7 +195,14 @@ class Trainer:
     @property
     def batches(self) -> RunBatches:
         """Source of this rank's micro-batches."""
-        return RunBatches(self.run, self.groups, self.readers, self.waiting_for_data, self._shift)
+        return RunBatches(
+            self.run,
+            self.layout,
+            self.groups,
+            self.readers,
+            self.waiting_for_data,
+            self._shift,
+        )
 
     def _execute(
         self,
@@ -635,7 +642,7 @@ def layout_record(run: RunConfig, layout: Layout) -> dict[str, int | str]:
     if layout.cp > 1:
         record["context_parallel_size"] = layout.cp
     return record | {
-        "pipeline_split": ",".join(map(str, pipeline_split(run))),
+        "pipeline_split": ",".join(map(str, virtual_stage_sizes(run, layout.placement))),
         "data_parallel_size": layout.dp,
         "zero_shards": zero_shards(run, layout),
     }

@@ -18,6 +18,7 @@ import torch
 
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.job import run_or_abort
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.marks import mark
@@ -91,7 +92,7 @@ def train(world: Comm, run: RunConfig, iterations: int) -> tuple[list[float], li
         if run.data.marked
         else FewTexts(*texts)
     )
-    trainer = Trainer(run, world, groups, data, mock(run))
+    trainer = Trainer(run, Layout.from_run(run, world.size), world, groups, data, mock(run))
     try:
         losses = [trainer.train_step().loss for _ in range(iterations)]
         return losses, continued(LoadedModel(run, groups, trainer.stage)) if world.size == 1 else []

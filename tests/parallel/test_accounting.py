@@ -297,7 +297,9 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
             for r in accounting.recomputed_records(run, layout.tp, last=True)
             for c in by_blocks(run, "layer", r.forward)
         ]
-        per_microbatch += again * sum(map(len, accounting.stage_layers(run, stage)))
+        per_microbatch += again * sum(
+            map(len, accounting.stage_layers(run, layout.placement, stage))
+        )
     for c in per_microbatch * microbatches + memory.gradient_collectives(run, layout, stage):
         expected[c.verb, c.group] = expected.get((c.verb, c.group), 0) + c.bytes
     sends = (stage > 0) + (stage < layout.pp - 1)
@@ -314,7 +316,7 @@ def tallies(run: RunConfig, world: int) -> list[dict[tuple[str, str], tuple[int,
     def traffic(comm: Comm):
         torch.set_num_threads(1)
         groups = record(grid_groups(comm, run))
-        trainer = Trainer(run, comm, groups, mock(run))
+        trainer = Trainer(run, Layout.from_run(run, comm.size), comm, groups, mock(run))
         trainer.train_step()
         trainer.close()
         return groups.tp.tally()
@@ -449,13 +451,11 @@ def held_bytes(world: Comm, run: RunConfig) -> int:
 
 def check_kept(run: RunConfig) -> None:
     tp, cp = run.parallel.tensor_model_parallel_size, run.parallel.context_parallel_size
-    layers = memory.layers_kept_bytes(
-        run, tp, run.model.num_layers, accounting.virtual_stage_recompute_groups(run, 0)
-    )[0]
+    layout = Layout.from_run(run, tp * cp)
+    groups = accounting.virtual_stage_recompute_groups(run, layout.placement, 0)
+    layers = memory.layers_kept_bytes(run, tp, run.model.num_layers, groups)[0]
     outside = sum(
-        r.saved_bytes
-        for place, r in accounting.stage_records(run, Layout.from_run(run, tp * cp), 0)
-        if place != "layer"
+        r.saved_bytes for place, r in accounting.stage_records(run, layout, 0) if place != "layer"
     )
     if (
         run.model.num_experts and run.training.recompute_granularity != "full"
@@ -659,9 +659,9 @@ def test_rows_of_logits(changes, rows):
 )
 def test_stages_have_the_layers_of_the_split(split, layers):
     run = make_run("124m", {**PP2, "vocab_size": 50257, "pipeline_split": split})
-    assert list(accounting.pipeline_split(run)) == layers and accounting.stage_layers(run, 1) == [
-        range(layers[0], 12)
-    ]
+    where = Layout.from_run(run, 2).placement
+    assert list(accounting.virtual_stage_sizes(run, where)) == layers
+    assert accounting.stage_layers(run, where, 1) == [range(layers[0], 12)]
     assert accounting.parameters(run) == accounting.parameters(
         make_run("124m", {"vocab_size": 50257})
     )

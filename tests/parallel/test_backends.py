@@ -118,7 +118,9 @@ def course(world, run: RunConfig, files: ChatFiles) -> list[float]:
     elif run.data.marked:
         data = mark(data, EOD, run.data.eod_mask_loss)
     ops = Ops.build(run.system.kernels)
-    trainer = Trainer(run, world, grid_groups(world, run), data, data, ops=ops)
+    trainer = Trainer(
+        run, Layout.from_run(run, world.size), world, grid_groups(world, run), data, data, ops=ops
+    )
     with contextlib.closing(trainer):
         found = []
         for _ in range(2):

@@ -187,7 +187,15 @@ def started_early(world, run, backend: str, make=run_schedule.build_schedule) ->
     torch.set_num_threads(1)
     groups = grid_groups(world, run)
     groups = replace(groups, dp=Checked(groups.dp), embedding=Checked(groups.embedding))
-    trainer = Trainer(run, world, groups, mock(run), ops=Ops.build(backend), make_schedule=make)
+    trainer = Trainer(
+        run,
+        Layout.from_run(run, world.size),
+        world,
+        groups,
+        mock(run),
+        ops=Ops.build(backend),
+        make_schedule=make,
+    )
     buckets, seen = trainer.optimizer.buckets, []
     reduce = buckets.reduce
     buckets.reduce = lambda: (seen.append(len(buckets._sums)), reduce())[1]

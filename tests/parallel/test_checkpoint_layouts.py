@@ -5,9 +5,9 @@ import torch
 
 from fugaku_megatron.checkpoint import load as load_module
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.run.resume import find_checkpoint, resume_training
+from fugaku_megatron.run.resume import resume_training
 from fugaku_megatron.training.trainer import Trainer
-from tests.helpers import DROPOUT, PP2, TP2, TP2PP2, make_trainer, small_run
+from tests.helpers import DROPOUT, PP2, TP2, TP2PP2, find_checkpoint, make_trainer, small_run
 from tests.threads import ThreadWorld
 
 # layout -> ranks and flags. Those with TP 4 need a vocabulary that is a multiple of 4 x --make-vocab-size-divisible-by

@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.run.resume import find_checkpoint
-from tests.helpers import make_trainer, small_run
+from tests.helpers import find_checkpoint, make_trainer, small_run
 
 transformers = pytest.importorskip("transformers")
 

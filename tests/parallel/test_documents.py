@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.data.marks import FIRST, labels, mark
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
@@ -52,7 +53,14 @@ def made(world, run, backend="native") -> Trainer:
         marked(run, Texts(run.model.vocab_size, run.model.seq_length, 4096, seed))
         for seed in (7, 8)
     )
-    return Trainer(run, world, grid_groups(world, run), *data, ops=Ops.build(backend))
+    return Trainer(
+        run,
+        Layout.from_run(run, world.size),
+        world,
+        grid_groups(world, run),
+        *data,
+        ops=Ops.build(backend),
+    )
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])

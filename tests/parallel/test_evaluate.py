@@ -9,6 +9,7 @@ import torch
 
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, unsigned
 from fugaku_megatron.data.chats import Chat, ChatTemplate
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
@@ -495,7 +496,9 @@ def test_the_loss_of_training_on_packed_chats_is_that_of_each_chat_alone(tmp_pat
     def trained(world):
         torch.set_num_threads(1)
         data = ChatDataset(ChatFiles(prefix), "train", range(9), None, 64, 1)
-        trainer = Trainer(run, world, grid_groups(world, run), data, data)
+        trainer = Trainer(
+            run, Layout.from_run(run, world.size), world, grid_groups(world, run), data, data
+        )
         for _ in range(2):
             trainer.train_step()
         loss = trainer.evaluate(data, 0, len(data))

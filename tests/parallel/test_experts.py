@@ -573,6 +573,7 @@ def test_rows_are_on_their_way_while_others_are_computed(changes, near, expected
         groups = grid_groups(comm, run)
         trainer = Trainer(
             run,
+            Layout.from_run(run, comm.size),
             comm,
             replace(groups, ep=Observed(groups.ep, VERBS, observe)),
             mock(run),
@@ -838,7 +839,7 @@ def test_bytes_of_divided_experts(world, changes, model):
 
     def rank(comm):
         groups = record(grid_groups(comm, run))
-        with contextlib.closing(Trainer(run, comm, groups, mock(run))) as trainer:
+        with contextlib.closing(Trainer(run, layout, comm, groups, mock(run))) as trainer:
             trainer.train_step()
             sizes = [
                 [b.end - b.start for b in trainer.optimizer.flat.buckets if b.expert == expert]

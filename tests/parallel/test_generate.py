@@ -10,6 +10,7 @@ import torch
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.costs import activations
 from fugaku_megatron.data.tokenizer import gpt2_files
@@ -75,7 +76,15 @@ def save_trained(
     torch.set_num_threads(1)
     run = small_run(**{**LEARNS, "train_iters": iterations, **changes})
     data = Repeated(24)
-    trainer = Trainer(run, world, grid_groups(world, run), data, data, tokenizer=tokenizer)
+    trainer = Trainer(
+        run,
+        Layout.from_run(run, world.size),
+        world,
+        grid_groups(world, run),
+        data,
+        data,
+        tokenizer=tokenizer,
+    )
     for _ in range(iterations):
         trainer.train_step()
     trainer.close()

@@ -46,10 +46,8 @@ def command(world: Comm, **flags: Any) -> Losses:
         for word in (flag_words(name, value) if value is not None else ())
     ]
     arguments = interpret(with_checkpoint_model(vars(build_parser().parse_args(words))))
-    run, lines = checks.check_run(arguments.run, world)
-    session = start_module.start(
-        type(arguments)(**{**vars(arguments), "run": run}), world, Watchdog.off()
-    )
+    plan, lines = checks.check_run(arguments.run, world)
+    session = start_module.start(plan, (*arguments.notes, *lines), world, Watchdog.off())
     losses: Losses = []
     step = session.trainer.train_step
 

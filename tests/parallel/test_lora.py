@@ -23,13 +23,14 @@ from fugaku_megatron.inference.loading import load_model, through_stages
 from fugaku_megatron.inference.scoring import EVALUATION
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.run.resume import find_checkpoint, resume_training
+from fugaku_megatron.run.resume import resume_training
 from tests.helpers import (
     CP2,
     DROPOUT,
     OVERLAP,
     TP2,
     TP2PP2,
+    find_checkpoint,
     make_trainer,
     one_error,
     small_run,

@@ -20,9 +20,18 @@ from fugaku_megatron.run import data as data_module
 from fugaku_megatron.run.checks import check_early, with_listed_data
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.run.plan import Plan
-from fugaku_megatron.run.resume import find_checkpoint, resume_training
+from fugaku_megatron.run.resume import resume_training
 from fugaku_megatron.run.train_command import with_checkpoint_model
-from tests.helpers import PP2, TP2, grid_groups, make_trainer, one_error, small_run, whole_tensors
+from tests.helpers import (
+    PP2,
+    TP2,
+    find_checkpoint,
+    grid_groups,
+    make_trainer,
+    one_error,
+    small_run,
+    whole_tensors,
+)
 from tests.threads import ThreadWorld
 
 BASE = ["--recipe", "demo", "--mock-data"]
@@ -174,7 +183,7 @@ def evaluated(
     run = small_run(num_layers=2, train_iters=9, multiple_validation_sets=bool(sets), **changes)
     layout, arrays = Layout.from_run(run, world.size), {name: documents(name) for name in "abc"}
     valid = data_module.open_data(
-        run,
+        Plan(run, layout),
         grid_groups(world, run),
         (64, Plan(run, layout).valid_samples(5)),
         arrays=arrays,
@@ -218,17 +227,18 @@ def test_an_evaluation_takes_the_whole_validation_data(ranks, layout, sets, data
     assert found == (sizes if data else (32 // batch * batch,))
     run = small_run(num_layers=2, global_batch_size=1, micro_batch_size=1)
     alone = make_trainer(SoloComm(), run)
+    evaluated_run = small_run(
+        **{
+            "mock_data": not data,
+            **data,
+            "full_validation": True,
+            "eval_iters": 32,
+            "multiple_validation_sets": bool(sets),
+            "global_batch_size": 2,
+        }
+    )
     whole = data_module.open_data(
-        small_run(
-            **{
-                "mock_data": not data,
-                **data,
-                "full_validation": True,
-                "eval_iters": 32,
-                "multiple_validation_sets": bool(sets),
-                "global_batch_size": 2,
-            }
-        ),
+        Plan.of(evaluated_run, 1),
         grid_groups(SoloComm(), run),
         (64, None if data else 32),
         arrays={name: documents(name) for name in "abc"},

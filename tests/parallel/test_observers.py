@@ -44,6 +44,7 @@ def spoken(world, **flags) -> list[str]:
     )
     trainer = Trainer(
         run,
+        Layout.from_run(run, world.size),
         world,
         observers.groups(grid_groups(world, run)),
         mock(run),
@@ -240,10 +241,13 @@ def recorded(world, folder, iterations, **changes):
         ),
         [],
     )
-    trainer = Trainer(run, world, grid_groups(world, run), mock(run))
+    trainer = Trainer(
+        run, Layout.from_run(run, world.size), world, grid_groups(world, run), mock(run)
+    )
     own = Profile(run, trainer.layout, world)
     trainer = Trainer(
         run,
+        Layout.from_run(run, world.size),
         world,
         own.groups(grid_groups(world, run)),
         mock(run),

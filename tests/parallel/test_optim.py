@@ -26,13 +26,14 @@ from fugaku_megatron.optim.muon import COEFFICIENTS, orthogonalized
 from fugaku_megatron.optim.rounding import round_at_random
 from fugaku_megatron.planner import model as perf_model
 from fugaku_megatron.planner.model import System
-from fugaku_megatron.run.resume import find_checkpoint, resume_training
+from fugaku_megatron.run.resume import resume_training
 from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import (
     OVERLAP,
     TP2,
     TP2PP2,
     dry_trainer,
+    find_checkpoint,
     make_trainer,
     master_weights,
     plain_loss,

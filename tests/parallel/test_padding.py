@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, ChatWriter, signed
@@ -91,7 +92,15 @@ def trainer_of(world, run: RunConfig, files: ChatFiles) -> Trainer:
     torch.set_num_threads(1)
     dataset = ChatDataset(files, "train", range(len(files)), 64, run.model.seq_length, seed=3)
     ops = Ops.build("torch" if run.system.kernels == "torch" else "native")
-    return Trainer(run, world, grid_groups(world, run), dataset, dataset, ops=ops)
+    return Trainer(
+        run,
+        Layout.from_run(run, world.size),
+        world,
+        grid_groups(world, run),
+        dataset,
+        dataset,
+        ops=ops,
+    )
 
 
 def figures(world, run: RunConfig, files: ChatFiles) -> list[float]:

@@ -15,7 +15,6 @@ from fugaku_megatron.checkpoint.load import open_checkpoint
 from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations, read_head
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.run.loop import Session
-from fugaku_megatron.run.resume import find_checkpoint
 from fugaku_megatron.start.exit_codes import ExitCode
 from fugaku_megatron.training.replicas import (
     WORDS,
@@ -30,6 +29,7 @@ from tests.helpers import (
     PP2,
     TP2,
     TP2PP2,
+    find_checkpoint,
     grid_groups,
     make_trainer,
     mock,

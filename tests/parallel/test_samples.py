@@ -12,6 +12,7 @@ from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.batches import RampUp, length
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.sample_rules import Skips
 from fugaku_megatron.config.training import TrainingConfig
 from fugaku_megatron.data import sampler
@@ -24,10 +25,19 @@ from fugaku_megatron.data.sampler import (
 )
 from fugaku_megatron.run.announce import skip_line
 from fugaku_megatron.run.plan import Plan
-from fugaku_megatron.run.resume import Resume, find_checkpoint, resume_training
+from fugaku_megatron.run.resume import Resume, resume_training
 from fugaku_megatron.training.micro_batches import reads_data
 from fugaku_megatron.training.trainer import Trainer
-from tests.helpers import PP2, SMALL, TP2, grid_groups, make_trainer, mock, small_run
+from tests.helpers import (
+    PP2,
+    SMALL,
+    TP2,
+    find_checkpoint,
+    grid_groups,
+    make_trainer,
+    mock,
+    small_run,
+)
 from tests.threads import ThreadWorld
 
 DATA = MockDataset(50, 8, 100, 3)
@@ -90,20 +100,21 @@ def test_an_error_of_the_reader_is_raised():
 @pytest.mark.parametrize("changes", [PP2, TP2], ids=str)
 def test_losses_do_not_depend_on_who_reads(changes):
     run = small_run(num_layers=2, **changes)
+    layout = Layout.from_run(run, 4)
 
     def losses(world, shared):
         torch.set_num_threads(1)
         groups = grid_groups(world, run)
         readers = (
             build_reader_group(
-                world, find_nodes(world, "node"), groups.dp.rank, reads_data(run, groups)
+                world, find_nodes(world, "node"), groups.dp.rank, reads_data(run, layout, groups)
             )
             if shared
             else None
         )
         reads = readers.reads if shared and readers else not shared
         data = (mock(run), mock(run, 8)) if reads else (None, None)
-        with closing(Trainer(run, world, groups, *data, readers=readers)) as trainer:
+        with closing(Trainer(run, layout, world, groups, *data, readers=readers)) as trainer:
             trained = [trainer.train_step().loss for _ in range(2)]
             return [*trained, trainer.evaluate(trainer.valid, 16, 2), trainer.train_step().loss]
 

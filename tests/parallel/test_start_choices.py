@@ -84,7 +84,7 @@ def test_as_few_layers_as_fit(name, share):
     assert max(totals(chosen, layout)) <= limit and not chosen.training.recompute_auto
     for stage in range(STAGES):
         again, held = (
-            run_schedule.recomputed_layers(chosen, stage),
+            run_schedule.recomputed_layers(chosen, layout.placement, stage),
             run_schedule.build_schedule(run, MICROBATCHES).in_flight(stage),
         )
         assert (none[stage] <= limit) == (not any(again)), "a stage that fits recomputes nothing"
@@ -143,7 +143,7 @@ def test_all_ranks_choose_for_the_fullest_node(monkeypatch):
     lines = ThreadWorld(4).run(lambda world: MachineLimits(world).tensor_bytes(run, layout))
     fixed = memory_module.PROCESS_BYTES + attention_bytes(run, 1, torch.get_num_threads())
     assert lines == [int(limits.FIT * memory_module.node_bytes()) // 4 - fixed] * 4
-    plans = ThreadWorld(4).run(lambda world: Plan.of(run, world.size, MachineLimits(world)))
+    plans = ThreadWorld(4).run(lambda world: Plan.of(run, world.size).resolve(MachineLimits(world)))
     assert all(plan == plans[0] for plan in plans) and "none" in plans[0].choices[0]
 
 
@@ -213,7 +213,7 @@ def test_every_rank_and_the_dry_run_choose_the_same():
     run = small_run(
         num_layers=4, pipeline_model_parallel_size=2, pipeline_schedule=AUTO, recompute_auto=True
     )
-    plans = ThreadWorld(4).run(lambda world: Plan.of(run, world.size, MachineLimits(world)))
+    plans = ThreadWorld(4).run(lambda world: Plan.of(run, world.size).resolve(MachineLimits(world)))
     assert all(plan == plans[0] for plan in plans)
     assert plans[0].config.parallel.pipeline_schedule != AUTO
     assert plans[0].choices[0] in report(run, 4)
@@ -221,7 +221,7 @@ def test_every_rank_and_the_dry_run_choose_the_same():
 
 def test_one_stage_has_nothing_to_choose():
     run = small_run(pipeline_schedule=AUTO)
-    assert Plan.of(run, 1, MachineLimits()) == Plan(run, Layout.from_run(run, 1))
+    assert Plan.of(run, 1).resolve(MachineLimits()) == Plan(run, Layout.from_run(run, 1))
     assert "schedule 1f1b" in report(run, 1)
 
 
@@ -245,7 +245,7 @@ from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.run.limits import MachineLimits
 from fugaku_megatron.run.plan import Plan
 run = make_run("124m", {"pipeline_model_parallel_size": 2, "recompute_auto": True, "memory_per_rank": 4000, "train_iters": 1})
-print(Plan.of(run, 2, MachineLimits()).choices[0], [name for name in sys.modules if name.startswith("fugaku_megatron.planner")])
+print(Plan.of(run, 2).resolve(MachineLimits()).choices[0], [name for name in sys.modules if name.startswith("fugaku_megatron.planner")])
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -276,6 +276,6 @@ def test_keys_are_passed_between_nodes(given, hosts, documents, ways):
 
     def resolved(world):
         limits = MachineLimits(world, find_nodes(world, hosts[world.rank]))
-        return Plan.of(run, 4, limits).config.parallel.cp_comm_type
+        return Plan.of(run, 4).resolve(limits).config.parallel.cp_comm_type
 
     assert ThreadWorld(4).run(resolved) == [ways] * 4

@@ -10,13 +10,14 @@ import torch
 
 from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.convert.weights import open_own, save_own
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.parameter import PARAMETER_DTYPES
 from fugaku_megatron.optim.buckets import BucketComm
-from fugaku_megatron.run.resume import find_checkpoint, resume_training
+from fugaku_megatron.run.resume import resume_training
 from fugaku_megatron.training.micro_batches import reads_data
 from fugaku_megatron.training.trainer import Progress, Trainer
 from tests.helpers import (
@@ -24,6 +25,7 @@ from tests.helpers import (
     PP2,
     TP2,
     TP2PP2,
+    find_checkpoint,
     flat_gradients,
     grid_groups,
     make_trainer,
@@ -121,7 +123,10 @@ def test_gradients_are_reduced_once_in_a_step(monkeypatch):
 
 def test_only_the_first_tensor_rank_of_the_edge_stages_reads():
     run = small_run(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
-    readers = [rank for rank in range(16) if reads_data(run, grid_groups(SoloComm(rank, 16), run))]
+    layout = Layout.from_run(run, 16)
+    readers = [
+        rank for rank in range(16) if reads_data(run, layout, grid_groups(SoloComm(rank, 16), run))
+    ]
     assert readers == [0, 6, 8, 14]
 
 

@@ -24,9 +24,18 @@ from fugaku_megatron.inference.evaluate import Inputs, evaluated
 from fugaku_megatron.inference.generation import Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel, load_model
 from fugaku_megatron.inference.scoring import windows
-from fugaku_megatron.run.resume import Resume, find_checkpoint, resume_training, with_padding
+from fugaku_megatron.run.resume import Resume, resume_training, with_padding
 from fugaku_megatron.training.trainer import Trainer
-from tests.helpers import PP2, TP2, make_trainer, mock, plain_loss, small_run, whole_tensors
+from tests.helpers import (
+    PP2,
+    TP2,
+    find_checkpoint,
+    make_trainer,
+    mock,
+    plain_loss,
+    small_run,
+    whole_tensors,
+)
 from tests.threads import ThreadWorld
 
 transformers = pytest.importorskip("transformers")

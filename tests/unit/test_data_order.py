@@ -22,8 +22,8 @@ from fugaku_megatron.data.index_cache import IndexCache
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.run.data import build_data
 from fugaku_megatron.run.plan import Plan
-from fugaku_megatron.run.resume import find_checkpoint, resume_training
-from tests.helpers import make_trainer, small_run
+from fugaku_megatron.run.resume import resume_training
+from tests.helpers import find_checkpoint, make_trainer, small_run
 
 LENGTH = 16  # tokens of a sample, without the one that it shares with the next
 

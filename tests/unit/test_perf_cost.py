@@ -7,7 +7,7 @@ import pytest
 
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.config import features
-from fugaku_megatron.config.layout import Layout, placement
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.precision import PrecisionConfig
 from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
 from fugaku_megatron.config.run_config import ParallelConfig, RunConfig
@@ -243,7 +243,8 @@ def test_matmuls_are_accountings_flops(recompute, tp, pp, schedule):
             pipeline_schedule=schedule,
         ),
     )
-    layout, parts = Layout(tp * pp, tp, pp, 1), placement(run).virtual_stages
+    layout = Layout(tp * pp, tp, pp, 1).placed(run)
+    parts = layout.placement.virtual_stages
     works = [model.virtual_stage_work(run, layout, part, EAGER) for part in range(parts)]
     total = tp * sum(
         pieces_flops(forward) + pieces_flops(backward) for forward, backward, _ in works

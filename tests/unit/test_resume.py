@@ -11,8 +11,8 @@ from fugaku_megatron.checkpoint.manifest import TRACKER
 from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.param_schedule import ParamSchedule
-from fugaku_megatron.run.resume import differences, find_checkpoint, resume_training
-from tests.helpers import make_trainer, small_run
+from fugaku_megatron.run.resume import differences, resume_training
+from tests.helpers import find_checkpoint, make_trainer, small_run
 
 
 def checkpoints(directory, *iterations: int) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from fugaku_megatron.config.run_config import ParallelConfig
-from fugaku_megatron.costs.accounting import layer_and_head_flops, pipeline_split
+from fugaku_megatron.costs.accounting import layer_and_head_flops, virtual_stage_sizes
 from fugaku_megatron.costs.run_schedule import build_schedule, split_costs
 from fugaku_megatron.pipeline import cuts, schedule_names, zero_bubble
 from fugaku_megatron.pipeline import instructions as instructions_module
@@ -531,11 +531,12 @@ def test_parts_cost_what_their_layers_and_the_head_do(changes, costs):
     run = small_run(
         num_layers=8, pipeline_model_parallel_size=2, pipeline_schedule="zbv", **changes
     )
-    layers, found = pipeline_split(run), build_schedule(run, 4)
+    found = build_schedule(run, 4)
+    layers = virtual_stage_sizes(run, found.placement)
     layer, head = layer_and_head_flops(run)
     expected = [tuple(cost * count for cost in costs) for count in layers]
     expected[-1] = (expected[-1][0] + round(3 * 6 * head / layer), *expected[-1][1:])
-    assert found.costs == found.compared == split_costs(run) == tuple(expected)
+    assert found.costs == found.compared == split_costs(run, found.placement) == tuple(expected)
     assert (
         build_schedule(
             replace(run, parallel=ParallelConfig(pipeline_model_parallel_size=2)), 4

@@ -11,6 +11,7 @@ import torch
 
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.job import run_or_abort
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.host import observed
 from fugaku_megatron.host.observed import Observed, Phases, observe_groups
 from fugaku_megatron.observe.stragglers import RankTimes
@@ -92,6 +93,7 @@ def slow(world: Comm, log: Writer, file: str) -> None:
     meeting = observe_groups(groups, lambda name: clock.meeting(getattr(groups, name)))
     trainer = Trainer(
         run,
+        Layout.from_run(run, world.size),
         world,
         phases.groups(meeting),
         mock(run),
