@@ -200,7 +200,11 @@ def test_what_does_not_fit_is_not_taken():
     found = search.scheduled(run, layout, SYSTEM, room)
     limits = [
         memory.peak_mib(
-            c.run, layout, SYSTEM.software, SYSTEM.nodes, SYSTEM.software.memory(SYSTEM.machine)
+            c.run,
+            layout.placed(c.run),
+            SYSTEM.software,
+            SYSTEM.nodes,
+            SYSTEM.software.memory(SYSTEM.machine),
         )
         for c in found
     ]
