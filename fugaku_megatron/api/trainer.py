@@ -37,12 +37,11 @@ from ..observe.heartbeat import Heartbeat
 from ..observe.memory import check_memory
 from ..observe.rerun import Rerun
 from ..run.checks import check_run
-from ..run.data import Data, open_data, valid_sizes
-from ..run.kernel_choice import choose_kernels
+from ..run.data import Data, open_data
 from ..run.limits import MachineLimits
 from ..run.plan import Length, Plan
 from ..run.resume import Resume, carry_files, resume_training, with_padding
-from ..run.start import build_observers, build_trainer, connect
+from ..run.start import build, connect
 from ..run.tokenizer import resolve_vocabulary, tokenizer_notes
 from ..start import environment
 from ..start import signals as signals_module
@@ -257,18 +256,19 @@ class Trainer:
         self._warn(*lost_lines(*data))
         self._opened = self._length_opened(data[0])
         self._opened_order = resume.order.train or (train_samples if self._length_given else None)
-        choice = choose_kernels(plan, world, resume.state.get("kernels"))
-        observers = build_observers(plan, world, Heartbeat())
-        self._checksums = observers.checksums
         lasting = self._lasting(NO_END)
         endless = replace(lasting, config=with_padding(lasting.config, resume))
-        trainer = build_trainer(endless, self._communicators, data, observers, choice.backends)
+        built = build(
+            endless, self._communicators, data, resume, Heartbeat(), say=lambda *lines: None
+        )
+        trainer = built.trainer
+        self._checksums = built.observers.checksums
+        self._valid_sizes = built.valid_sizes
         if run.numbers.rerun_on_spike:
             trainer.before_update = Rerun(trainer, self._event).before_update
         trainer.tokenizer = self._tokenizer
         trainer.order = resume.order.or_else(self._opened_order, valid_samples)
         self._trainer = trainer
-        self._valid_sizes = valid_sizes(plan, data[1], world)
 
     def _begin(self, start: Start) -> None:
         """Load the weights or checkpoints of a start into the trainer. Collective."""

@@ -401,11 +401,9 @@ def field_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
     known = _keywords()
     values: dict[str, Any] = {}
     for name, given in keywords.items():
-        check(
-            name in known,
-            f"unknown keyword {name}"
-            + nearest(name, known, ": fugaku-megatron train --help lists the flags"),
-        )
+        if name not in known:
+            remedy = nearest(name, known, ": fugaku-megatron train --help lists the flags")
+            raise ValueError(f"unknown keyword {name}{remedy}")
         field, switched = known[name]
         if switched is None:
             values[field.name] = _typed(field, name, given)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import __version__
-from ..config.fields import Refused, check
+from ..config.fields import Refused
 from ..start import environment, exit_codes, signals
 from ..start.exit_codes import ExitCode
 from .parser import Command, Parser, nearest
@@ -172,10 +172,9 @@ def _start_one_of(program: str, group: Any, words: Sequence[str]) -> int:
     environment.check_environment()
     name = words[0]
     names = list(group.COMMANDS)
-    check(
-        name in names,
-        f"command {name} is unknown" + nearest(name, names, f": pass {' or '.join(names)}"),
-    )
+    if name not in names:
+        known = nearest(name, names, f": pass {' or '.join(names)}")
+        raise ValueError(f"command {name} is unknown{known}")
     examples = [
         line
         for line in group.__doc__.splitlines()

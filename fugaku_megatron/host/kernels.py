@@ -23,8 +23,9 @@ import torch
 
 try:
     from .._kernels import *  # noqa: F403
-    from .._kernels import active, targets, use
+    from .._kernels import active as active
     from .._kernels import table as _rows
+    from .._kernels import targets, use
 except ModuleNotFoundError as error:
     raise ImportError(
         "the C++ kernels are not built: run make kernels, or python setup.py build_ext --inplace"

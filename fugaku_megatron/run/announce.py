@@ -8,12 +8,13 @@ from typing import Any
 
 from ..config.layout import sequence_shards
 from ..config.parallel import ParallelConfig
-from ..config.run_config import RunConfig
 from ..costs import accounting, memory
 from ..costs.run_schedule import recompute_name
+from ..data.chat_dataset import lost_lines, packing_lines
 from ..host.runtime import fma_peak_gflops
 from ..observe.energy import short_seconds
 from ..observe.run_log import format_run
+from .data import Data
 from .plan import Plan
 
 # Share of the FP32 peak of multiply-adds that an iteration reaches: at best, and if little fits the caches.
@@ -32,37 +33,32 @@ def iteration_line(plan: Plan) -> str:
     )
 
 
-def data_line(train: Any) -> str | None:
-    """Return how often the rank's training set reads the data; None for random data."""
-    epochs = getattr(train, "num_epochs", None)
-    if epochs is None:
-        return None
-    once = "at most once" if epochs == 1 else f"{epochs:,} times (epochs)"
-    return f"data: {len(train):,} samples of training read the data {once}"
+def data_lines(plan: Plan, data: Data, ordered: bool) -> list[str]:
+    """Return how often this rank's training set reads the data, how chats fill it, and the size of its validation set.
 
-
-def validation_line(valid: Any) -> str | None:
-    """Return the size of the rank's validation set; None if it has none, or random data."""
+    ordered: the checkpoint has the order of samples, which --skip-samples cannot change then.
+    """
+    train: Any = data[0]
+    valid: Any = data[1]
+    lines = []
+    epochs = getattr(train, "num_epochs", None)  # None for random data
+    if epochs is not None:
+        once = "at most once" if epochs == 1 else f"{epochs:,} times (epochs)"
+        lines.append(f"data: {len(train):,} samples of training read the data {once}")
+    lines += [*packing_lines(train), *lost_lines(train, valid)]
     sets = getattr(valid, "datasets", [valid])
-    if not all(hasattr(each, "num_tokens") for each in sets):
-        return None
-    documents = sum(each.num_documents for each in sets)
-    tokens = sum(each.num_tokens for each in sets)
-    return f"data: validation has {documents:,} documents with {tokens:,} tokens"
-
-
-def skip_line(run: RunConfig, train: Any) -> str | None:
-    """Return a note if --skip-samples may change the order of samples, as it does over several epochs."""
-    if (
-        not run.data.skip_samples
-        or run.training.train_iters is None
-        or getattr(train, "num_epochs", 1) == 1
-    ):
-        return None
-    return (
-        "note: --skip-samples lengthens a run of --train-iters by the samples left out, and their number decides the order of "
-        "data that is read several times: pass --train-samples to keep the order"
-    )
+    if all(hasattr(each, "num_tokens") for each in sets):
+        documents = sum(each.num_documents for each in sets)
+        tokens = sum(each.num_tokens for each in sets)
+        lines.append(f"data: validation has {documents:,} documents with {tokens:,} tokens")
+    run = plan.config
+    given = run.data.skip_samples and run.training.train_iters is not None
+    if given and not ordered and epochs not in (None, 1):
+        lines.append(
+            "note: --skip-samples lengthens a run of --train-iters by the samples left out, and their number decides the order of "
+            "data that is read several times: pass --train-samples to keep the order"
+        )
+    return lines
 
 
 def announce(notes: Iterable[str], plan: Plan, machine: str, nodes: int) -> list[str]:
@@ -70,12 +66,19 @@ def announce(notes: Iterable[str], plan: Plan, machine: str, nodes: int) -> list
     run = plan.config
     rows = accounting.padded_vocab_size(run.model, plan.layout.tp)
     notes = (*notes, *plan.param_schedule.notes(run.training))
+    parameters = f"parameters {accounting.parameters(run):,}, padded vocabulary {rows}"
+    if run.model.masks_padding:
+        parameters += ", padding masked in the loss"
+    if run.lora.on:
+        alone = replace(run, parallel=ParallelConfig())
+        trained = sum(memory.adapter_parameters(alone, 1))
+        parameters += f"; trained are {trained:,} of adapters of rank {run.lora.lora_rank}"
     return [
         *(f"note: {note}" for note in notes),
         machine,
         format_run(run, plan.layout, nodes),
         _layout_text(plan),
-        f"parameters {accounting.parameters(run):,}, padded vocabulary {rows}{_padding_text(run)}{_adapters_text(run)}",
+        parameters,
         f"FLOPs per iteration of {plan.global_batch_size} samples: {plan.flops.hardware:.4e} hardware (recompute counted; "
         f"TFLOPs in the log, per rank), {plan.flops.model:.4e} model (no recompute, causal attention once); "
         f"ratio {plan.flops.model / plan.flops.hardware:.3f}",
@@ -102,15 +105,3 @@ def _layout_text(plan: Plan) -> str:
     if overlaps:
         text += f", overlap: {' and '.join(overlaps)}"
     return text
-
-
-def _padding_text(run: RunConfig) -> str:
-    return ", padding masked in the loss" if run.model.masks_padding else ""
-
-
-def _adapters_text(run: RunConfig) -> str:
-    """Return the number of parameters that adapters train."""
-    if not run.lora.on:
-        return ""
-    trained = sum(memory.adapter_parameters(replace(run, parallel=ParallelConfig()), 1))
-    return f"; trained are {trained:,} of adapters of rank {run.lora.lora_rank}"

@@ -33,7 +33,7 @@ def valid_sizes(plan: Plan, valid: Dataset | None, world: Comm) -> tuple[int, ..
         own = tuple(map(len, valid.datasets))
     elif valid is not None:
         own = (len(valid),)
-    sizes = max(world.all_gather_object(own), key=len)
+    sizes: tuple[int, ...] = max(world.all_gather_object(own), key=len)
     with everywhere():
         plan.layout.evaluated(plan.config, sizes, 0)
     return sizes

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from ..checkpoint.lock import hold
 from ..cli.arguments import Arguments
@@ -15,7 +16,6 @@ from ..comm.grid import Grid, Groups
 from ..comm.node import share_groups
 from ..config.faults import COMPARISON_INTERVAL
 from ..config.run_config import RunConfig
-from ..data.chat_dataset import lost_lines, packing_lines
 from ..data.sampler import ReaderGroup
 from ..data.unchanged import records
 from ..host import allocator, kernels, runtime
@@ -37,14 +37,14 @@ from ..observe.wandb_run import WandbRun
 from ..observe.watchdog import Watchdog
 from ..training.replicas import comparison_line
 from ..training.trainer import Trainer
-from .announce import announce, data_line, iteration_line, skip_line, validation_line
+from .announce import announce, data_lines, iteration_line
 from .checks import check_outputs, check_run
 from .data import Data, build_data, find_reader_group, no_evaluation_note, valid_sizes
 from .kernel_choice import build_ops, choose_kernels
 from .limits import MachineLimits
 from .loop import Session
 from .plan import Plan
-from .resume import find_checkpoint, resume_training, resumed_plan
+from .resume import Resume, find_checkpoint, resume_training, resumed_plan
 from .tokenizer import resolve_vocabulary, tokenizer_notes
 
 
@@ -87,34 +87,50 @@ def configure_process(plan: Plan, world: Comm, nodes: Nodes | None = None) -> st
     )
 
 
-def build_observers(
-    plan: Plan, world: Comm, heart: Heartbeat, profile: Profile | None = None
-) -> Observers:
-    """Build what watches this rank's trainer."""
-    layers = plan.config.numbers.abft
-    checksums = Checksums(layers) if layers else None
-    beats = Heartbeats(heart, Grid(*plan.layout.sizes), world.rank)
-    return Observers(Phases(), beats, profile, checksums)
+class Built(NamedTuple):
+    """Trainer of this rank with its observers. valid_sizes: samples of each validation set, on every rank."""
+
+    trainer: Trainer
+    observers: Observers
+    valid_sizes: tuple[int, ...]
 
 
-def build_trainer(
+def build(
     plan: Plan,
     communicators: Communicators,
     data: Data,
-    observers: Observers,
-    backends: dict[str, str],
-) -> Trainer:
-    """Build this rank's trainer, observed. Collective."""
-    train, valid = data
+    resume: Resume,
+    heart: Heartbeat,
+    say: Callable[..., None],
+) -> Built:
+    """Choose the kernels and build this rank's trainer, observed. Collective. The library calls it too.
+
+    say: takes lines of the log.
+    """
+    run = plan.config
     world = communicators.world
+    heart.enter(
+        "the start: choosing kernels"
+    )  # before the model, because timing takes memory of its own
+    choice = choose_kernels(plan, world, resume.state.get("kernels"))
+    say(*choice.lines)
+
+    heart.enter("the start: building the model")
+    observers = Observers(
+        Phases(),
+        Heartbeats(heart, Grid(*plan.layout.sizes), world.rank),
+        Profile(run, plan.layout, world) if run.output.profile else None,
+        Checksums(run.numbers.abft) if run.numbers.abft else None,
+    )
+    train, valid = data
     trainer = Trainer(
-        plan.config,
+        run,
         plan.layout,
         world,
         observers.groups(communicators.groups),
         train,
         valid,
-        ops=build_ops(plan.config, backends, observers.kernels(kernels)),
+        ops=build_ops(run, choice.backends, observers.kernels(kernels)),
         readers=communicators.readers,
         watch=observers.watch,
         waiting_for_data=observers.reading,
@@ -122,23 +138,7 @@ def build_trainer(
     if observers.checksums:
         observers.checksums.watch(trainer.optimizer.flat)
     trainer.data_files = on_root(world, lambda: records(data))
-    return trainer
-
-
-def open_log(plan: Plan, world: Comm) -> MetricsWriter:
-    """Open the log of iterations: lines, history, TensorBoard."""
-    output = plan.config.output
-    return MetricsWriter(
-        plan.length.iterations,
-        output.log_interval,
-        printing=world.rank == 0,
-        start_iteration=plan.iteration,
-        tensorboard_dir=output.tensorboard_dir,
-        history_path=Path(output.save) / HISTORY if output.save else None,
-        live=output.log_live,
-        log_file=output.log_file,
-        wandb=wandb_run(plan.config),
-    )
+    return Built(trainer, observers, valid_sizes(plan, valid, world))
 
 
 def wandb_run(run: RunConfig) -> WandbRun | None:
@@ -193,23 +193,11 @@ def start(plan: Plan, notes: Sequence[str], world: Comm, watchdog: Watchdog) -> 
     train, valid = data
     saved = resume.state.get("tokenizer")
     say(
-        data_line(train),
-        *packing_lines(train),
-        *lost_lines(train, valid),
-        validation_line(valid),
-        None if resume.order.train else skip_line(run, train),
+        *data_lines(plan, data, ordered=bool(resume.order.train)),
         *tokenizer_notes(run, tokenizer, saved, world),
     )
 
-    enter("the start: choosing kernels")  # before the model, because timing takes memory of its own
-    choice = choose_kernels(plan, world, resume.state.get("kernels"))
-    say(*choice.lines)
-
-    enter("the start: building the model")
-    profile = Profile(run, plan.layout, world) if run.output.profile else None
-    observers = build_observers(plan, world, watchdog.heart, profile)
-    trainer = build_trainer(plan, communicators, data, observers, choice.backends)
-    sizes = valid_sizes(plan, valid, world)
+    trainer, observers, sizes = build(plan, communicators, data, resume, watchdog.heart, say)
     if (run.training.eval_iters or run.training.full_validation) and not sizes:
         say(no_evaluation_note(run))
 
@@ -222,7 +210,18 @@ def start(plan: Plan, notes: Sequence[str], world: Comm, watchdog: Watchdog) -> 
     trainer.order = resume.order.or_else(plan.length.train_samples, plan.length.valid_samples)
 
     enter("the start")
-    writer = open_log(plan, world)
+    output = run.output
+    writer = MetricsWriter(
+        plan.length.iterations,
+        output.log_interval,
+        printing=world.rank == 0,
+        start_iteration=plan.iteration,
+        tensorboard_dir=output.tensorboard_dir,
+        history_path=Path(output.save) / HISTORY if output.save else None,
+        live=output.log_live,
+        log_file=output.log_file,
+        wandb=wandb_run(run),
+    )
     if run.numbers.rerun_on_spike:
         trainer.before_update = Rerun(trainer, writer.event).before_update
     allocator.trim()
@@ -231,7 +230,7 @@ def start(plan: Plan, notes: Sequence[str], world: Comm, watchdog: Watchdog) -> 
         writer,
         iterations=plan.length.iterations,
         valid_sizes=sizes,
-        profile=profile,
+        profile=observers.profile,
         rank_times=RankTimes(run, plan.layout, world, observers.phases, writer.print),
         memory=MemoryWatch(world, nodes, writer.event),
         energy=EnergyWatch(world, nodes, Counters.find()),
@@ -248,20 +247,16 @@ def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
         world,
         lambda: watchdog.heart.enter("the start: waiting for the lock of --save"),
     ):
-        _train(start(plan, (*arguments.notes, *lines), world, watchdog), world)
-
-
-def _train(session: Session, world: Comm) -> None:
-    """Run from the first iteration to the last checkpoint. Collective over `world`."""
-    try:
-        with session.signals:
-            if session.trainer.run.training.skip_train:
-                session.evaluate_only()
-            else:
-                session.run()
-        memory = world.gather_object(peak_memory_mib())
-        if memory is not None:
-            session.writer.print(format_peak_memory(memory))
-    finally:
-        session.trainer.close()
-        session.writer.close()
+        session = start(plan, (*arguments.notes, *lines), world, watchdog)
+        try:
+            with session.signals:
+                if plan.config.training.skip_train:
+                    session.evaluate_only()
+                else:
+                    session.run()
+            memory = world.gather_object(peak_memory_mib())
+            if memory is not None:
+                session.writer.print(format_peak_memory(memory))
+        finally:
+            session.trainer.close()
+            session.writer.close()

@@ -171,7 +171,8 @@ class Replicas:
         rank = first_rank(world, (world.rank,) if suspected else None, 1)
         assert rank is not None, "some rank disagrees with most others"
         own = max(found, key=lambda each: each.others).difference(alone) if suspected else None
-        return world.broadcast_object(own, root=rank)
+        difference: Difference | None = world.broadcast_object(own, root=rank)
+        return difference
 
     def _differ(self, group: str) -> Deviation | None:
         """Compare copies within a group; return None if they agree with this rank's. Collective over the group."""
