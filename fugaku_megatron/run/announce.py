@@ -34,31 +34,52 @@ def iteration_line(plan: Plan) -> str:
 
 
 def data_lines(plan: Plan, data: Data, ordered: bool) -> list[str]:
-    """Return how often this rank's training set reads the data, how chats fill it, and the size of its validation set.
+    """Return the log's lines about the data sets of this rank.
 
     ordered: the checkpoint has the order of samples, which --skip-samples cannot change then.
     """
-    train: Any = data[0]
-    valid: Any = data[1]
-    lines = []
-    epochs = getattr(train, "num_epochs", None)  # None for random data
-    if epochs is not None:
-        once = "at most once" if epochs == 1 else f"{epochs:,} times (epochs)"
-        lines.append(f"data: {len(train):,} samples of training read the data {once}")
-    lines += [*packing_lines(train), *lost_lines(train, valid)]
+    train, valid = data
+    lines = [
+        data_line(train),
+        *packing_lines(train),
+        *lost_lines(train, valid),
+        validation_line(valid),
+        None if ordered else skip_line(plan.config, train),
+    ]
+    return [line for line in lines if line]
+
+
+def data_line(train: Any) -> str | None:
+    """Return how often the rank's training set reads the data; None for random data."""
+    epochs = getattr(train, "num_epochs", None)
+    if epochs is None:
+        return None
+    once = "at most once" if epochs == 1 else f"{epochs:,} times (epochs)"
+    return f"data: {len(train):,} samples of training read the data {once}"
+
+
+def validation_line(valid: Any) -> str | None:
+    """Return the size of the rank's validation set; None if it has none, or random data."""
     sets = getattr(valid, "datasets", [valid])
-    if all(hasattr(each, "num_tokens") for each in sets):
-        documents = sum(each.num_documents for each in sets)
-        tokens = sum(each.num_tokens for each in sets)
-        lines.append(f"data: validation has {documents:,} documents with {tokens:,} tokens")
-    run = plan.config
-    given = run.data.skip_samples and run.training.train_iters is not None
-    if given and not ordered and epochs not in (None, 1):
-        lines.append(
-            "note: --skip-samples lengthens a run of --train-iters by the samples left out, and their number decides the order of "
-            "data that is read several times: pass --train-samples to keep the order"
-        )
-    return lines
+    if not all(hasattr(each, "num_tokens") for each in sets):
+        return None
+    documents = sum(each.num_documents for each in sets)
+    tokens = sum(each.num_tokens for each in sets)
+    return f"data: validation has {documents:,} documents with {tokens:,} tokens"
+
+
+def skip_line(run: RunConfig, train: Any) -> str | None:
+    """Return a note if --skip-samples may change the order of samples, as it does over several epochs."""
+    if (
+        not run.data.skip_samples
+        or run.training.train_iters is None
+        or getattr(train, "num_epochs", 1) == 1
+    ):
+        return None
+    return (
+        "note: --skip-samples lengthens a run of --train-iters by the samples left out, and their number decides the order of "
+        "data that is read several times: pass --train-samples to keep the order"
+    )
 
 
 def announce(notes: Iterable[str], plan: Plan, machine: str, nodes: int) -> list[str]:
