@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config.layout import sequence_shards
 from ..config.parallel import ParallelConfig
+from ..config.run_config import RunConfig
 from ..costs import accounting, memory
 from ..costs.run_schedule import recompute_name
 from ..data.chat_dataset import lost_lines, packing_lines
