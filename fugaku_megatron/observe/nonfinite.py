@@ -244,8 +244,8 @@ def _first_finding(trainer: Trainer, finding: Finding | None) -> str | None:
     text = ""
     if finding and rank == world.rank:
         text = f"rank {rank} (node {platform.node()}), {finding.text}"
-    text = world.broadcast_object(text, root=rank)
-    return text
+    found: str = world.broadcast_object(text, root=rank)
+    return found
 
 
 def _nonfinite_weight(trainer: Trainer) -> Finding | None:

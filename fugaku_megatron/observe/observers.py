@@ -7,7 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -85,8 +85,7 @@ class Heartbeats:
             with self.heart.phase(text):
                 return function(*args, **kwargs)
 
-        watched: Any = Observed(executor, INSTRUCTIONS, call)
-        return watched
+        return cast(Executor, Observed(executor, INSTRUCTIONS, call))
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

@@ -182,8 +182,8 @@ class Rerun:
                 begin = rank // tp * tp
                 ranks = f"ranks {begin} to {begin + tp - 1}, which share their layers"
             text = f"{_describe(key)}, on {ranks} (node {platform.node()})"
-        text = world.broadcast_object(text, root=rank)
-        return text
+        found: str = world.broadcast_object(text, root=rank)
+        return found
 
     def _same_bits(self, consumed: int, first: dict[Key, int], again: float) -> tuple[float, str]:
         """Find out if a core repeats its mistake; return (loss of the gradients to use, verdict). Collective."""
@@ -260,8 +260,8 @@ class Rerun:
             elif len(values) == 3 and values[2] == values[0]:
                 suspect = other
             text = f"{_describe(key)}, on {suspect}"
-        text = world.broadcast_object(text, root=rank)
-        return text
+        found: str = world.broadcast_object(text, root=rank)
+        return found
 
 
 def _bits(value: float) -> int:

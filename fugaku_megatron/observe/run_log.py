@@ -6,7 +6,7 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ _GROUPS = {
     "parallel": ParallelConfig,
     "precision": PrecisionConfig,
 }
-FORMULAS = {
+FORMULAS: dict[str, Callable[[RunConfig, int], float]] = {
     "hardware": accounting.hardware_flops,
     "parameter": lambda run, size: accounting.parameter_flops(run, size, replicas=True),
 }
