@@ -27,7 +27,7 @@ from ..observe.energy import EnergyWatch
 from ..observe.heartbeat import Heartbeat
 from ..observe.history import HISTORY
 from ..observe.memory import MemoryWatch, check_memory, rank_bytes
-from ..observe.metrics_writer import MetricsWriter, format_peak_memory
+from ..observe.metrics_writer import LogOutputs, MetricsWriter, format_peak_memory
 from ..observe.observers import Heartbeats, Observers, place
 from ..observe.profile import Profile
 from ..observe.rerun import Rerun
@@ -214,13 +214,15 @@ def start(plan: Plan, notes: Sequence[str], world: Comm, watchdog: Watchdog) -> 
     writer = MetricsWriter(
         plan.length.iterations,
         output.log_interval,
+        LogOutputs(
+            tensorboard_dir=output.tensorboard_dir,
+            history=Path(output.save) / HISTORY if output.save else None,
+            live=output.log_live,
+            log_file=output.log_file,
+            wandb=wandb_run(run),
+        ),
         printing=world.rank == 0,
         start_iteration=plan.iteration,
-        tensorboard_dir=output.tensorboard_dir,
-        history_path=Path(output.save) / HISTORY if output.save else None,
-        live=output.log_live,
-        log_file=output.log_file,
-        wandb=wandb_run(run),
     )
     if run.numbers.rerun_on_spike:
         trainer.before_update = Rerun(trainer, writer.event).before_update
