@@ -181,6 +181,7 @@ def test_a_trainer_is_observed_and_its_losses_stay():
         if observed:
             trainer = type(trainer)(
                 run,
+                trainer.layout,
                 world,
                 phases.groups(grid_groups(world, run)),
                 mock(run),
