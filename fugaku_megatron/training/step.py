@@ -80,7 +80,7 @@ class StepExecutor:
         self._to_receive = {
             tag: deque(waiting) for tag, waiting in schedule.receives(instructions).items()
         }
-        if receives_ahead(lists.name):
+        for _ in range(receives_ahead(lists.name)):
             for tag in self._to_receive:
                 self._receive_ahead(tag)
         schedule.run(instructions, self.watched)
