@@ -182,6 +182,7 @@ _PLAIN = {
     "attention_multiplier": None,
     "parallel_residual": False,
     "geglu": False,
+    "activation_func": None,
     "apply_layernorm_1p": False,
     "num_experts": None,
     "qk_layernorm_all_heads": False,
