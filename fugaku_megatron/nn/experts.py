@@ -25,7 +25,7 @@ from ..comm.exchange import Exchange, GroupedExchange, copy_rows, map_rows, sum_
 from ..config.run_config import ModelConfig
 from ..costs.experts import exchanged_groups
 from .adapters import AdaptedExperts
-from .blocks import MLP, GatedMLP
+from .blocks import MLP
 from .forward_context import Pass
 from .gradients import as_rows
 from .layers import Context
@@ -162,7 +162,7 @@ def in_turn(rows: Sequence[int]) -> list[int]:
 class _Experts(torch.autograd.Function):
     """x (s, b, h), scores (rows, k), weight1 (e, 2, f, h) or (e, f, h), weight2 (e, h, f) -> (rows, h), the sum of score x expert.
 
-    activation: a row of `ops.activation.ACTIVATIONS`; weight1 has two matrices of an expert where it has a gate.
+    activation: a row of `config.model.ACTIVATIONS`; weight1 has two matrices of an expert where it has a gate.
 
     The scores multiply what the second matmul reads, which is narrower than what it writes, so that none of that is kept. They and
     the activation are one pass.
@@ -288,9 +288,7 @@ class SharedExpert(nn.Module):
         super().__init__()
         model = context.model
         self.context = context
-        self.mlp = (GatedMLP if model.gated else MLP)(
-            name, context, model.moe_shared_expert_intermediate_size
-        )
+        self.mlp = MLP(name, context, model.moe_shared_expert_intermediate_size)
         self.gate_weight = None
         if model.moe_shared_expert_gate:
             self.gate_weight = context.parameter(
@@ -396,7 +394,7 @@ class Experts(nn.Module):
             GroupedExchange([route.there for route in routes], overlaps, turns)
             for overlaps in (far or self.shared_experts is not None, far)
         )
-        leaving = there.leave(
+        leaving = there.dispatch(
             map_rows(as_rows(x), order.dispatch, order.combine),
             scores.flatten()[order.pairs].unsqueeze(1),
         )
@@ -407,14 +405,14 @@ class Experts(nn.Module):
         returning = []
         for i in turns:
             copies = routes[i].copies
-            rows, factors = (copy_rows(each, copies) for each in there.arrived(i, leaving))
+            rows, factors = (copy_rows(each, copies) for each in there.dispatched(i, leaving))
             part = sum_copied_rows(
                 self._computed(rows, factors, routes[i].order, forward_pass), copies, needs_values
             )
-            returning.append(back.send_back(i, part, needs_values))
+            returning.append(back.combine(i, part, needs_values))
         shared += self._shared(parts[1:], forward_pass)
         out = map_rows(
-            back.returned(returning),
+            back.combined(returning),
             order.combine
             if needs_values
             else lambda rows: rows.new_empty(1).expand(len(scores), rows.shape[1]),

@@ -28,6 +28,7 @@ from ..comm.autograd import (
 from ..comm.base import Comm
 from ..comm.grid import ALONE
 from ..config.lora import LoraConfig
+from ..config.model import LAYER_NORM, NORMS
 from ..config.parallel import A2A
 from ..config.run_config import ModelConfig
 from ..costs import activations
@@ -453,7 +454,7 @@ class HeadNorm(nn.Module):
         super().__init__()
         together = heads if context.model.qk_layernorm_all_heads else 1
         size = (together * context.model.kv_channels,)
-        layer_norm = context.model.normalization == "LayerNorm"
+        layer_norm = NORMS[context.model.normalization].kernel == LAYER_NORM
         self.centered = context.model.apply_layernorm_1p
         self.weight = context.parameter(
             f"{name}.weight", size, fill=1.0 - self.centered, sequence_parallel=True

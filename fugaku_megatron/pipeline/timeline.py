@@ -24,7 +24,7 @@ from .instructions import (
 )
 from .placement import Placement
 from .schedule import Schedule
-from .schedule_names import ONE_F_ONE_B
+from .schedule_names import row
 from .zero_bubble import shortened_microbatches
 
 COMPUTATIONS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
@@ -43,7 +43,10 @@ class Costs:
         p = schedule.placement.stages
         v = schedule.placement.model_chunks
         slots = {op: 2 if op == BACKWARD else 1 for op in COMPUTATIONS}
-        return Costs({op: [[slot / v * n] * v] * p for op, n in slots.items()}, transfer)
+        costs = {
+            op: [[slot / v * n for _ in range(v)] for _ in range(p)] for op, n in slots.items()
+        }
+        return Costs(costs, transfer)
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def makespan(schedule: Schedule, costs: Costs) -> float:
     """Return the result of `walk`; within a hundredth for long schedules other than 1F1B."""
     p = schedule.placement.stages
     m = schedule.microbatches
-    if schedule.name == ONE_F_ONE_B:
+    if row(schedule.name).is_1f1b:
         forward, backward = ([seconds for (seconds,) in costs.of[op]] for op in (FORWARD, BACKWARD))
         return one_f_one_b(forward, backward, costs.transfer, m)
     first = shortened_microbatches(p, m)
@@ -208,7 +211,7 @@ def _ordered(schedule: Schedule) -> list[tuple[int, int, Instruction, Result, Re
         deque(i for i in schedule.instructions(stage) if i.op in COMPUTATIONS) for stage in stages
     ]
     level: dict[Result | None, int] = {None: 0}
-    last = [0] * place.stages
+    last = [0 for _ in range(place.stages)]
     rows = []
     while any(todo):
         for stage, mine in enumerate(todo):
