@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config.layout import Layout, cp_comm_types, group_copies, sequence_shards
+from ..config.model import ACTIVATIONS
 from ..config.optimizer import MOMENT_BYTES
 from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
 from ..pipeline.instructions import InFlight
 from ..pipeline.placement import Placement
-from ..pipeline.schedule_names import receives_ahead
+from ..pipeline.schedule_names import row
 from .accounting import (
     FLAT_ALIGNMENT,
     embedding_records,
@@ -464,7 +465,9 @@ def working_bytes(run: RunConfig, tp: int) -> int:
     Overlapped reductions need two more: received shares of the own block, and own shares of the others' blocks.
     """
     hidden_tensors = 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
-    inner_tensors = 3 if run.lora.of_mlps(run.model) else 1  # adapters compute their own
+    inner_tensors = 1
+    if run.lora.of_mlps(run.model) or ACTIVATIONS[run.model.activation].kernel is None:
+        inner_tensors = 3  # adapters compute their own, and torch all columns at once
     mlp = hidden_tensors * activation_bytes(run) + inner_tensors * inner_bytes(run, tp)
     if run.model.num_experts:
         mlp += pair_working_bytes(run, tp)
@@ -473,16 +476,15 @@ def working_bytes(run: RunConfig, tp: int) -> int:
 
 def posted_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
     """Return the bytes for receives posted ahead, from each model chunk's neighbours."""
-    if not receives_ahead(run.parallel.schedule):
-        return 0
     placement = layout.placement
+    ahead = row(run.parallel.schedule).receives_ahead
     neighbours = [
         placement.neighbour(stage, chunk, step)
         for chunk in range(placement.model_chunks)
         for step in (-1, 1)
     ]
     senders = sum(n is not None and n[0] != stage for n in neighbours)
-    return senders * residual_bytes(run, layout.tp)
+    return ahead * senders * residual_bytes(run, layout.tp)
 
 
 def logits_rows(run: RunConfig, layout: Layout) -> int:

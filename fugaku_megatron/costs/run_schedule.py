@@ -18,7 +18,7 @@ from ..pipeline.cuts import SplitCosts, VirtualStageCosts
 from ..pipeline.instructions import InFlight
 from ..pipeline.placement import Placement
 from ..pipeline.schedule import Schedule
-from ..pipeline.schedule_names import SPLITS_BACKWARD
+from ..pipeline.schedule_names import row
 from .accounting import (
     layer_and_head_flops,
     virtual_stage_recompute_groups,
@@ -64,7 +64,7 @@ def build_schedule(run: RunConfig, microbatches: int) -> Schedule:
     """Build the schedule that the run's flags select."""
     name = run.parallel.schedule
     where = placement(run)
-    if name not in SPLITS_BACKWARD:
+    if not row(name).splits_backward:
         return Schedule(name, where, microbatches)
     return Schedule(
         name,

@@ -92,7 +92,8 @@ class Stage(nn.Module):
     @property
     def tied_copy(self) -> nn.Parameter | None:
         """The trained word embedding (v, h) of which two stages have a copy each and this is one of them; None elsewhere."""
-        first, last = self.first, self.last
+        first = self.first
+        last = self.last
         if (first and last) or not self.tied:
             return None
         return (
@@ -125,7 +126,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, forward_pass: Pass) -> Tensor:
         """tokens (whole sequence, b) -> (s, b, h)."""
-        rows, context = forward_pass.rows, self.context
+        rows = forward_pass.rows
+        context = self.context
         positions = forward_pass.documents.positions if rows is None else rows.positions
         x = multiplied(self.word_embeddings(tokens), context.model.embedding_multiplier)
         x = self.position_embeddings(x, positions) if self.position_embeddings else x
@@ -153,7 +155,10 @@ class Chunk(nn.Module):
     ) -> None:
         super().__init__()
         placement = layout.placement
-        model, self.tp, self.ops, self.context = run.model, context.tp, context.ops, context
+        model = run.model
+        self.tp = context.tp
+        self.ops = context.ops
+        self.context = context
         self.is_first = virtual_stage == 0
         self.is_last = virtual_stage == placement.virtual_stages - 1
         self.logits_rows = logits_rows
@@ -181,7 +186,8 @@ class Chunk(nn.Module):
     @property
     def unpadded_rows(self) -> int | None:
         """Rows of this rank's head weight that are tokens; None if padding is not masked."""
-        model, weight = self.context.model, self.output_weight
+        model = self.context.model
+        weight = self.output_weight
         if not model.masks_padding:
             return None
         assert model.vocab_size is not None

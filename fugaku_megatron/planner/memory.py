@@ -20,7 +20,7 @@ from ..costs.memory import attention_bytes, stage_memory
 from ..pipeline.instructions import InFlight
 from ..pipeline.placement import Placement
 from ..pipeline.schedule import Schedule
-from ..pipeline.schedule_names import SPLITS_BACKWARD
+from ..pipeline.schedule_names import row
 from .machine import MIB, Machine
 from .software import MemoryParameters, Software
 from .work import tensors
@@ -166,7 +166,7 @@ def peak_mib(
 ) -> float:
     """Return the MiB of the fullest rank. If backward is whole, the first stage of each kind has most micro-batches in flight."""
     stages: Collection[int] = range(layout.pp)
-    if run.parallel.schedule not in SPLITS_BACKWARD:
+    if not row(run.parallel.schedule).splits_backward:
         stages = set(kinds(run, layout.placement))
     return max(stage_mib(run, layout, stage, code, nodes, parameters) for stage in stages)
 
