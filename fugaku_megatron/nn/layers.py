@@ -97,7 +97,8 @@ class Context:
 
         part: the tensor-parallel ranks where they have parts of it, else None. Nothing has a gradient.
         """
-        cp, rows = self.cp, len(parts[0])
+        cp = self.cp
+        rows = len(parts[0])
         gathered = [
             gather_sequence(gather_sequence(x.detach(), part), cp if cp.size > 1 else None)
             for x in parts
@@ -133,7 +134,8 @@ class Context:
 
     def runs(self, x: Tensor) -> list[range]:
         """Return the one or two position segments of x (s, b, h), an activation between matmuls."""
-        first, runs = self.first_position(x), []
+        first = self.first_position(x)
+        runs = []
         for run in own_runs(len(x) * (self.tp.size if self.sequence else 1), self.cp):
             runs.append(run[max(first, 0) : max(first + len(x), 0)])
             first -= len(run)
@@ -307,7 +309,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, name: str, vocabulary: int, context: Context) -> None:
         super().__init__()
-        self.context, model = context, context.model
+        self.context = context
+        model = context.model
         self.weight = context.parameter(
             f"{name}.weight", (vocabulary, model.hidden_size), 0, model.init_method_std
         )
@@ -324,7 +327,8 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
-        self.context, model = context, context.model
+        self.context = context
+        model = context.model
         self.weight = context.parameter(
             f"{name}.weight",
             (model.max_position_embeddings, model.hidden_size),
@@ -336,7 +340,8 @@ class PositionEmbedding(nn.Module):
 
         positions (rows,) are those of generation, which keeps nothing for a backward.
         """
-        ops, first = self.context.ops, self.context.first_position(x)
+        ops = self.context.ops
+        first = self.context.first_position(x)
         if self.context.cp.size > 1:
             rows = own_positions(self.context.runs(x))
             return x + ops.embedding(
@@ -358,11 +363,9 @@ class Norm(nn.Module):
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
-        self.ops, self.epsilon, self.centered = (
-            context.ops,
-            context.model.layernorm_epsilon,
-            context.model.apply_layernorm_1p,
-        )
+        self.ops = context.ops
+        self.epsilon = context.model.layernorm_epsilon
+        self.centered = context.model.apply_layernorm_1p
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x (s, b, h)."""
