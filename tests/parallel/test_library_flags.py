@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -22,16 +21,11 @@ from fugaku_megatron.run import start as start_module
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.run.train_command import with_checkpoint_model
 from fugaku_megatron.training import trainer as trainer_module
-from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2
+from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2, rows
 from tests.parallel.test_library import FLAGS, documents, write
 from tests.threads import ThreadWorld
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # notes of runs
-
-
-def rows(table: Iterable[str], rare: Collection[str]) -> list[Any]:
-    """The names of a table, of which `make test` leaves out the rare ones."""
-    return [pytest.param(name, marks=pytest.mark.full) if name in rare else name for name in table]
 
 
 RUN = {**FLAGS, "train_iters": 4, "eval_iters": 0, "split": "1,0,0"}
@@ -347,7 +341,7 @@ WITHIN_THE_RUN = set(
     moe_router_bias_update_rate moe_router_load_balancing_type moe_z_loss_coeff
     moe_expert_capacity_factor moe_token_drop_policy ffn_hidden_size max_position_embeddings
     padded_vocab_size mask_vocab_padding init_method_std normalization apply_layernorm_1p
-    layernorm_epsilon geglu squared_relu bias_gelu_fusion openai_gelu use_z_loss z_loss_strength
+    layernorm_epsilon geglu squared_relu activation_func bias_gelu_fusion openai_gelu use_z_loss z_loss_strength
     group_query_attention num_query_groups kv_channels add_qkv_bias qk_layernorm
     qk_layernorm_all_heads position_embedding_type rotary_base rotary_percent rotary_interleaved
     rotary_seq_len_interpolation_factor rotary_scaling_factor yarn_original_max_position_embeddings
