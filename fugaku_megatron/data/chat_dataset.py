@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..comm.agreement import on_root
 from ..text.named_files import unreadable
-from .dataset import RELEASE_EVERY, TokenArrays, check_index, check_tokens
+from .dataset import RELEASE_EVERY, DatasetConfig, TokenArrays, check_index, check_tokens
 from .files import ReadFile
 from .indexed import IndexedDataset, IndexedDatasetWriter
 from .marks import COUNTED, FIRST, PADDED
@@ -64,9 +64,12 @@ class ChatWriter(IndexedDatasetWriter):
         folder: str | os.PathLike[str] | None = None,
     ):
         super().__init__(prefix, dtype, folder)
-        self.trained = self.longest = 0
+        self.trained = 0
+        self.longest = 0
         self._rest = np.empty(0, bool)  # of the bits, those that fill no byte
-        self._crc_bits = self._crc_head = self._head = 0
+        self._crc_bits = 0
+        self._crc_head = 0
+        self._head = 0
         try:
             with self.writing():
                 self._mask = open(self._temporary[SUFFIX], "wb")  # noqa: SIM115 - closed by finalize or discard
@@ -79,15 +82,14 @@ class ChatWriter(IndexedDatasetWriter):
         ids, trained = unsigned(tokens)
         super()._append(ids, lengths, ends)
         head = np.ascontiguousarray(ids, self.dtype).tobytes()[: HEAD - self._head]
-        self._head, self._crc_head = self._head + len(head), zlib.crc32(head, self._crc_head)
+        self._head += len(head)
+        self._crc_head = zlib.crc32(head, self._crc_head)
         bits = np.concatenate([self._rest, trained])
         whole = len(bits) // 8 * 8
         self._write_bits(bits[:whole])
         self._rest = bits[whole:]
-        self.trained, self.longest = (
-            self.trained + int(trained.sum()),
-            max([self.longest, *lengths.tolist()]),
-        )
+        self.trained += int(trained.sum())
+        self.longest = max([self.longest, *lengths.tolist()])
 
     def _write_bits(self, bits: np.ndarray) -> None:
         packed = np.packbits(bits, bitorder="little").tobytes()
@@ -163,7 +165,7 @@ class ChatFiles(IndexedDataset):
             size = 0
             crc = 0
             while block := file.read(BLOCK):
-                size = size + len(block)
+                size += len(block)
                 crc = zlib.crc32(block, crc)
         if size != -(-tokens // 8) or crc != bits:
             raise ValueError(
@@ -201,7 +203,8 @@ class ChatFiles(IndexedDataset):
             np.append(0, self._unpacked(int(starts[0]), int(starts[-1]) + int(lengths[-1])))
         )
         starts = starts - starts[0]
-        return before[starts + lengths] - before[starts + 1]
+        counts: np.ndarray = before[starts + lengths] - before[starts + 1]
+        return counts
 
     def _unpacked(self, start: int, stop: int) -> np.ndarray:
         first = start // 8
@@ -247,9 +250,6 @@ def check_not_chats(prefix: str) -> None:
             "them: pass --sft, or move this file away"
         )
 
-
-if TYPE_CHECKING:
-    from ..comm.base import Comm
 
 COUNTED_AT_ONCE = 2**12  # chats
 PADDING = 0  # token id after the last chat of a sample, which every vocabulary has
@@ -336,7 +336,6 @@ class ChatDataset:
     None: one epoch.
 
     truncate: cut chats of more than seq_length + 1 tokens; otherwise refuse them
-    name, comm: as in `dataset.GPTDataset`
 
     Raises ValueError on every rank without chats or trained tokens, and for a chat that is too
     long.
@@ -348,27 +347,23 @@ class ChatDataset:
         name: str,
         documents: range,
         num_samples: int | None,
-        seq_length: int,
-        seed: int,
+        config: DatasetConfig,
         truncate: bool = False,
-        vocab_size: int | None = None,
-        comm: Comm | None = None,
     ):
         self.files = files
         self.name = name
         self.documents = documents
-        self.size = seq_length + 1
-        self.seed = seed
-        self.vocab_size = vocab_size
+        self.size = config.seq_length + 1
+        self.config = config
         self.num_documents = len(documents)
         self._fetched = 0
         lengths = files.read_lengths(documents.start, documents.stop)
-        on_root(comm, lambda: self._check(lengths, truncate))
+        on_root(config.comm, lambda: self._check(lengths, truncate))
         self.lengths = np.minimum(lengths, self.size)
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))
         self.chats_cut = int((lengths > self.size).sum())
         # num_trained: tokens of an epoch that count in the loss. chats_lost: chats without any.
-        self.num_trained, self.chats_lost = on_root(comm, self._count)
+        self.num_trained, self.chats_lost = on_root(config.comm, self._count)
         self.packing = Packing.of(-np.sort(-self.lengths), self.size)
         self.num_epochs = 1 if num_samples is None else -(-num_samples // len(self.packing))
         self._epoch: _Epoch | None = None
@@ -424,14 +419,12 @@ class ChatDataset:
     def _epoch_of(self, number: int) -> _Epoch:
         epoch = self._epoch
         if epoch is None or epoch.number != number:
-            rng = np.random.RandomState(
-                [self.seed, number]
-            )  # its stream is the same in every numpy
+            # its stream is the same in every numpy
+            rng = np.random.RandomState([self.config.seed, number])
             chats = rng.permutation(len(self.lengths)).astype(np.int32)
             chats = chats[np.argsort(-self.lengths[chats], kind="stable")]
-            epoch = self._epoch = _Epoch(
-                number, chats, rng.permutation(len(self.packing)).astype(np.int32)
-            )
+            epoch = _Epoch(number, chats, rng.permutation(len(self.packing)).astype(np.int32))
+            self._epoch = epoch
         return epoch
 
     def chats_of(self, index: int) -> list[int]:
@@ -439,36 +432,31 @@ class ChatDataset:
         check_index(index, self)
         number, place = divmod(index, len(self.packing))
         epoch = self._epoch_of(number)
-        return (
-            epoch.chats[self.packing.of_sample(int(epoch.samples[place]))] + self.documents.start
-        ).tolist()
+        places = self.packing.of_sample(int(epoch.samples[place]))
+        return [int(chat) for chat in epoch.chats[places] + self.documents.start]
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Return sample `index`, int64 (2, s + 1)."""
         sample = np.full((2, self.size), PADDING, np.int64)
         end = 0
         sample[1] = 0
-        for tokens, trained in self._read(self.chats_of(index)):
-            place = slice(end, end + len(tokens))
-            sample[0, place] = tokens
-            sample[1, place] = trained * COUNTED
+        for chat in self.chats_of(index):
+            length = int(self.lengths[chat - self.documents.start])
+            place = slice(end, end + length)
+            sample[0, place] = self.files.get(chat, 0, length)
+            sample[1, place] = self.files.trained(chat, length) * COUNTED
             sample[1, end] = FIRST  # which nothing of its chat predicts
-            end = place.stop
+            end += length
             sample[1, end - 1] |= PADDED  # from which nothing of its chat is predicted
         sample[1, end:] = PADDED
         if end < self.size:
             sample[1, end] |= FIRST
-        if self.vocab_size is not None:
-            check_tokens(sample[0], self.vocab_size, self.files.prefix)
+        if self.config.vocab_size is not None:
+            check_tokens(sample[0], self.config.vocab_size, f"{self.files.prefix}.bin")
         self._fetched += 1
         if self._fetched % RELEASE_EVERY == 0:
             self.files.check_open()
         return sample
-
-    def _read(self, chats: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for chat in chats:
-            length = int(self.lengths[chat - self.documents.start])
-            yield self.files.get(chat, 0, length), self.files.trained(chat, length)
 
     def description(self) -> str:
         """Return a line about the fill of the samples."""
@@ -483,22 +471,27 @@ class ChatDataset:
         )
 
 
-def packing_lines(dataset: Any) -> list[str]:
+def _chat_datasets(dataset: object) -> Iterator[ChatDataset]:
+    for each in getattr(dataset, "datasets", [dataset]):
+        if isinstance(each, ChatDataset):
+            yield each
+
+
+def packing_lines(dataset: object) -> list[str]:
     """Return a line about the fill of each chat data set."""
     return [
-        f"{part.name} data of {part.files.prefix}: {part.description()}"
-        for part in getattr(dataset, "datasets", [dataset])
-        if isinstance(part, ChatDataset)
+        f"{chats.name} data of {chats.files.prefix}: {chats.description()}"
+        for chats in _chat_datasets(dataset)
     ]
 
 
-def lost_lines(*datasets: Any) -> list[str]:
+def lost_lines(*datasets: object) -> list[str]:
     """Return a warning for each data set with chats without loss tokens."""
-    parts = [part for dataset in datasets for part in getattr(dataset, "datasets", [dataset])]
     return [
-        f"warning: {part.name} data of {part.files.prefix}: {part.chats_lost:,} of {part.num_documents:,} chats have no trained "
-        f"token in their first {part.size} tokens, so nothing is learned from them"
-        + (": raise --seq-length" if part.chats_cut else "")
-        for part in parts
-        if isinstance(part, ChatDataset) and part.chats_lost
+        f"warning: {chats.name} data of {chats.files.prefix}: {chats.chats_lost:,} of {chats.num_documents:,} chats have no "
+        f"trained token in their first {chats.size} tokens, so nothing is learned from them"
+        + (": raise --seq-length" if chats.chats_cut else "")
+        for dataset in datasets
+        for chats in _chat_datasets(dataset)
+        if chats.chats_lost
     ]

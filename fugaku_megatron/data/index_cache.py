@@ -20,9 +20,8 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -199,19 +198,33 @@ IN_MEMORY = 64 << 20  # bytes of an index that need no file
 ABANDONED = 3600.0  # s after which an unfinished file belongs to a builder that was killed
 
 
-class Store(Protocol):
-    """Function that takes an array in blocks and returns the stored array."""
+class ArrayBlocks(NamedTuple):
+    """Array that is built in blocks."""
 
-    def __call__(
-        self,
-        name: str,
-        dtype: np.dtype | type,
-        shape: tuple[int, ...],
-        blocks: Iterable[np.ndarray],
-    ) -> np.ndarray: ...
+    name: str
+    dtype: np.dtype[Any] | type
+    shape: tuple[int, ...]
+    blocks: Iterable[np.ndarray]
 
 
+Store = Callable[[ArrayBlocks], np.ndarray]  # returns the stored array
 Build = Callable[[Store], None]
+
+
+class IndexRequest(NamedTuple):
+    """Index that a data set needs.
+
+    prefix: data next to which the files are by default
+    kind: class of the data set
+    size: bytes of all arrays
+    """
+
+    prefix: str
+    kind: str
+    split: str
+    description: dict[str, Any]
+    arrays: tuple[str, ...]
+    size: int
 
 
 @dataclass(frozen=True)
@@ -223,8 +236,10 @@ class IndexCache:
     path: str | None = None
     in_memory: int = IN_MEMORY
 
-    def folder(self, prefix: str, kind: str) -> Path:
-        return Path(self.path) if self.path else Path(prefix) / "cache" / f"{kind}_indices"
+    def folder(self, request: IndexRequest) -> Path:
+        if self.path:
+            return Path(self.path)
+        return Path(request.prefix) / "cache" / f"{request.kind}_indices"
 
 
 @dataclass(frozen=True)
@@ -247,21 +262,22 @@ class Index:
 class _Files:
     """Files of one index in `folder`, named after `description`."""
 
-    def __init__(self, folder: Path, kind: str, split: str, description: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, request: IndexRequest) -> None:
         self.folder = folder
-        self.text = json.dumps(description, indent=4)
+        self.arrays = request.arrays
+        self.text = json.dumps(request.description, indent=4)
         digest = hashlib.md5(self.text.encode(), usedforsecurity=False).hexdigest()
-        self.base = f"{digest}-{kind}-{split}"
+        self.base = f"{digest}-{request.kind}-{request.split}"
         self.mapped: list[MappedFile] = []
 
     def path(self, name: str) -> Path:
         return self.folder / f"{self.base}-{name}"
 
-    def open(self, names: Iterable[str]) -> Index:
+    def open(self) -> Index:
         """Map all arrays. Raises OSError or ValueError if a file is missing or truncated."""
         if self.path("description.txt").read_text() != self.text:
             raise ValueError(f"{self.path('description.txt')} describes another index")
-        files = {name: MappedFile(self.path(f"{name}.npy")) for name in names}
+        files = {name: MappedFile(self.path(f"{name}.npy")) for name in self.arrays}
         return Index({name: file.npy() for name, file in files.items()}, tuple(files.values()))
 
     def build(self, build: Build) -> None:
@@ -269,32 +285,29 @@ class _Files:
         fails.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove_abandoned()
+        for aside in self.folder.glob(f"{self.base}-*.tmp"):
+            with suppress(OSError):  # another builder may be removing it
+                if time.time() - aside.stat().st_mtime > ABANDONED:
+                    aside.unlink()
         build(self.store)
         self._write("description.txt", [self.text.encode()])
 
-    def store(
-        self,
-        name: str,
-        dtype: np.dtype | type,
-        shape: tuple[int, ...],
-        blocks: Iterable[np.ndarray],
-    ) -> np.ndarray:
+    def store(self, array: ArrayBlocks) -> np.ndarray:
         """Write an array blockwise and map it, releasing the pages of earlier arrays."""
         header = {
-            "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
+            "descr": np.lib.format.dtype_to_descr(np.dtype(array.dtype)),
             "fortran_order": False,
-            "shape": shape,
+            "shape": array.shape,
         }
 
         def content() -> Iterable[np.ndarray]:
-            for block in blocks:
-                yield np.ascontiguousarray(block, dtype)
+            for block in array.blocks:
+                yield np.ascontiguousarray(block, array.dtype)
                 for file in self.mapped:
                     file.release()
 
-        self._write(f"{name}.npy", content(), header)
-        file = MappedFile(self.path(f"{name}.npy"))
+        self._write(f"{array.name}.npy", content(), header)
+        file = MappedFile(self.path(f"{array.name}.npy"))
         self.mapped.append(file)
         return file.npy()
 
@@ -316,79 +329,60 @@ class _Files:
         finally:
             aside.unlink(missing_ok=True)
 
-    def _remove_abandoned(self) -> None:
-        for aside in self.folder.glob(f"{self.base}-*.tmp"):
-            with suppress(OSError):  # another builder may be removing it
-                if time.time() - aside.stat().st_mtime > ABANDONED:
-                    aside.unlink()
-
 
 def provide(
-    cache: IndexCache,
-    prefix: str,
-    kind: str,
-    split: str,
-    description: dict[str, Any],
-    names: tuple[str, ...],
-    size: int,
-    build: Build,
-    comm: Comm | None = None,
+    cache: IndexCache | None, request: IndexRequest, build: Build, comm: Comm | None = None
 ) -> Index:
-    """Return the arrays `names` (`size` bytes), built by `build` on rank 0 unless cached.
-    Collective.
+    """Return an index, built by `build` on rank 0 unless cached. Collective.
 
-    prefix: data next to which the files are by default
-
-    Raises ValueError on every rank if they cannot be written.
+    Raises ValueError on every rank if its files cannot be written.
     """
-    small = size <= cache.in_memory
+    cache = cache or IndexCache()
+    small = request.size <= cache.in_memory
     if small and cache.path is None:
         return on_root(comm, lambda: _in_memory(build))
-    files = _Files(cache.folder(prefix, kind), kind, split, description)
-    reason = on_root(comm, lambda: _ensure(files, names, build))
+    files = _Files(cache.folder(request), request)
+    reason = on_root(comm, lambda: _ensure(files, build))
     if reason and small:
         if comm is None or comm.rank == 0:
             print(
-                f"note: --data-cache-path {cache.path}: {reason}: the index of the {split} data is kept in memory",
+                f"note: --data-cache-path {cache.path}: {reason}: the index of the {request.split} data is kept in memory",
                 flush=True,
             )
         return on_root(comm, lambda: _in_memory(build))
-    check = partial(_require, prefix, size)
-    check(reason)
+
+    def check(reason: str | None) -> None:
+        if reason:
+            raise ValueError(
+                f"the index of {request.prefix}, {request.size / 2**20:.0f} MiB, cannot be written ({reason}): pass "
+                "another folder with --data-cache-path"
+            )
 
     def open_or_build() -> Index:
-        check(_ensure(files, names, build))
-        return files.open(names)
+        check(_ensure(files, build))
+        return files.open()
 
+    check(reason)
     return open_or_build() if comm is None else agree(comm, open_or_build)
-
-
-def _require(prefix: str, size: int, reason: str | None) -> None:
-    if reason:
-        raise ValueError(
-            f"the index of {prefix}, {size / 2**20:.0f} MiB, cannot be written ({reason}): pass another folder with "
-            "--data-cache-path"
-        )
 
 
 def _in_memory(build: Build) -> Index:
     arrays: dict[str, np.ndarray] = {}
 
-    def store(
-        name: str, dtype: np.dtype | type, shape: tuple[int, ...], blocks: Iterable[np.ndarray]
-    ) -> np.ndarray:
-        parts = [np.asarray(block, dtype) for block in blocks]
-        arrays[name] = (parts[0] if len(parts) == 1 else np.concatenate(parts)).reshape(shape)
-        return arrays[name]
+    def store(array: ArrayBlocks) -> np.ndarray:
+        parts = [np.asarray(block, array.dtype) for block in array.blocks]
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        arrays[array.name] = whole.reshape(array.shape)
+        return arrays[array.name]
 
     build(store)
     return Index(arrays)
 
 
-def _ensure(files: _Files, names: tuple[str, ...], build: Build) -> str | None:
+def _ensure(files: _Files, build: Build) -> str | None:
     """Build missing files; return an error message if they cannot be written."""
     try:
-        files.open(names)
+        files.open()
     except (OSError, ValueError):
         try:
             files.build(build)
