@@ -157,29 +157,23 @@ def read_chat(document: Document) -> Chat:
     where, record = read_record(
         document, "a JSON object with messages, or with prompt and completion"
     )
-    try:
-        if b"\\ud" in document.raw.lower():  # a lone surrogate, perhaps
-            record = json.loads(clean(json.dumps(record, ensure_ascii=False)))
-        return _chat(record, where)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    if b"\\ud" in document.raw.lower():  # a lone surrogate, perhaps
+        record = json.loads(clean(json.dumps(record, ensure_ascii=False)))
+    return chat_of(record, where)
 
 
 def chat_of(record: dict[str, Any], where: str) -> Chat:
     """Build a chat from a JSON object. Raises ValueError that begins with `where`."""
     try:
-        return _chat(record, where)
+        for key in WEIGHTS:
+            if record.get(key) in (False, 0):
+                raise ValueError(
+                    f"{key} is {record[key]!r}, and every chat is trained: leave the chat out, or {key}"
+                )
+        chat = _read(record, where)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def _chat(record: dict[str, Any], where: str) -> Chat:
-    for key in WEIGHTS:
-        if record.get(key) in (False, 0):
-            raise ValueError(
-                f"{key} is {record[key]!r}, and every chat is trained: leave the chat out, or {key}"
-            )
-    return replace(_read(record, where), unread=frozenset(record.keys() - set(CHAT.names)))
+    return replace(chat, unread=frozenset(record.keys() - set(CHAT.names)))
 
 
 def _read(record: dict[str, Any], where: str) -> Chat:
@@ -220,18 +214,23 @@ def user_turn(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def _answered(value: Any, key: str) -> Messages:
-    if all(message["role"] != ASSISTANT for message in check_messages(value, key)):
+def _answered(value: object, key: str) -> Messages:
+    messages = check_messages(value, key)
+    if all(message["role"] != ASSISTANT for message in messages):
         raise ValueError(
             f"{key} has no message of the assistant, so that nothing of it would be trained"
         )
-    for number, message in enumerate(value, start=1):
-        if message["role"] == ASSISTANT:
-            _check_weight(message, f"message {number} of {key}")
-    return value
+    for number, message in enumerate(messages, start=1):
+        for weight in WEIGHTS:
+            if message["role"] == ASSISTANT and message.get(weight) not in (None, True, 1):
+                raise ValueError(
+                    f"message {number} of {key} has {weight} {message[weight]!r:.40}, and every message of the assistant "
+                    "is trained alike: leave it out, or pass what is not trained as a prompt"
+                )
+    return messages
 
 
-def check_messages(value: Any, key: str) -> Messages:
+def check_messages(value: object, key: str) -> Messages:
     """Return a list of at least one message. Raises ValueError, with `key`, for anything else."""
     if not isinstance(value, list):
         raise ValueError(f"{key} is a {type(value).__name__}, not a list of messages: {LOOKS}")
@@ -254,32 +253,17 @@ def _check_message(message: Any, name: str) -> None:
     if content is None and role == ASSISTANT and any(map(message.get, INSTEAD_OF_CONTENT)):
         return
     if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
-        kinds = {part.get("type") for part in content if not _is_text_part(part)}
+        kinds = {
+            part.get("type")
+            for part in content
+            if part.get("type") != "text" or not isinstance(part.get("text"), str)
+        }
         if kinds:
             shown = ", ".join(sorted(repr(kind)[:40] for kind in kinds))
             raise ValueError(f"{name}: its content has parts of type {shown}: pass text alone")
         return
     if not isinstance(content, str):
         raise ValueError(f"{name}: its content is {type(content).__name__}, not text")
-
-
-def _is_text_part(part: dict[str, Any]) -> bool:
-    return part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _check_weight(message: dict[str, Any], name: str) -> None:
-    """Raise ValueError for an assistant message with a weight other than 1."""
-    for key in WEIGHTS:
-        if message.get(key) not in (None, True, 1):
-            raise ValueError(
-                f"{name} has {key} {message[key]!r:.40}, and every message of the assistant is trained alike: leave it out, or "
-                "pass what is not trained as a prompt"
-            )
-
-
-def _joined(content: Any) -> Any:
-    """Return the text of parts; anything else as it is."""
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
 def _called(message: dict[str, Any]) -> list[str]:
@@ -295,9 +279,11 @@ def unread_note(names: Collection[str]) -> str:
     words = []
     for name in sorted(names)[:MANY_FIELDS]:
         near = get_close_matches(name, CHAT.names, n=1, cutoff=0.8)
-        words.append(f"{name!r:.60}" + (f" (did you mean {near[0]}?)" if near else ""))
-    more = ", ..." if len(names) > MANY_FIELDS else ""
-    return f"note: fields of chats that nothing reads: {', '.join(words)}{more}" if words else ""
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        words.append(f"{name!r:.60}{hint}")
+    if len(names) > MANY_FIELDS:
+        words.append("...")
+    return f"note: fields of chats that nothing reads: {', '.join(words)}" if words else ""
 
 
 class ChatTemplate:
@@ -334,14 +320,19 @@ class ChatTemplate:
                 f"{LARGEST_TEMPLATE}: pass another one as --chat-template FILE"
             )
         self.marked = MARKER.search(self.text) is not None
-        form: str | None = None
         self._for_training = self.text
-        self.form = form
+        self.form: str | None = None
         if not self.marked:
             self._for_training, self.form = training_form(self.text, self._renders_alike)
-        self._with_tools = self._template_with_tools(tokenizer, template)
-        special = {*self._library.get_added_vocab().values(), *self._library.all_special_ids}
-        self._special: frozenset[int] = frozenset(special)
+        # transformers applies the template named tool_use to chats with tools
+        for_tools = self._library.get_chat_template(template, tools=[])
+        self._with_tools = None
+        if for_tools != self.text:
+            self._with_tools = ChatTemplate(tokenizer, for_tools)
+        self._special: set[int] = {
+            *self._library.get_added_vocab().values(),
+            *self._library.all_special_ids,
+        }
 
     def _renders_alike(self, changed: str, template: str) -> bool:
         chat = Chat([user_turn("Hello"), {"role": ASSISTANT, "content": "Hello!"}])
@@ -349,15 +340,6 @@ class ChatTemplate:
             return self._text(chat, changed, chat.whole) == self._text(chat, template, chat.whole)
         except ValueError:
             return False
-
-    def _template_with_tools(
-        self, tokenizer: HuggingFaceTokenizer, template: str | None
-    ) -> ChatTemplate | None:
-        """Return the template named tool_use, which transformers applies to chats with tools;
-        None: the same one.
-        """
-        text = self._library.get_chat_template(template, tools=[])
-        return None if text == self.text else ChatTemplate(tokenizer, text)
 
     @property
     def how(self) -> str:
@@ -395,7 +377,9 @@ class ChatTemplate:
         """
         chat = self._as_taken(Chat(messages))
         assert isinstance(chat.whole, list)
-        return self._rendered(chat, self.text, chat.whole, add_generation_prompt=True)["input_ids"]
+        return list(
+            self._rendered(chat, self.text, chat.whole, add_generation_prompt=True)["input_ids"]
+        )
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -408,14 +392,11 @@ class ChatTemplate:
     def unread(self, chat: Chat) -> frozenset[str]:
         """Return the chat and message fields that neither program nor template reads."""
         messages = [] if isinstance(chat.whole, tuple) else chat.whole
-        names = {
-            name for message in messages for name in message if name not in ("role", "content")
-        }
-        read = {*WEIGHTS, *(name for name in names if name in self.text)}
+        names = {name for message in messages for name in message if name not in self.text}
+        names -= {"role", "content", *WEIGHTS}
         if any(name in self.text for name in REASONING):
-            read |= {*REASONING}
-        not_named = names - read
-        return chat.unread | {f"{name} of messages" for name in not_named}
+            names -= {*REASONING}
+        return chat.unread | {f"{name} of messages" for name in names}
 
     @cached_property
     def _takes_parts(self) -> bool:
@@ -437,21 +418,21 @@ class ChatTemplate:
         """
         if isinstance(chat.whole, tuple):
             return chat
-        whole = chat.whole
-        if (
-            any(isinstance(message.get("content"), list) for message in whole)
-            and not self._takes_parts
-        ):
-            whole = [{**message, "content": _joined(message.get("content"))} for message in whole]
-        if all(message.get("content") is not None for message in whole):
+        whole = list(chat.whole)
+        contents = [message.get("content") for message in whole]
+        if any(isinstance(content, list) for content in contents) and not self._takes_parts:
+            for number, content in enumerate(contents):
+                if isinstance(content, list):
+                    content = "".join(part["text"] for part in content)
+                whole[number] = {**whole[number], "content": content}
+        empty = [number for number, content in enumerate(contents) if content is None]
+        if not empty:
             return replace(chat, whole=whole)
         try:
             text = self._text(chat, self.text, whole)
         except ValueError:
-            whole = [
-                message if message.get("content") is not None else {**message, "content": ""}
-                for message in whole
-            ]
+            for number in empty:
+                whole[number] = {**whole[number], "content": ""}
             text = self._text(chat, self.text, whole)
         for number, message in enumerate(whole, start=1):
             if not message.get("content") and not all(name in text for name in _called(message)):
@@ -595,7 +576,9 @@ class ChatTemplate:
         )
 
     def _text(self, chat: Chat, template: str, messages: Any, **how: Any) -> str:
-        return self._rendered(chat, template, messages, tokenize=False, return_dict=False, **how)
+        return str(
+            self._rendered(chat, template, messages, tokenize=False, return_dict=False, **how)
+        )
 
     def _rendered(self, chat: Chat, template: str, messages: Messages, **how: Any) -> Any:
         try:
@@ -633,7 +616,7 @@ class ChatTemplate:
 
     def _last_word(self, ids: np.ndarray) -> int | None:
         """Return the last token that is not white space."""
-        for token in ids[::-1].tolist():
+        for token in map(int, ids[::-1]):
             if token in self._special or self._library.decode([token]).strip():
                 return token
         return None

@@ -168,7 +168,7 @@ class ReadFile:
                 change = self.status.change(self._now()) or f"it ends before byte {offset}"
                 raise changed(self.path, change)
             missing = missing[got:]
-            offset = offset + got
+            offset += got
         return array
 
     def check_open(self) -> None:
@@ -273,11 +273,8 @@ class Skipped:
         """Summarize; "" if nothing was skipped. records: noun for them."""
         if not self.files + self.records:
             return ""
-        counts = [
-            f"{count} {word}"
-            for count, word in ((self.files, "files"), (self.records, records))
-            if count
-        ]
+        numbers = {"files": self.files, records: self.records}
+        counts = [f"{count} {word}" for word, count in numbers.items() if count]
         more = ", ..." if self.files + self.records > len(self.reasons) else ""
         return f"warning: {SKIP} left out {' and '.join(counts)} ({'; '.join(self.reasons)}{more})"
 
@@ -332,7 +329,14 @@ def input_files(
             for path in map(_readable, _folder_files(name) if folder else [name])
             if _is_text(path, name, wanted, skipped, forms)
         ]
-        files += _chats_of(name, found, forms) if folder and not wanted.needed else found
+        if folder and not wanted.needed:  # chats, and perhaps a README.md
+            found = _preferred(
+                name,
+                found,
+                lambda path: forms[path].content != TEXT_FILE,
+                kinds=("JSON or tables", "plain text"),
+            )
+        files += found
     plain = [path for path in files if forms[path].content == TEXT_FILE]
     if plain and list(json_keys) != ["text"]:
         raise ValueError(
@@ -383,17 +387,20 @@ def _checked_form(path: str, name: str, columns: Columns) -> Form:
     return form
 
 
-def _chats_of(folder: str, files: list[str], forms: dict[str, Form]) -> list[str]:
-    """Return the folder's files that may contain chats, without README.md."""
-    records = [path for path in files if forms[path].content != TEXT_FILE]
-    if others := [path for path in files if records and forms[path].content == TEXT_FILE]:
+def _preferred(
+    folder: str, files: list[str], is_preferred: Callable[[str], bool], kinds: tuple[str, str]
+) -> list[str]:
+    """Return the preferred files of a folder, or all if it has none. kinds: of both, in words."""
+    chosen = [path for path in files if is_preferred(path)]
+    others = [path for path in files if not is_preferred(path)]
+    if chosen and others:
         print(
-            f"note: --input {folder} has JSON or tables, so {len(others)} plain text files in it are not read, such as "
+            f"note: --input {folder} has {kinds[0]}, so {len(others)} {kinds[1]} files in it are not read, such as "
             f"{others[0]}",
             file=sys.stderr,
             flush=True,
         )
-    return records or files
+    return chosen or files
 
 
 def _readable(path: str) -> str:
@@ -420,14 +427,12 @@ def _folder_files(folder: str) -> list[str]:
         ]
     if not files:
         raise ValueError(f"--input {folder}: no file in this folder")
-    tables = [path for path in files if Path(path).suffix.lower() in TABLES]
-    if others := [path for path in files if tables and Path(path).suffix.lower() not in TABLES]:
-        print(
-            f"note: --input {folder} has tables, so {len(others)} other files in it are not read, such as {others[0]}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return tables or files
+    return _preferred(
+        folder,
+        files,
+        lambda path: Path(path).suffix.lower() in TABLES,
+        kinds=("tables", "other"),
+    )
 
 
 def _raise(error: OSError) -> None:
@@ -496,11 +501,7 @@ def _foreign_bytes(path: str, raw: bytes) -> int:
     place = raw.find(b"\0")
     if place >= 0:
         raise ValueError(f"--input {path}: is not text (byte {place} is zero): {CONVERT}")
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return len(re.findall("[\udc80-\udcff]", raw.decode(errors="surrogateescape")))
-    return 0
+    return len(re.findall("[\udc80-\udcff]", raw.decode(errors="surrogateescape")))
 
 
 def _warning(foreign: dict[str, int]) -> str:
@@ -509,9 +510,9 @@ def _warning(foreign: dict[str, int]) -> str:
         f"{path}: {count} bytes" if count > 1 else f"{path}: {count} byte"
         for path, count in foreign.items()
     ]
-    listed = ", ".join(shown[:NAMED])
     if len(shown) > NAMED:
-        listed += ", ..."
+        shown[NAMED:] = ["..."]
+    listed = ", ".join(shown)
     files = f"{len(foreign)} plain text files are" if len(foreign) > 1 else "1 plain text file is"
     return (
         f"warning: {files} not UTF-8 ({listed}): these bytes are tokenized "

@@ -13,6 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -181,7 +182,10 @@ def _reading(path: str) -> Iterator[None]:
 
 def blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
     """Yield (decompressed bytes, file bytes read so far). packed: a key of PACKED."""
-    start = _decompressor(path, packed)
+    start: Callable[[], Any] = partial(zlib.decompressobj, zlib.MAX_WBITS | 16)
+    if packed == ".zst":
+        zstandard = library("zstandard", "data", f"--input {path}")
+        start = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj
     with _reading(path), open(path, "rb") as file:
         frame = start()
         begun = False
@@ -198,14 +202,6 @@ def blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
                     data = data.lstrip(b"\0")
         if begun:
             raise EOFError("its compressed data has no end")
-
-
-def _decompressor(path: str, packed: str) -> Callable[[], Any]:
-    """Return a factory of decompressors, one a frame, with `eof` at the frame's end."""
-    if packed == ".gz":
-        return lambda: zlib.decompressobj(zlib.MAX_WBITS | 16)
-    zstandard = library("zstandard", "data", f"--input {path}")
-    return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj
 
 
 def lines(path: str, packed: str) -> Iterator[Record]:
@@ -240,14 +236,11 @@ def rows(path: str, kind: str, columns: Columns, skip: int) -> Iterator[Record]:
     with _reading(path):
         schema, batches = _open(path, kind)
         for first, batch, read in batches(_choose(path, schema, columns), skip):
-            for number, row in enumerate(
-                batch.slice(max(0, skip - first)).to_pylist(), start=max(first, skip) + 1
-            ):
-                yield number, _json(row, columns), read
-
-
-def _json(row: dict[str, Any], columns: Columns) -> bytes:
-    return json.dumps(row if columns.needed else _without_null(row), ensure_ascii=False).encode()
+            records = batch.slice(max(0, skip - first)).to_pylist()
+            for number, record in enumerate(records, start=max(first, skip) + 1):
+                if not columns.needed:
+                    record = _without_null(record)
+                yield number, json.dumps(record, ensure_ascii=False).encode(), read
 
 
 def _without_null(value: Any) -> Any:

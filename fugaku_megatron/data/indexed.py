@@ -60,11 +60,9 @@ def _file_size(path: str) -> int:
     reason = unreadable(path)
     if reason is None:
         return os.stat(path).st_size
-    remedy = (
-        "pass the prefix without .bin or .idx"
-        if path.endswith((".bin.bin", ".idx.idx", ".bin.idx", ".idx.bin"))
-        else f"is --data-path right? If it is, {REBUILD}"
-    )
+    remedy = f"is --data-path right? If it is, {REBUILD}"
+    if path.endswith((".bin.bin", ".idx.idx", ".bin.idx", ".idx.bin")):
+        remedy = "pass the prefix without .bin or .idx"
     raise ValueError(
         f"{path}: cannot be read ({reason}); a dataset is a .bin and an .idx file: {remedy}"
     )
@@ -272,10 +270,6 @@ class IndexedDataset:
     @cached_property
     def sequence_lengths(self) -> np.ndarray:
         return self.read_lengths(0, len(self))
-
-    @cached_property
-    def sequence_pointers(self) -> np.ndarray:
-        return self.read_pointers(0, len(self))
 
     @cached_property
     def document_indices(self) -> np.ndarray:
