@@ -1,4 +1,4 @@
-"""Draws the README's picture: measured steps against PyTorch, and the modelled steps from a published run to this program.
+"""Draw the README's picture: measured steps against PyTorch, and the modelled steps from a published run to this program.
 
 python -m benchmarks step --micro-batch-size 4 --json fp32.json ...
 fugaku-megatron plan --recipe 30b --nodes 6144 ... --against torch1.10 --explain --json > plan.json
@@ -21,7 +21,7 @@ OURS, BASELINE, MODEL = "tab:blue", "0.65", "tab:green"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The contents of a file. Raises ValueError, one line, when it is not JSON."""
+    """Return the contents of a JSON file. Raise ValueError, one line, for any other file."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -29,7 +29,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def baseline_name(result: dict[str, Any]) -> str:
-    """What a step was compared with: "PyTorch, torch.compile, tcmalloc", with "MKL as shipped" where MKL then is narrower."""
+    """Return a baseline's label: "PyTorch, torch.compile, tcmalloc", and "MKL as shipped" if that MKL is narrower."""
     baseline = result["baseline"]
     name = {"plain": "PyTorch", "hf": "Hugging Face"}[baseline["name"]]
     return ", ".join(
@@ -46,10 +46,16 @@ def baseline_name(result: dict[str, Any]) -> str:
 
 
 def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, str]]:
-    """(label, tokens/s, colour) of every side of every step, ours above each baseline."""
+    """Return (label, tokens/s, colour) of every side of every step, ours above each baseline.
+
+    A label names the CPU if the steps were measured on several.
+    """
+    several = len({result["cpu"] for result in results}) > 1
     rows = []
     for result in results:
         kind = f"{result['dtype'].upper()}, micro-batch {result['micro_batch_size']}"
+        if several:
+            kind = f"{result['cpu']}, {kind}"
         rows.append(
             (
                 f"{kind}: this program ({result['ratio']:.2f} x)",
@@ -62,7 +68,7 @@ def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, str]]:
 
 
 def steps(plan: dict[str, Any], printed: float | None) -> list[tuple[str, float, str]]:
-    """(label, seconds, colour) of the published run and of every modelled change that this program makes."""
+    """Return (label, seconds, colour) of the published run and of every modelled change of this program."""
     published = [("published run, printed", printed, BASELINE)] if printed else []
     built = (
         change
@@ -73,7 +79,7 @@ def steps(plan: dict[str, Any], printed: float | None) -> list[tuple[str, float,
 
 
 def draw(rows: list[tuple[str, float, str]], axes: Any, label: str, title: str) -> None:
-    """Horizontal bars, the first on top, with their values."""
+    """Draw horizontal bars, the first on top, with their values."""
     names = [f"{n} {name}" for n, (name, *_) in enumerate(rows)]  # a name may stand twice
     axes.barh(
         names, [value for _, value, _ in rows], color=[color for *_, color in rows], height=0.7
@@ -92,7 +98,7 @@ def draw(rows: list[tuple[str, float, str]], axes: Any, label: str, title: str) 
 def picture(
     results: list[dict[str, Any]], plan: dict[str, Any] | None, printed: float | None, output: Path
 ) -> None:
-    """Measured steps, and next to them the modelled changes of a plan."""
+    """Draw measured steps, and next to them the modelled changes of a plan."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -102,9 +108,8 @@ def picture(
     FigureCanvasAgg(figure)
     columns = 2 if plan else 1
     first = results[0]
-    title = (
-        f"GPT-2 {first['recipe'].upper()}, measured on {first['cpu']}, {first['threads']} threads"
-    )
+    place = "" if len({result["cpu"] for result in results}) > 1 else f" on {first['cpu']}"
+    title = f"GPT-2 {first['recipe'].upper()}, measured{place}, {first['threads']} threads"
     draw(
         bars(results),
         figure.add_subplot(1, columns, 1),
@@ -140,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Read and draw. Raises ValueError, one line, for a user's mistake."""
+    """Read and draw. Raise ValueError, one line, for a user's mistake."""
     check_file("--output", options.output)
     results, plan = (
         [read_json(path) for path in options.steps],

@@ -178,8 +178,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument_group(
         "other flags of Megatron-LM and its forks",
-        "docs/megatron.md lists them all: those that change "
-        "nothing here are accepted with a note, the others are refused with the reason.",
+        "docs/megatron.md lists them all: flags without effect are accepted with a note, "
+        "the others are refused with the reason.",
     )
     for name, other in OTHER_FLAGS.items():
         kind: dict[str, Any] = {"nargs": other.values} if other.values else {"action": "store_true"}

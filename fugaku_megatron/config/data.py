@@ -27,7 +27,7 @@ class DataConfig:
 
     data_path: tuple[str, ...] | None = option(
         None,
-        "prefix of .bin/.idx, or weight prefix weight prefix ...; prefixes without weights are read once, by their lengths",
+        "prefix of .bin/.idx, or a blend: weight prefix weight prefix ...; without weights every data set is read once",
         type=str,
         nargs="+",
     )
@@ -66,7 +66,7 @@ class DataConfig:
     )
     skip_samples: tuple[str, ...] | None = option(
         None,
-        "samples left out of training, as FIRST:END ..., END not included; they count as consumed",
+        "samples excluded from training, as FIRST:END ..., without END; skipped samples count as consumed",
         type=str,
         nargs="+",
     )
@@ -74,7 +74,7 @@ class DataConfig:
         "GPT2BPETokenizer",
         "tokenizer of --data-path: GPT2BPETokenizer, HuggingFaceTokenizer, "
         "SentencePieceTokenizer, Llama2Tokenizer, JapaneseSentencePiece, TikTokenizer or NullTokenizer; "
-        "without tokenizer files, the tokenizer of the model that the run starts from",
+        "without tokenizer files, the tokenizer of the initial model",
     )
     vocab_file: str | None = option(
         None, "vocab.json of the tokenizer, or a SentencePiece model", type=str
@@ -92,7 +92,7 @@ class DataConfig:
     tiktoken_num_special_tokens: int = option(1000, "special tokens of TikTokenizer")
     sft: bool = option(
         False,
-        "--data-path are chats from fugaku-megatron preprocess --chat: whole chats are packed into a sample, each "
+        "fine-tune on chats: --data-path is from fugaku-megatron preprocess --chat, whole chats are packed into a sample, each "
         "with its own positions and attention, and the loss is over the assistant's tokens",
     )
     sft_truncate: bool = option(False, "truncate chats longer than a sample")

@@ -41,7 +41,7 @@ class LoraConfig:
         type=int,
         maximum=2**16,
     )
-    lora_alpha: float = option(8.0, "adapters are scaled by this / rank")
+    lora_alpha: float = option(8.0, "scale adapters by this / rank")
     lora_dropout: float = option(0.0, "dropout of the adapters' input")
     lora_target: str = option(
         ALL_LINEAR,

@@ -72,7 +72,7 @@ HEAD_MULTIPLE = 4  # the C++ attention kernels take head sizes that are a multip
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ExpertFields):
-    """The GPT that is trained (GPT-2 as Megatron-LM builds it, unless flags say otherwise)."""
+    """Architecture of the GPT, by default Megatron-LM's GPT-2."""
 
     # A field of type int with default None is computed from other fields, and never None afterwards.
 
@@ -100,7 +100,7 @@ class ModelConfig(ExpertFields):
     )
     padded_vocab_size: int | None = option(
         None,
-        "rows of the vocabulary with its padding, instead of that multiple",
+        "rows of the padded vocabulary, instead of --make-vocab-size-divisible-by",
         type=int,
         maximum=2**26,
     )

@@ -41,16 +41,16 @@ class ParallelConfig(ExpertRanks):
         None,
         "order of forwards and backwards: 1f1b; interleaved over several model chunks "
         "per stage; zb-h1 and zbv split backward, so that weight gradients fill idle time; zbv has "
-        "two chunks per stage in a V; auto: the schedule with the least modelled time that fits "
+        "two model chunks per stage in a V; auto: the schedule with the least modelled time that fits "
         "into memory (default: interleaved with virtual stages, else 1f1b)",
         type=str,
         choices=(*SCHEDULES, AUTO),
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
-        None, "chunks of layers per stage of an interleaved or zb-h1 schedule", type=int
+        None, "model chunks per stage of an interleaved or zb-h1 schedule", type=int
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "layers of a chunk of an interleaved or zb-h1 schedule", type=int
+        None, "layers of a model chunk of an interleaved or zb-h1 schedule", type=int
     )
     zero_bubble_max_pending_backward: int | None = option(
         None,

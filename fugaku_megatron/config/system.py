@@ -22,7 +22,7 @@ class SystemConfig:
     )
     fp16_accumulation_chunk: int | None = option(
         None,
-        "with --fp16, sum this many terms of a linear layer in FP16 before adding in FP32: faster where the CPU has FP16 "
+        "with --fp16, sum this many terms of a linear layer in FP16 before adding in FP32: faster if the CPU has FP16 "
         "arithmetic (A64FX, SVE), less exact (default: sums in FP32)",
         type=int,
         switches={"--fp16-accumulation": FP16_SUM_LENGTH},

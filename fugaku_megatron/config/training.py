@@ -104,7 +104,7 @@ class TrainingConfig:
     full_validation: bool = option(
         False,
         "evaluate on the whole validation data once, regardless of --eval-iters; samples "
-        "that do not fill the last batch are left out",
+        "that do not fill the last batch are excluded",
     )
     multiple_validation_sets: bool = option(
         False,
@@ -128,7 +128,7 @@ class TrainingConfig:
     )
     recompute_num_layers: int = option(
         1,
-        "uniform: layers per group; block: layers per chunk that are recomputed",
+        "uniform: layers per group; block: recomputed layers per model chunk",
         aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
     )
     recompute_part_layers: tuple[int, ...] | None = option(

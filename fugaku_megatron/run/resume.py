@@ -546,9 +546,9 @@ def _schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -
     saved = ParamSchedule.from_state(state) if state else requested
     now = requested.learning_rate(samples)
     before = saved.learning_rate(samples)
-    same_length = (requested.warmup_samples, requested.decay_samples) == (
-        saved.warmup_samples,
-        saved.decay_samples,
+    decays = "constant" not in (optimizer.lr_decay_style, saved.config.lr_decay_style)
+    same_length = requested.warmup_samples == saved.warmup_samples and (
+        requested.decay_samples == saved.decay_samples or not decays
     )
     if optimizer.override_opt_param_scheduler or (now == before and same_length):
         return []

@@ -69,14 +69,14 @@ CHANGES = (
     ),
     (
         "docs/performance.md",
-        "python -m benchmarks experts --recipe qwen3-30b-a3b [--dtype bf16] [--experts 32] [--rows 64]",
+        "python -m benchmarks experts --recipe qwen3-30b-a3b \\\n    [--dtype bf16] [--experts 32] [--rows 64]",
         ELSEWHERE,
         "minutes; tests/system/test_benchmarks.py runs a small one",
     ),
     (
         "docs/evaluation.md",
-        "python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints "
-        "--tasks lambada_openai",
+        "python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron \\\n    "
+        "--model_args load=checkpoints --tasks lambada_openai",
         ELSEWHERE,
         "data from the network",
     ),
@@ -88,8 +88,9 @@ CHANGES = (
     ),
     (
         "docs/fugaku.md",
-        'pjsub --interact -g GROUP -L "node=1,rscgrp=int,elapse=3:00:00,freq=2000,eco_state=0" --llio '
-        'cn-cache-size=1Gi \\\n    -x PJM_LLIO_GFSCACHE=/vol0004 --sparam "wait-time=600"',
+        "pjsub --interact -g GROUP --llio cn-cache-size=1Gi \\\n    "
+        '-L "node=1,rscgrp=int,elapse=3:00:00,freq=2000,eco_state=0" \\\n    '
+        '-x PJM_LLIO_GFSCACHE=/vol0004 --sparam "wait-time=600"',
         ELSEWHERE,
         "Fugaku",
     ),
@@ -107,14 +108,14 @@ CHANGES = (
     ),
     (
         "docs/fugaku.md",
-        "job submit run_pieces.sh -- -x DATA=my_pieces_text_document,TOKENIZER=my.model",
+        "job submit run_pieces.sh -- \\\n    -x DATA=my_pieces_text_document,TOKENIZER=my.model",
         "job check run_pieces.sh",
         "Fugaku's pjsub",
     ),
     (
         "docs/fugaku.md",
-        "job submit scripts/pjsub/run_124m.sh ",
-        "job check scripts/pjsub/run_124m.sh ",
+        "job submit scripts/pjsub/run_124m.sh\n",
+        "job check scripts/pjsub/run_124m.sh\n",
         "Fugaku's pjsub",
     ),
     (
@@ -188,7 +189,7 @@ CHANGES = (
     ),
     (
         "docs/clusters.md",
-        "apt-get install -y slurm-wlm munge\nscripts/slurm/one_node.sh start /tmp/slurm && export",
+        "apt-get install -y slurm-wlm munge\nscripts/slurm/one_node.sh start /tmp/slurm \\\n    && export",
         "export",
         "root, packages; tests/system/test_slurm.py",
     ),
@@ -241,14 +242,14 @@ CHANGES = (
     ("docs/install.md", "OMP_NUM_THREADS=72", "OMP_NUM_THREADS=1", "2 processors"),
     (
         "docs/performance.md",
-        "gemm|attention|rowwise --recipe 124m --micro-batch-size 4 [--dtype bf16] [--target all]",
+        "gemm|attention|rowwise --recipe 124m \\\n    --micro-batch-size 4 [--dtype bf16] [--target all]",
         "rowwise --recipe demo --micro-batch-size 1 --rounds 1 --only residual_norm",
         "a synopsis; one kernel of the demo's size",
     ),
     (
         "docs/performance.md",
-        "python -m benchmarks step --micro-batch-size 4 [--dtype bf16] [--baseline hf] [--baseline-compile] "
-        "[--baseline-preload tcmalloc]",
+        "python -m benchmarks step --micro-batch-size 4 [--dtype bf16] \\\n    "
+        "[--baseline hf] [--baseline-compile] [--baseline-preload tcmalloc]",
         ELSEWHERE,
         "minutes, alone on the machine; tests/system/test_benchmarks.py",
     ),
@@ -272,8 +273,8 @@ CHANGES = (
     ),
     (
         "docs/performance.md",
-        "fugaku-megatron fit ",
-        f"{ELSEWHERE} ",
+        "fugaku-megatron fit\n",
+        f"{ELSEWHERE}\n",
         "30 s; tests/unit/test_perf_fit.py",
     ),
     (

@@ -15,9 +15,9 @@ from fugaku_megatron.run.resume import differences, find_checkpoint, resume_trai
 from tests.helpers import make_trainer, small_run
 
 
-def checkpoints(directory, *iterations: int) -> str:
-    """Checkpoints after these iterations of 16 samples, of a run that decays from 1e-3 over 20 iterations."""
-    trainer = make_trainer(SoloComm(), small_run(num_layers=1))
+def checkpoints(directory, *iterations: int, **changes) -> str:
+    """Save after these iterations of 16 samples in a run that decays from 1e-3 over 20 iterations."""
+    trainer = make_trainer(SoloComm(), small_run(num_layers=1, **changes))
     for iteration in range(1, max(iterations) + 1):
         trainer.train_step()
         if iteration in iterations:
@@ -45,6 +45,12 @@ def test_a_longer_run_bends_the_learning_rate_and_says_so(saved):
     assert (
         "--use-checkpoint-opt_param-scheduler" in note and "--override-opt_param-scheduler" in note
     )
+
+
+def test_a_longer_run_at_a_constant_rate_has_no_note(tmp_path):
+    constant = {"lr_decay_style": "constant"}
+    saved = checkpoints(tmp_path, 3, **constant)
+    assert lines(saved, train_iters=200, **constant) == [f"resumed from {saved} at iteration 3"]
 
 
 @pytest.mark.parametrize(
