@@ -1,8 +1,8 @@
 """Build a run's data sets from --data-path with --split, or from one flag a split.
 
-Rules of Megatron-LM's megatron/core/datasets/blended_megatron_dataset_builder.py, utils.py and
-blended_megatron_dataset_config.py there; --legacy-split as in megatron/data/dataset_utils.py
-before Megatron-core 0.5. The data sets are in dataset.py.
+Rules: Megatron-LM's megatron/core/datasets/blended_megatron_dataset_builder.py, utils.py and
+    blended_megatron_dataset_config.py; --legacy-split as megatron/data/dataset_utils.py before
+    Megatron-core 0.5.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]  # train, valid
 
 @dataclass(frozen=True)
 class Builder(DatasetConfig):
-    """Builder for data sets with one configuration. Collective over `comm`.
+    """Builder for data sets that share a configuration. Collective over `comm`.
 
     arrays: in-memory documents by the name that replaces a prefix
     separate_sets: --multiple-validation-sets
     cuts_chats: truncate chats that are too long; False: refuse them; None: not chats
-    begun: numbers of train, valid and test samples that their orders were first made for; None:
-        the requested ones
+    begun: sample numbers that the train, valid and test orders were first made for; None: the
+        requested ones
     """
 
     arrays: Mapping[str, TokenArrays] = field(default_factory=dict)
@@ -60,9 +60,7 @@ class Builder(DatasetConfig):
     begun: Sequence[int | None] = (None, None, None)
 
     def open(self, prefixes: Sequence[str]) -> dict[str, Indexed]:
-        """Open the files of each prefix once. Raises ValueError if one begins with tokens outside
-        the vocabulary.
-        """
+        """Open each prefix once. Raises ValueError if a file begins with unknown tokens."""
         return {prefix: self._open(prefix) for prefix in dict.fromkeys(prefixes)}
 
     def _open(self, prefix: str) -> Indexed:
@@ -83,9 +81,8 @@ class Builder(DatasetConfig):
     def dataset(
         self, source: Source, name: str, num_samples: int | None, begun: int | None
     ) -> Dataset:
-        """Build a data set, as `GPTDataset`.
-
-        Each epoch of chats has its own order, independent of the number of epochs.
+        """Build a data set, as `GPTDataset`. Each epoch has its own chat order, for any number of
+        epochs.
         """
         indexed, documents = source
         if isinstance(indexed, (ChatFiles, ChatArrays)):
@@ -100,8 +97,7 @@ class Builder(DatasetConfig):
         num_samples: int | None,
         weights: Sequence[float] | None,
     ) -> Dataset:
-        """Blend `num_samples` samples from all sources: by weight, each with a small surplus, or
-        else by length.
+        """Blend `num_samples` samples: by weight, each with a small surplus, or else by length.
 
         Without weights every source is read at most once, unless it is the only one. num_samples
         None: every sample once.
@@ -137,7 +133,7 @@ class Builder(DatasetConfig):
 
 
 def _share(num_samples: int, share: float) -> int:
-    """Return the samples of a data set in a blend, with Megatron's surplus."""
+    """Return a data set's samples in a blend, with Megatron's surplus."""
     return math.ceil(math.ceil(num_samples * share) * (1 + BLEND_SURPLUS))
 
 
@@ -164,10 +160,9 @@ def build_datasets(
     builder: Builder,
     legacy_split: bool = False,
 ) -> Datasets:
-    """Return (train, valid, test) for --data-path and --split. Collective over the builder's ranks.
+    """Return (train, valid, test) for --data-path and --split. Collective.
 
-    num_samples: for (train, valid, test); 0: no data set; None: every sample once, without weights
-    legacy_split: see `split_documents`
+    num_samples: for each; 0: no data set; None: every sample once, without weights
 
     valid and test are None if --split assigns them no documents. Raises ValueError on every rank.
     """
@@ -199,8 +194,7 @@ def build_separate_datasets(
     num_samples: Sequence[int | None],
     builder: Builder,
 ) -> Datasets:
-    """Return (train, valid, test) for --train-data-path, --valid-data-path and --test-data-path,
-    all documents each.
+    """Return (train, valid, test) for --train-data-path, --valid-data-path and --test-data-path.
 
     A split without a path, or with `num_samples` 0, is None. A single prefix is no blend, whatever
     its weight. Other errors as `build_datasets`.
@@ -245,7 +239,7 @@ def listed_data(
     """Read the data flags from --data-args-path or --per-split-data-args-path. Raises ValueError
     for an invalid file.
 
-    Rules of Megatron-LM's get_blend_and_blend_per_split (megatron/training/utils.py).
+    Rules: Megatron-LM's get_blend_and_blend_per_split (megatron/training/utils.py).
     """
     if data_args_path:
         return {"data_path": tuple(read_text(data_args_path, "--data-args-path").split())}
@@ -298,11 +292,9 @@ def _number(text: str) -> float | None:
 def split_documents(
     num_documents: int, shares: Sequence[float], split: int, legacy: bool = False
 ) -> range:
-    """Return the ids for train (0), valid (1) or test (2): consecutive ranges with Megatron's
-    rounding.
+    """Return the document ids for train (0), valid (1) or test (2), with Megatron's rounding.
 
-    legacy: as before Megatron-core 0.5: each share is rounded, then all borders move by the
-        surplus
+    legacy: round each share, then move all borders by the surplus
     """
     if not legacy:
         ends = [0.0, *accumulate(shares)]

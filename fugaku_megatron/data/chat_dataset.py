@@ -48,12 +48,12 @@ def signed(ids: np.ndarray, trained: np.ndarray) -> np.ndarray:
 
 
 def unsigned(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (token ids, trained), each (n,), from the result of `signed`."""
+    """Invert `signed`: (token ids, trained), each (n,)."""
     return np.where(tokens < 0, ~tokens, tokens), tokens < 0
 
 
 class ChatWriter(IndexedDatasetWriter):
-    """Writer for .bin, .idx and .mask, fed with results of `signed`; .idx is renamed last."""
+    """Writer for .bin, .idx and .mask, fed by `signed`; .idx is renamed last."""
 
     SUFFIXES = (SUFFIX, *IndexedDatasetWriter.SUFFIXES)
 
@@ -122,7 +122,7 @@ class ChatWriter(IndexedDatasetWriter):
 
 
 class ChatFiles(IndexedDataset):
-    """Chat reader: `IndexedDataset` with trained tokens.
+    """`IndexedDataset` with trained tokens.
 
     With `comm` only rank 0 reads and checks the files. Raises ValueError on every rank, also if
     .mask is missing, damaged or belongs to other files.
@@ -185,18 +185,18 @@ class ChatFiles(IndexedDataset):
         return file
 
     def probe(self) -> bytes:
-        """Return the .mask header, with checksums of all bits."""
+        """Return the .mask header, which has all checksums."""
         return super().probe() + self._bits.read("u1", 0, HEADER.size).tobytes()
 
     def trained(self, index: int, length: int) -> np.ndarray:
-        """Return bool (length,): trained tokens at the beginning of chat `index`."""
+        """Return bool (length,): chat `index`'s first tokens, True if trained."""
         index = int(index)
         start = int(self.read_pointers(index, index + 1)[0]) // self.dtype.itemsize
         return self._unpacked(start, start + length).astype(bool)
 
     def count_trained(self, index: int, lengths: np.ndarray) -> np.ndarray:
-        """Return int64 (n,): trained tokens of consecutive chats from `index` on, among the first
-        `lengths` without token 0.
+        """Return int64 (n,): trained tokens in chats from `index` on, among the first `lengths`
+        without token 0.
         """
         starts = self.read_pointers(index, index + len(lengths)) // self.dtype.itemsize
         before = np.cumsum(
@@ -214,21 +214,18 @@ class ChatFiles(IndexedDataset):
 
 
 class ChatArrays(TokenArrays):
-    """In-memory chats with the interface of `ChatFiles`.
-
-    documents: results of `signed`, (n,)
-    """
+    """In-memory chats with `ChatFiles`'s interface. documents: `signed`, (n,)"""
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return token ids of a chat, int64 (n,), as `ChatFiles` does."""
+        """Return a chat's token ids, int64 (n,)."""
         return unsigned(super().get(index, offset, length))[0]
 
     def trained(self, index: int, length: int) -> np.ndarray:
-        """Return bool (length,): trained tokens at the beginning of chat `index`."""
+        """Return bool (length,), as `ChatFiles`."""
         return unsigned(super().get(index, 0, length))[1]
 
     def count_trained(self, index: int, lengths: np.ndarray) -> np.ndarray:
-        """Return int64 (n,): trained tokens of consecutive chats, as `ChatFiles`; lengths (n,)."""
+        """Return int64 (n,), as `ChatFiles`; lengths (n,)."""
         counts = [self.trained(index + i, int(n))[1:].sum() for i, n in enumerate(lengths)]
         return np.array(counts, np.int64)
 
@@ -256,12 +253,12 @@ PADDING = 0  # token id after the last chat of a sample, which every vocabulary 
 
 
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Return int32 (n,): the sample index of each chat.
+    """Return int32 (n,): each chat's sample index.
 
     lengths: decreasing, from 1 to `size` tokens
 
-    Chats of equal length are placed together: the fullest sample with enough room takes as many as
-    fit. There is one step per length and room, not per chat.
+    Equal chats are placed together: the fullest sample with enough room takes as many as fit. There
+    is one step per length and room, not per chat.
     """
     samples = np.empty(len(lengths), np.int32)
     opened = 0
@@ -301,7 +298,7 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Packing:
-    """Packing of chats, the longest first. places (n,): sample by sample; ends: of each sample."""
+    """Packed chats, the longest first. places (n,): sample by sample; ends: each sample's."""
 
     places: np.ndarray
     ends: np.ndarray
@@ -318,7 +315,7 @@ class Packing:
         return len(self.ends)
 
     def of_sample(self, sample: int) -> np.ndarray:
-        """Return the places of a sample's chats."""
+        """Return the places where a sample's chats are."""
         return self.places[self.ends[sample - 1] if sample else 0 : self.ends[sample]]
 
 
@@ -332,10 +329,10 @@ class _Epoch:
 
 
 class ChatDataset:
-    """At least `num_samples` samples, in whole epochs, of the chats `documents` (sequence ids);
+    """At least `num_samples` samples, in whole epochs, from the chats `documents` (sequence ids);
     None: one epoch.
 
-    truncate: cut chats of more than seq_length + 1 tokens; otherwise refuse them
+    truncate: cut chats above seq_length + 1 tokens; otherwise refuse them
 
     Raises ValueError on every rank without chats or trained tokens, and for a chat that is too
     long.
@@ -385,13 +382,11 @@ class ChatDataset:
 
     @property
     def indexed(self) -> ChatFiles | ChatArrays:
-        """Chat files, under the attribute's name in other data sets."""
+        """Chat files, under other data sets' attribute name."""
         return self.files
 
     def _count(self) -> tuple[int, int]:
-        """Return the number of loss tokens, and of chats without any. Raises ValueError if there
-        is no loss token.
-        """
+        """Count the loss tokens, and the chats without any. Raises ValueError for no loss token."""
         trained = 0
         lost = 0
         for first in range(0, len(self.lengths), COUNTED_AT_ONCE):
@@ -428,7 +423,7 @@ class ChatDataset:
         return epoch
 
     def chats_of(self, index: int) -> list[int]:
-        """Return the sequence numbers of a sample's chats, in order."""
+        """Return a sample's sequence numbers, in order."""
         check_index(index, self)
         number, place = divmod(index, len(self.packing))
         epoch = self._epoch_of(number)
@@ -459,7 +454,7 @@ class ChatDataset:
         return sample
 
     def description(self) -> str:
-        """Return a line about the fill of the samples."""
+        """Return a line about the samples' fill."""
         samples = len(self.packing)
         filled, counted = (
             number / (samples * self.size) for number in (self.num_tokens, self.num_trained)
@@ -478,7 +473,7 @@ def _chat_datasets(dataset: object) -> Iterator[ChatDataset]:
 
 
 def packing_lines(dataset: object) -> list[str]:
-    """Return a line about the fill of each chat data set."""
+    """Return a line about each chat data set's fill."""
     return [
         f"{chats.name} data of {chats.files.prefix}: {chats.description()}"
         for chats in _chat_datasets(dataset)
@@ -486,7 +481,7 @@ def packing_lines(dataset: object) -> list[str]:
 
 
 def lost_lines(*datasets: object) -> list[str]:
-    """Return a warning for each data set with chats without loss tokens."""
+    """Return a warning for each data set with untrained chats."""
     return [
         f"warning: {chats.name} data of {chats.files.prefix}: {chats.chats_lost:,} of {chats.num_documents:,} chats have no "
         f"trained token in their first {chats.size} tokens, so nothing is learned from them"

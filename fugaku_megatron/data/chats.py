@@ -1,12 +1,10 @@
-"""Tokenize JSON lines of chats with a tokenizer's chat template, and mark the assistant's tokens.
+"""Tokenize JSON lines with a tokenizer's chat template, and mark the assistant's tokens.
 
-    {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content":
-    "Hello! What is it?"}]}
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}
     {"prompt": "2 + 2 = ", "completion": "4"}
 
-Trained tokens equal trl's SFTTrainer with assistant_only_loss or completion_only_loss. The
-assistant's tokens are found by {% generation %} markers, or by rendering turn by turn. An
-ambiguous chat is refused.
+Trained tokens equal trl's SFTTrainer with assistant_only_loss or completion_only_loss. They are
+found by {% generation %} markers, or by rendering turn by turn. An ambiguous chat is refused.
 """
 
 from __future__ import annotations
@@ -112,9 +110,9 @@ TRAINING_FORMS: dict[str, tuple[tuple[str, str], ...]] = {
 def training_form(
     template: str, renders_alike: Callable[[str, str], bool] = lambda changed, template: True
 ) -> tuple[str, str | None]:
-    """Return (template for training, row of TRAINING_FORMS that changed it).
+    """Return (template for training, its row in TRAINING_FORMS).
 
-    renders_alike: returns True if a changed template renders a one-turn chat to the same text
+    renders_alike: True if both templates render a one-turn chat alike
 
     A template that only resembles a row stays unchanged.
     """
@@ -137,7 +135,7 @@ class Chat:
     whole: messages or text; from `begin` on the completion; None: train the assistant
     tools, options: further template arguments
     where: file and line
-    unread: fields that nothing reads
+    unread: ignored fields
     """
 
     whole: Messages | tuple[str, str]
@@ -231,7 +229,7 @@ def _answered(value: object, key: str) -> Messages:
 
 
 def check_messages(value: object, key: str) -> Messages:
-    """Return a list of at least one message. Raises ValueError, with `key`, for anything else."""
+    """Check that a value is a list with messages. Raises ValueError, with `key`."""
     if not isinstance(value, list):
         raise ValueError(f"{key} is a {type(value).__name__}, not a list of messages: {LOOKS}")
     if not value:
@@ -267,7 +265,7 @@ def _check_message(message: Any, name: str) -> None:
 
 
 def _called(message: dict[str, Any]) -> list[str]:
-    """Return the names of the tools that a message calls."""
+    """Return the called tools' names."""
     calls = message.get("tool_calls")
     functions = [call.get("function", call) for call in calls or [] if isinstance(call, dict)]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
@@ -287,9 +285,8 @@ def unread_note(names: Collection[str]) -> str:
 
 
 class ChatTemplate:
-    """Chat template of a Hugging Face tokenizer, or another one.
-
-    form: applied row of TRAINING_FORMS
+    """Chat template from a Hugging Face tokenizer, or another one. form: applied row in
+    TRAINING_FORMS
 
     Raises ValueError without a template, and for other tokenizers.
     """
@@ -343,7 +340,7 @@ class ChatTemplate:
 
     @property
     def how(self) -> str:
-        """Description of the method that finds trained tokens."""
+        """Method that finds trained tokens, in words."""
         if self.form:
             return f"by generation markers; the template is {self.form}'s, changed for training as trl does"
         return (
@@ -383,14 +380,14 @@ class ChatTemplate:
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """Tokens that end an answer: the template's, and the end of text."""
+        """Tokens that end an answer: the template's, and the end-of-text token."""
         turn = self.encode(Chat([user_turn("Hello"), {"role": ASSISTANT, "content": "Hello"}]))
         ids, trained = unsigned(turn)
         ends = {self._last_word(ids[trained]), self._library.eos_token_id}
         return frozenset(ends - {None})
 
     def unread(self, chat: Chat) -> frozenset[str]:
-        """Return the chat and message fields that neither program nor template reads."""
+        """Return the fields that neither program nor template reads."""
         messages = [] if isinstance(chat.whole, tuple) else chat.whole
         names = {name for message in messages for name in message if name not in self.text}
         names -= {"role", "content", *WEIGHTS}
@@ -400,7 +397,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """True for a template that renders a list of texts as it does one text."""
+        """True for a template that renders a list with one text like the text."""
         texts = []
         for content in ("Hello", [{"type": "text", "text": "Hello"}]):
             chat = Chat([{"role": "user", "content": content}])
@@ -411,10 +408,9 @@ class ChatTemplate:
         return texts[0] == texts[1]
 
     def _as_taken(self, chat: Chat) -> Chat:
-        """Convert contents to the kind that the template renders: a text for a list of parts, and
-        for none.
+        """Convert contents to the kind that the template renders: text for a list, and for none.
 
-        Raises ValueError if the template drops the only content of a message, its tool calls.
+        Raises ValueError if the template drops tool calls without content.
         """
         if isinstance(chat.whole, tuple):
             return chat
@@ -469,9 +465,7 @@ class ChatTemplate:
         return ids, trained
 
     def _encode_texts(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
-        """Tokenize as trl: the completion begins with the first token that differs from the
-        prompt's.
-        """
+        """Tokenize as trl: the completion begins at the first token that differs from the prompt's."""
         eos = self._library.eos_token
         if eos is None:
             raise ValueError(
@@ -487,7 +481,7 @@ class ChatTemplate:
         return ids, np.arange(len(ids)) >= (differing[0] if len(differing) else shorter)
 
     def _encode_messages(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
-        """Return the token ids and trained tokens of a chat of messages."""
+        """Return token ids and trained tokens."""
         assert isinstance(chat.whole, list)
         if self.marked or self.form:
             found = self._rendered(
@@ -501,7 +495,7 @@ class ChatTemplate:
             return ids, self._trained_by_text(chat, chat.whole, ids)
 
     def _trained_by_prefixes(self, chat: Chat, whole: Messages, ids: np.ndarray) -> np.ndarray:
-        """Return bool (n,): answers between the tokens of the messages before them and up to them."""
+        """Return bool (n,): answers, found between the tokens before and up to each message."""
         trained = np.zeros(len(ids), bool)
         for number, message in enumerate(whole):
             if message["role"] == ASSISTANT:
@@ -513,7 +507,7 @@ class ChatTemplate:
         return trained
 
     def _trained_by_text(self, chat: Chat, whole: Messages, ids: np.ndarray) -> np.ndarray:
-        """Return bool (n,): answers found in the rendered text if tokens cross their borders.
+        """Return bool (n,): answers, found in the rendered text if tokens cross their borders.
 
         As in transformers' assistant mask, an answer's first and last token may contain adjacent
         text.
@@ -528,7 +522,7 @@ class ChatTemplate:
         return trained
 
     def _offsets(self, ids: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return begin and end, each (n,), of every token in a rendered text."""
+        """Return every token's begin and end, each (n,), in a rendered text."""
         if not self._library.is_fast:
             raise ValueError(NOT_FOUND.format(what="a turn"))
         found = self._library(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -537,12 +531,12 @@ class ChatTemplate:
         return places[:, 0], places[:, 1]
 
     def _answer(self, chat: Chat, whole: Messages, number: int, text: str) -> tuple[int, int]:
-        """Return begin and end of message `number` in the rendered chat, including the token that
-        ends the turn.
+        """Return begin and end for message `number` in the rendered chat, including the end-of-turn
+        token.
 
-        Found from the renderings before and up to the message, or else from the text around a
-        placeholder content, for templates that render earlier turns differently or cannot render
-        part of a chat.
+        Found from the renderings before and up to the message, or else around a placeholder
+        content, for templates that render earlier turns differently or cannot render part of a
+        chat.
         """
         if number:
             before = self._text(chat, self.text, whole[:number], add_generation_prompt=True)
@@ -561,7 +555,7 @@ class ChatTemplate:
         return len(head), len(text) - len(tail) + end_of_turn
 
     def _end_of_turn(self, tail: str) -> int:
-        """Return the length of the turn's end after an answer: 0 without a special token there."""
+        """Return the end-of-turn length after an answer: 0 without a special token there."""
         special = map(self._library.convert_ids_to_tokens, sorted(self._special))
         space = len(tail) - len(tail.lstrip())
         found = [token for token in special if token and tail.startswith(token, space)]
@@ -603,9 +597,7 @@ class ChatTemplate:
             raise ValueError(NOT_FOUND.format(what=what))
 
     def _check_ends(self, ids: np.ndarray, trained: np.ndarray) -> None:
-        """Raise ValueError unless every turn ends with an end token: the model would never learn
-        to stop.
-        """
+        """Raise ValueError unless every turn ends with an end token: the model would never stop."""
         borders = np.flatnonzero(np.diff(trained, prepend=False, append=False))
         for start, end in zip(borders[::2], borders[1::2]):
             if self._last_word(ids[start:end]) not in self._special:
@@ -647,7 +639,7 @@ def shown(
 
 
 def examples(files: ChatFiles, decode: Callable[[Sequence[int]], str], colour: bool) -> list[str]:
-    """Format the first chats of the files, as `shown`."""
+    """Format the first chats, as `shown`."""
     count = min(EXAMPLES, len(files))
     lines = [
         f"the first {count} chats, what is trained "

@@ -1,9 +1,9 @@
 """GPT samples from indexed tokens: Megatron-LM's --data-path data sets and their blend.
 
-The sample order depends on no parallel layout. A "document" is a sequence of the indexed file, as
-in Megatron-core. Shapes: n samples, s = seq_length; a sample is a numpy int64 (s + 1,). An index
-takes 12 bytes a sample and 4 bytes a document and epoch, in memory or mapped (index_cache.py).
-Mapped pages are released every RELEASE_EVERY samples; .idx and .bin are read, not mapped.
+The sample order depends on no parallel layout. A "document" is an indexed sequence, as in
+Megatron-core. Shapes: n samples, s = seq_length; a sample is int64 (s + 1,). An index takes 12
+bytes a sample and 4 bytes a document and epoch, in memory or mapped (index_cache.py). Mapped pages
+are released every RELEASE_EVERY samples; .idx and .bin are read, not mapped.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ BLEND_ARRAYS = ("dataset_index", "dataset_sample_index")
 
 
 class DataOrder(NamedTuple):
-    """Numbers of samples that the training and validation orders were first made for; None: not
-    made yet, or endless.
+    """Sample numbers that the training and validation orders were first made for; None: not made
+    yet, or endless.
 
     A longer or shorter run keeps these orders, so checkpoints record both numbers.
     """
@@ -77,7 +77,7 @@ NEW_ORDER = DataOrder()
 
 
 class Dataset(Protocol):
-    """Sequence of int64 arrays (seq_length + 1,). Raises IndexError beyond the last."""
+    """Sequence with items int64 (seq_length + 1,). Raises IndexError beyond the last."""
 
     def __len__(self) -> int: ...
 
@@ -112,18 +112,18 @@ def normalize(weights: Sequence[float], flag: str = "--data-path") -> list[float
 
 
 def shares_of(numbers: Sequence[float]) -> list[float]:
-    """Divide by the sum in numpy's order of additions: its last bits decide ties in blending."""
+    """Divide by the sum in numpy's order: its last bits decide ties in blending."""
     array = np.array(numbers, dtype=np.float64)
     return [float(share) for share in array / array.sum()]
 
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """Settings of all data sets of a run.
+    """Settings that all data sets share.
 
-    vocab_size: check the token ids of fetched samples
+    vocab_size: check fetched token ids
     comm: rank 0 builds the index; collective
-    max_bytes: memory limit of a sample order
+    max_bytes: memory limit for a sample order
     cache: index files
     """
 
@@ -136,16 +136,16 @@ class DatasetConfig:
 
 
 class GPTDataset:
-    """At least `num_samples` samples of seq_length + 1 tokens, cut across `documents` (sequence
-    ids) of `indexed`.
+    """At least `num_samples` samples with seq_length + 1 tokens, cut across `documents` (sequence
+    ids) in `indexed`.
 
     name: "train", ..., for messages and file names
     num_samples: filled with whole epochs end to end; None: one epoch
     begun: number that the order was first made for (None: `num_samples`); epochs are added to that
-        order, so that sample i stays the same in a longer or shorter run
+        order, so sample i stays the same in a longer or shorter run
 
-    Raises ValueError on every rank without tokens, if one epoch is shorter than a sample, or if
-    the order needs too much memory.
+    Raises ValueError on every rank without tokens, if one epoch is shorter than a sample, or if the
+    order needs too much memory.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class GPTDataset:
             )
 
     def _plan(self, num_samples: int | None, begun: int | None) -> Epochs:
-        """Plan the epochs of an order begun with `begun` samples. A little-used last epoch is
+        """Plan the epochs for an order begun with `begun` samples. A little-used last epoch is
         shuffled separately.
         """
         if num_samples is None:
@@ -270,8 +270,8 @@ class GPTDataset:
         return provide(self.config.cache, request, build, self.config.comm)
 
     def _lengths(self, documents: np.ndarray | range) -> tuple[np.ndarray, int]:
-        """Return lengths of consecutive sequences that include `documents`, and the first
-        sequence's number.
+        """Return consecutive sequence lengths that include `documents`, and the first sequence's
+        number.
         """
         if not isinstance(documents, range):
             documents = range(len(self.indexed))
@@ -281,7 +281,7 @@ class GPTDataset:
         return len(self.shuffle_index)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Return sample `index` of the shuffled order, int64 (s + 1,)."""
+        """Return sample `index` in shuffled order, int64 (s + 1,)."""
         check_index(index, self)
         self._fetched += 1
         if self._fetched % RELEASE_EVERY == 0:
@@ -305,12 +305,12 @@ class GPTDataset:
 
 
 def length_flags(name: str) -> str:
-    """Return the flags that determine the number of samples of a split."""
+    """Return the flags that determine a split's number of samples."""
     return "--train-iters or --train-samples" if name == SPLITS[0] else "--eval-iters"
 
 
 class BlendedDataset:
-    """Mix of several data sets such that the first n samples follow the `weights` for any n.
+    """Mixed data sets: the first n samples follow the `weights` for any n.
 
     Raises ValueError for a weight that is not positive and for a data set with too few samples.
     """
@@ -377,7 +377,7 @@ class BlendedDataset:
 
 
 class ValidationSets:
-    """Concatenation of several data sets."""
+    """Concatenated data sets."""
 
     def __init__(self, datasets: Sequence[Dataset]):
         self.datasets = list(datasets)
@@ -393,7 +393,7 @@ class ValidationSets:
 
 
 class MockDataset:
-    """Samples for --mock-data: a pure function of (seed, i), uniform over the vocabulary."""
+    """Samples for --mock-data: a pure function (seed, i), uniform over the vocabulary."""
 
     def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int):
         self.vocab_size = vocab_size
@@ -416,7 +416,7 @@ class MockDataset:
 
 
 class Documents(Protocol):
-    """Sequence, or map-style data set of torch."""
+    """Sequence, or torch's map-style data set."""
 
     def __len__(self) -> int: ...
 
@@ -442,8 +442,7 @@ def _tokens(document: Any, where: str) -> np.ndarray:
 
 
 class TokenArrays:
-    """In-memory documents with the interface of `indexed.IndexedDataset`, the same on every reader
-    rank.
+    """In-memory documents with `indexed.IndexedDataset`'s interface, equal on every reader rank.
 
     prefix: name in messages
     sequence_lengths: int32 (n,), after `measure`
@@ -455,9 +454,9 @@ class TokenArrays:
         self.sequence_lengths = np.empty(0, np.int32)
 
     def measure(self, vocab_size: int | None = None, comm: Comm | None = None) -> TokenArrays:
-        """Read every document once, on rank 0, for the lengths. Collective over `comm`.
+        """Read every document's length once, on rank 0. Collective over `comm`.
 
-        Raises ValueError on every rank for a document that is not an array of token ids within the
+        Raises ValueError on every rank for a document that is not an array with token ids in the
         vocabulary.
         """
         if not len(self.sequence_lengths):
@@ -487,7 +486,7 @@ class TokenArrays:
         }
 
     def read_lengths(self, start: int, stop: int) -> np.ndarray:
-        """Return int32 (stop - start,): lengths of consecutive documents."""
+        """Return int32 (stop - start,): consecutive documents' lengths."""
         return self.sequence_lengths[start:stop]
 
     def check_open(self) -> None:
@@ -496,8 +495,6 @@ class TokenArrays:
     check = check_open
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return `length` tokens (default: the rest) of a document from token `offset` on, int64
-        (n,).
-        """
+        """Return `length` tokens (default: the rest) from token `offset` on, int64 (n,)."""
         tokens = _tokens(self.documents[int(index)], f"document {index} of {self.prefix}")
         return tokens[offset : None if length is None else offset + length]

@@ -1,9 +1,7 @@
-"""Files of data: mapped into memory, and read as texts.
+"""Data files: mapped into memory, or read as texts.
 
-Texts are plain text files (a document a file), JSON (an object a line, or over lines), both of
-them compressed, tables (a JSON object a row), and folders of these. Left out: the form of a file,
-compressed files and tables (formats.py), JSON over lines (json_values.py), small files of other
-kinds (text/named_files.py).
+Texts are plain text files (a document a file), JSON (an object a line, or over lines), both also
+compressed, tables (a JSON object a row), and folders.
 """
 
 from __future__ import annotations
@@ -64,11 +62,11 @@ class MappedFile:
         return len(self._map)
 
     def array(self, dtype: np.dtype | str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
-        """Return a view of `shape` from byte `offset` on."""
+        """Return a view with `shape` from byte `offset` on."""
         return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
 
     def npy(self) -> np.ndarray:
-        """Return the array of a .npy file. Raises ValueError for another or truncated file."""
+        """Return a .npy file's array. Raises ValueError for another or truncated file."""
         self._map.seek(0)
         np.lib.format.read_magic(self._map)
         shape, _, dtype = np.lib.format.read_array_header_1_0(self._map)
@@ -152,7 +150,7 @@ class ReadFile:
 
     @property
     def size(self) -> int:
-        """Size in bytes at the time of opening."""
+        """Size in bytes when opened."""
         return self.status.size
 
     def read(self, dtype: np.dtype | str, offset: int, count: int) -> np.ndarray:
@@ -201,11 +199,11 @@ BEGIN = Place()
 
 @dataclass(frozen=True)
 class Document:
-    """Raw bytes of a document and its position.
+    """A document's raw bytes and position.
 
     line: from 1; 0: the whole file
     number: file number from 0
-    read: bytes of the file up to the document's end
+    read: file bytes up to the document's end
     over_lines: JSON value that may span lines; `line` is its number
     """
 
@@ -230,7 +228,7 @@ class Document:
 
 
 class Skipped:
-    """Counts and first reasons of documents dropped by --skip-invalid. Without the flag errors are
+    """Counts and first reasons for documents dropped by --skip-invalid. Without the flag errors are
     raised and name it.
     """
 
@@ -253,8 +251,8 @@ class Skipped:
         document: Document,
         keys: Sequence[str],
     ) -> list[str | bytes]:
-        """Return the texts of a document; count it and return [] if it is invalid. Raises
-        ValueError without the flag.
+        """Return a document's texts; count it and return [] if it is invalid. Raises ValueError
+        without the flag.
         """
         try:
             return read(document, keys)
@@ -309,9 +307,9 @@ def input_files(
     columns: Columns | None = None,
     skipped: Skipped | None = None,
 ) -> list[str]:
-    """Return the files of --input in order; folders recursively by name, without hidden files.
+    """Return the --input files in order; folders recursively by name, without hidden files.
 
-    columns: of tables, by default json_keys
+    columns: table columns, by default json_keys
     skipped: takes files that are not text
 
     Raises ValueError, before any work, for unreadable or unsupported inputs, missing columns and
@@ -390,7 +388,7 @@ def _checked_form(path: str, name: str, columns: Columns) -> Form:
 def _preferred(
     folder: str, files: list[str], is_preferred: Callable[[str], bool], kinds: tuple[str, str]
 ) -> list[str]:
-    """Return the preferred files of a folder, or all if it has none. kinds: of both, in words."""
+    """Return a folder's preferred files, or all without any. kinds: both, in words."""
     chosen = [path for path in files if is_preferred(path)]
     others = [path for path in files if not is_preferred(path)]
     if chosen and others:
@@ -445,9 +443,9 @@ def read_documents(
     start: Place = BEGIN,
     skipped: Skipped | None = None,
 ) -> Iterator[Document]:
-    """Yield the documents of all files in order, from a position on, without blank lines.
+    """Yield all documents in order, from a position on, without blank lines.
 
-    skipped: takes files that are not text, and the rest of damaged files; otherwise they raise
+    skipped: takes files that are not text, and the rest after damage; otherwise they raise
         ValueError
 
     Warns at the end about plain text that is not UTF-8.

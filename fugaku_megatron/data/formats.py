@@ -70,8 +70,8 @@ def library(name: str, extra: str, user: str) -> ModuleType:
 
 
 class Form(NamedTuple):
-    """File format. content: LINES or VALUES of JSON, TEXT_FILE, or a key of TABLES; packed: a key
-    of PACKED, or "".
+    """File format. content: JSON's LINES or VALUES, TEXT_FILE, or a key in TABLES; packed: a key in
+    PACKED, or "".
     """
 
     content: str
@@ -88,7 +88,7 @@ def form_of(path: str, columns: Columns) -> Form:
 
     columns: JSON keys that distinguish JSON from other text
 
-    Raises ValueError for a compressed file with a damaged beginning.
+    Raises ValueError for a damaged compressed file.
     """
     with open(path, "rb") as file:
         begin = file.read(BLOCK)
@@ -117,7 +117,7 @@ def form_of(path: str, columns: Columns) -> Form:
 
 
 def head_of(path: str, packed: str, size: int = BLOCK) -> tuple[bytes, bool]:
-    """Return at least `size` first bytes of a file's text, or all, and True if there are more."""
+    """Return at least a text's first `size` bytes, or all, and True if there are more."""
     head = b""
     for block, _ in text_blocks(path, packed):
         head += block
@@ -127,7 +127,7 @@ def head_of(path: str, packed: str, size: int = BLOCK) -> tuple[bytes, bool]:
 
 
 def text_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
-    """Yield the text of a file, compressed or not, and the file bytes read."""
+    """Yield a file's text, compressed or not, and the file bytes read."""
     if packed:
         yield from blocks(path, packed)
         return
@@ -137,8 +137,8 @@ def text_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
 
 
 def check_table(path: str, form: Form, begin: bytes, columns: Columns) -> None:
-    """Raise ValueError, before any work, for a table in another format (first bytes `begin`) and
-    for missing columns.
+    """Raise ValueError, before any work, for another format (first bytes `begin`) and missing
+    columns.
     """
     if form.packed:
         raise ValueError(f"--input {path}: is a compressed table: unpack it first")
@@ -181,7 +181,7 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
-    """Yield (decompressed bytes, file bytes read so far). packed: a key of PACKED."""
+    """Yield (decompressed bytes, file bytes read so far). packed: a key in PACKED."""
     start: Callable[[], Any] = partial(zlib.decompressobj, zlib.MAX_WBITS | 16)
     if packed == ".zst":
         zstandard = library("zstandard", "data", f"--input {path}")
@@ -230,8 +230,8 @@ def lines(path: str, packed: str) -> Iterator[Record]:
 
 
 def rows(path: str, kind: str, columns: Columns, skip: int) -> Iterator[Record]:
-    """Yield table rows after the first `skip`, as JSON objects with the columns of `_choose`.
-    kind: of TABLES.
+    """Yield table rows after the first `skip`, as JSON objects with the columns that `_choose`
+    returns. kind: in TABLES.
     """
     with _reading(path):
         schema, batches = _open(path, kind)
@@ -256,7 +256,7 @@ Batches = Callable[
 
 
 def _open(path: str, kind: str) -> tuple[Any, Batches]:
-    """Return (schema, row batches). kind: of TABLES."""
+    """Return (schema, row batches). kind: in TABLES."""
     library("pyarrow", "data", f"--input {path}")
     size = os.stat(path).st_size
     return _open_parquet(path, size) if kind == ".parquet" else _open_arrow(path, size)
@@ -330,7 +330,7 @@ def _choose(path: str, schema: Any, columns: Columns) -> list[str]:
 
 
 def saved_files(place: str, names: list[str]) -> list[str] | None:
-    """Return the .arrow files of a folder saved by `datasets`; None for other folders."""
+    """Return a saved `datasets` folder's .arrow files; None for other folders."""
     if "dataset_dict.json" in names:
         splits = json.loads(Path(place, "dataset_dict.json").read_text(encoding="utf-8")).get(
             "splits", []

@@ -55,7 +55,7 @@ def build_document_index(
 
 
 def count_samples(tokens: int, seq_length: int) -> int:
-    """Return the number of samples of seq_length + 1 tokens, neighbours sharing one."""
+    """Return how many samples with seq_length + 1 tokens fit, neighbours sharing one."""
     return (tokens - 1) // seq_length
 
 
@@ -67,14 +67,13 @@ def sample_index_dtype(num_documents: int) -> type:
 def sample_blocks(
     lengths: np.ndarray, document_index: np.ndarray, seq_length: int, first: int = 0
 ) -> Iterator[np.ndarray]:
-    """Yield the sample index, int32 or int64 (n + 1, 2), in blocks of at most BLOCK rows: document
+    """Yield the sample index, int32 or int64 (n + 1, 2), in blocks up to BLOCK rows: document
     position and offset.
 
-    lengths: of the documents from number `first` on
+    lengths: documents' from number `first` on
 
-    Sample i has tokens i*s to (i+1)*s, inclusive, of the concatenated documents: neighbours share
-    one token. It begins in the first document that ends after its first token, so empty documents
-    are skipped.
+    Sample i has the concatenated tokens i*s to (i+1)*s, inclusive: neighbours share one token. It
+    begins in the first document that ends after its first token, so empty documents are skipped.
     """
     # ended: tokens of the documents before this block
     dtype = sample_index_dtype(len(document_index))
@@ -102,9 +101,7 @@ def shuffle_index_dtype(total: int) -> type:
 
 
 def build_shuffle_index(num_first: int, total: int, rng: np.random.RandomState) -> np.ndarray:
-    """Return uint32 or int64 (total,): a permutation of [0, num_first), then one of [num_first,
-    total).
-    """
+    """Return uint32 or int64 (total,): [0, num_first) permuted, then [num_first, total)."""
     index: np.ndarray = np.arange(total, dtype=shuffle_index_dtype(total))
     rng.shuffle(index[:num_first])
     if num_first < total:
@@ -113,10 +110,10 @@ def build_shuffle_index(num_first: int, total: int, rng: np.random.RandomState) 
 
 
 class Epochs(NamedTuple):
-    """Epochs of an order, and how they are shuffled.
+    """Epochs in an order, and how they are shuffled.
 
     begun: Megatron-core's epochs, with which the run began
-    separate_last: shuffle the last of them separately
+    separate_last: shuffle the last one separately
     added: further epochs for a longer run, each shuffled separately
     """
 
@@ -129,7 +126,7 @@ class Epochs(NamedTuple):
         return self.begun + self.added
 
     def bounds(self, tokens: int, seq_length: int) -> list[int]:
-        """Return the ends, in samples, of the separately shuffled ranges. tokens: in an epoch."""
+        """Return where separately shuffled ranges end, in samples. tokens: in an epoch."""
         ends = [*range(self.begun, self.total + 1)]
         if self.separate_last:
             ends.insert(0, self.begun - 1)
@@ -142,18 +139,16 @@ ADDED_SAMPLES = 2
 
 
 def added_documents(documents: np.ndarray | range, epochs: int, seed: int) -> Iterator[np.ndarray]:
-    """Yield document ids, int32 (documents,), per added epoch, independent of the number of
-    epochs.
-    """
+    """Yield document ids, int32 (documents,), per added epoch, for any number of epochs alike."""
     rng = np.random.RandomState([seed, ADDED_DOCUMENTS])
     for _ in range(epochs):
         yield build_document_index(documents, 1, False, rng)
 
 
 def added_samples(bounds: Sequence[int], seed: int) -> Iterator[np.ndarray]:
-    """Yield shuffled sample numbers of each added epoch.
+    """Yield each added epoch's shuffled sample numbers.
 
-    bounds: ends, in samples, of the earlier epochs and of each added one
+    bounds: ends, in samples: before, and after each added epoch
 
     The first sample has the previous epoch's remaining tokens and stays first, so that the token
     counts differ by at most one.
@@ -168,13 +163,12 @@ def added_samples(bounds: Sequence[int], seed: int) -> Iterator[np.ndarray]:
 def blending_blocks(
     weights: Sequence[float], num_samples: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield blocks of at most BLOCK samples: data set, int16 (n,), and sample number in it, int64
-    (n,).
+    """Yield blocks up to BLOCK samples: data set, int16 (n,), and sample number in it, int64 (n,).
 
     weights: sum to 1
 
     Megatron's greedy choice: largest weight * samples so far - samples taken, the first on a tie.
-    The loop is sequential, about 0.4 us a sample for two to four data sets.
+        The loop is sequential, about 0.4 us a sample for two to four data sets.
     """
     taken = [0] * len(weights)
     for start in range(0, num_samples, BLOCK):
@@ -215,8 +209,8 @@ class IndexRequest(NamedTuple):
     """Index that a data set needs.
 
     prefix: data next to which the files are by default
-    kind: class of the data set
-    size: bytes of all arrays
+    kind: data set class
+    size: bytes in all arrays
     """
 
     prefix: str
@@ -260,7 +254,7 @@ class Index:
 
 
 class _Files:
-    """Files of one index in `folder`, named after `description`."""
+    """One index's files in `folder`, named after `description`."""
 
     def __init__(self, folder: Path, request: IndexRequest) -> None:
         self.folder = folder

@@ -1,8 +1,8 @@
-"""Tokenizers of other libraries under Megatron-LM's names: Hugging Face, SentencePiece,
+"""Tokenizers from other libraries under Megatron-LM's names: Hugging Face, SentencePiece,
 TikTokenizer, numbers.
 
-Token ids, vocabulary size and end-of-document id equal Megatron-core's. The libraries of Hugging
-Face and SentencePiece are optional and imported on use. Code in a tokenizer's folder is never run.
+Token ids, vocabulary size and end-of-document id equal Megatron-core's. The libraries are optional
+and imported on use. Code in a tokenizer's folder is never run.
 """
 
 from __future__ import annotations
@@ -215,9 +215,8 @@ class HuggingFaceTokenizer:
 
 
 def load_pieces(path: str | Path, user: str) -> tuple[Any, bytes]:
-    """Return the processor of a SentencePiece model, and the file's bytes.
-
-    user: flag that needs the package
+    """Return a SentencePiece model's processor, and the file's bytes. user: flag that needs the
+    package
 
     Raises ValueError for another file.
     """
