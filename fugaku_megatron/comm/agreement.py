@@ -127,9 +127,9 @@ def on_root(
     """
     if comm is None:
         return work()
-    return comm.broadcast_object(
-        agree(comm, lambda: work() if comm.rank == 0 else None, prefix, hint, name_rank=False)
-    )
+    own = agree(comm, lambda: work() if comm.rank == 0 else None, prefix, hint, name_rank=False)
+    result: T = comm.broadcast_object(own)
+    return result
 
 
 def describe(error: Exception) -> str:
@@ -213,7 +213,7 @@ def _equal(comm: Comm, value: Any) -> bool:
     """Return True if the value has one representation on all ranks. Collective."""
     crc = zlib.crc32(repr(value).encode("utf-8", "surrogateescape"))
     lowest, negated = comm.all_reduce(torch.tensor([crc, -crc]), "min").tolist()
-    return lowest == -negated
+    return bool(lowest == -negated)
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:

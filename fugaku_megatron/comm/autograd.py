@@ -112,7 +112,8 @@ def _mapped(
 ) -> Tensor:
     if comm.size == 1:
         return tensor
-    return _Mapping.apply(tensor, comm, forward, backward)
+    result: Tensor = _Mapping.apply(tensor, comm, forward, backward)  # type: ignore[no-untyped-call]
+    return result
 
 
 def copy_to_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
@@ -127,7 +128,8 @@ def reduce_from_tensor_parallel(tensor: Tensor, comm: Comm, inplace: bool = Fals
         operation that saved `tensor`.
     """
     if inplace and comm.size > 1:
-        return _SumInPlace.apply(tensor, comm)
+        result: Tensor = _SumInPlace.apply(tensor, comm)  # type: ignore[no-untyped-call]
+        return result
     return _mapped(tensor, comm, _all_reduced, _identity)
 
 

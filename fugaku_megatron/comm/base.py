@@ -275,10 +275,10 @@ class SoloComm:
         return obj
 
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
-        return [obj] * self.size if self.rank == root else None
+        return self.all_gather_object(obj) if self.rank == root else None
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        return [obj] * self.size
+        return [obj for _ in range(self.size)]
 
     def subgroup(self, ranks: Sequence[int]) -> SoloComm:
         """Build the communicator of `ranks`, which include this rank; see `comm.grid.subgroup`."""

@@ -41,11 +41,13 @@ class Exchange:
 
         result: memory for the result, by default a new tensor
         """
-        result = rows.new_empty(sum(self.received), *rows.shape[1:]) if result is None else result
-        operands = result, rows.detach().contiguous(), self.received, self.sent
+        if result is None:
+            result = rows.new_empty(sum(self.received), *rows.shape[1:])
+        rows = rows.detach().contiguous()
         if not blocking:
-            return result, self.comm.iall_to_all(*operands)
-        return self.comm.all_to_all(*operands), DONE
+            return result, self.comm.iall_to_all(result, rows, self.received, self.sent)
+        self.comm.all_to_all(result, rows, self.received, self.sent)
+        return result, DONE
 
     def send(self, rows: Tensor) -> Tensor:
         """Send rows: (n, ...) -> (m, ...)."""
@@ -53,7 +55,7 @@ class Exchange:
 
     def send_copies(self, rows: Tensor) -> Tensor:
         """Send all rows (n, ...) to every rank: -> (m, ...). Every count in `sent` is n."""
-        return self.send(rows.repeat(self.comm.size, *[1] * (rows.dim() - 1)))
+        return self.send(rows.expand(self.comm.size, *rows.shape).flatten(0, 1))
 
     def sum_copies(self, rows: Tensor) -> Tensor:
         """Sum rows (m, ...) computed from copies over ranks, in rank order, rounded once: -> (n, ...)."""
@@ -89,7 +91,8 @@ def map_rows(
     rows: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return forward(rows), whose gradient is backward(grad). Rows of any shape."""
-    return _Mapping.apply(rows, forward, backward)
+    result: Tensor = _Mapping.apply(rows, forward, backward)  # type: ignore[no-untyped-call]
+    return result
 
 
 def copy_rows(rows: Tensor, exchange: Exchange) -> Tensor:
@@ -113,16 +116,17 @@ def sum_copied_rows(rows: Tensor, exchange: Exchange, needs_values: bool = True)
 class GroupedExchange:
     """Dispatch or combine by expert group, overlapped with computation in forward and backward.
 
-        dispatch, combine = (GroupedExchange(exchanges, True) for _ in range(2))
-        token = dispatch.leave(rows, factors)                start all groups; rows (n, ...) are ordered by group
+        there = GroupedExchange(exchanges, overlaps=True)
+        back = GroupedExchange(exchanges, overlaps=True)
+        token = there.dispatch(rows, factors)                start all groups; rows (n, ...) are ordered by group
         ...                                                  computation that does not read the rows
-        for i in dispatch.sequence:
-            rows, factors = dispatch.arrived(i, token)       (m, ...), while later groups are on their way
-            tokens.append(combine.send_back(i, computed(...)))
-        rows = combine.returned(tokens)                      (n, ...) of all groups
+        for i in there.sequence:
+            rows, factors = there.dispatched(i, token)       (m, ...), while later groups are in flight
+            tokens.append(back.combine(i, computed(...)))
+        rows = back.combined(tokens)                         (n, ...) of all groups
 
-    In backward, gradients are sent in `returned` (last group first), waited for in `send_back`, returned in `arrived`, and collected in
-    `leave`. An object serves one direction, once.
+    In backward, gradients are sent in `combined` (last group first), received in `combine`, sent back in `dispatched`, and received in
+    `dispatch`. An object serves one direction, once.
 
     overlaps: False uses blocking exchanges, which inside a node run on all threads of a rank
     sequence: order in which groups are sent and computed, the same on all ranks
@@ -138,30 +142,36 @@ class GroupedExchange:
         self._in_flight: dict[int, list[tuple[Tensor, Handle]]] = {}
         self._returned: list[Tensor] = []  # rows (n, ...) of all groups
 
-    def leave(self, *rows: Tensor) -> Tensor:
-        """Start to send rows (n, ...); pass the result to `arrived`."""
-        return _Leave.apply(self, *rows)
+    def dispatch(self, *rows: Tensor) -> Tensor:
+        """Start to send rows (n, ...); return a token for `dispatched`."""
+        token: Tensor = _Dispatch.apply(self, *rows)  # type: ignore[no-untyped-call]
+        return token
 
-    def arrived(self, i: int, token: Tensor) -> tuple[Tensor, ...]:
-        """Return the received rows (m, ...) of group i, one tensor for each tensor sent."""
-        return _Arrive.apply(self, i, token)
+    def dispatched(self, i: int, token: Tensor) -> tuple[Tensor, ...]:
+        """Wait for group i; return its received rows (m, ...), one tensor for each tensor sent."""
+        rows: tuple[Tensor, ...] = _Dispatched.apply(self, i, token)  # type: ignore[no-untyped-call]
+        return rows
 
-    def send_back(self, i: int, rows: Tensor, needs_values: bool = True) -> Tensor:
-        """Start to return rows (m, ...) of group i; pass the result to `returned`. needs_values: see `sum_copied_rows`."""
-        return _SendBack.apply(self, i, rows, needs_values)
+    def combine(self, i: int, rows: Tensor, needs_values: bool = True) -> Tensor:
+        """Start to send rows (m, ...) of group i back; return a token for `combined`. needs_values: see `sum_copied_rows`"""
+        token: Tensor = _Combine.apply(self, i, rows, needs_values)  # type: ignore[no-untyped-call]
+        return token
 
-    def returned(self, tokens: Sequence[Tensor]) -> Tensor:
-        """Return the rows (n, ...) of all groups."""
-        return _Return.apply(self, *tokens)
+    def combined(self, tokens: Sequence[Tensor]) -> Tensor:
+        """Wait for all groups; return their rows (n, ...)."""
+        rows: Tensor = _Combined.apply(self, *tokens)  # type: ignore[no-untyped-call]
+        return rows
 
     # Steps of the autograd functions below ----------------------------------------------------------------------------------------
 
     def start_dispatch(self, rows: Sequence[Tensor], last_first: bool = False) -> None:
         """Start to send each tensor in `rows` (n, ...)."""
         groups = list(zip(*(each.split(self._sizes) for each in rows), strict=True))
-        for i in reversed(self.sequence) if last_first else self.sequence:
+        sequence = reversed(self.sequence) if last_first else self.sequence
+        for i in sequence:
+            exchange = self.exchanges[i]
             self._in_flight[i] = [
-                self.exchanges[i].start(each, blocking=not self.overlaps) for each in groups[i]
+                exchange.start(each, blocking=not self.overlaps) for each in groups[i]
             ]
 
     def wait_dispatch(self, i: int) -> tuple[Tensor, ...]:
@@ -196,7 +206,7 @@ def _complete(in_flight: list[tuple[Tensor, Handle]]) -> tuple[Tensor, ...]:
     return tuple(result for result, _ in in_flight)
 
 
-class _Leave(Function):
+class _Dispatch(Function):
     @staticmethod
     def forward(ctx: Any, grouped: GroupedExchange, *rows: Tensor) -> Tensor:
         ctx.grouped = grouped
@@ -209,7 +219,7 @@ class _Leave(Function):
         return None, *ctx.grouped.wait_combine()
 
 
-class _Arrive(Function):
+class _Dispatched(Function):
     @staticmethod
     def forward(ctx: Any, grouped: GroupedExchange, i: int, token: Tensor) -> tuple[Tensor, ...]:
         ctx.grouped = grouped
@@ -223,7 +233,7 @@ class _Arrive(Function):
         return None, None, torch.empty(0)
 
 
-class _SendBack(Function):
+class _Combine(Function):
     @staticmethod
     def forward(
         ctx: Any, grouped: GroupedExchange, i: int, rows: Tensor, needs_values: bool
@@ -239,7 +249,7 @@ class _SendBack(Function):
         return None, None, *ctx.grouped.wait_dispatch(ctx.i), None
 
 
-class _Return(Function):
+class _Combined(Function):
     @staticmethod
     def forward(ctx: Any, grouped: GroupedExchange, *tokens: Tensor) -> Tensor:
         ctx.grouped = grouped
@@ -250,4 +260,4 @@ class _Return(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.grouped.start_dispatch((grad,), last_first=True)
-        return None, *[torch.empty(0)] * ctx.groups
+        return None, *(torch.empty(0) for _ in range(ctx.groups))

@@ -34,9 +34,7 @@ MAX_COUNT = 2**30  # elements per call, below the largest C int
 SUMMED = 2**22
 SUMMED_PER_RANK = 2**16
 STAGE = 2**25  # elements received at once for a BF16/FP16 sum: limits its extra memory to 64 MiB
-SMALL = (
-    2**15
-)  # elements of all ranks up to which a BF16/FP16 all_reduce is one all_gather, for latency
+SMALL = 2**15  # elements of all ranks up to which a BF16/FP16 all_reduce is one all_gather
 ABORT_SECONDS = 5
 
 

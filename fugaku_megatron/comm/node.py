@@ -351,7 +351,7 @@ class NodeTensor:
         """Wait until the node's writer has written. Collective in the node."""
         self._node.barrier()
 
-    def spread(self) -> None:
+    def broadcast(self) -> None:
         """Broadcast the values written by the first rank of `comm`. Collective."""
         if self.writes:
             self._writers.broadcast(self.values)

@@ -164,21 +164,23 @@ class TwoLevelComm:
 
     def _start(self, verb: str, levels: bool, *operands: Any) -> Handle:
         if not levels:
-            return getattr(self.whole, f"i{verb}")(*operands)
+            handle: Handle = getattr(self.whole, f"i{verb}")(*operands)
+            return handle
         steps = _nonblocking(getattr(self, f"_{verb}")(*operands))
         self._last = self.engine.start(steps, self, operands)
         return self._last
 
     def _do(self, verb: str, levels: bool, *operands: Any) -> Tensor:
         """Run the levels' blocking collectives, on all threads inside a node, unless an earlier collective is still with the engine."""
+        output: Tensor = operands[0]
         if not levels:
-            return getattr(self.whole, verb)(*operands)
-        if not self._last.done():
+            getattr(self.whole, verb)(*operands)
+        elif not self._last.done():
             self._start(verb, levels, *operands).wait()
-            return operands[0]
-        for comm, each, tensors in getattr(self, f"_{verb}")(*operands):
-            getattr(comm, each)(*tensors)
-        return operands[0]
+        else:
+            for comm, each, tensors in getattr(self, f"_{verb}")(*operands):
+                getattr(comm, each)(*tensors)
+        return output
 
     # Calls of each collective -----------------------------------------------------------------------------------------------------
 

@@ -154,7 +154,8 @@ def node_bytes(
         _number(folder / _FILES[version][0])
         for version, folder in cgroup_folders("memory", proc_cgroup, root)
     ]
-    return min([psutil.virtual_memory().total, *(n for n in limits if n is not None)])
+    total: int = psutil.virtual_memory().total
+    return min([total, *(n for n in limits if n is not None)])
 
 
 def free_bytes(
@@ -166,7 +167,8 @@ def free_bytes(
         _left(folder, *_FILES[version])
         for version, folder in cgroup_folders("memory", proc_cgroup, root)
     ]
-    return min([psutil.virtual_memory().available, *(n for n in left if n is not None)])
+    available: int = psutil.virtual_memory().available
+    return min([available, *(n for n in left if n is not None)])
 
 
 def cgroup_folders(

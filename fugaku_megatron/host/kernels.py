@@ -214,7 +214,8 @@ def _sizes(name: str, *args: Any, **kwargs: Any) -> dict[str, int]:
 def _cost(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float]:
     if name not in _table():
         return 0.0, 0.0
-    return _rows.cost(name, **_sizes(name, *args, **kwargs))
+    cost: tuple[float, float] = _rows.cost(name, **_sizes(name, *args, **kwargs))
+    return cost
 
 
 def _flops(name: str, *args: Any, **kwargs: Any) -> float:

@@ -52,7 +52,11 @@ Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 # (name, function, args, kwargs) -> function(*args, **kwargs)
 Observer = Callable[[str, Callable[..., Any], Arguments, Keywords], Any]
-DATA, PREVIOUS, NEXT, REDUCTIONS = WAITS = ("data", "previous stage", "next stage", "reductions")
+DATA = "data"
+PREVIOUS = "previous stage"
+NEXT = "next stage"
+REDUCTIONS = "reductions"
+WAITS = (DATA, PREVIOUS, NEXT, REDUCTIONS)
 PHASES = ("computation", *WAITS)
 PIPELINE = {
     "recv_forward": PREVIOUS,

@@ -213,9 +213,8 @@ def allowed_memory() -> set[int] | None:
     return set(parse_list(found[1])) if found else None
 
 
-ENOUGH_CORES = (
-    24  # cores of a rank from which a core for communication costs less than interruptions
-)
+# Cores of a rank from which a core for communication costs less than interruptions.
+ENOUGH_CORES = 24
 SHOWN_RANKS = 8  # ranks listed in the log
 SMALL_MEMORY = 0.5  # of the largest domain's memory
 _PINNING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
@@ -349,7 +348,7 @@ def proposed_ranks(
 
 def map_ranks(node: Node, count: int, needed: int | None = None) -> list[Rank]:
     """Place `count` unbound ranks on a node without limits. needed: bytes of memory per rank"""
-    masks = [node.cpus] * count
+    masks = [node.cpus for _ in range(count)]
     return [
         Rank(i, tuple(node.cpus), place(node, masks, i, {}, affinity="pin"), needed)
         for i in range(count)

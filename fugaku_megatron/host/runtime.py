@@ -161,7 +161,8 @@ class ExitTimer:
 def cpu_model(cpuinfo: str | None = None) -> str:
     """Return the CPU's name. cpuinfo: text of /proc/cpuinfo"""
     text = Path("/proc/cpuinfo").read_text() if cpuinfo is None else cpuinfo
-    fields = dict(re.findall(r"^([^\t:]+?)\s*:\s*(\S.*)$", text, re.MULTILINE))
+    found: list[tuple[str, str]] = re.findall(r"^([^\t:]+?)\s*:\s*(\S.*)$", text, re.MULTILINE)
+    fields = dict(found)
     if "model name" in fields:
         return fields["model name"].strip()
     if "CPU implementer" in fields and "CPU part" in fields:
@@ -183,7 +184,7 @@ def clock_ghz(steps: int = 1_000_000) -> float:
 def fma_gflops(steps: int = STEPS) -> float:
     """Run the FMA loop once and return GFLOP/s, multiply and add counted separately."""
     start = time.perf_counter()
-    flops = kernels.bench_fma(steps)
+    flops: float = kernels.bench_fma(steps)
     return flops / (time.perf_counter() - start) / 1e9
 
 

@@ -395,7 +395,7 @@ class Experts(nn.Module):
             GroupedExchange([route.there for route in routes], overlaps, turns)
             for overlaps in (far or self.shared_experts is not None, far)
         )
-        leaving = there.leave(
+        leaving = there.dispatch(
             map_rows(as_rows(x), order.dispatch, order.combine),
             scores.flatten()[order.pairs].unsqueeze(1),
         )
@@ -406,14 +406,14 @@ class Experts(nn.Module):
         returning = []
         for i in turns:
             copies = routes[i].copies
-            rows, factors = (copy_rows(each, copies) for each in there.arrived(i, leaving))
+            rows, factors = (copy_rows(each, copies) for each in there.dispatched(i, leaving))
             part = sum_copied_rows(
                 self._computed(rows, factors, routes[i].order, forward_pass), copies, needs_values
             )
-            returning.append(back.send_back(i, part, needs_values))
+            returning.append(back.combine(i, part, needs_values))
         shared += self._shared(parts[1:], forward_pass)
         out = map_rows(
-            back.returned(returning),
+            back.combined(returning),
             order.combine
             if needs_values
             else lambda rows: rows.new_empty(1).expand(len(scores), rows.shape[1]),

@@ -32,7 +32,7 @@ class EnergyWatch:
             self._joules += float("nan") if passed is None else passed
 
     def finish_interval(self) -> float | None:
-        """Return the mean power of all nodes in the interval, in watts; None if a counter is missing or has failed. Collective."""
+        """Return the interval's mean power, all nodes, in watts; None if a counter is missing or has failed. Collective."""
         if not self.active:
             return None
         joules = self._joules
@@ -44,4 +44,5 @@ class EnergyWatch:
 
 
 def short_seconds(value: float) -> str:
+    """Return "2.5 s" or "3 min"."""
     return f"{value:.2g} s" if value < 100 else f"{value / 60:.0f} min"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.run_config import ModelConfig
+from ..config.model import ModelConfig
 from .metrics_writer import MetricsWriter
 
 # Shapes: l layers of the model, e experts per layer.
@@ -25,7 +25,8 @@ class ExpertWatch:
     """Tokens of every expert since the last report, (layers with experts, e)."""
 
     def __init__(self, model: ModelConfig, ep: int = 1) -> None:
-        self.model, self.ep = model, ep
+        self.model = model
+        self.ep = ep
         self.layers = [layer for layer, mlp in enumerate(model.mlps) if mlp == "experts"]
         self.tokens = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.float64)
 
@@ -50,13 +51,10 @@ class ExpertWatch:
             layers=self.layers,
             loads=[[round(x, 3) for x in row] for row in loads.tolist()],
         )
-        most, least = (
-            self._named(index) + f" {loads.flatten()[index].item():.2f}"
-            for index in (loads.argmax(), loads.argmin())
-        )
+        most = f"{self._named(loads.argmax())} {loads.max().item():.2f}"
+        least = f"{self._named(loads.argmin())} {loads.min().item():.2f}"
         writer.print(
-            f"load of the experts, 1 being the mean: {most} at most, {least} at least"
-            + self._ranks()
+            f"load of the experts, 1 being the mean: {most} at most, {least} at least{self._ranks()}"
         )
         idle = (self.tokens == 0).flatten().nonzero().flatten()
         if len(idle):
@@ -75,12 +73,10 @@ class ExpertWatch:
         if self.ep == 1:
             return ""
         each = self.tokens.shape[1] // self.ep
-        loads = (
-            self.tokens.view(len(self.layers), self.ep, each).sum((0, 2))
-            / self.tokens.sum().clamp(min=1)
-            * self.ep
-        )
-        first, load = int(loads.argmax()) * each, loads.max().item()
+        tokens = self.tokens.view(len(self.layers), self.ep, each).sum((0, 2))
+        loads = tokens / self.tokens.sum().clamp(min=1) * self.ep
+        first = int(loads.argmax()) * each
+        load = loads.max().item()
         return (
             f"; the rank with experts {first} to {first + each - 1} computes {load:.2f} of the mean"
         )

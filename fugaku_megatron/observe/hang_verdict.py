@@ -13,6 +13,7 @@ import json
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import psutil
 
@@ -30,6 +31,7 @@ INTERVALS = 8  # reports within the limit, at least
 LARGEST = 2**16  # bytes of a datagram
 
 Address = tuple[str, int]
+Message = dict[str, Any]  # JSON
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Census:
     nodes: int = 1
 
     @classmethod
-    def parsed(cls, record: dict) -> Census:
+    def parsed(cls, record: Message) -> Census:
         """Invert `dataclasses.asdict`. Raises KeyError or TypeError for another record."""
         standings = {
             name: tuple(Standing(**s) for s in record[name])
@@ -198,17 +200,17 @@ def own_address(towards: str | None = None) -> str:
         if towards:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.connect((towards, 9))  # selects the route, sends nothing
-                return probe.getsockname()[0]
+                address: str = probe.getsockname()[0]
+                return address
         named = socket.gethostbyname(socket.gethostname())
         if not named.startswith("127."):
             return named
-    found = [
-        a.address
-        for addresses in psutil.net_if_addrs().values()
-        for a in addresses
-        if a.family == socket.AF_INET
-    ]
-    return next((address for address in found if not address.startswith("127.")), "127.0.0.1")
+    for addresses in psutil.net_if_addrs().values():
+        for each in addresses:
+            if each.family == socket.AF_INET and not each.address.startswith("127."):
+                found: str = each.address
+                return found
+    return "127.0.0.1"
 
 
 def open_socket(address: str, port: int = 0) -> socket.socket:
@@ -229,7 +231,7 @@ class Heard:
     whole: Census
 
     def silent(self, limit: float, now: float) -> bool:
-        """Return True if the node has sent nothing for the limit and the time in which its other listener takes over."""
+        """Return True if the node was silent for the limit, and longer than its other listener needs to take over."""
         return now - self.time > limit + 2 * ASLEEP
 
 
@@ -243,7 +245,7 @@ class Link:
         self.count = count
         self.token = token
         self.parents = list(parents)
-        self.end: dict | None = None  # announced by another node
+        self.end: Message | None = None  # announced by another node
         self._socket = opened
         self._children: dict[int, Heard] = {}
         self._parent: Heard | None = None
@@ -264,9 +266,9 @@ class Link:
             while True:
                 data, address = self._socket.recvfrom(LARGEST)
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # not from this job
-                    self._take(json.loads(data), address, now)
+                    self._accept(json.loads(data), address, now)
 
-    def _take(self, message: dict, address: Address, now: float) -> None:
+    def _accept(self, message: Message, address: Address, now: float) -> None:
         if message["token"] != self.token:
             return
         if "end" in message:
@@ -299,21 +301,23 @@ class Link:
         self._reported = now
         self._began = (self._began or now) if self.parents else None
         message = {"node": self.number, "own": asdict(own), "whole": asdict(whole)}
-        self._send(message, [*self.parents, *(heard.address for heard in self._children.values())])
+        self._send_neighbours(message)
 
-    def announce(self, end: dict) -> None:
+    def announce(self, end: Message) -> None:
         """Send the reason for the end to the neighbours in the tree, which forward it."""
         for _ in range(3):  # a datagram may be lost
-            self._send(
-                {"end": end}, [*self.parents, *(heard.address for heard in self._children.values())]
-            )
+            self._send_neighbours({"end": end})
 
     def leave(self) -> None:
         """Tell the node above that this node has ended normally."""
         self._send({"node": self.number, "left": True}, self.parents)
         self._socket.close()
 
-    def _send(self, message: dict, addresses: Sequence[Address]) -> None:
+    def _send_neighbours(self, message: Message) -> None:
+        children = [heard.address for heard in self._children.values()]
+        self._send(message, [*self.parents, *children])
+
+    def _send(self, message: Message, addresses: Sequence[Address]) -> None:
         data = json.dumps({**message, "token": self.token}).encode()
         for address in addresses:
             with contextlib.suppress(OSError):

@@ -83,10 +83,10 @@ def prefix() -> str:
 
 
 def node_folder() -> Path:
-    """Create the heartbeat folder of this launch on this node.
+    """Create this launch's heartbeat folder on this node.
 
-    Its name comes from the launcher's variables, or from the parent process. A process uses a folder of its own until
-    `Heartbeat.move` if neither identifies the launch, or if another user took the name.
+    The launcher's variables, or the parent process, give the name. If neither identifies the launch, or another user took the name,
+    a process uses its own folder until `Heartbeat.move`.
     """
     job = [os.environ[name] for name in JOBS if name in os.environ]
     job.append(os.environ.get("SLURM_JOB_ID", ""))
@@ -271,7 +271,7 @@ def decode(memory: mmap.mmap | bytes | bytearray) -> Beat | None:
 
 
 def _page(file: Path) -> mmap.mmap:
-    """Create and map a heartbeat file, one page of zeros, over the leftover of an ended process with the same number."""
+    """Create and map a heartbeat file, one page of zeros, over an ended process's leftover with the same number."""
     while True:
         make_private(file.parent)
         file.unlink(missing_ok=True)

@@ -10,9 +10,11 @@ from typing import Any, TextIO
 HISTORY = "history.jsonl"  # in the directory of --save
 
 
-def read_history(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records of a history file, each of "kind" "train", "validation", "event" or "experts"; an incomplete last line is
-    ignored."""
+def read_history(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the records of a history file, without an incomplete last line.
+
+    "kind" is "train", "validation", "event" or "experts".
+    """
     lines = Path(path).read_bytes().splitlines()
     records = []
     for number, line in enumerate(lines, 1):
@@ -31,12 +33,14 @@ def read_history(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def read_run_history(path: Path) -> list[dict[str, Any]]:
-    """The records of the history that a run continues, none if the file does not exist. Raises ValueError for another file."""
-    if path.exists() and not path.is_file():
+    """Return the records of the history that a run continues, [] without a file. ValueError for another file."""
+    if not path.exists():
+        return []
+    if not path.is_file():
         raise ValueError(
             f"--save: {path} is not a regular file, and the history is written there: move it away"
         )
-    records = read_history(path) if path.exists() else []
+    records = read_history(path)
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
             raise ValueError(
@@ -46,6 +50,7 @@ def read_run_history(path: Path) -> list[dict[str, Any]]:
 
 
 def open_history(path: Path, start_iteration: int) -> TextIO:
+    """Open the history to append records, without those after `start_iteration`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [record for record in read_run_history(path) if record["iteration"] <= start_iteration]
     aside = path.with_name(path.name + ".tmp")

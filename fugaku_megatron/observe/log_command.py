@@ -1,17 +1,17 @@
-"""Run logs as the published tables' rows, CSV and a picture.
+"""The command `log`: run logs as rows of the published tables, CSV and plots.
 
-    fugaku-megatron log run.log                              a row for each log, from what the log says
+    fugaku-megatron log run.log                              a row for each log
     fugaku-megatron log run.log --follow --png run.png       redrawn while the job runs, until it ends
     fugaku-megatron log run.log --csv run.csv --per-iteration    loss, time and rates of every iteration
-    fugaku-megatron log checkpoints/history.jsonl --png run.png  the same from the history that train keeps in --save
-    fugaku-megatron log tuned_a tuned_b --png both.png --x tokens    several runs, by their --save: which one has the lowest loss
-    fugaku-megatron log ranks.jsonl --ranks --png ranks.png  where the time of every rank went, from train --log-ranks
+    fugaku-megatron log checkpoints/history.jsonl --png run.png  the same from the history in --save
+    fugaku-megatron log tuned_a tuned_b --png both.png --x tokens    several runs, by their --save, with the lowest loss
+    fugaku-megatron log ranks.jsonl --ranks --png ranks.png  every rank's seconds by phase, from train --log-ranks
     fugaku-megatron log a100.log --nodes 10 --ranks-per-node 8 --tensor-model-parallel-size 8 \\
         --pipeline-model-parallel-size 10                    a log of another program
 
-Sec/it and TFLOPs (per rank, the log's own) are medians over the last job's iterations after its first two, or over all of them if
-it has at most two. With the model known, TFLOPs are also computed again from the time. A run's flags describe logs of Megatron-LM,
-Megatron-DeepSpeed and others that print their lines, and histories; logs of `fugaku-megatron train` describe themselves.
+Sec/it and TFLOPs (per rank, as logged) are medians over the last job's iterations, without its first two if it has more. TFLOPs
+are recomputed from the time if the model is known. Logs with Megatron-LM's or Megatron-DeepSpeed's lines, and histories, need flags
+that describe the run; logs of `fugaku-megatron train` describe themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,9 @@ OUR_CSV_COLUMNS = (
 
 
 def row_of(log: LogSummary, notes: str | None = None) -> PublishedRow:
-    """The log as a row. Raises ValueError for flags that do not fit together. notes: instead of what the log says."""
-    job, run = log.job, log.job.run
+    """Return the log's row of the published table. ValueError for inconsistent flags. notes: default: from the log"""
+    job = log.job
+    run = job.run
     return PublishedRow(
         nodes=job.nodes,
         ranks=job.ranks,
@@ -83,207 +84,186 @@ def row_of(log: LogSummary, notes: str | None = None) -> PublishedRow:
 
 
 def _notes(log: LogSummary) -> str:
-    job, again, loss = (
-        log.job,
-        log.recomputed_tflops,
-        log.iterations[-1].lm_loss if log.iterations else None,
-    )
-    load = log.iterations[-1].largest_load if log.iterations else None
-    parts = (
-        Path(log.path).name,
-        job.precision,
-        job.recompute and f"recompute {job.recompute}",
-        None if (zero := job.zero_stage) is None else f"ZeRO {zero}",
-        None if again is None else f"{rate_text(again)} TFLOPs recomputed",
-        None if loss is None else f"loss {loss:.4g}",
-        load and f"an expert has {load:.3g} x the mean load",
-        energy_note(log),
-    )
-    return ", ".join(part for part in parts if part)
+    job = log.job
+    notes: list[str | None] = [Path(log.path).name, job.precision]
+    if job.recompute:
+        notes.append(f"recompute {job.recompute}")
+    if job.zero_stage is not None:
+        notes.append(f"ZeRO {job.zero_stage}")
+    if log.recomputed_tflops is not None:
+        notes.append(f"{rate_text(log.recomputed_tflops)} TFLOPs recomputed")
+    if log.last:
+        if log.last.lm_loss is not None:
+            notes.append(f"loss {log.last.lm_loss:.4g}")
+        if log.last.largest_load:
+            notes.append(f"an expert has {log.last.largest_load:.3g} x the mean load")
+    notes.append(energy_note(log))
+    return ", ".join(note for note in notes if note)
 
 
 def energy_note(log: LogSummary) -> str | None:
-    """412 W, 1.23 tokens per joule; None for a log without energy."""
+    """Return "412 W, 1.23 tokens per joule", or None for a log without energy."""
     if log.watts is None:
         return None
-    return f"{log.watts:.0f} W" + (
-        "" if log.tokens_per_joule is None else f", {log.tokens_per_joule:.4g} tokens per joule"
-    )
+    note = f"{log.watts:.0f} W"
+    if log.tokens_per_joule is not None:
+        note += f", {log.tokens_per_joule:.4g} tokens per joule"
+    return note
 
 
 def text(logs: Sequence[LogSummary], markdown: bool = False) -> str:
-    """The table, and beneath it what each row rests on; markdown: with a heading and lists."""
-    lines = [("- " if markdown else "  ") + _basis(log) for log in logs]
-    title = ["### Runs, measured", ""] if markdown else []
-    losses = ["", *pipe_table(final_losses(logs))] if len(logs) > 1 else []
-    return "\n".join(
-        [
-            *title,
-            *pipe_table([published_header(), *(row_of(log).cells() for log in logs)]),
-            *losses,
-            "",
-            *lines,
-        ]
-    )
+    """Return the table, and the basis of each row below. markdown: with a heading and lists"""
+    lines = ["### Runs, measured", ""] if markdown else []
+    lines += pipe_table([published_header(), *(row_of(log).cells() for log in logs)])
+    if len(logs) > 1:
+        lines += ["", *pipe_table(final_losses(logs))]
+    indent = "- " if markdown else "  "
+    lines += ["", *(indent + _basis(log) for log in logs)]
+    return "\n".join(lines)
 
 
 def final_losses(logs: Sequence[LogSummary]) -> list[tuple[str, ...]]:
-    """Rows of a table that compares runs: how far each is, and its last losses; the lowest of a column is marked."""
-    trained = [log.iterations[-1].lm_loss if log.iterations else None for log in logs]
+    """Return a table's rows that compare the progress and last losses of runs, with each column's lowest loss marked."""
+    trained = [log.last.lm_loss if log.last else None for log in logs]
     validated = [log.validations[-1][1] if log.validations else None for log in logs]
-    columns = [[_marked(loss, losses) for loss in losses] for losses in (trained, validated)]
-    lasts = [log.iterations[-1] if log.iterations else None for log in logs]
-    places = [
-        (str(last.iteration), f"{last.consumed_tokens:,}" if last.consumed_tokens else "-")
-        if last
-        else ("-", "-")
-        for last in lasts
+    rows: list[tuple[str, ...]] = [
+        ("Run", "Iterations", "Tokens", "Last lm loss", "Last validation loss")
     ]
-    return [
-        ("Run", "Iterations", "Tokens", "Last lm loss", "Last validation loss"),
-        *((name, *place, *losses) for name, place, *losses in zip(names(logs), places, *columns)),
-    ]
+    for name, log, loss, validation in zip(names(logs), logs, trained, validated):
+        iteration = "-"
+        tokens = "-"
+        if log.last:
+            iteration = str(log.last.iteration)
+            if log.last.consumed_tokens:
+                tokens = f"{log.last.consumed_tokens:,}"
+        rows.append(
+            (name, iteration, tokens, _marked(loss, trained), _marked(validation, validated))
+        )
+    return rows
 
 
 def _marked(loss: float | None, losses: Sequence[float | None]) -> str:
     if loss is None:
         return "-"
     known = [each for each in losses if each is not None]
-    return f"{loss:.6g}" + (" (lowest)" if len(known) > 1 and loss == min(known) else "")
+    mark = " (lowest)" if len(known) > 1 and loss == min(known) else ""
+    return f"{loss:.6g}{mark}"
 
 
 def names(logs: Sequence[LogSummary]) -> list[str]:
-    """A short name of each of several logs: its folder where all files have one name, else its path below the common folder."""
+    """Return short names: folders if all files have one name, else paths below the common folder."""
     paths = [os.path.abspath(log.path) for log in logs]
-    folder = os.path.commonpath([os.path.dirname(path) for path in paths])
-    short = [os.path.relpath(path, folder) for path in paths]
+    common = os.path.commonpath([os.path.dirname(path) for path in paths])
+    short = [os.path.relpath(path, common) for path in paths]
     folders = [os.path.dirname(path) for path in short]
-    alike = (
-        len({os.path.basename(path) for path in paths}) == 1
-        and all(folders)
-        and len({*folders}) == len(folders)
-    )
-    return folders if alike else short
+    one_name = len({os.path.basename(path) for path in paths}) == 1
+    folders_differ = all(folders) and len({*folders}) == len(folders)
+    return folders if one_name and folders_differ else short
 
 
 def _basis(log: LogSummary) -> str:
-    if not log.iterations:
+    if not log.last:
         return f"{log.path}: no iteration yet"
-    last = log.iterations[-1]
-    state = "" if log.finished else ", not finished"
-    return (
-        f"{log.path}: medians over {len(log.counted)} lines; iteration {last.iteration} of {last.train_iters}{state}"
-        + (f"; {log.machine}" if log.machine else "")
+    basis = (
+        f"{log.path}: medians over {len(log.counted)} lines; "
+        f"iteration {log.last.iteration} of {log.last.train_iters}"
     )
+    if not log.finished:
+        basis += ", not finished"
+    if log.machine:
+        basis += f"; {log.machine}"
+    return basis
 
 
 def csv_columns() -> tuple[str, ...]:
-    """The columns of the CSV file: the log's name, the published columns, ours."""
+    """Return the CSV columns: the log's name, the published columns, OUR_CSV_COLUMNS."""
     return ("log", *(HEADERS[name] for name in published_header()), *OUR_CSV_COLUMNS)
 
 
 def record(log: LogSummary) -> dict[str, Any]:
-    """A row of the CSV file, under csv_columns(); numbers unrounded, empty where unknown."""
-    row, job, run = row_of(log), log.job, log.job.run
-    model = (
-        {
+    """Return the log's values by CSV column, with unrounded numbers."""
+    row = row_of(log)
+    cells = {HEADERS[name]: cell for name, cell in zip(published_header(), row.cells())}
+    values = {
+        "log": log.path,
+        **cells,
+        "seconds": row.seconds,
+        "tflops": row.tflops,
+        "petaflops": row.petaflops,
+        "precision": log.job.precision,
+        "ac": log.job.recompute,
+        "zero": log.job.zero_stage,
+        "recomputed_tflops": log.recomputed_tflops,
+        "iterations": len(log.counted),
+        "watts": log.watts,
+        "tokens_per_joule": log.tokens_per_joule,
+    }
+    if run := log.job.run:
+        values |= {
             "seq": run.model.seq_length,
             "layers": run.model.num_layers,
             "hidden": run.model.hidden_size,
             "heads": run.model.num_attention_heads,
         }
-        if run
-        else {}
-    )
-    last = log.iterations[-1] if log.iterations else None
-    return {
-        "log": log.path,
-        **{HEADERS[name]: cell for name, cell in zip(published_header(), row.cells())},
-        "seconds": row.seconds,
-        "tflops": row.tflops,
-        "petaflops": row.petaflops,
-        "precision": job.precision,
-        "ac": job.recompute,
-        "zero": job.zero_stage,
-        **model,
-        "recomputed_tflops": log.recomputed_tflops,
-        "iterations": len(log.counted),
-        "last_iteration": last and last.iteration,
-        "loss": last and last.lm_loss,
-        "watts": log.watts,
-        "tokens_per_joule": log.tokens_per_joule,
-    }
+    if log.last:
+        values |= {"last_iteration": log.last.iteration, "loss": log.last.lm_loss}
+    return values
 
 
-def write_csv(path: str | os.PathLike, logs: Sequence[LogSummary]) -> None:
-    """One row per log."""
+def write_csv(path: str | os.PathLike[str], logs: Sequence[LogSummary]) -> None:
+    """Write a row per log."""
     _write_rows(path, csv_columns(), (record(log) for log in logs))
 
 
-def write_iterations_csv(path: str | os.PathLike, logs: Sequence[LogSummary]) -> None:
-    """One row per iteration of every log, in order: the log's name and the fields of IterationMetrics."""
+def write_iterations_csv(path: str | os.PathLike[str], logs: Sequence[LogSummary]) -> None:
+    """Write a row per iteration: the log's name and the fields of IterationMetrics."""
     columns = ("log", *(f.name for f in fields(IterationMetrics)))
-    _write_rows(
-        path,
-        columns,
-        ({"log": log.path, **asdict(iteration)} for log in logs for iteration in log.iterations),
-    )
+    rows = ({"log": log.path, **asdict(iteration)} for log in logs for iteration in log.iterations)
+    _write_rows(path, columns, rows)
 
 
 def _write_rows(
-    path: str | os.PathLike, columns: Sequence[str], rows: Iterable[dict[str, Any]]
+    path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[dict[str, Any]]
 ) -> None:
-    """Written aside and renamed: a reader never sees half a file."""
+    """Write another file and rename it, so that a reader never sees half a file."""
     aside = Path(f"{path}.tmp")
     with open(aside, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(
-            {name: "" if value in (None, "-") else value for name, value in row.items()}
-            for row in rows
-        )
+        for row in rows:
+            writer.writerow({k: "" if value in (None, "-") else value for k, value in row.items()})
     aside.replace(path)
 
 
-def draw(path: str | os.PathLike, logs: Sequence[LogSummary], x: str = "iteration") -> bool:
-    """Loss, learning rate and TFLOPs over `x`, of plot.AXES, in one picture; False when there is nothing to draw (and says so)."""
-    alone = len(logs) == 1
-    runs = {
-        ("" if alone else f"{name}\n{_layout(log)}"): _records(log)
-        for name, log in zip(names(logs), logs)
-    }
+def draw(path: str | os.PathLike[str], logs: Sequence[LogSummary], x: str = "iteration") -> bool:
+    """Plot loss, learning rate and TFLOPs over `x` (a key of loss_plot.AXES); print why and return False if nothing is drawn."""
+    if len(logs) == 1:
+        (log,) = logs
+        heading = loss_plot.title(_layout(log), os.path.abspath(log.path))
+        return loss_plot.loss_curves(path, {"": _records(log)}, heading, x)
+    runs = {f"{name}\n{_layout(log)}": _records(log) for name, log in zip(names(logs), logs)}
     place = os.path.commonpath([os.path.dirname(os.path.abspath(log.path)) for log in logs])
-    heading = (
-        loss_plot.title(_layout(logs[0]), os.path.abspath(logs[0].path))
-        if alone
-        else loss_plot.title("", place)
-    )
-    return loss_plot.loss_curves(path, runs, heading, x)
+    return loss_plot.loss_curves(path, runs, loss_plot.title("", place), x)
 
 
 def _records(log: LogSummary) -> loss_plot.Records:
     tokens = {i.iteration: i.consumed_tokens for i in log.iterations}
-    validations = [
+    records = [{"kind": "train", **asdict(i)} for i in log.iterations]
+    records += [
         {"kind": "validation", "iteration": n, "lm_loss": loss, "consumed_tokens": tokens.get(n)}
         for n, loss in log.validations
     ]
-    return [
-        *({"kind": "train", **asdict(i)} for i in log.iterations),
-        *validations,
-        *filter(None, [log.experts]),
-    ]
+    if log.experts:
+        records.append(log.experts)
+    return records
 
 
 def _layout(log: LogSummary) -> str:
-    """The run's size and layout as far as they are known."""
+    """Return the run's size and layout if known, else its number of ranks."""
     job = log.job
-    return (
-        loss_plot.describe(job.run, job.dp)
-        if job.run and job.dp
-        else f"{job.ranks} ranks"
-        if job.ranks
-        else ""
-    )
+    if job.run and job.dp:
+        return loss_plot.describe(job.run, job.dp)
+    return f"{job.ranks} ranks" if job.ranks else ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -354,7 +334,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """Return the job that the flags describe, for logs without a `run:` line. Raise ValueError for wrong or contradictory flags."""
+    """Return the job that the flags describe, for logs without a `run:` line. ValueError for wrong or contradictory flags."""
     for name in ("nodes", "ranks_per_node", "interval"):
         value = getattr(options, name)
         check(
@@ -366,7 +346,9 @@ def job_of(options: argparse.Namespace) -> Job:
         flags.world_size is None and not flags.dry_run,
         "--world-size and --dry-run have no meaning here: pass --nodes and --ranks-per-node",
     )
-    ranks = options.nodes and options.nodes * options.ranks_per_node
+    ranks = None
+    if options.nodes:
+        ranks = options.nodes * options.ranks_per_node
     job = Job(
         values=flags.fields,
         recipe=flags.recipe,
@@ -374,12 +356,12 @@ def job_of(options: argparse.Namespace) -> Job:
         ranks=ranks,
         other_program=True,
     )
-    _ = job.run, job.dp  # ValueError for flags that are wrong, before any log is read
+    job.check()  # before any log is read
     return job
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Raises ValueError, before any log is read, for files that cannot be written, or whose names end as a log's may."""
+    """Raise ValueError for output files that cannot be written or have another extension."""
     check(
         options.csv is not None or not options.per_iteration,
         "--per-iteration needs --csv FILE: pass both",
@@ -394,7 +376,7 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Read the logs, print the table and write the files. Raises ValueError, one line, for a user's mistake."""
+    """Read the logs, print the table and write the files. ValueError, one line, for a user's mistake."""
     if options.ranks:
         return show_ranks(options)
     job = job_of(options)
@@ -402,13 +384,13 @@ def main(options: argparse.Namespace) -> int:
     files = [LogFile(_file_of(path), job, options.formula) for path in options.logs]
     logs = follow(files, options) if options.follow else _read(files)
     for log in logs:
+        if log.last is None:
+            raise ValueError(
+                f"{log.path}: has no line of an iteration ('iteration 1/ 100 | ...'): pass a run's log or "
+                "history.jsonl"
+            )
         check(
-            bool(log.iterations),
-            f"{log.path}: has no line of an iteration ('iteration 1/ 100 | ...'): pass a run's log or "
-            "history.jsonl",
-        )
-        check(
-            options.x == "iteration" or log.iterations[-1].consumed_tokens,
+            options.x == "iteration" or bool(log.last.consumed_tokens),
             f"--x {options.x}: {log.path} does not say how many tokens were consumed: leave it out",
         )
     _write(options, logs)
@@ -417,17 +399,19 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _file_of(path: str) -> str:
-    """The log that a word of the command line names."""
+    """Return the path of a log, or of the history in a directory."""
+    if not os.path.isdir(path):
+        return path
     history = os.path.join(path, HISTORY)
     check(
-        not os.path.isdir(path) or os.path.exists(history),
+        os.path.exists(history),
         f"{path}: is a directory without {HISTORY}: pass a run's log or its --save",
     )
-    return history if os.path.isdir(path) else path
+    return history
 
 
 def show_ranks(options: argparse.Namespace) -> int:
-    """--ranks: a table for each file, and the heat map."""
+    """Print the table of each --log-ranks file, and draw the heat map."""
     check_outputs(options)
     check(
         not options.csv and not options.follow,
@@ -455,30 +439,29 @@ def _read(files: Sequence[LogFile]) -> list[LogSummary]:
 def _write(options: argparse.Namespace, logs: Sequence[LogSummary]) -> None:
     if options.csv:
         with writing("--csv", options.csv):
-            (write_iterations_csv if options.per_iteration else write_csv)(options.csv, logs)
+            if options.per_iteration:
+                write_iterations_csv(options.csv, logs)
+            else:
+                write_csv(options.csv, logs)
     if options.png:
         with writing("--png", options.png):
             draw(options.png, logs, options.x)
 
 
-@dataclass
-class _Shown:
-    """The iteration that was last shown of a log."""
-
-    iteration: int = 0
-
-
 def follow(files: Sequence[LogFile], options: argparse.Namespace) -> list[LogSummary]:
-    """Read the logs as they grow, saying where they are and redrawing, until each is finished or Ctrl-C."""
-    shown = [_Shown() for _ in files]
+    """Read growing logs, print their progress and redraw, until all are finished or Ctrl-C."""
+    shown: dict[str, int] = {}  # path -> iteration
     try:
         while True:
             grown = [file.poll() for file in files]
             logs = [file.reader.summary() for file in files]
-            for log, last in zip(logs, shown):
-                _show(log, last)
-            if any(grown) and any(log.iterations for log in logs):
-                _write(options, [log for log in logs if log.iterations])
+            for log in logs:
+                if log.last and log.last.iteration != shown.get(log.path, 0):
+                    shown[log.path] = log.last.iteration
+                    _print_progress(log, log.last)
+            known = [log for log in logs if log.iterations]
+            if any(grown) and known:
+                _write(options, known)
             if all(log.finished for log in logs):
                 break
             time.sleep(options.interval)
@@ -487,15 +470,11 @@ def follow(files: Sequence[LogFile], options: argparse.Namespace) -> list[LogSum
     return [file.finish() for file in files]
 
 
-def _show(log: LogSummary, shown: _Shown) -> None:
-    """One line on standard error when there is a new iteration, with an estimate of what is left."""
-    if not log.iterations or log.iterations[-1].iteration == shown.iteration:
-        return
-    last = log.iterations[-1]
-    shown.iteration = last.iteration
+def _print_progress(log: LogSummary, last: IterationMetrics) -> None:
+    """Print the last iteration and the remaining time to standard error."""
     left = (last.train_iters - last.iteration) * (log.seconds or 0)
-    loss = "" if last.lm_loss is None else f", loss {last.lm_loss:.4g}"
     tokens = "" if last.tokens_per_second is None else f", {last.tokens_per_second:,.0f} tokens/s"
+    loss = "" if last.lm_loss is None else f", loss {last.lm_loss:.4g}"
     print(
         f"{log.path}: iteration {last.iteration} of {last.train_iters}, {seconds_text(log.seconds)} s each, "
         f"{rate_text(log.tflops)} TFLOPs per rank{tokens}{loss}, {duration_text(left)} left",

@@ -20,14 +20,13 @@ from .iteration_metrics import size_name
 WIDTH = 90  # characters of a title
 AXES = {"iteration": "iteration", "tokens": "consumed_tokens"}  # x axis -> field of a record
 Records = list[dict[str, Any]]
-
-
+# (field, label); the last two only if energy is measured.
 SMALL_PANELS: tuple[tuple[str, str], ...] = (
     ("learning_rate", "learning rate"),
     ("tflops", "TFLOPs per rank"),
     ("watts", "power (W)"),
     ("tokens_per_joule", "tokens per joule"),
-)  # the last two only if energy is measured
+)
 
 
 def describe(run: RunConfig, dp: int) -> str:
@@ -39,8 +38,8 @@ def describe(run: RunConfig, dp: int) -> str:
     return f"{size_name(accounting.parameters(run))}, {layout}, {run.precision.name}"
 
 
-def title(description: str, place: str | os.PathLike) -> str:
-    """Return the title of a plot: the description, and the end of the run's path on a second line."""
+def title(description: str, place: str | os.PathLike[str]) -> str:
+    """Return a plot's title: the description, and the path's end on a second line."""
     path = os.fspath(place)
     if len(path) > WIDTH:
         path = "..." + path[-WIDTH:]
@@ -48,7 +47,7 @@ def title(description: str, place: str | os.PathLike) -> str:
 
 
 def loss_curve(
-    path_png: str | os.PathLike, history: Records | str | os.PathLike, heading: str = ""
+    path_png: str | os.PathLike[str], history: Records | str | os.PathLike[str], heading: str = ""
 ) -> bool:
     """Plot a history (records, or the path of their file) into `path_png`.
 
@@ -63,16 +62,16 @@ def loss_curve(
 
 
 def start_loss_curve(
-    path_png: str | os.PathLike, history: str | os.PathLike, heading: str = ""
-) -> subprocess.Popen:
+    path_png: str | os.PathLike[str], history: str | os.PathLike[str], heading: str = ""
+) -> subprocess.Popen[Any]:
     """Start `loss_curve` in its own process."""
     return start_module("loss_plot", os.fspath(path_png), os.fspath(history), heading)
 
 
-def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen:
-    """Start a module of this package as a program, because matplotlib would cost a rank 35 MiB.
+def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[Any]:
+    """Start a module in this package as a program, because matplotlib would cost a rank 35 MiB.
 
-    words: command line. options: of subprocess.Popen
+    words: command line. options: for subprocess.Popen
     """
     package = Path(__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
@@ -85,7 +84,7 @@ def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen:
 
 
 def loss_curves(
-    path_png: str | os.PathLike,
+    path_png: str | os.PathLike[str],
     runs: Mapping[str, Records],
     heading: str = "",
     x: str = "iteration",
@@ -119,7 +118,7 @@ def _with_loss(records: Records, kind: str) -> Records:
 
 
 def _draw(
-    path_png: str | os.PathLike,
+    path_png: str | os.PathLike[str],
     runs: Mapping[str, tuple[Records, Records]],
     heading: str,
     x: str,
@@ -172,7 +171,7 @@ def _draw(
 
 
 def _draw_loads(axes: Any, record: dict[str, Any]) -> None:
-    """Draw the load of every expert (layers with experts, e) relative to the mean."""
+    """Draw every expert's load (layers with experts, e) relative to the mean."""
     image = axes.imshow(record["loads"], aspect="auto", interpolation="nearest", vmin=0.0)
     numbers = range(0, len(record["layers"]), 1 + len(record["layers"]) // 8)
     axes.set(xlabel="expert", ylabel="layer")

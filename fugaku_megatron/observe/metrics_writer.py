@@ -1,4 +1,4 @@
-"""Output of a run while it trains: log lines, TensorBoard, a history file, peak memory."""
+"""Output of a run while it trains: log lines, TensorBoard, Weights & Biases, history, peak memory."""
 
 from __future__ import annotations
 
@@ -10,103 +10,125 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from .history import open_history
 from .iteration_metrics import METRICS, IterationMetrics
-from .screen import open_screen
+from .screen import Screen, open_screen
 from .wandb_run import WandbRun
 
 _PEAK_MEMORY = re.compile(r"peak memory per rank: max (\d+) MiB")
-
-
 _VALIDATION = re.compile(
     r"validation loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \|"
 )
 
 
+def _perplexity(lm_loss: float) -> float:
+    """Return the perplexity, at most exp(20) as in Megatron."""
+    return math.exp(min(lm_loss, 20.0))
+
+
 def format_validation(iteration: int, lm_loss: float, suffix: str = "") -> list[str]:
-    """Megatron's three lines after an evaluation. As there, the perplexity is cut at exp(20). suffix: see `validation`."""
-    perplexity = math.exp(min(lm_loss, 20.0))
-    values = f"lm loss value: {lm_loss:.6E} | lm loss PPL: {perplexity:.6E}"
+    """Return Megatron's three lines after an evaluation. suffix: see `MetricsWriter.validation`."""
+    values = f"lm loss value: {lm_loss:.6E} | lm loss PPL: {_perplexity(lm_loss):.6E}"
     text = f" validation{suffix} loss at iteration {iteration} | {values} | "
     rule = "-" * (len(text) + 1)
     return [rule, text, rule]
 
 
 def parse_validation_line(line: str) -> tuple[int, float, float]:
-    """(iteration, lm loss, perplexity) of the middle line. Raises ValueError if it is another line."""
+    """Return (iteration, lm loss, perplexity) of the middle line. ValueError for another line."""
     match = _VALIDATION.search(line)
     if match is None:
         raise ValueError(f"not a validation line: {line.strip()[:80]!r}")
     return int(match[1]), float(match[2]), float(match[3])
 
 
-class MetricsWriter:
-    """Averages the iterations of a log interval and writes them: log line, TensorBoard, history.
+@dataclass(frozen=True)
+class LogOutputs:
+    """Destinations of a run's metrics.
 
-    All ranks may hold one; only the one with `printing` writes anything. `history_path` is a JSON-lines file: a run
-    that starts at `start_iteration` drops the records after it, which an earlier run wrote past its last checkpoint.
-    `live` and `log_file`: --log-live and --log-file. wandb: a run of Weights & Biases that gets TensorBoard's figures. Raises
-    ValueError, on every rank, if `tensorboard_dir` or `wandb` is set and its package is not installed.
+    stream: of log lines; None: standard output
+    live, log_file: --log-live, --log-file
+    history: a JSON-lines file
+    wandb: gets TensorBoard's scalars
+    """
+
+    stream: TextIO | None = None
+    live: str = "auto"
+    log_file: str | os.PathLike[str] | None = None
+    history: str | os.PathLike[str] | None = None
+    tensorboard_dir: str | os.PathLike[str] | None = None
+    wandb: WandbRun | None = None
+
+    def check_installed(self) -> None:
+        """Raise ValueError, on every rank, if a requested package is missing."""
+        if self.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
+            raise ValueError(
+                f"--tensorboard-dir {self.tensorboard_dir}: a package is missing: pip install tensorboard, or this package "
+                "with its extra [log]"
+            )
+        if self.wandb is not None:
+            self.wandb.check_installed()
+
+
+class MetricsWriter:
+    """Writer of metrics, averaged over log intervals.
+
+    printing: True on the rank that writes
+    start_iteration: iteration of the checkpoint from which the run resumes; later records of the history are dropped
     """
 
     def __init__(
         self,
         train_iters: int,
         log_interval: int,
-        *,
+        outputs: LogOutputs = LogOutputs(),
         printing: bool = True,
         start_iteration: int = 0,
-        stream: TextIO | None = None,
-        tensorboard_dir: str | os.PathLike | None = None,
-        history_path: str | os.PathLike | None = None,
-        live: str = "auto",
-        log_file: str | os.PathLike | None = None,
-        wandb: WandbRun | None = None,
     ) -> None:
         if log_interval < 1:
             raise ValueError(f"--log-interval must be at least 1, got {log_interval}")
-        if tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
-            raise ValueError(
-                f"--tensorboard-dir {tensorboard_dir}: a package is missing: pip install tensorboard, or this package "
-                "with its extra [log]"
-            )
-        self.log_interval, self.printing = log_interval, printing
+        outputs.check_installed()
+        self.log_interval = log_interval
+        self.printing = printing
         self._interval: list[IterationMetrics] = []
+        self._screen: Screen | None = None
+        self._history: TextIO | None = None
         self._tensorboard: Any = None
-        if tensorboard_dir is not None and printing:
-            from torch.utils.tensorboard import (
-                SummaryWriter,
-            )  # imported only on request: it takes seconds
+        self._wandb: Any = None
+        if not printing:
+            return
+        if outputs.tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter  # takes seconds
 
-            self._tensorboard = SummaryWriter(log_dir=os.fspath(tensorboard_dir))
-        self._history = (
-            open_history(Path(history_path), start_iteration) if history_path and printing else None
+            self._tensorboard = SummaryWriter(log_dir=os.fspath(outputs.tensorboard_dir))
+        if outputs.history:
+            self._history = open_history(Path(outputs.history), start_iteration)
+        self._screen = open_screen(
+            outputs.stream or sys.stdout,
+            outputs.live,
+            train_iters,
+            start_iteration=start_iteration,
+            log_file=outputs.log_file,
         )
-        if wandb is not None:
-            wandb.check_installed()
-        stream = sys.stdout if stream is None else stream
-        self._screen = (
-            open_screen(stream, live, train_iters, start_iteration, log_file) if printing else None
-        )
-        self._wandb = wandb.start(self.print) if wandb is not None and printing else None
+        if outputs.wandb is not None:
+            self._wandb = outputs.wandb.start(self.print)
 
     def add(self, metrics: IterationMetrics) -> IterationMetrics | None:
-        """Take one iteration; at the end of a log interval write the interval's line and return its metrics, else None."""
+        """Add an iteration; at the end of a log interval write its line and return its metrics."""
         self._interval.append(metrics)
-        for name, metadata in METRICS:
-            self._scalar(
-                metadata["tag"], getattr(metrics, name), metrics.iteration, metrics.consumed_samples
-            )
+        for name, metric in METRICS:
+            value = getattr(metrics, name)
+            self._scalar(metric.tag, value, metrics.iteration, metrics.consumed_samples)
         if self._screen is not None:
             self._screen.iteration(metrics)
         return None if metrics.iteration % self.log_interval else self.flush()
 
     def flush(self) -> IterationMetrics | None:
-        """Write the line of the interval so far, if it has iterations; the end of a run may cut its last interval short."""
+        """Write the line of the interval so far, if it has iterations."""
         if not self._interval:
             return None
         metrics = IterationMetrics.from_interval(self._interval)
@@ -114,51 +136,49 @@ class MetricsWriter:
         if self._screen is not None:
             self._screen.log_line(metrics.format_line())
         self._record("train", asdict(metrics))
-        for name, metadata in METRICS:
-            self._scalar(metadata["interval_tag"], getattr(metrics, name), metrics.iteration)
+        for name, metric in METRICS:
+            self._scalar(metric.interval_tag, getattr(metrics, name), metrics.iteration)
         return metrics
 
     def validation(
         self, iteration: int, lm_loss: float, consumed_samples: int, suffix: str = ""
     ) -> None:
-        """Write the result of an evaluation. suffix: "-0", "-1" and so on where there are several validation sets."""
+        """Write an evaluation's result. suffix: "-0", "-1" ... with several validation sets"""
         for line in format_validation(iteration, lm_loss, suffix):
             self.print(line)
         self._record(
             f"validation{suffix}",
             {"iteration": iteration, "consumed_samples": consumed_samples, "lm_loss": lm_loss},
         )
-        self._scalar(f"lm loss validation{suffix}", lm_loss, iteration, consumed_samples)
-        self._scalar(
-            f"lm loss validation{suffix} ppl",
-            math.exp(min(lm_loss, 20.0)),
-            iteration,
-            consumed_samples,
-        )
+        tag = f"lm loss validation{suffix}"
+        self._scalar(tag, lm_loss, iteration, consumed_samples)
+        self._scalar(f"{tag} ppl", _perplexity(lm_loss), iteration, consumed_samples)
 
     def print(self, line: str) -> None:
-        """Print a line, on the printing rank only."""
+        """Print a line on the printing rank."""
         if self._screen is not None:
             self._screen.line(line)
 
     def event(self, iteration: int, line: str) -> None:
-        """Print a line about an iteration, and keep it in the history."""
+        """Print a line about an iteration, and record it in the history."""
         self.print(line)
         self._record("event", {"iteration": iteration, "text": line})
 
     def keep(self, kind: str, iteration: int, **values: Any) -> None:
-        """Keep values that JSON knows in the history alone."""
+        """Record JSON values in the history."""
         self._record(kind, {"iteration": iteration, **values})
 
     def close(self) -> None:
-        """Flush and close whatever is open."""
+        """Flush and close all outputs."""
         for output in (self._screen, self._history, self._tensorboard):
             if output is not None:
                 with contextlib.suppress(OSError):  # the history's: `_record` has reported it
                     output.close()
         if self._wandb is not None:
             self._wandb.finish()
-        self._history = self._tensorboard = self._wandb = None
+        self._history = None
+        self._tensorboard = None
+        self._wandb = None
 
     def _scalar(
         self,
@@ -167,7 +187,7 @@ class MetricsWriter:
         iteration: int,
         consumed_samples: int | None = None,
     ) -> None:
-        """Write a scalar, if it has a tag and a value; to TensorBoard with `consumed_samples` over these too, as Megatron does."""
+        """Write a scalar, unless tag or value is None; also over `consumed_samples` in TensorBoard, as Megatron does."""
         if tag is None or value is None:
             return
         if self._wandb is not None:
@@ -184,18 +204,19 @@ class MetricsWriter:
         try:
             self._history.write(json.dumps({"kind": kind, **values}) + "\n")
             self._history.flush()
-        except OSError as error:  # not worth ending a run; what is not written stays in the buffer until the next call
+        except (
+            OSError
+        ) as error:  # not worth ending a run; the buffer is written with the next record
             self.print(f"{self._history.name}: not written yet: {error.strerror}")
 
 
 def format_peak_memory(mib: list[float]) -> str:
-    """`mib`: every rank's peak_memory_mib(), in rank order."""
-    largest = max(range(len(mib)), key=mib.__getitem__)  # rank
-    return (
-        f"peak memory per rank: max {mib[largest]:.0f} MiB (rank {largest}), min {min(mib):.0f} MiB"
-    )
+    """Return the line about peak memory. mib: of every rank"""
+    most = max(mib)
+    rank = mib.index(most)
+    return f"peak memory per rank: max {most:.0f} MiB (rank {rank}), min {min(mib):.0f} MiB"
 
 
 def parse_peak_memory(lines: Iterable[str]) -> int | None:
-    """MiB of the largest rank from the line of `format_peak_memory` in a log; None if the run did not reach its end."""
+    """Return the largest rank's MiB from a log's line about peak memory, or None."""
     return next((int(match[1]) for line in lines if (match := _PEAK_MEMORY.search(line))), None)

@@ -1,13 +1,9 @@
-"""Search for the origin of the first Inf or NaN of an iteration: rank, layer and operation.
+"""Search for an iteration's first Inf or NaN: rank, layer and operation.
 
-When the gradients of an iteration are not finite, its weights are as they were, so its forwards and backwards are repeated with the
-same samples and dropout masks on the same parameters, with a look at what goes into every operation of the layers and what comes
-out, and at the gradients on their way back. The first operation with finite inputs and a result that is not finite is named; first
-means along the samples, then forward through the parts of the model and backward again. An iteration whose gradients are finite
-pays nothing.
-
-Left out: when to look (`session`); two faults in one micro-batch (the first is named); which of the tensor-parallel ranks it was
-where sequence parallelism makes their sum a part of a linear layer's backward (the first of them is named).
+Nonfinite gradients leave the weights unchanged, so the iteration is repeated with the same samples and dropout masks, and every
+operation's inputs, results and gradients are inspected. The search finds the first operation with finite inputs and a nonfinite
+result, ordered by sample, then forward through the model and backward again. If sequence parallelism sums over tensor-parallel
+ranks inside a linear layer's backward, the first rank is named.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from torch import Tensor, nn
 
 from ..comm.agreement import first_rank
 from ..data.sampler import first_sample
-from ..host.observed import Observed
+from ..host.observed import Arguments, Keywords, Observed
 from ..nn.layers import dropout_layer
 from ..nn.model import Stage
 from ..nn.parameter import spec_of
@@ -33,6 +29,7 @@ from ..optim.flat import FlatParameter, stage_units
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction
 from ..training.trainer import Trainer
 
+# Methods of `nn.ops.Ops`.
 OPERATIONS = (
     "linear",
     "column_linear",
@@ -50,45 +47,54 @@ OPERATIONS = (
     "embedding",
     "add_position",
     "head_loss",
-)  # of `nn.ops.Ops`
-
-
+)
 KEY_LENGTH = 4
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A tensor that is not finite. key: (first sample, 1 in backward, part of the model in the order of the pass, number of the
-    look on this rank), which is the same for the tensor-parallel ranks of one operation. text: where, for the log."""
+    """A nonfinite tensor.
+
+    key: (first sample, 1 in backward, virtual stage in the pass's order, inspection), equal on an operation's tensor-parallel ranks
+    text: where it was found, for the log
+    """
 
     key: tuple[int, int, int, int]
     text: str
 
 
 class _Tap(torch.autograd.Function):
-    """The identity; backward shows the gradient that comes by."""
+    """Identity that passes the gradient to `observe`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, see: Callable[[Tensor], None]) -> Tensor:
-        ctx.see = see
+    def forward(ctx: Any, x: Tensor, observe: Callable[[Tensor], None]) -> Tensor:
+        ctx.observe = observe
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        ctx.see(dy)
+        ctx.observe(dy)
         return dy, None
+
+
+def _tap(x: Tensor, observe: Callable[[Tensor], None]) -> Tensor:
+    """Return `x` with its gradient observed."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    tapped: Tensor = _Tap.apply(x, observe)  # type: ignore[no-untyped-call]
+    return tapped
 
 
 @dataclass
 class _Call:
-    """One operation in one forward. clean: the gradients of its results were finite so far."""
+    """An operation in one forward. finite_gradients: its results' gradients were finite so far."""
 
     name: str
-    clean: bool = True
+    finite_gradients: bool = True
 
 
-def _bad(tensors: Iterable[Any]) -> str | None:
-    """Return how many elements of the first nonfinite tensor are not finite, in words; None if all tensors are finite."""
+def _describe_nonfinite(tensors: Iterable[Any]) -> str | None:
+    """Count the elements of the first nonfinite tensor, in words; None if all are finite."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             count = tensor.numel() - int(torch.isfinite(tensor).sum())
@@ -97,175 +103,175 @@ def _bad(tensors: Iterable[Any]) -> str | None:
     return None
 
 
-def _name(operation: str, given: dict[str, Any], before: str) -> str:
-    """linear, decoder.layers.0.self_attention.linear_qkv: an operation and what it belongs to, of the arguments that it got.
+def _name(operation: str, arguments: dict[str, Any], previous: str) -> str:
+    """Name an operation and its module: linear, decoder.layers.0.self_attention.linear_qkv.
 
-    before: the name of the operation before it.
+    previous: name of the operation before
     """
     if operation == "head_loss":
         return f"{operation}, output_layer"
-    weight = given.get("weight", given.get("weight1"))
+    weight = arguments.get("weight", arguments.get("weight1"))
     if weight is not None:
         return f"{operation}, {weight.spec.name.removesuffix('.weight')}"
-    if "key" not in given:  # queries and keys are turned between two operations that have names
-        return f"{operation}, after {before}"
-    layer = dropout_layer(given["key"].stream)
-    return f"{operation}, {f'decoder.layers.{layer - 1}' if layer else 'embedding'}"  # Megatron's names count from 0
+    if "key" not in arguments:  # rotary has neither weight nor key
+        return f"{operation}, after {previous}"
+    layer = dropout_layer(arguments["key"].stream)
+    if layer == 0:
+        return f"{operation}, embedding"
+    return f"{operation}, decoder.layers.{layer - 1}"  # Megatron's names count from 0
 
 
 class Search:
-    """Looks at the operations of a repeated iteration on this rank.
+    """Inspection of this rank's operations in a repeated iteration.
 
-    made: the first result that is not finite although the inputs were; met: the first input or gradient that is not. consumed:
-    samples before the iteration.
+    consumed: samples before the iteration
+    produced: first nonfinite result with finite inputs
+    met: first nonfinite input or gradient
+    stage: the trainer's parameters with inspected operations, without the trainer's hooks
     """
 
     def __init__(self, trainer: Trainer, consumed: int) -> None:
-        self.trainer, self.consumed = trainer, consumed
-        self.made: Finding | None = None
+        self.trainer = trainer
+        self.consumed = consumed
+        self.produced: Finding | None = None
         self.met: Finding | None = None
-        self._looks, self._before = 0, "the input"  # the name of the operation before
-        self._now = Instruction(FORWARD, 0)
-        self.stage = self._observed_stage()
-
-    def _observed_stage(self) -> Stage:
-        """A stage on the trainer's parameters, without its hooks, whose operations this search sees."""
-        trained = self.trainer.stage
-        ops: Any = Observed(
-            self.trainer.ops, OPERATIONS, self._operation
-        )  # has the methods of `Ops`
-        stage = Stage(self.trainer.run, self.trainer.groups, ops)
-        for module, original in zip(stage.modules(), trained.modules(), strict=True):
+        self._inspections = 0
+        self._previous = "the input"  # name of the operation before
+        self._instruction = Instruction(FORWARD, 0)
+        ops: Any = Observed(trainer.ops, OPERATIONS, self._operation)  # has the methods of `Ops`
+        self.stage = Stage(trainer.run, trainer.groups, ops)
+        for module, original in zip(self.stage.modules(), trainer.stage.modules(), strict=True):
             for name, parameter in original.named_parameters(recurse=False):
                 setattr(module, name, parameter)
-        return stage
-
-    # What the schedule does -----------------------------------------------------------------------------------------------------
 
     def watch(self, executor: Any) -> Any:
-        """The executor, its computation seen."""
-        return Observed(
-            executor, (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), self._instruction
-        )
+        """Return the executor with its computations inspected."""
+        computations = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+        return Observed(executor, computations, self._computation)
 
-    def _instruction(self, op: str, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        self._now = args[0]
+    def _computation(
+        self, op: str, function: Callable[..., Any], args: Arguments, kwargs: Keywords
+    ) -> Any:
+        self._instruction = args[0]
         result = function(*args, **kwargs)
-        if op != FORWARD and not (self.made or self.met):
-            self._look_at_weight_gradients()
+        if op != FORWARD and not (self.produced or self.met):
+            self._inspect_weight_gradients()
         return result
 
-    def _look_at_weight_gradients(self) -> None:
-        """Look for a nonfinite weight gradient on this rank: a sum of finite numbers may overflow."""
-        for parameter in (p for unit in stage_units(self.trainer.stage) for p in unit):
-            assert isinstance(parameter, FlatParameter)
-            if found := _bad([parameter.main_grad]):
-                return self._found(
-                    True,
-                    f"the gradient of {parameter.spec.name}, after finite gradients of activations",
-                    found,
-                )
-        return None
+    def _inspect_weight_gradients(self) -> None:
+        """Look for a nonfinite weight gradient: a sum of finite numbers may overflow."""
+        for unit in stage_units(self.trainer.stage):
+            for parameter in unit:
+                assert isinstance(parameter, FlatParameter)
+                if count := _describe_nonfinite([parameter.main_grad]):
+                    where = f"the gradient of {parameter.spec.name}, after finite gradients of activations"
+                    self._found(where, count, produced=True)
+                    return
 
-    # What an operation does -----------------------------------------------------------------------------------------------------
-
-    def _operation(self, name: str, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        self._looks += 1
+    def _operation(
+        self, name: str, function: Callable[..., Any], args: Arguments, kwargs: Keywords
+    ) -> Any:
+        self._inspections += 1
         bound = inspect.signature(function).bind(*args, **kwargs)
-        call, given = _Call(_name(name, bound.arguments, self._before)), bound.arguments
-        self._before = call.name
-        inputs = [v for v in given.values() if not isinstance(v, nn.Parameter)]
-        valid = given.get(
-            "needs_values", True
-        )  # else neither result nor, after an operation of that kind, input must be
-        before = _bad(inputs) if valid else None
-        for key, value in given.items():
+        arguments = bound.arguments
+        call = _Call(_name(name, arguments, self._previous))
+        self._previous = call.name
+        # Without needs_values the result is arbitrary, and so may be the input.
+        valid = arguments.get("needs_values", True)
+        nonfinite_input = None
+        if valid:
+            nonfinite_input = _describe_nonfinite(
+                value for value in arguments.values() if not isinstance(value, nn.Parameter)
+            )
+        for key, value in arguments.items():
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                given[key] = self._tap(value, partial(self._outgoing, call))
+                arguments[key] = _tap(value, partial(self._input_gradient, call))
         result = function(*bound.args, **bound.kwargs)
         results = result if isinstance(result, tuple) else (result,)
-        if valid and (found := before or _bad(results)):
-            self._found(not before, f"forward of {call.name}", found)
-        tapped = tuple(self._tap(each, partial(self._incoming, call)) for each in results)
+        if valid and (count := nonfinite_input or _describe_nonfinite(results)):
+            self._found(f"forward of {call.name}", count, produced=not nonfinite_input)
+        tapped = tuple(_tap(each, partial(self._result_gradient, call)) for each in results)
         return tapped if isinstance(result, tuple) else tapped[0]
 
-    def _tap(self, x: Tensor, see: Callable[[Tensor], None]) -> Tensor:
-        return _Tap.apply(x, see) if x.requires_grad and torch.is_grad_enabled() else x
+    def _result_gradient(self, call: _Call, grad: Tensor) -> None:
+        self._inspections += 1
+        if count := _describe_nonfinite([grad]):
+            call.finite_gradients = False
+            self._found(f"backward of {call.name}", count, produced=False)
 
-    def _incoming(self, call: _Call, grad: Tensor) -> None:
-        """The gradient of a result."""
-        self._looks += 1
-        if found := _bad([grad]):
-            call.clean = False
-            self._found(False, f"backward of {call.name}", found)
+    def _input_gradient(self, call: _Call, grad: Tensor) -> None:
+        self._inspections += 1
+        if count := _describe_nonfinite([grad]):
+            self._found(f"backward of {call.name}", count, produced=call.finite_gradients)
 
-    def _outgoing(self, call: _Call, grad: Tensor) -> None:
-        """The gradient of an input."""
-        self._looks += 1
-        if found := _bad([grad]):
-            self._found(call.clean, f"backward of {call.name}", found)
-
-    def _found(self, made: bool, where: str, how_many: str) -> None:
-        """Keep the first finding of its kind. The looks have the same numbers on tensor-parallel ranks, which hold the same."""
-        if self.made if made else self.met:
+    def _found(self, where: str, count: str, produced: bool) -> None:
+        """Keep the first finding of its kind."""
+        if produced and self.produced or not produced and self.met:
             return
-        trainer, now = self.trainer, self._now
-        groups, size = trainer.groups, trainer.run.batch.micro_batch_size
-        first = first_sample(
-            self.consumed, now.microbatch, size, groups.data_rank, groups.data_size
-        )
-        backward, part = (
-            now.op != FORWARD,
-            trainer.stage.placement.virtual_stage(trainer.groups.pp.rank, now.model_chunk),
-        )
-        what = "its inputs are finite, its result is not" if made else "its inputs are not finite"
+        trainer = self.trainer
+        groups = trainer.groups
+        instruction = self._instruction
+        size = trainer.run.batch.micro_batch_size
+        microbatch = instruction.microbatch
+        first = first_sample(self.consumed, microbatch, size, groups.data_rank, groups.data_size)
         batch = trainer.skips.samples(self.consumed, trainer.batch_size(self.consumed))
-        ends = batch[first - self.consumed], batch[first - self.consumed + size - 1]
-        text = f"{where}, micro-batch {now.microbatch} (samples {ends[0]} to {ends[1]}): {what} ({how_many})"
-        finding = Finding((first, int(backward), -part if backward else part, self._looks), text)
-        self.made, self.met = (finding, self.met) if made else (self.made, finding)
+        begin = batch[first - self.consumed]
+        end = batch[first - self.consumed + size - 1]
+        if produced:
+            explanation = "its inputs are finite, its result is not"
+        else:
+            explanation = "its inputs are not finite"
+        text = (
+            f"{where}, micro-batch {microbatch} (samples {begin} to {end}): {explanation} ({count})"
+        )
+        part = trainer.stage.placement.virtual_stage(groups.pp.rank, instruction.model_chunk)
+        if instruction.op == FORWARD:
+            finding = Finding((first, 0, part, self._inspections), text)
+        else:
+            finding = Finding((first, 1, -part, self._inspections), text)
+        if produced:
+            self.produced = finding
+        else:
+            self.met = finding
 
 
-def _say(trainer: Trainer, finding: Finding | None, form: str) -> str | None:
-    """The first finding of all ranks, with its rank and node; None where there is none. Collective."""
+def _first_finding(trainer: Trainer, finding: Finding | None) -> str | None:
+    """Return the first finding of all ranks, with its rank and node, or None. Collective."""
     world = trainer.world
     rank = first_rank(world, finding.key if finding else None, KEY_LENGTH)
     if rank is None:
         return None
-    own = (
-        form.format(f"rank {rank} (node {platform.node()}), {finding.text}")
-        if finding and rank == world.rank
-        else ""
-    )
-    return world.broadcast_object(own, root=rank)
+    text = ""
+    if finding and rank == world.rank:
+        text = f"rank {rank} (node {platform.node()}), {finding.text}"
+    found: str = world.broadcast_object(text, root=rank)
+    return found
 
 
-def _bad_weight(trainer: Trainer) -> Finding | None:
+def _nonfinite_weight(trainer: Trainer) -> Finding | None:
     flat = trainer.optimizer.flat
     for parameter in [*flat.parameters, *flat.frozen]:
-        if found := _bad([parameter]):
-            return Finding((0, 0, 0, 0), f"weight {spec_of(parameter).name}: {found}")
+        if count := _describe_nonfinite([parameter]):
+            return Finding((0, 0, 0, 0), f"weight {spec_of(parameter).name}: {count}")
     return None
 
 
 def find_nonfinite(trainer: Trainer, consumed: int, scale: float) -> str:
-    """Repeat the iteration that began at sample `consumed`, with loss scale `scale`, and say where its first Inf or NaN was made.
+    """Repeat the iteration that began at sample `consumed`; describe where its first Inf or NaN was produced. Collective.
 
-    The weights must be those that the iteration began with. What is left in the gradients is of no use. Collective; the same text
-    on every rank.
+    The weights must be unchanged since the iteration. The gradients are overwritten.
+
+    scale: loss scale
     """
     trainer.optimizer.buckets.await_weights()
-    if text := _say(trainer, _bad_weight(trainer), "the weights were not finite before: {}"):
-        return text
+    if text := _first_finding(trainer, _nonfinite_weight(trainer)):
+        return f"the weights were not finite before: {text}"
     search = Search(trainer, consumed)
     trainer.repeat(consumed, scale, search.stage, search.watch)
-    text = _say(trainer, search.made, "first produced by {}") or _say(
-        trainer,
-        search.met,
-        "first seen by {}, and no operation produced it: what lies between is communication",
-    )
-    if text:
-        return text
+    if text := _first_finding(trainer, search.produced):
+        return f"first produced by {text}"
+    if text := _first_finding(trainer, search.met):
+        return f"first seen by {text}, and no operation produced it: what lies between is communication"
     if math.isfinite(trainer.optimizer.grad_norm()):
         return "it does not occur when the iteration is repeated from the same state: memory or network of a node may be faulty"
     return "the gradients of every rank are finite, but their sum over the ranks is not"

@@ -1,4 +1,4 @@
-"""Heartbeats and clocks that observe a rank's communication and reading."""
+"""Observers of a rank's communication, instructions, data reading and kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,13 +17,15 @@ from ..comm.grid import Grid, Groups
 from ..host.observed import (
     INSTRUCTIONS,
     NONBLOCKING,
+    Arguments,
+    Keywords,
     Observed,
     Observer,
     Phases,
     observe_groups,
     observe_wait,
 )
-from ..pipeline.instructions import SENDS, Instruction
+from ..pipeline.instructions import RECEIVES, SENDS, Instruction
 from ..pipeline.schedule import Executor
 from .abft import Checksums
 from .hang_verdict import LISTENERS, Address, Link, open_socket, own_address, parent
@@ -42,83 +44,69 @@ NAMES = {
     "etp": "expert-tensor-parallel",
     "edp": "expert-data-parallel",
 }
-
-
-MESSAGES = ("isend", "irecv")  # between stages they are those of an instruction, which says more
-
-
-LISTED = 4  # ranks of a group that are named
+MESSAGES = ("isend", "irecv")  # between stages, part of an instruction that is reported instead
+LISTED = 4  # leading ranks of a group in its text
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Ranks in a line: 0, 2, 4, 6 ... 14."""
+    """Return ranks in a line: 0, 2, 4, 6 ... 14."""
     if len(ranks) <= LISTED + 1:
         return ", ".join(map(str, ranks))
     return f"{', '.join(map(str, ranks[:LISTED]))} ... {ranks[-1]}"
 
 
 class Heartbeats:
-    """Signs of life of one rank. The trainer takes `groups(...)`, `watch` and `reading`."""
+    """Heartbeats of one rank. Pass `groups(...)`, `watch` and `reading` to the trainer."""
 
     def __init__(self, heart: Heartbeat, grid: Grid, rank: int) -> None:
         self.heart = heart
-        self._ranks = {
+        self._ranks: dict[str, Sequence[int]] = {
             **dict.fromkeys(NAMES, [rank]),
             "world": range(grid.world_size),
             **grid.ranks(rank),
         }
 
     def groups(self, groups: Groups) -> Groups:
-        """The same groups; a collective is told with the group's ranks."""
+        """Return the groups with each collective reported with its ranks."""
         return observe_groups(groups, self._of_group)
 
     def watch(self, executor: Any) -> Executor:
-        """The schedule's executor; each instruction is told with its micro-batch, a message with the other rank."""
-        chunks, placement, stage = len(executor.chunks), executor.placement, executor.pp.rank
-        peers = self._ranks["pp"]
+        """Return the executor with each instruction reported with its micro-batch, and a message with the other rank."""
 
-        def call(
-            name: str, function: Callable[..., Any], args: tuple[Instruction], kwargs: dict
-        ) -> Any:
-            instruction = args[0]
-            what = f"{name} of micro-batch {instruction.microbatch}" + (
-                f", chunk {instruction.model_chunk}" if chunks > 1 else ""
-            )
-            if name.startswith(("send", "recv")):
-                what += f" {'to' if name in SENDS else 'from'} rank {peers[placement.peer(stage, instruction)[0]]}"
-            return self._during(what, function, args, kwargs)
+        def call(name: str, function: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
+            instruction: Instruction = args[0]
+            text = f"{name} of micro-batch {instruction.microbatch}"
+            if len(executor.chunks) > 1:
+                text += f", chunk {instruction.model_chunk}"
+            if name in SENDS or name in RECEIVES:
+                direction = "to" if name in SENDS else "from"
+                stage, _ = executor.placement.peer(executor.pp.rank, instruction)
+                text += f" {direction} rank {self._ranks['pp'][stage]}"
+            with self.heart.phase(text):
+                return function(*args, **kwargs)
 
-        return Observed(executor, INSTRUCTIONS, call)
+        return cast(Executor, Observed(executor, INSTRUCTIONS, call))
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Around what fetches samples."""
+        """Report the block as reading samples."""
         with self.heart.phase("reading data"):
             yield
-
-    def _during(self, what: str, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        before = self.heart.enter(what)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.heart.leave(before)
 
     def _of_group(self, group: str) -> Observer:
         members = f"over {NAMES[group]} ranks {listed(self._ranks[group])}"
 
-        def call(name: str, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        def call(name: str, function: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
             if name in MESSAGES and group == "pp":
                 return function(*args, **kwargs)
             verb = name.removesuffix(" wait")
             if verb in NONBLOCKING:
                 verb = verb.removeprefix("i")
-            before = self.heart.enter(
-                f"{verb} {members}" + f" in {self.heart.what}" * bool(self.heart.what)
-            )
-            try:
+            text = f"{verb} {members}"
+            if self.heart.what:
+                text += f" in {self.heart.what}"
+            with self.heart.phase(text):
                 result = function(*args, **kwargs)
-            finally:
-                self.heart.leave(before)
             return observe_wait(name, result, call)
 
         return call
@@ -126,10 +114,7 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class Observers:
-    """Observers of a rank's communicators, instructions, reading and kernels.
-
-    profile, checksums: None if the run asks for none.
-    """
+    """Observers of a rank. profile, checksums: None if the run requests none."""
 
     phases: Phases
     beats: Heartbeats
@@ -137,37 +122,42 @@ class Observers:
     checksums: Checksums | None = None
 
     def kernels(self, library: Any) -> Any:
-        """The kernels, observed."""
-        profiled = self.profile.kernels(library) if self.profile else library
-        return self.checksums.observe(profiled) if self.checksums else profiled
+        """Return the kernel library, observed."""
+        if self.profile:
+            library = self.profile.kernels(library)
+        return self.checksums.observe(library) if self.checksums else library
 
     def groups(self, groups: Groups) -> Groups:
-        """The same groups, observed."""
+        """Return the groups, observed."""
         groups = self.phases.groups(self.beats.groups(groups))
         return self.profile.groups(groups) if self.profile else groups
 
     def watch(self, executor: Executor) -> Executor:
-        """The schedule's executor, observed."""
-        watched = self.phases.watch(self.beats.watch(executor))
-        return self.profile.watch(watched) if self.profile else watched
+        """Return the schedule's executor, observed."""
+        watched: Executor = self.phases.watch(self.beats.watch(executor))
+        if self.profile:
+            watched = self.profile.watch(watched)
+        return watched
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Around what fetches samples."""
+        """Observe the block as reading samples."""
         with self.phases.waiting_for_data(), self.beats.reading():
             yield
 
 
 def place(watchdog: Watchdog, world: Comm, nodes: Nodes) -> None:
-    """Tell the watchdog who is who. Collective."""
+    """Set the watchdog's rank, node and link to other nodes. Collective."""
     folder = nodes.ranks.broadcast_object(watchdog.heart.folder)
-    if folder is not None:
-        local = tuple(nodes.ranks.all_gather_object(world.rank))
-        watchdog.placed(world.rank, folder, local, _link(world, nodes) if nodes.count > 1 else None)
+    if folder is None:
+        return
+    local = tuple(nodes.ranks.all_gather_object(world.rank))
+    link = _link(world, nodes) if nodes.count > 1 else None
+    watchdog.placed(world.rank, folder, local, link)
 
 
 def _link(world: Comm, nodes: Nodes) -> Link:
-    """A socket of each rank, of which the first ones of each node are made known to the nodes that report to it."""
+    """Open this rank's socket, and tell the nodes below the addresses of this node's first ranks."""
     token, towards = world.broadcast_object((secrets.randbits(62), own_address()))
     opened = open_socket(own_address(towards) if nodes.number else towards)
     address, port = opened.getsockname()
@@ -176,17 +166,16 @@ def _link(world: Comm, nodes: Nodes) -> Link:
 
 
 def _parents(world: Comm, nodes: Nodes, address: str, ports: list[int]) -> list[Address]:
-    """Return the addresses of the parent node. Meanwhile one rank of each node has 24 bytes of every other node. Collective."""
-    own = torch.tensor(
-        [int.from_bytes(socket.inet_aton(address), "big"), *ports, *[0] * (LISTENERS - len(ports))]
-    )
+    """Return the addresses of the node above. One rank per node temporarily stores 24 bytes per node. Collective."""
+    missing = [0] * (LISTENERS - len(ports))
+    own = torch.tensor([int.from_bytes(socket.inet_aton(address), "big"), *ports, *missing])
     leaders = world.split(0 if nodes.leads else 1, world.rank)
     above = parent(nodes.number)
     if nodes.leads:
-        everyone = leaders.all_gather(
-            own.new_empty(leaders.size, own.numel()), own
-        )  # (nodes, 1 + LISTENERS)
-        own = everyone[above or 0].clone()
+        everyone = own.new_empty(leaders.size, own.numel())  # (nodes, 1 + LISTENERS)
+        own = leaders.all_gather(everyone, own)[above or 0].clone()
     number, *listening = nodes.ranks.broadcast(own).tolist()
+    if above is None:
+        return []
     host = socket.inet_ntoa(number.to_bytes(4, "big"))
-    return [(host, port) for port in listening if port and above is not None]
+    return [(host, port) for port in listening if port]

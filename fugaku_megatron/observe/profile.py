@@ -17,83 +17,85 @@ from ..config.layout import Layout, placement
 from ..config.output import OutputConfig
 from ..config.run_config import RunConfig
 from ..host.allocator import peak_memory_mib
-from ..host.observed import (
-    Profiler,
-)
-from . import trace as trace_module
+from ..host.observed import Profiler
 from .loss_plot import start_module
+from .trace import merge_traces
 
-BARRIERS = 9  # that clocks are compared at
-
-
-Say = Callable[[str], None]  # prints a line, on rank 0
+BARRIERS = 9  # at which clocks are compared
+Say = Callable[[str], None]  # prints a line on rank 0
 
 
 def first_pipeline(layout: Layout) -> list[int]:
-    """The ranks of rank 0's pipeline, by stage."""
+    """Return the ranks of rank 0's pipeline, by stage."""
     return Grid(*layout.sizes).ranks(0)["pp"]
 
 
 def profiled_ranks(output: OutputConfig, layout: Layout) -> list[int]:
-    """The ranks that write a trace: those of --profile-ranks, and rank 0's pipeline."""
+    """Return the ranks that write a trace: --profile-ranks and rank 0's pipeline."""
     return sorted({*output.profile_ranks, *first_pipeline(layout)})
 
 
 class Profile:
-    """Exists on every rank of a run with --profile; the ranks do together what begins and ends the recording."""
+    """Profile of a run, on every rank because the recording begins and ends collectively.
+
+    profiler: None on ranks that are not profiled
+    detailed: the profiler on --profile-ranks, which also record kernels and messages
+    started: iterations since this start
+    """
 
     def __init__(self, run: RunConfig, layout: Layout, world: Comm) -> None:
-        output = run.output
-        self.output, self.layout, self.world = output, layout, world
-        self.ranks, self.folder = profiled_ranks(output, layout), Path(output.profile_dir)
-        self.pipeline, self.placement = first_pipeline(layout), placement(run)
+        self.output = run.output
+        self.layout = layout
+        self.world = world
+        self.ranks = profiled_ranks(run.output, layout)
+        self.folder = Path(run.output.profile_dir)
+        self.pipeline = first_pipeline(layout)
+        self.placement = placement(run)
         self.profiler = Profiler() if world.rank in self.ranks else None
-        self.whole = (
-            self.profiler if world.rank in output.profile_ranks else None
-        )  # records kernels and messages, too
-        self.started = 0  # iterations since this start
-
-    # What is observed -----------------------------------------------------------------------------------------------------------
+        self.detailed = self.profiler if world.rank in run.output.profile_ranks else None
+        self.started = 0
 
     def kernels(self, library: Any) -> Any:
-        """The kernel library for `nn.ops.Ops`."""
-        return self.whole.kernels(library) if self.whole else library
+        """Return the kernel library for `nn.ops.Ops`, observed."""
+        return self.detailed.kernels(library) if self.detailed else library
 
     def groups(self, groups: Groups) -> Groups:
-        """The trainer's groups."""
-        return self.whole.groups(groups) if self.whole else groups
+        """Return the trainer's groups, observed."""
+        return self.detailed.groups(groups) if self.detailed else groups
 
     def watch(self, executor: Any) -> Any:
-        """The schedule's executor."""
+        """Return the schedule's executor, observed."""
         return self.profiler.watch(executor) if self.profiler else executor
-
-    # Iterations -----------------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def iteration(self, say: Say) -> Iterator[None]:
-        """Around an iteration; after the last one asked for the results are written. Collective."""
+        """Run an iteration; write the results after the last requested one. Collective."""
         self.started += 1
-        recorded = self.output.profile_step_start <= self.started < self.output.profile_step_end
-        if self.started == self.output.profile_step_start:
+        first = self.output.profile_step_start
+        end = self.output.profile_step_end
+        if self.started == first:
             self._begin()
-        with self.profiler.step(recorded) if self.profiler else contextlib.nullcontext():
+        if self.profiler:
+            with self.profiler.step(first <= self.started < end):
+                yield
+        else:
             yield
-        if self.started == self.output.profile_step_end - 1:
+        if self.started == end - 1:
             self._write(say)
 
     def end(self, say: Say) -> None:
-        """At the end of a run, which may have had fewer iterations than asked for. Collective."""
-        if self.started < self.output.profile_step_start:
+        """Write the results of a run with fewer iterations than requested. Collective."""
+        first = self.output.profile_step_start
+        if self.started < first:
             say(
-                f"note: no profile: this start had {self.started} iterations, --profile-step-start is "
-                f"{self.output.profile_step_start}"
+                f"note: no profile: this start had {self.started} iterations, --profile-step-start is {first}"
             )
         elif self.started < self.output.profile_step_end - 1:
             self._write(say)
 
     def _begin(self) -> None:
-        if self.whole:
-            self.whole.measure_peak()
+        if self.detailed:
+            self.detailed.measure_peak()
         begin = common_moment(self.world)
         if self.profiler:
             self.profiler.begin = begin
@@ -106,53 +108,47 @@ class Profile:
             self._write_own(self.profiler, say)
         self.world.barrier()
         if self.world.rank == 0:
-            self._merge(self.folder / "trace.json", say)
-
-    def _merge(self, merged: Path, say: Say) -> None:
-        missing = trace_module.merge_traces(
-            [self._trace(rank) for rank in self.ranks], merged, self.placement, self.pipeline
-        )
-        say(
-            f"trace of {len(self.ranks) - len(missing)} ranks: {merged} (open it in ui.perfetto.dev)"
-        )
-        if missing:
-            say(
-                f"note: not in it, because the directory of rank 0 does not have them: {', '.join(p.name for p in missing)}"
-            )
-        elif self.layout.pp > 1:
-            say(_draw(merged, self.folder / "schedule.png"))
+            self._merge(say)
 
     def _write_own(self, profiler: Profiler, say: Say) -> None:
         rank = self.world.rank
+        _, stage, _ = Grid(*self.layout.sizes).coords(rank)
         self.folder.mkdir(parents=True, exist_ok=True)
-        profiler.write_trace(
-            self._trace(rank), rank, Grid(*self.layout.sizes).coords(rank)[1], peak_memory_mib()
-        )
-        if not self.whole:
-            return
-        lines = self.whole.table()
-        (self.folder / f"table_rank{rank}.txt").write_text("\n".join(lines) + "\n")
-        for line in lines:
-            say(line)
+        profiler.write_trace(self._trace(rank), rank, stage=stage, peak_mib=peak_memory_mib())
+        if self.detailed:
+            lines = self.detailed.table()
+            (self.folder / f"table_rank{rank}.txt").write_text("\n".join(lines) + "\n")
+            for line in lines:
+                say(line)
+
+    def _merge(self, say: Say) -> None:
+        merged = self.folder / "trace.json"
+        traces = [self._trace(rank) for rank in self.ranks]
+        missing = merge_traces(traces, merged, self.placement, self.pipeline)
+        say(f"trace of {len(traces) - len(missing)} ranks: {merged} (open it in ui.perfetto.dev)")
+        if missing:
+            names = ", ".join(path.name for path in missing)
+            say(f"note: not in it, because the directory of rank 0 does not have them: {names}")
+        elif self.layout.pp > 1:
+            say(_draw(merged, self.folder / "schedule.png"))
 
 
 def common_moment(world: Comm) -> float:
-    """One moment of all ranks, each by its own clock (time.perf_counter). Collective.
+    """Return one moment of all ranks, on each rank by its own clock (time.perf_counter). Collective.
 
-    All leave a barrier at once, but for the time until each is awake: the median over several barriers shows how far a clock is
-    from rank 0's.
+    All ranks leave a barrier at once, apart from their wake-up times, so a clock's offset is the median over several barriers.
     """
     world.barrier()  # waits for the slowest
     left = torch.empty(BARRIERS, dtype=torch.float64)
     for number in range(BARRIERS):
         world.barrier()
         left[number] = time.perf_counter()
-    of_rank_0 = world.broadcast(left.clone())
-    return (of_rank_0[-1] + (left - of_rank_0).median()).item()
+    root = world.broadcast(left.clone())
+    return float(root[-1] + (left - root).median())
 
 
 def _draw(trace: Path, picture: Path) -> str:
-    """Draw the schedule in a process of its own, and return the line of the log about it."""
+    """Draw the schedule in another process; return the log's line."""
     drawing = start_module(
         "schedule_plot",
         str(trace),
@@ -163,8 +159,6 @@ def _draw(trace: Path, picture: Path) -> str:
         errors="surrogateescape",
     )
     errors = drawing.communicate()[1].strip()
-    return (
-        f"{picture}: not drawn, {errors.splitlines()[-1]}"
-        if drawing.returncode
-        else f"schedule: {picture}"
-    )
+    if drawing.returncode:
+        return f"{picture}: not drawn, {errors.splitlines()[-1]}"
+    return f"schedule: {picture}"

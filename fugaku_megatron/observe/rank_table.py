@@ -1,9 +1,7 @@
-"""Time of every rank by phase: ranks that delay the others, and `fugaku-megatron log --ranks`, a table and a heat map.
+"""Seconds by rank and phase: slow ranks, and the table and heat map in `fugaku-megatron log --ranks`.
 
-A rank is slow in what it does itself: it computes, or it waits for its data. All else is waiting for other ranks. Computation is
-compared with that of ranks that compute the same; data should not be waited for at all.
-The table has min, mean and max of each phase. It reads the files of --log-ranks. Left out: where the seconds come from
-(`observe.memory`).
+Only computation and waiting for data are a rank's own time; the other phases wait for other ranks. A rank is slow if its
+computation takes longer than on ranks with equal work, or if it waits for data.
 """
 
 from __future__ import annotations
@@ -21,30 +19,19 @@ from ..text.named_files import read_text
 from ..text.table import pipe_table
 from .loss_plot import title
 
-WARM_UP = 1  # intervals that are not counted: the first one holds the first touch of memory
-
-
+WARM_UP = 1  # first intervals, excluded from means: memory is allocated in them
 COLUMNS = ("phase", "min s", "mean s", "max s", "slowest rank", "its stage")
-
-
-COMPUTATION, DATA = "computation", "data"  # phases of a rank's own
-
-
-SLOW = 0.1  # of an iteration that a rank may take longer than it should before it is named
-
-
-PEERS = 3  # ranks that make a median worth something
-
-
-NAMED = 3  # slow ranks that a line names
-
-
+COMPUTATION = "computation"
+DATA = "data"
+SLOW = 0.1  # fraction of an iteration by which a rank may exceed its expected time
+PEERS = 3  # ranks for a meaningful median
+NAMED = 3  # slow ranks named in a line
 STAGE_MEDIAN = "the median of its stage"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The mean iteration of a log interval. tp, pp, cp: sizes. seconds: phase -> seconds of every rank."""
+    """Mean iteration in a log interval. seconds: phase -> rank"""
 
     iteration: int
     tp: int
@@ -59,25 +46,21 @@ class Interval:
 
     @property
     def layout(self) -> tuple[int, int, int, int]:
-        """Sizes that rank numbers follow: ranks, tp, pp, cp."""
+        """(ranks, tp, pp, cp), on which rank numbers depend."""
         return self.ranks, self.tp, self.pp, self.cp
 
     def stage(self, rank: int) -> int:
-        """The rank's pipeline stage; see `comm.grid.Grid`."""
+        """Return the rank's pipeline stage; see `comm.grid.Grid`."""
         return rank // (self.tp * self.cp) % self.pp
 
     def line(self) -> str:
-        """The record as JSON, in tenths of milliseconds."""
-        return json.dumps(
-            {
-                **asdict(self),
-                "seconds": {name: [round(s, 4) for s in row] for name, row in self.seconds.items()},
-            }
-        )
+        """Return the record as JSON, in tenths of milliseconds."""
+        seconds = {name: [round(s, 4) for s in row] for name, row in self.seconds.items()}
+        return json.dumps({**asdict(self), "seconds": seconds})
 
 
 def parse_interval(line: str) -> Interval:
-    """The inverse of `Interval.line`. ValueError if it is another line."""
+    """Invert `Interval.line`. ValueError for another line."""
     try:
         interval = Interval(**json.loads(line))
         lengths = {
@@ -96,9 +79,10 @@ def parse_interval(line: str) -> Interval:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank. phase: in which it is slow. seconds, usual: of an iteration, real and expected.
+    """A slow rank.
 
-    usual_of: what `usual` is, for the log.
+    seconds, usual: measured and expected seconds per iteration
+    usual_of: description for the log
     """
 
     rank: int
@@ -109,80 +93,69 @@ class Straggler:
     usual_of: str = STAGE_MEDIAN
 
     def text(self, host: str) -> str:
-        """Return the straggler's text in the log. host: name of its node."""
-        excess = (
-            f", {100 * (self.seconds / self.usual - 1):.0f} % slower than {self.usual_of}"
-            if self.usual
-            else ""
-        )
-        more = f"{excess} ({self.usual:.3f} s)" if excess else ""
-        return f"rank {self.rank} (stage {self.stage}, {host}): {self.phase} {self.seconds:.3f} s per iteration{more}"
+        """Return the text for the log. host: name of the rank's node"""
+        text = f"rank {self.rank} (stage {self.stage}, {host}): {self.phase} {self.seconds:.3f} s per iteration"
+        if self.usual:
+            percent = 100 * (self.seconds / self.usual - 1)
+            text += f", {percent:.0f} % slower than {self.usual_of} ({self.usual:.3f} s)"
+        return text
 
 
 def find(
     interval: Interval, work: Sequence[float], shares: Sequence[float] = ()
 ) -> list[Straggler]:
-    """The slow ranks, the slowest first. work: of each stage, in any unit, for stages with too few ranks for a median.
+    """Return the slow ranks, slowest first.
 
-    shares: of every rank, its work relative to the other ranks of its stage, whose documents may be shorter; none: all alike.
+    work: per stage, in any unit, for stages with too few ranks for a median
+    shares: each rank's work relative to its stage (documents differ in length); empty: all alike
     """
-    computation, data = interval.seconds[COMPUTATION], interval.seconds[DATA]
-    usual = _usual(interval, work, shares or [1.0] * interval.ranks)
+    usual = _usual(interval, work, shares or [1.0 for _ in range(interval.ranks)])
+    usual_of = _usual_of(interval)
     found = []
-    for rank, (computes, waits) in enumerate(zip(computation, data, strict=True)):
+    for rank in range(interval.ranks):
         limit = SLOW * sum(row[rank] for row in interval.seconds.values())
-        found += [
-            Straggler(rank, interval.stage(rank), phase, seconds, expected, _usual_of(interval))
-            for phase, seconds, expected in (
-                (COMPUTATION, computes, usual[rank]),
-                (DATA, waits, 0.0),
-            )
-            if seconds - expected > limit
-        ]
+        for phase, expected in ((COMPUTATION, usual[rank]), (DATA, 0.0)):
+            seconds = interval.seconds[phase][rank]
+            if seconds - expected > limit:
+                stage = interval.stage(rank)
+                found.append(Straggler(rank, stage, phase, seconds, expected, usual_of))
     return sorted(found, key=lambda s: s.usual - s.seconds)
 
 
 def _usual(interval: Interval, work: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """For every rank, the lower median of computation: over its stage, or over all ranks by their work where that is too few."""
-    computation = [
-        seconds / share
-        for seconds, share in zip(interval.seconds[COMPUTATION], shares, strict=True)
-    ]
-    stages = [interval.stage(rank) for rank in range(len(computation))]
-    if len(computation) // interval.pp >= PEERS:
+    """Return each rank's expected computation seconds: its stage's lower median, or all ranks' by work."""
+    row = interval.seconds[COMPUTATION]
+    seconds = [s / share for s, share in zip(row, shares, strict=True)]
+    stages = [interval.stage(rank) for rank in range(len(row))]
+    if len(row) // interval.pp >= PEERS:
         medians = [
-            statistics.median_low(
-                s for s, at in zip(computation, stages, strict=True) if at == stage
-            )
+            statistics.median_low(s for s, at in zip(seconds, stages, strict=True) if at == stage)
             for stage in range(interval.pp)
         ]
         return [medians[stage] * share for stage, share in zip(stages, shares, strict=True)]
-    rate = statistics.median_low(
-        s / work[stage] for s, stage in zip(computation, stages, strict=True)
-    )
+    rates = (s / work[stage] for s, stage in zip(seconds, stages, strict=True))
+    rate = statistics.median_low(rates)
     return [rate * work[stage] * share for stage, share in zip(stages, shares, strict=True)]
 
 
 def _usual_of(interval: Interval) -> str:
-    """Name what `_usual` compares with: a stage of one or two ranks has no median."""
+    """Describe the seconds in `_usual`."""
     peers = interval.ranks // interval.pp
     if peers >= PEERS:
         return STAGE_MEDIAN
-    pace = (
-        f"at the median speed of all {interval.ranks} ranks"
-        if interval.ranks >= PEERS
-        else "at the speed of the faster rank"
-    )
+    pace = "at the speed of the faster rank"
+    if interval.ranks >= PEERS:
+        pace = f"at the median speed of all {interval.ranks} ranks"
     if interval.pp == 1:
         return f"its work takes {pace}"
     count = "one rank" if peers == 1 else f"{peers} ranks"
     return f"the work of its stage, which has {count}, takes {pace}"
 
 
-def read(path: str | os.PathLike) -> list[Interval]:
-    """The intervals of a file, in order; of those that a resumed run repeats the last, and none of a run of another layout before.
+def read(path: str | os.PathLike[str]) -> list[Interval]:
+    """Return a file's intervals with the last layout, in order; the last if one is repeated.
 
-    Raises ValueError, with file and line, for a file that holds something else.
+    ValueError, with file and line, for another file.
     """
     lines = read_text(path, "", "pass a file that --log-ranks wrote").splitlines()
     found: dict[int, Interval] = {}
@@ -204,47 +177,35 @@ def read(path: str | os.PathLike) -> list[Interval]:
 
 
 def mean(intervals: Sequence[Interval]) -> Interval:
-    """One interval with the mean seconds of all but the first WARM_UP, or of all if there are at most that many."""
+    """Return the mean interval, without the first WARM_UP if there are more."""
     counted = intervals[WARM_UP:] or intervals
-    seconds = {
-        phase: [
-            statistics.fmean(column)
-            for column in zip(*(i.seconds[phase] for i in counted), strict=True)
-        ]
-        for phase in counted[0].seconds
-    }
-    last = counted[-1]
-    return replace(last, seconds=seconds)
+    seconds = {}
+    for phase in counted[0].seconds:
+        columns = zip(*(interval.seconds[phase] for interval in counted), strict=True)
+        seconds[phase] = [statistics.fmean(column) for column in columns]
+    return replace(counted[-1], seconds=seconds)
 
 
-def text(path: str | os.PathLike, intervals: Sequence[Interval]) -> str:
-    """The table of one file: seconds of an iteration."""
-    average, rows = mean(intervals), []
+def text(path: str | os.PathLike[str], intervals: Sequence[Interval]) -> str:
+    """Return a file's table, seconds per iteration."""
+    average = mean(intervals)
+    rows = [list(COLUMNS)]
     for phase, row in average.seconds.items():
         slowest = row.index(max(row))
-        rows.append(
-            [
-                phase,
-                *(f"{s:.3f}" for s in (min(row), statistics.fmean(row), row[slowest])),
-                str(slowest),
-                str(average.stage(slowest)),
-            ]
-        )
+        seconds = [min(row), statistics.fmean(row), row[slowest]]
+        shown_seconds = [f"{s:.3f}" for s in seconds]
+        rows.append([phase, *shown_seconds, str(slowest), str(average.stage(slowest))])
     counted = len(intervals[WARM_UP:] or intervals)
-    return "\n".join(
-        [
-            *pipe_table([list(COLUMNS), *rows]),
-            "",
-            f"  {path}: {average.ranks} ranks, means over {counted} log intervals up to iteration {average.iteration}",
-        ]
-    )
+    basis = f"  {path}: {average.ranks} ranks, means over {counted} log intervals up to iteration {average.iteration}"
+    return "\n".join([*pipe_table(rows), "", basis])
 
 
-def draw(path: str | os.PathLike, source: str | os.PathLike, intervals: Sequence[Interval]) -> None:
-    """A heat map for each phase into a PNG file: ranks down, log intervals across. ValueError when it cannot be written."""
-    from matplotlib.backends.backend_agg import (
-        FigureCanvasAgg,
-    )  # no window, and pyplot's global state untouched
+def draw(
+    path: str | os.PathLike[str], source: str | os.PathLike[str], intervals: Sequence[Interval]
+) -> None:
+    """Write a PNG file with a heat map per phase: ranks down, log intervals across. ValueError if that fails."""
+    # No window, and no change to pyplot's global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     phases = list(intervals[0].seconds)
@@ -256,26 +217,24 @@ def draw(path: str | os.PathLike, source: str | os.PathLike, intervals: Sequence
     columns[0].set_ylabel("rank")
     columns[0].invert_yaxis()
     figure.colorbar(image, ax=columns, label="seconds of an iteration")
-    figure.suptitle(
-        shown(title("Where the time of every rank went, measured", os.path.abspath(source))),
-        fontsize="medium",
-    )
+    heading = title("Where the time of every rank went, measured", os.path.abspath(source))
+    figure.suptitle(shown(heading), fontsize="medium")
     with writing("--png", os.fspath(path)):
         figure.savefig(path, dpi=120, format="png")
 
 
 def _panel(axes: Any, phase: str, intervals: Sequence[Interval]) -> Any:
-    """One heat map, with the colours that all of them have."""
+    """Draw a phase's heat map. All phases share one colour scale."""
     from matplotlib.ticker import MaxNLocator
 
     largest = max(max(row) for i in intervals for row in i.seconds.values())
     ends = [i.iteration for i in intervals]
-    begin = ends[0] - (ends[1] - ends[0] if len(ends) > 1 else ends[0])
+    first_length = ends[1] - ends[0] if len(ends) > 1 else ends[0]
     picture = list(zip(*(i.seconds[phase] for i in intervals), strict=True))  # (ranks, intervals)
     axes.set(title=phase, xlabel="iteration")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     return axes.pcolormesh(
-        [begin, *ends],
+        [ends[0] - first_length, *ends],
         [rank - 0.5 for rank in range(len(picture) + 1)],
         picture,
         vmin=0,

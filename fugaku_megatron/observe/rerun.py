@@ -17,35 +17,38 @@ from ..comm.agreement import first_rank
 from ..training.trainer import Trainer
 from .abft import cores
 
-NORMAL_MAD = 1.4826  # standard deviations in the median absolute deviation of a normal distribution
-
-
-WINDOW, ENOUGH = 50, 20  # losses that are looked back on, and how many there must be
-
-
-SMALLEST = 0.01  # of the median: a rise below it is not a spike, however quiet the losses were
+NORMAL_MAD = 1.4826  # standard deviations per median absolute deviation of a normal distribution
+WINDOW = 50  # last losses
+ENOUGH = 20  # losses before the first spike
+SMALLEST = 0.01  # of the median: a smaller rise is not a spike, however quiet the losses were
+OUTPUT = 0
+INPUT_GRADIENT = 1
+WEIGHT_GRADIENT = 2
+LARGEST_PART = 2**30
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> dtype
+Key = tuple[int, int, int]  # first sample, kind, virtual stage in the pass's order
 
 
 class Spikes:
-    """The losses of the last iterations. A spike lies above their median by more than `deviations` standard deviations.
+    """Losses of the last iterations. A spike exceeds their median by more than `deviations` standard deviations.
 
-    The deviation is estimated from the median absolute deviation, which a few spikes do not change (Iglewicz and Hoaglin 1993, "How
-    to Detect and Handle Outliers"; they use 3.5, for data without a trend).
+    The median absolute deviation estimates them, robust to a few spikes. Source: Iglewicz and Hoaglin 1993, "How to Detect and Handle
+    Outliers", with 3.5 for data without a trend.
     """
 
     def __init__(self, deviations: float) -> None:
         self.deviations = deviations
         self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._before = False  # whether the last one was a spike
+        self._in_spike = False
 
     def find(self, loss: float) -> str | None:
-        """Why the next loss is a spike; None where it is not, or follows one, so that a new level is told once."""
+        """Return the reason if the next loss begins a spike, else None. A spike that lasts is reported once."""
         middle, limit = self._limit()
-        spike, before = not math.isfinite(loss) or loss > limit, self._before
-        self._before = spike
+        before = self._in_spike
+        self._in_spike = not math.isfinite(loss) or loss > limit
         if math.isfinite(loss):
             self._losses.append(loss)
-        if not spike or before:
+        if not self._in_spike or before:
             return None
         if not math.isfinite(loss):
             return f"the loss is {loss}"
@@ -55,7 +58,7 @@ class Spikes:
         )
 
     def _limit(self) -> tuple[float, float]:
-        """Median of the losses, and the largest loss that is not a spike."""
+        """Return the median loss, and the largest loss that is not a spike."""
         if len(self._losses) < ENOUGH:
             return math.nan, math.inf
         middle = median(self._losses)
@@ -63,103 +66,93 @@ class Spikes:
         return middle, middle + max(self.deviations * deviation, SMALLEST * abs(middle))
 
 
-OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT = range(3)
-
-
-PLACES = (
-    "the output of part {}",
-    "the gradient of part {}'s input",
-    "the weight gradients",
-)  # `parts`: 0 is the first
-
-
-LARGEST_PART = 2**30
-
-
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-
-
-Key = tuple[int, int, int]  # first sample, kind, part of the model in the order of the pass
-
-
 def bit_sum(x: Tensor) -> int:
-    """The elements of x (any shape) as whole numbers, added up modulo 2^64: one flipped bit always changes it."""
+    """Return the sum of x's bits (any shape) as integers modulo 2^64, which any flipped bit changes."""
     flat = x.detach().reshape(-1)
-    whole = all(n * x.element_size() % 8 == 0 for n in (flat.numel(), flat.storage_offset()))
-    return int(
-        flat.view(torch.int64 if whole else INTEGERS[x.element_size()]).sum()
-    )  # torch converts smaller ones
+    size = x.element_size()
+    fits_int64 = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
+    dtype = torch.int64 if fits_int64 else INTEGERS[size]  # torch converts smaller integers
+    return int(flat.view(dtype).sum())
 
 
 class Fingerprints:
-    """Fingerprints of what this rank computes in an iteration, a number for each key, taken by hooks on stage and buckets."""
+    """Bit sums of this rank's outputs and gradients in an iteration, taken by hooks on stage and buckets."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._kept: dict[Key, int] = {}
-        pp, placement = trainer.groups.pp, trainer.stage.placement
+        self._sums: dict[Key, int] = {}
+        placement = trainer.stage.placement
         for number, chunk in enumerate(trainer.stage.chunks):
-            chunk.register_forward_hook(
-                partial(self._forward, placement.virtual_stage(pp.rank, number))
-            )
+            part = placement.virtual_stage(trainer.groups.pp.rank, number)
+            chunk.register_forward_hook(partial(self._forward, part))
         trainer.optimizer.buckets.before_sum = self._weights
 
     def take(self) -> dict[Key, int]:
-        """Return the fingerprints of the iteration so far, and start an empty set."""
-        kept, self._kept = self._kept, {}
-        return kept
+        """Return the fingerprints of the iteration so far, and reset them."""
+        sums = self._sums
+        self._sums = {}
+        return sums
 
     def _forward(self, part: int, chunk: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if torch.is_grad_enabled():
-            x, first = args[0], args[2].first_sample
-            self._kept[first, OUTPUT, part] = bit_sum(output)
+            x = args[0]
+            first = args[2].first_sample
+            self._sums[first, OUTPUT, part] = bit_sum(output)
             if x.requires_grad:
                 x.register_hook(partial(self._backward, (first, INPUT_GRADIENT, -part)))
 
     def _backward(self, key: Key, grad: Tensor) -> None:
-        self._kept[key] = bit_sum(grad)
+        self._sums[key] = bit_sum(grad)
 
     def _weights(self, bucket: int, grads: Tensor) -> None:
-        self._kept[2**61, WEIGHT_GRADIENT, bucket + 1] = bit_sum(grads)  # after all samples
+        self._sums[2**61, WEIGHT_GRADIENT, bucket + 1] = bit_sum(grads)  # after all samples
 
 
 def first_difference(one: dict[Key, int], other: dict[Key, int]) -> Key | None:
-    """The first key whose numbers differ."""
-    return min(
-        (key for key in one.keys() | other.keys() if one.get(key) != other.get(key)), default=None
-    )
+    """Return the first key with different sums, or None."""
+    keys = one.keys() | other.keys()
+    return min((key for key in keys if one.get(key) != other.get(key)), default=None)
 
 
-def _what(key: Key) -> str:
+def _describe(key: Key) -> str:
     sample, kind, part = key
-    return PLACES[kind].format(
-        abs(part)
-    ) + f" of the micro-batch that begins with sample {sample}" * (kind != WEIGHT_GRADIENT)
+    if kind == WEIGHT_GRADIENT:
+        return "the weight gradients"
+    if kind == OUTPUT:
+        tensor = f"the output of part {part}"
+    else:
+        tensor = f"the gradient of part {-part}'s input"
+    return f"{tensor} of the micro-batch that begins with sample {sample}"
+
+
+def _search_key(key: Key | None) -> Key | None:
+    """Return the key with a third number that is not negative, for `first_rank`."""
+    return None if key is None else (key[0], key[1], key[2] + LARGEST_PART)
 
 
 class Rerun:
-    """Looks at the loss before every update, and repeats an iteration that looks wrong. say(iteration, line): into the log."""
+    """Check of the loss before every update; repeats an iteration with a spike. say: writes (iteration, text) to the log."""
 
     def __init__(self, trainer: Trainer, say: Callable[[int, str], None]) -> None:
-        self.trainer, self.say = trainer, say
+        self.trainer = trainer
+        self.say = say
         self.spikes = Spikes(trainer.run.numbers.loss_spike_deviations)
         self.fingerprints = Fingerprints(trainer)
 
     def before_update(self, consumed: int, loss: float) -> float:
-        """The loss of the gradients that the update shall use: those of the iteration, or of its repetition. Collective."""
-        trainer, first = self.trainer, self.fingerprints.take()
-        norm, scaler = trainer.optimizer.grad_norm(), trainer.optimizer.scaler
+        """Return the iteration's loss, or the repetition's if its gradients are to be used. Collective."""
+        trainer = self.trainer
+        optimizer = trainer.optimizer
+        first = self.fingerprints.take()
+        norm = optimizer.grad_norm()
         reason = self.spikes.find(loss)
-        if not math.isfinite(norm) and not scaler.falling:
-            reason = reason or f"the norm of the gradients is {norm}"
+        if reason is None and not math.isfinite(norm) and not optimizer.scaler.falling:
+            reason = f"the norm of the gradients is {norm}"
         if reason is None:
             return loss
-        again = trainer.repeat(consumed, scaler.scale)
+        again = trainer.repeat(consumed, optimizer.scaler.scale)
         place = self._first_difference(first, self.fingerprints.take())
-        sums = [
-            bit_sum(torch.tensor(value, dtype=torch.float64))
-            for value in (loss, norm, again, trainer.optimizer.grad_norm())
-        ]
-        if place is None and sums[:2] != sums[2:]:
+        again_norm = optimizer.grad_norm()
+        if place is None and (_bits(loss), _bits(norm)) != (_bits(again), _bits(again_norm)):
             place = "the sums over ranks"
         if place is None:
             again, verdict = self._same_bits(consumed, first, again)
@@ -175,26 +168,25 @@ class Rerun:
         return again
 
     def _first_difference(self, first: dict[Key, int], again: dict[Key, int]) -> str | None:
-        """Return the first difference among all ranks in words, with its rank; None if all fingerprints agree. Collective."""
-        world, tp = self.trainer.world, self.trainer.groups.tp.size
+        """Describe the first difference among all ranks, and its rank; None if all fingerprints agree. Collective."""
+        world = self.trainer.world
+        tp = self.trainer.groups.tp.size
         key = first_difference(first, again)
-        rank = first_rank(world, key and (key[0], key[1], key[2] + LARGEST_PART), 3)
+        rank = first_rank(world, _search_key(key), 3)
         if rank is None:
             return None
-        who = (
-            f"rank {rank}"
-            if tp == 1
-            else f"ranks {rank // tp * tp} to {rank // tp * tp + tp - 1}, which share their layers"
-        )
-        text = (
-            f"{_what(key)}, on {who} (node {platform.node()})" if key and rank == world.rank else ""
-        )
-        return world.broadcast_object(text, root=rank)
+        text = ""
+        if key and rank == world.rank:
+            ranks = f"rank {rank}"
+            if tp > 1:
+                begin = rank // tp * tp
+                ranks = f"ranks {begin} to {begin + tp - 1}, which share their layers"
+            text = f"{_describe(key)}, on {ranks} (node {platform.node()})"
+        found: str = world.broadcast_object(text, root=rank)
+        return found
 
     def _same_bits(self, consumed: int, first: dict[Key, int], again: float) -> tuple[float, str]:
-        """Find out if a core repeats its mistake; (loss of the gradients that the update shall use,
-        verdict). Collective.
-        """
+        """Find out if a core repeats its mistake; return (loss of the gradients to use, verdict). Collective."""
         trainer = self.trainer
         samples = trainer.skips.samples(consumed, trainer.batch_size(consumed))
         skip = (
@@ -209,31 +201,27 @@ class Rerun:
             )
         scale = trainer.optimizer.scaler.scale
         elsewhere = trainer.repeat(consumed, scale, shift=1)
-        computed = [first, self._of_own_samples(first, 1)]
-        key = first_difference(*computed)
-        world = trainer.world
-        if first_rank(world, None if key is None else (0,), 1) is None:
+        computed = [first, self._of_own_samples(first, shift=1)]
+        key = first_difference(first, computed[1])
+        if first_rank(trainer.world, None if key is None else (0,), 1) is None:
             again = trainer.repeat(consumed, scale)  # the bits of sums that an undisturbed run has
             self.fingerprints.take()
             return again, (
                 "it has the same bits, when other ranks compute the samples as well: the cause is "
-                "the batch, "
-                f"not a machine. {skip}"
+                f"the batch, not a machine. {skip}"
             )
         if trainer.groups.data_size > 2:
             elsewhere = trainer.repeat(consumed, scale, shift=2)
-            computed.append(self._of_own_samples(first, 2))
+            computed.append(self._of_own_samples(first, shift=2))
         place = self._repeated_mistake(key, computed)
         return elsewhere, (
             "it has the same bits, but other bits when other ranks compute the samples: the cause "
-            "is a core that repeats its "
-            f"mistake, not the batch. The first difference is in {place}. The run uses what the "
-            "other ranks computed, with loss "
-            f"{elsewhere:.4f}"
+            f"is a core that repeats its mistake, not the batch. The first difference is in {place}. "
+            f"The run uses what the other ranks computed, with loss {elsewhere:.4f}"
         )
 
     def _why_not_elsewhere(self) -> str:
-        """Say why no other rank can compute a rank's samples with the same bits; "" if one can."""
+        """Return the reason if no other rank can compute a rank's samples with the same bits, else ""."""
         if self.trainer.groups.data_size == 1:
             return "data-parallel size 1 has no other rank that could compute it"
         if self.trainer.run.model.num_experts:
@@ -241,37 +229,40 @@ class Rerun:
         return ""
 
     def _of_own_samples(self, own: dict[Key, int], shift: int) -> dict[Key, int]:
-        """Fingerprints of this rank's samples, which the rank `shift` places before it has just
-        computed. Collective.
-        """
-        groups, keys = self.trainer.groups, sorted(own)
+        """Return this rank's samples' fingerprints, just computed by the rank `shift` before it. Collective."""
+        dp = self.trainer.groups.dp
         taken = self.fingerprints.take()
         values = torch.tensor([taken[key] for key in sorted(taken)], dtype=torch.int64)
-        everyone = groups.dp.all_gather(
-            torch.empty(groups.dp.size, len(keys), dtype=torch.int64), values
-        )
-        row = (groups.dp.rank - shift * groups.cp.size) % groups.dp.size
-        return dict(zip(keys, everyone[row].tolist(), strict=True))
+        everyone = torch.empty(dp.size, len(own), dtype=torch.int64)
+        dp.all_gather(everyone, values)
+        row = (dp.rank - shift * self.trainer.groups.cp.size) % dp.size
+        return dict(zip(sorted(own), everyone[row].tolist(), strict=True))
 
     def _repeated_mistake(self, key: Key | None, computed: list[dict[Key, int]]) -> str:
-        """Name the rank whose results others do not confirm. computed: by this rank, and by the
-        ranks before it. Collective.
+        """Describe the rank whose results no other rank confirms. Collective.
+
+        computed: fingerprints by this rank, and by the ranks 1 and 2 before it
         """
         trainer = self.trainer
-        world, dp = trainer.world, trainer.groups.dp
-        rank = first_rank(world, key and (key[0], key[1], key[2] + LARGEST_PART), 3)
+        world = trainer.world
+        dp = trainer.groups.dp
+        rank = first_rank(world, _search_key(key), 3)
         assert rank is not None, "a difference was found"
         places = dp.all_gather_object(f"rank {world.rank} (node {platform.node()}, {cores()})")
         text = ""
         if key and rank == world.rank:
-            own, other = (
-                places[(dp.rank - shift * trainer.groups.cp.size) % dp.size] for shift in (0, 1)
-            )
+            own = places[dp.rank]
+            other = places[(dp.rank - trainer.groups.cp.size) % dp.size]
             values = [each[key] for each in computed]
-            who = f"{own} or {other}"
+            suspect = f"{own} or {other}"
             if len(values) == 3 and values[2] == values[1]:
-                who = own
+                suspect = own
             elif len(values) == 3 and values[2] == values[0]:
-                who = other
-            text = f"{_what(key)}, on {who}"
-        return world.broadcast_object(text, root=rank)
+                suspect = other
+            text = f"{_describe(key)}, on {suspect}"
+        found: str = world.broadcast_object(text, root=rank)
+        return found
+
+
+def _bits(value: float) -> int:
+    return bit_sum(torch.tensor(value, dtype=torch.float64))

@@ -1,8 +1,4 @@
-"""Reader of a run's log or history: iterations, and the configuration from its `run:` line or from flags.
-
-summary = read_log("run.log")
-summary.seconds, summary.tflops, summary.job.tp
-"""
+"""Reader of a run's log or history: iterations, and the configuration from its `run:` line or from flags."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,47 +14,35 @@ from typing import Any
 from ..cli.arguments import make_run
 from ..config.fields import check, check_type
 from ..config.layout import Layout, flags_of_sizes
+from ..config.model import ModelConfig
+from ..config.parallel import ParallelConfig
 from ..config.precision import PrecisionConfig
-from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
+from ..config.run_config import RunConfig
 from ..config.training import BatchConfig, TrainingConfig
 from ..costs import accounting
 from .iteration_metrics import IterationMetrics, parse_line
 from .metrics_writer import parse_peak_memory, parse_validation_line
 
 WARM_UP = 2  # first iterations of a job, excluded from medians
-
-
 _RUN = "run: "
-
-
 _RECORD = '{"kind": "'  # prefix of a history line
-
-
 _CLOCK = re.compile(r" at ([\d.]+) GHz \(measured\)")
-
-
 _RECOMPUTE = (
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",
     "recompute_part_layers",
 )
-
-
 _GROUPS = {
     "model": ModelConfig,
     "batch": BatchConfig,
     "parallel": ParallelConfig,
     "precision": PrecisionConfig,
 }
-
-
-FORMULAS = {
+FORMULAS: dict[str, Callable[[RunConfig, int], float]] = {
     "hardware": accounting.hardware_flops,
     "parameter": lambda run, size: accounting.parameter_flops(run, size, replicas=True),
 }
-
-
 _PEAK = re.compile(rb"peak memory per rank: max \d+ MiB")
 
 
@@ -66,7 +50,7 @@ _PEAK = re.compile(rb"peak memory per rank: max \d+ MiB")
 class Job:
     """Configuration of a logged run; properties are None if unknown.
 
-    values: of fields in config/run_config.py, by name
+    values: fields in config/run_config.py, by name
     other_program: another program wrote the log, and `values` come from flags
     """
 
@@ -89,8 +73,11 @@ class Job:
         return run
 
     def parallel(self, name: str) -> int | None:
-        """Return a field of the parallel layout, from `values` if the model is unknown."""
-        return getattr(self.run.parallel, name) if self.run else self.values.get(name)
+        """Return a size of the parallel layout, from `values` if the model is unknown."""
+        value: int | None = self.values.get(name)
+        if run := self.run:
+            value = getattr(run.parallel, name)
+        return value
 
     @property
     def tp(self) -> int | None:
@@ -107,7 +94,9 @@ class Job:
     @property
     def dp(self) -> int | None:
         """Data-parallel size, ranks / (tp * pp * cp). ValueError if not an integer."""
-        ranks, tp, pp = self.ranks, self.tp, self.pp
+        ranks = self.ranks
+        tp = self.tp
+        pp = self.pp
         if ranks is None or tp is None or pp is None:
             return None
         cp = self.parallel("context_parallel_size") or 1
@@ -134,6 +123,11 @@ class Job:
             return self.run.training.recompute_granularity or "none"
         return self.values.get("recompute_granularity")
 
+    def check(self) -> None:
+        """Raise ValueError if the values are wrong or contradict each other."""
+        _ = self.run
+        _ = self.dp
+
 
 def format_run(run: RunConfig, layout: Layout, nodes: int) -> str:
     """Return the log's `run:` line: JSON of nodes, ranks and every relevant field that differs from its default."""
@@ -157,7 +151,8 @@ def parse_run(line: str) -> Job:
     """Parse a line of `format_run`. ValueError for another line."""
     try:
         values = json.loads(line[line.index(_RUN + "{") + len(_RUN) :])
-        nodes, ranks = values.pop("nodes"), values.pop("world_size")
+        nodes = values.pop("nodes")
+        ranks = values.pop("world_size")
     except (ValueError, KeyError, RecursionError):
         raise ValueError(f"not a run line: {line.strip()[:80]!r}") from None
     unknown = sorted(
@@ -189,22 +184,23 @@ def _check_job(job: Job) -> None:
             type(number) is int and 0 < number < 2**31,
             f"{name} is {number!r:.60}, not a whole number from 1 to 2147483647",
         )
-    for f in (f for group in (*_GROUPS.values(), TrainingConfig) for f in fields(group)):
-        if f.name in job.values:
-            check_type(f, job.values[f.name])
-    _ = job.run, job.dp
+    for group in (*_GROUPS.values(), TrainingConfig):
+        for f in fields(group):
+            if f.name in job.values:
+                check_type(f, job.values[f.name])
+    job.check()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogSummary:
     """Contents of a log.
 
-    iterations: of all jobs; the last occurrence of a repeated iteration
-    counted: the last job's iterations after WARM_UP (all if there are no more), over which medians are taken
-    machine: the line that describes the node
-    experts: the last record with expert loads
+    iterations: all jobs; repeated iterations once, as last logged
+    counted: iterations for medians: the last job's after WARM_UP, or all if there are no more
+    machine: line that describes the node
+    experts: last record with expert loads
     memory_mib: maximum over ranks
-    finished: the log contains its job's last line
+    finished: the job's last line is there
     """
 
     path: str
@@ -218,6 +214,11 @@ class LogSummary:
     ghz: float | None
     memory_mib: int | None
     finished: bool
+
+    @property
+    def last(self) -> IterationMetrics | None:
+        """Last iteration."""
+        return self.iterations[-1] if self.iterations else None
 
     @property
     def seconds(self) -> float | None:
@@ -240,7 +241,8 @@ class LogSummary:
     @property
     def recomputed_tflops(self) -> float | None:
         """TFLOPs per rank computed by costs/accounting.py; None if model, batch or time is unknown."""
-        run, ranks = self.job.run, self.job.ranks
+        run = self.job.run
+        ranks = self.job.ranks
         if run is None or ranks is None:
             return None
         formula = self.formula if self.job.other_program else "hardware"
@@ -296,30 +298,31 @@ class LogReader:
         for line in lines:
             self._lines += 1
             try:
-                self._take(line)
+                self._read(line)
             except ValueError as error:
                 raise ValueError(f"{self.path} line {self._lines}: {error}") from None
 
-    def _take(self, line: str) -> None:
+    def _read(self, line: str) -> None:
         if line.startswith(_RECORD):
-            self._take_record(line)
+            self._read_record(line)
         elif _CLOCK.search(line):
             self._start(line.strip())
         elif _RUN + "{" in line:
             self.job = parse_run(line)
         elif "iteration" in line and " | " in line:
-            self._take_iteration(line)
+            self._read_iteration(line)
         elif (memory := parse_peak_memory([line])) is not None:
-            self._memory, self._ended = memory, True
+            self._memory = memory
+            self._ended = True
 
-    def _take_iteration(self, line: str) -> None:
+    def _read_iteration(self, line: str) -> None:
         if "validation loss at iteration" in line:
             number, loss, _ = parse_validation_line(line)
             self.validations[number] = loss
         elif re.search(r"\biteration\s+\d+/", line):
-            self._take_metrics(parse_line(line))
+            self._add(parse_line(line))
 
-    def _take_record(self, line: str) -> None:
+    def _read_record(self, line: str) -> None:
         """Read a JSON line of a history."""
         try:
             record = json.loads(line)
@@ -336,7 +339,7 @@ class LogReader:
             )
             for f in known.values():
                 check_type(f, record.get(f.name))
-            self._take_metrics(IterationMetrics(**record))
+            self._add(IterationMetrics(**record))
         elif kind == "validation":
             check(
                 type(record.get("iteration")) is int,
@@ -350,7 +353,7 @@ class LogReader:
         elif kind == "experts":
             self.experts = {"kind": kind, **record}
 
-    def _take_metrics(self, metrics: IterationMetrics) -> None:
+    def _add(self, metrics: IterationMetrics) -> None:
         self._of_job.append(metrics)
         self.by_iteration[metrics.iteration] = metrics
 
@@ -380,11 +383,13 @@ class LogFile:
     """Log file that may still grow; an incomplete last line is read later."""
 
     def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
-        self._path, self._as = Path(path), (path, job, formula)
+        self._path = path
+        self._job = job
+        self._formula = formula
         self._begin()
 
     def _begin(self) -> None:
-        self.reader = LogReader(*self._as)
+        self.reader = LogReader(self._path, self._job, self._formula)
         self._offset = 0
         self._rest = b""
 
@@ -392,7 +397,7 @@ class LogFile:
         """Read appended lines and return True if there were any. ValueError if the file cannot be read."""
         try:
             check(
-                self._path.is_file() or not self._path.exists(),
+                os.path.isfile(self._path) or not os.path.exists(self._path),
                 f"{self._path}: is not a regular file: pass a run's log",
             )
             with open(self._path, "rb") as file:
@@ -416,7 +421,7 @@ class LogFile:
 
 
 def read_log(path: str | Path, job: Job | None = None, formula: str = "hardware") -> LogSummary:
-    """Return the summary of a log. job: for logs of other programs. ValueError if unreadable or without iterations."""
+    """Return a log's summary. job: for other programs' logs. ValueError if unreadable or without iterations."""
     file = LogFile(str(path), job, formula)
     file.poll()
     summary = file.finish()

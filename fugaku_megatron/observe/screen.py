@@ -10,28 +10,20 @@ from typing import TextIO
 
 from .iteration_metrics import IterationMetrics
 
-WIDTH = 79  # characters of a live line: ranks below mpiexec cannot ask for the terminal's
-
-
-RECENT = 20  # iterations over which rates and the time left are taken
-
-
+WIDTH = 79  # characters of a live line: ranks below mpiexec cannot query the terminal
+RECENT = 20  # iterations from which rates and the remaining time are computed
 _LAUNCHERS = ("mpiexec", "mpirun", "orterun", "prterun")  # also mpiexec.hydra, mpiexec.openmpi
-
-
-_PROXIES = (
-    "hydra_pmi_proxy",
-    "orted",
-    "prted",
-)  # processes of the launcher on a node, between it and a rank
+# Processes between the launcher and a rank on a node.
+_PROXIES = ("hydra_pmi_proxy", "orted", "prted")
+# Seconds of a unit, its name, and the smaller unit printed with it.
+_UNITS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
 def on_terminal(stream: TextIO) -> bool:
-    """Return True if output to `stream`, this process's standard output, appears on a terminal.
+    """Return True if output to `stream` appears on a terminal.
 
-    Below mpiexec that is where mpiexec's own standard output leads: MPICH starts its ranks with pipes, and Open MPI starts them
-    with terminals even where its own output goes to a file. False where the launcher runs on another node. Other streams say it
-    themselves.
+    Standard output below mpiexec appears on mpiexec's: MPICH starts ranks with pipes, Open MPI with terminals even if its own
+    output is a file. False if the launcher runs on another node.
     """
     try:
         if stream.fileno() != 1:
@@ -43,134 +35,131 @@ def on_terminal(stream: TextIO) -> bool:
 
 def _launcher_terminal(otherwise: bool) -> bool:
     """Return True if the standard output of this process's launcher is a terminal; `otherwise` without a launcher."""
-    mode, process, own = os.fstat(1).st_mode, os.getppid(), os.readlink("/proc/self/fd/1")
+    mode = os.fstat(1).st_mode
     if not (stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISSOCK(mode)):
         return False
+    own = os.readlink("/proc/self/fd/1")
+    process = os.getppid()
     while process > 1:
         name = Path(f"/proc/{process}/comm").read_text().strip()
-        if name.startswith(_LAUNCHERS):
-            return os.readlink(f"/proc/{process}/fd/1").startswith(
-                ("/dev/pts/", "/dev/tty", "/dev/console")
-            )
-        if (
-            name not in _PROXIES and os.readlink(f"/proc/{process}/fd/1") != own
-        ):  # `sh -c "train | tee run.log"` as a rank
-            return otherwise
+        if name not in _PROXIES:
+            output = os.readlink(f"/proc/{process}/fd/1")
+            if name.startswith(_LAUNCHERS):
+                return output.startswith(("/dev/pts/", "/dev/tty", "/dev/console"))
+            if output != own:  # `sh -c "train | tee run.log"` as a rank
+                return otherwise
         process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     return otherwise
 
 
 def duration_text(seconds: float) -> str:
-    """8 s, 3 min 20 s, 5 h 12 min, 2 d 4 h."""
+    """Return a duration in at most two units: 8 s, 3 min 20 s, 5 h 12 min, 2 d 4 h."""
     whole = max(0, round(seconds))
-    for unit, name, smaller, small_name in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
+    for unit, name, smaller, small_name in _UNITS:
         if whole >= unit:
             return f"{whole // unit} {name} {whole % unit // smaller} {small_name}"
     return f"{whole} s"
 
 
-def append(log_file: str | os.PathLike | None, *lines: str) -> None:
-    """Add lines to the file of --log-file, None where that flag was left out. Raises OSError when it cannot be written."""
+def append(log_file: str | os.PathLike[str] | None, *lines: str) -> None:
+    """Append lines to --log-file, if given. OSError if it cannot be written."""
     if log_file is not None and lines:
-        with open(
-            log_file, "a", encoding="utf-8", errors="surrogateescape"
-        ) as file:  # a path may hold any byte
+        # surrogateescape: a path in a line may have any byte.
+        with open(log_file, "a", encoding="utf-8", errors="surrogateescape") as file:
             file.writelines(line + "\n" for line in lines)
 
 
 class LiveLine:
-    """The text of the live line: progress, loss, tokens per second and the time left, from the iterations so far."""
+    """Live line: progress, loss, tokens per second and remaining time."""
 
     def __init__(self, train_iters: int, start_iteration: int = 0) -> None:
-        self._end, self._iteration = train_iters, start_iteration
+        self._end = train_iters
+        self._iteration = start_iteration
         self._loss: float | None = None
-        self._recent: deque[tuple[float, float]] = deque(
-            maxlen=RECENT
-        )  # (seconds, tokens) of iterations
+        # Seconds and tokens of iterations.
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
 
     def add(self, metrics: IterationMetrics) -> None:
+        """Add an iteration."""
         tokens = 0.0
         if metrics.consumed_tokens and metrics.consumed_samples and metrics.global_batch_size:
             tokens = metrics.consumed_tokens / metrics.consumed_samples * metrics.global_batch_size
         if metrics.elapsed_seconds:
             self._recent.append((metrics.elapsed_seconds, tokens))
-        self._iteration, self._loss = metrics.iteration, metrics.lm_loss
+        self._iteration = metrics.iteration
+        self._loss = metrics.lm_loss
 
     def text(self) -> str:
-        parts = [
-            f"iteration {self._iteration}/{self._end} ({self._iteration / max(self._end, 1):.0%})"
-        ]
+        """Return the line, cut to WIDTH."""
+        progress = self._iteration / max(self._end, 1)
+        parts = [f"iteration {self._iteration}/{self._end} ({progress:.0%})"]
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4f}")
         if self._recent:
             seconds, tokens = (sum(values) for values in zip(*self._recent))
+            left = (self._end - self._iteration) * seconds / len(self._recent)
             parts.append(f"{tokens / seconds:,.0f} tokens/s")
-            parts.append(
-                f"{duration_text((self._end - self._iteration) * seconds / len(self._recent))} left"
-            )
+            parts.append(f"{duration_text(left)} left")
         return " | ".join(parts)[:WIDTH]
 
 
 class Screen:
-    """Standard output and the log file of the rank that prints.
+    """Standard output and log file of the printing rank.
 
-    live: the live line that is redrawn below the other lines; None: log lines are printed as they are.
+    live: redrawn below the other lines; None: log lines are printed instead
     """
 
     def __init__(
         self,
         stream: TextIO,
         live: LiveLine | None = None,
-        log_file: str | os.PathLike | None = None,
+        log_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._stream, self._live, self._log_file = stream, live, log_file
+        self._stream = stream
+        self._live = live
+        self._log_file = log_file
         self._shown = ""
 
     def line(self, text: str) -> None:
-        """Print a line, above the live line, and add it to the log file."""
-        self._write(self._wiped() + text + "\n")
+        """Print a line above the live line, and append it to the log file."""
+        blank = f"\r{' ' * len(self._shown)}\r" if self._shown else ""
+        self._shown = ""
+        self._write(blank + text + "\n")
         self._keep(text)
         self.refresh()
 
     def log_line(self, text: str) -> None:
-        """Add the log line of an iteration to the log file; print it unless the live line stands for it."""
+        """Append an iteration's log line to the log file; print it if there is no live line."""
         if self._live is None:
             self._write(text + "\n")
         self._keep(text)
 
     def iteration(self, metrics: IterationMetrics) -> None:
-        """Bring the live line up to date, if there is one."""
+        """Update the live line, if any."""
         if self._live is not None:
             self._live.add(metrics)
             self.refresh()
 
     def refresh(self) -> None:
-        """Draw the live line again, if there is one."""
+        """Redraw the live line, if any."""
         if self._live is not None:
             text = self._live.text()
             self._write(f"\r{text:{len(self._shown)}}")
             self._shown = text
 
     def close(self) -> None:
-        """Leave the live line as the last line."""
+        """End with the live line as the last line."""
         if self._shown:
             self._write("\n")
-        self._live, self._shown = None, ""
-
-    def _wiped(self) -> str:
-        """Return the text that blanks the live line and returns to its start."""
-        shown, self._shown = self._shown, ""
-        return f"\r{' ' * len(shown)}\r" if shown else ""
+        self._live = None
+        self._shown = ""
 
     def _keep(self, text: str) -> None:
         try:
             append(self._log_file, text)
         except OSError as error:  # not worth ending a run
-            self._log_file, path = None, self._log_file
+            path = self._log_file
+            self._log_file = None
             self.line(f"--log-file {path}: no longer written: {error.strerror}")
 
     def _write(self, text: str) -> None:
@@ -183,16 +172,13 @@ def open_screen(
     live: str,
     train_iters: int,
     start_iteration: int = 0,
-    log_file: str | os.PathLike | None = None,
+    log_file: str | os.PathLike[str] | None = None,
 ) -> Screen:
-    """The screen for --log-live `live`, with a hint where log lines are neither printed nor kept."""
-    line = (
-        LiveLine(train_iters, start_iteration)
-        if live == "on" or live == "auto" and on_terminal(stream)
-        else None
-    )
-    screen = Screen(stream, line, log_file)
-    if line is not None and log_file is None:
+    """Return the screen for --log-live `live`; print a hint if log lines are neither printed nor written."""
+    if live != "on" and not (live == "auto" and on_terminal(stream)):
+        return Screen(stream, None, log_file)
+    screen = Screen(stream, LiveLine(train_iters, start_iteration), log_file)
+    if log_file is None:
         screen.line(
             "note: log lines are not printed on a terminal: --log-file FILE keeps them, --log-live off prints them"
         )

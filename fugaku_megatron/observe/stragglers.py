@@ -26,7 +26,7 @@ ATTENTION_COST = 2.0  # seconds per FLOP of attention, relative to a linear laye
 
 
 class RankTimes:
-    """Phase times of this rank's iterations, compared over all ranks at the end of an interval. say: prints a line on rank 0."""
+    """Phase times per iteration, compared over all ranks after every interval. say: prints a line on rank 0"""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class RankTimes:
         self._named: Slow = set()
 
     def begin(self) -> None:
-        """Start the phases of an iteration."""
+        """Start an iteration's phases."""
         self.phases.begin()
 
     def end(self, seconds: float, work: TokenCounts | None = None) -> None:
-        """Record the phases of an iteration. work: of its samples with marks"""
+        """Record an iteration's phases. work: counts in its samples with marks"""
         self._rows.append([*self.phases.of_iteration(seconds), *self._share(work)])
 
     def _share(self, work: TokenCounts | None) -> list[float]:

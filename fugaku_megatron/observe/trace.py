@@ -16,14 +16,15 @@ from ..text.named_files import read_text
 Trace = dict[str, Any]
 
 
-def read_trace(path: str | os.PathLike) -> Trace:
+def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Read a trace in Chrome's format. ValueError if it is damaged."""
     remedy = "pass a trace of a run with --profile"
     text = read_text(path, "", remedy)
     try:
-        return json.loads(text)
+        trace: Trace = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError(f"{path}: not JSON, or cut: {remedy}") from None
+    return trace
 
 
 def merge_traces(
@@ -34,7 +35,7 @@ def merge_traces(
 ) -> list[Path]:
     """Write the events of all traces into one file, one trace at a time, and return the missing traces.
 
-    pipeline: ranks of the stages; written with `placement` for `measured_spans`
+    pipeline: rank per stage; written with `placement` for `measured_spans`
     """
     missing = [path for path in paths if not path.is_file()]
     shape = {

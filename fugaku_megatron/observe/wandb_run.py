@@ -11,14 +11,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 SERVER = "https://api.wandb.ai"  # unless WANDB_BASE_URL names another
-
-
 REACHED_WITHIN = 3.0  # s
 
 
 @dataclass(frozen=True)
 class WandbRun:
-    """Weights & Biases run of --wandb-project and its companion flags. config: the run's, shown with it."""
+    """Weights & Biases run of --wandb-project. config: shown with the run"""
 
     project: str
     name: str
@@ -27,7 +25,7 @@ class WandbRun:
     config: dict[str, Any] = field(default_factory=dict)
 
     def check_installed(self) -> None:
-        """Raises ValueError, one line, where the package is missing."""
+        """Raise ValueError if the package is missing."""
         if importlib.util.find_spec("wandb") is None:
             raise ValueError(
                 f"--wandb-project {self.project}: a package is missing: pip install wandb, or this package with "
@@ -35,8 +33,8 @@ class WandbRun:
             )
 
     def start(self, say: Callable[[str], None]) -> Any:
-        """The open run, or None where the package refuses: that is said, and no reason to end a training run."""
-        import wandb  # imported only on request: it takes seconds
+        """Return the open run; None, with a note, if the package refuses."""
+        import wandb  # takes seconds
 
         mode = os.environ.get("WANDB_MODE") or ("online" if _reachable() else "offline")
         if mode == "offline":
@@ -63,11 +61,9 @@ class WandbRun:
 
 def _reachable() -> bool:
     address = urlsplit(os.environ.get("WANDB_BASE_URL", SERVER))
+    port = address.port or (80 if address.scheme == "http" else 443)
     try:
-        socket.create_connection(
-            (address.hostname, address.port or (80 if address.scheme == "http" else 443)),
-            REACHED_WITHIN,
-        ).close()
+        socket.create_connection((address.hostname, port), REACHED_WITHIN).close()
     except OSError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Watchdog thread of each rank: reads the heartbeats of its node, reports a stuck rank, and ends the job.
+"""Watchdog thread of each rank: reads its node's heartbeats, reports a stuck rank, and ends the job.
 
     watchdog = Watchdog.start(HangSettings(seconds=None, directory=Path("."), log_file=None))
     watchdog.heart.phase(...)
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ..start import environment, exit_codes
 from . import hang_verdict
-from .hang_verdict import FAN, STOPPED, Census, Link, Standing, Verdict
+from .hang_verdict import FAN, STOPPED, Census, Link, Message, Standing, Verdict
 from .heartbeat import (
     Beat,
     Heartbeat,
@@ -269,7 +269,7 @@ class Watchdog:
 
     # End of the job
 
-    def _write_end(self, found: Verdict) -> dict:
+    def _write_end(self, found: Verdict) -> Message:
         """Log the verdict, and write it for the other ranks of this node."""
         name = time.strftime("hang_%Y%m%d_%H%M%S")
         end = {
@@ -284,12 +284,12 @@ class Watchdog:
                 self.link.announce(end)
         return end
 
-    def _pass_on(self, link: Link, end: dict) -> dict:
+    def _pass_on(self, link: Link, end: Message) -> Message:
         """Forward the reason for the end from another node."""
         link.announce(end)
         return self._publish({**end, "speaks": False})
 
-    def _publish(self, end: dict) -> dict:
+    def _publish(self, end: Message) -> Message:
         """Write the reason for the end unless another rank was faster, and return the written reason."""
         end = {**end, "process": os.getpid()}
         aside = self._here.folder / f"{END}.{os.getpid()}"
@@ -310,10 +310,11 @@ class Watchdog:
                 ) as log:
                     log.write(f"{line}\n")
 
-    def _read_end(self) -> dict:
-        return json.loads((self._here.folder / END).read_text())
+    def _read_end(self) -> Message:
+        end: Message = json.loads((self._here.folder / END).read_text())
+        return end
 
-    def _end(self, end: dict) -> None:
+    def _end(self, end: Message) -> None:
         """Write this rank's stacks, and exit once the node's ranks have written theirs."""
         directory = Path(end["directory"])
         leads = end["process"] == os.getpid()

@@ -297,7 +297,8 @@ class FlatParameters:
     def overlaps(self, start: int, end: int) -> Iterator[tuple[FlatParameter, int, int, int]]:
         """Yield (parameter, its start, first, last): [first, last) are its elements inside [start, end)."""
         for index in range(max(0, bisect_right(self.starts, start) - 1), len(self.starts)):
-            parameter, begin = self.parameters[index], self.starts[index]
+            parameter = self.parameters[index]
+            begin = self.starts[index]
             if begin >= end:
                 return
             first = max(0, start - begin)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Comm
-from ..config.run_config import ModelConfig
+from ..config.model import ModelConfig
 from ..costs.int8_moments import block_length, undivided_rows
 from ..nn.model import VOCABULARY
 from ..nn.parameter import ParameterSpec

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..comm.base import Comm
 from ..comm.grid import Groups
-from ..config.run_config import ModelConfig, RunConfig
+from ..config.model import ModelConfig
+from ..config.run_config import RunConfig
 from ..nn.parameter import ParameterSpec
 from .bucket_shard import BucketShard, StepFactors
 from .buckets import BucketComm
@@ -29,15 +30,11 @@ COEFFICIENTS = {
     ),
     "simple": ((3.4445, -4.7750, 2.0315),),
 }
-
-
 SCALES = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
     "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
     "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
 }
-
-
 NORM_EPS = 1e-7
 
 
@@ -109,7 +106,7 @@ class Muon:
         ]
         if not matrices:
             return None
-        costs = [0.0] * self.dp.size
+        costs = [0.0 for _ in range(self.dp.size)]
         own = []
         for parameter, start in sorted(matrices, key=lambda each: -_cost(each[0])):
             rank = costs.index(min(costs))

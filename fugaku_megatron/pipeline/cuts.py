@@ -11,7 +11,8 @@ ALIKE: SplitCosts = (1, 1, 1)
 
 def even_cut(layers: int, placement: Placement) -> tuple[int, ...]:
     """Return equally many layers for every virtual stage."""
-    return (layers // placement.virtual_stages,) * placement.virtual_stages
+    stages = placement.virtual_stages
+    return tuple(layers // stages for _ in range(stages))
 
 
 def balanced_cut(layers: int, placement: Placement, layer: float, head: float) -> tuple[int, ...]:

@@ -34,9 +34,7 @@ from .placement import LOOP, Placement, placement_of
 from .schedule_names import INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD
 
 FORWARD_ONLY = "forward-only"
-STEADY_ROUNDS = (
-    3  # a list is periodic after so many times the micro-batches in flight of all model chunks
-)
+STEADY_ROUNDS = 3  # times the micro-batches in flight of all model chunks, then a list is periodic
 
 
 class Executor(Protocol):
@@ -273,7 +271,7 @@ def receives(instructions: Iterable[Instruction]) -> dict[tuple[str, int], list[
 
 def peaks_in_flight(instructions: Sequence[Instruction], chunks: int = 1) -> tuple[InFlight, ...]:
     """Return a list's moments that can need most memory: no other moment has as much in every respect."""
-    now = [0] * (2 * chunks)
+    now = [0] * (2 * chunks)  # activations, then weight inputs, of each model chunk
     moments = set()
     for i in instructions:
         if i.op in (FORWARD, BACKWARD, BACKWARD_INPUT):
@@ -286,14 +284,6 @@ def peaks_in_flight(instructions: Sequence[Instruction], chunks: int = 1) -> tup
         if not any(all(a <= b for a, b in zip(moment, other)) for other in largest):
             largest.append(moment)
     return tuple(InFlight(moment[:chunks], moment[chunks:]) for moment in largest)
-
-
-def most_in_flight(instructions: Sequence[Instruction]) -> int:
-    """Return the largest number of (micro-batch, model chunk) pairs between F and I or B."""
-    chunks = 1 + max((i.model_chunk for i in instructions), default=0)
-    return max(
-        (sum(moment.activations) for moment in peaks_in_flight(instructions, chunks)), default=0
-    )
 
 
 def run(instructions: Iterable[Instruction], executor: Executor) -> None:

@@ -43,7 +43,10 @@ class Costs:
         p = schedule.placement.stages
         v = schedule.placement.model_chunks
         slots = {op: 2 if op == BACKWARD else 1 for op in COMPUTATIONS}
-        return Costs({op: [[slot / v * n] * v] * p for op, n in slots.items()}, transfer)
+        costs = {
+            op: [[slot / v * n for _ in range(v)] for _ in range(p)] for op, n in slots.items()
+        }
+        return Costs(costs, transfer)
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,7 @@ def _ordered(schedule: Schedule) -> list[tuple[int, int, Instruction, Result, Re
         deque(i for i in schedule.instructions(stage) if i.op in COMPUTATIONS) for stage in stages
     ]
     level: dict[Result | None, int] = {None: 0}
-    last = [0] * place.stages
+    last = [0 for _ in range(place.stages)]
     rows = []
     while any(todo):
         for stage, mine in enumerate(todo):

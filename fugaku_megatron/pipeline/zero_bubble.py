@@ -74,10 +74,12 @@ def _lists(
     costs: VirtualStageCosts,
     compared: VirtualStageCosts,
 ) -> Lists | None:
-    alike = Policy((ALIKE,) * placement.virtual_stages)
+    virtual_stages = range(placement.virtual_stages)
+    alike = Policy(tuple(ALIKE for _ in virtual_stages))
     if costs in ((), alike.costs):
         return _Simulation(placement, microbatches, limit, alike).lists
-    middle = (sorted(costs)[placement.virtual_stages // 2],) * placement.virtual_stages
+    middle_cost = sorted(costs)[len(costs) // 2]
+    middle = tuple(middle_cost for _ in virtual_stages)
     policies = [
         alike,
         Policy(middle),
@@ -117,8 +119,8 @@ def end(placement: Placement, lists: Lists, costs: VirtualStageCosts) -> float:
         for op in OPERATIONS
         for virtual_stage in range(placement.virtual_stages)
     }
-    clock = [0] * placement.stages
-    places = [0] * placement.stages
+    clock = [0 for _ in lists]
+    places = [0 for _ in lists]
     moved = True
     routes = _routes(placement)
     while moved:
@@ -209,7 +211,7 @@ class _Simulation:
         self.own = [
             [(chunk, placement.virtual_stage(stage, chunk)) for chunk in chunks] for stage in stages
         ]
-        self.done = {op: [0] * placement.virtual_stages for op in OPERATIONS}
+        self.done = {op: [0 for _ in range(placement.virtual_stages)] for op in OPERATIONS}
         self.in_flight = [0 for _ in stages]  # (micro-batch, model chunk) pairs between F and W
         self.did: list[list[Instruction]] = [[] for _ in stages]
         self._run()

@@ -26,7 +26,7 @@ from ..observe.energy import EnergyWatch
 from ..observe.heartbeat import Heartbeat
 from ..observe.history import HISTORY
 from ..observe.memory import MemoryWatch, check_memory, rank_bytes
-from ..observe.metrics_writer import MetricsWriter, format_peak_memory
+from ..observe.metrics_writer import LogOutputs, MetricsWriter, format_peak_memory
 from ..observe.observers import Heartbeats, Observers, place
 from ..observe.profile import Profile
 from ..observe.rerun import Rerun
@@ -129,13 +129,15 @@ def open_log(plan: Plan, world: Comm) -> MetricsWriter:
     return MetricsWriter(
         plan.length.iterations,
         output.log_interval,
+        LogOutputs(
+            tensorboard_dir=output.tensorboard_dir,
+            history=Path(output.save) / HISTORY if output.save else None,
+            live=output.log_live,
+            log_file=output.log_file,
+            wandb=wandb_run(plan.config),
+        ),
         printing=world.rank == 0,
         start_iteration=plan.iteration,
-        tensorboard_dir=output.tensorboard_dir,
-        history_path=Path(output.save) / HISTORY if output.save else None,
-        live=output.log_live,
-        log_file=output.log_file,
-        wandb=wandb_run(plan.config),
     )
 
 

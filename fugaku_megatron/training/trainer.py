@@ -588,7 +588,7 @@ class Trainer:
                 converts=WEIGHTS,
             )
         for memory in flat.frozen_memory:
-            memory.spread()
+            memory.broadcast()
         self.ops.weights_changed(frozen=True)
         found = None
         if not self.run.precision.fp16:

@@ -11,7 +11,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.observe.abft import ALL, GROUPED, MATMULS, REPEATED, Checksums, compare
+from fugaku_megatron.observe.abft import ALL, KERNELS, REPEATED, Checksums, compare
 from fugaku_megatron.run.kernel_choice import checked_matmuls
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.start.exit_codes import ExitCode
@@ -21,8 +21,8 @@ from tests.parallel.test_session import Writer
 from tests.threads import ThreadWorld
 
 ROUTED = {"num_experts": 4, "moe_router_topk": 2, "swiglu": True, "disable_bias_linear": True}
-
-
+MATMULS = tuple(name for name in KERNELS if not name.startswith("grouped_"))
+GROUPED = tuple(name for name in KERNELS if name.startswith("grouped_"))
 RESULTS = {**dict.fromkeys(MATMULS, 2), **dict.fromkeys(GROUPED, 3)}  # arguments
 
 

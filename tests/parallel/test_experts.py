@@ -22,7 +22,7 @@ from fugaku_megatron.nn.ops import Ops, recompute
 from fugaku_megatron.observe import expert_load
 from fugaku_megatron.observe.history import read_history
 from fugaku_megatron.observe.iteration_metrics import parse_line
-from fugaku_megatron.observe.metrics_writer import MetricsWriter
+from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.planner import software, work
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training import expert_counts
@@ -403,7 +403,7 @@ def test_the_log_has_losses_and_loads(tmp_path, capsys):
         }
     )
     with contextlib.closing(make_trainer(SoloComm(), run)) as trainer:
-        writer = MetricsWriter(4, 2, history_path=tmp_path / "history.jsonl")
+        writer = MetricsWriter(4, 2, LogOutputs(history=tmp_path / "history.jsonl"))
         Session(trainer, writer, 4, ()).run()
         writer.close()
     lines = [parse_line(line) for line in capsys.readouterr().out.splitlines() if "lm loss" in line]

@@ -20,7 +20,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.megatron_flags import OTHER_FLAGS, OtherFlag
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.observe import metrics_writer, wandb_run
-from fugaku_megatron.observe.metrics_writer import MetricsWriter
+from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.observe.wandb_run import WandbRun
 from fugaku_megatron.run import data as data_module
 from fugaku_megatron.run import start as start_module
@@ -219,7 +219,7 @@ def test_wandb_gets_the_figures_and_is_offline_without_a_network(
 ):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     wanted = WandbRun("project", "name", "team", str(tmp_path / "new"), {"lr": 1})
-    writer = MetricsWriter(10, 5, wandb=wanted)
+    writer = MetricsWriter(10, 5, LogOutputs(wandb=wanted))
     writer.validation(5, 2.0, 80)
     writer.close()
     assert package.given == {
@@ -232,17 +232,17 @@ def test_wandb_gets_the_figures_and_is_offline_without_a_network(
     }
     assert (5, {"lm loss validation": 2.0}) in package.logged and package.finished
     assert "--wandb-project: offline" in capsys.readouterr().out
-    MetricsWriter(10, 5, wandb=wanted, printing=False).close()
+    MetricsWriter(10, 5, LogOutputs(wandb=wanted), printing=False).close()
     assert not package.logged or package.finished
     monkeypatch.setattr(wandb_run, "_reachable", lambda: True)
-    MetricsWriter(10, 5, wandb=wanted).close()
+    MetricsWriter(10, 5, LogOutputs(wandb=wanted)).close()
     assert package.given["mode"] == "online"
 
 
 def test_an_error_of_wandb_does_not_end_the_run(package, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setattr(package, "init", lambda **given: 1 / 0)
-    MetricsWriter(10, 5, wandb=WandbRun("project", "name")).validation(5, 2.0, 80)
+    MetricsWriter(10, 5, LogOutputs(wandb=WandbRun("project", "name"))).validation(5, 2.0, 80)
     assert (
         "--wandb-project project: division by zero; the run continues without it"
         in capsys.readouterr().out
@@ -286,7 +286,7 @@ def test_wandb_that_is_not_installed(monkeypatch):
     with pytest.raises(
         ValueError, match="--wandb-project p: a package is missing: pip install wandb"
     ):
-        MetricsWriter(10, 5, wandb=WandbRun("p", "n"))
+        MetricsWriter(10, 5, LogOutputs(wandb=WandbRun("p", "n")))
     assert refusal("--wandb-project", "p").startswith("--wandb-project p needs --wandb-exp-name")
     assert parse([*BASE, "--wandb-entity", "e"]).notes == (
         "--wandb-entity has no effect without --wandb-project",
@@ -457,7 +457,7 @@ def test_the_flags_of_a_production_script_and_a_sentencepiece_model_start_a_shru
         trainer = Trainer(run, world, groups, *data, tokenizer=record)
         iterations, _ = run_length(run, 8, 0, 0)
         writer = MetricsWriter(
-            iterations, 1, printing=world.rank == 0, wandb=start_module.wandb_run(run)
+            iterations, 1, LogOutputs(wandb=start_module.wandb_run(run)), printing=world.rank == 0
         )
         Session(trainer, writer, iterations, ()).run()
         trainer.close()

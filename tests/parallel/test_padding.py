@@ -21,7 +21,7 @@ from fugaku_megatron.inference.loading import model_of
 from fugaku_megatron.inference.scoring import Request, score
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.positions import document_angles, rotary_angles
-from fugaku_megatron.observe.metrics_writer import MetricsWriter
+from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import CP2, CP4, P2P, PP2, TP2, grid_groups, small_run, whole_tensors
@@ -194,7 +194,7 @@ def test_samples_from_which_nothing_is_predicted(variant, tmp_path, capsys):
     with contextlib.closing(trainer_of(SoloComm(), run, files)) as t:
         epoch = [t.train[index] for index in range(3)]
         t.train = sorted(epoch, key=lambda sample: (sample[1] & COUNTED).sum())
-        writer = MetricsWriter(3, 1, history_path=tmp_path / "history.jsonl")
+        writer = MetricsWriter(3, 1, LogOutputs(history=tmp_path / "history.jsonl"))
         Session(t, writer, 3, ()).run()
         writer.close()
     printed = capsys.readouterr().out + (tmp_path / "history.jsonl").read_text()

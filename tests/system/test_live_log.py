@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron.observe.iteration_metrics import IterationMetrics, parse_log
-from fugaku_megatron.observe.metrics_writer import MetricsWriter
+from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.observe.screen import WIDTH, LiveLine, Screen, duration_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,7 @@ def test_durations(seconds, text):
 
 def test_on_a_terminal_the_live_line_stands_for_log_lines_which_go_to_the_file(tmp_path):
     stream, log = io.StringIO(), tmp_path / "run.log"
-    writer = MetricsWriter(4, 1, stream=stream, live="on", log_file=log)
+    writer = MetricsWriter(4, 1, LogOutputs(stream=stream, live="on", log_file=log))
     for i in (1, 2, 3, 4):
         writer.add(step(i, end=4))
         if i == 2:
@@ -98,7 +98,7 @@ def test_on_a_terminal_the_live_line_stands_for_log_lines_which_go_to_the_file(t
 
 def test_where_log_lines_are_not_kept_one_line_says_how():
     stream = io.StringIO()
-    MetricsWriter(4, 1, stream=stream, live="on").close()
+    MetricsWriter(4, 1, LogOutputs(stream=stream, live="on")).close()
     assert visible(stream.getvalue())[0].startswith(
         "note: log lines are not printed on a terminal: --log-file FILE keeps them"
     )
@@ -108,7 +108,7 @@ def test_without_a_terminal_log_lines_are_printed_and_added_to_the_file(tmp_path
     log = tmp_path / "run.log"
     log.write_text("earlier job\n")
     stream = io.StringIO()
-    writer = MetricsWriter(4, 1, stream=stream, log_file=log)
+    writer = MetricsWriter(4, 1, LogOutputs(stream=stream, log_file=log))
     line = writer.add(step(1)).format_line()
     assert stream.getvalue() == line + "\n" and log.read_text() == f"earlier job\n{line}\n"
 

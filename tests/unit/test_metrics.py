@@ -17,7 +17,7 @@ from fugaku_megatron.observe.iteration_metrics import (
     parse_line,
     parse_log,
 )
-from fugaku_megatron.observe.metrics_writer import MetricsWriter
+from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
 from tests.helpers import A100
 
 
@@ -60,7 +60,7 @@ def test_lines_of_validation_and_of_peak_memory():
 
 def test_an_interval_is_averaged_and_printed_once():
     stream = io.StringIO()
-    writer = MetricsWriter(10, 2, stream=stream)
+    writer = MetricsWriter(10, 2, LogOutputs(stream=stream))
     assert writer.add(_step(1, elapsed_seconds=3.0, lm_loss=11.0, grad_norm=5.0)) is None
     assert stream.getvalue() == ""
     second = _step(
@@ -87,22 +87,22 @@ def test_an_interval_is_averaged_and_printed_once():
     assert stream.getvalue() == got.format_line() + "\n"
     writer.add(_step(3))
     assert writer.add(_step(4)).lm_loss == 10.0  # the interval before is forgotten
-    writer = MetricsWriter(10, 2, stream=stream)
+    writer = MetricsWriter(10, 2, LogOutputs(stream=stream))
     writer.add(_step(1, minor_faults=100, system_seconds=0.5))
     got = writer.add(_step(2, minor_faults=301, system_seconds=1.5, clock_ghz=2.2))
     assert (got.minor_faults, got.system_seconds, got.clock_ghz) == (200, 1.0, 2.2)
-    writer = MetricsWriter(10, 2, stream=io.StringIO())
+    writer = MetricsWriter(10, 2, LogOutputs(stream=io.StringIO()))
     writer.add(_step(1, global_batch_size=4, elapsed_seconds=1.0))
     assert writer.add(_step(2, global_batch_size=8, elapsed_seconds=2.0)).samples_per_second == 4.0
 
 
 def test_skipped_iterations_are_counted_and_do_not_enter_the_loss():
-    writer = MetricsWriter(10, 3, stream=io.StringIO())
+    writer = MetricsWriter(10, 3, LogOutputs(stream=io.StringIO()))
     writer.add(_step(1, lm_loss=math.inf, skipped=1))
     writer.add(_step(2, lm_loss=7.0, skipped=1))
     got = writer.add(_step(3, lm_loss=5.0))
     assert (got.lm_loss, got.skipped, got.nans) == (5.0, 2, 1)
-    writer = MetricsWriter(10, 1, stream=io.StringIO())
+    writer = MetricsWriter(10, 1, LogOutputs(stream=io.StringIO()))
     line = writer.add(_step(1, lm_loss=math.nan, skipped=1)).format_line()
     assert (
         "| lm loss: NAN |" in line
@@ -112,7 +112,7 @@ def test_skipped_iterations_are_counted_and_do_not_enter_the_loss():
 
 def test_history_holds_training_and_validation_and_a_restart_drops_what_it_repeats(tmp_path):
     path = tmp_path / "logs" / "history.jsonl"
-    writer = MetricsWriter(10, 1, stream=io.StringIO(), history_path=path)
+    writer = MetricsWriter(10, 1, LogOutputs(stream=io.StringIO(), history=path))
     lines = [writer.add(_step(i, lm_loss=10.0 - i)) for i in (1, 2, 3)]
     writer.validation(3, 7.5, 24)
     writer.close()
@@ -124,7 +124,7 @@ def test_history_holds_training_and_validation_and_a_restart_drops_what_it_repea
         "consumed_samples": 24,
         "lm_loss": 7.5,
     }
-    writer = MetricsWriter(10, 1, stream=io.StringIO(), history_path=path, start_iteration=2)
+    writer = MetricsWriter(10, 1, LogOutputs(stream=io.StringIO(), history=path), start_iteration=2)
     writer.add(_step(3, lm_loss=6.0))
     writer.close()
     with open(path, "a") as file:
@@ -138,11 +138,10 @@ def test_history_holds_training_and_validation_and_a_restart_drops_what_it_repea
     writer = MetricsWriter(
         10,
         1,
+        LogOutputs(
+            live="on", stream=stream, tensorboard_dir=tmp_path / "tb", history=tmp_path / "history"
+        ),
         printing=False,
-        live="on",
-        stream=stream,
-        tensorboard_dir=tmp_path / "tb",
-        history_path=tmp_path / "history",
     )
     assert writer.add(_step(1)).lm_loss == 10.0
     writer.validation(1, 3.0, 8)
@@ -152,7 +151,7 @@ def test_history_holds_training_and_validation_and_a_restart_drops_what_it_repea
 
 def test_the_end_of_a_run_flushes_an_interval_once(tmp_path):
     stream = io.StringIO()
-    writer = MetricsWriter(10, 4, stream=stream, history_path=tmp_path / "history.jsonl")
+    writer = MetricsWriter(10, 4, LogOutputs(stream=stream, history=tmp_path / "history.jsonl"))
     for iteration in range(1, 7):
         writer.add(_step(iteration, lm_loss=float(iteration)))
     got = writer.flush()
@@ -166,7 +165,7 @@ def test_the_end_of_a_run_flushes_an_interval_once(tmp_path):
 
 def test_a_full_disk_delays_the_history_and_ends_no_run(tmp_path, monkeypatch):
     stream, path = io.StringIO(), tmp_path / "history.jsonl"
-    writer = MetricsWriter(10, 1, stream=stream, history_path=path)
+    writer = MetricsWriter(10, 1, LogOutputs(stream=stream, history=path))
 
     class Full(io.FileIO):
         full = True
@@ -192,7 +191,7 @@ def test_tensorboard_has_megatrons_tags(tmp_path):
     event_accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     )
-    writer = MetricsWriter(10, 2, stream=io.StringIO(), tensorboard_dir=tmp_path)
+    writer = MetricsWriter(10, 2, LogOutputs(stream=io.StringIO(), tensorboard_dir=tmp_path))
     for i in (1, 2):
         writer.add(_step(i, consumed_samples=8 * i, lm_loss=10.0 - i, grad_norm=1.5))
     writer.validation(2, 3.0, 16)
@@ -224,7 +223,7 @@ def test_missing_tensorboard_is_one_clear_error_on_every_rank(tmp_path, monkeypa
     with pytest.raises(
         ValueError, match="--tensorboard-dir .*: a package is missing: pip install tensorboard"
     ):
-        MetricsWriter(10, 1, printing=printing, tensorboard_dir=tmp_path)
+        MetricsWriter(10, 1, LogOutputs(tensorboard_dir=tmp_path), printing=printing)
 
 
 @pytest.mark.system
@@ -261,7 +260,7 @@ def test_a_history_that_cannot_be_continued_is_refused_with_its_name(tmp_path, m
     path = tmp_path / "history.jsonl"
     make(path)
     with pytest.raises(ValueError, match=problem) as raised:
-        MetricsWriter(10, 1, stream=io.StringIO(), history_path=path)
+        MetricsWriter(10, 1, LogOutputs(stream=io.StringIO(), history=path))
     assert str(path) in str(raised.value)
 
 

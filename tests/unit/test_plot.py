@@ -259,7 +259,7 @@ def drawn(name: str, chunks: int) -> tuple:
     walked = spans(schedule, Costs.alike(schedule, transfer=0.1))
     axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
     kinds = schedule_plot._bars(axes, walked, 3)
-    return axes, walked, [label for _, label in kinds]
+    return axes, walked, list(kinds)
 
 
 def bars(axes, colour) -> set[tuple[float, float, int]]:

@@ -56,6 +56,13 @@ SHORT = {
 LONG = {op: name for name, op in SHORT.items()}
 
 
+def most_in_flight(instructions: Sequence[Instruction]) -> int:
+    """Return the largest number of (micro-batch, model chunk) pairs between F and I or B."""
+    chunks = 1 + max((i.model_chunk for i in instructions), default=0)
+    moments = peaks_in_flight(instructions, chunks)
+    return max((sum(moment.activations) for moment in moments), default=0)
+
+
 def read(text: str) -> list[Instruction]:
     """Parse "rf0 F0" into [recv_forward of 0, forward of 0]; F0' is model chunk 1."""
     return [
@@ -166,7 +173,7 @@ def test_1f1b_is_in_order_and_holds_little():
                 op: [i.microbatch for i in instructions if i.op == op] for op in SHORT.values()
             }
             assert order[FORWARD] == order[BACKWARD] == list(range(microbatches))
-            assert builders.most_in_flight(instructions) == min(stages - stage, microbatches)
+            assert most_in_flight(instructions) == min(stages - stage, microbatches)
 
 
 def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction]:
@@ -338,8 +345,8 @@ def test_held_and_run():
         InFlight((0,), (2,)),
     }
     assert set(peaks_in_flight(read("F0 F0' B0' B0 F1"), 2)) == {InFlight((1, 1), (0, 0))}
-    assert peaks_in_flight([]) == () and builders.most_in_flight([]) == 0
-    assert builders.most_in_flight(read("F0 F1 F0' I0' W0' I0 W0 I1 W1")) == 3
+    assert peaks_in_flight([]) == () and most_in_flight([]) == 0
+    assert most_in_flight(read("F0 F1 F0' I0' W0' I0 W0 I1 W1")) == 3
 
     class Executor:
         def __init__(self):

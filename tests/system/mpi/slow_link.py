@@ -39,11 +39,11 @@ def main(world):
     )
     world.barrier()
     begin = time.perf_counter()
-    token, returning = there.leave(x, scores), []
+    token, returning = there.dispatch(x, scores), []
     for i in range(groups):
-        here, factors = there.arrived(i, token)
-        returning.append(back.send_back(i, Slept.apply(here, seconds / groups) * factors))
-    y = back.returned(returning)
+        here, factors = there.dispatched(i, token)
+        returning.append(back.combine(i, Slept.apply(here, seconds / groups) * factors))
+    y = back.combined(returning)
     y.sum().backward()
     took = time.perf_counter() - begin
     assert torch.equal(y, 2 * x) and torch.equal(x.grad, torch.full_like(x, 2.0)), (

@@ -82,7 +82,7 @@ def body(world):
         big = NodeTensor(world, 1 << 18, torch.float32)
         if big.writes:
             big.values.fill_(world.rank + 1.0)
-        big.spread()
+        big.broadcast()
         found = [big.sharers, big.writes, big.values.sum().item() / (1 << 18)]
         world.barrier()  # a page counts as shared once both ranks have read it
         found.append(proportional_kib(big.values) < 700)
