@@ -140,7 +140,7 @@ class Architecture:
     only: Mapping[str, tuple[Any, ...]]
     block: Mapping[str, Any]
     places: Mapping[str, tuple[tuple[str, ...], Arrangement]]
-    unused: re.Pattern = field(default=re.compile(r".*\.rotary_emb\.inv_freq"))
+    unused: re.Pattern[str] = field(default=re.compile(r".*\.rotary_emb\.inv_freq"))
     own_head_size: bool = True
     also: Callable[[ModelConfig], bool] = lambda model: True
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -181,6 +181,7 @@ _PLAIN = {
     "attention_multiplier": None,
     "parallel_residual": False,
     "geglu": False,
+    "activation_func": None,
     "apply_layernorm_1p": False,
     "num_experts": None,
     "qk_layernorm_all_heads": False,
@@ -585,7 +586,7 @@ OLMOE = _decoder(
     own_head_size=False,
 )
 
-ARCHITECTURES = (
+ARCHITECTURES = [
     GPT2,
     LLAMA,
     MISTRAL,
@@ -602,7 +603,7 @@ ARCHITECTURES = (
     QWEN2_MOE,
     QWEN3_MOE,
     OLMOE,
-)
+]
 # model_type of an architecture that is near to these -> what it has that the block does not build.
 _AFTER, _EXPERTS, _SLOPES, _COMPRESSED = (
     f"{what} not supported"

@@ -414,7 +414,7 @@ def size(text: str) -> int:
     return number
 
 
-def _one(options: argparse.Namespace, names: dict[str, Callable], purpose: str) -> str:
+def _one(options: argparse.Namespace, names: Collection[str], purpose: str) -> str:
     given = [name for name in names if getattr(options, name) is not None]
     check(
         len(given) == 1,

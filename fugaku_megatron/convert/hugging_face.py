@@ -115,7 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raise ValueError, one line, for a missing file or other contents."""
     check(path.is_file(), f"{path} is missing")
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
+        contents: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {describe(error)}") from error
     check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not an object")
@@ -361,11 +361,8 @@ class _Reader:
         ours = torch.empty(self.ours[name], dtype=self.dtype(name))
         for number, their in enumerate(theirs):
             views, _ = arranged(ours, number, self.model)
-            stored = (
-                self.files.read(self.stored[their])
-                .flatten()
-                .split([view.numel() for view in views])
-            )
+            flat = self.files.read(self.stored[their]).flatten()
+            stored = torch.split(flat, [view.numel() for view in views])
             for view, elements in zip(views, stored, strict=True):
                 view.copy_(elements.view(view.shape))
         return ours

@@ -169,11 +169,12 @@ class _DistReader:
             stream.seek(place.offset)
             data = stream.read(place.length)
         try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            piece: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except (ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(
                 f"{file} is damaged at byte {place.offset}, where a piece of {key} should be"
             ) from error
+        return piece
 
 
 # Legacy --------------------------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ _DESCRIBED: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "qk_layernorm_all_heads": (False,),
     "geglu": (False,),
+    "activation_func": (None,),
     "parallel_residual": (False,),
     "embedding_multiplier": (1.0,),
     "rope_dynamic_factor": (None,),
@@ -319,7 +320,9 @@ def load_pickled(path: Path) -> dict[str, Any]:
     nothings = [(Nothing, name) for name in names if name not in _NAMESPACES]
     try:
         with torch.serialization.safe_globals([*_NAMESPACES.values(), *nothings]):
-            contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            contents: dict[str, Any] = torch.load(
+                path, map_location="cpu", mmap=True, weights_only=True
+            )
     except (ValueError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"{path} is damaged: {_first_line(error)}") from error
     check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not a dictionary")
@@ -368,7 +371,7 @@ def load_metadata(path: Path) -> metadata.Metadata:
     check(path.is_file(), f"{path} is missing")
     try:
         with open(path, "rb") as file:
-            contents = _MetadataReader(file).load()
+            contents: metadata.Metadata = _MetadataReader(file).load()
     except (
         ValueError,
         TypeError,

@@ -67,7 +67,8 @@ def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
     p, key, first_column = dropout
     if first_column is None:
         return masked(kernels, x, p, key)
-    blocks, made = x.unflatten(-1, (-1, DROPOUT_COLUMNS)), []  # (s, b, in / columns, columns)
+    blocks = x.unflatten(-1, (-1, DROPOUT_COLUMNS))  # (s, b, in / columns, columns)
+    made = []
     for number, sample in enumerate(blocks.unbind(1), key.first_sample):
         own = replace(key, first_sample=(number * MAX_COLUMNS + first_column) // DROPOUT_COLUMNS)
         made.append(masked(kernels, sample, p, own))
@@ -92,14 +93,15 @@ class Adapter(nn.Module):
         experts: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
-        self.context, self.split, self.linear, self.parts = context, split, linear, parts
+        self.context = context
+        self.split = split
+        self.linear = linear
+        self.parts = parts
         self.lora: LoraConfig = context.lora
         self.stream = STREAMS + zlib.crc32(name.encode())
-        rank, more, make = (
-            self.lora.rank,
-            {"frozen": False},
-            context.expert_parameter if experts else context.parameter,
-        )
+        rank = self.lora.rank
+        more = {"frozen": False}
+        make = context.expert_parameter if experts else context.parameter
         # As uniform values between -1 and 1 / sqrt(inputs), with which peft begins.
         self.lora_a = make(
             f"{name}.lora_A.weight",
@@ -127,7 +129,8 @@ class Adapter(nn.Module):
 
     def dropout(self, x: Tensor, forward_pass: Pass) -> Dropout | None:
         """Return the dropout of an input (s, b, in), or None."""
-        p, context = self.lora.lora_dropout, self.context
+        p = self.lora.lora_dropout
+        context = self.context
         if not p or not forward_pass.training:
             return None
         runs = own_runs(len(x), context.cp) if self.split else context.runs(x)
@@ -174,7 +177,8 @@ def row_mask(
     """
     if parts == (linear,) or linear not in (QKV, FC1):
         return None
-    rows, queries = b.shape[:-1].numel(), model.num_attention_heads // model.query_groups
+    rows = b.shape[:-1].numel()
+    queries = model.num_attention_heads // model.query_groups
     each = rows // a.shape[:-3].numel()  # of an expert
     slot = (
         torch.arange(rows) // model.kv_channels % (queries + 2)
@@ -216,12 +220,17 @@ class _Down(torch.autograd.Function):
         t = rows.new_empty(len(rows), len(stacked))
         ops.matmul(rows, stacked, t)
         ctx.save_for_backward(x)
-        ctx.ops, ctx.a, ctx.dropout = ops, a, dropout
+        ctx.ops = ops
+        ctx.a = a
+        ctx.dropout = dropout
         return t.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dt: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), ops, stacked, dt = ctx.saved_tensors, ctx.ops, matrix(ctx.a), as_rows(dt)
+        (x,) = ctx.saved_tensors
+        ops = ctx.ops
+        stacked = matrix(ctx.a)
+        dt = as_rows(dt)
         ops.weight_gradient(dt, as_rows(_dropped(ops.kernels, x, ctx.dropout)), stacked, None)
         if not ctx.needs_input_grad[1]:  # nothing below it is trained
             return None, None, None, None
@@ -237,17 +246,25 @@ class _Up(torch.autograd.Function):
     def forward(
         ctx: Any, ops: Ops, y: Tensor, t: Tensor, b: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
-        rows, whole = as_rows(t), expanded(b, mask, scale)
+        rows = as_rows(t)
+        whole = expanded(b, mask, scale)
         out = rows.new_empty(len(rows), len(whole))
         ops.matmul(rows, whole, out)
         ctx.save_for_backward(rows, *([] if mask is None else [mask]))
-        ctx.ops, ctx.b, ctx.scale, ctx.shape = ops, b, scale, t.shape
+        ctx.ops = ops
+        ctx.b = b
+        ctx.scale = scale
+        ctx.shape = t.shape
         return out.view(y.shape).add_(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (rows, *masks), ops, b, scale = ctx.saved_tensors, ctx.ops, ctx.b, ctx.scale
-        mask, rows_dy = masks[0] if masks else None, as_rows(dy)
+        rows, *masks = ctx.saved_tensors
+        ops = ctx.ops
+        b = ctx.b
+        scale = ctx.scale
+        mask = masks[0] if masks else None
+        rows_dy = as_rows(dy)
 
         def gradient() -> None:
             total = ops.outer_sum(rows_dy, rows)  # (out, p r)
@@ -273,9 +290,11 @@ def activated_linear(
 
     It keeps pre alone. The values of the first result may be anything where `forward_pass` needs none.
     """
-    a, dropout = None, None
+    a = None
+    dropout = None
     if adapter is not None:
-        a, dropout = adapter.lora_a, adapter.dropout(pre[..., : weight.shape[1]], forward_pass)
+        a = adapter.lora_a
+        dropout = adapter.dropout(pre[..., : weight.shape[1]], forward_pass)
     return _ActivatedLinear.apply(
         context.ops, activation, pre, weight, a, dropout, forward_pass.needs_values
     )
@@ -294,14 +313,14 @@ class _ActivatedLinear(torch.autograd.Function):
         needs_values: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(pre)
-        ctx.ops, ctx.activation, ctx.weight, ctx.a, ctx.dropout = (
-            ops,
-            activation,
-            weight,
-            a,
-            dropout,
-        )
-        rows, lead, t = as_rows(pre), pre.shape[:-1], None
+        ctx.ops = ops
+        ctx.activation = activation
+        ctx.weight = weight
+        ctx.a = a
+        ctx.dropout = dropout
+        rows = as_rows(pre)
+        lead = pre.shape[:-1]
+        t = None
         out = (
             pre.new_empty(len(rows), len(weight))
             if needs_values
@@ -321,8 +340,12 @@ class _ActivatedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dt: Tensor | None) -> tuple[Tensor | None, ...]:
-        (pre,), ops, weight, activation = ctx.saved_tensors, ctx.ops, ctx.weight, ctx.activation
-        rows, lead = as_rows(pre), pre.shape[:-1]
+        (pre,) = ctx.saved_tensors
+        ops = ctx.ops
+        weight = ctx.weight
+        activation = ctx.activation
+        rows = as_rows(pre)
+        lead = pre.shape[:-1]
         total = _inner_gradient(ops, as_rows(dout), weight, rows, activation)
         if ctx.a is not None and dt is not None:
             stacked = matrix(ctx.a)
@@ -400,16 +423,17 @@ class AdaptedExperts:
         self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int]
     ) -> None:
         """Add the adapters' gradients, now or later; dy (n, out) and x (n, in) stay until then."""
-        adapter, x = self.adapters[id(weight)], x.detach()
+        adapter = self.adapters[id(weight)]
+        x = x.detach()
         if adapter is None:
             return
 
         def gradients() -> None:
-            b, mask, ops = adapter.lora_b, adapter.mask(), adapter.ops
-            t, dt = (
-                _grouped(adapter, x, adapter.lora_a, counts),
-                _grouped_back(adapter, dy, _up_matrices(adapter), counts),
-            )
+            b = adapter.lora_b
+            mask = adapter.mask()
+            ops = adapter.ops
+            t = _grouped(adapter, x, adapter.lora_a, counts)
+            dt = _grouped_back(adapter, dy, _up_matrices(adapter), counts)
             ops.grouped_weight_gradient(dt, x, adapter.lora_a, counts)
             total = ops.grouped_outer_sum(dy, t, counts).flatten(0, 1)  # (e out, p r)
             total = total if mask is None else (total.unflatten(1, (-1, b.shape[-1])) * mask).sum(1)

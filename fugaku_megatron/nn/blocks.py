@@ -6,15 +6,15 @@ parallelism s is this rank's part of the sequence where the last dimension is h,
 
 from __future__ import annotations
 
-import importlib
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..config.layout import group_copies
-from ..config.model import MLPS, NORMS
+from ..config.model import LAYER_NORM, MLP_OF_EXPERTS, NORMS
 from ..config.parallel import A2A
 from .adapters import activated_linear
 from .forward_context import Pass
@@ -37,15 +37,10 @@ from .sequence_ranks import copy_groups, own_runs, positions, to_heads, to_rows
 from .shared_attention import AttentionMask, SharedCall
 
 
-def _layer_class(path: str) -> Any:
-    """Import the class that a row of `config.model` names as "module:class"."""
-    module, name = path.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def make_norm(name: str, context: Context) -> Norm:
     """Build the norm that the model's config names."""
-    return _layer_class(NORMS[context.model.normalization].layer)(name, context)
+    norm: type[Norm] = resolve_name(NORMS[context.model.normalization].layer)
+    return norm(name, context)
 
 
 class SelfAttention(nn.Module):
@@ -53,17 +48,15 @@ class SelfAttention(nn.Module):
 
     def __init__(self, name: str, layer: int, context: Context) -> None:
         super().__init__()
-        model, self.context, self.layer = context.model, context, layer
+        model = context.model
+        self.context = context
+        self.layer = layer
         self.way = context.context_way(layer)
-        tp, cp = (
-            context.tp.size,
-            context.cp.size if self.way == A2A else 1,
-        )  # whose ranks share the heads for attention
+        tp = context.tp.size
+        cp = context.cp.size if self.way == A2A else 1  # ranks that share the heads in attention
         self.group_copies = group_copies(model.query_groups // tp, cp)
-        self.heads, self.groups = (
-            model.num_attention_heads // (tp * cp),
-            model.query_groups * self.group_copies // (tp * cp),
-        )
+        self.heads = model.num_attention_heads // (tp * cp)
+        self.groups = model.query_groups * self.group_copies // (tp * cp)
         self.linear_qkv = ColumnParallelLinear(
             f"{name}.linear_qkv", model.hidden_size, model.qkv_width, context, model.qkv_bias
         )
@@ -92,7 +85,7 @@ class SelfAttention(nn.Module):
         if (
             model.qk_layernorm_all_heads
             or model.qk_layernorm
-            and model.normalization == "LayerNorm"
+            and NORMS[model.normalization].kernel == LAYER_NORM
         ):
             qkv = self._normed(qkv)
             if angles is None:
@@ -109,7 +102,8 @@ class SelfAttention(nn.Module):
 
     def _normed(self, qkv: Tensor) -> Tensor:
         """Normalize the queries and keys of qkv (s, b, g (n/g + 2) d), each head or all heads as one vector."""
-        ops, model = self.context.ops, self.context.model
+        ops = self.context.ops
+        model = self.context.model
         *parts, values = Heads(self.heads, self.groups, model.kv_channels).split(qkv)
         normed = []
         for part, norm in zip(parts, (self.q_layernorm, self.k_layernorm)):
@@ -127,7 +121,10 @@ class SelfAttention(nn.Module):
         """Return attention without its projections, (s, b, g (n/g + 2) d) -> (s, b, n d). Selective recompute reruns it."""
         if self.context.cp.size > 1 and self.way != A2A:
             return self._between_ranks(qkv, forward_pass)
-        model, ops, tp, cp = self.context.model, self.context.ops, self.context.tp, self.context.cp
+        model = self.context.model
+        ops = self.context.ops
+        tp = self.context.tp
+        cp = self.context.cp
         whole = Heads(
             model.num_attention_heads // tp.size, model.query_groups // tp.size, model.kv_channels
         )
@@ -159,7 +156,8 @@ class SelfAttention(nn.Module):
 
     def _angles(self, length: int, forward_pass: Pass) -> tuple[Angles | None, Tensor | None]:
         """Return the angles for a sequence of `length`, and their row for each token (s, b); None: all rows in turn."""
-        documents, rows = forward_pass.documents, forward_pass.rows
+        documents = forward_pass.documents
+        rows = forward_pass.rows
         if rows is not None:
             return rows.angles, None
         by_length = documents.angles(self.context.model)
@@ -167,8 +165,11 @@ class SelfAttention(nn.Module):
 
     def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
         """Return `attend` if ranks exchange keys and values. qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d)."""
-        model, context, documents = self.context.model, self.context, forward_pass.documents
-        s, own = len(qkv) * context.cp.size, positions(own_runs(len(qkv), context.cp))
+        model = self.context.model
+        context = self.context
+        documents = forward_pass.documents
+        s = len(qkv) * context.cp.size
+        own = positions(own_runs(len(qkv), context.cp))
         if model.uses_rotary:
             angles, places = self._angles(s, forward_pass)
             own_places = (
@@ -203,19 +204,17 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """h -> f -> h with GELU, or another activation without gates, as one operation. column: the layer of its first matmul."""
-
-    column: type[nn.Module] = ColumnParallelLinear
+    """h -> f -> h with the model's activation, as one operation."""
 
     def __init__(self, name: str, context: Context, width: int | None = None) -> None:
         super().__init__()
-        model, self.context = context.model, context
-        h, f, bias = (
-            model.hidden_size,
-            width or model.ffn_hidden_size,
-            not model.disable_bias_linear,
-        )
-        self.linear_fc1: Any = self.column(f"{name}.linear_fc1", h, f, context, bias)
+        model = context.model
+        self.context = context
+        h = model.hidden_size
+        f = width or model.ffn_hidden_size
+        bias = not model.disable_bias_linear
+        column = GatedColumnParallelLinear if model.gated else ColumnParallelLinear
+        self.linear_fc1: Any = column(f"{name}.linear_fc1", h, f, context, bias)
         self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", f, h, context, bias)
 
     @property
@@ -253,7 +252,9 @@ class MLP(nn.Module):
 
     def _adapted(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Return `forward` with adapters, (s, b, h) -> (s, b, h)."""
-        fc1, fc2, context = self.linear_fc1, self.linear_fc2, self.context
+        fc1 = self.linear_fc1
+        fc2 = self.linear_fc2
+        context = self.context
         weight, bias = (
             (fc1.weight, fc1.bias)
             if fc1.weight.dim() == 2
@@ -272,12 +273,6 @@ class MLP(nn.Module):
         )
 
 
-class GatedMLP(MLP):
-    """h -> f -> h with a gate, as one operation."""
-
-    column = GatedColumnParallelLinear
-
-
 class TransformerLayer(nn.Module):
     """Pre-norm block. With --parallel-residual the MLP and attention have the same input.
 
@@ -286,12 +281,18 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, layer: int, context: Context) -> None:
         super().__init__()
-        name, model = f"decoder.layers.{layer - 1}", context.model
-        self.layer, self.dropout, self.context = layer, model.hidden_dropout, context
+        name = f"decoder.layers.{layer - 1}"
+        model = context.model
+        self.layer = layer
+        self.dropout = model.hidden_dropout
+        self.context = context
         self.input_layernorm = make_norm(f"{name}.input_layernorm", context)
         self.self_attention = SelfAttention(f"{name}.self_attention", layer, context)
         self.pre_mlp_layernorm = make_norm(f"{name}.pre_mlp_layernorm", context)
-        self.mlp = _layer_class(MLPS[model.mlps[layer - 1]])(f"{name}.mlp", context)
+        mlp: type[nn.Module] = MLP
+        if model.mlps[layer - 1] == MLP_OF_EXPERTS:
+            mlp = resolve_name("fugaku_megatron.nn.experts:Experts")  # a module that imports this
+        self.mlp: Any = mlp(f"{name}.mlp", context)
 
     def _dropout(self, site: str, x: Tensor, forward_pass: Pass) -> tuple[float, DropoutKey]:
         key = hidden_dropout_key(self.context, self.layer, site, forward_pass.first_sample, x)
@@ -299,7 +300,8 @@ class TransformerLayer(nn.Module):
 
     def _attended(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
         """Return (x + attention, MLP input), both (s, b, h)."""
-        attention, model = self.self_attention, self.context.model
+        attention = self.self_attention
+        model = self.context.model
         added = (
             multiplied(attention(self.input_layernorm(x), forward_pass), model.residual_multiplier),
             attention.linear_proj.bias,

@@ -25,7 +25,7 @@ from ..comm.exchange import Exchange, GroupedExchange, copy_rows, map_rows, sum_
 from ..config.run_config import ModelConfig
 from ..costs.experts import exchanged_groups
 from .adapters import AdaptedExperts
-from .blocks import MLP, GatedMLP
+from .blocks import MLP
 from .forward_context import Pass
 from .gradients import as_rows
 from .layers import Context
@@ -74,7 +74,8 @@ def kept(
     Padding (s, b) has no pairs. With it --moe-token-drop-policy position means the position in the chat, positions (s, b), and then
     the score, so that the choice does not depend on which chats share a sample.
     """
-    factor, experts = model.moe_expert_capacity_factor, model.num_experts
+    factor = model.moe_expert_capacity_factor
+    experts = model.num_experts
     assert factor is not None and experts is not None, "called where experts have a capacity"
     k = chosen.shape[1]
     used = chosen.numel() if padding is None else k * int((~padding).sum())
@@ -161,7 +162,7 @@ def in_turn(rows: Sequence[int]) -> list[int]:
 class _Experts(torch.autograd.Function):
     """x (s, b, h), scores (rows, k), weight1 (e, 2, f, h) or (e, f, h), weight2 (e, h, f) -> (rows, h), the sum of score x expert.
 
-    activation: a row of `ops.activation.ACTIVATIONS`; weight1 has two matrices of an expert where it has a gate.
+    activation: a row of `config.model.ACTIVATIONS`; weight1 has two matrices of an expert where it has a gate.
 
     The scores multiply what the second matmul reads, which is narrower than what it writes, so that none of that is kept. They and
     the activation are one pass.
@@ -255,7 +256,8 @@ class ExpertMatrices(nn.Module):
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
         model = context.model
-        f, h = model.moe_ffn_hidden_size or 0, model.hidden_size
+        f = model.moe_ffn_hidden_size or 0
+        h = model.hidden_size
         first = (2, f) if model.gated else (f,)
         self.linear_fc1 = ExpertLinear(
             f"{name}.linear_fc1", first, h, False, model.init_method_std, context
@@ -284,10 +286,9 @@ class SharedExpert(nn.Module):
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
-        model, self.context = context.model, context
-        self.mlp = (GatedMLP if model.gated else MLP)(
-            name, context, model.moe_shared_expert_intermediate_size
-        )
+        model = context.model
+        self.context = context
+        self.mlp = MLP(name, context, model.moe_shared_expert_intermediate_size)
         self.gate_weight = None
         if model.moe_shared_expert_gate:
             self.gate_weight = context.parameter(
@@ -313,10 +314,8 @@ class Experts(nn.Module):
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
         self.context = context
-        self.router, self.experts = (
-            Router(f"{name}.router", context),
-            ExpertMatrices(f"{name}.experts", context),
-        )
+        self.router = Router(f"{name}.router", context)
+        self.experts = ExpertMatrices(f"{name}.experts", context)
         shared = context.model.moe_shared_expert_intermediate_size
         self.shared_experts = SharedExpert(f"{name}.shared_experts", context) if shared else None
 
@@ -326,7 +325,8 @@ class Experts(nn.Module):
             x = (
                 x.detach().requires_grad_()
             )  # nothing below is trained: the graph of what is trained begins here
-        context, (scores, chosen) = self.context, self.router(x, forward_pass)
+        context = self.context
+        scores, chosen = self.router(x, forward_pass)
         if context.ep is not None and context.etp is not None:
             return self._exchanged(x, scores, chosen, forward_pass, context.ep, context.etp)
         whole, scores, chosen = self._whole(x, scores, chosen)
@@ -349,7 +349,8 @@ class Experts(nn.Module):
 
         part: tensor-parallel ranks that have other rows of it, None where there are none.
         """
-        context, documents = self.context, forward_pass.documents
+        context = self.context
+        documents = forward_pass.documents
         if context.model.moe_expert_capacity_factor is None:
             padding = context.own_rows(documents.padding, part)
             return None if padding is None else ~padding.unsqueeze(1).expand_as(chosen)
@@ -387,10 +388,8 @@ class Experts(nn.Module):
             self._experts,
             self._kept(scores, chosen, forward_pass, self.context.sequence),
         )
-        (routes, turns), needs_values = (
-            Route.of(self.context.ops, order.counts, groups, ep, etp),
-            forward_pass.needs_values,
-        )
+        routes, turns = Route.of(self.context.ops, order.counts, groups, ep, etp)
+        needs_values = forward_pass.needs_values
         there, back = (
             GroupedExchange([route.there for route in routes], overlaps, turns)
             for overlaps in (far or self.shared_experts is not None, far)

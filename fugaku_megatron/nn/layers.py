@@ -28,6 +28,7 @@ from ..comm.autograd import (
 from ..comm.base import Comm
 from ..comm.grid import ALONE
 from ..config.lora import LoraConfig
+from ..config.model import LAYER_NORM, NORMS
 from ..config.parallel import A2A
 from ..config.run_config import ModelConfig
 from ..costs import activations
@@ -96,7 +97,8 @@ class Context:
 
         part: the tensor-parallel ranks where they have parts of it, else None. Nothing has a gradient.
         """
-        cp, rows = self.cp, len(parts[0])
+        cp = self.cp
+        rows = len(parts[0])
         gathered = [
             gather_sequence(gather_sequence(x.detach(), part), cp if cp.size > 1 else None)
             for x in parts
@@ -132,7 +134,8 @@ class Context:
 
     def runs(self, x: Tensor) -> list[range]:
         """Return the one or two position segments of x (s, b, h), an activation between matmuls."""
-        first, runs = self.first_position(x), []
+        first = self.first_position(x)
+        runs = []
         for run in own_runs(len(x) * (self.tp.size if self.sequence else 1), self.cp):
             runs.append(run[max(first, 0) : max(first + len(x), 0)])
             first -= len(run)
@@ -306,7 +309,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, name: str, vocabulary: int, context: Context) -> None:
         super().__init__()
-        self.context, model = context, context.model
+        self.context = context
+        model = context.model
         self.weight = context.parameter(
             f"{name}.weight", (vocabulary, model.hidden_size), 0, model.init_method_std
         )
@@ -323,7 +327,8 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
-        self.context, model = context, context.model
+        self.context = context
+        model = context.model
         self.weight = context.parameter(
             f"{name}.weight",
             (model.max_position_embeddings, model.hidden_size),
@@ -335,7 +340,8 @@ class PositionEmbedding(nn.Module):
 
         positions (rows,) are those of generation, which keeps nothing for a backward.
         """
-        ops, first = self.context.ops, self.context.first_position(x)
+        ops = self.context.ops
+        first = self.context.first_position(x)
         if self.context.cp.size > 1:
             rows = own_positions(self.context.runs(x))
             return x + ops.embedding(
@@ -357,11 +363,9 @@ class Norm(nn.Module):
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
-        self.ops, self.epsilon, self.centered = (
-            context.ops,
-            context.model.layernorm_epsilon,
-            context.model.apply_layernorm_1p,
-        )
+        self.ops = context.ops
+        self.epsilon = context.model.layernorm_epsilon
+        self.centered = context.model.apply_layernorm_1p
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x (s, b, h)."""
@@ -449,10 +453,8 @@ class HeadNorm(nn.Module):
     def __init__(self, name: str, heads: int, context: Context) -> None:
         super().__init__()
         together = heads if context.model.qk_layernorm_all_heads else 1
-        size, layer_norm = (
-            (together * context.model.kv_channels,),
-            context.model.normalization == "LayerNorm",
-        )
+        size = (together * context.model.kv_channels,)
+        layer_norm = NORMS[context.model.normalization].kernel == LAYER_NORM
         self.centered = context.model.apply_layernorm_1p
         self.weight = context.parameter(
             f"{name}.weight", size, fill=1.0 - self.centered, sequence_parallel=True

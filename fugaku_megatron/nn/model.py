@@ -51,12 +51,12 @@ class Stage(nn.Module):
 
     def __init__(self, run: RunConfig, groups: Groups, ops: Ops) -> None:
         super().__init__()
-        tp, pp, dp = groups.tp, groups.pp, groups.dp
-        self.placement, self.ops, self.tied = (
-            placement(run),
-            ops,
-            run.model.tied and not run.lora.on,
-        )
+        tp = groups.tp
+        pp = groups.pp
+        dp = groups.dp
+        self.placement = placement(run)
+        self.ops = ops
+        self.tied = run.model.tied and not run.lora.on
         parallel = run.parallel
         ep, etp = (groups.ep, groups.etp) if parallel.divides_experts else (None, None)
         context = Context(
@@ -104,7 +104,8 @@ class Stage(nn.Module):
     @property
     def tied_copy(self) -> nn.Parameter | None:
         """The trained word embedding (v, h) of which two stages have a copy each and this is one of them; None elsewhere."""
-        first, last = self.first, self.last
+        first = self.first
+        last = self.last
         if (first and last) or not self.tied:
             return None
         return (
@@ -137,7 +138,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, forward_pass: Pass) -> Tensor:
         """tokens (whole sequence, b) -> (s, b, h)."""
-        rows, context = forward_pass.rows, self.context
+        rows = forward_pass.rows
+        context = self.context
         positions = forward_pass.documents.positions if rows is None else rows.positions
         x = multiplied(self.word_embeddings(tokens), context.model.embedding_multiplier)
         x = self.position_embeddings(x, positions) if self.position_embeddings else x
@@ -159,8 +161,13 @@ class Chunk(nn.Module):
         self, run: RunConfig, part: int, parts: int, context: Context, logits_rows: int
     ) -> None:
         super().__init__()
-        model, self.tp, self.ops, self.context = run.model, context.tp, context.ops, context
-        self.is_first, self.is_last, self.logits_rows = part == 0, part == parts - 1, logits_rows
+        model = run.model
+        self.tp = context.tp
+        self.ops = context.ops
+        self.context = context
+        self.is_first = part == 0
+        self.is_last = part == parts - 1
+        self.logits_rows = logits_rows
         self.recompute_groups = accounting.virtual_stage_recompute_groups(run, part)
         self.z_losses: dict[int, Tensor] = {}
         vocabulary = accounting.padded_vocab_size(model, context.tp.size)
@@ -183,7 +190,8 @@ class Chunk(nn.Module):
     @property
     def unpadded_rows(self) -> int | None:
         """Rows of this rank's head weight that are tokens; None if padding is not masked."""
-        model, weight = self.context.model, self.output_weight
+        model = self.context.model
+        weight = self.output_weight
         if not model.masks_padding:
             return None
         assert model.vocab_size is not None

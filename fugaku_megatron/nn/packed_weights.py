@@ -39,12 +39,14 @@ class WeightCache:
 
     def packed(self, weight: Tensor, transposed: bool) -> Tensor:
         """Return weight (out, in) packed for the active target, as bytes (n,). transposed: for linear_data_gradient."""
-        key, target = (weight.data_ptr(), tuple(weight.shape), transposed), self._kernels.active()
+        key = (weight.data_ptr(), tuple(weight.shape), transposed)
+        target = self._kernels.active()
         size = self._kernels.packed_weight_size(*weight.shape, weight.dtype, transposed)
         entry = self._entries.get(key)
         if entry is None or entry.buffer.numel() != size:
             entry = self._entries[key] = _Entry(weight, torch.empty(size, dtype=torch.uint8))
         if not entry.valid or entry.target != target:
             self._kernels.pack_weight(weight, entry.buffer, transposed)
-            entry.valid, entry.target = True, target
+            entry.valid = True
+            entry.target = target
         return entry.buffer

@@ -80,7 +80,8 @@ def make_parameter(
     experts: ranks among which the first dimension, that of experts, is divided.
     balances, frozen: see `ParameterSpec`.
     """
-    local, offset = list(shape), [0] * len(shape)
+    local = list(shape)
+    offset = [0] * len(shape)
     if partition_dim is not None:
         assert tp is not None and shape[partition_dim] % tp.size == 0, (name, shape, tp)
         local[partition_dim] //= tp.size

@@ -48,7 +48,8 @@ def frequencies(model: ModelConfig, length: int) -> Tensor:
     if not model.use_rope_scaling:
         return plain
     lengthened = plain / model.rope_scaling_factor
-    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    low = model.rope_scaling_low_freq_factor
+    high = model.rope_scaling_high_freq_factor
     waves = model.rope_scaling_original_max_position_embeddings / (
         2 * math.pi / plain
     )  # in the original positions
@@ -61,7 +62,8 @@ def yarn_frequencies(model: ModelConfig) -> Tensor:
 
     Those that turn more often than beta fast stay as they are, and a ramp over the pairs' numbers mixes both between them.
     """
-    size, base = model.kv_channels, model.rotary_base
+    size = model.kv_channels
+    base = model.rotary_base
     powers = base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
 
     def number(turns: float) -> float:
@@ -71,11 +73,15 @@ def yarn_frequencies(model: ModelConfig) -> Tensor:
             / (2 * math.log(base))
         )
 
-    low, high = number(model.yarn_beta_fast), number(model.yarn_beta_slow)
+    low = number(model.yarn_beta_fast)
+    high = number(model.yarn_beta_slow)
     if model.yarn_correction_range_round_to_int:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
-    high += 0.001 * (low == high)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, size - 1)
+    if low == high:
+        high += 0.001
     ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return ramp / (model.rotary_scaling_factor * powers) + (1 - ramp) / powers
 
@@ -98,7 +104,8 @@ def rotary_angles(model: ModelConfig, positions: Tensor, length: int) -> Angles 
         positions.float() / (model.rotary_seq_len_interpolation_factor or 1.0),
         frequencies(model, length),
     )
-    factor, sines = concentration(model), angles.sin()
+    factor = concentration(model)
+    sines = angles.sin()
     cosines = angles.cos_()
     return (cosines, sines) if factor == 1.0 else (cosines.mul_(factor), sines.mul_(factor))
 

@@ -29,7 +29,8 @@ class _Recompute(torch.autograd.Function):
         x: Tensor,
         *args: Any,
     ) -> Tensor:
-        ctx.again, ctx.args = again, args
+        ctx.again = again
+        ctx.args = args
         ctx.save_for_backward(x)
         return function(x, *args)
 

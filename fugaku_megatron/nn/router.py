@@ -22,7 +22,8 @@ from .gradients import accumulate, as_rows
 from .layers import Context
 from .ops.experts import NORMALIZER
 
-SINKHORN_TOLERANCE, SINKHORN_ROUNDS = 1e-4, 1000  # the former as in Megatron-LM
+SINKHORN_TOLERANCE = 1e-4  # as in Megatron-LM
+SINKHORN_ROUNDS = 1000
 
 
 class SmallLinear(torch.autograd.Function):
@@ -32,13 +33,15 @@ class SmallLinear(torch.autograd.Function):
     def forward(ctx: Any, ops: Any, x: Tensor, weight: Tensor) -> Tensor:
         """Return x W^T. x (s, b, h), weight (e, h) -> (rows, e)."""
         ctx.save_for_backward(x)
-        ctx.ops, ctx.weight = ops, weight
+        ctx.ops = ops
+        ctx.weight = weight
         return as_rows(x).float() @ weight.detach().float().t()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
         """Return the gradient of x (s, b, h) from dy (rows, e)."""
-        (x,), weight = ctx.saved_tensors, ctx.weight
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
         rows = as_rows(x).detach()
         ctx.ops.weight_gradients.add(lambda: accumulate(weight, dy.t() @ rows.float()))
         return None, (dy @ weight.detach().float()).to(x.dtype).view_as(x), None
@@ -49,7 +52,9 @@ class _Counted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ops: Any, scores: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
-        ctx.ops, ctx.excess, ctx.bias = ops, counts - counts.mean(), bias
+        ctx.ops = ops
+        ctx.excess = counts - counts.mean()
+        ctx.bias = bias
         return scores.view_as(scores)
 
     @staticmethod
@@ -96,10 +101,12 @@ def evenly(logits: Tensor, padding: Tensor | None = None) -> Tensor:
         result[~padding] = evenly(logits[~padding])
         return result
     cost = logits.double().exp()
-    rows, columns = cost.new_ones(len(cost)), cost.new_ones(cost.shape[1])
+    rows = cost.new_ones(len(cost))
+    columns = cost.new_ones(cost.shape[1])
     for _ in range(SINKHORN_ROUNDS):
         rows = 1 / (len(rows) * ((cost * columns).sum(1) + 1e-8))
-        last, columns = columns, 1 / (len(columns) * ((cost * rows.unsqueeze(1)).sum(0) + 1e-8))
+        last = columns
+        columns = 1 / (len(columns) * ((cost * rows.unsqueeze(1)).sum(0) + 1e-8))
         if (columns - last).abs().mean() <= SINKHORN_TOLERANCE:
             break
     return columns * cost * rows.unsqueeze(1)
@@ -138,7 +145,8 @@ def padded_balancing_loss(scores: Tensor, counts: Tensor, tokens: Tensor, k: int
         tokens: (sets,), how many there are without padding, of all these ranks.
     """
     sums = (scores.sum(0) * counts).view(len(tokens), -1).sum(1)
-    experts, some = len(counts) // len(tokens), (tokens > 0).sum().clamp(min=1)
+    experts = len(counts) // len(tokens)
+    some = (tokens > 0).sum().clamp(min=1)
     return (sums / tokens.clamp(min=1).square()).sum() * experts / (k * some)
 
 
@@ -152,7 +160,8 @@ class Router(nn.Module):
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
-        model, self.context = context.model, context
+        model = context.model
+        self.context = context
         experts = model.num_experts
         assert experts is not None
         self.weight = context.parameter(
@@ -166,8 +175,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
         """Return (scores in FP32, experts), both (rows, k), for x (s, b, h). Rows of padding are arbitrary."""
-        ops, model = self.context.ops, self.context.model
-        logits, padding = SmallLinear.apply(ops, x, self.weight), forward_pass.documents.padding
+        ops = self.context.ops
+        model = self.context.model
+        logits = SmallLinear.apply(ops, x, self.weight)
+        padding = forward_pass.documents.padding
         ranks = self._ranks(logits, padding) if model.sinkhorn and forward_pass.training else None
         scores, chosen = route(ops, logits, self.expert_bias, model, ranks)
         if not forward_pass.training:
@@ -198,7 +209,8 @@ class Router(nn.Module):
         load: Tensor,
     ) -> Tensor:
         """Return the scores (rows, k) with the balancing losses attached to their backward, and record the losses in `load`."""
-        model, ranks = self.context.model, self.context.sequence_shares
+        model = self.context.model
+        ranks = self.context.sequence_shares
         padding = forward_pass.documents.padding
         own = self.context.own_rows(padding, self.context.sequence)
         balance_factor = (
@@ -225,10 +237,8 @@ class Router(nn.Module):
             parts = (
                 samples if kind == SEQUENCE_AUX else 1
             )  # a sequence's experts count as experts of their own
-            shares, counts = (
-                shares.reshape(len(shares) // parts, -1),
-                hits.reshape(len(hits) // parts, -1).sum(0),
-            )
+            shares = shares.reshape(len(shares) // parts, -1)
+            counts = hits.reshape(len(hits) // parts, -1).sum(0)
             self.context.sum_over_sequence(counts)
             if padding is None:
                 loss = (

@@ -30,7 +30,9 @@ from .dropout_key import DropoutKey
 from .heads import Heads
 from .sequence_ranks import to_rank_order, to_sequence_order
 
-KEYS, GRADIENTS = 0, 2  # the tags of a rank's first part; the second part's are one more
+# Message tags for a rank's first segment; the second segment's are one more.
+KEYS = 0
+GRADIENTS = 2
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class AttentionMask:
     def visible(self, queries: range, keys: range) -> tuple[range, range] | None:
         """Return the smallest ranges of queries and keys that contain every visible pair, or None."""
         seen = visible_keys(queries, keys, self.window)
-        first, end = seen.start, seen.stop
+        first = seen.start
+        end = seen.stop
         if self.starts is not None:
             first = max(first, int(self.starts[:, queries.start].min()))
         if first >= end:
@@ -101,7 +104,8 @@ class Result:
 
     def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge the attention of `rows` to further keys: out (q, b, n d), lse (b, n, q)."""
-        before, total = self.lse[..., rows], self.total[rows]
+        before = self.lse[..., rows]
+        total = self.total[rows]
         after = torch.logaddexp(before, lse)
         base = after.masked_fill(after == -torch.inf, 0.0)  # of queries that have seen nothing
         old, new = (
@@ -117,8 +121,11 @@ class _Gradients:
     def __init__(
         self, ops: Any, call: SharedCall, qkv: Tensor, out: Tensor, lse: Tensor, dout: Tensor
     ) -> None:
-        self._ops, self._call, self._tensors = ops, call, (qkv, out, dout)
-        self._lse, self.dqkv = lse, torch.zeros(qkv.shape)
+        self._ops = ops
+        self._call = call
+        self._tensors = (qkv, out, dout)
+        self._lse = lse
+        self.dqkv = torch.zeros(qkv.shape)
 
     def add(self, part: Part, kv: Tensor, dkv: Tensor) -> None:
         """Add a block's gradients. kv and dkv (k, b, 2 g d): keys and values of the block."""
@@ -143,7 +150,9 @@ class _Gathered:
     """allgather: kv (r, b, 2 g d) of every rank at once."""
 
     def __init__(self, cp: Comm, call: SharedCall, kv: Tensor) -> None:
-        self._cp, self._keys, self._own = cp, range(call.mask.length), kv
+        self._cp = cp
+        self._keys = range(call.mask.length)
+        self._own = kv
         whole = cp.all_gather(kv.new_empty(cp.size, *kv.shape), kv)
         self._whole = to_sequence_order(whole.flatten(0, 1), cp.size)
         self._parts = list(
@@ -177,7 +186,10 @@ class _Passed:
     """p2p: kv (r, b, 2 g d) of one rank after the other."""
 
     def __init__(self, cp: Comm, call: SharedCall, kv: Tensor) -> None:
-        self._cp, self._call, self._own, self._sent = cp, call, kv, list[Handle]()
+        self._cp = cp
+        self._call = call
+        self._own = kv
+        self._sent = list[Handle]()
         self._runs = [rank_segments(rank, cp.size, call.mask.length) for rank in range(cp.size)]
 
     def _needed(self, rank: int, source: int) -> list[range]:
@@ -192,13 +204,15 @@ class _Passed:
 
     def _step(self, step: int) -> list[_InFlight]:
         """Start the sends and receives of a step."""
-        cp, size = self._cp, self._cp.size
+        cp = self._cp
+        size = self._cp.size
         if step == 0:
             return [
                 _InFlight(run, self._own[self._rows(part, run)], DONE)
                 for part, run in enumerate(self._runs[cp.rank])
             ]
-        source, target = (cp.rank - step) % size, (cp.rank + step) % size
+        source = (cp.rank - step) % size
+        target = (cp.rank + step) % size
         coming = []
         for part, keys in enumerate(self._needed(cp.rank, source)):
             tensor = self._own.new_empty(len(keys), *self._own.shape[1:])
@@ -241,11 +255,13 @@ class _Passed:
 
         Of this rank's own keys those that its other run sees are last, while the last gradients are on their way.
         """
-        cp, total = self._cp, torch.zeros(self._own.shape)
+        cp = self._cp
+        total = torch.zeros(self._own.shape)
         returning: list[tuple[slice, Tensor, Handle]] = []
         last: list[partial[None]] = []
         for step, coming in self._steps():
-            source, target = (cp.rank - step) % cp.size, (cp.rank + step) % cp.size
+            source = (cp.rank - step) % cp.size
+            target = (cp.rank + step) % cp.size
             for number, keys in enumerate(self._needed(target, cp.rank) if step else ()):
                 if keys:
                     tensor = torch.empty(len(keys), *total.shape[1:])
@@ -281,12 +297,10 @@ class _SharedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, way: str) -> Tensor:
         qkv = qkv.contiguous()
-        ctx.ops, ctx.call, ctx.cp, ctx.kind = (
-            ops,
-            call,
-            cp,
-            _Gathered if way == ALLGATHER else _Passed,
-        )
+        ctx.ops = ops
+        ctx.call = call
+        ctx.cp = cp
+        ctx.kind = _Gathered if way == ALLGATHER else _Passed
         result = Result(len(qkv), qkv.shape[1], call.heads)
         for part, kv in ctx.kind(cp, call, keys_of(qkv, call.heads).flatten(2).contiguous()):
             result.merge(part.rows, *ops.attend_block(call, part, qkv[part.rows], kv))
@@ -297,7 +311,8 @@ class _SharedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        (qkv, out, lse), heads = ctx.saved_tensors, ctx.call.heads
+        qkv, out, lse = ctx.saved_tensors
+        heads = ctx.call.heads
         made = _Gradients(ctx.ops, ctx.call, qkv, out, lse, dout.contiguous())
         dkv = ctx.kind(ctx.cp, ctx.call, keys_of(qkv, heads).flatten(2).contiguous()).gradients(
             made

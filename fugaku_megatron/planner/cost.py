@@ -274,7 +274,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        return sum(vars(self).values())
+        return float(sum(vars(self).values()))
 
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(**{name: value + getattr(other, name) for name, value in vars(self).items()})
@@ -436,8 +436,9 @@ class Rank:
             else ("attention_forward", 1.0)
         )
         length = sorted((p.m, p.n, p.k))[1]  # two sides are the sequence length, one the head size
-        half = getattr(self.parameters, f"{name}_half")
-        share = getattr(self.parameters, name) / (1 + half / length)
+        half: float = getattr(self.parameters, f"{name}_half")
+        maximum: float = getattr(self.parameters, name)
+        share = maximum / (1 + half / length)
         of_a_probability = again * 4 * (p.m * p.n * p.k // length**2)
         dropped = self.parameters.dropout_flops / of_a_probability if p.dropout else 0.0
         if self.software.counts["causal"]:
@@ -451,7 +452,7 @@ class Rank:
         else:
             n = (p.m * p.n * p.k) ** (1 / 3)
         shape = curve.maximum / (1 + (curve.half * self.parameters.gemm_half / n) ** curve.exponent)
-        return self.parameters.gemm_fraction * shape
+        return float(self.parameters.gemm_fraction * shape)
 
     def _gpu(self, p: Matmul) -> float:
         filled = max(self._waves(p, *tile) for tile in TILES)

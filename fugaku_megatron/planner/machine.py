@@ -207,7 +207,7 @@ def names() -> list[str]:
 
 
 def _constants(path: Path) -> dict[str, Any]:
-    data = json.loads(read_text(path, ""), object_pairs_hook=unique_keys)
+    data: dict[str, Any] = json.loads(read_text(path, ""), object_pairs_hook=unique_keys)
     if "sections" in data:  # a report contains the description
         check("machine" in data, "this report ended before it had measured the machine")
         data = data["machine"]

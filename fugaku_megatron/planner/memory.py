@@ -18,7 +18,7 @@ from ..costs import accounting, run_schedule
 from ..costs.memory import attention_bytes, stage_memory
 from ..pipeline.instructions import InFlight
 from ..pipeline.schedule import Schedule
-from ..pipeline.schedule_names import SPLITS_BACKWARD
+from ..pipeline.schedule_names import row
 from .machine import MIB, Machine
 from .software import MemoryParameters, Software
 from .work import tensors
@@ -167,10 +167,11 @@ def peak_mib(
     """Return the MiB on the fullest rank. If backward is whole, each kind's first stage has most
     micro-batches in flight.
     """
-    stages = range(layout.pp) if run.parallel.schedule in SPLITS_BACKWARD else set(kinds(run))
+    stages = range(layout.pp) if row(run.parallel.schedule).splits_backward else set(kinds(run))
     return max(stage_mib(run, layout, stage, code, nodes, parameters) for stage in stages)
 
 
 def limit_mib(machine: Machine, code: Software, ranks_per_node: int) -> float:
     """Return the MiB at which a rank is out of memory; a caching allocator first returns unused blocks (`reclaimed`)."""
-    return machine.node_memory_bytes / MIB / ranks_per_node / (1 - code.counts["reclaimed"])
+    room: float = 1 - code.counts["reclaimed"]
+    return machine.node_memory_bytes / MIB / ranks_per_node / room

@@ -19,7 +19,7 @@ from ..costs.run_schedule import recompute_name
 from ..observe import schedule_plot
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..pipeline.schedule import Schedule
-from ..pipeline.schedule_names import INTERLEAVED, ZBV
+from ..pipeline.schedule_names import row
 from ..pipeline.timeline import Span, spans
 from . import memory
 from .model import Prediction, System, step
@@ -46,8 +46,10 @@ def schedule_name(run: RunConfig) -> str:
     """Return the schedule as in the table: 1f1b, zb-h1, zbv; with N model chunks per stage "il N" or "zb-h1 N"."""
     name = run.parallel.schedule
     count = chunks(run)
-    short = "il" if name == INTERLEAVED else name
-    return f"{short} {count}" if count > 1 and name != ZBV else name
+    schedule = row(name)
+    if count > 1 and schedule.chunks is None:
+        return f"{schedule.short or name} {count}"
+    return name
 
 
 def iterations(plan: Plan) -> int | None:
@@ -198,7 +200,7 @@ def pipeline(plan: Plan) -> list[str]:
     stages = sorted({round(i * (pp - 1) / max(1, min(ROWS, pp) - 1)) for i in range(min(ROWS, pp))})
     lines = []
     for stage in stages:
-        cells = ["."] * WIDTH
+        cells = list("." * WIDTH)
         for s in (s for s in bars if s.stage == stage and s.op in LETTERS):
             low = int(s.start / end * WIDTH)
             for i in range(low, max(low + 1, min(WIDTH, round(s.end / end * WIDTH)))):
@@ -260,7 +262,11 @@ def shown_part(shown: Schedule, microbatches: int) -> str:
 
 
 def draw(
-    run: RunConfig, layout: Layout, system: System, file: str | os.PathLike, memory: Sequence[float]
+    run: RunConfig,
+    layout: Layout,
+    system: System,
+    file: str | os.PathLike[str],
+    memory: Sequence[float],
 ) -> None:
     """Draw the pipeline over time as a PNG file. memory: MiB on a rank, by stage. Raise ValueError
     if it cannot be written.

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -88,7 +89,8 @@ def solve(
     spread = np.array([p.spread for p in priors])
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        return np.log(np.asarray(predict(_values(priors, x)), float)) - target
+        errors: np.ndarray = np.log(np.asarray(predict(_values(priors, x)), float)) - target
+        return errors
 
     def cost(r: np.ndarray, x: np.ndarray) -> float:
         z = np.abs(r / noise)
@@ -399,10 +401,10 @@ def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     }
 
 
-def as_json(report: Report) -> dict:
+def as_json(report: Report) -> dict[str, Any]:
     """Return the group's part in fitted.json."""
 
-    def table(solution: Solution, priors: Sequence) -> dict:
+    def table(solution: Solution, priors: Sequence[Prior]) -> dict[str, Any]:
         spread = np.sqrt(np.diag(solution.covariance))
         return {
             p.name: {

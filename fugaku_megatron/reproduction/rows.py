@@ -18,8 +18,10 @@ from typing import Any
 
 from ..config.fields import check
 from ..config.layout import Layout
+from ..config.model import ModelConfig
+from ..config.parallel import ParallelConfig
 from ..config.precision import PrecisionConfig
-from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
+from ..config.run_config import RunConfig
 from ..config.training import BatchConfig, TrainingConfig
 from ..observe.iteration_metrics import HEADERS
 from ..planner.model import Prediction, System, predict
