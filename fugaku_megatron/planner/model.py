@@ -232,7 +232,7 @@ def step(
         for stage in range(layout.pp)
     ]
     transfer = (
-        network.seconds("send", "pp", accounting.residual_bytes(run, layout.tp))
+        network.seconds("send", "pp", activations.residual_bytes(run, layout.tp))
         * system.machine.host_factor
     )
     costs = _costs(lists, seconds, transfer)
@@ -346,14 +346,14 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     """
     counts = rank.software.counts["optimizer"]
     kinds = set(memory.kinds(run))
-    saved_bytes = 2 * accounting.FP32_BYTES - run.optimizer.moment_bytes
+    saved_bytes = 2 * activations.FP32_BYTES - run.optimizer.moment_bytes
     if run.optimizer.main_params_dtype == "bf16":
         saved_bytes += 2
     parameters = max(held_parameters(run, layout, stage) for stage in kinds)
     layers = max(sum(map(len, accounting.stage_layers(run, stage))) for stage in kinds)
     fp32 = replace(rank, precision="fp32")
     muon = max(fp32.seconds(work.muon(run, layout, stage)).gemm for stage in kinds)
-    moved = counts["moved"] * accounting.FP32_BYTES - 2 * saved_bytes
+    moved = counts["moved"] * activations.FP32_BYTES - 2 * saved_bytes
     return (
         rank.traffic(moved * parameters / accounting.zero_shards(run, layout))
         + rank.calls(counts["calls_per_layer"] * layers)

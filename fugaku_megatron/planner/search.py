@@ -24,7 +24,7 @@ from ..config.layout import Layout, check_split, placement
 from ..config.layout import chunks as chunks_of
 from ..config.parallel import CP_COMM_TYPES
 from ..config.run_config import RunConfig
-from ..config.training import BatchConfig
+from ..config.training import BatchConfig, TrainingConfig
 from ..costs import run_schedule
 from ..costs.memory import stage_memory
 from ..pipeline.schedule_names import AUTO, INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZBV, row
@@ -490,7 +490,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 def _recomputes(
     run: RunConfig, layers: int, held: frozenset[str], kinds: tuple[str, ...]
-) -> Iterator:
+) -> Iterator[TrainingConfig]:
     """Yield training configs that differ in recompute; block: a quarter, half and three quarters of
     a stage's layers.
     """

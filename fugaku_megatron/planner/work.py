@@ -117,7 +117,7 @@ def tensors(run: RunConfig, tp: int) -> dict[str, int]:
     result.
     """
     model = run.model
-    rows = accounting.tokens_per_microbatch(run) * accounting.element_bytes(run)
+    rows = activations.tokens_per_microbatch(run) * activations.element_bytes(run)
     return {
         "hidden": rows * model.hidden_size,
         "qkv": activations.qkv_bytes(run, tp),
@@ -172,7 +172,7 @@ def _chunks(run: RunConfig, tp: int) -> int:
     """Return the logits blocks per micro-batch."""
     pp = run.parallel.pipeline_model_parallel_size
     return -(
-        -accounting.tokens_per_microbatch(run)
+        -activations.tokens_per_microbatch(run)
         // memory.logits_rows(run, Layout(tp * pp, tp, pp, 1))
     )
 
@@ -366,7 +366,7 @@ def weight_gradients(
 ) -> Work:
     """Return the work for writing and accumulating `parameters` gradients in `tensors` tensors."""
     counts = software.counts["weights"]
-    bytes = parameters * accounting.element_bytes(run)
+    bytes = parameters * activations.element_bytes(run)
     allocations = (
         ((bytes // tensors, tensors * counts["allocated"]),) if counts["allocated"] else ()
     )

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,8 @@ def _with_progress(rows: Sequence[Row]) -> Iterable[Row]:
         return rows
     from tqdm import tqdm
 
-    return tqdm(rows, unit="row", leave=False)
+    shown: Iterable[Row] = tqdm(rows, unit="row", leave=False)
+    return shown
 
 
 def _compare(row: Row, predict: Callable[[Row], Prediction]) -> Comparison:
@@ -334,7 +336,7 @@ def _draw_document(document: str, panel: Any, comparisons: Sequence[Comparison])
     pairs = [
         c for c in comparisons if c.time_error_percent is not None and c.row.fit_time
     ]  # as in the text's summary
-    trait = _TRAITS.get(document, lambda row: row.software)
+    trait = _TRAITS.get(document, attrgetter("software"))
     for number, name in enumerate(sorted({trait(c.row) for c in pairs})):
         points = [_times(c) for c in pairs if trait(c.row) == name]
         panel.plot(
