@@ -76,8 +76,8 @@ def checked(
 )
 def test_right_matmuls_pass_and_keep_their_bits(changes):
     run = small_run(num_layers=2, **{**DROPOUT, **changes})
-    reports, losses = checked(SoloComm(), run, iterations=4)
-    assert reports == [None] * 4 and losses == [step.loss for step in train(SoloComm(), run, 4)]
+    reports, losses = checked(SoloComm(), run, iterations=3)
+    assert reports == [None] * 3 and losses == [step.loss for step in train(SoloComm(), run, 3)]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,9 @@ def explained(world, run, ops) -> str:
     assert trainer.progress == before
     healthy = trainer.train_step()  # the data goes on where it was
     trainer.close()
-    assert not healthy.skipped and trainer.progress.consumed_samples == 32
+    assert (
+        not healthy.skipped and trainer.progress.consumed_samples == 2 * run.batch.global_batch_size
+    )
     return text
 
 
@@ -73,7 +75,7 @@ def explained(world, run, ops) -> str:
     ids=str,
 )
 def test_rank_layer_operation_and_samples_are_named(ranks, guilty, kernel, layout):
-    run = small_run(**layout)
+    run = small_run(**layout, global_batch_size=8)
     healthy, layer = (
         Ops.build(),
         2 if "pipeline_schedule" in layout else 4,
