@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..comm.autograd import gather_from_tensor_parallel
 from ..config.fields import check
-from ..config.run_config import ModelConfig
+from ..config.model import ModelConfig
 from ..costs import activations
 from ..data.chats import ASSISTANT, ChatTemplate, Messages, check_messages, user_turn
 from ..data.tokenizer import Tokenizer
