@@ -53,7 +53,7 @@ class Rows:
         angles: Angles | None = None
         if table is not None:
             cosines, sines = table
-            angles = cosines[positions], sines[positions]
+            angles = cosines.index_select(0, positions), sines.index_select(0, positions)
         elif model.rotary:  # each sample has its own length
             parts = [
                 rotary_angles(model, part, len(part) + int(part[0]))
