@@ -497,7 +497,9 @@ def test_the_loss_of_training_on_packed_chats_is_that_of_each_chat_alone(tmp_pat
     def trained(world):
         torch.set_num_threads(1)
         data = ChatDataset(ChatFiles(prefix), "train", range(9), None, DatasetConfig(64, 1))
-        trainer = Trainer(run, Layout.from_run(run, world.size), world, grid_groups(world, run), data, data)
+        trainer = Trainer(
+            run, Layout.from_run(run, world.size), world, grid_groups(world, run), data, data
+        )
         for _ in range(2):
             trainer.train_step()
         loss = trainer.evaluate(data, 0, len(data))
