@@ -14,6 +14,7 @@ from fugaku_megatron.checkpoint import trusted
 from fugaku_megatron.checkpoint.load import open_checkpoint
 from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations, read_head
 from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.start.exit_codes import ExitCode
 from fugaku_megatron.training.replicas import (
@@ -249,7 +250,9 @@ class Flipping(Trainer):
 
 def session(world, at, **changes):
     run = small_run(**{"num_layers": 2, "train_iters": 6, **changes})
-    trainer = Flipping(run, world, grid_groups(world, run), mock(run))
+    trainer = Flipping(
+        run, Layout.from_run(run, world.size), world, grid_groups(world, run), mock(run)
+    )
     trainer.at = at
     return Session(
         trainer,

@@ -66,7 +66,9 @@ def flip(world: Comm, log: Writer) -> None:
         check_weight_hash_across_dp_replicas_interval=COMPARED,
     )
     Session(
-        FlippedBit(run, world, grid_groups(world, run), mock(run)),
+        FlippedBit(
+            run, Layout.from_run(run, world.size), world, grid_groups(world, run), mock(run)
+        ),
         log,
         run.training.train_iters,
         (),
