@@ -35,7 +35,7 @@ def pytest_addoption(parser):
         help="test the kernels on the best vector target of this CPU alone",
     )
     parser.addoption(
-        "--kills", type=int, default=2, help="how many times the kill-and-restart test kills a job"
+        "--kills", type=int, default=1, help="how many times the kill-and-restart test kills a job"
     )
 
 

@@ -21,8 +21,8 @@ from tests.helpers import grid_groups, mock, small_run
 from tests.parallel.test_session import Writer
 
 RANK, SLOWER = 2, 1.3
-INSTRUCTION = 0.11  # s of a forward or backward: an interval takes the 5 s that a judgement needs
-INTERVAL, INTERVALS = 12, 2
+INSTRUCTION = 0.14  # s of a forward or backward: an interval takes the 5 s that a judgement needs
+INTERVAL, INTERVALS = 10, 2
 ITERATION, COMPARED, BIT = 5, 3, 1 << 20
 
 
