@@ -27,7 +27,7 @@ from fugaku_megatron.config.fields import check
 from fugaku_megatron.observe import schedule_plot
 from fugaku_megatron.pipeline import schedule
 from fugaku_megatron.pipeline.schedule import Instruction, Schedule, build
-from fugaku_megatron.pipeline.schedule_names import receives_ahead
+from fugaku_megatron.pipeline.schedule_names import SCHEDULES
 from fugaku_megatron.pipeline.timeline import Costs, Span, spans, walk
 
 from . import child, core, disturbance
@@ -153,7 +153,7 @@ class Sleeper:
         self.waiting = {
             tag: iter(receives) for tag, receives in schedule.receives(self.instructions).items()
         }
-        for tag in [*self.waiting] * receives_ahead(plan.name):
+        for tag in [*self.waiting] * SCHEDULES[plan.name].receives_ahead:
             self._post(tag)
 
     def run(self) -> None:

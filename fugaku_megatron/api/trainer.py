@@ -26,6 +26,7 @@ from ..comm.agreement import everywhere, find_nodes, on_root
 from ..comm.base import Comm, SoloComm
 from ..comm.job import end_job_with_exceptions
 from ..comm.job import init as start_mpi
+from ..config.decay_shapes import SHAPES
 from ..config.fields import check, flag
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
@@ -386,7 +387,7 @@ class Trainer:
         if self._end is not None and end <= self._end:
             return
         optimizer = self._run.optimizer
-        own = optimizer.lr_decay_style == "constant" or bool(
+        own = not SHAPES[optimizer.lr_decay_style].decays or bool(
             optimizer.lr_decay_iters or optimizer.lr_decay_tokens
         )
         check(

@@ -131,7 +131,7 @@ FEATURES: dict[str, Feature] = {
         meaning="weight gradients fill the pipeline's bubble",
         place="pipeline/schedule.py",
         field="pipeline_schedule",
-        value=schedule_names.SPLITS_BACKWARD,
+        value=(schedule_names.ZB_H1, schedule_names.ZBV),
     ),
 }
 

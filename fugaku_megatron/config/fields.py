@@ -3,13 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import Field, field, fields
 from typing import Any
 
 MAX_HALF = 450  # characters at the beginning and at the end of a message that repeats a value
 MAX_NUMBER = 2**31 - 1  # largest integer, unless a field has its own `maximum`
 TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+
+
+class RowNames(Collection[str]):
+    """Names of the rows of a table, and other values: the choices of a flag, with every row that is added later.
+
+    where: row -> False if the flag does not accept the row; default: all rows
+    """
+
+    def __init__(
+        self,
+        table: Mapping[str, Any],
+        *others: str,
+        where: Callable[[Any], bool] = lambda row: True,
+    ) -> None:
+        self._table = table
+        self._others = others
+        self._where = where
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (name for name, row in self._table.items() if self._where(row))
+        yield from self._others
+
+    def __contains__(self, name: object) -> bool:
+        return any(name == each for each in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def option(default: Any, help: str, **meta: Any) -> Any:

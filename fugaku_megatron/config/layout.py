@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from ..pipeline.cuts import evenly
 from ..pipeline.placement import Placement, placement_of
-from ..pipeline.schedule_names import ZBV
+from ..pipeline.schedule_names import SCHEDULES
 from .batches import sizes_of
 from .fields import check, flag
 from .parallel import A2A, EITHER, P2P
@@ -287,7 +287,7 @@ def chunks(run: RunConfig) -> int:
     parallel = run.parallel
     if per_chunk := parallel.num_layers_per_virtual_pipeline_stage:
         return max(1, run.model.num_layers // (per_chunk * parallel.pipeline_model_parallel_size))
-    return parallel.num_virtual_stages_per_pipeline_rank or (2 if parallel.schedule == ZBV else 1)
+    return parallel.num_virtual_stages_per_pipeline_rank or SCHEDULES[parallel.schedule].chunks or 1
 
 
 @lru_cache(maxsize=1024)

@@ -32,27 +32,64 @@ class NormPart:
     layer: "module:class", a subclass of `nn.layers.Norm` imported when a stage is built
     vectors: parameters with h elements each
     statistics: FP32 numbers per row that backward needs in addition to the input
+    kernel: name in the C++ kernels, which then also norm queries and keys; None: `layer` computes the norm with torch
     """
 
     layer: str
     vectors: int
     statistics: int
+    kernel: str | None = None
 
 
+LAYER_NORM = "layer_norm"
+RMS_NORM = "rms_norm"
 NORMS = {
-    "LayerNorm": NormPart(layer="fugaku_megatron.nn.layers:LayerNorm", vectors=2, statistics=2),
-    "RMSNorm": NormPart(layer="fugaku_megatron.nn.layers:RMSNorm", vectors=1, statistics=1),
+    "LayerNorm": NormPart(
+        layer="fugaku_megatron.nn.layers:LayerNorm", vectors=2, statistics=2, kernel=LAYER_NORM
+    ),
+    "RMSNorm": NormPart(
+        layer="fugaku_megatron.nn.layers:RMSNorm", vectors=1, statistics=1, kernel=RMS_NORM
+    ),
     "PlainLayerNorm": NormPart(
         layer="fugaku_megatron.nn.layers:PlainLayerNorm", vectors=0, statistics=2
     ),
 }
 
-# An activation -> the "module:class" of its MLP h -> f -> h, with the interface of `nn.blocks.MLP`.
-MLPS = {
-    **dict.fromkeys(("gelu", "gelu_exact", "squared_relu"), "fugaku_megatron.nn.blocks:MLP"),
-    **dict.fromkeys(("swiglu", "geglu"), "fugaku_megatron.nn.blocks:GatedMLP"),
-    "experts": "fugaku_megatron.nn.experts:Experts",
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationPart:
+    """An activation between an MLP's two matmuls.
+
+    functions: "module:name", a `nn.ops.activation.Functions` imported when a stage is built
+    gated: the first matmul has two outputs, gates and the values that they multiply
+    kernel: name in the C++ kernels; None: torch computes the activation, also between C++ matmuls
+    flag: field that selects the activation; None: --activation-func selects it by name
+    """
+
+    functions: str
+    gated: bool = False
+    kernel: str | None = None
+    flag: str | None = None
+
+
+_FUNCTIONS = "fugaku_megatron.nn.ops.activation"
+ACTIVATIONS = {
+    "swiglu": ActivationPart(
+        functions=f"{_FUNCTIONS}:SWIGLU", gated=True, kernel="silu", flag="swiglu"
+    ),
+    "geglu": ActivationPart(
+        functions=f"{_FUNCTIONS}:GEGLU", gated=True, kernel="gelu", flag="geglu"
+    ),
+    "squared_relu": ActivationPart(
+        functions=f"{_FUNCTIONS}:SQUARED_RELU", kernel="squared_relu", flag="squared_relu"
+    ),
+    "gelu": ActivationPart(functions=f"{_FUNCTIONS}:GELU", kernel="gelu", flag="openai_gelu"),
+    "gelu_exact": ActivationPart(
+        functions=f"{_FUNCTIONS}:GELU_EXACT", kernel="gelu_exact", flag="no_bias_gelu_fusion"
+    ),
 }
+
+MLP_OF_EXPERTS = "experts"  # in place of an activation, in a layer with experts
 
 # Values of --mask-vocab-padding.
 UNRESOLVED = "auto"
@@ -133,6 +170,12 @@ class ModelConfig(ExpertFields):
         "--swiglu",
     )
     squared_relu: bool = option(False, "the MLP is W2 relu(W1 x)^2, instead of the GELU")
+    activation_func: str | None = option(
+        None,
+        "the MLP's activation, by the name of a row that a program has added to ACTIVATIONS "
+        "(docs/extending.md)",
+        type=str,
+    )
     bias_gelu_fusion: bool = option(
         True,
         "the MLP's GELU is its tanh form, which Megatron-LM's fused kernel computes; without this flag, "
@@ -252,6 +295,7 @@ class ModelConfig(ExpertFields):
     def __post_init__(self) -> None:
         check_numbers(self)
         check_choices(self)
+        self._check_activation()
         self._derive()
         numbers = (f.name for f in fields(self) if f.type in ("int", "int | None", "float"))
         check_positive(
@@ -297,17 +341,33 @@ class ModelConfig(ExpertFields):
         if self.window_size is not None:
             object.__setattr__(self, "window_size", _window_size(self.window_size))
 
+    def _check_activation(self) -> None:
+        name = self.activation_func
+        if name is None:
+            return
+        added = [each for each, row in ACTIVATIONS.items() if row.flag is None]
+        check(
+            name in ACTIVATIONS,
+            f"--activation-func is {name}, which is no row of ACTIVATIONS: "
+            f"pass {' or '.join(added) or 'a row that the program has added'}",
+        )
+        own = ACTIVATIONS[name].flag
+        check(
+            own is None, f"--activation-func {name} has a flag of its own: pass {flag(own or '')}"
+        )
+
     def _check_block(self) -> None:
-        for name in ("qk_layernorm", "apply_layernorm_1p"):
+        norm = NORMS[self.normalization]
+        fits = {"qk_layernorm": norm.kernel is not None, "apply_layernorm_1p": norm.vectors > 0}
+        with_kernel = [name for name, row in NORMS.items() if row.kernel]
+        for name, supported in fits.items():
             check(
-                not getattr(self, name) or self.normalization != "PlainLayerNorm",
-                f"{flag(name)} is for LayerNorm and RMSNorm, and "
+                not getattr(self, name) or supported,
+                f"{flag(name)} is for {' and '.join(with_kernel)}, and "
                 f"--normalization is {self.normalization}: leave one out",
             )
         check(
-            not self.qk_layernorm_all_heads
-            or self.qk_layernorm
-            and self.normalization == "RMSNorm",
+            not self.qk_layernorm_all_heads or self.qk_layernorm and norm.kernel == RMS_NORM,
             "--qk-layernorm-all-heads "
             "needs --qk-layernorm and --normalization RMSNorm: pass all of them",
         )
@@ -365,21 +425,22 @@ class ModelConfig(ExpertFields):
 
     @property
     def activation(self) -> str:
-        """Key in `MLPS` for the dense MLP."""
-        for name in ("swiglu", "geglu", "squared_relu"):
-            if getattr(self, name):
+        """Key in `ACTIVATIONS` for the dense MLP."""
+        if self.activation_func is not None:
+            return self.activation_func
+        for name, row in ACTIVATIONS.items():
+            if row.flag and getattr(self, row.flag, False):
                 return name
-        tanh = self.openai_gelu or (self.bias_gelu_fusion and not self.disable_bias_linear)
-        return "gelu" if tanh else "gelu_exact"
+        return "gelu" if self.bias_gelu_fusion and not self.disable_bias_linear else "gelu_exact"
 
     @property
     def mlps(self) -> tuple[str, ...]:
-        """Key in `MLPS` for each layer."""
+        """Key in `ACTIVATIONS` for each layer, or MLP_OF_EXPERTS."""
         dense = self.activation
         if not self.num_experts:
             return (dense,) * self.num_layers
         experts = experts_in(self.moe_layer_freq, self.num_layers)
-        return tuple("experts" if layer else dense for layer in experts)
+        return tuple(MLP_OF_EXPERTS if layer else dense for layer in experts)
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
@@ -393,7 +454,7 @@ class ModelConfig(ExpertFields):
     @property
     def gated(self) -> bool:
         """True if the MLP, or each expert, has a gate."""
-        return self.swiglu or self.geglu
+        return ACTIVATIONS[self.activation].gated
 
     @property
     def fc1_widths(self) -> int:
@@ -433,13 +494,13 @@ class ModelConfig(ExpertFields):
     @property
     def kernels_alone(self) -> bool:
         """True if the C++ kernels compute the whole forward, without torch."""
-        norms = self.normalization == "RMSNorm" or (
-            self.normalization == "LayerNorm" and not self.qk_layernorm
-        )
+        norm = NORMS[self.normalization].kernel
+        norms = norm is not None and (norm == RMS_NORM or not self.qk_layernorm)
         plain = self.embedding_multiplier == self.residual_multiplier == self.logits_scaling == 1.0
         return (
             self.kernels_take_heads
             and norms
+            and ACTIVATIONS[self.activation].kernel is not None
             and plain
             and self.num_experts is None
             and not self.qk_layernorm_all_heads
@@ -530,6 +591,7 @@ BLOCK = (
     "apply_layernorm_1p",
     "swiglu",
     "geglu",
+    "activation_func",
     "parallel_residual",
     "embedding_multiplier",
     "residual_multiplier",

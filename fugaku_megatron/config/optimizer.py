@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .decay_shapes import LEARNING_RATE, SHAPES, WEIGHT_DECAY, WSD, shapes_of
 from .fields import (
+    RowNames,
     cached_hash,
     check,
     check_choices,
@@ -17,15 +19,30 @@ from .fields import (
 )
 from .rules import check_rules
 
-DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
-
 MOMENT_BLOCK = 256  # elements that share a scale in int8
 # Bytes per element of the supported moment formats.
 MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / MOMENT_BLOCK}
 MOMENT_DTYPES = (*MOMENT_BYTES, "fp16", "fp8")  # formats of Megatron-LM
 
-MUON = ("muon", "dist_muon")
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPart:
+    """An optimizer.
+
+    elements: "module:function", `optim.optimizer.ElementUpdate` -> None, which updates FP32 elements in place; None: the AdamW kernel
+    matrices: "module:class", which updates weight matrices from their first moment, as `optim.muon.Muon`; None: no class does
+    """
+
+    elements: str | None = None
+    matrices: str | None = None
+
+
+_MUON = "fugaku_megatron.optim.muon:Muon"
+OPTIMIZERS = {
+    "adam": OptimizerPart(),
+    "muon": OptimizerPart(matrices=_MUON),
+    "dist_muon": OptimizerPart(matrices=_MUON),
+}
 # Coefficients of the Newton-Schulz iteration -> number of steps with different coefficients.
 MUON_COEFFICIENTS = {"quintic": 5, "simple": 1}
 MUON_FLAGS = (
@@ -49,7 +66,7 @@ class OptimizerConfig:
         "adam",
         "adam: AdamW for all weights; muon: orthogonal updates of matrices, and AdamW for embeddings, the "
         "logits' weight, biases and norms; dist_muon: the same with --use-distributed-optimizer",
-        choices=("adam", *MUON),
+        choices=RowNames(OPTIMIZERS),
     )
     muon_momentum: float = option(0.9, "decay of Muon's momentum")
     muon_nesterov: bool = option(
@@ -93,7 +110,7 @@ class OptimizerConfig:
     decoupled_min_lr: float | None = option(
         None, "minimum of --decoupled-lr after warm-up (default: --min-lr)", type=float
     )
-    lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES)
+    lr_decay_style: str = option("linear", "shape of the decay", choices=shapes_of(LEARNING_RATE))
     lr_decay_iters: int | None = option(
         None, "iterations until --min-lr (default: --train-iters)", type=int
     )
@@ -111,7 +128,9 @@ class OptimizerConfig:
     lr_warmup_tokens: float = option(0.0, "tokens of linear warm-up")
     lr_warmup_init: float = option(0.0, "learning rate at the start of warm-up")
     lr_wsd_decay_style: str = option(
-        "exponential", "shape of the decay at the end of --lr-decay-style WSD", choices=WSD_STYLES
+        "exponential",
+        "shape of the decay at the end of --lr-decay-style WSD",
+        choices=shapes_of(WSD),
     )
     lr_wsd_decay_iters: int | None = option(None, "iterations of that decay", type=int)
     lr_wsd_decay_samples: int | None = option(
@@ -127,7 +146,7 @@ class OptimizerConfig:
     weight_decay_incr_style: str = option(
         "constant",
         "path from --start-weight-decay to --end-weight-decay",
-        choices=("constant", "linear", "cosine"),
+        choices=shapes_of(WEIGHT_DECAY),
     )
     clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping")
     adam_beta1: float = option(0.9, "decay of the first moment")
@@ -231,8 +250,11 @@ class OptimizerConfig:
             f"--lr-warmup-fraction is {self.lr_warmup_fraction}: pass a number from 0 to 1",
         )
         check(
-            self.lr_decay_style != "WSD" or self.lr_wsd_decay_iters or self.lr_wsd_decay_samples,
-            "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its decay: pass one",
+            not SHAPES[self.lr_decay_style].final_decay
+            or self.lr_wsd_decay_iters
+            or self.lr_wsd_decay_samples,
+            f"--lr-decay-style {self.lr_decay_style} needs --lr-wsd-decay-iters or "
+            "--lr-wsd-decay-samples, the length of its decay: pass one",
         )
 
     def _check_coefficients(self) -> None:
@@ -263,6 +285,12 @@ class OptimizerConfig:
             f"--exp-avg-dtype {self.exp_avg_dtype} and "
             f"--exp-avg-sq-dtype {self.exp_avg_sq_dtype}: int8 is supported for both moments together only: pass it twice",
         )
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            check(
+                getattr(self, name) == "fp32" or OPTIMIZERS[self.optimizer].elements is None,
+                f"{flag(name)} {getattr(self, name)} is supported with AdamW, not with --optimizer "
+                f"{self.optimizer}: pass fp32",
+            )
         check(
             self.exp_avg_dtype != "int8" or not self.muon,
             f"--exp-avg-dtype int8 is supported with AdamW, not with --optimizer "
@@ -272,7 +300,12 @@ class OptimizerConfig:
     @property
     def muon(self) -> bool:
         """True if Muon updates matrices."""
-        return self.optimizer in MUON
+        return OPTIMIZERS[self.optimizer].matrices is not None
+
+    @property
+    def adamw(self) -> bool:
+        """True if the AdamW kernel updates all weights."""
+        return OPTIMIZERS[self.optimizer] == OptimizerPart()
 
     @property
     def moment_bytes(self) -> float:
@@ -283,9 +316,9 @@ class OptimizerConfig:
         for name in ("start_weight_decay", "end_weight_decay"):
             value = getattr(self, name)
             check(
-                value is None or self.weight_decay_incr_style != "constant",
+                value is None or SHAPES[self.weight_decay_incr_style].decays,
                 f"{flag(name)} {value} has no effect with "
-                "--weight-decay-incr-style constant: pass linear or cosine, or only --weight-decay",
+                f"--weight-decay-incr-style {self.weight_decay_incr_style}: pass linear or cosine, or only --weight-decay",
             )
         start = self.weight_decay if self.start_weight_decay is None else self.start_weight_decay
         end = self.weight_decay if self.end_weight_decay is None else self.end_weight_decay

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..pipeline.schedule_names import AUTO, CHUNKED, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD
-from ..pipeline.schedule_names import NAMES as SCHEDULES
+from ..pipeline.schedule_names import (
+    AUTO,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    SCHEDULES,
+    chunked,
+    row,
+    splitting_backward,
+)
 from .experts import ExpertRanks
-from .fields import cached_hash, check, check_choices, check_numbers, check_positive, flag, option
+from .fields import (
+    RowNames,
+    cached_hash,
+    check,
+    check_choices,
+    check_numbers,
+    check_positive,
+    flag,
+    option,
+)
 from .rules import check_rules
 
 # Values of --cp-comm-type; EITHER is resolved by the program.
@@ -44,7 +60,7 @@ class ParallelConfig(ExpertRanks):
         "two model chunks per stage in a V; auto: the schedule with the least modelled time that fits "
         "into memory (default: interleaved with virtual stages, else 1f1b)",
         type=str,
-        choices=(*SCHEDULES, AUTO),
+        choices=RowNames(SCHEDULES, AUTO),
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
         None, "model chunks per stage of an interleaved or zb-h1 schedule", type=int
@@ -166,20 +182,20 @@ class ParallelConfig(ExpertRanks):
                 f"{name} {value} needs --pipeline-model-parallel-size above 1, and it is {pp}: raise it, or leave it out",
             )
             check(
-                schedule in (None, *CHUNKED),
-                f"{name} {value} is for --pipeline-schedule {' and '.join(CHUNKED)}, not "
+                schedule is None or schedule in chunked(),
+                f"{name} {value} is for --pipeline-schedule {' and '.join(chunked())}, not "
                 f"{schedule}: leave one out",
             )
         check(
-            schedule != INTERLEAVED or any(virtual.values()),
-            "--pipeline-schedule interleaved needs --num-virtual-stages-per-pipeline-rank, the "
+            schedule in (None, AUTO) or not row(schedule).needs_chunks or any(virtual.values()),
+            f"--pipeline-schedule {schedule} needs --num-virtual-stages-per-pipeline-rank, the "
             "chunks of layers of each stage: pass it, or another schedule",
         )
         pending = self.zero_bubble_max_pending_backward
         check(
-            pending is None or schedule in SPLITS_BACKWARD,
+            pending is None or schedule in splitting_backward(),
             f"--zero-bubble-max-pending-backward {pending} is for "
-            f"--pipeline-schedule {' and '.join(SPLITS_BACKWARD)}, not {schedule or self.schedule}: leave one out",
+            f"--pipeline-schedule {' and '.join(splitting_backward())}, not {schedule or self.schedule}: leave one out",
         )
 
     @property

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .batches import last_samples, length, samples_after, sizes_of
+from .decay_shapes import SHAPES, Progress
 from .fields import check, flag
 from .optimizer import OptimizerConfig
 from .run_config import RunConfig
 from .training import TrainingConfig
-
-# Decay shapes: fraction of the decay's length -> factor from 1, the peak, to 0, --min-lr.
-SHAPES: dict[str, Callable[[float], float]] = {
-    "linear": lambda fraction: 1.0 - fraction,
-    "cosine": lambda fraction: 0.5 * (math.cos(math.pi * fraction) + 1.0),
-    "exponential": lambda fraction: 2.0 * 0.5**fraction - 1.0,
-    "minus_sqrt": lambda fraction: 1.0 - math.sqrt(fraction),
-}
 
 ROUNDING = 1e-9  # relative error of a length that is not a whole number of samples
 
@@ -82,7 +75,7 @@ class ParamSchedule:
             f"the warm-up of the learning rate, {warmup:.10g} samples ({_given(o, WARM_UPS)}), is not below the {decay:.10g} "
             f"samples of its decay ({_given(o, DECAYS) or _given(t, LENGTHS)}): shorten it, or lengthen the decay",
         )
-        if o.lr_decay_style != "WSD":
+        if not SHAPES[o.lr_decay_style].final_decay:
             return ParamSchedule(o, warmup, decay, total)
         if decay != samples_after(sizes, iterations):  # in samples or tokens
             iterations, _ = length(TrainingConfig(train_tokens=decay), sizes)
@@ -103,7 +96,7 @@ class ParamSchedule:
                 f"the warm-up of the learning rate, {_given(o, WARM_UPS)}, is longer than the run, {end}: it does not reach "
                 f"--lr {o.lr:g}"
             ]
-        if self.decay_samples > self.total_samples and o.lr_decay_style != "constant":
+        if self.decay_samples > self.total_samples and SHAPES[o.lr_decay_style].decays:
             return [
                 f"the learning rate decays over {_given(o, DECAYS)}, longer than the run, {end}: its last rate is "
                 f"{self.learning_rate(math.ceil(self.total_samples)):.3e}"
@@ -136,35 +129,40 @@ class ParamSchedule:
         o = self.config
         if self.warmup_samples and samples <= self.warmup_samples:
             return o.lr_warmup_init + (o.lr - o.lr_warmup_init) * samples / self.warmup_samples
-        if o.lr_decay_style == "constant":
-            return o.lr
-        if samples > self.decay_samples:
+        shape = SHAPES[o.lr_decay_style]
+        if shape.decays and samples > self.decay_samples:
             return o.min_lr
-        if o.lr_decay_style == "inverse-square-root":
-            warmup = float(max(self.warmup_samples, 1))
-            rate: float = o.lr * warmup**0.5 / float(max(samples, 1)) ** 0.5
-            return max(o.min_lr, rate)
+        if shape.rate is not None:
+            return shape.rate(
+                Progress(
+                    samples,
+                    self.warmup_samples,
+                    decay_samples=self.decay_samples,
+                    lr=o.lr,
+                    min_lr=o.min_lr,
+                )
+            )
         return o.min_lr + self._factor(samples) * (o.lr - o.min_lr)
 
     def _factor(self, samples: int) -> float:
         """Return the factor from 1, the peak, to 0, --min-lr."""
         o = self.config
-        if o.lr_decay_style != "WSD":
+        shape = SHAPES[o.lr_decay_style]
+        if not shape.final_decay:
             # The length is above 0, possibly below 1; 0 only for a run without samples.
             length = self.decay_samples - self.warmup_samples
-            return SHAPES[o.lr_decay_style]((samples - self.warmup_samples) / (length or 1))
+            return shape.factor((samples - self.warmup_samples) / (length or 1))
         begun = samples - (self.decay_samples - self.wsd_samples)
         if begun <= 0:
             return 1.0
-        return SHAPES[o.lr_wsd_decay_style](begun / self.wsd_samples)
+        return SHAPES[o.lr_wsd_decay_style].factor(begun / self.wsd_samples)
 
     def weight_decay(self, samples: int) -> float:
         """Return the weight decay for the iteration that starts at `samples`."""
         o = self.config
         start = o.weight_decay if o.start_weight_decay is None else o.start_weight_decay
         end = o.weight_decay if o.end_weight_decay is None else o.end_weight_decay
-        if o.weight_decay_incr_style == "constant" or samples > self.total_samples:
+        shape = SHAPES[o.weight_decay_incr_style]
+        if not shape.decays or samples > self.total_samples:
             return end
-        return start + (end - start) * SHAPES[o.weight_decay_incr_style](
-            1.0 - samples / max(1, self.total_samples)
-        )
+        return start + (end - start) * shape.factor(1.0 - samples / max(1, self.total_samples))

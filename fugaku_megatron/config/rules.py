@@ -95,7 +95,7 @@ def _compared(
 # A group of RunConfig -> its rules. They are checked after the range of each field.
 RULES: dict[str, tuple[Rule, ...]] = {
     "model": (
-        one_of("swiglu", "geglu", "squared_relu"),
+        one_of("swiglu", "geglu", "squared_relu", "activation_func"),
         at_least("padded_vocab_size", "vocab_size", "raise it, or leave it out"),
         divisible("num_attention_heads", "num_query_groups", "change one of them"),
         above(

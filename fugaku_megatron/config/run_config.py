@@ -106,9 +106,7 @@ class RunConfig:
             f"{native} is for the C++ kernels, and --kernels is torch: "
             "pass native or auto, or leave it out",
         )
-        fits = (
-            precision == "bf16" and optimizer.use_precision_aware_optimizer and not optimizer.muon
-        )
+        fits = precision == "bf16" and optimizer.use_precision_aware_optimizer and optimizer.adamw
         check(
             fits or optimizer.main_params_dtype == "fp32",
             "--main-params-dtype bf16 is for AdamW with --bf16 and "

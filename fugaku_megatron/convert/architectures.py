@@ -182,6 +182,7 @@ _PLAIN = {
     "attention_multiplier": None,
     "parallel_residual": False,
     "geglu": False,
+    "activation_func": None,
     "apply_layernorm_1p": False,
     "num_experts": None,
     "qk_layernorm_all_heads": False,
@@ -586,7 +587,7 @@ OLMOE = _decoder(
     own_head_size=False,
 )
 
-ARCHITECTURES = (
+ARCHITECTURES = [
     GPT2,
     LLAMA,
     MISTRAL,
@@ -603,7 +604,7 @@ ARCHITECTURES = (
     QWEN2_MOE,
     QWEN3_MOE,
     OLMOE,
-)
+]
 # model_type of an architecture that is near to these -> what it has that the block does not build.
 _AFTER, _EXPERTS, _SLOPES, _COMPRESSED = (
     f"{what} not supported"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..config.fields import check, flag
-from ..config.model import YARN, YARN_SCALING, ModelConfig
+from ..config.model import NORMS, RMS_NORM, YARN, YARN_SCALING, ModelConfig
 from ..data.formats import library
 from ..nn.positions import frequencies
 from ..text.named_files import read_text
@@ -174,7 +174,7 @@ def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:
     writer.add_vocab_size(model.vocab_size)
     (
         writer.add_layer_norm_rms_eps
-        if model.normalization == "RMSNorm"
+        if NORMS[model.normalization].kernel == RMS_NORM
         else writer.add_layer_norm_eps
     )(model.layernorm_epsilon)
     if model.rotary:

@@ -38,6 +38,7 @@ _DESCRIBED: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "qk_layernorm_all_heads": (False,),
     "geglu": (False,),
+    "activation_func": (None,),
     "parallel_residual": (False,),
     "embedding_multiplier": (1.0,),
     "rope_dynamic_factor": (None,),

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from ..config.fields import check
 from ..config.layout import Layout, cp_comm_types, placement, sequence_shards, stage_sizes
-from ..config.model import NORMS
+from ..config.model import LAYER_NORM, NORMS
 from ..config.parallel import A2A
 from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
 from ..pipeline.cuts import balanced_cut, cut_of_stages, even_cut
@@ -146,7 +146,7 @@ def _rotary(run: RunConfig, tp: int, cp_comm_type: str) -> tuple[Record, ...]:
     saved = qkv_bytes(run, tp, cp_comm_type)
     together = model.qk_layernorm_all_heads
     heads = (model.num_attention_heads + model.query_groups) // tp
-    if model.normalization == "LayerNorm" or together:
+    if NORMS[model.normalization].kernel == LAYER_NORM or together:
         # queries, keys, and the mean and deviation of each head or of all heads
         statistics = 2 if together else 2 * heads
         saved = tokens_per_microbatch(run) * (
@@ -183,7 +183,7 @@ def layer_records(
 ) -> tuple[Record, ...]:
     """Return one transformer layer's operations. Saved bytes follow the C++ kernels, which recompute gelu(x) from x.
 
-    mlp: a row name in MLPS; None: experts if the model has experts, also for its few dense layers.
+    mlp: as in `ModelConfig.mlps`; None: experts if the model has experts, also for its few dense layers.
     cp_comm_type: None: `typical_cp_comm_type`.
     """
     cp_comm_type = cp_comm_type or typical_cp_comm_type(run)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..config.layout import sequence_shards
+from ..config.model import MLP_OF_EXPERTS
 from ..config.run_config import ModelConfig, RunConfig
 from .activations import (
     FP32_BYTES,
@@ -26,8 +27,8 @@ from .activations import (
 
 
 def typical_mlp(model: ModelConfig) -> str:
-    """Return the row of MLPS that represents all layers if layers are assumed equal."""
-    return "experts" if model.num_experts else model.activation
+    """Return the key in `ModelConfig.mlps` that represents all layers if layers are assumed equal."""
+    return MLP_OF_EXPERTS if model.num_experts else model.activation
 
 
 def mlp_width(model: ModelConfig) -> int:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config.layout import Layout, cp_comm_types, group_copies, placement, sequence_shards
+from ..config.model import ACTIVATIONS
 from ..config.optimizer import MOMENT_BYTES
 from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
 from ..pipeline.instructions import InFlight
-from ..pipeline.schedule_names import receives_ahead
+from ..pipeline.schedule_names import row
 from .accounting import (
     FLAT_ALIGNMENT,
     embedding_records,
@@ -459,7 +460,9 @@ def working_bytes(run: RunConfig, tp: int) -> int:
     Overlapped reductions need two more: received shares of the own block, and own shares of the others' blocks.
     """
     hidden_tensors = 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
-    inner_tensors = 3 if run.lora.of_mlps(run.model) else 1  # adapters compute their own
+    inner_tensors = 1
+    if run.lora.of_mlps(run.model) or ACTIVATIONS[run.model.activation].kernel is None:
+        inner_tensors = 3  # adapters compute their own, and torch all columns at once
     mlp = hidden_tensors * activation_bytes(run) + inner_tensors * inner_bytes(run, tp)
     if run.model.num_experts:
         mlp += pair_working_bytes(run, tp)
@@ -469,7 +472,7 @@ def working_bytes(run: RunConfig, tp: int) -> int:
 def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:
     """Return the bytes for receives posted ahead, from each model chunk's neighbours."""
     where = placement(run)
-    ahead = receives_ahead(run.parallel.schedule)
+    ahead = row(run.parallel.schedule).receives_ahead
     neighbours = [
         where.neighbour(stage, chunk, step)
         for chunk in range(where.model_chunks)

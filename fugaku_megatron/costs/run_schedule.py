@@ -17,7 +17,7 @@ from ..config.run_config import RunConfig
 from ..pipeline.cuts import SplitCosts, VirtualStageCosts
 from ..pipeline.instructions import InFlight
 from ..pipeline.schedule import Schedule
-from ..pipeline.schedule_names import SPLITS_BACKWARD
+from ..pipeline.schedule_names import row
 from .accounting import (
     layer_and_head_flops,
     pipeline_split,
@@ -62,7 +62,7 @@ def split_costs(run: RunConfig, reduced: bool = False) -> VirtualStageCosts:
 def build_schedule(run: RunConfig, microbatches: int) -> Schedule:
     """Build the schedule that the run's flags select."""
     name = run.parallel.schedule
-    if name not in SPLITS_BACKWARD:
+    if not row(name).splits_backward:
         return Schedule(name, placement(run), microbatches)
     return Schedule(
         name,

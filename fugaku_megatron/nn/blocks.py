@@ -6,15 +6,15 @@ parallelism s is this rank's part of the sequence where the last dimension is h,
 
 from __future__ import annotations
 
-import importlib
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..config.layout import group_copies
-from ..config.model import MLPS, NORMS
+from ..config.model import LAYER_NORM, MLP_OF_EXPERTS, NORMS
 from ..config.parallel import A2A
 from .adapters import activated_linear
 from .forward_context import Pass
@@ -37,15 +37,10 @@ from .sequence_ranks import copy_groups, own_runs, positions, to_heads, to_rows
 from .shared_attention import AttentionMask, SharedCall
 
 
-def _layer_class(path: str) -> Any:
-    """Import the class that a row of `config.model` names as "module:class"."""
-    module, name = path.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def make_norm(name: str, context: Context) -> Norm:
     """Build the norm that the model's config names."""
-    return _layer_class(NORMS[context.model.normalization].layer)(name, context)
+    norm: type[Norm] = resolve_name(NORMS[context.model.normalization].layer)
+    return norm(name, context)
 
 
 class SelfAttention(nn.Module):
@@ -92,7 +87,7 @@ class SelfAttention(nn.Module):
         if (
             model.qk_layernorm_all_heads
             or model.qk_layernorm
-            and model.normalization == "LayerNorm"
+            and NORMS[model.normalization].kernel == LAYER_NORM
         ):
             qkv = self._normed(qkv)
             if angles is None:
@@ -203,9 +198,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """h -> f -> h with GELU, or another activation without gates, as one operation. column: the layer of its first matmul."""
-
-    column: type[nn.Module] = ColumnParallelLinear
+    """h -> f -> h with the model's activation, as one operation."""
 
     def __init__(self, name: str, context: Context, width: int | None = None) -> None:
         super().__init__()
@@ -215,7 +208,8 @@ class MLP(nn.Module):
             width or model.ffn_hidden_size,
             not model.disable_bias_linear,
         )
-        self.linear_fc1: Any = self.column(f"{name}.linear_fc1", h, f, context, bias)
+        column = GatedColumnParallelLinear if model.gated else ColumnParallelLinear
+        self.linear_fc1: Any = column(f"{name}.linear_fc1", h, f, context, bias)
         self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", f, h, context, bias)
 
     @property
@@ -272,12 +266,6 @@ class MLP(nn.Module):
         )
 
 
-class GatedMLP(MLP):
-    """h -> f -> h with a gate, as one operation."""
-
-    column = GatedColumnParallelLinear
-
-
 class TransformerLayer(nn.Module):
     """Pre-norm block. With --parallel-residual the MLP and attention have the same input.
 
@@ -291,7 +279,10 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = make_norm(f"{name}.input_layernorm", context)
         self.self_attention = SelfAttention(f"{name}.self_attention", layer, context)
         self.pre_mlp_layernorm = make_norm(f"{name}.pre_mlp_layernorm", context)
-        self.mlp = _layer_class(MLPS[model.mlps[layer - 1]])(f"{name}.mlp", context)
+        mlp: type[nn.Module] = MLP
+        if model.mlps[layer - 1] == MLP_OF_EXPERTS:
+            mlp = resolve_name("fugaku_megatron.nn.experts:Experts")  # a module that imports this
+        self.mlp: Any = mlp(f"{name}.mlp", context)
 
     def _dropout(self, site: str, x: Tensor, forward_pass: Pass) -> tuple[float, DropoutKey]:
         key = hidden_dropout_key(self.context, self.layer, site, forward_pass.first_sample, x)

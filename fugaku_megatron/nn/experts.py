@@ -25,7 +25,7 @@ from ..comm.exchange import Exchange, GroupedExchange, copy_rows, map_rows, sum_
 from ..config.run_config import ModelConfig
 from ..costs.experts import exchanged_groups
 from .adapters import AdaptedExperts
-from .blocks import MLP, GatedMLP
+from .blocks import MLP
 from .forward_context import Pass
 from .gradients import as_rows
 from .layers import Context
@@ -161,7 +161,7 @@ def in_turn(rows: Sequence[int]) -> list[int]:
 class _Experts(torch.autograd.Function):
     """x (s, b, h), scores (rows, k), weight1 (e, 2, f, h) or (e, f, h), weight2 (e, h, f) -> (rows, h), the sum of score x expert.
 
-    activation: a row of `ops.activation.ACTIVATIONS`; weight1 has two matrices of an expert where it has a gate.
+    activation: a row of `config.model.ACTIVATIONS`; weight1 has two matrices of an expert where it has a gate.
 
     The scores multiply what the second matmul reads, which is narrower than what it writes, so that none of that is kept. They and
     the activation are one pass.
@@ -285,9 +285,7 @@ class SharedExpert(nn.Module):
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
         model, self.context = context.model, context
-        self.mlp = (GatedMLP if model.gated else MLP)(
-            name, context, model.moe_shared_expert_intermediate_size
-        )
+        self.mlp = MLP(name, context, model.moe_shared_expert_intermediate_size)
         self.gate_weight = None
         if model.moe_shared_expert_gate:
             self.gate_weight = context.parameter(

@@ -28,6 +28,7 @@ from ..comm.autograd import (
 from ..comm.base import Comm
 from ..comm.grid import ALONE
 from ..config.lora import LoraConfig
+from ..config.model import LAYER_NORM, NORMS
 from ..config.parallel import A2A
 from ..config.run_config import ModelConfig
 from ..costs import activations
@@ -449,10 +450,8 @@ class HeadNorm(nn.Module):
     def __init__(self, name: str, heads: int, context: Context) -> None:
         super().__init__()
         together = heads if context.model.qk_layernorm_all_heads else 1
-        size, layer_norm = (
-            (together * context.model.kv_channels,),
-            context.model.normalization == "LayerNorm",
-        )
+        size = (together * context.model.kv_channels,)
+        layer_norm = NORMS[context.model.normalization].kernel == LAYER_NORM
         self.centered = context.model.apply_layernorm_1p
         self.weight = context.parameter(
             f"{name}.weight", size, fill=1.0 - self.centered, sequence_parallel=True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..checkpoint.shards import Shard
 from ..comm.grid import Groups
+from ..config.optimizer import OPTIMIZERS, OptimizerConfig
 from ..config.run_config import RunConfig
 from ..costs.memory import bucket_minimum
 from ..nn.model import Stage
@@ -36,17 +38,21 @@ from .rounding import round_at_random
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # prefixes of checkpoint keys
 
 
-class OptimizerRow(NamedTuple):
-    """An optimizer. matrices: class that updates weight matrices from their first moment; None: AdamW updates all weights."""
+class ElementUpdate(NamedTuple):
+    """Elements of one kind for the `elements` function of a row of `OPTIMIZERS`, FP32 (n,), updated in place.
 
-    matrices: type[Muon] | None
+    gradients: averaged and clipped; free to overwrite
+    step: counts from 1
+    """
 
-
-OPTIMIZERS = {
-    "adam": OptimizerRow(matrices=None),
-    "muon": OptimizerRow(matrices=Muon),
-    "dist_muon": OptimizerRow(matrices=Muon),
-}
+    weights: Tensor
+    gradients: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    lr: float
+    weight_decay: float
+    step: int
+    config: OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,13 @@ class Optimizer:
         self.ops = ops
         self.config = run.optimizer
         self.sharded = run.parallel.zero_stage == 1
-        matrices = OPTIMIZERS[self.config.optimizer].matrices
+        row = OPTIMIZERS[self.config.optimizer]
+        self._elements: Callable[[ElementUpdate], None] | None = None
+        if row.elements is not None:
+            self._elements = resolve_name(row.elements)
+        matrices: type[Muon] | None = None
+        if row.matrices is not None:
+            matrices = resolve_name(row.matrices)
         self.flat = FlatParameters(
             stage,
             PARAMETER_DTYPES[run.precision.name],
@@ -251,6 +263,7 @@ class Optimizer:
         return StepResult(norm, zeros, skipped=False)
 
     def _adamw(self, shard: BucketShard, grads: Tensor, factors: StepFactors) -> None:
+        """Update the elements of a shard (n,) by AdamW, or by the optimizer's `elements` function."""
         config = self.config
         after = shard.orthogonal
         for r, place in shard.updates:
@@ -259,6 +272,23 @@ class Optimizer:
                 self._balance(shard, grads, at)
             if r.balances or r.orthogonal:
                 continue
+            lr = factors.decoupled_lr if r.decoupled else factors.lr
+            weight_decay = factors.weight_decay if r.decayed else 0.0
+            exp_avg_sq = shard.exp_avg_sq[r.start - after : r.end - after]
+            if self._elements is not None:
+                update = ElementUpdate(
+                    shard.master[at],
+                    grads[at] * factors.grad_scale,
+                    shard.exp_avg[at],
+                    exp_avg_sq,
+                    lr=lr,
+                    weight_decay=weight_decay,
+                    step=self.steps,
+                    config=config,
+                )
+                self._elements(update)
+                shard.round_weights(at)
+                continue
             rounding: dict[str, Any] = {}
             if place:
                 rounding = {"seed": self.run.training.seed, **asdict(place)}
@@ -266,12 +296,12 @@ class Optimizer:
                 shard.master[at],
                 grads[at],
                 shard.exp_avg[at],
-                shard.exp_avg_sq[r.start - after : r.end - after],
-                lr=factors.decoupled_lr if r.decoupled else factors.lr,
+                exp_avg_sq,
+                lr=lr,
                 beta1=config.adam_beta1,
                 beta2=config.adam_beta2,
                 eps=config.adam_eps,
-                weight_decay=factors.weight_decay if r.decayed else 0.0,
+                weight_decay=weight_decay,
                 step=self.steps,
                 grad_scale=factors.grad_scale,
                 copy=None if shard.model_weights is None else shard.model_weights[at],

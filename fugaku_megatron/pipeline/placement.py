@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .instructions import RECV_BACKWARD, SEND_BACKWARD, SEND_FORWARD, Instruction
-from .schedule_names import INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZBV
-
-LOOP = "loop"
-V = "v"
+from .schedule_names import LOOP, V, row
 
 
 @dataclass(frozen=True)
@@ -84,6 +81,6 @@ class Placement:
 
 def placement_of(name: str, stages: int, chunks: int) -> Placement:
     """Return the placement for a schedule. chunks: per stage; 1 for 1F1B, 2 for ZBV."""
-    required = {ONE_F_ONE_B: 1, INTERLEAVED: chunks, ZB_H1: chunks, ZBV: 2}[name]
-    assert chunks == required, (name, chunks)
-    return Placement(stages, chunks, V if name == ZBV else LOOP)
+    schedule = row(name)
+    assert schedule.chunks in (None, chunks), (name, chunks)
+    return Placement(stages, chunks, schedule.kind)

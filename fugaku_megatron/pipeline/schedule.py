@@ -9,9 +9,10 @@ block. The performance model costs the same lists; `training.step.StepExecutor` 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pkgutil import resolve_name
 from typing import Protocol
 
 from . import zero_bubble
@@ -30,10 +31,9 @@ from .instructions import (
     InFlight,
     Instruction,
 )
-from .placement import LOOP, Placement, placement_of
-from .schedule_names import INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD
+from .placement import Placement, placement_of
+from .schedule_names import FORWARD_ONLY, LOOP, row
 
-FORWARD_ONLY = "forward-only"
 STEADY_ROUNDS = 3  # times the micro-batches in flight of all model chunks, then a list is periodic
 
 
@@ -158,7 +158,7 @@ def with_messages(
 
 @dataclass(frozen=True)
 class Schedule:
-    """Instruction lists for all stages in an iteration. name: in `schedule_names.NAMES`, or FORWARD_ONLY.
+    """Instruction lists for all stages in an iteration. name: in `SCHEDULES`, or FORWARD_ONLY.
 
     costs, compared, pending: for zero-bubble schedules, see `split_backward`.
     """
@@ -173,7 +173,7 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """True if the lists have I and W instead of B."""
-        return self.name in SPLITS_BACKWARD
+        return row(self.name).splits_backward
 
     def forward_only(self) -> Schedule:
         """Return the evaluation schedule with the same placement."""
@@ -181,16 +181,7 @@ class Schedule:
 
     def instructions(self, stage: int) -> list[Instruction]:
         """Return one stage's list."""
-        place = self.placement
-        m = self.microbatches
-        if self.splits_backward:
-            return split_backward(place, stage, m, self.costs, self.compared, self.pending)
-        if self.name == ONE_F_ONE_B:
-            return one_f_one_b(stage, place.stages, m)
-        if self.name == INTERLEAVED:
-            return interleaved(stage, place.stages, place.model_chunks, m)
-        assert self.name == FORWARD_ONLY, self.name
-        return forward_only(stage, place.stages, m, place.model_chunks, place.kind)
+        return _lists(row(self.name).lists)(self, stage)
 
     def shortened(self) -> Schedule:
         """Return the schedule with the fewest micro-batches that reach the steady state."""
@@ -202,7 +193,7 @@ class Schedule:
 
     def in_flight(self, stage: int) -> tuple[InFlight, ...]:
         """Return a stage's `peaks_in_flight` from a shortened list, since a longer one has no higher peaks."""
-        if self.name == ONE_F_ONE_B:  # planners ask thousands of times
+        if row(self.name).is_1f1b:  # planners ask thousands of times
             return (InFlight((min(self.placement.stages - stage, self.microbatches),), (0,)),)
         return peaks_in_flight(self.shortened().instructions(stage), self.placement.model_chunks)
 
@@ -213,6 +204,42 @@ class Schedule:
         delays nobody, so one send per virtual stage is enough.
         """
         return _send_queue(self, stage)
+
+
+@lru_cache
+def _lists(path: str) -> Callable[[Schedule, int], list[Instruction]]:
+    """Import the function that a row of `SCHEDULES` names."""
+    found: Callable[[Schedule, int], list[Instruction]] = resolve_name(path)
+    return found
+
+
+def one_f_one_b_of(schedule: Schedule, stage: int) -> list[Instruction]:
+    """Return a stage's list of 1F1B."""
+    return one_f_one_b(stage, schedule.placement.stages, schedule.microbatches)
+
+
+def interleaved_of(schedule: Schedule, stage: int) -> list[Instruction]:
+    """Return a stage's list of interleaved 1F1B."""
+    place = schedule.placement
+    return interleaved(stage, place.stages, place.model_chunks, schedule.microbatches)
+
+
+def split_backward_of(schedule: Schedule, stage: int) -> list[Instruction]:
+    """Return a stage's list of a zero-bubble schedule."""
+    return split_backward(
+        schedule.placement,
+        stage,
+        schedule.microbatches,
+        schedule.costs,
+        schedule.compared,
+        schedule.pending,
+    )
+
+
+def forward_only_of(schedule: Schedule, stage: int) -> list[Instruction]:
+    """Return a stage's list of evaluation."""
+    place = schedule.placement
+    return forward_only(stage, place.stages, schedule.microbatches, place.model_chunks, place.kind)
 
 
 @lru_cache(maxsize=8)  # needed in every iteration, from the lists of all neighbours

@@ -1,20 +1,75 @@
-"""Names and requirements of the pipeline schedules."""
+"""The pipeline schedules, a row each: where their lists come from, and what placement and messages they need."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+LOOP = "loop"  # round-robin over the stages
+V = "v"  # two model chunks, down the stages and up again
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRow:
+    """A pipeline schedule.
+
+    lists: "module:function", (Schedule, stage) -> the stage's list of instructions in an iteration
+    chunks: model chunks per stage; None: as many as the flags say
+    needs_chunks: True if these flags are required
+    kind: of `Placement`, LOOP or V
+    splits_backward: the lists have input and weight gradients as instructions of their own
+    receives_ahead: receives of each kind that a stage posts ahead, so that blocking sends cannot deadlock; one suffices, except for
+        schedules made for virtual stages of different costs
+    is_1f1b: the lists are in 1F1B's order, for which the planner has formulas
+    short: name in the planner's table
+    """
+
+    lists: str
+    chunks: int | None = 1
+    needs_chunks: bool = False
+    kind: str = LOOP
+    splits_backward: bool = False
+    receives_ahead: int = 1
+    is_1f1b: bool = False
+    short: str | None = None
+
+
+_LISTS = "fugaku_megatron.pipeline.schedule"
 ONE_F_ONE_B = "1f1b"
 INTERLEAVED = "interleaved"
 ZB_H1 = "zb-h1"
 ZBV = "zbv"
-NAMES = (ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZBV)
+SCHEDULES = {
+    ONE_F_ONE_B: ScheduleRow(lists=f"{_LISTS}:one_f_one_b_of", is_1f1b=True),
+    INTERLEAVED: ScheduleRow(
+        lists=f"{_LISTS}:interleaved_of", chunks=None, needs_chunks=True, short="il"
+    ),
+    ZB_H1: ScheduleRow(
+        lists=f"{_LISTS}:split_backward_of", chunks=None, splits_backward=True, receives_ahead=2
+    ),
+    ZBV: ScheduleRow(
+        lists=f"{_LISTS}:split_backward_of",
+        chunks=2,
+        kind=V,
+        splits_backward=True,
+        receives_ahead=2,
+    ),
+}
 AUTO = "auto"  # chosen at the start of a run
-CHUNKED = (INTERLEAVED, ZB_H1)  # any number of model chunks per stage
-SPLITS_BACKWARD = (ZB_H1, ZBV)  # into input gradients and weight gradients
+
+FORWARD_ONLY = "forward-only"
+_EVALUATION = ScheduleRow(lists=f"{_LISTS}:forward_only_of")
 
 
-def receives_ahead(name: str) -> int:
-    """Return the receives of each kind that a stage posts ahead, so that blocking sends cannot deadlock.
+def row(name: str) -> ScheduleRow:
+    """Return the row of a schedule's name; FORWARD_ONLY has one as well."""
+    return _EVALUATION if name == FORWARD_ONLY else SCHEDULES[name]
 
-    One suffices, except for schedules made for virtual stages of different costs.
-    """
-    return 2 if name in SPLITS_BACKWARD else 1
+
+def chunked() -> list[str]:
+    """Return the names of the schedules with any number of model chunks per stage."""
+    return [name for name, each in SCHEDULES.items() if each.chunks is None]
+
+
+def splitting_backward() -> list[str]:
+    """Return the names of the schedules with input and weight gradients as instructions of their own."""
+    return [name for name, each in SCHEDULES.items() if each.splits_backward]

@@ -24,7 +24,7 @@ from .instructions import (
 )
 from .placement import Placement
 from .schedule import Schedule
-from .schedule_names import ONE_F_ONE_B
+from .schedule_names import row
 from .zero_bubble import shortened_microbatches
 
 COMPUTATIONS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
@@ -124,7 +124,7 @@ def makespan(schedule: Schedule, costs: Costs) -> float:
     """Return the result of `walk`; within a hundredth for long schedules other than 1F1B."""
     p = schedule.placement.stages
     m = schedule.microbatches
-    if schedule.name == ONE_F_ONE_B:
+    if row(schedule.name).is_1f1b:
         forward, backward = ([seconds for (seconds,) in costs.of[op]] for op in (FORWARD, BACKWARD))
         return one_f_one_b(forward, backward, costs.transfer, m)
     first = shortened_microbatches(p, m)

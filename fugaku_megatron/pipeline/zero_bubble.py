@@ -15,10 +15,10 @@ from typing import NamedTuple
 from .cuts import ALIKE, VirtualStageCosts
 from .instructions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction
 from .placement import Placement
-from .schedule_names import ZBV, receives_ahead
+from .schedule_names import SCHEDULES, ZBV
 
 OPERATIONS = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-RECEIVES_AHEAD = receives_ahead(ZBV)
+RECEIVES_AHEAD = SCHEDULES[ZBV].receives_ahead
 # Beyond ROUNDS x stages and LONG micro-batches, lists must be periodic.
 ROUNDS = 4
 LONG = 32

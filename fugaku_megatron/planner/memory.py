@@ -19,7 +19,7 @@ from ..costs import accounting, run_schedule
 from ..costs.memory import attention_bytes, stage_memory
 from ..pipeline.instructions import InFlight
 from ..pipeline.schedule import Schedule
-from ..pipeline.schedule_names import SPLITS_BACKWARD
+from ..pipeline.schedule_names import row
 from .machine import MIB, Machine
 from .software import MemoryParameters, Software
 from .work import tensors
@@ -164,7 +164,7 @@ def peak_mib(
     run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters
 ) -> float:
     """Return the MiB of the fullest rank. If backward is whole, the first stage of each kind has most micro-batches in flight."""
-    stages = range(layout.pp) if run.parallel.schedule in SPLITS_BACKWARD else set(kinds(run))
+    stages = range(layout.pp) if row(run.parallel.schedule).splits_backward else set(kinds(run))
     return max(stage_mib(run, layout, stage, code, nodes, parameters) for stage in stages)
 
 

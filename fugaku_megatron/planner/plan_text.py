@@ -19,7 +19,7 @@ from ..costs.run_schedule import recompute_name
 from ..observe import schedule_plot
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..pipeline.schedule import Schedule
-from ..pipeline.schedule_names import INTERLEAVED, ZBV
+from ..pipeline.schedule_names import row
 from ..pipeline.timeline import Span, spans
 from . import memory
 from .model import Prediction, System, step
@@ -46,8 +46,10 @@ def schedule_name(run: RunConfig) -> str:
     """Return the schedule as in the table: 1f1b, zb-h1, zbv; with N model chunks per stage "il N" or "zb-h1 N"."""
     name = run.parallel.schedule
     count = chunks(run)
-    short = "il" if name == INTERLEAVED else name
-    return f"{short} {count}" if count > 1 and name != ZBV else name
+    schedule = row(name)
+    if count > 1 and schedule.chunks is None:
+        return f"{schedule.short or name} {count}"
+    return name
 
 
 def iterations(plan: Plan) -> int | None:

@@ -25,7 +25,7 @@ from ..config.run_config import RunConfig
 from ..config.training import BatchConfig
 from ..costs import run_schedule
 from ..costs.memory import stage_memory
-from ..pipeline.schedule_names import AUTO, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD, ZB_H1, ZBV
+from ..pipeline.schedule_names import AUTO, INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZBV, row
 from ..pipeline.zero_bubble import NoList
 from . import memory
 from .model import Prediction, System, predict, step
@@ -66,7 +66,7 @@ class Candidate:
         chunks = placement(self.run).model_chunks
         pending = parallel.zero_bubble_max_pending_backward
         name = parallel.schedule
-        if chunks > 1 and name != ZBV:
+        if chunks > 1 and row(name).chunks is None:
             name += f" with {chunks} chunks"
         if pending:
             name += f" holding {pending} micro-batches"
@@ -91,14 +91,18 @@ def schedules(choices: Choices, stages: int, microbatches: int) -> list[Order]:
         for name in choices.schedules
         for count in counts[name]
         for pending in (
-            pendings(name, stages, microbatches) if name == ZBV or count == 1 else (None,)
+            pendings(name, stages, microbatches)
+            if row(name).chunks == count or count == 1
+            else (None,)
         )
     ]
 
 
 def pendings(name: str, stages: int, microbatches: int) -> tuple[int | None, ...]:
     """Return the micro-batches in flight to try: the minimum, and more if there are enough micro-batches."""
-    more = PENDING if name in SPLITS_BACKWARD and stages < microbatches <= LONGEST // stages else ()
+    more = (
+        PENDING if row(name).splits_backward and stages < microbatches <= LONGEST // stages else ()
+    )
     return None, *(math.ceil(each * stages) for each in more)
 
 

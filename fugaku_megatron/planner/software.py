@@ -16,7 +16,7 @@ from typing import Any
 from ..config import features
 from ..config.fields import check
 from ..config.run_config import RunConfig
-from ..pipeline.schedule_names import CHUNKED, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD
+from ..pipeline.schedule_names import INTERLEAVED, ONE_F_ONE_B, row, splitting_backward
 from .machine import Machine, unknown
 
 FITTED = Path(__file__).parent / "fitted.json"
@@ -170,7 +170,7 @@ class Choices:
         if features.INTERLEAVED in names:
             schedules.append(INTERLEAVED)
         if features.ZERO_BUBBLE in names:
-            schedules += SPLITS_BACKWARD
+            schedules += splitting_backward()
         return Choices(
             ranks_per_node=ranks_per_node,
             recompute=tuple(kind for kind, exists in recompute.items() if exists),
@@ -275,7 +275,7 @@ class Software:
 
 def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = None) -> RunConfig:
     """Return the run with another pipeline schedule. chunks: of each stage. pending: --zero-bubble-max-pending-backward."""
-    virtual = chunks if name in CHUNKED and chunks > 1 else None
+    virtual = chunks if row(name).chunks is None and chunks > 1 else None
     return replace(
         run,
         parallel=replace(

@@ -16,7 +16,7 @@ from ..config.run_config import RunConfig
 from ..costs import accounting, activations, experts, memory
 from ..costs.activations import Collective, Record
 from ..costs.muon import orthogonalized
-from ..pipeline.schedule_names import SPLITS_BACKWARD
+from ..pipeline.schedule_names import row
 from .software import Software
 
 
@@ -212,7 +212,7 @@ def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
     data, *weight = work.matmuls
     reduced = any(c.verb == "reduce_scatter" for c in collectives)
     overlapped = (
-        (data, *weight) if reduced and run.parallel.schedule not in SPLITS_BACKWARD else (data,)
+        (data, *weight) if reduced and not row(run.parallel.schedule).splits_backward else (data,)
     )
     first = replace(data, m=-(-data.m // (tp * activations.overlap_blocks(tp))))
     return replace(
@@ -259,7 +259,7 @@ def _layer(
 
     def matmuls(*names: str) -> tuple[Matmul, ...]:
         # deferred weight gradients overlap nothing
-        hiding = 1 if run.parallel.schedule in SPLITS_BACKWARD else None
+        hiding = 1 if row(run.parallel.schedule).splits_backward else None
         return tuple(
             matmul for each, work in named if each in names for matmul in work.matmuls[:hiding]
         )

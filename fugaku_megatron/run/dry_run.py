@@ -25,7 +25,7 @@ from ..nn.ops import Ops
 from ..observe.memory import PROCESS_BYTES
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..pipeline.schedule import Schedule
-from ..pipeline.schedule_names import ONE_F_ONE_B
+from ..pipeline.schedule_names import row
 from ..pipeline.timeline import Costs, walk
 from ..planner import plan_text
 from ..planner.model import step
@@ -141,7 +141,7 @@ def _bubble(schedule: Schedule) -> float:
     """Return the share of an iteration's slots in which a stage is idle, if all stages cost alike (`Costs.alike`)."""
     stages = schedule.placement.stages
     busy = SLOTS * schedule.microbatches
-    if schedule.name == ONE_F_ONE_B:  # for any number of micro-batches
+    if row(schedule.name).is_1f1b:  # for any number of micro-batches
         return (stages - 1) * SLOTS / (busy + (stages - 1) * SLOTS)
     few = schedule.shortened()
     idle = walk(few, Costs.alike(few)) - SLOTS * few.microbatches

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..comm.base import Comm, SoloComm
 from ..config.layout import sequence_shards
-from ..config.model import ModelConfig
+from ..config.model import NORMS, RMS_NORM, ModelConfig
 from ..config.run_config import RunConfig
 from ..costs import accounting
 from ..host import kernels
@@ -193,7 +193,7 @@ def _add_and_normalize(model: ModelConfig, x: Tensor) -> Callable[[Ops], Tensor]
     """Return the model's norm of x + dropout(x + bias), x (s, b, h)."""
     add, norm, norm_bias = (_weight(model.hidden_size, dtype=x.dtype) for _ in range(3))
     more = (model.hidden_dropout, DropoutKey(1, 0, 0, sample_dim=1), norm)
-    if model.normalization.endswith("RMSNorm"):
+    if NORMS[model.normalization].kernel == RMS_NORM:
         return lambda ops: ops.bias_dropout_add_rms_norm(x, add, x, *more, model.layernorm_epsilon)[
             1
         ].sum()

@@ -17,7 +17,7 @@ from ..nn.ops import backward
 from ..pipeline import schedule
 from ..pipeline.instructions import Instruction
 from ..pipeline.schedule import Schedule
-from ..pipeline.schedule_names import receives_ahead
+from ..pipeline.schedule_names import row
 from .micro_batches import MicroBatchWindow
 
 Key = tuple[int, int]  # chunk, micro-batch
@@ -80,7 +80,7 @@ class StepExecutor:
         self._to_receive = {
             tag: deque(waiting) for tag, waiting in schedule.receives(instructions).items()
         }
-        if receives_ahead(lists.name):
+        for _ in range(row(lists.name).receives_ahead):
             for tag in self._to_receive:
                 self._receive_ahead(tag)
         schedule.run(instructions, self.watched)

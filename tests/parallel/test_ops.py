@@ -11,7 +11,7 @@ from fugaku_megatron.comm.autograd import copy_to_tensor_parallel
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops
-from fugaku_megatron.nn.ops.activation import ACTIVATIONS
+from fugaku_megatron.nn.ops.activation import functions
 from fugaku_megatron.nn.ops.dropout import add_bias
 from tests.threads import ThreadWorld
 
@@ -126,7 +126,7 @@ OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights
     "linear, no bias": (lambda o, *a: o.linear(*a), F.linear, [X], [(OUT, H)], 1),
     "layer norm": (lambda o, *a: o.layer_norm(*a, 1e-3), norm, [X], [(H,), (H,)], 1),
     "rms norm": (lambda o, *a: o.rms_norm(*a, 1e-3), plain_rms_norm, [X], [(H,)], 1),
-    "gelu": (lambda o, x: ACTIVATIONS["gelu"].value(x), plain_gelu, [X], [], 1),
+    "gelu": (lambda o, x: functions("gelu").value(x), plain_gelu, [X], [], 1),
     "add bias": (lambda o, *a: add_bias(*a), torch.add, [X], [(H,)], 1),
     "mlp": (
         lambda o, *a: o.mlp(*a),

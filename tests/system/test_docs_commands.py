@@ -1,7 +1,7 @@
 """The commands of README.md and docs/*.md work as they stand.
 
     make docs      runs them all, document by document, each in a copy of the checkout (marked `docs`; up to 5 minutes);
-                   also the examples, alone and under mpiexec, and the Python of README.md and docs/library.md
+                   also the examples, alone and under mpiexec, and the Python of the documents in PYTHON_DOCUMENTS
 
 `make test` holds that every program, file, make target and flag that they name exists, by the commands' own parsers. What is
 changed before a command is run here stands with its reason in tests/system/doc_commands.py.
@@ -185,10 +185,8 @@ def test_a_command_that_does_not_exist_is_seen(words):
         check_command(words)
 
 
-@pytest.fixture
-def checkout(tmp_path):
+def copy_checkout(folder: Path) -> None:
     """Copy what a clone has after `make setup`: tracked files, built kernels, and this environment as its .venv."""
-    folder = tmp_path / "clone"
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.split("\n")
@@ -200,6 +198,13 @@ def checkout(tmp_path):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
     (folder / ".venv").symlink_to(ROOT / ".venv")
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the checkout in which the documents' make targets have nothing to set up."""
+    folder = tmp_path / "clone"
+    copy_checkout(folder)
     # Otherwise the documents' `make` would install the copy into the environment of this checkout.
     assert subprocess.run(["make", "--question", "setup"], cwd=folder).returncode == 0, (
         "run `make docs`, which sets up first"
@@ -301,8 +306,44 @@ def test_examples_run(example, ranks, tmp_path):
     assert not [*tmp_path.iterdir()], "it leaves nothing"
 
 
+PYTHON_DOCUMENTS = ("README.md", "docs/library.md", "docs/extending.md")
+
+
+def apply_changes(folder: Path, *flags: str) -> None:
+    """Apply the changes that docs/extending.md shows to a checkout. CalledProcessError if one does not fit."""
+    changes = "".join(blocks("docs/extending.md", "diff"))
+    subprocess.run(["git", "apply", *flags, "-"], cwd=folder, input=changes, text=True, check=True)
+
+
+def test_the_changes_of_extending_fit_the_sources():
+    """Each is against the lines around it, so a renamed function is seen."""
+    apply_changes(ROOT, "--check")
+
+
 @pytest.mark.docs
-@pytest.mark.parametrize("document", ["README.md", "docs/library.md"])
+def test_the_flag_of_extending_works(tmp_path):
+    """The flag cuts the gradients: their norm is below that of the same run without it."""
+    copy_checkout(tmp_path)
+    apply_changes(tmp_path)
+    flags = [*"train --recipe demo --mock-data --vocab-size 256 --train-iters 3".split()]
+    flags += "--log-interval 1 --eval-iters 0 --clip-grad 100".split()
+    norms = []
+    for more in ([], ["--clip-grad-value", "1e-5"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "fugaku_megatron", *flags, *more],
+            cwd=tmp_path,
+            text=True,
+            capture_output=True,
+            timeout=300,
+            env={**ENVIRONMENT, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        norms.append(re.findall(r"grad norm: (\S+)", done.stdout))
+    assert norms[0][0] != norms[1][0] and float(norms[1][0]) < float(norms[0][0])
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("document", PYTHON_DOCUMENTS)
 def test_python_of_the_documents_runs(document, tmp_path):
     """All blocks of a document, one after another, as a notebook runs its cells."""
     code = "\n".join(blocks(document, "python"))

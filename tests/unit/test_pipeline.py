@@ -10,7 +10,7 @@ from fugaku_megatron.pipeline import cuts, instructions
 from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
 from fugaku_megatron.pipeline.placement import LOOP, Placement, V, placement_of
 from fugaku_megatron.pipeline.schedule import Schedule, build
-from fugaku_megatron.pipeline.schedule_names import NAMES
+from fugaku_megatron.pipeline.schedule_names import SCHEDULES
 from fugaku_megatron.pipeline.timeline import (
     COMPUTATIONS,
     Costs,
@@ -43,7 +43,7 @@ def test_loop_and_v():
     with pytest.raises(AssertionError):
         Placement(4, 3, V)
     assert [
-        placement_of(name, 4, {"interleaved": 3, "zbv": 2}.get(name, 1)).kind for name in NAMES
+        placement_of(name, 4, {"interleaved": 3, "zbv": 2}.get(name, 1)).kind for name in SCHEDULES
     ] == [LOOP, LOOP, LOOP, V]
     with pytest.raises(AssertionError):
         placement_of("1f1b", 4, 2)

@@ -86,7 +86,7 @@ def work(instructions: Sequence[Instruction]) -> str:
 def schedules(name: str, chunks: int, stages: int) -> list[Schedule]:
     """Return schedules for micro-batches below, at and above the stages, divisible or not, and their evaluation schedules."""
     training = [build(name, stages, chunks, microbatches) for microbatches in (0, 1, 3, 5, 8, 13)]
-    if name in schedule_names.SPLITS_BACKWARD:
+    if name in schedule_names.splitting_backward():
         training += [
             replace(
                 schedule,
@@ -320,7 +320,7 @@ def test_every_list_can_be_walked_whether_sends_block_or_not(name, chunks, stage
             lists_of(schedule),
             [schedule.send_queue(stage) for stage in range(schedule.placement.stages)],
         )
-        simulate(schedule.placement, lists, ahead=schedule_names.receives_ahead(name))
+        simulate(schedule.placement, lists, ahead=schedule_names.row(name).receives_ahead)
         under_way = simulate(schedule.placement, lists)
         if (
             schedule.name != "forward-only"

@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...config.model import ACTIVATIONS
 from .backend import Backend
 
 
-class Activation(NamedTuple):
-    """An activation.
+class Functions(NamedTuple):
+    """An activation in torch.
 
-    kernel: name in the C++ kernels.
     value: pre-activation -> value (rows, f).
     gradient: value gradient, pre-activation -> pre-activation gradient.
     """
 
-    gated: bool
-    kernel: str
     value: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor, Tensor], Tensor]
 
@@ -80,20 +79,28 @@ def _geglu_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 # Squared ReLU: So et al. 2021 (arXiv:2109.08668). GELU: Hendrycks and Gimpel 2016 (arXiv:1606.08415), "gelu" in its tanh form.
-ACTIVATIONS = {
-    "gelu": Activation(False, "gelu", partial(F.gelu, approximate="tanh"), _gelu_gradient),
-    "gelu_exact": Activation(False, "gelu_exact", _in_fp32(F.gelu), _in_fp32(_exact_gelu_gradient)),
-    "squared_relu": Activation(
-        False, "squared_relu", _in_fp32(_squared_relu), _in_fp32(_squared_relu_gradient)
-    ),
-    "swiglu": Activation(True, "silu", _swiglu, _in_fp32(_swiglu_gradient)),
-    "geglu": Activation(True, "gelu", _in_fp32(_geglu), _in_fp32(_geglu_gradient)),
-}
+GELU = Functions(partial(F.gelu, approximate="tanh"), _gelu_gradient)
+GELU_EXACT = Functions(_in_fp32(F.gelu), _in_fp32(_exact_gelu_gradient))
+SQUARED_RELU = Functions(_in_fp32(_squared_relu), _in_fp32(_squared_relu_gradient))
+SWIGLU = Functions(_swiglu, _in_fp32(_swiglu_gradient))
+GEGLU = Functions(_in_fp32(_geglu), _in_fp32(_geglu_gradient))
+
+
+@lru_cache
+def functions(activation: str) -> Functions:
+    """Import the torch functions that the row of `ACTIVATIONS` names."""
+    found: Functions = resolve_name(ACTIVATIONS[activation].functions)
+    return found
+
+
+def kernel(ops: Backend, activation: str) -> str | None:
+    """Return the activation's name in the C++ kernels; None if torch computes it."""
+    return ACTIVATIONS[activation].kernel if ops.is_native("gemm") else None
 
 
 def is_fused(ops: Backend, activation: str) -> bool:
     """Return True if the matmul kernels apply the activation and its derivative: natively, without a gate."""
-    return ops.is_native("gemm") and not ACTIVATIONS[activation].gated
+    return kernel(ops, activation) is not None and not ACTIVATIONS[activation].gated
 
 
 def as_gates(pre: Tensor) -> Tensor:
@@ -103,15 +110,15 @@ def as_gates(pre: Tensor) -> Tensor:
 
 def activate(ops: Backend, pre: Tensor, activation: str) -> Tensor:
     """Apply the activation to pre (rows, f or 2 f) -> (rows, f)."""
-    row = ACTIVATIONS[activation]
-    if not ops.is_native("gemm"):
-        return row.value(pre)
-    if not row.gated:
+    name = kernel(ops, activation)
+    if name is None:
+        return functions(activation).value(pre)
+    if not ACTIVATIONS[activation].gated:
         inner = torch.empty_like(pre)
-        ops.kernels.activate(pre, None, inner, row.kernel)
+        ops.kernels.activate(pre, None, inner, name)
         return inner
     inner = pre.new_empty(len(pre), pre.shape[1] // 2)
-    ops.kernels.gate(as_gates(pre), inner, row.kernel)
+    ops.kernels.gate(as_gates(pre), inner, name)
     return inner
 
 
@@ -119,8 +126,8 @@ def activation_gradient(
     ops: Backend, dinner: Tensor, pre: Tensor, dpre: Tensor, activation: str
 ) -> None:
     """Write the gradient of pre (rows, f or 2 f) to dpre, from the value gradient dinner (rows, f)."""
-    row = ACTIVATIONS[activation]
-    if ops.is_native("gemm") and row.gated:
-        ops.kernels.gate_backward(dinner, as_gates(pre), as_gates(dpre), row.kernel)
+    name = kernel(ops, activation)
+    if name is not None and ACTIVATIONS[activation].gated:
+        ops.kernels.gate_backward(dinner, as_gates(pre), as_gates(dpre), name)
     else:
-        dpre.copy_(row.gradient(dinner, pre))
+        dpre.copy_(functions(activation).gradient(dinner, pre))

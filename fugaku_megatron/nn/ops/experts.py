@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...config.experts import SIGMOID
+from ...config.model import ACTIVATIONS
 from ...config.run_config import ModelConfig
-from .activation import ACTIVATIONS, activate, activation_gradient, as_gates
+from .activation import activate, activation_gradient, as_gates, kernel
 from .backend import Backend
 
 NORMALIZER = 1e-20  # added to the sum of sigmoid scores, as in Megatron-LM
@@ -160,11 +161,11 @@ def unpermute(ops: Backend, x: Tensor, places: Tensor) -> Tensor:
 
 def scaled_gate(ops: Backend, pre: Tensor, factors: Tensor, activation: str) -> Tensor:
     """Return the activation of pre (n, f or 2 f) times factors (n,) -> (n, f)."""
-    row = ACTIVATIONS[activation]
-    if not ops.is_native("gemm") or not row.gated:
+    name = kernel(ops, activation)
+    if name is None or not ACTIVATIONS[activation].gated:
         return _scaled(activate(ops, pre, activation), factors)
     inner = pre.new_empty(len(pre), pre.shape[1] // 2)
-    ops.kernels.scaled_gate(as_gates(pre), factors, inner, row.kernel)
+    ops.kernels.scaled_gate(as_gates(pre), factors, inner, name)
     return inner
 
 
@@ -175,11 +176,11 @@ def scaled_gate_gradient(
 
     dinner: (n, f), gradient of `scaled_gate`; overwritten with the value of `scaled_gate`.
     """
-    row = ACTIVATIONS[activation]
-    if ops.is_native("gemm") and row.gated:
+    name = kernel(ops, activation)
+    if name is not None and ACTIVATIONS[activation].gated:
         dfactors = torch.empty_like(factors)
         ops.kernels.scaled_gate_backward(
-            dinner, as_gates(pre), factors, as_gates(dpre), dfactors, dinner, row.kernel
+            dinner, as_gates(pre), factors, as_gates(dpre), dfactors, dinner, name
         )
         return dfactors
     values = activate(ops, pre, activation)

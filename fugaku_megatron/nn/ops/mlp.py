@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ...comm.autograd import gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
+from ...config.model import ACTIVATIONS
 from ..gradients import as_rows, gradient_of, is_frozen
 from ..parameter_views import matrix
-from .activation import ACTIVATIONS, activate, activation_gradient, as_gates, is_fused
+from .activation import activate, activation_gradient, as_gates, is_fused, kernel
 from .backend import Backend
 from .gemm import data_gradient, matmul, row_count, weight_gradient
 
@@ -89,7 +90,7 @@ class _MLP(torch.autograd.Function):
         x, pre = ctx.saved_tensors
         weight1, bias1, weight2 = ctx.parameters
         dy = as_rows(dy)
-        if ops.is_native("gemm") and not ops.weight_gradients.waits:
+        if kernel(ops, ctx.activation) is not None and not ops.weight_gradients.waits:
             _overwrite_with_gradient(ops, dy, pre, weight2, ctx.activation)
             dpre = pre
         else:
@@ -149,7 +150,7 @@ def add_second_weight_gradient(
     """
     if is_frozen(weight2):
         return
-    if not ops.is_native("gemm"):
+    if kernel(ops, activation) is None:
         weight_gradient(ops, dy, activate(ops, pre, activation), weight2, None)
         return
 

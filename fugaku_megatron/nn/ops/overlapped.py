@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ...comm.autograd import Gathering, RowBlocks, Summing
+from ...config.model import ACTIVATIONS
 from ..gradients import as_rows
 from ..parameter_views import matrix
-from .activation import ACTIVATIONS, activate, is_fused
+from .activation import activate, is_fused
 from .backend import Backend
 from .gemm import data_gradient, matmul, weight_gradient
 from .mlp import add_second_weight_gradient, argument_gradient

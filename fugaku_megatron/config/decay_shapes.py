@@ -1,0 +1,73 @@
+"""Shapes of the learning rate and of the weight decay, as in Megatron-LM's optimizer_param_scheduler.py: a row each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .fields import RowNames
+
+LEARNING_RATE = "lr_decay_style"
+WSD = "lr_wsd_decay_style"
+WEIGHT_DECAY = "weight_decay_incr_style"
+
+
+class Progress(NamedTuple):
+    """An iteration that starts at `samples`, and the numbers of its run: lengths in samples, learning rates."""
+
+    samples: int
+    warmup_samples: float
+    decay_samples: float
+    lr: float
+    min_lr: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A shape of a decay.
+
+    factor: fraction of the decay's length -> factor from 1, the peak, to 0, --min-lr
+    rate: learning rate after the warm-up, for a shape without such a factor
+    decays: False if the learning rate does not fall to --min-lr
+    final_decay: True if the learning rate decays in the last part only, in the shape of --lr-wsd-decay-style
+    flags: fields that accept the shape
+    """
+
+    factor: Callable[[float], float] = lambda fraction: 1.0
+    rate: Callable[[Progress], float] | None = None
+    decays: bool = True
+    final_decay: bool = False
+    flags: tuple[str, ...] = (LEARNING_RATE, WSD)
+
+
+def _inverse_square_root(progress: Progress) -> float:
+    warmup = float(max(progress.warmup_samples, 1))
+    rate: float = progress.lr * warmup**0.5 / float(max(progress.samples, 1)) ** 0.5
+    return max(progress.min_lr, rate)
+
+
+SHAPES = {
+    "constant": Shape(
+        rate=lambda progress: progress.lr,
+        decays=False,
+        flags=(LEARNING_RATE, WEIGHT_DECAY),
+    ),
+    "exponential": Shape(factor=lambda fraction: 2.0 * 0.5**fraction - 1.0, flags=(WSD,)),
+    "linear": Shape(
+        factor=lambda fraction: 1.0 - fraction, flags=(LEARNING_RATE, WSD, WEIGHT_DECAY)
+    ),
+    "cosine": Shape(
+        factor=lambda fraction: 0.5 * (math.cos(math.pi * fraction) + 1.0),
+        flags=(LEARNING_RATE, WSD, WEIGHT_DECAY),
+    ),
+    "minus_sqrt": Shape(factor=lambda fraction: 1.0 - math.sqrt(fraction), flags=(WSD,)),
+    "inverse-square-root": Shape(rate=_inverse_square_root, flags=(LEARNING_RATE,)),
+    "WSD": Shape(final_decay=True, flags=(LEARNING_RATE,)),
+}
+
+
+def shapes_of(field: str) -> RowNames:
+    """Return the names of the shapes that a field accepts."""
+    return RowNames(SHAPES, where=lambda shape: field in shape.flags)

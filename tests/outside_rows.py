@@ -1,0 +1,87 @@
+"""Rows that a program outside the package adds to its tables; each computes what a built-in row computes, in plain torch."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fugaku_megatron.config.decay_shapes import SHAPES, Shape
+from fugaku_megatron.config.model import ACTIVATIONS, NORMS, ActivationPart, NormPart
+from fugaku_megatron.config.optimizer import OPTIMIZERS, OptimizerPart
+from fugaku_megatron.nn.gradients import accumulate
+from fugaku_megatron.nn.layers import Context, Norm
+from fugaku_megatron.nn.ops.activation import Functions
+from fugaku_megatron.optim.optimizer import ElementUpdate
+from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
+from fugaku_megatron.pipeline.schedule import Schedule, with_messages
+from fugaku_megatron.pipeline.schedule_names import SCHEDULES, ScheduleRow
+
+
+def _gate_gradient(dy: Tensor, pre: Tensor) -> Tensor:
+    with torch.enable_grad():
+        leaf = pre.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(GATE.value(leaf), leaf, dy)
+    return gradient
+
+
+def _gate(pre: Tensor) -> Tensor:
+    gates, values = pre.chunk(2, -1)
+    return gates * torch.sigmoid(gates) * values
+
+
+GATE = Functions(_gate, _gate_gradient)
+SQUARE = Functions(lambda x: F.relu(x) ** 2, lambda dy, x: dy * 2 * F.relu(x))
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(x, rstd)
+        ctx.weight = weight
+        return x * rstd * weight
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        x, rstd = ctx.saved_tensors
+        accumulate(ctx.weight, (dy * x * rstd).sum((0, 1)))
+        scaled = dy * ctx.weight
+        return rstd * (scaled - x * rstd.square() * (scaled * x).mean(-1, keepdim=True)), None, None
+
+
+class RootMeanSquare(Norm):
+    """RMS norm."""
+
+    def __init__(self, name: str, context: Context) -> None:
+        super().__init__(name, context)
+        self.weight = context.parameter(f"{name}.weight", (context.model.hidden_size,), fill=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Normalize.apply(x, self.weight, self.epsilon)
+
+
+def adamw(update: ElementUpdate) -> None:
+    """AdamW (Loshchilov and Hutter 2019)."""
+    o = update.config
+    update.exp_avg.lerp_(update.gradients, 1 - o.adam_beta1)
+    update.exp_avg_sq.lerp_(update.gradients.square(), 1 - o.adam_beta2)
+    mean = update.exp_avg / (1 - o.adam_beta1**update.step)
+    square = update.exp_avg_sq / (1 - o.adam_beta2**update.step)
+    update.weights.mul_(1 - update.lr * update.weight_decay)
+    update.weights.sub_(update.lr * mean / (square.sqrt() + o.adam_eps))
+
+
+def all_forwards_first(schedule: Schedule, stage: int) -> list[Instruction]:
+    """GPipe (Huang et al. 2019): all forwards, then all backwards."""
+    numbers = range(schedule.microbatches)
+    computations = [Instruction(op, m) for op in (FORWARD, BACKWARD) for m in numbers]
+    return with_messages(schedule.placement, stage, computations)
+
+
+ROWS = [
+    (ACTIVATIONS, "gate", ActivationPart(functions=f"{__name__}:GATE", gated=True)),
+    (ACTIVATIONS, "square", ActivationPart(functions=f"{__name__}:SQUARE")),
+    (NORMS, "RMS", NormPart(layer=f"{__name__}:RootMeanSquare", vectors=1, statistics=1)),
+    (OPTIMIZERS, "own_adamw", OptimizerPart(elements=f"{__name__}:adamw")),
+    (SHAPES, "straight", Shape(factor=lambda fraction: 1 - fraction)),
+    (SCHEDULES, "gpipe", ScheduleRow(lists=f"{__name__}:all_forwards_first")),
+]
