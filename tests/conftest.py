@@ -1,11 +1,13 @@
 """Options of the test suite, the kind of each test, and what every test file must leave as it was."""
 
+import gc
 import importlib.util
 import os
 import platform
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.system.mpi import launch
 
@@ -81,6 +83,16 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(kind)
         if shares_cores and any(mark.name in STARTS_PROCESSES for mark in item.iter_markers()):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_collection_finish():
+    """Keep the collector away from modules and collected tests, and torch from starting threads for small tensors.
+
+    Half a million objects live until the end. The collector would visit them in every test.
+    """
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -8,7 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,11 @@ OVERLAP = {
     "ddp_bucket_size": 5000,
 }
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def rows(table: Iterable[str], rare: Collection[str]) -> list[Any]:
+    """Return the names of a table as parameters. `make test` leaves out the rare names."""
+    return [pytest.param(name, marks=pytest.mark.full) if name in rare else name for name in table]
 
 
 def one_error(ranks: int, work: Callable[[Comm], Any]) -> str:

@@ -189,7 +189,7 @@ class ThreadComm(Comm):
 
         def finish(shown: list[Any]) -> None:
             own = [part[self.rank] for part in shown]
-            assert list(map(len, own)) == list(received), (
+            assert [part.shape[0] for part in own] == list(received), (
                 f"rank {self.rank} expects {received} rows of {list(map(len, own))}"
             )
             result.copy_(torch.cat(own))

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ..config.experts import EXPERTS, ExpertRanks
-from ..config.fields import check, check_type, flag, flag_words
+from ..config.fields import check, check_type, flag, flag_words, shortened
 from ..config.megatron_flags import OTHER_FLAGS
 from ..config.model import HEAD_MULTIPLE, ModelConfig
 from ..config.no_effect import no_effect_notes
@@ -401,11 +401,9 @@ def field_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
     known = _keywords()
     values: dict[str, Any] = {}
     for name, given in keywords.items():
-        check(
-            name in known,
-            f"unknown keyword {name}"
-            + nearest(name, known, ": fugaku-megatron train --help lists the flags"),
-        )
+        if name not in known:
+            remedy = nearest(name, known, ": fugaku-megatron train --help lists the flags")
+            raise ValueError(shortened(f"unknown keyword {name}{remedy}"))
         field, switched = known[name]
         if switched is None:
             values[field.name] = _typed(field, name, given)

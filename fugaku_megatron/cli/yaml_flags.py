@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..config.fields import Refused, check, flag
+from ..config.fields import Refused, check, flag, shortened
 from ..config.yaml_file import read_yaml
 from .parser import Parser, nearest
 
@@ -142,11 +142,9 @@ def _words(key: str, value: Any, known: Mapping[str, argparse.Action]) -> list[s
     word = flag(key)[2:]
     opposites = [SWITCHED_OFF.get(key, ""), f"--no-{name[2:]}", f"--no-{word}", f"--disable-{word}"]
     off = [option for option in opposites if option in known]
-    check(
-        name in known or off,
-        "unknown key"
-        + nearest(name, known, ": docs/flags.md lists those there are, with - in place of _"),
-    )
+    if name not in known and not off:
+        remedy = ": docs/flags.md lists those there are, with - in place of _"
+        raise ValueError(shortened("unknown key" + nearest(name, known, remedy)))
     if isinstance(value, bool):
         check(
             name not in known or known[name].nargs == 0,

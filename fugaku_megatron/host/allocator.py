@@ -1,8 +1,8 @@
-"""Memory of a rank: allocator settings, the process's use, and the memory its node or job has left.
+"""Memory of a rank: allocator settings, the process's use, and the remaining memory on its node or in its job.
 
 An arena (kernels_sve/arena.h) keeps its pages for torch's large tensors, and malloc is tuned for the rest: glibc returns freed blocks
 above 32 MiB to the kernel, and the next micro-batch faults their pages in again. A preloaded allocator is not changed.
-Comparison of allocators: python -m benchmarks alloc. Memory that a run will need: `observe.memory`.
+`python -m benchmarks alloc` compares allocators.
 """
 
 from __future__ import annotations
@@ -46,12 +46,7 @@ _FILES = {
 
 
 def allocator_name(maps: str | None = None) -> str:
-    """Return the allocator in use, "tcmalloc" or "glibc 2.28" for example, from the loaded libraries.
-
-    An allocator library that was opened later instead of preloaded is reported as well.
-
-    maps: text of /proc/self/maps
-    """
+    """Return the allocator, "tcmalloc" or "glibc 2.28" for example, from the loaded libraries in `maps` (/proc/self/maps)."""
     text = (read_text(_MAPS) or "") if maps is None else maps
     loaded = {
         match[1] for match in re.finditer(r"/lib([a-z]+)[^/\s]*\.so[^/\s]*$", text, re.MULTILINE)
@@ -79,10 +74,7 @@ def tune(mode: str) -> str:
 
 
 def return_large_blocks() -> None:
-    """Let malloc return freed blocks above 1 MiB at once, for work limited by peak memory instead of speed.
-
-    By default glibc keeps up to 64 MiB of freed tensors.
-    """
+    """Let malloc return freed blocks above 1 MiB at once, which lowers the peak and costs speed; glibc keeps up to 64 MiB."""
     _mallopt((_MALLOPT["M_MMAP_THRESHOLD"][0], 1 << 20))
 
 

@@ -4,7 +4,7 @@
     counters.joules()              joules since the previous call
 
 Sources, of which the first readable counts: RAPL (/sys/class/powercap), AMD's driver (/sys/class/hwmon), Fugaku's Power API
-(libpwr). Sums over nodes: observe/memory.py. GPUs are not measured.
+(libpwr). Sums over nodes: observe/energy.py. GPUs are not measured.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The C++ kernels. Import through this module: torch first, because the extension uses torch's OpenMP runtime.
 
     from fugaku_megatron.host import kernels
-    kernels.squared_norm(x)                        every function of the extension
-    with kernels.target("portable"): ...           another build of the kernels, process-wide, inside the block
-    kernels.table.flops("activate", x, None, y)    cost of a call
+    kernels.squared_norm(x)                        any function in the extension
+    with kernels.target("portable"): ...           another build, process-wide, inside the block
+    kernels.table.flops("activate", x, None, y)    a call's cost
 
 Formulas: kernels_sve/*.h. Autograd: nn/ops/.
 """
@@ -88,7 +88,7 @@ Factor = tuple[
 class _Operand:
     """A leading argument of a kernel.
 
-    dims: factors of each dimension of a tensor
+    dims: factors of each tensor dimension
     folds: the first factor covers several dimensions
     """
 
@@ -133,7 +133,7 @@ def _table() -> dict[str, _Row]:
 def _dimensions(
     row: _Row, operand: _Operand, shape: list[int]
 ) -> Iterator[tuple[tuple[Factor, ...], int]]:
-    """Iterate over (factors, size) of each dimension of an operand with this shape."""
+    """Iterate over (factors, size) for each dimension of an operand."""
     assert operand.dims is not None
     more = len(shape) - len(operand.dims)
     if operand.folds and more > 0:
@@ -174,7 +174,7 @@ def _solve(row: _Row, factors: Sequence[Factor], size: int, known: dict[str, int
 
 
 def _sizes(name: str, *args: Any, **kwargs: Any) -> dict[str, int]:
-    """Return the sizes of a call by symbol, with e, e_out, e_avg, e_sq and dx of kernels.inc. ValueError for other shapes."""
+    """Return a call's sizes by symbol, with e, e_out, e_avg, e_sq and dx from kernels.inc. ValueError for other shapes."""
     row = _table().get(name)
     if row is None:
         raise ValueError(f"no kernel of the table is called {name}")

@@ -1,8 +1,7 @@
-"""Observed calls: the phases of a rank's iteration, and the events of --profile.
+"""Observed calls: phases of a rank's iteration, and events for --profile.
 
 --profile writes a table and a trace for Perfetto (ui.perfetto.dev) or chrome://tracing with the tracks schedule, kernels and
-communication. Every call is timed by the caller, without sampling; time outside all calls is Python's. `observe.loss_plot` merges
-the traces of several ranks.
+communication. The caller times every call, without sampling; time outside all calls is Python's. `observe.trace` merges traces.
 """
 
 from __future__ import annotations
@@ -243,7 +242,7 @@ class Profiler:
     # Results --------------------------------------------------------------------------------------------------------------------
 
     def table(self) -> list[str]:
-        """Return lines with operation, calls, seconds, share of the step, GFLOP/s and share of the FMA peak, per recorded iteration."""
+        """Return lines with operation, calls, seconds, percent of the step, GFLOP/s and percent of the FMA peak, per iteration."""
         steps = max(1, len(self.steps))
         wall = sum(self.steps)
         lines = [

@@ -222,7 +222,7 @@ _PINNING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 @dataclass(frozen=True)
 class Placement:
-    """Threads of a rank and their cores.
+    """A rank's threads and cores.
 
     cpus: empty if the system places the threads
     communication: core of the thread that calls MPI, if reserved
@@ -298,7 +298,7 @@ def place(
     affinity: str = "auto",
     reserve: bool = False,
 ) -> Placement:
-    """Place rank `index` of a node whose ranks have `masks`. ValueError as in `requested_threads`.
+    """Place rank `index` on a node with these ranks' masks. ValueError as in `requested_threads`.
 
     Nothing is pinned if there are more threads than cores, if masks overlap without being equal, or if the user set OMP_PROC_BIND,
     OMP_PLACES or GOMP_CPU_AFFINITY.
@@ -377,7 +377,7 @@ def rank_line(node: Node, rank: Rank) -> str:
 
 
 def mapping(node: Node, ranks: Sequence[Rank]) -> str:
-    """Return the node and the cores of its ranks in one line; of many ranks the first and the last."""
+    """Return the node and its ranks' cores in one line; the first and last if they are many."""
     few = ranks if len(ranks) <= SHOWN_RANKS else ranks[: SHOWN_RANKS - 1]
     lines = [rank_line(node, rank) for rank in few]
     if few is not ranks:

@@ -94,7 +94,7 @@ def init(
 
     ValueError on every rank if the clock differs from the requested one.
 
-    nodes: nodes of `world`, if known
+    nodes: default: found here
     needed: bytes of memory that this rank will need, if known
     """
     mask = sorted(os.sched_getaffinity(0))
@@ -172,7 +172,7 @@ def cpu_model(cpuinfo: str | None = None) -> str:
 
 
 def clock_ghz(steps: int = 1_000_000) -> float:
-    """Measure this core's clock in GHz: a chain of dependent additions, one cycle each, the best of three."""
+    """Measure this core's clock in GHz by a chain of dependent additions, one cycle each; take the best result in three."""
     rates = []
     for _ in range(3):
         begin = time.perf_counter()
@@ -236,7 +236,7 @@ def machine_summary(
     ghz: float,
     energy: str = "no energy counter",
 ) -> str:
-    """Return one line about this node and the run's use of it. cpus: number of CPUs in this rank's mask"""
+    """Return a line about this node and the run's ranks on it. cpus: CPUs in this rank's mask"""
     gib = psutil.virtual_memory().total / (1 << 30)
     threads = f"{placement.threads} pinned" if placement.cpus else f"{placement.threads}"
     return (

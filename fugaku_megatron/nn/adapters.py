@@ -1,18 +1,11 @@
-"""LoRA's adapters: y + scale dropout(x) A^T B^T next to a frozen linear layer (`config.lora`).
+"""LoRA adapters: y + scale dropout(x) A^T B^T next to a frozen linear layer (`config.lora`).
 
-A linear layer that holds several matrices, such as QKV, has p adapters, one for each. Their A lie one after another, (p, r, in), so
-that one matmul computes all x A^T. B has the rows of the layer's weight, (out, r), so that it is split and saved as the weight is;
-row i multiplies the r columns of the matrix that it belongs to. Rows without an adapter stay zero.
-    column-parallel   A is replicated, B is split; the small x A^T is gathered where the sequence is split
-    row-parallel      A is split, and the small x A^T is summed over ranks; B is replicated
-A is computed from what goes into the layer before it is gathered or after it is reduced, so that ranks exchange r columns. Weights
-that are frozen keep nothing for a backward.
-
-The matrices of experts have adapters each, A (e, p, r, in) and B (e, out, r), which lie where the experts do (`AdaptedExperts`).
-Ranks that share an expert exchange nothing for them: what is replicated there gets a part of its gradient on each.
-Left out: files (`checkpoint`, `convert`).
-Legend: s sequence, b micro-batch, r rank of an adapter, p adapters of a layer, f MLP width, e experts of a rank, n rows of all
-experts, rows = s b.
+A layer with several matrices, such as QKV, has p adapters. A (p, r, in) stacks them for one matmul; B (out, r) is sharded and
+saved like the weight, and row i multiplies the r columns for its own matrix. Rows without an adapter stay zero.
+    column-parallel   A replicated, B sharded; x A^T is gathered under sequence parallelism
+    row-parallel      A sharded, B replicated; x A^T is summed over ranks
+Experts have A (e, p, r, in) and B (e, out, r) each. Ranks that share an expert get partial gradients of replicated adapters.
+s sequence, b micro-batch, r adapter rank, p adapters, f MLP width, e experts of a rank, n rows of all experts, rows = s b.
 """
 
 from __future__ import annotations
@@ -36,38 +29,34 @@ from .ops.activation import is_fused
 from .ops.dropout import masked
 from .ops.mlp import argument_gradient
 from .parameter_views import matrix
-from .sequence_ranks import own_runs
+from .sequence_ranks import own_segments
 
-Dropout = tuple[
-    float, DropoutKey, int | None
-]  # probability, mask, and of a split last dimension where this rank's part begins
-STREAMS = 1 << 32  # of dropout; other masks have smaller numbers
-MAX_COLUMNS = 1 << 24  # of an input that ranks share
+Dropout = tuple[float, DropoutKey, int | None]  # probability, mask, first column of a shard
+STREAMS = 1 << 32  # first dropout stream; other masks have smaller numbers
+MAX_COLUMNS = 1 << 24  # of a sharded input
 FINGERPRINTS = 1 << 36  # of frozen weights; sums over any number of ranks are exact in FP64
 BLOCK = 1 << 20  # elements whose bits are summed at once
 
 
 def bits_number(name: str, weight: Tensor) -> int:
-    """Return a number of a weight's name and its BF16 bits; weight (any shape).
-
-    A model's are added up modulo FINGERPRINTS.
-    """
+    """Return a checksum of a weight's name and BF16 bits. Checksums are added modulo FINGERPRINTS."""
     blocks = weight.reshape(-1).split(BLOCK)
     total = sum(int(block.bfloat16().view(torch.int16).sum(dtype=torch.int64)) for block in blocks)
     return zlib.crc32(name.encode()) * total
 
 
 def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
-    """Apply dropout to x (s, b, in) or its gradient. The mask is a function of the global element.
+    """Apply dropout to x (s, b, in) or its gradient, with a mask by global position.
 
-    Columns that ranks share are taken as samples of a few columns, which have numbers of their own.
+    A sharded last dimension is masked in samples of DROPOUT_COLUMNS columns, each with a number of its own.
     """
     if dropout is None:
         return x
     p, key, first_column = dropout
     if first_column is None:
         return masked(kernels, x, p, key)
-    blocks, made = x.unflatten(-1, (-1, DROPOUT_COLUMNS)), []  # (s, b, in / columns, columns)
+    blocks = x.unflatten(-1, (-1, DROPOUT_COLUMNS))  # (s, b, in / columns, columns)
+    made = []
     for number, sample in enumerate(blocks.unbind(1), key.first_sample):
         own = replace(key, first_sample=(number * MAX_COLUMNS + first_column) // DROPOUT_COLUMNS)
         made.append(masked(kernels, sample, p, own))
@@ -75,15 +64,17 @@ def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
 
 
 class Adapter(nn.Module):
-    """The adapters of one linear layer. parts: their names. split: the layer is row-parallel, and its input is split.
+    """Adapters of one linear layer.
 
-    outputs: (out,), or (2, f) of a gate and what it multiplies. experts: (e,) where it is the layer of so many, with adapters each.
+    parts: names of its matrices.
+    outputs: (out,), or (2, f) for a gate and its values.
+    split: the layer is row-parallel.
+    experts: (e,) if each expert has adapters.
     """
 
     def __init__(
         self,
         name: str,
-        linear: str,
         parts: tuple[str, ...],
         inputs: int,
         outputs: tuple[int, ...],
@@ -92,54 +83,52 @@ class Adapter(nn.Module):
         experts: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
-        self.context, self.split, self.linear, self.parts = context, split, linear, parts
+        self.context = context
+        self.split = split
+        self.linear = name.rsplit(".", 1)[-1]
+        self.parts = parts
         self.lora: LoraConfig = context.lora
         self.stream = STREAMS + zlib.crc32(name.encode())
-        rank, more, make = (
-            self.lora.rank,
-            {"frozen": False},
-            context.expert_parameter if experts else context.parameter,
-        )
-        # As uniform values between -1 and 1 / sqrt(inputs), with which peft begins.
+        rank = self.lora.rank
+        make = context.expert_parameter if experts else context.parameter
+        # The variance of peft's uniform initial values.
         self.lora_a = make(
             f"{name}.lora_A.weight",
             (*experts, len(parts), rank, inputs),
             len(experts) + 2 if split else None,
             (3.0 * inputs) ** -0.5,
-            **more,
+            frozen=False,
         )
         self.lora_b = make(
             f"{name}.lora_B.weight",
             (*experts, *outputs, rank),
             None if split else len(experts + outputs) - 1,
-            **more,
+            frozen=False,
         )
 
     @property
     def ops(self) -> Ops:
-        """Operations of the adapters' matmuls."""
+        """Operations without packed weights."""
         return self.context.ops.unpacked()
 
     def mask(self) -> Tensor | None:
-        """(out, p, 1): 1 where a row of B belongs to a part; None where all belong to the only one. Of experts (e out, p, 1)."""
+        """Return (out, p, 1), 1 if a row of B belongs to an adapter, or (e out, p, 1); None: all belong to the only one."""
         mask = row_mask(self.linear, self.parts, self.lora_a, self.lora_b, self.context.model)
         return None if mask is None else mask.to(self.lora_b.dtype)
 
     def dropout(self, x: Tensor, forward_pass: Pass) -> Dropout | None:
         """Return the dropout of an input (s, b, in), or None."""
-        p, context = self.lora.lora_dropout, self.context
+        p = self.lora.lora_dropout
+        context = self.context
         if not p or not forward_pass.training:
             return None
-        runs = own_runs(len(x), context.cp) if self.split else context.runs(x)
+        segments = own_segments(len(x), context.cp) if self.split else context.segments(x)
         first_column = context.tp.rank * x.shape[-1] if self.split else None
-        return (
-            p,
-            DropoutKey.of_runs(runs, context.seed, self.stream, forward_pass.first_sample),
-            first_column,
-        )
+        key = DropoutKey.of_segments(segments, context.seed, self.stream, forward_pass.first_sample)
+        return p, key, first_column
 
     def column(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
-        """y + the adapters of a column-parallel layer. x (s, b, in), y (whole sequence, b, out / tp) -> as y."""
+        """Add the adapters of a column-parallel layer to y. x (s, b, in), y (whole sequence, b, out / tp) -> as y."""
         t = _Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
         context = self.context
         enter = (
@@ -148,16 +137,12 @@ class Adapter(nn.Module):
         return self.up(y, enter(t, context.tp))
 
     def row(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
-        """y + the adapters of a row-parallel layer. x (whole sequence, b, in / tp), y (s, b, out) -> as y."""
-        return self.up(
-            y,
-            self.context.out_of_matmul(
-                _Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
-            ),
-        )
+        """Add the adapters of a row-parallel layer to y. x (whole sequence, b, in / tp), y (s, b, out) -> as y."""
+        t = _Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
+        return self.up(y, self.context.out_of_matmul(t))
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return this rank's shard of the layer's weight with the adapters added."""
+        """Return this rank's weight shard with the adapters added."""
         return merged(weight, self.lora_a, self.lora_b, self.mask(), self.lora.scale)
 
     def up(self, y: Tensor, t: Tensor) -> Tensor:
@@ -168,39 +153,36 @@ class Adapter(nn.Module):
 def row_mask(
     linear: str, parts: tuple[str, ...], a: Tensor, b: Tensor, model: ModelConfig
 ) -> Tensor | None:
-    """(rows, p, 1): 1 where a row of a rank's part of a layer's weight is in part p; None where all are in the only one.
+    """Return (rows, p, 1), 1 if a row of a weight shard belongs to an adapter; None: all belong to the only one.
 
-    a, b: the adapters, whose shapes say how many rows there are, of all experts.
+    a, b: the adapters; their shapes give the number of rows and experts.
     """
     if parts == (linear,) or linear not in (QKV, FC1):
         return None
-    rows, queries = b.shape[:-1].numel(), model.num_attention_heads // model.query_groups
+    rows = b.shape[:-1].numel()
+    queries = model.num_attention_heads // model.query_groups
     each = rows // a.shape[:-3].numel()  # of an expert
-    slot = (
-        torch.arange(rows) // model.kv_channels % (queries + 2)
-    )  # of a group: its queries, its key, its value
-    owner = (
-        torch.arange(rows) % each // (each // 2)
-        if linear == FC1
-        else (slot - queries + 1).clamp(min=0)
-    )
+    if linear == FC1:
+        owner = torch.arange(rows) % each // (each // 2)
+    else:  # a query group: queries, key, value
+        slot = torch.arange(rows) // model.kv_channels % (queries + 2)
+        owner = (slot - queries + 1).clamp(min=0)
     numbers = torch.tensor([MATRICES[linear].index(part) for part in parts])
     return (owner[:, None] == numbers).float().unsqueeze(-1)
 
 
 def expanded(b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """scale B as one matrix (out, p r): the columns of a row that belong to other parts are zero."""
+    """Return scale B as one matrix (out, p r), zero outside each row's own r columns."""
     b = b.detach().flatten(0, -2)
-    return (
-        b * scale if mask is None else (b.unsqueeze(1) * (mask * scale)).flatten(1)
-    ).contiguous()
+    if mask is None:
+        return (b * scale).contiguous()
+    return (b.unsqueeze(1) * (mask * scale)).flatten(1).contiguous()
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """weight (..., in) + scale B A in FP32, in weight's dtype and shape. a (p, r, in) or (e, p, r, in), b as weight, r columns."""
-    a = (
-        a.detach().float().flatten(-3, -2).view(-1, a.shape[-3:-1].numel(), a.shape[-1])
-    )  # (1 or e, p r, in)
+    """Return weight (..., in) + scale B A, computed in FP32. a (p, r, in) or (e, p, r, in), b (..., r)."""
+    shape = (-1, a.shape[-3:-1].numel(), a.shape[-1])  # (1 or e, p r, in)
+    a = a.detach().float().flatten(-3, -2).view(shape)
     b = expanded(b.float(), None if mask is None else mask.float(), scale)
     delta = b.view(len(a), -1, b.shape[-1]) @ a
     return (weight.float() + delta.view(weight.shape)).to(weight.dtype)
@@ -216,12 +198,17 @@ class _Down(torch.autograd.Function):
         t = rows.new_empty(len(rows), len(stacked))
         ops.matmul(rows, stacked, t)
         ctx.save_for_backward(x)
-        ctx.ops, ctx.a, ctx.dropout = ops, a, dropout
+        ctx.ops = ops
+        ctx.a = a
+        ctx.dropout = dropout
         return t.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dt: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), ops, stacked, dt = ctx.saved_tensors, ctx.ops, matrix(ctx.a), as_rows(dt)
+        (x,) = ctx.saved_tensors
+        ops = ctx.ops
+        stacked = matrix(ctx.a)
+        dt = as_rows(dt)
         ops.weight_gradient(dt, as_rows(_dropped(ops.kernels, x, ctx.dropout)), stacked, None)
         if not ctx.needs_input_grad[1]:  # nothing below it is trained
             return None, None, None, None
@@ -237,17 +224,25 @@ class _Up(torch.autograd.Function):
     def forward(
         ctx: Any, ops: Ops, y: Tensor, t: Tensor, b: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
-        rows, whole = as_rows(t), expanded(b, mask, scale)
+        rows = as_rows(t)
+        whole = expanded(b, mask, scale)
         out = rows.new_empty(len(rows), len(whole))
         ops.matmul(rows, whole, out)
         ctx.save_for_backward(rows, *([] if mask is None else [mask]))
-        ctx.ops, ctx.b, ctx.scale, ctx.shape = ops, b, scale, t.shape
+        ctx.ops = ops
+        ctx.b = b
+        ctx.scale = scale
+        ctx.shape = t.shape
         return out.view(y.shape).add_(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (rows, *masks), ops, b, scale = ctx.saved_tensors, ctx.ops, ctx.b, ctx.scale
-        mask, rows_dy = masks[0] if masks else None, as_rows(dy)
+        rows, *masks = ctx.saved_tensors
+        ops = ctx.ops
+        b = ctx.b
+        scale = ctx.scale
+        mask = masks[0] if masks else None
+        rows_dy = as_rows(dy)
 
         def gradient() -> None:
             total = ops.outer_sum(rows_dy, rows)  # (out, p r)
@@ -269,13 +264,15 @@ def activated_linear(
     adapter: Adapter | None,
     forward_pass: Pass,
 ) -> tuple[Tensor, Tensor | None]:
-    """(inner W^T, dropout(inner) A^T) with inner the activation of pre. pre (s, b, f or 2 f), W (h, f) -> (s, b, h), (s, b, p r).
+    """Return (inner W^T, dropout(inner) A^T) with inner the activation of pre, and save only pre.
 
-    It keeps pre alone. The values of the first result may be anything where `forward_pass` needs none.
+    pre (s, b, f or 2 f), W (h, f) -> (s, b, h), (s, b, p r). The first result is unset if `forward_pass` needs no values.
     """
-    a, dropout = None, None
+    a = None
+    dropout = None
     if adapter is not None:
-        a, dropout = adapter.lora_a, adapter.dropout(pre[..., : weight.shape[1]], forward_pass)
+        a = adapter.lora_a
+        dropout = adapter.dropout(pre[..., : weight.shape[1]], forward_pass)
     return _ActivatedLinear.apply(
         context.ops, activation, pre, weight, a, dropout, forward_pass.needs_values
     )
@@ -294,35 +291,36 @@ class _ActivatedLinear(torch.autograd.Function):
         needs_values: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(pre)
-        ctx.ops, ctx.activation, ctx.weight, ctx.a, ctx.dropout = (
-            ops,
-            activation,
-            weight,
-            a,
-            dropout,
-        )
-        rows, lead, t = as_rows(pre), pre.shape[:-1], None
-        out = (
-            pre.new_empty(len(rows), len(weight))
-            if needs_values
-            else pre.new_empty(1).expand(len(rows), len(weight))
-        )
+        ctx.ops = ops
+        ctx.activation = activation
+        ctx.weight = weight
+        ctx.a = a
+        ctx.dropout = dropout
+        rows = as_rows(pre)
+        lead = pre.shape[:-1]
+        t = None
         inner = ops.activate(rows, activation) if needs_values or a is not None else pre
         if needs_values:
+            out = pre.new_empty(len(rows), len(weight))
             ops.matmul(inner, weight, out)
+        else:
+            out = pre.new_empty(1).expand(len(rows), len(weight))
         if a is not None:
             stacked = matrix(a)
             t = pre.new_empty(len(rows), len(stacked))
-            ops.unpacked().matmul(
-                as_rows(_dropped(ops.kernels, inner.view(*lead, -1), dropout)), stacked, t
-            )
+            dropped = _dropped(ops.kernels, inner.view(*lead, -1), dropout)
+            ops.unpacked().matmul(as_rows(dropped), stacked, t)
             t = t.view(*lead, -1)
         return out.view(*lead, -1), t
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dt: Tensor | None) -> tuple[Tensor | None, ...]:
-        (pre,), ops, weight, activation = ctx.saved_tensors, ctx.ops, ctx.weight, ctx.activation
-        rows, lead = as_rows(pre), pre.shape[:-1]
+        (pre,) = ctx.saved_tensors
+        ops = ctx.ops
+        weight = ctx.weight
+        activation = ctx.activation
+        rows = as_rows(pre)
+        lead = pre.shape[:-1]
         total = _inner_gradient(ops, as_rows(dout), weight, rows, activation)
         if ctx.a is not None and dt is not None:
             stacked = matrix(ctx.a)
@@ -345,7 +343,7 @@ class _ActivatedLinear(torch.autograd.Function):
 
 
 def _inner_gradient(ops: Ops, dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> Tensor:
-    """Return dy (rows, out) weight (out, f), times the activation's derivative at pre (rows, f) if the kernel applies it."""
+    """Return dy (rows, out) weight (out, f), times the derivative at pre (rows, f) if the kernel is fused."""
     dinner = pre.new_empty(len(pre), weight.shape[1])
     if is_fused(ops, activation):
         argument_gradient(ops, dy, weight, pre, dinner, activation)
@@ -356,9 +354,9 @@ def _inner_gradient(ops: Ops, dy: Tensor, weight: Tensor, pre: Tensor, activatio
 
 @dataclass(frozen=True)
 class AdaptedExperts:
-    """A backend whose grouped matmuls with the matrices of experts add what their adapters do. adapters: by id of the matrix.
+    """Operations whose grouped matmuls add the adapters. adapters: by id of the matrix.
 
-    Of what adapters compute nothing is kept: x A^T and dy B are computed again where a gradient needs them.
+    x A^T and dy B are recomputed for gradients, not saved.
     """
 
     ops: Ops
@@ -369,47 +367,36 @@ class AdaptedExperts:
         return getattr(self.ops, name)
 
     def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor) -> None:
-        """Write the products of rows (n, in), the adapters included, to out."""
+        """Write the products of rows (n, in), adapters included, to out."""
         self.ops.grouped_matmul(x, weight, counts, out)
         if adapter := self.adapters[id(weight)]:
-            out.add_(
-                _grouped(
-                    adapter,
-                    _grouped(adapter, x, adapter.lora_a, counts),
-                    _up_matrices(adapter),
-                    counts,
-                )
-            )
+            t = _grouped(adapter, x, adapter.lora_a, counts)
+            out.add_(_grouped(adapter, t, _up_matrices(adapter), counts))
 
     def grouped_data_gradient(
         self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor
     ) -> None:
-        """Write the data gradients of dy (n, out), the adapters included, to dx."""
+        """Write the data gradients of dy (n, out), adapters included, to dx."""
         self.ops.grouped_data_gradient(dy, weight, counts, dx)
         if adapter := self.adapters[id(weight)]:
-            dx.add_(
-                _grouped_back(
-                    adapter,
-                    _grouped_back(adapter, dy, _up_matrices(adapter), counts),
-                    adapter.lora_a,
-                    counts,
-                )
-            )
+            dt = _grouped_back(adapter, dy, _up_matrices(adapter), counts)
+            dx.add_(_grouped_back(adapter, dt, adapter.lora_a, counts))
 
     def grouped_weight_gradient(
         self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int]
     ) -> None:
-        """Add the adapters' gradients, now or later; dy (n, out) and x (n, in) stay until then."""
-        adapter, x = self.adapters[id(weight)], x.detach()
+        """Add the adapter gradients, now or later; dy (n, out) and x (n, in) must not change until then."""
+        adapter = self.adapters[id(weight)]
+        x = x.detach()
         if adapter is None:
             return
 
         def gradients() -> None:
-            b, mask, ops = adapter.lora_b, adapter.mask(), adapter.ops
-            t, dt = (
-                _grouped(adapter, x, adapter.lora_a, counts),
-                _grouped_back(adapter, dy, _up_matrices(adapter), counts),
-            )
+            b = adapter.lora_b
+            mask = adapter.mask()
+            ops = adapter.ops
+            t = _grouped(adapter, x, adapter.lora_a, counts)
+            dt = _grouped_back(adapter, dy, _up_matrices(adapter), counts)
             ops.grouped_weight_gradient(dt, x, adapter.lora_a, counts)
             total = ops.grouped_outer_sum(dy, t, counts).flatten(0, 1)  # (e out, p r)
             total = total if mask is None else (total.unflatten(1, (-1, b.shape[-1])) * mask).sum(1)
@@ -419,20 +406,20 @@ class AdaptedExperts:
 
 
 def _up_matrices(adapter: Adapter) -> Tensor:
-    """`expanded` B of all experts, (e, out, p r)."""
+    """Return `expanded` B for all experts, (e, out, p r)."""
     whole = expanded(adapter.lora_b, adapter.mask(), adapter.lora.scale)
     return whole.view(len(adapter.lora_a), -1, whole.shape[-1])
 
 
 def _grouped(adapter: Adapter, x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
-    """x (n, in) times the transposed matrix of each row's expert, matrices (e, ..., in) -> (n, outputs)."""
+    """Multiply x (n, in) by the transposed matrix for each row's expert, (e, ..., in) -> (n, outputs)."""
     out = x.new_empty(len(x), matrices.shape[1:-1].numel())
     adapter.ops.grouped_matmul(x, matrices, counts, out)
     return out
 
 
 def _grouped_back(adapter: Adapter, dy: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
-    """dy (n, outputs) times the matrix of each row's expert, matrices (e, ..., in) -> (n, in)."""
+    """Multiply dy (n, outputs) by the matrix for each row's expert, (e, ..., in) -> (n, in)."""
     dx = dy.new_empty(len(dy), matrices.shape[-1])
     adapter.ops.grouped_data_gradient(dy, matrices, counts, dx)
     return dx

@@ -45,9 +45,9 @@ class ExpertWatch:
     def report(self, writer: MetricsWriter, iteration: int) -> None:
         """Write every expert's load to the history, and print the extremes and the idle experts."""
         loads = self.tokens / _mean_tokens(self.tokens)
-        writer.keep(
+        writer.record(
             "experts",
-            iteration,
+            iteration=iteration,
             layers=self.layers,
             loads=[[round(x, 3) for x in row] for row in loads.tolist()],
         )

@@ -135,7 +135,7 @@ class MetricsWriter:
         self._interval = []
         if self._screen is not None:
             self._screen.log_line(metrics.format_line())
-        self._record("train", asdict(metrics))
+        self.record("train", **asdict(metrics))
         for name, metric in METRICS:
             self._scalar(metric.interval_tag, getattr(metrics, name), metrics.iteration)
         return metrics
@@ -146,9 +146,11 @@ class MetricsWriter:
         """Write an evaluation's result. suffix: "-0", "-1" ... with several validation sets"""
         for line in format_validation(iteration, lm_loss, suffix):
             self.print(line)
-        self._record(
+        self.record(
             f"validation{suffix}",
-            {"iteration": iteration, "consumed_samples": consumed_samples, "lm_loss": lm_loss},
+            iteration=iteration,
+            consumed_samples=consumed_samples,
+            lm_loss=lm_loss,
         )
         tag = f"lm loss validation{suffix}"
         self._scalar(tag, lm_loss, iteration, consumed_samples)
@@ -162,17 +164,25 @@ class MetricsWriter:
     def event(self, iteration: int, line: str) -> None:
         """Print a line about an iteration, and record it in the history."""
         self.print(line)
-        self._record("event", {"iteration": iteration, "text": line})
+        self.record("event", iteration=iteration, text=line)
 
-    def keep(self, kind: str, iteration: int, **values: Any) -> None:
-        """Record JSON values in the history."""
-        self._record(kind, {"iteration": iteration, **values})
+    def record(self, kind: str, **values: Any) -> None:
+        """Write JSON values to the history."""
+        if self._history is None:
+            return
+        try:
+            self._history.write(json.dumps({"kind": kind, **values}) + "\n")
+            self._history.flush()
+        except (
+            OSError
+        ) as error:  # not worth ending a run; the buffer is written with the next record
+            self.print(f"{self._history.name}: not written yet: {error.strerror}")
 
     def close(self) -> None:
         """Flush and close all outputs."""
         for output in (self._screen, self._history, self._tensorboard):
             if output is not None:
-                with contextlib.suppress(OSError):  # the history's: `_record` has reported it
+                with contextlib.suppress(OSError):  # the history's: `record` has reported it
                     output.close()
         if self._wandb is not None:
             self._wandb.finish()
@@ -197,17 +207,6 @@ class MetricsWriter:
         self._tensorboard.add_scalar(tag, value, iteration)
         if consumed_samples is not None:
             self._tensorboard.add_scalar(f"{tag} vs samples", value, consumed_samples)
-
-    def _record(self, kind: str, values: dict[str, Any]) -> None:
-        if self._history is None:
-            return
-        try:
-            self._history.write(json.dumps({"kind": kind, **values}) + "\n")
-            self._history.flush()
-        except (
-            OSError
-        ) as error:  # not worth ending a run; the buffer is written with the next record
-            self.print(f"{self._history.name}: not written yet: {error.strerror}")
 
 
 def format_peak_memory(mib: list[float]) -> str:

@@ -16,7 +16,7 @@ Updates = list[tuple[Range, Place | None]]
 
 
 class StepFactors(NamedTuple):
-    """Factors of one optimizer step. decoupled_lr: learning rate of weights under --decoupled-lr."""
+    """Factors of an optimizer step. decoupled_lr: learning rate under --decoupled-lr"""
 
     lr: float
     decoupled_lr: float
@@ -29,7 +29,7 @@ class AdamWBlock:
     """Elements [start, end) of a shard that AdamW updates in one pass through the cache.
 
     updates: as in `BucketShard`, counted from `start`
-    blocks: blocks of 8-bit moments, empty for other formats
+    blocks: for 8-bit moments, else empty
     """
 
     start: int
@@ -40,15 +40,15 @@ class AdamWBlock:
 
 @dataclass(frozen=True)
 class BucketShard:
-    """This rank's ZeRO-1 shard of a bucket, or the whole bucket: n elements from `start` of the flat buffer.
+    """This rank's ZeRO-1 shard of a bucket, or the whole bucket: n elements, from `start` in the flat buffer.
 
     master: (n,), FP32, or BF16 under --main-params-dtype bf16
-    model_weights: (n,), the same elements in the model's dtype; None if `master` is a view of them
+    model_weights: (n,), in the model's dtype; None if `master` is the model's memory
     exp_avg: (n,) in --exp-avg-dtype; empty with `eight_bit`
     exp_avg_sq: (n - orthogonal,) in --exp-avg-sq-dtype; empty with `eight_bit`
     orthogonal: leading elements without a second moment
     ranges: counted from `start`
-    updates: one entry per kernel call; the place is given if stochastic rounding needs it
+    updates: one per kernel call, with the place if stochastic rounding needs it
     adamw_blocks: empty if weights and moments are stored in FP32
     """
 
@@ -88,7 +88,7 @@ def updates_inside(updates: Updates, start: int, end: int) -> Updates:
 
 
 def adamw_blocks(n: int, updates: Updates) -> list[AdamWBlock]:
-    """Divide a shard of n elements into blocks of at most BLOCKS_LENGTH elements."""
+    """Divide a shard of n elements into blocks with at most BLOCKS_LENGTH."""
     bounds = [(start, min(start + BLOCKS_LENGTH, n)) for start in range(0, n, BLOCKS_LENGTH)]
     return [
         AdamWBlock(start, end, updates_inside(updates, start, end), ()) for start, end in bounds

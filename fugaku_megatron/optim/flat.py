@@ -1,4 +1,4 @@
-"""Memory of a stage's parameters: one flat buffer of values, and gradients by bucket.
+"""Parameter memory of a stage: one flat buffer of values, and gradients by bucket.
 
 A bucket orders its parameters by treatment (Muon's matrices, decayed, other), so that an update is a few calls on long ranges, a
 ZeRO-1 shard is one slice and second moments are contiguous. A bucket's gradients are allocated at first use, so that an iteration
@@ -47,7 +47,7 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Positions of a parameter's elements in its global tensor, independent of the layout.
+    """Global positions of a parameter's elements, independent of the layout.
 
     Element i is number offset + (first + i) // columns * row + (first + i) % columns. stream: see `random_stream`
     """
@@ -63,7 +63,7 @@ class Place:
         return self.numbers_of(torch.arange(self.first, self.first + n))
 
     def numbers_of(self, elements: Tensor) -> Tensor:
-        """Return the global numbers (n,) of elements (n,) of the rank's slice."""
+        """Return the global numbers (n,) of elements (n,) in the rank's slice."""
         if self.row == self.columns:
             return self.offset + elements
         return self.offset + elements // self.columns * self.row + elements % self.columns
@@ -71,7 +71,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, end) of the flat buffer: dense or expert parameters of consecutive units, and padding."""
+    """Elements [start, end) of the flat buffer: consecutive units' dense or expert parameters, and padding."""
 
     start: int
     end: int
@@ -214,13 +214,13 @@ def _merge(ranges: list[Range]) -> list[Range]:
 
 
 class FlatParameters:
-    """Memory of a stage's parameters: flat `values` in the model's dtype, and `gradients`; buckets are padded for ZeRO-1 shards.
+    """Parameter memory: flat `values` in the model's dtype, and `gradients`, in buckets padded for ZeRO-1 shards.
 
-    Construction turns every parameter into a FlatParameter or FrozenParameter with initial weights. Frozen parameters are in
-    `frozen_memory`, shared by the ranks of a node: dense, then experts.
+    Construction turns every parameter into a FlatParameter or FrozenParameter with initial weights. A node's ranks share
+    `frozen_memory`: dense, then experts.
 
     alike: ranks with the same dense parameters, ranks with the same experts
-    minimum: elements of a bucket, see `costs.memory.cut`; None: one bucket, and `stage` may be any module
+    minimum: bucket size, see `costs.memory.cut`; None: one bucket, and `stage` may be any module
     matrices_first: the optimizer updates `orthogonal` matrices separately
     """
 
@@ -360,7 +360,7 @@ class FlatParameters:
         return shard
 
     def shards(self, kind: str, tensor: Tensor, start: int, owned: bool) -> list[Shard]:
-        """Return the checkpoint records of `tensor`, elements [start, start + numel) of a flat buffer.
+        """Return the checkpoint records for `tensor`, elements [start, start + numel) of a flat buffer.
 
         owned: skip replicated parameters except on the first tensor-parallel rank
         """
@@ -420,7 +420,7 @@ def _shard(
 
 
 def random_stream(parameter: nn.Parameter) -> int:
-    """Return the random stream of a parameter, equal for both copies of a tied weight."""
+    """Return a parameter's random stream, equal for both copies of a tied weight."""
     return zlib.crc32(spec_of(parameter).init_name.encode())
 
 
@@ -442,7 +442,7 @@ def place_of(parameter: nn.Parameter, first: int) -> Place:
 
 
 def initial_values(parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
-    """Return the FP32 initial weights of this rank's slice, a function of seed, name and global position."""
+    """Return this rank's FP32 initial weights, a function of seed, name and global position."""
     return fill_initial(torch.empty(parameter.shape), parameter, seed, kernels)
 
 

@@ -30,11 +30,11 @@ BLOCKS_LENGTH = 1 << 17  # elements of one `Blocks`, at most
 
 @dataclass(frozen=True)
 class Blocks:
-    """Consecutive elements of one parameter: `segments` segments of `length` elements, in blocks of `block` elements or fewer.
+    """Consecutive elements in one parameter: `segments` times `length`, in blocks of at most `block`.
 
-    start: first element, counted from the start of the rank's shard
-    first_scale: index of the first block's scale
-    shared: index of the only block's scale among the scales that several ZeRO-1 shards share; None: not shared
+    start: first element, counted in the rank's shard
+    first_scale: the first block's scale
+    shared: the only block's index among those that several ZeRO-1 shards share; None: not shared
     """
 
     start: int
@@ -55,7 +55,7 @@ class Blocks:
         return self.segments * math.ceil(self.length / self.block)
 
     def views(self, values: Tensor) -> Iterator[tuple[Tensor, slice]]:
-        """Yield views (segments, blocks, elements) of values (n,), each with the slice of a segment's scales."""
+        """Yield views (segments, blocks, elements) of values (n,), each with a slice of a segment's scales."""
         rows = values.view(self.segments, self.length)
         whole = self.length // self.block
         if whole:
@@ -79,10 +79,7 @@ def segment_length(spec: ParameterSpec, model: ModelConfig) -> int:
 
 
 def _cut(first: int, end: int, segment: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first element, segments, segment length) of the `Blocks` in elements [first, end) of a rank's slice.
-
-    A block that is cut is yielded alone.
-    """
+    """Yield (first element, segments, length) for `Blocks` in elements [first, end); a cut block is yielded alone."""
     block = block_length(segment)
     while first < end:
         inside = first % segment
@@ -105,7 +102,7 @@ def _cut(first: int, end: int, segment: int) -> Iterator[tuple[int, int, int]]:
 def blocks_of_shard(
     flat: FlatParameters, model: ModelConfig, shard: tuple[int, int], cut: list[int]
 ) -> list[Blocks]:
-    """Return the blocks of elements `shard` of the flat buffer. cut: `cut_blocks` of its bucket"""
+    """Return the blocks in elements `shard` of the flat buffer. cut: its bucket's `cut_blocks`"""
     start, end = shard
     made: list[Blocks] = []
     scale = 0
@@ -179,8 +176,8 @@ class EightBitMoment:
     ) -> None:
         """Round values (n,) into consecutive blocks.
 
-        shared: (m,), largest elements of the blocks that several ZeRO-1 shards share
-        at_random: seed and step of stochastic rounding; None: round to nearest
+        shared: (m,), largest elements in blocks that several ZeRO-1 shards share
+        at_random: seed and step for stochastic rounding; None: round to nearest
         """
         x = values.clone()
         for blocks in chunk:
@@ -199,7 +196,7 @@ class EightBitMoment:
         self.codes[chunk[0].start : chunk[-1].end] = codes
 
     def _scales_of(self, blocks: Blocks) -> Tensor:
-        """Return a view of the scales of blocks, (segments, blocks of a segment)."""
+        """Return a view of the blocks' scales, (segments, blocks per segment)."""
         scales = self.scales[blocks.first_scale : blocks.first_scale + blocks.scales]
         return scales.view(blocks.segments, -1)
 

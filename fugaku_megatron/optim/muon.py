@@ -73,7 +73,7 @@ def matrices_of(
 
 
 class Muon:
-    """Momentum and orthogonal updates of the weight matrices in a rank's buckets."""
+    """Momentum and orthogonal updates for the weight matrices in a rank's buckets."""
 
     def __init__(
         self,
@@ -95,9 +95,9 @@ class Muon:
         self._assigned = [self._assign(bucket) for bucket in flat.buckets]
 
     def _assign(self, bucket: Bucket) -> list[tuple[FlatParameter, int]] | None:
-        """Return this rank's matrices of a bucket with their starts in it, balanced by cost; None if the bucket has no matrix.
+        """Return this rank's matrices in a bucket, with their starts and balanced by cost; None without matrices.
 
-        The result is the same on all tensor-parallel ranks, which compute a matrix together.
+        Tensor-parallel ranks get the same matrices, because they update a matrix together.
         """
         matrices = [
             (p, start - bucket.start)
@@ -135,7 +135,7 @@ class Muon:
         shard.round_weights(at)
 
     def _updates(self, index: int, momentum: Tensor) -> Tensor | None:
-        """Return the updates (n,) of this rank's shard from its momentum (n,); None without matrices. Collective."""
+        """Return this rank's updates (n,) from its momentum (n,); None without matrices. Collective."""
         assigned = self._assigned[index]
         bucket = self.flat.buckets[index]
         if assigned is None:
@@ -160,7 +160,7 @@ class Muon:
         return own
 
     def _orthogonal(self, spec: ParameterSpec, own: Tensor) -> Tensor:
-        """Return the scaled update of this tensor-parallel rank's shard of a weight, in the shape of `own`."""
+        """Return the scaled update for this tensor-parallel rank's shard `own`."""
         dim = spec.partition_dim
         tp = self.tp if dim is not None else None
         weight = own
@@ -180,7 +180,7 @@ class Muon:
         return result.chunk(tp.size, dim)[tp.rank]
 
     def _scaled(self, matrix: Tensor, spec: ParameterSpec, shape: torch.Size) -> Tensor:
-        """Return one matrix's update, scaled by the sizes of the global matrix. shape: of the weight that contains `matrix`."""
+        """Return a matrix's update, scaled by the global matrix's sizes. shape: of the weight that contains `matrix`"""
         config = self.config
         rows, columns = matrix.shape
         dim = spec.partition_dim
@@ -202,6 +202,6 @@ class Muon:
 
 
 def _cost(parameter: FlatParameter) -> float:
-    """Return a number proportional to the FLOPs of one update."""
+    """Return a number proportional to the update's FLOPs."""
     small, large = sorted((parameter.numel() // parameter.shape[-1], parameter.shape[-1]))
     return float(small * small * large)

@@ -172,7 +172,7 @@ class Optimizer:
             self.flat.gradients.free()
 
     def _sum_counted(self, values: list[Tensor], measure: Callable[[Tensor], float]) -> float:
-        """Sum measure(range) over the counted elements of all ranks. values: one tensor per shard. Collective."""
+        """Sum measure(range) over all ranks' counted elements. values: a tensor per shard. Collective."""
         totals = [0.0, 0.0]  # dense, experts
         for bucket, shard, tensor in zip(self.flat.buckets, self.shards, values, strict=True):
             totals[int(bucket.expert)] += sum(
@@ -193,19 +193,19 @@ class Optimizer:
         return summed.item()
 
     def params_norm(self) -> float:
-        """Return the L2 norm of all weights, each counted once. Collective."""
+        """Return the weights' L2 norm, each counted once. Collective."""
         self.buckets.await_weights()
         masters = [shard.master for shard in self.shards]
         return math.sqrt(self._sum_counted(masters, self.ops.kernels.squared_norm))
 
     def reduce_gradients(self) -> list[Tensor]:
-        """Return the summed gradients (n,) of each shard, cached until `zero_grad`. Collective at the first call."""
+        """Return each shard's summed gradients (n,), cached until `zero_grad`. Collective at the first call."""
         if self._reduced is None:
             self._reduced = self.buckets.reduce()
         return self._reduced
 
     def grad_norm(self) -> float:
-        """Return the L2 norm of the unscaled gradients before clipping, cached until `zero_grad`. Collective."""
+        """Return the unscaled gradients' L2 norm before clipping, cached until `zero_grad`. Collective."""
         grads = self.reduce_gradients()
         if self._norm is None:
             self._norm = (
@@ -223,7 +223,7 @@ class Optimizer:
     ) -> StepResult:
         """Update the weights from the accumulated gradients; skip the update if a gradient is Inf or NaN.
 
-        decoupled_lr: learning rate of weights under --decoupled-lr; default: `lr`
+        decoupled_lr: under --decoupled-lr; default: `lr`
         """
         grads = self.reduce_gradients()
         norm = self.grad_norm()
@@ -342,7 +342,7 @@ class Optimizer:
     def _new_moments(
         self, shard: BucketShard, blocks: Blocks, grads: Tensor, factors: StepFactors
     ) -> tuple[Tensor, Tensor]:
-        """Return both moments (n,) of 8-bit blocks after the update, without storing them. grads: of the whole shard."""
+        """Return both moments (n,) of 8-bit blocks after the update, without storing them. grads: the whole shard's"""
         assert shard.eight_bit is not None
         own = slice(blocks.start, blocks.end)
         first, second = (moment.read([blocks]) for moment in shard.eight_bit)
@@ -373,7 +373,7 @@ class Optimizer:
         shard.round_weights(at)
 
     def checkpoint_shards(self, owned: bool = False) -> list[Shard]:
-        """Return the checkpoint records of this rank's weights and moments. owned: only those that this rank saves."""
+        """Return checkpoint records for this rank's weights and moments. owned: only if this rank saves them"""
         self.buckets.await_weights()
         records: list[Shard] = []
         for kind in KINDS:

@@ -29,15 +29,21 @@ def random_numbers(numbers: Tensor, stream: int, seed: int, step: int) -> Tensor
     They are independent of the random numbers in `round_at_random`.
     """
     words = _words(numbers, ("moment low", "moment high"), stream, seed, step)
-    return (words >> 32 - UNIFORM_BITS).bitwise_and_((1 << UNIFORM_BITS) - 1) * 2.0**-UNIFORM_BITS
+    mask = (1 << UNIFORM_BITS) - 1
+    bits = (words >> 32 - UNIFORM_BITS).bitwise_and_(mask)
+    return bits * 2.0**-UNIFORM_BITS
 
 
 def _words(numbers: Tensor, keys: tuple[str, str], stream: int, seed: int, step: int) -> Tensor:
     """Return a random 32-bit word for each number, (n,), with the best bits at the top."""
     low, high = (zlib.crc32(f"{key} {seed} {stream} {step}".encode()) for key in keys)
-    h = numbers.to(torch.int32).bitwise_xor_(_signed(low))
-    h = _mixed(h, 16).mul_(_signed(0x85EBCA6B))
-    return _mixed(h, 13).bitwise_xor_(_signed(high)).mul_(_signed(0xC2B2AE35))
+    h = numbers.to(torch.int32)
+    h.bitwise_xor_(_signed(low))
+    _mix(h, 16)
+    h.mul_(_signed(0x85EBCA6B))
+    _mix(h, 13)
+    h.bitwise_xor_(_signed(high))
+    return h.mul_(_signed(0xC2B2AE35))
 
 
 def _signed(word: int) -> int:
@@ -45,6 +51,7 @@ def _signed(word: int) -> int:
     return word - (word >> 31 << 32)
 
 
-def _mixed(h: Tensor, shift: int) -> Tensor:
-    """Return h ^ (h >> shift) of 32-bit words, in place."""
-    return h.bitwise_xor_((h >> shift).bitwise_and_((1 << 32 - shift) - 1))
+def _mix(h: Tensor, shift: int) -> None:
+    """Set 32-bit words h to h ^ (h >> shift)."""
+    mask = (1 << 32 - shift) - 1
+    h.bitwise_xor_((h >> shift).bitwise_and_(mask))

@@ -21,24 +21,24 @@ def balanced_cut(layers: int, placement: Placement, layer: float, head: float) -
     layer, head: cost of a layer and of the logits. The other stages share the remaining layers evenly, later stages first. Each stage
     then divides its layers into model chunks by the same rule.
     """
-    with_head, _ = placement.owner(placement.virtual_stages - 1)
-    mine = _with_head(layers, placement.stages - 1, placement.model_chunks, layer, head)
-    others = evenly(layers - mine, placement.stages - 1)
-    return cut_of_stages((*others[:with_head], mine, *others[with_head:]), placement, layer, head)
+    others = placement.stages - 1
+    with_head = _with_head(layers, others, placement.model_chunks, layer, head)
+    totals = list(evenly(layers - with_head, others))
+    totals.insert(placement.last_stage, with_head)
+    return cut_of_stages(tuple(totals), placement, layer, head)
 
 
 def cut_of_stages(
     totals: tuple[int, ...], placement: Placement, layer: float, head: float
 ) -> tuple[int, ...]:
     """Return each virtual stage's layers for given layers per pipeline stage: model chunks with equal cost, if divisible."""
-    with_head, _ = placement.owner(placement.virtual_stages - 1)
     chunks = [evenly(total, placement.model_chunks) for total in totals]
-    last = _with_head(totals[with_head], placement.model_chunks - 1, 1, layer, head)
-    chunks[with_head] = (*evenly(totals[with_head] - last, placement.model_chunks - 1), last)
-    return tuple(
-        chunks[stage][chunk]
-        for stage, chunk in map(placement.owner, range(placement.virtual_stages))
-    )
+    total = totals[placement.last_stage]
+    others = placement.model_chunks - 1
+    with_head = _with_head(total, others, 1, layer, head)
+    chunks[placement.last_stage] = (*evenly(total - with_head, others), with_head)
+    owners = map(placement.owner, range(placement.virtual_stages))
+    return tuple(chunks[stage][chunk] for stage, chunk in owners)
 
 
 def _with_head(layers: int, others: int, least: int, layer: float, head: float) -> int:
@@ -48,8 +48,12 @@ def _with_head(layers: int, others: int, least: int, layer: float, head: float) 
     """
     if others == 0:
         return layers
-    numbers = range(layers - others * least, least - 1, -1)
-    return min(numbers, key=lambda n: max(-(-(layers - n) // others) * layer, n * layer + head))
+
+    def costliest(with_head: int) -> float:
+        largest = -(-(layers - with_head) // others)
+        return max(largest * layer, with_head * layer + head)
+
+    return min(range(layers - others * least, least - 1, -1), key=costliest)
 
 
 def evenly(layers: int, shares: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 The rules themselves are tested in tests/unit/test_marks.py, attention's kernels in tests/kernels/test_attention.py.
 """
 
+import functools
 import math
 from contextlib import closing
 
@@ -133,7 +134,7 @@ LAYOUTS = {
     "zbv": (2, {**PP2, "pipeline_schedule": "zbv"}),
     "zb-h1 dp2": (4, {**PP2, "pipeline_schedule": "zb-h1"}),
     "one at a time": (1, {"micro_batch_size": 1}),
-    "all at once": (1, {"micro_batch_size": 16}),
+    "all at once": (1, {"micro_batch_size": 8}),
     "tp2 dp2": (4, {**TP2, "micro_batch_size": 4}),
     "cp2": (2, CP2),
     "cp2 sequence zbv": (
@@ -144,42 +145,52 @@ LAYOUTS = {
     "cp2 allgather zbv": (4, {**CP2, **ALLGATHER, **PP2, "pipeline_schedule": "zbv"}),
     "full": (1, {"recompute_granularity": "full"}),
     "selective": (2, {**PP2, "recompute_granularity": "selective"}),
+    "torch": (1, {}),
 }
 
 
-def course(world, run, backend="native"):
-    """Losses, gradient norms, counted labels and the loss of an evaluation."""
+def course(world, run, backend="native", iterations=2):
+    """Return losses, gradient norms and counted labels, and at last the loss of an evaluation."""
     with closing(made(world, run, backend)) as trainer:
-        results = [trainer.train_step() for _ in range(3)]
+        results = [trainer.train_step() for _ in range(iterations)]
         numbers = [(r.loss, r.grad_norm, r.work.counted, r.work.squares) for r in results]
         return [*numbers, trainer.evaluate(trainer.valid, 16, 2)]
 
 
-EXPECTED: dict[str, list] = {}
+TRAINED = {"global_batch_size": 8, **ALL, **DROPOUT}
+POSITIONS = {"learned": TRAINED, "rope": {**TRAINED, "position_embedding_type": "rope"}}
+LEARNED = ("sequence", "pp2", "zbv", "one at a time", "cp2", "cp2 sequence zbv", "torch")
+
+
+@functools.cache
+def alone(positions: str) -> list:
+    return course(SoloComm(), small_run(**POSITIONS[positions]))
 
 
 @pytest.mark.parametrize(
-    "positions", [TWO | {"num_layers": 4}, ROPE | {"num_layers": 4}], ids=["learned", "rope"]
+    ("positions", "name"),
+    [
+        *(("rope", name) for name in LAYOUTS),
+        *(
+            pytest.param("learned", name, marks=() if name in LEARNED else pytest.mark.full)
+            for name in LAYOUTS
+        ),
+    ],
 )
-@pytest.mark.parametrize("name", [*LAYOUTS, "torch"])
 def test_every_layout_trains_alike(name, positions):
-    ranks, layout = LAYOUTS.get(name, (1, {}))
-    more = {**positions, **ALL, **DROPOUT}
-    key = str(positions)
-    if key not in EXPECTED:
-        EXPECTED[key] = course(SoloComm(), small_run(**more))
-    for got in ThreadWorld(ranks).run(
-        course, small_run(**{**more, **layout}), "torch" if name == "torch" else "native"
-    ):
-        for mine, wanted in zip(got[:-1], EXPECTED[key][:-1], strict=True):
+    ranks, layout = LAYOUTS[name]
+    run = small_run(**{**POSITIONS[positions], **layout})
+    expected = alone(positions)
+    for got in ThreadWorld(ranks).run(course, run, "torch" if name == "torch" else "native"):
+        for mine, wanted in zip(got[:-1], expected[:-1], strict=True):
             assert mine[2:] == wanted[2:] and mine[:2] == pytest.approx(wanted[:2], rel=2e-5)
-        assert got[-1] == pytest.approx(EXPECTED[key][-1], rel=1e-5)
+        assert got[-1] == pytest.approx(expected[-1], rel=1e-5)
 
 
 def test_a_batch_size_that_grows_counts_each_global_batch_by_itself():
     more = {**TWO, "eod_mask_loss": True, "rampup_batch_size": (4, 4, 16), "global_batch_size": 8}
-    one = course(SoloComm(), small_run(**more))
-    two = ThreadWorld(2).run(course, small_run(**more))[0]
+    one = course(SoloComm(), small_run(**more), iterations=3)
+    two = ThreadWorld(2).run(course, small_run(**more), "native", 3)[0]
     assert [a[2] for a in one[:-1]] == [b[2] for b in two[:-1]] and len(
         {a[2] for a in one[:-1]}
     ) > 1
@@ -298,7 +309,7 @@ def scored(trainer, tokens, marks):
 
 
 @given(st.data())
-@settings(settings.get_profile("ci"), max_examples=250)
+@settings(settings.get_profile("ci"), max_examples=60)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_document_does_not_see_others(models, kind, data):
     """Packed among others it scores as alone; and a token of another document moves none of its bits. Of its labels alone."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -139,12 +141,18 @@ def losses(world: Comm, run: RunConfig, iterations: int) -> list[float]:
     return trained(world, run, iterations=iterations)[0]
 
 
+@functools.cache
+def losses_of_one_rank(*changes: tuple[str, Any]) -> list[float]:
+    """Return ten losses of one rank."""
+    return losses(SoloComm(), small_run(**dict(changes)), 10)
+
+
 @pytest.mark.parametrize("model", ["gpt", "experts"])
 def test_shards_of_zero_have_the_bits_of_replicas(model):
     """Blocks that the boundaries of shards cut have one scale."""
     changes = {**SIZES, **MODELS[model], **EIGHT, "global_batch_size": 12}
-    replicas = ThreadWorld(3).run(trained, small_run(**changes), None, None, 8)[0]
-    shards = ThreadWorld(3).run(trained, small_run(**changes, zero_stage=1), None, None, 8)[0]
+    replicas = ThreadWorld(3).run(trained, small_run(**changes), None, None, 4)[0]
+    shards = ThreadWorld(3).run(trained, small_run(**changes, zero_stage=1), None, None, 4)[0]
     assert shards[0] == replicas[0]
     assert all(torch.equal(weight, shards[1][name]) for name, weight in replicas[1].items())
 
@@ -163,26 +171,24 @@ def test_shards_of_zero_have_the_bits_of_replicas(model):
 def test_losses_are_those_of_one_rank(ranks, layout):
     """Layouts add gradients in another order, so that a few of the roundings differ."""
     changes = {**SIZES, **EIGHT, "lr_decay_style": "constant"}
-    alone = losses(SoloComm(), small_run(**changes), 20)
-    for own in ThreadWorld(ranks).run(losses, small_run(**changes, **layout), 20):
+    alone = losses_of_one_rank(*changes.items())
+    for own in ThreadWorld(ranks).run(losses, small_run(**changes, **layout), 10):
         assert own[:5] == pytest.approx(alone[:5], rel=2e-6)
         assert own == pytest.approx(alone, rel=1e-4)
 
 
 def test_losses_stay_with_those_of_fp32(tmp_path):
-    run = small_run(**EIGHT, lr_decay_style="constant", train_iters=60)
-    plain, _ = trained(
-        SoloComm(), small_run(lr_decay_style="constant", train_iters=60), iterations=60
-    )
-    losses, weights = trained(SoloComm(), run, None, tmp_path / "whole", 60)
+    common = {"lr_decay_style": "constant", "train_iters": 60, "global_batch_size": 4}
+    run = small_run(**EIGHT, **common)
+    plain, _ = trained(SoloComm(), small_run(**common), iterations=60)
+    losses, weights = trained(SoloComm(), run, None, tmp_path, 60, saved_at=30)
     assert losses != plain and losses == pytest.approx(plain, rel=0.005)
-    trained(SoloComm(), run, None, tmp_path / "half", 30)
-    again, resumed = trained(SoloComm(), run, tmp_path / "half", None, 30)
+    again, resumed = trained(SoloComm(), run, tmp_path, None, 30)
     assert again == losses[30:] and all(
         torch.equal(w, resumed[name]) for name, w in weights.items()
     )
-    split = small_run(**EIGHT, **TP2PP2, zero_stage=1, lr_decay_style="constant", train_iters=60)
-    for others, _ in ThreadWorld(8).run(trained, split, tmp_path / "half", None, 4):
+    split = small_run(**EIGHT, **common, **TP2PP2, zero_stage=1)
+    for others, _ in ThreadWorld(8).run(trained, split, tmp_path, None, 4):
         assert others == pytest.approx(losses[30:34], rel=1e-5)
 
 
@@ -191,9 +197,8 @@ def test_losses_stay_with_those_of_fp32(tmp_path):
 )
 def test_a_split_run_resumes_with_the_same_bits(ranks, layout, tmp_path):
     run = small_run(**{**SIZES, **EXPERTS, **EIGHT, "bf16": True, **layout})
-    straight = ThreadWorld(ranks).run(trained, run, None, tmp_path / "whole", 6)[0]
-    ThreadWorld(ranks).run(trained, run, None, tmp_path / "half", 3)
-    again = ThreadWorld(ranks).run(trained, run, tmp_path / "half", None, 3)[0]
+    straight = ThreadWorld(ranks).run(trained, run, None, tmp_path, 6, 3)[0]
+    again = ThreadWorld(ranks).run(trained, run, tmp_path, None, 3)[0]
     assert again[0] == straight[0][3:]
     assert all(torch.equal(w, again[1][name]) for name, w in straight[1].items())
 
@@ -206,7 +211,7 @@ def validated(trainer: Trainer) -> float:
 def trained_and_validated(world: Comm, run: RunConfig, directory: str) -> float:
     """Return the validation loss after training, and save the run."""
     with contextlib.closing(make_trainer(world, run)) as trainer:
-        for _ in range(12):
+        for _ in range(4):
             trainer.train_step()
         trainer.save(directory)
         return validated(trainer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -22,16 +21,11 @@ from fugaku_megatron.run import start as start_module
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.run.train_command import with_checkpoint_model
 from fugaku_megatron.training import trainer as trainer_module
-from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2
+from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2, rows
 from tests.parallel.test_library import FLAGS, documents, write
 from tests.threads import ThreadWorld
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # notes of runs
-
-
-def rows(table: Iterable[str], rare: Collection[str]) -> list[Any]:
-    """The names of a table, of which `make test` leaves out the rare ones."""
-    return [pytest.param(name, marks=pytest.mark.full) if name in rare else name for name in table]
 
 
 RUN = {**FLAGS, "train_iters": 4, "eval_iters": 0, "split": "1,0,0"}

@@ -24,7 +24,7 @@ from fugaku_megatron.config.fields import flag_words
 from fugaku_megatron.config.run_config import GROUPS, saved_run
 from fugaku_megatron.data.chat_dataset import ChatFiles, ChatWriter, signed
 from fugaku_megatron.inference.loading import load_model
-from tests.helpers import CP2, OVERLAP, TP2
+from tests.helpers import CP2, OVERLAP, TP2, rows
 from tests.llama_models import FAMILIES
 from tests.parallel import test_library_flags
 from tests.parallel.test_library import documents, write
@@ -36,7 +36,6 @@ from tests.parallel.test_library_flags import (
     WITHIN_THE_RUN,
     command,
     library,
-    rows,
     trainer_of,
 )
 from tests.threads import ThreadWorld
@@ -451,7 +450,9 @@ SAVES: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize(
+    "kind", rows(SAVES, ("while training, the last ones", "on the node while training"))
+)
 def test_saves_are_those_of_the_command(place, tmp_path, kind):
     flags, kept = SAVES[kind]
     flags = at(place, {**flags, "train_iters": 4})

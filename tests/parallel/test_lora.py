@@ -62,7 +62,7 @@ LAYOUTS = {
 }
 
 
-def curve(world, run, steps: int = 3):
+def curve(world, run, steps: int = 2):
     """Losses and gradient norms of some steps, and the adapters after them."""
     with contextlib.closing(make_trainer(world, run)) as trainer:
         results = [trainer.train_step() for _ in range(steps)]
@@ -87,10 +87,20 @@ def alone():
     return of
 
 
+WITH_DROPOUT = {"lora_dropout": 0.25, **DROPOUT}
+WITHOUT_DROPOUT = ("tp", "zbv", "zero", "full recompute", "cp tp sp")  # the others only in full
+
+
 @pytest.mark.parametrize(
-    "dropout", [{}, {"lora_dropout": 0.25, **DROPOUT}], ids=["no dropout", "dropout"]
+    ("layout", "dropout"),
+    [
+        *((layout, WITH_DROPOUT) for layout in LAYOUTS),
+        *(
+            pytest.param(layout, {}, marks=() if layout in WITHOUT_DROPOUT else pytest.mark.full)
+            for layout in LAYOUTS
+        ),
+    ],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_the_same_adapters(layout, dropout, alone):
     ranks, flags = LAYOUTS[layout]
     losses, norms, adapters = alone(**QWEN, **dropout)
@@ -151,7 +161,7 @@ def unadapted(flags):
     return {name: value for name, value in flags.items() if not name.startswith("lora")}
 
 
-def next_to_experts(world, base: str, steps: int = 3, **flags):
+def next_to_experts(world, base: str, steps: int = 2, **flags):
     """Losses and gradient norms of a run, and the number of its model; no frozen weight changes."""
     trainer, _ = started(world, **{**MOE, **flags}, pretrained_checkpoint=base)
     with contextlib.closing(trainer):

@@ -155,10 +155,13 @@ def test_flags_machine_and_software_limit_the_search(capsys):
 LONG_8B = "--recipe llama-3.1-8b --seq-length 131072 --machine {} --nodes {} --global-batch-size 4 --micro-batch-size 1 --json "
 
 
+SEQUENCE_1F1B = "--pipeline-schedule 1f1b --sequence-parallel "
+
+
 def test_long_sequences_are_shared_among_ranks(capsys):
-    for machine, nodes in (("a64fx", 32), ("grace", 4)):
+    for machine, nodes, flags in (("a64fx", 32, SEQUENCE_1F1B), ("grace", 4, "")):
         plans = json.loads(
-            printed("plan " + LONG_8B.format(machine, nodes) + "--zero-stage 1", capsys)
+            printed("plan " + LONG_8B.format(machine, nodes) + flags + "--zero-stage 1", capsys)
         )["plans"]
         assert all(
             p["dp"] * p["tp"] * p["pp"] * p["cp"] == nodes * p["ranks_per_node"] for p in plans
@@ -171,11 +174,17 @@ def test_long_sequences_are_shared_among_ranks(capsys):
             plans[0]["cp_comm_type"] == "p2p" and "--cp-comm-type p2p" in plans[0]["command"]
         )  # hidden by attention
     held = json.loads(
-        printed("plan " + LONG_8B.format("a64fx", 32) + "--context-parallel-size 4", capsys)
+        printed(
+            "plan " + LONG_8B.format("a64fx", 32) + SEQUENCE_1F1B + "--context-parallel-size 4",
+            capsys,
+        )
     )["plans"]
     assert {p["cp"] for p in held} == {4}
     given = json.loads(
-        printed("plan " + LONG_8B.format("grace", 4) + "--cp-comm-type allgather", capsys)
+        printed(
+            "plan " + LONG_8B.format("grace", 4) + SEQUENCE_1F1B + "--cp-comm-type allgather",
+            capsys,
+        )
     )["plans"]
     assert {p["cp_comm_type"] for p in given} == {"allgather", None}
 

@@ -1,4 +1,4 @@
-"""Logs read back: recorded ones of ours and of an A100 run."""
+"""Reading of logs, recorded by this program and on A100s."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def test_our_log_says_everything(tmp_path):
 
 
 def history(text):
-    """The history that a run keeps next to its checkpoints, of the iterations of a log."""
+    """Return the history file's text for the iterations of a log."""
     records = [{"kind": "train", **asdict(iteration)} for iteration in parse_log(text.splitlines())]
     records += [
         {"kind": "event", "iteration": 4, "text": "slow"},

@@ -73,10 +73,13 @@ def allocated(recorded: profile) -> tuple[int, int]:
     [
         *(
             (name, stage, kind, None)
-            for name in SCHEDULES
+            for name in ("1f1b", "zbv")
             for stage, kind in ((0, None), (3, None), (1, "full"), (0, "some"))
         ),
-        ("1f1b", 2, None, None),
+        ("interleaved", 0, None, None),
+        ("interleaved", 1, "full", None),
+        ("zb-h1", 3, None, None),
+        ("zb-h1", 0, "some", None),
         ("zbv", 2, "full", None),
         ("zbv", 0, None, 6),
     ],
