@@ -11,8 +11,8 @@ from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.sequence_ranks import to_heads, to_rank_order, to_rows, to_sequence_order
 from fugaku_megatron.nn.shared_attention import AttentionMask, SharedCall, parts, shared_attention
+from tests.checks.attention import document_starts
 from tests.helpers import CP2, CP4, DROPOUT, PP2, TP2PP2, small_run, train
-from tests.kernels.test_attention import document_starts
 from tests.recording import RecordingComm
 from tests.threads import ThreadWorld
 
