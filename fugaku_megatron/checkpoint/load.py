@@ -60,11 +60,13 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        return self.head["state"]
+        state: dict[str, Any] = self.head["state"]
+        return state
 
     @property
     def config(self) -> dict[str, Any]:
-        return self.head["config"]
+        config: dict[str, Any] = self.head["config"]
+        return config
 
 
 def open_checkpoint(

@@ -75,7 +75,7 @@ class Owner:
         if self.kernel != _kernel():
             return None
         try:
-            return abs(psutil.Process(self.process).create_time() - self.created) < 1
+            return bool(abs(psutil.Process(self.process).create_time() - self.created) < 1)
         except psutil.NoSuchProcess:
             return False
 

@@ -160,7 +160,7 @@ def read_folder(path: Path, folder: str, head: dict[str, Any]) -> dict[str, Any]
     """
     place = path / folder / MANIFEST
     verify_file(place, head["folders"][folder])
-    contents = _read_json(place)
+    contents: dict[str, dict[str, Any]] = _read_json(place)
     try:
         schema.check_files(contents)
     except ValueError as error:
@@ -183,7 +183,7 @@ def read_head(directory: str | os.PathLike[str], iteration: int) -> dict[str, An
     """
     path = iteration_path(Path(directory), iteration) / MANIFEST
     _refuse_megatron(path.parent)
-    manifest = _read_json(path)
+    manifest: dict[str, Any] = _read_json(path)
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != FORMAT:
         raise ValueError(

@@ -173,7 +173,7 @@ def _record(aside: Path, folders: Folders, own: Written, prefix: str) -> dict[st
 def _unite(written: list[Any]) -> dict[str, Any]:
     """Return the entries of all ranks that wrote a file, by file name."""
     files = dict(entry for entry in written if entry)
-    owners: dict[tuple, str] = {}
+    owners: dict[tuple[Any, ...], str] = {}
     for name, entry in files.items():
         for record in entry["shards"]:
             first = owners.setdefault((record["key"], record_piece(record)), name)
@@ -415,8 +415,8 @@ class BackgroundSave:
         self._work = self._start(next(steps))
 
     @staticmethod
-    def _start(work: Callable[[], Any]) -> Future:
-        outcome: Future = Future()
+    def _start(work: Callable[[], Any]) -> Future[Any]:
+        outcome: Future[Any] = Future()
 
         def run() -> None:
             try:

@@ -1,6 +1,5 @@
-"""Hugging Face architectures that the block implements: one row each, with the names in config.json and of tensors.
-
-A new architecture is a row of ARCHITECTURES.
+"""Hugging Face architectures that the block implements: config.json fields and tensor names, one
+row each.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ def whole(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Sh
 
 
 def transposed(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """Return (inputs, outputs) of GPT-2's Conv1D."""
+    """Return GPT-2's Conv1D weight (inputs, outputs)."""
     return [ours.t()], tuple(ours.t().shape)
 
 
 def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """Return GPT-2's c_attn (h, 3 n d) with all queries, keys and values; ours has them per head, (n 3 d, h)."""
+    """Return GPT-2's c_attn (h, 3 n d), all queries, keys, values; ours (n 3 d, h) is per head."""
     heads = ours.view(model.num_attention_heads, 3, -1, *ours.shape[1:]).transpose(
         0, 1
     )  # (3, n, d, h) or (3, n, d)
@@ -61,7 +60,7 @@ def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[l
 
 
 def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """Return queries (n d, h), keys (g d, h) or values (g d, h); ours has queries, key and value per group."""
+    """Return queries (n d, h), keys or values (g d, h); ours has queries, key and value per group."""
     queries = model.num_attention_heads // model.query_groups
     groups = ours.view(model.query_groups, queries + 2, model.kv_channels, *ours.shape[1:])
     theirs = groups[
@@ -71,29 +70,29 @@ def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[T
 
 
 def stacked(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """Return the gate or value (f, h) of ours (2, f, h)."""
+    """Return gate or value (f, h) from ours (2, f, h)."""
     return [ours[part]], tuple(ours.shape[1:])
 
 
 def fused_query_key_value(
     ours: Tensor, part: int, model: ModelConfig
 ) -> tuple[list[Tensor], Shape]:
-    """Return all queries, all keys, all values, ((n + 2 g) d, h); ours as in `query_key_value`."""
+    """Return all queries, keys, values ((n + 2 g) d, h)."""
     return [query_key_value(ours, number, model)[0][0] for number in range(3)], tuple(ours.shape)
 
 
 def fused_stacked(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """Return gate and value (2 f, h) of ours (2, f, h)."""
+    """Return gate and value (2 f, h) from ours (2, f, h)."""
     return [ours], (2 * ours.shape[1], *ours.shape[2:])
 
 
 def of_expert(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """Return the matrix (h, f) of expert `part`; ours is (experts, h, f)."""
+    """Return expert `part` (h, f) from ours (experts, h, f)."""
     return [ours[part]], tuple(ours.shape[1:])
 
 
 def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """Return the gate (f, h) of expert 0, its value (f, h), the gate of expert 1 and so on; ours is (experts, 2, f, h)."""
+    """Return gate 0 (f, h), value 0, gate 1 ... by `part` from ours (experts, 2, f, h)."""
     return [ours[part // 2, part % 2]], tuple(ours.shape[2:])
 
 
@@ -110,7 +109,7 @@ ONLY = {
 
 @dataclass(frozen=True)
 class Field:
-    """A field of config.json with a counterpart in ModelConfig. default: if the field is missing; REQUIRED: an error."""
+    """config.json field with a ModelConfig counterpart. default: if missing; REQUIRED: an error."""
 
     theirs: str
     ours: str
@@ -119,18 +118,18 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A row of ARCHITECTURES.
+    """A row in ARCHITECTURES.
 
-    name, model_type: as in config.json.
-    prefix: of all tensors but the head's; published files may lack it.
-    fields: with a counterpart in ModelConfig; rules: the others.
-    only: their field -> supported values; the first is written, and is the default.
-    block: required values of ModelConfig.
-    places: our place -> their names without the prefix, and the arrangement.
-    unused: tensors of published files that are not weights.
-    own_head_size: the head size may differ from h / n.
-    also: further conditions on the model.
-    defaults: their field -> transformers' default, if neither a field nor a rule has it.
+    name, model_type: as in config.json
+    prefix: on all tensors but the head's; published files may lack it
+    fields: with a counterpart in ModelConfig; rules: the others
+    only: their field -> supported values; the first is written, and is the default
+    block: required ModelConfig values
+    places: our place -> their names without the prefix, and the arrangement
+    unused: stored tensors that are not weights
+    own_head_size: the head size may differ from h / n
+    also: further conditions
+    defaults: their field -> transformers' default, if neither a field nor a rule has it
     """
 
     name: str
@@ -141,28 +140,28 @@ class Architecture:
     only: Mapping[str, tuple[Any, ...]]
     block: Mapping[str, Any]
     places: Mapping[str, tuple[tuple[str, ...], Arrangement]]
-    unused: re.Pattern = field(default=re.compile(r".*\.rotary_emb\.inv_freq"))
+    unused: re.Pattern[str] = field(default=re.compile(r".*\.rotary_emb\.inv_freq"))
     own_head_size: bool = True
     also: Callable[[ModelConfig], bool] = lambda model: True
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def head(self) -> str:
-        """Their name of the output layer's weight."""
+        """Their output weight's name."""
         return f"{self.places[OUTPUT][0][0]}.weight"
 
     @property
     def embedding(self) -> str:
-        """Their name of the word embedding's weight, without the prefix."""
+        """Their word embedding's name, without the prefix."""
         return f"{self.places['embedding.word_embeddings'][0][0]}.weight"
 
     @property
     def without_head(self) -> str:
-        """transformers' name of the model without its head, for a tied head."""
+        """transformers' class without the head, for a tied head."""
         return re.sub("(ForCausalLM|LMHeadModel)$", "Model", self.name)
 
     def fits(self, model: ModelConfig) -> bool:
-        """Return whether a model is of this architecture."""
+        """Return True if this architecture can represent the model."""
         divided = model.kv_channels * model.num_attention_heads == model.hidden_size
         turned = _POSITIONS not in self.places
         right = (

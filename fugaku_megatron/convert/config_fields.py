@@ -1,7 +1,7 @@
-"""Fields of Hugging Face's config.json that are read, ignored or refused.
+"""config.json fields that are read, ignored or refused.
 
-The rows of architectures.py name the fields that are read. IGNORED has other known fields, with the reason. Any other field is
-refused by its name, unless it is off (null, false or empty).
+architectures.py names the fields that are read, IGNORED others with the reason. Any other field is
+refused unless it is off (null, false or empty).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ _EVERYWHERE = frozenset(name for names in IGNORED.values() for name in names)
 
 
 def read_fields(architecture: Architecture) -> frozenset[str]:
-    """Return the fields that describe a model of this architecture."""
+    """Return the fields that describe an architecture's models."""
     return frozenset(
         {
             *(row.theirs for row in architecture.fields),

@@ -60,10 +60,11 @@ def open_megatron(
     vocab_size: int | None,
     ignored: Collection[str] = (),
 ) -> Weights:
-    """Open the weights of the latest checkpoint in `directory`, or of `iteration`.
+    """Open the latest checkpoint in `directory`, or `iteration`.
 
-    vocab_size: number of tokens, if the checkpoint does not state it.
-    ignored: saved arguments that do not change the model.
+    vocab_size: number of tokens, if the checkpoint does not state it
+    ignored: saved arguments that do not change the model
+
     Raise ValueError, one line, for missing, damaged or unsupported parts.
     """
     from .megatron import (
@@ -82,7 +83,7 @@ def open_megatron(
 
 
 def _iteration(directory: Path, iteration: int | None) -> Path:
-    """Return the directory of an iteration; `directory` may be one itself."""
+    """Return an iteration's directory, which may be `directory` itself."""
     check(directory.is_dir(), "is not a directory")
     if iteration is not None:
         return directory / iteration_name(iteration)
@@ -107,10 +108,9 @@ def open_weights(
     vocab_size: int | None = None,
     base: str | None = None,
 ) -> Weights:
-    """Open the weights of a directory of any of the three kinds.
+    """Open weights in any supported format; arguments as `open_megatron` and `open_own`.
 
-    This program's checkpoints have a manifest in each iteration, Hugging Face's models a config.json. Arguments: see `open_megatron` and
-    `open_own`. Raise ValueError, one line, for another directory, and for missing or damaged parts.
+    Raise ValueError, one line, for another directory, and for missing or damaged parts.
     """
     path = Path(directory)
     check(
@@ -136,7 +136,10 @@ def open_weights(
 
 
 def check_new(flag: str, target: str, file: bool = False) -> None:
-    """Raise ValueError unless `target`, the value of `flag`, is absent or an empty directory. file: it will be a file."""
+    """Raise ValueError unless `target`, the flag's value, is absent or an empty directory.
+
+    file: it will be a file
+    """
     path = Path(target)
     check(target != "", f"{flag} is empty: pass a {'file' if file else 'directory'}")
     if file:
@@ -154,10 +157,12 @@ def check_new(flag: str, target: str, file: bool = False) -> None:
 
 @contextmanager
 def whole(flag: str, directory: str, file: bool = False) -> Iterator[Path]:
-    """Write a new directory atomically: it becomes `directory` after the block, and is removed if the block raises.
+    """Write a new directory that appears complete or not at all.
 
-    file: `directory` is a file; the block writes a file of its name into the new directory. Of two concurrent blocks for one directory
-    the second to end is refused. Raise ValueError, one line with the flag, as `check_new` and if nothing can be written.
+    file: `directory` is a file; the block writes a file with its name into the new directory
+
+    The second concurrent block for one directory is refused. Raise ValueError, one line with the
+    flag, as `check_new` and if nothing can be written.
     """
     check_new(flag, directory, file)
     final = Path(directory).absolute()
@@ -181,12 +186,12 @@ def whole(flag: str, directory: str, file: bool = False) -> Iterator[Path]:
 
 
 def _prefix(final: Path) -> str:
-    """Return the prefix of this host's temporary directories; process and a unique suffix follow."""
+    """Return this host's prefix for temporary directories, before process and unique suffix."""
     return f".{final.name}.converting.{platform.node()}."
 
 
 def _abandoned(final: Path) -> list[Path]:
-    """Return temporary directories of dead processes of this host."""
+    """Return temporary directories that dead processes on this host left."""
     prefix = _prefix(final)
     siblings = final.parent.iterdir() if final.parent.is_dir() else ()
     ours = (
@@ -228,7 +233,7 @@ def _save(weights: Weights, directory: Path, options: argparse.Namespace) -> Non
 
 
 def _flags(weights: Weights, options: argparse.Namespace) -> list[str]:
-    """Return the train flags for the contents of --save."""
+    """Return the train flags for --save."""
     lora = None if weights.adapters is None or options.merge else weights.adapters.lora
     given = (
         {}
@@ -400,14 +405,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def size(text: str) -> int:
-    """Return the bytes of "500MB", "2GiB" or a number. Raise ValueError for anything else, and for 0."""
+    """Return the bytes in "500MB", "2GiB" or a number. Raise ValueError for anything else, and for
+    0.
+    """
     match = _SIZE.fullmatch(text.strip())
     number = int(match[1]) * _UNITS[(match[2] or "").upper()] if match else 0
     check(number > 0, f"--max-shard-size is {text!r:.40}: pass a size such as 5GB or 500MB")
     return number
 
 
-def _one(options: argparse.Namespace, names: dict[str, Callable], purpose: str) -> str:
+def _one(options: argparse.Namespace, names: Collection[str], purpose: str) -> str:
     given = [name for name in names if getattr(options, name) is not None]
     check(
         len(given) == 1,
@@ -418,7 +425,7 @@ def _one(options: argparse.Namespace, names: dict[str, Callable], purpose: str) 
 
 
 def check_options(options: argparse.Namespace) -> tuple[str, str]:
-    """Return (source, destination). Raise ValueError for conflicting flags before anything is read."""
+    """Return (source, destination). Raise ValueError for conflicting flags before reading anything."""
     variable, processes = environment.processes()
     check(
         processes == 1,
@@ -498,7 +505,7 @@ def _check_adapters(options: argparse.Namespace, source: str, destination: str) 
 
 
 def _with_peft(weights: Weights, options: argparse.Namespace) -> Weights:
-    """Return the weights with the adapters of --from-peft. Raise ValueError for --merge without adapters."""
+    """Add the adapters from --from-peft. Raise ValueError for --merge without adapters."""
     if options.from_peft is not None:
         check(
             weights.adapters is None,

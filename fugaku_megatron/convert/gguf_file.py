@@ -1,8 +1,8 @@
-"""Weights as one GGUF file for llama.cpp: tensors under its names, the model's numbers, and the tokenizer.
+"""Write weights and tokenizer as one GGUF file for llama.cpp.
 
-The package gguf of llama.cpp's authors writes the file and maps Hugging Face's names (extra [gguf]). One tensor is in memory at a
-time, or all experts of a layer. Norms, biases and routers are F32, as in convert_hf_to_gguf.py of ggml-org/llama.cpp.
-Left out: other quantizations, which llama.cpp's llama-quantize makes of such a file.
+The package gguf (extra [gguf]) writes the file and maps Hugging Face's names. Memory: one tensor,
+or a layer's experts. Norms, biases and routers are F32, as in llama.cpp's convert_hf_to_gguf.py.
+Left out: other quantizations, which llama-quantize makes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,13 @@ _FULL = re.compile(
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of KINDS. name: of the architecture in GGUF. interleaved: rope rotates neighbours, so query and key rows move.
+    """A row in KINDS.
 
-    scaled: supports Llama 3's rope scaling. only: values that llama.cpp assumes. grouped: heads may share keys and values.
+    name: architecture in GGUF
+    interleaved: rope rotates neighbours, so query and key rows move
+    scaled: supports Llama 3's rope scaling
+    only: values that llama.cpp assumes
+    grouped: heads may share keys and values
     """
 
     name: str
@@ -82,10 +86,13 @@ def save_gguf(
     chat_template: str | None,
     inexact: bool = False,
 ) -> list[str]:
-    """Write the file, and return the differences of the tokenizer in llama.cpp.
+    """Write the file, and return the tokenizer's differences in llama.cpp.
 
-    kind: --gguf-type. chat_template: a file. inexact: allow differences in a few texts.
-    Raise ValueError, one line, for a model that llama.cpp has no form of.
+    kind: --gguf-type
+    chat_template: a file
+    inexact: allow differences in a few texts
+
+    Raise ValueError, one line, for a model that llama.cpp cannot represent.
     """
     gguf = library("gguf", "gguf", "--to-gguf")
     model = weights.model
@@ -220,7 +227,7 @@ class _Tensor:
 def _tensors(
     gguf: Any, weights: Weights, architecture: Architecture, row: Kind
 ) -> dict[str, _Tensor]:
-    """Yield each tensor of the file under its GGUF name."""
+    """Return the file's tensors by GGUF name."""
     model = weights.model
     like = weights.like()
     read = lru_cache(maxsize=2)(weights.read)
@@ -273,12 +280,12 @@ def _arranged(tensor: Tensor, name: str, their: str, model: ModelConfig, row: Ki
 
 
 def rope_factors(model: ModelConfig) -> Tensor:
-    """Return the divisors (head / 2,) of Llama 3's scaled frequencies."""
+    """Return Llama 3's frequency divisors (head / 2,)."""
     return frequencies(replace(model, use_rope_scaling=False), 0) / frequencies(model, 0)
 
 
 def _type(gguf: Any, name: str, shape: tuple[int, ...], kind: str) -> Any:
-    """Return the storage type of a tensor; rows that Q8_0 cannot divide into blocks are F16, as in llama.cpp's converter."""
+    """Return a tensor's storage type; rows that Q8_0 blocks do not divide are F16."""
     if len(shape) < 2 or _FULL.search(name):
         kind = "f32"
     elif kind == "q8_0" and shape[-1] % BLOCK:

@@ -1,9 +1,9 @@
-"""Tokenizers in llama.cpp's form, and the differences between both.
+"""Read tokenizers in llama.cpp's form, and find differences.
 
-llama.cpp has one algorithm for byte-level BPE, "gpt2", and one for SentencePiece BPE, "llama". Neither normalizes text, and
-pre-tokenizers have names. A tokenizer is written if llama.cpp computes every part alike. Different tokens for most texts are
-refused, for a few texts they are refused unless the user allows them. The reference is the trainer: transformers, or else
-SentencePiece. Sources: src/llama-vocab.cpp and conversion/ of ggml-org/llama.cpp; tests/tokenizer_files has its tokens.
+llama.cpp implements byte-level BPE ("gpt2") and SentencePiece BPE ("llama"), without normalization
+and with named pre-tokenizers. A tokenizer that differs for most texts is refused; for a few texts
+the user may allow it. The reference is transformers, or else SentencePiece. Sources: llama.cpp's
+src/llama-vocab.cpp and conversion/.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ _QWEN35 = (
 
 @dataclass(frozen=True)
 class Split:
-    """A row of SPLITS. name: in llama.cpp. whole_pieces: pieces that are tokens are not merged (`ignore_merges`)."""
+    """A row in SPLITS. name: in llama.cpp. whole_pieces: do not merge pieces that are tokens
+    (`ignore_merges`).
+    """
 
     name: str
     steps: tuple[tuple[str, str], ...]
@@ -117,10 +119,12 @@ OLDER_FIELDS = frozenset({"str_rep", "add_prefix_space", "max_input_chars_per_wo
 
 @dataclass
 class GgufTokenizer:
-    """A tokenizer for llama.cpp's file. tokens: text, kind and score by id.
+    """Tokenizer for a GGUF file.
 
-    special: "bos", "eos", "unk", "sep", "pad" or "mask" -> id. template: one, or each with its name.
-    differences: texts that llama.cpp reads differently.
+    tokens: text, kind and score by id
+    special: "bos", "eos", "unk", "sep", "pad" or "mask" -> id
+    template: one, or each by name
+    differences: texts that llama.cpp tokenizes differently
     """
 
     algorithm: str
@@ -161,10 +165,13 @@ class GgufTokenizer:
 def read_tokenizer(
     folder: Path | None, rows: int, chat_template: str | None, inexact: bool
 ) -> GgufTokenizer:
-    """Read the tokenizer of a folder for llama.cpp.
+    """Read a folder's tokenizer for llama.cpp.
 
-    rows: of the embedding. chat_template: replaces the folder's. inexact: allow differences in a few texts.
-    Raise ValueError, one line with the tokenizer's part, for a part that llama.cpp computes differently.
+    rows: embedding rows
+    chat_template: replaces the folder's
+    inexact: allow differences in a few texts
+
+    Raise ValueError, one line, for a part that llama.cpp computes differently.
     """
     if folder is None or not has_tokenizer(folder):
         raise ValueError(
@@ -206,7 +213,7 @@ def read_tokenizer(
 
 
 def _only_pieces(folder: Path) -> bool:
-    """Return whether a SentencePiece model is the folder's only tokenizer file."""
+    """Return True if the folder's only tokenizer file is a SentencePiece model."""
     others = (TOKENIZER_JSON, TOKENIZER_CONFIG, "vocab.json", "vocab.txt")
     return (folder / PIECES).is_file() and not any((folder / name).is_file() for name in others)
 
@@ -217,7 +224,9 @@ def _template_file(folder: Path) -> str | None:
 
 
 def _check_texts(found: GgufTokenizer, where: str) -> None:
-    """Raise ValueError for duplicate token texts, with which llama.cpp aborts, and texts with a built-in meaning."""
+    """Raise ValueError for duplicate texts, which make llama.cpp abort; note texts with a built-in
+    meaning.
+    """
     seen: dict[str, int] = {}
     for token, (text, kind, _) in enumerate(found.tokens):
         check(text != "", f"{where}: the text of token {token} is empty, which llama.cpp replaces")
@@ -315,7 +324,9 @@ def _proto(contents: bytes) -> Any:
 
 
 def _check_bytes(tokens: list[tuple[str, int, float]], where: str) -> None:
-    """Raise ValueError unless every byte is a piece; llama.cpp ends at an unknown character without byte pieces."""
+    """Raise ValueError unless every byte is a piece, without which llama.cpp fails at unknown
+    characters.
+    """
     found = {text for text, kind, _ in tokens if kind == BYTE}
     missing = [text for text in BYTE_PIECES if text not in found]
     check(
@@ -326,7 +337,7 @@ def _check_bytes(tokens: list[tuple[str, int, float]], where: str) -> None:
 
 
 def _reached(tokens: list[tuple[str, int, float]]) -> list[str]:
-    """Return a difference if llama.cpp merges to a piece that is no text: a control piece or a byte."""
+    """Return a difference if llama.cpp merges to a control piece or a byte."""
     normal = {text for text, kind, _ in tokens if kind in (NORMAL, USER)}
     for text, kind, _ in tokens:
         if kind not in (CONTROL, BYTE, UNKNOWN):
@@ -341,7 +352,7 @@ def _reached(tokens: list[tuple[str, int, float]]) -> list[str]:
 
 
 def _of_library(folder: Path) -> GgufTokenizer:
-    """Read a folder as transformers does, and check each part of the tokenizer."""
+    """Read a folder with transformers, and check every part."""
     where = f"--to-gguf: the tokenizer in {folder}"
     try:
         ours = HuggingFaceTokenizer(folder)
@@ -422,7 +433,7 @@ def _add_around(found: GgufTokenizer, theirs: Any, where: str) -> None:
 
 
 def _tokens(parts: Mapping[str, Any], kinds: Mapping[str, int], scores: Mapping[str, float]) -> Any:
-    """Return all tokens up to the largest id in order; a missing id is an unused token."""
+    """Return all tokens in id order; a missing id is an unused token."""
     tokens = {
         token: (text, kinds.get(text, NORMAL), scores.get(text, 0.0))
         for text, token in parts["model"]["vocab"].items()
@@ -466,7 +477,7 @@ def _normalizer_steps(normalizer: dict[str, Any] | None) -> list[Any]:
 
 
 def _normalizer_differences(normalizer: dict[str, Any] | None, where: str) -> list[str]:
-    """Return the difference of NFC, which changes few texts. Raise ValueError for every other normalizer."""
+    """Return NFC's difference, which concerns few texts. Raise ValueError for other normalizers."""
     steps = _normalizer_steps(normalizer)
     check(
         all(step == NFC for step in steps),
@@ -476,7 +487,7 @@ def _normalizer_differences(normalizer: dict[str, Any] | None, where: str) -> li
 
 
 def _split(parts: Mapping[str, Any], where: str) -> Split:
-    """Return the row of SPLITS of a pre_tokenizer."""
+    """Return the pre_tokenizer's row in SPLITS."""
     before = parts["pre_tokenizer"] or {}
     steps = before.get("pretokenizers") or [before]
     refused = ValueError(
@@ -540,7 +551,7 @@ SPACES: tuple[tuple[Any, Any, bool, str | None], ...] = (
 def _of_fallback(
     parts: Mapping[str, Any], merges: list[tuple[str, ...]], where: str
 ) -> GgufTokenizer:
-    """Read BPE with byte fallback, SentencePiece's algorithm in the package tokenizers."""
+    """Read BPE with byte fallback, as SentencePiece computes it."""
     model = parts["model"]
     check(
         not model.get("ignore_merges"), f"{where} has ignore_merges true, which llama.cpp has not"
@@ -575,7 +586,9 @@ def _merge_differences(
     merges: list[tuple[str, ...]],
     ranks: Mapping[str, float],
 ) -> list[str]:
-    """Return a difference if merges are limited to a list; llama.cpp merges any two symbols that form a token, in token order."""
+    """Return a difference if merges are limited to a list; llama.cpp merges any two symbols that
+    form a token.
+    """
     listed = {*merges}
     texts = {text for text, _, _ in tokens}
     for text, kind, _ in tokens:
@@ -598,7 +611,7 @@ def _merge_differences(
 
 
 def _added_differences(parts: Mapping[str, Any]) -> list[str]:
-    """Return differences of added tokens, which llama.cpp finds in a text longest first."""
+    """Return differences in added tokens, which llama.cpp searches longest first."""
     found = []
     normalizes = any(step != NFC for step in _normalizer_steps(parts["normalizer"]))
     groups: dict[bool, list[str]] = {False: [], True: []}
@@ -622,7 +635,7 @@ def _added_differences(parts: Mapping[str, Any]) -> list[str]:
 
 
 def _overlaps(texts: Iterable[str]) -> list[str]:
-    """Return a difference if an added token can begin within another: the first in a text wins, or the longer one."""
+    """Return a difference if added tokens can overlap: the first in a text wins, or the longer one."""
     texts = [text for text in texts if text]
     ends: dict[str, str] = {}
     for text in texts:
@@ -642,7 +655,7 @@ def _overlaps(texts: Iterable[str]) -> list[str]:
 
 
 def _unknown_fields(folder: Path, where: str) -> list[str]:
-    """Return unknown fields of the files as differences."""
+    """Return unknown fields as differences."""
     found = []
     if (folder / TOKENIZER_CONFIG).is_file():
         for name in read_json(folder / TOKENIZER_CONFIG):
@@ -660,7 +673,7 @@ def _unknown_fields(folder: Path, where: str) -> list[str]:
 
 
 def _lost(raw: Any, again: Any, path: str) -> list[str]:
-    """Return the fields of `raw` that `again`, written by the package tokenizers, lacks."""
+    """Return fields that are in `raw` but not in `again`, written by the package tokenizers."""
     if path in (".model.vocab", ".model.merges"):
         return []
     if isinstance(raw, dict) and isinstance(again, dict):

@@ -1,10 +1,10 @@
-"""Weights from and to a Hugging Face model directory, which from_pretrained loads, without transformers.
+"""Read and write Hugging Face model directories without transformers.
 
-A directory has config.json and model.safetensors, or several files with an index of every tensor:
+A directory has config.json and model.safetensors, or several files with an index:
 
     model-00001-of-00002.safetensors ... and model.safetensors.index.json
 
-One tensor of each side is in memory at a time. architectures.py has the table of architectures.
+Memory: one tensor on each side.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ class PlainFile:
 
 @dataclass(frozen=True)
 class TensorDirectory:
-    """Tensors of a directory by name: file and position of each."""
+    """A directory's tensors by name: file and position."""
 
     path: Path
     tensors: dict[str, tuple[PlainFile, StoredTensor]]
 
     @staticmethod
     def open(path: Path) -> TensorDirectory:
-        """Read the headers. Raise ValueError for a missing, truncated or other file."""
+        """Read the headers. Raise ValueError for a missing, truncated or foreign file."""
         if (path / INDEX).exists():
             return TensorDirectory(path, _indexed(path, _weight_map(path / INDEX)))
         pickled = next(
@@ -104,7 +104,7 @@ class TensorDirectory:
         return TensorDirectory(path, header(path / SINGLE))
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor of its stored dtype, any shape."""
+        """Return a tensor in its stored dtype, any shape."""
         file, stored = self.tensors[name]
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
         file.read_into(as_bytes(tensor), stored.start)
@@ -112,10 +112,10 @@ class TensorDirectory:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object. Raise ValueError, one line, for a missing file or other contents."""
+    """Read a JSON object. Raise ValueError, one line, for a missing file or other contents."""
     check(path.is_file(), f"{path} is missing")
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
+        contents: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {describe(error)}") from error
     check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not an object")
@@ -148,7 +148,7 @@ def _indexed(path: Path, weight_map: dict[str, str]) -> dict[str, tuple[PlainFil
 
 
 def header(path: Path) -> dict[str, tuple[PlainFile, StoredTensor]]:
-    """Return the tensors of one file. Raise ValueError for a truncated or other file."""
+    """Return one file's tensors. Raise ValueError for a truncated or foreign file."""
     file = PlainFile(path, path.stat().st_size)
     try:
         return {name: (file, stored) for name, stored in read_header(file).items()}
@@ -159,9 +159,11 @@ def header(path: Path) -> dict[str, tuple[PlainFile, StoredTensor]]:
 def write(
     directory: Path, like: Mapping[str, Tensor], values: Callable[[str], Tensor], max_bytes: int
 ) -> None:
-    """Write tensors into files of at most `max_bytes`, or of one tensor, with an index for several files.
+    """Write tensors into files with at most `max_bytes`, or one tensor, and an index for several
+    files.
 
-    like: shapes and dtypes, also on the meta device. values: computes a tensor when it is written.
+    like: shapes and dtypes, also on the meta device
+    values: computes a tensor when it is written
     """
     parts = list(_parts(like, max_bytes))
     files = [
@@ -226,7 +228,7 @@ _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.floa
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of theirs: piece `number` of our tensor `ours`, and its arrangement."""
+    """Tensor in their files: piece `number` in our tensor `ours`, and its arrangement."""
 
     ours: str
     number: int
@@ -234,7 +236,7 @@ class Part:
 
 
 def theirs_of(architecture: Architecture, name: str, model: ModelConfig) -> list[str]:
-    """Return the names of their tensors that form our tensor."""
+    """Return their tensor names for our tensor."""
     place, kind = place_of(name)
     check(place in architecture.places, f"{architecture.name} has no place for {name}")
     names, _ = architecture.places[place]
@@ -248,7 +250,7 @@ def theirs_of(architecture: Architecture, name: str, model: ModelConfig) -> list
 
 
 def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
-    """Return their name -> `Part`, for every weight of the model."""
+    """Return their name -> `Part` for every weight."""
     return {
         theirs: Part(name, number, architecture.places[place_of(name)[0]][1])
         for name in shapes(model)
@@ -260,7 +262,9 @@ def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
 
 
 def open_hugging_face(directory: str) -> Weights:
-    """Open the weights of a model directory. Raise ValueError, one line, for missing, damaged or unsupported parts."""
+    """Open a model directory. Raise ValueError, one line, for missing, damaged or unsupported
+    parts.
+    """
     path = Path(directory)
     check(
         path.is_dir(),
@@ -275,7 +279,9 @@ def open_hugging_face(directory: str) -> Weights:
 
 
 def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
-    """Return the model of a config.json. Raise ValueError with field and value if the block cannot be that."""
+    """Return the model in a config.json. Raise ValueError with field and value if it is
+    unsupported.
+    """
     known = {row.model_type: row for row in ARCHITECTURES}
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in known:
@@ -310,7 +316,7 @@ def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
 
 
 def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any]:
-    """Return ModelConfig's values by name, each of its type."""
+    """Return ModelConfig values by name, with checked types."""
     values: dict[str, Any] = {}
     ours = {f.name: f for f in fields(ModelConfig)}
     for row in architecture.fields:
@@ -328,7 +334,11 @@ def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any
 
 @dataclass(frozen=True)
 class _Reader:
-    """Builds our tensors from theirs. ours: names and shapes. stored: names of `parts` -> names in the files."""
+    """Reader that builds our tensors.
+
+    ours: names and shapes
+    stored: names in `parts` -> names in the files
+    """
 
     files: TensorDirectory
     architecture: Architecture
@@ -337,7 +347,7 @@ class _Reader:
     stored: dict[str, str]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the widest dtype among their tensors of ours."""
+        """Return the widest dtype among their tensors."""
         return widest(
             self.files.tensors[self.stored[their]][1].dtype
             for their in theirs_of(self.architecture, name, self.model)
@@ -351,18 +361,15 @@ class _Reader:
         ours = torch.empty(self.ours[name], dtype=self.dtype(name))
         for number, their in enumerate(theirs):
             views, _ = arranged(ours, number, self.model)
-            stored = (
-                self.files.read(self.stored[their])
-                .flatten()
-                .split([view.numel() for view in views])
-            )
+            flat = self.files.read(self.stored[their]).flatten()
+            stored = torch.split(flat, [view.numel() for view in views])
             for view, elements in zip(views, stored, strict=True):
                 view.copy_(elements.view(view.shape))
         return ours
 
 
 def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConfig) -> _Reader:
-    """Build a reader. Raise ValueError for missing, unknown or differently shaped tensors."""
+    """Build a reader. Raise ValueError for missing, unknown or misshapen tensors."""
     ours = shapes(model)
     stored = _stored_names(files, architecture, list(parts(architecture, model)))
     for name, shape in ours.items():
@@ -385,7 +392,9 @@ def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConf
 def _stored_names(
     files: TensorDirectory, architecture: Architecture, names: list[str]
 ) -> dict[str, str]:
-    """Return their names -> names in the files, which may lack the prefix; every stored tensor is accounted for."""
+    """Return their names -> names in the files, which may lack the prefix. Raise ValueError for
+    others.
+    """
     stored = {
         name: n
         for name in names
@@ -455,7 +464,7 @@ def in_their_shape(ours: Tensor, part: Part, model: ModelConfig) -> Tensor:
 
 
 def architecture_of(model: ModelConfig, before: dict[str, Any]) -> Architecture:
-    """Return the architecture of the original model, or else the first row that fits."""
+    """Return the original model's architecture, or else the first that fits."""
     fitting = [row for row in ARCHITECTURES if row.fits(model)]
     check(
         bool(fitting),
@@ -465,14 +474,14 @@ def architecture_of(model: ModelConfig, before: dict[str, Any]) -> Architecture:
 
 
 def carried_config(carried: Path | None) -> dict[str, Any]:
-    """Return the config.json of the original model, or an empty one."""
+    """Return the original model's config.json, or an empty one."""
     return read_json(carried / FILE) if carried and (carried / FILE).exists() else {}
 
 
 def config_of(
     architecture: Architecture, model: ModelConfig, dtypes: set[torch.dtype], before: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the config.json of a model. before: of the original model, whose other fields are kept."""
+    """Return a model's config.json. before: the original, whose other fields are kept."""
     if before.get("model_type") != architecture.model_type:
         before = {}
     config = dict(before)
@@ -497,12 +506,12 @@ def config_of(
 
 
 def _same(one: ModelConfig, other: ModelConfig) -> bool:
-    """Return whether two models have weights of the same shapes and meaning."""
+    """Return True if two models' weights agree in shape and meaning."""
     return shape_values(one) == shape_values(other)
 
 
 def carried_files(source: Path | None) -> list[Path]:
-    """Return the files of CARRIED in a folder."""
+    """Return a folder's CARRIED files."""
     if source is None:
         return []
     found = (file for pattern in CARRIED for file in sorted(source.glob(pattern)))
@@ -510,14 +519,14 @@ def carried_files(source: Path | None) -> list[Path]:
 
 
 def check_carried(source: Path | None) -> None:
-    """Raise ValueError, one line, for an unreadable file of CARRIED, before anything is written."""
+    """Raise ValueError, one line, for an unreadable CARRIED file, before writing anything."""
     for file in carried_files(source):
         if reason := unreadable(file):
             raise ValueError(f"{file} cannot be read ({reason}): correct it, or remove it")
 
 
 def carry(source: Path | None, directory: Path) -> None:
-    """Copy the files of CARRIED in `source`."""
+    """Copy the CARRIED files in `source`."""
     directory.mkdir(exist_ok=True)
     for file in carried_files(source):
         assert source is not None
@@ -527,9 +536,9 @@ def carry(source: Path | None, directory: Path) -> None:
 
 
 def set_chat_template(folder: Path, template: Path) -> None:
-    """Make the text of a file a tokenizer folder's template; named templates are kept.
+    """Make a file a tokenizer folder's template; named templates are kept.
 
-    transformers reads the templates in tokenizer_config.json only if there is no template file.
+    transformers reads the templates in tokenizer_config.json only without a template file.
     """
     config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
     named = config.get("chat_template")

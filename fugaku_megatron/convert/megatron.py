@@ -49,7 +49,9 @@ Names = dict[str, Tensor]  # our names, of a rank's part of a chunk
 
 
 def open_dist(file: Path, vocab_size: int | None, ignored: Collection[str] = ()) -> Weights:
-    """Open the weights of one iteration with metadata in `file`. Raise ValueError, one line, for missing or damaged parts."""
+    """Open one iteration with its metadata `file`. Raise ValueError, one line, for missing or
+    damaged parts.
+    """
     path = file.parent
     metadata = load_metadata(file)
     common = load_pickled(path / COMMON)
@@ -73,7 +75,11 @@ def open_dist(file: Path, vocab_size: int | None, ignored: Collection[str] = ())
 
 @dataclass(frozen=True)
 class _DistReader:
-    """Assembles global tensors. places, tensors: of the metadata. stored: our names, stacked layers without number -> their keys."""
+    """Reader that assembles global tensors.
+
+    places, tensors: from the metadata
+    stored: our names, stacked layers without number -> their keys
+    """
 
     path: Path
     places: dict[MetadataIndex, Any]
@@ -82,7 +88,7 @@ class _DistReader:
     stored: dict[str, str]
 
     def _places(self, name: str) -> list[tuple[str, int | None]]:
-        """Return (key, layer in a stack) of the tensors that form ours: one, or gate and value."""
+        """Return (key, layer in a stack) for our tensor: one, or gate and value."""
         stacked = place_of(name)[0].replace("layers.{}.", "layers.") + name[name.rindex(".") :]
         for own, layer in ((name, None), (stacked, layer_of(name))):
             for names in ((own,), (own + "_w", own + "_v")):
@@ -109,7 +115,7 @@ class _DistReader:
         return size if layer is None else size[1:]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the widest dtype among their tensors of ours."""
+        """Return the widest dtype among their tensors."""
         return widest(self.tensors[key].properties.dtype for key, _ in self._places(name))
 
     def __call__(self, name: str) -> Tensor:
@@ -123,7 +129,7 @@ class _DistReader:
         return whole[: spec.shape[0]].contiguous() if name in VOCABULARY else whole.view(spec.shape)
 
     def _global(self, key: str, layer: int | None) -> Tensor:
-        """Return a global tensor, or one layer of it, from its pieces."""
+        """Assemble a global tensor, or one of its layers."""
         shape = self._shape(key, layer)
         whole = torch.empty(shape, dtype=self.tensors[key].properties.dtype)
         filled = 0
@@ -163,18 +169,21 @@ class _DistReader:
             stream.seek(place.offset)
             data = stream.read(place.length)
         try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            piece: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except (ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(
                 f"{file} is damaged at byte {place.offset}, where a piece of {key} should be"
             ) from error
+        return piece
 
 
 # Legacy --------------------------------------------------------------------------------------------------------------------------
 
 
 def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = ()) -> Weights:
-    """Open the weights of an iteration directory. Raise ValueError, one line, for missing, damaged or unsupported parts."""
+    """Open an iteration directory. Raise ValueError, one line, for missing, damaged or unsupported
+    parts.
+    """
     stages = _stages(path)
     first = stages[0][0]
     check(
@@ -201,7 +210,7 @@ def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = (
 
 
 def _stages(path: Path) -> list[list[dict[str, Any]]]:
-    """Return the contents of every file, by pipeline stage and tensor-parallel rank."""
+    """Return every file's contents, by pipeline stage and tensor-parallel rank."""
     found = {}
     for folder in sorted(path.glob("mp_rank_*")):
         match = _RANK.fullmatch(folder.name)
@@ -218,7 +227,7 @@ def _stages(path: Path) -> list[list[dict[str, Any]]]:
 
 
 def _chunks(path: Path, stages: list[list[dict[str, Any]]]) -> Iterator[list[Names]]:
-    """Return the model chunks in the model's order, each as shards of the tensor-parallel ranks."""
+    """Yield the model chunks in order, each as tensor-parallel shards."""
     keys = [key for key in stages[0][0] if re.fullmatch(r"model\d*", key)]
     check(bool(keys), f"{path} holds no model")
     for key in sorted(keys, key=lambda key: int(key[5:] or 0)):
@@ -231,7 +240,7 @@ def _chunks(path: Path, stages: list[list[dict[str, Any]]]) -> Iterator[list[Nam
 
 
 def _named(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Return the tensors of nested dictionaries under our names."""
+    """Yield the tensors in nested dictionaries under our names."""
     for key, value in state.items():
         if isinstance(value, dict):
             yield from _named(value, f"{prefix}{key}.")
@@ -240,7 +249,7 @@ def _named(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tenso
 
 
 def _numbered(chunks: list[list[Names]]) -> dict[str, list[Tensor]]:
-    """Return global name -> shards of the tensor-parallel ranks, with layers numbered over all model chunks."""
+    """Return global name -> tensor-parallel shards, layers numbered over all model chunks."""
     ranks: dict[str, list[Tensor]] = {}
     before = 0
     for chunk in chunks:
@@ -260,7 +269,7 @@ def _numbered(chunks: list[list[Names]]) -> dict[str, list[Tensor]]:
 
 @dataclass(frozen=True)
 class _LegacyReader:
-    """Assembles global tensors. ranks: shards of each, as in the files."""
+    """Reader that assembles global tensors. ranks: their shards, as in the files."""
 
     path: Path
     model: ModelConfig
@@ -299,7 +308,7 @@ class _LegacyReader:
         return torch.cat([part.reshape(shape) for part in parts], spec.partition_dim)
 
     def _by_head(self, part: Tensor) -> Tensor:
-        """Return a rank's queries, keys and values per head; versions before 2 have another order."""
+        """Return a rank's queries, keys and values per head, as versions since 2 have them."""
         heads = part.shape[0] // (3 * self.model.kv_channels)
         d = self.model.kv_channels
         if self.version >= 2:
@@ -364,7 +373,7 @@ def _rank_contents(
 
 
 def _name_on_stage(name: str, stage: int, pp: int, each: int, tied: bool) -> str | None:
-    """Return the name of a weight on a stage with `each` layers, or None if another stage has it."""
+    """Return a weight's name on a stage with `each` layers, or None if another stage has it."""
     layer = layer_of(name)
     if layer is None:
         return name if stage == (0 if name.startswith("embedding.") else pp - 1) else None
@@ -376,7 +385,7 @@ def _name_on_stage(name: str, stage: int, pp: int, each: int, tied: bool) -> str
 
 
 def _part(whole: Tensor, spec: ParameterSpec, rank: int, tp: int, rows: int | None) -> Tensor:
-    """Return a copy of a rank's shard. rows: of a vocabulary, whose last row pads it as in Megatron-LM."""
+    """Copy a rank's shard. rows: vocabulary rows; the last one pads it, as in Megatron-LM."""
     if rows is not None:
         whole = torch.cat([whole, whole[-1:].expand(rows - len(whole), -1)])
     part = whole if spec.partition_dim is None else whole.chunk(tp, spec.partition_dim)[rank]

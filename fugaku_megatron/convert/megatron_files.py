@@ -1,8 +1,8 @@
-"""Common parts of Megatron-LM's checkpoints: arguments as ModelConfig, tensor names as ours, and pickled files.
+"""Arguments, tensor names and pickled files in Megatron-LM's checkpoints, old and new.
 
-Names from old and new versions are read. Sources: megatron/training/arguments.py, megatron/training/checkpointing.py,
-megatron/core/models/gpt, megatron/legacy/model. No code of a pickled file runs: unknown classes are refused by name; harmless ones
-(enumerations, numpy's random state) become inert objects.
+Sources: megatron/training/arguments.py, megatron/training/checkpointing.py,
+    megatron/core/models/gpt, megatron/legacy/model. No pickled code runs: unknown classes are
+    refused by name; harmless ones (enumerations, numpy's random state) become inert objects.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ _FUSED = {
 
 
 def our_name(theirs: str) -> str | None:
-    """Return our name of their tensor, or None for tensors that are not weights or have another name as well."""
+    """Return our name for their tensor; None for tensors that are not weights, and copies."""
     name = theirs
     for pattern, ours in _RENAMES:
         name = pattern.sub(ours, name)
@@ -108,7 +108,7 @@ def our_name(theirs: str) -> str | None:
 
 
 def transformer_engine_name(ours: str) -> str:
-    """Return Megatron-LM's name if transformer engine fuses a norm with the following matmul."""
+    """Return Megatron-LM's name if transformer engine fuses the norm with the next matmul."""
     for norm, fused in _FUSED.items():
         if ours.startswith("decoder.layers."):
             ours = ours.replace(norm, fused)
@@ -116,9 +116,9 @@ def transformer_engine_name(ours: str) -> str:
 
 
 def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
-    """Raise ValueError for a saved argument that is unknown or changes the model. ignored: harmless names from the user.
+    """Raise ValueError for a saved argument that is on, and unknown or changes the model.
 
-    An argument that is off changes nothing.
+    ignored: names that the user declares harmless
     """
     check(
         given.get("num_experts") is None,
@@ -146,7 +146,7 @@ def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None
 
 @functools.cache
 def _harmless_arguments() -> frozenset[str]:
-    """Return the saved arguments that describe a run and not its model: flags of train, and others."""
+    """Return saved arguments that describe a run and not its model."""
     parser = Parser()
     add_flags(parser)
     flags = {
@@ -160,10 +160,14 @@ def _harmless_arguments() -> frozenset[str]:
 def model_of(
     args: Any, rows: int, vocab_size: int | None, ignored: Collection[str] = ()
 ) -> ModelConfig:
-    """Return the model of Megatron-LM's arguments.
+    """Return the model that Megatron-LM's arguments describe.
 
-    args: a namespace or a dictionary. rows: of its embedding. vocab_size: from the user, or None. ignored: see `check_saved`.
-    Raise ValueError with argument and value if the block cannot be that.
+    args: a namespace or a dictionary
+    rows: embedding rows
+    vocab_size: from the user, or None
+    ignored: see `check_saved`
+
+    Raise ValueError with argument and value if it is unsupported.
     """
     given = args if isinstance(args, dict) else vars(args)
     check_saved(given, ignored)
@@ -184,7 +188,7 @@ def model_of(
 
 
 def _values(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return ModelConfig's fields from arguments of the same meaning."""
+    """Yield ModelConfig fields from arguments with the same meaning."""
     for f in fields(ModelConfig):
         name = next(
             (name for name in _ALSO.get(f.name, (f.name,)) if given.get(name) is not None), None
@@ -206,9 +210,9 @@ def _positions(given: dict[str, Any]) -> str:
 def arguments_of(
     model: ModelConfig, rows: int, dtype: torch.dtype, tp: int, pp: int
 ) -> argparse.Namespace:
-    """Return Megatron-LM's arguments of a model. rows: of its embedding.
+    """Return Megatron-LM's arguments for a model. rows: embedding rows.
 
-    Raise ValueError for a model that no arguments of Megatron-LM describe.
+    Raise ValueError for a model that Megatron-LM cannot describe.
     """
     check(
         model.num_experts is None,
@@ -285,7 +289,7 @@ _VALUES = (torch.dtype, torch.memory_format, torch.layout)
 
 
 class Nothing:
-    """Placeholder for an object of a class that is not imported; ignores all arguments and state."""
+    """Placeholder for an object whose class is not imported."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Nothing:
         return object.__new__(cls)
@@ -298,7 +302,9 @@ class Nothing:
 
 
 def load_pickled(path: Path) -> dict[str, Any]:
-    """Load a torch.save file with mapped tensors. Raise ValueError if it is damaged or could run code."""
+    """Load a torch.save file with mapped tensors. Raise ValueError if it is damaged or could run
+    code.
+    """
     check(path.is_file(), f"{path} is missing")
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -314,7 +320,9 @@ def load_pickled(path: Path) -> dict[str, Any]:
     nothings = [(Nothing, name) for name in names if name not in _NAMESPACES]
     try:
         with torch.serialization.safe_globals([*_NAMESPACES.values(), *nothings]):
-            contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            contents: dict[str, Any] = torch.load(
+                path, map_location="cpu", mmap=True, weights_only=True
+            )
     except (ValueError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"{path} is damaged: {_first_line(error)}") from error
     check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not a dictionary")
@@ -326,12 +334,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Return a member of the one supported enumeration, and Nothing for any other attribute."""
+    """Return a member in the supported enumeration, and Nothing for any other attribute."""
     return kind[name] if kind is metadata._MEM_FORMAT_ENCODING else Nothing()
 
 
 class _MetadataReader(pickle.Unpickler):
-    """Unpickler for the metadata of torch.distributed.checkpoint alone; torch's own would run any code in it."""
+    """Unpickler for torch.distributed.checkpoint's metadata; torch's own would run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == metadata.__name__ and name in _METADATA:
@@ -359,11 +367,11 @@ class _MetadataReader(pickle.Unpickler):
 
 
 def load_metadata(path: Path) -> metadata.Metadata:
-    """Load the metadata of a torch.distributed.checkpoint. Raise ValueError as `load_pickled`."""
+    """Load torch.distributed.checkpoint's metadata. Raise ValueError as `load_pickled`."""
     check(path.is_file(), f"{path} is missing")
     try:
         with open(path, "rb") as file:
-            contents = _MetadataReader(file).load()
+            contents: metadata.Metadata = _MetadataReader(file).load()
     except (
         ValueError,
         TypeError,

@@ -1,9 +1,10 @@
-"""Adapters in peft's format, both ways: adapter_config.json, and A and B of every matrix in adapter_model.safetensors.
+"""Read and write adapters in peft's format: adapter_config.json and adapter_model.safetensors,
+without peft.
 
-A shared A of ours is written for each of their matrices. transformers 5 has a layer's experts in two parameters, (e, 2 f, h) and
-(e, h, f), which peft adapts as such: expert rank R gives A (e R, in) and B (out, R e), columns rank-major; gate and value with an A
-each are one adapter of twice the rank. Files of transformers 4, with a linear layer for each matrix of each expert, are read, not
-written. peft is not needed.
+Our shared A is written for each matrix. transformers 5 has a layer's experts in two parameters, (e,
+2 f, h) and (e, h, f): expert rank R gives A (e R, in) and B (out, R e), columns rank-major; gate
+and value adapters become one with twice the rank. transformers 4's files, with a linear layer per
+matrix and expert, are only read.
 """
 
 from __future__ import annotations
@@ -99,9 +100,12 @@ PATTERN = rf".*\.{PARAMETERS[FC1]}"
 
 @dataclass(frozen=True)
 class Place:
-    """A matrix of theirs. module: its name. ours: the weight that contains it. target: its name in --lora-target.
+    """Matrix in their model.
 
-    expert: its number, in files of transformers 4.
+    module: its name
+    ours: our weight that contains it
+    target: its name in --lora-target
+    expert: its number, in transformers 4's files
     """
 
     module: str
@@ -112,7 +116,7 @@ class Place:
 
 
 def places(architecture: Architecture, model: ModelConfig) -> Iterator[Place]:
-    """Return every matrix of the layers' linear layers."""
+    """Yield every matrix in the layers' linear layers."""
     table = parts(architecture, model)
     each = {stacked_of_expert: 2, of_expert: 1}
     several = {part.ours for part in table.values() if part.number}
@@ -144,7 +148,7 @@ def _of_experts(rows: list[Place], linears: list[str]) -> dict[str, str]:
 
 
 def save_peft(weights: Weights, directory: Path) -> None:
-    """Write the adapters of `weights`. Raise ValueError for an architecture that fuses matrices with several A."""
+    """Write the adapters. Raise ValueError for an architecture that fuses matrices with several A."""
     adapters = weights.adapters
     model = weights.model
     check(
@@ -200,13 +204,13 @@ def save_peft(weights: Weights, directory: Path) -> None:
 
 
 def _matrix(b: Tensor, part: Part, model: ModelConfig) -> Tensor:
-    """Return the rows of B for a matrix of theirs, (out, r)."""
+    """Return B's rows for their matrix, (out, r)."""
     own = in_their_shape(b, part, model)
     return own.t().contiguous() if part.arranged in TURNED else own
 
 
 def _fused(adapters: Adapters, ours: str) -> tuple[Tensor, Tensor]:
-    """Return A (e p r, in) and B (out, p r e) of a parameter with a matrix of every expert."""
+    """Return A (e p r, in) and B (out, p r e) for a parameter that stacks all experts."""
     a, b = adapters.of(ours)
     mask = row_mask(ours.split(".")[-2], adapters.parts(ours), a, b, adapters.model)
     whole = expanded(b, mask, 1.0)
@@ -216,7 +220,9 @@ def _fused(adapters: Adapters, ours: str) -> tuple[Tensor, Tensor]:
 
 
 def _patterns(config: dict[str, Any], several: int) -> dict[str, Any]:
-    """Return rank and alpha of the experts' first parameter with several adapters; their scale equals the others'."""
+    """Return rank and alpha for the experts' first parameter with several adapters; their scale
+    equals the others'.
+    """
     factor = several**0.5 if config["use_rslora"] else several
     return (
         {}
@@ -248,7 +254,7 @@ def _config(lora: LoraConfig, modules: list[str], turned: bool, base: Any) -> di
 
 
 def open_peft(directory: str, weights: Weights, base: dict[str, Any]) -> Weights:
-    """Return `weights` with the adapters of a peft directory. base: the base model named by a checkpoint of the adapters."""
+    """Add a peft directory's adapters. base: model that an adapter checkpoint names."""
     path = Path(directory)
     check(
         path.is_dir(),
@@ -261,7 +267,7 @@ def open_peft(directory: str, weights: Weights, base: dict[str, Any]) -> Weights
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Raise ValueError for a field that is unknown or makes peft compute anything but plain LoRA."""
+    """Raise ValueError for a field that is unknown or changes plain LoRA."""
     harmless = {*READ, *itertools.chain(*IGNORED.values())}
     check("peft_type" in config, f"{CONFIG}: peft_type is missing: pass a directory of peft's LoRA")
     for name, value in config.items():
@@ -355,9 +361,9 @@ def _open(path: Path, weights: Weights, base: dict[str, Any]) -> Weights:
 
 
 def _adapters_of_gates(config: dict[str, Any], apart: bool) -> int:
-    """Return the number of adapters for gates and values of experts: two if theirs is one of twice the rank.
+    """Return the adapters for expert gates and values: 2 if theirs has twice the rank.
 
-    apart: other matrices of the file have two.
+    apart: other matrices in the file have two
     """
     given = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     built = _patterns({"r": 8, "lora_alpha": 8, "use_rslora": False, **config}, 2)
@@ -401,7 +407,7 @@ def _fill_fused(ours: Tensor, theirs: Tensor, name: str, kind: str, lora: LoraCo
 def _fill(
     ours: Tensor, number: int, theirs: Tensor, part: Part, model: ModelConfig, name: str, kind: str
 ) -> None:
-    """Copy an A or B of theirs into ours."""
+    """Copy their A or B into ours."""
     if kind == "A":
         views = [ours[number]]
         shape = tuple(ours[number].shape)

@@ -1,4 +1,4 @@
-"""Rules for fields of Hugging Face's config.json without a counterpart in ModelConfig: heads, rope, window, tied head."""
+"""Rules for config.json fields without a ModelConfig counterpart: heads, rope, window, tied head."""
 
 from __future__ import annotations
 
@@ -52,9 +52,11 @@ LARGEST = 1e30  # of a number that is not a size
 
 @dataclass(frozen=True)
 class Rule:
-    """Conversion of several fields of config.json.
+    """Conversion between several config.json fields and ModelConfig.
 
-    read: config.json's values -> ModelConfig's. write: a model -> config.json's values. names: fields that `read` uses.
+    read: config.json -> ModelConfig values
+    write: model -> config.json values
+    names: fields that `read` uses
     """
 
     read: Callable[[dict[str, Any]], dict[str, Any]]
@@ -63,7 +65,7 @@ class Rule:
 
 
 def number(config: dict[str, Any], name: str, default: float | None, whole: bool = False) -> Any:
-    """Return a number above 0 or null of config.json. whole: a whole number. Raise ValueError for anything else."""
+    """Return a number above 0 or null. whole: an integer. Raise ValueError for anything else."""
     value = config.get(name, default)
     kinds = (int,) if whole else (int, float)
     right = (
@@ -124,9 +126,11 @@ def rotary(
     kinds: Collection[str] = SCALINGS,
     names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
 ) -> Rule:
-    """Convert rope. share: default share of a head that is rotated; None: whole heads only. kinds: of scaling.
+    """Convert rope.
 
-    names: of the base and of the share, outside rope_parameters.
+    share: default rotated share per head; None: whole heads only
+    kinds: supported scalings
+    names: base and share outside rope_parameters
     """
 
     def read(config: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +151,7 @@ def rotary(
 def _read_rope(
     config: dict[str, Any], share: float | None, kinds: Collection[str]
 ) -> dict[str, Any]:
-    """Return rope_scaling, or else transformers 5's rope_parameters; their base precedes rope_theta."""
+    """Read rope_scaling, or else transformers 5's rope_parameters; their base precedes rope_theta."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     check(isinstance(rope, dict), f"{FILE}: rope_parameters is {rope!r:.60}, not an object")
     for name, value in rope.items():
@@ -181,7 +185,7 @@ def _read_rope(
 
 
 def _read_scaling(kind: str, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return ModelConfig's values of a scaling. rope: its numbers, defaults included."""
+    """Return ModelConfig values for a scaling. rope: its numbers, defaults included."""
     values: dict[str, Any] = {}
     for name, ours in SCALINGS[kind].items():
         given = rope.get(name)
@@ -209,7 +213,9 @@ def _read_scaling(kind: str, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_mscale(rope: dict[str, Any], factor: float) -> dict[str, float]:
-    """Return --mscale and --mscale-all-dim of yarn from attention_factor, or else from mscale and mscale_all_dim if both are given."""
+    """Return yarn's --mscale and --mscale-all-dim from attention_factor, or else mscale and
+    mscale_all_dim if both are given.
+    """
     both = [number(rope, name, None) for name in ("mscale", "mscale_all_dim")]
     attention = number(rope, "attention_factor", None)
     if attention is None:
@@ -226,7 +232,7 @@ def _read_mscale(rope: dict[str, Any], factor: float) -> dict[str, float]:
 
 
 def _write_scaling(model: ModelConfig) -> dict[str, Any]:
-    """Return rope_scaling of config.json, and max_position_embeddings if they are the original ones."""
+    """Return rope_scaling, and the original max_position_embeddings if it is stored there."""
     kinds = {
         "yarn": model.position_embedding_type == YARN,
         "llama3": model.use_rope_scaling,
@@ -253,7 +259,9 @@ ROTARY = rotary()
 
 
 def window(default: int | None) -> Rule:
-    """Convert sliding_window w: a token sees itself and w - 1 before it; null: all. default: if the field is missing."""
+    """Convert sliding_window w: a token sees itself and w - 1 before it; null: all. default: if
+    missing.
+    """
 
     def read(config: dict[str, Any]) -> dict[str, Any]:
         given = config.get("sliding_window", default)

@@ -1,11 +1,11 @@
-"""A model's weights under this program's names and shapes, from any program, one tensor at a time.
+"""Weights under this program's names and shapes, from any format, one tensor at a time.
 
-This program's checkpoints are read as such weights, and weights are written as a checkpoint for --finetune:
+This program's checkpoints are read, and written without optimizer state for --finetune:
 
-    DIR/iter_0000000/part_00003.safetensors     weights of a layer (of several in a model of more than 124), or of the rest
-    DIR/hugging_face/                           files that came with the model: tokenizer, configurations
-
-A converted checkpoint has no optimizer state.
+    DIR/iter_0000000/part_00003.safetensors     a layer's weights (several above 124 layers), or the
+    rest
+    DIR/hugging_face/                           files that came with the model: tokenizer,
+    configurations
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Adapters:
-    """Adapters of a model (`nn.adapters`). read: returns the FP32 tensor of a name, any shape. base: as in a checkpoint."""
+    """A model's adapters (`nn.adapters`).
+
+    read: returns an FP32 tensor by name, any shape
+    base: as in a checkpoint
+    """
 
     lora: LoraConfig
     model: ModelConfig
@@ -60,14 +64,16 @@ class Adapters:
     base: Mapping[str, Any] = field(default_factory=dict)
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """Return the adapter names of a weight, or nothing."""
+        """Return a weight's adapter names, or nothing."""
         linear, kind = name.split(".")[-2:]
         return (
             self.lora.parts(linear, self.model) if linear in MATRICES and kind == "weight" else ()
         )
 
     def of(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return A (p, r, in), of experts (e, p, r, in), and B with the weight's rows and r columns."""
+        """Return A (p, r, in), for experts (e, p, r, in), and B with the weight's rows and r
+        columns.
+        """
         place = name.removesuffix(".weight")
         return self.read(f"{place}.lora_A.weight"), self.read(f"{place}.lora_B.weight")
 
@@ -89,13 +95,13 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Weights:
-    """Source of a conversion.
+    """Source for a conversion.
 
-    dtypes: by global name, in the model's order.
-    read: returns the whole tensor of a name, without vocabulary padding.
-    carried: directory with files that belong to the model but are not read here, such as Hugging Face's tokenizer.
-    config: flags, by group, of the run that wrote a checkpoint of this program.
-    adapters: already merged into `read`.
+    dtypes: by global name, in the model's order
+    read: returns a whole tensor by name, without vocabulary padding
+    carried: directory with other files that belong to the model, such as Hugging Face's tokenizer
+    config: the checkpoint's flags, by group
+    adapters: already merged into `read`
     """
 
     model: ModelConfig
@@ -107,7 +113,7 @@ class Weights:
 
     @property
     def precision(self) -> str:
-        """Precision of a run with these weights: "fp32" only if all weights are."""
+        """Precision for a run: "fp32" only if all weights are."""
         return next(
             (
                 name
@@ -128,7 +134,7 @@ class Weights:
         )
 
     def like(self) -> dict[str, Tensor]:
-        """Return every weight's shape and dtype, by name, as tensors on the meta device."""
+        """Return meta tensors with every weight's shape and dtype, by name."""
         return {
             name: torch.empty(shape, dtype=self.dtypes[name], device="meta")
             for name, shape in shapes(self.model).items()
@@ -136,12 +142,12 @@ class Weights:
 
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return global name -> global shape of every weight in the model's order, without vocabulary padding."""
+    """Return global name -> shape for every weight in order, without vocabulary padding."""
     return {name: spec.shape for name, spec in specs(model).items()}
 
 
 def specs(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, ParameterSpec]:
-    """Return global name -> spec of every weight and adapter in the model's order, without vocabulary padding."""
+    """Return global name -> spec for every weight and adapter in order, without vocabulary padding."""
     run = RunConfig(
         model=replace(model, make_vocab_size_divisible_by=1),
         batch=BatchConfig(micro_batch_size=1),
@@ -152,12 +158,12 @@ def specs(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Param
 
 
 def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Return global name -> global shape of a model's adapters."""
+    """Return global name -> shape for all adapters."""
     return {name: spec.shape for name, spec in specs(model, lora).items() if not spec.frozen}
 
 
 def check_elements(path: Path, spec: ParameterSpec, found: int) -> None:
-    """Raise ValueError unless the checkpoint has the weight's elements; a vocabulary may be padded."""
+    """Raise ValueError for another number of elements; a vocabulary may be padded."""
     needed = torch.Size(spec.shape).numel()
     check(
         found == needed or spec.name in VOCABULARY and found > needed,
@@ -166,7 +172,7 @@ def check_elements(path: Path, spec: ParameterSpec, found: int) -> None:
 
 
 def check_rest(path: Path, rest: set[str]) -> None:
-    """Raise ValueError if tensors of a checkpoint are unused."""
+    """Raise ValueError for unused tensors."""
     check(
         not rest,
         f"{path} holds {len(rest)} tensors that the block does not have, such as {sorted(rest)[:1]}",
@@ -174,18 +180,18 @@ def check_rest(path: Path, rest: set[str]) -> None:
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the dtype that represents the values of all of these."""
+    """Return the dtype that represents all these dtypes' values."""
     return functools.reduce(torch.promote_types, dtypes)
 
 
 def layer_of(name: str) -> int | None:
-    """Return the layer, from 0, of a global name, or None for embeddings, last norm and head."""
+    """Return a global name's layer, from 0, or None outside the layers."""
     match = _LAYER.match(name)
     return int(match[1]) if match else None
 
 
 def place_of(name: str) -> tuple[str, str]:
-    """Return (place with {} for the layer, "weight" or "bias") of a global name."""
+    """Return (place with {} for the layer, "weight" or "bias") for a global name."""
     place, kind = _LAYER.sub("decoder.layers.{}.", name).rsplit(".", 1)
     return place, kind
 
@@ -203,7 +209,7 @@ OpenBase = Callable[[str, int | None], Weights]
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads whole tensors from the pieces of a checkpoint. files: of each key, with its records alone."""
+    """Reader that assembles whole tensors. files: per key, with its records alone."""
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
@@ -228,11 +234,12 @@ def open_own(
     base: str | None = None,
     open_base: OpenBase | None = None,
 ) -> Weights:
-    """Open the weights of the latest checkpoint in `directory`, or of `iteration`.
+    """Open the latest checkpoint in `directory`, or `iteration`.
 
-    base: model of the adapters, in place of the directory that their checkpoint names.
-    open_base: opens a model, also of another program (default: `open_own`).
-    Raise ValueError if there is no checkpoint, or a damaged one.
+    base: the adapters' model, in place of the recorded directory
+    open_base: opens a model in any format (default: `open_own`)
+
+    Raise ValueError if the checkpoint is missing or damaged.
     """
     prefix = f"--load {directory}: "
     try:
@@ -261,7 +268,7 @@ def open_own(
 
 
 def _open_base(adapts: dict[str, Any], named: str | None, open_base: OpenBase) -> Weights:
-    """Open the model that adapters name, or the `named` one, which must have the same weights."""
+    """Open the model that adapters name, or the `named` one, which must have equal weights."""
     recorded = adapts.get("base")
     directory = named or recorded
     check(
@@ -293,13 +300,13 @@ def _open_base(adapts: dict[str, Any], named: str | None, open_base: OpenBase) -
 
 
 def fingerprint(weights: Weights) -> int:
-    """Return `FlatParameters.fingerprint` of these weights as the frozen ones of a run."""
+    """Return `FlatParameters.fingerprint` for these weights if they are frozen."""
     counted = (name for name, spec in specs(weights.model).items() if spec.counted)
     return sum(bits_number(name, weights.read(name)) for name in counted) % FINGERPRINTS
 
 
 def _reader(path: Path, manifest: dict[str, Any], wanted: dict[str, tuple[int, ...]]) -> _Reader:
-    """Return a reader for the pieces of each weight, from the records of all files."""
+    """Build a reader for each weight's pieces from the manifest."""
     files: dict[str, dict[str, dict[str, Any]]] = defaultdict(
         lambda: defaultdict(lambda: {"shards": []})
     )
@@ -315,12 +322,12 @@ def _reader(path: Path, manifest: dict[str, Any], wanted: dict[str, tuple[int, .
 
 
 def precision_of(weights: Weights) -> PrecisionConfig:
-    """Return the precision flags of a run of these weights."""
+    """Return the precision flags for a run with these weights."""
     return PrecisionConfig(**{} if weights.precision == "fp32" else {weights.precision: True})
 
 
 def save_own(weights: Weights, directory: Path, adapters: Adapters | None = None) -> None:
-    """Write the weights as a checkpoint of iteration 0 into a new, still incomplete directory. adapters: write these instead."""
+    """Write a checkpoint at iteration 0 into a new directory. adapters: write these instead."""
     config = {
         "model": {**asdict(weights.model), "make_vocab_size_divisible_by": 1},
         "precision": asdict(precision_of(weights)),

@@ -13,9 +13,9 @@ from functools import lru_cache
 
 from ..config.fields import check
 from ..config.layout import Layout, cp_comm_types, placement, sequence_shards, stage_sizes
-from ..config.model import LAYER_NORM, NORMS
-from ..config.parallel import A2A
-from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
+from ..config.model import LAYER_NORM, NORMS, ModelConfig
+from ..config.parallel import A2A, ParallelConfig
+from ..config.run_config import RunConfig
 from ..pipeline.cuts import balanced_cut, cut_of_stages, even_cut
 from ..pipeline.placement import Placement
 from .activations import (

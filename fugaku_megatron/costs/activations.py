@@ -12,8 +12,9 @@ from functools import lru_cache
 
 from ..config.layout import cp_comm_types, group_copies, sequence_shards
 from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV
+from ..config.model import ModelConfig
 from ..config.parallel import A2A, ALLGATHER, P2P
-from ..config.run_config import ModelConfig, RunConfig
+from ..config.run_config import RunConfig
 
 FP32_BYTES = 4
 
@@ -155,8 +156,8 @@ def p2p_keys(s: int, ranks: int, window: int | None) -> tuple[tuple[int, int], .
     A rank receives from each segment only the keys that its own queries see.
     """
     segments = [rank_segments(rank, ranks, s) for rank in range(ranks)]
-    sent = [0] * ranks
-    received = [0] * ranks
+    sent = [0 for _ in segments]
+    received = [0 for _ in segments]
     for rank in range(ranks):
         for source in range(ranks):
             if source == rank:

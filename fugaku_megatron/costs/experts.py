@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..config.layout import sequence_shards
-from ..config.model import MLP_OF_EXPERTS
-from ..config.run_config import ModelConfig, RunConfig
+from ..config.model import MLP_OF_EXPERTS, ModelConfig
+from ..config.run_config import RunConfig
 from .activations import (
     FP32_BYTES,
     Collective,

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from ..config.layout import Layout, placement
 from ..config.lora import FC1, FC2, PROJ, QKV
-from ..config.model import NORMS
+from ..config.model import NORMS, ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
-from ..config.run_config import ModelConfig, RunConfig
+from ..config.run_config import RunConfig
 from .accounting import padded_vocab_size, stage_layers
 from .experts import Division
 

@@ -28,14 +28,12 @@ from .accounting import (
     layer_records,
     padded_vocab_size,
     pipeline_split,
-    residual_bytes,
     round_up,
     selective_recompute_bytes,
     stage_layers,
     stage_parameters,
     stage_records,
     stage_virtual_stages,
-    tokens_per_microbatch,
     virtual_stage_recompute_groups,
     zero_shards,
 )
@@ -47,6 +45,8 @@ from .activations import (
     element_bytes,
     key_working_bytes,
     qkv_bytes,
+    residual_bytes,
+    tokens_per_microbatch,
 )
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
 from .int8_moments import scales, unit_segments

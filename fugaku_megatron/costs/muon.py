@@ -9,7 +9,8 @@ import itertools
 from collections import Counter
 
 from ..config.layout import Layout
-from ..config.run_config import ModelConfig, RunConfig
+from ..config.model import ModelConfig
+from ..config.run_config import RunConfig
 from .accounting import stage_layers
 
 Matrices = list[tuple[int, int, int]]  # (how many, rows, columns)
@@ -55,7 +56,7 @@ def matrix_elements(run: RunConfig, tp: int) -> tuple[int, ...]:
     """Return every layer's Muon matrix elements on one rank; zeros with AdamW."""
 
     if not run.optimizer.muon:
-        return (0,) * run.model.num_layers
+        return tuple(0 for _ in run.model.mlps)
 
     def total(matrices: Matrices) -> int:
         return sum(count * rows * columns for count, rows, columns in matrices)

@@ -1,8 +1,8 @@
 """Build a run's data sets from --data-path with --split, or from one flag a split.
 
-Rules of Megatron-LM's megatron/core/datasets/blended_megatron_dataset_builder.py, utils.py and
-blended_megatron_dataset_config.py there; --legacy-split as in megatron/data/dataset_utils.py
-before Megatron-core 0.5. The data sets are in dataset.py.
+Rules: Megatron-LM's megatron/core/datasets/blended_megatron_dataset_builder.py, utils.py and
+    blended_megatron_dataset_config.py; --legacy-split as megatron/data/dataset_utils.py before
+    Megatron-core 0.5.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from ..comm.agreement import on_root
 from ..text.named_files import read_text, unique_keys
@@ -23,18 +22,16 @@ from .dataset import (
     SPLITS,
     BlendedDataset,
     Dataset,
+    DatasetConfig,
     GPTDataset,
     TokenArrays,
     ValidationSets,
     check_tokens,
+    length_flags,
     normalize,
     shares_of,
 )
-from .index_cache import IndexCache
 from .indexed import IndexedDataset
-
-if TYPE_CHECKING:
-    from ..comm.base import Comm
 
 BLEND_SURPLUS = 0.005  # Megatron's: samples built beyond a blended dataset's share
 CHECKED_AT_START = (
@@ -42,38 +39,28 @@ CHECKED_AT_START = (
 )  # bytes of .bin whose token ids are checked when it is opened; later ones when they are fetched
 
 Indexed = IndexedDataset | TokenArrays
+Source = tuple[Indexed, range]  # and the documents of a split
 Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]  # train, valid, test
 
 
 @dataclass(frozen=True)
-class Builder:
-    """Builder for data sets with one sequence length and seed; arguments as `GPTDataset`.
-    Collective over `comm`.
+class Builder(DatasetConfig):
+    """Builder for data sets that share a configuration. Collective over `comm`.
 
     arrays: in-memory documents by the name that replaces a prefix
     separate_sets: --multiple-validation-sets
-    max_bytes: memory limit of a sample order
-    cache: index files
     cuts_chats: truncate chats that are too long; False: refuse them; None: not chats
-    begun: numbers of train, valid and test samples that their orders were first made for; None:
-        the requested ones
+    begun: sample numbers that the train, valid and test orders were first made for; None: the
+        requested ones
     """
 
-    seq_length: int
-    seed: int
-    vocab_size: int | None = None
-    comm: Comm | None = None
-    max_bytes: int | None = None
-    cache: IndexCache | None = None
     arrays: Mapping[str, TokenArrays] = field(default_factory=dict)
     separate_sets: bool = False
     cuts_chats: bool | None = None
     begun: Sequence[int | None] = (None, None, None)
 
     def open(self, prefixes: Sequence[str]) -> dict[str, Indexed]:
-        """Open the files of each prefix once. Raises ValueError if one begins with tokens outside
-        the vocabulary.
-        """
+        """Open each prefix once. Raises ValueError if a file begins with unknown tokens."""
         return {prefix: self._open(prefix) for prefix in dict.fromkeys(prefixes)}
 
     def _open(self, prefix: str) -> Indexed:
@@ -86,70 +73,52 @@ class Builder:
         if vocabulary is not None:
             start = CHECKED_AT_START // indexed.dtype.itemsize
             on_root(
-                self.comm, lambda: check_tokens(indexed.read_tokens(0, start), vocabulary, prefix)
+                self.comm,
+                lambda: check_tokens(indexed.read_tokens(0, start), vocabulary, f"{prefix}.bin"),
             )
         return indexed
 
-    def part(self, indexed: Indexed, name: str, documents: range) -> Callable[..., Dataset]:
-        """Return a function (num_samples, begun) -> data set, as `GPTDataset`; num_samples None:
-        one epoch.
-
-        Each epoch of chats has its own order, independent of the number of epochs.
+    def dataset(
+        self, source: Source, name: str, num_samples: int | None, begun: int | None
+    ) -> Dataset:
+        """Build a data set, as `GPTDataset`. Each epoch has its own chat order, for any number of
+        epochs.
         """
+        indexed, documents = source
         if isinstance(indexed, (ChatFiles, ChatArrays)):
-            chats = partial(
-                ChatDataset,
-                indexed,
-                name,
-                documents,
-                seq_length=self.seq_length,
-                seed=self.seed,
-                truncate=self.cuts_chats is True,
-                vocab_size=self.vocab_size,
-                comm=self.comm,
-            )
-            return lambda num_samples, begun: chats(num_samples=num_samples)
-        return partial(
-            GPTDataset,
-            indexed,
-            name,
-            documents,
-            seq_length=self.seq_length,
-            seed=self.seed,
-            vocab_size=self.vocab_size,
-            max_bytes=self.max_bytes,
-            cache=self.cache,
-            comm=self.comm,
-        )
+            truncate = self.cuts_chats is True
+            return ChatDataset(indexed, name, documents, num_samples, self, truncate)
+        return GPTDataset(indexed, name, documents, num_samples, self, begun)
 
     def blend(
         self,
-        parts: Sequence[Callable[..., Dataset]],
-        weights: Sequence[float] | None,
-        num_samples: int | None,
+        sources: Sequence[Source],
         name: str,
-        prefix: str,
+        num_samples: int | None,
+        weights: Sequence[float] | None,
     ) -> Dataset:
-        """Blend `num_samples` samples from all parts: by weight, each with a small surplus, or
-        else by length.
+        """Blend `num_samples` samples: by weight, each with a small surplus, or else by length.
 
-        Without weights every part is read at most once, unless it is the only one. num_samples
+        Without weights every source is read at most once, unless it is the only one. num_samples
         None: every sample once.
 
         Raises ValueError if there are too few samples, or weights with num_samples None.
         """
+        prefix = sources[0][0].prefix
         if num_samples is None:
             on_root(self.comm, lambda: _check_unweighted(weights, prefix))
         begun = self.begun[SPLITS.index(name)] or num_samples
         if self.separate_sets and name == SPLITS[1]:
-            return ValidationSets([part(num_samples=num_samples, begun=begun) for part in parts])
-        if weights is None and len(parts) == 1:
-            return parts[0](num_samples=num_samples, begun=begun)
+            return ValidationSets(
+                [self.dataset(source, name, num_samples, begun) for source in sources]
+            )
+        if weights is None and len(sources) == 1:
+            return self.dataset(sources[0], name, num_samples, begun)
         blended = partial(
             BlendedDataset, name=name, cache=self.cache, prefix=prefix, comm=self.comm
         )
         if weights is None:
-            datasets = [part(num_samples=None, begun=None) for part in parts]
+            datasets = [self.dataset(source, name, None, None) for source in sources]
             lengths = [len(dataset) for dataset in datasets]
             taken = sum(lengths) if num_samples is None else num_samples
             on_root(self.comm, lambda: _check_once(taken, sum(lengths), name))
@@ -157,14 +126,14 @@ class Builder:
         assert num_samples is not None and begun is not None, "_check_unweighted has seen to it"
         shares = normalize(weights)
         datasets = [
-            part(num_samples=_share(num_samples, share), begun=_share(begun, share))
-            for part, share in zip(parts, shares)
+            self.dataset(source, name, _share(num_samples, share), _share(begun, share))
+            for source, share in zip(sources, shares)
         ]
         return blended(datasets, shares, num_samples)
 
 
 def _share(num_samples: int, share: float) -> int:
-    """Return the samples of a data set in a blend, with Megatron's surplus."""
+    """Return a data set's samples in a blend, with Megatron's surplus."""
     return math.ceil(math.ceil(num_samples * share) * (1 + BLEND_SURPLUS))
 
 
@@ -177,11 +146,10 @@ def _check_unweighted(weights: Sequence[float] | None, prefix: str) -> None:
 
 
 def _check_once(needed: int, available: int, name: str) -> None:
-    flags = "--train-iters or --train-samples" if name == SPLITS[0] else "--eval-iters"
     if needed > available:
         raise ValueError(
             f"{name} data without weights is read once, {available} samples, and the run takes {needed}: pass "
-            f"weights, which repeat the data, or fewer {flags}"
+            f"weights, which repeat the data, or fewer {length_flags(name)}"
         )
 
 
@@ -192,10 +160,9 @@ def build_datasets(
     builder: Builder,
     legacy_split: bool = False,
 ) -> Datasets:
-    """Return (train, valid, test) for --data-path and --split. Collective over the builder's ranks.
+    """Return (train, valid, test) for --data-path and --split. Collective.
 
-    num_samples: for (train, valid, test); 0: no data set; None: every sample once, without weights
-    legacy_split: see `split_documents`
+    num_samples: for each; 0: no data set; None: every sample once, without weights
 
     valid and test are None if --split assigns them no documents. Raises ValueError on every rank.
     """
@@ -204,35 +171,22 @@ def build_datasets(
     opened = builder.open(prefixes)
     built: list[Dataset | None] = []
     for i, name in enumerate(SPLITS):
-        documents = [
-            split_documents(len(opened[prefix]), shares, i, legacy_split) for prefix in prefixes
+        sources = [
+            (indexed, split_documents(len(indexed), shares, i, legacy_split))
+            for indexed in map(opened.__getitem__, prefixes)
         ]
-        if num_samples[i] == 0 or (name != "train" and not any(map(len, documents))):
+        if num_samples[i] == 0 or (name != "train" and not any(ids for _, ids in sources)):
             built.append(None)
             continue
-        _check_documents(split, name, prefixes, documents, opened)
-        parts = [
-            builder.part(opened[prefix], name, ids) for prefix, ids in zip(prefixes, documents)
-        ]
-        built.append(builder.blend(parts, weights, num_samples[i], name, prefixes[0]))
+        for prefix, (indexed, ids) in zip(prefixes, sources):
+            if not ids:
+                raise ValueError(
+                    f"--split {split}: none of the {len(indexed)} documents of {prefix} falls to {name}: "
+                    f"pass a larger share for {name}, or more documents"
+                )
+        built.append(builder.blend(sources, name, num_samples[i], weights))
     train, valid, test = built
     return train, valid, test
-
-
-def _check_documents(
-    split: str,
-    name: str,
-    prefixes: Sequence[str],
-    documents: Sequence[range],
-    opened: Mapping[str, Indexed],
-) -> None:
-    """Raise ValueError for a data set without documents in a split that others have."""
-    for prefix, ids in zip(prefixes, documents):
-        if not ids:
-            raise ValueError(
-                f"--split {split}: none of the {len(opened[prefix])} documents of {prefix} falls to {name}: "
-                f"pass a larger share for {name}, or more documents"
-            )
 
 
 def build_separate_datasets(
@@ -240,8 +194,7 @@ def build_separate_datasets(
     num_samples: Sequence[int | None],
     builder: Builder,
 ) -> Datasets:
-    """Return (train, valid, test) for --train-data-path, --valid-data-path and --test-data-path,
-    all documents each.
+    """Return (train, valid, test) for --train-data-path, --valid-data-path and --test-data-path.
 
     A split without a path, or with `num_samples` 0, is None. A single prefix is no blend, whatever
     its weight. Other errors as `build_datasets`.
@@ -253,12 +206,10 @@ def build_separate_datasets(
             continue
         prefixes, weights = parse_data_path(path, f"--{name}-data-path")
         opened = builder.open(prefixes)
-        parts = [
-            builder.part(opened[prefix], name, range(len(opened[prefix]))) for prefix in prefixes
-        ]
-        built.append(
-            builder.blend(parts, weights if len(parts) > 1 else None, needed, name, prefixes[0])
-        )
+        sources = [(opened[prefix], range(len(opened[prefix]))) for prefix in prefixes]
+        if len(sources) == 1:
+            weights = None
+        built.append(builder.blend(sources, name, needed, weights))
     train, valid, test = built
     return train, valid, test
 
@@ -288,7 +239,7 @@ def listed_data(
     """Read the data flags from --data-args-path or --per-split-data-args-path. Raises ValueError
     for an invalid file.
 
-    Rules of Megatron-LM's get_blend_and_blend_per_split (megatron/training/utils.py).
+    Rules: Megatron-LM's get_blend_and_blend_per_split (megatron/training/utils.py).
     """
     if data_args_path:
         return {"data_path": tuple(read_text(data_args_path, "--data-args-path").split())}
@@ -341,11 +292,9 @@ def _number(text: str) -> float | None:
 def split_documents(
     num_documents: int, shares: Sequence[float], split: int, legacy: bool = False
 ) -> range:
-    """Return the ids for train (0), valid (1) or test (2): consecutive ranges with Megatron's
-    rounding.
+    """Return the document ids for train (0), valid (1) or test (2), with Megatron's rounding.
 
-    legacy: as before Megatron-core 0.5: each share is rounded, then all borders move by the
-        surplus
+    legacy: round each share, then move all borders by the surplus
     """
     if not legacy:
         ends = [0.0, *accumulate(shares)]

@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..comm.agreement import on_root
 from ..text.named_files import unreadable
-from .dataset import RELEASE_EVERY, TokenArrays, check_index, check_tokens
+from .dataset import RELEASE_EVERY, DatasetConfig, TokenArrays, check_index, check_tokens
 from .files import ReadFile
 from .indexed import IndexedDataset, IndexedDatasetWriter
 from .marks import COUNTED, FIRST, PADDED
@@ -48,12 +48,12 @@ def signed(ids: np.ndarray, trained: np.ndarray) -> np.ndarray:
 
 
 def unsigned(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (token ids, trained), each (n,), from the result of `signed`."""
+    """Invert `signed`: (token ids, trained), each (n,)."""
     return np.where(tokens < 0, ~tokens, tokens), tokens < 0
 
 
 class ChatWriter(IndexedDatasetWriter):
-    """Writer for .bin, .idx and .mask, fed with results of `signed`; .idx is renamed last."""
+    """Writer for .bin, .idx and .mask, fed by `signed`; .idx is renamed last."""
 
     SUFFIXES = (SUFFIX, *IndexedDatasetWriter.SUFFIXES)
 
@@ -64,9 +64,12 @@ class ChatWriter(IndexedDatasetWriter):
         folder: str | os.PathLike[str] | None = None,
     ):
         super().__init__(prefix, dtype, folder)
-        self.trained = self.longest = 0
+        self.trained = 0
+        self.longest = 0
         self._rest = np.empty(0, bool)  # of the bits, those that fill no byte
-        self._crc_bits = self._crc_head = self._head = 0
+        self._crc_bits = 0
+        self._crc_head = 0
+        self._head = 0
         try:
             with self.writing():
                 self._mask = open(self._temporary[SUFFIX], "wb")  # noqa: SIM115 - closed by finalize or discard
@@ -79,15 +82,14 @@ class ChatWriter(IndexedDatasetWriter):
         ids, trained = unsigned(tokens)
         super()._append(ids, lengths, ends)
         head = np.ascontiguousarray(ids, self.dtype).tobytes()[: HEAD - self._head]
-        self._head, self._crc_head = self._head + len(head), zlib.crc32(head, self._crc_head)
+        self._head += len(head)
+        self._crc_head = zlib.crc32(head, self._crc_head)
         bits = np.concatenate([self._rest, trained])
         whole = len(bits) // 8 * 8
         self._write_bits(bits[:whole])
         self._rest = bits[whole:]
-        self.trained, self.longest = (
-            self.trained + int(trained.sum()),
-            max([self.longest, *lengths.tolist()]),
-        )
+        self.trained += int(trained.sum())
+        self.longest = max([self.longest, *lengths.tolist()])
 
     def _write_bits(self, bits: np.ndarray) -> None:
         packed = np.packbits(bits, bitorder="little").tobytes()
@@ -120,7 +122,7 @@ class ChatWriter(IndexedDatasetWriter):
 
 
 class ChatFiles(IndexedDataset):
-    """Chat reader: `IndexedDataset` with trained tokens.
+    """`IndexedDataset` with trained tokens.
 
     With `comm` only rank 0 reads and checks the files. Raises ValueError on every rank, also if
     .mask is missing, damaged or belongs to other files.
@@ -163,7 +165,7 @@ class ChatFiles(IndexedDataset):
             size = 0
             crc = 0
             while block := file.read(BLOCK):
-                size = size + len(block)
+                size += len(block)
                 crc = zlib.crc32(block, crc)
         if size != -(-tokens // 8) or crc != bits:
             raise ValueError(
@@ -183,25 +185,26 @@ class ChatFiles(IndexedDataset):
         return file
 
     def probe(self) -> bytes:
-        """Return the .mask header, with checksums of all bits."""
+        """Return the .mask header, which has all checksums."""
         return super().probe() + self._bits.read("u1", 0, HEADER.size).tobytes()
 
     def trained(self, index: int, length: int) -> np.ndarray:
-        """Return bool (length,): trained tokens at the beginning of chat `index`."""
+        """Return bool (length,): chat `index`'s first tokens, True if trained."""
         index = int(index)
         start = int(self.read_pointers(index, index + 1)[0]) // self.dtype.itemsize
         return self._unpacked(start, start + length).astype(bool)
 
     def count_trained(self, index: int, lengths: np.ndarray) -> np.ndarray:
-        """Return int64 (n,): trained tokens of consecutive chats from `index` on, among the first
-        `lengths` without token 0.
+        """Return int64 (n,): trained tokens in chats from `index` on, among the first `lengths`
+        without token 0.
         """
         starts = self.read_pointers(index, index + len(lengths)) // self.dtype.itemsize
         before = np.cumsum(
             np.append(0, self._unpacked(int(starts[0]), int(starts[-1]) + int(lengths[-1])))
         )
         starts = starts - starts[0]
-        return before[starts + lengths] - before[starts + 1]
+        counts: np.ndarray = before[starts + lengths] - before[starts + 1]
+        return counts
 
     def _unpacked(self, start: int, stop: int) -> np.ndarray:
         first = start // 8
@@ -211,21 +214,18 @@ class ChatFiles(IndexedDataset):
 
 
 class ChatArrays(TokenArrays):
-    """In-memory chats with the interface of `ChatFiles`.
-
-    documents: results of `signed`, (n,)
-    """
+    """In-memory chats with `ChatFiles`'s interface. documents: `signed`, (n,)"""
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return token ids of a chat, int64 (n,), as `ChatFiles` does."""
+        """Return a chat's token ids, int64 (n,)."""
         return unsigned(super().get(index, offset, length))[0]
 
     def trained(self, index: int, length: int) -> np.ndarray:
-        """Return bool (length,): trained tokens at the beginning of chat `index`."""
+        """Return bool (length,), as `ChatFiles`."""
         return unsigned(super().get(index, 0, length))[1]
 
     def count_trained(self, index: int, lengths: np.ndarray) -> np.ndarray:
-        """Return int64 (n,): trained tokens of consecutive chats, as `ChatFiles`; lengths (n,)."""
+        """Return int64 (n,), as `ChatFiles`; lengths (n,)."""
         counts = [self.trained(index + i, int(n))[1:].sum() for i, n in enumerate(lengths)]
         return np.array(counts, np.int64)
 
@@ -248,20 +248,17 @@ def check_not_chats(prefix: str) -> None:
         )
 
 
-if TYPE_CHECKING:
-    from ..comm.base import Comm
-
 COUNTED_AT_ONCE = 2**12  # chats
 PADDING = 0  # token id after the last chat of a sample, which every vocabulary has
 
 
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Return int32 (n,): the sample index of each chat.
+    """Return int32 (n,): each chat's sample index.
 
     lengths: decreasing, from 1 to `size` tokens
 
-    Chats of equal length are placed together: the fullest sample with enough room takes as many as
-    fit. There is one step per length and room, not per chat.
+    Equal chats are placed together: the fullest sample with enough room takes as many as fit. There
+    is one step per length and room, not per chat.
     """
     samples = np.empty(len(lengths), np.int32)
     opened = 0
@@ -301,7 +298,7 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Packing:
-    """Packing of chats, the longest first. places (n,): sample by sample; ends: of each sample."""
+    """Packed chats, the longest first. places (n,): sample by sample; ends: each sample's."""
 
     places: np.ndarray
     ends: np.ndarray
@@ -318,7 +315,7 @@ class Packing:
         return len(self.ends)
 
     def of_sample(self, sample: int) -> np.ndarray:
-        """Return the places of a sample's chats."""
+        """Return the places where a sample's chats are."""
         return self.places[self.ends[sample - 1] if sample else 0 : self.ends[sample]]
 
 
@@ -332,11 +329,10 @@ class _Epoch:
 
 
 class ChatDataset:
-    """At least `num_samples` samples, in whole epochs, of the chats `documents` (sequence ids);
+    """At least `num_samples` samples, in whole epochs, from the chats `documents` (sequence ids);
     None: one epoch.
 
-    truncate: cut chats of more than seq_length + 1 tokens; otherwise refuse them
-    name, comm: as in `dataset.GPTDataset`
+    truncate: cut chats above seq_length + 1 tokens; otherwise refuse them
 
     Raises ValueError on every rank without chats or trained tokens, and for a chat that is too
     long.
@@ -348,27 +344,23 @@ class ChatDataset:
         name: str,
         documents: range,
         num_samples: int | None,
-        seq_length: int,
-        seed: int,
+        config: DatasetConfig,
         truncate: bool = False,
-        vocab_size: int | None = None,
-        comm: Comm | None = None,
     ):
         self.files = files
         self.name = name
         self.documents = documents
-        self.size = seq_length + 1
-        self.seed = seed
-        self.vocab_size = vocab_size
+        self.size = config.seq_length + 1
+        self.config = config
         self.num_documents = len(documents)
         self._fetched = 0
         lengths = files.read_lengths(documents.start, documents.stop)
-        on_root(comm, lambda: self._check(lengths, truncate))
+        on_root(config.comm, lambda: self._check(lengths, truncate))
         self.lengths = np.minimum(lengths, self.size)
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))
         self.chats_cut = int((lengths > self.size).sum())
         # num_trained: tokens of an epoch that count in the loss. chats_lost: chats without any.
-        self.num_trained, self.chats_lost = on_root(comm, self._count)
+        self.num_trained, self.chats_lost = on_root(config.comm, self._count)
         self.packing = Packing.of(-np.sort(-self.lengths), self.size)
         self.num_epochs = 1 if num_samples is None else -(-num_samples // len(self.packing))
         self._epoch: _Epoch | None = None
@@ -390,13 +382,11 @@ class ChatDataset:
 
     @property
     def indexed(self) -> ChatFiles | ChatArrays:
-        """Chat files, under the attribute's name in other data sets."""
+        """Chat files, under other data sets' attribute name."""
         return self.files
 
     def _count(self) -> tuple[int, int]:
-        """Return the number of loss tokens, and of chats without any. Raises ValueError if there
-        is no loss token.
-        """
+        """Count the loss tokens, and the chats without any. Raises ValueError for no loss token."""
         trained = 0
         lost = 0
         for first in range(0, len(self.lengths), COUNTED_AT_ONCE):
@@ -424,54 +414,47 @@ class ChatDataset:
     def _epoch_of(self, number: int) -> _Epoch:
         epoch = self._epoch
         if epoch is None or epoch.number != number:
-            rng = np.random.RandomState(
-                [self.seed, number]
-            )  # its stream is the same in every numpy
+            # its stream is the same in every numpy
+            rng = np.random.RandomState([self.config.seed, number])
             chats = rng.permutation(len(self.lengths)).astype(np.int32)
             chats = chats[np.argsort(-self.lengths[chats], kind="stable")]
-            epoch = self._epoch = _Epoch(
-                number, chats, rng.permutation(len(self.packing)).astype(np.int32)
-            )
+            epoch = _Epoch(number, chats, rng.permutation(len(self.packing)).astype(np.int32))
+            self._epoch = epoch
         return epoch
 
     def chats_of(self, index: int) -> list[int]:
-        """Return the sequence numbers of a sample's chats, in order."""
+        """Return a sample's sequence numbers, in order."""
         check_index(index, self)
         number, place = divmod(index, len(self.packing))
         epoch = self._epoch_of(number)
-        return (
-            epoch.chats[self.packing.of_sample(int(epoch.samples[place]))] + self.documents.start
-        ).tolist()
+        places = self.packing.of_sample(int(epoch.samples[place]))
+        return [int(chat) for chat in epoch.chats[places] + self.documents.start]
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Return sample `index`, int64 (2, s + 1)."""
         sample = np.full((2, self.size), PADDING, np.int64)
         end = 0
         sample[1] = 0
-        for tokens, trained in self._read(self.chats_of(index)):
-            place = slice(end, end + len(tokens))
-            sample[0, place] = tokens
-            sample[1, place] = trained * COUNTED
+        for chat in self.chats_of(index):
+            length = int(self.lengths[chat - self.documents.start])
+            place = slice(end, end + length)
+            sample[0, place] = self.files.get(chat, 0, length)
+            sample[1, place] = self.files.trained(chat, length) * COUNTED
             sample[1, end] = FIRST  # which nothing of its chat predicts
-            end = place.stop
+            end += length
             sample[1, end - 1] |= PADDED  # from which nothing of its chat is predicted
         sample[1, end:] = PADDED
         if end < self.size:
             sample[1, end] |= FIRST
-        if self.vocab_size is not None:
-            check_tokens(sample[0], self.vocab_size, self.files.prefix)
+        if self.config.vocab_size is not None:
+            check_tokens(sample[0], self.config.vocab_size, f"{self.files.prefix}.bin")
         self._fetched += 1
         if self._fetched % RELEASE_EVERY == 0:
             self.files.check_open()
         return sample
 
-    def _read(self, chats: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for chat in chats:
-            length = int(self.lengths[chat - self.documents.start])
-            yield self.files.get(chat, 0, length), self.files.trained(chat, length)
-
     def description(self) -> str:
-        """Return a line about the fill of the samples."""
+        """Return a line about the samples' fill."""
         samples = len(self.packing)
         filled, counted = (
             number / (samples * self.size) for number in (self.num_tokens, self.num_trained)
@@ -483,22 +466,27 @@ class ChatDataset:
         )
 
 
-def packing_lines(dataset: Any) -> list[str]:
-    """Return a line about the fill of each chat data set."""
+def _chat_datasets(dataset: object) -> Iterator[ChatDataset]:
+    for each in getattr(dataset, "datasets", [dataset]):
+        if isinstance(each, ChatDataset):
+            yield each
+
+
+def packing_lines(dataset: object) -> list[str]:
+    """Return a line about each chat data set's fill."""
     return [
-        f"{part.name} data of {part.files.prefix}: {part.description()}"
-        for part in getattr(dataset, "datasets", [dataset])
-        if isinstance(part, ChatDataset)
+        f"{chats.name} data of {chats.files.prefix}: {chats.description()}"
+        for chats in _chat_datasets(dataset)
     ]
 
 
-def lost_lines(*datasets: Any) -> list[str]:
-    """Return a warning for each data set with chats without loss tokens."""
-    parts = [part for dataset in datasets for part in getattr(dataset, "datasets", [dataset])]
+def lost_lines(*datasets: object) -> list[str]:
+    """Return a warning for each data set with untrained chats."""
     return [
-        f"warning: {part.name} data of {part.files.prefix}: {part.chats_lost:,} of {part.num_documents:,} chats have no trained "
-        f"token in their first {part.size} tokens, so nothing is learned from them"
-        + (": raise --seq-length" if part.chats_cut else "")
-        for part in parts
-        if isinstance(part, ChatDataset) and part.chats_lost
+        f"warning: {chats.name} data of {chats.files.prefix}: {chats.chats_lost:,} of {chats.num_documents:,} chats have no "
+        f"trained token in their first {chats.size} tokens, so nothing is learned from them"
+        + (": raise --seq-length" if chats.chats_cut else "")
+        for dataset in datasets
+        for chats in _chat_datasets(dataset)
+        if chats.chats_lost
     ]

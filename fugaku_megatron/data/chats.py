@@ -1,12 +1,10 @@
-"""Tokenize JSON lines of chats with a tokenizer's chat template, and mark the assistant's tokens.
+"""Tokenize JSON lines with a tokenizer's chat template, and mark the assistant's tokens.
 
-    {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content":
-    "Hello! What is it?"}]}
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}
     {"prompt": "2 + 2 = ", "completion": "4"}
 
-Trained tokens equal trl's SFTTrainer with assistant_only_loss or completion_only_loss. The
-assistant's tokens are found by {% generation %} markers, or by rendering turn by turn. An
-ambiguous chat is refused.
+Trained tokens equal trl's SFTTrainer with assistant_only_loss or completion_only_loss. They are
+found by {% generation %} markers, or by rendering turn by turn. An ambiguous chat is refused.
 """
 
 from __future__ import annotations
@@ -112,9 +110,9 @@ TRAINING_FORMS: dict[str, tuple[tuple[str, str], ...]] = {
 def training_form(
     template: str, renders_alike: Callable[[str, str], bool] = lambda changed, template: True
 ) -> tuple[str, str | None]:
-    """Return (template for training, row of TRAINING_FORMS that changed it).
+    """Return (template for training, its row in TRAINING_FORMS).
 
-    renders_alike: returns True if a changed template renders a one-turn chat to the same text
+    renders_alike: True if both templates render a one-turn chat alike
 
     A template that only resembles a row stays unchanged.
     """
@@ -137,7 +135,7 @@ class Chat:
     whole: messages or text; from `begin` on the completion; None: train the assistant
     tools, options: further template arguments
     where: file and line
-    unread: fields that nothing reads
+    unread: ignored fields
     """
 
     whole: Messages | tuple[str, str]
@@ -157,29 +155,23 @@ def read_chat(document: Document) -> Chat:
     where, record = read_record(
         document, "a JSON object with messages, or with prompt and completion"
     )
-    try:
-        if b"\\ud" in document.raw.lower():  # a lone surrogate, perhaps
-            record = json.loads(clean(json.dumps(record, ensure_ascii=False)))
-        return _chat(record, where)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    if b"\\ud" in document.raw.lower():  # a lone surrogate, perhaps
+        record = json.loads(clean(json.dumps(record, ensure_ascii=False)))
+    return chat_of(record, where)
 
 
 def chat_of(record: dict[str, Any], where: str) -> Chat:
     """Build a chat from a JSON object. Raises ValueError that begins with `where`."""
     try:
-        return _chat(record, where)
+        for key in WEIGHTS:
+            if record.get(key) in (False, 0):
+                raise ValueError(
+                    f"{key} is {record[key]!r}, and every chat is trained: leave the chat out, or {key}"
+                )
+        chat = _read(record, where)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def _chat(record: dict[str, Any], where: str) -> Chat:
-    for key in WEIGHTS:
-        if record.get(key) in (False, 0):
-            raise ValueError(
-                f"{key} is {record[key]!r}, and every chat is trained: leave the chat out, or {key}"
-            )
-    return replace(_read(record, where), unread=frozenset(record.keys() - set(CHAT.names)))
+    return replace(chat, unread=frozenset(record.keys() - set(CHAT.names)))
 
 
 def _read(record: dict[str, Any], where: str) -> Chat:
@@ -220,19 +212,24 @@ def user_turn(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def _answered(value: Any, key: str) -> Messages:
-    if all(message["role"] != ASSISTANT for message in check_messages(value, key)):
+def _answered(value: object, key: str) -> Messages:
+    messages = check_messages(value, key)
+    if all(message["role"] != ASSISTANT for message in messages):
         raise ValueError(
             f"{key} has no message of the assistant, so that nothing of it would be trained"
         )
-    for number, message in enumerate(value, start=1):
-        if message["role"] == ASSISTANT:
-            _check_weight(message, f"message {number} of {key}")
-    return value
+    for number, message in enumerate(messages, start=1):
+        for weight in WEIGHTS:
+            if message["role"] == ASSISTANT and message.get(weight) not in (None, True, 1):
+                raise ValueError(
+                    f"message {number} of {key} has {weight} {message[weight]!r:.40}, and every message of the assistant "
+                    "is trained alike: leave it out, or pass what is not trained as a prompt"
+                )
+    return messages
 
 
-def check_messages(value: Any, key: str) -> Messages:
-    """Return a list of at least one message. Raises ValueError, with `key`, for anything else."""
+def check_messages(value: object, key: str) -> Messages:
+    """Check that a value is a list with messages. Raises ValueError, with `key`."""
     if not isinstance(value, list):
         raise ValueError(f"{key} is a {type(value).__name__}, not a list of messages: {LOOKS}")
     if not value:
@@ -254,7 +251,11 @@ def _check_message(message: Any, name: str) -> None:
     if content is None and role == ASSISTANT and any(map(message.get, INSTEAD_OF_CONTENT)):
         return
     if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
-        kinds = {part.get("type") for part in content if not _is_text_part(part)}
+        kinds = {
+            part.get("type")
+            for part in content
+            if part.get("type") != "text" or not isinstance(part.get("text"), str)
+        }
         if kinds:
             shown = ", ".join(sorted(repr(kind)[:40] for kind in kinds))
             raise ValueError(f"{name}: its content has parts of type {shown}: pass text alone")
@@ -263,27 +264,8 @@ def _check_message(message: Any, name: str) -> None:
         raise ValueError(f"{name}: its content is {type(content).__name__}, not text")
 
 
-def _is_text_part(part: dict[str, Any]) -> bool:
-    return part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _check_weight(message: dict[str, Any], name: str) -> None:
-    """Raise ValueError for an assistant message with a weight other than 1."""
-    for key in WEIGHTS:
-        if message.get(key) not in (None, True, 1):
-            raise ValueError(
-                f"{name} has {key} {message[key]!r:.40}, and every message of the assistant is trained alike: leave it out, or "
-                "pass what is not trained as a prompt"
-            )
-
-
-def _joined(content: Any) -> Any:
-    """Return the text of parts; anything else as it is."""
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content
-
-
 def _called(message: dict[str, Any]) -> list[str]:
-    """Return the names of the tools that a message calls."""
+    """Return the called tools' names."""
     calls = message.get("tool_calls")
     functions = [call.get("function", call) for call in calls or [] if isinstance(call, dict)]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
@@ -295,15 +277,16 @@ def unread_note(names: Collection[str]) -> str:
     words = []
     for name in sorted(names)[:MANY_FIELDS]:
         near = get_close_matches(name, CHAT.names, n=1, cutoff=0.8)
-        words.append(f"{name!r:.60}" + (f" (did you mean {near[0]}?)" if near else ""))
-    more = ", ..." if len(names) > MANY_FIELDS else ""
-    return f"note: fields of chats that nothing reads: {', '.join(words)}{more}" if words else ""
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        words.append(f"{name!r:.60}{hint}")
+    if len(names) > MANY_FIELDS:
+        words.append("...")
+    return f"note: fields of chats that nothing reads: {', '.join(words)}" if words else ""
 
 
 class ChatTemplate:
-    """Chat template of a Hugging Face tokenizer, or another one.
-
-    form: applied row of TRAINING_FORMS
+    """Chat template from a Hugging Face tokenizer, or another one. form: applied row in
+    TRAINING_FORMS
 
     Raises ValueError without a template, and for other tokenizers.
     """
@@ -334,14 +317,19 @@ class ChatTemplate:
                 f"{LARGEST_TEMPLATE}: pass another one as --chat-template FILE"
             )
         self.marked = MARKER.search(self.text) is not None
-        form: str | None = None
         self._for_training = self.text
-        self.form = form
+        self.form: str | None = None
         if not self.marked:
             self._for_training, self.form = training_form(self.text, self._renders_alike)
-        self._with_tools = self._template_with_tools(tokenizer, template)
-        special = {*self._library.get_added_vocab().values(), *self._library.all_special_ids}
-        self._special: frozenset[int] = frozenset(special)
+        # transformers applies the template named tool_use to chats with tools
+        for_tools = self._library.get_chat_template(template, tools=[])
+        self._with_tools = None
+        if for_tools != self.text:
+            self._with_tools = ChatTemplate(tokenizer, for_tools)
+        self._special: set[int] = {
+            *self._library.get_added_vocab().values(),
+            *self._library.all_special_ids,
+        }
 
     def _renders_alike(self, changed: str, template: str) -> bool:
         chat = Chat([user_turn("Hello"), {"role": ASSISTANT, "content": "Hello!"}])
@@ -350,18 +338,9 @@ class ChatTemplate:
         except ValueError:
             return False
 
-    def _template_with_tools(
-        self, tokenizer: HuggingFaceTokenizer, template: str | None
-    ) -> ChatTemplate | None:
-        """Return the template named tool_use, which transformers applies to chats with tools;
-        None: the same one.
-        """
-        text = self._library.get_chat_template(template, tools=[])
-        return None if text == self.text else ChatTemplate(tokenizer, text)
-
     @property
     def how(self) -> str:
-        """Description of the method that finds trained tokens."""
+        """Method that finds trained tokens, in words."""
         if self.form:
             return f"by generation markers; the template is {self.form}'s, changed for training as trl does"
         return (
@@ -395,31 +374,30 @@ class ChatTemplate:
         """
         chat = self._as_taken(Chat(messages))
         assert isinstance(chat.whole, list)
-        return self._rendered(chat, self.text, chat.whole, add_generation_prompt=True)["input_ids"]
+        return list(
+            self._rendered(chat, self.text, chat.whole, add_generation_prompt=True)["input_ids"]
+        )
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """Tokens that end an answer: the template's, and the end of text."""
+        """Tokens that end an answer: the template's, and the end-of-text token."""
         turn = self.encode(Chat([user_turn("Hello"), {"role": ASSISTANT, "content": "Hello"}]))
         ids, trained = unsigned(turn)
         ends = {self._last_word(ids[trained]), self._library.eos_token_id}
         return frozenset(ends - {None})
 
     def unread(self, chat: Chat) -> frozenset[str]:
-        """Return the chat and message fields that neither program nor template reads."""
+        """Return the fields that neither program nor template reads."""
         messages = [] if isinstance(chat.whole, tuple) else chat.whole
-        names = {
-            name for message in messages for name in message if name not in ("role", "content")
-        }
-        read = {*WEIGHTS, *(name for name in names if name in self.text)}
+        names = {name for message in messages for name in message if name not in self.text}
+        names -= {"role", "content", *WEIGHTS}
         if any(name in self.text for name in REASONING):
-            read |= {*REASONING}
-        not_named = names - read
-        return chat.unread | {f"{name} of messages" for name in not_named}
+            names -= {*REASONING}
+        return chat.unread | {f"{name} of messages" for name in names}
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """True for a template that renders a list of texts as it does one text."""
+        """True for a template that renders a list with one text like the text."""
         texts = []
         for content in ("Hello", [{"type": "text", "text": "Hello"}]):
             chat = Chat([{"role": "user", "content": content}])
@@ -430,28 +408,27 @@ class ChatTemplate:
         return texts[0] == texts[1]
 
     def _as_taken(self, chat: Chat) -> Chat:
-        """Convert contents to the kind that the template renders: a text for a list of parts, and
-        for none.
+        """Convert contents to the kind that the template renders: text for a list, and for none.
 
-        Raises ValueError if the template drops the only content of a message, its tool calls.
+        Raises ValueError if the template drops tool calls without content.
         """
         if isinstance(chat.whole, tuple):
             return chat
-        whole = chat.whole
-        if (
-            any(isinstance(message.get("content"), list) for message in whole)
-            and not self._takes_parts
-        ):
-            whole = [{**message, "content": _joined(message.get("content"))} for message in whole]
-        if all(message.get("content") is not None for message in whole):
+        whole = list(chat.whole)
+        contents = [message.get("content") for message in whole]
+        if any(isinstance(content, list) for content in contents) and not self._takes_parts:
+            for number, content in enumerate(contents):
+                if isinstance(content, list):
+                    content = "".join(part["text"] for part in content)
+                whole[number] = {**whole[number], "content": content}
+        empty = [number for number, content in enumerate(contents) if content is None]
+        if not empty:
             return replace(chat, whole=whole)
         try:
             text = self._text(chat, self.text, whole)
         except ValueError:
-            whole = [
-                message if message.get("content") is not None else {**message, "content": ""}
-                for message in whole
-            ]
+            for number in empty:
+                whole[number] = {**whole[number], "content": ""}
             text = self._text(chat, self.text, whole)
         for number, message in enumerate(whole, start=1):
             if not message.get("content") and not all(name in text for name in _called(message)):
@@ -488,9 +465,7 @@ class ChatTemplate:
         return ids, trained
 
     def _encode_texts(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
-        """Tokenize as trl: the completion begins with the first token that differs from the
-        prompt's.
-        """
+        """Tokenize as trl: the completion begins at the first token that differs from the prompt's."""
         eos = self._library.eos_token
         if eos is None:
             raise ValueError(
@@ -506,7 +481,7 @@ class ChatTemplate:
         return ids, np.arange(len(ids)) >= (differing[0] if len(differing) else shorter)
 
     def _encode_messages(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
-        """Return the token ids and trained tokens of a chat of messages."""
+        """Return token ids and trained tokens."""
         assert isinstance(chat.whole, list)
         if self.marked or self.form:
             found = self._rendered(
@@ -520,7 +495,7 @@ class ChatTemplate:
             return ids, self._trained_by_text(chat, chat.whole, ids)
 
     def _trained_by_prefixes(self, chat: Chat, whole: Messages, ids: np.ndarray) -> np.ndarray:
-        """Return bool (n,): answers between the tokens of the messages before them and up to them."""
+        """Return bool (n,): answers, found between the tokens before and up to each message."""
         trained = np.zeros(len(ids), bool)
         for number, message in enumerate(whole):
             if message["role"] == ASSISTANT:
@@ -532,7 +507,7 @@ class ChatTemplate:
         return trained
 
     def _trained_by_text(self, chat: Chat, whole: Messages, ids: np.ndarray) -> np.ndarray:
-        """Return bool (n,): answers found in the rendered text if tokens cross their borders.
+        """Return bool (n,): answers, found in the rendered text if tokens cross their borders.
 
         As in transformers' assistant mask, an answer's first and last token may contain adjacent
         text.
@@ -547,7 +522,7 @@ class ChatTemplate:
         return trained
 
     def _offsets(self, ids: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return begin and end, each (n,), of every token in a rendered text."""
+        """Return every token's begin and end, each (n,), in a rendered text."""
         if not self._library.is_fast:
             raise ValueError(NOT_FOUND.format(what="a turn"))
         found = self._library(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -556,12 +531,12 @@ class ChatTemplate:
         return places[:, 0], places[:, 1]
 
     def _answer(self, chat: Chat, whole: Messages, number: int, text: str) -> tuple[int, int]:
-        """Return begin and end of message `number` in the rendered chat, including the token that
-        ends the turn.
+        """Return begin and end for message `number` in the rendered chat, including the end-of-turn
+        token.
 
-        Found from the renderings before and up to the message, or else from the text around a
-        placeholder content, for templates that render earlier turns differently or cannot render
-        part of a chat.
+        Found from the renderings before and up to the message, or else around a placeholder
+        content, for templates that render earlier turns differently or cannot render part of a
+        chat.
         """
         if number:
             before = self._text(chat, self.text, whole[:number], add_generation_prompt=True)
@@ -580,7 +555,7 @@ class ChatTemplate:
         return len(head), len(text) - len(tail) + end_of_turn
 
     def _end_of_turn(self, tail: str) -> int:
-        """Return the length of the turn's end after an answer: 0 without a special token there."""
+        """Return the end-of-turn length after an answer: 0 without a special token there."""
         special = map(self._library.convert_ids_to_tokens, sorted(self._special))
         space = len(tail) - len(tail.lstrip())
         found = [token for token in special if token and tail.startswith(token, space)]
@@ -595,7 +570,9 @@ class ChatTemplate:
         )
 
     def _text(self, chat: Chat, template: str, messages: Any, **how: Any) -> str:
-        return self._rendered(chat, template, messages, tokenize=False, return_dict=False, **how)
+        return str(
+            self._rendered(chat, template, messages, tokenize=False, return_dict=False, **how)
+        )
 
     def _rendered(self, chat: Chat, template: str, messages: Messages, **how: Any) -> Any:
         try:
@@ -620,9 +597,7 @@ class ChatTemplate:
             raise ValueError(NOT_FOUND.format(what=what))
 
     def _check_ends(self, ids: np.ndarray, trained: np.ndarray) -> None:
-        """Raise ValueError unless every turn ends with an end token: the model would never learn
-        to stop.
-        """
+        """Raise ValueError unless every turn ends with an end token: the model would never stop."""
         borders = np.flatnonzero(np.diff(trained, prepend=False, append=False))
         for start, end in zip(borders[::2], borders[1::2]):
             if self._last_word(ids[start:end]) not in self._special:
@@ -633,7 +608,7 @@ class ChatTemplate:
 
     def _last_word(self, ids: np.ndarray) -> int | None:
         """Return the last token that is not white space."""
-        for token in ids[::-1].tolist():
+        for token in map(int, ids[::-1]):
             if token in self._special or self._library.decode([token]).strip():
                 return token
         return None
@@ -664,7 +639,7 @@ def shown(
 
 
 def examples(files: ChatFiles, decode: Callable[[Sequence[int]], str], colour: bool) -> list[str]:
-    """Format the first chats of the files, as `shown`."""
+    """Format the first chats, as `shown`."""
     count = min(EXAMPLES, len(files))
     lines = [
         f"the first {count} chats, what is trained "

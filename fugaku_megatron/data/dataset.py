@@ -1,9 +1,9 @@
 """GPT samples from indexed tokens: Megatron-LM's --data-path data sets and their blend.
 
-The sample order depends on no parallel layout. A "document" is a sequence of the indexed file, as
-in Megatron-core. Shapes: n samples, s = seq_length; a sample is a numpy int64 (s + 1,). An index
-takes 12 bytes a sample and 4 bytes a document and epoch, in memory or mapped (index_cache.py).
-Mapped pages are released every RELEASE_EVERY samples; .idx and .bin are read, not mapped.
+The sample order depends on no parallel layout. A "document" is an indexed sequence, as in
+Megatron-core. Shapes: n samples, s = seq_length; a sample is int64 (s + 1,). An index takes 12
+bytes a sample and 4 bytes a document and epoch, in memory or mapped (index_cache.py). Mapped pages
+are released every RELEASE_EVERY samples; .idx and .bin are read, not mapped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import hashlib
 import math
 import zlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -21,9 +22,11 @@ import numpy as np
 from ..comm.agreement import on_root
 from .index_cache import (
     BLOCK,
+    ArrayBlocks,
     Epochs,
     Index,
     IndexCache,
+    IndexRequest,
     Store,
     added_documents,
     added_samples,
@@ -56,8 +59,8 @@ BLEND_ARRAYS = ("dataset_index", "dataset_sample_index")
 
 
 class DataOrder(NamedTuple):
-    """Numbers of samples that the training and validation orders were first made for; None: not
-    made yet, or endless.
+    """Sample numbers that the training and validation orders were first made for; None: not made
+    yet, or endless.
 
     A longer or shorter run keeps these orders, so checkpoints record both numbers.
     """
@@ -74,7 +77,7 @@ NEW_ORDER = DataOrder()
 
 
 class Dataset(Protocol):
-    """Sequence of int64 arrays (seq_length + 1,). Raises IndexError beyond the last."""
+    """Sequence with items int64 (seq_length + 1,). Raises IndexError beyond the last."""
 
     def __len__(self) -> int: ...
 
@@ -86,13 +89,15 @@ def check_index(index: int, dataset: Dataset) -> None:
         raise IndexError(f"sample {index} of a dataset of {len(dataset)} samples")
 
 
-def check_tokens(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
+REMEDY = ": use the tokenizer that was passed to fugaku-megatron preprocess"
+
+
+def check_tokens(tokens: np.ndarray, vocab_size: int, source: str, remedy: str = REMEDY) -> None:
     """Raise ValueError for a token outside the vocabulary."""
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         wrong = tokens.min() if tokens.min() < 0 else tokens.max()
         raise ValueError(
-            f"{prefix}.bin: token id {wrong} is outside the vocabulary of {vocab_size}: "
-            "use the tokenizer that was passed to fugaku-megatron preprocess"
+            f"{source}: token id {wrong} is outside the vocabulary of {vocab_size}{remedy}"
         )
 
 
@@ -107,24 +112,40 @@ def normalize(weights: Sequence[float], flag: str = "--data-path") -> list[float
 
 
 def shares_of(numbers: Sequence[float]) -> list[float]:
-    """Divide by the sum in numpy's order of additions: its last bits decide ties in blending."""
+    """Divide by the sum in numpy's order: its last bits decide ties in blending."""
     array = np.array(numbers, dtype=np.float64)
-    return (array / array.sum()).tolist()
+    return [float(share) for share in array / array.sum()]
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    """Settings that all data sets share.
+
+    vocab_size: check fetched token ids
+    comm: rank 0 builds the index; collective
+    max_bytes: memory limit for a sample order
+    cache: index files
+    """
+
+    seq_length: int
+    seed: int
+    vocab_size: int | None = None
+    comm: Comm | None = None
+    max_bytes: int | None = None
+    cache: IndexCache | None = None
 
 
 class GPTDataset:
-    """At least `num_samples` samples of seq_length + 1 tokens, cut across `documents` (sequence
-    ids) of `indexed`.
+    """At least `num_samples` samples with seq_length + 1 tokens, cut across `documents` (sequence
+    ids) in `indexed`.
 
+    name: "train", ..., for messages and file names
     num_samples: filled with whole epochs end to end; None: one epoch
     begun: number that the order was first made for (None: `num_samples`); epochs are added to that
-        order, so that sample i stays the same in a longer or shorter run
-    name: "train", ..., for messages and file names
-    vocab_size: check the token ids of fetched samples
-    comm: rank 0 builds the index; collective
+        order, so sample i stays the same in a longer or shorter run
 
-    Raises ValueError on every rank without tokens, if one epoch is shorter than a sample, or if
-    the order needs more than `max_bytes` of memory.
+    Raises ValueError on every rank without tokens, if one epoch is shorter than a sample, or if the
+    order needs too much memory.
     """
 
     def __init__(
@@ -133,32 +154,26 @@ class GPTDataset:
         name: str,
         documents: np.ndarray | range,
         num_samples: int | None,
-        seq_length: int,
-        seed: int,
-        vocab_size: int | None = None,
-        max_bytes: int | None = None,
-        cache: IndexCache | None = None,
-        comm: Comm | None = None,
+        config: DatasetConfig,
         begun: int | None = None,
     ):
         self.indexed = indexed
         self.name = name
-        self.seq_length = seq_length
-        self.vocab_size = vocab_size
-        per_epoch = on_root(comm, lambda: self._tokens_per_epoch(documents, num_samples))
+        self.config = config
         self.num_documents = len(documents)
-        self.num_tokens = per_epoch
+        self.num_tokens = on_root(config.comm, lambda: self._count_tokens(documents, num_samples))
         self._epochs = self._plan(num_samples, begun)
         self.num_epochs = self._epochs.total
-        longest = max(num_samples or 1, begun or 1)
-        on_root(comm, lambda: self._check_memory(len(documents), longest, max_bytes))
+        on_root(config.comm, lambda: self._check_memory(max(num_samples or 1, begun or 1)))
         self._fetched = 0
-        self._index = self._build(documents, seed, cache or IndexCache(), comm)
+        self._index = self._build(documents)
         self.document_index, self.sample_index, self.shuffle_index = (
             self._index.arrays[name] for name in GPT_ARRAYS
         )
 
-    def _tokens_per_epoch(self, documents: np.ndarray | range, num_samples: int | None) -> int:
+    def _count_tokens(self, documents: np.ndarray | range, num_samples: int | None) -> int:
+        """Return the tokens in an epoch. Raises ValueError for too few."""
+        s = self.config.seq_length
         if isinstance(documents, range):
             blocks = (documents[i : i + BLOCK] for i in range(0, len(documents), BLOCK))
             per_epoch = sum(
@@ -167,37 +182,34 @@ class GPTDataset:
             )
         else:
             per_epoch = int(self.indexed.sequence_lengths[documents].sum(dtype=np.int64))
-        self._check_request(len(documents), per_epoch, num_samples)
+        if s < 1 or (num_samples is not None and num_samples < 1):
+            raise ValueError(
+                f"{self.name} data: --seq-length {s} and {num_samples} samples must be >= 1"
+            )
+        if per_epoch < (s + 1 if num_samples is None else 1):
+            raise ValueError(
+                f"{self.name} data of {self.indexed.prefix}: {per_epoch} tokens in {len(documents)} documents, but a "
+                f"sample takes --seq-length {s} + 1; shorten it, pass more data or change --split"
+            )
         return per_epoch
 
-    def _check_request(self, num_documents: int, per_epoch: int, num_samples: int | None) -> None:
-        if self.seq_length < 1 or (num_samples is not None and num_samples < 1):
+    def _check_memory(self, num_samples: int) -> None:
+        limit = self.config.max_bytes
+        needed = SAMPLE_BYTES * num_samples + DOCUMENT_BYTES * self.num_documents * self.num_epochs
+        if limit is not None and needed > limit:
             raise ValueError(
-                f"{self.name} data: --seq-length {self.seq_length} and {num_samples} samples must be >= 1"
-            )
-        if per_epoch < (self.seq_length + 1 if num_samples is None else 1):
-            raise ValueError(
-                f"{self.name} data of {self.indexed.prefix}: {per_epoch} tokens in {num_documents} documents, but a "
-                f"sample takes --seq-length {self.seq_length} + 1; shorten it, pass more data or change --split"
-            )
-
-    def _check_memory(self, num_documents: int, num_samples: int, max_bytes: int | None) -> None:
-        needed = SAMPLE_BYTES * num_samples + DOCUMENT_BYTES * num_documents * self.num_epochs
-        if max_bytes is not None and needed > max_bytes:
-            flags = "--train-iters or --train-samples" if self.name == SPLITS[0] else "--eval-iters"
-            raise ValueError(
-                f"{self.name} data of {self.indexed.prefix}: the order of {num_samples} samples, which read its {num_documents} "
-                f"documents {self.num_epochs} times, takes about {needed / 2**30:.1f} GiB, and the node has "
-                f"{max_bytes / 2**30:.1f} GiB: pass fewer {flags}, or more data"
+                f"{self.name} data of {self.indexed.prefix}: the order of {num_samples} samples, which read its "
+                f"{self.num_documents} documents {self.num_epochs} times, takes about {needed / 2**30:.1f} GiB, and the "
+                f"node has {limit / 2**30:.1f} GiB: pass fewer {length_flags(self.name)}, or more data"
             )
 
     def _plan(self, num_samples: int | None, begun: int | None) -> Epochs:
-        """Plan the epochs of an order begun with `begun` samples. A little-used last epoch is
+        """Plan the epochs for an order begun with `begun` samples. A little-used last epoch is
         shuffled separately.
         """
         if num_samples is None:
             return Epochs(1)
-        s = self.seq_length
+        s = self.config.seq_length
         per_epoch = self.num_tokens
         first = begun or num_samples
         epochs = -(-(first * s + 1) // per_epoch)
@@ -206,11 +218,10 @@ class GPTDataset:
         used = first - count_samples((epochs - 1) * per_epoch, s)  # of the last epoch
         return Epochs(epochs, epochs > 1 and used < threshold, max(0, needed - epochs))
 
-    def _build(
-        self, documents: np.ndarray | range, seed: int, cache: IndexCache, comm: Comm | None
-    ) -> Index:
+    def _build(self, documents: np.ndarray | range) -> Index:
         """Build the document, sample and shuffle index."""
-        s = self.seq_length
+        s = self.config.seq_length
+        seed = self.config.seed
         epochs = self._epochs
         count = epochs.total * len(documents)
         bounds = epochs.bounds(self.num_tokens, s)
@@ -219,40 +230,31 @@ class GPTDataset:
 
         def build(store: Store) -> None:
             rng = np.random.RandomState(seed)  # Megatron's generator; its stream is frozen
-            document_index = store(
-                "document_index",
-                np.int32,
-                (count,),
-                chain(
-                    [build_document_index(documents, epochs.begun, epochs.separate_last, rng)],
-                    added_documents(documents, epochs.added, seed),
-                ),
-            )
+            shuffled = [build_document_index(documents, epochs.begun, epochs.separate_last, rng)]
+            blocks: Iterable[np.ndarray]
+            blocks = chain(shuffled, added_documents(documents, epochs.added, seed))
+            document_index = store(ArrayBlocks("document_index", np.int32, (count,), blocks))
             lengths, first = self._lengths(documents)
-            store(
-                "sample_index",
-                sample_index_dtype(count),
-                (total + 1, 2),
-                sample_blocks(lengths, document_index, s, first),
-            )
-            del lengths
-            store(
-                "shuffle_index",
-                shuffle_index_dtype(total),
-                (total,),
-                chain(
-                    [build_shuffle_index(bounds[0], begun, rng)],
-                    added_samples(bounds[epochs.separate_last :], seed),
-                ),
-            )
+            blocks = sample_blocks(lengths, document_index, s, first)
+            store(ArrayBlocks("sample_index", sample_dtype, (total + 1, 2), blocks))
+            del lengths, blocks
+            shuffled = [build_shuffle_index(bounds[0], begun, rng)]
+            blocks = chain(shuffled, added_samples(bounds[epochs.separate_last :], seed))
+            store(ArrayBlocks("shuffle_index", shuffle_dtype, (total,), blocks))
 
-        per_sample = (
-            2 * np.dtype(sample_index_dtype(count)).itemsize
-            + np.dtype(shuffle_index_dtype(total)).itemsize
-        )
+        sample_dtype = np.dtype(sample_index_dtype(count))
+        shuffle_dtype = np.dtype(shuffle_index_dtype(total))
+        if isinstance(documents, range):
+            described: dict[str, int | str] = {
+                "first_document": documents.start,
+                "documents": len(documents),
+            }
+        else:
+            contents = np.ascontiguousarray(documents).data
+            described = {"documents": hashlib.md5(contents, usedforsecurity=False).hexdigest()}
         description = {
             **self.indexed.description(),
-            **_described(documents),
+            **described,
             "num_epochs": epochs.begun,
             "separate_last_epoch": epochs.separate_last,
             "index_split": self.name,
@@ -261,34 +263,25 @@ class GPTDataset:
         }
         if epochs.added:
             description["added_epochs"] = epochs.added
-        return provide(
-            cache,
-            self.indexed.prefix,
-            "GPTDataset",
-            self.name,
-            description,
-            GPT_ARRAYS,
-            4 * count + per_sample * total,
-            build,
-            comm,
+        size = 4 * count + (2 * sample_dtype.itemsize + shuffle_dtype.itemsize) * total
+        request = IndexRequest(
+            self.indexed.prefix, "GPTDataset", self.name, description, GPT_ARRAYS, size
         )
+        return provide(self.config.cache, request, build, self.config.comm)
 
     def _lengths(self, documents: np.ndarray | range) -> tuple[np.ndarray, int]:
-        """Return lengths of consecutive sequences that include `documents`, and the first
-        sequence's number.
+        """Return consecutive sequence lengths that include `documents`, and the first sequence's
+        number.
         """
-        first, stop = (
-            (documents.start, documents.stop)
-            if isinstance(documents, range)
-            else (0, len(self.indexed))
-        )
-        return self.indexed.read_lengths(first, stop), first
+        if not isinstance(documents, range):
+            documents = range(len(self.indexed))
+        return self.indexed.read_lengths(documents.start, documents.stop), documents.start
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Return sample `index` of the shuffled order, int64 (s + 1,)."""
+        """Return sample `index` in shuffled order, int64 (s + 1,)."""
         check_index(index, self)
         self._fetched += 1
         if self._fetched % RELEASE_EVERY == 0:
@@ -305,25 +298,19 @@ class GPTDataset:
             )  # + 1: the token shared with the next sample
             parts.append(self.indexed.get(self.document_index[i], offset, length))
         tokens = np.concatenate(parts)
-        assert len(tokens) == self.seq_length + 1
-        if self.vocab_size is not None:
-            check_tokens(tokens, self.vocab_size, self.indexed.prefix)
+        assert len(tokens) == self.config.seq_length + 1
+        if self.config.vocab_size is not None:
+            check_tokens(tokens, self.config.vocab_size, f"{self.indexed.prefix}.bin")
         return tokens.astype(np.int64)
 
 
-def _described(documents: np.ndarray | range) -> dict[str, Any]:
-    """Describe the documents for an index description."""
-    if isinstance(documents, range):
-        return {"first_document": documents.start, "documents": len(documents)}
-    return {
-        "documents": hashlib.md5(
-            np.ascontiguousarray(documents).data, usedforsecurity=False
-        ).hexdigest()
-    }
+def length_flags(name: str) -> str:
+    """Return the flags that determine a split's number of samples."""
+    return "--train-iters or --train-samples" if name == SPLITS[0] else "--eval-iters"
 
 
 class BlendedDataset:
-    """Mix of several data sets such that the first n samples follow the `weights` for any n.
+    """Mixed data sets: the first n samples follow the `weights` for any n.
 
     Raises ValueError for a weight that is not positive and for a data set with too few samples.
     """
@@ -344,15 +331,9 @@ class BlendedDataset:
         self._fetched = 0
 
         def build(store: Store) -> None:
-            for array, dtype, part in zip(
-                BLEND_ARRAYS, (np.int16, np.int64), range(2), strict=True
-            ):
-                store(
-                    array,
-                    dtype,
-                    (num_samples,),
-                    (block[part] for block in blending_blocks(weights, num_samples)),
-                )
+            for part, dtype in enumerate((np.int16, np.int64)):
+                blocks = (block[part] for block in blending_blocks(weights, num_samples))
+                store(ArrayBlocks(BLEND_ARRAYS[part], dtype, (num_samples,), blocks))
 
         description = {
             "class": "BlendedDataset",
@@ -360,17 +341,10 @@ class BlendedDataset:
             "size": num_samples,
             "index_split": name,
         }
-        self._index = provide(
-            cache or IndexCache(),
-            prefix,
-            "BlendedDataset",
-            name,
-            description,
-            BLEND_ARRAYS,
-            10 * num_samples,
-            build,
-            comm,
+        request = IndexRequest(
+            prefix, "BlendedDataset", name, description, BLEND_ARRAYS, 10 * num_samples
         )
+        self._index = provide(cache, request, build, comm)
         self.dataset_index, self.sample_index = (self._index.arrays[name] for name in BLEND_ARRAYS)
         on_root(comm, lambda: self._check_sizes(num_samples))
 
@@ -399,11 +373,11 @@ class BlendedDataset:
         if self._fetched % RELEASE_EVERY == 0:
             self._index.release()
         self._index.check()
-        return self.datasets[self.dataset_index[index]][int(self.sample_index[index])]
+        return self.datasets[int(self.dataset_index[index])][int(self.sample_index[index])]
 
 
 class ValidationSets:
-    """Concatenation of several data sets."""
+    """Concatenated data sets."""
 
     def __init__(self, datasets: Sequence[Dataset]):
         self.datasets = list(datasets)
@@ -419,7 +393,7 @@ class ValidationSets:
 
 
 class MockDataset:
-    """Samples for --mock-data: a pure function of (seed, i), uniform over the vocabulary."""
+    """Samples for --mock-data: a pure function (seed, i), uniform over the vocabulary."""
 
     def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int):
         self.vocab_size = vocab_size
@@ -442,7 +416,7 @@ class MockDataset:
 
 
 class Documents(Protocol):
-    """Sequence, or map-style data set of torch."""
+    """Sequence, or torch's map-style data set."""
 
     def __len__(self) -> int: ...
 
@@ -468,8 +442,7 @@ def _tokens(document: Any, where: str) -> np.ndarray:
 
 
 class TokenArrays:
-    """In-memory documents with the interface of `indexed.IndexedDataset`, the same on every reader
-    rank.
+    """In-memory documents with `indexed.IndexedDataset`'s interface, equal on every reader rank.
 
     prefix: name in messages
     sequence_lengths: int32 (n,), after `measure`
@@ -481,9 +454,9 @@ class TokenArrays:
         self.sequence_lengths = np.empty(0, np.int32)
 
     def measure(self, vocab_size: int | None = None, comm: Comm | None = None) -> TokenArrays:
-        """Read every document once, on rank 0, for the lengths. Collective over `comm`.
+        """Read every document's length once, on rank 0. Collective over `comm`.
 
-        Raises ValueError on every rank for a document that is not an array of token ids within the
+        Raises ValueError on every rank for a document that is not an array with token ids in the
         vocabulary.
         """
         if not len(self.sequence_lengths):
@@ -495,15 +468,8 @@ class TokenArrays:
         for index in range(len(lengths)):
             tokens = self.get(index)
             lengths[index] = len(tokens)
-            if (
-                vocab_size is not None
-                and len(tokens)
-                and not 0 <= tokens.min() <= tokens.max() < vocab_size
-            ):
-                wrong = tokens.min() if tokens.min() < 0 else tokens.max()
-                raise ValueError(
-                    f"document {index} of {self.prefix}: token id {wrong} is outside the vocabulary of {vocab_size}"
-                )
+            if vocab_size is not None:
+                check_tokens(tokens, vocab_size, f"document {index} of {self.prefix}", remedy="")
         return lengths
 
     def __len__(self) -> int:
@@ -520,7 +486,7 @@ class TokenArrays:
         }
 
     def read_lengths(self, start: int, stop: int) -> np.ndarray:
-        """Return int32 (stop - start,): lengths of consecutive documents."""
+        """Return int32 (stop - start,): consecutive documents' lengths."""
         return self.sequence_lengths[start:stop]
 
     def check_open(self) -> None:
@@ -529,8 +495,6 @@ class TokenArrays:
     check = check_open
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return `length` tokens (default: the rest) of a document from token `offset` on, int64
-        (n,).
-        """
+        """Return `length` tokens (default: the rest) from token `offset` on, int64 (n,)."""
         tokens = _tokens(self.documents[int(index)], f"document {index} of {self.prefix}")
         return tokens[offset : None if length is None else offset + length]

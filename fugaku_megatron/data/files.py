@@ -1,9 +1,7 @@
-"""Files of data: mapped into memory, and read as texts.
+"""Data files: mapped into memory, or read as texts.
 
-Texts are plain text files (a document a file), JSON (an object a line, or over lines), both of
-them compressed, tables (a JSON object a row), and folders of these. Left out: the form of a file,
-compressed files and tables (formats.py), JSON over lines (json_values.py), small files of other
-kinds (text/named_files.py).
+Texts are plain text files (a document a file), JSON (an object a line, or over lines), both also
+compressed, tables (a JSON object a row), and folders.
 """
 
 from __future__ import annotations
@@ -64,11 +62,11 @@ class MappedFile:
         return len(self._map)
 
     def array(self, dtype: np.dtype | str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
-        """Return a view of `shape` from byte `offset` on."""
+        """Return a view with `shape` from byte `offset` on."""
         return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
 
     def npy(self) -> np.ndarray:
-        """Return the array of a .npy file. Raises ValueError for another or truncated file."""
+        """Return a .npy file's array. Raises ValueError for another or truncated file."""
         self._map.seek(0)
         np.lib.format.read_magic(self._map)
         shape, _, dtype = np.lib.format.read_array_header_1_0(self._map)
@@ -152,7 +150,7 @@ class ReadFile:
 
     @property
     def size(self) -> int:
-        """Size in bytes at the time of opening."""
+        """Size in bytes when opened."""
         return self.status.size
 
     def read(self, dtype: np.dtype | str, offset: int, count: int) -> np.ndarray:
@@ -168,7 +166,7 @@ class ReadFile:
                 change = self.status.change(self._now()) or f"it ends before byte {offset}"
                 raise changed(self.path, change)
             missing = missing[got:]
-            offset = offset + got
+            offset += got
         return array
 
     def check_open(self) -> None:
@@ -201,11 +199,11 @@ BEGIN = Place()
 
 @dataclass(frozen=True)
 class Document:
-    """Raw bytes of a document and its position.
+    """A document's raw bytes and position.
 
     line: from 1; 0: the whole file
     number: file number from 0
-    read: bytes of the file up to the document's end
+    read: file bytes up to the document's end
     over_lines: JSON value that may span lines; `line` is its number
     """
 
@@ -230,7 +228,7 @@ class Document:
 
 
 class Skipped:
-    """Counts and first reasons of documents dropped by --skip-invalid. Without the flag errors are
+    """Counts and first reasons for documents dropped by --skip-invalid. Without the flag errors are
     raised and name it.
     """
 
@@ -253,8 +251,8 @@ class Skipped:
         document: Document,
         keys: Sequence[str],
     ) -> list[str | bytes]:
-        """Return the texts of a document; count it and return [] if it is invalid. Raises
-        ValueError without the flag.
+        """Return a document's texts; count it and return [] if it is invalid. Raises ValueError
+        without the flag.
         """
         try:
             return read(document, keys)
@@ -273,11 +271,8 @@ class Skipped:
         """Summarize; "" if nothing was skipped. records: noun for them."""
         if not self.files + self.records:
             return ""
-        counts = [
-            f"{count} {word}"
-            for count, word in ((self.files, "files"), (self.records, records))
-            if count
-        ]
+        numbers = {"files": self.files, records: self.records}
+        counts = [f"{count} {word}" for word, count in numbers.items() if count]
         more = ", ..." if self.files + self.records > len(self.reasons) else ""
         return f"warning: {SKIP} left out {' and '.join(counts)} ({'; '.join(self.reasons)}{more})"
 
@@ -312,9 +307,9 @@ def input_files(
     columns: Columns | None = None,
     skipped: Skipped | None = None,
 ) -> list[str]:
-    """Return the files of --input in order; folders recursively by name, without hidden files.
+    """Return the --input files in order; folders recursively by name, without hidden files.
 
-    columns: of tables, by default json_keys
+    columns: table columns, by default json_keys
     skipped: takes files that are not text
 
     Raises ValueError, before any work, for unreadable or unsupported inputs, missing columns and
@@ -332,7 +327,14 @@ def input_files(
             for path in map(_readable, _folder_files(name) if folder else [name])
             if _is_text(path, name, wanted, skipped, forms)
         ]
-        files += _chats_of(name, found, forms) if folder and not wanted.needed else found
+        if folder and not wanted.needed:  # chats, and perhaps a README.md
+            found = _preferred(
+                name,
+                found,
+                lambda path: forms[path].content != TEXT_FILE,
+                kinds=("JSON or tables", "plain text"),
+            )
+        files += found
     plain = [path for path in files if forms[path].content == TEXT_FILE]
     if plain and list(json_keys) != ["text"]:
         raise ValueError(
@@ -383,17 +385,20 @@ def _checked_form(path: str, name: str, columns: Columns) -> Form:
     return form
 
 
-def _chats_of(folder: str, files: list[str], forms: dict[str, Form]) -> list[str]:
-    """Return the folder's files that may contain chats, without README.md."""
-    records = [path for path in files if forms[path].content != TEXT_FILE]
-    if others := [path for path in files if records and forms[path].content == TEXT_FILE]:
+def _preferred(
+    folder: str, files: list[str], is_preferred: Callable[[str], bool], kinds: tuple[str, str]
+) -> list[str]:
+    """Return a folder's preferred files, or all without any. kinds: both, in words."""
+    chosen = [path for path in files if is_preferred(path)]
+    others = [path for path in files if not is_preferred(path)]
+    if chosen and others:
         print(
-            f"note: --input {folder} has JSON or tables, so {len(others)} plain text files in it are not read, such as "
+            f"note: --input {folder} has {kinds[0]}, so {len(others)} {kinds[1]} files in it are not read, such as "
             f"{others[0]}",
             file=sys.stderr,
             flush=True,
         )
-    return records or files
+    return chosen or files
 
 
 def _readable(path: str) -> str:
@@ -420,14 +425,12 @@ def _folder_files(folder: str) -> list[str]:
         ]
     if not files:
         raise ValueError(f"--input {folder}: no file in this folder")
-    tables = [path for path in files if Path(path).suffix.lower() in TABLES]
-    if others := [path for path in files if tables and Path(path).suffix.lower() not in TABLES]:
-        print(
-            f"note: --input {folder} has tables, so {len(others)} other files in it are not read, such as {others[0]}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return tables or files
+    return _preferred(
+        folder,
+        files,
+        lambda path: Path(path).suffix.lower() in TABLES,
+        kinds=("tables", "other"),
+    )
 
 
 def _raise(error: OSError) -> None:
@@ -440,9 +443,9 @@ def read_documents(
     start: Place = BEGIN,
     skipped: Skipped | None = None,
 ) -> Iterator[Document]:
-    """Yield the documents of all files in order, from a position on, without blank lines.
+    """Yield all documents in order, from a position on, without blank lines.
 
-    skipped: takes files that are not text, and the rest of damaged files; otherwise they raise
+    skipped: takes files that are not text, and the rest after damage; otherwise they raise
         ValueError
 
     Warns at the end about plain text that is not UTF-8.
@@ -496,11 +499,7 @@ def _foreign_bytes(path: str, raw: bytes) -> int:
     place = raw.find(b"\0")
     if place >= 0:
         raise ValueError(f"--input {path}: is not text (byte {place} is zero): {CONVERT}")
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return len(re.findall("[\udc80-\udcff]", raw.decode(errors="surrogateescape")))
-    return 0
+    return len(re.findall("[\udc80-\udcff]", raw.decode(errors="surrogateescape")))
 
 
 def _warning(foreign: dict[str, int]) -> str:
@@ -509,9 +508,9 @@ def _warning(foreign: dict[str, int]) -> str:
         f"{path}: {count} bytes" if count > 1 else f"{path}: {count} byte"
         for path, count in foreign.items()
     ]
-    listed = ", ".join(shown[:NAMED])
     if len(shown) > NAMED:
-        listed += ", ..."
+        shown[NAMED:] = ["..."]
+    listed = ", ".join(shown)
     files = f"{len(foreign)} plain text files are" if len(foreign) > 1 else "1 plain text file is"
     return (
         f"warning: {files} not UTF-8 ({listed}): these bytes are tokenized "

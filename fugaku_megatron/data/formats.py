@@ -13,6 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -69,8 +70,8 @@ def library(name: str, extra: str, user: str) -> ModuleType:
 
 
 class Form(NamedTuple):
-    """File format. content: LINES or VALUES of JSON, TEXT_FILE, or a key of TABLES; packed: a key
-    of PACKED, or "".
+    """File format. content: JSON's LINES or VALUES, TEXT_FILE, or a key in TABLES; packed: a key in
+    PACKED, or "".
     """
 
     content: str
@@ -87,7 +88,7 @@ def form_of(path: str, columns: Columns) -> Form:
 
     columns: JSON keys that distinguish JSON from other text
 
-    Raises ValueError for a compressed file with a damaged beginning.
+    Raises ValueError for a damaged compressed file.
     """
     with open(path, "rb") as file:
         begin = file.read(BLOCK)
@@ -116,7 +117,7 @@ def form_of(path: str, columns: Columns) -> Form:
 
 
 def head_of(path: str, packed: str, size: int = BLOCK) -> tuple[bytes, bool]:
-    """Return at least `size` first bytes of a file's text, or all, and True if there are more."""
+    """Return at least a text's first `size` bytes, or all, and True if there are more."""
     head = b""
     for block, _ in text_blocks(path, packed):
         head += block
@@ -126,7 +127,7 @@ def head_of(path: str, packed: str, size: int = BLOCK) -> tuple[bytes, bool]:
 
 
 def text_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
-    """Yield the text of a file, compressed or not, and the file bytes read."""
+    """Yield a file's text, compressed or not, and the file bytes read."""
     if packed:
         yield from blocks(path, packed)
         return
@@ -136,8 +137,8 @@ def text_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
 
 
 def check_table(path: str, form: Form, begin: bytes, columns: Columns) -> None:
-    """Raise ValueError, before any work, for a table in another format (first bytes `begin`) and
-    for missing columns.
+    """Raise ValueError, before any work, for another format (first bytes `begin`) and missing
+    columns.
     """
     if form.packed:
         raise ValueError(f"--input {path}: is a compressed table: unpack it first")
@@ -180,8 +181,11 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
-    """Yield (decompressed bytes, file bytes read so far). packed: a key of PACKED."""
-    start = _decompressor(path, packed)
+    """Yield (decompressed bytes, file bytes read so far). packed: a key in PACKED."""
+    start: Callable[[], Any] = partial(zlib.decompressobj, zlib.MAX_WBITS | 16)
+    if packed == ".zst":
+        zstandard = library("zstandard", "data", f"--input {path}")
+        start = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj
     with _reading(path), open(path, "rb") as file:
         frame = start()
         begun = False
@@ -198,14 +202,6 @@ def blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
                     data = data.lstrip(b"\0")
         if begun:
             raise EOFError("its compressed data has no end")
-
-
-def _decompressor(path: str, packed: str) -> Callable[[], Any]:
-    """Return a factory of decompressors, one a frame, with `eof` at the frame's end."""
-    if packed == ".gz":
-        return lambda: zlib.decompressobj(zlib.MAX_WBITS | 16)
-    zstandard = library("zstandard", "data", f"--input {path}")
-    return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj
 
 
 def lines(path: str, packed: str) -> Iterator[Record]:
@@ -234,20 +230,17 @@ def lines(path: str, packed: str) -> Iterator[Record]:
 
 
 def rows(path: str, kind: str, columns: Columns, skip: int) -> Iterator[Record]:
-    """Yield table rows after the first `skip`, as JSON objects with the columns of `_choose`.
-    kind: of TABLES.
+    """Yield table rows after the first `skip`, as JSON objects with the columns that `_choose`
+    returns. kind: in TABLES.
     """
     with _reading(path):
         schema, batches = _open(path, kind)
         for first, batch, read in batches(_choose(path, schema, columns), skip):
-            for number, row in enumerate(
-                batch.slice(max(0, skip - first)).to_pylist(), start=max(first, skip) + 1
-            ):
-                yield number, _json(row, columns), read
-
-
-def _json(row: dict[str, Any], columns: Columns) -> bytes:
-    return json.dumps(row if columns.needed else _without_null(row), ensure_ascii=False).encode()
+            records = batch.slice(max(0, skip - first)).to_pylist()
+            for number, record in enumerate(records, start=max(first, skip) + 1):
+                if not columns.needed:
+                    record = _without_null(record)
+                yield number, json.dumps(record, ensure_ascii=False).encode(), read
 
 
 def _without_null(value: Any) -> Any:
@@ -263,7 +256,7 @@ Batches = Callable[
 
 
 def _open(path: str, kind: str) -> tuple[Any, Batches]:
-    """Return (schema, row batches). kind: of TABLES."""
+    """Return (schema, row batches). kind: in TABLES."""
     library("pyarrow", "data", f"--input {path}")
     size = os.stat(path).st_size
     return _open_parquet(path, size) if kind == ".parquet" else _open_arrow(path, size)
@@ -337,7 +330,7 @@ def _choose(path: str, schema: Any, columns: Columns) -> list[str]:
 
 
 def saved_files(place: str, names: list[str]) -> list[str] | None:
-    """Return the .arrow files of a folder saved by `datasets`; None for other folders."""
+    """Return a saved `datasets` folder's .arrow files; None for other folders."""
     if "dataset_dict.json" in names:
         splits = json.loads(Path(place, "dataset_dict.json").read_text(encoding="utf-8")).get(
             "splits", []

@@ -20,9 +20,8 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -56,7 +55,7 @@ def build_document_index(
 
 
 def count_samples(tokens: int, seq_length: int) -> int:
-    """Return the number of samples of seq_length + 1 tokens, neighbours sharing one."""
+    """Return how many samples with seq_length + 1 tokens fit, neighbours sharing one."""
     return (tokens - 1) // seq_length
 
 
@@ -68,14 +67,13 @@ def sample_index_dtype(num_documents: int) -> type:
 def sample_blocks(
     lengths: np.ndarray, document_index: np.ndarray, seq_length: int, first: int = 0
 ) -> Iterator[np.ndarray]:
-    """Yield the sample index, int32 or int64 (n + 1, 2), in blocks of at most BLOCK rows: document
+    """Yield the sample index, int32 or int64 (n + 1, 2), in blocks up to BLOCK rows: document
     position and offset.
 
-    lengths: of the documents from number `first` on
+    lengths: documents' from number `first` on
 
-    Sample i has tokens i*s to (i+1)*s, inclusive, of the concatenated documents: neighbours share
-    one token. It begins in the first document that ends after its first token, so empty documents
-    are skipped.
+    Sample i has the concatenated tokens i*s to (i+1)*s, inclusive: neighbours share one token. It
+    begins in the first document that ends after its first token, so empty documents are skipped.
     """
     # ended: tokens of the documents before this block
     dtype = sample_index_dtype(len(document_index))
@@ -103,9 +101,7 @@ def shuffle_index_dtype(total: int) -> type:
 
 
 def build_shuffle_index(num_first: int, total: int, rng: np.random.RandomState) -> np.ndarray:
-    """Return uint32 or int64 (total,): a permutation of [0, num_first), then one of [num_first,
-    total).
-    """
+    """Return uint32 or int64 (total,): [0, num_first) permuted, then [num_first, total)."""
     index: np.ndarray = np.arange(total, dtype=shuffle_index_dtype(total))
     rng.shuffle(index[:num_first])
     if num_first < total:
@@ -114,10 +110,10 @@ def build_shuffle_index(num_first: int, total: int, rng: np.random.RandomState) 
 
 
 class Epochs(NamedTuple):
-    """Epochs of an order, and how they are shuffled.
+    """Epochs in an order, and how they are shuffled.
 
     begun: Megatron-core's epochs, with which the run began
-    separate_last: shuffle the last of them separately
+    separate_last: shuffle the last one separately
     added: further epochs for a longer run, each shuffled separately
     """
 
@@ -130,7 +126,7 @@ class Epochs(NamedTuple):
         return self.begun + self.added
 
     def bounds(self, tokens: int, seq_length: int) -> list[int]:
-        """Return the ends, in samples, of the separately shuffled ranges. tokens: in an epoch."""
+        """Return where separately shuffled ranges end, in samples. tokens: in an epoch."""
         ends = [*range(self.begun, self.total + 1)]
         if self.separate_last:
             ends.insert(0, self.begun - 1)
@@ -143,18 +139,16 @@ ADDED_SAMPLES = 2
 
 
 def added_documents(documents: np.ndarray | range, epochs: int, seed: int) -> Iterator[np.ndarray]:
-    """Yield document ids, int32 (documents,), per added epoch, independent of the number of
-    epochs.
-    """
+    """Yield document ids, int32 (documents,), per added epoch, for any number of epochs alike."""
     rng = np.random.RandomState([seed, ADDED_DOCUMENTS])
     for _ in range(epochs):
         yield build_document_index(documents, 1, False, rng)
 
 
 def added_samples(bounds: Sequence[int], seed: int) -> Iterator[np.ndarray]:
-    """Yield shuffled sample numbers of each added epoch.
+    """Yield each added epoch's shuffled sample numbers.
 
-    bounds: ends, in samples, of the earlier epochs and of each added one
+    bounds: ends, in samples: before, and after each added epoch
 
     The first sample has the previous epoch's remaining tokens and stays first, so that the token
     counts differ by at most one.
@@ -169,13 +163,12 @@ def added_samples(bounds: Sequence[int], seed: int) -> Iterator[np.ndarray]:
 def blending_blocks(
     weights: Sequence[float], num_samples: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield blocks of at most BLOCK samples: data set, int16 (n,), and sample number in it, int64
-    (n,).
+    """Yield blocks up to BLOCK samples: data set, int16 (n,), and sample number in it, int64 (n,).
 
     weights: sum to 1
 
     Megatron's greedy choice: largest weight * samples so far - samples taken, the first on a tie.
-    The loop is sequential, about 0.4 us a sample for two to four data sets.
+        The loop is sequential, about 0.4 us a sample for two to four data sets.
     """
     taken = [0] * len(weights)
     for start in range(0, num_samples, BLOCK):
@@ -199,19 +192,33 @@ IN_MEMORY = 64 << 20  # bytes of an index that need no file
 ABANDONED = 3600.0  # s after which an unfinished file belongs to a builder that was killed
 
 
-class Store(Protocol):
-    """Function that takes an array in blocks and returns the stored array."""
+class ArrayBlocks(NamedTuple):
+    """Array that is built in blocks."""
 
-    def __call__(
-        self,
-        name: str,
-        dtype: np.dtype | type,
-        shape: tuple[int, ...],
-        blocks: Iterable[np.ndarray],
-    ) -> np.ndarray: ...
+    name: str
+    dtype: np.dtype[Any] | type
+    shape: tuple[int, ...]
+    blocks: Iterable[np.ndarray]
 
 
+Store = Callable[[ArrayBlocks], np.ndarray]  # returns the stored array
 Build = Callable[[Store], None]
+
+
+class IndexRequest(NamedTuple):
+    """Index that a data set needs.
+
+    prefix: data next to which the files are by default
+    kind: data set class
+    size: bytes in all arrays
+    """
+
+    prefix: str
+    kind: str
+    split: str
+    description: dict[str, Any]
+    arrays: tuple[str, ...]
+    size: int
 
 
 @dataclass(frozen=True)
@@ -223,8 +230,10 @@ class IndexCache:
     path: str | None = None
     in_memory: int = IN_MEMORY
 
-    def folder(self, prefix: str, kind: str) -> Path:
-        return Path(self.path) if self.path else Path(prefix) / "cache" / f"{kind}_indices"
+    def folder(self, request: IndexRequest) -> Path:
+        if self.path:
+            return Path(self.path)
+        return Path(request.prefix) / "cache" / f"{request.kind}_indices"
 
 
 @dataclass(frozen=True)
@@ -245,23 +254,24 @@ class Index:
 
 
 class _Files:
-    """Files of one index in `folder`, named after `description`."""
+    """One index's files in `folder`, named after `description`."""
 
-    def __init__(self, folder: Path, kind: str, split: str, description: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, request: IndexRequest) -> None:
         self.folder = folder
-        self.text = json.dumps(description, indent=4)
+        self.arrays = request.arrays
+        self.text = json.dumps(request.description, indent=4)
         digest = hashlib.md5(self.text.encode(), usedforsecurity=False).hexdigest()
-        self.base = f"{digest}-{kind}-{split}"
+        self.base = f"{digest}-{request.kind}-{request.split}"
         self.mapped: list[MappedFile] = []
 
     def path(self, name: str) -> Path:
         return self.folder / f"{self.base}-{name}"
 
-    def open(self, names: Iterable[str]) -> Index:
+    def open(self) -> Index:
         """Map all arrays. Raises OSError or ValueError if a file is missing or truncated."""
         if self.path("description.txt").read_text() != self.text:
             raise ValueError(f"{self.path('description.txt')} describes another index")
-        files = {name: MappedFile(self.path(f"{name}.npy")) for name in names}
+        files = {name: MappedFile(self.path(f"{name}.npy")) for name in self.arrays}
         return Index({name: file.npy() for name, file in files.items()}, tuple(files.values()))
 
     def build(self, build: Build) -> None:
@@ -269,32 +279,29 @@ class _Files:
         fails.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove_abandoned()
+        for aside in self.folder.glob(f"{self.base}-*.tmp"):
+            with suppress(OSError):  # another builder may be removing it
+                if time.time() - aside.stat().st_mtime > ABANDONED:
+                    aside.unlink()
         build(self.store)
         self._write("description.txt", [self.text.encode()])
 
-    def store(
-        self,
-        name: str,
-        dtype: np.dtype | type,
-        shape: tuple[int, ...],
-        blocks: Iterable[np.ndarray],
-    ) -> np.ndarray:
+    def store(self, array: ArrayBlocks) -> np.ndarray:
         """Write an array blockwise and map it, releasing the pages of earlier arrays."""
         header = {
-            "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
+            "descr": np.lib.format.dtype_to_descr(np.dtype(array.dtype)),
             "fortran_order": False,
-            "shape": shape,
+            "shape": array.shape,
         }
 
         def content() -> Iterable[np.ndarray]:
-            for block in blocks:
-                yield np.ascontiguousarray(block, dtype)
+            for block in array.blocks:
+                yield np.ascontiguousarray(block, array.dtype)
                 for file in self.mapped:
                     file.release()
 
-        self._write(f"{name}.npy", content(), header)
-        file = MappedFile(self.path(f"{name}.npy"))
+        self._write(f"{array.name}.npy", content(), header)
+        file = MappedFile(self.path(f"{array.name}.npy"))
         self.mapped.append(file)
         return file.npy()
 
@@ -316,79 +323,60 @@ class _Files:
         finally:
             aside.unlink(missing_ok=True)
 
-    def _remove_abandoned(self) -> None:
-        for aside in self.folder.glob(f"{self.base}-*.tmp"):
-            with suppress(OSError):  # another builder may be removing it
-                if time.time() - aside.stat().st_mtime > ABANDONED:
-                    aside.unlink()
-
 
 def provide(
-    cache: IndexCache,
-    prefix: str,
-    kind: str,
-    split: str,
-    description: dict[str, Any],
-    names: tuple[str, ...],
-    size: int,
-    build: Build,
-    comm: Comm | None = None,
+    cache: IndexCache | None, request: IndexRequest, build: Build, comm: Comm | None = None
 ) -> Index:
-    """Return the arrays `names` (`size` bytes), built by `build` on rank 0 unless cached.
-    Collective.
+    """Return an index, built by `build` on rank 0 unless cached. Collective.
 
-    prefix: data next to which the files are by default
-
-    Raises ValueError on every rank if they cannot be written.
+    Raises ValueError on every rank if its files cannot be written.
     """
-    small = size <= cache.in_memory
+    cache = cache or IndexCache()
+    small = request.size <= cache.in_memory
     if small and cache.path is None:
         return on_root(comm, lambda: _in_memory(build))
-    files = _Files(cache.folder(prefix, kind), kind, split, description)
-    reason = on_root(comm, lambda: _ensure(files, names, build))
+    files = _Files(cache.folder(request), request)
+    reason = on_root(comm, lambda: _ensure(files, build))
     if reason and small:
         if comm is None or comm.rank == 0:
             print(
-                f"note: --data-cache-path {cache.path}: {reason}: the index of the {split} data is kept in memory",
+                f"note: --data-cache-path {cache.path}: {reason}: the index of the {request.split} data is kept in memory",
                 flush=True,
             )
         return on_root(comm, lambda: _in_memory(build))
-    check = partial(_require, prefix, size)
-    check(reason)
+
+    def check(reason: str | None) -> None:
+        if reason:
+            raise ValueError(
+                f"the index of {request.prefix}, {request.size / 2**20:.0f} MiB, cannot be written ({reason}): pass "
+                "another folder with --data-cache-path"
+            )
 
     def open_or_build() -> Index:
-        check(_ensure(files, names, build))
-        return files.open(names)
+        check(_ensure(files, build))
+        return files.open()
 
+    check(reason)
     return open_or_build() if comm is None else agree(comm, open_or_build)
-
-
-def _require(prefix: str, size: int, reason: str | None) -> None:
-    if reason:
-        raise ValueError(
-            f"the index of {prefix}, {size / 2**20:.0f} MiB, cannot be written ({reason}): pass another folder with "
-            "--data-cache-path"
-        )
 
 
 def _in_memory(build: Build) -> Index:
     arrays: dict[str, np.ndarray] = {}
 
-    def store(
-        name: str, dtype: np.dtype | type, shape: tuple[int, ...], blocks: Iterable[np.ndarray]
-    ) -> np.ndarray:
-        parts = [np.asarray(block, dtype) for block in blocks]
-        arrays[name] = (parts[0] if len(parts) == 1 else np.concatenate(parts)).reshape(shape)
-        return arrays[name]
+    def store(array: ArrayBlocks) -> np.ndarray:
+        parts = [np.asarray(block, array.dtype) for block in array.blocks]
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        arrays[array.name] = whole.reshape(array.shape)
+        return arrays[array.name]
 
     build(store)
     return Index(arrays)
 
 
-def _ensure(files: _Files, names: tuple[str, ...], build: Build) -> str | None:
+def _ensure(files: _Files, build: Build) -> str | None:
     """Build missing files; return an error message if they cannot be written."""
     try:
-        files.open(names)
+        files.open()
     except (OSError, ValueError):
         try:
             files.build(build)

@@ -60,28 +60,26 @@ def _file_size(path: str) -> int:
     reason = unreadable(path)
     if reason is None:
         return os.stat(path).st_size
-    remedy = (
-        "pass the prefix without .bin or .idx"
-        if path.endswith((".bin.bin", ".idx.idx", ".bin.idx", ".idx.bin"))
-        else f"is --data-path right? If it is, {REBUILD}"
-    )
+    remedy = f"is --data-path right? If it is, {REBUILD}"
+    if path.endswith((".bin.bin", ".idx.idx", ".bin.idx", ".idx.bin")):
+        remedy = "pass the prefix without .bin or .idx"
     raise ValueError(
         f"{path}: cannot be read ({reason}); a dataset is a .bin and an .idx file: {remedy}"
     )
 
 
 def check_files(prefix: str) -> None:
-    """Raise ValueError if one of a data set's two files is missing; their contents are not read."""
+    """Raise ValueError if a data set lacks one file; their contents are not read."""
     for suffix in (".idx", ".bin"):
         _file_size(prefix + suffix)
 
 
 @dataclass(frozen=True)
 class Header:
-    """Checked contents of an .idx file: dtype name, numbers of sequences, document indices and
-    tokens, and size in bytes.
+    """Checked .idx contents: dtype name; numbers: sequences, document indices, tokens; size in
+    bytes.
 
-    The CRC-32 of the sequence lengths identifies the sample order.
+    The sequence lengths' CRC-32 identifies the sample order.
     """
 
     dtype: str
@@ -93,8 +91,8 @@ class Header:
 
 
 def _check_places(path: str, stream: BinaryIO, sequences: int, itemsize: int) -> tuple[int, str]:
-    """Return (tokens, CRC-32 of the lengths). Raises ValueError unless sequences are adjacent, as
-    every writer does.
+    """Return (tokens, the lengths' CRC-32). Raises ValueError unless sequences are adjacent, as
+    every writer stores them.
     """
     crc = 0
     ended = 0
@@ -134,7 +132,7 @@ def _read_part(stream: BinaryIO, dtype: str, offset: int, count: int) -> np.ndar
 
 
 def _read_index(prefix: str) -> Header:
-    """Read and check <prefix>.idx blockwise, also against the size of .bin."""
+    """Read and check <prefix>.idx blockwise, also against .bin's size."""
     path = prefix + ".idx"
     size = _file_size(path)
     bin_size = _file_size(prefix + ".bin")
@@ -176,7 +174,7 @@ def _check_bin_size(prefix: str, size: int, tokens: int, dtype: np.dtype) -> Non
 
 
 class StoredTokens:
-    """Consecutive tokens of a .bin file. Slicing reads nothing; numpy's asarray reads all."""
+    """Consecutive .bin tokens. Slicing reads nothing; numpy's asarray reads all."""
 
     def __init__(self, data: IndexedDataset, place: range) -> None:
         self._data = data
@@ -196,13 +194,12 @@ class StoredTokens:
 
 
 class IndexedDataset:
-    """Reader of sequences; `data[i]` and `data.get(i, offset, length)` are read-only arrays.
+    """Sequence reader; `data[i]` and `data.get(i, offset, length)` are read-only arrays.
 
     Attributes: dtype, num_tokens, tokens, and from .idx sequence_lengths int32[n] in tokens,
-        sequence_pointers
-    int64[n] in bytes, document_indices int64[d]. With `comm` only rank 0 reads and checks .idx;
-    ranks open files on first use. Raises ValueError on every rank if a file is missing, truncated,
-    invalid or changed, or the two disagree.
+        document_indices int64[d]. With `comm` only rank 0 reads and checks .idx; ranks open files
+        on first use. Raises ValueError on every rank if a file is missing, truncated, invalid or
+        changed, or the two disagree.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], comm: Comm | None = None):
@@ -237,7 +234,7 @@ class IndexedDataset:
         }
 
     def record(self) -> dict[str, Any]:
-        """Return a checkpoint's description of the files, to detect replaced ones."""
+        """Return a checkpoint's file description, to detect replaced files."""
         return {
             "path": self.prefix,
             "documents": len(self),
@@ -246,7 +243,7 @@ class IndexedDataset:
         }
 
     def probe(self) -> bytes:
-        """Return bytes that identify these files: the length checksum, and some blocks of .bin."""
+        """Return bytes that identify these files: the length checksum, and some .bin blocks."""
         size = self._bin.size
         count = min(PROBE, size)
         places = sorted({(size - count) * i // (PROBES - 1) for i in range(PROBES)})
@@ -274,10 +271,6 @@ class IndexedDataset:
         return self.read_lengths(0, len(self))
 
     @cached_property
-    def sequence_pointers(self) -> np.ndarray:
-        return self.read_pointers(0, len(self))
-
-    @cached_property
     def document_indices(self) -> np.ndarray:
         return self._index.read("<i8", HEADER.size + 12 * len(self), self.header.documents)
 
@@ -295,16 +288,16 @@ class IndexedDataset:
         return self._open(path)
 
     def read_tokens(self, start: int, count: int) -> np.ndarray:
-        """Return up to `count` tokens of .bin from number `start` on."""
+        """Return up to `count` .bin tokens from number `start` on."""
         count = max(0, min(count, self.num_tokens - start))
         return self._bin.read(self.dtype, start * self.dtype.itemsize, count)
 
     def read_lengths(self, start: int, stop: int) -> np.ndarray:
-        """Return int32 (stop - start,): lengths of consecutive sequences, read from .idx."""
+        """Return int32 (stop - start,): consecutive sequence lengths, read from .idx."""
         return self._index.read("<i4", HEADER.size + 4 * start, stop - start)
 
     def read_pointers(self, start: int, stop: int) -> np.ndarray:
-        """Return int64 (stop - start,): .bin offsets of consecutive sequences in bytes, read from
+        """Return int64 (stop - start,): consecutive sequences' .bin offsets in bytes, read from
         .idx.
         """
         return self._index.read("<i8", HEADER.size + 4 * len(self) + 8 * start, stop - start)
@@ -322,7 +315,7 @@ class IndexedDataset:
             check_status(path, status)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return `length` tokens (default: the rest) of sequence `index` from token `offset` on."""
+        """Return `length` tokens (default: the rest) in sequence `index` from token `offset` on."""
         index = int(index)  # numpy's may be too narrow for a place in the file
         whole = int(self.read_lengths(index, index + 1)[0])
         first = int(self.read_pointers(index, index + 1)[0]) // self.dtype.itemsize
@@ -390,8 +383,8 @@ class IndexedDatasetWriter:
     def add_document(
         self, tokens: np.ndarray | Sequence[int], lengths: Iterable[int] | None = None
     ) -> None:
-        """Append a document of one sequence, or of sequences of these `lengths` in tokens (none:
-        an empty document).
+        """Append a document as one sequence, or as sequences with these `lengths` in tokens (none:
+        empty).
         """
         tokens = np.asarray(
             tokens if isinstance(tokens, np.ndarray) else list(tokens),
@@ -405,15 +398,13 @@ class IndexedDatasetWriter:
         self._append(tokens, np.array(lengths, "i"), np.array([len(lengths)]))
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append one-sequence documents of these `lengths` in tokens, (documents,); one of length
-        0 has no sequence.
+        """Append one-sequence documents with these `lengths` in tokens, (documents,); length 0 has
+        no sequence.
         """
         self._append(tokens, lengths[lengths > 0], np.cumsum(lengths > 0))
 
     def _append(self, tokens: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> None:
-        """Append sequences of these `lengths`. ends: number of sequences up to each document's
-        end.
-        """
+        """Append sequences with these `lengths`. ends: sequences up to each document's end."""
         bounds = np.iinfo(self.dtype)
         if len(tokens) and not bounds.min <= tokens.min() <= tokens.max() <= bounds.max:
             raise ValueError(
@@ -426,16 +417,16 @@ class IndexedDatasetWriter:
 
     @property
     def num_documents(self) -> int:
-        """Number of sequences so far, which --split distributes; an empty document has none."""
+        """Sequences so far, which --split distributes; an empty document has none."""
         return len(self._lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens so far."""
+        """Tokens so far."""
         return sum(self._lengths)
 
     def tokens_of(self, documents: range) -> int:
-        """Return the number of tokens in a range of `num_documents`."""
+        """Count the tokens in a `num_documents` range."""
         return sum(self._lengths[documents.start : documents.stop])
 
     def summary(self) -> str:

@@ -130,7 +130,7 @@ class _Stream:
                 return ""
 
     def elements(self) -> Iterator[bytes]:
-        """Yield the JSON of each element of the array that begins here."""
+        """Yield each element's JSON in the array that begins here."""
         self._place += 1
         if self.peek() == "]":
             self._place += 1
@@ -148,7 +148,7 @@ class _Stream:
                 return
 
     def value(self) -> bytes:
-        """Return the JSON of the value that begins here."""
+        """Return the JSON value that begins here."""
         self.peek()
         while True:
             try:

@@ -1,8 +1,8 @@
-"""Tokenizers of other libraries under Megatron-LM's names: Hugging Face, SentencePiece,
+"""Tokenizers from other libraries under Megatron-LM's names: Hugging Face, SentencePiece,
 TikTokenizer, numbers.
 
-Token ids, vocabulary size and end-of-document id equal Megatron-core's. The libraries of Hugging
-Face and SentencePiece are optional and imported on use. Code in a tokenizer's folder is never run.
+Token ids, vocabulary size and end-of-document id equal Megatron-core's. The libraries are optional
+and imported on use. Code in a tokenizer's folder is never run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ OTHER_FILES = (  # which transformers reads as well
     CHAT_TEMPLATE,
 )
 PROBE = "a A 0 . é я 日本語"  # a text of which every vocabulary has a character
+MODEL_REMEDY = "is this --tokenizer-model the model's?"
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
@@ -196,15 +198,16 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str | bytes) -> list[int]:
         """Tokenize, with the special tokens around every text (Llama's first token, for example)."""
-        return self.library(clean(text)).input_ids
+        return list(self.library(clean(text)).input_ids)
 
     def encode_many(self, texts: Sequence[str | bytes]) -> list[list[int]]:
         """Tokenize several texts in one call, which is faster."""
-        return self.library([clean(text) for text in texts], return_attention_mask=False).input_ids
+        cleaned = [clean(text) for text in texts]
+        return list(self.library(cleaned, return_attention_mask=False).input_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode, special tokens included."""
-        return self.library.decode(list(map(int, ids)))
+        return str(self.library.decode(list(map(int, ids))))
 
     def count_bytes(self, ids: Iterable[int]) -> int:
         """Count the UTF-8 bytes of the decoded text without special tokens."""
@@ -212,9 +215,8 @@ class HuggingFaceTokenizer:
 
 
 def load_pieces(path: str | Path, user: str) -> tuple[Any, bytes]:
-    """Return the processor of a SentencePiece model, and the file's bytes.
-
-    user: flag that needs the package
+    """Return a SentencePiece model's processor, and the file's bytes. user: flag that needs the
+    package
 
     Raises ValueError for another file.
     """
@@ -224,16 +226,12 @@ def load_pieces(path: str | Path, user: str) -> tuple[Any, bytes]:
         raise ValueError(f"{where}: cannot be read ({reason}); pass a .model file")
     kind = pieces_kind(Path(path))
     model = Path(path).read_bytes()
-    try:
-        if kind == "SentencePiece":
+    if kind == "SentencePiece":
+        with suppress(RuntimeError):
             processor = package.SentencePieceProcessor(model_proto=model)
             if len(processor):
                 return processor, model
-    except RuntimeError:
-        pass
-    found = ""
-    if kind == "tiktoken":
-        found = ", but a file of tiktoken"
+    found = ", but a file of tiktoken" if kind == "tiktoken" else ""
     raise ValueError(
         f"{where}: not a SentencePiece model{found}; pass the .model file that its training wrote"
     )
@@ -263,13 +261,13 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str | bytes) -> list[int]:
         """Tokenize. Models may normalize white space."""
-        return self._processor.encode(clean(text))
+        return list(self._processor.encode(clean(text)))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode. Raises ValueError for an id outside the vocabulary."""
         ids = list(map(int, ids))
-        _check_range(ids, self.vocab_size, "is this --tokenizer-model the model's?")
-        return self._processor.decode(ids)
+        check_range(ids, self.vocab_size, MODEL_REMEDY)
+        return str(self._processor.decode(ids))
 
     def count_bytes(self, ids: Iterable[int]) -> int:
         """Count the UTF-8 bytes of the decoded text."""
@@ -317,7 +315,7 @@ class NullTokenizer:
                 "type"
             )
         ids = [int(word[:20]) for word in words]
-        _check_range(ids, self.vocab_size, "pass a larger --vocab-size")
+        check_range(ids, self.vocab_size, "pass a larger --vocab-size")
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -329,7 +327,8 @@ class NullTokenizer:
         return len(self.decode(ids))
 
 
-def _check_range(ids: list[int], vocab_size: int, remedy: str) -> None:
+def check_range(ids: list[int], vocab_size: int, remedy: str) -> None:
+    """Raise ValueError for a token id outside the vocabulary."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         wrong = min(ids) if min(ids) < 0 else max(ids)
         raise ValueError(f"token id {wrong} is outside the vocabulary of {vocab_size}: {remedy}")
@@ -422,15 +421,9 @@ class TikTokenizer:
 
     def _bytes(self, ids: Iterable[int]) -> bytes:
         special = self.vocab_size - len(self._tokens)
-        found = []
-        for token in map(int, ids):
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(
-                    f"token id {token} is outside the vocabulary of {self.vocab_size}: is this --tokenizer-model the "
-                    "model's?"
-                )
-            found.append(b"" if token < special else self._tokens[token - special])
-        return b"".join(found)
+        ids = list(map(int, ids))
+        check_range(ids, self.vocab_size, MODEL_REMEDY)
+        return b"".join(self._tokens[token - special] for token in ids if token >= special)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode without special tokens. Raises ValueError for an id outside the vocabulary."""

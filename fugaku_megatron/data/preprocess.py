@@ -25,11 +25,11 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from functools import cache, partial
 from itertools import islice
@@ -54,6 +54,7 @@ from .files import (
 )
 from .formats import CHAT, Columns
 from .indexed import IndexedDatasetWriter, best_dtype
+from .library_tokenizers import HuggingFaceTokenizer
 from .template_limits import TemplateLimit
 from .tokenizer import (
     GPT2BPETokenizer,
@@ -134,7 +135,7 @@ class Encoder:
         """Tokenize at least one document. Raises ValueError for an unreadable one, unless it may
         be skipped.
         """
-        read = self._chat if self.template else self._texts
+        read = self._chat if self.template else partial(document_texts, keys=self.job.keys)
         found = []
         reasons = []
         self._unread.clear()
@@ -175,19 +176,16 @@ class Encoder:
         self._unread |= self.template.unread(chat)
         return [self.template.encode(chat)]
 
-    def _texts(self, document: Document) -> list[str | bytes]:
-        return document_texts(document, self.job.keys)
-
     def _tokens(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        many = getattr(
-            self.tokenizer,
-            "encode_many",
-            lambda texts: [self.tokenizer.encode(text) for text in texts],
-        )
-        end = [self.tokenizer.eod] if self.job.append_eod else []
-        return [
-            np.array(ids + end if ids else ids, self.dtype) for ids in many(texts)
-        ]  # an empty document stays empty
+        if isinstance(self.tokenizer, HuggingFaceTokenizer):
+            found = self.tokenizer.encode_many(texts)
+        else:
+            found = [self.tokenizer.encode(text) for text in texts]
+        eod = self.tokenizer.eod
+        if self.job.append_eod and eod is not None:
+            for ids in filter(None, found):  # an empty document stays empty
+                ids.append(eod)
+        return [np.array(ids, self.dtype) for ids in found]
 
 
 @cache
@@ -223,18 +221,6 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def ordered_map(
-    pool: ProcessPoolExecutor, function: Callable, items: Iterator, ahead: int
-) -> Iterator:
-    """Yield results in the order of `items`, at most `ahead` in flight (Executor.map would read
-    all at once).
-    """
-    running = deque(pool.submit(function, item) for item in islice(items, ahead))
-    while running:
-        yield running.popleft().result()
-        running.extend(pool.submit(function, item) for item in islice(items, 1))
-
-
 def encode_all(
     job: Job, paths: list[str], workers: int, start: Place, skipped: Skipped | None = None
 ) -> Iterator[Encoded]:
@@ -246,8 +232,12 @@ def encode_all(
         yield from map(partial(_encode, job), work)
         return
     pool = ProcessPoolExecutor(workers, initializer=_start_worker)
-    try:
-        yield from ordered_map(pool, partial(_encode, job), work, workers * BATCHES_AHEAD)
+    submitted = (pool.submit(_encode, job, batch) for batch in work)
+    try:  # Executor.map would read all documents at once
+        running = deque(islice(submitted, workers * BATCHES_AHEAD))
+        while running:
+            yield running.popleft().result()
+            running.extend(islice(submitted, 1))
     except BrokenProcessPool:
         raise ValueError(
             "a worker process died, most likely for lack of memory; use fewer --workers"
@@ -320,11 +310,9 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--workers {args.workers}, but this node has {os.cpu_count()} CPUs: pass at most {limit}"
         )
-    for flag in ("workers", "log_interval"):
-        if getattr(args, flag) is not None and getattr(args, flag) < 1:
-            raise ValueError(
-                f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1"
-            )
+    for flag, number in (("--workers", args.workers), ("--log-interval", args.log_interval)):
+        if number is not None and number < 1:
+            raise ValueError(f"{flag} {number}: must be at least 1")
 
 
 def preprocess(args: argparse.Namespace) -> None:
@@ -346,30 +334,19 @@ def preprocess(args: argparse.Namespace) -> None:
             f"--append-eod: the tokenizer of --tokenizer-model {args.tokenizer_model} has no token that ends a text; "
             "leave the flag out, or add one to the tokenizer"
         )
-    made_with = [
-        identity(encoder.tokenizer),
-        job.flags,
-        job.keys,
-        job.append_eod,
-        job.chat,
-        job.chat_template,
-    ]
+    made_with = [identity(encoder.tokenizer), *astuple(job)[:-1]]  # without skip_invalid
     with Unfinished(args.output_prefix, made_with, files, len(job.keys), encoder.dtype) as work:
         progress = Progress(work, total, args.log_interval)
         unread = tokenize(job, files, workers, work, progress, skipped)
         skipped.records = work.journal.skipped
         left_out = skipped.line("chats" if args.chat else "documents")
         if not any(work.journal.tokens):
-            raise ValueError(
-                "; ".join(
-                    filter(None, [f"--input {' '.join(args.input)}: no text in it", left_out])
-                )
-            )
+            found = [f"--input {' '.join(args.input)}: no text in it", left_out]
+            raise ValueError("; ".join(filter(None, found)))
         with ExitStack() as stack:
-            writers = [
+            writers = _writers(args, best_dtype(encoder.tokenizer.vocab_size), work.folder)
+            for writer in writers:
                 stack.enter_context(writer)
-                for writer in _writers(args, best_dtype(encoder.tokenizer.vocab_size), work.folder)
-            ]
             work.finish(writers, not args.keep_order)
         for writer in writers:
             write_identity(writer.prefix, encoder.tokenizer)
@@ -453,16 +430,18 @@ def split_for(documents: int) -> str:
 
 def summary(writers: list[IndexedDatasetWriter], job: Job) -> list[str]:
     """Describe the outputs, the validation share, and the flags for train."""
-    lines = [w.summary() for w in writers]
-    lines += [validation(w) for w in writers if w.num_tokens]
-    start, end = (
-        ("--sft ", "--pretrained-checkpoint CHECKPOINTS") if job.chat else ("", "--recipe demo")
-    )
-    return lines + [
-        f"next: fugaku-megatron train {start}--data-path {shlex.quote(w.prefix)} --split {split_for(w.num_documents)} "
-        f"{job.flags.words()} {end}"
-        for w in writers
-        if w.num_tokens
+    lines = [writer.summary() for writer in writers]
+    filled = [writer for writer in writers if writer.num_tokens]
+    start = "--sft " if job.chat else ""
+    end = "--pretrained-checkpoint CHECKPOINTS" if job.chat else "--recipe demo"
+    return [
+        *lines,
+        *map(validation, filled),
+        *(
+            f"next: fugaku-megatron train {start}--data-path {shlex.quote(writer.prefix)} --split "
+            f"{split_for(writer.num_documents)} {job.flags.words()} {end}"
+            for writer in filled
+        ),
     ]
 
 

@@ -265,7 +265,8 @@ def _scatter(comm: Comm, parts: Sequence[np.ndarray] | None) -> np.ndarray:
     """Scatter rank 0's parts, int32 of three or four dimensions; other ranks pass None."""
     if parts is None:
         shape = comm.recv(torch.empty(4, dtype=torch.int64), 0).tolist()
-        return comm.recv(torch.empty(shape[shape[0] == 0 :], dtype=torch.int32), 0).numpy()
+        shape = [size for size in shape if size]
+        return comm.recv(torch.empty(shape, dtype=torch.int32), 0).numpy()
     for rank in range(1, comm.size):
         comm.send(torch.tensor((0,) * (4 - parts[rank].ndim) + parts[rank].shape), rank)
         comm.send(torch.from_numpy(parts[rank]), rank)

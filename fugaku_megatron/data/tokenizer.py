@@ -12,8 +12,10 @@ import difflib
 import heapq
 import importlib.util
 import json
+import re
 import shlex
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +31,7 @@ from .library_tokenizers import (
     NullTokenizer,
     SentencePieceTokenizer,
     TikTokenizer,
+    check_range,
     has_tokenizer,
 )
 
@@ -45,7 +48,7 @@ PIECES = regex.compile(
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 )
 # Surrogates other than U+DC80 to U+DCFF, which stand for escaped bytes.
-UNENCODABLE = regex.compile("[\ud800-\udc7f\udd00-\udfff]")
+UNENCODABLE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 
 def bytes_to_unicode() -> list[str]:
@@ -172,11 +175,7 @@ class GPT2BPETokenizer:
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Decode to the exact bytes. Raises ValueError for an id outside the vocabulary."""
         ids = list(map(int, ids))
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            wrong = min(ids) if min(ids) < 0 else max(ids)
-            raise ValueError(
-                f"token id {wrong} is outside the vocabulary of {self.vocab_size}: is this --vocab-file the model's?"
-            )
+        check_range(ids, self.vocab_size, "is this --vocab-file the model's?")
         return b"".join(map(self._token_bytes.__getitem__, ids))
 
     def count_bytes(self, ids: Iterable[int]) -> int:
@@ -341,13 +340,10 @@ class TokenizerFlags(NamedTuple):
 
     def words(self) -> str:
         """Shell words of the flags, without a default type."""
-        given = {
-            name: value
-            for name, value in zip(self._fields, self)
-            if value != self._field_defaults[name]
-        }
         return " ".join(
-            f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items()
+            f"--{name.replace('_', '-')} {shlex.quote(str(value))}"
+            for name, value in self._asdict().items()
+            if value != self._field_defaults[name]
         )
 
 
@@ -414,14 +410,7 @@ def mismatch(own: dict[str, Any] | None, other: dict[str, Any] | None) -> str | 
     ):
         return None
     words = "{tokenizer_type} of {vocab_size} tokens, CRC-32 {crc32}, end of document {eod}"
-    return " and not ".join(words.format_map(_Known(one)) for one in (other, own))
-
-
-class _Known(dict):
-    """Record that may lack fields."""
-
-    def __missing__(self, name: str) -> str:
-        return "?"
+    return " and not ".join(words.format_map(defaultdict(lambda: "?", one)) for one in (other, own))
 
 
 def write_identity(prefix: str, tokenizer: Tokenizer) -> None:

@@ -123,7 +123,7 @@ class Unfinished:
             self.folder.mkdir(exist_ok=True)
             self._lock = open(self.folder / LOCK, "w")  # noqa: SIM115 - closed by __exit__
         self._acquire()
-        self.journal = self._found(outputs) or Journal(self._made_with, tokens=(0,) * outputs)
+        self.journal = self._found(outputs) or self._empty(outputs)
         self._recorded = self.journal.documents > 0
         with self._writing():
             self._files = self._opened(dtype)
@@ -131,6 +131,9 @@ class Unfinished:
             "*.tmp*"
         ):  # of a run that was killed while it wrote the data sets
             path.unlink()
+
+    def _empty(self, outputs: int) -> Journal:
+        return Journal(self._made_with, tokens=tuple(0 for _ in range(outputs)))
 
     def _acquire(self) -> None:
         try:
@@ -190,7 +193,7 @@ class Unfinished:
             if not self._recorded:
                 raise
             print(f"note: {self.folder} is begun anew: {error}", file=sys.stderr, flush=True)
-            self.journal = Journal(self._made_with, tokens=(0,) * len(self.journal.tokens))
+            self.journal = self._empty(len(self.journal.tokens))
             self._recorded = False
             return opened()
 
@@ -248,11 +251,10 @@ class Unfinished:
         )
         piles = min(MAX_PILES, -(-largest // PILE_BYTES))
         for file, writer in zip(self._files, writers, strict=True):
-            for tokens, lengths in (
-                shuffled(*file.contents(), piles, self.folder)
-                if shuffle
-                else in_order(*file.contents())
-            ):
+            documents = in_order(*file.contents())
+            if shuffle:
+                documents = shuffled(*file.contents(), piles, self.folder)
+            for tokens, lengths in documents:
                 writer.add_documents(tokens, lengths)
 
     def __enter__(self) -> Unfinished:

@@ -58,7 +58,7 @@ def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
         raise ValueError("no text to train a vocabulary on")
     tokenizer.add_tokens([EOD_TOKEN])
     _write(tokenizer, output)
-    return tokenizer.get_vocab_size()
+    return int(tokenizer.get_vocab_size())
 
 
 def _write(tokenizer: Any, output: Path) -> None:
@@ -137,17 +137,9 @@ def main(args: argparse.Namespace) -> int:
         print(line, file=sys.stderr)
     if tokens < args.vocab_size:
         print(f"note: the text has no more than these, --vocab-size is {args.vocab_size}")
-    keys = [] if args.json_keys == ["text"] else ["--json-keys", *args.json_keys]
-    words = [
-        "--input",
-        *args.input,
-        *keys,
-        "--output-prefix",
-        "my_data",
-        "--vocab-file",
-        vocab_file,
-        "--merge-file",
-        merge_file,
-    ]
+    words = ["--input", *args.input]
+    if args.json_keys != ["text"]:
+        words += ["--json-keys", *args.json_keys]
+    words += ["--output-prefix", "my_data", "--vocab-file", vocab_file, "--merge-file", merge_file]
     print(f"next: fugaku-megatron preprocess {shlex.join(words)} --append-eod")
     return 0

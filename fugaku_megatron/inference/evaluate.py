@@ -29,7 +29,8 @@ from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.job import run_or_abort
 from ..config.fields import check, check_positive, flag
-from ..config.run_config import ModelConfig, saved_run
+from ..config.model import ModelConfig
+from ..config.run_config import saved_run
 from ..data.chats import ChatTemplate, read_template
 from ..data.indexed import IndexedDataset, StoredTokens
 from ..data.tokenizer import Tokenizer

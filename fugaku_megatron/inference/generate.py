@@ -30,7 +30,8 @@ from ..comm.base import Comm
 from ..comm.job import run_or_abort
 from ..config.fields import check, flag
 from ..config.layout import Layout
-from ..config.run_config import ModelConfig, RunConfig, saved_run
+from ..config.model import ModelConfig
+from ..config.run_config import RunConfig, saved_run
 from ..costs import accounting, activations
 from ..data.chats import ChatTemplate, read_template
 from ..data.tokenizer import Tokenizer

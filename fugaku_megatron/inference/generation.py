@@ -15,12 +15,14 @@ from torch import Tensor
 
 from ..comm.autograd import gather_from_tensor_parallel
 from ..config.fields import check
-from ..config.run_config import ModelConfig
+from ..config.model import ModelConfig
 from ..costs import activations
 from ..data.chats import ASSISTANT, ChatTemplate, Messages, check_messages, user_turn
 from ..data.tokenizer import Tokenizer
 from ..nn.forward_context import Pass, Rows
+from ..nn.heads import Angles
 from ..nn.kv_cache import LayerCache
+from ..nn.positions import rotary_angles
 from ..text.named_files import read_text
 from .loading import FEW_ROWS, LoadedModel, RecordedStep, RecordingKernels, through_stages
 
@@ -201,7 +203,10 @@ class Decoder:
     def __init__(self, loaded: LoadedModel, positions: Sequence[int]) -> None:
         model = loaded.run.model
         self.loaded = loaded
-        self.lengths = [0] * len(positions)
+        self.lengths = torch.zeros(len(positions), dtype=torch.int64)
+        self._angles: Angles | None = None
+        if model.rope_dynamic_factor is None:
+            self._angles = rotary_angles(model, torch.arange(max(positions)), 0)
         slots = activations.cache_slots(model, max(positions))
         groups = model.query_groups // loaded.groups.tp.size
         self.cache = {
@@ -219,10 +224,8 @@ class Decoder:
         self._recorded: dict[int, RecordedStep] = {}  # by the number of samples
 
     @torch.no_grad()
-    def logits(
-        self, samples: Sequence[int], lengths: Sequence[int], tokens: Tensor
-    ) -> Tensor | None:
-        """Append tokens to samples and return FP32 logits (samples, v) after the last of each.
+    def logits(self, samples: Tensor, lengths: Sequence[int], tokens: Tensor) -> Tensor | None:
+        """Append tokens to samples (n,) and return FP32 logits (n, v) after the last of each.
 
         lengths: number of new tokens of each sample
         tokens: int64 (sum of lengths,), of one sample after the other
@@ -242,13 +245,11 @@ class Decoder:
             return torch.cat(results)
         return results[0] if results else None
 
-    def _forward(
-        self, samples: Sequence[int], lengths: Sequence[int], tokens: Tensor
-    ) -> Tensor | None:
-        first = [self.lengths[sample] for sample in samples]
-        rows = Rows.of(self.loaded.run.model, self.cache, samples, first, lengths)
-        for sample, length in zip(samples, lengths, strict=True):
-            self.lengths[sample] += length
+    def _forward(self, samples: Tensor, lengths: Sequence[int], tokens: Tensor) -> Tensor | None:
+        first = self.lengths[samples]
+        model = self.loaded.run.model
+        rows = Rows.of(model, self.cache, samples.clone(), first, lengths, self._angles)
+        self.lengths[samples] += torch.tensor(lengths)
         tokens = tokens.unsqueeze(1)  # (r, 1)
         logits: Tensor | None
         if self._recorder and rows.one_each and len(tokens) <= FEW_ROWS:
@@ -278,7 +279,8 @@ class Decoder:
         known = self._recorded.get(len(tokens))
         if known:
             return known((tokens, *rows.tensors))
-        inputs = (tokens.clone(), *rows.tensors)  # later calls overwrite them
+        # Later calls overwrite them.
+        inputs = (tokens.clone(), *rows.tensors)
 
         def compute() -> Tensor:
             logits = self._compute(inputs[0], rows)
@@ -416,20 +418,21 @@ def steps(
         return
     decoder = Decoder(loaded, [len(prompt) + max_new_tokens for prompt in prompts])
     generators = [sampling.generator(sample) for sample in range(len(prompts))]
-    samples = list(range(len(prompts)))
+    samples = torch.arange(len(prompts))
     lengths = [len(prompt) for prompt in prompts]
     tokens = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64)
     for _ in range(max_new_tokens):
         logits = decoder.logits(samples, lengths, tokens)
-        tokens = _sample(loaded, logits, sampling, [generators[sample] for sample in samples])
-        for sample, token in zip(samples, tokens.tolist(), strict=True):
+        numbers = samples.tolist()
+        tokens = _sample(loaded, logits, sampling, [generators[sample] for sample in numbers])
+        for sample, token in zip(numbers, tokens.tolist(), strict=True):
             ids[sample].append(token)
-        running = _running(loaded, samples, ids, finished)
+        running = _running(loaded, numbers, ids, finished)
         tokens = tokens[running]
-        samples = [sample for sample, more in zip(samples, running.tolist()) if more]
+        samples = samples[running]
         lengths = [1] * len(samples)
         yield ids
-        if not samples:
+        if not len(samples):
             return
 
 

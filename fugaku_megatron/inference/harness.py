@@ -117,7 +117,8 @@ class Asker:
 
     def _ask(self, name: str, *arguments: Any) -> list[Any]:
         self.world.broadcast_object((name, arguments))
-        return getattr(self.model, name)(*arguments)
+        found: list[Any] = getattr(self.model, name)(*arguments)
+        return found
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Return each continuation's log-likelihood, and True if it is the greedy one."""

@@ -24,7 +24,8 @@ from ..comm.grid import Grid, Groups
 from ..config.fields import check
 from ..config.layout import Layout
 from ..config.lora import LoraConfig
-from ..config.run_config import ModelConfig, RunConfig
+from ..config.model import ModelConfig
+from ..config.run_config import RunConfig
 from ..data.tokenizer import (
     TOKENIZERS,
     Tokenizer,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ..cli.output_files import shown, writing
 from ..comm.autograd import gather_from_tensor_parallel
 from ..config.fields import check
-from ..config.run_config import ModelConfig
+from ..config.model import ModelConfig
 from ..data.chat_dataset import unsigned
 from ..data.chats import ChatTemplate, read_chat
 from ..data.files import input_files, read_documents
@@ -119,9 +119,8 @@ def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | N
     found = _score_rows(
         loaded, x.reshape(-1, 1, x.shape[-1]), torch.cat(rows), torch.cat(labels), apart
     )
-    return torch.stack(
-        [part.sum(0) for part in found.split([request.scored for request in requests])]
-    )
+    parts = torch.split(found, [request.scored for request in requests])
+    return torch.stack([part.sum(0) for part in parts])
 
 
 @torch.no_grad()
@@ -137,7 +136,7 @@ def _score_rows(
     found = []
     at_once = max(1, LOGITS_BYTES // (4 * vocabulary))
     for some, wanted, apart in zip(
-        rows.split(at_once), labels.split(at_once), others.split(at_once), strict=True
+        *(torch.split(tensor, at_once) for tensor in (rows, labels, others)), strict=True
     ):
         logits = gather_from_tensor_parallel(loaded.logits(x[some]).contiguous(), loaded.groups.tp)
         logits = logits[:, 0, :vocabulary].float()

@@ -64,7 +64,8 @@ def start_up(nodes: int) -> float:
     MPI's start (Fugaku MPI performance data: 2.8 s on 432 nodes, 13.5 s on 27648), an assumed 5 minutes for staging, Python and the
     data index, and 2 more minutes for every 1000 nodes.
     """
-    return 300 + 120 * nodes / 1000 + 2.8 * (nodes / 432) ** 0.38
+    mpi: float = 2.8 * (nodes / 432) ** 0.38
+    return 300 + 120 * nodes / 1000 + mpi
 
 
 def placeable(plan: search.Plan, shape: torus.Shape | None) -> bool:

@@ -251,7 +251,7 @@ class Supervisor:
             return [*self.launcher, *program]
         each = ranks_per_node or self.nodes.ranks_per_node
         file = folder / "map"
-        file.write_text("".join(f"{host}\n" * each for host in used))
+        file.write_text("".join(f"{host}\n" for host in used for _ in range(each)))
         values = {
             "{ranks}": str(len(used) * each),
             "{nodes}": str(len(used)),

@@ -36,25 +36,32 @@ class Rows:
     def of(
         model: ModelConfig,
         cache: KeyValueCache,
-        samples: Sequence[int],
-        first: Sequence[int],
+        samples: Tensor,
+        first: Tensor,
         lengths: Sequence[int],
+        table: Angles | None,
     ) -> Rows:
-        """Build the rows of samples whose next positions are `first`."""
-        own = [
-            torch.arange(begin, begin + length)
-            for begin, length in zip(first, lengths, strict=True)
-        ]
-        positions = torch.cat(own)
-        angles = rotary_angles(model, positions, 0)
-        if model.rope_dynamic_factor is not None:  # each sample has its own length
-            cosines, sines = zip(
-                *filter(
-                    None, (rotary_angles(model, part, len(part) + int(part[0])) for part in own)
-                )
-            )
-            angles = torch.cat(cosines), torch.cat(sines)
-        return Rows(cache, torch.tensor(samples), tuple(lengths), positions, angles)
+        """Build the rows of samples (n,) whose next positions are first (n,).
+
+        table: angles of every position; None if there are none, or if they depend on the length of a sample
+        """
+        if len(lengths) == sum(lengths):
+            positions = first
+        else:
+            own = zip(first.tolist(), lengths, strict=True)
+            positions = torch.cat([torch.arange(begin, begin + length) for begin, length in own])
+        angles: Angles | None = None
+        if table is not None:
+            cosines, sines = table
+            angles = cosines[positions], sines[positions]
+        elif model.rotary:  # each sample has its own length
+            parts = [
+                rotary_angles(model, part, len(part) + int(part[0]))
+                for part in positions.split(tuple(lengths))
+            ]
+            cosines, sines = (torch.cat(tensors) for tensors in zip(*filter(None, parts)))
+            angles = cosines, sines
+        return Rows(cache, samples, tuple(lengths), positions, angles)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -27,9 +27,11 @@ LARGE_REDUCTIONS = ("dp", "edp", "embedding")  # communicators with gradient all
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Communicators for a layout on a machine. ranks_per_node: ranks that share a node's ports.
+    """Communicators for a layout on a machine.
 
-    active: features in use (config/features.py). slow: large all-reduces at the machine's pessimistic rate.
+    ranks_per_node: they share a node's ports
+    active: features in use (config/features.py)
+    slow: large all-reduces at the machine's pessimistic rate
     """
 
     machine: Machine
@@ -40,7 +42,9 @@ class Network:
     slow: bool = False
 
     def seconds(self, verb: str, group: str, bytes: int) -> float:
-        """Return the seconds for a `verb` call on communicator `group` (`comm.grid.Groups`) with `bytes` from each rank."""
+        """Return the seconds for a `verb` call on communicator `group` (`comm.grid.Groups`) with
+        `bytes` per rank.
+        """
         members, together = self._group(group)
         if members == 1:
             return 0.0
@@ -65,9 +69,10 @@ class Network:
         )
 
     def messages(self, verb: str, group: str, bytes: int) -> float:
-        """Return the seconds for a gather, reduce_scatter or all_to_all as pairwise messages with `bytes` from each rank.
+        """Return the seconds for a gather, reduce_scatter or all_to_all as pairwise messages,
+        `bytes` per rank.
 
-        Nothing is forwarded, so data from other nodes crosses a node's ports once for each rank.
+        Nothing is forwarded, so remote data crosses a node's ports once for each rank.
         """
         members, together = self._group(group)
         part = bytes if verb == "all_gather" else bytes / members
@@ -84,7 +89,8 @@ class Network:
         )
 
     def _exchange(self, group: str, bytes: int) -> float:
-        """Return the seconds for an all_to_all; across nodes with one message per pair of nodes (comm/two_level.py).
+        """Return the seconds for an all_to_all; across nodes one message per node pair
+        (comm/two_level.py).
 
         Ranks on a node exchange row counts; rows for other nodes pass through both nodes' memory.
         """
@@ -111,7 +117,7 @@ class Network:
         )
 
     def inside_node(self, group: str) -> bool:
-        """Return `comm.base.Comm.inside_node` of `group`: whether its ranks share a node's memory."""
+        """Return True if a group's ranks share a node's memory."""
         members, together = self._group(group)
         return members <= together and features.NODE_SUMS in self.active
 
@@ -268,7 +274,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        return sum(vars(self).values())
+        return float(sum(vars(self).values()))
 
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(**{name: value + getattr(other, name) for name, value in vars(self).items()})
@@ -297,7 +303,9 @@ class Rank:
 
     @property
     def _matmul_share(self) -> float:
-        """Rate of matmuls outside attention relative to the run's precision. Raise ValueError for a machine without BF16."""
+        """Matmul rate outside attention relative to the run's precision. Raise ValueError for a
+        machine without BF16.
+        """
         if not self.splits_fp32 or self.software.style != "native":
             return 1.0
         ratio = self.machine.peak_tflops["bf16"] / self.machine.peak_tflops["fp32"]
@@ -314,7 +322,7 @@ class Rank:
         return (self.parameters.old_torch if self.software.old_torch else 1.0) / self.machine.clock
 
     def seconds(self, work: Work) -> Seconds:
-        """Return the seconds of `work` by cause, collectives inside a layer included."""
+        """Return the work's seconds by cause, collectives inside a layer included."""
         gemm = sum(self._matmul(p) for p in work.matmuls if not p.attention)
         attention = sum(self._matmul(p) for p in work.matmuls if p.attention)
         sent = [
@@ -374,10 +382,11 @@ class Rank:
 
     @property
     def _sharers(self) -> int:
-        """Number of shares of a node's memory bandwidth; a rank has one.
+        """Ranks that share a node's memory bandwidth; a rank has one.
 
-        Software that does not place pages has a tensor on one unit even if a rank spans several: STREAM then falls from 804 to 93 GB/s
-        on an A64FX, by more than its four units. Ranks of one unit each use all of them.
+        If software does not place pages, a tensor is on one unit even if a rank spans several:
+        STREAM then falls from 804 to 93 GB/s on an A64FX, by more than its four units. Ranks on one
+        unit each use all four.
         """
         if self.software.counts["pages_on_one_unit"]:
             return max(self.ranks_per_node, self.machine.units)
@@ -388,9 +397,10 @@ class Rank:
         return count * self.parameters.call_us * 1e-6 * self._slowness
 
     def _faults(self, allocations: Iterable[tuple[int, float]]) -> float:
-        """Return the seconds to zero the pages of every large block, and to deregister every freed block from the network.
+        """Return the seconds to zero every large block's pages, and to deregister freed blocks from
+        the network.
 
-        allocations: (bytes of a block, number of allocations).
+        allocations: (block bytes, number of allocations)
         """
         kind = self.software.page_faults
         parameters = self.parameters
@@ -426,8 +436,9 @@ class Rank:
             else ("attention_forward", 1.0)
         )
         length = sorted((p.m, p.n, p.k))[1]  # two sides are the sequence length, one the head size
-        half = getattr(self.parameters, f"{name}_half")
-        share = getattr(self.parameters, name) / (1 + half / length)
+        half: float = getattr(self.parameters, f"{name}_half")
+        maximum: float = getattr(self.parameters, name)
+        share = maximum / (1 + half / length)
         of_a_probability = again * 4 * (p.m * p.n * p.k // length**2)
         dropped = self.parameters.dropout_flops / of_a_probability if p.dropout else 0.0
         if self.software.counts["causal"]:
@@ -441,7 +452,7 @@ class Rank:
         else:
             n = (p.m * p.n * p.k) ** (1 / 3)
         shape = curve.maximum / (1 + (curve.half * self.parameters.gemm_half / n) ** curve.exponent)
-        return self.parameters.gemm_fraction * shape
+        return float(self.parameters.gemm_fraction * shape)
 
     def _gpu(self, p: Matmul) -> float:
         filled = max(self._waves(p, *tile) for tile in TILES)
@@ -456,7 +467,9 @@ class Rank:
         )
 
     def _waves(self, p: Matmul, rows: int, columns: int) -> float:
-        """Useful share of the tiles' work: tiles at the edges are partly empty, and so is the last wave over the SMs."""
+        """Useful share in the tiles' work: edge tiles are partly empty, and so is the last wave
+        over the SMs.
+        """
         sms = self.machine.threads
         tiles = math.ceil(p.m / rows) * math.ceil(p.n / columns) * p.count
         return p.m * p.n * p.count / (math.ceil(tiles / sms) * sms * rows * columns)

@@ -1,7 +1,7 @@
-"""Machines as data: the best rates of the hardware, each constant with its source (machines/*.json).
+"""Machines as data: best hardware rates, each constant with its source (machines/*.json).
 
-Nothing is fitted to training runs; `software` has the shares that programs reach. Unknown hardware is an error. GB/s are 10^9 bytes
-per second, GiB 2^30 bytes, TFLOPs 10^12 operations per second.
+Nothing is fitted to training runs; `software` has the shares that programs reach. Unknown hardware
+is an error. GB/s are 10^9 bytes per second, GiB 2^30 bytes, TFLOPs 10^12 operations per second.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ OPTIONAL = (
 
 @dataclass(frozen=True, kw_only=True)
 class GemmCurve:
-    """Share of peak of an n x n x n matmul with `threads`: maximum / (1 + (half / n) ^ exponent)."""
+    """Share of peak for an n x n x n matmul with `threads`: maximum / (1 + (half / n) ^ exponent)."""
 
     threads: int
     maximum: float
@@ -126,7 +126,7 @@ class Machine:
 
     @property
     def max_ranks(self) -> int:
-        """Most ranks of a node: one per GPU, or one per thread."""
+        """Most ranks on a node: one per GPU, or one per thread."""
         return self.units if self.kind == "gpu" else self.threads
 
     @property
@@ -134,7 +134,7 @@ class Machine:
         return self.memory_gib * GIB
 
     def gemm_curve(self, threads: int) -> GemmCurve:
-        """Return the curve of `threads`: measured, interpolated in log(threads) between neighbours, or the nearest."""
+        """Return the curve for `threads`: measured, interpolated in log(threads), or the nearest."""
         below = max(
             (c for c in self.gemm_curves if c.threads <= threads),
             key=lambda c: c.threads,
@@ -162,7 +162,7 @@ class Machine:
         )
 
     def curve_note(self, threads: int) -> str | None:
-        """Return a line about the curves that model `threads`, or None if one was measured with so many."""
+        """Return a line about the curves that model `threads`, or None if one was measured."""
         known = sorted(c.threads for c in self.gemm_curves)
         if threads in known:
             return None
@@ -192,7 +192,7 @@ class Machine:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """Return the error for a name that is not in a table, with the known names and the nearest one."""
+    """Return the error for an unknown name, with the known names and the nearest one."""
     known = sorted(known)
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
     return ValueError(
@@ -202,12 +202,12 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
 
 
 def names() -> list[str]:
-    """Return the names of the machines in machines/."""
+    """Return the machine names in machines/."""
     return sorted(p.stem for p in FOLDER.glob("*.json"))
 
 
 def _constants(path: Path) -> dict[str, Any]:
-    data = json.loads(read_text(path, ""), object_pairs_hook=unique_keys)
+    data: dict[str, Any] = json.loads(read_text(path, ""), object_pairs_hook=unique_keys)
     if "sections" in data:  # a report contains the description
         check("machine" in data, "this report ended before it had measured the machine")
         data = data["machine"]
@@ -218,7 +218,9 @@ def _constants(path: Path) -> dict[str, Any]:
 
 
 def load(name: str) -> Machine:
-    """Load a machine by name, or from a file of calibrate or report. Raise ValueError with the known names."""
+    """Load a machine by name, or from calibrate's or report's file. Raise ValueError with the known
+    names.
+    """
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     if not path.is_file():
         raise unknown("--machine", name, names())
@@ -272,7 +274,9 @@ def _check_kinds(values: dict[str, Any]) -> None:
 
 
 def from_data(name: str, data: dict[str, Any]) -> Machine:
-    """Build a machine from the contents of its file. Raise KeyError or TypeError if `data` describes none."""
+    """Build a machine from its file's contents. Raise KeyError or TypeError if `data` describes
+    none.
+    """
     constants = data["constants"]
     values = {key: constant["value"] for key, constant in constants.items()}
     for key, value in values.items():

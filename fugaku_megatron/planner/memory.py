@@ -1,10 +1,9 @@
-"""Memory of one rank at the peak of a step, for each style of software, in bytes or MiB.
+"""Memory on one rank at the peak, for each software style, in bytes or MiB.
 
-This project's kernels save what `costs.memory` counts. Eager PyTorch and Megatron on CUDA save more: per layer, in (s, b, h) tensors,
-6 (inputs and outputs of two layer norms, two dropout masks), 12/t (qkv, context, two of width 4h), and 3 tensors of scores (softmax,
-mask and output of its dropout); with 2-byte elements and byte masks sbh (10 + 24/t + 5 a s / (h t)), equation 2 of Korthikanti et
-al., "Reducing Activation Recomputation in Large Transformer Models" (2022). With full recompute a layer saves only its input.
-Left out: fragmentation beyond one factor.
+This project's kernels save the tensors that `costs.memory` counts. Eager PyTorch and Megatron on
+CUDA save sbh (10 + 24/t + 5 a s / (h t)) bytes per layer with 2-byte elements and byte masks:
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), equation
+2. With full recompute a layer saves only its input. Left out: fragmentation beyond one factor.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def _activations(
     moments: Sequence[InFlight],
     parameters: MemoryParameters,
 ) -> float:
-    """Return the bytes of a stage's saved and temporary tensors, without the logits."""
+    """Return a stage's saved and temporary tensor bytes, without the logits."""
     training = run.training
     hidden = tensors(run, layout.tp)["hidden"]
     saved = layer_saved_bytes(run, layout.tp)
@@ -110,7 +109,9 @@ def stage_mib(
     nodes: int,
     parameters: MemoryParameters,
 ) -> float:
-    """Return the peak MiB of one rank of `stage`. nodes: of the job, for MPI's buffers and threads per rank."""
+    """Return the peak MiB on one `stage` rank. nodes: the job's, for MPI's buffers and threads per
+    rank.
+    """
     moments = _in_flight(run_schedule.full_batch_schedule(run, layout), stage)
     fixed = _fixed_mib(run, layout, code, nodes, parameters)
     if code.style == "native":
@@ -128,7 +129,7 @@ def stage_mib(
 def _fixed_mib(
     run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters
 ) -> float:
-    """Return the MiB of a rank without tensors."""
+    """Return the MiB on a rank without tensors."""
     fixed = parameters.base_mib + parameters.peer_mib * min(nodes - 1, PEERS)
     ranks = max(1, layout.world_size // nodes)
     if code.style == "native":
@@ -163,11 +164,14 @@ def tensor_room(
 def peak_mib(
     run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters
 ) -> float:
-    """Return the MiB of the fullest rank. If backward is whole, the first stage of each kind has most micro-batches in flight."""
+    """Return the MiB on the fullest rank. If backward is whole, each kind's first stage has most
+    micro-batches in flight.
+    """
     stages = range(layout.pp) if row(run.parallel.schedule).splits_backward else set(kinds(run))
     return max(stage_mib(run, layout, stage, code, nodes, parameters) for stage in stages)
 
 
 def limit_mib(machine: Machine, code: Software, ranks_per_node: int) -> float:
     """Return the MiB at which a rank is out of memory; a caching allocator first returns unused blocks (`reclaimed`)."""
-    return machine.node_memory_bytes / MIB / ranks_per_node / (1 - code.counts["reclaimed"])
+    room: float = 1 - code.counts["reclaimed"]
+    return machine.node_memory_bytes / MIB / ranks_per_node / room

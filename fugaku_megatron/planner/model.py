@@ -1,4 +1,5 @@
-"""Seconds per iteration of a run on a machine: stage costs, the schedule's critical path, and work done once per iteration.
+"""Seconds per iteration on a machine: stage costs, the schedule's critical path, and per-iteration
+work.
 
     predict(run, System.from_names("a64fx", "torch1.10", nodes=192)) -> Prediction
 
@@ -84,9 +85,11 @@ class System:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A modelled iteration. lower, upper: bounds that should contain nine of ten runs. breakdown: cause -> seconds.
+    """Modelled iteration.
 
-    slow_network: seconds with large all-reduces at the pessimistic rate, if the machine has one.
+    lower, upper: bounds for nine in ten runs
+    breakdown: cause -> seconds
+    slow_network: seconds with large all-reduces at the pessimistic rate, if the machine has one
     """
 
     seconds: float
@@ -103,7 +106,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Components of a modelled iteration, in seconds."""
+    """Modelled iteration's components, in seconds."""
 
     slowest: Seconds  # one micro-batch, forward and backward, of the stage that takes longest
     schedule: schedule.Schedule
@@ -148,10 +151,10 @@ Pieces = list[tuple[work.Work, int]]  # work, and how often it is done
 def virtual_stage_work(
     run: RunConfig, layout: Layout, virtual_stage: int, code: Software
 ) -> tuple[Pieces, Pieces, Pieces]:
-    """Return (forward, backward, deferrable backward) of a virtual stage for one micro-batch.
+    """Return a virtual stage's (forward, backward, deferrable backward) for one micro-batch.
 
-    Recompute and weight gradients belong to backward; weight-gradient matmuls in layers are deferrable. A head that computes blocks of
-    logits computes its gradients in forward.
+    Recompute and weight gradients belong to backward; weight-gradient matmuls in layers are
+    deferrable. A head that computes logits in blocks computes its gradients in forward.
     """
     phases = work.phases(run, layout.tp, code)
     where = placement(run)
@@ -183,7 +186,7 @@ def held_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
 
 @lru_cache(maxsize=4096)
 def gradient_collectives(run: RunConfig, layout: Layout) -> dict[int, list[Collective]]:
-    """Return `costs.memory.gradient_collectives` of one stage of each kind (`memory.kinds`)."""
+    """Return `costs.memory.gradient_collectives` for one stage per kind (`memory.kinds`)."""
     return {
         stage: rank_memory.gradient_collectives(run, layout, stage)
         for stage in sorted(set(memory.kinds(run)))
@@ -200,7 +203,8 @@ def step(
 ) -> Step:
     """Model one iteration at the full global batch size.
 
-    without: name of a field of Seconds to set to zero. slow: large all-reduces at the machine's pessimistic rate.
+    without: Seconds field to set to zero
+    slow: large all-reduces at the machine's pessimistic rate
     """
     active = system.software.active(run)
     network = Network(
@@ -228,7 +232,7 @@ def step(
         for stage in range(layout.pp)
     ]
     transfer = (
-        network.seconds("send", "pp", accounting.residual_bytes(run, layout.tp))
+        network.seconds("send", "pp", activations.residual_bytes(run, layout.tp))
         * system.machine.host_factor
     )
     costs = _costs(lists, seconds, transfer)
@@ -262,7 +266,7 @@ PhaseSeconds = tuple[Seconds, Seconds, Seconds]  # forward, backward, deferrable
 def _virtual_stage_seconds(
     run: RunConfig, layout: Layout, rank: Rank, without: str
 ) -> list[PhaseSeconds]:
-    """Return the seconds of every virtual stage. without: see `step`."""
+    """Return every virtual stage's seconds. without: see `step`."""
     kinds = memory.virtual_stage_kinds(run)
     known = dict[int, Seconds]()
     found = dict[int, PhaseSeconds]()
@@ -315,9 +319,9 @@ def _exposed(
     lists: schedule.Schedule,
     stages: Sequence[PhaseSeconds],
 ) -> float:
-    """Return the longest wait of a stage for reductions and gathers, in seconds per iteration.
+    """Return the longest wait for reductions and gathers on a stage, in seconds per iteration.
 
-    If backward is split, only the weight gradients of the last micro-batch hide a reduction.
+    If backward is split, only the last micro-batch's weight gradients hide a reduction.
     """
     active = network.active
     waits = []
@@ -337,17 +341,19 @@ def _exposed(
 
 
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
-    """Return the seconds for clipping and Adam or Muon in FP32 over a rank's shard of the largest stage."""
+    """Return the seconds for clipping and Adam or Muon in FP32 over a rank's shard on the largest
+    stage.
+    """
     counts = rank.software.counts["optimizer"]
     kinds = set(memory.kinds(run))
-    saved_bytes = 2 * accounting.FP32_BYTES - run.optimizer.moment_bytes
+    saved_bytes = 2 * activations.FP32_BYTES - run.optimizer.moment_bytes
     if run.optimizer.main_params_dtype == "bf16":
         saved_bytes += 2
     parameters = max(held_parameters(run, layout, stage) for stage in kinds)
     layers = max(sum(map(len, accounting.stage_layers(run, stage))) for stage in kinds)
     fp32 = replace(rank, precision="fp32")
     muon = max(fp32.seconds(work.muon(run, layout, stage)).gemm for stage in kinds)
-    moved = counts["moved"] * accounting.FP32_BYTES - 2 * saved_bytes
+    moved = counts["moved"] * activations.FP32_BYTES - 2 * saved_bytes
     return (
         rank.traffic(moved * parameters / accounting.zero_shards(run, layout))
         + rank.calls(counts["calls_per_layer"] * layers)
@@ -372,7 +378,9 @@ def tensor_parallel(run: RunConfig, layout: Layout, system: System) -> TensorPar
 
 
 def extrapolation(own: TensorParallel | None, seen: Sequence[TensorParallel]) -> float:
-    """Return 0 for a collective of a fitted row, up to 1 for one unlike all; another network or software counts as a doubling."""
+    """Return 0 for a collective as in a fitted row, up to 1 for one unlike all; another network or
+    software counts as a doubling.
+    """
     if own is None:
         return 0.0
     distances = (
@@ -393,10 +401,12 @@ def deviation(
     noise: float,
     seen: Sequence[TensorParallel] | None = None,
 ) -> float:
-    """Return the standard deviation of a time's logarithm from parameters, run-to-run noise and extrapolation.
+    """Return the time logarithm's standard deviation from parameters, run-to-run noise and
+    extrapolation.
 
-    covariance: of the logarithms of the parameters `names`. noise: of the logarithm of repeated times.
-    seen: `tensor_parallel` of the fitted rows; None if nothing was fitted, and `noise` is the whole error.
+    covariance: between the logarithms of `names`
+    noise: in repeated times' logarithm
+    seen: fitted rows' `tensor_parallel`; None if nothing was fitted, and `noise` is the whole error
     """
     modelled = step(*case, parameters)
     slopes = []
@@ -462,7 +472,9 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
 
 
 def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> tuple[str, ...]:
-    """Return one line for each reason why a prediction is less certain than the fit, or easy to misread."""
+    """Return one line for each reason why a prediction is less certain than the fit, or easy to
+    misread.
+    """
     code = system.software
     lines = []
     if code.name == software.THIS_PROJECT and system.machine.name == "a64fx":
@@ -517,7 +529,7 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
 
 
 def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[str, ...]:
-    """Return a line if tensor parallelism crosses nodes and takes much of the time. share: of the time."""
+    """Return a line if tensor parallelism crosses nodes and takes much time. share: of the time."""
     inside = system.nodes == 1 or system.ranks_per_node % layout.tp == 0
     if inside or share < LARGE_SHARE:
         return ()

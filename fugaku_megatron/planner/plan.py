@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _with_length(run: RunConfig) -> RunConfig:
-    """Return the run with the iterations of --train-tokens; unchanged without that flag."""
+    """Return the run with --train-tokens as iterations; unchanged without that flag."""
     if run.training.train_tokens is None:
         return run
     assert run.batch.global_batch_size is not None
@@ -155,7 +155,7 @@ FEATURES_HEADER = ("feature", "sec/it", "slow network", "against all", "best lay
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureRow:
-    """The best plan with one choice of features, or None if no layout runs."""
+    """Best plan with one feature choice, or None if no layout runs."""
 
     name: str
     plan: Plan | None
@@ -169,7 +169,9 @@ class FeatureRow:
 
 
 def feature_variants(run: RunConfig, system: System) -> Iterator[tuple[str, RunConfig, System]]:
-    """Yield (name, run, system): all features of the search, without each, and with each further feature."""
+    """Yield (name, run, system): all features in the search, without each, and with each further
+    feature.
+    """
     yield "all", run, system
     for name in FEATURES:
         if name not in system.software.choices.names:
@@ -181,7 +183,7 @@ def feature_variants(run: RunConfig, system: System) -> Iterator[tuple[str, RunC
 
 
 def feature_rows(run: RunConfig, system: System, held: frozenset[str]) -> list[FeatureRow]:
-    """Return the best plan of every variant."""
+    """Return every variant's best plan."""
     found = []
     for name, variant, on in feature_variants(run, system):
         plans = search(variant, on, held).plans
@@ -232,7 +234,9 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One change on the way from one software to another. seconds: iteration time after it. note: basis, or why it is left out."""
+    """One change on the way between two software versions. seconds: iteration time after it. note:
+    basis, or why it is left out.
+    """
 
     name: str
     seconds: float
@@ -271,7 +275,9 @@ def bottlenecks(plan: Plan) -> str:
 
 
 def changes_between(run: RunConfig, system: System, against: str, best: Plan) -> list[Change]:
-    """Return the changes from software `against`, at the run's layout, to plan `best` of system.software."""
+    """Return the changes from software `against`, at the run's layout, to plan `best` on
+    system.software.
+    """
     old_code = software.load(against)
     new_code = system.software
     old = old_code.fitted.values
@@ -331,7 +337,9 @@ def changes_between(run: RunConfig, system: System, against: str, best: Plan) ->
 
 
 def _taken(name: str, before: float, result: Search) -> Change:
-    """Return the best plan of `result` as a change, or an empty change with the reason why it does not help."""
+    """Return the best plan in `result` as a change, or an empty change with the reason why it does
+    not help.
+    """
     if not result.plans:
         return Change(
             name=name,

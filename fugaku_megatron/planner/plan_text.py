@@ -53,7 +53,7 @@ def schedule_name(run: RunConfig) -> str:
 
 
 def iterations(plan: Plan) -> int | None:
-    """Return the run's length in iterations, or None if no flag sets it."""
+    """Return the run's length in iterations, or None without a length flag."""
     training = plan.run.training
     if (
         training.train_iters is None
@@ -65,7 +65,7 @@ def iterations(plan: Plan) -> int | None:
 
 
 def _duration(plan: Plan) -> tuple[float, float] | None:
-    """Return (days, node hours) of the run, or None if it has no length."""
+    """Return the run's (days, node hours), or None if it has no length."""
     count = iterations(plan)
     if count is None:
         return None
@@ -97,7 +97,7 @@ def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse
 
 
 def rates(plan: Plan) -> list[str]:
-    """Return a line about the rates of large all-reduces; empty if the machine has one rate."""
+    """Return a line about large all-reduce rates; empty if the machine has one rate."""
     machine = plan.system.machine
     fitted = plan.system.parameters.reduce_gbs
     if machine.slow_reduce_gbs is None:
@@ -134,7 +134,7 @@ def _shared(plan: Plan) -> str:
 
 
 def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Return a plan with the names of `plan --json`. prediction: from `predict.as_json`."""
+    """Return a plan with `plan --json`'s names. prediction: from `predict.as_json`."""
     days, node_hours = _duration(plan) or (None, None)
     return {
         "dp": plan.layout.dp,
@@ -200,7 +200,7 @@ def pipeline(plan: Plan) -> list[str]:
     stages = sorted({round(i * (pp - 1) / max(1, min(ROWS, pp) - 1)) for i in range(min(ROWS, pp))})
     lines = []
     for stage in stages:
-        cells = ["."] * WIDTH
+        cells = list("." * WIDTH)
         for s in (s for s in bars if s.stage == stage and s.op in LETTERS):
             low = int(s.start / end * WIDTH)
             for i in range(low, max(low + 1, min(WIDTH, round(s.end / end * WIDTH)))):
@@ -246,7 +246,7 @@ PICTURED = 4  # a picture shows at most this many times the number of stages in 
 def modelled(
     run: RunConfig, layout: Layout, system: System
 ) -> tuple[list[Span], Schedule, int, float]:
-    """Return the spans of the shown schedule, the schedule, micro-batches and seconds of an iteration."""
+    """Return the shown schedule's spans, the schedule, micro-batches and seconds per iteration."""
     whole = step(run, layout, system, system.parameters)
     shown = replace(
         whole.schedule, microbatches=min(whole.schedule.microbatches, PICTURED * layout.pp)
@@ -262,9 +262,15 @@ def shown_part(shown: Schedule, microbatches: int) -> str:
 
 
 def draw(
-    run: RunConfig, layout: Layout, system: System, file: str | os.PathLike, memory: Sequence[float]
+    run: RunConfig,
+    layout: Layout,
+    system: System,
+    file: str | os.PathLike[str],
+    memory: Sequence[float],
 ) -> None:
-    """Draw the pipeline over time as a PNG file. memory: MiB of a rank of each stage. Raise ValueError if it cannot be written."""
+    """Draw the pipeline over time as a PNG file. memory: MiB on a rank, by stage. Raise ValueError
+    if it cannot be written.
+    """
     bars, shown, microbatches, seconds = modelled(run, layout, system)
     count = placement(run).model_chunks
     model_chunks = f", {count} chunks of layers a stage" if count > 1 else ""

@@ -40,7 +40,7 @@ DEFAULT_SOFTWARE = {"a100": "megatron-a100", "a100-before-0225": "megatron-a100"
 
 
 def add_system_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add flags for machine, clock, software and nodes, and every flag of pretrain_gpt.py."""
+    """Add machine, clock, software and node flags, and pretrain_gpt.py's."""
     group = parser.add_argument_group("system")
     group.add_argument(
         "--machine",
@@ -72,9 +72,11 @@ def run_of(
     own: Sequence[str] = (),
     defaults: dict[str, Any] | None = None,
 ) -> RunConfig:
-    """Return the run of pretrain_gpt.py's flags. Raise ValueError, one line, for flags that do not fit together.
+    """Return the run that pretrain_gpt.py's flags describe. Raise ValueError, one line, for flags
+    that do not fit together.
 
-    own: further flags that do not belong to the run. defaults: values of flags that are not on the command line.
+    own: flags that do not belong to the run
+    defaults: values for missing flags
     """
     values = {name: value for name, value in vars(args).items() if name not in (*OWN, *own)}
     if values.get("recipe") is None:
@@ -92,7 +94,7 @@ def run_of(
 
 
 def system_of(args: argparse.Namespace) -> System:
-    """Return the system of the flags. Raise ValueError for unknown names and impossible numbers."""
+    """Return the flags' system. Raise ValueError for unknown names and impossible numbers."""
     code = args.software or DEFAULT_SOFTWARE.get(args.machine, software.THIS_PROJECT)
     return System.from_names(
         args.machine, code, args.nodes, args.ranks_per_node, args.ghz, args.eco_state == 2
@@ -109,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def as_json(prediction: Prediction) -> dict[str, Any]:
-    """Return the prediction with the names of the command's output."""
+    """Return the prediction with the command's output names."""
     p = prediction
     return {
         "seconds_per_iteration": round(p.seconds, 6),

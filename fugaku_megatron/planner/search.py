@@ -1,10 +1,12 @@
-"""Choices by the performance model: a run's schedule and recompute, and its parallel layout on a number of nodes.
+"""Choices by the performance model: a run's schedule and recompute, and its parallel layout.
 
-    resolve(run, layout, system, space) -> run, log lines           --pipeline-schedule auto and --recompute-auto
-    search(run, system, held) -> Search                             every layout that a trainer can run
+    resolve(run, layout, system, space) -> run, log lines           --pipeline-schedule auto and
+    --recompute-auto
+    search(run, system, held) -> Search                             every layout that a trainer can
+    run
 
-A choice depends on its arguments alone, so ranks and dry runs agree. All times are modelled.
-Left out: the placement of ranks in the torus, checkpoints, failures.
+A choice depends on its arguments alone, so ranks and dry runs agree. All times are modelled. Left
+out: rank placement in the torus, checkpoints, failures.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from ..config.layout import Layout, check_split, placement
 from ..config.layout import chunks as chunks_of
 from ..config.parallel import CP_COMM_TYPES
 from ..config.run_config import RunConfig
-from ..config.training import BatchConfig
+from ..config.training import BatchConfig, TrainingConfig
 from ..costs import run_schedule
 from ..costs.memory import stage_memory
 from ..pipeline.schedule_names import AUTO, INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZBV, row
@@ -44,7 +46,7 @@ PENDING = (1.5, 2)  # micro-batches per stage to try for zero-bubble schedules, 
 
 
 class Order(NamedTuple):
-    """A schedule to try. chunks: of each stage. pending: --zero-bubble-max-pending-backward."""
+    """Schedule to try. chunks: per stage. pending: --zero-bubble-max-pending-backward."""
 
     name: str
     chunks: int
@@ -53,7 +55,7 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule for a run. run: with its recompute resolved. seconds: of an iteration."""
+    """Schedule for a run. run: with its recompute resolved. seconds: per iteration."""
 
     run: RunConfig
     seconds: float
@@ -61,7 +63,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Schedule with its number of model chunks and micro-batches in flight, unless implied."""
+        """Schedule with its model chunks and micro-batches in flight, unless implied."""
         parallel = self.run.parallel
         chunks = placement(self.run).model_chunks
         pending = parallel.zero_bubble_max_pending_backward
@@ -107,7 +109,9 @@ def pendings(name: str, stages: int, microbatches: int) -> tuple[int | None, ...
 
 
 def scheduled(run: RunConfig, layout: Layout, system: System, space: float) -> list[Candidate]:
-    """Return the run in every schedule that its layers permit, best first. space: bytes of a rank's tensors."""
+    """Return the run in every schedule that its layers permit, best first. space: bytes for a
+    rank's tensors.
+    """
     found = []
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
     for order in schedules(system.software.choices, layout.pp, microbatches):
@@ -137,8 +141,9 @@ def resolve(
 ) -> tuple[RunConfig, list[str]]:
     """Return the run with every automatic choice resolved, and log lines about the choices.
 
-    space: bytes of a rank's tensors; default: what the machine's memory, or --memory-per-rank, leaves. If no schedule fits, use 1F1B,
-    which needs least memory.
+    space: bytes for a rank's tensors; default: the machine's memory or --memory-per-rank
+
+    If no schedule fits, use 1F1B, which needs least memory.
     """
     if space is None:
         space = memory.tensor_room(run, layout, system.machine, system.software, system.nodes)
@@ -181,9 +186,11 @@ RAMP_BATCH = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A layout that runs. seconds: of an iteration; least_seconds: without a bubble; memory_mib: of the fullest rank.
+    """Layout that runs.
 
-    asked: the run before --recompute-auto was resolved; run: after.
+    seconds: per iteration; least_seconds: without a bubble
+    memory_mib: on the fullest rank
+    asked: the run before --recompute-auto was resolved; run: after
     """
 
     asked: RunConfig
@@ -237,7 +244,7 @@ TRIED = 60
 
 
 def _asked(run: RunConfig, held: frozenset[str]) -> str | None:
-    """Return the schedule of the flags, or None if the search chooses."""
+    """Return the flags' schedule, or None if the search chooses."""
     given = {
         "pipeline_schedule",
         "num_virtual_stages_per_pipeline_rank",
@@ -293,7 +300,9 @@ def _rescheduled(plans: Sequence[Plan], run: RunConfig, held: frozenset[str]) ->
 def candidates(
     run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False
 ) -> Iterator[tuple[RunConfig, System] | str]:
-    """Yield every combination of the software's choices as (run, system), or the reason why its numbers do not divide."""
+    """Yield every combination of software choices as (run, system), or the reason why its numbers
+    do not divide.
+    """
     choices = system.software.choices
     model = run.model
     parallel = run.parallel
@@ -425,9 +434,10 @@ SWITCHED: dict[str, tuple[bool, ...]] = {
 def _switches(
     tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, ranks_per_node: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield every meaningful combination of the SWITCHED flags at these sizes, by field.
+    """Yield every meaningful combination of SWITCHED flags at these sizes, by field.
 
-    Skip overlapped collectives inside a node, whose reductions use all cores; always overlap with one rank per node, at no extra bytes.
+    Skip overlapped collectives inside a node, whose reductions use all cores; always overlap with
+    one rank per node, at no extra bytes.
     """
     for sequence in tried[features.SEQUENCE_PARALLEL] if tp > 1 else (False,):
         exchanges = (
@@ -480,8 +490,10 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 def _recomputes(
     run: RunConfig, layers: int, held: frozenset[str], kinds: tuple[str, ...]
-) -> Iterator:
-    """Yield training configs that differ in recompute; block: a quarter, half and three quarters of a stage's layers."""
+) -> Iterator[TrainingConfig]:
+    """Yield training configs that differ in recompute; block: a quarter, half and three quarters of
+    a stage's layers.
+    """
     training = run.training
     if {
         "recompute_granularity",

@@ -24,12 +24,15 @@ FITTED = Path(__file__).parent / "fitted.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Values of one group of software; see priors.json for meaning and unit. A rate of 0 is the machine's own.
+    """One software group's values; see priors.json for meaning and unit. A rate 0 is the machine's
+    own.
 
-    attention_forward, attention_backward: share of peak of a fused kernel without dropout on the matmuls below the diagonal (two in
-    forward, five in backward): maximum / (1 + half / s) at sequence length s; 0: attention runs as other matmuls.
-    dropout_flops: FLOPs at peak of a core in the time of one dropout decision, once in forward and once in backward.
-    bf16x3: rate of --fp32-matmul bf16x3 relative to FP32, measured by calibrate.
+    attention_forward, attention_backward: a fused kernel's share of peak without dropout on the
+    matmuls below the diagonal (two in forward, five in backward): maximum / (1 + half / s) at
+    sequence length s; 0: attention runs as other matmuls
+    dropout_flops: a core's FLOPs at peak in the time for one dropout decision, once in forward and
+        once in backward
+    bf16x3: --fp32-matmul bf16x3's rate relative to FP32, measured by calibrate
     """
 
     gemm_fraction: float = 1.0
@@ -55,9 +58,8 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryParameters:
-    """Values of the memory model; see priors.json. The defaults are this project's.
-
-    threads: of a node that runs this project's kernels.
+    """Memory model values; see priors.json. The defaults are this project's. threads: on a node
+    that runs this project's kernels.
     """
 
     base_mib: float = 600.0
@@ -92,7 +94,9 @@ MODEL_ERROR = 0.2  # standard deviation of the logarithm of a time that no measu
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """One group's values with their uncertainty. covariance: of the values' logarithms, in the order of `names`."""
+    """One group's values with their uncertainty. covariance: between the values' logarithms,
+    ordered as `names`.
+    """
 
     values: Parameters
     names: tuple[str, ...]
@@ -108,7 +112,7 @@ class Fitted:
 
 
 def fitted(group: str) -> Fitted:
-    """Return the values of a group: from MODELLED or fitted.json."""
+    """Return a group's values: from MODELLED or fitted.json."""
     if group in MODELLED:
         return Fitted(
             values=MODELLED[group],
@@ -145,9 +149,11 @@ ALIASES = {"this": THIS_PROJECT}
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Choices of a software. recompute: none, selective, full, block (some layers of each stage) or auto (as few as memory allows).
+    """Software choices.
 
-    names: features of config/features.py; other software has none.
+    recompute: none, selective, full, block (some layers per stage) or auto (as few as memory
+        allows)
+    names: features in config/features.py; other software has none
     """
 
     ranks_per_node: tuple[int, ...]
@@ -182,13 +188,18 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """An implementation of the training step.
+    """Training-step implementation.
 
-    group: software group of the fitted parameters. style: name of its element-wise counts.
-    page_faults: "none" (memory is kept), "across nodes" (large blocks fault again, and cost more to return in runs on several nodes,
-    whose network has registered them), "registered" (they always cost more).
-    old_torch: element-wise work and operator calls are slower by PyTorch 1.7's factor.
-    machines: on which it has run. choices: of the planner. counts: row of `style` in software.json. fitted: values of `group`.
+    group: fitted software group
+    style: name for its element-wise counts
+    page_faults: "none" (memory is kept), "across nodes" (large blocks fault again, and cost more to
+        return in runs on several nodes, whose network has registered them), "registered" (they
+        always cost more)
+    old_torch: element-wise work and operator calls are slower by PyTorch 1.7's factor
+    machines: on which it has run
+    choices: the planner's
+    counts: `style`'s row in software.json
+    fitted: `group`'s values
     """
 
     name: str
@@ -212,14 +223,15 @@ class Software:
         return [name for name in switches if name not in self.choices.names]
 
     def without(self, name: str) -> Software:
-        """Return this project's software without one of its features."""
+        """Return this project's software without one feature."""
         return replace(
             self,
             choices=Choices.from_names(self.choices.names - {name}, self.choices.ranks_per_node),
         )
 
     def cut(self, run: RunConfig) -> RunConfig:
-        """Return the run with what this software has: other features off, 1F1B for missing schedules, an even split for a balanced one.
+        """Return the run restricted to this software: other features off, 1F1B for missing
+        schedules, an even split for a balanced one.
 
         Raise ValueError for an unsupported --pipeline-split, and for layers that do not divide.
         """
@@ -250,17 +262,17 @@ class Software:
         return bool(self.fitted.names)
 
     def known_on(self, machine: Machine) -> bool:
-        """Return whether it has run on the machine, or its kernels were measured there."""
+        """Return True if it has run on the machine, or its kernels were measured there."""
         return machine.name in self.machines or self.measured_on(machine)
 
     def measured_on(self, machine: Machine) -> bool:
-        """Return whether calibrate measured this software's kernels on the machine."""
+        """Return True if calibrate measured this software's kernels on the machine."""
         return self.style == "native" and bool(machine.native)
 
     def parameters(self, machine: Machine) -> Parameters:
-        """Return the group's values, replaced by measured ones of the machine.
+        """Return the group's values, replaced by the machine's measured ones.
 
-        If dropout was not measured separately, it is part of the measured shares of attention.
+        If dropout was not measured separately, it is part of attention's measured shares.
         """
         measured = {"dropout_flops": 0.0, **machine.native} if self.measured_on(machine) else {}
         return replace(self.fitted.values, **measured)
@@ -274,7 +286,9 @@ class Software:
 
 
 def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = None) -> RunConfig:
-    """Return the run with another pipeline schedule. chunks: of each stage. pending: --zero-bubble-max-pending-backward."""
+    """Return the run with another pipeline schedule. chunks: per stage. pending:
+    --zero-bubble-max-pending-backward.
+    """
     virtual = chunks if row(name).chunks is None and chunks > 1 else None
     return replace(
         run,
@@ -294,7 +308,7 @@ def names() -> list[str]:
 
 
 def load(name: str, flag: str = "--software") -> Software:
-    """Load software by name or alias, the value of `flag`. Raise ValueError with the known names."""
+    """Load software by name or alias, `flag`'s value. Raise ValueError with the known names."""
     data = json.loads(DATA.read_text())
     name = ALIASES.get(name, name)
     if name not in data["software"]:

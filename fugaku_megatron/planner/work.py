@@ -1,6 +1,8 @@
-"""Work of one rank for one micro-batch as counts: matmuls, bytes moved and allocated, operator calls, collectives.
+"""One rank's work for one micro-batch as counts: matmuls, bytes moved and allocated, operator
+calls, collectives.
 
-Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads, v padded vocabulary, t tensor-parallel size.
+Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads, v padded vocabulary, t
+    tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from .software import Software
 
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
-    """A call of `count` matmuls (m, k) x (k, n), made `times` times.
+    """Call with `count` matmuls (m, k) x (k, n), made `times` times.
 
-    attention: Q K^T or P V, of which a kernel computes the share `visible`. dropout: probabilities in between are dropped.
+    attention: Q K^T or P V; a kernel computes the share `visible`
+    dropout: probabilities in between are dropped
     """
 
     m: int
@@ -42,7 +45,8 @@ class Matmul:
 class Exchange:
     """Collectives for --tp-comm-overlap, block by block, while matmuls read or produce the blocks.
 
-    first: one block's matmuls, before or after the exchange; None if `overlapped`, all overlapped matmuls, has none of them.
+    first: one block's matmuls, before or after the exchange; None if `overlapped`, all overlapped
+        matmuls, has none
     """
 
     collectives: tuple[Collective, ...]
@@ -96,7 +100,7 @@ class Work:
 
 
 def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
-    """Return the Newton-Schulz iterations of a stage's matrices, shared by data-parallel ranks; empty with AdamW."""
+    """Return a stage's Newton-Schulz iterations, shared by data-parallel ranks; empty with AdamW."""
     return Work(
         matmuls=tuple(
             Matmul(
@@ -109,9 +113,11 @@ def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
 
 
 def tensors(run: RunConfig, tp: int) -> dict[str, int]:
-    """Return the bytes for each kind of tensor on one rank. mlp: mean over an activation's argument and result."""
+    """Return the bytes per tensor kind on one rank. mlp: mean over an activation's argument and
+    result.
+    """
     model = run.model
-    rows = accounting.tokens_per_microbatch(run) * accounting.element_bytes(run)
+    rows = activations.tokens_per_microbatch(run) * activations.element_bytes(run)
     return {
         "hidden": rows * model.hidden_size,
         "qkv": activations.qkv_bytes(run, tp),
@@ -123,7 +129,9 @@ def tensors(run: RunConfig, tp: int) -> dict[str, int]:
 
 
 def _elementwise_tensors(run: RunConfig, tp: int, software: Software) -> dict[str, int]:
-    """Return `tensors` for element-wise operators: with sequence parallelism 1/t of the residual stream."""
+    """Return `tensors` for element-wise operators: with sequence parallelism 1/t in the residual
+    stream.
+    """
     sizes = tensors(run, tp)
     return (
         {**sizes, "hidden": sizes["hidden"] // tp}
@@ -146,7 +154,7 @@ def _elementwise(software: Software, phase: str, sizes: dict[str, int]) -> Work:
 def _rotary(run: RunConfig, sizes: Mapping[str, int]) -> Work:
     """Return the rotary work on queries and keys or their gradients: qkv read and written once.
 
-    --residual-multiplier also reads and writes the two results of a layer.
+    --residual-multiplier also reads and writes a layer's two results.
     """
     work = Work()
     if run.model.uses_rotary:
@@ -164,7 +172,7 @@ def _chunks(run: RunConfig, tp: int) -> int:
     """Return the logits blocks per micro-batch."""
     pp = run.parallel.pipeline_model_parallel_size
     return -(
-        -accounting.tokens_per_microbatch(run)
+        -activations.tokens_per_microbatch(run)
         // memory.logits_rows(run, Layout(tp * pp, tp, pp, 1))
     )
 
@@ -191,7 +199,9 @@ def _forward(record: Record, chunks: int) -> Work:
 
 
 def _backward(record: Record, chunks: int) -> Work:
-    """Return the input-gradient matmul and, unless the weight is frozen, the weight-gradient matmul of each forward matmul."""
+    """Return each forward matmul's input-gradient matmul and, unless the weight is frozen,
+    weight-gradient matmul.
+    """
     matmuls = []
     for p in _forward(record, chunks).matmuls:
         matmuls.append(replace(p, n=p.k, k=p.n, backward=True))
@@ -200,7 +210,7 @@ def _backward(record: Record, chunks: int) -> Work:
 
 
 def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
-    """Return the work of a layer's record, with --tp-comm-overlap as an exchange.
+    """Return a layer record's work, with --tp-comm-overlap as an exchange.
 
     A weight gradient needs all gathered rows; it hides a reduction, unless it is deferred.
     """
@@ -242,7 +252,7 @@ def _layer(
     records: Sequence[Record],
     work_of: Callable[[Record], Work],
 ) -> Work:
-    """Return `work_of` all records of a layer, without element-wise work."""
+    """Return `work_of` for all records in a layer, without element-wise work."""
     named = [(record.name, _in_layer(run, tp, software, work_of(record))) for record in records]
     whole = sum((work for _, work in named), Work())
     if not run.parallel.divides_experts or features.EXPERT_GROUPS not in software.active(run):
@@ -286,7 +296,7 @@ def _between_experts(collective: Collective) -> bool:
 
 
 def _weights(record: Record, chunks: int) -> Work:
-    """Return the weight-gradient matmuls of `_backward`, which are deferrable."""
+    """Return `_backward`'s weight-gradient matmuls, which are deferrable."""
     return Work(
         matmuls=()
         if record.frozen
@@ -354,9 +364,9 @@ def recomputed_attention(run: RunConfig, tp: int, software: Software) -> Work:
 def weight_gradients(
     run: RunConfig, tp: int, parameters: int, tensors: int, software: Software
 ) -> Work:
-    """Return the work for writing and accumulating the gradients of `parameters` in `tensors` tensors."""
+    """Return the work for writing and accumulating `parameters` gradients in `tensors` tensors."""
     counts = software.counts["weights"]
-    bytes = parameters * accounting.element_bytes(run)
+    bytes = parameters * activations.element_bytes(run)
     allocations = (
         ((bytes // tensors, tensors * counts["allocated"]),) if counts["allocated"] else ()
     )

@@ -63,11 +63,13 @@ def _on_nodes(numbers: list[int]) -> str:
 
 
 def _nodes(sections: Sections) -> list[dict[str, Any]]:
-    return sections.get("host", {}).get("nodes", [])
+    nodes: list[dict[str, Any]] = sections.get("host", {}).get("nodes", [])
+    return nodes
 
 
 def _kernels(sections: Sections) -> dict[str, Any]:
-    return sections.get("kernels", {})
+    kernels: dict[str, Any] = sections.get("kernels", {})
+    return kernels
 
 
 def wrong_kernels(sections: Sections) -> Iterator[Finding]:

@@ -420,7 +420,8 @@ def describe_machine(
         name = f"{cpu_model()}, {threads} threads, measured {time.strftime('%Y-%m-%d')}"
         network = calibrate.NetworkRates(inside, between, reduced)
         data = calibrate.describe(name, here, team, network, node_bytes() / 2**30, "report")
-    return context.agreed(data)
+    agreed: dict[str, Any] = context.agreed(data)
+    return agreed
 
 
 def collective_rows(context: Context) -> Iterator[dict[str, Any]]:

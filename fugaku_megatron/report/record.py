@@ -181,7 +181,7 @@ def read(flag: str, path: Path) -> dict[str, Any]:
     remedy = "pass a file that fugaku-megatron report wrote"
     text = read_text(path, flag, remedy)
     try:
-        data = json.loads(text)
+        data: dict[str, Any] = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError(f"{flag} {path}: not JSON: {remedy}") from None
     check(

@@ -103,7 +103,8 @@ def repeated(comm: Comm, call: Callable[[], object], seconds: float) -> tuple[fl
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
-    return comm.broadcast_object((statistics.median(times), max(0, rounds)))
+    found: tuple[float, int] = comm.broadcast_object((statistics.median(times), max(0, rounds)))
+    return found
 
 
 # 124M on 1, 2, 4 ... ranks --------------------------------------------------------------------------------------------------------
@@ -276,7 +277,8 @@ def storage_section(context: Context) -> dict[str, Any]:
     shared = context.save is not None
     comm = context.world if shared else context.nodes.ranks
     result = saved(context, comm) if shared or context.nodes.number == 0 else None
-    return context.agreed(result)
+    agreed: dict[str, Any] = context.agreed(result)
+    return agreed
 
 
 def saved(context: Context, comm: Comm) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,9 @@ PRIORS_FILE = FITTED.parent / "priors.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """Knowledge about a parameter before the fit. prior, bounds: in `unit`. spread: standard deviation of the logarithm."""
+    """Knowledge before the fit. prior, bounds: in `unit`. spread: the logarithm's standard
+    deviation.
+    """
 
     name: str
     unit: str
@@ -40,7 +43,7 @@ class Prior:
 
 
 def priors_of(kind: str) -> dict[str, tuple[Prior, ...]]:
-    """Return group of software -> priors of its parameters of "time" or "memory"."""
+    """Return software group -> priors for "time" or "memory"."""
     groups = json.loads(PRIORS_FILE.read_text())[kind]
     return {
         group: tuple(Prior(**{**row, "bounds": tuple(row["bounds"])}) for row in rows)
@@ -61,7 +64,7 @@ Values = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """Values at the optimum, and their logarithms' covariance in the priors' order."""
+    """Optimal values, and their logarithms' covariance in the priors' order."""
 
     values: Values
     covariance: np.ndarray
@@ -75,7 +78,7 @@ def solve(
     noise: float,
     start: Values | None = None,
 ) -> Solution:
-    """Return the most probable values if rows have independent errors with standard deviation `noise` in the logarithm.
+    """Return the most probable values for independent log-normal errors with deviation `noise`.
 
     start: initial values, by default the priors'
     """
@@ -86,7 +89,8 @@ def solve(
     spread = np.array([p.spread for p in priors])
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        return np.log(np.asarray(predict(_values(priors, x)), float)) - target
+        errors: np.ndarray = np.log(np.asarray(predict(_values(priors, x)), float)) - target
+        return errors
 
     def cost(r: np.ndarray, x: np.ndarray) -> float:
         z = np.abs(r / noise)
@@ -152,7 +156,7 @@ OVERFULL = ("001.1", 24)  # "OOM after first epoch": this run has a time, but ra
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
-    """Relative errors of predictions. inside: share of rows in the predicted band, None if not counted."""
+    """Relative prediction errors. inside: share within the predicted band, None if not counted."""
 
     name: str
     rows: int
@@ -228,7 +232,7 @@ PARTS: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
 
 
 def cases(rows: Sequence[Row]) -> list[Case]:
-    """Return each row as (run, layout, system), the arguments of `model.step`."""
+    """Return each row as (run, layout, system), the arguments for `model.step`."""
     result = []
     for row in rows:
         system = row_system(row)
@@ -238,7 +242,7 @@ def cases(rows: Sequence[Row]) -> list[Case]:
 
 
 def seconds(row_cases: Sequence[Case], values: Values) -> list[float]:
-    """Return the seconds per iteration of each case."""
+    """Return each case's seconds per iteration."""
     return [model.step(*case, Parameters(**values)).seconds for case in row_cases]
 
 
@@ -255,7 +259,7 @@ def fit_time(group: str, rows: Sequence[Row], start: Values | None = None) -> So
 
 
 def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
-    """Return the peak memory of each case, in MiB."""
+    """Return each case's peak memory in MiB."""
     parameters = MemoryParameters(**{"peer_mib": 0.0, **values})
     return [
         memory.peak_mib(run, layout, system.software, system.nodes, parameters)
@@ -273,14 +277,14 @@ def fit_memory(group: str, rows: Sequence[Row]) -> Solution:
 
 
 def time_rows(group: str) -> list[Row]:
-    """Return the rows to which a group's times are fitted."""
+    """Return the rows for a group's time fit."""
     return [r for r in load() if r.machine == group and r.fit_time]
 
 
 def leave_out(
     group: str, name: str, part: Callable[[Row], bool], start: Values | None = None
 ) -> Error:
-    """Return the errors on the rows of `part` after a fit to the other rows."""
+    """Return the errors on the rows in `part` after a fit to the other rows."""
     rows = time_rows(group)
     left = [r for r in rows if part(r)]
     kept = [r for r in rows if not part(r)]
@@ -319,7 +323,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def wrong_ooms(group: str, values: Values) -> tuple[list[str], int]:
-    """Return (rows with a wrong prediction about running out of memory, number of rows compared)."""
+    """Return (wrong out-of-memory predictions, compared rows)."""
     rows = [
         r for r in load() if r.machine == group and (r.status in ("ran", "oom")) and not r.problem()
     ]
@@ -397,10 +401,10 @@ def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     }
 
 
-def as_json(report: Report) -> dict:
-    """Return the group's part of fitted.json."""
+def as_json(report: Report) -> dict[str, Any]:
+    """Return the group's part in fitted.json."""
 
-    def table(solution: Solution, priors: Sequence) -> dict:
+    def table(solution: Solution, priors: Sequence[Prior]) -> dict[str, Any]:
         spread = np.sqrt(np.diag(solution.covariance))
         return {
             p.name: {

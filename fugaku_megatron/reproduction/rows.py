@@ -1,11 +1,10 @@
 """Published benchmark tables, row by row: printed cells, their meaning, and corrections by errata.
 
-    for row in load(): row.table.id, row.line, row.machine, row.seconds, row.run() ...
-
-seeds/tables.csv has a line per table, seeds/a64fx_*.csv and seeds/a100.csv a line per printed row, seeds/errata.csv the corrections:
-R numbers correct a cell or, if `corrected` is empty, comment on it; S numbers add facts printed outside the table; line * replaces
-`printed` inside the cell of every row. Fits exclude failed and repeated runs and rows that an erratum declares unfit. The clock's
-gain is at most 1.10: a larger one is noise (erratum R13). Document 005 lists additional published runs.
+seeds/tables.csv has a line per table, seeds/a64fx_*.csv and seeds/a100.csv a line per printed row,
+seeds/errata.csv the corrections: R numbers correct a cell or, if `corrected` is empty, comment on
+it; S numbers add facts printed elsewhere; line * replaces `printed` in every row. Fits exclude
+failed and repeated runs and rows that an erratum declares unfit. The clock's gain is at most 1.10:
+a larger one is noise (erratum R13).
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from typing import Any
 
 from ..config.fields import check
 from ..config.layout import Layout
+from ..config.model import ModelConfig
+from ..config.parallel import ParallelConfig
 from ..config.precision import PrecisionConfig
-from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
+from ..config.run_config import RunConfig
 from ..config.training import BatchConfig, TrainingConfig
 from ..observe.iteration_metrics import HEADERS
 from ..planner.model import Prediction, System, predict
@@ -28,14 +29,16 @@ from ..planner.model import Prediction, System, predict
 
 @dataclass(frozen=True)
 class Record:
-    """A line of a CSV file: cells by column, with file and line number."""
+    """A CSV line: cells by column, with file and line number."""
 
     path: Path
     line: int
     cells: Mapping[str, str]
 
     def expect(self, condition: bool, column: str, expected: str, value: str | None = None) -> None:
-        """Raise ValueError with file, line, column, value and expectation unless `condition` holds."""
+        """Raise ValueError with file, line, column, value and expectation unless `condition` is
+        true.
+        """
         shown = self.cells.get(column, "") if value is None else value
         check(
             condition,
@@ -55,7 +58,7 @@ class Record:
 def read_csv(
     path: Path, required: tuple[str, ...], allowed: tuple[str, ...] = ()
 ) -> Iterator[Record]:
-    """Read the records of `path`, whose header has all `required` and only `allowed` columns."""
+    """Read records; the header has all `required` and only `allowed` columns."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -83,7 +86,9 @@ def read_csv(
 
 @dataclass(frozen=True, kw_only=True)
 class Erratum:
-    """A correction. line: line of the document; None for all rows of the table. printed: the cell, or a part if line is None."""
+    """Correction. line: document line; None for all rows. printed: the cell, or part of it for all
+    rows.
+    """
 
     id: str
     table: str
@@ -243,7 +248,7 @@ _FACTS = TABLE_COLUMNS[5:-1]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A printed table: id ("001.2": second of document 001), line of its header, printed header."""
+    """Printed table: id ("001.2": second in document 001), its header's line, printed header."""
 
     id: str
     document: str
@@ -259,18 +264,18 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A corrected row.
+    """Corrected row.
 
     ranks: MPI processes on A64FX, GPUs on A100
     tflops: per node on A64FX, per GPU on A100
     ghz: None on A100
-    recompute: activation checkpointing of all layers
-    formula: counting formula for `tflops` (accounting.hardware_flops or accounting.parameter_flops)
+    recompute: all layers
+    formula: counts `tflops` (accounting.hardware_flops or accounting.parameter_flops)
     seconds, tflops, petaflops (as printed), memory_mib: None if not printed
     synchronous: CUDA_LAUNCH_BLOCKING=1
     assumed: facts that the document does not state
-    errata: the records about this row
-    duplicate_of: line of the run's first printing
+    errata: records about this row
+    duplicate_of: line with the run's first printing
     status: ran, oom, failed, planned (never run) or impossible (see `problem`)
     """
 
@@ -314,22 +319,24 @@ class Row:
 
     @property
     def devices(self) -> int:
-        """Devices for which TFLOPs are counted: nodes on A64FX, GPUs on A100."""
+        """Devices that share TFLOPs: nodes on A64FX, GPUs on A100."""
         return self.nodes if self.machine == "a64fx" else self.ranks
 
     def cell(self, column: str) -> str:
-        """Return the printed cell of `column`; empty if the table has no such column."""
+        """Return the printed cell; empty if the table lacks the column."""
         return self.cells[self.table.columns.index(column)] if column in self.table.columns else ""
 
     def corrected(self, column: str) -> str:
-        """Return the corrected cell of `column`."""
+        """Return the corrected cell."""
         return next(
             (e.corrected for e in self.errata if e.column == column and e.line and e.corrected),
             self.cell(column),
         )
 
     def unfit(self, purpose: str) -> bool:
-        """Return True if an erratum excludes the row from the fit of `purpose` ("time" or "memory")."""
+        """Return True if an erratum excludes the row from the fit for `purpose` ("time" or
+        "memory").
+        """
         return any(erratum.unfit == purpose for erratum in self.errata)
 
     @property
@@ -351,7 +358,7 @@ class Row:
         )
 
     def run(self) -> RunConfig:
-        """Return the row as a run of this project. ValueError for impossible sizes."""
+        """Return the row as a run. ValueError for impossible sizes."""
         return RunConfig(
             model=ModelConfig(
                 num_layers=self.layers,
@@ -372,7 +379,7 @@ class Row:
         )
 
     def problem(self) -> str | None:
-        """Reason for which the row cannot be run, or None."""
+        """Reason that prevents the run, or None."""
         needed = self.dp * self.tp * self.pp
         if needed != self.ranks:
             return f"DP {self.dp} x TP {self.tp} x PP {self.pp} = {needed} ranks, but the row has {self.ranks}"
@@ -383,7 +390,7 @@ class Row:
         return None
 
     def identity(self) -> tuple[Any, ...]:
-        """Configuration, time and TFLOPs that two printings of one run share."""
+        """Configuration, time and TFLOPs that repeated printings share."""
         return (
             self.machine,
             self.software,
@@ -414,14 +421,16 @@ def known(value: float | None) -> float:
 
 
 def load(documents: Sequence[str] = ()) -> tuple[Row, ...]:
-    """Return the rows of `documents`, by default all, in order. ValueError for unknown documents and wrong data."""
+    """Return the rows in `documents` (default: all), in order. ValueError for unknown documents and
+    wrong data.
+    """
     for name in documents:
         check(name in DOCUMENTS, f"--document {name} is unknown: pass {' or '.join(DOCUMENTS)}")
     return tuple(row for row in read(SEEDS) if not documents or row.document in documents)
 
 
 def read(folder: Path) -> tuple[Row, ...]:
-    """Return the rows of the files in `folder`. ValueError with file, line, column and value of a wrong cell."""
+    """Read all rows in `folder`. ValueError with file, line, column and value for a wrong cell."""
     records = tuple(map(_erratum, read_csv(folder / "errata.csv", ERRATUM_COLUMNS)))
     tables = {}
     for record in read_csv(folder / "tables.csv", TABLE_COLUMNS):
@@ -564,7 +573,7 @@ def _mark_duplicates(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def row_system(row: Row) -> System:
-    """Return the system on which a published row was run."""
+    """Return the system that ran a published row."""
     before = row.machine == "a100" and row.notes < "02-25"
     return System.from_names(
         "a100-before-0225" if before else row.machine,
@@ -576,7 +585,7 @@ def row_system(row: Row) -> System:
 
 
 def predict_row(row: Row) -> Prediction:
-    """Return the prediction for a published row. ValueError for a row that cannot be run."""
+    """Predict a published row. ValueError for a row that cannot run."""
     if problem := row.problem():
         raise ValueError(problem)
     return predict(row.run(), row_system(row))

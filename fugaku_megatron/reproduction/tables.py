@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ _SLACK = 1e-9  # for rounding errors of binary fractions
 
 
 def flops(row: Row) -> float:
-    """Return the FLOPs of an iteration over all ranks, by the formula of the row's table."""
+    """Return an iteration's FLOPs over all ranks by the table's formula."""
     if row.formula == "parameter":
         return accounting.parameter_flops(row.run(), row.gbs, replicas=True)
     return accounting.hardware_flops(row.run(), row.gbs)
@@ -45,30 +46,34 @@ def tflops(row: Row, seconds: float) -> float:
 
 
 def unit(cell: str) -> float:
-    """Return the value of one step in the last printed digit."""
+    """Return one step in the last printed digit."""
     return 10.0 ** -len(cell.partition(".")[2])
 
 
 def interval(row: Row) -> tuple[float, float]:
-    """Return the smallest and largest TFLOPs that agree with the corrected time, known to its last digit."""
+    """Return the smallest and largest TFLOPs that agree with the corrected time's rounding."""
     assert row.seconds is not None
     half = unit(row.corrected("seconds")) / 2
     return tflops(row, row.seconds + half), tflops(row, row.seconds - half)
 
 
 def agrees(row: Row, printed: float) -> bool:
-    """Return True if the `printed` TFLOPs agree with the corrected time within the tables' rounding."""
+    """Return True if the `printed` TFLOPs agree with the corrected time within the tables'
+    rounding.
+    """
     low, high = interval(row)
     return low - TFLOPS_ROUNDING - _SLACK <= printed <= high + TFLOPS_ROUNDING + _SLACK
 
 
 def petaflops(row: Row) -> float | None:
-    """Return all ranks' PetaFLOPs (1000 TFLOPs each) from the corrected TFLOPs; None if none were printed."""
+    """Return total PetaFLOPs from the corrected TFLOPs; None if not printed."""
     return None if row.petaflops is None or row.tflops is None else row.tflops * row.devices / 1000
 
 
 def finding(row: Row) -> str:
-    """Compare recomputed and printed TFLOPs: "equal", "erratum" (equal when corrected), "unexplained", or "" (no values)."""
+    """Compare recomputed and printed TFLOPs: "equal", "erratum" (equal when corrected),
+    "unexplained", or "" (no values).
+    """
     if row.seconds is None or row.tflops is None:
         return ""
     if not agrees(row, row.tflops):
@@ -89,7 +94,7 @@ _STATUS_REMARKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A row and its computed values. prediction: from rows.predict_row; if None, `problem` is the reason."""
+    """Row and computed values. prediction: from rows.predict_row; if None, `problem` is the reason."""
 
     row: Row
     prediction: Prediction | None
@@ -102,19 +107,19 @@ class Comparison:
 
     @property
     def model_tflops(self) -> float | None:
-        """TFLOPs per rank for the modelled time, by the formula of the row's table."""
+        """TFLOPs per rank for the modelled time, by the table's formula."""
         return None if self.prediction is None else tflops(self.row, self.prediction.seconds)
 
     @property
     def time_error_percent(self) -> float | None:
-        """Difference of the modelled from the corrected time, in per cent; None if one is missing."""
+        """Modelled minus corrected time, in per cent; None if one is missing."""
         if self.prediction is None or self.row.seconds is None:
             return None
         return 100 * (self.prediction.seconds / self.row.seconds - 1)
 
     @property
     def memory_error_percent(self) -> float | None:
-        """Difference of the modelled from the printed memory on the fullest rank, in per cent; None for failed runs."""
+        """Modelled minus printed memory on the fullest rank, in per cent; None for failed runs."""
         if self.prediction is None or self.row.memory_mib is None or self.row.status != "ran":
             return None
         return 100 * (self.prediction.memory_mib_max / self.row.memory_mib - 1)
@@ -126,7 +131,7 @@ class Comparison:
         }
 
     def remarks(self) -> list[str]:
-        """The run's outcome and the ids of errata that name this row."""
+        """The run's outcome and its errata ids."""
         remarks = [_STATUS_REMARKS[self.row.status]]
         if self.prediction is not None and self.prediction.oom:
             remarks.append("model: out of memory")
@@ -138,7 +143,7 @@ class Comparison:
 
 
 def compare(rows: Sequence[Row], predict: Callable[[Row], Prediction]) -> list[Comparison]:
-    """Compute all values for `rows`; a row that cannot be modelled has the reason."""
+    """Compute all values; a row that cannot be modelled has the reason."""
     return [_compare(row, predict) for row in _with_progress(rows)]
 
 
@@ -148,7 +153,8 @@ def _with_progress(rows: Sequence[Row]) -> Iterable[Row]:
         return rows
     from tqdm import tqdm
 
-    return tqdm(rows, unit="row", leave=False)
+    shown: Iterable[Row] = tqdm(rows, unit="row", leave=False)
+    return shown
 
 
 def _compare(row: Row, predict: Callable[[Row], Prediction]) -> Comparison:
@@ -174,7 +180,7 @@ OUR_HEADER = (
 
 
 def text(comparisons: Sequence[Comparison], markdown: bool = False) -> str:
-    """Return the tables of `comparisons` with a summary per document. markdown: use Markdown's headings and lists"""
+    """Format the tables with a summary per document. markdown: use Markdown's headings and lists"""
     parts = []
     for document, group in groupby(comparisons, lambda c: c.row.document):
         document_rows = list(group)
@@ -238,7 +244,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _errata(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return one line per erratum, with the lines of the document that it concerns."""
+    """Return one line per erratum, with the document lines that it concerns."""
     lines: dict[tuple[str, str, str], list[str]] = {}
     names = dict(zip(comparisons[0].row.table.columns, comparisons[0].row.table.header))
     for erratum in dict.fromkeys(e for c in comparisons for e in c.row.errata):
@@ -264,7 +270,7 @@ def _place(erratum: Erratum) -> str:
 
 
 def summary(document: str, comparisons: Sequence[Comparison]) -> str:
-    """Return the model's errors on fitted rows in one line; errors on unseen runs are larger (see `fit`)."""
+    """Format the model's errors on fitted rows; errors on unseen runs are larger (see `fit`)."""
     times = [
         abs(error)
         for c in comparisons
@@ -299,7 +305,9 @@ _TRAITS: dict[str, Callable[[Any], str]] = {
 
 
 def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
-    """Draw a panel per document into the PNG file `path`. ValueError if it cannot be written. Needs matplotlib."""
+    """Draw a panel per document into the PNG file `path`. ValueError if it cannot be written. Needs
+    matplotlib.
+    """
     from matplotlib.backends.backend_agg import (
         FigureCanvasAgg,
     )  # no window, and pyplot's global state untouched
@@ -328,7 +336,7 @@ def _draw_document(document: str, panel: Any, comparisons: Sequence[Comparison])
     pairs = [
         c for c in comparisons if c.time_error_percent is not None and c.row.fit_time
     ]  # as in the text's summary
-    trait = _TRAITS.get(document, lambda row: row.software)
+    trait = _TRAITS.get(document, attrgetter("software"))
     for number, name in enumerate(sorted({trait(c.row) for c in pairs})):
         points = [_times(c) for c in pairs if trait(c.row) == name]
         panel.plot(
@@ -355,7 +363,7 @@ def _draw_document(document: str, panel: Any, comparisons: Sequence[Comparison])
 
 
 def _times(comparison: Comparison) -> tuple[float, float]:
-    """Return (printed, modelled) seconds of a row that has both."""
+    """Return (printed, modelled) seconds for a row that has both."""
     assert comparison.row.seconds is not None and comparison.prediction is not None
     return comparison.row.seconds, comparison.prediction.seconds
 
@@ -370,7 +378,7 @@ def _title(document: str, comparisons: Sequence[Comparison], pairs: Sequence[Com
 
 
 def _diagonal(panel: Any, times: Sequence[float]) -> None:
-    """Draw the line of equal times, the band around it, and equal limits."""
+    """Draw the diagonal, its band, and equal limits."""
     ends = [min(times) / 1.3, max(times) * 1.3]
     panel.plot(ends, ends, color="grey", linewidth=0.8, zorder=0)
     panel.fill_between(
@@ -444,7 +452,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the tables and write --csv and --png. ValueError for unknown documents and files that cannot be written."""
+    """Print the tables and write --csv and --png. ValueError for unknown documents and files that
+    cannot be written.
+    """
     rows = load(args.document)
     check_file("--csv", args.csv)
     check_picture(args.png)
@@ -458,7 +468,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def write_csv(path: Path, comparisons: Sequence[Comparison]) -> None:
-    """Write one line per row, empty cells for unknown values. ValueError if `path` cannot be written."""
+    """Write one line per row, empty cells for unknown values. ValueError if `path` cannot be
+    written.
+    """
     records = [_record(comparison) for comparison in comparisons]
     with writing("--csv", path), open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")

@@ -11,7 +11,7 @@ ITERATIONS = 12
 
 
 def trained(world, run, source=None, target=None, iterations=ITERATIONS, saved_at=None):
-    """Return losses and weights after so many iterations.
+    """Train from one checkpoint to another; return losses and weights.
 
     source: the checkpoint to resume from
     target: where to save after `saved_at` iterations, by default the last

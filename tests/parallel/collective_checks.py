@@ -1,4 +1,4 @@
-"""Every verb of a communicator against plain torch.
+"""Checks of every verb of a communicator against plain torch.
 
 tests/parallel/test_thread_ranks.py runs the checks on threads; under MPI this file is each rank's program:
     mpiexec -n 4 python tests/parallel/collective_checks.py [verbs] [orders] [node] [levels] [large]
@@ -351,7 +351,7 @@ def run_large(world):
 
 
 class Counted:
-    """A part of mpi4py that records the threads that call it, and the number of calls at the same time."""
+    """A part of mpi4py that records its calling threads and its number of concurrent calls."""
 
     threads, inside, largest, lock = set(), 0, 0, threading.Lock()
 
@@ -433,7 +433,7 @@ NODES = {"blocks": lambda rank: rank // 2, "in turn": lambda rank: rank % 2}
 
 
 def run_levels(world):
-    """The checks on nodes that are made up, and on stages; nodes that are not alike are left to MPI."""
+    """Run the checks on mock nodes and on stages; MPI serves unequal nodes."""
     for name, place in NODES.items():
         shared = node.share_node(world, kernels, place(world.rank))
         assert (type(shared), type(shared.levels.inside)) == (two_level.TwoLevelComm, node.NodeComm)
@@ -446,7 +446,7 @@ def run_levels(world):
 
 
 def run_verbs(world):
-    """The checks with messages as they come, and cut into small pieces."""
+    """Run the checks with whole messages, and with messages in small pieces."""
     for limit, constants in LIMITS.items():
         for name, value in constants.items():
             setattr(mpi, name, value)

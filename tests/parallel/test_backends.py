@@ -12,6 +12,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, ChatWriter, signed
+from fugaku_megatron.data.dataset import DatasetConfig
 from fugaku_megatron.data.marks import mark
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training.trainer import Trainer
@@ -114,7 +115,9 @@ def course(world, run: RunConfig, files: ChatFiles) -> list[float]:
     torch.set_num_threads(1)
     data: Any = Texts(run.model.vocab_size, run.model.seq_length, 64, 7)
     if run.data.sft:
-        data = ChatDataset(files, "train", range(len(files)), 16, run.model.seq_length, 1)
+        data = ChatDataset(
+            files, "train", range(len(files)), 16, DatasetConfig(run.model.seq_length, 1)
+        )
     elif run.data.marked:
         data = mark(data, EOD, run.data.eod_mask_loss)
     ops = Ops.build(run.system.kernels)

@@ -1,4 +1,4 @@
-"""Gradient buckets: how a stage is cut into them, where they lie, when they are reduced and gathered; overlap changes no bit."""
+"""Gradient buckets: sizes, memory, reduction and gathering; overlap changes no bit."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def test_a_bucket_is_as_few_units_as_reach_the_minimum(units, minimum, tied, buc
 
 
 def test_the_smallest_bucket_is_megatrons():
-    """A layer of 124M has 7.1 M parameters, the embeddings 39.4 M."""
+    """Cut 124M, with 7.1 M parameters in a layer and 39.4 M in the embeddings."""
     assert (
         bucket_minimum(small_run(), 8) == 40_000_000
         and bucket_minimum(small_run(), 64) == 64_000_000
@@ -124,7 +124,7 @@ def test_buckets_lie_where_the_formula_says(ranks, layout):
     ids=["one-many", "many-one", "many-more"],
 )
 def test_a_checkpoint_loads_whatever_the_buckets_were(saved, loaded, tmp_path):
-    """ZeRO-1 cuts its shards inside buckets, so a shard may lie in the files of several ranks."""
+    """Load ZeRO-1 shards, which are cut inside buckets, from the files of several ranks."""
 
     def save_and_load(world) -> None:
         run = {
@@ -152,7 +152,7 @@ def test_a_checkpoint_loads_whatever_the_buckets_were(saved, loaded, tmp_path):
 
 
 class Checked:
-    """The communicator `inner`, whose started sums must find their tensors at the end as they were at the start."""
+    """A communicator that checks that tensors do not change while they are summed."""
 
     def __init__(self, inner) -> None:
         self.inner, self.rank, self.size = inner, inner.rank, inner.size
@@ -168,7 +168,7 @@ class Checked:
 
 
 class Watched:
-    """A handle. A ThreadComm writes results in `wait`, so that until then only a late gradient changes the tensor."""
+    """A handle that checks its tensor. A ThreadComm writes results in `wait`; before, only a late gradient changes the tensor."""
 
     def __init__(self, handle, tensor: torch.Tensor) -> None:
         self.handle, self.tensor, self.before = handle, tensor, tensor.clone()
@@ -183,7 +183,7 @@ class Watched:
 
 
 def started_early(world, run, backend: str, make=run_schedule.build_schedule) -> tuple[int, int]:
-    """Buckets whose reduction had started when the last backward was over, and those that could have; two iterations."""
+    """Return the buckets reduced during backward, and the buckets that could be, in two iterations."""
     torch.set_num_threads(1)
     groups = grid_groups(world, run)
     groups = replace(groups, dp=Checked(groups.dp), embedding=Checked(groups.embedding))
@@ -229,7 +229,7 @@ def test_no_gradient_is_written_after_its_reduction_started(ranks, backend, chan
 
 
 def test_a_bucket_waits_for_its_last_micro_batch_in_any_schedule():
-    """Forwards and backwards in random orders: the last backward is not that of the last micro-batch."""
+    """Run forwards and backwards in random orders, so that the last backward is not the last micro-batch's."""
     run = small_run(**PP2, **BUCKETS, **DROPOUT, num_layers=8)
     for early, possible in ThreadWorld(4).run(started_early, run, "native", custom(shuffled)):
         assert early == possible > 0
@@ -269,7 +269,7 @@ def test_copies_in_bf16_are_in_the_memory_model():
 
 
 def test_the_error_of_gradients_in_bf16():
-    """Of 8 ranks' gradients, against their exact sum: two roundings of up to 2^-8, whatever the number of ranks."""
+    """Compare the sum of 8 ranks with the exact sum: two roundings of up to 2^-8 for any number of ranks."""
 
     def reduced(world, wire: bool) -> torch.Tensor:
         trainer = make_trainer(world, small_run(**BUCKETS, zero_stage=1, grad_reduce_in_bf16=wire))

@@ -1,4 +1,4 @@
-"""Flipped bits in matmuls are found and named by --abft, which lets right matmuls pass."""
+"""Checks with --abft: flipped bits in matmuls are found and named, right matmuls pass."""
 
 import re
 
@@ -27,7 +27,7 @@ RESULTS = {**dict.fromkeys(MATMULS, 2), **dict.fromkeys(GROUPED, 3)}  # argument
 
 
 def flipped(kernel: str, call: int, bit: int, repeated: bool = False) -> Observed:
-    """The kernels, of which one flips a bit of its result's element [1, 2] in its `call`-th call, and the next if `repeated`."""
+    """Return the kernels; one flips a bit of its result's element [1, 2] in its `call`-th call, and in the next if `repeated`."""
     calls = []
 
     def observe(name, function, args, kwargs):
@@ -45,7 +45,7 @@ def flipped(kernel: str, call: int, bit: int, repeated: bool = False) -> Observe
 def checked(
     world, run, library=kernels, layers=(ALL,), iterations: int = 2
 ) -> tuple[list[str | None], list[float]]:
-    """Reports and losses of some iterations."""
+    """Train some iterations; return their reports and losses."""
     checksums = Checksums(layers)
     trainer = make_trainer(world, run, Ops.build(kernels=checksums.observe(library)))
     checksums.watch(trainer.optimizer.flat)
@@ -251,9 +251,7 @@ def test_the_session_tells_it():
 
 
 def broken(kernel: str, since: int = 0, correct_again: bool = False) -> Observed:
-    """The kernels, of which one is wrong in each call after `since` calls; with `correct_again` in
-    every seventh one alone.
-    """
+    """Return the kernels; one is wrong in each call after `since` calls, or only in every seventh with `correct_again`."""
     calls = []
 
     def observe(name, function, args, kwargs):

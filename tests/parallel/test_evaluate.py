@@ -11,6 +11,7 @@ from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, unsigned
 from fugaku_megatron.data.chats import Chat, ChatTemplate
+from fugaku_megatron.data.dataset import DatasetConfig
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, NullTokenizer
 from fugaku_megatron.inference import evaluate, generate, scoring
@@ -473,7 +474,7 @@ def test_the_loss_of_training_on_packed_chats_is_that_of_each_chat_alone(tmp_pat
 
     def trained(world):
         torch.set_num_threads(1)
-        data = ChatDataset(ChatFiles(prefix), "train", range(9), None, 64, 1)
+        data = ChatDataset(ChatFiles(prefix), "train", range(9), None, DatasetConfig(64, 1))
         trainer = Trainer(run, world, grid_groups(world, run), data, data)
         for _ in range(2):
             trainer.train_step()

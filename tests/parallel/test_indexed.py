@@ -13,7 +13,7 @@ import pytest
 from fugaku_megatron.data import dataset as dataset_module
 from fugaku_megatron.data import index_cache, indexed
 from fugaku_megatron.data.build import Builder, build_datasets
-from fugaku_megatron.data.dataset import GPT_ARRAYS, GPTDataset
+from fugaku_megatron.data.dataset import GPT_ARRAYS, DatasetConfig, GPTDataset
 from fugaku_megatron.data.files import MappedFile
 from fugaku_megatron.data.index_cache import IndexCache
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, best_dtype
@@ -222,9 +222,8 @@ def corpus(tmp_path):
 
 def build(corpus, cache=None, samples=1000, seed=1, comm=None, documents=None):
     documents = range(5, 95) if documents is None else documents
-    return GPTDataset(
-        IndexedDataset(corpus, comm), "train", documents, samples, 16, seed, cache=cache, comm=comm
-    )
+    config = DatasetConfig(16, seed, comm=comm, cache=cache)
+    return GPTDataset(IndexedDataset(corpus, comm), "train", documents, samples, config)
 
 
 def arrays(dataset):

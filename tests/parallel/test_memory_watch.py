@@ -1,4 +1,4 @@
-"""Memory and time that a run is expected to take, in its first lines; memory in the log, and its steady growth."""
+"""Expected memory and time in a run's first lines; memory in the log, and its steady growth."""
 
 import mmap
 import random
@@ -106,7 +106,7 @@ BASE = 900 * MIB
 
 
 def hold(size: int) -> mmap.mmap | None:
-    """That many bytes of the system's, whatever the allocator of this process keeps for later."""
+    """Map that many bytes from the system, independent of this process's allocator."""
     if not size:
         return None
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -215,7 +215,7 @@ def test_the_limit_of_a_job(tmp_path, monkeypatch, line, folder, files):
 def run(
     world, leaks, iterations: int = FIRST_ITERATIONS + SPAN, nodes: Nodes | None = None
 ) -> list[tuple[int, str]]:
-    """What is said by iterations in which this rank keeps so many MiB."""
+    """Return the lines of iterations in which this rank keeps so many MiB."""
     said, kept = [], []
     watch = MemoryWatch(
         world, nodes or find_nodes(world), lambda iteration, line: said.append((iteration, line))

@@ -1,4 +1,4 @@
-"""What went wrong in an iteration: the first Inf or NaN is named, and --rerun-on-spike tells a broken machine from a bad batch."""
+"""Faults in an iteration: the first Inf or NaN is named, and --rerun-on-spike distinguishes a broken machine from a bad batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RESULT = {"attention_forward": 1, "attention_backward": 4}  # the argument that 
 def faulty_ops(
     kernel: str, layer: int, first_sample: int, value: float = float("nan"), times: int = -1
 ) -> Ops:
-    """Attention of one layer (from 1) goes wrong in the micro-batch that begins at a sample, so many times or always."""
+    """Return operations with wrong attention in one layer (from 1) and micro-batch, `times` times or always (-1)."""
     left = [times]
 
     def call(name, function, args, kwargs):
@@ -244,7 +244,7 @@ def test_every_bit_counts():
 
 
 def lines(world, run, ops: Ops, iterations: int = 3) -> tuple[list[tuple[int, str]], list[float]]:
-    """What is said in some iterations, and their losses."""
+    """Train some iterations; return the reruns' lines and the losses."""
     trainer, said = make_trainer(world, run, ops), []
     trainer.before_update = Rerun(
         trainer, lambda iteration, text: said.append((iteration, text))
@@ -319,7 +319,7 @@ def test_a_bad_batch_is_named_by_its_samples():
     ],
 )
 def test_a_core_that_repeats_its_mistake_is_no_bad_batch(ranks, guilty, kernel, named):
-    """The same bits in the repetition, and other bits when another rank computes the samples."""
+    """Repeat with the same bits, and with other bits if another rank computes the samples."""
     run = small_run(**DROPOUT, **OVERLAP, num_layers=1)
     healthy = [step.loss for step in ThreadWorld(ranks).run(lambda world: train(world, run, 3))[0]]
 

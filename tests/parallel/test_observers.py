@@ -1,4 +1,4 @@
-"""What a step tells those who watch it: heartbeats, the phases of its time, and the profiler."""
+"""Observers of a training step: heartbeats, phases and profiler."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ from tests.threads import ThreadWorld
 
 
 class Spoken(Heartbeat):
-    """Keeps all that it said."""
+    """A heartbeat that records its phases."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -87,7 +87,7 @@ PAUSE = 0.125
 
 
 class Slow:
-    """A group of two ranks, and an executor, whose calls take PAUSE seconds of its clock, and of nothing else."""
+    """A group of two ranks, and an executor, whose calls take PAUSE seconds on a mock clock."""
 
     size, rank = 2, 0
 
@@ -225,7 +225,7 @@ def test_the_table_accounts_for_the_whole_step():
 
 
 def recorded(world, folder, iterations, **changes):
-    """What is said in a run on two stages."""
+    """Run two stages with a profile; return the printed lines."""
     torch.set_num_threads(1)
     run, said = (
         small_run(
@@ -263,7 +263,7 @@ APART = 1000.0  # seconds between the clocks of one rank and of the next
 
 @pytest.fixture
 def clocks(monkeypatch):
-    """How far the clock of the thread that asks is ahead of rank 0's."""
+    """Return a function for the seconds by which the calling thread's clock is ahead of rank 0's."""
 
     def ahead() -> float:
         name = threading.current_thread().name
@@ -322,7 +322,7 @@ def test_a_rank_that_waits_for_keys_says_whose():
 
 
 def test_a_trace_of_ranks_that_share_a_sequence_has_their_stages(tmp_path):
-    """Two stages of two ranks each: ranks 0 and 1 are the first one."""
+    """Profile two stages with two ranks each: ranks 0 and 1 are the first stage."""
     said = ThreadWorld(4).run(partial(recorded, **CP2), tmp_path, 3)[0]
     events = read(tmp_path / "trace.json")["traceEvents"]
     named = {event["args"]["name"] for event in events if event["name"] == "process_name"}

@@ -129,7 +129,7 @@ def test_master_weights_are_fp32(precision, dtype, layout):
 
 
 def measures(world, **changes) -> tuple[float, float, float, int]:
-    """Norm of the weights, norm of the gradients, their zeros, and (without ZeRO-1) the zeros counted in the global tensors."""
+    """Return the norms of weights and gradients, the gradients' zeros, and (without ZeRO-1) the global tensors' zeros."""
     trainer = make_trainer(
         world, small_run(max_position_embeddings=32, log_num_zeros_in_grad=True, **changes)
     )
@@ -163,7 +163,7 @@ def test_norms_and_zeros_count_everything_once(ranks, layout):
 
 
 class MegatronGradScaler:
-    """The rules of Megatron-LM's DynamicGradScaler.update, written down again."""
+    """An independent implementation of Megatron-LM's DynamicGradScaler.update."""
 
     def __init__(self, initial: float, minimum: float, interval: int, hysteresis: int):
         self.scale, self.minimum, self.interval, self.hysteresis = (
@@ -327,7 +327,7 @@ def test_ranges_cover_every_parameter_once_and_shards_are_aligned(ranks, layout)
 
 
 def schedule(**changes) -> ParamSchedule:
-    """100 iterations of 16 samples, rate 1 to 0.1."""
+    """Return the schedule over 100 iterations with 16 samples, rate 1 to 0.1."""
     return ParamSchedule.from_run(
         small_run(**{"train_iters": 100, "lr": 1.0, "min_lr": 0.1, **changes}), 16
     )
@@ -371,7 +371,7 @@ MOMENTS = {
 
 
 def change(weights, others) -> float:
-    """Root mean square difference of all weights over that of their size."""
+    """Return the root mean square difference of all weights, relative to their root mean square."""
     difference, size = (
         sum(f(name).double().square().sum() for name in weights)
         for f in (lambda name: weights[name] - others[name], lambda name: weights[name])
@@ -395,7 +395,7 @@ def test_twelve_iterations_stay_with_fp32s():
     ids=["gpt", "llama"],
 )
 def test_places_are_those_of_the_global_tensor(model):
-    """Every piece of every rank's shard of every bucket."""
+    """Return every piece of every rank's shard of every bucket."""
     for rank in range(8):
         optimizer = dry_trainer(rank, 8, **TP2PP2, **OVERLAP, **model).optimizer
         flat = optimizer.flat
@@ -406,7 +406,7 @@ def test_places_are_those_of_the_global_tensor(model):
 
 
 def pieces_by_hand(flat, part):
-    """The numbers of the elements of each parameter that lies in a part, from the parameters' own slices."""
+    """Return the element numbers of each parameter in a shard, computed from the parameters' slices."""
     for parameter, start in zip(flat.parameters, flat.starts, strict=True):
         spec = parameter.spec
         whole = torch.arange(math.prod(spec.shape)).view(spec.shape)
@@ -455,7 +455,7 @@ def test_the_planner_counts_fewer_bytes_and_less_traffic():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Directories of checkpoints with moments in FP32 and in BF16, of TP 2 x PP 2 x DP 2 with ZeRO-1 and of one rank."""
+    """Return checkpoint directories with FP32 and BF16 moments, of TP 2 x PP 2 x DP 2 with ZeRO-1 and of one rank."""
     whole, half = (tmp_path_factory.mktemp(name) for name in ("fp32", "bf16"))
     ThreadWorld(8).run(trained, small_run(**TP2PP2, zero_stage=1), None, whole, 3)
     trained(SoloComm(), small_run(**MOMENTS), None, half, 3)
@@ -471,7 +471,7 @@ def moments(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def test_a_checkpoint_of_the_other_format_is_converted(saved):
-    """Across layouts, too; what was BF16 keeps its values in FP32, and comes back as it was."""
+    """Resume across layouts too; BF16 moments are kept in FP32 and restored exactly."""
     plain, rounded, widened = (
         make_trainer(SoloComm(), small_run(**changes)) for changes in ({}, MOMENTS, {})
     )
@@ -531,7 +531,7 @@ LOW = {
 
 
 def test_weights_are_rounded_at_random_without_bias():
-    """Each to one of its neighbours in BF16, by words that depend on nothing but the seed, the step and the element."""
+    """Round to a neighbour in BF16 by random words that depend only on seed, step and element."""
     values = torch.randn(1000, generator=torch.Generator().manual_seed(3)) * torch.logspace(
         -6, 2, 1000
     )
@@ -570,7 +570,7 @@ def test_weights_are_rounded_at_random_without_bias():
     ids=["fp32", "bf16", "int8"],
 )
 def test_weights_without_fp32_masters_stay_with_those_that_have_them(moments, tmp_path):
-    """Over 60 steps, resumed with the same bits; rounded to nearest, steps as small as these would be lost."""
+    """Train 60 steps and resume with the same bits; rounding to nearest would lose such small steps."""
     changes = {"train_iters": 60, "lr": 3e-4, "global_batch_size": 4}
     run = small_run(**{**LOW, **moments, **changes})
     with_masters = {name: value for name, value in LOW.items() if name != "main_params_dtype"}
@@ -594,7 +594,7 @@ def test_weights_without_fp32_masters_stay_with_those_that_have_them(moments, tm
     [(2, {"zero_stage": 1}), (2, TP2), (8, {**TP2PP2, "zero_stage": 1, **OVERLAP})],
 )
 def test_layouts_round_weights_alike(ranks, layout):
-    """Two thirds would be equal if each layout drew its own numbers; gradients near 0 may differ in their signs."""
+    """Compare layouts: with different random numbers only two thirds would be equal. Gradients near 0 may differ in sign."""
     losses, weights = trained(SoloComm(), small_run(**LOW), iterations=1)
     for own, values in ThreadWorld(ranks).run(trained, small_run(**LOW, **layout), None, None, 1):
         assert own == pytest.approx(losses, rel=2e-3)
@@ -632,7 +632,7 @@ GROUPED = {
 
 
 def plain_orthogonal(x, steps):
-    """The Newton-Schulz iteration of the sources in optim/muon.py."""
+    """Run the Newton-Schulz iteration as in the sources named in optim/muon.py."""
     coefficients = [
         (4.0848, -6.8946, 2.9270),
         (3.9505, -6.3029, 2.6377),
@@ -650,7 +650,7 @@ def plain_orthogonal(x, steps):
 
 
 def plain_matrices(name, update, model, split):
-    """The rows (n,) of each matrix in a global weight of `update`'s rows."""
+    """Return the rows (n,) of each matrix in a global weight."""
     if "linear_qkv" not in name or not split:
         return [torch.arange(len(update))]
     per_group = model.num_attention_heads // model.query_groups + 2
@@ -734,7 +734,7 @@ def test_muon_steps_equal_plain_torch_in_a_split_layout():
     ids=["grouped", "nesterov", "gpt"],
 )
 def test_muon_steps_of_each_layout(changes):
-    """From the gradients of each step. Data-parallel ranks alone and with ZeRO-1 compute the bits of one rank."""
+    """Compare with the gradients of each step. Data-parallel ranks, also with ZeRO-1, compute the bits of one rank."""
     changes = {**MUON, **changes, "lr_decay_style": "constant"}
 
     def steps(world, run):
@@ -762,7 +762,7 @@ def test_muon_steps_of_each_layout(changes):
 @pytest.mark.parametrize("steps", [1, 3, 5, 6, 10, 15])
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 def test_coefficients_begin_again_after_the_last_step(steps, shape):
-    """As in Megatron-LM's library. Whole cycles bring singular values near 1, and the first coefficient alone not."""
+    """Cycle through the coefficients as Megatron-LM's library; whole cycles bring singular values near 1."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     got = orthogonalized(matrix, COEFFICIENTS["quintic"], steps, kernels).double()
     torch.testing.assert_close(got, plain_orthogonal(matrix.double(), steps), rtol=0, atol=2e-5)

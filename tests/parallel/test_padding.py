@@ -14,6 +14,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, ChatWriter, signed
+from fugaku_megatron.data.dataset import DatasetConfig
 from fugaku_megatron.data.marks import COUNTED, PADDED, TokenCounts
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.inference.loading import model_of
@@ -89,7 +90,9 @@ def run_of(length: int, **changes) -> RunConfig:
 
 def trainer_of(world, run: RunConfig, files: ChatFiles) -> Trainer:
     torch.set_num_threads(1)
-    dataset = ChatDataset(files, "train", range(len(files)), 64, run.model.seq_length, seed=3)
+    dataset = ChatDataset(
+        files, "train", range(len(files)), 64, DatasetConfig(run.model.seq_length, 3)
+    )
     ops = Ops.build("torch" if run.system.kernels == "torch" else "native")
     return Trainer(run, world, grid_groups(world, run), dataset, dataset, ops=ops)
 
@@ -305,10 +308,10 @@ def test_flops_of_the_log_leave_padding_out_of_the_experts():
 
 def test_marks_of_padding(files):
     """The last token of each chat, and what follows the last chat; the work counts those that are inputs."""
-    dataset = ChatDataset(files, "train", range(8), 4, 24, seed=3)
+    dataset = ChatDataset(files, "train", range(8), 4, DatasetConfig(24, 3))
     sample = dataset[0]
     assert np.flatnonzero(sample[1] & PADDED).tolist() == [8, *range(17, 25)]
     work = TokenCounts.of(np.stack([fetch(dataset, range(2))]))
     assert (work.padded, work.samples) == (2 * (1 + 7), 2)
-    alone = ChatDataset(files, "train", range(8), 8, 8, seed=3)
+    alone = ChatDataset(files, "train", range(8), 8, DatasetConfig(8, 3))
     assert TokenCounts.of(np.stack([fetch(alone, range(8))])).padded == 0

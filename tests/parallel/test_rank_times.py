@@ -1,4 +1,4 @@
-"""Slow ranks are named in the log, with the phase."""
+"""Slow ranks in the log, with the phase."""
 
 import socket
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ DOCUMENTS = {
 
 
 def intervals(world, computation, data=None, iterations=10, works=None, **changes):
-    """What the log says when the ranks compute so many seconds: a list for each interval of some iterations."""
+    """Return the log's lines if the ranks compute so many seconds, one list per interval."""
     run, said = small_run(**changes), []
     waits = iter(data or [[0.0] * world.size] * len(computation))
     own = SimpleNamespace(begin=lambda: None)
@@ -79,7 +79,7 @@ def test_no_more_than_three_are_named():
 
 
 def test_a_rank_with_longer_documents_is_not_slow():
-    """Rank 0 of eight has the only long documents; the same time without them is reported."""
+    """Give only rank 0 of eight long documents; the same time without them is reported."""
     run = small_run(**DOCUMENTS)
     linear, attention = accounting.layer_flops(run)
     squares = [8 * 256] + [256] * 7  # of two samples each: one document of 16 tokens, or 16 of 4

@@ -10,6 +10,7 @@ changed before a command is run here stands with its reason in tests/system/doc_
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from unittest import mock
 
 import pytest
 
+import fugaku_megatron
 from benchmarks import __main__ as benchmarks
 from fugaku_megatron.cli import program
 from fugaku_megatron.cli.parser import Parser
@@ -318,6 +320,18 @@ def apply_changes(folder: Path, *flags: str) -> None:
 def test_the_changes_of_extending_fit_the_sources():
     """Each is against the lines around it, so a renamed function is seen."""
     apply_changes(ROOT, "--check")
+
+
+def test_api_pages_document_every_public_name():
+    """Every name of a page exists, and the library's page has all names of `fugaku_megatron`."""
+    named = {
+        page.name: re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+        for page in (ROOT / "docs" / "api").glob("*.md")
+    }
+    for path in (path for paths in named.values() for path in paths):
+        assert pkgutil.resolve_name(path) is not None
+    public = {path.rpartition(".")[2] for path in named["library.md"]}
+    assert public == set(fugaku_megatron.__all__) - {"__version__"}
 
 
 @pytest.mark.docs

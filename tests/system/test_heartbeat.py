@@ -1,4 +1,4 @@
-"""A heartbeat says to other processes what a rank does, and leaves no file."""
+"""Heartbeats: other processes read a rank's phase, and no file is left."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_start_has_a_folder_of_its_own(memory, monkeypatch):
 
 
 def test_a_user_number_without_an_entry_in_passwd_is_enough(memory, monkeypatch):
-    """Containers are often started so: docker --user 12345."""
+    """Run as in containers started with docker --user 12345."""
 
     def unknown(number):
         raise KeyError(f"getpwuid(): uid not found: {number}")
@@ -97,7 +97,7 @@ def test_a_user_number_without_an_entry_in_passwd_is_enough(memory, monkeypatch)
 
 @pytest.fixture
 def precious(tmp_path_factory):
-    """A file that nothing may change, in a folder that nothing may empty."""
+    """Make a read-only file in a read-only folder."""
     file = tmp_path_factory.mktemp("others") / str(os.getpid())
     file.write_text("precious")
     yield file
@@ -139,7 +139,7 @@ def test_a_folder_of_another_user_is_not_used(memory):
 
 
 def test_a_file_is_not_opened_through_a_link(memory, precious):
-    """A heartbeat of the same number may be left in a private folder; what it links to is not written."""
+    """Leave a heartbeat with the same number in a private folder; its link's target is not written."""
     folder = node_folder()
     (folder / str(os.getpid())).symlink_to(precious)
     heart = Heartbeat(folder, 0)

@@ -1,4 +1,4 @@
-"""The live line on a terminal, also below mpiexec, and the log file."""
+"""Live line on a terminal, also below mpiexec, and log file."""
 
 import contextlib
 import io
@@ -39,7 +39,7 @@ def step(iteration, end=100):
 
 
 def visible(shown):
-    """The lines that a terminal shows: what is written after a carriage return overwrites what stood there."""
+    """Return the lines that a terminal shows: text after a carriage return overwrites the line."""
     lines = []
     for line in shown.split("\n"):
         cells = ""
@@ -132,7 +132,7 @@ def test_a_log_file_that_cannot_be_written_any_more_is_said_once(tmp_path):
 
 
 def on_pty(words):
-    """What a terminal shows of a command."""
+    """Run a command on a terminal; return its output."""
     ours, theirs = pty.openpty()
     job = subprocess.Popen(
         words, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, cwd=ROOT, env=ENVIRONMENT

@@ -261,7 +261,7 @@ def test_following_says_tokens_per_second_and_the_time_left(logs, capsys):
 
 
 def heed_interrupts():
-    """A shell starts its background jobs, tests among them, with SIGINT ignored."""
+    """Restore SIGINT, which a shell ignores in background jobs."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,4 +1,4 @@
-"""Processes that hang are named by one that lives, with their stacks; what is said of many is counted and named rightly.
+"""Watchdogs: hanging processes are named with their stacks; many ranks are counted and named correctly.
 
 Nodes are made up on one host: the first one names a rank that is stuck on another, and others name it if it does not answer.
 """
@@ -45,7 +45,7 @@ MICRO_BATCH = "forward of micro-batch 3, iteration 12"
 
 @dataclass(frozen=True)
 class Group:
-    """What each rank does (see hanging_rank.py), and what becomes of it.
+    """Behaviour of each rank (see hanging_rank.py), and the expected outcome.
 
     codes: the first ones, of the ranks that end by themselves. said: by the speaker. stacks: words of each rank's. nodes: of ranks.
     """
@@ -115,7 +115,7 @@ GROUPS = {
 
 
 def start(directory: Path, group: Group, path: str = "") -> list[subprocess.Popen]:
-    """The ranks of a group. path: where a debugger may be; without one: it takes seconds."""
+    """Start a group's ranks. path: of a debugger, which takes seconds; default: none"""
     environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2]), "PATH": path}
     sockets, started = [open_socket("127.0.0.1") for _ in group.nodes], []
     for rank, word in enumerate(group.words):
@@ -143,7 +143,7 @@ def start(directory: Path, group: Group, path: str = "") -> list[subprocess.Pope
 
 
 def let_hang(processes: Iterable[subprocess.Popen]) -> None:
-    """When all are there, begin to watch them, and then let them come to where they hang."""
+    """Begin to watch all ranks, then let them hang."""
     for line in "there", "watched":
         for process in processes:
             assert process.stdout.readline() == f"{line}\n"
@@ -155,7 +155,7 @@ def let_hang(processes: Iterable[subprocess.Popen]) -> None:
 def end(
     directory: Path, group: Group, processes: list[subprocess.Popen]
 ) -> tuple[list[int | None], str, list[str]]:
-    """Wait until those have ended that end by themselves: (codes, what the speaker said, stacks of each rank)."""
+    """Wait for the ranks that end by themselves; return (codes, the speaker's output, stacks of each rank)."""
     try:
         _, said = processes[group.speaker].communicate(timeout=120)
         for process, code in zip(processes, group.codes):
@@ -178,7 +178,7 @@ def end(
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """All groups, which hang at the same time."""
+    """Start all groups, which hang at the same time."""
     directories = {name: tmp_path_factory.mktemp("group") for name in GROUPS}
     started = {name: start(directories[name], group) for name, group in GROUPS.items()}
     let_hang([process for processes in started.values() for process in processes])
@@ -203,7 +203,7 @@ def test_native_frames_are_read_where_a_debugger_is(monkeypatch):
 
 
 def test_a_debugger_that_takes_long_does_not_keep_the_job(tmp_path):
-    """Of a stopped rank: what the debugger has said until then is kept, and the job ends within 15 s."""
+    """Stop a rank: the debugger's output until then is kept, and the job ends within 15 s."""
     debugger = tmp_path / "eu-stack"
     debugger.write_text("#!/bin/sh\necho the first frame\nexec sleep 60\n")
     debugger.chmod(0o755)
@@ -266,7 +266,7 @@ def test_a_node_that_hears_of_no_other_waits_longer_for_their_word():
 
 
 def test_silence_of_a_node_counts_when_nobody_else_moves():
-    """Lost datagrams do not end a job that continues."""
+    """Lose datagrams, which must not end a job that continues."""
     silent = Standing(7, "c7", "forward of micro-batch 3", 90.0, 60.0, SILENT)
     for others in (
         count([], [standing(0, 0.1)]),
@@ -325,7 +325,7 @@ def pair() -> tuple[Link, Link]:
 
 
 def receive(link: Link, now: float) -> None:
-    """Take in a datagram when it is there: the kernel may bring it later."""
+    """Receive a datagram once it is there: the kernel may deliver it later."""
     assert select.select([link._socket], [], [], 60)[0]
     link.receive(now)
 

@@ -17,7 +17,7 @@ from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.data.build import Builder, build_datasets
 from fugaku_megatron.data.chat_dataset import SUFFIX, ChatFiles, ChatWriter, signed
-from fugaku_megatron.data.dataset import RELEASE_EVERY, GPTDataset
+from fugaku_megatron.data.dataset import RELEASE_EVERY, DatasetConfig, GPTDataset
 from fugaku_megatron.data.index_cache import IndexCache
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from fugaku_megatron.data.unchanged import other_files, records
@@ -136,7 +136,7 @@ def test_an_index_that_is_cut_is_named(tmp_path, array):
 
 def test_open_files_are_checked_while_they_are_read(tmp_path):
     data = IndexedDataset(write(tmp_path / "d"))
-    train = GPTDataset(data, "train", range(DOCUMENTS), 100, 16, 1)
+    train = GPTDataset(data, "train", range(DOCUMENTS), 100, DatasetConfig(16, 1))
     assert len(train[0]) == 17
     content = (tmp_path / "d.bin").read_bytes()
     (tmp_path / "d.bin").write_bytes(bytes(len(content)))

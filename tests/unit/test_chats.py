@@ -38,6 +38,7 @@ from fugaku_megatron.data.chats import (
     unread_note,
 )
 from fugaku_megatron.data.chats import user_turn as user
+from fugaku_megatron.data.dataset import DatasetConfig
 from fugaku_megatron.data.files import Document
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer
@@ -758,8 +759,8 @@ def test_samples_hold_whole_chats_and_each_epoch_has_every_chat_once(
     tmp_path_factory, lengths, seed
 ):
     files = write_chats(tmp_path_factory.mktemp("chats") / "c", lengths)
-    data = ChatDataset(files, "train", range(len(lengths)), 1, 16, seed)
-    again = ChatDataset(files, "train", range(len(lengths)), 3 * len(data), 16, seed)
+    data = ChatDataset(files, "train", range(len(lengths)), 1, DatasetConfig(16, seed))
+    again = ChatDataset(files, "train", range(len(lengths)), 3 * len(data), DatasetConfig(16, seed))
     assert again.num_epochs == 3 and len(again) == 3 * len(data)
     counted = 0
     for epoch in range(3):
@@ -786,7 +787,7 @@ def test_samples_hold_whole_chats_and_each_epoch_has_every_chat_once(
             chats, counted = chats + own, counted + int((marks & COUNTED).sum())
         assert sorted(chats) == [*range(len(lengths))]
     assert counted == 3 * data.num_trained == 3 * sum(length - 2 for length in lengths)
-    fresh = ChatDataset(files, "train", range(len(lengths)), 3 * len(data), 16, seed)
+    fresh = ChatDataset(files, "train", range(len(lengths)), 3 * len(data), DatasetConfig(16, seed))
     last = len(fresh) - 1
     assert np.array_equal(fresh[last], again[last]) and np.array_equal(fresh[0], data[0]), (
         "of the seed and the number alone"
@@ -797,7 +798,7 @@ def test_epochs_and_seeds_differ(tmp_path):
     files = write_chats(tmp_path / "c", [5, 6, 7] * 20)
     orders = []
     for seed in (1, 2):
-        data = ChatDataset(files, "train", range(60), 40, 16, seed)
+        data = ChatDataset(files, "train", range(60), 40, DatasetConfig(16, seed))
         per_epoch = len(data.packing)
         orders += [
             [data.chats_of(i) for i in range(start, start + per_epoch)] for start in (0, per_epoch)
@@ -812,8 +813,8 @@ def test_chats_that_are_too_long(tmp_path):
         match=r"train data of .*c: chat 1, counted from 0, has 30 tokens, and a sample takes "
         r"--seq-length 16 \+ 1; 2 of 3 chats are too long, the longest has 40: .*--sft-truncate",
     ):
-        ChatDataset(files, "train", range(1, 4), 1, 16, 1)
-    data = ChatDataset(files, "train", range(1, 4), 1, 16, 1, truncate=True)
+        ChatDataset(files, "train", range(1, 4), 1, DatasetConfig(16, 1))
+    data = ChatDataset(files, "train", range(1, 4), 1, DatasetConfig(16, 1), truncate=True)
     assert (
         data.num_tokens == 51 and len(data) == 3 and data.chats_cut == 2 and data.num_trained == 45
     )
@@ -825,7 +826,7 @@ def test_chats_that_are_too_long(tmp_path):
         "padding, 88.2% counts in the loss; --sft-truncate cut 2 chats"
     ]
     with pytest.raises(ValueError, match="it has no chats"):
-        ChatDataset(files, "valid", range(0), 1, 16, 1)
+        ChatDataset(files, "valid", range(0), 1, DatasetConfig(16, 1))
 
 
 def write_masks(prefix: Path, masks: list[list[bool]]) -> ChatFiles:
@@ -841,24 +842,24 @@ def test_chats_without_a_trained_token_are_counted_and_refused_if_they_are_all(t
     early = [False] * 5 + [True] * 5
     first = [True] + [False] * 5  # nothing predicts the first token
     files = write_masks(tmp_path / "c", [late, early, late, first])
-    data = ChatDataset(files, "train", range(4), 1, 16, 1, truncate=True)
+    data = ChatDataset(files, "train", range(4), 1, DatasetConfig(16, 1), truncate=True)
     assert data.chats_lost == 3 and data.num_trained == 5
     said = lost_lines(data, None)
     assert len(said) == 1 and "warning: train data of" in said[0]
     assert "3 of 4 chats have no trained token in their first 17 tokens" in said[0]
     assert "raise --seq-length" in said[0] and lost_lines(None) == []
-    whole = ChatDataset(files, "train", range(4), 1, 32, 1)
+    whole = ChatDataset(files, "train", range(4), 1, DatasetConfig(32, 1))
     assert whole.chats_lost == 1 and "--seq-length" not in lost_lines(whole)[0]
     with pytest.raises(
         ValueError,
         match=r"valid data of .*c: none of its 17 tokens is trained: --sft-truncate cut the answers of 1 of 1 chats away: "
         "raise --seq-length, which is 16",
     ):
-        ChatDataset(files, "valid", range(2, 3), 1, 16, 1, truncate=True)
+        ChatDataset(files, "valid", range(2, 3), 1, DatasetConfig(16, 1), truncate=True)
     with pytest.raises(
         ValueError, match=r"none of its 6 tokens is trained, as its \.mask file says"
     ):
-        ChatDataset(files, "train", range(3, 4), 1, 16, 1)
+        ChatDataset(files, "train", range(3, 4), 1, DatasetConfig(16, 1))
 
 
 def test_a_run_reads_blends_and_splits_of_chats(tmp_path):

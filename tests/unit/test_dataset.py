@@ -5,7 +5,7 @@ import pytest
 
 from fugaku_megatron.data import build
 from fugaku_megatron.data.build import Builder, build_datasets, parse_data_path, parse_split
-from fugaku_megatron.data.dataset import BlendedDataset, GPTDataset, MockDataset
+from fugaku_megatron.data.dataset import BlendedDataset, DatasetConfig, GPTDataset, MockDataset
 from fugaku_megatron.data.index_cache import (
     blending_blocks,
     build_document_index,
@@ -28,7 +28,8 @@ def indexed(tmp_path):
 @pytest.mark.parametrize("num_samples", [None, 10, 300, 1000])
 def test_samples_cut_the_documents_laid_end_to_end(indexed, num_samples):
     dataset, other = (
-        GPTDataset(indexed, "train", np.arange(5, 95), num_samples, 16, seed) for seed in (1234, 1)
+        GPTDataset(indexed, "train", np.arange(5, 95), num_samples, DatasetConfig(16, seed))
+        for seed in (1234, 1)
     )
     flat = np.concatenate([indexed[i] for i in dataset.document_index])
     assert len(dataset) == (len(flat) - 1) // 16 >= (num_samples or 1)
@@ -45,20 +46,26 @@ def test_samples_cut_the_documents_laid_end_to_end(indexed, num_samples):
 
 def test_an_index_of_one_and_of_many_documents_and_its_last_epoch(tmp_path):
     dataset = GPTDataset(
-        IndexedDataset(write(tmp_path / "long", [1000])), "train", np.arange(1), None, 10, 0
+        IndexedDataset(write(tmp_path / "long", [1000])),
+        "train",
+        np.arange(1),
+        None,
+        DatasetConfig(10, 0),
     )
     assert len(dataset) == 99
     assert all(
         dataset[i].tolist() == list(range(dataset[i][0], dataset[i][0] + 11)) for i in range(99)
     )
     indexed = IndexedDataset(write(tmp_path / "one", [5, 0, 6]))
-    assert len(GPTDataset(indexed, "train", np.arange(3), None, 10, 0)) == 1
+    assert len(GPTDataset(indexed, "train", np.arange(3), None, DatasetConfig(10, 0))) == 1
     with pytest.raises(
         ValueError, match=r"train data of .*one: 11 tokens in 3 documents.*--seq-length 11 \+ 1"
     ):
-        GPTDataset(indexed, "train", np.arange(3), None, 11, 0)
+        GPTDataset(indexed, "train", np.arange(3), None, DatasetConfig(11, 0))
     indexed = IndexedDataset(write(tmp_path / "even", [16] * 100))
-    few, many = (GPTDataset(indexed, "train", np.arange(100), n, 16, 5) for n in (210, 290))
+    few, many = (
+        GPTDataset(indexed, "train", np.arange(100), n, DatasetConfig(16, 5)) for n in (210, 290)
+    )
     assert few.num_epochs == many.num_epochs == 3
     assert sorted(few.document_index[200:]) == list(range(100)) != sorted(many.document_index[200:])
     assert few.shuffle_index[:199].max() == 198 < many.shuffle_index[:199].max()

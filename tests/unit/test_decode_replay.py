@@ -22,7 +22,8 @@ STEPS = (
 def logits(decoder, new):
     """Return the logits after the new tokens of each sample."""
     tokens = torch.tensor([token for tokens in new.values() for token in tokens])
-    return decoder.logits(list(new), [len(tokens) for tokens in new.values()], tokens)
+    lengths = [len(tokens) for tokens in new.values()]
+    return decoder.logits(torch.tensor(list(new)), lengths, tokens)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_events_and_memory_of_all_traces_are_in_one_file(tmp_path):
 
 
 def recorded(lists, expected):
-    """A trace of stages on ranks 0, 2, 4 ... that did what `expected` says, after an iteration that was slower."""
+    """Write a trace of stages on ranks 0, 2, 4 ... with the spans `expected`, after a slower iteration."""
     placement, events = lists.placement, []
 
     def event(span, shift):

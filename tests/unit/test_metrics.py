@@ -1,4 +1,4 @@
-"""The record of an iteration and its log line both ways, averages of intervals, TensorBoard, history, peak memory."""
+"""Metrics of an iteration: log line both ways, interval averages, TensorBoard, history, peak memory."""
 
 import dataclasses
 import errno

@@ -1,4 +1,4 @@
-"""Pictures of runs, of pipelines and of allocators."""
+"""Plots of runs, pipelines and allocators."""
 
 import json
 import os
@@ -19,7 +19,7 @@ NAMES = ("stock", "tuned", "tcmalloc")
 
 @pytest.fixture
 def made(monkeypatch):
-    """The figures that were saved."""
+    """Collect the saved figures."""
     figure_module = pytest.importorskip("matplotlib.figure")
     figures, save = [], figure_module.Figure.savefig
     monkeypatch.setattr(
@@ -100,7 +100,7 @@ def test_the_loss_is_drawn_where_the_numbers_say(tmp_path, made):
 
 
 def test_the_load_of_every_expert_is_drawn(tmp_path, made):
-    """The last record of one run, from its history or through the log's table, which names the largest load."""
+    """Draw the last record of a run from its history or its log; the table names the largest load."""
     loads = [
         {
             "kind": "experts",
@@ -175,7 +175,7 @@ def test_logs_are_named_by_what_differs(tmp_path, made):
 
 
 def test_curves_of_runs_of_different_lengths_over_tokens(tmp_path, made):
-    """A run with batches of twice the size has the same tokens in half the iterations."""
+    """Draw over tokens: a run with twice the batch size has the same tokens in half the iterations."""
     for name, iterations, tokens in (("small", 8, 100), ("large", 4, 200)):
         records = [
             {
@@ -254,7 +254,7 @@ def test_a_process_of_its_own_draws_the_same(tmp_path, capfd, monkeypatch):
 
 
 def drawn(name: str, chunks: int) -> tuple:
-    """The axes of a picture without a file, and the spans that they show."""
+    """Return the axes of a plot without a file, its spans, and its legend."""
     schedule = build(name, 3, chunks, 4)
     walked = spans(schedule, Costs.alike(schedule, transfer=0.1))
     axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
@@ -263,7 +263,7 @@ def drawn(name: str, chunks: int) -> tuple:
 
 
 def bars(axes, colour) -> set[tuple[float, float, int]]:
-    """(left, right, stage) of the bars of a colour, to a millionth."""
+    """Return (left, right, stage) of a colour's bars, rounded to a millionth."""
     from matplotlib.colors import to_rgb
 
     found = [p for p in axes.patches if p.get_facecolor()[:3] == pytest.approx(to_rgb(colour))]

@@ -1,4 +1,4 @@
-"""Logs read back: recorded ones of ours and of an A100 run."""
+"""Reading of logs, recorded by this program and on A100s."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Which ranks are slow, from the seconds of all; fugaku-megatron log --ranks: its table, picture and mistakes."""
+"""Slow ranks from all ranks' seconds, and `fugaku-megatron log --ranks`: table, plot and errors."""
 
 from dataclasses import replace
 
