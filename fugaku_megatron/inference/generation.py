@@ -246,10 +246,10 @@ class Decoder:
         return results[0] if results else None
 
     def _forward(self, samples: Tensor, lengths: Sequence[int], tokens: Tensor) -> Tensor | None:
-        first = self.lengths[samples]
+        first = self.lengths.index_select(0, samples)
         model = self.loaded.run.model
         rows = Rows.of(model, self.cache, samples.clone(), first, lengths, self._angles)
-        self.lengths[samples] += torch.tensor(lengths)
+        self.lengths.index_add_(0, samples, torch.tensor(lengths))
         tokens = tokens.unsqueeze(1)  # (r, 1)
         logits: Tensor | None
         if self._recorder and rows.one_each and len(tokens) <= FEW_ROWS:
@@ -428,8 +428,9 @@ def steps(
         for sample, token in zip(numbers, tokens.tolist(), strict=True):
             ids[sample].append(token)
         running = _running(loaded, numbers, ids, finished)
-        tokens = tokens[running]
-        samples = samples[running]
+        if not running.all():
+            tokens = tokens[running]
+            samples = samples[running]
         lengths = [1] * len(samples)
         yield ids
         if not len(samples):

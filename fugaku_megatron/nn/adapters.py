@@ -1,18 +1,11 @@
-"""LoRA's adapters: y + scale dropout(x) A^T B^T next to a frozen linear layer (`config.lora`).
+"""LoRA adapters: y + scale dropout(x) A^T B^T next to a frozen linear layer (`config.lora`).
 
-A linear layer that holds several matrices, such as QKV, has p adapters, one for each. Their A lie one after another, (p, r, in), so
-that one matmul computes all x A^T. B has the rows of the layer's weight, (out, r), so that it is split and saved as the weight is;
-row i multiplies the r columns of the matrix that it belongs to. Rows without an adapter stay zero.
-    column-parallel   A is replicated, B is split; the small x A^T is gathered where the sequence is split
-    row-parallel      A is split, and the small x A^T is summed over ranks; B is replicated
-A is computed from what goes into the layer before it is gathered or after it is reduced, so that ranks exchange r columns. Weights
-that are frozen keep nothing for a backward.
-
-The matrices of experts have adapters each, A (e, p, r, in) and B (e, out, r), which lie where the experts do (`AdaptedExperts`).
-Ranks that share an expert exchange nothing for them: what is replicated there gets a part of its gradient on each.
-Left out: files (`checkpoint`, `convert`).
-Legend: s sequence, b micro-batch, r rank of an adapter, p adapters of a layer, f MLP width, e experts of a rank, n rows of all
-experts, rows = s b.
+A layer with several matrices, such as QKV, has p adapters. A (p, r, in) stacks them for one matmul; B (out, r) is sharded and
+saved like the weight, and row i multiplies the r columns for its own matrix. Rows without an adapter stay zero.
+    column-parallel   A replicated, B sharded; x A^T is gathered under sequence parallelism
+    row-parallel      A sharded, B replicated; x A^T is summed over ranks
+Experts have A (e, p, r, in) and B (e, out, r) each. Ranks that share an expert get partial gradients of replicated adapters.
+s sequence, b micro-batch, r adapter rank, p adapters, f MLP width, e experts of a rank, n rows of all experts, rows = s b.
 """
 
 from __future__ import annotations
@@ -36,31 +29,26 @@ from .ops.activation import is_fused
 from .ops.dropout import masked
 from .ops.mlp import argument_gradient
 from .parameter_views import matrix
-from .sequence_ranks import own_runs
+from .sequence_ranks import own_segments
 
-Dropout = tuple[
-    float, DropoutKey, int | None
-]  # probability, mask, and of a split last dimension where this rank's part begins
-STREAMS = 1 << 32  # of dropout; other masks have smaller numbers
-MAX_COLUMNS = 1 << 24  # of an input that ranks share
+Dropout = tuple[float, DropoutKey, int | None]  # probability, mask, first column of a shard
+STREAMS = 1 << 32  # first dropout stream; other masks have smaller numbers
+MAX_COLUMNS = 1 << 24  # of a sharded input
 FINGERPRINTS = 1 << 36  # of frozen weights; sums over any number of ranks are exact in FP64
 BLOCK = 1 << 20  # elements whose bits are summed at once
 
 
 def bits_number(name: str, weight: Tensor) -> int:
-    """Return a number of a weight's name and its BF16 bits; weight (any shape).
-
-    A model's are added up modulo FINGERPRINTS.
-    """
+    """Return a checksum of a weight's name and BF16 bits. Checksums are added modulo FINGERPRINTS."""
     blocks = weight.reshape(-1).split(BLOCK)
     total = sum(int(block.bfloat16().view(torch.int16).sum(dtype=torch.int64)) for block in blocks)
     return zlib.crc32(name.encode()) * total
 
 
 def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
-    """Apply dropout to x (s, b, in) or its gradient. The mask is a function of the global element.
+    """Apply dropout to x (s, b, in) or its gradient, with a mask by global position.
 
-    Columns that ranks share are taken as samples of a few columns, which have numbers of their own.
+    A sharded last dimension is masked in samples of DROPOUT_COLUMNS columns, each with a number of its own.
     """
     if dropout is None:
         return x
@@ -76,15 +64,17 @@ def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
 
 
 class Adapter(nn.Module):
-    """The adapters of one linear layer. parts: their names. split: the layer is row-parallel, and its input is split.
+    """Adapters of one linear layer.
 
-    outputs: (out,), or (2, f) of a gate and what it multiplies. experts: (e,) where it is the layer of so many, with adapters each.
+    parts: names of its matrices.
+    outputs: (out,), or (2, f) for a gate and its values.
+    split: the layer is row-parallel.
+    experts: (e,) if each expert has adapters.
     """
 
     def __init__(
         self,
         name: str,
-        linear: str,
         parts: tuple[str, ...],
         inputs: int,
         outputs: tuple[int, ...],
@@ -95,35 +85,34 @@ class Adapter(nn.Module):
         super().__init__()
         self.context = context
         self.split = split
-        self.linear = linear
+        self.linear = name.rsplit(".", 1)[-1]
         self.parts = parts
         self.lora: LoraConfig = context.lora
         self.stream = STREAMS + zlib.crc32(name.encode())
         rank = self.lora.rank
-        more = {"frozen": False}
         make = context.expert_parameter if experts else context.parameter
-        # As uniform values between -1 and 1 / sqrt(inputs), with which peft begins.
+        # The variance of peft's uniform initial values.
         self.lora_a = make(
             f"{name}.lora_A.weight",
             (*experts, len(parts), rank, inputs),
             len(experts) + 2 if split else None,
             (3.0 * inputs) ** -0.5,
-            **more,
+            frozen=False,
         )
         self.lora_b = make(
             f"{name}.lora_B.weight",
             (*experts, *outputs, rank),
             None if split else len(experts + outputs) - 1,
-            **more,
+            frozen=False,
         )
 
     @property
     def ops(self) -> Ops:
-        """Operations of the adapters' matmuls."""
+        """Operations without packed weights."""
         return self.context.ops.unpacked()
 
     def mask(self) -> Tensor | None:
-        """(out, p, 1): 1 where a row of B belongs to a part; None where all belong to the only one. Of experts (e out, p, 1)."""
+        """Return (out, p, 1), 1 if a row of B belongs to an adapter, or (e out, p, 1); None: all belong to the only one."""
         mask = row_mask(self.linear, self.parts, self.lora_a, self.lora_b, self.context.model)
         return None if mask is None else mask.to(self.lora_b.dtype)
 
@@ -133,16 +122,13 @@ class Adapter(nn.Module):
         context = self.context
         if not p or not forward_pass.training:
             return None
-        runs = own_runs(len(x), context.cp) if self.split else context.runs(x)
+        segments = own_segments(len(x), context.cp) if self.split else context.segments(x)
         first_column = context.tp.rank * x.shape[-1] if self.split else None
-        return (
-            p,
-            DropoutKey.of_runs(runs, context.seed, self.stream, forward_pass.first_sample),
-            first_column,
-        )
+        key = DropoutKey.of_segments(segments, context.seed, self.stream, forward_pass.first_sample)
+        return p, key, first_column
 
     def column(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
-        """y + the adapters of a column-parallel layer. x (s, b, in), y (whole sequence, b, out / tp) -> as y."""
+        """Add the adapters of a column-parallel layer to y. x (s, b, in), y (whole sequence, b, out / tp) -> as y."""
         t = _Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
         context = self.context
         enter = (
@@ -151,16 +137,12 @@ class Adapter(nn.Module):
         return self.up(y, enter(t, context.tp))
 
     def row(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
-        """y + the adapters of a row-parallel layer. x (whole sequence, b, in / tp), y (s, b, out) -> as y."""
-        return self.up(
-            y,
-            self.context.out_of_matmul(
-                _Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
-            ),
-        )
+        """Add the adapters of a row-parallel layer to y. x (whole sequence, b, in / tp), y (s, b, out) -> as y."""
+        t = _Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
+        return self.up(y, self.context.out_of_matmul(t))
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return this rank's shard of the layer's weight with the adapters added."""
+        """Return this rank's weight shard with the adapters added."""
         return merged(weight, self.lora_a, self.lora_b, self.mask(), self.lora.scale)
 
     def up(self, y: Tensor, t: Tensor) -> Tensor:
@@ -171,40 +153,36 @@ class Adapter(nn.Module):
 def row_mask(
     linear: str, parts: tuple[str, ...], a: Tensor, b: Tensor, model: ModelConfig
 ) -> Tensor | None:
-    """(rows, p, 1): 1 where a row of a rank's part of a layer's weight is in part p; None where all are in the only one.
+    """Return (rows, p, 1), 1 if a row of a weight shard belongs to an adapter; None: all belong to the only one.
 
-    a, b: the adapters, whose shapes say how many rows there are, of all experts.
+    a, b: the adapters; their shapes give the number of rows and experts.
     """
     if parts == (linear,) or linear not in (QKV, FC1):
         return None
     rows = b.shape[:-1].numel()
     queries = model.num_attention_heads // model.query_groups
     each = rows // a.shape[:-3].numel()  # of an expert
-    slot = (
-        torch.arange(rows) // model.kv_channels % (queries + 2)
-    )  # of a group: its queries, its key, its value
-    owner = (
-        torch.arange(rows) % each // (each // 2)
-        if linear == FC1
-        else (slot - queries + 1).clamp(min=0)
-    )
+    if linear == FC1:
+        owner = torch.arange(rows) % each // (each // 2)
+    else:  # a query group: queries, key, value
+        slot = torch.arange(rows) // model.kv_channels % (queries + 2)
+        owner = (slot - queries + 1).clamp(min=0)
     numbers = torch.tensor([MATRICES[linear].index(part) for part in parts])
     return (owner[:, None] == numbers).float().unsqueeze(-1)
 
 
 def expanded(b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """scale B as one matrix (out, p r): the columns of a row that belong to other parts are zero."""
+    """Return scale B as one matrix (out, p r), zero outside each row's own r columns."""
     b = b.detach().flatten(0, -2)
-    return (
-        b * scale if mask is None else (b.unsqueeze(1) * (mask * scale)).flatten(1)
-    ).contiguous()
+    if mask is None:
+        return (b * scale).contiguous()
+    return (b.unsqueeze(1) * (mask * scale)).flatten(1).contiguous()
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """weight (..., in) + scale B A in FP32, in weight's dtype and shape. a (p, r, in) or (e, p, r, in), b as weight, r columns."""
-    a = (
-        a.detach().float().flatten(-3, -2).view(-1, a.shape[-3:-1].numel(), a.shape[-1])
-    )  # (1 or e, p r, in)
+    """Return weight (..., in) + scale B A, computed in FP32. a (p, r, in) or (e, p, r, in), b (..., r)."""
+    shape = (-1, a.shape[-3:-1].numel(), a.shape[-1])  # (1 or e, p r, in)
+    a = a.detach().float().flatten(-3, -2).view(shape)
     b = expanded(b.float(), None if mask is None else mask.float(), scale)
     delta = b.view(len(a), -1, b.shape[-1]) @ a
     return (weight.float() + delta.view(weight.shape)).to(weight.dtype)
@@ -286,9 +264,9 @@ def activated_linear(
     adapter: Adapter | None,
     forward_pass: Pass,
 ) -> tuple[Tensor, Tensor | None]:
-    """(inner W^T, dropout(inner) A^T) with inner the activation of pre. pre (s, b, f or 2 f), W (h, f) -> (s, b, h), (s, b, p r).
+    """Return (inner W^T, dropout(inner) A^T) with inner the activation of pre, and save only pre.
 
-    It keeps pre alone. The values of the first result may be anything where `forward_pass` needs none.
+    pre (s, b, f or 2 f), W (h, f) -> (s, b, h), (s, b, p r). The first result is unset if `forward_pass` needs no values.
     """
     a = None
     dropout = None
@@ -321,20 +299,17 @@ class _ActivatedLinear(torch.autograd.Function):
         rows = as_rows(pre)
         lead = pre.shape[:-1]
         t = None
-        out = (
-            pre.new_empty(len(rows), len(weight))
-            if needs_values
-            else pre.new_empty(1).expand(len(rows), len(weight))
-        )
         inner = ops.activate(rows, activation) if needs_values or a is not None else pre
         if needs_values:
+            out = pre.new_empty(len(rows), len(weight))
             ops.matmul(inner, weight, out)
+        else:
+            out = pre.new_empty(1).expand(len(rows), len(weight))
         if a is not None:
             stacked = matrix(a)
             t = pre.new_empty(len(rows), len(stacked))
-            ops.unpacked().matmul(
-                as_rows(_dropped(ops.kernels, inner.view(*lead, -1), dropout)), stacked, t
-            )
+            dropped = _dropped(ops.kernels, inner.view(*lead, -1), dropout)
+            ops.unpacked().matmul(as_rows(dropped), stacked, t)
             t = t.view(*lead, -1)
         return out.view(*lead, -1), t
 
@@ -368,7 +343,7 @@ class _ActivatedLinear(torch.autograd.Function):
 
 
 def _inner_gradient(ops: Ops, dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> Tensor:
-    """Return dy (rows, out) weight (out, f), times the activation's derivative at pre (rows, f) if the kernel applies it."""
+    """Return dy (rows, out) weight (out, f), times the derivative at pre (rows, f) if the kernel is fused."""
     dinner = pre.new_empty(len(pre), weight.shape[1])
     if is_fused(ops, activation):
         argument_gradient(ops, dy, weight, pre, dinner, activation)
@@ -379,9 +354,9 @@ def _inner_gradient(ops: Ops, dy: Tensor, weight: Tensor, pre: Tensor, activatio
 
 @dataclass(frozen=True)
 class AdaptedExperts:
-    """A backend whose grouped matmuls with the matrices of experts add what their adapters do. adapters: by id of the matrix.
+    """Operations whose grouped matmuls add the adapters. adapters: by id of the matrix.
 
-    Of what adapters compute nothing is kept: x A^T and dy B are computed again where a gradient needs them.
+    x A^T and dy B are recomputed for gradients, not saved.
     """
 
     ops: Ops
@@ -392,37 +367,25 @@ class AdaptedExperts:
         return getattr(self.ops, name)
 
     def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor) -> None:
-        """Write the products of rows (n, in), the adapters included, to out."""
+        """Write the products of rows (n, in), adapters included, to out."""
         self.ops.grouped_matmul(x, weight, counts, out)
         if adapter := self.adapters[id(weight)]:
-            out.add_(
-                _grouped(
-                    adapter,
-                    _grouped(adapter, x, adapter.lora_a, counts),
-                    _up_matrices(adapter),
-                    counts,
-                )
-            )
+            t = _grouped(adapter, x, adapter.lora_a, counts)
+            out.add_(_grouped(adapter, t, _up_matrices(adapter), counts))
 
     def grouped_data_gradient(
         self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor
     ) -> None:
-        """Write the data gradients of dy (n, out), the adapters included, to dx."""
+        """Write the data gradients of dy (n, out), adapters included, to dx."""
         self.ops.grouped_data_gradient(dy, weight, counts, dx)
         if adapter := self.adapters[id(weight)]:
-            dx.add_(
-                _grouped_back(
-                    adapter,
-                    _grouped_back(adapter, dy, _up_matrices(adapter), counts),
-                    adapter.lora_a,
-                    counts,
-                )
-            )
+            dt = _grouped_back(adapter, dy, _up_matrices(adapter), counts)
+            dx.add_(_grouped_back(adapter, dt, adapter.lora_a, counts))
 
     def grouped_weight_gradient(
         self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int]
     ) -> None:
-        """Add the adapters' gradients, now or later; dy (n, out) and x (n, in) stay until then."""
+        """Add the adapter gradients, now or later; dy (n, out) and x (n, in) must not change until then."""
         adapter = self.adapters[id(weight)]
         x = x.detach()
         if adapter is None:
@@ -443,20 +406,20 @@ class AdaptedExperts:
 
 
 def _up_matrices(adapter: Adapter) -> Tensor:
-    """`expanded` B of all experts, (e, out, p r)."""
+    """Return `expanded` B for all experts, (e, out, p r)."""
     whole = expanded(adapter.lora_b, adapter.mask(), adapter.lora.scale)
     return whole.view(len(adapter.lora_a), -1, whole.shape[-1])
 
 
 def _grouped(adapter: Adapter, x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
-    """x (n, in) times the transposed matrix of each row's expert, matrices (e, ..., in) -> (n, outputs)."""
+    """Multiply x (n, in) by the transposed matrix for each row's expert, (e, ..., in) -> (n, outputs)."""
     out = x.new_empty(len(x), matrices.shape[1:-1].numel())
     adapter.ops.grouped_matmul(x, matrices, counts, out)
     return out
 
 
 def _grouped_back(adapter: Adapter, dy: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
-    """dy (n, outputs) times the matrix of each row's expert, matrices (e, ..., in) -> (n, in)."""
+    """Multiply dy (n, outputs) by the matrix for each row's expert, (e, ..., in) -> (n, in)."""
     dx = dy.new_empty(len(dy), matrices.shape[-1])
     adapter.ops.grouped_data_gradient(dy, matrices, counts, dx)
     return dx

@@ -1,7 +1,7 @@
-"""The transformer block, assembled from the parts that the config names (`config.model`).
+"""The transformer block, assembled from the classes named in `config.model`.
 
-Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank in g query groups, d head size. With sequence
-parallelism s is this rank's part of the sequence where the last dimension is h, and whole elsewhere.
+s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank in g query groups, d head size. With sequence parallelism s
+is this rank's shard wherever the last dimension is h, and whole elsewhere.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .layers import (
 from .ops import DropoutKey, recompute
 from .ops.rotary import HeadNorms, Rotary
 from .parameter_views import matrix
-from .sequence_ranks import copy_groups, own_runs, positions, to_heads, to_rows
+from .sequence_ranks import copy_groups, own_segments, positions, to_heads, to_rows
 from .shared_attention import AttentionMask, SharedCall
 
 
@@ -44,16 +44,18 @@ def make_norm(name: str, context: Context) -> Norm:
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention with this rank's share of the heads, which are whole query groups."""
+    """Causal self-attention with this rank's heads, in whole query groups."""
 
     def __init__(self, name: str, layer: int, context: Context) -> None:
         super().__init__()
         model = context.model
         self.context = context
         self.layer = layer
-        self.way = context.context_way(layer)
+        self.cp_comm_type = context.cp_comm_type(layer)
         tp = context.tp.size
-        cp = context.cp.size if self.way == A2A else 1  # ranks that share the heads in attention
+        cp = (
+            context.cp.size if self.cp_comm_type == A2A else 1
+        )  # ranks that share the heads in attention
         self.group_copies = group_copies(model.query_groups // tp, cp)
         self.heads = model.num_attention_heads // (tp * cp)
         self.groups = model.query_groups * self.group_copies // (tp * cp)
@@ -109,17 +111,16 @@ class SelfAttention(nn.Module):
         for part, norm in zip(parts, (self.q_layernorm, self.k_layernorm)):
             assert norm is not None, "the model normalises queries and keys"
             x = part.flatten(2) if model.qk_layernorm_all_heads else part.contiguous()
-            y = (
-                ops.rms_norm(x, norm.scale(), model.layernorm_epsilon)
-                if norm.bias is None
-                else ops.layer_norm(x, norm.scale(), norm.bias, model.layernorm_epsilon)
-            )
+            if norm.bias is None:
+                y = ops.rms_norm(x, norm.scale(), model.layernorm_epsilon)
+            else:
+                y = ops.layer_norm(x, norm.scale(), norm.bias, model.layernorm_epsilon)
             normed.append(y.view(part.shape))
         return torch.cat((*normed, values), 3).view(qkv.shape)
 
     def attend(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """Return attention without its projections, (s, b, g (n/g + 2) d) -> (s, b, n d). Selective recompute reruns it."""
-        if self.context.cp.size > 1 and self.way != A2A:
+        """Return attention without projections, (s, b, g (n/g + 2) d) -> (s, b, n d). Selective recompute reruns it."""
+        if self.context.cp.size > 1 and self.cp_comm_type != A2A:
             return self._between_ranks(qkv, forward_pass)
         model = self.context.model
         ops = self.context.ops
@@ -155,7 +156,7 @@ class SelfAttention(nn.Module):
         return to_rows(attention(qkv), cp)
 
     def _angles(self, length: int, forward_pass: Pass) -> tuple[Angles | None, Tensor | None]:
-        """Return the angles for a sequence of `length`, and their row for each token (s, b); None: all rows in turn."""
+        """Return the angles for `length` positions, and each token's row in them (s, b); None: in order."""
         documents = forward_pass.documents
         rows = forward_pass.rows
         if rows is not None:
@@ -164,12 +165,12 @@ class SelfAttention(nn.Module):
         return by_length or (self.context.angles(length), documents.positions)
 
     def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """Return `attend` if ranks exchange keys and values. qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d)."""
+        """Return `attend` with keys and values exchanged between ranks. qkv (r, b, g (n/g + 2) d) -> (r, b, n d)."""
         model = self.context.model
         context = self.context
         documents = forward_pass.documents
         s = len(qkv) * context.cp.size
-        own = positions(own_runs(len(qkv), context.cp))
+        own = positions(own_segments(len(qkv), context.cp))
         if model.uses_rotary:
             angles, places = self._angles(s, forward_pass)
             own_places = (
@@ -189,17 +190,16 @@ class SelfAttention(nn.Module):
             model.attention_dropout if forward_pass.training else 0.0,
             key,
         )
-        return context.ops.shared_attention(qkv, call, context.cp, self.way)
+        return context.ops.shared_attention(qkv, call, context.cp, self.cp_comm_type)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Return attention (s, b, h) of x (s, b, h), without the projection's bias."""
         qkv = self.linear_qkv(x, forward_pass)  # (s, b, g (n/g + 2) d)
-        again = (
-            forward_pass.recompute == "selective" and qkv.requires_grad
-        )  # below the lowest adapter there is no backward
-        context = (
-            recompute(self.attend, qkv, forward_pass) if again else self.attend(qkv, forward_pass)
-        )
+        # Below the lowest adapter there is no backward.
+        if forward_pass.recompute == "selective" and qkv.requires_grad:
+            context = recompute(self.attend, qkv, forward_pass)
+        else:
+            context = self.attend(qkv, forward_pass)
         return self.linear_proj(context, forward_pass)
 
 
@@ -219,7 +219,7 @@ class MLP(nn.Module):
 
     @property
     def output_bias(self) -> Tensor | None:
-        """Second bias (h), added together with the residual."""
+        """Second bias (h), added with the residual."""
         return self.linear_fc2.bias
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
@@ -255,22 +255,20 @@ class MLP(nn.Module):
         fc1 = self.linear_fc1
         fc2 = self.linear_fc2
         context = self.context
-        weight, bias = (
-            (fc1.weight, fc1.bias)
-            if fc1.weight.dim() == 2
-            else (matrix(fc1.weight), matrix(fc1.bias))
-        )
+        weight = fc1.weight
+        bias = fc1.bias
+        if isinstance(fc1, GatedColumnParallelLinear):
+            weight = matrix(weight)
+            bias = matrix(bias)
         pre = context.ops.linear(context.into_matmul(x), weight, bias, context.sequence)
         pre = pre if fc1.adapter is None else fc1.adapter.column(x, pre, forward_pass)
         out, t = activated_linear(
             context, context.model.activation, pre, fc2.weight, fc2.adapter, forward_pass
         )
         out = context.out_of_matmul(out, forward_pass.needs_values)
-        return (
-            out
-            if t is None or fc2.adapter is None
-            else fc2.adapter.up(out, context.out_of_matmul(t))
-        )
+        if t is None or fc2.adapter is None:
+            return out
+        return fc2.adapter.up(out, context.out_of_matmul(t))
 
 
 class TransformerLayer(nn.Module):

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 
 import torch
 
-# Weight gradients, computed at once or put off: what splits a backward into its two halves (Qi et al. 2023, "Zero Bubble Pipeline
-# Parallelism", arXiv:2401.10241, section 2). A backward computes gradients of inputs, for which another stage waits, and gradients
-# of weights, for which nobody waits before the optimizer. Operations hand the second kind over as work:
+# A backward splits in two (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2): input gradients, for
+# which another stage waits, and weight gradients, for which only the optimizer waits. Operations queue weight gradients:
 #
-#     gradients.add(work)                    at once, or
-#     with gradients.put_off() as waiting:   the gradients of inputs alone
-#         backward(y, dy)
-#     waiting.run()                          later: the same calls in the same order, so the same bits
+#     gradients.add(work)                    runs at once, or
+#     with gradients.put_off() as waiting:
+#         backward(y, dy)                    computes input gradients alone
+#     waiting.run()                          runs the same calls in the same order, so the same bits
 
 Work = Callable[[], object]
 

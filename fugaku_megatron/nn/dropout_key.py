@@ -23,16 +23,17 @@ class DropoutKey:
     after_cut: int = 0
 
     @staticmethod
-    def of_runs(runs: Sequence[range], seed: int, stream: int, first_sample: int) -> DropoutKey:
+    def of_segments(
+        segments: Sequence[range], seed: int, stream: int, first_sample: int
+    ) -> DropoutKey:
         """Return the key of an activation (s, b, h) at one or two segments of positions."""
-        run, *second = runs
+        first, *second = segments
+        key = DropoutKey(seed, stream, first_sample, sample_dim=1, row0=first.start)
         if not second:
-            return DropoutKey(seed, stream, first_sample, 1, run.start)
-        return DropoutKey(
-            seed, stream, first_sample, 1, run.start, cut=len(run), after_cut=second[0].start
-        )
+            return key
+        return replace(key, cut=len(first), after_cut=second[0].start)
 
-    def runs(self) -> Iterator[tuple[slice | None, DropoutKey]]:
+    def row_ranges(self) -> Iterator[tuple[slice | None, DropoutKey]]:
         """Yield each range of rows with consecutive numbers, None for all rows, and its key."""
         if self.cut is None:
             yield None, self

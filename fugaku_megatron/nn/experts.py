@@ -1,11 +1,10 @@
-"""A layer's experts in place of its MLP: those that the router chooses for each token, and a shared one for all tokens.
+"""Mixture of experts in place of a layer's MLP: routed experts, and a shared expert for all tokens.
 
-Tokens are put in the order of their experts, so that each expert's matmuls read consecutive rows. Left out: the choice (`router`),
-matmuls and gates, which are the backend's. Where ranks have different experts (expert parallelism, Lepikhin et al. 2020, "GShard",
-arXiv:2006.16668), rows are sent to the ranks of their experts and back (`comm.exchange`), a group of each rank's experts after
-another, so that one is computed while rows of others are on their way.
-Legend: s sequence, b micro-batch, h hidden, f width of an expert of this rank, e experts, k of them for each token, n pairs of a
-token and one of its experts, rows = s b.
+Tokens are permuted to expert order, so that each expert's matmuls read consecutive rows. With expert parallelism (Lepikhin et al.
+2020, "GShard", arXiv:2006.16668) rows are dispatched to the ranks with their experts and combined (`comm.exchange`), in groups of
+experts: one group is computed while rows of others are in flight.
+s sequence, b micro-batch, h hidden, f expert width of this rank, e experts, k experts per token, n pairs of token and expert,
+rows = s b.
 """
 
 from __future__ import annotations
@@ -34,10 +33,12 @@ from .router import Router, SmallLinear
 
 @dataclass(frozen=True)
 class Order:
-    """Pairs of tokens and experts in the order of the experts. pairs (n,): numbers row * k + place, those of an expert ascending.
+    """Pairs of tokens and experts, sorted by expert.
 
-    ops: the backend that moves rows. counts: pairs of each expert. places (rows, k): of each pair in this order, n for one that its
-    expert has dropped.
+    ops: operations that permute rows.
+    pairs: (n,), numbers row * k + place, ascending within an expert.
+    counts: pairs of each expert.
+    places: (rows, k), index of each pair in `pairs`, n if dropped.
     """
 
     ops: Any
@@ -69,10 +70,10 @@ def kept(
     padding: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Return which pairs (rows, k) fit their expert's capacity, the mean number of pairs times a factor.
+    """Return which pairs (rows, k) fit the expert capacity, the mean number of pairs times a factor.
 
-    Padding (s, b) has no pairs. With it --moe-token-drop-policy position means the position in the chat, positions (s, b), and then
-    the score, so that the choice does not depend on which chats share a sample.
+    Padding (s, b) has no pairs. With padding, --moe-token-drop-policy position ranks by position in the chat, positions (s, b), then
+    by score, so that the choice does not depend on which chats share a sample.
     """
     factor = model.moe_expert_capacity_factor
     experts = model.num_experts
@@ -89,9 +90,7 @@ def kept(
             ranking = torch.arange(len(numbers))
         else:
             ranking = ranking[positions.flatten()[ranking // k].argsort(stable=True)]
-    ranked = ranking[
-        numbers[ranking].argsort(stable=True)
-    ]  # the pairs of an expert one after another, the best ones first
+    ranked = ranking[numbers[ranking].argsort(stable=True)]  # by expert, best first
     starts = torch.bincount(numbers, minlength=experts + 1).cumsum(0).roll(1)
     starts[0] = 0
     result = torch.empty_like(numbers, dtype=torch.bool)
@@ -114,7 +113,7 @@ class Route:
 
     @staticmethod
     def numbers(experts: int, groups: int, ranks: int) -> Tensor:
-        """Return numbers of the experts (e,) with each group of all ranks consecutive."""
+        """Return expert numbers (e,) such that each group over all ranks is consecutive."""
         return torch.arange(experts).view(groups, ranks, -1).transpose(0, 1).flatten()
 
     @staticmethod
@@ -151,7 +150,7 @@ class Route:
 
 
 def in_turn(rows: Sequence[int]) -> list[int]:
-    """Return the order of groups with so many rows each, with small groups first and last.
+    """Return the order of groups by row counts, with small groups first and last.
 
     Nothing hides the first dispatch and the last combine; large groups are in flight while others are computed.
     """
@@ -160,12 +159,9 @@ def in_turn(rows: Sequence[int]) -> list[int]:
 
 
 class _Experts(torch.autograd.Function):
-    """x (s, b, h), scores (rows, k), weight1 (e, 2, f, h) or (e, f, h), weight2 (e, h, f) -> (rows, h), the sum of score x expert.
+    """Sum of score x expert: x (s, b, h), scores (rows, k), weight1 (e, 2, f, h) or (e, f, h), weight2 (e, h, f) -> (rows, h).
 
-    activation: a row of `config.model.ACTIVATIONS`; weight1 has two matrices of an expert where it has a gate.
-
-    The scores multiply what the second matmul reads, which is narrower than what it writes, so that none of that is kept. They and
-    the activation are one pass.
+    Scores multiply the second matmul's input, which is narrower than its output, in the activation's pass.
     """
 
     @staticmethod
@@ -176,10 +172,10 @@ class _Experts(torch.autograd.Function):
         x: Tensor,
         scores: Tensor,
         order: Order,
-        weight1: Tensor,
-        weight2: Tensor,
+        weights: tuple[Tensor, Tensor],
         needs_values: bool,
     ) -> Tensor:
+        weight1, weight2 = weights
         rows = as_rows(x)
         factors = scores.detach().flatten()[order.pairs]  # (n,)
         inputs = order.dispatch(rows)
@@ -189,7 +185,7 @@ class _Experts(torch.autograd.Function):
         ctx.ops = ops
         ctx.activation = activation
         ctx.order = order
-        ctx.weights = (weight1, weight2)
+        ctx.weights = weights
         if not needs_values:
             return x.new_empty(1).expand(len(rows), weight2.shape[1])
         inner = ops.scaled_gate(pre, factors, activation)
@@ -217,21 +213,15 @@ class _Experts(torch.autograd.Function):
         dinputs = torch.empty_like(inputs)
         ops.grouped_weight_gradient(dpre, inputs, weight1, order.counts)
         ops.grouped_data_gradient(dpre, weight1, order.counts, dinputs)
-        return (
-            None,
-            None,
-            order.combine(dinputs).view_as(x),
-            dscores.view_as(order.places),
-            None,
-            None,
-            None,
-            None,
-        )
+        dx = order.combine(dinputs).view_as(x)
+        return None, None, dx, dscores.view_as(order.places), None, None, None
 
 
 class ExpertLinear(nn.Module):
-    """One matrix of every expert, (e, *outputs, inputs), and their adapters. split: ranks that share an expert have parts of its
-    inputs, else of the last of `outputs`."""
+    """One matrix (e, *outputs, inputs) of every expert, with adapters.
+
+    split: ranks that share an expert shard its inputs, otherwise the last of `outputs`.
+    """
 
     def __init__(
         self,
@@ -251,7 +241,7 @@ class ExpertLinear(nn.Module):
 
 
 class ExpertMatrices(nn.Module):
-    """The matrices of every expert: (e, 2, f, h), the gate's and that of what it multiplies, or (e, f, h), and (e, h, f)."""
+    """Matrices of every expert: (e, 2, f, h) with a gate or (e, f, h), and (e, h, f)."""
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
@@ -272,17 +262,15 @@ class ExpertMatrices(nn.Module):
         return self.linear_fc1.adapter is not None or self.linear_fc2.adapter is not None
 
     def ops(self, backend: Any) -> Any:
-        """Return the operations for these matrices, with their adapters."""
+        """Return the operations for these matrices, adapters included."""
+        if not self.adapts:
+            return backend
         linears = self.linear_fc1, self.linear_fc2
-        return (
-            AdaptedExperts(backend, {id(each.weight): each.adapter for each in linears})
-            if self.adapts
-            else backend
-        )
+        return AdaptedExperts(backend, {id(each.weight): each.adapter for each in linears})
 
 
 class SharedExpert(nn.Module):
-    """An MLP that every token goes through, times the sigmoid of a number for each token where the model has this gate."""
+    """An MLP for every token, optionally scaled by a sigmoid gate per token."""
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
@@ -296,18 +284,16 @@ class SharedExpert(nn.Module):
             )
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Return the shared expert (s, b, h) of x (s, b, h). Others read x, so that its values are kept."""
+        """Return the shared expert (s, b, h) of x (s, b, h), without overwriting x."""
         y = self.mlp(x, replace(forward_pass, needs_values=True))
         if self.gate_weight is None:
             return y
-        share = torch.sigmoid(SmallLinear.apply(self.context.ops, x, self.gate_weight)).view(
-            *x.shape[:2], 1
-        )
-        return y * share.to(y.dtype)
+        gate = torch.sigmoid(SmallLinear.apply(self.context.ops, x, self.gate_weight))
+        return y * gate.view(*x.shape[:2], 1).to(y.dtype)
 
 
 class Experts(nn.Module):
-    """In place of a layer's MLP: h -> k of e experts, h -> f -> h each -> h, and the shared expert if there is one."""
+    """Routed experts, k of e per token, h -> f -> h each, and the shared expert."""
 
     output_bias = None
 
@@ -322,9 +308,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Return the experts' output (s, b, h) for x (s, b, h)."""
         if self.experts.adapts and torch.is_grad_enabled() and not x.requires_grad:
-            x = (
-                x.detach().requires_grad_()
-            )  # nothing below is trained: the graph of what is trained begins here
+            x = x.detach().requires_grad_()  # nothing below is trained: the graph begins here
         context = self.context
         scores, chosen = self.router(x, forward_pass)
         if context.ep is not None and context.etp is not None:
@@ -342,40 +326,38 @@ class Experts(nn.Module):
         return self.context.model.num_experts or 0
 
     def _kept(
-        self, scores: Tensor, chosen: Tensor, forward_pass: Pass, part: Comm | None
+        self, scores: Tensor, chosen: Tensor, forward_pass: Pass, sequence: Comm | None
     ) -> Tensor | None:
-        """Return which pairs of these scores and choices (rows, k) are computed: none of padding, and what `kept` says of the
-        whole sequence. None: all.
+        """Return which pairs (rows, k) of this rank are computed, without padding and dropped pairs; None: all.
 
-        part: tensor-parallel ranks that have other rows of it, None where there are none.
+        sequence: tensor-parallel ranks that shard the rows.
         """
         context = self.context
         documents = forward_pass.documents
         if context.model.moe_expert_capacity_factor is None:
-            padding = context.own_rows(documents.padding, part)
+            padding = context.own_rows(documents.padding, sequence)
             return None if padding is None else ~padding.unsqueeze(1).expand_as(chosen)
         has_room = partial(
             kept, model=context.model, padding=documents.padding, positions=documents.positions
         )
-        return context.of_whole_sequence(has_room, scores, chosen, part=part)
+        return context.of_whole_sequence(has_room, scores, chosen, sequence=sequence)
 
     def _computed(self, x: Tensor, scores: Tensor, order: Order, forward_pass: Pass) -> Tensor:
-        """Return the sum of score times expert (rows, h) of x (..., h), for this rank's shard of its experts."""
+        """Return the sum of score x expert (rows, h) for x (..., h) and this rank's expert shard."""
         return _Experts.apply(
             self.experts.ops(self.context.ops),
             self.context.model.activation,
             x,
             scores,
             order,
-            self.experts.linear_fc1.weight,
-            self.experts.linear_fc2.weight,
+            (self.experts.linear_fc1.weight, self.experts.linear_fc2.weight),
             forward_pass.needs_values,
         )
 
     def _exchanged(
         self, x: Tensor, scores: Tensor, chosen: Tensor, forward_pass: Pass, ep: Comm, etp: Comm
     ) -> Tensor:
-        """Return `forward` with expert parallelism: rows are in flight while other experts and the shared one are computed.
+        """Return `forward` with expert parallelism; other experts and the shared expert are computed while rows are in flight.
 
         Inside a node all rows are sent at once, by all threads of the ranks.
         """
@@ -398,19 +380,17 @@ class Experts(nn.Module):
             map_rows(as_rows(x), order.dispatch, order.combine),
             scores.flatten()[order.pairs].unsqueeze(1),
         )
-        parts = (
-            x.tensor_split(2) if far and len(x) > 1 else (x,)
-        )  # for the way there and the way back
-        shared = self._shared(parts[:1], forward_pass)
+        # One segment is computed during dispatch, the other during combine.
+        segments = x.tensor_split(2) if far and len(x) > 1 else (x,)
+        shared = self._shared(segments[:1], forward_pass)
         returning = []
         for i in turns:
             copies = routes[i].copies
             rows, factors = (copy_rows(each, copies) for each in there.dispatched(i, leaving))
-            part = sum_copied_rows(
-                self._computed(rows, factors, routes[i].order, forward_pass), copies, needs_values
-            )
-            returning.append(back.combine(i, part, needs_values))
-        shared += self._shared(parts[1:], forward_pass)
+            computed = self._computed(rows, factors, routes[i].order, forward_pass)
+            total = sum_copied_rows(computed, copies, needs_values)
+            returning.append(back.combine(i, total, needs_values))
+        shared += self._shared(segments[1:], forward_pass)
         out = map_rows(
             back.combined(returning),
             order.combine
@@ -420,22 +400,19 @@ class Experts(nn.Module):
         ).view_as(x)
         return out + torch.cat(shared) if shared else out
 
-    def _shared(self, parts: Sequence[Tensor], forward_pass: Pass) -> list[Tensor]:
-        """Return the shared expert, if there is one, of segments of the sequence (s, b, h)."""
-        return (
-            []
-            if self.shared_experts is None
-            else [self.shared_experts(part, forward_pass) for part in parts]
-        )
+    def _shared(self, segments: Sequence[Tensor], forward_pass: Pass) -> list[Tensor]:
+        """Return the shared expert, if any, for segments (s, b, h)."""
+        if self.shared_experts is None:
+            return []
+        return [self.shared_experts(segment, forward_pass) for segment in segments]
 
     def _whole(self, x: Tensor, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gather the whole sequence. Gradients are summed over tensor-parallel ranks, which shard f."""
         context = self.context
         if context.sequence is None:
-            return (
-                copy_to_tensor_parallel(x, context.tp),
-                copy_to_tensor_parallel(scores, context.tp),
-                chosen,
-            )
-        whole, every = (gather_from_sequence_parallel(tensor, context.tp) for tensor in (x, scores))
-        return whole, every, gather_sequence(chosen, context.sequence)
+            x = copy_to_tensor_parallel(x, context.tp)
+            scores = copy_to_tensor_parallel(scores, context.tp)
+            return x, scores, chosen
+        x = gather_from_sequence_parallel(x, context.tp)
+        scores = gather_from_sequence_parallel(scores, context.tp)
+        return x, scores, gather_sequence(chosen, context.sequence)

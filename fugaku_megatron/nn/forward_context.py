@@ -1,4 +1,4 @@
-"""Arguments of one forward that every layer sees: positions, documents, recompute."""
+"""Arguments of one forward for every layer: positions, documents, recompute."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .positions import TokenAngles, document_angles, rotary_angles
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a forward with a key-value cache of earlier tokens.
+    """Rows of a forward with a key-value cache.
 
-    lengths: rows of each sample that has any.
-    samples: (len(lengths),), place of each of these samples in the cache.
-    positions: (r,), position of every row in its sample.
+    lengths: rows of each sample with any.
+    samples: (len(lengths),), each sample's place in the cache.
+    positions: (r,), each row's position in its sample.
     angles: two tensors (r, rotated elements / 2); None without rotary positions.
     """
 
@@ -53,7 +53,7 @@ class Rows:
         angles: Angles | None = None
         if table is not None:
             cosines, sines = table
-            angles = cosines[positions], sines[positions]
+            angles = cosines.index_select(0, positions), sines.index_select(0, positions)
         elif model.rotary:  # each sample has its own length
             parts = [
                 rotary_angles(model, part, len(part) + int(part[0]))
@@ -65,7 +65,7 @@ class Rows:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Samples, positions and angles: the inputs that change with each token."""
+        """Inputs that change with each token: samples, positions and angles."""
         return self.samples, self.positions, *(self.angles or ())
 
     @property
@@ -81,9 +81,9 @@ class Rows:
     def attend(
         self, ops: Ops, layer: int, qkv: Tensor, whole: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Attend from each row to the earlier positions of its sample. qkv (r, 1, g (n/g + 2) d) -> (r, 1, n d).
+        """Attend from each row to earlier positions in its sample. qkv (r, 1, g (n/g + 2) d) -> (r, 1, n d).
 
-        whole: the layer's attention of a sequence that has nothing before it, of the same shapes.
+        whole: attention of a sequence without cached tokens, same shapes.
         """
         cache = self.cache[layer]
         if self.one_each:
@@ -100,9 +100,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro-batch. starts: int32 (b, s), where that of each position begins, before which attention sees
-    nothing; None: with the sample. positions: int32 (s, b), of each token in its document; None: in its sample.
-    padding: bool (s, b), the tokens of chats from which nothing is predicted; None: samples are not of chats."""
+    """Documents of a micro-batch.
+
+    starts: int32 (b, s), first position of each token's document, the first visible to attention; None: the sample is one document.
+    positions: int32 (s, b), each token's position in its document; None: in its sample.
+    padding: bool (s, b), padding tokens of chats; None: samples are not chats.
+    """
 
     starts: Tensor | None = None
     positions: Tensor | None = None
@@ -113,7 +116,7 @@ class Documents:
         return {}
 
     def angles(self, model: ModelConfig) -> TokenAngles | None:
-        """Return the angles of tokens if they depend on the lengths of the documents, else None; computed once for all layers."""
+        """Return angles that depend on document lengths, computed once for all layers; None if they do not."""
         if model.rope_dynamic_factor is None or self.positions is None:
             return None
         if model not in self._angles:
@@ -125,13 +128,14 @@ class Documents:
 class Pass:
     """An argument of every layer's forward.
 
-    first_sample: global index of the micro-batch's first sample, which selects dropout masks. training: False in evaluation, where
-    nothing is dropped and nothing recomputed. recompute: what backward computes again: None, "selective" (attention) or "full"
-    (groups of layers). needs_values: False where backward will follow and nobody reads the values of the last result.
-    balance_factor: of the gradients of experts' balancing losses. tokens: of chats, how many a micro-batch of the iteration has in
-    the mean, padding left out: by them micro-batches weigh in balancing losses; None: all weigh the same. rows: where tokens are
-    generated, what the rows of x are, which then is (rows, 1, h). documents: of the samples. count: by what the sum of the losses
-    of labels is divided; None: by their number.
+    first_sample: global index of the micro-batch's first sample, which selects dropout masks.
+    training: False in evaluation, without dropout and recompute.
+    recompute: None, "selective" (attention) or "full" (groups of layers).
+    needs_values: False if a backward follows and the last result is not read.
+    balance_factor: factor on gradients of balancing losses.
+    rows: rows of x, then (rows, 1, h), in generation.
+    count: divisor of the summed losses; None: number of labels.
+    tokens: mean tokens per micro-batch without padding, which weighs micro-batches of chats in balancing losses; None: equal weights.
     """
 
     first_sample: int

@@ -10,10 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values (samples, g, slots, d) of one layer.
-
-    Position p is in slot p mod slots, so that a window needs only as many slots as it has positions.
-    """
+    """Keys and values (samples, g, slots, d) of one layer. Position p is in slot p mod slots, a ring for windows."""
 
     keys: Tensor
     values: Tensor
@@ -32,7 +29,7 @@ class LayerCache:
         return self.keys.shape[2]
 
     def store(self, sample: int, keys: Tensor, values: Tensor) -> None:
-        """Store the last positions that fit of a sample's keys and values (s, g, d), which begin at position 0."""
+        """Store the last positions that fit of a sample's keys and values (s, g, d), from position 0."""
         kept = torch.arange(max(0, len(keys) - self.slots), len(keys))
         for cache, new in ((self.keys, keys), (self.values, values)):
             cache[sample].index_copy_(1, kept % self.slots, new[kept].transpose(0, 1))

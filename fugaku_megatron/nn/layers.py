@@ -1,10 +1,9 @@
-"""Megatron's layers: column- and row-parallel linear, vocab-parallel embedding, learned positions, layer norm, RMS norm.
+"""Parallel layers: column- and row-parallel linear, vocab-parallel embedding, learned positions, norms.
 
-Parameters are born on the meta device with their place in the global tensor (`parameter.spec`);
-`optim.flat.FlatParameters` gives them memory inside one flat buffer and fills them. Left out: what a transformer block is made
-of (`blocks`), stages (`model`).
-Legend: s sequence, b micro-batch, h hidden. With sequence parallelism s is this rank's part of the sequence wherever the last
-dimension is whole, and the whole sequence where that is split over tensor-parallel ranks.
+Parameters start on the meta device with their place in the global tensor (`parameter.spec`);
+`optim.flat.FlatParameters` allocates and fills them.
+s sequence, b micro-batch, h hidden. With sequence parallelism s is this rank's shard wherever the last dimension is whole, and
+the whole sequence wherever tensor-parallel ranks shard the last dimension.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +34,10 @@ from .adapters import Adapter
 from .forward_context import Pass
 from .heads import Angles
 from .ops import DropoutKey, Ops
-from .parameter import make_parameter, spec_of
+from .parameter import Init, Sharding, make_parameter, spec_of
 from .parameter_views import derived
 from .positions import rotary_angles
-from .sequence_ranks import own_runs, to_rank_order, to_sequence_order
+from .sequence_ranks import own_segments, to_rank_order, to_sequence_order
 from .sequence_ranks import positions as own_positions
 
 # Dropout sites of a layer. A mask's stream is layer * len(SITES) + site; the embedding is layer 0 and layers count from 1.
@@ -70,7 +68,7 @@ class Context:
     cp: Comm = ALONE
     cp_comm_types: tuple[str, ...] = ()
 
-    def context_way(self, layer: int) -> str:
+    def cp_comm_type(self, layer: int) -> str:
         """Return the --cp-comm-type of a layer; layers count from 1."""
         return self.cp_comm_types[layer - 1] if self.cp_comm_types else A2A
 
@@ -85,45 +83,45 @@ class Context:
         return self.cp.size * (self.sequence.size if self.sequence else 1)
 
     def sum_over_sequence(self, x: Tensor) -> None:
-        """Sum x (any shape), of this rank's activations between the matmuls, over all that are one sequence, in place."""
+        """Sum x (any shape) in place over all ranks that share a sequence."""
         for comm in (self.sequence, self.cp):
             if comm is not None:
                 comm.all_reduce(x)
 
     def of_whole_sequence(
-        self, of_rows: Callable[..., Tensor], *parts: Tensor, part: Comm | None
+        self, function: Callable[..., Tensor], *shards: Tensor, sequence: Comm | None
     ) -> Tensor:
-        """This rank's rows of of_rows(whole, ...): parts (rows, ...) are those of all ranks then, in the order of the sequence.
+        """Return this rank's rows of function(*whole), without gradients.
 
-        part: the tensor-parallel ranks where they have parts of it, else None. Nothing has a gradient.
+        shards: (rows, ...), gathered over all ranks in sequence order.
+        sequence: tensor-parallel ranks that shard the rows, or None.
         """
         cp = self.cp
-        rows = len(parts[0])
-        gathered = [
-            gather_sequence(gather_sequence(x.detach(), part), cp if cp.size > 1 else None)
-            for x in parts
-        ]
+        rows = len(shards[0])
+        gathered = [gather_sequence(x.detach(), sequence) for x in shards]
         if cp.size == 1:
-            whole = of_rows(*gathered)
+            whole = function(*gathered)
         else:
-            whole = to_rank_order(
-                of_rows(*(to_sequence_order(x, cp.size) for x in gathered)), cp.size
-            )
-        return whole.view(cp.size, -1, rows, *whole.shape[1:])[cp.rank, part.rank if part else 0]
+            ordered = [to_sequence_order(gather_sequence(x, cp), cp.size) for x in gathered]
+            whole = to_rank_order(function(*ordered), cp.size)
+        shard = sequence.rank if sequence else 0
+        return whole.view(cp.size, -1, rows, *whole.shape[1:])[cp.rank, shard]
 
-    def own_rows(self, whole: Tensor | None, part: Comm | None) -> Tensor | None:
-        """Return the rows (rows,) of this rank from one value for each token of the whole sequence (s, b); None for None.
+    def own_rows(self, whole: Tensor | None, sequence: Comm | None) -> Tensor | None:
+        """Return this rank's values (rows,) out of one value per token (s, b); None for None.
 
-        part: the tensor-parallel ranks where they have parts of the sequence, else None.
+        sequence: tensor-parallel ranks that shard the rows, or None.
         """
         if whole is None:
             return None
-        own = whole[own_positions(own_runs(len(whole) // self.cp.size, self.cp))]
-        return (own if part is None else own.chunk(part.size)[part.rank]).flatten()
+        own = whole[own_positions(own_segments(len(whole) // self.cp.size, self.cp))]
+        if sequence is not None:
+            own = own.chunk(sequence.size)[sequence.rank]
+        return own.flatten()
 
     @property
     def blocks(self) -> RowBlocks | None:
-        """Blocks for --tp-comm-overlap; None without it."""
+        """Row blocks for --tp-comm-overlap, or None."""
         if not self.tp_comm_overlap or self.sequence is None:
             return None
         return RowBlocks(self.tp, self.ops.kernels, activations.overlap_blocks(self.tp.size))
@@ -132,14 +130,14 @@ class Context:
         """Return the first position of x (s, b, h), an activation between matmuls, in this rank's sequence."""
         return 0 if self.sequence is None else self.tp.rank * x.shape[0]
 
-    def runs(self, x: Tensor) -> list[range]:
+    def segments(self, x: Tensor) -> list[range]:
         """Return the one or two position segments of x (s, b, h), an activation between matmuls."""
         first = self.first_position(x)
-        runs = []
-        for run in own_runs(len(x) * (self.tp.size if self.sequence else 1), self.cp):
-            runs.append(run[max(first, 0) : max(first + len(x), 0)])
-            first -= len(run)
-        return list(filter(None, runs))
+        segments = []
+        for segment in own_segments(len(x) * (self.tp.size if self.sequence else 1), self.cp):
+            segments.append(segment[max(first, 0) : max(first + len(x), 0)])
+            first -= len(segment)
+        return list(filter(None, segments))
 
     def parameter(
         self,
@@ -147,11 +145,20 @@ class Context:
         shape: tuple[int, ...],
         partition_dim: int | None = None,
         std: float | None = None,
-        **more: Any,
+        *,
+        fill: float = 0.0,
+        init_name: str | None = None,
+        **traits: bool,
     ) -> nn.Parameter:
-        """`make_parameter` over the tensor-parallel ranks."""
-        common = {"sequence_parallel": self.sequence is not None, "frozen": self.lora.on}
-        return make_parameter(name, shape, self.tp, partition_dim, std, **{**common, **more})
+        """Make a parameter over the tensor-parallel ranks. Arguments as `make_parameter`."""
+        defaults = {"sequence_parallel": self.sequence is not None, "frozen": self.lora.on}
+        return make_parameter(
+            name,
+            shape,
+            Sharding(self.tp, partition_dim),
+            Init(std, fill, init_name),
+            **{**defaults, **traits},
+        )
 
     def adapter(
         self,
@@ -161,12 +168,11 @@ class Context:
         split: bool = False,
         experts: tuple[int, ...] = (),
     ) -> Adapter | None:
-        """Build the adapter of the linear layer `name`, or return None without one. Arguments as of `Adapter`."""
-        linear = name.rsplit(".", 1)[-1]
-        parts = self.lora.parts(linear, self.model)
-        return (
-            Adapter(name, linear, parts, inputs, outputs, split, self, experts) if parts else None
-        )
+        """Build the adapters of the linear layer `name`, or return None. Arguments as `Adapter`."""
+        parts = self.lora.parts(name.rsplit(".", 1)[-1], self.model)
+        if not parts:
+            return None
+        return Adapter(name, parts, inputs, outputs, split, self, experts)
 
     def expert_parameter(
         self,
@@ -174,16 +180,20 @@ class Context:
         shape: tuple[int, ...],
         partition_dim: int | None,
         std: float | None = None,
-        **more: Any,
+        **traits: bool,
     ) -> nn.Parameter:
-        """`make_parameter` of a matrix of each expert, (e, ...), over ranks that have different experts and that share each.
+        """Make a parameter (e, ...) of every expert over the ranks with different experts and the ranks that share each.
 
         Parameters replicated over `etp` get partial gradients, which are all-reduced there.
         """
         shared = self.etp or self.tp
-        common = {"sequence_parallel": shared.size > 1, "frozen": self.lora.on}
+        defaults = {"sequence_parallel": shared.size > 1, "frozen": self.lora.on}
         return make_parameter(
-            name, shape, shared, partition_dim, std, experts=self.ep, **{**common, **more}
+            name,
+            shape,
+            Sharding(shared, partition_dim, self.ep),
+            Init(std),
+            **{**defaults, **traits},
         )
 
     @cached_property
@@ -191,7 +201,7 @@ class Context:
         return {}
 
     def angles(self, length: int) -> Angles | None:
-        """Return rotary angles for at least `length` positions, the same tensors for all layers; None without rotary positions."""
+        """Return rotary angles for at least `length` positions, shared by all layers; None without rotary positions."""
         rows = (
             max(length, self.model.seq_length) if self.model.rope_dynamic_factor is None else length
         )
@@ -201,18 +211,18 @@ class Context:
         return self._tables[rows]
 
     def into_matmul(self, x: Tensor) -> Tensor:
-        """Return the input of a column-parallel matmul. Its gradient is all-reduced here, or by the matmul that gathers x (s, b, h)."""
+        """Prepare the input of a column-parallel matmul. With sequence parallelism the matmul gathers x (s, b, h) itself."""
         return copy_to_tensor_parallel(x, self.tp) if self.sequence is None else x
 
     def out_of_matmul(self, partial: Tensor, needs_values: bool = True) -> Tensor:
-        """Reduce partial (whole sequence, b, h) over ranks, or reduce-scatter it. needs_values: see `Pass`."""
+        """All-reduce partial (whole sequence, b, h) over ranks, or reduce-scatter it. needs_values: see `Pass`."""
         if self.sequence is not None:
             return reduce_scatter_to_sequence_parallel(partial, self.sequence, needs_values)
         return reduce_from_tensor_parallel(partial, self.tp) if needs_values else partial
 
     @property
     def output_std(self) -> float:
-        """Megatron's scaled initialisation of matrices that write to the residual stream: std / sqrt(2 layers)."""
+        """Standard deviation of matrices that write to the residual stream, std / sqrt(2 layers), as in Megatron-LM."""
         return self.model.init_method_std / (2.0 * self.model.num_layers) ** 0.5
 
 
@@ -235,13 +245,13 @@ def hidden_dropout_key(
     context: Context, layer: int, site: str, first_sample: int, x: Tensor
 ) -> DropoutKey:
     """Return the dropout key of x (s, b, h), an activation between matmuls."""
-    return DropoutKey.of_runs(
-        context.runs(x), context.seed, dropout_stream(layer, site), first_sample
+    return DropoutKey.of_segments(
+        context.segments(x), context.seed, dropout_stream(layer, site), first_sample
     )
 
 
 class ColumnParallelLinear(nn.Module):
-    """Y = X W^T + bias with W's rows (outputs) split over tensor-parallel ranks: whole input, split output."""
+    """Y = X W^T + bias with W's rows sharded over tensor-parallel ranks: whole input, sharded output."""
 
     def __init__(
         self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True
@@ -264,9 +274,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class GatedColumnParallelLinear(nn.Module):
-    """The parameters of two column-parallel matmuls of one input, the gate's and that of what it multiplies, as one tensor.
+    """Parameters of two column-parallel matmuls, gate and value, as one tensor.
 
-    The outputs of both are split, so a rank has the gates of its own values at any tensor-parallel size.
+    Both outputs are sharded, so that a rank has the gates for its own values at any tensor-parallel size.
     """
 
     def __init__(
@@ -281,7 +291,7 @@ class GatedColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Y = X W^T with W's columns (inputs) split over tensor-parallel ranks: split input, whole output.
+    """Y = X W^T with W's columns sharded over tensor-parallel ranks: sharded input, whole output.
 
     The bias is added with the residual, so that the sum over ranks counts it once.
     """
@@ -305,7 +315,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Word embedding with the vocabulary split over tensor-parallel ranks."""
+    """Word embedding with the vocabulary sharded over tensor-parallel ranks."""
 
     def __init__(self, name: str, vocabulary: int, context: Context) -> None:
         super().__init__()
@@ -336,14 +346,14 @@ class PositionEmbedding(nn.Module):
         )
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """x (s, b, h) -> x + its positions (s, b, h), which are `positions` (whole sequence, b) where these are passed.
+        """Add position embeddings to x (s, b, h).
 
-        positions (rows,) are those of generation, which keeps nothing for a backward.
+        positions: (whole sequence, b), or (rows,) in generation, which saves nothing for a backward; None: 0, 1, ...
         """
         ops = self.context.ops
         first = self.context.first_position(x)
         if self.context.cp.size > 1:
-            rows = own_positions(self.context.runs(x))
+            rows = own_positions(self.context.segments(x))
             return x + ops.embedding(
                 rows.unsqueeze(1) if positions is None else positions[rows].long(), self.weight
             )
@@ -357,7 +367,7 @@ class PositionEmbedding(nn.Module):
 
 
 class Norm(nn.Module):
-    """A norm over the last dimension, replicated over tensor-parallel ranks. A subclass holds the parameters and `forward`."""
+    """A norm over the last dimension, replicated over tensor-parallel ranks. Subclasses add parameters and `forward`."""
 
     weight: nn.Parameter
 
@@ -374,9 +384,9 @@ class Norm(nn.Module):
     def add_and_normalize(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey
     ) -> tuple[Tensor, Tensor]:
-        """(sum, norm of the sum) with sum = residual + dropout(x + bias). x and residual (s, b, h), bias (h) -> two of (s, b, h).
+        """Return (sum, norm of the sum) with sum = residual + dropout(x + bias), both (s, b, h). bias (h).
 
-        A norm with a fused kernel overrides this.
+        Norms with a fused kernel override this.
         """
         total = self.ops.bias_dropout_add(x, bias, residual, p, key)
         return total, self(total)
@@ -407,7 +417,7 @@ class LayerNorm(Norm):
     def add_and_normalize(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey
     ) -> tuple[Tensor, Tensor]:
-        """As `Norm.add_and_normalize`, in one pass over memory; two of (s, b, h)."""
+        """Return `Norm.add_and_normalize` from one fused kernel."""
         return self.ops.bias_dropout_add_layer_norm(
             x, bias, residual, p, key, self.scale(), self.bias, self.epsilon
         )
@@ -429,7 +439,7 @@ class RMSNorm(Norm):
     def add_and_normalize(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey
     ) -> tuple[Tensor, Tensor]:
-        """As `Norm.add_and_normalize`, in one operation; two of (s, b, h)."""
+        """Return `Norm.add_and_normalize` from one fused kernel."""
         return self.ops.bias_dropout_add_rms_norm(
             x, bias, residual, p, key, self.scale(), self.epsilon
         )
@@ -444,10 +454,10 @@ class PlainLayerNorm(Norm):
 
 
 class HeadNorm(nn.Module):
-    """The norm of queries or of keys over a head's d elements, with the same weight, and in a LayerNorm bias, for all heads.
+    """Norm of queries or keys over head size d, with the same weight (and LayerNorm bias) for all heads.
 
-    Every tensor-parallel rank has it and computes its gradient from its own heads, with or without sequence parallelism. With
-    --qk-layernorm-all-heads it is over the elements of all `heads`, with a weight for each.
+    Replicated over tensor-parallel ranks; each computes the gradient from its own heads. With --qk-layernorm-all-heads the norm is
+    over all heads together, with a weight per element.
     """
 
     def __init__(self, name: str, heads: int, context: Context) -> None:

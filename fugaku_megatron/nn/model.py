@@ -1,9 +1,7 @@
-"""A rank's part of the GPT: a stage of one or more chunks, each with some transformer layers.
+"""A rank's stage of the GPT: one or more model chunks, each with some transformer layers.
 
-The first part of the model has the embeddings too, the last one the final norm and the head, which is tied or has a weight of its
-own. Left out: parameter memory (`optim.flat.FlatParameters`), the order of chunks and micro-batches, and which part a chunk is
-(`schedule`).
-Legend: s sequence (this rank's part of it with sequence parallelism), b micro-batch, h hidden, v vocabulary of this rank.
+The first chunk has the embeddings, the last the final norm and the head, tied or with its own weight.
+s sequence (this rank's shard with sequence parallelism), b micro-batch, h hidden, v vocabulary of this rank.
 """
 
 from __future__ import annotations
@@ -33,20 +31,14 @@ from .ops import Ops, recompute
 from .parameter import spec_of
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # global name of the tied weight
-OUTPUT = (
-    "output_layer.weight"  # of its copy, or of the head's own weight where the two are not tied
-)
-VOCABULARY = (
-    WORD_EMBEDDINGS,
-    OUTPUT,
-)  # whose rows are a multiple that depends on the layout, and in other programs on their own
+OUTPUT = "output_layer.weight"  # global name of the tied copy, or of an untied head
+VOCABULARY = (WORD_EMBEDDINGS, OUTPUT)  # padded to a number of rows that depends on the layout
 
 
 class Stage(nn.Module):
-    """This rank's part of the model: its chunks, in the model's order. `vocab_size` of the config must be known.
+    """This rank's model chunks, in model order. The config's `vocab_size` must be known.
 
-    ops: what runs its operations. Raises nothing of its own: `layout.Layout` has checked that heads, layers and vocabulary
-    divide.
+    Divisibility of heads, layers and vocabulary is checked by `layout.Layout`.
     """
 
     def __init__(self, run: RunConfig, groups: Groups, ops: Ops) -> None:
@@ -58,19 +50,18 @@ class Stage(nn.Module):
         self.ops = ops
         self.tied = run.model.tied and not run.lora.on
         parallel = run.parallel
-        ep, etp = (groups.ep, groups.etp) if parallel.divides_experts else (None, None)
         context = Context(
             run.model,
             tp,
-            ops,
-            run.training.seed,
-            parallel.sequence_parallel,
-            parallel.tp_comm_overlap,
-            run.lora,
-            ep,
-            etp,
-            groups.cp,
-            cp_comm_types(run) if groups.cp.size > 1 else (),
+            ops=ops,
+            seed=run.training.seed,
+            sequence_parallel=parallel.sequence_parallel,
+            tp_comm_overlap=parallel.tp_comm_overlap,
+            lora=run.lora,
+            ep=groups.ep if parallel.divides_experts else None,
+            etp=groups.etp if parallel.divides_experts else None,
+            cp=groups.cp,
+            cp_comm_types=cp_comm_types(run) if groups.cp.size > 1 else (),
         )
         rows = memory.logits_rows(
             run,
@@ -93,28 +84,24 @@ class Stage(nn.Module):
 
     @property
     def first(self) -> Chunk | None:
-        """The chunk with the embeddings; None where another stage has it."""
+        """Chunk with the embeddings, or None."""
         return next((chunk for chunk in self.chunks if chunk.is_first), None)
 
     @property
     def last(self) -> Chunk | None:
-        """The chunk with the head; None where another stage has it."""
+        """Chunk with the head, or None."""
         return next((chunk for chunk in self.chunks if chunk.is_last), None)
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """The trained word embedding (v, h) of which two stages have a copy each and this is one of them; None elsewhere."""
+        """Trained word embedding (v, h) that another stage also has, or None."""
         first = self.first
         last = self.last
         if (first and last) or not self.tied:
             return None
-        return (
-            first.embedding.word_embeddings.weight
-            if first
-            else last.output_weight
-            if last
-            else None
-        )
+        if first:
+            return first.embedding.word_embeddings.weight
+        return last.output_weight if last else None
 
     @property
     def layers(self) -> list[TransformerLayer]:
@@ -123,7 +110,7 @@ class Stage(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Words, and positions where these are learned, with dropout."""
+    """Word embeddings, learned positions and dropout."""
 
     def __init__(self, vocabulary: int, context: Context) -> None:
         super().__init__()
@@ -137,7 +124,7 @@ class Embedding(nn.Module):
         )
 
     def forward(self, tokens: Tensor, forward_pass: Pass) -> Tensor:
-        """tokens (whole sequence, b) -> (s, b, h)."""
+        """Embed tokens (whole sequence, b) -> (s, b, h)."""
         rows = forward_pass.rows
         context = self.context
         positions = forward_pass.documents.positions if rows is None else rows.positions
@@ -150,11 +137,11 @@ class Embedding(nn.Module):
 
 
 class Chunk(nn.Module):
-    """Part `part` of the `parts` into which the model is cut: consecutive layers, and what stands before the first or after the
-    last of all. logits_rows: of the logits, computed at once. z_losses: the part of each micro-batch's loss () that --use-z-loss
-    has added, by its first sample.
+    """Consecutive layers, with the embeddings in the first virtual stage and the head in the last.
 
-    Tied, the head's weight is that of the embedding where both are on one stage, which then replaces `output_weight`.
+    logits_rows: rows of a logits block.
+    z_losses: --use-z-loss share of each micro-batch's loss (), by first sample.
+    A tied head on the embedding's stage has the embedding's weight as `output_weight`.
     """
 
     def __init__(
@@ -198,19 +185,17 @@ class Chunk(nn.Module):
         return min(max(0, model.vocab_size - spec_of(weight).offset[0]), len(weight))
 
     def run_layers(self, x: Tensor, forward_pass: Pass, first: int, last: int) -> Tensor:
-        """Layers [first, last) of this chunk. (s, b, h) -> (s, b, h). Only the last one may leave its values out."""
+        """Run layers [first, last), (s, b, h) -> (s, b, h). Only the last layer may leave its values unset."""
         inner = replace(forward_pass, needs_values=True)
         for layer in self.layers[first:last]:
             x = layer(x, forward_pass if layer is self.layers[last - 1] else inner)
         return x
 
     def decode(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """All layers of this chunk, recomputed in groups where asked. (s, b, h) -> (s, b, h)."""
+        """Run all layers, with full recompute in groups. (s, b, h) -> (s, b, h)."""
         groups = self.recompute_groups if forward_pass.recompute == "full" else []
         if groups and not x.requires_grad and torch.is_grad_enabled():
-            x = (
-                x.detach().requires_grad_()
-            )  # frozen embeddings: what is computed again needs a graph that begins there
+            x = x.detach().requires_grad_()  # with frozen embeddings the graph begins here
         for group in groups:
             bounds: dict[str, Any] = {"first": group.start, "last": group.stop}
             again = partial(
@@ -233,16 +218,15 @@ class Chunk(nn.Module):
         )
 
     def logits(self, x: Tensor) -> Tensor:
-        """x (s, b, h) -> (whole sequence, b, v): this rank's columns of the logits."""
+        """Return this rank's columns of the logits. x (s, b, h) -> (whole sequence, b, v)."""
         return self.ops.linear(self.head_input(x), self.output_weight)
 
     def forward(
         self, x: Tensor, labels: Tensor | None, forward_pass: Pass, factor: float = 1.0
     ) -> Tensor:
-        """Tokens (s, b) or the previous part's (s, b, h) -> (s, b, h), or for the last part the loss ().
+        """Run the chunk on tokens (s, b) or activations (s, b, h) -> (s, b, h), or the loss () in the last chunk.
 
-        factor: the gradient of the loss that backward will bring. In training the loss has the z-loss added, which `z_losses`
-        keeps for each micro-batch.
+        factor: gradient of the loss in backward. In training the loss includes the z-loss, recorded in `z_losses`.
         """
         x = self.embedding(x, forward_pass) if self.is_first else x
         x = self.decode(x, forward_pass)

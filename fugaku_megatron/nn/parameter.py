@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,20 +15,17 @@ from ..comm.base import Comm
 class ParameterSpec:
     """Place and meaning of a parameter in the whole model; `parameter.spec`.
 
-    name: global name.
-    shape: global shape.
+    name, shape: global.
     offset: first element of this rank's slice in each dimension.
-    partition_dim: dimension that tensor-parallel ranks shard; None for a replica.
-    init_std: standard deviation of normal initial values; None: all are `init_fill`.
-    init_name: name whose random stream sets the initial values (the tied head starts like the embedding).
+    partition_dim: dimension sharded over tensor-parallel ranks; None for a replica.
+    init_std: standard deviation of normal initial values; None: `init_fill`.
+    init_name: name that selects the random stream (a tied head starts like the embedding).
     owned: this rank saves it.
     counted: this rank's copy counts in norms.
-    sequence_parallel: every tensor-parallel rank has the parameter and a gradient from its shard of the sequence, or from its
-        own heads; the gradients are summed over these ranks (as Megatron's attribute).
+    sequence_parallel: replica with partial gradients, from a sequence shard or own heads, summed over tensor-parallel ranks.
     expert: parameter of divided experts; ranks with the same experts reduce its gradient.
-    balances: bias on the scores that choose experts. Its gradient is each expert's tokens beyond the mean, and the optimizer
-        uses only the sign.
-    frozen: not trained, as under adapters.
+    balances: bias on router scores. The optimizer uses only the sign of its gradient, tokens beyond the mean per expert.
+    frozen: not trained.
     """
 
     name: str
@@ -60,26 +58,46 @@ class ParameterSpec:
         return self.name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
+class Sharding(NamedTuple):
+    """Ranks that divide a parameter.
+
+    tp: ranks that shard `partition_dim`; all have a copy if it is None.
+    experts: ranks that shard the first dimension, experts.
+    """
+
+    tp: Comm | None = None
+    partition_dim: int | None = None
+    experts: Comm | None = None
+
+
+class Init(NamedTuple):
+    """Initial values: normal(0, std), or `fill` if std is None. name: random stream; None: the parameter's name."""
+
+    std: float | None = None
+    fill: float = 0.0
+    name: str | None = None
+
+
+ZEROS = Init()
+
+
 def make_parameter(
     name: str,
     shape: tuple[int, ...],
-    tp: Comm | None = None,
-    partition_dim: int | None = None,
-    std: float | None = None,
-    fill: float = 0.0,
-    init_name: str | None = None,
+    sharding: Sharding,
+    init: Init = ZEROS,
+    *,
     sequence_parallel: bool = False,
-    experts: Comm | None = None,
     balances: bool = False,
     frozen: bool = False,
 ) -> nn.Parameter:
-    """This rank's slice of the global tensor `name`, on the meta device, with its `spec`.
+    """Make this rank's slice of a global tensor on the meta device, with its `spec`.
 
-    `shape` is the global shape in parentheses, such as (f, h); `partition_dim` is split evenly over `tp`. Initial values:
-    normal(0, std), or `fill` where std is None. sequence_parallel: layers between the matmuls work on parts of the sequence.
-    experts: ranks among which the first dimension, that of experts, is divided.
+    shape: global.
+    sequence_parallel: activations between matmuls are sharded by sequence.
     balances, frozen: see `ParameterSpec`.
     """
+    tp, partition_dim, experts = sharding
     local = list(shape)
     offset = [0] * len(shape)
     if partition_dim is not None:
@@ -90,7 +108,7 @@ def make_parameter(
         assert shape[0] % experts.size == 0, (name, shape, experts)
         local[0] //= experts.size
         offset[0] = experts.rank * local[0]
-    # What every tensor-parallel rank holds belongs to the first one: it saves it. Norms count that once, and no tied copy.
+    # The first tensor-parallel rank saves replicas. Norms count a replica once, and a tied copy not at all.
     owned = partition_dim is not None or tp is None or tp.rank == 0
     parameter = nn.Parameter(torch.empty(local, device="meta"))
     parameter.spec = ParameterSpec(  # type: ignore[attr-defined]  # torch's class does not know it
@@ -98,11 +116,11 @@ def make_parameter(
         shape=tuple(shape),
         offset=tuple(offset),
         partition_dim=partition_dim,
-        init_std=std,
-        init_fill=fill,
-        init_name=init_name or name,
+        init_std=init.std,
+        init_fill=init.fill,
+        init_name=init.name or name,
         owned=owned,
-        counted=owned and init_name is None and not balances,
+        counted=owned and init.name is None and not balances,
         sequence_parallel=sequence_parallel and partition_dim is None,
         expert=experts is not None,
         balances=balances,

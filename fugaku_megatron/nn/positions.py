@@ -1,4 +1,4 @@
-"""Angles of rotary positions, also scaled ones (YaRN, NTK) and by document."""
+"""Rotary angles, with linear, Llama 3.1, dynamic NTK and YaRN scaling, also by document."""
 
 from __future__ import annotations
 
@@ -14,26 +14,23 @@ from .heads import Angles
 
 
 class TokenAngles(NamedTuple):
-    """Angles of rotary positions, and the row of the angles for each token, int32 (s, b)."""
+    """Rotary angles, and each token's row in them, int32 (s, b)."""
 
     angles: Angles
     rows: Tensor
 
 
-# The angles of rotary positions: cosines and sines for each position and pair of elements. Sources: Su et al. 2021, "RoFormer"
-# (arXiv:2104.09864), section 3.2; Llama 3.1's and dynamic NTK scaling as ROPE_INIT_FUNCTIONS of transformers' modeling_rope_utils
-# has them (_compute_llama3_parameters, _compute_dynamic_ntk_parameters);
-# Peng et al. 2023, "YaRN" (arXiv:2309.00071) as Megatron-LM has it in
-# megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py, and its linear scaling in
-# megatron/core/models/common/embeddings/rotary_pos_embedding.py. Left out: the turning (`ops.Ops.rotary`).
+# Sources: Su et al. 2021, "RoFormer" (arXiv:2104.09864), section 3.2; Llama 3.1 and dynamic NTK scaling as in
+# _compute_llama3_parameters and _compute_dynamic_ntk_parameters of transformers' modeling_rope_utils; Peng et al. 2023, "YaRN"
+# (arXiv:2309.00071) as in megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py of Megatron-LM; linear scaling as
+# in its rotary_pos_embedding.py.
 
 
 def frequencies(model: ModelConfig, length: int) -> Tensor:
-    """Angle per position of each pair of elements, (rotated elements / 2,) in FP32, in a sequence of `length` positions.
+    """Return the angle per position for each element pair, (rotated elements / 2,) in FP32.
 
-    The length matters to --rope-dynamic-factor alone, which raises the base where it exceeds the original positions.
-    With --use-rope-scaling, waves of up to (original positions / high factor) positions stay as they are, those of (original
-    positions / low factor) and more are lengthened by the scaling factor, and those between are mixed of both.
+    --rope-dynamic-factor raises the base if `length` exceeds the original positions. --use-rope-scaling keeps waves up to (original
+    positions / high factor), lengthens waves from (original positions / low factor) on, and mixes both in between.
     """
     size = model.rotary_size
     if model.position_embedding_type == YARN:
@@ -58,9 +55,9 @@ def frequencies(model: ModelConfig, length: int) -> Tensor:
 
 
 def yarn_frequencies(model: ModelConfig) -> Tensor:
-    """`frequencies` where long waves are lengthened: those that turn less often than beta slow within the original positions.
+    """Return `frequencies` for YaRN: waves with fewer than beta slow turns in the original positions are lengthened.
 
-    Those that turn more often than beta fast stay as they are, and a ramp over the pairs' numbers mixes both between them.
+    Waves with more than beta fast turns stay; a ramp over pair numbers mixes both in between.
     """
     size = model.kv_channels
     base = model.rotary_base
@@ -87,16 +84,16 @@ def yarn_frequencies(model: ModelConfig) -> Tensor:
 
 
 def concentration(model: ModelConfig) -> float:
-    """By what yarn multiplies queries and keys. For rope it is 1, or what makes the scores those of --attention-multiplier."""
+    """Return the factor on queries and keys: YaRN's, or the one that yields --attention-multiplier, or 1."""
     if model.attention_multiplier is not None:
         return (model.attention_multiplier * model.kv_channels**0.5) ** 0.5
     return model.yarn_attention_factor if model.position_embedding_type == YARN else 1.0
 
 
 def rotary_angles(model: ModelConfig, positions: Tensor, length: int) -> Angles | None:
-    """(cosines, sines) of positions (s,) in a sequence of `length`, each (s, rotated elements / 2) in FP32, times yarn's factor.
+    """Return (cosines, sines) for positions (s,) in a sequence of `length`, each (s, rotated elements / 2) in FP32.
 
-    None for a model without rotary positions.
+    Both include YaRN's factor. None for a model without rotary positions.
     """
     if not model.rotary:
         return None
@@ -111,9 +108,9 @@ def rotary_angles(model: ModelConfig, positions: Tensor, length: int) -> Angles 
 
 
 def document_angles(model: ModelConfig, positions: Tensor, padding: Tensor | None) -> TokenAngles:
-    """Return the angles of tokens, each for the length of its document, for --rope-dynamic-factor.
+    """Return the angles of tokens by document length, for --rope-dynamic-factor.
 
-    Documents of one length share their rows, and so do all that are not longer than the original positions.
+    Documents of equal length share rows, as do all within the original positions.
 
     Args:
         positions: int32 (s, b), position 0 of each sample being 0.

@@ -1,4 +1,4 @@
-"""Backward of a part of the graph, and recompute of activations."""
+"""Backward of a subgraph, and recompute of activations."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def recompute(
 ) -> Tensor:
     """Return function(x, *args), and recompute its intermediate tensors in backward.
 
-    Dropout masks are functions of their key, so that no random state is restored. torch.utils.checkpoint would load torch's
-    compiler, 70 MiB a rank.
+    Dropout masks depend on keys, so that no random state is restored. torch.utils.checkpoint would load torch's compiler, 70 MiB a
+    rank.
 
-    again: called in backward in place of `function`; it builds the same graph and may skip values that only the result needs.
+    again: called in backward in place of `function`; builds the same graph and may skip values that only the result needs.
     """
     assert x.requires_grad or not torch.is_grad_enabled(), (
         "autograd would drop the function's gradients"

@@ -1,10 +1,8 @@
-"""The router of a layer with experts: which experts each token goes through, with which scores, and what keeps their load even.
+"""Router of a layer with experts: choice of experts, scores and load balancing.
 
-It computes what megatron/core/transformer/moe/router.py and megatron/core/transformer/moe/moe_utils.py of Megatron-LM do, in FP32.
-Padding (`passes.Documents`) is in no loss, no choice among other tokens and no load.
-Left out: the choice by scores, which is the backend's (`ops.experts`), the experts and what they drop (`experts`), which losses
-and loads a log shows (`observe.memory`).
-Legend: s sequence, b micro-batch, h hidden, e experts, k of them for each token, rows = s b.
+Computes what megatron/core/transformer/moe/router.py and moe_utils.py of Megatron-LM do, in FP32. Padding (`Documents`) takes part
+in no loss, no load, and no choice for other tokens.
+s sequence, b micro-batch, h hidden, e experts, k experts per token, rows = s b.
 """
 
 from __future__ import annotations
@@ -81,7 +79,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's experts. Return (scores, expert numbers), both (rows, k). logits (rows, e), bias (e,).
 
-    ranks (rows, e): what the choice of --moe-router-load-balancing-type sinkhorn is by; None: by scores.
+    ranks: (rows, e), ranking for --moe-router-load-balancing-type sinkhorn; None: rank by scores.
     """
     if not model.sinkhorn:
         return ops.route(logits, bias, model)
@@ -113,9 +111,9 @@ def evenly(logits: Tensor, padding: Tensor | None = None) -> Tensor:
 
 
 def balancing_scores(logits: Tensor, chosen: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Return (scores that sum to 1, 1 for each token's best experts by these scores), both (rows, e), for balancing losses.
+    """Return normalized scores and a 0/1 mask of each token's best experts, both (rows, e), for balancing losses.
 
-    chosen (rows, k): each token's experts, which are the best unless a bias or groups took part in the choice.
+    chosen: (rows, k), each token's experts; ranked again by score if a bias or groups affected the choice.
     """
     if model.moe_router_score_function == SIGMOID:
         scores = torch.sigmoid(logits)
@@ -130,19 +128,19 @@ def balancing_scores(logits: Tensor, chosen: Tensor, model: ModelConfig) -> tupl
 def balancing_loss(scores: Tensor, counts: Tensor, tokens: int, k: int) -> Tensor:
     """Return e times the sum over experts of (share of all choices) (mean score), (); 1 if the load is even.
 
-    scores (rows, e) of this rank. counts (e,) and tokens: of all ranks that share the sequence, whose results are summed.
-    Source: Fedus et al. 2021, "Switch Transformers" (arXiv:2101.03961), equation 4, for k experts of a token.
+    scores (rows, e) are local; counts (e,) and tokens cover all ranks that share the sequence, whose results are summed.
+    Source: Fedus et al. 2021, "Switch Transformers" (arXiv:2101.03961), equation 4, for k experts per token.
     """
     return (scores.sum(0) * counts).sum() * (len(counts) / (k * tokens * tokens))
 
 
 def padded_balancing_loss(scores: Tensor, counts: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Return the mean `balancing_loss` () of several sets of tokens, of those sets that have any.
+    """Return the mean `balancing_loss` () over the token sets that are not empty.
 
     Args:
         scores: (rows, sets e) of this rank, 0 for padding.
-        counts: (sets e,), of all ranks that share the sequence.
-        tokens: (sets,), how many there are without padding, of all these ranks.
+        counts: (sets e,), over all ranks that share the sequence.
+        tokens: (sets,), without padding, over all these ranks.
     """
     sums = (scores.sum(0) * counts).view(len(tokens), -1).sum(1)
     experts = len(counts) // len(tokens)
@@ -151,11 +149,10 @@ def padded_balancing_loss(scores: Tensor, counts: Tensor, tokens: Tensor, k: int
 
 
 class Router(nn.Module):
-    """Chooses each token's experts. loads: of each micro-batch since they were forgotten, by its first sample: (e + 2,) in FP64,
-    tokens of every expert, padding left out, the sum of balancing losses without their factors, and the z-loss without its own;
-    shares of ranks add up.
+    """Choice of each token's experts.
 
-    Keyed by the micro-batch, so that recompute counts nothing twice.
+    loads: by first sample of each micro-batch since the last reset, so that recompute counts nothing twice; (e + 2,) in FP64: tokens
+        per expert without padding, unscaled balancing losses, unscaled z-loss; additive over ranks.
     """
 
     def __init__(self, name: str, context: Context) -> None:
@@ -197,7 +194,7 @@ class Router(nn.Module):
     def _ranks(self, logits: Tensor, padding: Tensor | None) -> Tensor:
         """Return this rank's rows (rows, e) of `evenly` over the whole micro-batch. padding: (s, b) of the whole sequence."""
         even = partial(evenly, padding=None if padding is None else padding.flatten())
-        return self.context.of_whole_sequence(even, logits, part=self.context.sequence)
+        return self.context.of_whole_sequence(even, logits, sequence=self.context.sequence)
 
     def _with_losses(
         self,
@@ -213,9 +210,8 @@ class Router(nn.Module):
         ranks = self.context.sequence_shares
         padding = forward_pass.documents.padding
         own = self.context.own_rows(padding, self.context.sequence)
-        balance_factor = (
-            forward_pass.balance_factor * self.context.cp.size
-        )  # gradients are averaged over the ranks of a sequence
+        # Gradients are averaged over the ranks of a sequence.
+        balance_factor = forward_pass.balance_factor * self.context.cp.size
         weight = 1.0
         if padding is not None and forward_pass.tokens is not None:
             weight = int((~padding).sum()) / forward_pass.tokens
@@ -234,20 +230,17 @@ class Router(nn.Module):
             if own is not None:
                 shares = shares.masked_fill(own.unsqueeze(1), 0.0)
                 hits = hits.masked_fill(own.unsqueeze(1), 0.0)
-            parts = (
-                samples if kind == SEQUENCE_AUX else 1
-            )  # a sequence's experts count as experts of their own
-            shares = shares.reshape(len(shares) // parts, -1)
-            counts = hits.reshape(len(hits) // parts, -1).sum(0)
+            # With a loss per sequence, each sequence's experts count separately.
+            sets = samples if kind == SEQUENCE_AUX else 1
+            shares = shares.reshape(len(shares) // sets, -1)
+            counts = hits.reshape(len(hits) // sets, -1).sum(0)
             self.context.sum_over_sequence(counts)
             if padding is None:
-                loss = (
-                    balancing_loss(shares, counts, ranks * len(shares), model.moe_router_topk)
-                    / parts**2
-                )
+                tokens = ranks * len(shares)
+                loss = balancing_loss(shares, counts, tokens, model.moe_router_topk) / sets**2
             else:
-                tokens = (~padding).sum(0).view(parts, -1).sum(1)
-                loss = padded_balancing_loss(shares, counts, tokens, model.moe_router_topk)
+                set_tokens = (~padding).sum(0).view(sets, -1).sum(1)
+                loss = padded_balancing_loss(shares, counts, set_tokens, model.moe_router_topk)
             load[-2] += weight * loss.detach()
             scores = _WithLoss.apply(scores, factor * loss, balance_factor * weight)
         return scores

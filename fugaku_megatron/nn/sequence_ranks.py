@@ -1,11 +1,9 @@
 """Context parallelism: ranks that share each sequence.
 
-Rank i of c has the parts i and 2c - 1 - i of the 2c equal parts of a sequence, as in Megatron-LM, where causal attention then takes
-all ranks the same time. For attention they exchange keys and values (`shared_attention`), or heads: each gets the whole sequence of
-1/c of the heads, in its order, and sends the result back. Then attention is that of one rank, with its windows, documents and
-dropout. Where ranks outnumber query groups, each has a part of one group's queries, and a copy of its key and value. Source: Jacobs
-et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509).
-Legend: s sequence, c ranks, r = s / c rows of a rank, b micro-batch.
+Rank i of c has segments i and 2c - 1 - i of 2c, as in Megatron-LM, which balances causal attention. Ranks exchange keys and values
+(`shared_attention`), or heads: each rank gets the whole sequence for 1/c of the heads (Jacobs et al. 2023, "DeepSpeed Ulysses",
+arXiv:2309.14509). If ranks outnumber query groups, each has some queries of one group and a copy of its key and value.
+s sequence, c ranks, r = s / c rows of a rank, b micro-batch.
 """
 
 from __future__ import annotations
@@ -21,26 +19,26 @@ from ..costs.activations import rank_segments, segment_numbers
 from .heads import Heads
 
 
-def own_runs(r: int, cp: Comm) -> list[range]:
+def own_segments(r: int, cp: Comm) -> list[range]:
     """Return the segments of this rank, which has r rows."""
     return rank_segments(cp.rank, cp.size, r * cp.size)
 
 
-def positions(runs: Sequence[range]) -> Tensor:
+def positions(segments: Sequence[range]) -> Tensor:
     """Return the positions (r,) of all segments."""
-    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
+    return torch.cat([torch.arange(each.start, each.stop) for each in segments])
 
 
 def _order(ranks: int) -> list[int]:
     """Return the segments of the sequence in rank order."""
-    return [part for rank in range(ranks) for part in segment_numbers(rank, ranks)]
+    return [number for rank in range(ranks) for number in segment_numbers(rank, ranks)]
 
 
 def to_sequence_order(x: Tensor, ranks: int) -> Tensor:
     """Permute x (s, ...) from rank order to sequence order."""
-    parts = x.contiguous().view(2 * ranks, -1, *x.shape[1:])
-    whole = torch.empty_like(parts)
-    whole[_order(ranks)] = parts
+    segments = x.contiguous().view(2 * ranks, -1, *x.shape[1:])
+    whole = torch.empty_like(segments)
+    whole[_order(ranks)] = segments
     return whole.view(x.shape)
 
 
@@ -70,33 +68,26 @@ def _to_rows(x: Tensor, cp: Comm) -> Tensor:
 
 
 def copy_groups(qkv: Tensor, heads: Heads, copies: int) -> Tensor:
-    """qkv (r, b, g (n/g + 2) d) -> (r, b, g copies (n/g/copies + 2) d): each group `copies` times with a part of its queries.
+    """Repeat each query group's key and value, and split its queries; key and value gradients are summed over copies.
 
-    The gradients of a key and a value are the sums over their copies.
+    qkv (r, b, g (n/g + 2) d) -> (r, b, g copies (n/g/copies + 2) d)
     """
     if copies == 1:
         return qkv
     queries, *others = heads.split(qkv)
-    parts = (
-        queries.unflatten(3, (copies, -1)),
-        *(x.unsqueeze(3).expand(*x.shape[:3], copies, *x.shape[3:]) for x in others),
-    )
-    return torch.cat(parts, 4).flatten(2)
+    copied = [x.unsqueeze(3).expand(*x.shape[:3], copies, *x.shape[3:]) for x in others]
+    return torch.cat((queries.unflatten(3, (copies, -1)), *copied), 4).flatten(2)
 
 
 def to_heads(x: Tensor, cp: Comm) -> Tensor:
-    """Exchange this rank's rows of all heads (r, b, w) for the whole sequence of its heads (s, b, w / c)."""
-    return (
-        x
-        if cp.size == 1
-        else map_rows(x, lambda rows: _to_heads(rows, cp), lambda grad: _to_rows(grad, cp))
-    )
+    """Exchange rows of all heads (r, b, w) for the whole sequence of own heads (s, b, w / c)."""
+    if cp.size == 1:
+        return x
+    return map_rows(x, lambda rows: _to_heads(rows, cp), lambda grad: _to_rows(grad, cp))
 
 
 def to_rows(x: Tensor, cp: Comm) -> Tensor:
-    """Exchange the whole sequence of this rank's heads (s, b, w / c) for its rows of all heads (r, b, w)."""
-    return (
-        x
-        if cp.size == 1
-        else map_rows(x, lambda rows: _to_rows(rows, cp), lambda grad: _to_heads(grad, cp))
-    )
+    """Exchange the whole sequence of own heads (s, b, w / c) for rows of all heads (r, b, w)."""
+    if cp.size == 1:
+        return x
+    return map_rows(x, lambda rows: _to_rows(rows, cp), lambda grad: _to_heads(grad, cp))

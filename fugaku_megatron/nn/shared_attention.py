@@ -1,15 +1,11 @@
-"""Attention of ranks that share each sequence, by its keys and values: each rank computes the rows of its own queries.
+"""Context-parallel attention by exchange of keys and values; each rank computes its own queries.
 
-    allgather   every rank gathers the keys and values of all; the gradients of both are reduce-scattered
-    p2p         in step t a rank gets them from the rank t before it, and sends its own to the rank t after it, while it computes
-                attention to those of step t - 1; partial results are merged by the logarithms of their sums (Liu et al. 2023, "Ring
-                Attention", arXiv:2310.01889). In backward the gradients of keys and values go back to the rank that has them.
-
-Keys that no query of a rank sees, because they come later, or lie outside a window or in another document, are not computed. In p2p
-they are not sent either: for that reason keys go straight to each rank, and not around a ring. Left out: the exchange of heads
-(`sequence_ranks`), and the kernels, which are the backend's.
-Legend: s sequence, c ranks, r = s / c rows of a rank, b micro-batch, g key heads and n query heads of this rank, d head size,
-q queries and k keys of a part.
+    allgather   all ranks gather all keys and values; their gradients are reduce-scattered
+    p2p         step t: receive from rank - t and send to rank + t while computing step t - 1; partial results are merged by
+                log-sum-exp (Liu et al. 2023, "Ring Attention", arXiv:2310.01889); key and value gradients are sent back
+Keys invisible to a rank's queries are neither computed nor, in p2p, sent; keys therefore go to each rank directly, not in a ring.
+s sequence, c ranks, r = s / c rows of a rank, b micro-batch, g key heads and n query heads of this rank, d head size, q queries
+and k keys of a block.
 """
 
 from __future__ import annotations
@@ -72,7 +68,7 @@ class SharedCall(NamedTuple):
     key: DropoutKey
 
 
-class Part(NamedTuple):
+class Block(NamedTuple):
     """A block of queries and keys. rows: rows of the queries on this rank."""
 
     rows: slice
@@ -80,19 +76,19 @@ class Part(NamedTuple):
     keys: range
 
 
-def parts(mask: AttentionMask, queries: list[range], keys: range) -> Iterator[Part]:
+def visible_blocks(mask: AttentionMask, queries: list[range], keys: range) -> Iterator[Block]:
     """Yield the blocks with visible pairs of a rank's segments of queries and the keys."""
     row = 0
-    for run in queries:
-        if seen := mask.visible(run, keys):
-            first = row + seen[0].start - run.start
-            yield Part(slice(first, first + len(seen[0])), *seen)
-        row += len(run)
+    for segment in queries:
+        if visible := mask.visible(segment, keys):
+            first = row + visible[0].start - segment.start
+            yield Block(slice(first, first + len(visible[0])), *visible)
+        row += len(segment)
 
 
 def needed(mask: AttentionMask, queries: list[range], keys: range) -> range:
     """Return the keys that a rank with these queries needs."""
-    return span(part.keys for part in parts(mask, queries, keys))
+    return span(block.keys for block in visible_blocks(mask, queries, keys))
 
 
 class Result:
@@ -127,12 +123,12 @@ class _Gradients:
         self._lse = lse
         self.dqkv = torch.zeros(qkv.shape)
 
-    def add(self, part: Part, kv: Tensor, dkv: Tensor) -> None:
+    def add(self, block: Block, kv: Tensor, dkv: Tensor) -> None:
         """Add a block's gradients. kv and dkv (k, b, 2 g d): keys and values of the block."""
-        qkv, out, dout = (tensor[part.rows] for tensor in self._tensors)
-        lse = self._lse[..., part.rows].contiguous()
+        qkv, out, dout = (tensor[block.rows] for tensor in self._tensors)
+        lse = self._lse[..., block.rows].contiguous()
         self._ops.add_block_gradients(
-            self._call, part, qkv, kv, out, lse, dout, self.dqkv[part.rows], dkv
+            self._call, block, qkv, kv, out, lse, dout, self.dqkv[block.rows], dkv
         )
 
 
@@ -141,13 +137,13 @@ def keys_of(qkv: Tensor, heads: Heads) -> Tensor:
     return qkv.view(*qkv.shape[:2], heads.groups, -1, heads.head_size)[:, :, :, -2:]
 
 
-def _places(part: Part, first: int) -> slice:
-    """Return the index of the block's keys in a tensor that begins with key `first`."""
-    return slice(part.keys.start - first, part.keys.stop - first)
+def _places(block: Block, first: int) -> slice:
+    """Return the index of a block's keys in a tensor that begins with key `first`."""
+    return slice(block.keys.start - first, block.keys.stop - first)
 
 
 class _Gathered:
-    """allgather: kv (r, b, 2 g d) of every rank at once."""
+    """Allgather: kv (r, b, 2 g d) of all ranks at once."""
 
     def __init__(self, cp: Comm, call: SharedCall, kv: Tensor) -> None:
         self._cp = cp
@@ -155,20 +151,20 @@ class _Gathered:
         self._own = kv
         whole = cp.all_gather(kv.new_empty(cp.size, *kv.shape), kv)
         self._whole = to_sequence_order(whole.flatten(0, 1), cp.size)
-        self._parts = list(
-            parts(call.mask, rank_segments(cp.rank, cp.size, call.mask.length), self._keys)
+        self._blocks = list(
+            visible_blocks(call.mask, rank_segments(cp.rank, cp.size, call.mask.length), self._keys)
         )
 
-    def __iter__(self) -> Iterator[tuple[Part, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Block, Tensor]]:
         """Yield each block, and its keys and values (k, b, 2 g d)."""
-        for part in self._parts:
-            yield part, self._whole[_places(part, 0)]
+        for block in self._blocks:
+            yield block, self._whole[_places(block, 0)]
 
     def gradients(self, made: _Gradients) -> Tensor:
         """Return the gradient of kv (r, b, 2 g d) in FP32."""
         dkv = torch.zeros(self._whole.shape)
-        for part, kv in self:
-            made.add(part, kv, dkv[_places(part, 0)])
+        for block, kv in self:
+            made.add(block, kv, dkv[_places(block, 0)])
         return self._cp.reduce_scatter(
             torch.empty(self._own.shape), to_rank_order(dkv, self._cp.size)
         )
@@ -183,23 +179,26 @@ class _InFlight(NamedTuple):
 
 
 class _Passed:
-    """p2p: kv (r, b, 2 g d) of one rank after the other."""
+    """P2P: kv (r, b, 2 g d) of one rank after another."""
 
     def __init__(self, cp: Comm, call: SharedCall, kv: Tensor) -> None:
         self._cp = cp
         self._call = call
         self._own = kv
         self._sent = list[Handle]()
-        self._runs = [rank_segments(rank, cp.size, call.mask.length) for rank in range(cp.size)]
+        self._segments = [rank_segments(rank, cp.size, call.mask.length) for rank in range(cp.size)]
 
     def _needed(self, rank: int, source: int) -> list[range]:
         """Return the keys of each segment of rank `source` that `rank` needs."""
-        return [needed(self._call.mask, self._runs[rank], run) for run in self._runs[source]]
+        return [
+            needed(self._call.mask, self._segments[rank], segment)
+            for segment in self._segments[source]
+        ]
 
-    def _rows(self, part: int, keys: range) -> slice:
+    def _rows(self, segment: int, keys: range) -> slice:
         """Return the rows of keys in one of this rank's segments."""
-        run = self._runs[self._cp.rank][part]
-        first = part * len(run) + keys.start - run.start
+        own = self._segments[self._cp.rank][segment]
+        first = segment * len(own) + keys.start - own.start
         return slice(first, first + len(keys))
 
     def _step(self, step: int) -> list[_InFlight]:
@@ -208,20 +207,20 @@ class _Passed:
         size = self._cp.size
         if step == 0:
             return [
-                _InFlight(run, self._own[self._rows(part, run)], DONE)
-                for part, run in enumerate(self._runs[cp.rank])
+                _InFlight(segment, self._own[self._rows(number, segment)], DONE)
+                for number, segment in enumerate(self._segments[cp.rank])
             ]
         source = (cp.rank - step) % size
         target = (cp.rank + step) % size
         coming = []
-        for part, keys in enumerate(self._needed(cp.rank, source)):
+        for number, keys in enumerate(self._needed(cp.rank, source)):
             tensor = self._own.new_empty(len(keys), *self._own.shape[1:])
-            coming.append(
-                _InFlight(keys, tensor, cp.irecv(tensor, source, KEYS + part) if keys else DONE)
-            )
-        for part, each in enumerate(self._needed(target, cp.rank)):
-            if each:
-                self._sent.append(cp.isend(self._own[self._rows(part, each)], target, KEYS + part))
+            handle = cp.irecv(tensor, source, KEYS + number) if keys else DONE
+            coming.append(_InFlight(keys, tensor, handle))
+        for number, keys in enumerate(self._needed(target, cp.rank)):
+            if keys:
+                rows = self._rows(number, keys)
+                self._sent.append(cp.isend(self._own[rows], target, KEYS + number))
         return coming
 
     def _steps(self) -> Iterator[tuple[int, list[_InFlight]]]:
@@ -233,27 +232,31 @@ class _Passed:
                 after = self._step(step + 1)
             yield step, coming
 
-    def _parts(self, keys: range) -> Iterator[Part]:
-        return parts(self._call.mask, self._runs[self._cp.rank], keys) if keys else iter(())
+    def _visible_blocks(self, keys: range) -> Iterator[Block]:
+        return (
+            visible_blocks(self._call.mask, self._segments[self._cp.rank], keys)
+            if keys
+            else iter(())
+        )
 
     def _all_sent(self) -> None:
         for handle in self._sent:
             handle.wait()
         self._sent.clear()
 
-    def __iter__(self) -> Iterator[tuple[Part, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Block, Tensor]]:
         """Yield each block, and its keys and values (k, b, 2 g d), in the order of arrival."""
         for _, coming in self._steps():
             for keys, kv, handle in coming:
                 handle.wait()
-                for part in self._parts(keys):
-                    yield part, kv[_places(part, keys.start)]
+                for block in self._visible_blocks(keys):
+                    yield block, kv[_places(block, keys.start)]
         self._all_sent()
 
     def gradients(self, made: _Gradients) -> Tensor:
-        """The gradient of kv (r, b, 2 g d) in FP32. What other ranks have made of it is added in the order of steps.
+        """Return the gradient of kv (r, b, 2 g d) in FP32; other ranks' gradients are added in step order.
 
-        Of this rank's own keys those that its other run sees are last, while the last gradients are on their way.
+        Blocks of own keys seen by the rank's other segment are computed last, while the last gradients are in flight.
         """
         cp = self._cp
         total = torch.zeros(self._own.shape)
@@ -265,20 +268,15 @@ class _Passed:
             for number, keys in enumerate(self._needed(target, cp.rank) if step else ()):
                 if keys:
                     tensor = torch.empty(len(keys), *total.shape[1:])
-                    returning.append(
-                        (
-                            self._rows(number, keys),
-                            tensor,
-                            cp.irecv(tensor, target, GRADIENTS + number),
-                        )
-                    )
+                    handle = cp.irecv(tensor, target, GRADIENTS + number)
+                    returning.append((self._rows(number, keys), tensor, handle))
             for number, (keys, kv, handle) in enumerate(coming):
                 handle.wait()
                 dkv = torch.zeros(kv.shape) if step else total[self._rows(number, keys)]
-                for part in self._parts(keys):
-                    places = _places(part, keys.start)
-                    add = partial(made.add, part, kv[places], dkv[places])
-                    if step or part.queries.start < keys.stop:
+                for block in self._visible_blocks(keys):
+                    places = _places(block, keys.start)
+                    add = partial(made.add, block, kv[places], dkv[places])
+                    if step or block.queries.start < keys.stop:
                         add()
                     else:
                         last.append(add)
@@ -295,15 +293,17 @@ class _Passed:
 
 class _SharedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, way: str) -> Tensor:
+    def forward(
+        ctx: Any, ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, cp_comm_type: str
+    ) -> Tensor:
         qkv = qkv.contiguous()
         ctx.ops = ops
         ctx.call = call
         ctx.cp = cp
-        ctx.kind = _Gathered if way == ALLGATHER else _Passed
+        ctx.kind = _Gathered if cp_comm_type == ALLGATHER else _Passed
         result = Result(len(qkv), qkv.shape[1], call.heads)
-        for part, kv in ctx.kind(cp, call, keys_of(qkv, call.heads).flatten(2).contiguous()):
-            result.merge(part.rows, *ops.attend_block(call, part, qkv[part.rows], kv))
+        for block, kv in ctx.kind(cp, call, keys_of(qkv, call.heads).flatten(2).contiguous()):
+            result.merge(block.rows, *ops.attend_block(call, block, qkv[block.rows], kv))
         out = result.total.flatten(2).to(qkv.dtype)
         ctx.save_for_backward(qkv, out, result.lse)
         return out
@@ -321,6 +321,8 @@ class _SharedAttention(torch.autograd.Function):
         return None, made.dqkv.to(qkv.dtype), None, None, None
 
 
-def shared_attention(ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, way: str) -> Tensor:
-    """Return causal attention of this rank's rows. qkv (r, b, g (n/g + 2) d) -> (r, b, n d). way: "p2p" or "allgather"."""
-    return _SharedAttention.apply(ops, qkv, call, cp, way)
+def shared_attention(
+    ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, cp_comm_type: str
+) -> Tensor:
+    """Return causal attention of this rank's rows. qkv (r, b, g (n/g + 2) d) -> (r, b, n d). cp_comm_type: p2p or allgather."""
+    return _SharedAttention.apply(ops, qkv, call, cp, cp_comm_type)

@@ -29,7 +29,7 @@ from ..data.sampler import (
     micro_batches,
 )
 from ..nn.forward_context import Documents
-from ..nn.sequence_ranks import own_runs, positions
+from ..nn.sequence_ranks import own_segments, positions
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class RunBatches:
         has_data = needs_data(self.run, groups)
         rows = None
         if groups.cp.size > 1:
-            rows = positions(own_runs(self.run.model.seq_length // groups.cp.size, groups.cp))
+            rows = positions(own_segments(self.run.model.seq_length // groups.cp.size, groups.cp))
         for index in range(count):
             samples = self._next(source) if has_data else None
             first = first_sample(

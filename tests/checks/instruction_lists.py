@@ -24,7 +24,7 @@ class Custom(schedule.Schedule):
 
 def custom(make: Make):
     """Return a function for `Trainer.make_schedule`."""
-    return lambda run, microbatches: Custom("custom", placement(run), microbatches, make=make)
+    return lambda run, microbatches: Custom("interleaved", placement(run), microbatches, make=make)
 
 
 def shuffled(stage: int, stages: int, microbatches: int, seed: int = 3) -> list[Instruction]:

@@ -17,11 +17,11 @@ from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.shared_attention import (
     AttentionMask,
-    Part,
+    Block,
     Result,
     SharedCall,
     keys_of,
-    parts,
+    visible_blocks,
 )
 from tests.checks.attention import (
     DROPOUT,
@@ -55,10 +55,10 @@ def in_parts(qkv, dout, heads, runs, window=None, starts=None, every=False, **dr
         {"window": window, "starts": starts},
     )
     chosen = [
-        Part(slice(q.start, q.stop), q, k) if every else part
+        Block(slice(q.start, q.stop), q, k) if every else part
         for q in runs
         for k in runs
-        for part in ([None] if every else parts(mask, [q], k))
+        for part in ([None] if every else visible_blocks(mask, [q], k))
     ]
     chosen = (
         chosen
@@ -199,7 +199,7 @@ def test_torch_makes_the_same_of_a_part(target, dtype):
         DROPOUT["seed"], DROPOUT["stream"], DROPOUT["first_sample"], 0, DROPOUT["first_head"] * s
     )
     call = SharedCall(lies, AttentionMask(s, 50, document_starts(s, 2, 4)), DROPOUT["p"], key)
-    part, backend = Part(slice(60, 100), range(60, 100), range(20, 80)), Ops.build("torch")
+    part, backend = Block(slice(60, 100), range(60, 100), range(20, 80)), Ops.build("torch")
     kv = keys_of(qkv, lies).flatten(2).contiguous()[20:80]
     arguments = (s, 60, 20, *DROPOUT.values(), 50, call.mask.starts)
     out, lse = torch.empty_like(dout[60:100]), torch.empty(2, 4, 40)

@@ -10,7 +10,12 @@ from fugaku_megatron.nn.dropout_key import DropoutKey
 from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.sequence_ranks import to_heads, to_rank_order, to_rows, to_sequence_order
-from fugaku_megatron.nn.shared_attention import AttentionMask, SharedCall, parts, shared_attention
+from fugaku_megatron.nn.shared_attention import (
+    AttentionMask,
+    SharedCall,
+    shared_attention,
+    visible_blocks,
+)
 from tests.checks.attention import document_starts
 from tests.helpers import CP2, CP4, DROPOUT, PP2, TP2PP2, small_run, train
 from tests.recording import RecordingComm
@@ -48,7 +53,7 @@ def test_causal_work_is_the_same_on_every_rank_and_complete(ranks):
     work = [
         sum(
             pairs(mask, part.queries, part.keys)
-            for part in parts(mask, rank_segments(rank, ranks, s), range(s))
+            for part in visible_blocks(mask, rank_segments(rank, ranks, s), range(s))
         )
         for rank in range(ranks)
     ]
@@ -63,7 +68,7 @@ def test_parts_hold_every_pair_and_begin_and_end_with_one(name, ranks):
         runs = rank_segments(rank, ranks, S)
         for other in range(ranks):
             for keys in rank_segments(other, ranks, S):
-                found = list(parts(mask, runs, keys))
+                found = list(visible_blocks(mask, runs, keys))
                 assert all(part.rows.stop - part.rows.start == len(part.queries) for part in found)
                 if SAMPLES == 1 or mask.starts is None:
                     want = sum(pairs(mask, run, keys) for run in runs)

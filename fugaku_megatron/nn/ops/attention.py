@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ..dropout_key import DropoutKey
 from ..gradients import as_rows
 from ..heads import Heads
-from ..shared_attention import Part, SharedCall
+from ..shared_attention import Block, SharedCall
 from .backend import Backend
 from .dropout import dropout
 
@@ -158,7 +158,7 @@ def cached_attention(
 
 
 def attend_block(
-    ops: Backend, call: SharedCall, part: Part, qkv: Tensor, kv: Tensor
+    ops: Backend, call: SharedCall, block: Block, qkv: Tensor, kv: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attend from a block's queries to its keys. Return (context (q, b, n d), log of the softmax sums (b, n, q)).
 
@@ -170,19 +170,19 @@ def attend_block(
     if ops.is_native("attention"):
         out = qkv.new_empty(q, b, heads.heads * heads.head_size)
         lse = qkv.new_empty(b, heads.heads, q, dtype=torch.float32)
-        ops.kernels.attention_part_forward(qkv, kv, out, lse, *_block_arguments(call, part))
+        ops.kernels.attention_part_forward(qkv, kv, out, lse, *_block_arguments(call, block))
         return out, lse
-    scores, *_, values = _block_scores(call, part, qkv, kv)
+    scores, *_, values = _block_scores(call, block, qkv, kv)
     lse = torch.logsumexp(scores, -1)
     probabilities = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    out = (probabilities * _block_dropout(ops, call, part, len(scores))) @ values
+    out = (probabilities * _block_dropout(ops, call, block, len(scores))) @ values
     return out.permute(2, 0, 1, 3).flatten(2).to(qkv.dtype), lse
 
 
 def add_block_gradients(
     ops: Backend,
     call: SharedCall,
-    part: Part,
+    block: Block,
     qkv: Tensor,
     kv: Tensor,
     out: Tensor,
@@ -197,16 +197,16 @@ def add_block_gradients(
     """
     if ops.is_native("attention"):
         ops.kernels.attention_part_backward(
-            qkv, kv, out, lse, dout, dqkv, dkv, *_block_arguments(call, part)
+            qkv, kv, out, lse, dout, dqkv, dkv, *_block_arguments(call, block)
         )
         return
     heads = call.heads
-    scores, queries, keys, values = _block_scores(call, part, qkv, kv)
+    scores, queries, keys, values = _block_scores(call, block, qkv, kv)
     grad, context = (
         x.float().unflatten(2, (heads.heads, -1)).permute(1, 2, 0, 3) for x in (dout, out)
     )  # (b, n, q, d)
     probabilities = torch.exp(scores - lse.unsqueeze(-1))
-    mask = _block_dropout(ops, call, part, len(scores))
+    mask = _block_dropout(ops, call, block, len(scores))
     delta = (grad * context).sum(-1, keepdim=True)
     dscores = (
         probabilities * (grad @ values.transpose(-1, -2) * mask - delta) * heads.head_size**-0.5
@@ -219,14 +219,14 @@ def add_block_gradients(
     dkv.add_(both.unflatten(2, (heads.groups, -1)).sum(3).permute(3, 1, 2, 0, 4).reshape(dkv.shape))
 
 
-def _block_arguments(call: SharedCall, part: Part) -> tuple[Any, ...]:
+def _block_arguments(call: SharedCall, block: Block) -> tuple[Any, ...]:
     """Return the kernels' arguments from the sequence length on."""
     mask = call.mask
     key = call.key
     return (
         mask.length,
-        part.queries.start,
-        part.keys.start,
+        block.queries.start,
+        block.keys.start,
         call.dropout,
         key.seed,
         key.stream,
@@ -238,7 +238,7 @@ def _block_arguments(call: SharedCall, part: Part) -> tuple[Any, ...]:
 
 
 def _block_scores(
-    call: SharedCall, part: Part, qkv: Tensor, kv: Tensor
+    call: SharedCall, block: Block, qkv: Tensor, kv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scores (b, n, q, k), -inf if hidden, queries (b, n, q, d), keys and values (b, n, k, d), all in FP32."""
     heads = call.heads
@@ -248,8 +248,8 @@ def _block_scores(
     keys, values = (
         kv.view(shape).permute(3, 1, 2, 0, 4).repeat_interleave(heads.queries_per_group, 2).float()
     )
-    query = torch.arange(part.queries.start, part.queries.stop)
-    key = torch.arange(part.keys.start, part.keys.stop)
+    query = torch.arange(block.queries.start, block.queries.stop)
+    key = torch.arange(block.keys.start, block.keys.stop)
     distance = query.unsqueeze(1) - key
     visible = (distance >= 0) & (distance < (mask.window or mask.length))
     visible = visible.expand(qkv.shape[1], -1, -1)
@@ -259,14 +259,14 @@ def _block_scores(
     return scores.masked_fill(~visible.unsqueeze(1), -torch.inf), queries, keys, values
 
 
-def _block_dropout(ops: Backend, call: SharedCall, part: Part, samples: int) -> Tensor | float:
+def _block_dropout(ops: Backend, call: SharedCall, block: Block, samples: int) -> Tensor | float:
     """Return the factors of dropout for a block's probabilities (b, n, q, k), numbered as in the whole sequence."""
     if not call.dropout:
         return 1.0
-    ones = torch.ones(samples, len(part.queries), part.keys.stop)
+    ones = torch.ones(samples, len(block.queries), block.keys.stop)
     masks = []
     for head in range(call.heads.heads):
-        row0 = call.key.row0 + head * call.mask.length + part.queries.start
+        row0 = call.key.row0 + head * call.mask.length + block.queries.start
         mask = dropout(ops, ones, call.dropout, replace(call.key, row0=row0))
-        masks.append(mask[..., part.keys.start :])
+        masks.append(mask[..., block.keys.start :])
     return torch.stack(masks, 1)

@@ -25,7 +25,7 @@ def masked(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
     """Apply the mask of `key` to x (any shape), without autograd."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    for rows, own in key.runs():
+    for rows, own in key.row_ranges():
         source = x if rows is None else x[rows]
         target = out if rows is None else out[rows]
         kernels.dropout(
@@ -71,7 +71,7 @@ def call_rowwise(kernel: Callable[..., Any], p: float, key: DropoutKey, *args: A
     args: tensors (s, b, h) and statistics (s, b) are cut by rows, statistics are flattened, others are passed on.
     """
     assert key.sample_dim == 1
-    for rows, own in key.runs():
+    for rows, own in key.row_ranges():
         cut = [_rows_of(x, rows) for x in args]
         kernel(*cut, p, own.seed, own.stream, own.first_sample, own.row0)
 
