@@ -11,6 +11,8 @@ import torch
 
 from tests.system.mpi import launch
 
+pytest.register_assert_rewrite("tests.checks")
+
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "fugaku_megatron"
 KINDS = (
@@ -37,7 +39,7 @@ def pytest_addoption(parser):
         help="test the kernels on the best vector target of this CPU alone",
     )
     parser.addoption(
-        "--kills", type=int, default=2, help="how many times the kill-and-restart test kills a job"
+        "--kills", type=int, default=1, help="how many times the kill-and-restart test kills a job"
     )
 
 

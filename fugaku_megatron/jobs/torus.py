@@ -14,10 +14,13 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ..comm.grid import Grid
 from ..config.fields import check
 from ..config.layout import Layout, check_world_size
+
+if TYPE_CHECKING:
+    from ..comm.grid import Grid
 
 Shape = tuple[int, int, int]
 UNIT: Shape = (2, 3, 2)
@@ -149,6 +152,8 @@ class RankMap:
         )
         check_tensor(tp, ranks_per_node)
         check_world_size(math.prod(shape) * ranks_per_node, tp, pp, cp)
+        from ..comm.grid import Grid  # imports torch, which a check of a script does not need
+
         grid = Grid(math.prod(shape) * ranks_per_node, tp, pp, cp=cp)
         tile = TILES[max(1, tp // ranks_per_node)]
         cells = _shape(n // t for n, t in zip(shape, tile))

@@ -28,9 +28,9 @@ from fugaku_megatron.run.loop import Session
 from fugaku_megatron.run.plan import Plan
 from fugaku_megatron.run.tokenizer import read_tokenizer, with_vocabulary
 from fugaku_megatron.training.trainer import Trainer
+from tests.checks.tokenizers import PIECES, TEXTS, write_sentencepiece
 from tests.helpers import find_checkpoint, grid_groups, make_trainer, small_run
 from tests.threads import ThreadWorld
-from tests.unit.test_library_tokenizers import PIECES, TEXTS, write_sentencepiece
 from tools import megatron_flags, scripts_start
 
 BASE = ["--recipe", "demo", "--mock-data"]

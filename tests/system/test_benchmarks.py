@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import ctypes
+import importlib.util
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ import torch
 from benchmarks import (
     alloc,
     attention,
+    child,
     contestant,
     core,
     disturbance,
@@ -89,27 +91,87 @@ ROWWISE = {
 UNTIMED = {"philox_normal", "pack_weight", "linear_few_rows"}  # the last by decode
 
 
-# python -m benchmarks, but that a round in which others compute, here the other tests, is not run again.
-ONE_TRY = "from benchmarks import __main__, driver, step; driver.PATIENCE = step.PATIENCE = 1; __main__.main()"
+# Sizes and waits that take no time. A round in which others compute, here the other tests, is not run again.
+QUICK = """
+from benchmarks import __main__, disturbance, driver, rowwise, shapes, step
+driver.PATIENCE = step.PATIENCE = 1
+disturbance.SETTLE_SECONDS, driver.CLOCK_STEPS, driver.TRIAD_ELEMENTS = 0.02, 1_000_000, 1 << 20
+rowwise.UPDATE_ELEMENTS = 1 << 16
+shapes.vocabulary = lambda recipe: 512
+"""
+ONE_COMMAND = f"{QUICK}__main__.main()"
+# The arguments: a folder, and a JSON list of names and commands. The result and the output of a command are files in the folder.
+COMMANDS = f"""{QUICK}
+import contextlib, json, sys
+folder = sys.argv[1]
+for name, words in json.loads(sys.argv[2]):
+    with open(f"{{folder}}/{{name}}.txt", "w") as output, contextlib.redirect_stdout(output):
+        try:
+            __main__.main([*words, "--json", f"{{folder}}/{{name}}.json"])
+        except SystemExit as error:
+            print(error, file=sys.stderr)
+"""
+ROUND = ("--recipe", "demo", "--rounds", "1")
+STEP = ("step", *ROUND, "--micro-batch-size", "2", "--global-batch-size", "4")
+# Commands that one process runs, because each start imports torch: name -> words
+TOGETHER = {
+    "gemm fp32": ("gemm", *ROUND, "--only", "128x128x128"),  # one shape, with all rivals
+    "attention bf16": ("attention", *ROUND, "--dtype", "bf16", "--mkl", "full"),
+    "rowwise fp32": ("rowwise", *ROUND),
+    "step": STEP,
+    "save": ("save", *ROUND, "--seq-length", "32"),
+    "watch": ("watch", "--recipe", "demo", "--rounds", "2", "--seq-length", "32"),
+    "decode": tuple(
+        "decode --model tiny --prompt-length 9 --new-tokens 24 --rounds 1 --mkl shipped".split()
+    ),
+}
 
 
-def benchmark(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """A benchmark's command on one thread."""
-    return subprocess.run(
-        [sys.executable, "-c", ONE_TRY, *arguments],
+def start(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run a Python program on one thread."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def result(path: Path, *arguments: str) -> tuple[dict, str]:
-    """(what --json wrote, what was printed)."""
-    done = benchmark(*arguments, "--json", str(path))
-    assert done.returncode == 0, done.stderr
+    """Run one command; return the JSON result and the output."""
+    done = start(ONE_COMMAND, *arguments, "--json", str(path))
     return json.loads(path.read_text()), done.stdout
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """Run the commands of `TOGETHER`; return a function from a name to the JSON result and the output."""
+    folder = tmp_path_factory.mktemp("together")
+    chosen = [
+        (name, words)
+        for name, words in TOGETHER.items()
+        if name != "decode" or importlib.util.find_spec("transformers")
+    ]
+    saved = folder / "saved"
+    saved.mkdir()
+    chosen = [
+        (name, (*words, "--directory", str(saved)) if name == "save" else words)
+        for name, words in chosen
+    ]
+    environment = preloads.mkl_environment("full")
+    done = start(COMMANDS, str(folder), json.dumps(chosen), **environment)
+
+    def of(name: str) -> tuple[dict, str]:
+        path = folder / f"{name}.json"
+        assert path.exists(), done.stderr
+        return json.loads(path.read_text()), path.with_suffix(".txt").read_text()
+
+    yield of
+    assert list(saved.iterdir()) == []
 
 
 def options(family: str, *arguments: str) -> argparse.Namespace:
@@ -123,30 +185,20 @@ def options(family: str, *arguments: str) -> argparse.Namespace:
 @pytest.mark.parametrize(
     "family, dtype, ops, options",
     [
-        (
-            "gemm",
-            "fp32",
-            {"forward", "data_grad", "weight_grad"},
-            ("--only", "128x128x128"),
-        ),  # of one shape, with all rivals
+        ("gemm", "fp32", {"forward", "data_grad", "weight_grad"}, ()),
         pytest.param("attention", "fp32", ATTENTION, ("--mkl", "full"), marks=pytest.mark.full),
-        ("attention", "bf16", ATTENTION, ("--mkl", "shipped")),
+        ("attention", "bf16", ATTENTION, ()),
         ("rowwise", "fp32", ROWWISE, ()),
         pytest.param("rowwise", "bf16", ROWWISE, (), marks=pytest.mark.full),
     ],
 )
-def test_a_family_of_kernels(tmp_path, family, dtype, ops, options):
-    measured, printed = result(
-        tmp_path / "rows.json",
-        family,
-        "--recipe",
-        "demo",
-        "--rounds",
-        "1",
-        "--dtype",
-        dtype,
-        *options,
-    )
+def test_a_family_of_kernels(request, tmp_path, family, dtype, ops, options):
+    name = f"{family} {dtype}"
+    if name in TOGETHER:
+        measured, printed = request.getfixturevalue("together")(name)
+    else:
+        words = (family, *ROUND, "--dtype", dtype, *options)
+        measured, printed = result(tmp_path / "rows.json", *words)
     rivals = [r"MKL shipped"] * preloads.narrowed() + [r"OpenBLAS \w+"] if family == "gemm" else []
     assert {row["op"] for row in measured["rows"]} == ops
     assert "tuned" in measured["allocator"] and measured["allocator"] in printed.splitlines()[0]
@@ -451,24 +503,14 @@ def test_a_part_of_a_large_model_reaches_the_process():
     ],
     ids=["fp32", "bf16 hf"],
 )
-def test_the_step(tmp_path, arguments):
+def test_the_step(request, tmp_path, arguments):
     if "hf" in arguments:
         pytest.importorskip("transformers")
         if preloads.find("tcmalloc") is None:
             pytest.skip(preloads.missing("tcmalloc"))
-    measured, printed = result(
-        tmp_path / "step.json",
-        "step",
-        "--recipe",
-        "demo",
-        "--rounds",
-        "1",
-        "--micro-batch-size",
-        "2",
-        "--global-batch-size",
-        "4",
-        *arguments,
-    )
+        measured, printed = result(tmp_path / "step.json", *STEP, *arguments)
+    else:
+        measured, printed = request.getfixturevalue("together")("step")
     for side in ("ours", "baseline"):
         assert measured[side]["seconds"] > 0 and measured[side]["peak_rss_mib"] > 50
         assert measured[side]["minor_faults_per_step"] >= 0
@@ -585,6 +627,24 @@ def test_what_else_is_preloaded_stays_beside_either_mkl(tmp_path, monkeypatch):
     )
 
 
+def test_a_process_starts_again_once_with_mkl_at_full_width(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(preloads, "mkl_library", lambda: tmp_path / preloads.MKL_NAME)
+    monkeypatch.setattr(preloads, "narrowed", lambda: True)
+    monkeypatch.setattr(os, "execve", lambda *words: started.append(words))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "benchmarks", "gemm"])
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    preloads.start_again("shipped")
+    assert started == []
+    preloads.start_again("both")
+    ((_, words, environment),) = started
+    assert words == [sys.executable, "-m", "benchmarks", "gemm"]
+    assert environment["LD_PRELOAD"] == str(tmp_path / preloads.MKL_NAME)
+    monkeypatch.setenv("LD_PRELOAD", environment["LD_PRELOAD"])
+    preloads.start_again("both")
+    assert len(started) == 1
+
+
 def test_the_library_that_widens_mkl_answers_and_is_built_once(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     built = preloads.mkl_library()
@@ -593,17 +653,22 @@ def test_the_library_that_widens_mkl_answers_and_is_built_once(tmp_path, monkeyp
     assert preloads.mkl_library() == built and built.stat().st_mtime_ns == begin
 
 
-def test_sides_that_do_not_fit_together_take_turns_apart():
-    values = {
-        "vocab_size": 64,
-        "train_iters": 3,
-        "mock_data": True,
-        "num_layers": 1,
-        "kernels": "native",
-    }
-    side = contestant.Apart(contestant.Task(side="ours", recipe="demo", values=values, threads=1))
-    losses = [side.step()["loss"] for _ in range(2)]
-    assert losses[0] == losses[1] and "tuned" in side.ready["allocator"]
+def test_sides_that_do_not_fit_together_take_turns_apart(monkeypatch):
+    """Each turn has a process of its own, which ends after its second step."""
+    events = []
+
+    class Logged(Timed):
+        def step(self):
+            events.append("step")
+            return super().step() | {"number": len(events)}
+
+        def __exit__(self, *_):
+            events.append("end")
+
+    monkeypatch.setattr(contestant, "Contestant", Logged)
+    side = contestant.Apart(contestant.Task(side="ours", recipe="demo", values={}, threads=1))
+    assert [side.step()["number"] for _ in range(2)] == [2, 5]
+    assert events == ["step", "step", "end"] * 2 and side.ready == {"allocator": "any"}
 
 
 def test_others_on_the_machine_are_seen(monkeypatch):
@@ -636,13 +701,13 @@ def test_a_contestant_that_dies_is_an_error_and_not_a_wait(capfd):
     with pytest.raises(RuntimeError, match="the process of baseline ended with exit code 1"):
         contestant.Contestant(task)
     assert "no_such_field" in capfd.readouterr().err
-    with contestant.Contestant(
-        replace(task, values={"vocab_size": 64, "train_iters": 2, "mock_data": True})
-    ) as side:
+    ready = [sys.executable, "-c", "print('{}', flush=True); input()"]
+    with child.Child(ready, os.environ, "baseline") as side:
+        assert side.answer() == {}
         side.process.kill()
         side.process.wait()
         with pytest.raises(RuntimeError, match="the process of baseline ended with exit code -9"):
-            side.step()
+            side.ask("step")
 
 
 def test_layouts_of_four_ranks():
@@ -909,78 +974,28 @@ def test_every_family_says_what_it_is():
     assert all(family in shown for family in FAMILIES)
 
 
-def test_what_the_run_waits_for_while_it_saves(tmp_path):
-    shown = benchmark(
-        "save",
-        "--recipe",
-        "demo",
-        "--seq-length",
-        "32",
-        "--rounds",
-        "1",
-        "--directory",
-        str(tmp_path),
-        "--json",
-        str(tmp_path / "save.json"),
-    )
-    assert shown.returncode == 0, shown.stderr
-    result = json.loads((tmp_path / "save.json").read_text())
-    assert (
-        result["ratio"] == result["stall"] / result["waiting"]
-        and 0 < result["stall"] < result["until_whole"]
-    )
-    assert f"the run waits {result['stall']:.3f} s" in shown.stdout and [
-        path.name for path in tmp_path.iterdir()
-    ] == ["save.json"]
+def test_what_the_run_waits_for_while_it_saves(together):
+    measured, printed = together("save")
+    assert measured["ratio"] == measured["stall"] / measured["waiting"]
+    assert 0 < measured["stall"] < measured["until_whole"]
+    assert f"the run waits {measured['stall']:.3f} s" in printed
 
 
-def test_what_watching_costs(tmp_path):
-    shown = benchmark(
-        "watch",
-        "--recipe",
-        "demo",
-        "--seq-length",
-        "32",
-        "--rounds",
-        "2",
-        "--json",
-        str(tmp_path / "watch.json"),
+def test_what_watching_costs(together):
+    measured, printed = together("watch")
+    assert measured["signs"] >= 6 and 50 < measured["nanoseconds"] < 50_000
+    assert measured["watched"] > 0 < measured["unwatched"]
+    assert measured["counted"] == pytest.approx(
+        measured["signs"] * measured["nanoseconds"] * 1e-9 / measured["unwatched"]
     )
-    assert shown.returncode == 0, shown.stderr
-    result = json.loads((tmp_path / "watch.json").read_text())
-    assert (
-        result["signs"] >= 6
-        and 50 < result["nanoseconds"] < 50_000
-        and result["watched"] > 0 < result["unwatched"]
-    )
-    assert result["counted"] == pytest.approx(
-        result["signs"] * result["nanoseconds"] * 1e-9 / result["unwatched"]
-    )
-    assert f"{result['signs']:.0f} signs of life of {result['nanoseconds']:.0f} ns" in shown.stdout
+    assert f"{measured['signs']:.0f} signs of life of {measured['nanoseconds']:.0f} ns" in printed
 
 
-def test_decoding_against_transformers(tmp_path):
+def test_decoding_against_transformers(together):
     pytest.importorskip("transformers")
-    measured, printed = result(
-        tmp_path / "a.json",
-        "decode",
-        "--model",
-        "tiny",
-        "--prompt-length",
-        "9",
-        "--new-tokens",
-        "24",
-        "--rounds",
-        "1",
-        "--mkl",
-        "shipped",
-    )
-    assert (
-        measured["same_tokens"]
-        and len(measured["rounds"]) == 1
-        and measured["ratio"] > 0
-        and measured["repeat"] in printed
-    )
+    measured, printed = together("decode")
+    assert measured["same_tokens"] and len(measured["rounds"]) == 1
+    assert measured["ratio"] > 0 and measured["repeat"] in printed
     reading = measured["weight_bytes"] / measured["read_gb_per_s"] / 1e9
     assert measured["bound"] == pytest.approx(measured["seconds"]["transformers"] / reading)
     assert f"only read the weights would be {measured['bound']:.2f} x" in printed

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.checkpoint.manifest import write_manifest
-
 ROOT = Path(__file__).resolve().parents[2]
 CLI = [sys.executable, "-m", "fugaku_megatron"]
 SLOW = "import sys, time\nprint('importing', flush=True)\ntime.sleep(600)\n"
@@ -72,7 +70,7 @@ def test_outside_of_imports_an_interrupt_is_what_it_was():
     "words, prefix",
     [
         (["train", "--help"], "fugaku-megatron train"),
-        (["tables"], "fugaku-megatron tables"),
+        (["tables", "--document", "001"], "fugaku-megatron tables"),
         (["train", *TRAIN.split(), "--dry-run"], "rank 0"),
     ],
     ids=["help", "tables", "run"],
@@ -93,15 +91,13 @@ def test_a_full_disk_is_one_line_and_a_reader_that_leaves_is_not_an_error(words,
 
 @pytest.mark.parametrize("closed", [pytest.param("2>&-", marks=pytest.mark.full), "<&- >&- 2>&-"])
 def test_closed_streams_leave_the_result_as_it_is(tmp_path, closed):
-    """The exit code of verify says what it found: 0 for whole checkpoints, 1 for damage, 2 for a mistake of the call."""
+    """The exit code is 0 for a run that fits, 1 for a damaged checkpoint, 2 for a mistake of the call."""
     path = tmp_path / "iter_0000001"
     path.mkdir()
-    write_manifest(path, 1, {}, {}, {}, {})
-    code = lambda *words: run(["sh", "-c", f'"$@" {closed}', "sh", *CLI, *words]).returncode  # noqa: E731
-    assert code("verify", str(tmp_path)) == 0 and code("verify", str(tmp_path / "none")) == 2
     (path / "manifest.json").write_text("{")
-    assert code("verify", str(tmp_path)) == 1
+    code = lambda *words: run(["sh", "-c", f'"$@" {closed}', "sh", *CLI, *words]).returncode  # noqa: E731
     assert code("train", *TRAIN.split(), "--dry-run") == 0
+    assert code("verify", str(tmp_path)) == 1 and code("log", str(tmp_path / "none")) == 2
 
 
 def test_a_file_does_not_get_the_descriptor_of_a_closed_stream(tmp_path):
@@ -124,29 +120,26 @@ def test_a_file_does_not_get_the_descriptor_of_a_closed_stream(tmp_path):
 def test_any_path_is_printed_as_it_was_given(tmp_path, locale):
     path = os.fsencode(tmp_path) + b"/\xff" + "\u00e9".encode()
 
-    def verify():
+    def command(name):
         return subprocess.run(
-            [*CLI, "verify", path],
+            [*CLI, name, path],
             cwd=ROOT,
             env={**os.environ, **locale},
             capture_output=True,
             timeout=200,
         )
 
-    done, said = (
-        verify(),
-        b"fugaku-megatron verify: " + path + b" is not a directory: pass the directory of --save\n",
-    )
+    done = command("log")
+    said = b"fugaku-megatron log: " + path + b": No such file or directory: pass a run's log\n"
     assert (done.returncode, done.stderr) == (2, said)
     os.makedirs(path + b"/iter_0000001")
-    done = verify()
+    done = command("verify")
     assert (
         done.returncode == 1 and path + b"/iter_0000001/manifest.json is missing" in done.stdout
     ), done
 
 
-@pytest.mark.parametrize("start", ["train", "library"])
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("start, rank", [("train", "0"), ("train", "1"), ("library", "1")])
 def test_processes_that_torchrun_started_do_not_train_alone(start, rank):
     """torchrun, accelerate and deepspeed set these variables; one process of them reports."""
     library = [sys.executable, "-c", "import fugaku_megatron as fm; fm.init()"]
@@ -158,8 +151,11 @@ def test_processes_that_torchrun_started_do_not_train_alone(start, rank):
         assert "WORLD_SIZE=2" in result.stderr and "mpiexec -n 2" in result.stderr
     else:
         assert result.returncode == 2 and result.stderr.count("\n") == (rank == "0")
-    alone = {**variables, "WORLD_SIZE": "1", "RANK": "0"}
-    assert run([*CLI, "plan", "--help"], alone, stdout=subprocess.PIPE).returncode == 0
+
+
+def test_a_process_that_torchrun_started_alone_is_any_process():
+    variables = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    assert run([*CLI, "plan", "--help"], variables, stdout=subprocess.PIPE).returncode == 0
 
 
 @pytest.mark.parametrize(

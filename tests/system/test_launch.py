@@ -189,11 +189,12 @@ run_or_abort(lambda comm: print(*resource.getrlimit(getattr(resource, sys.argv[1
             32,
             "the limit of open files is 32, and MPI needs 72 with 2 ranks on a node: raise it by `ulimit -n 72`",
         ),
-        (
+        pytest.param(
             "RLIMIT_FSIZE",
             1024000,
             "the limit of the size of a file in KiB is 1000, and MPI needs 12288 with 2 ranks on a node: raise "
             "it by `ulimit -f 12288`",
+            marks=pytest.mark.full,
         ),
     ],
 )

@@ -54,10 +54,15 @@ def assert_no_names(folder):
             assert not re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text), (file, word)
 
 
-def test_a_report_of_one_rank(tmp_path):
-    data, done = run(tmp_path, "--minutes", "0.3", "--save", str(tmp_path))
+WITHOUT_MPI = "import sys; sys.modules['mpi4py'] = None; from fugaku_megatron.cli import program; sys.exit(program.main(sys.argv[1:]))"
+
+
+def test_a_report_of_one_rank_needs_no_mpi(tmp_path):
+    words = ("--minutes", "2", "--save", str(tmp_path))
+    data, done = run(tmp_path, *words, program=("-c", WITHOUT_MPI))
     assert data["complete"] and list(data["sections"]) == list(record.SHARES)
     assert all(row["good"] for row in data["sections"]["kernels"]["checks"])
+    assert data["sections"]["kernels"]["elementwise"][0]["gbs"] > 0
     assert (
         data["sections"]["training"]["rows"][0]["tokens_per_s"] > 0
         and data["sections"]["storage"]["write_gbs"] > 0
@@ -74,18 +79,6 @@ def test_a_report_of_one_rank(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         FILES
     )  # the checkpoint is gone
-
-
-WITHOUT_MPI = "import sys; sys.modules['mpi4py'] = None; from fugaku_megatron.cli import program; sys.exit(program.main(sys.argv[1:]))"
-
-
-def test_kernels_alone_need_no_mpi(tmp_path):
-    data, done = run(tmp_path, "--only", "kernels", program=("-c", WITHOUT_MPI))
-    assert (
-        data["complete"] and list(data["sections"]) == ["kernels"] and "mpiexec" not in done.stderr
-    )
-    assert all(row["good"] for row in data["sections"]["kernels"]["checks"])
-    assert data["sections"]["kernels"]["elementwise"][0]["gbs"] > 0
 
 
 STAYS = """import sys, time

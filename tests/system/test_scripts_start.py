@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from fugaku_megatron.cli.arguments import build_parser, parse
 from fugaku_megatron.config.megatron_flags import OTHER_FLAGS
@@ -28,20 +25,13 @@ TOTALS = {
 }
 
 
-@pytest.fixture(scope="module")
-def found() -> list[scripts_start.Script]:
-    return [
+def test_the_totals_are_these_and_every_other_script_gets_true_reasons_in_one_message():
+    """Of a flag that Megatron-LM knows none is that it is unknown; experts are refused for what is not supported of them."""
+    found = [
         scripts_start.Script(s["source"], s["name"], s["kind"], scripts_start.reasons(s["flags"]))
         for s in SCRIPTS
     ]
-
-
-def test_the_totals_are_these(found):
     assert scripts_start.totals(found) == TOTALS
-
-
-def test_every_other_script_gets_true_reasons_in_one_message(found):
-    """Of a flag that Megatron-LM knows none is that it is unknown; experts are refused for what is not supported of them."""
     head = {
         name
         for title, flags in megatron_flags.scripts().items()
@@ -102,44 +92,30 @@ def test_values_that_the_list_lacks_become_plausible(tmp_path):
     )
 
 
-def test_the_command_prints_each_script_and_totals(tmp_path):
+def test_the_command_prints_each_script_and_totals(tmp_path, monkeypatch, capsys):
     given = [
         {**SCRIPTS[0], "flags": [["--hybrid-context-parallel", ""]]},
         next(s for s in SCRIPTS if s["name"].endswith("CONFIG.sh")),
     ]
-    (tmp_path / "list.jsonl").write_text("".join(json.dumps(script) + "\n" for script in given))
-    command = [sys.executable, "-m", "tools.scripts_start"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "list.jsonl")],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=LIST.parents[1],
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    file = tmp_path / "list.jsonl"
+    file.write_text("".join(json.dumps(script) + "\n" for script in given))
+    monkeypatch.setattr(sys, "argv", ["scripts_start", str(file)])
+    monkeypatch.chdir(LIST.parents[1])
+    assert scripts_start.main() == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("  --hybrid-context-parallel: context parallelism has one level")
     assert lines[2].endswith("(dense): starts")
     assert lines[3:] == [
         "NVIDIA/Megatron-LM examples, dense: 1 of 1 start",
         "NVIDIA/Megatron-LM functional tests, dense: 0 of 1 start",
     ]
-    (tmp_path / "list.jsonl").write_text("[]\n")
-    done = subprocess.run(
-        [*command, str(tmp_path / "list.jsonl")],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=LIST.parents[1],
-    )
-    assert (
-        done.returncode == 2
-        and "not a list of scripts" in done.stderr
-        and done.stderr.count("\n") == 1
-    )
+    file.write_text("[]\n")
+    assert scripts_start.main() == 2
+    message = capsys.readouterr().err
+    assert "not a list of scripts" in message and message.count("\n") == 1
 
 
-def test_the_llama_3_example_in_bf16_trains_a_shrunk_model(tmp_path):
+def test_the_llama_3_example_in_bf16_trains_a_shrunk_model(alone, tmp_path, monkeypatch):
     """Its own flags without the branch of FP8, with which it is the same run."""
     script = next(s for s in SCRIPTS if s["name"] == "examples/llama/train_llama3_8b_h100_fp8.sh")
     smaller = {
@@ -169,13 +145,8 @@ def test_the_llama_3_example_in_bf16_trains_a_shrunk_model(tmp_path):
         if not name.startswith("--fp8")
     ]
     words = [*scripts_start.words(plain, parser), "--profile-dir", str(tmp_path / "profile")]
-    done = subprocess.run(
-        [sys.executable, str(LIST.parents[1] / "pretrain_gpt.py"), *words],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        cwd=tmp_path,
-    )
+    monkeypatch.chdir(tmp_path)
+    done = alone(*words)
     assert done.returncode == 0, done.stderr
     losses = [
         float(value) for value in re.findall(r"iteration +\d+/ +10 .*lm loss: (\S+)", done.stdout)

@@ -112,7 +112,10 @@ def test_the_extension_names_libraries_but_no_folders(wheel, tmp_path):
 
 
 def test_the_wheel_trains_without_the_checkout(bin_folder, tmp_path):
-    program = "import fugaku_megatron, torch; print(fugaku_megatron.__file__, torch.__file__)"
+    program = (
+        "from importlib.util import find_spec\n"
+        "print(*(find_spec(name).origin for name in ('fugaku_megatron', 'torch')))"
+    )
     package, torch = run([bin_folder / "python", "-c", program], tmp_path).stdout.split()
     assert Path(package).is_relative_to(bin_folder.parent) and not Path(torch).is_relative_to(
         bin_folder.parent

@@ -49,7 +49,7 @@ class MPI:
         return [str(self.mpiexec), *self.options, "-n", str(n), sys.executable]
 
     def variables(self) -> dict[str, str]:
-        """The environment of a job. No losses are drawn in it, unless PICTURES is added."""
+        """The environment of a job. No losses are drawn in it."""
         inherited = {name: value for name, value in os.environ.items() if name not in self.removed}
         return {**inherited, **self.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH}
 

@@ -94,13 +94,35 @@ DIVIDED = tuple(
 )
 
 
-def variants(name: str) -> tuple[dict, ...]:
-    """What a layout is tried with."""
-    return (
-        NODES.get(name, VARIANTS)
-        + (EXCHANGED,) * (name == "tp2pp2")
-        + (SCHEDULES if name == "pp2dp2" else ())
-    )
+# A job of four ranks tries one variant of each kind, a job of eight ranks all of them.
+FEW = {
+    "pp4": VARIANTS[1:],
+    "tp2pp2": (EXCHANGED,),
+    "pp2dp2": ({}, SCHEDULES[2]),
+    "dp4": NODES["dp4"][:1],
+}
+FEW_DIVIDED = (DIVIDED[0], DIVIDED[1], DIVIDED[4])
+
+
+def layouts(world_size: int) -> list[tuple[str, dict]]:
+    """Return the name and the flags of every layout that fits."""
+    found = []
+    for name, (ranks, _, _) in SIZES.items():
+        tried = list(NODES.get(name, VARIANTS))
+        if name == "tp2pp2":
+            tried.append(EXCHANGED)
+        if name == "pp2dp2":
+            tried += SCHEDULES
+        if world_size == 4:
+            tried = FEW.get(name, ())
+        found += [(name, flags) for flags in tried if ranks <= world_size]
+    return found
+
+
+def divided(world_size: int) -> list[tuple[int, dict]]:
+    """Return the ranks and the flags of every layout of divided experts that fits."""
+    tried = FEW_DIVIDED if world_size == 4 else DIVIDED
+    return [(ranks, flags) for ranks, flags in tried if ranks <= world_size]
 
 
 def train(
@@ -156,25 +178,26 @@ def main(world: Comm) -> None:
     torch.set_num_threads(1)
     iterations, folder = int(sys.argv[1]), Path(sys.argv[2])
     alone = train(SoloComm(), iterations)
-    for name, (ranks, tp, pp) in SIZES.items():
-        rest(world, folder / name)
+    for number, (name, flags) in enumerate(layouts(world.size)):
+        ranks, tp, pp = SIZES[name]
+        rest(world, folder / f"{name} {number}")
         part = world.split(0 if world.rank < ranks else 1, world.rank)
-        for variant in variants(name) if world.rank < ranks <= world.size else ():
+        if world.rank < ranks:
             result = train(
                 part,
                 iterations,
                 tensor_model_parallel_size=tp,
                 pipeline_model_parallel_size=pp,
-                **variant,
+                **flags,
             )
             difference = compare(result, alone)
             if world.rank == 0:
-                print(f"ok {name} {variant} {difference:.1e}", flush=True)
+                print(f"ok {name} {flags} {difference:.1e}", flush=True)
     alone = train(SoloComm(), iterations, **EXPERTS)
-    for number, (ranks, flags) in enumerate(DIVIDED):
+    for number, (ranks, flags) in enumerate(divided(world.size)):
         rest(world, folder / f"experts {number}")
         part = world.split(0 if world.rank < ranks else 1, world.rank)
-        if world.rank < ranks <= world.size:
+        if world.rank < ranks:
             difference = compare(train(part, iterations, **EXPERTS, **flags), alone)
             if world.rank == 0:
                 print(f"ok experts {flags} {difference:.1e}", flush=True)

@@ -16,8 +16,8 @@ import pytest
 from benchmarks import child, two_hosts
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.planner import machine
-from tests.parallel.test_evaluate import PROSE, QUESTIONS, result
-from tests.parallel.test_generate import NEW, TEXTS, WIDE, our_tokens, save_trained, write_tokenizer
+from tests.checks.evaluation import PROSE, QUESTIONS, result
+from tests.checks.generation import NEW, TEXTS, WIDE, our_tokens, save_trained, write_tokenizer
 from tests.system.mpi import launch
 
 pytestmark = pytest.mark.mpi
@@ -62,6 +62,8 @@ def test_ranks_train_by_the_command(mpich):
         "1",
         "--global-batch-size",
         "2",
+        "--vocab-size",
+        "512",
     ]
     job = mpich.run(2, *COMMAND, "train", *flags, "--kernels", "native")
     assert job.returncode == 0 and " iteration        2/" in job.stdout, job.stderr
@@ -170,6 +172,11 @@ def test_a_report_starts_its_own_ranks(mpich, tmp_path):
         "--ranks",
         "2",
         "--shrunk",
+        "--only",
+        "kernels",
+        "communication",
+        "training",
+        "layers",
         "--minutes",
         "4",
         "--output",

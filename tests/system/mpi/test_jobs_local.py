@@ -6,12 +6,12 @@ import importlib
 import json
 import shlex
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import main as benchmark
 from fugaku_megatron.cli import program as program_module
 from tests.system.mpi import launch
 from tests.system.mpi.kills import PATIENCE, holding, kill_held
@@ -21,8 +21,11 @@ from tests.time_limit import wait_until
 pytestmark = pytest.mark.mpi
 ROOT = launch.TESTS.parent
 SCRIPTS = ROOT / "scripts" / "pjsub"
-FLAGS = "--train-iters 400 --save-interval 100000"  # longer than the 0.6 s that a job trains at least, also at 2 ms per iteration
-TRIAL = ["--scale", "2", "--elapse", "240", "--wait"]
+# 1,600 micro-batches: longer than the 0.6 s that a job trains at least, also at 0.5 ms per micro-batch
+FLAGS = "--train-iters 100 --global-batch-size 32 --save-interval 100000"
+TRIAL = ["--elapse", "240", "--wait"]
+ALONE = ["--scale", "1", *TRIAL]
+PAIR = ["--scale", "2", *TRIAL]
 
 
 @pytest.fixture
@@ -54,7 +57,7 @@ def script(folder: Path, body: str) -> str:
 
 
 def archive(folder: Path) -> Path:
-    """The emulator's archive, with what lets ranks wait to be killed."""
+    """The emulator's archive, with what lets ranks wait to be killed and draws no losses."""
     path = importlib.import_module("local_commands").archive(folder)
     link = tarfile.TarInfo("site")
     link.type, link.linkname = tarfile.SYMTYPE, str(launch.FIRST)
@@ -67,10 +70,11 @@ def test_a_chain_through_the_elapse_limit_and_a_killed_rank_has_the_losses_of_on
     local, tmp_path, monkeypatch
 ):
     every = f"{FLAGS} --log-interval 1"
+    packed = f"ARCHIVE={archive(tmp_path)}"
     resume = str(SCRIPTS / "resume.sh")
     first = local(
         "local_pjsub",
-        *TRIAL,
+        *ALONE,
         "--margin",
         "240",
         "--flags",
@@ -78,6 +82,8 @@ def test_a_chain_through_the_elapse_limit_and_a_killed_rank_has_the_losses_of_on
         "--step",
         "--sparam",
         "jnam=c,sn=1",
+        "-x",
+        packed,
         resume,
     )
     message = (tmp_path / "gpt_124m_chain.1_1.err").read_text()
@@ -91,14 +97,14 @@ def test_a_chain_through_the_elapse_limit_and_a_killed_rank_has_the_losses_of_on
     killing = kill_held(held, killed)
     second = local(
         "local_pjsub",
-        *TRIAL,
+        *ALONE,
         "--flags",
         every,
         "--step",
         "--sparam",
         "jid=1,sn=2,sd=ec!=0:all:1",
         "-x",
-        f"ARCHIVE={archive(tmp_path)}",
+        packed,
         resume,
     )
     assert second.returncode == 0 and "1_2" in local("local_pjstat").stdout
@@ -114,28 +120,27 @@ def test_a_chain_through_the_elapse_limit_and_a_killed_rank_has_the_losses_of_on
         in (tmp_path / "gpt_124m_chain.1_2.err").read_text()
     )
     whole = local(
-        "local_pjsub", *TRIAL, "--flags", every, "-x", f"SAVE={tmp_path / 'whole'}", resume
+        "local_pjsub",
+        *ALONE,
+        "--flags",
+        every,
+        "-x",
+        f"SAVE={tmp_path / 'whole'},{packed}",
+        resume,
     )
     assert whole.returncode == 0, whole.stderr
     assert losses(save) == losses(tmp_path / "whole")
     assert "EXIT CODE               : 0" in (tmp_path / "gpt_124m_chain.1_2.stats").read_text()
 
 
-def table(*words: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=launch.TESTS.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if line.startswith("|")]
+def rows(table: str) -> list[str]:
+    return [line for line in table.splitlines() if line.startswith("|")]
 
 
 def trained(local, tmp_path: Path, *words: str) -> str:
     """Rank 0's training log of a short job."""
-    done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 6 --log-interval 1", *words)
+    *options, file = words
+    done = local("local_pjsub", *options, "-x", f"ARCHIVE={archive(tmp_path)}", file)
     assert done.returncode == 0, done.stderr
     (log,) = (
         path
@@ -145,21 +150,27 @@ def trained(local, tmp_path: Path, *words: str) -> str:
     return str(log)
 
 
-def test_a_job_on_a_torus_trains_to_a_checkpoint_and_a_row(local, tmp_path):
-    log = trained(local, tmp_path, str(SCRIPTS / "run_30b.sh"))
+SHORT = ["--flags", "--train-iters 6 --log-interval 1"]
+
+
+def test_a_job_on_a_torus_trains_to_a_checkpoint_and_a_row(local, tmp_path, capsys):
+    log = trained(local, tmp_path, *PAIR, *SHORT, str(SCRIPTS / "run_30b.sh"))
     assert (
         tmp_path / "checkpoints" / "gpt_30b" / "latest_checkpointed_iteration.txt"
     ).read_text().strip() == "6"
-    header, _, row = table("fugaku_megatron", "log", log)
+    assert program_module.main(["log", log]) == 0
+    header, _, row = rows(capsys.readouterr().out)
     assert "Sec/it" in header and row.split("|")[4].strip() == "2" and "loss" in row  # DP 2
 
 
-def test_clocks_end_in_the_published_table(local, tmp_path):
+def test_clocks_end_in_the_published_table(local, tmp_path, capsys):
     script = SCRIPTS / "compare_frequency.sh"
     other = next(line for line in script.read_text().splitlines() if "boost-eco-2.2: pjsub" in line)
-    log = trained(local, tmp_path, *shlex.split(other.partition("-g GROUP ")[2])[:-1], str(script))
-    _, _, *rows = table("benchmarks", "alloc", "--from-logs", log, log)
-    assert len(rows) == 2 and all("GHz" in row for row in rows)
+    options = shlex.split(other.partition("-g GROUP ")[2])[:-1]
+    log = trained(local, tmp_path, *ALONE, *SHORT, *options, str(script))
+    benchmark(["alloc", "--from-logs", log, log])
+    _, _, *clocks = rows(capsys.readouterr().out)
+    assert len(clocks) == 2 and all("GHz" in row for row in clocks)
 
 
 def test_a_script_is_checked_and_ends_at_its_elapse_limit(local, tmp_path):
@@ -280,15 +291,11 @@ def test_a_job_reports_its_nodes(local, tmp_path):
     )
     done = local(
         "local_pjsub",
-        "--scale",
-        "2",
-        "--elapse",
-        "240",
-        "--wait",
+        *ALONE,
         "-x",
         "MORE=--shrunk --minutes 4 --only host kernels",
         str(tmp_path / "report.sh"),
     )
     assert done.returncode == 0, (tmp_path / "report.1.err").read_text()
     report = json.loads(next((tmp_path / "output").rglob("report.json")).read_text())
-    assert report["complete"] and len(report["sections"]["kernels"]["ranks"]) == 2
+    assert report["complete"] and len(report["sections"]["kernels"]["ranks"]) == 1

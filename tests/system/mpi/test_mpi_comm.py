@@ -38,9 +38,10 @@ def test_verbs_agree_with_torch(mpi):
 
 
 def test_nodes_add_up_inside_and_then_between(mpi):
-    """After 250 random orders of nonblocking operations among blocking ones."""
-    job = mpi.run(4, VERBS, "orders", "levels")
+    """After 250 random orders of nonblocking operations among blocking ones, by one thread of an MPI that allows one."""
+    job = mpi.run(4, VERBS, "orders", "levels", FUGAKU_MEGATRON_MPI_THREAD_LEVEL="funneled")
     assert job.returncode == 0 and job.stdout.startswith("ok orders 250\n"), job.stderr
+    assert "MPI_THREAD_FUNNELED" in job.stdout
     checks = len(collective_checks.LEVEL_CHECKS)
     assert [job.stdout.count(f"ok {name} ") for name in (*collective_checks.NODES, "stages")] == [
         checks + 1,
@@ -49,18 +50,12 @@ def test_nodes_add_up_inside_and_then_between(mpi):
     ]
 
 
-def test_one_thread_calls_an_mpi_that_allows_one(mpi):
-    job = mpi.run(2, VERBS, "orders", FUGAKU_MEGATRON_MPI_THREAD_LEVEL="funneled")
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.startswith("ok orders 250\n") and "MPI_THREAD_FUNNELED" in job.stdout
-
-
 FROZEN = """
 import json, os, re, sys
 import torch
 from fugaku_megatron.comm.job import run_or_abort
 from fugaku_megatron.comm.node import NodeTensor
-from tests.parallel.test_lora import QWEN, curve
+from tests.checks.adapters import QWEN, curve
 from tests.helpers import small_run
 
 def refused(*arguments):
@@ -118,7 +113,13 @@ def test_messages_above_two_to_the_31(mpi):
     "ranks, ending, code, message",
     [
         (2, "bug_on_one_rank", 1, "rank 1: Traceback (most recent call last):"),
-        (2, "mistake_on_one_rank", 2, "rank 1: shard 1 is missing: name it with --data-path\n"),
+        pytest.param(
+            2,
+            "mistake_on_one_rank",
+            2,
+            "rank 1: shard 1 is missing: name it with --data-path\n",
+            marks=pytest.mark.full,
+        ),
         (
             2,
             "mistake_on_all_ranks",
@@ -127,8 +128,14 @@ def test_messages_above_two_to_the_31(mpi):
         ),
         (2, "bug_in_a_thread", 1, "rank 1: Traceback (most recent call last):"),
         (2, "interrupt_on_one_rank", 130, "rank 1: interrupted\n"),
-        (2, "exit_of_one_rank", 7, ""),
-        (3, "failure_in_a_subgroup", 2, "rank 2: the odd rank fails\n"),
+        pytest.param(2, "exit_of_one_rank", 7, "", marks=pytest.mark.full),
+        pytest.param(
+            3,
+            "failure_in_a_subgroup",
+            2,
+            "rank 2: the odd rank fails\n",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_one_failing_rank_ends_the_job(mpi, ranks, ending, code, message):
@@ -145,7 +152,11 @@ def test_one_failing_rank_ends_the_job(mpi, ranks, ending, code, message):
             {"FUGAKU_MEGATRON_MPI_THREAD_LEVEL": "single"},
             "_MPI_THREAD_LEVEL=single: expected one of funneled, serialized, multiple; ",
         ),
-        ({"MPI4PY_MPIABI": "nosuchabi"}, "rank 0: PMI_SIZE=2 but MPI cannot be loaded"),
+        pytest.param(
+            {"MPI4PY_MPIABI": "nosuchabi"},
+            "rank 0: PMI_SIZE=2 but MPI cannot be loaded",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_variables_that_no_mpi_can_live_with(mpich, variables, message):

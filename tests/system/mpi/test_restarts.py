@@ -111,13 +111,13 @@ def undisturbed(mpich, kills, tmp_path_factory):
 
 
 def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, undisturbed):
-    """Starts take turns in how they save: the run waits, or disks of nodes have the checkpoint first, or the run does not wait."""
+    """Starts take turns in how they save: disks of nodes have the checkpoint first, or the run waits, or it does not wait."""
     kill_often(
         mpich,
         tmp_path / "killed",
         kills,
         FLAGS,
-        [[], ["--async-save", "--save-local", str(tmp_path / "local")], ["--async-save"]],
+        [["--async-save", "--save-local", str(tmp_path / "local")], [], ["--async-save"]],
     )
     assert losses(tmp_path / "killed") == undisturbed
 
@@ -171,7 +171,7 @@ def test_kills_of_other_runs_cost_nothing(mpich, tmp_path, kills, kind):
         str(tmp_path / "whole"),
     )
     assert whole.returncode == 0, whole.stderr
-    kill_often(mpich, tmp_path / "killed", kills, flags, [[], again], MODEL)
+    kill_often(mpich, tmp_path / "killed", kills, flags, [again, []], MODEL)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "whole")) == LENGTH * kills
 
