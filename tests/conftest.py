@@ -11,6 +11,8 @@ import torch
 
 from tests.system.mpi import launch
 
+pytest.register_assert_rewrite("tests.checks")
+
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "fugaku_megatron"
 KINDS = (

@@ -23,7 +23,7 @@ from fugaku_megatron.nn.shared_attention import (
     keys_of,
     visible_blocks,
 )
-from tests.kernels.test_attention import (
+from tests.checks.attention import (
     DROPOUT,
     GROUPED,
     SHAPES,

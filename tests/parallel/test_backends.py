@@ -16,9 +16,9 @@ from fugaku_megatron.data.dataset import DatasetConfig
 from fugaku_megatron.data.marks import mark
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training.trainer import Trainer
+from tests.checks.documents import EOD, Texts
 from tests.helpers import grid_groups, small_run
 from tests.threads import ThreadWorld
-from tests.unit.test_marks import EOD, Texts
 
 RUNS = 12
 # What one rank does without.

@@ -8,7 +8,7 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import BACKENDS, DropoutKey, Ops, recompute
 from fugaku_megatron.nn.ops.rotary import HeadNorms, Rotary
-from tests.parallel.test_ops import (
+from tests.checks.ops import (
     DTYPES,
     B,
     H,

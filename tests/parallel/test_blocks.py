@@ -10,9 +10,9 @@ from fugaku_megatron.nn import layers
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.gradients import accumulate
 from fugaku_megatron.nn.ops import Ops
+from tests.checks.accounting import check_bytes, check_flops, check_kept, check_parameters
 from tests.helpers import TP2, TP2PP2, make_trainer, small_run, train
 from tests.llama_models import FAMILIES, copy_to, in_their_shape, theirs
-from tests.parallel.test_accounting import check_bytes, check_flops, check_kept, check_parameters
 from tests.threads import ThreadWorld
 
 

@@ -19,6 +19,7 @@ from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.optim import flat
 from fugaku_megatron.pipeline.instructions import InFlight
 from fugaku_megatron.training.trainer import Trainer
+from tests.checks.instruction_lists import custom, shuffled
 from tests.helpers import (
     DROPOUT,
     OVERLAP,
@@ -31,7 +32,6 @@ from tests.helpers import (
     mock,
     small_run,
 )
-from tests.parallel.test_step import custom, shuffled
 from tests.threads import ThreadWorld
 
 BUCKETS = {"overlap_grad_reduce": True, "ddp_bucket_size": 20_000}  # a layer has 12,704 elements

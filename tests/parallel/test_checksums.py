@@ -15,9 +15,9 @@ from fugaku_megatron.observe.abft import ALL, KERNELS, REPEATED, Checksums, comp
 from fugaku_megatron.run.kernel_choice import checked_matmuls
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.start.exit_codes import ExitCode
+from tests.checks.session import Writer
 from tests.helpers import DROPOUT, PP2, TP2, make_trainer, small_run, train
 from tests.llama_models import FAMILIES
-from tests.parallel.test_session import Writer
 from tests.threads import ThreadWorld
 
 ROUTED = {"num_experts": 4, "moe_router_topk": 2, "swiglu": True, "disable_bias_linear": True}

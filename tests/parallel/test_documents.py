@@ -20,6 +20,8 @@ from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training.micro_batches import documents_of
 from fugaku_megatron.training.trainer import Trainer
+from tests.checks.documents import EOD, Texts, left_to_right
+from tests.checks.plain_model import plain_losses
 from tests.helpers import (
     ALLGATHER,
     CP2,
@@ -34,9 +36,7 @@ from tests.helpers import (
     whole_tensors,
 )
 from tests.llama_models import FAMILIES, copy_to, theirs
-from tests.parallel.test_model_options import plain_losses
 from tests.threads import ThreadWorld
-from tests.unit.test_marks import EOD, Texts, left_to_right
 
 ALL = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 ROPE = {"position_embedding_type": "rope", "num_layers": 2}

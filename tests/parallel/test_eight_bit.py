@@ -19,22 +19,11 @@ from fugaku_megatron.costs import memory, run_schedule
 from fugaku_megatron.optim.flat import Place
 from fugaku_megatron.optim.int8 import Blocks, EightBitMoment, blocks_of_shard, cut_blocks
 from fugaku_megatron.training.trainer import Trainer
+from tests.checks.moments import EIGHT, EP2, EXPERTS, GROUPED, LORA, SHARED, SP, is_possible
+from tests.checks.moments import SIZES as HALF_SIZES
+from tests.checks.training import trained
 from tests.helpers import OVERLAP, PP2, TP2, TP2PP2, make_trainer, small_run
 from tests.llama_models import FAMILIES
-from tests.parallel.test_optim import trained
-from tests.parallel.test_replica_bits import (
-    EIGHT,
-    EP2,
-    EXPERTS,
-    GROUPED,
-    LORA,
-    SHARED,
-    SP,
-    is_possible,
-)
-from tests.parallel.test_replica_bits import (
-    SIZES as HALF_SIZES,
-)
 from tests.threads import ThreadWorld
 
 SIZES = {**HALF_SIZES, "global_batch_size": 8}

@@ -17,25 +17,17 @@ from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, NullTo
 from fugaku_megatron.inference import evaluate, generate, scoring
 from fugaku_megatron.inference.loading import LoadedModel
 from fugaku_megatron.training.trainer import Trainer
-from tests.helpers import grid_groups, one_error, small_run
-from tests.parallel.test_generate import (
-    LEARNS,
-    TEXT,
-    WIDE,
-    save_trained,
-    their_model,
-    write_tokenizer,
+from tests.checks import chats as chat_checks
+from tests.checks.evaluation import (
+    LENGTH,
+    PROSE,
+    QUESTIONS,
+    result,
+    their_likelihoods,
 )
+from tests.checks.generation import LEARNS, WIDE, save_trained, their_model, write_tokenizer
+from tests.helpers import grid_groups, one_error, small_run
 from tests.threads import ThreadWorld
-from tests.unit import test_chats
-
-LENGTH = LEARNS["seq_length"]
-PROSE = TEXT * 6 + "that is the question: whether 'tis nobler é"
-QUESTIONS = [
-    {"context": "to be or ", "choices": ["not to be", "zebra", "n"], "answer": 0},
-    {"context": "", "choices": ["to be", "xyz"], "answer": 1},
-    {"context": TEXT * 2, "choices": ["not", "to"], "answer": 0},
-]
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +39,6 @@ def models(tmp_path_factory):
     (folder / "text.txt").write_text(PROSE, encoding="utf-8")
     (folder / "questions.json").write_text(json.dumps(QUESTIONS))
     return folder, flags, theirs
-
-
-def their_likelihoods(theirs, ids: list[int]) -> torch.Tensor:
-    """Log-likelihood of every token after the first."""
-    with torch.no_grad():
-        logits = theirs(torch.tensor([ids[:-1]])).logits[0].double()
-    return torch.log_softmax(logits, 1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-
-
-def result(flags: list[str], *more: str, world=None) -> dict:
-    parser = Parser()
-    evaluate.add_arguments(parser)
-    options = parser.parse_args([*flags, *more])
-    return evaluate.evaluate(evaluate.Request.of(options), world or SoloComm())
 
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(1, (1, 1)), (2, (1, 2)), (4, (2, 1))])
@@ -422,7 +400,7 @@ def chat_model(tmp_path_factory):
     """(folder with a checkpoint and the tokenizer of chats that came with it, flags)."""
     folder = tmp_path_factory.mktemp("chats")
     save_trained(SoloComm(), folder / "saved", 2, vocab_size=300, max_position_embeddings=64)
-    test_chats.write_tokenizer(folder / "saved" / "hugging_face")
+    chat_checks.write_tokenizer(folder / "saved" / "hugging_face")
     return folder, ["--load", str(folder / "saved")]
 
 
@@ -430,12 +408,12 @@ def chat_model(tmp_path_factory):
 def test_the_loss_of_chats_is_that_of_the_assistants_tokens(chat_model, ranks):
     folder, flags = chat_model
     talks = [
-        test_chats.TALK,
-        test_chats.TALK[:2],
-        [test_chats.user("x" * 30), *test_chats.TALK[1:2]],
+        chat_checks.TALK,
+        chat_checks.TALK[:2],
+        [chat_checks.user("x" * 30), *chat_checks.TALK[1:2]],
     ]
     for name, part in (("a", talks), ("b", talks[:1])):
-        test_chats.write_lines(folder / f"{name}.jsonl", *({"messages": talk} for talk in part))
+        chat_checks.write_lines(folder / f"{name}.jsonl", *({"messages": talk} for talk in part))
     words = [
         *flags,
         "--chats",
@@ -472,11 +450,12 @@ def test_the_loss_of_training_on_packed_chats_is_that_of_each_chat_alone(tmp_pat
     """Of the whole set, in samples of several chats with padding; the last one has fewer trained tokens than the others."""
     folder, prefix = tmp_path / "saved", str(tmp_path / "chats")
     talks = [
-        [test_chats.user("q" * (i % 5)), test_chats.assistant("a" * (1 + i % 3))] for i in range(9)
+        [chat_checks.user("q" * (i % 5)), chat_checks.assistant("a" * (1 + i % 3))]
+        for i in range(9)
     ]
-    test_chats.write_lines(tmp_path / "chats.jsonl", *({"messages": talk} for talk in talks))
-    tokenizer = test_chats.write_tokenizer(tmp_path / "tokenizer")
-    assert test_chats.preprocess(tokenizer, tmp_path / "chats.jsonl", prefix) == 0
+    chat_checks.write_lines(tmp_path / "chats.jsonl", *({"messages": talk} for talk in talks))
+    tokenizer = chat_checks.write_tokenizer(tmp_path / "tokenizer")
+    assert chat_checks.preprocess(tokenizer, tmp_path / "chats.jsonl", prefix) == 0
     run = small_run(
         **{
             **LEARNS,
@@ -547,7 +526,7 @@ def test_generate_renders_chats(chat_model, capsys, tmp_path):
     assert write("--chat", "--prompt", "one?", "--temperature", "0") == write(
         "--prompt", begin, "--temperature", "0"
     )
-    (tmp_path / "p.json").write_text(json.dumps(["one?", test_chats.TALK[:3]]))
+    (tmp_path / "p.json").write_text(json.dumps(["one?", chat_checks.TALK[:3]]))
     shown = write("--chat", "--prompts", str(tmp_path / "p.json"))
     assert (
         f"[{begin}]" in shown

@@ -2,13 +2,11 @@
 
 import contextlib
 import functools
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.experts import experts_in
@@ -28,6 +26,20 @@ from fugaku_megatron.planner import software, work
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training import expert_counts
 from fugaku_megatron.training.trainer import Trainer
+from tests.checks.accounting import (
+    check_bytes,
+    check_flops,
+    check_kept,
+    check_parameters,
+    expected_traffic,
+    held_bytes,
+)
+from tests.checks.allocations import MICROBATCHES, MODEL, STAGES, allocated_peak
+from tests.checks.experts import (
+    EXPERTS,
+    layer_of,
+    plain_experts,
+)
 from tests.helpers import (
     CP2,
     CP4,
@@ -43,26 +55,9 @@ from tests.helpers import (
     train,
     whole_tensors,
 )
-from tests.parallel.test_accounting import (
-    check_bytes,
-    check_flops,
-    check_kept,
-    check_parameters,
-    expected_traffic,
-    held_bytes,
-)
 from tests.recording import record
 from tests.threads import ThreadComm, ThreadWorld
-from tests.unit.test_schedule_memory import MICROBATCHES, MODEL, STAGES, allocated_peak
 
-EXPERTS = {
-    "num_experts": 8,
-    "swiglu": True,
-    "disable_bias_linear": True,
-    "normalization": "RMSNorm",
-    "moe_ffn_hidden_size": 24,
-    "global_batch_size": 8,
-}
 SHARED = {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True}
 BIASED = {
     "moe_router_score_function": "sigmoid",
@@ -90,90 +85,9 @@ VARIANTS = {
     "squared ReLU": {"swiglu": False, "squared_relu": True},
     "GEGLU": {"swiglu": False, "geglu": True},
 }
-VALUES = {
-    "gelu_exact": F.gelu,
-    "gelu": lambda x: F.gelu(x, approximate="tanh"),
-    "squared_relu": lambda x: F.relu(x).square(),
-    "swiglu": F.silu,
-    "geglu": lambda x: F.gelu(x, approximate="tanh"),
-}  # of an activation, or of a gate
 
 
 # The reference: token by token, expert by expert, with torch's own gradients -----------------------------------------------------
-
-
-def plain_choice(logits: Tensor, bias: Tensor | None, model) -> dict[int, Tensor]:
-    """Expert -> score of one token, from logits (e,)."""
-    sigmoid, k = model.moe_router_score_function == "sigmoid", model.moe_router_topk
-    ranked = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
-    wish = (ranked if bias is None else ranked + bias).tolist()
-    allowed = range(len(wish))
-    if model.moe_router_num_groups:
-        size, each = len(wish) // model.moe_router_num_groups, k // model.moe_router_group_topk
-        groups = [range(start, start + size) for start in range(0, len(wish), size)]
-        best = sorted(
-            groups, key=lambda group: -sum(sorted((wish[e] for e in group), reverse=True)[:each])
-        )
-        allowed = [e for group in best[: model.moe_router_group_topk] for e in group]
-    chosen = sorted(allowed, key=lambda e: -wish[e])[:k]
-    own = ranked[chosen]
-    if sigmoid and k > 1 or not sigmoid and not model.moe_router_pre_softmax:
-        own = own / own.sum()
-    return dict(zip(chosen, own * (model.moe_router_topk_scaling_factor or 1.0)))
-
-
-def plain_mlp(x: Tensor, weight1: Tensor, weight2: Tensor, model) -> Tensor:
-    """weight1 (2, f, h) with a gate, or (f, h)."""
-    value = VALUES[model.activation]
-    if not model.gated:
-        return value(x @ weight1.t()) @ weight2.t()
-    gate, up = weight1
-    return (value(x @ gate.t()) * (x @ up.t())) @ weight2.t()
-
-
-def plain_experts(weights: dict[str, Tensor], x: Tensor, model) -> Tensor:
-    """x (rows, h) -> (rows, h)."""
-    logits, bias = x @ weights["router.weight"].t(), weights.get("router.expert_bias")
-    choices = [plain_choice(row, bias, model) for row in logits]
-    capacity = math.ceil(
-        len(x)
-        * model.moe_router_topk
-        / model.num_experts
-        * (model.moe_expert_capacity_factor or 1e9)
-    )
-    out = [torch.zeros_like(row) for row in x]
-    for e in range(model.num_experts):
-        users = [(row, choice[e]) for row, choice in enumerate(choices) if e in choice]
-        if model.moe_token_drop_policy == "probs":
-            users = sorted(users, key=lambda user: -user[1].item())
-        both = weights["experts.linear_fc1.weight"][e], weights["experts.linear_fc2.weight"][e]
-        for row, score in users[:capacity]:
-            out[row] = out[row] + score * plain_mlp(x[row], *both, model)
-    result = torch.stack(out)
-    if model.moe_shared_expert_intermediate_size:
-        shared = plain_mlp(
-            x,
-            weights["shared_experts.linear_fc1.weight"],
-            weights["shared_experts.linear_fc2.weight"],
-            model,
-        )
-        result = result + shared * torch.sigmoid(x @ weights["shared_experts.gate.weight"].t())
-    return result
-
-
-def layer_of(run, ops: Ops):
-    """(an experts layer with random weights, its weights as leaves by their names in it)."""
-    trainer = make_trainer(SoloComm(), run, ops)
-    trainer.optimizer.zero_grad()
-    mlp, generator = trainer.stage.layers[0].mlp, torch.Generator().manual_seed(5)
-    named = {name.split(".mlp.")[1]: p for p in mlp.parameters() for name in [p.spec.name]}
-    for p in named.values():
-        p.data.copy_(0.3 * torch.randn(p.shape, generator=generator))
-    return (
-        mlp,
-        named,
-        {name: p.detach().clone().float().requires_grad_() for name, p in named.items()},
-    )
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])

@@ -1,7 +1,5 @@
 """Texts of checkpoints: what training taught, the tokens of transformers one by one, and every layout alike."""
 
-import json
-import zlib
 from pathlib import Path
 
 import pytest
@@ -15,72 +13,24 @@ from fugaku_megatron.costs import activations
 from fugaku_megatron.data.tokenizer import gpt2_files
 from fugaku_megatron.inference import generate, generation
 from fugaku_megatron.inference.generation import Decoder, Sampling, steps
-from fugaku_megatron.inference.loading import LoadedModel, load_model, operations
+from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.forward_context import Pass
-from fugaku_megatron.training.trainer import Trainer
-from tests.helpers import grid_groups, make_trainer, small_run, whole_tensors
+from tests.checks.generation import (
+    GREEDY,
+    LEARNS,
+    NEW,
+    TEXT,
+    TEXTS,
+    WIDE,
+    our_tokens,
+    random_model,
+    save_trained,
+    write_tokenizer,
+)
+from tests.checks.gpt2 import to_theirs
+from tests.helpers import small_run
 from tests.llama_models import FAMILIES, copy_to, theirs
 from tests.threads import ThreadWorld
-from tests.unit.test_model import to_theirs
-
-TEXT = "to be or not to be, "
-LEARNS = {
-    "seq_length": 24,
-    "vocab_size": 257,
-    "num_layers": 2,
-    "micro_batch_size": 8,
-    "global_batch_size": 8,
-    "lr": 1e-2,
-    "adam_beta2": 0.95,
-    "init_method_std": 0.1,
-}
-
-
-def write_tokenizer(directory: Path) -> list[str]:
-    """A vocabulary of single bytes and the end of text, 257 tokens; returns its flags."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's byte alphabet
-    others = [b for b in range(256) if b not in printable]
-    characters = {
-        **{b: chr(b) for b in printable},
-        **{b: chr(256 + n) for n, b in enumerate(others)},
-    }
-    vocabulary = {characters[b]: b for b in range(256)} | {"<|endoftext|>": 256}
-    (directory / "vocab.json").write_text(json.dumps(vocabulary))
-    (directory / "merges.txt").write_text("#version: 0.2\n")
-    return [
-        "--vocab-file",
-        str(directory / "vocab.json"),
-        "--merge-file",
-        str(directory / "merges.txt"),
-    ]
-
-
-class Repeated:
-    """TEXT over and over, beginning one character later in every sample."""
-
-    def __init__(self, length: int):
-        self.length, self.tokens = length, torch.tensor(list(TEXT.encode()))
-
-    def __len__(self) -> int:
-        return 10**6
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.tokens[(index + torch.arange(self.length + 1)) % len(self.tokens)]
-
-
-def save_trained(
-    world, directory: Path, iterations: int, tokenizer: dict | None = None, **changes
-) -> dict[str, torch.Tensor]:
-    """Train on TEXT and save; the weights."""
-    torch.set_num_threads(1)
-    run = small_run(**{**LEARNS, "train_iters": iterations, **changes})
-    data = Repeated(24)
-    trainer = Trainer(run, world, grid_groups(world, run), data, data, tokenizer=tokenizer)
-    for _ in range(iterations):
-        trainer.train_step()
-    trainer.close()
-    trainer.save(str(directory))
-    return whole_tensors(trainer, "weight")
 
 
 @pytest.fixture(scope="module")
@@ -245,22 +195,12 @@ def test_what_a_rank_would_hold(write, trained):
     assert kept == activations.cache_bytes(loaded.run, 2, 12, 2, 1)
 
 
-NEW = 100
-WIDE = {
-    "num_layers": 3,
-    "max_position_embeddings": 224,
-    "init_method_std": 0.2,
-    "micro_batch_size": 2,
-    "global_batch_size": 2,
-}
-TEXTS = [list(text.encode()) for text in ("a", "to be or not", "qu", "the question is whe")]
 SHORT = [
     [5],
     [3, 80, 21, 7, 7, 64, 90, 12, 33],
     [17, 2],
     [9, 8, 7, 6, 5, 4],
 ]  # of a vocabulary of 96
-GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, seed=0)
 
 
 def their_model(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
@@ -306,18 +246,6 @@ def pair(tmp_path_factory):
     return directory, their_tokens(save_trained(SoloComm(), directory, 3, **WIDE))
 
 
-def our_tokens(
-    world, directory, sizes: tuple[int, int], prompts=TEXTS, ends: dict[int, int] | None = None
-) -> list[list[int]]:
-    """ends: samples that are finished after so many tokens."""
-    manifest = read_manifest(directory, 3)
-    loaded = load_model(saved_run(manifest, sizes), world, str(directory), 3, manifest)
-    *_, ids = steps(
-        loaded, prompts, NEW, GREEDY, lambda sample, ids: len(ids) == (ends or {}).get(sample)
-    )
-    return ids
-
-
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
 def test_greedy_tokens_are_those_of_transformers(pair, sizes):
     directory, expected = pair
@@ -327,21 +255,6 @@ def test_greedy_tokens_are_those_of_transformers(pair, sizes):
         == [expected] * ranks
     )
     assert len({tuple(ids) for ids in expected}) == len(TEXTS), "prompts make a difference"
-
-
-def random_model(world, family: str, tp: int, pp: int, **changes) -> LoadedModel:
-    """A model of the family, or of GPT-2, whose weights, those of norms and biases as well, do not depend on the layout."""
-    values = {**FAMILIES.get(family, {}), "init_method_std": 0.3, **changes}
-    run = small_run(**values, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    trainer = make_trainer(world, run, operations(run.model))
-    for p in trainer.optimizer.flat.parameters:
-        noise = torch.randn(
-            p.spec.shape,
-            generator=torch.Generator().manual_seed(zlib.crc32(p.spec.init_name.encode())),
-        )
-        p.data.add_(0.1 * noise[tuple(slice(o, o + n) for o, n in zip(p.spec.offset, p.shape))])
-    trainer.close()
-    return LoadedModel(run, grid_groups(world, run), trainer.stage)
 
 
 def family_tokens(world, family: str, tp: int, pp: int, count: int) -> list[list[int]]:

@@ -17,9 +17,9 @@ from fugaku_megatron.data.dataset import GPT_ARRAYS, DatasetConfig, GPTDataset
 from fugaku_megatron.data.files import MappedFile
 from fugaku_megatron.data.index_cache import IndexCache
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, best_dtype
+from tests.checks.corpus import write as write_corpus
 from tests.helpers import largest_file, one_error
 from tests.threads import ThreadWorld
-from tests.unit.test_dataset import write as write_corpus
 
 DOCUMENTS = [[1, 2, 3], [65000], [], [4, 5, 6, 7]]
 

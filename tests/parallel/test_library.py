@@ -21,37 +21,19 @@ from fugaku_megatron.cli.arguments import build_parser, parse
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.data.chat_dataset import ChatWriter, signed
-from fugaku_megatron.data.indexed import IndexedDatasetWriter, best_dtype
 from fugaku_megatron.inference import evaluate, generate
-from tests.helpers import SMALL
-from tests.parallel.test_generate import TEXT, save_trained, write_tokenizer
+from tests.checks.generation import TEXT, save_trained, write_tokenizer
+from tests.checks.library import (
+    FLAGS,
+    documents,
+    write,
+)
+from tests.checks.tokenizers import write_hugging_face
 from tests.threads import ThreadWorld
-from tests.unit.test_library_tokenizers import write_hugging_face
 
 transformers = pytest.importorskip("transformers")
 
 from tests.hf_models import MODELS, VOCABULARY, randomized, same, tensors  # noqa: E402
-
-FLAGS = {
-    **{name: value for name, value in SMALL.items() if name not in ("mock_data", "train_iters")},
-    "num_layers": 2,
-    "global_batch_size": 4,
-    "kernels": "native",
-    "eval_iters": 2,
-}
-
-
-def documents(seed: int = 0) -> list[np.ndarray]:
-    """Of unequal lengths, one empty and one longer than a sample."""
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, FLAGS["vocab_size"], length) for length in (50, 3, 0, 200, 77, 1)]
-
-
-def write(prefix: Path, arrays: list[np.ndarray]) -> Path:
-    with IndexedDatasetWriter(prefix, best_dtype(FLAGS["vocab_size"])) as writer:
-        for array in arrays:
-            writer.add_document(array)
-    return prefix
 
 
 def python(code: str) -> str:
@@ -339,7 +321,7 @@ QUIET = """if True:
     handlers = [signal.getsignal(n) for n in range(1, 32)]
     hooks, threads, mask = (sys.excepthook, threading.excepthook), torch.get_num_threads(), os.sched_getaffinity(0)
     import fugaku_megatron as fm
-    from tests.parallel.test_library import FLAGS, documents
+    from tests.checks.library import FLAGS, documents
     trainer = fm.Trainer(fm.Config(**FLAGS, train_iters=2), documents(), valid=documents())
     losses = [step.loss for step in trainer.steps()] + [trainer.evaluate()]
     assert handlers == [signal.getsignal(n) for n in range(1, 32)] and mask == os.sched_getaffinity(0)

@@ -2,96 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from typing import Any
 
 import pytest
-import torch
 
 import fugaku_megatron as fm
-from fugaku_megatron.api import trainer as process
-from fugaku_megatron.cli.arguments import build_parser, interpret
-from fugaku_megatron.comm.base import Comm, SoloComm
-from fugaku_megatron.config.fields import flag_words
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import GROUPS, RunConfig
-from fugaku_megatron.observe.watchdog import Watchdog
-from fugaku_megatron.run import checks
-from fugaku_megatron.run import start as start_module
-from fugaku_megatron.run.loop import Session
-from fugaku_megatron.run.train_command import with_checkpoint_model
 from fugaku_megatron.training import trainer as trainer_module
-from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2, rows
-from tests.parallel.test_library import FLAGS, documents, write
+from tests.checks import library_and_command
+from tests.checks.library import documents, write
+from tests.checks.library_and_command import (
+    FEATURES,
+    HALF,
+    RUN,
+    VALUES,
+    command,
+    library,
+    trainer_of,
+)
+from tests.helpers import rows
 from tests.threads import ThreadWorld
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # notes of runs
-
-
-RUN = {**FLAGS, "train_iters": 4, "eval_iters": 0, "split": "1,0,0"}
-Losses = list[float]
-
-
-def command(world: Comm, **flags: Any) -> Losses:
-    """Losses, gradient norms and validation losses of the command, from its first check on."""
-    words = [
-        word
-        for name, value in {**RUN, **flags}.items()
-        for word in (flag_words(name, value) if value is not None else ())
-    ]
-    arguments = interpret(with_checkpoint_model(vars(build_parser().parse_args(words))))
-    run, lines = checks.check_run(arguments.run, world)
-    session = start_module.start(
-        type(arguments)(**{**vars(arguments), "run": run}), world, Watchdog.off()
-    )
-    losses: Losses = []
-    step = session.trainer.train_step
-
-    def train_step() -> trainer_module.IterationResult:
-        result = step()
-        losses.extend((result.loss, result.grad_norm))
-        return result
-
-    session.trainer.train_step = train_step
-    session.writer.validation = lambda _, loss, *rest: losses.append(loss)
-    with contextlib.closing(session.trainer):
-        session.run()
-    return losses
-
-
-def library(world: Comm, data=None, valid=None, **flags: Any) -> Losses:
-    """The same losses of the library."""
-    with contextlib.closing(trainer_of(world, data, valid, **flags)) as trainer:
-        losses = []
-        for step in trainer.steps():
-            losses += [step.loss, step.grad_norm]
-            run, iteration = trainer.config, trainer.iteration
-            start = run.start_eval_at_iter or 0
-            if run.eval_iters and iteration >= start and iteration % run.eval_interval == 0:
-                before = max(0, -(-start // run.eval_interval) - 1)
-                losses.append(trainer.evaluate(iteration // run.eval_interval - 1 - before))
-    return losses
-
-
-RANK = threading.local()
-
-
-def trainer_of(world: Comm, data=None, valid=None, **flags: Any) -> fm.Trainer:
-    RANK.world = world
-    values = {name: value for name, value in {**RUN, **flags}.items() if value is not None}
-    if data is not None:
-        values.pop("split", None)
-    return fm.Trainer(fm.Config(**values), data, valid)
-
-
-@pytest.fixture(autouse=True)
-def _in_this_process(monkeypatch):
-    """Ranks are threads, and the command leaves the process as the library does."""
-    torch.set_num_threads(1)
-    monkeypatch.setattr(process, "world", lambda: getattr(RANK, "world", None) or SoloComm())
-    monkeypatch.setattr(start_module, "configure_process", lambda *_: "")
-    monkeypatch.setattr(Session, "_draw", lambda *_: None)
-    monkeypatch.setattr(start_module, "iteration_line", lambda *_: "")  # which measures the machine
+in_this_process = library_and_command.in_this_process
 
 
 @pytest.fixture(scope="module")
@@ -99,127 +33,6 @@ def data(tmp_path_factory) -> dict[str, Any]:
     return {"data_path": (str(write(tmp_path_factory.mktemp("data") / "data", documents())),)}
 
 
-MOE = {
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 24,
-    "moe_router_topk": 2,
-    "moe_aux_loss_coeff": (0.01,),
-    "disable_bias_linear": True,
-    "swiglu": True,
-}
-INT8 = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
-SAMPLES = {"train_iters": None, "train_samples": 16}
-HALF = {"split": "2,1,0", "eval_interval": 2, "eval_iters": 1}
-MARKED = {
-    "reset_attention_mask": True,
-    "reset_position_ids": True,
-    "eod_mask_loss": True,
-    "tokenizer_type": "NullTokenizer",
-    "mean_document_length": 16,
-}
-# Ranks, and flags that are in the command and in the library alike.
-FEATURES: dict[str, tuple[int, dict[str, Any]]] = {
-    "plain": (1, {}),
-    "seed and dropout": (1, {"seed": 5, **DROPOUT}),
-    "zero": (2, {**OVERLAP}),
-    "gradients in bf16": (2, {"bf16": True, "grad_reduce_in_bf16": True}),
-    "tensor": (2, {**TP2, "sequence_parallel": True, "tp_comm_overlap": True}),
-    "pipeline": (
-        2,
-        {**PP2, "pipeline_schedule": "zb-h1", "zero_bubble_max_pending_backward": 2},
-    ),
-    "interleaved": (
-        2,
-        {**PP2, "num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
-    ),
-    "interleaved by stages": (
-        2,
-        {**PP2, "num_layers": 4, "num_virtual_stages_per_pipeline_rank": 2},
-    ),
-    "first stage": (2, {**PP2, "num_layers": 3, "decoder_first_pipeline_num_layers": 1}),
-    "last stage": (2, {**PP2, "num_layers": 3, "decoder_last_pipeline_num_layers": 1}),
-    "split stages": (2, {**PP2, "num_layers": 3, "pipeline_split": "1,2"}),
-    "schedule by time": (2, {**PP2, "pipeline_schedule": "auto", "memory_per_rank": 4096}),
-    "context": (2, {**CP2, "cp_comm_type": ("p2p",)}),
-    "experts": (
-        2,
-        {**MOE, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-    ),
-    "muon": (1, {"optimizer": "muon", "muon_momentum": 0.8, "muon_nesterov": True}),
-    "moments": (1, INT8),
-    "no masters": (
-        1,
-        {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": "bf16"},
-    ),
-    "fp16": (
-        1,
-        {"fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 2.0, "hysteresis": 1}
-        | {"loss_scale_window": 2},
-    ),
-    "fixed scale": (1, {"fp16": True, "loss_scale": 256.0}),
-    "adam": (
-        1,
-        {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6, "clip_grad": 0.5},
-    ),
-    "recompute": (
-        1,
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-    ),
-    "recompute by part": (
-        1,
-        {"recompute_granularity": "full", "recompute_part_layers": (1,)},
-    ),
-    "recompute by memory": (1, {"recompute_auto": True, "memory_per_rank": 4096}),
-    "growing batch": (1, {"rampup_batch_size": (2, 2, 4)}),
-    "batches in steps": (
-        1,
-        {"global_batch_size": None, "step_batch_size_schedule": "0:2 64:4"},
-    ),
-    "samples": (
-        1,
-        {**SAMPLES, "lr_decay_samples": 12, "lr_warmup_samples": 4, "min_lr": 1e-5},
-    ),
-    "tokens": (
-        1,
-        {"train_iters": None, "train_tokens": 256.0, "lr_decay_tokens": 200.0}
-        | {"lr_warmup_tokens": 64.0, "lr_warmup_init": 1e-5},
-    ),
-    "cosine": (1, {"lr_decay_style": "cosine", "lr_decay_iters": 3, "lr_warmup_iters": 1}),
-    "warm-up": (1, {"lr_warmup_fraction": 0.5}),
-    "wsd": (
-        1,
-        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 2, "lr_wsd_decay_style": "linear"},
-    ),
-    "wsd by samples": (
-        1,
-        {**SAMPLES, "lr_decay_style": "WSD", "lr_wsd_decay_samples": 8},
-    ),
-    "decoupled": (1, {"decoupled_lr": 1e-2, "decoupled_min_lr": 1e-3}),
-    "weight decay": (
-        1,
-        {"weight_decay": 0.3, "start_weight_decay": 0.1, "end_weight_decay": 0.5}
-        | {"weight_decay_incr_style": "linear"},
-    ),
-    "validation": (1, HALF),
-    "old split": (1, {**HALF, "legacy_split": True}),
-    "late validation": (1, {**HALF, "start_eval_at_iter": 3}),
-    "batches of validation": (
-        1,
-        {**HALF, "eval_global_batch_size": 2, "eval_micro_batch_size": 1},
-    ),
-    "whole validation": (1, {**HALF, "full_validation": True, "eval_global_batch_size": 2}),
-    "random tokens": (1, {"mock_data": True, "data_path": None, "split": None}),
-    "skipped samples": (1, {"skip_samples": ("2:5",)}),
-    "documents": (1, MARKED),
-    "torch": (1, {"kernels": "torch"}),
-    "packed": (1, {"cache_packed_weights": True}),
-    "checksums": (1, {"abft": ("all",)}),
-    "spikes": (1, {"rerun_on_spike": True, "loss_spike_deviations": 0.001}),
-    "replicas": (2, {"check_weight_hash_across_dp_replicas_interval": 1}),
-    "zeros and norms": (1, {"log_num_zeros_in_grad": True, "log_params_norm": True}),
-    "interval": (1, {"exit_interval": 2}),
-    "duration": (1, {"exit_duration_in_mins": 1e-9}),
-}
 LONG = {"interval": 4, "duration": 2}  # numbers found, where not of all four steps
 
 
@@ -282,34 +95,6 @@ def test_evaluations_beyond_the_run_are_refused(data):
         alone.evaluate(1)
 
 
-VALUES: dict[str, Any] = {
-    "save": "a",
-    "save_interval": 1,
-    "save_interval_in_mins": 1.0,
-    "skip_train": True,
-    "multiple_validation_sets": True,
-    "log_interval": 1,
-    "log_live": "off",
-    "log_file": "a",
-    "log_ranks": "a",
-    "tensorboard_dir": "a",
-    "wandb_project": "a",
-    "wandb_exp_name": "a",
-    "wandb_entity": "a",
-    "wandb_save_dir": "a",
-    "profile": True,
-    "profile_step_start": 4,
-    "profile_step_end": 6,
-    "profile_ranks": (0,),
-    "profile_dir": "a",
-    "allocator": "stock",
-    "thread_affinity": "none",
-    "cpu_frequency": 2.0,
-    "use_flush_denormal": False,
-    "hang_timeout_in_secs": 60.0,
-}
-
-
 NEEDED = {
     "wandb_project": {"wandb_exp_name": "b"},
     "multiple_validation_sets": {"full_validation": True},
@@ -330,30 +115,3 @@ def test_asking_for_nothing_is_not_refused(data):
     nothing = {"save": None, "skip_train": False, "save_interval": None, "profile": False}
     config = fm.Config(**{**RUN, **data, **nothing})
     assert next(fm.Trainer(config).steps(1)).iteration == 1
-
-
-# Fields that reach the trainer within the run, as a test above says.
-WITHIN_THE_RUN = set(
-    """
-    moe_layer_freq moe_shared_expert_intermediate_size moe_shared_expert_gate
-    moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor
-    moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
-    moe_router_bias_update_rate moe_router_load_balancing_type moe_z_loss_coeff
-    moe_expert_capacity_factor moe_token_drop_policy ffn_hidden_size max_position_embeddings
-    padded_vocab_size mask_vocab_padding init_method_std normalization apply_layernorm_1p
-    layernorm_epsilon geglu squared_relu activation_func bias_gelu_fusion openai_gelu use_z_loss z_loss_strength
-    group_query_attention num_query_groups kv_channels add_qkv_bias qk_layernorm
-    qk_layernorm_all_heads position_embedding_type rotary_base rotary_percent rotary_interleaved
-    rotary_seq_len_interpolation_factor rotary_scaling_factor yarn_original_max_position_embeddings
-    yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int mscale mscale_all_dim
-    use_rope_scaling rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
-    rope_scaling_original_max_position_embeddings rope_dynamic_factor
-    untie_embeddings_and_output_weights window_size parallel_residual embedding_multiplier
-    residual_multiplier attention_multiplier logits_scaling muon_no_split_qkv muon_scale_mode
-    muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps muon_tp_mode vocab_file
-    merge_file tokenizer_model tiktoken_pattern tiktoken_num_special_tokens fp16_accumulation_chunk
-    fp32_matmul
-    """.split()
-)
-# Fields of Trainer.save: tests/parallel/test_library_start.py.
-OF_SAVES = {"save_retain_interval", "no_save_optim", "keep_last", "save_local", "async_save"}

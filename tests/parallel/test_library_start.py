@@ -24,11 +24,9 @@ from fugaku_megatron.config.fields import flag_words
 from fugaku_megatron.config.run_config import GROUPS, saved_run
 from fugaku_megatron.data.chat_dataset import ChatFiles, ChatWriter, signed
 from fugaku_megatron.inference.loading import load_model
-from tests.helpers import CP2, OVERLAP, TP2, rows
-from tests.llama_models import FAMILIES
-from tests.parallel import test_library_flags
-from tests.parallel.test_library import documents, write
-from tests.parallel.test_library_flags import (
+from tests.checks import library_and_command
+from tests.checks.library import documents, write
+from tests.checks.library_and_command import (
     FEATURES,
     OF_SAVES,
     RUN,
@@ -38,11 +36,13 @@ from tests.parallel.test_library_flags import (
     library,
     trainer_of,
 )
+from tests.helpers import CP2, OVERLAP, TP2, rows
+from tests.llama_models import FAMILIES
 from tests.threads import ThreadWorld
 from tools import flag_chats
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # notes of runs
-_in_this_process = test_library_flags._in_this_process
+in_this_process = library_and_command.in_this_process
 LORA = {"lora_rank": 4, "lora_alpha": 16.0, "lr": 1e-2}
 ALONE = SoloComm()
 TRAINED = 3  # iterations of the base

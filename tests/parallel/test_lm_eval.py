@@ -18,8 +18,8 @@ import torch
 
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.inference.harness import Asker, read_arguments, read_settings, serve
-from tests.parallel.test_evaluate import LENGTH, their_likelihoods
-from tests.parallel.test_generate import TEXT, WIDE, save_trained, their_model, write_tokenizer
+from tests.checks.evaluation import LENGTH, their_likelihoods
+from tests.checks.generation import TEXT, WIDE, save_trained, their_model, write_tokenizer
 from tests.threads import ThreadWorld
 
 PAIRS = [("to be or", " not to be"), ("", "to be"), (TEXT * 2, "zebra"), ("to be or not ", "t")]

@@ -24,6 +24,13 @@ from fugaku_megatron.inference.scoring import EVALUATION
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.run.resume import find_checkpoint, resume_training
+from tests.checks.adapters import (
+    LORA,
+    QWEN,
+    curve,
+)
+from tests.checks.allocations import allocated
+from tests.checks.experts import EXPERTS, layer_of, plain_experts
 from tests.helpers import (
     CP2,
     DROPOUT,
@@ -36,12 +43,8 @@ from tests.helpers import (
     whole_tensors,
 )
 from tests.llama_models import FAMILIES
-from tests.parallel.test_experts import EXPERTS, layer_of, plain_experts
 from tests.threads import ThreadWorld
-from tests.unit.test_schedule_memory import allocated
 
-LORA = {"lora_rank": 4, "lora_alpha": 16.0, "lr": 1e-2, "num_layers": 4, "global_batch_size": 8}
-QWEN = {**FAMILIES["qwen2"], **LORA}
 SP = {"sequence_parallel": True}
 LAYOUTS = {
     "tp": (2, TP2),
@@ -60,18 +63,6 @@ LAYOUTS = {
     "cp": (4, {**CP2, **OVERLAP}),
     "cp tp sp": (4, {**CP2, **TP2, **SP}),
 }
-
-
-def curve(world, run, steps: int = 2):
-    """Losses and gradient norms of some steps, and the adapters after them."""
-    with contextlib.closing(make_trainer(world, run)) as trainer:
-        results = [trainer.train_step() for _ in range(steps)]
-        trainer.optimizer.buckets.await_weights()
-        return (
-            [r.loss for r in results],
-            [r.grad_norm for r in results],
-            whole_tensors(trainer, "weight"),
-        )
 
 
 @pytest.fixture(scope="module")

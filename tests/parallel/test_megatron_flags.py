@@ -29,9 +29,9 @@ from fugaku_megatron.run.plan import Plan
 from fugaku_megatron.run.resume import find_checkpoint
 from fugaku_megatron.run.tokenizer import read_tokenizer, with_vocabulary
 from fugaku_megatron.training.trainer import Trainer
+from tests.checks.tokenizers import PIECES, TEXTS, write_sentencepiece
 from tests.helpers import grid_groups, make_trainer, small_run
 from tests.threads import ThreadWorld
-from tests.unit.test_library_tokenizers import PIECES, TEXTS, write_sentencepiece
 from tools import megatron_flags, scripts_start
 
 BASE = ["--recipe", "demo", "--mock-data"]

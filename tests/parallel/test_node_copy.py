@@ -9,8 +9,8 @@ import pytest
 from fugaku_megatron.checkpoint import node_copy
 from fugaku_megatron.checkpoint.manifest import TRACKER, latest_iteration, list_iterations
 from fugaku_megatron.run.resume import find_checkpoint, resume_training
+from tests.checks.session import session
 from tests.helpers import flip_bit, largest_file, small_run
-from tests.parallel.test_session import session
 from tests.threads import ThreadWorld
 
 RANKS = 4

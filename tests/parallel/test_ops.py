@@ -13,70 +13,29 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops
 from fugaku_megatron.nn.ops.activation import functions
 from fugaku_megatron.nn.ops.dropout import add_bias
+from tests.checks.ops import (
+    DTYPES,
+    OUT,
+    B,
+    H,
+    S,
+    check,
+    close,
+    each_dtype,
+    ops,
+    parameter,
+    plain_rms_norm,
+    random,
+)
 from tests.threads import ThreadWorld
 
-S, B, H, OUT = 5, 3, 12, 7
-DTYPES = {
-    "fp32": (torch.float32, 2e-6),
-    "bf16": (torch.bfloat16, 3e-2),
-    "fp16": (torch.float16, 4e-3),
-}
+__all__ = ["ops"]  # the fixture
+
 KEY = DropoutKey(seed=5, stream=9, first_sample=40, sample_dim=1)
-
-
-@pytest.fixture(params=["native", "torch"])
-def ops(request):
-    torch.set_num_threads(1)
-    return Ops.build(request.param)
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
-
-
-def parameter(tensor: Tensor) -> torch.nn.Parameter:
-    """As optim.FlatParameters makes them: with an FP32 gradient, which here is not zero to begin with."""
-    made = torch.nn.Parameter(tensor)
-    made.main_grad = torch.full(tensor.shape, 0.5)
-    return made
-
-
-def check(op, plain, inputs: list[Tensor], weights: list[Tensor], tolerance: float) -> None:
-    """op(*inputs, *weights) against plain(the same in double): output, input gradients, and weight gradients added twice."""
-    parameters = [parameter(w) for w in weights]
-    exact = [t.detach().double().requires_grad_() for t in (*inputs, *weights)]
-    expected = plain(*exact)
-    dy = random(*expected.shape, seed=77, dtype=inputs[0].dtype)
-    gradients = torch.autograd.grad(expected, exact, dy.double())
-    for times in (1, 2):
-        leaves = [t.detach().clone().requires_grad_() for t in inputs]
-        y = op(*leaves, *parameters)
-        assert y.dtype == inputs[0].dtype and y.shape == expected.shape
-        y.backward(dy)
-        close(y, expected, tolerance)
-        for leaf, exact_gradient in zip(leaves, gradients):
-            close(leaf.grad, exact_gradient, tolerance)
-        for p, exact_gradient in zip(parameters, gradients[len(inputs) :]):
-            assert p.grad is None and p.main_grad.dtype == torch.float32
-            close(p.main_grad, 0.5 + times * exact_gradient, tolerance * times)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    scale = expected.abs().max().item()
-    torch.testing.assert_close(
-        actual.double(), expected.detach(), rtol=0, atol=tolerance * max(1.0, scale)
-    )
-
-
-each_dtype = pytest.mark.parametrize("name", DTYPES)
 
 
 def plain_gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-3) * weight
 
 
 def plain_gated_mlp(

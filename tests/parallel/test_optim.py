@@ -28,6 +28,9 @@ from fugaku_megatron.planner import model as perf_model
 from fugaku_megatron.planner.model import System
 from fugaku_megatron.run.resume import find_checkpoint, resume_training
 from fugaku_megatron.training.trainer import Trainer
+from tests.checks.training import (
+    trained,
+)
 from tests.helpers import (
     OVERLAP,
     TP2,
@@ -365,25 +368,6 @@ MOMENTS = {
     "exp_avg_dtype": "bf16",
     "exp_avg_sq_dtype": "bf16",
 }
-ITERATIONS = 12
-
-
-def trained(world, run, source=None, target=None, iterations=ITERATIONS, saved_at=None):
-    """Train from one checkpoint to another; return losses and weights.
-
-    source: the checkpoint to resume from
-    target: where to save after `saved_at` iterations, by default the last
-    """
-    trainer = make_trainer(world, run)
-    if source:
-        trainer.load(str(source))
-    losses = []
-    for iteration in range(1, iterations + 1):
-        losses.append(trainer.train_step().loss)
-        if target and iteration == (saved_at or iterations):
-            trainer.save(str(target))
-    trainer.close()
-    return losses, whole_tensors(trainer, "weight")
 
 
 def change(weights, others) -> float:

@@ -24,10 +24,10 @@ from fugaku_megatron.nn.positions import document_angles, rotary_angles
 from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training.trainer import Trainer
+from tests.checks.chats import write_chats
 from tests.helpers import CP2, CP4, P2P, PP2, TP2, grid_groups, small_run, whole_tensors
 from tests.llama_models import FAMILIES, copy_to, theirs
 from tests.threads import ThreadWorld
-from tests.unit.test_chats import write_chats
 
 LENGTH = 9  # of each chat: its last token is a label alone in a sample of 8
 PACKINGS = {8: 8, 16: 8, 24: 4, 32: 3, 64: 2}  # sequence length -> samples for eight chats

@@ -31,9 +31,9 @@ from fugaku_megatron.jobs import check, render
 from fugaku_megatron.observe import log_command, run_log
 from fugaku_megatron.planner import machine, model, software
 from fugaku_megatron.run.dry_run import report
+from tests.checks.generation import write_tokenizer
 from tests.file_damage import DAMAGES, OTHER_KINDS, damaged, remove, replace
 from tests.helpers import OUR_LOG, load_checkpoint, save_checkpoint, small_run
-from tests.parallel.test_generate import write_tokenizer
 from tests.threads import ThreadWorld
 from tests.time_limit import time_limit
 

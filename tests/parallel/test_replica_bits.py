@@ -12,48 +12,26 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.base import Comm
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.nn.parameter import ParameterSpec
 from fugaku_megatron.training.trainer import Trainer
+from tests.checks.moments import (
+    EIGHT,
+    EP2,
+    EXPERTS,
+    GROUPED,
+    LORA,
+    PRECISE,
+    SHARED,
+    SIZES,
+    SP,
+    is_possible,
+)
 from tests.helpers import CP2, OVERLAP, PP2, TP2, TP2PP2, make_trainer, small_run
 from tests.threads import ThreadWorld
 
-SIZES = {
-    "hidden_size": 48,
-    "ffn_hidden_size": 60,
-    "global_batch_size": 4,
-    "lr": 5e-3,
-    "train_iters": 50,
-    "init_method_std": 0.1,
-}  # so that blocks of moments would be divided by ranks and parameters
 ITERATIONS = 50
-SP = {"sequence_parallel": True}
-EXPERTS = {
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 28,
-    "swiglu": True,
-    "disable_bias_linear": True,
-    "normalization": "RMSNorm",
-}
-SHARED = {
-    **EXPERTS,
-    "moe_shared_expert_intermediate_size": 20,
-    "moe_shared_expert_gate": True,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_bias_update_rate": 0.1,
-    "moe_aux_loss_coeff": (0.1,),
-}
 UNTIED = {"untie_embeddings_and_output_weights": True}
-LORA = {"lora_rank": 3, "lora_alpha": 16.0}
-GROUPED = {
-    "swiglu": True,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "qk_layernorm": True,
-    "position_embedding_type": "rope",
-}
 MODELS = {
     "gpt": {},
     "untied": {**UNTIED, "decoupled_lr": 1e-3},
@@ -68,7 +46,6 @@ MODELS = {
 ZERO = {"zero_stage": 1}
 EIGHT_SAMPLES = {"global_batch_size": 8}  # four data-parallel ranks with micro-batches of two
 VIRTUAL = {**PP2, "num_virtual_stages_per_pipeline_rank": 2}
-EP2 = {"expert_model_parallel_size": 2}
 ETP1 = {"expert_tensor_parallel_size": 1}
 LAYOUTS = {
     "tp": (2, TP2),
@@ -93,8 +70,6 @@ LAYOUTS = {
     "ep pp zero": (8, {**EP2, **PP2, **ZERO, **EIGHT_SAMPLES}),
     "ep sp pp": (8, {**TP2PP2, **SP, **EP2}),
 }
-PRECISE = {"use_precision_aware_optimizer": True}
-EIGHT = {**PRECISE, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
 HALF = {**PRECISE, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 BF16 = {"bf16": True}
 LOW = {**PRECISE, **BF16, "main_params_dtype": "bf16"}
@@ -118,15 +93,6 @@ def settings(model: str, layout: str, optimizer_format: str) -> tuple[int, dict[
     """Return the ranks of a row, and what it changes of the small run."""
     ranks, parallel = LAYOUTS[layout]
     return ranks, {**SIZES, **MODELS[model], **FORMATS[optimizer_format], **parallel}
-
-
-def is_possible(ranks: int, changes: dict[str, Any]) -> bool:
-    """Return False for a combination that the program refuses."""
-    try:
-        Layout.from_run(small_run(**changes), ranks)
-    except ValueError:
-        return False
-    return True
 
 
 QUICK = [

@@ -24,6 +24,7 @@ from fugaku_megatron.training.replicas import (
     content_hash,
 )
 from fugaku_megatron.training.trainer import Trainer
+from tests.checks.session import Writer
 from tests.helpers import (
     CP2,
     OVERLAP,
@@ -37,7 +38,6 @@ from tests.helpers import (
     small_run,
 )
 from tests.llama_models import FAMILIES
-from tests.parallel.test_session import Writer
 from tests.threads import ThreadWorld
 
 ROUTED = {"num_experts": 4, "moe_router_topk": 2, "swiglu": True, "disable_bias_linear": True}

@@ -4,7 +4,6 @@ import re
 import threading
 from contextlib import closing
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -21,52 +20,18 @@ from fugaku_megatron.observe import loss_plot
 from fugaku_megatron.pipeline.instructions import InFlight
 from fugaku_megatron.run import start as start_module
 from fugaku_megatron.run.dry_run import report
-from fugaku_megatron.run.loop import DIVERGED_STEPS, Session
+from fugaku_megatron.run.loop import DIVERGED_STEPS
 from fugaku_megatron.start.exit_codes import ExitCode
+from tests.checks.session import (
+    Writer,
+    run,
+    session,
+)
 from tests.helpers import largest_file, make_trainer, one_error, small_run, whole_tensors
 from tests.recording import RecordingComm
 from tests.threads import ThreadWorld
 
 LONG, SHORT = 1e6, 1e-9  # minutes
-
-
-class Writer:
-    """A log that keeps what is printed."""
-
-    printing = False
-
-    def __init__(self):
-        self.lines = []
-        self.print = self.lines.append
-
-    def event(self, iteration, line):
-        self.print(line)
-
-    def add(self, metrics):
-        pass
-
-    def flush(self):
-        pass
-
-
-def session(world, directory, **changes):
-    run = small_run(**{"num_layers": 2, "save": str(directory), "train_iters": 5, **changes})
-    signals = SimpleNamespace(stop_requested=False)
-    return Session(
-        make_trainer(world, run), Writer(), run.training.train_iters, (), signals=signals
-    )
-
-
-def run(world, directory, **changes):
-    """The iterations that were saved, by what the log says."""
-    made = session(world, directory, **changes)
-    made.run()
-    made.trainer.close()
-    return [
-        int(line.split()[4])
-        for line in made.writer.lines
-        if line.startswith("saved checkpoint of iteration ")
-    ]
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from fugaku_megatron.nn.shared_attention import (
     shared_attention,
     visible_blocks,
 )
+from tests.checks.attention import document_starts
 from tests.helpers import CP2, CP4, DROPOUT, PP2, TP2PP2, small_run, train
-from tests.kernels.test_attention import document_starts
 from tests.recording import RecordingComm
 from tests.threads import ThreadWorld
 

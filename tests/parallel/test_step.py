@@ -1,19 +1,19 @@
 """Work in other orders than 1F1B's: forwards and backwards of micro-batches, and weight gradients after those of inputs."""
 
-import random
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
 
-from fugaku_megatron.config.layout import placement
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import FAMILIES, Ops, backward
 from fugaku_megatron.pipeline import schedule
 from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
 from fugaku_megatron.pipeline.placement import Placement
+from tests.checks.instruction_lists import (
+    custom,
+    shuffled,
+)
 from tests.helpers import (
     PP2,
     TP2,
@@ -26,35 +26,8 @@ from tests.helpers import (
 )
 from tests.threads import ThreadWorld
 
-Make = Callable[[int, int, int], list[Instruction]]
 PP4, TP2PP2DP2 = (4, {"pipeline_model_parallel_size": 4}), (8, {**TP2PP2, "zero_stage": 1})
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
-
-
-@dataclass(frozen=True)
-class Custom(schedule.Schedule):
-    """Other lists than those that have a name. make: of stage, stages and micro-batches."""
-
-    make: Make | None = None
-
-    def instructions(self, stage: int) -> list[Instruction]:
-        return self.make(stage, self.placement.stages, self.microbatches)
-
-
-def custom(make: Make):
-    """For `Trainer.make_schedule`."""
-    return lambda run, microbatches: Custom("interleaved", placement(run), microbatches, make=make)
-
-
-def shuffled(stage: int, stages: int, microbatches: int, seed: int = 3) -> list[Instruction]:
-    """All forwards in a random order that every stage shares, then all backwards in another one: nothing waits in a cycle."""
-    generator = random.Random(seed)
-    forwards, backwards = (generator.sample(range(microbatches), microbatches) for _ in range(2))
-    assert microbatches < 3 or forwards != sorted(forwards)
-    order = [Instruction(FORWARD, m) for m in forwards] + [
-        Instruction(BACKWARD, m) for m in backwards
-    ]
-    return schedule.with_messages(Placement(stages), stage, order)
 
 
 def ahead(stage: int, stages: int, microbatches: int, extra: int = 2) -> list[Instruction]:

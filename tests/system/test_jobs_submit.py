@@ -16,8 +16,8 @@ from fugaku_megatron.cli import program
 from fugaku_megatron.jobs import check, job_command, limits, render, script, torus
 from fugaku_megatron.jobs.job import MARGIN, interpret, start_up
 from fugaku_megatron.planner import search
+from tests.checks.jobs import check_map
 from tests.helpers import check_scripts
-from tests.unit.test_jobs_check import check_map
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "scripts" / "pjsub"

@@ -12,8 +12,8 @@ import pytest
 from fugaku_megatron.cli import program
 from fugaku_megatron.observe.iteration_metrics import PublishedRow, parse_log, published_header
 from fugaku_megatron.reproduction.rows import load
+from tests.checks.run_logs import history
 from tests.helpers import A100, OUR_LOG
-from tests.unit.test_run_log import history
 
 COMMAND = [sys.executable, "-m", "fugaku_megatron", "log"]
 A100_FLAGS = (

@@ -24,8 +24,8 @@ from fugaku_megatron.data.unchanged import other_files, records
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.run.resume import find_checkpoint, resume_training
 from fugaku_megatron.start.exit_codes import ExitCode
+from tests.checks.session import Writer
 from tests.helpers import make_trainer, one_error, small_run
-from tests.parallel.test_session import Writer
 
 DOCUMENTS = 40
 

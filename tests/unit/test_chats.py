@@ -12,11 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fugaku_megatron.cli import program
 from fugaku_megatron.cli.arguments import make_run, parse
 from fugaku_megatron.data import template_limits
 from fugaku_megatron.data.build import Builder, build_datasets
@@ -46,25 +44,21 @@ from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer
 from fugaku_megatron.data.marks import COUNTED, FIRST
 from fugaku_megatron.run.dry_run import report
-
-SPECIAL = [
-    "<s>",
-    "</s>",
-    "<|start|>",
-    "<|end|>",
-    "<|eot|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<think>",
-    "</think>",
-]
+from tests.checks.chats import (
+    CHATML,
+    SPECIAL,
+    TALK,
+    assistant,
+    preprocess,
+    write_chats,
+    write_lines,
+    write_tokenizer,
+)
 
 # The forms of published templates in a few lines, for texts alone: Llama 3, ChatML, Mistral.
 LLAMA_3 = """{{ bos_token }}{% for message in messages %}{{ '<|start|>' + message['role'] + '<|end|>\n\n'
 + message['content'] | trim + '<|eot|>' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"""
-CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
-{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 MISTRAL = """{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}
 {{- '[INST] ' + message.content + ' [/INST]' }}
 {%- elif message.role == 'assistant' %}{{ ' ' + message.content + eos_token }}
@@ -125,36 +119,7 @@ FORGETFUL = CHATML.replace(
 ENDLESS = CHATML.replace("+ '<|im_end|>\n' }}", "+ '\n' }}")
 
 
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
-TALK = [user("one?"), assistant("two "), user("and?"), assistant("three")]
 THOUGHT = [user("a"), assistant("<think>\nb\n</think>\n\nc"), user("d"), assistant("e")]
-
-
-def write_tokenizer(path: Path) -> Path:
-    """A byte-level tokenizer with the special tokens of all templates, and that of ChatML as its own template."""
-    path.mkdir(exist_ok=True)
-    kind = tokenizers.Tokenizer(tokenizers.models.BPE())
-    kind.pre_tokenizer, kind.decoder = (
-        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
-        tokenizers.decoders.ByteLevel(),
-    )
-    kind.train_from_iterator(
-        ["user assistant system one two three"],
-        tokenizers.trainers.BpeTrainer(
-            vocab_size=300,
-            special_tokens=SPECIAL,
-            show_progress=False,
-            initial_alphabet=kind.pre_tokenizer.alphabet(),
-        ),
-    )
-    kind.save(str(path / "tokenizer.json"))
-    own = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(own))
-    (path / "chat_template.jinja").write_text(CHATML)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -519,32 +484,6 @@ def test_texts_of_any_kind_are_printed_without_commands_for_the_terminal(tokeniz
 GOOD = {"messages": TALK}
 
 
-def write_lines(path: Path, *records) -> Path:
-    path.write_text(
-        "\n".join(record if isinstance(record, str) else json.dumps(record) for record in records)
-        + "\n"
-    )
-    return path
-
-
-def preprocess(folder, source, prefix, *more: str) -> int:
-    return program.main(
-        [
-            "preprocess",
-            "--chat",
-            "--input",
-            str(source),
-            "--output-prefix",
-            str(prefix),
-            "--tokenizer-type",
-            "HuggingFaceTokenizer",
-            "--tokenizer-model",
-            str(folder),
-            *more,
-        ]
-    )
-
-
 def test_preprocess_writes_chats_and_which_tokens_are_trained(folder, tokenizer, tmp_path, capsys):
     records = [
         {"messages": [user(f"q{i}" * (i % 7)), assistant(f"a{i}" * (1 + i % 5))]}
@@ -693,15 +632,6 @@ def test_other_mistakes_of_preprocess(folder, tmp_path, capsys):
 
 
 # The three files -----------------------------------------------------------------------------------------------------------------
-
-
-def write_chats(prefix: Path, lengths, token: int = 5) -> ChatFiles:
-    """Chats of these lengths. Their tokens count up from `token`, and all but the first two of each are trained."""
-    with ChatWriter(prefix, "<u2") as writer:
-        for length in lengths:
-            writer.add_document(signed(np.arange(token, token + length), np.arange(length) > 1))
-            token += length
-    return ChatFiles(prefix)
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=20), min_size=1, max_size=20))

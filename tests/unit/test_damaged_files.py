@@ -10,8 +10,8 @@ from fugaku_megatron.data.files import document_texts, input_files, read_documen
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from fugaku_megatron.data.tokenizer import GPT2BPETokenizer, bytes_to_unicode
 from fugaku_megatron.text.named_files import unreadable
+from tests.checks.generation import write_tokenizer
 from tests.file_damage import DAMAGES, OTHER_KINDS, damaged, replace
-from tests.parallel.test_generate import write_tokenizer
 from tests.time_limit import time_limit
 
 ROUNDS = 250  # damages to each kind of file

@@ -12,17 +12,11 @@ from fugaku_megatron.data.index_cache import (
     build_shuffle_index,
     sample_blocks,
 )
-from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.run.announce import validation_line
-
-
-def write(prefix, lengths, first_token=0, dtype="<i4"):
-    """Documents of the given lengths whose tokens count up from `first_token`: a token says where it comes from."""
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for length in lengths:
-            writer.add_document(np.arange(first_token, first_token + length))
-            first_token += length
-    return str(prefix)
+from tests.checks.corpus import (
+    write,
+)
 
 
 @pytest.fixture

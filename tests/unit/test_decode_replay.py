@@ -6,7 +6,7 @@ import torch
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.inference import generation
 from fugaku_megatron.inference.loading import RecordingKernels
-from tests.parallel.test_generate import random_model
+from tests.checks.generation import random_model
 
 STEPS = (
     {0: [5, 9], 1: [3]},

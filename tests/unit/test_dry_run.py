@@ -12,9 +12,9 @@ from fugaku_megatron.planner import plan_text
 from fugaku_megatron.run.dry_run import plan_stage, report
 from fugaku_megatron.run.plan import Plan, modelled_system
 from fugaku_megatron.run.train_command import print_plan
+from tests.checks.topology import SERVERS, tree
 from tests.helpers import small_run
 from tests.time_limit import time_limit
-from tests.unit.test_placement import SERVERS, tree
 
 
 def test_124m_on_512_ranks():
@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_refused(changes, world_size, message):
 
 
 def test_the_program_reads_the_vocabulary(tmp_path, capsys):
-    from tests.parallel.test_generate import write_tokenizer
+    from tests.checks.generation import write_tokenizer
 
     flags = write_tokenizer(tmp_path)
     print_plan(parse(["--recipe", "demo", "--dry-run", "--world-size", "4", *flags]), SoloComm())

@@ -17,8 +17,8 @@ from fugaku_megatron.inference.generation import (
     Sampling,
     StopCondition,
 )
+from tests.checks.chats import write_tokenizer
 from tests.helpers import small_run
-from tests.unit.test_chats import write_tokenizer
 
 
 def decode(ids) -> str:

@@ -1,6 +1,5 @@
 """job check, sizes beyond any machine, node shapes and rank maps: a correct script passes, each mistake is named with its line."""
 
-import itertools
 import math
 import shlex
 from collections import Counter
@@ -12,6 +11,9 @@ from fugaku_megatron.jobs import check, limits, script, torus
 from fugaku_megatron.jobs.job_command import job_from_words
 from fugaku_megatron.jobs.render import render, self_contained
 from fugaku_megatron.jobs.torus import RankMap
+from tests.checks.jobs import (
+    check_map,
+)
 
 PJSUB = Path(__file__).resolve().parents[2] / "scripts" / "pjsub"
 HELD = (
@@ -332,22 +334,6 @@ def test_a_rank_map_beyond_the_machine_is_refused(capsys, words):
     )
     assert torus.main(words) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def check_map(made: RankMap) -> None:
-    """What mpiexec reads: every node has its ranks, and every tensor-parallel group lies in a node or a unit."""
-    nodes = [tuple(map(int, line.strip("()").split(","))) for line in made.lines().splitlines()]
-    assert Counter(nodes) == dict.fromkeys(
-        itertools.product(*map(range, made.shape)), made.ranks_per_node
-    )
-    assert nodes == list(made.nodes)
-    tp = made.grid.tp
-    for first in range(0, len(nodes), tp):
-        group = nodes[first : first + tp]
-        assert (
-            len(set(group)) == max(1, tp // made.ranks_per_node)
-            and len({(x // 2, y // 3, z // 2) for x, y, z in group}) == 1
-        )
 
 
 def test_shapes_are_whole_units_and_compact():

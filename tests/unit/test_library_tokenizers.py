@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import shutil
 import sys
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import sentencepiece
-import tokenizers
 import transformers
 
 from fugaku_megatron.cli import program
@@ -36,56 +34,14 @@ from fugaku_megatron.data.tokenizer import (
 )
 from fugaku_megatron.inference import generate
 from fugaku_megatron.run.tokenizer import read_tokenizer, tokenizer_notes, with_vocabulary
-from tests.parallel.test_generate import save_trained
-
-TEXTS = ["to be or not to be", "the cat sat\non the mat, 富岳", "one two  three"]
-PIECES, TOKENS = 60, 293
-
-
-def write_sentencepiece(path: Path, pieces: int = PIECES, **more) -> Path:
-    """A model of its own training on TEXTS."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS * 20),
-        model_writer=model,
-        vocab_size=pieces,
-        model_type="bpe",
-        minloglevel=2,
-        **more,
-    )
-    path.write_bytes(model.getvalue())
-    return path
-
-
-def write_hugging_face(folder: Path, **special: str) -> Path:
-    """A byte-level BPE with a first token for every text and a token that ends one, as a folder in Hugging Face's form.
-
-    special: names of special tokens, instead of bos_token and eos_token.
-    """
-    kind = tokenizers.Tokenizer(tokenizers.models.BPE())
-    kind.pre_tokenizer, kind.decoder = (
-        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
-        tokenizers.decoders.ByteLevel(),
-    )
-    kind.train_from_iterator(
-        TEXTS,
-        tokenizers.trainers.BpeTrainer(
-            vocab_size=300,
-            special_tokens=["<s>", "</s>"],
-            show_progress=False,
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )
-    kind.add_tokens(["<extra>"])
-    kind.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
-    folder.mkdir(exist_ok=True)
-    kind.save(str(folder / "tokenizer.json"))
-    special = special or {"bos_token": "<s>", "eos_token": "</s>"}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 8, **special}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+from tests.checks.generation import save_trained
+from tests.checks.tokenizers import (
+    PIECES,
+    TEXTS,
+    TOKENS,
+    write_hugging_face,
+    write_sentencepiece,
+)
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import torch
 
 from fugaku_megatron.convert.gguf_tokenizer import read_tokenizer
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+from tests.checks.gguf import MODELS, convert, write_tokenizer
+from tests.checks.gguf import write_model as write_hugging_face
 from tests.tokenizer_files import make
 from tests.tokenizer_files.llama_cpp import LlamaCpp, write_model
-from tests.unit.test_convert_gguf import MODELS, convert, write_tokenizer
-from tests.unit.test_convert_gguf import write_model as write_hugging_face
 
 pytest.importorskip("xllamacpp")
 transformers = pytest.importorskip("transformers")

@@ -21,36 +21,14 @@ from fugaku_megatron.data.marks import (
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.run.tokenizer import end_of_document
 from fugaku_megatron.training.micro_batches import documents_of
+from tests.checks.documents import (
+    EOD,
+    S,
+    Texts,
+    left_to_right,
+)
 
-EOD, S = 3, 24
 FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-
-
-def left_to_right(tokens, reset_position_ids, reset_attention_mask, eod_mask_loss):
-    """(whether a row sees a column (s, s), whether the loss counts (s), positions (s)) of the inputs tokens (s)."""
-    seen, loss_mask, positions = (
-        np.tril(np.ones((len(tokens), len(tokens)), bool)),
-        np.ones(len(tokens)),
-        np.arange(len(tokens)),
-    )
-    if eod_mask_loss:
-        loss_mask[tokens == EOD] = 0.0
-    before = 0
-    for i in np.flatnonzero(tokens == EOD):
-        if reset_attention_mask:
-            seen[i + 1 :, : i + 1] = False
-        if reset_position_ids:
-            positions[i + 1 :] -= i + 1 - before
-            before = i + 1
-    return seen, loss_mask, positions
-
-
-class Texts(MockDataset):
-    """Random tokens, of which sample i has ends of documents as often as i says: never, sometimes, nearly always."""
-
-    def __getitem__(self, index):
-        tokens = super().__getitem__(index)
-        return np.where(tokens < index % 11 * 5, EOD, tokens % 20)
 
 
 def test_5000_samples_have_megatrons_masks_and_positions():

@@ -23,8 +23,8 @@ from fugaku_megatron.data.build import (
 from fugaku_megatron.data.dataset import BlendedDataset
 from fugaku_megatron.run.data import build_data
 from fugaku_megatron.run.plan import Plan
+from tests.checks.corpus import write
 from tests.helpers import SMALL
-from tests.unit.test_dataset import write
 
 
 @pytest.fixture

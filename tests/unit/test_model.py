@@ -4,20 +4,14 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.run_config import ModelConfig
-from fugaku_megatron.convert.architectures import GPT2
-from fugaku_megatron.convert.hugging_face import in_their_shape, parts
 from fugaku_megatron.nn.forward_context import Pass
+from tests.checks.gpt2 import (
+    to_theirs,
+)
 from tests.helpers import make_trainer, small_run
 
 transformers = pytest.importorskip("transformers")
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 3, 48, 4, 20, 128
-
-
-def to_theirs(name: str, ours: dict[str, torch.Tensor], model: ModelConfig) -> torch.Tensor:
-    """Our tensor that is theirs of that name, in their shape."""
-    part = parts(GPT2, model)[name]
-    return in_their_shape(ours[part.ours], part, model)
 
 
 def test_logits_loss_and_gradients():

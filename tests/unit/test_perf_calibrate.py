@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from fugaku_megatron.calibration import calibrate, host_kernels
-from fugaku_megatron.calibration.calibrate import Compute, Messages
+from fugaku_megatron.calibration.calibrate import Messages
 from fugaku_megatron.host import runtime
 from fugaku_megatron.planner import machine, software
+from tests.checks.calibration import (
+    rank,
+)
 
 
 def test_the_curve_and_a_disturbed_clock():
@@ -32,23 +35,6 @@ def test_the_curve_and_a_disturbed_clock():
     assert (
         "measured at 1.08 to 3.00 GHz: other processes"
         in calibrate.disturbances([rank(3.0), rank(1.08)], 0.0)[0]
-    )
-
-
-def rank(ghz: float = 3.0) -> Compute:
-    return Compute(
-        threads=2,
-        clock_ghz=ghz,
-        fma_gflops=100.0,
-        triad_gbs=20.0,
-        gemm=((256, 70.0), (1024, 85.0)),
-        attention=((512, 40.0, 30.0), (2048, 64.0, 48.0)),
-        dropout_flops=90.0,
-        elementwise_gbs=15.0,
-        call_us=7.0,
-        iteration_s=0.01,
-        process_mib=250.0,
-        bf16x3=0.4,
     )
 
 

@@ -24,7 +24,7 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.host.energy import Counter, Counters
 from fugaku_megatron.planner import machine
 from fugaku_megatron.report import context, findings, kernel_rates, page, record, training
-from tests.unit.test_perf_calibrate import rank as calibrated_rank
+from tests.checks.calibration import rank as calibrated_rank
 
 NODE = {
     "cpu": "A CPU",

@@ -3,15 +3,17 @@
 import json
 import os
 import statistics
-from dataclasses import asdict
 
 import pytest
 
 from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.observe import run_log
-from fugaku_megatron.observe.iteration_metrics import parse_line, parse_log
+from fugaku_megatron.observe.iteration_metrics import parse_line
 from fugaku_megatron.observe.run_log import Job, LogFile, LogReader, format_run, parse_run, read_log
+from tests.checks.run_logs import (
+    history,
+)
 from tests.helpers import A100, OUR_LOG
 from tests.time_limit import time_limit
 
@@ -84,16 +86,6 @@ def test_our_log_says_everything(tmp_path):
         "none",
     )
     assert log.machine.startswith("node01: AMD EPYC")
-
-
-def history(text):
-    """Return the history file's text for the iterations of a log."""
-    records = [{"kind": "train", **asdict(iteration)} for iteration in parse_log(text.splitlines())]
-    records += [
-        {"kind": "event", "iteration": 4, "text": "slow"},
-        {"kind": "validation", "iteration": 4, "consumed_samples": 32, "lm_loss": 6.5},
-    ]
-    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def test_a_history_is_read_as_its_log(tmp_path):

@@ -1,71 +1,24 @@
 """Peak activations of a stage under every schedule: the list's prediction against torch's allocations for a single stage."""
 
-from collections.abc import Iterator
-
 import pytest
-import torch
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
 
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout, placement
-from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import memory, run_schedule
-from tests.helpers import make_trainer, small_run
+from tests.checks.allocations import (
+    MICROBATCHES,
+    MODEL,
+    STAGES,
+    allocated_peak,
+)
+from tests.helpers import small_run
 
-STAGES, MICROBATCHES = 4, 8
-MODEL = {
-    "num_layers": 16,
-    "hidden_size": 64,
-    "seq_length": 128,
-    "max_position_embeddings": 128,
-    "micro_batch_size": 2,
-    "global_batch_size": 2 * MICROBATCHES,
-    "pipeline_model_parallel_size": STAGES,
-    "pipeline_split": "even",
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
-}
 SCHEDULES = {
     "1f1b": {},
     "interleaved": {"num_virtual_stages_per_pipeline_rank": 2},
     "zb-h1": {"pipeline_schedule": "zb-h1"},
     "zbv": {"pipeline_schedule": "zbv"},
 }
-
-
-def allocations(events: list) -> Iterator:
-    for event in events:
-        if event.typed[0] == _EventType.Allocation:
-            yield event
-        yield from allocations(event.children)
-
-
-def allocated_peak(world: SoloComm, run: RunConfig) -> int:
-    """Return the most bytes allocated by an iteration's forwards and backwards."""
-    torch.set_num_threads(1)
-    trainer = make_trainer(world, run)
-    trainer.train_step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        trainer.train_step()
-    trainer.close()
-    return allocated(recorded)[1]
-
-
-def allocated(recorded: profile) -> tuple[int, int]:
-    """Return (bytes at the end, most bytes) that torch has allocated in a record."""
-    sizes: dict[
-        int, int
-    ] = {}  # by address: what was there before the record may be freed in it, and counts for nothing
-    held = peak = 0
-    events = allocations(recorded.profiler.kineto_results.experimental_event_tree())
-    for event in sorted(events, key=lambda event: event.start_time_ns):
-        address, change = event.typed[1].ptr, event.typed[1].alloc_size
-        if change > 0:
-            sizes[address] = change
-        held += change if change > 0 else -sizes.pop(address, 0)
-        peak = max(peak, held)
-    return held, peak
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from fugaku_megatron.observe.stragglers import RankTimes
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training import trainer as trainer_module
 from fugaku_megatron.training.trainer import IterationResult, Trainer
+from tests.checks.session import Writer
 from tests.helpers import grid_groups, mock, small_run
-from tests.parallel.test_session import Writer
 
 RANK, SLOWER = 2, 1.3
 INSTRUCTION = 0.14  # s of a forward or backward: an interval takes the 5 s that a judgement needs

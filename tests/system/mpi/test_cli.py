@@ -16,8 +16,8 @@ import pytest
 from benchmarks import child, two_hosts
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.planner import machine
-from tests.parallel.test_evaluate import PROSE, QUESTIONS, result
-from tests.parallel.test_generate import NEW, TEXTS, WIDE, our_tokens, save_trained, write_tokenizer
+from tests.checks.evaluation import PROSE, QUESTIONS, result
+from tests.checks.generation import NEW, TEXTS, WIDE, our_tokens, save_trained, write_tokenizer
 from tests.system.mpi import launch
 
 pytestmark = pytest.mark.mpi

@@ -7,13 +7,13 @@ import json
 import pytest
 
 import fugaku_megatron as fm
-from tests.parallel.test_library import FLAGS, documents
+from tests.checks.library import FLAGS, documents
 
 pytestmark = pytest.mark.mpi
 SCRIPT = """
 import json, sys
 import fugaku_megatron as fm
-from tests.parallel.test_library import FLAGS, documents
+from tests.checks.library import FLAGS, documents
 for flags in json.loads(sys.argv[1]):
     trainer = fm.Trainer(fm.Config(**FLAGS, **flags, train_iters=4), documents(), valid=documents(1))
     losses = []

@@ -55,7 +55,7 @@ import json, os, re, sys
 import torch
 from fugaku_megatron.comm.job import run_or_abort
 from fugaku_megatron.comm.node import NodeTensor
-from tests.parallel.test_lora import QWEN, curve
+from tests.checks.adapters import QWEN, curve
 from tests.helpers import small_run
 
 def refused(*arguments):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
-from tests.parallel.test_generate import write_tokenizer
+from tests.checks.generation import write_tokenizer
 from tests.system.mpi.test_pretrain import PROGRAM
 
 pytestmark = [

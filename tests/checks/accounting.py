@@ -1,0 +1,186 @@
+"""Formulas of costs/ against the trainer: parameters, FLOPs, traffic and saved bytes."""
+
+from collections.abc import Collection
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from fugaku_megatron.comm.base import Comm, SoloComm
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.run_config import RunConfig
+from fugaku_megatron.costs import accounting, experts, memory
+from fugaku_megatron.costs.activations import Collective
+from fugaku_megatron.nn.forward_context import Pass
+from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.training.trainer import Trainer
+from tests.helpers import (
+    grid_groups,
+    make_trainer,
+    mock,
+)
+from tests.recording import record
+from tests.threads import ThreadWorld
+
+
+def check_parameters(run: RunConfig, world: int) -> None:
+    held = ThreadWorld(world).run(
+        lambda comm: sum(p.numel() for p in make_trainer(comm, run).stage.parameters())
+    )
+    layout = Layout.from_run(run, world)
+    assert held == [
+        accounting.stage_parameters(run, layout, rank // (layout.tp * layout.cp) % layout.pp)
+        for rank in range(world)
+    ]
+
+
+def addmm_flops(out, a, b, **_) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+def check_flops(run: RunConfig) -> None:
+    """Compare FLOPs with torch's counter, in the forward and the backward of one sample."""
+    trainer = make_trainer(
+        SoloComm(), run, Ops.build("torch")
+    )  # torch counts the FLOPs of its own kernels only
+    tokens = torch.zeros(16, 1, dtype=torch.int64)
+    # torch knows addmm, not its in-place form, by which weight gradients are accumulated
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flops})
+    with (
+        counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):  # torch counts no FLOPs in its flash kernel for CPUs
+        loss = trainer.stage.chunks[0](tokens, tokens, Pass(first_sample=0))
+    forward = counter.get_total_flops()
+    with counter:
+        loss.backward()
+    records = [r for _, r in accounting.stage_records(run, Layout.from_run(run, 1), 0)]
+    assert (forward, counter.get_total_flops()) == (
+        sum(r.flops_forward for r in records),
+        sum(r.flops_backward for r in records),
+    )
+
+
+def by_blocks(run, place: str, collectives: tuple[Collective, ...]) -> list[Collective]:
+    """Return the messages that replace a layer's collectives with --tp-comm-overlap, with the bytes that reach other ranks."""
+    if place != "layer" or not run.parallel.tp_comm_overlap:
+        return list(collectives)
+    tp = run.parallel.tensor_model_parallel_size
+    bytes = {
+        "all_gather": lambda c: (tp - 1) * c.bytes,
+        "reduce_scatter": lambda c: c.bytes // tp * (tp - 1),
+    }
+    return [
+        Collective(verb, "tp", bytes[c.verb](c)) for c in collectives for verb in ("send", "recv")
+    ]
+
+
+def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
+    """Return an iteration's bytes per (verb, group), without the few bytes of norms and losses."""
+    expected: dict[tuple[str, str], int] = {}
+    microbatches = layout.microbatches(run, layout.global_batch_size(run))
+    records = list(accounting.stage_records(run, layout, stage))
+    per_microbatch = [
+        c for place, r in records for c in by_blocks(run, place, (*r.forward, *r.backward))
+    ]
+    if run.training.recompute_granularity == "full":  # groups of one layer
+        again = [
+            c
+            for r in accounting.recomputed_records(run, layout.tp, last=True)
+            for c in by_blocks(run, "layer", r.forward)
+        ]
+        per_microbatch += again * sum(map(len, accounting.stage_layers(run, stage)))
+    for c in per_microbatch * microbatches + memory.gradient_collectives(run, layout, stage):
+        expected[c.verb, c.group] = expected.get((c.verb, c.group), 0) + c.bytes
+    sends = (stage > 0) + (stage < layout.pp - 1)
+    if sends:
+        expected["send", "pp"] = expected["recv", "pp"] = (
+            sends * microbatches * accounting.residual_bytes(run, layout.tp)
+        )
+    return expected
+
+
+def tallies(run: RunConfig, world: int) -> list[dict[tuple[str, str], tuple[int, int]]]:
+    """Return every rank's (calls, bytes) in an iteration by (group, verb)."""
+
+    def traffic(comm: Comm):
+        torch.set_num_threads(1)
+        groups = record(grid_groups(comm, run))
+        trainer = Trainer(run, comm, groups, mock(run))
+        trainer.train_step()
+        trainer.close()
+        return groups.tp.tally()
+
+    return ThreadWorld(world).run(traffic)
+
+
+def check_bytes(run: RunConfig, world: int, stages: Collection[int] | None = None) -> None:
+    """Compare an iteration's traffic on every rank, or on the ranks of some stages, with accounting."""
+    layout = Layout.from_run(run, world)
+    loads = (
+        run.model.num_layers * (run.model.num_experts + 2) * 8 if run.model.num_experts else 0
+    )  # tokens of each
+    small = 64 + loads  # bytes: norms, counts and losses
+    for rank, tally in enumerate(tallies(run, world)):
+        measured = {(verb, group): bytes for (group, verb), (calls, bytes) in tally.items()}
+        stage = rank // (layout.tp * layout.cp) % layout.pp
+        for key, bytes in (
+            expected_traffic(run, layout, stage).items()
+            if stages is None or stage in stages
+            else ()
+        ):
+            assert bytes <= measured[key] <= bytes + small, (rank, key, bytes, measured[key])
+
+
+def held_bytes(world: Comm, run: RunConfig) -> int:
+    """Return the bytes that autograd keeps on this rank from a micro-batch's forward to its backward."""
+    trainer = make_trainer(world, run)
+    tokens = torch.zeros(
+        run.model.seq_length // run.parallel.context_parallel_size,
+        run.batch.micro_batch_size,
+        dtype=torch.int64,
+    )
+    flat, saved = trainer.optimizer.flat, {}
+    weights = {
+        values.untyped_storage().data_ptr()
+        for values in (flat.values, *(memory.values for memory in flat.frozen_memory))
+    }
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.dtype != torch.int64:
+            saved[storage.data_ptr()] = (
+                storage  # holding it keeps its address from being used again
+            )
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = trainer.stage.chunks[0](
+            tokens, tokens, Pass(first_sample=0, recompute=run.training.recompute_granularity)
+        )
+    assert loss.requires_grad
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+def check_kept(run: RunConfig) -> None:
+    tp, cp = run.parallel.tensor_model_parallel_size, run.parallel.context_parallel_size
+    layers = memory.layers_kept_bytes(
+        run, tp, run.model.num_layers, accounting.virtual_stage_recompute_groups(run, 0)
+    )[0]
+    outside = sum(
+        r.saved_bytes
+        for place, r in accounting.stage_records(run, Layout.from_run(run, tp * cp), 0)
+        if place != "layer"
+    )
+    if (
+        run.model.num_experts and run.training.recompute_granularity != "full"
+    ):  # of int64, which `held_bytes` leaves out
+        layers -= (
+            run.model.num_layers
+            * accounting.tokens_per_microbatch(run)
+            * run.model.moe_router_topk
+            * experts.NUMBER_BYTES
+        )
+    for held in ThreadWorld(tp * cp).run(held_bytes, run):
+        assert held == pytest.approx(layers + outside, rel=0.02)

@@ -1,0 +1,97 @@
+"""Tokenizers, templates and files of chats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from fugaku_megatron.cli import program
+from fugaku_megatron.data.chat_dataset import (
+    ChatFiles,
+    ChatWriter,
+    signed,
+)
+from fugaku_megatron.data.chats import user_turn as user
+
+SPECIAL = [
+    "<s>",
+    "</s>",
+    "<|start|>",
+    "<|end|>",
+    "<|eot|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+]
+CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+TALK = [user("one?"), assistant("two "), user("and?"), assistant("three")]
+
+
+def write_tokenizer(path: Path) -> Path:
+    """Write a byte-level tokenizer with the special tokens of all templates, and ChatML's template."""
+    path.mkdir(exist_ok=True)
+    kind = tokenizers.Tokenizer(tokenizers.models.BPE())
+    kind.pre_tokenizer, kind.decoder = (
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        tokenizers.decoders.ByteLevel(),
+    )
+    kind.train_from_iterator(
+        ["user assistant system one two three"],
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=SPECIAL,
+            show_progress=False,
+            initial_alphabet=kind.pre_tokenizer.alphabet(),
+        ),
+    )
+    kind.save(str(path / "tokenizer.json"))
+    own = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(own))
+    (path / "chat_template.jinja").write_text(CHATML)
+    return path
+
+
+def write_lines(path: Path, *records) -> Path:
+    path.write_text(
+        "\n".join(record if isinstance(record, str) else json.dumps(record) for record in records)
+        + "\n"
+    )
+    return path
+
+
+def preprocess(folder, source, prefix, *more: str) -> int:
+    return program.main(
+        [
+            "preprocess",
+            "--chat",
+            "--input",
+            str(source),
+            "--output-prefix",
+            str(prefix),
+            "--tokenizer-type",
+            "HuggingFaceTokenizer",
+            "--tokenizer-model",
+            str(folder),
+            *more,
+        ]
+    )
+
+
+def write_chats(prefix: Path, lengths, token: int = 5) -> ChatFiles:
+    """Write chats of these lengths. Tokens count up from `token`; all but a chat's first two are trained."""
+    with ChatWriter(prefix, "<u2") as writer:
+        for length in lengths:
+            writer.add_document(signed(np.arange(token, token + length), np.arange(length) > 1))
+            token += length
+    return ChatFiles(prefix)

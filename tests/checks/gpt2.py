@@ -1,0 +1,13 @@
+"""Weights in transformers' GPT-2."""
+
+import torch
+
+from fugaku_megatron.config.run_config import ModelConfig
+from fugaku_megatron.convert.architectures import GPT2
+from fugaku_megatron.convert.hugging_face import in_their_shape, parts
+
+
+def to_theirs(name: str, ours: dict[str, torch.Tensor], model: ModelConfig) -> torch.Tensor:
+    """Return the tensor for a name of transformers, in the shape of transformers."""
+    part = parts(GPT2, model)[name]
+    return in_their_shape(ours[part.ours], part, model)

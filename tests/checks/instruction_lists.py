@@ -1,0 +1,38 @@
+"""Lists of instructions in other orders."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fugaku_megatron.config.layout import placement
+from fugaku_megatron.pipeline import schedule
+from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
+from fugaku_megatron.pipeline.placement import Placement
+
+Make = Callable[[int, int, int], list[Instruction]]
+
+
+@dataclass(frozen=True)
+class Custom(schedule.Schedule):
+    """Schedule with other lists than the named schedules. make: from stage, stages and micro-batches"""
+
+    make: Make | None = None
+
+    def instructions(self, stage: int) -> list[Instruction]:
+        return self.make(stage, self.placement.stages, self.microbatches)
+
+
+def custom(make: Make):
+    """Return a function for `Trainer.make_schedule`."""
+    return lambda run, microbatches: Custom("interleaved", placement(run), microbatches, make=make)
+
+
+def shuffled(stage: int, stages: int, microbatches: int, seed: int = 3) -> list[Instruction]:
+    """Return all forwards in a random order that every stage shares, then all backwards in another: no cycle of waits."""
+    generator = random.Random(seed)
+    forwards, backwards = (generator.sample(range(microbatches), microbatches) for _ in range(2))
+    assert microbatches < 3 or forwards != sorted(forwards)
+    order = [Instruction(FORWARD, m) for m in forwards] + [
+        Instruction(BACKWARD, m) for m in backwards
+    ]
+    return schedule.with_messages(Placement(stages), stage, order)

