@@ -96,12 +96,17 @@ class ParamSchedule:
                 f"the warm-up of the learning rate, {_given(o, WARM_UPS)}, is longer than the run, {end}: it does not reach "
                 f"--lr {o.lr:g}"
             ]
-        if self.decay_samples > self.total_samples and SHAPES[o.lr_decay_style].decays:
+        if self.decay_samples > self.total_samples and self.decays:
             return [
                 f"the learning rate decays over {_given(o, DECAYS)}, longer than the run, {end}: its last rate is "
                 f"{self.learning_rate(math.ceil(self.total_samples)):.3e}"
             ]
         return []
+
+    @property
+    def decays(self) -> bool:
+        """True if the learning rate falls to --min-lr."""
+        return SHAPES[self.config.lr_decay_style].decays
 
     @property
     def decoupled(self) -> ParamSchedule:

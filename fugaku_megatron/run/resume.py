@@ -548,7 +548,7 @@ def _schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -
     saved = ParamSchedule.from_state(state) if state else requested
     now = requested.learning_rate(samples)
     before = saved.learning_rate(samples)
-    decays = "constant" not in (optimizer.lr_decay_style, saved.config.lr_decay_style)
+    decays = requested.decays and saved.decays
     same_length = requested.warmup_samples == saved.warmup_samples and (
         requested.decay_samples == saved.decay_samples or not decays
     )

@@ -11,7 +11,7 @@ from fugaku_megatron.config.run_config import RunConfig
 from tests.helpers import make_trainer
 
 STAGES, MICROBATCHES = 4, 8
-MODEL = {
+PIPELINE = {
     "num_layers": 16,
     "hidden_size": 64,
     "seq_length": 128,
@@ -20,9 +20,8 @@ MODEL = {
     "global_batch_size": 2 * MICROBATCHES,
     "pipeline_model_parallel_size": STAGES,
     "pipeline_split": "even",
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
 }
+MODEL = {**PIPELINE, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
 def allocations(events: list) -> Iterator:

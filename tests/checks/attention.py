@@ -13,6 +13,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 47, 48, 49, 61, 97, 101, 129]
 HEAD_SIZES = [4, 8, 64, 80, 92, 96, 128, 12, 20, 64, 4, 36, 64, 8, 128, 80, 92, 64, 96]
 SHAPES = [(s, 1 + s % 3, 1 + s % 5, d) for s, d in zip(LENGTHS, HEAD_SIZES, strict=True)]
+SHAPES += [(257, 1, 2, 64), (193, 2, 1, 128), (13, 6, 3, 8)]
 # ((s, b, heads, d), groups, window): windows of one key, within a tile, across tiles of every target, and larger than s
 GROUPED = [
     ((17, 2, 6, 8), 3, None),

@@ -23,8 +23,6 @@ from tests.checks.attention import (
 )
 from tests.kernels.numbers import assert_slope
 
-SHAPES += [(257, 1, 2, 64), (193, 2, 1, 128), (13, 6, 3, 8)]
-
 
 @pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

@@ -2,13 +2,10 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config import model as model_module
-from fugaku_megatron.nn import layers
 from fugaku_megatron.nn.forward_context import Pass
-from fugaku_megatron.nn.gradients import accumulate
 from fugaku_megatron.nn.ops import Ops
 from tests.checks.accounting import check_bytes, check_flops, check_kept, check_parameters
 from tests.helpers import TP2, TP2PP2, make_trainer, small_run, train
@@ -74,35 +71,6 @@ def test_biases_are_not_decayed():
 # Another norm ---------------------------------------------------------------------------------------------------------------------
 
 
-class _Scale(torch.autograd.Function):
-    """x / sqrt(mean(x^2) + epsilon) * weight."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
-        ctx.save_for_backward(x, rstd)
-        ctx.weight = weight
-        return x * rstd * weight
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
-        x, rstd = ctx.saved_tensors
-        accumulate(ctx.weight, (dy * x * rstd).sum((0, 1)))
-        scaled = dy * ctx.weight
-        return rstd * (scaled - x * rstd.square() * (scaled * x).mean(-1, keepdim=True)), None, None
-
-
-class ScaleNorm(layers.Norm):
-    """The one class."""
-
-    def __init__(self, name: str, context: layers.Context) -> None:
-        super().__init__(name, context)
-        self.weight = context.parameter(f"{name}.weight", (context.model.hidden_size,), fill=1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Scale.apply(x, self.weight, self.epsilon)
-
-
 OTHER = {"normalization": "ScaleNorm", "disable_bias_linear": True}
 
 
@@ -112,9 +80,7 @@ def other(monkeypatch):
     monkeypatch.setitem(
         model_module.NORMS,
         "ScaleNorm",
-        model_module.NormPart(
-            layer="tests.parallel.test_blocks:ScaleNorm", vectors=1, statistics=1
-        ),
+        model_module.NormPart(layer="tests.outside_rows:RootMeanSquare", vectors=1, statistics=1),
     )
     return {"normalization": "ScaleNorm", "disable_bias_linear": True}
 

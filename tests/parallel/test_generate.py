@@ -17,7 +17,6 @@ from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.forward_context import Pass
 from tests.checks.generation import (
     GREEDY,
-    LEARNS,
     NEW,
     TEXT,
     TEXTS,
@@ -25,10 +24,9 @@ from tests.checks.generation import (
     our_tokens,
     random_model,
     save_trained,
+    their_model,
     write_tokenizer,
 )
-from tests.checks.gpt2 import to_theirs
-from tests.helpers import small_run
 from tests.llama_models import FAMILIES, copy_to, theirs
 from tests.threads import ThreadWorld
 
@@ -201,26 +199,6 @@ SHORT = [
     [17, 2],
     [9, 8, 7, 6, 5, 4],
 ]  # of a vocabulary of 96
-
-
-def their_model(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """transformers' GPT-2 with our weights of the WIDE model."""
-    transformers = pytest.importorskip("transformers")
-    model = small_run(**{**LEARNS, **WIDE}).model
-    theirs = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=model.vocab_size,
-            n_positions=model.max_position_embeddings,
-            n_embd=model.hidden_size,
-            n_layer=model.num_layers,
-            n_head=model.num_attention_heads,
-        )
-    ).eval()
-    with torch.no_grad():
-        for name, tensor in theirs.state_dict().items():
-            if name != "lm_head.weight":  # tied
-                tensor.copy_(to_theirs(name, weights, model)[: len(tensor)])
-    return theirs
 
 
 def their_tokens(weights: dict[str, torch.Tensor]) -> list[list[int]]:

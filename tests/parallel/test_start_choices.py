@@ -21,20 +21,10 @@ from fugaku_megatron.run import limits
 from fugaku_megatron.run.dry_run import report
 from fugaku_megatron.run.limits import MachineLimits
 from fugaku_megatron.run.plan import Plan
+from tests.checks.allocations import MICROBATCHES, PIPELINE, STAGES
 from tests.helpers import small_run
 from tests.threads import ThreadWorld
 
-STAGES, MICROBATCHES = 4, 8
-MODEL = {
-    "num_layers": 16,
-    "hidden_size": 64,
-    "seq_length": 128,
-    "max_position_embeddings": 128,
-    "micro_batch_size": 2,
-    "global_batch_size": 2 * MICROBATCHES,
-    "pipeline_model_parallel_size": STAGES,
-    "pipeline_split": "even",
-}
 SCHEDULES = {
     "1f1b": {},
     "interleaved": {"num_virtual_stages_per_pipeline_rank": 2},
@@ -44,7 +34,7 @@ SCHEDULES = {
 
 
 def auto(name: str) -> tuple[RunConfig, Layout]:
-    run = small_run(**MODEL, **SCHEDULES[name], recompute_auto=True)
+    run = small_run(**PIPELINE, **SCHEDULES[name], recompute_auto=True)
     return run, Layout.from_run(run, STAGES)
 
 

@@ -26,7 +26,7 @@ TOTALS = {
 
 
 def test_the_totals_are_these_and_every_other_script_gets_true_reasons_in_one_message():
-    """Of a flag that Megatron-LM knows none is that it is unknown; experts are refused for what is not supported of them."""
+    """Call no flag of Megatron-LM unknown, and refuse experts for their unsupported flags alone."""
     found = [
         scripts_start.Script(s["source"], s["name"], s["kind"], scripts_start.reasons(s["flags"]))
         for s in SCRIPTS

@@ -38,7 +38,10 @@ def openers(folder: Path, job: Path) -> dict[str, set[str]]:
 def test_no_file_of_a_job_is_opened_by_two_ranks_of_a_node(
     mpich, alone, tmp_path, ranks, tensor_ranks
 ):
-    """A run that resumes from the checkpoint of one rank on two data-parallel ranks, evaluates and saves."""
+    """A run that resumes on twice as many ranks as saved its checkpoint, evaluates and saves.
+
+    The tensor-parallel ranks are as many as before: in another layout several ranks read pieces of a file.
+    """
     job, traces, rng = tmp_path / "job", tmp_path / "traces", np.random.default_rng(0)
     job.mkdir()
     traces.mkdir()
@@ -78,7 +81,11 @@ def test_no_file_of_a_job_is_opened_by_two_ranks_of_a_node(
         str(job / "save"),
         *write_tokenizer(job),
     ]
-    saved = alone(*flags, "--train-iters", 2)
+    tensor_parallel = ["--tensor-model-parallel-size", str(tensor_ranks)]
+    if tensor_ranks == 1:
+        saved = alone(*flags, "--train-iters", 2)
+    else:
+        saved = mpich.run(tensor_ranks, PROGRAM, *flags, *tensor_parallel, "--train-iters", "2")
     assert saved.returncode == 0, saved.stderr
     done = mpich.run(
         ranks,
@@ -86,8 +93,7 @@ def test_no_file_of_a_job_is_opened_by_two_ranks_of_a_node(
         str(traces),
         PROGRAM,
         *flags,
-        "--tensor-model-parallel-size",
-        str(tensor_ranks),
+        *tensor_parallel,
         "--data-cache-path",
         str(job / "cache"),
         "--log-file",
@@ -108,4 +114,9 @@ def test_no_file_of_a_job_is_opened_by_two_ranks_of_a_node(
         "save/iter_0000002/manifest.json",
         "save/latest_checkpointed_iteration.txt",
     } <= set(opened)
-    assert opened["save/iter_0000002/rank_00000.safetensors"] == {"0"}, "others get it from rank 0"
+    shards = {
+        name: who for name, who in opened.items() if name.startswith("save/iter_0000002/rank_")
+    }
+    assert shards == {
+        f"save/iter_0000002/rank_{rank:05}.safetensors": {str(rank)} for rank in range(tensor_ranks)
+    }, "the other data-parallel ranks get them from these"
