@@ -4,13 +4,17 @@
 
 A ThreadComm reduces every tensor on every rank, in rank order, so that results are reproducible. A collective copies a rank's
 operands when it starts, so that no rank waits for another before `wait`.
+
+Ranks take turns: one computes until it waits for another. Each operation of PyTorch lets go of Python's lock, so that ranks which
+compute at the same time spend more of it on handing over the lock than on the operation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,11 +44,53 @@ class _Broken(Exception):
     """An exception in a rank's thread after another rank failed."""
 
 
-class _State:
-    """State shared by a ThreadWorld's ranks: the failure flag, and the condition that every change notifies."""
+class Turn:
+    """The right to compute, held by one rank's thread. timeout: seconds after which a rank that waits for it raises TimeoutError."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
+        self._lock = threading.Lock()
+        self._holder: int | None = None  # identifier of a thread
+
+    def begin(self) -> None:
+        if not self._lock.acquire(timeout=self.timeout):
+            raise TimeoutError(
+                "a rank waits for another outside its communicator: pass turns=False to ThreadWorld"
+            )
+        self._holder = threading.get_ident()
+
+    def end(self) -> None:
+        self._holder = None
+        self._lock.release()
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Compute in the block."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """Let other ranks compute during the block. Threads that a rank has started have no turn to leave."""
+        holds = self._holder == threading.get_ident()
+        if holds:
+            self.end()
+        try:
+            yield
+        finally:
+            if holds:
+                self.begin()
+
+
+class _State:
+    """State shared by a ThreadWorld's ranks: the turn, the failure flag, and the condition that every change notifies."""
+
+    def __init__(self, timeout: float, turn: Turn) -> None:
+        self.timeout = timeout
+        self.turn = turn
         self.failed = False
         self.changed = threading.Condition()
 
@@ -92,7 +138,7 @@ class _Receive:
     taken: bool = False
 
     def done(self) -> bool:
-        return self.taken or self.key in self.comm.shared.messages
+        return self.taken or self.comm.becomes(lambda: self.key in self.comm.shared.messages)
 
     def wait(self) -> None:
         if not self.taken:
@@ -112,7 +158,8 @@ class _Collective:
     result: Any = None
 
     def done(self) -> bool:
-        return self.taken or len(self.comm.shared.meeting(self.number).shown) == self.comm.size
+        shown = self.comm.shared.meeting(self.number).shown
+        return self.taken or self.comm.becomes(lambda: len(shown) == self.comm.size)
 
     def wait(self) -> Any:
         if not self.taken:
@@ -130,28 +177,40 @@ class ThreadComm(Comm):
         self._posted: Counter = Counter()
 
     def _wait_for(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait with the condition held. Raises _Broken if another rank failed, TimeoutError after the time limit."""
+        """Wait without the turn. Raises _Broken if another rank failed, TimeoutError after the time limit."""
         state = self.shared.state
-        state.changed.wait_for(lambda: ready() or state.failed, state.timeout)
+        if not ready():
+            with state.turn.left(), state.changed:
+                state.changed.wait_for(lambda: ready() or state.failed, state.timeout)
         if ready():
             return
         if state.failed:
             raise _Broken from None
         raise TimeoutError(f"rank {self.rank} of {self.size} waited {state.timeout} s in {what}")
 
+    def becomes(self, ready: Callable[[], bool]) -> bool:
+        """Return True if `ready`, at once or after the others had their turn."""
+        state = self.shared.state
+        if not ready():
+            with state.turn.left(), state.changed:
+                state.changed.wait_for(ready, 1e-4)
+        return ready()
+
     def _start(self, verb: str, value: Any, finish: Callable[[list[Any]], Any]) -> _Collective:
         """Publish `value`, which no rank changes any more."""
         number, self._collectives = self._collectives, self._collectives + 1
         with self.shared.state.changed:
-            self.shared.meeting(number).shown[self.rank] = (verb, value)
-            self.shared.state.changed.notify_all()
+            shown = self.shared.meeting(number).shown
+            shown[self.rank] = (verb, value)
+            if len(shown) == self.size:
+                self.shared.state.changed.notify_all()
         return _Collective(self, number, verb, finish)
 
     def meet(self, number: int, verb: str) -> list[Any]:
         """Return all ranks' values."""
+        shown = self.shared.meeting(number).shown
+        self._wait_for(lambda: len(shown) == self.size, verb)
         with self.shared.state.changed:
-            shown = self.shared.meeting(number).shown
-            self._wait_for(lambda: len(shown) == self.size, verb)
             pairs = self.shared.leave(number)
         verbs = [entered for entered, _ in pairs]
         assert len(set(verbs)) == 1, f"ranks entered different collectives: {verbs}"
@@ -232,9 +291,8 @@ class ThreadComm(Comm):
     def take(self, tensor: Tensor, key: tuple) -> None:
         """Receive a message into `tensor` (any shape)."""
         messages = self.shared.messages
-        with self.shared.state.changed:
-            self._wait_for(lambda: key in messages, f"recv from rank {key[0]}, tag {key[2]}")
-            message = messages.pop(key)
+        self._wait_for(lambda: key in messages, f"recv from rank {key[0]}, tag {key[2]}")
+        message = messages.pop(key)
         assert (message.dtype, message.numel()) == (tensor.dtype, tensor.numel()), (
             f"rank {key[0]} sent {message.dtype} x {message.numel()}, "
             f"rank {key[1]} receives {tensor.dtype} x {tensor.numel()}"
@@ -267,25 +325,32 @@ class ThreadComm(Comm):
 
 
 class ThreadWorld:
-    """`size` ranks as threads of this process. timeout: seconds of every wait, so that no test hangs"""
+    """`size` ranks as threads of this process.
 
-    def __init__(self, size: int, timeout: float = 300.0) -> None:
+    timeout: seconds of every wait, so that no test hangs
+    turns: False where a rank waits for another outside its communicator, for example by a thread of its own
+    """
+
+    def __init__(self, size: int, timeout: float = 300.0, turns: bool = True) -> None:
         assert size >= 1, size
-        self.size, self.timeout = size, timeout
+        self.size = size
+        self.timeout = timeout
+        self.turns = turns
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call fn(comm, *args) on every rank; return the results in rank order.
 
         If a rank fails, waiting ranks are woken, and the lowest failing rank's exception is raised with the attribute `rank` and a note.
         """
-        state = _State(self.timeout)
+        state = _State(self.timeout, Turn(self.timeout))
         shared = _Shared(state, self.size)
         results: list[Any] = [None] * self.size
         errors: dict[int, BaseException] = {}
 
         def work(rank: int) -> None:
             try:
-                results[rank] = fn(ThreadComm(rank, self.size, shared), *args)
+                with state.turn.taken() if self.turns else contextlib.nullcontext():
+                    results[rank] = fn(ThreadComm(rank, self.size, shared), *args)
             except _Broken:
                 pass
             except (

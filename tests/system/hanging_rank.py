@@ -41,6 +41,22 @@ def compute(watchdog):
         sum(range(10**7))
 
 
+def long_iteration(watchdog):
+    """Take longer for an iteration than the limit, and less for each micro-batch."""
+    pieces = 8
+    with watchdog.heart.iteration(12):
+        for micro_batch in range(pieces):
+            with watchdog.heart.phase(f"forward of micro-batch {micro_batch}"):
+                time.sleep(1.5 * watchdog.heart.limit / pieces)
+
+
+def wait_for_a_long_iteration(watchdog):
+    """Wait longer than the limit for a rank that moves."""
+    watchdog.heart.wait(True)
+    time.sleep(1.5 * watchdog.heart.limit)
+    watchdog.heart.wait(False)
+
+
 def forward(watchdog, number=0):
     """number: of a signal that ends or stops this rank when others have been told where it is."""
     with watchdog.heart.iteration(12), watchdog.heart.phase("forward of micro-batch 3"):

@@ -88,6 +88,8 @@ GROUPS = {
     ),
     # before the first iteration longer than the limit without a sign of life, with Python's lock held most of the time
     "works": Group(("compute",), (0,)),
+    # a rank whose experts receive all tokens
+    "computes for long": Group(("long_iteration", "wait_for_a_long_iteration"), (0, 0)),
     "a rank of another node": Group(
         ("wait", "stop", "wait"),
         (HANG,),
