@@ -146,7 +146,9 @@ format: $(STAMPS)/test-packages
 	$(BIN)/ruff format --quiet .
 	$(BIN)/clang-format -i $(CPP_SOURCES)
 
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal
+# A thread that waits leaves its core to the other worker. Every worker assembles all test modules, so that bytecode is written even
+# where Python is told to write none.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal
 
 # What an edit needs: the kernels on the best target of this CPU, a narrow matrix of layouts, one MPI job.
 check: setup lint
@@ -158,10 +160,7 @@ test: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI)
 	@$(MAKE) --no-print-directory -j 2 $(STAMPS)/kernels $(STAMPS)/test-packages
 	@$(MAKE) --no-print-directory tested
 
-# A thread that waits leaves its core to the other worker. Hundreds of tests start Python: they find bytecode even where Python is told
-# to write none.
 tested: setup lint
-	$(BIN)/python -m compileall -q fugaku_megatron benchmarks tests tools
 	$(PYTEST) --durations=30 -m "not (slow or docs or full or arm)"
 
 test-full: setup $(STAMPS)/kernels $(STAMPS)/test-packages
@@ -222,7 +221,7 @@ arm-ext: arm-env $(STAMPS)/kernels
 	@$(BIN)/python -m tools.arm_env extension
 
 test-arm: arm-ext
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests/arm \
+	$(subst worksteal,loadfile,$(PYTEST)) tests/arm \
 	    tests/kernels/test_dispatch.py::test_target_flags_stay_in_their_namespace
 
 arm-codegen: setup

@@ -1,4 +1,4 @@
-"""A short draw of the campaign of faults, and its report. The whole: make faults."""
+"""The report of the campaign of faults. The campaign: make faults; a short one: make faults-short."""
 
 from __future__ import annotations
 
@@ -12,22 +12,6 @@ from tests.campaigns.faults.kinds import KINDS
 from tests.campaigns.faults.trial import Outcome
 
 pytestmark = pytest.mark.mpi
-DRAWN = ("term", "io-error")  # each some seconds; kills and hangs have tests of their own
-
-
-@pytest.mark.full
-def test_a_draw_loses_nothing(mpich, tmp_path, capsys):
-    record = tmp_path / "faults.json"
-    code = faults.main(
-        ["--count", "2", "--seed", "12", "--kinds", *DRAWN, "--workers", "2", "--json", str(record)]
-    )
-    printed = capsys.readouterr().out
-    assert code == 0, printed
-    rows = json.loads(record.read_text())["kinds"]
-    assert (
-        sum(row["tried"] + row["missed"] for row in rows.values()) == 2
-        and "faults per minute" in printed
-    )
 
 
 def test_a_campaign_goes_on_where_it_was_stopped(tmp_path):
