@@ -177,7 +177,7 @@ site: $(STAMPS)/docs-packages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 faults-short: setup $(STAMPS)/test-packages
-	$(BIN)/python -m tests.campaigns.faults --count $(FAULTS_SHORT) --seed $(FAULTS_SEED) --workers 2
+	$(BIN)/python -m tests.campaigns.faults --count $(FAULTS_SHORT) --seed $(FAULTS_SEED) --workers 3
 
 faults: setup $(STAMPS)/test-packages
 	$(BIN)/python -m tests.campaigns.faults --count $(FAULTS) --seed $(FAULTS_SEED) --json faults.json --resume --workers 3 --write

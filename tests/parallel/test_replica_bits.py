@@ -30,7 +30,7 @@ from tests.checks.moments import (
 from tests.helpers import CP2, OVERLAP, PP2, TP2, TP2PP2, make_trainer, small_run
 from tests.threads import ThreadWorld
 
-ITERATIONS = 50
+ITERATIONS = 12
 UNTIED = {"untie_embeddings_and_output_weights": True}
 MODELS = {
     "gpt": {},
@@ -189,6 +189,6 @@ def after_training(world: Comm, run: RunConfig, iterations: int) -> list[str]:
 )
 def test_replicas_have_the_same_bits(row):
     ranks, changes = settings(*row)
-    iterations = ITERATIONS if row in ROWS else ITERATIONS // 10
+    iterations = ITERATIONS if row in ROWS else ITERATIONS // 2
     for found in ThreadWorld(ranks).run(after_training, small_run(**changes), iterations):
         assert not found

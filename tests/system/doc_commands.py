@@ -142,6 +142,18 @@ CHANGES = (
         f"make train TRAIN_FLAGS='{TINY}'\n",
         "4 iterations instead of ten minutes",
     ),
+    (
+        "docs/training.md",
+        "--train-iters 20 \\\n    --eval-iters 0 --log-interval 10",
+        "--train-iters 2 \\\n    --eval-iters 0 --log-interval 1",
+        "2 iterations instead of 20",
+    ),
+    (
+        "docs/training.md",
+        "--log-interval 10 --train-iters 40",
+        "--log-interval 2 --train-iters 4",
+        "4 iterations instead of 40",
+    ),
     ("docs/training.md", "mpiexec -n 512", "mpiexec -n 2", "2 processors"),
     ("docs/training.md", "--recipe 124m --data-path", f"{TINY} --data-path", "the demo's size"),
     (

@@ -116,9 +116,11 @@ STEP = ("step", *ROUND, "--micro-batch-size", "2", "--global-batch-size", "4")
 # Commands that one process runs, because each start imports torch: name -> words
 TOGETHER = {
     "gemm fp32": ("gemm", *ROUND, "--only", "128x128x128"),  # one shape, with all rivals
-    "attention bf16": ("attention", *ROUND, "--dtype", "bf16", "--mkl", "full"),
     "rowwise fp32": ("rowwise", *ROUND),
     "step": STEP,
+}
+LONGER = {
+    "attention bf16": ("attention", *ROUND, "--dtype", "bf16", "--mkl", "full"),
     "save": ("save", *ROUND, "--seq-length", "32"),
     "watch": ("watch", "--recipe", "demo", "--rounds", "2", "--seq-length", "32"),
     "decode": tuple(
@@ -150,10 +152,19 @@ def result(path: Path, *arguments: str) -> tuple[dict, str]:
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
     """Run the commands of `TOGETHER`; return a function from a name to the JSON result and the output."""
-    folder = tmp_path_factory.mktemp("together")
+    yield from run_together(tmp_path_factory.mktemp("together"), TOGETHER)
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory):
+    """Run the commands of `LONGER`, as `together`."""
+    yield from run_together(tmp_path_factory.mktemp("longer"), LONGER)
+
+
+def run_together(folder, commands):
     chosen = [
         (name, words)
-        for name, words in TOGETHER.items()
+        for name, words in commands.items()
         if name != "decode" or importlib.util.find_spec("transformers")
     ]
     saved = folder / "saved"
@@ -187,7 +198,7 @@ def options(family: str, *arguments: str) -> argparse.Namespace:
     [
         ("gemm", "fp32", {"forward", "data_grad", "weight_grad"}, ()),
         pytest.param("attention", "fp32", ATTENTION, ("--mkl", "full"), marks=pytest.mark.full),
-        ("attention", "bf16", ATTENTION, ()),
+        pytest.param("attention", "bf16", ATTENTION, (), marks=pytest.mark.full),
         ("rowwise", "fp32", ROWWISE, ()),
         pytest.param("rowwise", "bf16", ROWWISE, (), marks=pytest.mark.full),
     ],
@@ -196,6 +207,8 @@ def test_a_family_of_kernels(request, tmp_path, family, dtype, ops, options):
     name = f"{family} {dtype}"
     if name in TOGETHER:
         measured, printed = request.getfixturevalue("together")(name)
+    elif name in LONGER:
+        measured, printed = request.getfixturevalue("longer")(name)
     else:
         words = (family, *ROUND, "--dtype", dtype, *options)
         measured, printed = result(tmp_path / "rows.json", *words)
@@ -974,15 +987,17 @@ def test_every_family_says_what_it_is():
     assert all(family in shown for family in FAMILIES)
 
 
-def test_what_the_run_waits_for_while_it_saves(together):
-    measured, printed = together("save")
+@pytest.mark.full
+def test_what_the_run_waits_for_while_it_saves(longer):
+    measured, printed = longer("save")
     assert measured["ratio"] == measured["stall"] / measured["waiting"]
     assert 0 < measured["stall"] < measured["until_whole"]
     assert f"the run waits {measured['stall']:.3f} s" in printed
 
 
-def test_what_watching_costs(together):
-    measured, printed = together("watch")
+@pytest.mark.full
+def test_what_watching_costs(longer):
+    measured, printed = longer("watch")
     assert measured["signs"] >= 6 and 50 < measured["nanoseconds"] < 50_000
     assert measured["watched"] > 0 < measured["unwatched"]
     assert measured["counted"] == pytest.approx(
@@ -991,9 +1006,10 @@ def test_what_watching_costs(together):
     assert f"{measured['signs']:.0f} signs of life of {measured['nanoseconds']:.0f} ns" in printed
 
 
-def test_decoding_against_transformers(together):
+@pytest.mark.full
+def test_decoding_against_transformers(longer):
     pytest.importorskip("transformers")
-    measured, printed = together("decode")
+    measured, printed = longer("decode")
     assert measured["same_tokens"] and len(measured["rounds"]) == 1
     assert measured["ratio"] > 0 and measured["repeat"] in printed
     reading = measured["weight_bytes"] / measured["read_gb_per_s"] / 1e9

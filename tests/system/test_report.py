@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fugaku_megatron.planner import machine
 from fugaku_megatron.report import record
 
@@ -57,6 +59,7 @@ def assert_no_names(folder):
 WITHOUT_MPI = "import sys; sys.modules['mpi4py'] = None; from fugaku_megatron.cli import program; sys.exit(program.main(sys.argv[1:]))"
 
 
+@pytest.mark.full
 def test_a_report_of_one_rank_needs_no_mpi(tmp_path):
     words = ("--minutes", "2", "--save", str(tmp_path))
     data, done = run(tmp_path, *words, program=("-c", WITHOUT_MPI))
@@ -88,6 +91,7 @@ kernel_rates.communication_section = lambda context: time.sleep(600)  # until it
 sys.exit(program.main(sys.argv[1:]))"""
 
 
+@pytest.mark.full
 def test_a_killed_run_leaves_a_partial_report(tmp_path):
     for number, reason in ((signal.SIGTERM, "ended by SIGTERM"), (signal.SIGKILL, "running")):
         with subprocess.Popen(

@@ -111,6 +111,7 @@ def test_the_extension_names_libraries_but_no_folders(wheel, tmp_path):
     assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
 
 
+@pytest.mark.full
 def test_the_wheel_trains_without_the_checkout(bin_folder, tmp_path):
     program = (
         "from importlib.util import find_spec\n"

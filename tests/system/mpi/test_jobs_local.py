@@ -153,6 +153,7 @@ def trained(local, tmp_path: Path, *words: str) -> str:
 SHORT = ["--flags", "--train-iters 6 --log-interval 1"]
 
 
+@pytest.mark.full
 def test_a_job_on_a_torus_trains_to_a_checkpoint_and_a_row(local, tmp_path, capsys):
     log = trained(local, tmp_path, *PAIR, *SHORT, str(SCRIPTS / "run_30b.sh"))
     assert (

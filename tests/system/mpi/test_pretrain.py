@@ -298,6 +298,7 @@ def ranks(job: subprocess.Popen) -> list[psutil.Process]:
     return list(found.values())
 
 
+@pytest.mark.full
 def test_another_layout_continues_with_the_same_curve(mpich, alone, tmp_path):
     """One rank, a pipeline of two, and one rank again."""
     flags = [*TINY, "--train-iters", "8", "--hidden-dropout", "0.1"]
@@ -541,6 +542,7 @@ runpy.run_path({program!r}, run_name="__main__")
 """
 
 
+@pytest.mark.full
 def test_ranks_that_recompute_differently_train_and_other_differences_are_refused(
     mpich, alone, tmp_path
 ):

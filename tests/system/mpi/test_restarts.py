@@ -282,6 +282,7 @@ exec {python} -m fugaku_megatron supervise --hosts @hosts --spare-nodes 1 \\
 """
 
 
+@pytest.mark.full
 def test_an_emulated_job_takes_its_spare_node_and_then_fewer(undisturbed, tmp_path):
     """Node 1 fails and node 2 takes its place; node 0 fails and no spare is left, so one rank continues with the whole batch."""
     save, down, script = tmp_path / "save", tmp_path / "jobs" / "1" / "down", tmp_path / "job.sh"
