@@ -1,6 +1,6 @@
 """Activations between an MLP's two matmuls, with or without a gate (Shazeer 2020, arXiv:2002.05202).
 
-The pre-activation is (rows, f), or with a gate (rows, 2 f): first the gates, then the values that they multiply.
+The pre-activation is (rows, f), or with a gate (rows, 2 f): first the gates, then the values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Functions(NamedTuple):
 
 
 def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compute in FP32 and round to the dtype of the last argument."""
+    """Compute in FP32 and round to the last argument's dtype."""
     return lambda *tensors: function(*(tensor.float() for tensor in tensors)).to(tensors[-1].dtype)
 
 
@@ -88,7 +88,6 @@ GEGLU = Functions(_in_fp32(_geglu), _in_fp32(_geglu_gradient))
 
 @lru_cache
 def functions(activation: str) -> Functions:
-    """Import the torch functions that the row of `ACTIVATIONS` names."""
     found: Functions = resolve_name(ACTIVATIONS[activation].functions)
     return found
 
@@ -99,12 +98,11 @@ def kernel(ops: Backend, activation: str) -> str | None:
 
 
 def is_fused(ops: Backend, activation: str) -> bool:
-    """Return True if the matmul kernels apply the activation and its derivative: natively, without a gate."""
+    """Return True if the matmul kernels apply the activation: natively, without a gate."""
     return kernel(ops, activation) is not None and not ACTIVATIONS[activation].gated
 
 
 def as_gates(pre: Tensor) -> Tensor:
-    """Return pre (rows, 2 f) as the kernels take it: (rows, 2, f)."""
     return pre.view(len(pre), 2, pre.shape[-1] // 2)
 
 

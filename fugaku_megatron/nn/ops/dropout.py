@@ -16,13 +16,12 @@ from .backend import Backend
 def dropout(ops: Backend, x: Tensor, p: float, key: DropoutKey) -> Tensor:
     """Zero elements of x (any shape) with probability p and scale the others by 1 / (1 - p).
 
-    Both backends use the C++ kernel, so that a mask depends on `key` alone.
+    Both backends use the C++ kernel, so a mask depends on `key` alone.
     """
     return x if p == 0.0 else _Dropout.apply(ops.kernels, x, p, key)
 
 
 def masked(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
-    """Apply the mask of `key` to x (any shape), without autograd."""
     x = x.contiguous()
     out = torch.empty_like(x)
     for rows, own in key.row_ranges():
@@ -66,7 +65,7 @@ def bias_dropout_add(
 
 
 def call_rowwise(kernel: Callable[..., Any], p: float, key: DropoutKey, *args: Any) -> None:
-    """Call a fused dropout kernel for each range of rows with consecutive numbers.
+    """Call a fused dropout kernel for each range of consecutive rows.
 
     args: tensors (s, b, h) and statistics (s, b) are cut by rows, statistics are flattened, others are passed on.
     """
@@ -118,7 +117,6 @@ class _BiasDropoutAdd(torch.autograd.Function):
 
 
 def add_bias(x: Tensor, bias: Tensor) -> Tensor:
-    """Return x (s, b, h) + bias (h) on torch's kernels."""
     return _AddBias.apply(x, bias)
 
 

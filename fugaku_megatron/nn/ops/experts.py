@@ -1,7 +1,7 @@
 """Operations of a layer's experts: routing scores, permutation of rows, activations times scores.
 
-All follow the choice of "gemm"; the matmuls are in `gemm`.
-h hidden, f width of an expert, e experts, k of them for each token, n pairs of a token and an expert, numbered row * k + place.
+All follow the choice of "gemm".
+h hidden, f expert width, e experts, k per token, n pairs of a token and an expert, numbered row * k + place.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's experts. Return (scores, expert numbers), both (rows, k), best first.
 
-    Of equal experts the one with the lower number is chosen. Without groups and a bias the choice is by logits, which scores
-    increase with. Scores have a gradient.
+    Among equal experts the lower number wins. Without groups and a bias the choice is by logits. Scores have a gradient.
 
     logits: (rows, e) in FP32
     bias: (e,), added to the scores for the choice
@@ -67,7 +66,7 @@ def _best(x: Tensor, count: int) -> Tensor:
 
 
 def _chosen(wish: Tensor, model: ModelConfig) -> Tensor:
-    """Return the numbers (rows, k) of the best experts by wish (rows, e), within the best groups if there are groups."""
+    """Return the best experts (rows, k) by wish (rows, e), within the best groups if there are groups."""
     k = model.moe_router_topk
     groups = model.moe_router_num_groups
     group_count = model.moe_router_group_topk
@@ -121,8 +120,8 @@ class _NativeRoute(torch.autograd.Function):
 def sort_pairs(ops: Backend, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort pairs by expert. chosen: (rows, k), expert numbers, or `experts` for a dropped pair.
 
-    Return (pairs of each expert (e,), pair numbers (n,) in the order of experts, place (rows, k) of each pair in that order, or n
-    if it is dropped). An expert's pairs are in ascending order.
+    Return (pairs of each expert (e,), pair numbers (n,) in expert order, place (rows, k) of each pair in that order, n if dropped).
+    An expert's pairs are in ascending order.
     """
     if ops.is_native("gemm"):
         counts = chosen.new_empty(experts)
@@ -174,7 +173,7 @@ def scaled_gate_gradient(
 ) -> Tensor:
     """Write the gradient of pre (n, f or 2 f) to dpre, and return the gradient of factors (n,).
 
-    dinner: (n, f), gradient of `scaled_gate`; overwritten with the value of `scaled_gate`.
+    dinner: (n, f), gradient of `scaled_gate`; overwritten with its value.
     """
     name = kernel(ops, activation)
     if name is not None and ACTIVATIONS[activation].gated:
@@ -191,5 +190,4 @@ def scaled_gate_gradient(
 
 
 def _scaled(x: Tensor, factors: Tensor) -> Tensor:
-    """Multiply x (n, f) by factors (n,) in FP32, and round to x's dtype."""
     return (x * factors.unsqueeze(1)).to(x.dtype)

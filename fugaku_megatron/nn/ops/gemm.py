@@ -61,7 +61,7 @@ def weight_gradient(
 ) -> None:
     """Add dy^T x to the gradient of weight (out, in), and the sum of dy's rows to the gradient of bias (out).
 
-    The work may be postponed: dy (rows, out) and x (rows, in) must not change until it is done.
+    The work may be postponed: dy (rows, out) and x (rows, in) must not change until then.
     """
     if is_frozen(weight):
         return
@@ -85,7 +85,7 @@ def _torch_weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor |
 
 
 def outer_sum(ops: Backend, dy: Tensor, x: Tensor) -> Tensor:
-    """Return dy^T x (out, in) in FP32. dy (rows, out), x (rows, in)."""
+    """Return dy^T x (out, in) in FP32."""
     if not ops.is_native("gemm"):
         return dy.t().float() @ x.float()
     total = torch.zeros(dy.shape[1], x.shape[1])
@@ -112,7 +112,7 @@ def linear(
 def row_count(x: Tensor, sequence: Comm | None) -> int:
     """Return the rows of x (..., h) after its shards are gathered.
 
-    Allocate a saved tensor with it before gathering, so that freeing the gathered tensor leaves no hole.
+    Allocate a saved tensor before gathering, so that freeing the gathered tensor leaves no hole.
     """
     rows = x.numel() // x.shape[-1]
     return rows if sequence is None else rows * sequence.size
@@ -192,7 +192,7 @@ class _TorchLinear(torch.autograd.Function):
 def grouped_matmul(
     ops: Backend, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor
 ) -> None:
-    """Write x times the transposed matrix of each row's group to out. x (n, in), out (n, out); a group may have no rows."""
+    """Write x times the transposed matrix of each row's group to out. x (n, in), out (n, out); groups may be empty."""
     few = len(x) <= ops.few_rows
     if not ops.is_native("gemm") or ops.weight_cache is not None or few:
         for number, rows in parts(counts):
@@ -221,7 +221,7 @@ def grouped_weight_gradient(
 ) -> None:
     """Add dy^T x of each group's rows to the gradient of its matrix. dy (n, out), x (n, in).
 
-    The work may be postponed: dy and x must not change until it is done.
+    The work may be postponed, as in `weight_gradient`.
     """
     if not ops.is_native("gemm"):
         for number, rows in parts(counts):
@@ -241,7 +241,7 @@ def grouped_weight_gradient(
 
 
 def grouped_outer_sum(ops: Backend, dy: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return dy^T x of each group's rows in FP32, (groups, out, in). dy (n, out), x (n, in)."""
+    """Return dy^T x of each group's rows in FP32, (groups, out, in)."""
     total = torch.zeros(len(counts), dy.shape[1], x.shape[1])
     if ops.is_native("gemm"):
         ops.kernels.grouped_linear_weight_gradient(dy, x, torch.tensor(counts), total, 0)

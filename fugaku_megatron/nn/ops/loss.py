@@ -1,6 +1,6 @@
 """Cross-entropy of the language-model head, with the vocabulary sharded over tensor-parallel ranks.
 
-The native form computes blocks of logits, their loss and their gradients, so that the full logits never exist.
+The native form computes blocks of logits, so the full logits never exist.
 s sequence, b micro-batch, h hidden, v vocabulary of this rank.
 """
 
@@ -48,7 +48,7 @@ def head_loss(
     The softmax is in FP32. The gradient of a row with a label of -1 is exactly 0, whatever its logits are.
 
     Args:
-        x: (s, b, h). The native backend overwrites x with its gradient, if x needs one.
+        x: (s, b, h). The native backend overwrites x with its gradient, if needed.
         weight: (v, h)
         labels: (s, b)
         first_row: number of this rank's first row of the vocabulary.
@@ -148,7 +148,7 @@ def _block_loss(
     factor: float,
     dlogits: Tensor | None,
 ) -> tuple[float, float]:
-    """Return the summed loss of logits (rows, v), and the z-loss in it; write the gradient times `factor` to dlogits.
+    """Return the summed loss of logits (rows, v), and its z-loss; write the gradient times `factor` to dlogits.
 
     dlogits: may be logits.
     """
@@ -187,7 +187,7 @@ def _block_loss(
 
 
 class _TorchCrossEntropy(torch.autograd.Function):
-    """The gradient overwrites the saved probabilities, so that backward runs once."""
+    """The gradient overwrites the saved probabilities: backward runs once."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,5 @@
 """The MLP f(x W1^T + b1) W2^T as one operation, which saves its input and the argument of the activation f.
 
-With a gate W1 has two matrices, the gates' and the values' (`activation`).
 s sequence, b micro-batch, h hidden, f MLP width, rows = s b.
 """
 
@@ -43,7 +42,6 @@ def mlp(
         weight2: (h, f)
         needs_values: False if a backward follows and neither the result nor x is read again; backward may then overwrite x.
         sequence: as in `linear`.
-        activation: a row of `ACTIVATIONS`.
     """
     if ACTIVATIONS[activation].gated:
         weight1 = matrix(weight1)
@@ -124,7 +122,7 @@ def first_matmul(
 def argument_gradient(
     ops: Backend, dy: Tensor, weight2: Tensor, pre: Tensor, dpre: Tensor, activation: str
 ) -> None:
-    """Write the gradient of pre (rows, f or 2 f) to dpre, from the output gradient dy (rows, h)."""
+    """Write the gradient of pre (rows, f or 2 f) to dpre, from dy (rows, h)."""
     if is_fused(ops, activation):
         ops.kernels.linear_data_gradient(
             dy,
@@ -146,7 +144,7 @@ def add_second_weight_gradient(
 ) -> None:
     """Add dy^T f(pre) to the gradient of weight2 (h, f).
 
-    The work may be postponed: dy (rows, h) and pre (rows, f or 2 f) must not change until it is done.
+    The work may be postponed: dy (rows, h) and pre (rows, f or 2 f) must not change until then.
     """
     if is_frozen(weight2):
         return
@@ -167,7 +165,7 @@ def add_second_weight_gradient(
 def _overwrite_with_gradient(
     ops: Backend, dy: Tensor, pre: Tensor, weight2: Tensor, activation: str
 ) -> None:
-    """Add the gradient of weight2 (h, f), and overwrite pre (rows, f or 2 f) with its gradient, in blocks of columns."""
+    """Add the gradient of weight2 (h, f), and overwrite pre (rows, f or 2 f) with its gradient."""
     row = ACTIVATIONS[activation]
     packed = ops.packed(weight2, transposed=True)
     length = ops.sum_length(dy)
@@ -218,7 +216,6 @@ def _columns(pre: Tensor, columns: slice, activation: str) -> Tensor:
 def _add_columns_gradient(
     ops: Backend, dy: Tensor, argument: Tensor, inner: Tensor, gradient: Tensor, activation: str
 ) -> None:
-    """Add dy^T f(argument) to gradient (h, columns). inner: memory for f(argument)."""
     row = ACTIVATIONS[activation]
     if row.gated:
         ops.kernels.gate(argument, inner, row.kernel)

@@ -127,7 +127,7 @@ def normalized(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tenso
 
 
 def norm_gradients(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x (..., h), and of weight (h) in FP32, for `normalized`."""
+    """Return the gradients of x (..., h), and of weight (h) in FP32."""
     unit = x.float() * rstd
     dy = dy.float()
     scaled = dy * weight
@@ -173,7 +173,7 @@ def bias_dropout_add_rms_norm(
 
 
 class _BiasDropoutAddNorm(torch.autograd.Function):
-    """Layer norm with the parameters weight and bias, RMS norm with the weight alone."""
+    """Layer norm with weight and bias, RMS norm with the weight alone."""
 
     @staticmethod
     def forward(

@@ -5,7 +5,7 @@
     overlapped_mlp  both, with the activation in between
 
 Weight gradients need whole tensors and run while the last blocks are sent. Results have the same bits as without blocks.
-s sequence, b micro-batch, h hidden, f MLP width, t ranks, rows = s b.
+s sequence, b micro-batch, h hidden, t ranks, rows = s b.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .mlp import add_second_weight_gradient, argument_gradient
 def column_linear(
     ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks
 ) -> Tensor:
-    """Return `linear` of the gathered x. x (s / t, b, in), weight (out, in), bias (out) or None -> (s, b, out)."""
+    """Return `linear` of the gathered x. x (s / t, b, in), weight (out, in), bias (out) -> (s, b, out)."""
     return _ColumnLinear.apply(ops, x, weight, bias, blocks)
 
 
@@ -47,7 +47,7 @@ def overlapped_mlp(
     blocks: RowBlocks,
     activation: str = "gelu",
 ) -> Tensor:
-    """Return this rank's shard of the sum of `mlp` over ranks, for the gathered x. x (s / t, b, h) -> (s / t, b, h)."""
+    """Return this rank's shard of the sum of `mlp` over ranks, (s / t, b, h) -> (s / t, b, h)."""
     if ACTIVATIONS[activation].gated:
         weight1 = matrix(weight1)
         bias1 = matrix(bias1)
@@ -55,7 +55,7 @@ def overlapped_mlp(
 
 
 def _data_gradient_sum(ops: Backend, dy: Tensor, weight: Tensor, blocks: RowBlocks) -> Summing:
-    """Start the sum over ranks of dy (rows, out) weight (out, in), with this rank's blocks computed."""
+    """Start the sum over ranks of dy weight, with this rank's blocks computed."""
     total = blocks.sum(len(dy), weight.shape[1], dy.dtype)
     for rows, block in total:
         data_gradient(ops, dy[rows], weight, block)
@@ -63,7 +63,6 @@ def _data_gradient_sum(ops: Backend, dy: Tensor, weight: Tensor, blocks: RowBloc
 
 
 def _gathered_rows(gathering: Gathering) -> Tensor:
-    """Return (rows, h) after all blocks have arrived."""
     gathering.wait()
     return gathering.rows
 
