@@ -26,7 +26,6 @@ class Waiting:
         self._work: deque[Work] = deque()
 
     def append(self, work: Work) -> None:
-        """Append `work`."""
         self._work.append(work)
 
     @torch.no_grad()  # as autograd calls a backward
@@ -56,7 +55,7 @@ class WeightGradients:
 
     @contextmanager
     def put_off(self) -> Iterator[Waiting]:
-        """Postpone work that is added inside the block, and return it."""
+        """Postpone and return the work that is added inside the block."""
         assert self._waiting is None, "the work of another backward is being put off"
         self._waiting = waiting = Waiting()
         try:

@@ -1,8 +1,8 @@
 """Mixture of experts in place of a layer's MLP: routed experts, and a shared expert for all tokens.
 
-Tokens are permuted to expert order, so that each expert's matmuls read consecutive rows. With expert parallelism (Lepikhin et al.
-2020, "GShard", arXiv:2006.16668) rows are dispatched to the ranks with their experts and combined (`comm.exchange`), in groups of
-experts: one group is computed while rows of others are in flight.
+Tokens are permuted to expert order. With expert parallelism (Lepikhin et al. 2020, "GShard", arXiv:2006.16668) rows are
+dispatched to the ranks with their experts and combined (`comm.exchange`), in groups of experts: one group is computed while rows
+of others are in flight.
 s sequence, b micro-batch, h hidden, f expert width of this rank, e experts, k experts per token, n pairs of token and expert,
 rows = s b.
 """
@@ -38,7 +38,7 @@ class Order:
     ops: operations that permute rows.
     pairs: (n,), numbers row * k + place, ascending within an expert.
     counts: pairs of each expert.
-    places: (rows, k), index of each pair in `pairs`, n if dropped.
+    places: (rows, k), each pair's index in `pairs`, n if dropped.
     """
 
     ops: Any
@@ -72,8 +72,8 @@ def kept(
 ) -> Tensor:
     """Return which pairs (rows, k) fit the expert capacity, the mean number of pairs times a factor.
 
-    Padding (s, b) has no pairs. With padding, --moe-token-drop-policy position ranks by position in the chat, positions (s, b), then
-    by score, so that the choice does not depend on which chats share a sample.
+    Padding (s, b) has no pairs. With padding, --moe-token-drop-policy position ranks by positions (s, b) in the chat, then by score:
+    the choice does not depend on which chats share a sample.
     """
     factor = model.moe_expert_capacity_factor
     experts = model.num_experts
@@ -103,8 +103,8 @@ class Route:
     """Route of one expert group: the ranks that compute this rank's pairs, and the pairs that arrive for its own experts.
 
     there: exchange with the ranks that have other experts.
-    copies: exchange between ranks that share each expert; every rank gets the rows that arrive at any.
-    order: order of the arrived rows by this rank's experts.
+    copies: exchange between ranks that share each expert; every rank gets all arriving rows.
+    order: arrived rows by this rank's experts.
     """
 
     there: Exchange
@@ -120,10 +120,9 @@ class Route:
     def of(
         ops: Any, counts: tuple[int, ...], groups: int, ep: Comm, etp: Comm
     ) -> tuple[list[Route], list[int]]:
-        """Build the route of every expert group, and the order in which groups are processed.
+        """Build every expert group's route, and the order in which groups are processed. Collective over ep and etp.
 
         counts: pairs of each expert of the model, in the order of `numbers`.
-        Collective over ep and etp.
         """
         own = len(counts) // ep.size
         each = own // groups
@@ -150,10 +149,7 @@ class Route:
 
 
 def in_turn(rows: Sequence[int]) -> list[int]:
-    """Return the order of groups by row counts, with small groups first and last.
-
-    Nothing hides the first dispatch and the last combine; large groups are in flight while others are computed.
-    """
+    """Order groups by row counts, small groups first and last, because nothing hides the first dispatch and the last combine."""
     ascending = sorted(range(len(rows)), key=rows.__getitem__)
     return ascending[::2] + ascending[1::2][::-1]
 
@@ -161,7 +157,7 @@ def in_turn(rows: Sequence[int]) -> list[int]:
 class _Experts(torch.autograd.Function):
     """Sum of score x expert: x (s, b, h), scores (rows, k), weight1 (e, 2, f, h) or (e, f, h), weight2 (e, h, f) -> (rows, h).
 
-    Scores multiply the second matmul's input, which is narrower than its output, in the activation's pass.
+    Scores multiply the second matmul's input, which is narrower than its output.
     """
 
     @staticmethod
@@ -258,11 +254,9 @@ class ExpertMatrices(nn.Module):
 
     @property
     def adapts(self) -> bool:
-        """True if any matrix has adapters."""
         return self.linear_fc1.adapter is not None or self.linear_fc2.adapter is not None
 
     def ops(self, backend: Any) -> Any:
-        """Return the operations for these matrices, adapters included."""
         if not self.adapts:
             return backend
         linears = self.linear_fc1, self.linear_fc2
@@ -306,7 +300,7 @@ class Experts(nn.Module):
         self.shared_experts = SharedExpert(f"{name}.shared_experts", context) if shared else None
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Return the experts' output (s, b, h) for x (s, b, h)."""
+        """Run the experts, (s, b, h) -> (s, b, h)."""
         if self.experts.adapts and torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # nothing below is trained: the graph begins here
         context = self.context
@@ -328,7 +322,7 @@ class Experts(nn.Module):
     def _kept(
         self, scores: Tensor, chosen: Tensor, forward_pass: Pass, sequence: Comm | None
     ) -> Tensor | None:
-        """Return which pairs (rows, k) of this rank are computed, without padding and dropped pairs; None: all.
+        """Return which pairs (rows, k) of this rank are neither padding nor dropped; None: all.
 
         sequence: tensor-parallel ranks that shard the rows.
         """
@@ -359,7 +353,7 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return `forward` with expert parallelism; other experts and the shared expert are computed while rows are in flight.
 
-        Inside a node all rows are sent at once, by all threads of the ranks.
+        Inside a node all rows are sent at once, by all threads.
         """
         far = ep.size > 1 and not ep.inside_node
         groups = exchanged_groups(self._experts // ep.size) if far else 1
@@ -401,7 +395,6 @@ class Experts(nn.Module):
         return out + torch.cat(shared) if shared else out
 
     def _shared(self, segments: Sequence[Tensor], forward_pass: Pass) -> list[Tensor]:
-        """Return the shared expert, if any, for segments (s, b, h)."""
         if self.shared_experts is None:
             return []
         return [self.shared_experts(segment, forward_pass) for segment in segments]

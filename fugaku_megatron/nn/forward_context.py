@@ -43,7 +43,7 @@ class Rows:
     ) -> Rows:
         """Build the rows of samples (n,) whose next positions are first (n,).
 
-        table: angles of every position; None if there are none, or if they depend on the length of a sample
+        table: angles of every position; None if there are none, or if they depend on a sample's length
         """
         if len(lengths) == sum(lengths):
             positions = first
@@ -75,7 +75,7 @@ class Rows:
 
     @property
     def one_each(self) -> bool:
-        """True if every sample has one row, its next token."""
+        """True if every sample has one row."""
         return len(self.positions) == len(self.samples)
 
     def attend(
@@ -102,7 +102,7 @@ class Rows:
 class Documents:
     """Documents of a micro-batch.
 
-    starts: int32 (b, s), first position of each token's document, the first visible to attention; None: the sample is one document.
+    starts: int32 (b, s), first position of each token's document; None: the sample is one document.
     positions: int32 (s, b), each token's position in its document; None: in its sample.
     padding: bool (s, b), padding tokens of chats; None: samples are not chats.
     """
@@ -116,7 +116,7 @@ class Documents:
         return {}
 
     def angles(self, model: ModelConfig) -> TokenAngles | None:
-        """Return angles that depend on document lengths, computed once for all layers; None if they do not."""
+        """Return angles that depend on document lengths, computed once for all layers, or None."""
         if model.rope_dynamic_factor is None or self.positions is None:
             return None
         if model not in self._angles:
@@ -128,14 +128,14 @@ class Documents:
 class Pass:
     """An argument of every layer's forward.
 
-    first_sample: global index of the micro-batch's first sample, which selects dropout masks.
+    first_sample: global index of the micro-batch's first sample; selects dropout masks.
     training: False in evaluation, without dropout and recompute.
     recompute: None, "selective" (attention) or "full" (groups of layers).
     needs_values: False if a backward follows and the last result is not read.
     balance_factor: factor on gradients of balancing losses.
     rows: rows of x, then (rows, 1, h), in generation.
     count: divisor of the summed losses; None: number of labels.
-    tokens: mean tokens per micro-batch without padding, which weighs micro-batches of chats in balancing losses; None: equal weights.
+    tokens: mean tokens per micro-batch without padding, to weigh micro-batches of chats in balancing losses; None: equal weights.
     """
 
     first_sample: int

@@ -19,7 +19,6 @@ class Heads:
 
     @property
     def queries_per_group(self) -> int:
-        """Queries that share a key and a value."""
         return self.heads // self.groups
 
     @staticmethod

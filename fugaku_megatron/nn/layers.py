@@ -1,9 +1,8 @@
 """Parallel layers: column- and row-parallel linear, vocab-parallel embedding, learned positions, norms.
 
-Parameters start on the meta device with their place in the global tensor (`parameter.spec`);
-`optim.flat.FlatParameters` allocates and fills them.
-s sequence, b micro-batch, h hidden. With sequence parallelism s is this rank's shard wherever the last dimension is whole, and
-the whole sequence wherever tensor-parallel ranks shard the last dimension.
+Parameters start on the meta device (`parameter.spec`); `optim.flat.FlatParameters` allocates and fills them.
+s sequence, b micro-batch, h hidden. With sequence parallelism s is this rank's shard if the last dimension is whole, otherwise
+the whole sequence.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Context:
     tp_comm_overlap: send these shards while matmuls run.
     lora: if on, weights are frozen and adapters are trained.
     ep, etp: ranks with different experts, and ranks that share each expert (`grid.Groups`); None if experts are not divided.
-    cp: ranks that share each sequence; s is then the length of this rank's shard.
+    cp: ranks that share each sequence; s is then this rank's length.
     cp_comm_types: --cp-comm-type of each layer.
     """
 
@@ -69,12 +68,12 @@ class Context:
     cp_comm_types: tuple[str, ...] = ()
 
     def cp_comm_type(self, layer: int) -> str:
-        """Return the --cp-comm-type of a layer; layers count from 1."""
+        """Return the --cp-comm-type of a layer, from 1."""
         return self.cp_comm_types[layer - 1] if self.cp_comm_types else A2A
 
     @property
     def sequence(self) -> Comm | None:
-        """Tensor-parallel ranks that shard the sequence; None without sequence parallelism."""
+        """Tensor-parallel ranks that shard the sequence, or None."""
         return self.tp if self.sequence_parallel and self.tp.size > 1 else None
 
     @property
@@ -110,7 +109,7 @@ class Context:
     def own_rows(self, whole: Tensor | None, sequence: Comm | None) -> Tensor | None:
         """Return this rank's values (rows,) out of one value per token (s, b); None for None.
 
-        sequence: tensor-parallel ranks that shard the rows, or None.
+        sequence: as in `of_whole_sequence`.
         """
         if whole is None:
             return None
@@ -127,11 +126,11 @@ class Context:
         return RowBlocks(self.tp, self.ops.kernels, activations.overlap_blocks(self.tp.size))
 
     def first_position(self, x: Tensor) -> int:
-        """Return the first position of x (s, b, h), an activation between matmuls, in this rank's sequence."""
+        """Return the first position of x (s, b, h) in this rank's sequence."""
         return 0 if self.sequence is None else self.tp.rank * x.shape[0]
 
     def segments(self, x: Tensor) -> list[range]:
-        """Return the one or two position segments of x (s, b, h), an activation between matmuls."""
+        """Return the one or two position segments of x (s, b, h)."""
         first = self.first_position(x)
         segments = []
         for segment in own_segments(len(x) * (self.tp.size if self.sequence else 1), self.cp):
@@ -168,7 +167,7 @@ class Context:
         split: bool = False,
         experts: tuple[int, ...] = (),
     ) -> Adapter | None:
-        """Build the adapters of the linear layer `name`, or return None. Arguments as `Adapter`."""
+        """Build the adapters of the linear layer `name`, or return None."""
         parts = self.lora.parts(name.rsplit(".", 1)[-1], self.model)
         if not parts:
             return None
@@ -182,7 +181,7 @@ class Context:
         std: float | None = None,
         **traits: bool,
     ) -> nn.Parameter:
-        """Make a parameter (e, ...) of every expert over the ranks with different experts and the ranks that share each.
+        """Make a parameter (e, ...) of every expert over `ep` and `etp`.
 
         Parameters replicated over `etp` get partial gradients, which are all-reduced there.
         """
@@ -211,7 +210,7 @@ class Context:
         return self._tables[rows]
 
     def into_matmul(self, x: Tensor) -> Tensor:
-        """Prepare the input of a column-parallel matmul. With sequence parallelism the matmul gathers x (s, b, h) itself."""
+        """Prepare a column-parallel matmul's input. With sequence parallelism the matmul gathers x (s, b, h) itself."""
         return copy_to_tensor_parallel(x, self.tp) if self.sequence is None else x
 
     def out_of_matmul(self, partial: Tensor, needs_values: bool = True) -> Tensor:
@@ -227,12 +226,11 @@ class Context:
 
 
 def multiplied(x: Tensor, factor: float) -> Tensor:
-    """Return x times a constant of the model, or x if the constant is 1."""
+    """Return x times a constant of the model."""
     return x if factor == 1.0 else x * factor
 
 
 def dropout_stream(layer: int, site: str) -> int:
-    """Return the random stream of a dropout site."""
     return layer * len(SITES) + SITES.index(site)
 
 
@@ -265,7 +263,7 @@ class ColumnParallelLinear(nn.Module):
         self.adapter = context.adapter(name, inputs, (outputs,))
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Return the layer's output. x (s, b, inputs) -> (s, b, outputs / tp)."""
+        """Apply the layer, (s, b, inputs) -> (s, b, outputs / tp)."""
         context = self.context
         if context.blocks is not None:
             return context.ops.column_linear(x, self.weight, self.bias, context.blocks)
@@ -276,7 +274,7 @@ class ColumnParallelLinear(nn.Module):
 class GatedColumnParallelLinear(nn.Module):
     """Parameters of two column-parallel matmuls, gate and value, as one tensor.
 
-    Both outputs are sharded, so that a rank has the gates for its own values at any tensor-parallel size.
+    Both outputs are sharded, so a rank has the gates for its own values.
     """
 
     def __init__(
@@ -293,7 +291,7 @@ class GatedColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Y = X W^T with W's columns sharded over tensor-parallel ranks: sharded input, whole output.
 
-    The bias is added with the residual, so that the sum over ranks counts it once.
+    The bias is added with the residual, so the sum over ranks counts it once.
     """
 
     def __init__(
@@ -306,7 +304,7 @@ class RowParallelLinear(nn.Module):
         self.adapter = context.adapter(name, inputs, (outputs,), split=True)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Return the layer's output without the bias. x (s, b, inputs / tp) -> (s, b, outputs)."""
+        """Apply the layer without the bias, (s, b, inputs / tp) -> (s, b, outputs)."""
         context = self.context
         if context.blocks is not None:
             return context.ops.row_linear(x, self.weight, context.blocks)
@@ -384,15 +382,11 @@ class Norm(nn.Module):
     def add_and_normalize(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey
     ) -> tuple[Tensor, Tensor]:
-        """Return (sum, norm of the sum) with sum = residual + dropout(x + bias), both (s, b, h). bias (h).
-
-        Norms with a fused kernel override this.
-        """
+        """Return (sum, norm of the sum) with sum = residual + dropout(x + bias), both (s, b, h). bias (h)."""
         total = self.ops.bias_dropout_add(x, bias, residual, p, key)
         return total, self(total)
 
     def scale(self) -> Tensor:
-        """Return the factors (h) of the norm."""
         return scale(self.weight, self.centered)
 
 
@@ -411,13 +405,11 @@ class LayerNorm(Norm):
         self.bias = context.parameter(f"{name}.bias", width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x (s, b, h)."""
         return self.ops.layer_norm(x, self.scale(), self.bias, self.epsilon)
 
     def add_and_normalize(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey
     ) -> tuple[Tensor, Tensor]:
-        """Return `Norm.add_and_normalize` from one fused kernel."""
         return self.ops.bias_dropout_add_layer_norm(
             x, bias, residual, p, key, self.scale(), self.bias, self.epsilon
         )
@@ -433,13 +425,11 @@ class RMSNorm(Norm):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x (s, b, h)."""
         return self.ops.rms_norm(x, self.scale(), self.epsilon)
 
     def add_and_normalize(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey
     ) -> tuple[Tensor, Tensor]:
-        """Return `Norm.add_and_normalize` from one fused kernel."""
         return self.ops.bias_dropout_add_rms_norm(
             x, bias, residual, p, key, self.scale(), self.epsilon
         )
@@ -449,7 +439,6 @@ class PlainLayerNorm(Norm):
     """Layer norm without weight and bias."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x (s, b, h)."""
         return F.layer_norm(x, x.shape[-1:], eps=self.epsilon)
 
 
@@ -474,5 +463,4 @@ class HeadNorm(nn.Module):
         )
 
     def scale(self) -> Tensor:
-        """Return the factors (d) of the norm."""
         return scale(self.weight, self.centered)

@@ -1,6 +1,5 @@
 """A rank's stage of the GPT: one or more model chunks, each with some transformer layers.
 
-The first chunk has the embeddings, the last the final norm and the head, tied or with its own weight.
 s sequence (this rank's shard with sequence parallelism), b micro-batch, h hidden, v vocabulary of this rank.
 """
 
@@ -38,7 +37,7 @@ VOCABULARY = (WORD_EMBEDDINGS, OUTPUT)  # padded to a number of rows that depend
 class Stage(nn.Module):
     """This rank's model chunks, in model order. The config's `vocab_size` must be known.
 
-    Divisibility of heads, layers and vocabulary is checked by `layout.Layout`.
+    `layout.Layout` checks the divisibility of heads, layers and vocabulary.
     """
 
     def __init__(self, run: RunConfig, layout: Layout, groups: Groups, ops: Ops) -> None:
@@ -93,7 +92,6 @@ class Stage(nn.Module):
 
     @property
     def layers(self) -> list[TransformerLayer]:
-        """Transformer layers of all model chunks."""
         return [layer for chunk in self.chunks for layer in chunk.layers]
 
 
@@ -188,7 +186,7 @@ class Chunk(nn.Module):
         return x
 
     def decode(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Run all layers, with full recompute in groups. (s, b, h) -> (s, b, h)."""
+        """Run all layers, with full recompute in groups."""
         groups = self.recompute_groups if forward_pass.recompute == "full" else []
         if groups and not x.requires_grad and torch.is_grad_enabled():
             x = x.detach().requires_grad_()  # with frozen embeddings the graph begins here
@@ -203,7 +201,7 @@ class Chunk(nn.Module):
         return self.run_layers(x, forward_pass, sum(map(len, groups)), len(self.layers))
 
     def head_input(self, x: Tensor) -> Tensor:
-        """Return the head's input, gathered to the whole sequence. (s, b, h) -> (whole sequence, b, h)."""
+        """Return the head's input, gathered: (s, b, h) -> (whole sequence, b, h)."""
         enter = (
             copy_to_tensor_parallel
             if self.context.sequence is None
@@ -214,7 +212,7 @@ class Chunk(nn.Module):
         )
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return this rank's columns of the logits. x (s, b, h) -> (whole sequence, b, v)."""
+        """Return this rank's logits: (s, b, h) -> (whole sequence, b, v)."""
         return self.ops.linear(self.head_input(x), self.output_weight)
 
     def forward(

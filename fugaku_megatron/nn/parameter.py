@@ -19,13 +19,12 @@ class ParameterSpec:
     offset: first element of this rank's slice in each dimension.
     partition_dim: dimension sharded over tensor-parallel ranks; None for a replica.
     init_std: standard deviation of normal initial values; None: `init_fill`.
-    init_name: name that selects the random stream (a tied head starts like the embedding).
+    init_name: selects the random stream (a tied head starts like the embedding).
     owned: this rank saves it.
     counted: this rank's copy counts in norms.
     sequence_parallel: replica with partial gradients, from a sequence shard or own heads, summed over tensor-parallel ranks.
     expert: parameter of divided experts; ranks with the same experts reduce its gradient.
     balances: bias on router scores. The optimizer uses only the sign of its gradient, tokens beyond the mean per expert.
-    frozen: not trained.
     """
 
     name: str
@@ -61,7 +60,7 @@ class ParameterSpec:
 class Sharding(NamedTuple):
     """Ranks that divide a parameter.
 
-    tp: ranks that shard `partition_dim`; all have a copy if it is None.
+    tp: ranks that shard `partition_dim`, or have copies if it is None.
     experts: ranks that shard the first dimension, experts.
     """
 
@@ -95,7 +94,6 @@ def make_parameter(
 
     shape: global.
     sequence_parallel: activations between matmuls are sharded by sequence.
-    balances, frozen: see `ParameterSpec`.
     """
     tp, partition_dim, experts = sharding
     local = list(shape)

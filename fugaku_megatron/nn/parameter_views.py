@@ -13,7 +13,7 @@ from .gradients import gradient_of, is_frozen
 class _View(Tensor):
     """A tensor whose gradient is the parameter's gradient in another shape.
 
-    The gradient is looked up in backward, because it may have no memory before.
+    Backward looks the gradient up, because it may have no memory before.
     """
 
     # Results are plain tensors, as with a parameter.

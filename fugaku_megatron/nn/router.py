@@ -1,7 +1,7 @@
 """Router of a layer with experts: choice of experts, scores and load balancing.
 
-Computes what megatron/core/transformer/moe/router.py and moe_utils.py of Megatron-LM do, in FP32. Padding (`Documents`) takes part
-in no loss, no load, and no choice for other tokens.
+Computes what megatron/core/transformer/moe/router.py and moe_utils.py of Megatron-LM do, in FP32. Padding (`Documents`) takes no
+part in losses, loads, and choices for other tokens.
 s sequence, b micro-batch, h hidden, e experts, k experts per token, rows = s b.
 """
 
@@ -37,7 +37,6 @@ class SmallLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
-        """Return the gradient of x (s, b, h) from dy (rows, e)."""
         (x,) = ctx.saved_tensors
         weight = ctx.weight
         rows = as_rows(x).detach()
@@ -91,7 +90,7 @@ def route(
 def evenly(logits: Tensor, padding: Tensor | None = None) -> Tensor:
     """Scale rows and columns of exp(logits) (rows, e) to equal row sums and equal column sums (Sinkhorn), in FP64.
 
-    padding: bool (rows,), the rows that are zeros and change nothing.
+    padding: bool (rows,), rows that are zeros and change nothing.
     Source: Clark et al. 2022, "Unified Scaling Laws for Routed Language Models" (arXiv:2202.01169), section 3.1.
     """
     if padding is not None:
@@ -113,7 +112,7 @@ def evenly(logits: Tensor, padding: Tensor | None = None) -> Tensor:
 def balancing_scores(logits: Tensor, chosen: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
     """Return normalized scores and a 0/1 mask of each token's best experts, both (rows, e), for balancing losses.
 
-    chosen: (rows, k), each token's experts; ranked again by score if a bias or groups affected the choice.
+    chosen: (rows, k), ranked again by score if a bias or groups affected the choice.
     """
     if model.moe_router_score_function == SIGMOID:
         scores = torch.sigmoid(logits)
@@ -135,7 +134,7 @@ def balancing_loss(scores: Tensor, counts: Tensor, tokens: int, k: int) -> Tenso
 
 
 def padded_balancing_loss(scores: Tensor, counts: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Return the mean `balancing_loss` () over the token sets that are not empty.
+    """Return the mean `balancing_loss` () over the nonempty token sets.
 
     Args:
         scores: (rows, sets e) of this rank, 0 for padding.
@@ -151,7 +150,7 @@ def padded_balancing_loss(scores: Tensor, counts: Tensor, tokens: Tensor, k: int
 class Router(nn.Module):
     """Choice of each token's experts.
 
-    loads: by first sample of each micro-batch since the last reset, so that recompute counts nothing twice; (e + 2,) in FP64: tokens
+    loads: by each micro-batch's first sample since the last reset, so that recompute counts nothing twice; (e + 2,) in FP64: tokens
         per expert without padding, unscaled balancing losses, unscaled z-loss; additive over ranks.
     """
 
@@ -205,7 +204,7 @@ class Router(nn.Module):
         forward_pass: Pass,
         load: Tensor,
     ) -> Tensor:
-        """Return the scores (rows, k) with the balancing losses attached to their backward, and record the losses in `load`."""
+        """Attach the balancing losses to the backward of the scores (rows, k), and record them in `load`."""
         model = self.context.model
         ranks = self.context.sequence_shares
         padding = forward_pass.documents.padding

@@ -87,7 +87,7 @@ def to_heads(x: Tensor, cp: Comm) -> Tensor:
 
 
 def to_rows(x: Tensor, cp: Comm) -> Tensor:
-    """Exchange the whole sequence of own heads (s, b, w / c) for rows of all heads (r, b, w)."""
+    """Invert `to_heads`: (s, b, w / c) -> (r, b, w)."""
     if cp.size == 1:
         return x
     return map_rows(x, lambda rows: _to_rows(rows, cp), lambda grad: _to_heads(grad, cp))

@@ -77,7 +77,7 @@ class Block(NamedTuple):
 
 
 def visible_blocks(mask: AttentionMask, queries: list[range], keys: range) -> Iterator[Block]:
-    """Yield the blocks with visible pairs of a rank's segments of queries and the keys."""
+    """Yield the blocks with visible pairs of a rank's query segments and the keys."""
     row = 0
     for segment in queries:
         if visible := mask.visible(segment, keys):
@@ -124,7 +124,7 @@ class _Gradients:
         self.dqkv = torch.zeros(qkv.shape)
 
     def add(self, block: Block, kv: Tensor, dkv: Tensor) -> None:
-        """Add a block's gradients. kv and dkv (k, b, 2 g d): keys and values of the block."""
+        """Add a block's gradients. kv and dkv (k, b, 2 g d)."""
         qkv, out, dout = (tensor[block.rows] for tensor in self._tensors)
         lse = self._lse[..., block.rows].contiguous()
         self._ops.add_block_gradients(
@@ -133,7 +133,7 @@ class _Gradients:
 
 
 def keys_of(qkv: Tensor, heads: Heads) -> Tensor:
-    """Return a view of the keys and values (r, b, g, 2, d) in qkv (r, b, g (n/g + 2) d)."""
+    """Return a view (r, b, g, 2, d) of the keys and values in qkv (r, b, g (n/g + 2) d)."""
     return qkv.view(*qkv.shape[:2], heads.groups, -1, heads.head_size)[:, :, :, -2:]
 
 
@@ -196,13 +196,11 @@ class _Passed:
         ]
 
     def _rows(self, segment: int, keys: range) -> slice:
-        """Return the rows of keys in one of this rank's segments."""
         own = self._segments[self._cp.rank][segment]
         first = segment * len(own) + keys.start - own.start
         return slice(first, first + len(keys))
 
     def _step(self, step: int) -> list[_InFlight]:
-        """Start the sends and receives of a step."""
         cp = self._cp
         size = self._cp.size
         if step == 0:
@@ -256,7 +254,7 @@ class _Passed:
     def gradients(self, made: _Gradients) -> Tensor:
         """Return the gradient of kv (r, b, 2 g d) in FP32; other ranks' gradients are added in step order.
 
-        Blocks of own keys seen by the rank's other segment are computed last, while the last gradients are in flight.
+        Blocks of own keys seen by the other own segment are computed last, while the last gradients are in flight.
         """
         cp = self._cp
         total = torch.zeros(self._own.shape)
