@@ -70,9 +70,8 @@ class MicroBatch:
 
 
 class MicroBatchWindow:
-    """Micro-batches fetched by number from a source in data order.
+    """Micro-batches fetched by number from a source in data order; early ones are kept.
 
-    Micro-batches that the source yields too early are kept; the schedule decides how far it reads ahead.
     uses: model chunks of this rank, each of which fetches every micro-batch; after the last fetch it is dropped.
     """
 
@@ -82,7 +81,6 @@ class MicroBatchWindow:
         self._held: dict[int, tuple[MicroBatch, int]] = {}
 
     def __len__(self) -> int:
-        """Return the number of micro-batches that are kept."""
         return len(self._held)
 
     def fetch(self, index: int) -> MicroBatch:
@@ -104,7 +102,7 @@ Source = Prefetcher[np.ndarray] | ReaderBatches  # of micro-batches
 
 
 def needs_data(run: RunConfig, layout: Layout, groups: Groups) -> bool:
-    """Return True if this rank's stage uses samples: the first and the last stage do, and with marks all stages."""
+    """Return True if this rank's stage uses samples: the first, the last, and with marks all stages."""
     placement = layout.placement
     return run.data.marked or groups.pp.rank in (placement.owner(0)[0], placement.last_stage)
 
@@ -125,7 +123,7 @@ def datasets_of(
 ) -> Datasets:
     """Open (train, valid, test) from the data flags of a run with files.
 
-    Other arguments and errors: see `data.build.build_datasets`.
+    Errors: see `data.build.build_datasets`.
     """
     data = run.data
     separate = run.training.multiple_validation_sets
@@ -153,7 +151,7 @@ class RunBatches:
     """Batches of a run on one rank.
 
     readers: see `Trainer`. waiting: context around every fetch of samples.
-    shift: by which data-parallel ranks exchange samples: rank r computes the samples of rank r + shift.
+    shift: rank r computes the samples of data-parallel rank r + shift.
     """
 
     run: RunConfig
@@ -198,7 +196,7 @@ class RunBatches:
         )
 
     def begin(self, source: Source | None) -> TokenCounts | None:
-        """Begin an iteration or a batch of an evaluation; return the work of a marked global batch. Collective."""
+        """Begin an iteration or an evaluation batch; return the work of a marked global batch. Collective."""
         if isinstance(source, ReaderBatches):
             with self.waiting():
                 source.begin()
@@ -262,7 +260,7 @@ class RunBatches:
 
 
 def documents_of(marks: Tensor, data: DataConfig) -> Documents:
-    """Return document starts, positions and padding from marks (s + 1, b), as far as the data flags ask for them."""
+    """Return document starts, positions and padding from marks (s + 1, b), as the data flags ask."""
     padded = padding(marks)
     if not (data.masks_attention or data.restarts_positions):
         return Documents(padding=padded)

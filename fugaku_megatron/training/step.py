@@ -27,8 +27,8 @@ Key = tuple[int, int]  # chunk, micro-batch
 class StepShape:
     """Properties that all micro-batches of an iteration share.
 
-    activation: shape (s, b, h) between stages; s is a shard of the sequence with sequence parallelism.
-    dtype: of activations. loss_factor: scale of the loss before backward. training: False in evaluation.
+    activation: shape (s, b, h) between stages; s is a shard with sequence parallelism.
+    dtype: of activations. loss_factor: scale of the loss before backward.
     recompute, count, tokens: see `Pass`.
     """
 
@@ -45,7 +45,7 @@ class StepExecutor:
     """Executor of the instructions of one iteration on this rank's model chunks.
 
     Tensors in flight are keyed by (chunk, micro-batch).
-    pp: pipeline communicator. watch: wraps this executor in an observer.
+    watch: wraps this executor in an observer.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class StepExecutor:
             self.inputs[following] = self._take_output(key).requires_grad_(torch.is_grad_enabled())
 
     def backward(self, instruction: Instruction) -> None:
-        """Compute weight gradients and the input gradient (s, b, h) from the output gradient (s, b, h)."""
+        """Compute weight gradients and the input gradient from the output gradient, both (s, b, h)."""
         key = _key(instruction)
         backward(self.outputs.pop(key), self.gradients.pop(key, None))
         if not self.chunks[instruction.model_chunk].is_first:
@@ -129,7 +129,7 @@ class StepExecutor:
             self.gradients[key if previous is None else previous] = gradient
 
     def backward_input(self, instruction: Instruction) -> None:
-        """Compute the input gradient (s, b, h) from the output gradient (s, b, h), and postpone weight gradients."""
+        """Compute the input gradient (s, b, h), and postpone weight gradients."""
         with self.stage.ops.weight_gradients.put_off() as waiting:
             self.backward(instruction)
         self.weight_work[_key(instruction)] = waiting
@@ -141,25 +141,21 @@ class StepExecutor:
     # Messages -------------------------------------------------------------------------------------------------------------------
 
     def recv_forward(self, instruction: Instruction) -> None:
-        """Receive the input (s, b, h) from the previous stage."""
         self.inputs[_key(instruction)] = self._received(instruction).requires_grad_(
             torch.is_grad_enabled()
         )
 
     def send_forward(self, instruction: Instruction) -> None:
-        """Send the output (s, b, h) to the next stage."""
         self._send(self._take_output(_key(instruction)), instruction)
 
     def recv_backward(self, instruction: Instruction) -> None:
-        """Receive the output gradient (s, b, h) from the next stage."""
         self.gradients[_key(instruction)] = self._received(instruction)
 
     def send_backward(self, instruction: Instruction) -> None:
-        """Send the input gradient (s, b, h) to the previous stage."""
         self._send(self.gradients.pop(_key(instruction)), instruction)
 
     def _take_output(self, key: Key) -> Tensor:
-        """Return the values of an output and release its memory, because backward does not read them."""
+        """Return an output's values and release its memory, which backward does not read."""
         if not torch.is_grad_enabled():
             return self.outputs.pop(key)
         values = self.outputs[key].detach()
@@ -167,7 +163,7 @@ class StepExecutor:
         return values
 
     def _own_neighbour(self, instruction: Instruction, step: int) -> Key | None:
-        """Return the key of this micro-batch in the next (1) or previous (-1) chunk, if that is on this rank."""
+        """Return the key of this micro-batch in the next (1) or previous (-1) chunk, if on this rank."""
         neighbour = self.placement.neighbour(self.pp.rank, instruction.model_chunk, step)
         if neighbour is None:
             return None

@@ -1,7 +1,4 @@
-"""Trainer of one rank: build its stage, step, evaluate, save and load.
-
-Left out: the loop with its log (`run.loop`) and the start of a run (`run.start`).
-"""
+"""Trainer of one rank: build its stage, step, evaluate, save and load."""
 
 from __future__ import annotations
 
@@ -68,8 +65,7 @@ Watch = Callable[[schedule.Executor], schedule.Executor]
 class Progress:
     """Position of a run, saved in every checkpoint.
 
-    unscheduled: consumed samples that learning rate and weight decay do not count: of skipped iterations, or before the schedules
-    began anew.
+    unscheduled: consumed samples that the schedules do not count: of skipped iterations, or before the schedules began anew.
     """
 
     iteration: int = 0
@@ -88,7 +84,7 @@ class Progress:
 class ForeignModel:
     """Model of another program, to which adapters belong.
 
-    names, read: arguments of `fill_shards`. carried: directory with the model's tokenizer files.
+    names, read: see `fill_shards`. carried: directory with tokenizer files.
     """
 
     directory: Path
@@ -134,7 +130,7 @@ class GlobalBatch(NamedTuple):
 
 
 def uncounted_line(iteration: int, result: IterationResult) -> str:
-    """Return the log's warning about an iteration in which no label counts."""
+    """Return the log's warning about an iteration without counted labels."""
     return (
         f"warning: iteration {iteration} has 0 counted tokens: no label of its "
         f"{result.global_batch_size} samples counts in the loss, so nothing was learned"
@@ -194,7 +190,6 @@ class Trainer:
 
     @property
     def batches(self) -> RunBatches:
-        """Source of this rank's micro-batches."""
         return RunBatches(
             self.run,
             self.layout,
@@ -244,7 +239,6 @@ class Trainer:
         return executor.run(lists)
 
     def _unpadded(self, work: TokenCounts) -> int:
-        """Count the tokens of the work that are not padding."""
         return work.samples * self.run.model.seq_length - work.padded
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
@@ -304,7 +298,7 @@ class Trainer:
         )
 
     def _pop_z_loss(self) -> float:
-        """Return the mean z-loss of the iteration, and clear it. Collective."""
+        """Return and clear the iteration's mean z-loss. Collective."""
         z_losses: list[Tensor] = []
         if self.stage.last:
             z_losses = list(self.stage.last.z_losses.values())
@@ -351,8 +345,7 @@ class Trainer:
     ) -> float:
         """Recompute the gradients of the iteration that began at sample `consumed`; return its mean loss. Collective.
 
-        scale: of the loss. stage: another stage with the same parameters. watch: around the trainer's own.
-        shift: see `RunBatches`.
+        stage: another stage with the same parameters. watch: around the trainer's own. shift: see `RunBatches`.
         """
         own = self.watch
         self._shift = shift
@@ -372,10 +365,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, dataset: Dataset | None, first: int, iterations: int) -> float:
-        """Return the mean loss of `iterations` global batches from sample `first` on, over counted labels. Collective.
-
-        NaN if no label counts.
-        """
+        """Return the mean loss over counted labels of `iterations` global batches from sample `first` on, or NaN. Collective."""
         if self.run.training.eval_micro_batch_size:
             return self._with_eval_micro_batches().evaluate(dataset, first, iterations)
         size = self.layout.eval_batch_size(self.run)
@@ -397,7 +387,6 @@ class Trainer:
         return total / weights if weights else math.nan
 
     def _with_eval_micro_batches(self) -> Trainer:
-        """Return a trainer with the same weights, and with --eval-micro-batch-size."""
         other = copy.copy(self)
         run = evaluation_run(self.run)
         other.run = replace(
@@ -426,7 +415,7 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Return everything but tensors.
 
-        Dropout and initial weights are functions of (seed, sample), so random state is the seed and the data position.
+        Random state is the seed and the data position.
         """
         state = {
             "progress": asdict(self.progress),
@@ -508,8 +497,7 @@ class Trainer:
     def save(self, directory: str) -> None:
         """Write a checkpoint of the present iteration. Collective.
 
-        Raise ValueError on every rank if a rank cannot write; ReplicasDiffer, before anything is written, if copies of
-        the same state differ.
+        Raise ValueError on every rank if a rank cannot write; ReplicasDiffer, before anything is written, if copies differ.
         """
         self.check_replicas(directory)
         run_steps(self._save_steps(directory, self._saved_shards()))
@@ -529,9 +517,9 @@ class Trainer:
     def load(self, source: str | Checkpoint, weights_only: bool = False) -> dict[str, Any]:
         """Resume from a checkpoint of any layout, or from the latest in a directory; return its `state`. Collective.
 
-        weights_only: load nothing but weights, of any dtype. Moments may have another dtype too.
-        The rank that saves a shard reads it and sends it to ranks with copies. Raise ValueError on every rank for a
-        checkpoint that is damaged, of another model or of another program.
+        weights_only: load nothing but weights, of any dtype.
+        The rank that saves a shard reads it and sends it to ranks with copies. Raise ValueError on every rank for a checkpoint that is
+        damaged, of another model or of another program.
         """
         checkpoint = open_checkpoint(source, self.world) if isinstance(source, str) else source
         saved = checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
