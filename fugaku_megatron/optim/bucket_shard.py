@@ -29,7 +29,7 @@ class AdamWBlock:
     """Elements [start, end) of a shard that AdamW updates in one pass through the cache.
 
     updates: as in `BucketShard`, counted from `start`
-    blocks: for 8-bit moments, else empty
+    blocks: for 8-bit moments
     """
 
     start: int
@@ -49,7 +49,7 @@ class BucketShard:
     orthogonal: leading elements without a second moment
     ranges: counted from `start`
     updates: one per kernel call, with the place if stochastic rounding needs it
-    adamw_blocks: empty if weights and moments are stored in FP32
+    adamw_blocks: empty if weights and moments are in FP32
     """
 
     start: int
@@ -65,7 +65,6 @@ class BucketShard:
 
     @property
     def in_bf16(self) -> bool:
-        """True if `master` is BF16, so that each update is rounded."""
         return self.master.dtype == torch.bfloat16
 
     def round_weights(self, at: slice) -> None:
@@ -75,7 +74,7 @@ class BucketShard:
 
 
 def updates_inside(updates: Updates, start: int, end: int) -> Updates:
-    """Clip `updates` to elements [start, end) and count from `start`."""
+    """Clip `updates` to elements [start, end), counted from `start`."""
     clipped: Updates = []
     for r, place in updates:
         first = max(r.start, start)
@@ -88,7 +87,7 @@ def updates_inside(updates: Updates, start: int, end: int) -> Updates:
 
 
 def adamw_blocks(n: int, updates: Updates) -> list[AdamWBlock]:
-    """Divide a shard of n elements into blocks with at most BLOCKS_LENGTH."""
+    """Divide a shard into blocks with at most BLOCKS_LENGTH."""
     bounds = [(start, min(start + BLOCKS_LENGTH, n)) for start in range(0, n, BLOCKS_LENGTH)]
     return [
         AdamWBlock(start, end, updates_inside(updates, start, end), ()) for start, end in bounds

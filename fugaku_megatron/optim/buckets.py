@@ -1,8 +1,8 @@
 """Data-parallel communication by bucket: gradients are reduced during backward, weights gathered during forward.
 
 Hooks on the stage's units wait for weight gathers before forward, and start a bucket's reduction after its last backward.
-All data-parallel ranks start the same operations in the same order: buckets are reduced in memory order. The tied embedding's
-gradient is summed over its two copies as soon as this stage's copy is complete, and its bucket is reduced last.
+Buckets are reduced in memory order on all ranks. The tied embedding's gradient is summed over its two copies as soon as this
+stage's copy is complete, and its bucket is reduced last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .flat import Bucket, FlatParameter, FlatParameters, unit_modules
 
 @dataclass(frozen=True)
 class _Sum:
-    """A started sum. sent: (n,), the reduced tensor. result: FP32 gradients (n,), the same memory unless `sent` is BF16."""
+    """A started sum. sent: (n,), the reduced tensor. result: FP32 gradients (n,), in the same memory unless `sent` is BF16."""
 
     handle: Handle
     sent: Tensor
@@ -70,13 +70,12 @@ class BucketComm:
         return bucket.start + replicas.rank * numel, bucket.start + (replicas.rank + 1) * numel
 
     def replicas(self, bucket: Bucket) -> Comm:
-        """Return the ranks that hold the same parameters as this rank."""
+        """Return the ranks with the same parameters as this rank."""
         return self.groups.edp if bucket.expert else self.groups.dp
 
     # Hooks
 
     def _watch(self, stage: Stage) -> None:
-        """Register hooks on the stage's units, numbered as in `flat.stage_units`."""
         modules = unit_modules(stage)
         needed = {
             unit: [index for index, bucket in enumerate(self.flat.buckets) if unit in bucket.units]
@@ -91,7 +90,7 @@ class BucketComm:
     def _enter(
         self, unit: int, buckets: list[int], module: nn.Module, args: tuple[Any, ...]
     ) -> None:
-        """Wait for the unit's weights, and watch the gradient of its input, which its backward computes last."""
+        """Wait for the unit's weights, and watch its input gradient, which its backward computes last."""
         for index in buckets:
             if index in self._gathers:
                 self._gathers.pop(index).wait()
@@ -103,7 +102,6 @@ class BucketComm:
         self._weight_gradients.add(partial(self._count, unit))
 
     def _count(self, unit: int) -> None:
-        """Count one micro-batch in the unit's gradients."""
         self._left[unit] = self._left.get(unit, 0) + 1
         if self._left[unit] == self._microbatches:
             self._complete(unit)
@@ -136,12 +134,10 @@ class BucketComm:
 
     @property
     def _untied(self) -> int:
-        """Number of buckets before the tied embedding's bucket."""
         buckets = len(self.flat.buckets)
         return buckets if self._tied is None else buckets - 1
 
     def _sum_next(self, overlap: bool) -> None:
-        """Sum the next bucket. overlap: without waiting"""
         index = len(self._sums)
         bucket = self.flat.buckets[index]
         grads = self.flat.gradients.of(index)
@@ -163,10 +159,7 @@ class BucketComm:
         self._sums.append(_Sum(handle, sent[own], grads[own]))
 
     def _sum_partial_gradients(self, bucket: Bucket) -> None:
-        """Sum gradients of replicated parameters under sequence parallelism, as Megatron's allreduce_layernorm_grads.
-
-        One call per bucket, because the gradients are small and many.
-        """
+        """Sum gradients of replicated parameters under sequence parallelism, as Megatron's allreduce_layernorm_grads, in one call."""
         partial = [
             p.main_grad
             for p, start in zip(self.flat.parameters, self.flat.starts, strict=True)
@@ -215,6 +208,5 @@ class BucketComm:
             replicas.all_gather(weights, own)
 
     def await_weights(self) -> None:
-        """Wait for every started gather."""
         for index in list(self._gathers):
             self._gathers.pop(index).wait()

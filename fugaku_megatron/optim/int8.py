@@ -2,7 +2,7 @@
 
 Codes are non-linear (compare Dettmers et al. 2021, arXiv:2110.02861): first moment scale sign(q) (q / 127)^2, rounded to nearest;
 second moment scale (q / 255)^4, rounded stochastically, with q >= 1 for positive elements because it divides. Blocks and random
-numbers depend on the global position, so that every layout has the same bits. Checkpoints hold FP32.
+numbers depend on the global position, so every layout has the same bits. Checkpoints contain FP32.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class Blocks:
     """Consecutive elements in one parameter: `segments` times `length`, in blocks of at most `block`.
 
     start: first element, counted in the rank's shard
-    first_scale: the first block's scale
-    shared: the only block's index among those that several ZeRO-1 shards share; None: not shared
+    shared: the only block's index among the blocks that several ZeRO-1 shards share; None: not shared
     """
 
     start: int
@@ -51,7 +50,6 @@ class Blocks:
 
     @property
     def scales(self) -> int:
-        """Number of scales."""
         return self.segments * math.ceil(self.length / self.block)
 
     def views(self, values: Tensor) -> Iterator[tuple[Tensor, slice]]:
@@ -152,7 +150,6 @@ class EightBitMoment:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
     def read(self, chunk: Sequence[Blocks]) -> Tensor:
@@ -177,7 +174,7 @@ class EightBitMoment:
         """Round values (n,) into consecutive blocks.
 
         shared: (m,), largest elements in blocks that several ZeRO-1 shards share
-        at_random: seed and step for stochastic rounding; None: round to nearest
+        at_random: seed and step for stochastic rounding; None: to nearest
         """
         x = values.clone()
         for blocks in chunk:
@@ -196,7 +193,6 @@ class EightBitMoment:
         self.codes[chunk[0].start : chunk[-1].end] = codes
 
     def _scales_of(self, blocks: Blocks) -> Tensor:
-        """Return a view of the blocks' scales, (segments, blocks per segment)."""
         scales = self.scales[blocks.first_scale : blocks.first_scale + blocks.scales]
         return scales.view(blocks.segments, -1)
 
@@ -211,7 +207,7 @@ class EightBitMoment:
 
 
 def largest(values: Tensor) -> Tensor:
-    """Return the largest absolute value over the last dimension of values (..., n), (...)."""
+    """Return the largest absolute value over the last dimension, (..., n) -> (...)."""
     return values.abs().amax(-1)
 
 

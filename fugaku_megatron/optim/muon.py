@@ -202,6 +202,5 @@ class Muon:
 
 
 def _cost(parameter: FlatParameter) -> float:
-    """Return a number proportional to the update's FLOPs."""
     small, large = sorted((parameter.numel() // parameter.shape[-1], parameter.shape[-1]))
     return float(small * small * large)

@@ -39,7 +39,7 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")  # prefixes of checkpoint keys
 
 
 class ElementUpdate(NamedTuple):
-    """Elements of one kind for the `elements` function of a row of `OPTIMIZERS`, FP32 (n,), updated in place.
+    """Elements for the `elements` function of a row of `OPTIMIZERS`, FP32 (n,), updated in place.
 
     gradients: averaged and clipped; free to overwrite
     step: counts from 1
@@ -68,7 +68,7 @@ class Optimizer:
     """Optimizer over this rank's shard of every bucket.
 
     Gradients are sums, already multiplied by the loss's 1 / tokens and the loss scale. `step` reduces, unscales, clips and updates,
-    and gathers the weights under ZeRO-1. `ops` runs the kernels and is notified when weights change.
+    and gathers the weights under ZeRO-1. `ops` is notified when weights change.
     """
 
     def __init__(self, stage: Stage, run: RunConfig, groups: Groups, ops: Ops) -> None:
@@ -115,7 +115,6 @@ class Optimizer:
         self._norm: float | None = None
 
     def _cut_blocks(self, bucket: Bucket) -> list[int]:
-        """Return the starts of the 8-bit blocks that several ranks update."""
         if self.config.exp_avg_dtype != "int8" or not self.sharded:
             return []
         shards = self.buckets.replicas(bucket).size
@@ -162,7 +161,7 @@ class Optimizer:
         )
 
     def zero_grad(self, microbatches: int = 1) -> None:
-        """Reset the gradients before the first micro-batch of an iteration."""
+        """Reset the gradients before an iteration's first micro-batch."""
         self._reduced = None
         self._norm = None
         self.buckets.begin(microbatches)
@@ -193,7 +192,7 @@ class Optimizer:
         return summed.item()
 
     def params_norm(self) -> float:
-        """Return the weights' L2 norm, each counted once. Collective."""
+        """Return the weights' L2 norm. Collective."""
         self.buckets.await_weights()
         masters = [shard.master for shard in self.shards]
         return math.sqrt(self._sum_counted(masters, self.ops.kernels.squared_norm))
@@ -223,7 +222,7 @@ class Optimizer:
     ) -> StepResult:
         """Update the weights from the accumulated gradients; skip the update if a gradient is Inf or NaN.
 
-        decoupled_lr: under --decoupled-lr; default: `lr`
+        decoupled_lr: default: `lr`
         """
         grads = self.reduce_gradients()
         norm = self.grad_norm()
@@ -263,7 +262,7 @@ class Optimizer:
         return StepResult(norm, zeros, skipped=False)
 
     def _adamw(self, shard: BucketShard, grads: Tensor, factors: StepFactors) -> None:
-        """Update the elements of a shard (n,) by AdamW, or by the optimizer's `elements` function."""
+        """Update a shard by AdamW, or by the optimizer's `elements` function."""
         config = self.config
         after = shard.orthogonal
         for r, place in shard.updates:
@@ -358,7 +357,6 @@ class Optimizer:
         return first, second
 
     def _round(self, block: BucketShard, weights: Tensor) -> None:
-        """Round updated FP32 weights to `weights` (n,), BF16."""
         for r, place in block.updates:
             assert place is not None
             weights[r.start : r.end] = round_at_random(
@@ -390,7 +388,7 @@ class Optimizer:
         return records
 
     def _saved(self, kind: str, index: int) -> Tensor:
-        """Return a shard's weights or moment as a checkpoint stores them, (n,)."""
+        """Return a shard's weights or moment as saved, (n,)."""
         shard = self.shards[index]
         if kind == "weight":
             stored = shard.master
@@ -443,7 +441,7 @@ class Optimizer:
             self.buckets.gather(index)
 
     def _load_eight_bit(self) -> None:
-        """Round the loaded moments to 8 bits, to nearest, which restores the saved codes. Collective."""
+        """Round the loaded moments to nearest, which restores the saved codes. Collective."""
 
         def loaded(index: int, start: int, end: int) -> tuple[Tensor, Tensor]:
             first, second = (self._saved(kind, index)[start:end] for kind in KINDS[1:])

@@ -15,8 +15,8 @@ UNIFORM_BITS = 24  # FP32 represents them exactly
 def round_at_random(values: Tensor, place: Place, seed: int, step: int) -> Tensor:
     """Round FP32 values (n,) to BF16 stochastically, so that the mean is exact.
 
-    Random numbers depend on the seed, the step and the global position, hence not on the layout. The hash is the one in
-    kernels_sve/adamw_rounding.h with different keys, so that weights and second moments are independent.
+    Random numbers depend on the seed, the step and the global position. The hash is the one in kernels_sve/adamw_rounding.h with
+    different keys, so weights and second moments are independent.
     """
     words = _words(place.numbers(len(values)), ("low", "high"), place.stream, seed, step)
     bits = values.view(torch.int32) + (words >> 16).bitwise_and_(0xFFFF)
@@ -24,10 +24,7 @@ def round_at_random(values: Tensor, place: Place, seed: int, step: int) -> Tenso
 
 
 def random_numbers(numbers: Tensor, stream: int, seed: int, step: int) -> Tensor:
-    """Return uniform FP32 random numbers (n,) in [0, 1) for elements with these global numbers.
-
-    They are independent of the random numbers in `round_at_random`.
-    """
+    """Return uniform FP32 random numbers (n,) in [0, 1), independent of the random numbers in `round_at_random`."""
     words = _words(numbers, ("moment low", "moment high"), stream, seed, step)
     mask = (1 << UNIFORM_BITS) - 1
     bits = (words >> 32 - UNIFORM_BITS).bitwise_and_(mask)
@@ -47,7 +44,6 @@ def _words(numbers: Tensor, keys: tuple[str, str], stream: int, seed: int, step:
 
 
 def _signed(word: int) -> int:
-    """Return a 32-bit word as int32."""
     return word - (word >> 31 << 32)
 
 
