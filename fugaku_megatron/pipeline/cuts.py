@@ -10,7 +10,6 @@ ALIKE: SplitCosts = (1, 1, 1)
 
 
 def even_cut(layers: int, placement: Placement) -> tuple[int, ...]:
-    """Return equally many layers for every virtual stage."""
     stages = placement.virtual_stages
     return tuple(layers // stages for _ in range(stages))
 
