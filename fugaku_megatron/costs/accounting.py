@@ -1,8 +1,7 @@
 """Parameters, FLOPs, saved activations and communicated bytes of a run, as integers, without torch.
 
-The trainer, the log, the performance model, the planner and the benchmarks read these formulas; tests compare them with the
-trainer. Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads with d elements in g groups, l layers, v padded
-vocabulary, t tensor-parallel size.
+Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads with d elements in g groups, l layers, v padded vocabulary,
+t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte l
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is >= value."""
     return -(-value // multiple) * multiple
 
 
@@ -86,18 +84,18 @@ ATTENTION_BACKWARD_SHARE = 2.5
 
 
 def causal_attention_flops(heads: int, s: int, d: int, window: int | None = None) -> float:
-    """Return Q K^T and P V FLOPs over visible pairs, as kernels compute them. heads: query heads times samples."""
+    """Return Q K^T and P V FLOPs over visible pairs. heads: query heads times samples."""
     return 4.0 * heads * d * visible_pairs(s, window)
 
 
 def visible_pairs(s: int, window: int | None) -> float:
-    """Count the visible (query, key) pairs of s tokens, causal and inside the window: s^2 / 2 - (s - window)^2 / 2."""
+    """Count the visible (query, key) pairs of s tokens: s^2 / 2 - (s - window)^2 / 2."""
     window = min(window or s, s)
     return window * (2 * s - window) / 2
 
 
 def visible_share(s: int, window: int | None) -> float:
-    """Return `visible_pairs` as a share of all s^2 pairs."""
+    """Return `visible_pairs` as a share of s^2."""
     return visible_pairs(s, window) / s**2
 
 
@@ -137,7 +135,7 @@ def _attention(run: RunConfig, tp: int, cp_comm_type: str) -> Record:
 
 
 def _rotary(run: RunConfig, tp: int, cp_comm_type: str) -> tuple[Record, ...]:
-    """Return the rotary record. Backward needs the inputs to the query and key norms; the rotation itself saves nothing."""
+    """Return the rotary record. Backward needs the inputs to the query and key norms; the rotation saves nothing."""
     model = run.model
     if not model.uses_rotary:
         return ()
@@ -272,7 +270,7 @@ def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
 
 
 def embedding_records(run: RunConfig, tp: int) -> list[Record]:
-    """Return the word embedding, and the position embedding if positions are learned (first stage)."""
+    """Return the first stage's word embedding, and position embedding if learned."""
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
     records = [
@@ -292,7 +290,7 @@ def embedding_records(run: RunConfig, tp: int) -> list[Record]:
 
 
 def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
-    """Return the final norm, the logits and the loss (last stage). tied: do not count a tied weight, which the embedding counts."""
+    """Return the final norm, the logits and the loss. tied: do not count a weight that the embedding counts."""
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
     rows = tokens_per_microbatch(run)
@@ -319,7 +317,7 @@ def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
 
 @lru_cache(maxsize=64)  # every stage asks for it
 def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
-    """Return each virtual stage's layer count by --pipeline-split; "balanced" counts multiply-adds. No virtual stage is empty."""
+    """Return each virtual stage's layer count by --pipeline-split, at least 1; "balanced" counts multiply-adds."""
     layers = run.model.num_layers
     sizes = stage_sizes(run)
     if placement.virtual_stages == 1 or run.parallel.pipeline_split == "even" and sizes is None:
@@ -346,7 +344,7 @@ def stage_layers(run: RunConfig, placement: Placement, stage: int) -> list[range
 def virtual_stage_recompute_groups(
     run: RunConfig, placement: Placement, virtual_stage: int
 ) -> list[range]:
-    """Return the groups of layers (from 0) that full recompute runs together; empty without full recompute."""
+    """Return the groups of layers (from 0) that full recompute runs together, or none."""
     training = run.training
     if training.recompute_granularity != "full":
         return []
@@ -437,7 +435,7 @@ def _recompute_fraction(run: RunConfig) -> float:
 
 
 def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
-    """Return the mean layer's forward FLOPs per micro-batch on one rank: (linear layers, attention over the full square)."""
+    """Return `layer_flops` per micro-batch on one rank."""
     layers = run.model.mlps
     linear = 0.0
     for mlp in dict.fromkeys(layers):  # in one order on all ranks
@@ -495,8 +493,8 @@ def hardware_flops(
 def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = False) -> float:
     """Return 6 (8 with recompute) FLOPs per layer parameter and token, as the A100 tables first counted; no embeddings.
 
-    replicas: multiply the last stage's parameters per rank by TP x PP as those tables did, which counts parameters replicated over
-    tensor-parallel ranks (layer norms, some biases) TP times: 0.025 % more at h 13824 and TP 8.
+    replicas: multiply the last stage's parameters per rank by TP x PP as those tables did, which counts replicated parameters TP
+    times: 0.025 % more at h 13824 and TP 8.
     """
     parallel = replace(run.parallel, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     tp, pp = (

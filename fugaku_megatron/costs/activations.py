@@ -32,7 +32,6 @@ class Collective:
 class Record:
     """One operation on one rank for one micro-batch.
 
-    parameters: on this rank.
     replicated: parameters on every tensor-parallel rank.
     of_heads: replicated parameters with partial gradients from a rank's own heads or expert shards.
     divided: expert parameters that ranks shard unlike other matrices.
@@ -92,7 +91,7 @@ def linear(
 
 
 def tokens_per_microbatch(run: RunConfig) -> int:
-    """Return s b / c, the rows of one micro-batch on each of c context-parallel ranks."""
+    """Return s b / c, a micro-batch's rows on each of c context-parallel ranks."""
     return run.model.seq_length * run.batch.micro_batch_size // run.parallel.context_parallel_size
 
 
@@ -107,7 +106,7 @@ def typical_cp_comm_type(run: RunConfig) -> str:
 
 
 def qkv_bytes(run: RunConfig, tp: int, cp_comm_type: str | None = None) -> int:
-    """Return the bytes of this rank's queries, keys and values for attention, (s, b, g (n/g + 2) d), copied groups included."""
+    """Return the bytes of this rank's qkv for attention, (s, b, g (n/g + 2) d), copied groups included."""
     model = run.model
     groups = run.model.query_groups // tp
     copies = 1
@@ -136,7 +135,7 @@ def rank_segments(rank: int, ranks: int, s: int) -> list[range]:
 
 
 def visible_keys(queries: range, keys: range, window: int | None) -> range:
-    """Return the range in `keys` that any query sees within one document; an inverted range if there is none."""
+    """Return the range in `keys` that any query sees within one document; inverted if there is none."""
     first = max(keys.start, queries.start + 1 - window) if window else keys.start
     return range(first, min(keys.stop, queries.stop))
 
@@ -153,7 +152,7 @@ def span(ranges: Iterable[range]) -> range:
 def p2p_keys(s: int, ranks: int, window: int | None) -> tuple[tuple[int, int], ...]:
     """Return, for each rank with --cp-comm-type p2p, the number of keys that it (sends, receives).
 
-    A rank receives from each segment only the keys that its own queries see.
+    A rank receives only the keys that its own queries see.
     """
     segments = [rank_segments(rank, ranks, s) for rank in range(ranks)]
     sent = [0 for _ in segments]
@@ -174,8 +173,8 @@ def attention_messages(
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     """Return attention's context-parallel collectives, forward and backward; p2p: on the rank that sends most.
 
-    a2a: sequence to heads before attention, heads to sequence after it. allgather: all keys and values, again in backward, which
-    reduce-scatters their gradients. p2p: keys per step, and in backward their FP32 gradients back.
+    a2a: sequence to heads before attention, back after it. allgather: all keys and values, again in backward, which reduce-scatters
+    their gradients. p2p: keys per step, and in backward their FP32 gradients back.
     """
     cp = run.parallel.context_parallel_size
     elements = key_elements(run, tp)
@@ -205,7 +204,7 @@ def context_bytes(run: RunConfig, tp: int) -> int:
 
 
 def activation_bytes(run: RunConfig) -> int:
-    """Return the bytes of one whole (s, b, h) activation, which tensor-parallel ranks reduce."""
+    """Return the bytes of one whole (s, b, h) activation."""
     return tokens_per_microbatch(run) * run.model.hidden_size * element_bytes(run)
 
 
@@ -233,7 +232,7 @@ def key_working_bytes(run: RunConfig, tp: int) -> int:
 
 
 def residual_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes of an activation between matmuls, (s, b, h) or its sequence shard, which pipeline stages send."""
+    """Return the bytes of an activation between matmuls, (s, b, h) or its sequence shard."""
     return activation_bytes(run) // sequence_shards(run, tp)
 
 
@@ -253,7 +252,7 @@ def all_reduce(bytes: int, tp: int) -> tuple[Collective, ...]:
 
 @dataclass(frozen=True)
 class MatmulCollectives:
-    """Collectives around tensor-parallel matmuls: into a column-parallel matmul and out of a row-parallel one."""
+    """Collectives into a column-parallel matmul and out of a row-parallel one."""
 
     into: tuple[Collective, ...]
     into_backward: tuple[Collective, ...]
@@ -316,7 +315,6 @@ def _frozen(run: RunConfig, record: Record) -> Record:
 
 
 def _linear_name(record: Record) -> str:
-    """Return the linear layer's name, also for a shared expert."""
     return record.name.replace("shared_", "linear_")
 
 
@@ -398,7 +396,7 @@ def cache_slots(model: ModelConfig, positions: int) -> int:
 
 
 def cache_bytes(run: RunConfig, samples: int, positions: int, layers: int, tp: int) -> int:
-    """Return the key-value cache's bytes on a rank with `layers` layers."""
+    """Return the key-value cache's bytes on a rank."""
     model = run.model
     elements = (
         samples * cache_slots(model, positions) * model.query_groups // tp * model.kv_channels

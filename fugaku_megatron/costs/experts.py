@@ -1,7 +1,7 @@
 """Parameters, matmuls, saved activations and communicated bytes of a layer's experts, as integers, without torch.
 
-Experts on different ranks are assumed to have equally many tokens.
-Legend: s sequence, b micro-batch, h hidden, f expert width, e experts, t tensor-parallel size.
+Ranks are assumed to have equally many tokens for their experts.
+Legend: s sequence, b micro-batch, h hidden, f expert width.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .activations import (
 
 
 def typical_mlp(model: ModelConfig) -> str:
-    """Return the key in `ModelConfig.mlps` that represents all layers if layers are assumed equal."""
+    """Return the key in `ModelConfig.mlps` that represents all layers."""
     return MLP_OF_EXPERTS if model.num_experts else model.activation
 
 
@@ -45,7 +45,7 @@ EXCHANGED_GROUPS = 8
 
 
 def exchanged_groups(held: int) -> int:
-    """Return the number of equal expert groups whose rows are sent one after another. held: experts on a rank."""
+    """Return the number of equal expert groups that are sent one after another. held: experts on a rank."""
     return max(groups for groups in range(1, EXCHANGED_GROUPS + 1) if held % groups == 0)
 
 
@@ -136,7 +136,7 @@ COUNT_BYTES = 4  # a token count, reduced as FP32
 
 
 def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
-    """Return the operations in a layer's experts. Every expert's matmuls have the mean number of rows."""
+    """Return the operations in a layer's experts, each with the mean number of rows."""
     model = run.model
     division = Division.of(run, tp)
     h = model.hidden_size

@@ -1,9 +1,8 @@
 """Memory of one rank at the peak of a step: weights, gradients, optimizer state, activations and logits, in bytes. No torch.
 
 A stage's parameters form units in the order in which backward finishes them: final norm (with an untied head), layers from last to
-first, embeddings. A gradient bucket is a range of whole units, reduced and gathered at once.
+first, embeddings. A gradient bucket is a range of whole units.
 Left out: MPI's buffers and other software (`planner.memory`), and thread-dependent memory (`attention_bytes`) in `stage_memory`.
-Legend: s sequence, b micro-batch, v vocabulary of a rank.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
     """Return each bucket's units: as few as have `minimum` elements together; the last bucket takes the rest.
 
     units: elements of each.
-    tied: the last unit is a word embedding that another stage also has; its reduction waits for that stage, so it is its own bucket.
+    tied: the last unit is a word embedding that another stage also has, and its own bucket.
     """
     buckets = []
     start = 0
@@ -87,7 +86,7 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
 
 
 def holds_tied_copy(run: RunConfig, placement: Placement, stage: int) -> bool:
-    """Return whether this stage's word embedding is one of two trained copies, whose gradients are reduced together."""
+    """Return whether this stage's word embedding is one of two trained copies."""
     first = placement.owner(0)[0]
     last = placement.last_stage
     return run.model.tied and not run.lora.on and first != last and stage in (first, last)
@@ -110,7 +109,7 @@ def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Return each unit's trained elements, in the order in which backward finishes them; a tied copy is the last."""
+    """Return each unit's trained elements; a tied copy is the last."""
     tp = layout.tp
     placement = layout.placement
     is_first = stage == placement.owner(0)[0]
@@ -134,7 +133,6 @@ def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
 
 
 def _backward_layers(run: RunConfig, placement: Placement, stage: int) -> list[int]:
-    """Return a stage's layers in the order of backward."""
     chunks = stage_layers(run, placement, stage)
     return [layer for chunk in reversed(chunks) for layer in reversed(chunk)]
 
@@ -190,7 +188,7 @@ def updated_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
 
 
 def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the most second-moment elements on a rank: Muon's matrices, first in a bucket, have none."""
+    """Return the most second-moment elements on a rank: Muon's matrices have none."""
     shards = zero_shards(run, layout)
     layers = _backward_layers(run, layout.placement, stage)
     matrices = matrix_elements(run, layout.tp)
@@ -335,7 +333,7 @@ def data_index_bytes(run: RunConfig, samples: int) -> int:
 
 
 def layer_saved_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes that a layer saves from forward to backward without full recompute."""
+    """Return the bytes that a layer saves without full recompute."""
     saved = sum(r.saved_bytes for r in layer_records(run, tp))
     if run.training.recompute_granularity == "selective":
         saved -= selective_recompute_bytes(run, tp)
@@ -385,7 +383,6 @@ def attention_bytes(run: RunConfig, tp: int, threads: int) -> int:
 
 
 def _attention_bytes(run: RunConfig, tp: int, threads: int, cp_comm_type: str) -> int:
-    """Return `attention_bytes` for one --cp-comm-type."""
     model = run.model
     cp = run.parallel.context_parallel_size
     queries = keys = model.seq_length
@@ -475,7 +472,7 @@ def working_bytes(run: RunConfig, tp: int) -> int:
 
 
 def posted_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the bytes for receives posted ahead, from each model chunk's neighbours."""
+    """Return the bytes for receives posted ahead."""
     placement = layout.placement
     ahead = row(run.parallel.schedule).receives_ahead
     neighbours = [
@@ -490,8 +487,8 @@ def posted_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
 def logits_rows(run: RunConfig, layout: Layout) -> int:
     """Return the rows per logits block: equal blocks, as few as their memory allows.
 
-    Every block packs the whole weight once, so larger blocks are faster, up to LOGITS_MAX_ROWS. The limit is a quarter of what the
-    layers keep, or with --recompute-part-layers would keep, so that recompute does not change the order of sums.
+    Larger blocks are faster, up to LOGITS_MAX_ROWS. The limit is a quarter of what the layers keep, or with --recompute-part-layers
+    would keep, so that recompute does not change the order of sums.
     """
     placement = layout.placement
     vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
@@ -537,7 +534,7 @@ def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
 def stage_memory(
     run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]
 ) -> Memory:
-    """Return the memory on one rank. in_flight: `Schedule.in_flight`, the stage's fullest moments."""
+    """Return the memory on one rank. in_flight: `Schedule.in_flight`."""
     elements = flat_elements(run, layout, stage)
     is_fp32 = run.precision.name == "fp32"
     weight_bytes = FP32_BYTES if is_fp32 else BF16_BYTES
