@@ -1,6 +1,6 @@
 """The transformer block, assembled from the classes named in `config.model`.
 
-s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank in g query groups, d head size. With sequence parallelism s
+s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank, d head size; qkv as in `Heads`. With sequence parallelism s
 is this rank's shard if the last dimension is h, otherwise whole.
 """
 
@@ -76,7 +76,7 @@ class SelfAttention(nn.Module):
         )
 
     def apply_rotary(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
-        """Normalize and rotate the queries and keys of qkv (s, b, g (n/g + 2) d).
+        """Normalize and rotate the queries and keys of qkv.
 
         angles: cosines and sines (s, rotated elements / 2)
         positions: (s, b), each token's row in `angles`; None: the token's index.
@@ -117,7 +117,7 @@ class SelfAttention(nn.Module):
         return torch.cat((*normed, values), 3).view(qkv.shape)
 
     def attend(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """Return attention without projections, (s, b, g (n/g + 2) d) -> (s, b, n d). Selective recompute reruns it."""
+        """Return attention without projections, qkv -> (s, b, n d). Selective recompute reruns it."""
         if self.context.cp.size > 1 and self.cp_comm_type != A2A:
             return self._between_ranks(qkv, forward_pass)
         model = self.context.model
@@ -154,7 +154,6 @@ class SelfAttention(nn.Module):
         return to_rows(attention(qkv), cp)
 
     def _angles(self, length: int, forward_pass: Pass) -> tuple[Angles | None, Tensor | None]:
-        """Return the angles for `length` positions, and each token's row (s, b); None: in order."""
         documents = forward_pass.documents
         rows = forward_pass.rows
         if rows is not None:
@@ -163,7 +162,7 @@ class SelfAttention(nn.Module):
         return by_length or (self.context.angles(length), documents.positions)
 
     def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """Return `attend` with keys and values exchanged between ranks. qkv (r, b, g (n/g + 2) d) -> (r, b, n d)."""
+        """Return `attend` with keys and values exchanged between ranks."""
         model = self.context.model
         context = self.context
         documents = forward_pass.documents
@@ -221,7 +220,7 @@ class MLP(nn.Module):
         return self.linear_fc2.bias
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Return the MLP (s, b, h) of x (s, b, h), without the second bias."""
+        """Return the MLP without the second bias, (s, b, h) -> (s, b, h)."""
         fc1 = self.linear_fc1
         fc2 = self.linear_fc2
         context = self.context
@@ -308,7 +307,6 @@ class TransformerLayer(nn.Module):
         return self.pre_mlp_layernorm.add_and_normalize(*added)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Run the block, (s, b, h) -> (s, b, h)."""
         x, normed = self._attended(x, forward_pass)
         out = multiplied(self.mlp(normed, forward_pass), self.context.model.residual_multiplier)
         return self.context.ops.bias_dropout_add(

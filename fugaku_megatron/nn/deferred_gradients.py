@@ -30,7 +30,7 @@ class Waiting:
 
     @torch.no_grad()  # as autograd calls a backward
     def run(self) -> None:
-        """Run the work in the order of `append`, and free its tensors."""
+        """Run the work in order, and free its tensors."""
         while self._work:
             self._work.popleft()()
 
@@ -43,11 +43,10 @@ class WeightGradients:
 
     @property
     def waits(self) -> bool:
-        """True if added work is postponed, so that its operands must not change."""
+        """True if added work is postponed: its operands must not change."""
         return self._waiting is not None
 
     def add(self, work: Work) -> None:
-        """Run `work`, or postpone it."""
         if self._waiting is None:
             work()
         else:

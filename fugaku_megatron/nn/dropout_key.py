@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 class DropoutKey:
     """Selects a dropout mask: a function of seed, stream and the element's position in its sample's global tensor.
 
-    `sample_dim` counts samples from `first_sample`, the last dimension counts columns from 0, all other dimensions together count rows
-    from `row0`. With two segments of a sequence, rows from `cut` on count from `after_cut`.
+    `sample_dim` counts samples from `first_sample`, the last dimension columns, all others together rows from `row0`. With two
+    segments of a sequence, rows from `cut` on count from `after_cut`.
     """
 
     seed: int
@@ -26,7 +26,7 @@ class DropoutKey:
     def of_segments(
         segments: Sequence[range], seed: int, stream: int, first_sample: int
     ) -> DropoutKey:
-        """Return the key of an activation (s, b, h) at one or two segments of positions."""
+        """Return the key of an activation (s, b, h) at one or two segments."""
         first, *second = segments
         key = DropoutKey(seed, stream, first_sample, sample_dim=1, row0=first.start)
         if not second:

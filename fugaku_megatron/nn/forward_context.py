@@ -21,7 +21,7 @@ class Rows:
     """Rows of a forward with a key-value cache.
 
     lengths: rows of each sample with any.
-    samples: (len(lengths),), each sample's place in the cache.
+    samples: (len(lengths),), places in the cache.
     positions: (r,), each row's position in its sample.
     angles: two tensors (r, rotated elements / 2); None without rotary positions.
     """
@@ -75,15 +75,14 @@ class Rows:
 
     @property
     def one_each(self) -> bool:
-        """True if every sample has one row."""
         return len(self.positions) == len(self.samples)
 
     def attend(
         self, ops: Ops, layer: int, qkv: Tensor, whole: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Attend from each row to earlier positions in its sample. qkv (r, 1, g (n/g + 2) d) -> (r, 1, n d).
+        """Attend from each row to earlier positions in its sample, qkv -> (r, 1, n d).
 
-        whole: attention of a sequence without cached tokens, same shapes.
+        whole: attention of a sequence without cached tokens.
         """
         cache = self.cache[layer]
         if self.one_each:
@@ -135,7 +134,7 @@ class Pass:
     balance_factor: factor on gradients of balancing losses.
     rows: rows of x, then (rows, 1, h), in generation.
     count: divisor of the summed losses; None: number of labels.
-    tokens: mean tokens per micro-batch without padding, to weigh micro-batches of chats in balancing losses; None: equal weights.
+    tokens: mean tokens per micro-batch without padding, a weight in balancing losses; None: equal weights.
     """
 
     first_sample: int

@@ -32,12 +32,11 @@ def gradient_of(parameter: None) -> None: ...
 
 
 def gradient_of(parameter: Tensor | None) -> Tensor | None:
-    """Return the parameter's FP32 `main_grad`; None if the parameter is None or frozen."""
+    """Return the FP32 `main_grad`; None if the parameter is None or frozen."""
     return None if parameter is None else parameter.main_grad  # type: ignore[attr-defined]  # torch's class does not know it
 
 
 def is_frozen(parameter: Tensor) -> bool:
-    """Return True if a parameter, or a view's parameter, is not trained."""
     return getattr(parameter, "frozen", False)
 
 
@@ -47,6 +46,6 @@ def vector_gradient(parameter: Tensor) -> Tensor:
 
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
-    """Add `grad` (any float dtype) to the FP32 gradient of an unfrozen parameter."""
+    """Add `grad` (any float dtype) to an unfrozen parameter's gradient."""
     if not is_frozen(parameter):
         gradient_of(parameter).add_(grad)

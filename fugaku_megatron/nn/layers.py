@@ -50,7 +50,7 @@ class Context:
     sequence_parallel: shard the activations between tensor-parallel matmuls by sequence; no effect with one rank.
     tp_comm_overlap: send these shards while matmuls run.
     lora: if on, weights are frozen and adapters are trained.
-    ep, etp: ranks with different experts, and ranks that share each expert (`grid.Groups`); None if experts are not divided.
+    ep, etp: ranks with different experts, and ranks that share each expert; None if experts are not divided.
     cp: ranks that share each sequence; s is then this rank's length.
     cp_comm_types: --cp-comm-type of each layer.
     """
@@ -68,7 +68,6 @@ class Context:
     cp_comm_types: tuple[str, ...] = ()
 
     def cp_comm_type(self, layer: int) -> str:
-        """Return the --cp-comm-type of a layer, from 1."""
         return self.cp_comm_types[layer - 1] if self.cp_comm_types else A2A
 
     @property
@@ -82,7 +81,7 @@ class Context:
         return self.cp.size * (self.sequence.size if self.sequence else 1)
 
     def sum_over_sequence(self, x: Tensor) -> None:
-        """Sum x (any shape) in place over all ranks that share a sequence."""
+        """Sum x in place over all ranks that share a sequence."""
         for comm in (self.sequence, self.cp):
             if comm is not None:
                 comm.all_reduce(x)
@@ -93,7 +92,7 @@ class Context:
         """Return this rank's rows of function(*whole), without gradients.
 
         shards: (rows, ...), gathered over all ranks in sequence order.
-        sequence: tensor-parallel ranks that shard the rows, or None.
+        sequence: tensor-parallel ranks that shard the rows.
         """
         cp = self.cp
         rows = len(shards[0])
@@ -107,10 +106,7 @@ class Context:
         return whole.view(cp.size, -1, rows, *whole.shape[1:])[cp.rank, shard]
 
     def own_rows(self, whole: Tensor | None, sequence: Comm | None) -> Tensor | None:
-        """Return this rank's values (rows,) out of one value per token (s, b); None for None.
-
-        sequence: as in `of_whole_sequence`.
-        """
+        """Return this rank's values (rows,) of a value per token (s, b)."""
         if whole is None:
             return None
         own = whole[own_positions(own_segments(len(whole) // self.cp.size, self.cp))]
@@ -120,13 +116,11 @@ class Context:
 
     @property
     def blocks(self) -> RowBlocks | None:
-        """Row blocks for --tp-comm-overlap, or None."""
         if not self.tp_comm_overlap or self.sequence is None:
             return None
         return RowBlocks(self.tp, self.ops.kernels, activations.overlap_blocks(self.tp.size))
 
     def first_position(self, x: Tensor) -> int:
-        """Return the first position of x (s, b, h) in this rank's sequence."""
         return 0 if self.sequence is None else self.tp.rank * x.shape[0]
 
     def segments(self, x: Tensor) -> list[range]:
@@ -149,7 +143,6 @@ class Context:
         init_name: str | None = None,
         **traits: bool,
     ) -> nn.Parameter:
-        """Make a parameter over the tensor-parallel ranks. Arguments as `make_parameter`."""
         defaults = {"sequence_parallel": self.sequence is not None, "frozen": self.lora.on}
         return make_parameter(
             name,
@@ -167,7 +160,6 @@ class Context:
         split: bool = False,
         experts: tuple[int, ...] = (),
     ) -> Adapter | None:
-        """Build the adapters of the linear layer `name`, or return None."""
         parts = self.lora.parts(name.rsplit(".", 1)[-1], self.model)
         if not parts:
             return None
@@ -181,10 +173,7 @@ class Context:
         std: float | None = None,
         **traits: bool,
     ) -> nn.Parameter:
-        """Make a parameter (e, ...) of every expert over `ep` and `etp`.
-
-        Parameters replicated over `etp` get partial gradients, which are all-reduced there.
-        """
+        """Make a parameter (e, ...) of every expert. Partial gradients of a parameter replicated over `etp` are all-reduced there."""
         shared = self.etp or self.tp
         defaults = {"sequence_parallel": shared.size > 1, "frozen": self.lora.on}
         return make_parameter(
@@ -200,7 +189,7 @@ class Context:
         return {}
 
     def angles(self, length: int) -> Angles | None:
-        """Return rotary angles for at least `length` positions, shared by all layers; None without rotary positions."""
+        """Return rotary angles for at least `length` positions, shared by all layers, or None."""
         rows = (
             max(length, self.model.seq_length) if self.model.rope_dynamic_factor is None else length
         )
@@ -210,23 +199,22 @@ class Context:
         return self._tables[rows]
 
     def into_matmul(self, x: Tensor) -> Tensor:
-        """Prepare a column-parallel matmul's input. With sequence parallelism the matmul gathers x (s, b, h) itself."""
+        """Prepare a column-parallel matmul's input; with sequence parallelism the matmul gathers it itself."""
         return copy_to_tensor_parallel(x, self.tp) if self.sequence is None else x
 
     def out_of_matmul(self, partial: Tensor, needs_values: bool = True) -> Tensor:
-        """All-reduce partial (whole sequence, b, h) over ranks, or reduce-scatter it. needs_values: see `Pass`."""
+        """All-reduce or reduce-scatter partial (whole sequence, b, h). needs_values: see `Pass`."""
         if self.sequence is not None:
             return reduce_scatter_to_sequence_parallel(partial, self.sequence, needs_values)
         return reduce_from_tensor_parallel(partial, self.tp) if needs_values else partial
 
     @property
     def output_std(self) -> float:
-        """Standard deviation of matrices that write to the residual stream, std / sqrt(2 layers), as in Megatron-LM."""
+        """Standard deviation of matrices that write to the residual stream, as in Megatron-LM."""
         return self.model.init_method_std / (2.0 * self.model.num_layers) ** 0.5
 
 
 def multiplied(x: Tensor, factor: float) -> Tensor:
-    """Return x times a constant of the model."""
     return x if factor == 1.0 else x * factor
 
 
@@ -242,7 +230,6 @@ def dropout_layer(stream: int) -> int:
 def hidden_dropout_key(
     context: Context, layer: int, site: str, first_sample: int, x: Tensor
 ) -> DropoutKey:
-    """Return the dropout key of x (s, b, h), an activation between matmuls."""
     return DropoutKey.of_segments(
         context.segments(x), context.seed, dropout_stream(layer, site), first_sample
     )
@@ -272,10 +259,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class GatedColumnParallelLinear(nn.Module):
-    """Parameters of two column-parallel matmuls, gate and value, as one tensor.
-
-    Both outputs are sharded, so a rank has the gates for its own values.
-    """
+    """Parameters of two column-parallel matmuls, gate and value, as one tensor. Both outputs are sharded."""
 
     def __init__(
         self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True
@@ -291,7 +275,7 @@ class GatedColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Y = X W^T with W's columns sharded over tensor-parallel ranks: sharded input, whole output.
 
-    The bias is added with the residual, so the sum over ranks counts it once.
+    The bias is added once, with the residual.
     """
 
     def __init__(
@@ -346,7 +330,7 @@ class PositionEmbedding(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Add position embeddings to x (s, b, h).
 
-        positions: (whole sequence, b), or (rows,) in generation, which saves nothing for a backward; None: 0, 1, ...
+        positions: (whole sequence, b), or (rows,) in generation, without a backward; None: 0, 1, ...
         """
         ops = self.context.ops
         first = self.context.first_position(x)
@@ -365,7 +349,7 @@ class PositionEmbedding(nn.Module):
 
 
 class Norm(nn.Module):
-    """A norm over the last dimension, replicated over tensor-parallel ranks. Subclasses add parameters and `forward`."""
+    """A norm over the last dimension, replicated over tensor-parallel ranks."""
 
     weight: nn.Parameter
 
@@ -376,7 +360,6 @@ class Norm(nn.Module):
         self.centered = context.model.apply_layernorm_1p
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x (s, b, h)."""
         raise NotImplementedError
 
     def add_and_normalize(
@@ -445,8 +428,8 @@ class PlainLayerNorm(Norm):
 class HeadNorm(nn.Module):
     """Norm of queries or keys over head size d, with the same weight (and LayerNorm bias) for all heads.
 
-    Replicated over tensor-parallel ranks; each computes the gradient from its own heads. With --qk-layernorm-all-heads the norm is
-    over all heads together, with a weight per element.
+    Replicated; each rank computes the gradient from its own heads. With --qk-layernorm-all-heads the norm is over all heads together,
+    with a weight per element.
     """
 
     def __init__(self, name: str, heads: int, context: Context) -> None:

@@ -1,4 +1,4 @@
-"""A rank's stage of the GPT: one or more model chunks, each with some transformer layers.
+"""A rank's stage of the GPT.
 
 s sequence (this rank's shard with sequence parallelism), b micro-batch, h hidden, v vocabulary of this rank.
 """
@@ -35,10 +35,7 @@ VOCABULARY = (WORD_EMBEDDINGS, OUTPUT)  # padded to a number of rows that depend
 
 
 class Stage(nn.Module):
-    """This rank's model chunks, in model order. The config's `vocab_size` must be known.
-
-    `layout.Layout` checks the divisibility of heads, layers and vocabulary.
-    """
+    """This rank's model chunks, in model order. The config's `vocab_size` must be known."""
 
     def __init__(self, run: RunConfig, layout: Layout, groups: Groups, ops: Ops) -> None:
         super().__init__()
@@ -125,7 +122,6 @@ class Embedding(nn.Module):
 class Chunk(nn.Module):
     """Consecutive layers, with the embeddings in the first virtual stage and the head in the last.
 
-    logits_rows: rows of a logits block.
     z_losses: --use-z-loss share of each micro-batch's loss (), by first sample.
     A tied head on the embedding's stage has the embedding's weight as `output_weight`.
     """
@@ -170,7 +166,7 @@ class Chunk(nn.Module):
 
     @property
     def unpadded_rows(self) -> int | None:
-        """Rows of this rank's head weight that are tokens; None if padding is not masked."""
+        """Rows of the head weight that are tokens; None if padding is not masked."""
         model = self.context.model
         weight = self.output_weight
         if not model.masks_padding:
@@ -179,7 +175,7 @@ class Chunk(nn.Module):
         return min(max(0, model.vocab_size - spec_of(weight).offset[0]), len(weight))
 
     def run_layers(self, x: Tensor, forward_pass: Pass, first: int, last: int) -> Tensor:
-        """Run layers [first, last), (s, b, h) -> (s, b, h). Only the last layer may leave its values unset."""
+        """Run layers [first, last). Only the last layer may leave its values unset."""
         inner = replace(forward_pass, needs_values=True)
         for layer in self.layers[first:last]:
             x = layer(x, forward_pass if layer is self.layers[last - 1] else inner)

@@ -16,7 +16,7 @@ from .gradients import is_frozen
 
 @dataclass
 class _Entry:
-    """A packed copy. weight: referenced, so that its memory is not reused. target: kernels of the layout."""
+    """A packed copy. weight: referenced, so that its memory is not reused."""
 
     weight: Tensor
     buffer: Tensor

@@ -55,9 +55,8 @@ def frequencies(model: ModelConfig, length: int) -> Tensor:
 
 
 def yarn_frequencies(model: ModelConfig) -> Tensor:
-    """Return YaRN's `frequencies`: waves with fewer than beta slow turns in the original positions are lengthened.
-
-    Waves with more than beta fast turns stay; a ramp over pair numbers mixes both in between.
+    """Return YaRN's `frequencies`: waves with fewer than beta slow turns in the original positions are lengthened, waves with more than
+    beta fast turns stay.
     """
     size = model.kv_channels
     base = model.rotary_base
@@ -110,9 +109,8 @@ def rotary_angles(model: ModelConfig, positions: Tensor, length: int) -> Angles 
 def document_angles(model: ModelConfig, positions: Tensor, padding: Tensor | None) -> TokenAngles:
     """Return the angles of tokens by document length, for --rope-dynamic-factor.
 
-    Args:
-        positions: int32 (s, b), position 0 of each sample being 0.
-        padding: bool (s, b), tokens that do not lengthen their document and whose angles are not read.
+    positions: int32 (s, b), position 0 of each sample being 0.
+    padding: bool (s, b), tokens that do not lengthen their document and whose angles are not read.
     """
     s, samples = positions.shape
     used = torch.ones_like(positions) if padding is None else (~padding).int()

@@ -91,7 +91,7 @@ def evenly(logits: Tensor, padding: Tensor | None = None) -> Tensor:
     """Scale rows and columns of exp(logits) (rows, e) to equal row sums and equal column sums (Sinkhorn), in FP64.
 
     padding: bool (rows,), rows that are zeros and change nothing.
-    Source: Clark et al. 2022, "Unified Scaling Laws for Routed Language Models" (arXiv:2202.01169), section 3.1.
+    Source: Clark et al. 2022 (arXiv:2202.01169), section 3.1.
     """
     if padding is not None:
         result = logits.new_zeros(logits.shape, dtype=torch.float64)
@@ -128,7 +128,7 @@ def balancing_loss(scores: Tensor, counts: Tensor, tokens: int, k: int) -> Tenso
     """Return e times the sum over experts of (share of all choices) (mean score), (); 1 if the load is even.
 
     scores (rows, e) are local; counts (e,) and tokens cover all ranks that share the sequence, whose results are summed.
-    Source: Fedus et al. 2021, "Switch Transformers" (arXiv:2101.03961), equation 4, for k experts per token.
+    Source: Fedus et al. 2021, "Switch Transformers" (arXiv:2101.03961), equation 4.
     """
     return (scores.sum(0) * counts).sum() * (len(counts) / (k * tokens * tokens))
 
@@ -136,10 +136,8 @@ def balancing_loss(scores: Tensor, counts: Tensor, tokens: int, k: int) -> Tenso
 def padded_balancing_loss(scores: Tensor, counts: Tensor, tokens: Tensor, k: int) -> Tensor:
     """Return the mean `balancing_loss` () over the nonempty token sets.
 
-    Args:
-        scores: (rows, sets e) of this rank, 0 for padding.
-        counts: (sets e,), over all ranks that share the sequence.
-        tokens: (sets,), without padding, over all these ranks.
+    scores: (rows, sets e) of this rank, 0 for padding.
+    counts, tokens: (sets e,), (sets,) without padding, over all ranks that share the sequence.
     """
     sums = (scores.sum(0) * counts).view(len(tokens), -1).sum(1)
     experts = len(counts) // len(tokens)
@@ -150,8 +148,8 @@ def padded_balancing_loss(scores: Tensor, counts: Tensor, tokens: Tensor, k: int
 class Router(nn.Module):
     """Choice of each token's experts.
 
-    loads: by each micro-batch's first sample since the last reset, so that recompute counts nothing twice; (e + 2,) in FP64: tokens
-        per expert without padding, unscaled balancing losses, unscaled z-loss; additive over ranks.
+    loads: by each micro-batch's first sample, so that recompute counts nothing twice; (e + 2,) in FP64: tokens per expert without
+        padding, unscaled balancing losses, unscaled z-loss; additive over ranks.
     """
 
     def __init__(self, name: str, context: Context) -> None:
@@ -191,7 +189,7 @@ class Router(nn.Module):
         return scores, chosen
 
     def _ranks(self, logits: Tensor, padding: Tensor | None) -> Tensor:
-        """Return this rank's rows (rows, e) of `evenly` over the whole micro-batch. padding: (s, b) of the whole sequence."""
+        """Return this rank's rows (rows, e) of `evenly` over the whole micro-batch."""
         even = partial(evenly, padding=None if padding is None else padding.flatten())
         return self.context.of_whole_sequence(even, logits, sequence=self.context.sequence)
 
@@ -204,7 +202,7 @@ class Router(nn.Module):
         forward_pass: Pass,
         load: Tensor,
     ) -> Tensor:
-        """Attach the balancing losses to the backward of the scores (rows, k), and record them in `load`."""
+        """Attach the balancing losses to the scores' backward, and record them in `load`."""
         model = self.context.model
         ranks = self.context.sequence_shares
         padding = forward_pass.documents.padding

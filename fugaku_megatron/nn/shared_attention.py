@@ -4,8 +4,8 @@
     p2p         step t: receive from rank - t and send to rank + t while computing step t - 1; partial results are merged by
                 log-sum-exp (Liu et al. 2023, "Ring Attention", arXiv:2310.01889); key and value gradients are sent back
 Keys invisible to a rank's queries are neither computed nor, in p2p, sent; keys therefore go to each rank directly, not in a ring.
-s sequence, c ranks, r = s / c rows of a rank, b micro-batch, g key heads and n query heads of this rank, d head size, q queries
-and k keys of a block.
+r rows of a rank, b micro-batch, g key heads and n query heads of this rank, d head size, q queries and k keys of a block; qkv as
+in `Heads`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ def visible_blocks(mask: AttentionMask, queries: list[range], keys: range) -> It
 
 
 def needed(mask: AttentionMask, queries: list[range], keys: range) -> range:
-    """Return the keys that a rank with these queries needs."""
     return span(block.keys for block in visible_blocks(mask, queries, keys))
 
 
@@ -112,7 +111,7 @@ class Result:
 
 
 class _Gradients:
-    """Query gradients of this rank, accumulated over blocks in dqkv (r, b, g (n/g + 2) d)."""
+    """Query gradients of this rank, accumulated over blocks in dqkv."""
 
     def __init__(
         self, ops: Any, call: SharedCall, qkv: Tensor, out: Tensor, lse: Tensor, dout: Tensor
@@ -133,12 +132,11 @@ class _Gradients:
 
 
 def keys_of(qkv: Tensor, heads: Heads) -> Tensor:
-    """Return a view (r, b, g, 2, d) of the keys and values in qkv (r, b, g (n/g + 2) d)."""
+    """Return a view (r, b, g, 2, d) of the keys and values in qkv."""
     return qkv.view(*qkv.shape[:2], heads.groups, -1, heads.head_size)[:, :, :, -2:]
 
 
 def _places(block: Block, first: int) -> slice:
-    """Return the index of a block's keys in a tensor that begins with key `first`."""
     return slice(block.keys.start - first, block.keys.stop - first)
 
 
@@ -156,12 +154,10 @@ class _Gathered:
         )
 
     def __iter__(self) -> Iterator[tuple[Block, Tensor]]:
-        """Yield each block, and its keys and values (k, b, 2 g d)."""
         for block in self._blocks:
             yield block, self._whole[_places(block, 0)]
 
     def gradients(self, made: _Gradients) -> Tensor:
-        """Return the gradient of kv (r, b, 2 g d) in FP32."""
         dkv = torch.zeros(self._whole.shape)
         for block, kv in self:
             made.add(block, kv, dkv[_places(block, 0)])
@@ -171,7 +167,7 @@ class _Gathered:
 
 
 class _InFlight(NamedTuple):
-    """Keys in flight, with their keys and values (k, b, 2 g d), valid after `handle.wait()`."""
+    """Keys in flight; kv (k, b, 2 g d) is valid after `handle.wait()`."""
 
     keys: range
     kv: Tensor
@@ -222,7 +218,7 @@ class _Passed:
         return coming
 
     def _steps(self) -> Iterator[tuple[int, list[_InFlight]]]:
-        """Yield each step and its keys, after starting the exchange of the next step."""
+        """Yield each step's keys, after starting the next exchange."""
         after = self._step(0)
         for step in range(self._cp.size):
             coming = after
@@ -243,7 +239,7 @@ class _Passed:
         self._sent.clear()
 
     def __iter__(self) -> Iterator[tuple[Block, Tensor]]:
-        """Yield each block, and its keys and values (k, b, 2 g d), in the order of arrival."""
+        """Yield blocks with keys and values (k, b, 2 g d) as they arrive."""
         for _, coming in self._steps():
             for keys, kv, handle in coming:
                 handle.wait()
@@ -252,10 +248,7 @@ class _Passed:
         self._all_sent()
 
     def gradients(self, made: _Gradients) -> Tensor:
-        """Return the gradient of kv (r, b, 2 g d) in FP32; other ranks' gradients are added in step order.
-
-        Blocks of own keys seen by the other own segment are computed last, while the last gradients are in flight.
-        """
+        """Return the FP32 gradient of kv (r, b, 2 g d), in step order; blocks of own keys seen by the other own segment are last."""
         cp = self._cp
         total = torch.zeros(self._own.shape)
         returning: list[tuple[slice, Tensor, Handle]] = []
@@ -322,5 +315,5 @@ class _SharedAttention(torch.autograd.Function):
 def shared_attention(
     ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, cp_comm_type: str
 ) -> Tensor:
-    """Return causal attention of this rank's rows. qkv (r, b, g (n/g + 2) d) -> (r, b, n d). cp_comm_type: p2p or allgather."""
+    """Return causal attention of this rank's rows, qkv -> (r, b, n d). cp_comm_type: p2p or allgather."""
     return _SharedAttention.apply(ops, qkv, call, cp, cp_comm_type)
