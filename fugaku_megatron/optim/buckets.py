@@ -1,8 +1,8 @@
 """Data-parallel communication by bucket: gradients are reduced during backward, weights gathered during forward.
 
-Hooks on the stage's units wait for weight gathers before forward, and start a bucket's reduction after its last backward.
-Buckets are reduced in memory order on all ranks. The tied embedding's gradient is summed over its two copies as soon as this
-stage's copy is complete, and its bucket is reduced last.
+Hooks on the stage's units wait for weight gathers before forward, and start a bucket's reduction after its last backward, in
+memory order on all ranks. The tied embedding's gradient is summed over its two copies as soon as this stage's copy is complete,
+and its bucket is reduced last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .flat import Bucket, FlatParameter, FlatParameters, unit_modules
 
 @dataclass(frozen=True)
 class _Sum:
-    """A started sum. sent: (n,), the reduced tensor. result: FP32 gradients (n,), in the same memory unless `sent` is BF16."""
+    """A started sum. sent: (n,), the reduced tensor. result: FP32 gradients (n,), `sent` unless that is BF16."""
 
     handle: Handle
     sent: Tensor
@@ -40,8 +40,8 @@ class _Sum:
 class BucketComm:
     """Gradient sums and weight gathers over data-parallel ranks.
 
-    Without --overlap-grad-reduce, `reduce` starts every sum; without --overlap-param-gather, `gather` blocks. Operations without
-    overlap use blocking calls, which sum with all threads of a rank inside a node.
+    Without --overlap-grad-reduce, `reduce` starts every sum; without --overlap-param-gather, `gather` blocks. Blocking calls sum with
+    all threads of a rank inside a node.
     """
 
     def __init__(self, stage: Stage, flat: FlatParameters, run: RunConfig, groups: Groups) -> None:
@@ -62,7 +62,7 @@ class BucketComm:
         self.begin(0)
 
     def shard(self, bucket: Bucket) -> tuple[int, int]:
-        """Return [start, end), the elements of a bucket that this rank updates, in the flat buffer."""
+        """Return the elements [start, end) of a bucket that this rank updates."""
         if not self.sharded:
             return bucket.start, bucket.end
         replicas = self.replicas(bucket)
@@ -70,7 +70,6 @@ class BucketComm:
         return bucket.start + replicas.rank * numel, bucket.start + (replicas.rank + 1) * numel
 
     def replicas(self, bucket: Bucket) -> Comm:
-        """Return the ranks with the same parameters as this rank."""
         return self.groups.edp if bucket.expert else self.groups.dp
 
     # Hooks
@@ -98,7 +97,6 @@ class BucketComm:
             args[0].register_hook(partial(self._leave, unit))
 
     def _leave(self, unit: int, grad: Tensor) -> None:
-        """Count the micro-batch once its weight gradients are computed too."""
         self._weight_gradients.add(partial(self._count, unit))
 
     def _count(self, unit: int) -> None:
@@ -127,7 +125,6 @@ class BucketComm:
             self._sum_next(overlap=True)
 
     def _sum_tied(self, tied: FlatParameter, overlap: bool) -> _Sum:
-        """Sum the tied embedding's gradient over its two copies. overlap: without waiting"""
         if self.before_sum:
             self.before_sum(-1, tied.main_grad)
         return self._all_reduce(self.groups.embedding, tied.main_grad, overlap)
@@ -159,7 +156,7 @@ class BucketComm:
         self._sums.append(_Sum(handle, sent[own], grads[own]))
 
     def _sum_partial_gradients(self, bucket: Bucket) -> None:
-        """Sum gradients of replicated parameters under sequence parallelism, as Megatron's allreduce_layernorm_grads, in one call."""
+        """Sum gradients of replicated parameters under sequence parallelism, as Megatron's allreduce_layernorm_grads."""
         partial = [
             p.main_grad
             for p, start in zip(self.flat.parameters, self.flat.starts, strict=True)
@@ -194,7 +191,7 @@ class BucketComm:
     # Gathers
 
     def gather(self, index: int) -> None:
-        """Gather the updated weights of bucket `index`, without waiting under --overlap-param-gather."""
+        """Gather a bucket's updated weights, without waiting under --overlap-param-gather."""
         if not self.sharded:
             return
         bucket = self.flat.buckets[index]

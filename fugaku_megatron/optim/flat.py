@@ -1,8 +1,7 @@
 """Parameter memory of a stage: one flat buffer of values, and gradients by bucket.
 
-A bucket orders its parameters by treatment (Muon's matrices, decayed, other), so an update is a few calls on long ranges, a ZeRO-1
-shard is one slice and second moments are contiguous. Gradients are allocated at first use, so an iteration of one micro-batch
-reuses memory that backward has freed.
+A bucket orders its parameters by treatment (Muon's matrices, decayed, other), so an update is a few calls on long ranges and a
+ZeRO-1 shard is one slice. Gradients are allocated at first use, often in memory that backward has freed.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Place:
         return self.numbers_of(torch.arange(self.first, self.first + n))
 
     def numbers_of(self, elements: Tensor) -> Tensor:
-        """Return the global numbers (n,) of elements (n,) in the rank's slice."""
+        """Return the global numbers of elements (n,) in the rank's slice."""
         if self.row == self.columns:
             return self.offset + elements
         return self.offset + elements // self.columns * self.row + elements % self.columns
@@ -105,7 +104,7 @@ class Gradients:
         self._memory = [None] * len(self._buckets)
 
     def find(self, tensor: Tensor) -> int | None:
-        """Return the flat-buffer element whose gradient is the first of `tensor`; None for other memory."""
+        """Return the flat-buffer element whose gradient is the first of `tensor`, or None."""
         for bucket, memory in zip(self._buckets, self._memory, strict=True):
             if memory is not None and (offset := _offset(tensor, memory)) is not None:
                 return bucket.start + offset
@@ -137,7 +136,7 @@ class FlatParameter(nn.Parameter):
 
 
 class FrozenParameter(nn.Parameter):
-    """A parameter that is not trained."""
+    """Parameter without training."""
 
     spec: ParameterSpec
     frozen = True
@@ -145,7 +144,7 @@ class FrozenParameter(nn.Parameter):
 
 
 def stage_units(stage: Stage) -> list[list[nn.Parameter]]:
-    """Return a stage's trained parameters by unit, in backward order; sizes: `costs.memory.stage_units`."""
+    """Return a stage's trained parameters by unit, as `costs.memory.stage_units`."""
     tied = [] if stage.tied_copy is None else [stage.tied_copy]
     units = [
         [p for p in _trained(module) if not any(p is t for t in tied)]
@@ -161,10 +160,7 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def unit_modules(stage: Stage) -> list[nn.Module]:
-    """Return the modules of a stage's units: final norm, layers, embeddings.
-
-    An untied output weight belongs to the final norm's unit; a tied copy is one more unit.
-    """
+    """Return the modules of a stage's units: final norm (with an untied output weight), layers, embeddings."""
     modules: list[nn.Module] = []
     if stage.last:
         modules.append(stage.last.final_layernorm)
@@ -176,7 +172,7 @@ def unit_modules(stage: Stage) -> list[nn.Module]:
 
 
 def _order(matrices_first: bool, parameter: nn.Parameter) -> tuple[bool, bool, bool, bool]:
-    """Return a sort key, equal on all tensor-parallel ranks so that ZeRO-1 cuts a replicated parameter at the same elements."""
+    """Return a sort key that is equal on all tensor-parallel ranks: ZeRO-1 cuts replicated parameters alike."""
     spec = spec_of(parameter)
     return (
         matrices_first and not spec.orthogonal,
@@ -217,7 +213,6 @@ class FlatParameters:
 
     alike: ranks with the same dense parameters, ranks with the same experts
     minimum: bucket size, see `costs.memory.cut`; None: one bucket, and `stage` may be any module
-    matrices_first: the optimizer updates `orthogonal` matrices separately
     """
 
     def __init__(
@@ -253,7 +248,6 @@ class FlatParameters:
     def _lay_out(
         self, stage: Stage | nn.Module, paddings: tuple[int, int], minimum: int | None
     ) -> list[nn.Parameter]:
-        """Place every parameter, in memory order. paddings: of dense and expert buckets"""
         if minimum is not None and isinstance(stage, Stage):
             units = stage_units(stage)
             tied = stage.tied_copy is not None
@@ -343,7 +337,7 @@ class FlatParameters:
         return new
 
     def initial_shard(self, start: int, end: int) -> Tensor:
-        """Return the FP32 initial weights of elements [start, end), not rounded to the model's dtype."""
+        """Return the FP32 initial weights of elements [start, end), not rounded."""
         shard = torch.zeros(end - start)
         for parameter, begin in zip(self.parameters, self.starts, strict=True):
             first = max(start, begin)
@@ -354,7 +348,7 @@ class FlatParameters:
         return shard
 
     def shards(self, kind: str, tensor: Tensor, start: int, owned: bool) -> list[Shard]:
-        """Return the checkpoint records for `tensor`, elements [start, start + numel) of a flat buffer.
+        """Return the checkpoint records for `tensor`, elements from `start` on in a flat buffer.
 
         owned: skip replicated parameters except on the first tensor-parallel rank
         """
@@ -368,7 +362,7 @@ class FlatParameters:
         return shards
 
     def frozen_shards(self) -> list[Shard]:
-        """Return the checkpoint records of the frozen weights that this rank reads for its replicas."""
+        """Return the checkpoint records of frozen weights that this rank reads for its replicas."""
         return [
             _shard(WEIGHT.rstrip("/"), parameter, parameter.data.view(-1), 0)
             for parameter in self.frozen
@@ -376,7 +370,7 @@ class FlatParameters:
         ]
 
     def fingerprint(self, words: int, groups: Groups) -> int:
-        """Return a hash of the frozen weights, equal in every layout, in FP32 and BF16. words: unpadded vocabulary rows. Collective."""
+        """Return a hash of the frozen weights, equal in every layout and dtype. words: unpadded vocabulary rows. Collective."""
         totals = [0, 0]  # dense, experts
         for parameter in self.frozen:
             spec = parameter.spec
@@ -413,12 +407,11 @@ def _shard(
 
 
 def random_stream(parameter: nn.Parameter) -> int:
-    """Return a parameter's random stream, equal for both copies of a tied weight."""
+    """Return a parameter's random stream; both copies of a tied weight have the same."""
     return zlib.crc32(spec_of(parameter).init_name.encode())
 
 
 def place_of(parameter: nn.Parameter, first: int) -> Place:
-    """Return the place of elements from `first` on in this rank's slice."""
     spec = spec_of(parameter)
     split = spec.partition_dim or 0
     inside = math.prod(spec.shape[split + 1 :])
@@ -440,7 +433,7 @@ def initial_values(parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
 
 
 def fill_initial(values: Tensor, parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
-    """Set `values` (any dtype) to `initial_values`, PIECE elements at a time."""
+    """Set `values` (any dtype) to `initial_values`, by pieces."""
     spec = spec_of(parameter)
     if spec.init_std is None:
         return values.fill_(spec.init_fill)

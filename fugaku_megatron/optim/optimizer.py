@@ -68,7 +68,7 @@ class Optimizer:
     """Optimizer over this rank's shard of every bucket.
 
     Gradients are sums, already multiplied by the loss's 1 / tokens and the loss scale. `step` reduces, unscales, clips and updates,
-    and gathers the weights under ZeRO-1. `ops` is notified when weights change.
+    and gathers the weights under ZeRO-1.
     """
 
     def __init__(self, stage: Stage, run: RunConfig, groups: Groups, ops: Ops) -> None:
@@ -161,7 +161,6 @@ class Optimizer:
         )
 
     def zero_grad(self, microbatches: int = 1) -> None:
-        """Reset the gradients before an iteration's first micro-batch."""
         self._reduced = None
         self._norm = None
         self.buckets.begin(microbatches)
@@ -171,7 +170,7 @@ class Optimizer:
             self.flat.gradients.free()
 
     def _sum_counted(self, values: list[Tensor], measure: Callable[[Tensor], float]) -> float:
-        """Sum measure(range) over all ranks' counted elements. values: a tensor per shard. Collective."""
+        """Sum measure(range) over all ranks' counted elements. Collective."""
         totals = [0.0, 0.0]  # dense, experts
         for bucket, shard, tensor in zip(self.flat.buckets, self.shards, values, strict=True):
             totals[int(bucket.expert)] += sum(
@@ -204,7 +203,7 @@ class Optimizer:
         return self._reduced
 
     def grad_norm(self) -> float:
-        """Return the unscaled gradients' L2 norm before clipping, cached until `zero_grad`. Collective."""
+        """Return the unscaled gradients' L2 norm before clipping, cached. Collective."""
         grads = self.reduce_gradients()
         if self._norm is None:
             self._norm = (
@@ -220,10 +219,7 @@ class Optimizer:
         count_zeros: bool = False,
         decoupled_lr: float | None = None,
     ) -> StepResult:
-        """Update the weights from the accumulated gradients; skip the update if a gradient is Inf or NaN.
-
-        decoupled_lr: default: `lr`
-        """
+        """Update the weights from the accumulated gradients, unless a gradient is Inf or NaN. decoupled_lr: default: `lr`"""
         grads = self.reduce_gradients()
         norm = self.grad_norm()
         zeros = 0.0
@@ -262,7 +258,6 @@ class Optimizer:
         return StepResult(norm, zeros, skipped=False)
 
     def _adamw(self, shard: BucketShard, grads: Tensor, factors: StepFactors) -> None:
-        """Update a shard by AdamW, or by the optimizer's `elements` function."""
         config = self.config
         after = shard.orthogonal
         for r, place in shard.updates:
@@ -312,7 +307,7 @@ class Optimizer:
     ) -> None:
         """Convert, update and round one AdamW block after another, so that its FP32 values stay in the cache.
 
-        largest: (2, m), largest moments of the 8-bit blocks that several ZeRO-1 shards share
+        largest: (2, m), see `share_scales`
         """
         for each in shard.adamw_blocks:
             own = slice(each.start, each.end)
@@ -341,7 +336,7 @@ class Optimizer:
     def _new_moments(
         self, shard: BucketShard, blocks: Blocks, grads: Tensor, factors: StepFactors
     ) -> tuple[Tensor, Tensor]:
-        """Return both moments (n,) of 8-bit blocks after the update, without storing them. grads: the whole shard's"""
+        """Return both updated moments (n,) of 8-bit blocks, without storing them."""
         assert shard.eight_bit is not None
         own = slice(blocks.start, blocks.end)
         first, second = (moment.read([blocks]) for moment in shard.eight_bit)
@@ -364,14 +359,14 @@ class Optimizer:
             )
 
     def _balance(self, shard: BucketShard, excess: Tensor, at: slice) -> None:
-        """Lower the router bias of experts with more tokens than the mean, and raise the others. excess: (n,)"""
+        """Lower the router bias of experts with more tokens than the mean, and raise the others."""
         shard.master[at].sub_(
             torch.sign(excess[at]), alpha=self.run.model.moe_router_bias_update_rate
         )
         shard.round_weights(at)
 
     def checkpoint_shards(self, owned: bool = False) -> list[Shard]:
-        """Return checkpoint records for this rank's weights and moments. owned: only if this rank saves them"""
+        """Return checkpoint records for weights and moments. owned: only if this rank saves them"""
         self.buckets.await_weights()
         records: list[Shard] = []
         for kind in KINDS:
@@ -388,7 +383,6 @@ class Optimizer:
         return records
 
     def _saved(self, kind: str, index: int) -> Tensor:
-        """Return a shard's weights or moment as saved, (n,)."""
         shard = self.shards[index]
         if kind == "weight":
             stored = shard.master
@@ -403,7 +397,6 @@ class Optimizer:
         return self._expanded[kind, index]
 
     def _expand(self, shard: BucketShard, kind: str) -> Tensor:
-        """Return BF16 weights or an 8-bit moment in FP32, (n,)."""
         if kind == "weight":
             return shard.master.float()
         assert shard.eight_bit is not None
@@ -415,7 +408,7 @@ class Optimizer:
         return values
 
     def after_load(self) -> None:
-        """Broadcast loaded weights and moments to the ranks that share them, and round them to the model's formats. Collective."""
+        """Broadcast loaded weights and moments to the ranks that share them, and round to the model's formats. Collective."""
         experts_replicated = self.groups.etp.size > 1
         replicated = {
             f"{kind}/{p.spec.name}"

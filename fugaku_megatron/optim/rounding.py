@@ -16,7 +16,7 @@ def round_at_random(values: Tensor, place: Place, seed: int, step: int) -> Tenso
     """Round FP32 values (n,) to BF16 stochastically, so that the mean is exact.
 
     Random numbers depend on the seed, the step and the global position. The hash is the one in kernels_sve/adamw_rounding.h with
-    different keys, so weights and second moments are independent.
+    different keys.
     """
     words = _words(place.numbers(len(values)), ("low", "high"), place.stream, seed, step)
     bits = values.view(torch.int32) + (words >> 16).bitwise_and_(0xFFFF)
@@ -32,7 +32,7 @@ def random_numbers(numbers: Tensor, stream: int, seed: int, step: int) -> Tensor
 
 
 def _words(numbers: Tensor, keys: tuple[str, str], stream: int, seed: int, step: int) -> Tensor:
-    """Return a random 32-bit word for each number, (n,), with the best bits at the top."""
+    """Return a random 32-bit word for each number, best bits at the top."""
     low, high = (zlib.crc32(f"{key} {seed} {stream} {step}".encode()) for key in keys)
     h = numbers.to(torch.int32)
     h.bitwise_xor_(_signed(low))
@@ -48,6 +48,5 @@ def _signed(word: int) -> int:
 
 
 def _mix(h: Tensor, shift: int) -> None:
-    """Set 32-bit words h to h ^ (h >> shift)."""
     mask = (1 << 32 - shift) - 1
     h.bitwise_xor_((h >> shift).bitwise_and_(mask))

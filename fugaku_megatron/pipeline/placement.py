@@ -10,7 +10,7 @@ from .schedule_names import LOOP, V, row
 
 @dataclass(frozen=True)
 class Placement:
-    """A model divided into stages x model_chunks virtual stages, numbered from 0 along the model.
+    """A model divided into virtual stages, numbered from 0 along the model.
 
     kind: LOOP, round-robin over the stages; or V, two chunks, down the stages and up again, so that stage 0 has the first and the last.
     """
@@ -29,7 +29,6 @@ class Placement:
 
     @property
     def last_stage(self) -> int:
-        """Pipeline stage with the end of the model."""
         return self.owner(self.virtual_stages - 1)[0]
 
     def virtual_stage(self, stage: int, model_chunk: int) -> int:
@@ -58,8 +57,7 @@ class Placement:
     def peer(self, stage: int, message: Instruction) -> tuple[int, int]:
         """Return (other stage, tag) of a send or receive on `stage`.
 
-        The tag encodes the direction and the boundary between two virtual stages, so messages of different kinds never match; messages
-        with equal tags follow the order of micro-batches.
+        Tags encode direction and boundary: messages of different kinds never match; equal tags follow the order of micro-batches.
         """
         here = self.virtual_stage(stage, message.model_chunk)
         if message.op in (SEND_FORWARD, RECV_BACKWARD):  # with the following virtual stage
@@ -70,7 +68,7 @@ class Placement:
         return self.owner(other)[0], 2 * max(here, other) + direction
 
     def forward_slot(self, microbatch: int, virtual_stage: int) -> int:
-        """Return the time slot of a forward in a schedule with only forwards of one slot each; no stage has two in a slot.
+        """Return the time slot of a forward in a schedule with only forwards of one slot each.
 
         LOOP: `stages` micro-batches pass a model chunk before the next one. V: a micro-batch starts in every second slot.
         """

@@ -15,8 +15,8 @@ class ScheduleRow:
     lists: "module:function", (Schedule, stage) -> the stage's list of instructions in an iteration
     chunks: model chunks per stage; None: as many as the flags say
     needs_chunks: True if these flags are required
-    kind: of `Placement`, LOOP or V
-    splits_backward: the lists have input and weight gradients as instructions of their own
+    kind: of `Placement`
+    splits_backward: I and W are instructions of their own
     receives_ahead: receives of each kind that a stage posts ahead against deadlock; one suffices, except for schedules made for
         virtual stages of different costs
     is_1f1b: the lists are in 1F1B's order, for which the planner has formulas

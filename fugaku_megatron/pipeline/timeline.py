@@ -69,7 +69,7 @@ def walk(schedule: Schedule, costs: Costs) -> float:
 def spans(schedule: Schedule, costs: Costs) -> list[Span]:
     """Return every stage's computations and waits for messages in transit, in order.
 
-    Sends are free and arrive after `costs.transfer` seconds; a receiver is idle, without a span, until its message is sent.
+    Sends are free; a receiver is idle, without a span, until its message is sent.
     """
     stages = range(schedule.placement.stages)
     lists = [schedule.instructions(stage) for stage in stages]
@@ -101,7 +101,7 @@ def _execute(
     now: float,
     arrived: dict[tuple[int, int, int], float],
 ) -> Span | None:
-    """Return an instruction's span that starts at `now` or later, or None if its message has not been sent.
+    """Return an instruction's span, or None if its message has not been sent.
 
     arrived: (receiver, tag, micro-batch) -> arrival time.
     """
@@ -170,7 +170,6 @@ def _result(place: Placement, stage: int, i: Instruction) -> Result:
 
 
 def _source(place: Placement, stage: int, i: Instruction) -> Result | None:
-    """Return the result from another virtual stage that a computation needs, or None."""
     if i.op == BACKWARD_WEIGHT:
         return None
     forward = i.op == FORWARD
@@ -247,8 +246,7 @@ def one_f_one_b(
     """Return the seconds for 1F1B, computed by slots. forward, backward: per stage.
 
     Stage i runs forward k in slot i + 2k and backward k in slot 2p - 1 - i + 2k. An operation waits only for the neighbour's operation
-    one slot earlier, so a slot is two vector operations over the stages. Once 2p slots shift all clocks equally, all further periods
-    do, and are skipped.
+    one slot earlier. Once 2p slots shift all clocks equally, further periods are skipped.
     """
     p = len(forward)
     m = microbatches
@@ -279,7 +277,7 @@ def one_f_one_b(
 
 
 def _common_shift(before: np.ndarray, now: np.ndarray) -> float | None:
-    """Return the seconds by which every clock moved, or None if clocks moved differently."""
+    """Return the seconds by which every clock moved, or None if they differ."""
     moved = now[:, 1:-1] - before[:, 1:-1]
     return float(moved[0, 0]) if np.ptp(moved) <= 1e-12 * now[0].max() else None
 
@@ -287,7 +285,6 @@ def _common_shift(before: np.ndarray, now: np.ndarray) -> float | None:
 def _slot(
     slot: int, p: int, m: int, state: np.ndarray, f: np.ndarray, b: np.ndarray, transfer: float
 ) -> None:
-    """Run one slot: alternate stages run a forward or a backward, if they have one."""
     clock, sent_forward, sent_backward = state
     low = max(0, slot - 2 * (m - 1))
     high = min(p - 1, slot)

@@ -102,7 +102,7 @@ def _lists(
 
 
 def shortened_microbatches(stages: int, microbatches: int) -> int:
-    """Return the fewest micro-batches with the same kind of lists, which rounds over `stages` extend."""
+    """Return the fewest micro-batches with the same kind of lists."""
     many = max(ROUNDS * stages, LONG)
     return min(microbatches, many + 1 + (microbatches - many - 1) % stages)
 
@@ -146,7 +146,6 @@ def _sends(
     last: Instruction,
     finished: Mapping[tuple[str, int], list[int]],
 ) -> bool:
-    """Return whether a stage's last result is still being sent."""
     to = routes[last.op, last.model_chunk]
     return (
         to.message
@@ -192,10 +191,7 @@ def _route(placement: Placement, stage: int, op: str, chunk: int) -> Route:
 
 
 class _Simulation:
-    """Simulation of all stages. A stage prefers I after F and F otherwise, because others wait for both, and fills gaps with W.
-
-    end: when the last stage has ended so far.
-    """
+    """Simulation of all stages. A stage prefers I after F and F otherwise, because others wait for both, and fills gaps with W."""
 
     def __init__(self, placement: Placement, microbatches: int, limit: int, policy: Policy) -> None:
         self.placement = placement
@@ -275,7 +271,7 @@ class _Simulation:
     def _ready(self, stage: int) -> dict[str, tuple[int, int]]:
         """Return operation -> (model chunk, virtual stage) that a stage could run: F on its last chunk, W on its first, and an I.
 
-        Reserve memory for every later chunk, because an earlier one's forwards could otherwise deadlock the stages.
+        Memory is reserved for every later chunk against deadlock.
         """
         forward, backward, weight = (self.done[op] for op in OPERATIONS)
         chunks = self.placement.model_chunks

@@ -37,10 +37,9 @@ class MicroBatch:
     """Micro-batch of one data-parallel rank.
 
     index: number in the iteration.
-    samples: (s + 1, b) on the first and the last stage, and with marks on all stages; None elsewhere.
-    first_sample: global index of the first sample, which selects dropout masks.
+    samples: (s + 1, b) on the first and the last stage, and with marks on all stages.
+    first_sample: global index, which selects dropout masks.
     marks: (s + 1, b), see `data.marks`.
-    documents: starts and positions for attention.
     rows: this rank's rows of the sequence, (rows,); None for all.
     """
 
@@ -72,7 +71,7 @@ class MicroBatch:
 class MicroBatchWindow:
     """Micro-batches fetched by number from a source in data order; early ones are kept.
 
-    uses: model chunks of this rank, each of which fetches every micro-batch; after the last fetch it is dropped.
+    uses: model chunks of this rank; after as many fetches a micro-batch is dropped.
     """
 
     def __init__(self, source: Iterator[MicroBatch], uses: int = 1) -> None:
@@ -108,7 +107,6 @@ def needs_data(run: RunConfig, layout: Layout, groups: Groups) -> bool:
 
 
 def reads_data(run: RunConfig, layout: Layout, groups: Groups) -> bool:
-    """Return True if this rank opens the data set."""
     return groups.tp.rank == 0 and needs_data(run, layout, groups)
 
 
@@ -121,10 +119,7 @@ def datasets_of(
     arrays: Mapping[str, TokenArrays] | None = None,
     begun: Sequence[int | None] = (None, None, None),
 ) -> Datasets:
-    """Open (train, valid, test) from the data flags of a run with files.
-
-    Errors: see `data.build.build_datasets`.
-    """
+    """Open (train, valid, test). Errors: see `data.build.build_datasets`."""
     data = run.data
     separate = run.training.multiple_validation_sets
     builder = Builder(
@@ -196,7 +191,7 @@ class RunBatches:
         )
 
     def begin(self, source: Source | None) -> TokenCounts | None:
-        """Begin an iteration or an evaluation batch; return the work of a marked global batch. Collective."""
+        """Begin an iteration or an evaluation batch; return the work of a marked batch. Collective."""
         if isinstance(source, ReaderBatches):
             with self.waiting():
                 source.begin()
@@ -244,7 +239,7 @@ class RunBatches:
                 yield MicroBatch(index, samples, first, rows=rows)
 
     def _next(self, source: Source | None) -> Tensor:
-        """Broadcast the next micro-batch to tensor-parallel ranks: int64 (s + 1, b), with marks (2, s + 1, b)."""
+        """Broadcast a micro-batch to tensor-parallel ranks: int64 (s + 1, b), with marks (2, s + 1, b)."""
         shape: tuple[int, ...] = (
             self.run.model.seq_length + 1,
             self.run.batch.micro_batch_size,

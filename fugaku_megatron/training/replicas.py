@@ -65,7 +65,7 @@ class Replica(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """Tensor whose copies differ within a group. rank: this rank in the group. hashes, places: of every rank."""
+    """Tensor whose copies differ within a group. rank: in the group. hashes, places: of every rank."""
 
     kind: str
     name: str
@@ -76,7 +76,6 @@ class Deviation(NamedTuple):
 
     @property
     def others(self) -> int:
-        """Number of ranks in the group that differ from this rank."""
         return sum(value != self.hashes[self.rank] for value in self.hashes)
 
     def difference(self, alone: bool) -> Difference:
@@ -124,7 +123,7 @@ class Replicas:
 
     @property
     def exist(self) -> bool:
-        """True if any rank's state has a copy on another rank. The same on all ranks."""
+        """True if any rank's state has copies. The same on all ranks."""
         groups = self._groups
         return groups.world.size > 1 and (groups.dp.size > 1 or self.unsplit_agree or self.ties)
 
@@ -139,7 +138,6 @@ class Replicas:
         return holds_tied_copy(self._optimizer.run, placement, placement.last_stage)
 
     def state(self, iteration: int) -> str:
-        """Return the comparison's result for an iteration's checkpoint."""
         if not self.exist:
             return NO_REPLICAS
         return AGREED if self.agreed == iteration else NOT_COMPARED
@@ -169,7 +167,7 @@ class Replicas:
         return difference
 
     def _differ(self, group: str) -> Deviation | None:
-        """Compare copies within a group; return None if they agree. Collective over the group."""
+        """Return a deviation within a group, or None. Collective over the group."""
         comm: Comm = getattr(self._groups, group)
         if comm.size == 1 or (group == "tp" and not self.unsplit_agree):
             return None
@@ -217,7 +215,7 @@ class Replicas:
     def _state(self, shard: BucketShard, group: str, by_block: bool) -> Iterator[Replica]:
         """Yield the master weights and moments of this rank's shard of a bucket.
 
-        by_block: include 8-bit moments. A block may span parameters, so only ranks with the same bucket have the same codes.
+        by_block: include 8-bit moments; only ranks with the same bucket have the same codes.
         """
         kinds = [("exp_avg", shard.exp_avg, 0), ("exp_avg_sq", shard.exp_avg_sq, shard.orthogonal)]
         if shard.model_weights is not None:
@@ -240,7 +238,6 @@ class Replicas:
 
 
 def comparison_line(replicas: Replicas, run: RunConfig, groups: Groups) -> str:
-    """Return the log's line on compared tensors, and on tensors without a copy."""
     interval = run.numbers.check_weight_hash_across_dp_replicas_interval
     if not replicas.exist:
         return (

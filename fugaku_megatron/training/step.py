@@ -44,7 +44,6 @@ class StepShape:
 class StepExecutor:
     """Executor of the instructions of one iteration on this rank's model chunks.
 
-    Tensors in flight are keyed by (chunk, micro-batch).
     watch: wraps this executor in an observer.
     """
 
@@ -91,7 +90,7 @@ class StepExecutor:
     # Computation ----------------------------------------------------------------------------------------------------------------
 
     def forward(self, instruction: Instruction) -> None:
-        """Compute the output (s, b, h) of tokens or input (s, b, h); in the last chunk the loss ()."""
+        """Compute the output (s, b, h); in the last chunk the loss ()."""
         key = _key(instruction)
         chunk = self.chunks[instruction.model_chunk]
         batch = self.batches.fetch(instruction.microbatch)
@@ -119,7 +118,7 @@ class StepExecutor:
             self.inputs[following] = self._take_output(key).requires_grad_(torch.is_grad_enabled())
 
     def backward(self, instruction: Instruction) -> None:
-        """Compute weight gradients and the input gradient from the output gradient, both (s, b, h)."""
+        """Compute weight gradients and the input gradient (s, b, h)."""
         key = _key(instruction)
         backward(self.outputs.pop(key), self.gradients.pop(key, None))
         if not self.chunks[instruction.model_chunk].is_first:
@@ -135,7 +134,6 @@ class StepExecutor:
         self.weight_work[_key(instruction)] = waiting
 
     def backward_weight(self, instruction: Instruction) -> None:
-        """Compute the weight gradients that `backward_input` postponed."""
         self.weight_work.pop(_key(instruction)).run()
 
     # Messages -------------------------------------------------------------------------------------------------------------------
@@ -155,7 +153,7 @@ class StepExecutor:
         self._send(self.gradients.pop(_key(instruction)), instruction)
 
     def _take_output(self, key: Key) -> Tensor:
-        """Return an output's values and release its memory, which backward does not read."""
+        """Return an output's values and release its memory."""
         if not torch.is_grad_enabled():
             return self.outputs.pop(key)
         values = self.outputs[key].detach()

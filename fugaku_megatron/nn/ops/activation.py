@@ -1,6 +1,6 @@
 """Activations between an MLP's two matmuls, with or without a gate (Shazeer 2020, arXiv:2002.05202).
 
-The pre-activation is (rows, f), or with a gate (rows, 2 f): first the gates, then the values.
+pre, their argument, is (rows, f), or with a gate (rows, 2 f): first the gates, then the values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Functions(NamedTuple):
 
 
 def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compute in FP32 and round to the last argument's dtype."""
     return lambda *tensors: function(*(tensor.float() for tensor in tensors)).to(tensors[-1].dtype)
 
 
@@ -93,12 +92,12 @@ def functions(activation: str) -> Functions:
 
 
 def kernel(ops: Backend, activation: str) -> str | None:
-    """Return the activation's name in the C++ kernels; None if torch computes it."""
+    """Return the C++ kernels' name of the activation, or None."""
     return ACTIVATIONS[activation].kernel if ops.is_native("gemm") else None
 
 
 def is_fused(ops: Backend, activation: str) -> bool:
-    """Return True if the matmul kernels apply the activation: natively, without a gate."""
+    """Return True if the matmul kernels apply the activation."""
     return kernel(ops, activation) is not None and not ACTIVATIONS[activation].gated
 
 
@@ -107,7 +106,7 @@ def as_gates(pre: Tensor) -> Tensor:
 
 
 def activate(ops: Backend, pre: Tensor, activation: str) -> Tensor:
-    """Apply the activation to pre (rows, f or 2 f) -> (rows, f)."""
+    """Apply the activation, -> (rows, f)."""
     name = kernel(ops, activation)
     if name is None:
         return functions(activation).value(pre)
@@ -123,7 +122,7 @@ def activate(ops: Backend, pre: Tensor, activation: str) -> Tensor:
 def activation_gradient(
     ops: Backend, dinner: Tensor, pre: Tensor, dpre: Tensor, activation: str
 ) -> None:
-    """Write the gradient of pre (rows, f or 2 f) to dpre, from the value gradient dinner (rows, f)."""
+    """Write the gradient of pre to dpre, from the value gradient dinner (rows, f)."""
     name = kernel(ops, activation)
     if name is not None and ACTIVATIONS[activation].gated:
         ops.kernels.gate_backward(dinner, as_gates(pre), as_gates(dpre), name)

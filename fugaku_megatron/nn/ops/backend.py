@@ -21,8 +21,8 @@ class Backend:
 
     choice: "native" or "torch" for each name in FAMILIES; checkpoints record it.
     kernels: C++ library, also for the optimizer, initial weights, and the dropout masks of both backends.
-    fp16_sum_length: terms that a native linear layer sums in FP16 before it adds in FP32; 0: all sums in FP32.
-        A matmul raises ValueError if the kernels' target has no FP16 arithmetic.
+    fp16_sum_length: terms that a native linear layer sums in FP16 before it adds in FP32; 0: none. A matmul raises ValueError if the
+        kernels' target has no FP16 arithmetic.
     weight_cache: packed weights that are reused until the optimizer's next step, or None.
     weight_gradients: work that a schedule may postpone.
     few_rows: native matmuls with at most so many rows read the weight unpacked and save nothing for a backward.
@@ -39,7 +39,7 @@ class Backend:
         return self.choice[family] == "native"
 
     def unpacked(self) -> Self:
-        """Return the operations for weights that are rebuilt before each matmul: without a cache, summed in FP32."""
+        """Return the operations for rebuilt weights: without a cache, summed in FP32."""
         return replace(self, weight_cache=None, few_rows=0, fp16_sum_length=0)
 
     def sum_length(self, x: Tensor) -> int:

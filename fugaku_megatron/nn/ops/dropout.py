@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of the global position, and its sum with bias and residual."""
+"""Dropout by global position, and its sum with bias and residual."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def bias_dropout_add(
     key: DropoutKey,
     needs_values: bool = True,
 ) -> Tensor:
-    """Return residual + dropout(x + bias). x and residual (s, b, h), bias (h) or None -> (s, b, h).
+    """Return residual + dropout(x + bias). x (s, b, h), bias (h) -> (s, b, h).
 
     needs_values: False if a backward follows and the result is not read; the native backend then leaves it unset.
     """
@@ -67,7 +67,7 @@ def bias_dropout_add(
 def call_rowwise(kernel: Callable[..., Any], p: float, key: DropoutKey, *args: Any) -> None:
     """Call a fused dropout kernel for each range of consecutive rows.
 
-    args: tensors (s, b, h) and statistics (s, b) are cut by rows, statistics are flattened, others are passed on.
+    args: tensors (s, b, h) and statistics (s, b) are cut by rows, others are passed on.
     """
     assert key.sample_dim == 1
     for rows, own in key.row_ranges():

@@ -58,7 +58,7 @@ class _TorchEmbedding(torch.autograd.Function):
 
 
 def add_position(ops: Backend, x: Tensor, weight: Tensor, first: int = 0) -> Tensor:
-    """Add rows `first`, first + 1, ... of weight (positions, h) to x (s, b, h)."""
+    """Add rows from `first` on of weight (positions, h) to x (s, b, h)."""
     if ops.is_native("embedding"):
         return _NativeAddPosition.apply(ops.kernels, x, weight, first)
     return _TorchAddPosition.apply(x, weight, first)
