@@ -60,7 +60,7 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
 
 
 def zero_shards(run: RunConfig, layout: Layout) -> int:
-    """Return the number of optimizer-state shards: the data-parallel size, or 1 with --zero-stage 0."""
+    """Return the number of optimizer-state shards."""
     return layout.replicas if run.parallel.zero_stage else 1
 
 
@@ -89,7 +89,7 @@ def causal_attention_flops(heads: int, s: int, d: int, window: int | None = None
 
 
 def visible_pairs(s: int, window: int | None) -> float:
-    """Count the visible (query, key) pairs of s tokens: s^2 / 2 - (s - window)^2 / 2."""
+    """Count the visible (query, key) pairs: s^2 / 2 - (s - window)^2 / 2."""
     window = min(window or s, s)
     return window * (2 * s - window) / 2
 
@@ -100,7 +100,7 @@ def visible_share(s: int, window: int | None) -> float:
 
 
 def document_length(run: RunConfig) -> int:
-    """Return the tokens per attention span: the mean document length if documents are masked, or else the sample length."""
+    """Return the mean document length if documents are masked, or else the sample length."""
     return min(run.data.mean_document_length or run.model.seq_length, run.model.seq_length)
 
 
@@ -135,7 +135,7 @@ def _attention(run: RunConfig, tp: int, cp_comm_type: str) -> Record:
 
 
 def _rotary(run: RunConfig, tp: int, cp_comm_type: str) -> tuple[Record, ...]:
-    """Return the rotary record. Backward needs the inputs to the query and key norms; the rotation saves nothing."""
+    """Return the rotary record; only the query and key norms save their inputs."""
     model = run.model
     if not model.uses_rotary:
         return ()
@@ -164,14 +164,14 @@ def _rotary(run: RunConfig, tp: int, cp_comm_type: str) -> tuple[Record, ...]:
 
 
 def selective_recompute_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes that selective recompute does not save: softmax statistics, and queries and keys before their norm."""
+    """Return the bytes that selective recompute does not save."""
     return softmax_bytes(run, tp) + sum(
         record.saved_bytes for record in _rotary(run, tp, typical_cp_comm_type(run))
     )
 
 
 def softmax_bytes(run: RunConfig, tp: int) -> int:
-    """Return the saved softmax statistics' bytes: one FP32 number per row and head."""
+    """Return the softmax statistics' bytes: one FP32 number per row and head."""
     return tokens_per_microbatch(run) * run.model.num_attention_heads // tp * FP32_BYTES
 
 
@@ -182,7 +182,6 @@ def layer_records(
     """Return one transformer layer's operations. Saved bytes follow the C++ kernels, which recompute gelu(x) from x.
 
     mlp: as in `ModelConfig.mlps`; None: experts if the model has experts, also for its few dense layers.
-    cp_comm_type: None: `typical_cp_comm_type`.
     """
     cp_comm_type = cp_comm_type or typical_cp_comm_type(run)
     model = run.model
@@ -270,7 +269,6 @@ def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
 
 
 def embedding_records(run: RunConfig, tp: int) -> list[Record]:
-    """Return the first stage's word embedding, and position embedding if learned."""
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
     records = [
@@ -290,7 +288,7 @@ def embedding_records(run: RunConfig, tp: int) -> list[Record]:
 
 
 def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
-    """Return the final norm, the logits and the loss. tied: do not count a weight that the embedding counts."""
+    """Return the final norm, the logits and the loss. tied: the embedding counts the weight."""
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
     rows = tokens_per_microbatch(run)
@@ -317,7 +315,7 @@ def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
 
 @lru_cache(maxsize=64)  # every stage asks for it
 def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
-    """Return each virtual stage's layer count by --pipeline-split, at least 1; "balanced" counts multiply-adds."""
+    """Return each virtual stage's layer count by --pipeline-split, at least 1."""
     layers = run.model.num_layers
     sizes = stage_sizes(run)
     if placement.virtual_stages == 1 or run.parallel.pipeline_split == "even" and sizes is None:
@@ -334,7 +332,7 @@ def virtual_stage_layers(run: RunConfig, placement: Placement, virtual_stage: in
 
 
 def stage_layers(run: RunConfig, placement: Placement, stage: int) -> list[range]:
-    """Return the layers (from 0) in each model chunk on a pipeline stage."""
+    """Return the layers (from 0) in each of a stage's model chunks."""
     return [
         virtual_stage_layers(run, placement, virtual_stage)
         for virtual_stage in placement.virtual_stages_of(stage)
@@ -344,7 +342,7 @@ def stage_layers(run: RunConfig, placement: Placement, stage: int) -> list[range
 def virtual_stage_recompute_groups(
     run: RunConfig, placement: Placement, virtual_stage: int
 ) -> list[range]:
-    """Return the groups of layers (from 0) that full recompute runs together, or none."""
+    """Return the groups of layers (from 0) that full recompute runs together."""
     training = run.training
     if training.recompute_granularity != "full":
         return []
@@ -377,7 +375,6 @@ def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> Iterator[
 
 
 def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[str, Record]]:
-    """Yield the `virtual_stage_records` for all model chunks."""
     for virtual_stage in layout.placement.virtual_stages_of(stage):
         yield from virtual_stage_records(run, layout, virtual_stage)
 
@@ -389,7 +386,6 @@ def virtual_stage_parameters(run: RunConfig, layout: Layout, virtual_stage: int)
 
 
 def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the parameters on one rank."""
     return sum(
         virtual_stage_parameters(run, layout, virtual_stage)
         for virtual_stage in layout.placement.virtual_stages_of(stage)
@@ -422,7 +418,6 @@ def active_parameters(run: RunConfig) -> int:
 
 
 def _recompute_fraction(run: RunConfig) -> float:
-    """Return the share of layers that full recompute runs twice."""
     if run.training.recompute_granularity != "full":
         return 0.0
     where = placement(run)
@@ -453,7 +448,7 @@ def layer_flops(run: RunConfig) -> tuple[float, float]:
 
 
 def expert_flops(run: RunConfig) -> float:
-    """Return the mean layer's forward FLOPs per sample in expert matmuls, without shared experts."""
+    """Return the mean layer's forward FLOPs per sample in routed experts' matmuls."""
     layers = run.model.mlps
     samples = tokens_per_microbatch(run) / run.model.seq_length
     flops = 0.0
@@ -473,7 +468,7 @@ def hardware_flops(
     24 s h^2 (1 + s/(6h)).
 
     squares: the batch's sum of (document length)^2; None: from `document_length`.
-    padded: tokens in the batch that no expert computes.
+    padded: tokens that no expert computes.
     """
     model = run.model
     tp = run.parallel.tensor_model_parallel_size
@@ -493,8 +488,7 @@ def hardware_flops(
 def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = False) -> float:
     """Return 6 (8 with recompute) FLOPs per layer parameter and token, as the A100 tables first counted; no embeddings.
 
-    replicas: multiply the last stage's parameters per rank by TP x PP as those tables did, which counts replicated parameters TP
-    times: 0.025 % more at h 13824 and TP 8.
+    replicas: count replicated parameters TP times, as those tables did: 0.025 % more at h 13824 and TP 8.
     """
     parallel = replace(run.parallel, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     tp, pp = (

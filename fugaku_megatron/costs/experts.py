@@ -1,7 +1,6 @@
 """Parameters, matmuls, saved activations and communicated bytes of a layer's experts, as integers, without torch.
 
 Ranks are assumed to have equally many tokens for their experts.
-Legend: s sequence, b micro-batch, h hidden, f expert width.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def typical_mlp(model: ModelConfig) -> str:
 
 
 def mlp_width(model: ModelConfig) -> int:
-    """Return a token's elements between the two MLP matmuls, summed over its experts."""
+    """Return a token's elements between the two matmuls, over its experts."""
     if not model.num_experts:
         return model.ffn_hidden_size
     return model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (
@@ -99,7 +98,7 @@ def _pair_bytes(run: RunConfig, tp: int) -> PairBytes:
 
 
 def waiting_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes that experts keep between the halves of a split backward: the router's input and all matmul operands.
+    """Return the bytes that experts keep between the halves of a split backward.
 
     Experts: inputs, output gradients, the second matmul's input and the pre-activation's gradient. Shared expert: the output gradient,
     the pre-activation and its gradient; the router saves the input.
@@ -208,7 +207,7 @@ def _router(run: RunConfig, tp: int) -> Record:
 
 
 def _order_bytes(run: RunConfig, tp: int, division: Division) -> int:
-    """Return the saved bytes of the dispatch order, with the experts' input if that differs from the layer's."""
+    """Return the saved bytes of the dispatch order, and of the experts' input if different."""
     here = division.here
     if division.divided:
         received = here * (FP32_BYTES + RECEIVED_BYTES) + _pair_bytes(run, tp).hidden
@@ -219,7 +218,7 @@ def _order_bytes(run: RunConfig, tp: int, division: Division) -> int:
 
 
 def _balance_collectives(run: RunConfig, shards: int) -> tuple[Collective, ...]:
-    """Return the collectives of balancing losses, or of all logits for Sinkhorn routing. shards: of the sequence."""
+    """Return the collectives of balancing losses or Sinkhorn routing."""
     experts = run.model.num_experts or 0
     if shards == 1:
         return ()
@@ -234,7 +233,6 @@ def _balance_collectives(run: RunConfig, shards: int) -> tuple[Collective, ...]:
 
 
 def _expert_collectives(run: RunConfig, tp: int) -> MatmulCollectives:
-    """Return the collectives around experts that are sharded as other matrices are."""
     around = MatmulCollectives.from_run(run, tp)
     whole = activation_bytes(run)
     pairs = tokens_per_microbatch(run) * run.model.moe_router_topk
@@ -257,7 +255,7 @@ def _expert_collectives(run: RunConfig, tp: int) -> MatmulCollectives:
 
 
 def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollectives:
-    """Return the collectives around divided experts: row counts, and rows and scores in both directions."""
+    """Return the collectives of divided experts: row counts, and rows and scores both ways."""
     model = run.model
     row = run.model.hidden_size * element_bytes(run)
     e = run.model.num_experts or 0

@@ -36,7 +36,7 @@ class _Linear(NamedTuple):
 
 
 def undivided_rows(model: ModelConfig, rows: int, vocabulary: bool = False) -> int:
-    """Return the row count at whose multiples tensor-parallel ranks divide a dimension. vocabulary: rows are the padded vocabulary."""
+    """Return the rows at whose multiples tensor-parallel ranks divide a dimension. vocabulary: of the padded vocabulary."""
     if vocabulary and not model.padded_vocab_size:
         return model.make_vocab_size_divisible_by
     return rows // math.gcd(rows, model.query_groups)
@@ -81,7 +81,6 @@ def _linears(run: RunConfig, tp: int, mlp: str) -> list[_Linear]:
 
 
 def _split_outputs(model: ModelConfig, linear: _Linear, columns: int) -> tuple[int, int]:
-    """Return the segments of a tensor (experts, widths, outputs, columns) with sharded outputs."""
     outer = linear.experts * linear.widths
     return _shared(model, linear.outputs, linear.ranks, inner=columns, outer=outer)
 
@@ -94,7 +93,6 @@ def _weight(model: ModelConfig, linear: _Linear) -> Segments:
 
 
 def _adapters(run: RunConfig, linear: _Linear) -> Segments:
-    """Return the segments of a linear layer's adapter matrices A and B."""
     model = run.model
     rank = run.lora.rank
     rows = len(run.lora.parts(linear.name, model)) * rank
@@ -141,7 +139,7 @@ def layer_segments(run: RunConfig, tp: int, mlp: str) -> tuple[Segments, Segment
 def unit_segments(
     run: RunConfig, layout: Layout, stage: int, tied: bool
 ) -> list[tuple[Segments, Segments]]:
-    """Return the `layer_segments` of each unit in `memory.stage_units`; tied: the last is a tied copy."""
+    """Return the `layer_segments` of each unit in `memory.stage_units`."""
     model = run.model
     placement = layout.placement
     first = placement.owner(0)[0] == stage

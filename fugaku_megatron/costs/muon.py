@@ -1,6 +1,6 @@
-"""Matrices that Muon orthogonalizes, and their shapes. Pure integers, no torch.
+"""Matrices that Muon orthogonalizes, and their shapes. No torch.
 
-Legend: h hidden, f MLP width, e experts, m and n the smaller and the larger side of a matrix.
+Legend: m and n the smaller and the larger side of a matrix.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ def layer_matrices(run: RunConfig, mlp: str) -> Matrices:
 
 
 def _replicated(model: ModelConfig, mlp: str) -> Matrices:
-    """Return a layer's matrices on every tensor-parallel rank: the router, and the gate of the shared expert."""
     if mlp != "experts":
         return []
     matrices = [(1, model.num_experts or 0, model.hidden_size)]
@@ -53,7 +52,7 @@ def _replicated(model: ModelConfig, mlp: str) -> Matrices:
 
 
 def matrix_elements(run: RunConfig, tp: int) -> tuple[int, ...]:
-    """Return every layer's Muon matrix elements on one rank; zeros with AdamW."""
+    """Return every layer's Muon matrix elements on one rank."""
 
     if not run.optimizer.muon:
         return tuple(0 for _ in run.model.mlps)
@@ -69,7 +68,7 @@ def matrix_elements(run: RunConfig, tp: int) -> tuple[int, ...]:
 
 
 def orthogonalized(run: RunConfig, layout: Layout, stage: int) -> Counter[tuple[int, int]]:
-    """Count the matrices (m, n) that a stage's data-parallel ranks orthogonalize; none with AdamW.
+    """Count the matrices (m, n) that a stage's data-parallel ranks orthogonalize.
 
     Tensor-parallel ranks compute whole matrices alike, or with --muon-tp-mode blockwise their shards, here as if row-sharded.
     """

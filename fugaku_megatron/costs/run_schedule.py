@@ -1,8 +1,6 @@
 """A run's pipeline schedule, the costs for zero-bubble schedules, and the choice by --recompute-auto. No torch.
 
 Early stages and model chunks have more micro-batches in flight than late ones, so each gets its own number of recomputed layers.
-Selective recompute is not a choice: recomputing a whole layer frees several hundred times as much for less than a hundred times
-the time.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ StageInFlight = Callable[[int], Sequence[InFlight]]
 def split_costs(run: RunConfig, placement: Placement, reduced: bool = False) -> VirtualStageCosts:
     """Return each virtual stage's relative costs for F, I and W, the same on all ranks.
 
-    reduced: count all-reduces among tensor-parallel ranks. Neither measurements nor --recompute-auto enter: another schedule would
-    reduce in another order, which changes bits. The head computes its gradients in F.
+    reduced: count all-reduces among tensor-parallel ranks. Neither measurements nor --recompute-auto enter, because another schedule
+    would change bits. The head computes its gradients in F.
     """
     forward, inputs, weights = LAYER_COSTS
     if reduced and run.parallel.tensor_model_parallel_size > 1:
@@ -124,7 +122,6 @@ def with_recompute(
     """Return the run with --recompute-auto resolved; unchanged without the flag.
 
     limit: bytes for a rank's tensors (`memory.Memory.total`).
-    in_flight: stage -> `Schedule.in_flight`.
     A stage for which no choice suffices recomputes all layers.
     """
     if not run.training.recompute_auto:
@@ -169,7 +166,7 @@ def fewest(
 
 
 def spread(count: int, layers: Sequence[int], in_flight: Sequence[InFlight]) -> tuple[int, ...]:
-    """Distribute `count` layers over model chunks, first to the chunks with most micro-batches in flight."""
+    """Distribute `count` layers over model chunks, most micro-batches in flight first."""
     most = [max(moment.activations[chunk] for moment in in_flight) for chunk in range(len(layers))]
     numbers = [0] * len(layers)
     for chunk in sorted(range(len(layers)), key=lambda chunk: -most[chunk]):

@@ -24,7 +24,7 @@ from .flat import Bucket, FlatParameter, FlatParameters, unit_modules
 
 @dataclass(frozen=True)
 class _Sum:
-    """A started sum. sent: (n,), the reduced tensor. result: FP32 gradients (n,), `sent` unless that is BF16."""
+    """A started sum. sent: (n,), the reduced tensor. result: FP32 gradients (n,), the same memory unless `sent` is BF16."""
 
     handle: Handle
     sent: Tensor

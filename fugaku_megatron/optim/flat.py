@@ -136,7 +136,7 @@ class FlatParameter(nn.Parameter):
 
 
 class FrozenParameter(nn.Parameter):
-    """Parameter without training."""
+    """A parameter that is not trained."""
 
     spec: ParameterSpec
     frozen = True
@@ -407,7 +407,7 @@ def _shard(
 
 
 def random_stream(parameter: nn.Parameter) -> int:
-    """Return a parameter's random stream; both copies of a tied weight have the same."""
+    """Return a parameter's random stream, equal for both copies of a tied weight."""
     return zlib.crc32(spec_of(parameter).init_name.encode())
 
 

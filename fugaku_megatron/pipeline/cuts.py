@@ -30,7 +30,6 @@ def balanced_cut(layers: int, placement: Placement, layer: float, head: float) -
 def cut_of_stages(
     totals: tuple[int, ...], placement: Placement, layer: float, head: float
 ) -> tuple[int, ...]:
-    """Return each virtual stage's layers for given layers per pipeline stage."""
     chunks = [evenly(total, placement.model_chunks) for total in totals]
     total = totals[placement.last_stage]
     others = placement.model_chunks - 1
@@ -41,7 +40,7 @@ def cut_of_stages(
 
 
 def _with_head(layers: int, others: int, least: int, layer: float, head: float) -> int:
-    """Return the layers (at least `least`) of the share with the head; the costliest share is cheapest, and has more layers among equals."""
+    """Return the layers (at least `least`) of the share with the head, so that the costliest share is cheapest."""
     if others == 0:
         return layers
 

@@ -47,10 +47,7 @@ class Placement:
         return stage, model_chunk
 
     def neighbour(self, stage: int, model_chunk: int, step: int) -> tuple[int, int] | None:
-        """Return (stage, model chunk) of the next (step 1) or previous (step -1) virtual stage, or None.
-
-        No message is sent between model chunks of the same stage.
-        """
+        """Return (stage, model chunk) of the next (step 1) or previous (step -1) virtual stage, or None."""
         near = self.virtual_stage(stage, model_chunk) + step
         return self.owner(near) if 0 <= near < self.virtual_stages else None
 
@@ -68,7 +65,7 @@ class Placement:
         return self.owner(other)[0], 2 * max(here, other) + direction
 
     def forward_slot(self, microbatch: int, virtual_stage: int) -> int:
-        """Return the time slot of a forward in a schedule with only forwards of one slot each.
+        """Return a forward's time slot in a schedule with only forwards of one slot each.
 
         LOOP: `stages` micro-batches pass a model chunk before the next one. V: a micro-batch starts in every second slot.
         """

@@ -109,7 +109,7 @@ def forward_only(
 def _alternate(
     forwards: list[Instruction], backwards: list[Instruction], fill: int
 ) -> list[Instruction]:
-    """Return `fill` forwards, then forwards and backwards alternately, then the remaining backwards."""
+    """Alternate forwards and backwards after `fill` forwards."""
     pairs = zip(forwards[fill:], backwards)
     return [
         *forwards[:fill],
@@ -269,7 +269,7 @@ def _is_message(instruction: Instruction) -> bool:
 def receives(instructions: Iterable[Instruction]) -> dict[tuple[str, int], list[Instruction]]:
     """Return (op, model chunk) -> a list's receives in order.
 
-    Stages post the next receives with each tag ahead, so every list completes even if sends block until their receive is posted.
+    Stages post the next receives ahead, so every list completes even if sends block.
     """
     result: dict[tuple[str, int], list[Instruction]] = {}
     for i in instructions:

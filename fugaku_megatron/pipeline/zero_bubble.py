@@ -247,7 +247,7 @@ class _Simulation:
         return stage
 
     def _begin(self, stage: int) -> int | None:
-        """Start an idle stage's next computation; return its cost, or None if the stage must wait."""
+        """Start an idle stage's next computation; return its cost, or None."""
         ready = self._ready(stage)
         mine = self.did[stage]
         last = mine[-1].op if mine else None
