@@ -95,7 +95,6 @@ def visible_pairs(s: int, window: int | None) -> float:
 
 
 def visible_share(s: int, window: int | None) -> float:
-    """Return `visible_pairs` as a share of s^2."""
     return visible_pairs(s, window) / s**2
 
 

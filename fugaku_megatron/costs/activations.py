@@ -1,7 +1,7 @@
 """Activations, operations and matmul collectives for one micro-batch, in bytes, without torch.
 
 Between matmuls every rank has whole activations (s, b, h), or with --sequence-parallel 1/t of the sequence (Korthikanti et al.
-2022, arXiv:2205.05198).
+2022, arXiv:2205.05198). Legend: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -115,7 +115,6 @@ def qkv_bytes(run: RunConfig, tp: int, cp_comm_type: str | None = None) -> int:
 
 
 def key_elements(run: RunConfig, tp: int) -> int:
-    """Return the elements of this rank's keys and values."""
     return tokens_per_microbatch(run) * 2 * run.model.query_groups // tp * run.model.kv_channels
 
 
@@ -200,7 +199,6 @@ def context_bytes(run: RunConfig, tp: int) -> int:
 
 
 def activation_bytes(run: RunConfig) -> int:
-    """Return the bytes of one whole (s, b, h) activation."""
     return tokens_per_microbatch(run) * run.model.hidden_size * element_bytes(run)
 
 
@@ -237,7 +235,7 @@ EXCHANGED_BLOCKS = 4
 
 
 def overlap_blocks(tp: int) -> int:
-    """Return the blocks in which --tp-comm-overlap exchanges each rank's rows."""
+    """Return the blocks of each rank's rows under --tp-comm-overlap."""
     return -(-EXCHANGED_BLOCKS // tp)
 
 

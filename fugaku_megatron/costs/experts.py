@@ -1,6 +1,7 @@
 """Parameters, matmuls, saved activations and communicated bytes of a layer's experts, as integers, without torch.
 
 Ranks are assumed to have equally many tokens for their experts.
+Legend: s sequence, b micro-batch, h hidden, f expert width.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ EXCHANGED_GROUPS = 8
 
 
 def exchanged_groups(held: int) -> int:
-    """Return the number of equal expert groups that are sent one after another. held: experts on a rank."""
+    """Return the number of equal expert groups that are sent one after another."""
     return max(groups for groups in range(1, EXCHANGED_GROUPS + 1) if held % groups == 0)
 
 
@@ -255,7 +256,6 @@ def _expert_collectives(run: RunConfig, tp: int) -> MatmulCollectives:
 
 
 def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollectives:
-    """Return the collectives of divided experts: row counts, and rows and scores both ways."""
     model = run.model
     row = run.model.hidden_size * element_bytes(run)
     e = run.model.num_experts or 0

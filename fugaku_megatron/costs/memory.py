@@ -326,7 +326,6 @@ def data_index_bytes(run: RunConfig, samples: int) -> int:
 
 
 def layer_saved_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes that a layer saves without full recompute."""
     saved = sum(r.saved_bytes for r in layer_records(run, tp))
     if run.training.recompute_granularity == "selective":
         saved -= selective_recompute_bytes(run, tp)
@@ -503,7 +502,7 @@ def logits_rows(run: RunConfig, layout: Layout) -> int:
 def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
     """Return the `live` activation bytes that gradients reuse in an iteration of one micro-batch.
 
-    A bucket is allocated when backward reaches its first unit (`optim.flat`), the tied embedding's with the logits.
+    A bucket is allocated when backward reaches its first unit, the tied embedding's with the logits.
     """
     if layout.microbatches(run, layout.global_batch_size(run)) > 1:
         return 0

@@ -52,7 +52,7 @@ def _replicated(model: ModelConfig, mlp: str) -> Matrices:
 
 
 def matrix_elements(run: RunConfig, tp: int) -> tuple[int, ...]:
-    """Return every layer's Muon matrix elements on one rank."""
+    """Return every layer's Muon matrix elements on one rank; zeros with AdamW."""
 
     if not run.optimizer.muon:
         return tuple(0 for _ in run.model.mlps)
@@ -68,7 +68,7 @@ def matrix_elements(run: RunConfig, tp: int) -> tuple[int, ...]:
 
 
 def orthogonalized(run: RunConfig, layout: Layout, stage: int) -> Counter[tuple[int, int]]:
-    """Count the matrices (m, n) that a stage's data-parallel ranks orthogonalize.
+    """Count the matrices (m, n) that a stage's data-parallel ranks orthogonalize; none with AdamW.
 
     Tensor-parallel ranks compute whole matrices alike, or with --muon-tp-mode blockwise their shards, here as if row-sharded.
     """

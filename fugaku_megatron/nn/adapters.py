@@ -45,7 +45,10 @@ def bits_number(name: str, weight: Tensor) -> int:
 
 
 def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
-    """Apply dropout to x (s, b, in) or its gradient, by global position. A sharded dimension is in samples of DROPOUT_COLUMNS."""
+    """Apply dropout to x (s, b, in) or its gradient, by global position.
+
+    A sharded last dimension is masked in samples of DROPOUT_COLUMNS columns.
+    """
     if dropout is None:
         return x
     p, key, first_column = dropout
@@ -62,7 +65,6 @@ def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
 class Adapter(nn.Module):
     """Adapters of one linear layer.
 
-    parts: names of its matrices.
     outputs: (out,), or (2, f) with a gate.
     split: the layer is row-parallel.
     experts: (e,) if each expert has adapters.
@@ -135,7 +137,6 @@ class Adapter(nn.Module):
         return self.up(y, self.context.out_of_matmul(t))
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return this rank's weight shard with the adapters added."""
         return merged(weight, self.lora_a, self.lora_b, self.mask(), self.lora.scale)
 
     def up(self, y: Tensor, t: Tensor) -> Tensor:
@@ -169,7 +170,7 @@ def expanded(b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Return weight (..., in) + scale B A, computed in FP32. a (p, r, in) or (e, p, r, in)."""
+    """Return weight (..., in) + scale B A, computed in FP32."""
     shape = (-1, a.shape[-3:-1].numel(), a.shape[-1])  # (1 or e, p r, in)
     a = a.detach().float().flatten(-3, -2).view(shape)
     b = expanded(b.float(), None if mask is None else mask.float(), scale)
@@ -343,10 +344,7 @@ def _inner_gradient(ops: Ops, dy: Tensor, weight: Tensor, pre: Tensor, activatio
 
 @dataclass(frozen=True)
 class AdaptedExperts:
-    """Operations whose grouped matmuls add the adapters. adapters: by id of the matrix.
-
-    x A^T and dy B are recomputed for gradients.
-    """
+    """Operations whose grouped matmuls add the adapters. adapters: by id of the matrix."""
 
     ops: Ops
     adapters: Mapping[int, Adapter | None]
@@ -397,14 +395,12 @@ def _up_matrices(adapter: Adapter) -> Tensor:
 
 
 def _grouped(adapter: Adapter, x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
-    """Multiply x (n, in) by the transposed matrix for each row's expert."""
     out = x.new_empty(len(x), matrices.shape[1:-1].numel())
     adapter.ops.grouped_matmul(x, matrices, counts, out)
     return out
 
 
 def _grouped_back(adapter: Adapter, dy: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
-    """Multiply dy (n, outputs) by the matrix for each row's expert."""
     dx = dy.new_empty(len(dy), matrices.shape[-1])
     adapter.ops.grouped_data_gradient(dy, matrices, counts, dx)
     return dx

@@ -220,7 +220,6 @@ class MLP(nn.Module):
         return self.linear_fc2.bias
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Return the MLP without the second bias, (s, b, h) -> (s, b, h)."""
         fc1 = self.linear_fc1
         fc2 = self.linear_fc2
         context = self.context
@@ -268,10 +267,7 @@ class MLP(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm block. With --parallel-residual the MLP and attention have the same input.
-
-    layer: from 1 over the whole model.
-    """
+    """Pre-norm block. With --parallel-residual the MLP and attention have the same input."""
 
     def __init__(self, layer: int, context: Context) -> None:
         super().__init__()

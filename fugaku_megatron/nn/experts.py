@@ -1,7 +1,7 @@
 """Mixture of experts in place of a layer's MLP: routed experts, and a shared expert for all tokens.
 
-With expert parallelism (Lepikhin et al. 2020, "GShard", arXiv:2006.16668) rows are dispatched to the ranks with their experts and
-combined (`comm.exchange`), in groups of experts: one group is computed while rows of others are in flight.
+With expert parallelism (Lepikhin et al. 2020, "GShard", arXiv:2006.16668) rows are dispatched and combined (`comm.exchange`) in
+groups of experts: one group is computed while rows of others are in flight.
 s sequence, b micro-batch, h hidden, f expert width of this rank, e experts, k per token, n pairs of token and expert, rows = s b.
 """
 
@@ -110,7 +110,7 @@ class Route:
 
     @staticmethod
     def numbers(experts: int, groups: int, ranks: int) -> Tensor:
-        """Return expert numbers (e,) such that each group over all ranks is consecutive."""
+        """Return expert numbers (e,); each group over all ranks is consecutive."""
         return torch.arange(experts).view(groups, ranks, -1).transpose(0, 1).flatten()
 
     @staticmethod
@@ -390,7 +390,6 @@ class Experts(nn.Module):
         return [self.shared_experts(segment, forward_pass) for segment in segments]
 
     def _whole(self, x: Tensor, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gather the whole sequence; tensor-parallel ranks sum gradients."""
         context = self.context
         if context.sequence is None:
             x = copy_to_tensor_parallel(x, context.tp)

@@ -65,12 +65,11 @@ class Rows:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Inputs that change with each token: samples, positions and angles."""
+        """Inputs that change with each token."""
         return self.samples, self.positions, *(self.angles or ())
 
     @property
     def last(self) -> Tensor:
-        """Last row of each sample, (samples,)."""
         return torch.tensor(self.lengths).cumsum(0) - 1
 
     @property
@@ -115,7 +114,7 @@ class Documents:
         return {}
 
     def angles(self, model: ModelConfig) -> TokenAngles | None:
-        """Return angles that depend on document lengths, computed once for all layers, or None."""
+        """Return angles that depend on document lengths, computed once, or None."""
         if model.rope_dynamic_factor is None or self.positions is None:
             return None
         if model not in self._angles:

@@ -15,7 +15,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def parts(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Yield (number, rows) of each nonempty group; groups are adjacent."""
+    """Yield (number, rows) of each nonempty group."""
     start = 0
     for number, count in enumerate(counts):
         if count:

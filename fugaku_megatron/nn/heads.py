@@ -23,7 +23,6 @@ class Heads:
 
     @staticmethod
     def of(qkv: Tensor, head_size: int, groups: int | None) -> Heads:
-        """Return the heads of qkv. groups: None: as many as heads."""
         slots = qkv.shape[-1] // head_size
         return (
             Heads(slots // 3, slots // 3, head_size)

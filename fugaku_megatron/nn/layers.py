@@ -77,7 +77,6 @@ class Context:
 
     @property
     def sequence_shares(self) -> int:
-        """Number of ranks that shard the activations between matmuls by sequence."""
         return self.cp.size * (self.sequence.size if self.sequence else 1)
 
     def sum_over_sequence(self, x: Tensor) -> None:
@@ -92,7 +91,6 @@ class Context:
         """Return this rank's rows of function(*whole), without gradients.
 
         shards: (rows, ...), gathered over all ranks in sequence order.
-        sequence: tensor-parallel ranks that shard the rows.
         """
         cp = self.cp
         rows = len(shards[0])
@@ -124,7 +122,7 @@ class Context:
         return 0 if self.sequence is None else self.tp.rank * x.shape[0]
 
     def segments(self, x: Tensor) -> list[range]:
-        """Return the one or two position segments of x (s, b, h)."""
+        """Return the position segments of x (s, b, h)."""
         first = self.first_position(x)
         segments = []
         for segment in own_segments(len(x) * (self.tp.size if self.sequence else 1), self.cp):
@@ -203,7 +201,7 @@ class Context:
         return copy_to_tensor_parallel(x, self.tp) if self.sequence is None else x
 
     def out_of_matmul(self, partial: Tensor, needs_values: bool = True) -> Tensor:
-        """All-reduce or reduce-scatter partial (whole sequence, b, h). needs_values: see `Pass`."""
+        """All-reduce or reduce-scatter partial (whole sequence, b, h)."""
         if self.sequence is not None:
             return reduce_scatter_to_sequence_parallel(partial, self.sequence, needs_values)
         return reduce_from_tensor_parallel(partial, self.tp) if needs_values else partial
@@ -273,10 +271,7 @@ class GatedColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Y = X W^T with W's columns sharded over tensor-parallel ranks: sharded input, whole output.
-
-    The bias is added once, with the residual.
-    """
+    """Y = X W^T with W's columns sharded over tensor-parallel ranks: sharded input, whole output. The bias is added with the residual."""
 
     def __init__(
         self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True
@@ -308,7 +303,6 @@ class VocabParallelEmbedding(nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up tokens (whole sequence, b) -> (s, b, h)."""
         return self.context.out_of_matmul(
             self.context.ops.embedding(tokens, self.weight, spec_of(self.weight).offset[0])
         )
@@ -330,7 +324,7 @@ class PositionEmbedding(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Add position embeddings to x (s, b, h).
 
-        positions: (whole sequence, b), or (rows,) in generation, without a backward; None: 0, 1, ...
+        positions: (whole sequence, b), or (rows,) in generation; None: 0, 1, ...
         """
         ops = self.context.ops
         first = self.context.first_position(x)
@@ -374,7 +368,7 @@ class Norm(nn.Module):
 
 
 def scale(weight: Tensor, centered: bool) -> Tensor:
-    """Return the factors (h) of a norm with this weight (h)."""
+    """Return a norm's factors (h) from its weight."""
     return derived(weight, weight.detach() + 1.0) if centered else weight
 
 

@@ -107,7 +107,6 @@ class Embedding(nn.Module):
         )
 
     def forward(self, tokens: Tensor, forward_pass: Pass) -> Tensor:
-        """Embed tokens (whole sequence, b) -> (s, b, h)."""
         rows = forward_pass.rows
         context = self.context
         positions = forward_pass.documents.positions if rows is None else rows.positions
@@ -182,7 +181,6 @@ class Chunk(nn.Module):
         return x
 
     def decode(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Run all layers, with full recompute in groups."""
         groups = self.recompute_groups if forward_pass.recompute == "full" else []
         if groups and not x.requires_grad and torch.is_grad_enabled():
             x = x.detach().requires_grad_()  # with frozen embeddings the graph begins here
@@ -197,7 +195,7 @@ class Chunk(nn.Module):
         return self.run_layers(x, forward_pass, sum(map(len, groups)), len(self.layers))
 
     def head_input(self, x: Tensor) -> Tensor:
-        """Return the head's input, gathered: (s, b, h) -> (whole sequence, b, h)."""
+        """Return the head's input (whole sequence, b, h)."""
         enter = (
             copy_to_tensor_parallel
             if self.context.sequence is None
@@ -208,7 +206,7 @@ class Chunk(nn.Module):
         )
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return this rank's logits: (s, b, h) -> (whole sequence, b, v)."""
+        """Return this rank's logits (whole sequence, b, v)."""
         return self.ops.linear(self.head_input(x), self.output_weight)
 
     def forward(

@@ -53,7 +53,7 @@ class ParameterSpec:
 
     @property
     def decoupled(self) -> bool:
-        """True if --decoupled-lr applies: for the word embedding and the logits' weight."""
+        """True for --decoupled-lr: the word embedding and the logits' weight."""
         return self.name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
 

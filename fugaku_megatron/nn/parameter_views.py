@@ -38,7 +38,7 @@ class _IndexedView(_View):
 
 
 def derived(parameter: Tensor, values: Tensor) -> Tensor:
-    """Attach the parameter's gradient to `values`, a function with slope 1 and as many elements."""
+    """Attach the parameter's gradient to `values`, a function with slope 1."""
     view = values.as_subclass(_View)
     view.parameter = parameter
     return view

@@ -83,7 +83,7 @@ def yarn_frequencies(model: ModelConfig) -> Tensor:
 
 
 def concentration(model: ModelConfig) -> float:
-    """Return the factor on queries and keys: YaRN's, the factor that yields --attention-multiplier, or 1."""
+    """Return the factor on queries and keys: YaRN's, from --attention-multiplier, or 1."""
     if model.attention_multiplier is not None:
         return (model.attention_multiplier * model.kv_channels**0.5) ** 0.5
     return model.yarn_attention_factor if model.position_embedding_type == YARN else 1.0

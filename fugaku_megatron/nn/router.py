@@ -112,7 +112,7 @@ def evenly(logits: Tensor, padding: Tensor | None = None) -> Tensor:
 def balancing_scores(logits: Tensor, chosen: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
     """Return normalized scores and a 0/1 mask of each token's best experts, both (rows, e), for balancing losses.
 
-    chosen: (rows, k), ranked again by score if a bias or groups affected the choice.
+    chosen is ranked again by score if a bias or groups affected it.
     """
     if model.moe_router_score_function == SIGMOID:
         scores = torch.sigmoid(logits)
@@ -168,7 +168,7 @@ class Router(nn.Module):
         self.loads: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
-        """Return (scores in FP32, experts), both (rows, k), for x (s, b, h). Rows of padding are arbitrary."""
+        """Return (scores in FP32, experts), both (rows, k). Rows of padding are arbitrary."""
         ops = self.context.ops
         model = self.context.model
         logits = SmallLinear.apply(ops, x, self.weight)

@@ -3,7 +3,7 @@
     allgather   all ranks gather all keys and values; their gradients are reduce-scattered
     p2p         step t: receive from rank - t and send to rank + t while computing step t - 1; partial results are merged by
                 log-sum-exp (Liu et al. 2023, "Ring Attention", arXiv:2310.01889); key and value gradients are sent back
-Keys invisible to a rank's queries are neither computed nor, in p2p, sent; keys therefore go to each rank directly, not in a ring.
+Invisible keys are neither computed nor, in p2p, sent; keys therefore go to each rank directly, not in a ring.
 r rows of a rank, b micro-batch, g key heads and n query heads of this rank, d head size, q queries and k keys of a block; qkv as
 in `Heads`.
 """
@@ -77,7 +77,7 @@ class Block(NamedTuple):
 
 
 def visible_blocks(mask: AttentionMask, queries: list[range], keys: range) -> Iterator[Block]:
-    """Yield the blocks with visible pairs of a rank's query segments and the keys."""
+    """Yield the blocks with visible pairs."""
     row = 0
     for segment in queries:
         if visible := mask.visible(segment, keys):
@@ -123,7 +123,6 @@ class _Gradients:
         self.dqkv = torch.zeros(qkv.shape)
 
     def add(self, block: Block, kv: Tensor, dkv: Tensor) -> None:
-        """Add a block's gradients. kv and dkv (k, b, 2 g d)."""
         qkv, out, dout = (tensor[block.rows] for tensor in self._tensors)
         lse = self._lse[..., block.rows].contiguous()
         self._ops.add_block_gradients(
@@ -185,7 +184,7 @@ class _Passed:
         self._segments = [rank_segments(rank, cp.size, call.mask.length) for rank in range(cp.size)]
 
     def _needed(self, rank: int, source: int) -> list[range]:
-        """Return the keys of each segment of rank `source` that `rank` needs."""
+        """Return the keys of each of `source`'s segments that `rank` needs."""
         return [
             needed(self._call.mask, self._segments[rank], segment)
             for segment in self._segments[source]

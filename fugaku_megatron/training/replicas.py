@@ -1,4 +1,4 @@
-"""Comparison of state with copies on several ranks, at an interval and before every save.
+"""Comparison of state with copies on several ranks, before every save and by --check-weight-hash-across-dp-replicas-interval.
 
 Compared are, among
     data-parallel ranks (divided experts: ranks with the same experts): weights, frozen ones too,
@@ -147,7 +147,7 @@ class Replicas:
         self.agreed = None
 
     def difference(self, iteration: int) -> Difference | None:
-        """Compare all copies once in an iteration, after pending gathers; return None if they agree. Collective."""
+        """Compare all copies once in an iteration, after pending gathers; None if they agree. Collective."""
         if not self.exist or self.agreed == iteration:
             return None
         self._optimizer.buckets.await_weights()

@@ -80,7 +80,7 @@ class _NativeAttention(torch.autograd.Function):
 
 
 def _visible_keys(s: int, window: int | None, starts: Tensor | None) -> Tensor | None:
-    """Return a bool mask (s, s) or (b, 1, s, s); None: all earlier keys."""
+    """Return a bool mask (s, s) or (b, 1, s, s), or None."""
     if starts is None and (window is None or window >= s):
         return None
     visible = torch.ones(s, s, dtype=torch.bool).tril().triu(1 - min(window or s, s))
@@ -232,7 +232,6 @@ def _block_arguments(call: SharedCall, block: Block) -> tuple[Any, ...]:
 def _block_scores(
     call: SharedCall, block: Block, qkv: Tensor, kv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scores (b, n, q, k), queries (b, n, q, d), keys and values (b, n, k, d), in FP32."""
     heads = call.heads
     mask = call.mask
     queries = heads.split(qkv)[0].permute(1, 2, 3, 0, 4).flatten(1, 2).float()

@@ -21,9 +21,9 @@ class Backend:
 
     choice: "native" or "torch" for each name in FAMILIES; checkpoints record it.
     kernels: C++ library, also for the optimizer, initial weights, and the dropout masks of both backends.
-    fp16_sum_length: terms that a native linear layer sums in FP16 before it adds in FP32; 0: none. A matmul raises ValueError if the
-        kernels' target has no FP16 arithmetic.
-    weight_cache: packed weights that are reused until the optimizer's next step, or None.
+    fp16_sum_length: terms that a native linear layer with FP16 operands sums in FP16 before it adds in FP32; 0: none. A matmul raises
+        ValueError if the kernels' target has no FP16 arithmetic.
+    weight_cache: packed weights that are reused until the optimizer's next step.
     weight_gradients: work that a schedule may postpone.
     few_rows: native matmuls with at most so many rows read the weight unpacked and save nothing for a backward.
     """

@@ -64,7 +64,6 @@ def _best(x: Tensor, count: int) -> Tensor:
 
 
 def _chosen(wish: Tensor, model: ModelConfig) -> Tensor:
-    """Return the best experts (rows, k) by wish (rows, e), within the best groups."""
     k = model.moe_router_topk
     groups = model.moe_router_num_groups
     group_count = model.moe_router_group_topk

@@ -147,7 +147,7 @@ def _block_loss(
     factor: float,
     dlogits: Tensor | None,
 ) -> tuple[float, float]:
-    """Return the summed loss of logits (rows, v), and its z-loss; write the gradient to dlogits, which may be logits."""
+    """Return the summed loss and z-loss; write the gradient to dlogits, which may be logits."""
     tp = vocabulary.tp
     row_max, sum_exp, target_logit = torch.empty(3, len(labels))
     if tp.size == 1:

@@ -108,7 +108,7 @@ class _MLP(torch.autograd.Function):
 def first_matmul(
     ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, activation: str
 ) -> Tensor:
-    """Write x weight^T + bias to pre, and return its activation (rows, f)."""
+    """Write x weight^T + bias to pre, and return its activation."""
     if not is_fused(ops, activation):
         matmul(ops, x, weight, pre, bias)
         return activate(ops, pre, activation)
@@ -202,7 +202,6 @@ def _column_blocks(pre: Tensor, width: int, whole: bool) -> Iterator[tuple[slice
 
 
 def _columns(pre: Tensor, columns: slice, activation: str) -> Tensor:
-    """Return columns of pre: (rows, columns), or with a gate (rows, 2, columns)."""
     if ACTIVATIONS[activation].gated:
         return as_gates(pre)[:, :, columns]
     return pre[:, columns]

@@ -17,7 +17,6 @@ from .dropout import bias_dropout_add, call_rowwise
 
 
 def layer_norm(ops: Backend, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """Normalize the last dimension of x (..., h)."""
     if ops.is_native("rowwise"):
         return _NativeLayerNorm.apply(ops.kernels, x, weight, bias, epsilon)
     return _TorchLayerNorm.apply(x, weight, bias, epsilon)
