@@ -1,8 +1,7 @@
 """Parameters, FLOPs, saved activations and communicated bytes of a run, as integers, without torch.
 
-The trainer, the log, the performance model, the planner and the benchmarks read these formulas; tests compare them with the
-trainer. Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads with d elements in g groups, l layers, v padded
-vocabulary, t tensor-parallel size.
+Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads with d elements in g groups, l layers, v padded vocabulary,
+t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte l
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is >= value."""
     return -(-value // multiple) * multiple
 
 
@@ -62,7 +60,7 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
 
 
 def zero_shards(run: RunConfig, layout: Layout) -> int:
-    """Return the number of optimizer-state shards: the data-parallel size, or 1 with --zero-stage 0."""
+    """Return the number of optimizer-state shards."""
     return layout.replicas if run.parallel.zero_stage else 1
 
 
@@ -86,23 +84,22 @@ ATTENTION_BACKWARD_SHARE = 2.5
 
 
 def causal_attention_flops(heads: int, s: int, d: int, window: int | None = None) -> float:
-    """Return Q K^T and P V FLOPs over visible pairs, as kernels compute them. heads: query heads times samples."""
+    """Return Q K^T and P V FLOPs over visible pairs. heads: query heads times samples."""
     return 4.0 * heads * d * visible_pairs(s, window)
 
 
 def visible_pairs(s: int, window: int | None) -> float:
-    """Count the visible (query, key) pairs of s tokens, causal and inside the window: s^2 / 2 - (s - window)^2 / 2."""
+    """Count the visible (query, key) pairs: s^2 / 2 - (s - window)^2 / 2."""
     window = min(window or s, s)
     return window * (2 * s - window) / 2
 
 
 def visible_share(s: int, window: int | None) -> float:
-    """Return `visible_pairs` as a share of all s^2 pairs."""
     return visible_pairs(s, window) / s**2
 
 
 def document_length(run: RunConfig) -> int:
-    """Return the tokens per attention span: the mean document length if documents are masked, or else the sample length."""
+    """Return the mean document length if documents are masked, or else the sample length."""
     return min(run.data.mean_document_length or run.model.seq_length, run.model.seq_length)
 
 
@@ -137,7 +134,7 @@ def _attention(run: RunConfig, tp: int, cp_comm_type: str) -> Record:
 
 
 def _rotary(run: RunConfig, tp: int, cp_comm_type: str) -> tuple[Record, ...]:
-    """Return the rotary record. Backward needs the inputs to the query and key norms; the rotation itself saves nothing."""
+    """Return the rotary record; only the query and key norms save their inputs."""
     model = run.model
     if not model.uses_rotary:
         return ()
@@ -166,14 +163,14 @@ def _rotary(run: RunConfig, tp: int, cp_comm_type: str) -> tuple[Record, ...]:
 
 
 def selective_recompute_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes that selective recompute does not save: softmax statistics, and queries and keys before their norm."""
+    """Return the bytes that selective recompute does not save."""
     return softmax_bytes(run, tp) + sum(
         record.saved_bytes for record in _rotary(run, tp, typical_cp_comm_type(run))
     )
 
 
 def softmax_bytes(run: RunConfig, tp: int) -> int:
-    """Return the saved softmax statistics' bytes: one FP32 number per row and head."""
+    """Return the softmax statistics' bytes: one FP32 number per row and head."""
     return tokens_per_microbatch(run) * run.model.num_attention_heads // tp * FP32_BYTES
 
 
@@ -184,7 +181,6 @@ def layer_records(
     """Return one transformer layer's operations. Saved bytes follow the C++ kernels, which recompute gelu(x) from x.
 
     mlp: as in `ModelConfig.mlps`; None: experts if the model has experts, also for its few dense layers.
-    cp_comm_type: None: `typical_cp_comm_type`.
     """
     cp_comm_type = cp_comm_type or typical_cp_comm_type(run)
     model = run.model
@@ -272,7 +268,6 @@ def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
 
 
 def embedding_records(run: RunConfig, tp: int) -> list[Record]:
-    """Return the word embedding, and the position embedding if positions are learned (first stage)."""
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
     records = [
@@ -292,7 +287,7 @@ def embedding_records(run: RunConfig, tp: int) -> list[Record]:
 
 
 def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
-    """Return the final norm, the logits and the loss (last stage). tied: do not count a tied weight, which the embedding counts."""
+    """Return the final norm, the logits and the loss. tied: the embedding counts the weight."""
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
     rows = tokens_per_microbatch(run)
@@ -319,7 +314,7 @@ def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
 
 @lru_cache(maxsize=64)  # every stage asks for it
 def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
-    """Return each virtual stage's layer count by --pipeline-split; "balanced" counts multiply-adds. No virtual stage is empty."""
+    """Return each virtual stage's layer count by --pipeline-split, at least 1."""
     layers = run.model.num_layers
     sizes = stage_sizes(run)
     if placement.virtual_stages == 1 or run.parallel.pipeline_split == "even" and sizes is None:
@@ -336,7 +331,7 @@ def virtual_stage_layers(run: RunConfig, placement: Placement, virtual_stage: in
 
 
 def stage_layers(run: RunConfig, placement: Placement, stage: int) -> list[range]:
-    """Return the layers (from 0) in each model chunk on a pipeline stage."""
+    """Return the layers (from 0) in each of a stage's model chunks."""
     return [
         virtual_stage_layers(run, placement, virtual_stage)
         for virtual_stage in placement.virtual_stages_of(stage)
@@ -346,7 +341,7 @@ def stage_layers(run: RunConfig, placement: Placement, stage: int) -> list[range
 def virtual_stage_recompute_groups(
     run: RunConfig, placement: Placement, virtual_stage: int
 ) -> list[range]:
-    """Return the groups of layers (from 0) that full recompute runs together; empty without full recompute."""
+    """Return the groups of layers (from 0) that full recompute runs together."""
     training = run.training
     if training.recompute_granularity != "full":
         return []
@@ -379,7 +374,6 @@ def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> Iterator[
 
 
 def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[str, Record]]:
-    """Yield the `virtual_stage_records` for all model chunks."""
     for virtual_stage in layout.placement.virtual_stages_of(stage):
         yield from virtual_stage_records(run, layout, virtual_stage)
 
@@ -391,7 +385,6 @@ def virtual_stage_parameters(run: RunConfig, layout: Layout, virtual_stage: int)
 
 
 def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the parameters on one rank."""
     return sum(
         virtual_stage_parameters(run, layout, virtual_stage)
         for virtual_stage in layout.placement.virtual_stages_of(stage)
@@ -424,7 +417,6 @@ def active_parameters(run: RunConfig) -> int:
 
 
 def _recompute_fraction(run: RunConfig) -> float:
-    """Return the share of layers that full recompute runs twice."""
     if run.training.recompute_granularity != "full":
         return 0.0
     where = placement(run)
@@ -437,7 +429,7 @@ def _recompute_fraction(run: RunConfig) -> float:
 
 
 def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
-    """Return the mean layer's forward FLOPs per micro-batch on one rank: (linear layers, attention over the full square)."""
+    """Return `layer_flops` per micro-batch on one rank."""
     layers = run.model.mlps
     linear = 0.0
     for mlp in dict.fromkeys(layers):  # in one order on all ranks
@@ -455,7 +447,7 @@ def layer_flops(run: RunConfig) -> tuple[float, float]:
 
 
 def expert_flops(run: RunConfig) -> float:
-    """Return the mean layer's forward FLOPs per sample in expert matmuls, without shared experts."""
+    """Return the mean layer's forward FLOPs per sample in routed experts' matmuls."""
     layers = run.model.mlps
     samples = tokens_per_microbatch(run) / run.model.seq_length
     flops = 0.0
@@ -475,7 +467,7 @@ def hardware_flops(
     24 s h^2 (1 + s/(6h)).
 
     squares: the batch's sum of (document length)^2; None: from `document_length`.
-    padded: tokens in the batch that no expert computes.
+    padded: tokens that no expert computes.
     """
     model = run.model
     tp = run.parallel.tensor_model_parallel_size
@@ -495,8 +487,7 @@ def hardware_flops(
 def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = False) -> float:
     """Return 6 (8 with recompute) FLOPs per layer parameter and token, as the A100 tables first counted; no embeddings.
 
-    replicas: multiply the last stage's parameters per rank by TP x PP as those tables did, which counts parameters replicated over
-    tensor-parallel ranks (layer norms, some biases) TP times: 0.025 % more at h 13824 and TP 8.
+    replicas: count replicated parameters TP times, as those tables did: 0.025 % more at h 13824 and TP 8.
     """
     parallel = replace(run.parallel, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     tp, pp = (

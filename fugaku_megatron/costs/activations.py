@@ -32,7 +32,6 @@ class Collective:
 class Record:
     """One operation on one rank for one micro-batch.
 
-    parameters: on this rank.
     replicated: parameters on every tensor-parallel rank.
     of_heads: replicated parameters with partial gradients from a rank's own heads or expert shards.
     divided: expert parameters that ranks shard unlike other matrices.
@@ -40,10 +39,8 @@ class Record:
     visible: share of attention's square that a kernel computes.
     dropout: attention probabilities are dropped.
     flops_forward, flops_backward: multiply and add counted separately, matmuls only, attention over the full square.
-    saved_bytes: from forward to backward.
     forward, backward: collectives in order.
     frozen: the weight has no gradient.
-    adapts: the parameters belong to an adapter.
     """
 
     name: str
@@ -75,7 +72,7 @@ def linear(
     backward: tuple[Collective, ...] = (),
     replicated: int = 0,
 ) -> Record:
-    """Return the record of a matmul and of its two gradient matmuls. gemm: (rows, outputs, inputs)."""
+    """Return a matmul and its two gradient matmuls. gemm: (rows, outputs, inputs)."""
     rows, outputs, inputs = gemm
     flops = 2 * rows * outputs * inputs
     return Record(
@@ -92,7 +89,7 @@ def linear(
 
 
 def tokens_per_microbatch(run: RunConfig) -> int:
-    """Return s b / c, the rows of one micro-batch on each of c context-parallel ranks."""
+    """Return s b / c for c context-parallel ranks."""
     return run.model.seq_length * run.batch.micro_batch_size // run.parallel.context_parallel_size
 
 
@@ -101,13 +98,13 @@ def element_bytes(run: RunConfig) -> int:
 
 
 def typical_cp_comm_type(run: RunConfig) -> str:
-    """Return the most frequent --cp-comm-type among the layers."""
+    """Return the most frequent --cp-comm-type."""
     ways = cp_comm_types(run)
     return max(ways, key=ways.count)
 
 
 def qkv_bytes(run: RunConfig, tp: int, cp_comm_type: str | None = None) -> int:
-    """Return the bytes of this rank's queries, keys and values for attention, (s, b, g (n/g + 2) d), copied groups included."""
+    """Return the bytes of this rank's queries, keys and values, copied groups included."""
     model = run.model
     groups = run.model.query_groups // tp
     copies = 1
@@ -118,7 +115,6 @@ def qkv_bytes(run: RunConfig, tp: int, cp_comm_type: str | None = None) -> int:
 
 
 def key_elements(run: RunConfig, tp: int) -> int:
-    """Return the elements of this rank's keys and values, (s, b, 2 g d)."""
     return tokens_per_microbatch(run) * 2 * run.model.query_groups // tp * run.model.kv_channels
 
 
@@ -128,7 +124,7 @@ def segment_numbers(rank: int, ranks: int) -> tuple[int, int]:
 
 
 def rank_segments(rank: int, ranks: int, s: int) -> list[range]:
-    """Return a rank's positions in a sequence of length s, one range per contiguous segment."""
+    """Return a rank's positions, one range per contiguous segment."""
     if ranks == 1:
         return [range(s)]
     length = s // (2 * ranks)
@@ -136,13 +132,12 @@ def rank_segments(rank: int, ranks: int, s: int) -> list[range]:
 
 
 def visible_keys(queries: range, keys: range, window: int | None) -> range:
-    """Return the range in `keys` that any query sees within one document; an inverted range if there is none."""
+    """Return the range in `keys` that any query sees; inverted if there is none."""
     first = max(keys.start, queries.start + 1 - window) if window else keys.start
     return range(first, min(keys.stop, queries.stop))
 
 
 def span(ranges: Iterable[range]) -> range:
-    """Return the smallest range that contains all nonempty ranges."""
     full = [each for each in ranges if each]
     if not full:
         return range(0)
@@ -151,9 +146,9 @@ def span(ranges: Iterable[range]) -> range:
 
 @lru_cache(maxsize=64)
 def p2p_keys(s: int, ranks: int, window: int | None) -> tuple[tuple[int, int], ...]:
-    """Return, for each rank with --cp-comm-type p2p, the number of keys that it (sends, receives).
+    """Return the number of keys that each rank (sends, receives) with --cp-comm-type p2p.
 
-    A rank receives from each segment only the keys that its own queries see.
+    A rank receives only the keys that its own queries see.
     """
     segments = [rank_segments(rank, ranks, s) for rank in range(ranks)]
     sent = [0 for _ in segments]
@@ -174,8 +169,8 @@ def attention_messages(
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     """Return attention's context-parallel collectives, forward and backward; p2p: on the rank that sends most.
 
-    a2a: sequence to heads before attention, heads to sequence after it. allgather: all keys and values, again in backward, which
-    reduce-scatters their gradients. p2p: keys per step, and in backward their FP32 gradients back.
+    a2a: sequence to heads before attention, back after it. allgather: keys and values, again in backward, which reduce-scatters their
+    gradients. p2p: keys per step, and in backward their FP32 gradients.
     """
     cp = run.parallel.context_parallel_size
     elements = key_elements(run, tp)
@@ -200,12 +195,10 @@ def attention_messages(
 
 
 def context_bytes(run: RunConfig, tp: int) -> int:
-    """Return the attention output's bytes, (s, b, n d)."""
     return tokens_per_microbatch(run) * run.model.context_width * element_bytes(run) // tp
 
 
 def activation_bytes(run: RunConfig) -> int:
-    """Return the bytes of one whole (s, b, h) activation, which tensor-parallel ranks reduce."""
     return tokens_per_microbatch(run) * run.model.hidden_size * element_bytes(run)
 
 
@@ -213,8 +206,8 @@ def key_working_bytes(run: RunConfig, tp: int) -> int:
     """Return the temporary bytes in attention's backward if ranks exchange keys.
 
     The context's gradient, two tensors with width h and FP32 gradients exist around it. allgather: a rank's keys and summed gradients,
-    and all ranks' keys and twice their gradients. p2p, in the last step: own and received keys, summed gradients, and for each other
-    rank three segments' gradients in flight.
+    and all ranks' keys and twice their gradients. p2p: own and received keys, summed gradients, and for each other rank three
+    segments' gradients in flight.
     """
     cp = run.parallel.context_parallel_size
     ways = {*cp_comm_types(run)} - {A2A}
@@ -233,7 +226,7 @@ def key_working_bytes(run: RunConfig, tp: int) -> int:
 
 
 def residual_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes of an activation between matmuls, (s, b, h) or its sequence shard, which pipeline stages send."""
+    """Return the bytes of (s, b, h) or its sequence shard."""
     return activation_bytes(run) // sequence_shards(run, tp)
 
 
@@ -242,18 +235,18 @@ EXCHANGED_BLOCKS = 4
 
 
 def overlap_blocks(tp: int) -> int:
-    """Return the blocks in which --tp-comm-overlap exchanges each rank's rows."""
+    """Return the blocks of each rank's rows under --tp-comm-overlap."""
     return -(-EXCHANGED_BLOCKS // tp)
 
 
 def all_reduce(bytes: int, tp: int) -> tuple[Collective, ...]:
-    """Return an all-reduce over tensor-parallel ranks; empty for one rank."""
+    """Return an all-reduce, or nothing for one rank."""
     return (Collective("all_reduce", "tp", bytes),) if tp > 1 else ()
 
 
 @dataclass(frozen=True)
 class MatmulCollectives:
-    """Collectives around tensor-parallel matmuls: into a column-parallel matmul and out of a row-parallel one."""
+    """Collectives into a column-parallel matmul and out of a row-parallel one."""
 
     into: tuple[Collective, ...]
     into_backward: tuple[Collective, ...]
@@ -275,7 +268,7 @@ class MatmulCollectives:
 
 
 def recompute_groups(layers: int, method: str, number: int) -> list[range]:
-    """Return groups of layers that are recomputed together: all layers (uniform) or single layers from the first (block)."""
+    """Return the layers recomputed together: all (uniform) or each from the first (block)."""
     if method == "block":
         return [range(i, i + 1) for i in range(min(number, layers))]
     return [range(i, min(i + number, layers)) for i in range(0, layers, number)]
@@ -285,7 +278,7 @@ def recompute_groups(layers: int, method: str, number: int) -> list[range]:
 
 
 def adapted(run: RunConfig, tp: int, records: tuple[Record, ...]) -> tuple[Record, ...]:
-    """Return the records for adapter training: frozen weights, and the adapters' own matmuls."""
+    """Return the records for adapter training: frozen weights, and the adapters' matmuls."""
     if not run.lora.on:
         return records
     return tuple(
@@ -294,7 +287,7 @@ def adapted(run: RunConfig, tp: int, records: tuple[Record, ...]) -> tuple[Recor
 
 
 def _frozen(run: RunConfig, record: Record) -> Record:
-    """Return a record without weight gradients. A linear layer without an adapter does not save its input."""
+    """Return a record without weight gradients; without an adapter no input is saved."""
     matmul = record.gemm is not None and record.parameters > 0 or record.name == "logits"
     saved = record.saved_bytes
     if record.name == QKV and not run.lora.parts(QKV, run.model):
@@ -316,12 +309,11 @@ def _frozen(run: RunConfig, record: Record) -> Record:
 
 
 def _linear_name(record: Record) -> str:
-    """Return the linear layer's name, also for a shared expert."""
     return record.name.replace("shared_", "linear_")
 
 
 def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
-    """Return a linear layer's two adapter matmuls, or nothing. Their input is saved with the layer's."""
+    """Return a linear layer's two adapter matmuls, or nothing."""
     name = _linear_name(record)
     rank = run.lora.rank
     matrices = run.lora.parts(name, run.model) if name in MATRICES else ()
@@ -370,7 +362,6 @@ def _of_experts(
 ) -> Record:
     """Return an expert adapter's matmul for all experts.
 
-    elements: of the matrix.
     whole: ranks that share an expert all have the matrix.
     """
     count = experts.gemm_count
@@ -393,12 +384,11 @@ def _of_experts(
 
 
 def cache_slots(model: ModelConfig, positions: int) -> int:
-    """Return the cached positions while a sample grows to `positions`: at most the window."""
+    """Return the cached positions: at most the window."""
     return min(positions, model.window or positions)
 
 
 def cache_bytes(run: RunConfig, samples: int, positions: int, layers: int, tp: int) -> int:
-    """Return the key-value cache's bytes on a rank with `layers` layers."""
     model = run.model
     elements = (
         samples * cache_slots(model, positions) * model.query_groups // tp * model.kv_channels

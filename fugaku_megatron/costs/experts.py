@@ -1,7 +1,7 @@
 """Parameters, matmuls, saved activations and communicated bytes of a layer's experts, as integers, without torch.
 
-Experts on different ranks are assumed to have equally many tokens.
-Legend: s sequence, b micro-batch, h hidden, f expert width, e experts, t tensor-parallel size.
+Ranks are assumed to have equally many tokens for their experts.
+Legend: s sequence, b micro-batch, h hidden, f expert width.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .activations import (
 
 
 def typical_mlp(model: ModelConfig) -> str:
-    """Return the key in `ModelConfig.mlps` that represents all layers if layers are assumed equal."""
+    """Return the key in `ModelConfig.mlps` that represents all layers."""
     return MLP_OF_EXPERTS if model.num_experts else model.activation
 
 
 def mlp_width(model: ModelConfig) -> int:
-    """Return a token's elements between the two MLP matmuls, summed over its experts."""
+    """Return a token's elements between the two matmuls, over its experts."""
     if not model.num_experts:
         return model.ffn_hidden_size
     return model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (
@@ -45,7 +45,7 @@ EXCHANGED_GROUPS = 8
 
 
 def exchanged_groups(held: int) -> int:
-    """Return the number of equal expert groups whose rows are sent one after another. held: experts on a rank."""
+    """Return the number of equal expert groups that are sent one after another."""
     return max(groups for groups in range(1, EXCHANGED_GROUPS + 1) if held % groups == 0)
 
 
@@ -99,7 +99,7 @@ def _pair_bytes(run: RunConfig, tp: int) -> PairBytes:
 
 
 def waiting_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes that experts keep between the halves of a split backward: the router's input and all matmul operands.
+    """Return the bytes that experts keep between the halves of a split backward.
 
     Experts: inputs, output gradients, the second matmul's input and the pre-activation's gradient. Shared expert: the output gradient,
     the pre-activation and its gradient; the router saves the input.
@@ -136,7 +136,7 @@ COUNT_BYTES = 4  # a token count, reduced as FP32
 
 
 def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
-    """Return the operations in a layer's experts. Every expert's matmuls have the mean number of rows."""
+    """Return the operations in a layer's experts, each with the mean number of rows."""
     model = run.model
     division = Division.of(run, tp)
     h = model.hidden_size
@@ -208,7 +208,7 @@ def _router(run: RunConfig, tp: int) -> Record:
 
 
 def _order_bytes(run: RunConfig, tp: int, division: Division) -> int:
-    """Return the saved bytes of the dispatch order, with the experts' input if that differs from the layer's."""
+    """Return the saved bytes of the dispatch order, and of the experts' input if different."""
     here = division.here
     if division.divided:
         received = here * (FP32_BYTES + RECEIVED_BYTES) + _pair_bytes(run, tp).hidden
@@ -219,7 +219,7 @@ def _order_bytes(run: RunConfig, tp: int, division: Division) -> int:
 
 
 def _balance_collectives(run: RunConfig, shards: int) -> tuple[Collective, ...]:
-    """Return the collectives of balancing losses, or of all logits for Sinkhorn routing. shards: of the sequence."""
+    """Return the collectives of balancing losses or Sinkhorn routing."""
     experts = run.model.num_experts or 0
     if shards == 1:
         return ()
@@ -234,7 +234,6 @@ def _balance_collectives(run: RunConfig, shards: int) -> tuple[Collective, ...]:
 
 
 def _expert_collectives(run: RunConfig, tp: int) -> MatmulCollectives:
-    """Return the collectives around experts that are sharded as other matrices are."""
     around = MatmulCollectives.from_run(run, tp)
     whole = activation_bytes(run)
     pairs = tokens_per_microbatch(run) * run.model.moe_router_topk
@@ -257,7 +256,6 @@ def _expert_collectives(run: RunConfig, tp: int) -> MatmulCollectives:
 
 
 def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollectives:
-    """Return the collectives around divided experts: row counts, and rows and scores in both directions."""
     model = run.model
     row = run.model.hidden_size * element_bytes(run)
     e = run.model.num_experts or 0

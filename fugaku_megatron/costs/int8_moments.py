@@ -1,9 +1,8 @@
 """Blocks of AdamW's 8-bit moments: which elements share a scale, and the scales of a rank. No torch.
 
-A segment is a range of consecutive elements of a global tensor that no layout divides. Tensor-parallel sizes divide the query
-groups, so a dimension of n sharded rows is divided at multiples of n / gcd(n, query groups). Segments are cut into equal blocks of
-at most MOMENT_BLOCK elements, so blocks and moments do not depend on the layout.
-Legend: h hidden, f MLP width, e experts, r adapter rank.
+A segment is a range of consecutive elements of a global tensor that no layout divides: a dimension of n sharded rows is divided at
+multiples of n / gcd(n, query groups). Segments are cut into equal blocks of at most MOMENT_BLOCK elements, so blocks do not depend
+on the layout.
 """
 
 from __future__ import annotations
@@ -37,14 +36,13 @@ class _Linear(NamedTuple):
 
 
 def undivided_rows(model: ModelConfig, rows: int, vocabulary: bool = False) -> int:
-    """Return the row count at whose multiples tensor-parallel ranks divide a dimension. vocabulary: rows are the padded vocabulary."""
+    """Return the rows at whose multiples tensor-parallel ranks divide a dimension. vocabulary: of the padded vocabulary."""
     if vocabulary and not model.padded_vocab_size:
         return model.make_vocab_size_divisible_by
     return rows // math.gcd(rows, model.query_groups)
 
 
 def segment_blocks(length: int) -> int:
-    """Return the number of blocks in a segment."""
     return math.ceil(length / block_length(length))
 
 
@@ -62,7 +60,6 @@ def _shared(
 
 
 def _linears(run: RunConfig, tp: int, mlp: str) -> list[_Linear]:
-    """Return the linear layers of a layer on one rank."""
     model = run.model
     h = model.hidden_size
     linears = [
@@ -84,13 +81,11 @@ def _linears(run: RunConfig, tp: int, mlp: str) -> list[_Linear]:
 
 
 def _split_outputs(model: ModelConfig, linear: _Linear, columns: int) -> tuple[int, int]:
-    """Return the segments of a tensor (experts, widths, outputs, columns) with sharded outputs."""
     outer = linear.experts * linear.widths
     return _shared(model, linear.outputs, linear.ranks, inner=columns, outer=outer)
 
 
 def _weight(model: ModelConfig, linear: _Linear) -> Segments:
-    """Return the segments of a linear layer's weight."""
     if linear.name in (QKV, FC1):
         return [_split_outputs(model, linear, linear.inputs)]
     outer = linear.experts * linear.outputs
@@ -98,7 +93,6 @@ def _weight(model: ModelConfig, linear: _Linear) -> Segments:
 
 
 def _adapters(run: RunConfig, linear: _Linear) -> Segments:
-    """Return the segments of a linear layer's adapter matrices A and B."""
     model = run.model
     rank = run.lora.rank
     rows = len(run.lora.parts(linear.name, model)) * rank
@@ -145,7 +139,7 @@ def layer_segments(run: RunConfig, tp: int, mlp: str) -> tuple[Segments, Segment
 def unit_segments(
     run: RunConfig, layout: Layout, stage: int, tied: bool
 ) -> list[tuple[Segments, Segments]]:
-    """Return the `layer_segments` of each unit of a stage in the order of `memory.stage_units`; tied: the last is a tied copy."""
+    """Return the `layer_segments` of each unit in `memory.stage_units`."""
     model = run.model
     placement = layout.placement
     first = placement.owner(0)[0] == stage
@@ -177,7 +171,7 @@ def unit_segments(
 
 
 def scales(segments: Iterable[tuple[int, int]], elements: int) -> int:
-    """Return the most scales that `elements` consecutive elements of these segments need, shortest blocks first."""
+    """Return the most scales that `elements` consecutive elements of these segments need."""
     held = [(count, length, segment_blocks(length)) for count, length in segments if count]
     total = sum(count * blocks for count, _, blocks in held)
     found = 2  # the blocks at both ends may be cut

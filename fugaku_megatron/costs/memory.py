@@ -1,9 +1,8 @@
 """Memory of one rank at the peak of a step: weights, gradients, optimizer state, activations and logits, in bytes. No torch.
 
 A stage's parameters form units in the order in which backward finishes them: final norm (with an untied head), layers from last to
-first, embeddings. A gradient bucket is a range of whole units, reduced and gathered at once.
-Left out: MPI's buffers and other software (`planner.memory`), and thread-dependent memory (`attention_bytes`) in `stage_memory`.
-Legend: s sequence, b micro-batch, v vocabulary of a rank.
+first, embeddings. A gradient bucket is a range of whole units.
+Left out: MPI's buffers and other software (`planner.memory`), and in `stage_memory` `attention_bytes`.
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ def bucket_minimum(run: RunConfig, dp: int) -> int:
 def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
     """Return each bucket's units: as few as have `minimum` elements together; the last bucket takes the rest.
 
-    units: elements of each.
-    tied: the last unit is a word embedding that another stage also has; its reduction waits for that stage, so it is its own bucket.
+    tied: the last unit is a word embedding that another stage also has, and its own bucket.
     """
     buckets = []
     start = 0
@@ -87,7 +85,7 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
 
 
 def holds_tied_copy(run: RunConfig, placement: Placement, stage: int) -> bool:
-    """Return whether this stage's word embedding is one of two trained copies, whose gradients are reduced together."""
+    """Return whether this stage has one of two trained word embeddings."""
     first = placement.owner(0)[0]
     last = placement.last_stage
     return run.model.tied and not run.lora.on and first != last and stage in (first, last)
@@ -103,14 +101,13 @@ def adapter_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
 
 
 def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the frozen parameters on one rank."""
     if not run.lora.on:
         return 0
     return stage_parameters(run, layout, stage) - sum(stage_units(run, layout, stage))
 
 
 def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Return each unit's trained elements, in the order in which backward finishes them; a tied copy is the last."""
+    """Return each unit's trained elements; a tied copy is the last."""
     tp = layout.tp
     placement = layout.placement
     is_first = stage == placement.owner(0)[0]
@@ -134,7 +131,6 @@ def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
 
 
 def _backward_layers(run: RunConfig, placement: Placement, stage: int) -> list[int]:
-    """Return a stage's layers in the order of backward."""
     chunks = stage_layers(run, placement, stage)
     return [layer for chunk in reversed(chunks) for layer in reversed(chunk)]
 
@@ -142,7 +138,6 @@ def _backward_layers(run: RunConfig, placement: Placement, stage: int) -> list[i
 def bucket_units(
     run: RunConfig, layout: Layout, stage: int, units: list[int] | None = None
 ) -> list[range]:
-    """Return each bucket's units. units: `stage_units`, if already known."""
     units = stage_units(run, layout, stage) if units is None else units
     tied = holds_tied_copy(run, layout.placement, stage)
     return cut(units, bucket_minimum(run, layout.replicas), tied)
@@ -150,9 +145,9 @@ def bucket_units(
 
 @lru_cache(maxsize=64)
 def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int, int], ...]:
-    """Return (elements, divided expert elements) for each bucket in a rank's flat buffers.
+    """Return (elements, divided expert elements) for each bucket, padded so that every ZeRO shard is aligned.
 
-    Both are padded so that every ZeRO shard is aligned. Divided experts in the same units form their own bucket.
+    Divided experts in the same units form their own bucket.
     """
     divided_of_mlp = {
         mlp: sum(r.divided for r in layer_records(run, layout.tp, mlp))
@@ -177,12 +172,12 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
 
 
 def bucket_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Return each bucket's elements in a rank's flat buffers, divided experts included."""
+    """Return each bucket's elements, divided experts included."""
     return [others + divided for others, divided in bucket_sizes(run, layout, stage)]
 
 
 def updated_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Return the elements that a rank updates: each bucket, or with ZeRO-1 its shard. Divided experts follow the others."""
+    """Return the elements that a rank updates: each bucket, or with ZeRO-1 its shard; divided experts last."""
     sizes = bucket_sizes(run, layout, stage)
     expert_shards = layout.edp if run.parallel.zero_stage else 1
     others = [size // zero_shards(run, layout) for size, _ in sizes]
@@ -190,7 +185,6 @@ def updated_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
 
 
 def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the most second-moment elements on a rank: Muon's matrices, first in a bucket, have none."""
     shards = zero_shards(run, layout)
     layers = _backward_layers(run, layout.placement, stage)
     matrices = matrix_elements(run, layout.tp)
@@ -242,17 +236,15 @@ def moment_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
 
 
 def flat_elements(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the elements in a rank's flat buffers, padding included."""
     return sum(bucket_elements(run, layout, stage))
 
 
 def gradient_bytes(run: RunConfig) -> int:
-    """Return the bytes per communicated gradient element."""
     return BF16_BYTES if run.parallel.grad_reduce_in_bf16 else FP32_BYTES
 
 
 def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Collective]:
-    """Return the collectives in one iteration: tied embeddings, partial gradients, gradient reduction and ZeRO-1's all-gather."""
+    """Return the collectives of one iteration's gradients and weights."""
     collectives = []
     size = gradient_bytes(run)
     if holds_tied_copy(run, layout.placement, stage):
@@ -277,7 +269,6 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
 def _bucket_collectives(
     run: RunConfig, group: str, replicas: int, elements: int
 ) -> list[Collective]:
-    """Return a bucket's collectives among `replicas` ranks."""
     size = gradient_bytes(run)
     if replicas == 1 or not elements:
         return []
@@ -330,12 +321,11 @@ class Memory:
 
 
 def data_index_bytes(run: RunConfig, samples: int) -> int:
-    """Return the index bytes on a node's data reader: 117 MiB for 146 million samples (measured)."""
+    """Return the index bytes on a data reader: 117 MiB for 146 million samples (measured)."""
     return min(INDEX_SAMPLE_BYTES * samples, INDEX_MAX_BYTES) if run.data.files else 0
 
 
 def layer_saved_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes that a layer saves from forward to backward without full recompute."""
     saved = sum(r.saved_bytes for r in layer_records(run, tp))
     if run.training.recompute_granularity == "selective":
         saved -= selective_recompute_bytes(run, tp)
@@ -347,7 +337,7 @@ def layers_kept_bytes(
 ) -> tuple[int, int]:
     """Return (bytes that `layers` layers keep per micro-batch, additional recompute bytes in backward).
 
-    groups: layers that are recomputed together. Other layers are last, so backward has freed them by then.
+    groups: layers recomputed together. Backward has freed other layers by then.
     """
     per_layer = layer_saved_bytes(run, tp)
     plain = layers - sum(map(len, groups))
@@ -357,7 +347,7 @@ def layers_kept_bytes(
 
 
 def weight_input_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes that a layer keeps between the halves of a split backward: its weight gradients' operands.
+    """Return the bytes that a layer keeps between the halves of a split backward.
 
     Whole (s, b, h): QKV and MLP inputs, projection and MLP output gradients. Sharded: the context, QKV's gradient, and the MLP's
     pre-activation with its gradient.
@@ -375,7 +365,7 @@ LONG_SEQUENCE = 32768
 
 
 def attention_bytes(run: RunConfig, tp: int, threads: int) -> int:
-    """Return the FP32 bytes for the attention kernels' packed operands and sums, from the first backward on.
+    """Return the FP32 bytes for the attention kernels' packed operands and sums.
 
     threads: per rank. About 12 matrices (s, d) per head in progress; with a sequence segment's s if ranks exchange keys.
     """
@@ -385,7 +375,6 @@ def attention_bytes(run: RunConfig, tp: int, threads: int) -> int:
 
 
 def _attention_bytes(run: RunConfig, tp: int, threads: int, cp_comm_type: str) -> int:
-    """Return `attention_bytes` for one --cp-comm-type."""
     model = run.model
     cp = run.parallel.context_parallel_size
     queries = keys = model.seq_length
@@ -421,7 +410,7 @@ def inner_bytes(run: RunConfig, tp: int) -> int:
 
 
 def live_bytes(run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]) -> int:
-    """Return a stage's largest saved activations over the moments in its schedule."""
+    """Return a stage's largest saved activations in its schedule."""
     placement = layout.placement
     virtual_stages = placement.virtual_stages_of(stage)
     return chunks_live_bytes(
@@ -440,7 +429,7 @@ def chunks_live_bytes(
     groups: Sequence[Sequence[range]],
     in_flight: Sequence[InFlight],
 ) -> int:
-    """Return `live_bytes` for model chunks with these layers and recompute groups.
+    """Return `live_bytes` for these model chunks.
 
     A split backward turns recomputed activations, layer by layer, into its larger weight-gradient operands.
     """
@@ -475,7 +464,6 @@ def working_bytes(run: RunConfig, tp: int) -> int:
 
 
 def posted_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the bytes for receives posted ahead, from each model chunk's neighbours."""
     placement = layout.placement
     ahead = row(run.parallel.schedule).receives_ahead
     neighbours = [
@@ -488,10 +476,10 @@ def posted_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def logits_rows(run: RunConfig, layout: Layout) -> int:
-    """Return the rows per logits block: equal blocks, as few as their memory allows.
+    """Return the rows per logits block: equal blocks, as few as their memory allows, up to LOGITS_MAX_ROWS.
 
-    Every block packs the whole weight once, so larger blocks are faster, up to LOGITS_MAX_ROWS. The limit is a quarter of what the
-    layers keep, or with --recompute-part-layers would keep, so that recompute does not change the order of sums.
+    The limit is a quarter of what the layers keep, or with --recompute-part-layers would keep, so that recompute does not change the
+    order of sums.
     """
     placement = layout.placement
     vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
@@ -512,9 +500,9 @@ def logits_rows(run: RunConfig, layout: Layout) -> int:
 
 
 def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
-    """Return the `live` activation bytes that gradients reuse in an iteration of one micro-batch, after backward frees them.
+    """Return the `live` activation bytes that gradients reuse in an iteration of one micro-batch.
 
-    A bucket is allocated when backward reaches its first unit (`optim.flat`), the tied embedding's with the logits.
+    A bucket is allocated when backward reaches its first unit, the tied embedding's with the logits.
     """
     if layout.microbatches(run, layout.global_batch_size(run)) > 1:
         return 0
@@ -537,7 +525,6 @@ def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
 def stage_memory(
     run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]
 ) -> Memory:
-    """Return the memory on one rank. in_flight: `Schedule.in_flight`, the stage's fullest moments."""
     elements = flat_elements(run, layout, stage)
     is_fp32 = run.precision.name == "fp32"
     weight_bytes = FP32_BYTES if is_fp32 else BF16_BYTES

@@ -1,6 +1,6 @@
-"""Matrices that Muon orthogonalizes, and their shapes. Pure integers, no torch.
+"""Matrices that Muon orthogonalizes, and their shapes. No torch.
 
-Legend: h hidden, f MLP width, e experts, m and n the smaller and the larger side of a matrix.
+Legend: m and n the smaller and the larger side of a matrix.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ def layer_matrices(run: RunConfig, mlp: str) -> Matrices:
 
 
 def _replicated(model: ModelConfig, mlp: str) -> Matrices:
-    """Return a layer's matrices on every tensor-parallel rank: the router, and the gate of the shared expert."""
     if mlp != "experts":
         return []
     matrices = [(1, model.num_experts or 0, model.hidden_size)]

@@ -1,8 +1,6 @@
 """A run's pipeline schedule, the costs for zero-bubble schedules, and the choice by --recompute-auto. No torch.
 
 Early stages and model chunks have more micro-batches in flight than late ones, so each gets its own number of recomputed layers.
-Selective recompute is not a choice: attention saves one number per row and head, so recomputing a whole layer frees several hundred
-times as much for less than a hundred times the time.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ StageInFlight = Callable[[int], Sequence[InFlight]]
 def split_costs(run: RunConfig, placement: Placement, reduced: bool = False) -> VirtualStageCosts:
     """Return each virtual stage's relative costs for F, I and W, the same on all ranks.
 
-    reduced: count all-reduces among tensor-parallel ranks. Neither measurements nor --recompute-auto enter: another schedule would
-    reduce in another order, which changes bits. The head computes its gradients in F, while it has the logits.
+    reduced: count all-reduces among tensor-parallel ranks. Neither measurements nor --recompute-auto enter, because another schedule
+    would change bits. The head computes its gradients in F.
     """
     forward, inputs, weights = LAYER_COSTS
     if reduced and run.parallel.tensor_model_parallel_size > 1:
@@ -61,7 +59,6 @@ def split_costs(run: RunConfig, placement: Placement, reduced: bool = False) -> 
 
 
 def build_schedule(run: RunConfig, microbatches: int) -> Schedule:
-    """Build the schedule that the run's flags select."""
     name = run.parallel.schedule
     where = placement(run)
     if not row(name).splits_backward:
@@ -77,7 +74,6 @@ def build_schedule(run: RunConfig, microbatches: int) -> Schedule:
 
 
 def full_batch_schedule(run: RunConfig, layout: Layout) -> Schedule:
-    """Build the schedule for an iteration at the full global batch size."""
     return build_schedule(run, layout.microbatches(run, layout.global_batch_size(run)))
 
 
@@ -100,7 +96,7 @@ def resolve_recompute(run: RunConfig, layout: Layout, limit: float) -> tuple[Run
 
 
 def choice_line(run: RunConfig, placement: Placement, limit: float) -> str:
-    """Return the log line about the choice of `with_recompute` within `limit` bytes."""
+    """Return the log line about the choice of `with_recompute`."""
     within = f"recompute: chosen for {limit / MIB:.0f} MiB a rank (model): "
     if run.training.recompute_part_layers is None:
         return within + "none"
@@ -126,7 +122,6 @@ def with_recompute(
     """Return the run with --recompute-auto resolved; unchanged without the flag.
 
     limit: bytes for a rank's tensors (`memory.Memory.total`).
-    in_flight: stage -> `Schedule.in_flight`.
     A stage for which no choice suffices recomputes all layers.
     """
     if not run.training.recompute_auto:
@@ -149,7 +144,7 @@ def with_recompute(
 def fewest(
     run: RunConfig, layout: Layout, stage: int, limit: float, in_flight: Sequence[InFlight]
 ) -> tuple[int, ...]:
-    """Return the fewest recomputed layers per model chunk that fit, for a run that recomputes none so far."""
+    """Return the fewest recomputed layers per model chunk that fit."""
     placement = layout.placement
     sizes = virtual_stage_sizes(run, placement)
     layers = [sizes[virtual_stage] for virtual_stage in placement.virtual_stages_of(stage)]
@@ -171,7 +166,7 @@ def fewest(
 
 
 def spread(count: int, layers: Sequence[int], in_flight: Sequence[InFlight]) -> tuple[int, ...]:
-    """Distribute `count` layers over model chunks, first to the chunks with most micro-batches in flight."""
+    """Distribute `count` layers over model chunks, most micro-batches in flight first."""
     most = [max(moment.activations[chunk] for moment in in_flight) for chunk in range(len(layers))]
     numbers = [0] * len(layers)
     for chunk in sorted(range(len(layers)), key=lambda chunk: -most[chunk]):

@@ -1,11 +1,10 @@
 """LoRA adapters: y + scale dropout(x) A^T B^T next to a frozen linear layer (`config.lora`).
 
-A layer with several matrices, such as QKV, has p adapters. A (p, r, in) stacks them for one matmul; B (out, r) is sharded and
-saved like the weight, and row i multiplies the r columns for its own matrix. Rows without an adapter stay zero.
+p matrices of a layer, such as QKV, share A (p, r, in); B (out, r) is sharded like the weight, and row i multiplies the r columns
+for its own matrix. Rows without an adapter stay zero. Experts have A (e, p, r, in) and B (e, out, r).
     column-parallel   A replicated, B sharded; x A^T is gathered under sequence parallelism
     row-parallel      A sharded, B replicated; x A^T is summed over ranks
-Experts have A (e, p, r, in) and B (e, out, r) each. Ranks that share an expert get partial gradients of replicated adapters.
-s sequence, b micro-batch, r adapter rank, p adapters, f MLP width, e experts of a rank, n rows of all experts, rows = s b.
+s sequence, b micro-batch, r adapter rank, f MLP width, e experts of a rank, n rows of all experts.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ BLOCK = 1 << 20  # elements whose bits are summed at once
 
 
 def bits_number(name: str, weight: Tensor) -> int:
-    """Return a checksum of a weight's name and BF16 bits. Checksums are added modulo FINGERPRINTS."""
+    """Return a checksum of a weight's name and BF16 bits; sums are modulo FINGERPRINTS."""
     blocks = weight.reshape(-1).split(BLOCK)
     total = sum(int(block.bfloat16().view(torch.int16).sum(dtype=torch.int64)) for block in blocks)
     return zlib.crc32(name.encode()) * total
 
 
 def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
-    """Apply dropout to x (s, b, in) or its gradient, with a mask by global position.
+    """Apply dropout to x (s, b, in) or its gradient, by global position.
 
-    A sharded last dimension is masked in samples of DROPOUT_COLUMNS columns, each with a number of its own.
+    A sharded last dimension is masked in samples of DROPOUT_COLUMNS columns.
     """
     if dropout is None:
         return x
@@ -66,8 +65,7 @@ def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
 class Adapter(nn.Module):
     """Adapters of one linear layer.
 
-    parts: names of its matrices.
-    outputs: (out,), or (2, f) for a gate and its values.
+    outputs: (out,), or (2, f) with a gate.
     split: the layer is row-parallel.
     experts: (e,) if each expert has adapters.
     """
@@ -108,16 +106,13 @@ class Adapter(nn.Module):
 
     @property
     def ops(self) -> Ops:
-        """Operations without packed weights."""
         return self.context.ops.unpacked()
 
     def mask(self) -> Tensor | None:
-        """Return (out, p, 1), 1 if a row of B belongs to an adapter, or (e out, p, 1); None: all belong to the only one."""
         mask = row_mask(self.linear, self.parts, self.lora_a, self.lora_b, self.context.model)
         return None if mask is None else mask.to(self.lora_b.dtype)
 
     def dropout(self, x: Tensor, forward_pass: Pass) -> Dropout | None:
-        """Return the dropout of an input (s, b, in), or None."""
         p = self.lora.lora_dropout
         context = self.context
         if not p or not forward_pass.training:
@@ -128,7 +123,7 @@ class Adapter(nn.Module):
         return p, key, first_column
 
     def column(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
-        """Add the adapters of a column-parallel layer to y. x (s, b, in), y (whole sequence, b, out / tp) -> as y."""
+        """Add a column-parallel layer's adapters to y (whole sequence, b, out / tp). x (s, b, in)"""
         t = _Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
         context = self.context
         enter = (
@@ -137,26 +132,21 @@ class Adapter(nn.Module):
         return self.up(y, enter(t, context.tp))
 
     def row(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
-        """Add the adapters of a row-parallel layer to y. x (whole sequence, b, in / tp), y (s, b, out) -> as y."""
+        """Add a row-parallel layer's adapters to y (s, b, out). x (whole sequence, b, in / tp)"""
         t = _Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
         return self.up(y, self.context.out_of_matmul(t))
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return this rank's weight shard with the adapters added."""
         return merged(weight, self.lora_a, self.lora_b, self.mask(), self.lora.scale)
 
     def up(self, y: Tensor, t: Tensor) -> Tensor:
-        """Return y (s, b, out) + scale t B^T. t (s, b, p r)."""
         return _Up.apply(self.ops, y, t, self.lora_b, self.mask(), self.lora.scale)
 
 
 def row_mask(
     linear: str, parts: tuple[str, ...], a: Tensor, b: Tensor, model: ModelConfig
 ) -> Tensor | None:
-    """Return (rows, p, 1), 1 if a row of a weight shard belongs to an adapter; None: all belong to the only one.
-
-    a, b: the adapters; their shapes give the number of rows and experts.
-    """
+    """Return (rows, p, 1), 1 if a row of a weight shard belongs to an adapter; None: all belong to the only adapter."""
     if parts == (linear,) or linear not in (QKV, FC1):
         return None
     rows = b.shape[:-1].numel()
@@ -172,7 +162,7 @@ def row_mask(
 
 
 def expanded(b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Return scale B as one matrix (out, p r), zero outside each row's own r columns."""
+    """Return scale B as one matrix (out, p r), zero outside each row's own columns."""
     b = b.detach().flatten(0, -2)
     if mask is None:
         return (b * scale).contiguous()
@@ -180,7 +170,7 @@ def expanded(b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Return weight (..., in) + scale B A, computed in FP32. a (p, r, in) or (e, p, r, in), b (..., r)."""
+    """Return weight (..., in) + scale B A, computed in FP32."""
     shape = (-1, a.shape[-3:-1].numel(), a.shape[-1])  # (1 or e, p r, in)
     a = a.detach().float().flatten(-3, -2).view(shape)
     b = expanded(b.float(), None if mask is None else mask.float(), scale)
@@ -264,9 +254,9 @@ def activated_linear(
     adapter: Adapter | None,
     forward_pass: Pass,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (inner W^T, dropout(inner) A^T) with inner the activation of pre, and save only pre.
+    """Return (inner W^T, dropout(inner) A^T) with inner = activation(pre), and save only pre (s, b, f or 2 f).
 
-    pre (s, b, f or 2 f), W (h, f) -> (s, b, h), (s, b, p r). The first result is unset if `forward_pass` needs no values.
+    The first result is unset if `forward_pass` needs no values.
     """
     a = None
     dropout = None
@@ -343,7 +333,7 @@ class _ActivatedLinear(torch.autograd.Function):
 
 
 def _inner_gradient(ops: Ops, dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> Tensor:
-    """Return dy (rows, out) weight (out, f), times the derivative at pre (rows, f) if the kernel is fused."""
+    """Return dy weight (rows, f), times the derivative at pre if the kernel is fused."""
     dinner = pre.new_empty(len(pre), weight.shape[1])
     if is_fused(ops, activation):
         argument_gradient(ops, dy, weight, pre, dinner, activation)
@@ -354,20 +344,15 @@ def _inner_gradient(ops: Ops, dy: Tensor, weight: Tensor, pre: Tensor, activatio
 
 @dataclass(frozen=True)
 class AdaptedExperts:
-    """Operations whose grouped matmuls add the adapters. adapters: by id of the matrix.
-
-    x A^T and dy B are recomputed for gradients, not saved.
-    """
+    """Operations whose grouped matmuls add the adapters. adapters: by id of the matrix."""
 
     ops: Ops
     adapters: Mapping[int, Adapter | None]
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other operation."""
         return getattr(self.ops, name)
 
     def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor) -> None:
-        """Write the products of rows (n, in), adapters included, to out."""
         self.ops.grouped_matmul(x, weight, counts, out)
         if adapter := self.adapters[id(weight)]:
             t = _grouped(adapter, x, adapter.lora_a, counts)
@@ -376,7 +361,6 @@ class AdaptedExperts:
     def grouped_data_gradient(
         self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor
     ) -> None:
-        """Write the data gradients of dy (n, out), adapters included, to dx."""
         self.ops.grouped_data_gradient(dy, weight, counts, dx)
         if adapter := self.adapters[id(weight)]:
             dt = _grouped_back(adapter, dy, _up_matrices(adapter), counts)
@@ -385,7 +369,7 @@ class AdaptedExperts:
     def grouped_weight_gradient(
         self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int]
     ) -> None:
-        """Add the adapter gradients, now or later; dy (n, out) and x (n, in) must not change until then."""
+        """Add the adapter gradients, now or later; dy and x must not change until then."""
         adapter = self.adapters[id(weight)]
         x = x.detach()
         if adapter is None:
@@ -406,20 +390,17 @@ class AdaptedExperts:
 
 
 def _up_matrices(adapter: Adapter) -> Tensor:
-    """Return `expanded` B for all experts, (e, out, p r)."""
     whole = expanded(adapter.lora_b, adapter.mask(), adapter.lora.scale)
     return whole.view(len(adapter.lora_a), -1, whole.shape[-1])
 
 
 def _grouped(adapter: Adapter, x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
-    """Multiply x (n, in) by the transposed matrix for each row's expert, (e, ..., in) -> (n, outputs)."""
     out = x.new_empty(len(x), matrices.shape[1:-1].numel())
     adapter.ops.grouped_matmul(x, matrices, counts, out)
     return out
 
 
 def _grouped_back(adapter: Adapter, dy: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
-    """Multiply dy (n, outputs) by the matrix for each row's expert, (e, ..., in) -> (n, in)."""
     dx = dy.new_empty(len(dy), matrices.shape[-1])
     adapter.ops.grouped_data_gradient(dy, matrices, counts, dx)
     return dx

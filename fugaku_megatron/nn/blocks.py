@@ -1,7 +1,7 @@
 """The transformer block, assembled from the classes named in `config.model`.
 
-s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank in g query groups, d head size. With sequence parallelism s
-is this rank's shard wherever the last dimension is h, and whole elsewhere.
+s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank, d head size; qkv as in `Heads`. With sequence parallelism s
+is this rank's shard if the last dimension is h, otherwise whole.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from .shared_attention import AttentionMask, SharedCall
 
 
 def make_norm(name: str, context: Context) -> Norm:
-    """Build the norm that the model's config names."""
     norm: type[Norm] = resolve_name(NORMS[context.model.normalization].layer)
     return norm(name, context)
 
@@ -77,10 +76,10 @@ class SelfAttention(nn.Module):
         )
 
     def apply_rotary(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
-        """Normalize and rotate the queries and keys of qkv (s, b, g (n/g + 2) d).
+        """Normalize and rotate the queries and keys of qkv.
 
         angles: cosines and sines (s, rotated elements / 2)
-        positions: (s, b), row of `angles` of each token; None: the token's index.
+        positions: (s, b), each token's row in `angles`; None: the token's index.
         """
         model = self.context.model
         norm = None
@@ -103,7 +102,6 @@ class SelfAttention(nn.Module):
         return self.context.ops.rotary(qkv, call)
 
     def _normed(self, qkv: Tensor) -> Tensor:
-        """Normalize the queries and keys of qkv (s, b, g (n/g + 2) d), each head or all heads as one vector."""
         ops = self.context.ops
         model = self.context.model
         *parts, values = Heads(self.heads, self.groups, model.kv_channels).split(qkv)
@@ -119,7 +117,7 @@ class SelfAttention(nn.Module):
         return torch.cat((*normed, values), 3).view(qkv.shape)
 
     def attend(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """Return attention without projections, (s, b, g (n/g + 2) d) -> (s, b, n d). Selective recompute reruns it."""
+        """Return attention without projections, qkv -> (s, b, n d). Selective recompute reruns it."""
         if self.context.cp.size > 1 and self.cp_comm_type != A2A:
             return self._between_ranks(qkv, forward_pass)
         model = self.context.model
@@ -156,7 +154,6 @@ class SelfAttention(nn.Module):
         return to_rows(attention(qkv), cp)
 
     def _angles(self, length: int, forward_pass: Pass) -> tuple[Angles | None, Tensor | None]:
-        """Return the angles for `length` positions, and each token's row in them (s, b); None: in order."""
         documents = forward_pass.documents
         rows = forward_pass.rows
         if rows is not None:
@@ -165,7 +162,7 @@ class SelfAttention(nn.Module):
         return by_length or (self.context.angles(length), documents.positions)
 
     def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """Return `attend` with keys and values exchanged between ranks. qkv (r, b, g (n/g + 2) d) -> (r, b, n d)."""
+        """Return `attend` with keys and values exchanged between ranks."""
         model = self.context.model
         context = self.context
         documents = forward_pass.documents
@@ -193,7 +190,7 @@ class SelfAttention(nn.Module):
         return context.ops.shared_attention(qkv, call, context.cp, self.cp_comm_type)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Return attention (s, b, h) of x (s, b, h), without the projection's bias."""
+        """Attend, (s, b, h) -> (s, b, h), without the projection's bias."""
         qkv = self.linear_qkv(x, forward_pass)  # (s, b, g (n/g + 2) d)
         # Below the lowest adapter there is no backward.
         if forward_pass.recompute == "selective" and qkv.requires_grad:
@@ -223,7 +220,6 @@ class MLP(nn.Module):
         return self.linear_fc2.bias
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Return the MLP (s, b, h) of x (s, b, h), without the second bias."""
         fc1 = self.linear_fc1
         fc2 = self.linear_fc2
         context = self.context
@@ -251,7 +247,6 @@ class MLP(nn.Module):
         return context.out_of_matmul(partial_sum, forward_pass.needs_values)
 
     def _adapted(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Return `forward` with adapters, (s, b, h) -> (s, b, h)."""
         fc1 = self.linear_fc1
         fc2 = self.linear_fc2
         context = self.context
@@ -272,10 +267,7 @@ class MLP(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm block. With --parallel-residual the MLP and attention have the same input.
-
-    `layer` counts from 1 over the whole model.
-    """
+    """Pre-norm block. With --parallel-residual the MLP and attention have the same input."""
 
     def __init__(self, layer: int, context: Context) -> None:
         super().__init__()
@@ -311,7 +303,6 @@ class TransformerLayer(nn.Module):
         return self.pre_mlp_layernorm.add_and_normalize(*added)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Return the block's output (s, b, h) for x (s, b, h)."""
         x, normed = self._attended(x, forward_pass)
         out = multiplied(self.mlp(normed, forward_pass), self.context.model.residual_multiplier)
         return self.context.ops.bias_dropout_add(

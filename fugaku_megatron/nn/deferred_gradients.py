@@ -26,12 +26,11 @@ class Waiting:
         self._work: deque[Work] = deque()
 
     def append(self, work: Work) -> None:
-        """Append `work`."""
         self._work.append(work)
 
     @torch.no_grad()  # as autograd calls a backward
     def run(self) -> None:
-        """Run the work in the order of `append`, and free its tensors."""
+        """Run the work in order, and free its tensors."""
         while self._work:
             self._work.popleft()()
 
@@ -44,11 +43,10 @@ class WeightGradients:
 
     @property
     def waits(self) -> bool:
-        """True if added work is postponed, so that its operands must not change."""
+        """True if added work is postponed: its operands must not change."""
         return self._waiting is not None
 
     def add(self, work: Work) -> None:
-        """Run `work`, or postpone it."""
         if self._waiting is None:
             work()
         else:
@@ -56,7 +54,7 @@ class WeightGradients:
 
     @contextmanager
     def put_off(self) -> Iterator[Waiting]:
-        """Postpone work that is added inside the block, and return it."""
+        """Postpone and return the work that is added inside the block."""
         assert self._waiting is None, "the work of another backward is being put off"
         self._waiting = waiting = Waiting()
         try:

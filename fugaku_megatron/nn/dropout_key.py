@@ -1,4 +1,4 @@
-"""Selection of a dropout mask by global position, so that it does not depend on the layout of ranks."""
+"""Selection of a dropout mask by global position, independent of the layout of ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 class DropoutKey:
     """Selects a dropout mask: a function of seed, stream and the element's position in its sample's global tensor.
 
-    `sample_dim` counts samples from `first_sample`, the last dimension counts columns from 0, and all other dimensions together
-    count rows from `row0`. If a rank has two segments of a sequence, rows from `cut` on count from `after_cut`.
+    `sample_dim` counts samples from `first_sample`, the last dimension columns, all others together rows from `row0`. With two
+    segments of a sequence, rows from `cut` on count from `after_cut`.
     """
 
     seed: int
@@ -26,7 +26,7 @@ class DropoutKey:
     def of_segments(
         segments: Sequence[range], seed: int, stream: int, first_sample: int
     ) -> DropoutKey:
-        """Return the key of an activation (s, b, h) at one or two segments of positions."""
+        """Return the key of an activation (s, b, h) at one or two segments."""
         first, *second = segments
         key = DropoutKey(seed, stream, first_sample, sample_dim=1, row0=first.start)
         if not second:
@@ -34,7 +34,7 @@ class DropoutKey:
         return replace(key, cut=len(first), after_cut=second[0].start)
 
     def row_ranges(self) -> Iterator[tuple[slice | None, DropoutKey]]:
-        """Yield each range of rows with consecutive numbers, None for all rows, and its key."""
+        """Yield each range of consecutive rows, None for all rows, and its key."""
         if self.cut is None:
             yield None, self
         else:

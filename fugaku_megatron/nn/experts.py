@@ -1,10 +1,8 @@
 """Mixture of experts in place of a layer's MLP: routed experts, and a shared expert for all tokens.
 
-Tokens are permuted to expert order, so that each expert's matmuls read consecutive rows. With expert parallelism (Lepikhin et al.
-2020, "GShard", arXiv:2006.16668) rows are dispatched to the ranks with their experts and combined (`comm.exchange`), in groups of
-experts: one group is computed while rows of others are in flight.
-s sequence, b micro-batch, h hidden, f expert width of this rank, e experts, k experts per token, n pairs of token and expert,
-rows = s b.
+With expert parallelism (Lepikhin et al. 2020, "GShard", arXiv:2006.16668) rows are dispatched and combined (`comm.exchange`) in
+groups of experts: one group is computed while rows of others are in flight.
+s sequence, b micro-batch, h hidden, f expert width of this rank, e experts, k per token, n pairs of token and expert, rows = s b.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class Order:
     ops: operations that permute rows.
     pairs: (n,), numbers row * k + place, ascending within an expert.
     counts: pairs of each expert.
-    places: (rows, k), index of each pair in `pairs`, n if dropped.
+    places: (rows, k), index in `pairs`, n if dropped.
     """
 
     ops: Any
@@ -48,18 +46,18 @@ class Order:
 
     @staticmethod
     def of(ops: Any, chosen: Tensor, experts: int, keep: Tensor | None = None) -> Order:
-        """Sort the pairs of experts chosen (rows, k). keep (rows, k): False for dropped pairs."""
+        """Sort the pairs of experts chosen (rows, k). keep: False for dropped pairs."""
         counts, pairs, places = ops.sort_pairs(
             chosen if keep is None else chosen.masked_fill(~keep, experts), experts
         )
         return Order(ops, pairs, tuple(counts.tolist()), places)
 
     def dispatch(self, x: Tensor) -> Tensor:
-        """Copy the row of each pair's token. x (rows, h) -> (n, h)."""
+        """Copy the row of each pair's token, (rows, h) -> (n, h)."""
         return self.ops.permute(x, self.pairs, self.places.shape[1])
 
     def combine(self, x: Tensor) -> Tensor:
-        """Sum the rows of each token's pairs. x (n, h) -> (rows, h)."""
+        """Sum the rows of each token's pairs, (n, h) -> (rows, h)."""
         return self.ops.unpermute(x, self.places)
 
 
@@ -72,8 +70,7 @@ def kept(
 ) -> Tensor:
     """Return which pairs (rows, k) fit the expert capacity, the mean number of pairs times a factor.
 
-    Padding (s, b) has no pairs. With padding, --moe-token-drop-policy position ranks by position in the chat, positions (s, b), then
-    by score, so that the choice does not depend on which chats share a sample.
+    Padding (s, b) has no pairs. With padding, --moe-token-drop-policy position ranks by positions (s, b) in the chat, then by score.
     """
     factor = model.moe_expert_capacity_factor
     experts = model.num_experts
@@ -100,11 +97,11 @@ def kept(
 
 @dataclass(frozen=True)
 class Route:
-    """Route of one expert group: the ranks that compute this rank's pairs, and the pairs that arrive for its own experts.
+    """Route of one expert group.
 
     there: exchange with the ranks that have other experts.
-    copies: exchange between ranks that share each expert; every rank gets the rows that arrive at any.
-    order: order of the arrived rows by this rank's experts.
+    copies: exchange between ranks that share each expert; every rank gets all arriving rows.
+    order: arrived rows by this rank's experts.
     """
 
     there: Exchange
@@ -113,17 +110,16 @@ class Route:
 
     @staticmethod
     def numbers(experts: int, groups: int, ranks: int) -> Tensor:
-        """Return expert numbers (e,) such that each group over all ranks is consecutive."""
+        """Return expert numbers (e,); each group over all ranks is consecutive."""
         return torch.arange(experts).view(groups, ranks, -1).transpose(0, 1).flatten()
 
     @staticmethod
     def of(
         ops: Any, counts: tuple[int, ...], groups: int, ep: Comm, etp: Comm
     ) -> tuple[list[Route], list[int]]:
-        """Build the route of every expert group, and the order in which groups are processed.
+        """Build every expert group's route, and the order in which groups are processed. Collective over ep and etp.
 
         counts: pairs of each expert of the model, in the order of `numbers`.
-        Collective over ep and etp.
         """
         own = len(counts) // ep.size
         each = own // groups
@@ -150,10 +146,7 @@ class Route:
 
 
 def in_turn(rows: Sequence[int]) -> list[int]:
-    """Return the order of groups by row counts, with small groups first and last.
-
-    Nothing hides the first dispatch and the last combine; large groups are in flight while others are computed.
-    """
+    """Order groups by row counts, small groups first and last, since nothing hides their first dispatch and last combine."""
     ascending = sorted(range(len(rows)), key=rows.__getitem__)
     return ascending[::2] + ascending[1::2][::-1]
 
@@ -161,7 +154,7 @@ def in_turn(rows: Sequence[int]) -> list[int]:
 class _Experts(torch.autograd.Function):
     """Sum of score x expert: x (s, b, h), scores (rows, k), weight1 (e, 2, f, h) or (e, f, h), weight2 (e, h, f) -> (rows, h).
 
-    Scores multiply the second matmul's input, which is narrower than its output, in the activation's pass.
+    Scores multiply the second matmul's input.
     """
 
     @staticmethod
@@ -258,11 +251,9 @@ class ExpertMatrices(nn.Module):
 
     @property
     def adapts(self) -> bool:
-        """True if any matrix has adapters."""
         return self.linear_fc1.adapter is not None or self.linear_fc2.adapter is not None
 
     def ops(self, backend: Any) -> Any:
-        """Return the operations for these matrices, adapters included."""
         if not self.adapts:
             return backend
         linears = self.linear_fc1, self.linear_fc2
@@ -284,7 +275,7 @@ class SharedExpert(nn.Module):
             )
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Return the shared expert (s, b, h) of x (s, b, h), without overwriting x."""
+        """Apply the MLP, (s, b, h) -> (s, b, h), without overwriting x."""
         y = self.mlp(x, replace(forward_pass, needs_values=True))
         if self.gate_weight is None:
             return y
@@ -306,7 +297,6 @@ class Experts(nn.Module):
         self.shared_experts = SharedExpert(f"{name}.shared_experts", context) if shared else None
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Return the experts' output (s, b, h) for x (s, b, h)."""
         if self.experts.adapts and torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # nothing below is trained: the graph begins here
         context = self.context
@@ -328,10 +318,7 @@ class Experts(nn.Module):
     def _kept(
         self, scores: Tensor, chosen: Tensor, forward_pass: Pass, sequence: Comm | None
     ) -> Tensor | None:
-        """Return which pairs (rows, k) of this rank are computed, without padding and dropped pairs; None: all.
-
-        sequence: tensor-parallel ranks that shard the rows.
-        """
+        """Return which pairs (rows, k) of this rank are neither padding nor dropped; None: all."""
         context = self.context
         documents = forward_pass.documents
         if context.model.moe_expert_capacity_factor is None:
@@ -343,7 +330,7 @@ class Experts(nn.Module):
         return context.of_whole_sequence(has_room, scores, chosen, sequence=sequence)
 
     def _computed(self, x: Tensor, scores: Tensor, order: Order, forward_pass: Pass) -> Tensor:
-        """Return the sum of score x expert (rows, h) for x (..., h) and this rank's expert shard."""
+        """Return the sum of score x expert (rows, h) for this rank's expert shard."""
         return _Experts.apply(
             self.experts.ops(self.context.ops),
             self.context.model.activation,
@@ -357,10 +344,7 @@ class Experts(nn.Module):
     def _exchanged(
         self, x: Tensor, scores: Tensor, chosen: Tensor, forward_pass: Pass, ep: Comm, etp: Comm
     ) -> Tensor:
-        """Return `forward` with expert parallelism; other experts and the shared expert are computed while rows are in flight.
-
-        Inside a node all rows are sent at once, by all threads of the ranks.
-        """
+        """Return `forward` with expert parallelism. Inside a node all rows are sent at once, by all threads."""
         far = ep.size > 1 and not ep.inside_node
         groups = exchanged_groups(self._experts // ep.size) if far else 1
         numbers = Route.numbers(self._experts, groups, ep.size)
@@ -401,13 +385,11 @@ class Experts(nn.Module):
         return out + torch.cat(shared) if shared else out
 
     def _shared(self, segments: Sequence[Tensor], forward_pass: Pass) -> list[Tensor]:
-        """Return the shared expert, if any, for segments (s, b, h)."""
         if self.shared_experts is None:
             return []
         return [self.shared_experts(segment, forward_pass) for segment in segments]
 
     def _whole(self, x: Tensor, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gather the whole sequence. Gradients are summed over tensor-parallel ranks, which shard f."""
         context = self.context
         if context.sequence is None:
             x = copy_to_tensor_parallel(x, context.tp)

@@ -21,7 +21,7 @@ class Rows:
     """Rows of a forward with a key-value cache.
 
     lengths: rows of each sample with any.
-    samples: (len(lengths),), each sample's place in the cache.
+    samples: (len(lengths),), places in the cache.
     positions: (r,), each row's position in its sample.
     angles: two tensors (r, rotated elements / 2); None without rotary positions.
     """
@@ -43,7 +43,7 @@ class Rows:
     ) -> Rows:
         """Build the rows of samples (n,) whose next positions are first (n,).
 
-        table: angles of every position; None if there are none, or if they depend on the length of a sample
+        table: angles of every position; None if there are none, or if they depend on a sample's length
         """
         if len(lengths) == sum(lengths):
             positions = first
@@ -65,25 +65,23 @@ class Rows:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Inputs that change with each token: samples, positions and angles."""
+        """Inputs that change with each token."""
         return self.samples, self.positions, *(self.angles or ())
 
     @property
     def last(self) -> Tensor:
-        """Last row of each sample, (samples,)."""
         return torch.tensor(self.lengths).cumsum(0) - 1
 
     @property
     def one_each(self) -> bool:
-        """True if every sample has one row, its next token."""
         return len(self.positions) == len(self.samples)
 
     def attend(
         self, ops: Ops, layer: int, qkv: Tensor, whole: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Attend from each row to earlier positions in its sample. qkv (r, 1, g (n/g + 2) d) -> (r, 1, n d).
+        """Attend from each row to earlier positions in its sample, qkv -> (r, 1, n d).
 
-        whole: attention of a sequence without cached tokens, same shapes.
+        whole: attention of a sequence without cached tokens.
         """
         cache = self.cache[layer]
         if self.one_each:
@@ -102,7 +100,7 @@ class Rows:
 class Documents:
     """Documents of a micro-batch.
 
-    starts: int32 (b, s), first position of each token's document, the first visible to attention; None: the sample is one document.
+    starts: int32 (b, s), first position of each token's document; None: the sample is one document.
     positions: int32 (s, b), each token's position in its document; None: in its sample.
     padding: bool (s, b), padding tokens of chats; None: samples are not chats.
     """
@@ -116,7 +114,7 @@ class Documents:
         return {}
 
     def angles(self, model: ModelConfig) -> TokenAngles | None:
-        """Return angles that depend on document lengths, computed once for all layers; None if they do not."""
+        """Return angles that depend on document lengths, computed once, or None."""
         if model.rope_dynamic_factor is None or self.positions is None:
             return None
         if model not in self._angles:
@@ -128,14 +126,14 @@ class Documents:
 class Pass:
     """An argument of every layer's forward.
 
-    first_sample: global index of the micro-batch's first sample, which selects dropout masks.
+    first_sample: global index of the micro-batch's first sample; selects dropout masks.
     training: False in evaluation, without dropout and recompute.
     recompute: None, "selective" (attention) or "full" (groups of layers).
     needs_values: False if a backward follows and the last result is not read.
     balance_factor: factor on gradients of balancing losses.
     rows: rows of x, then (rows, 1, h), in generation.
     count: divisor of the summed losses; None: number of labels.
-    tokens: mean tokens per micro-batch without padding, which weighs micro-batches of chats in balancing losses; None: equal weights.
+    tokens: mean tokens per micro-batch without padding, a weight in balancing losses; None: equal weights.
     """
 
     first_sample: int

@@ -15,7 +15,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def parts(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Yield (number, rows) of each group that has rows; groups are adjacent."""
+    """Yield (number, rows) of each nonempty group."""
     start = 0
     for number, count in enumerate(counts):
         if count:
@@ -32,21 +32,20 @@ def gradient_of(parameter: None) -> None: ...
 
 
 def gradient_of(parameter: Tensor | None) -> Tensor | None:
-    """Return the parameter's FP32 gradient `main_grad`, or None if the parameter is None or frozen."""
+    """Return the FP32 `main_grad`; None if the parameter is None or frozen."""
     return None if parameter is None else parameter.main_grad  # type: ignore[attr-defined]  # torch's class does not know it
 
 
 def is_frozen(parameter: Tensor) -> bool:
-    """Return True if a parameter, or the parameter of a view, is not trained."""
     return getattr(parameter, "frozen", False)
 
 
 def vector_gradient(parameter: Tensor) -> Tensor:
-    """Return `gradient_of` (h), or scratch memory if the parameter is frozen, for kernels that always compute the gradient."""
+    """Return `gradient_of` (h), or scratch memory if the parameter is frozen."""
     return torch.zeros(parameter.shape) if is_frozen(parameter) else gradient_of(parameter)
 
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
-    """Add `grad` (any float dtype) to the parameter's FP32 gradient, unless the parameter is frozen."""
+    """Add `grad` (any float dtype) to an unfrozen parameter's gradient."""
     if not is_frozen(parameter):
         gradient_of(parameter).add_(grad)

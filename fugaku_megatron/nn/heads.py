@@ -19,12 +19,10 @@ class Heads:
 
     @property
     def queries_per_group(self) -> int:
-        """Queries that share a key and a value."""
         return self.heads // self.groups
 
     @staticmethod
     def of(qkv: Tensor, head_size: int, groups: int | None) -> Heads:
-        """Return the heads of qkv (s, b, width). groups: None: as many as heads."""
         slots = qkv.shape[-1] // head_size
         return (
             Heads(slots // 3, slots // 3, head_size)

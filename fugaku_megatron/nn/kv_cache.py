@@ -19,17 +19,15 @@ class LayerCache:
     def empty(
         samples: int, groups: int, slots: int, head_size: int, dtype: torch.dtype
     ) -> LayerCache:
-        """Allocate `slots` positions of each sample."""
         keys = torch.empty(samples, groups, slots, head_size, dtype=dtype)
         return LayerCache(keys, torch.empty_like(keys))
 
     @property
     def slots(self) -> int:
-        """Cached positions of a sample."""
         return self.keys.shape[2]
 
     def store(self, sample: int, keys: Tensor, values: Tensor) -> None:
-        """Store the last positions that fit of a sample's keys and values (s, g, d), from position 0."""
+        """Store as many last positions of keys and values (s, g, d), from position 0, as fit."""
         kept = torch.arange(max(0, len(keys) - self.slots), len(keys))
         for cache, new in ((self.keys, keys), (self.values, values)):
             cache[sample].index_copy_(1, kept % self.slots, new[kept].transpose(0, 1))

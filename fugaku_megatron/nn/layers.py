@@ -1,9 +1,8 @@
 """Parallel layers: column- and row-parallel linear, vocab-parallel embedding, learned positions, norms.
 
-Parameters start on the meta device with their place in the global tensor (`parameter.spec`);
-`optim.flat.FlatParameters` allocates and fills them.
-s sequence, b micro-batch, h hidden. With sequence parallelism s is this rank's shard wherever the last dimension is whole, and
-the whole sequence wherever tensor-parallel ranks shard the last dimension.
+Parameters start on the meta device (`parameter.spec`); `optim.flat.FlatParameters` allocates and fills them.
+s sequence, b micro-batch, h hidden. With sequence parallelism s is this rank's shard if the last dimension is whole, otherwise
+the whole sequence.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class Context:
     sequence_parallel: shard the activations between tensor-parallel matmuls by sequence; no effect with one rank.
     tp_comm_overlap: send these shards while matmuls run.
     lora: if on, weights are frozen and adapters are trained.
-    ep, etp: ranks with different experts, and ranks that share each expert (`grid.Groups`); None if experts are not divided.
-    cp: ranks that share each sequence; s is then the length of this rank's shard.
+    ep, etp: ranks with different experts, and ranks that share each expert; None if experts are not divided.
+    cp: ranks that share each sequence; s is then this rank's length.
     cp_comm_types: --cp-comm-type of each layer.
     """
 
@@ -69,21 +68,19 @@ class Context:
     cp_comm_types: tuple[str, ...] = ()
 
     def cp_comm_type(self, layer: int) -> str:
-        """Return the --cp-comm-type of a layer; layers count from 1."""
         return self.cp_comm_types[layer - 1] if self.cp_comm_types else A2A
 
     @property
     def sequence(self) -> Comm | None:
-        """Tensor-parallel ranks that shard the sequence; None without sequence parallelism."""
+        """Tensor-parallel ranks that shard the sequence, or None."""
         return self.tp if self.sequence_parallel and self.tp.size > 1 else None
 
     @property
     def sequence_shares(self) -> int:
-        """Number of ranks that shard the activations between matmuls by sequence."""
         return self.cp.size * (self.sequence.size if self.sequence else 1)
 
     def sum_over_sequence(self, x: Tensor) -> None:
-        """Sum x (any shape) in place over all ranks that share a sequence."""
+        """Sum x in place over all ranks that share a sequence."""
         for comm in (self.sequence, self.cp):
             if comm is not None:
                 comm.all_reduce(x)
@@ -94,7 +91,6 @@ class Context:
         """Return this rank's rows of function(*whole), without gradients.
 
         shards: (rows, ...), gathered over all ranks in sequence order.
-        sequence: tensor-parallel ranks that shard the rows, or None.
         """
         cp = self.cp
         rows = len(shards[0])
@@ -108,10 +104,7 @@ class Context:
         return whole.view(cp.size, -1, rows, *whole.shape[1:])[cp.rank, shard]
 
     def own_rows(self, whole: Tensor | None, sequence: Comm | None) -> Tensor | None:
-        """Return this rank's values (rows,) out of one value per token (s, b); None for None.
-
-        sequence: tensor-parallel ranks that shard the rows, or None.
-        """
+        """Return this rank's values (rows,) of a value per token (s, b)."""
         if whole is None:
             return None
         own = whole[own_positions(own_segments(len(whole) // self.cp.size, self.cp))]
@@ -121,17 +114,15 @@ class Context:
 
     @property
     def blocks(self) -> RowBlocks | None:
-        """Row blocks for --tp-comm-overlap, or None."""
         if not self.tp_comm_overlap or self.sequence is None:
             return None
         return RowBlocks(self.tp, self.ops.kernels, activations.overlap_blocks(self.tp.size))
 
     def first_position(self, x: Tensor) -> int:
-        """Return the first position of x (s, b, h), an activation between matmuls, in this rank's sequence."""
         return 0 if self.sequence is None else self.tp.rank * x.shape[0]
 
     def segments(self, x: Tensor) -> list[range]:
-        """Return the one or two position segments of x (s, b, h), an activation between matmuls."""
+        """Return the position segments of x (s, b, h)."""
         first = self.first_position(x)
         segments = []
         for segment in own_segments(len(x) * (self.tp.size if self.sequence else 1), self.cp):
@@ -150,7 +141,6 @@ class Context:
         init_name: str | None = None,
         **traits: bool,
     ) -> nn.Parameter:
-        """Make a parameter over the tensor-parallel ranks. Arguments as `make_parameter`."""
         defaults = {"sequence_parallel": self.sequence is not None, "frozen": self.lora.on}
         return make_parameter(
             name,
@@ -168,7 +158,6 @@ class Context:
         split: bool = False,
         experts: tuple[int, ...] = (),
     ) -> Adapter | None:
-        """Build the adapters of the linear layer `name`, or return None. Arguments as `Adapter`."""
         parts = self.lora.parts(name.rsplit(".", 1)[-1], self.model)
         if not parts:
             return None
@@ -182,10 +171,7 @@ class Context:
         std: float | None = None,
         **traits: bool,
     ) -> nn.Parameter:
-        """Make a parameter (e, ...) of every expert over the ranks with different experts and the ranks that share each.
-
-        Parameters replicated over `etp` get partial gradients, which are all-reduced there.
-        """
+        """Make a parameter (e, ...) of every expert. Partial gradients of a parameter replicated over `etp` are all-reduced there."""
         shared = self.etp or self.tp
         defaults = {"sequence_parallel": shared.size > 1, "frozen": self.lora.on}
         return make_parameter(
@@ -201,7 +187,7 @@ class Context:
         return {}
 
     def angles(self, length: int) -> Angles | None:
-        """Return rotary angles for at least `length` positions, shared by all layers; None without rotary positions."""
+        """Return rotary angles for at least `length` positions, shared by all layers, or None."""
         rows = (
             max(length, self.model.seq_length) if self.model.rope_dynamic_factor is None else length
         )
@@ -211,28 +197,26 @@ class Context:
         return self._tables[rows]
 
     def into_matmul(self, x: Tensor) -> Tensor:
-        """Prepare the input of a column-parallel matmul. With sequence parallelism the matmul gathers x (s, b, h) itself."""
+        """Prepare a column-parallel matmul's input; with sequence parallelism the matmul gathers it itself."""
         return copy_to_tensor_parallel(x, self.tp) if self.sequence is None else x
 
     def out_of_matmul(self, partial: Tensor, needs_values: bool = True) -> Tensor:
-        """All-reduce partial (whole sequence, b, h) over ranks, or reduce-scatter it. needs_values: see `Pass`."""
+        """All-reduce or reduce-scatter partial (whole sequence, b, h)."""
         if self.sequence is not None:
             return reduce_scatter_to_sequence_parallel(partial, self.sequence, needs_values)
         return reduce_from_tensor_parallel(partial, self.tp) if needs_values else partial
 
     @property
     def output_std(self) -> float:
-        """Standard deviation of matrices that write to the residual stream, std / sqrt(2 layers), as in Megatron-LM."""
+        """Standard deviation of matrices that write to the residual stream, as in Megatron-LM."""
         return self.model.init_method_std / (2.0 * self.model.num_layers) ** 0.5
 
 
 def multiplied(x: Tensor, factor: float) -> Tensor:
-    """Return x times a constant of the model, or x if the constant is 1."""
     return x if factor == 1.0 else x * factor
 
 
 def dropout_stream(layer: int, site: str) -> int:
-    """Return the random stream of a dropout site."""
     return layer * len(SITES) + SITES.index(site)
 
 
@@ -244,7 +228,6 @@ def dropout_layer(stream: int) -> int:
 def hidden_dropout_key(
     context: Context, layer: int, site: str, first_sample: int, x: Tensor
 ) -> DropoutKey:
-    """Return the dropout key of x (s, b, h), an activation between matmuls."""
     return DropoutKey.of_segments(
         context.segments(x), context.seed, dropout_stream(layer, site), first_sample
     )
@@ -265,7 +248,7 @@ class ColumnParallelLinear(nn.Module):
         self.adapter = context.adapter(name, inputs, (outputs,))
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Return the layer's output. x (s, b, inputs) -> (s, b, outputs / tp)."""
+        """Apply the layer, (s, b, inputs) -> (s, b, outputs / tp)."""
         context = self.context
         if context.blocks is not None:
             return context.ops.column_linear(x, self.weight, self.bias, context.blocks)
@@ -274,10 +257,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class GatedColumnParallelLinear(nn.Module):
-    """Parameters of two column-parallel matmuls, gate and value, as one tensor.
-
-    Both outputs are sharded, so that a rank has the gates for its own values at any tensor-parallel size.
-    """
+    """Parameters of two column-parallel matmuls, gate and value, as one tensor. Both outputs are sharded."""
 
     def __init__(
         self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True
@@ -291,10 +271,7 @@ class GatedColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Y = X W^T with W's columns sharded over tensor-parallel ranks: sharded input, whole output.
-
-    The bias is added with the residual, so that the sum over ranks counts it once.
-    """
+    """Y = X W^T with W's columns sharded over tensor-parallel ranks: sharded input, whole output. The bias is added with the residual."""
 
     def __init__(
         self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True
@@ -306,7 +283,7 @@ class RowParallelLinear(nn.Module):
         self.adapter = context.adapter(name, inputs, (outputs,), split=True)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Return the layer's output without the bias. x (s, b, inputs / tp) -> (s, b, outputs)."""
+        """Apply the layer without the bias, (s, b, inputs / tp) -> (s, b, outputs)."""
         context = self.context
         if context.blocks is not None:
             return context.ops.row_linear(x, self.weight, context.blocks)
@@ -326,7 +303,6 @@ class VocabParallelEmbedding(nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up tokens (whole sequence, b) -> (s, b, h)."""
         return self.context.out_of_matmul(
             self.context.ops.embedding(tokens, self.weight, spec_of(self.weight).offset[0])
         )
@@ -348,7 +324,7 @@ class PositionEmbedding(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Add position embeddings to x (s, b, h).
 
-        positions: (whole sequence, b), or (rows,) in generation, which saves nothing for a backward; None: 0, 1, ...
+        positions: (whole sequence, b), or (rows,) in generation; None: 0, 1, ...
         """
         ops = self.context.ops
         first = self.context.first_position(x)
@@ -367,7 +343,7 @@ class PositionEmbedding(nn.Module):
 
 
 class Norm(nn.Module):
-    """A norm over the last dimension, replicated over tensor-parallel ranks. Subclasses add parameters and `forward`."""
+    """A norm over the last dimension, replicated over tensor-parallel ranks."""
 
     weight: nn.Parameter
 
@@ -378,26 +354,21 @@ class Norm(nn.Module):
         self.centered = context.model.apply_layernorm_1p
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x (s, b, h)."""
         raise NotImplementedError
 
     def add_and_normalize(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey
     ) -> tuple[Tensor, Tensor]:
-        """Return (sum, norm of the sum) with sum = residual + dropout(x + bias), both (s, b, h). bias (h).
-
-        Norms with a fused kernel override this.
-        """
+        """Return (sum, norm of the sum) with sum = residual + dropout(x + bias), both (s, b, h). bias (h)."""
         total = self.ops.bias_dropout_add(x, bias, residual, p, key)
         return total, self(total)
 
     def scale(self) -> Tensor:
-        """Return the factors (h) of the norm."""
         return scale(self.weight, self.centered)
 
 
 def scale(weight: Tensor, centered: bool) -> Tensor:
-    """Return the factors (h) of a norm with this weight (h)."""
+    """Return a norm's factors (h) from its weight."""
     return derived(weight, weight.detach() + 1.0) if centered else weight
 
 
@@ -411,13 +382,11 @@ class LayerNorm(Norm):
         self.bias = context.parameter(f"{name}.bias", width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x (s, b, h)."""
         return self.ops.layer_norm(x, self.scale(), self.bias, self.epsilon)
 
     def add_and_normalize(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey
     ) -> tuple[Tensor, Tensor]:
-        """Return `Norm.add_and_normalize` from one fused kernel."""
         return self.ops.bias_dropout_add_layer_norm(
             x, bias, residual, p, key, self.scale(), self.bias, self.epsilon
         )
@@ -433,13 +402,11 @@ class RMSNorm(Norm):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x (s, b, h)."""
         return self.ops.rms_norm(x, self.scale(), self.epsilon)
 
     def add_and_normalize(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey
     ) -> tuple[Tensor, Tensor]:
-        """Return `Norm.add_and_normalize` from one fused kernel."""
         return self.ops.bias_dropout_add_rms_norm(
             x, bias, residual, p, key, self.scale(), self.epsilon
         )
@@ -449,15 +416,14 @@ class PlainLayerNorm(Norm):
     """Layer norm without weight and bias."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x (s, b, h)."""
         return F.layer_norm(x, x.shape[-1:], eps=self.epsilon)
 
 
 class HeadNorm(nn.Module):
     """Norm of queries or keys over head size d, with the same weight (and LayerNorm bias) for all heads.
 
-    Replicated over tensor-parallel ranks; each computes the gradient from its own heads. With --qk-layernorm-all-heads the norm is
-    over all heads together, with a weight per element.
+    Replicated; each rank computes the gradient from its own heads. With --qk-layernorm-all-heads the norm is over all heads together,
+    with a weight per element.
     """
 
     def __init__(self, name: str, heads: int, context: Context) -> None:
@@ -474,5 +440,4 @@ class HeadNorm(nn.Module):
         )
 
     def scale(self) -> Tensor:
-        """Return the factors (d) of the norm."""
         return scale(self.weight, self.centered)

@@ -1,6 +1,5 @@
-"""A rank's stage of the GPT: one or more model chunks, each with some transformer layers.
+"""A rank's stage of the GPT.
 
-The first chunk has the embeddings, the last the final norm and the head, tied or with its own weight.
 s sequence (this rank's shard with sequence parallelism), b micro-batch, h hidden, v vocabulary of this rank.
 """
 
@@ -36,10 +35,7 @@ VOCABULARY = (WORD_EMBEDDINGS, OUTPUT)  # padded to a number of rows that depend
 
 
 class Stage(nn.Module):
-    """This rank's model chunks, in model order. The config's `vocab_size` must be known.
-
-    Divisibility of heads, layers and vocabulary is checked by `layout.Layout`.
-    """
+    """This rank's model chunks, in model order. The config's `vocab_size` must be known."""
 
     def __init__(self, run: RunConfig, layout: Layout, groups: Groups, ops: Ops) -> None:
         super().__init__()
@@ -93,7 +89,6 @@ class Stage(nn.Module):
 
     @property
     def layers(self) -> list[TransformerLayer]:
-        """Transformer layers of all model chunks."""
         return [layer for chunk in self.chunks for layer in chunk.layers]
 
 
@@ -112,7 +107,6 @@ class Embedding(nn.Module):
         )
 
     def forward(self, tokens: Tensor, forward_pass: Pass) -> Tensor:
-        """Embed tokens (whole sequence, b) -> (s, b, h)."""
         rows = forward_pass.rows
         context = self.context
         positions = forward_pass.documents.positions if rows is None else rows.positions
@@ -127,7 +121,6 @@ class Embedding(nn.Module):
 class Chunk(nn.Module):
     """Consecutive layers, with the embeddings in the first virtual stage and the head in the last.
 
-    logits_rows: rows of a logits block.
     z_losses: --use-z-loss share of each micro-batch's loss (), by first sample.
     A tied head on the embedding's stage has the embedding's weight as `output_weight`.
     """
@@ -172,7 +165,7 @@ class Chunk(nn.Module):
 
     @property
     def unpadded_rows(self) -> int | None:
-        """Rows of this rank's head weight that are tokens; None if padding is not masked."""
+        """Rows of the head weight that are tokens; None if padding is not masked."""
         model = self.context.model
         weight = self.output_weight
         if not model.masks_padding:
@@ -181,14 +174,13 @@ class Chunk(nn.Module):
         return min(max(0, model.vocab_size - spec_of(weight).offset[0]), len(weight))
 
     def run_layers(self, x: Tensor, forward_pass: Pass, first: int, last: int) -> Tensor:
-        """Run layers [first, last), (s, b, h) -> (s, b, h). Only the last layer may leave its values unset."""
+        """Run layers [first, last). Only the last layer may leave its values unset."""
         inner = replace(forward_pass, needs_values=True)
         for layer in self.layers[first:last]:
             x = layer(x, forward_pass if layer is self.layers[last - 1] else inner)
         return x
 
     def decode(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Run all layers, with full recompute in groups. (s, b, h) -> (s, b, h)."""
         groups = self.recompute_groups if forward_pass.recompute == "full" else []
         if groups and not x.requires_grad and torch.is_grad_enabled():
             x = x.detach().requires_grad_()  # with frozen embeddings the graph begins here
@@ -203,7 +195,7 @@ class Chunk(nn.Module):
         return self.run_layers(x, forward_pass, sum(map(len, groups)), len(self.layers))
 
     def head_input(self, x: Tensor) -> Tensor:
-        """Return the head's input, gathered to the whole sequence. (s, b, h) -> (whole sequence, b, h)."""
+        """Return the head's input (whole sequence, b, h)."""
         enter = (
             copy_to_tensor_parallel
             if self.context.sequence is None
@@ -214,7 +206,7 @@ class Chunk(nn.Module):
         )
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return this rank's columns of the logits. x (s, b, h) -> (whole sequence, b, v)."""
+        """Return this rank's logits (whole sequence, b, v)."""
         return self.ops.linear(self.head_input(x), self.output_weight)
 
     def forward(

@@ -16,7 +16,7 @@ from .gradients import is_frozen
 
 @dataclass
 class _Entry:
-    """A packed copy. weight: referenced, so that its memory is not reused. target: kernels of the layout."""
+    """A packed copy. weight: referenced, so that its memory is not reused."""
 
     weight: Tensor
     buffer: Tensor
@@ -32,7 +32,7 @@ class WeightCache:
         self._entries: dict[tuple[int, tuple[int, ...], bool], _Entry] = {}
 
     def weights_changed(self, frozen: bool = False) -> None:
-        """Mark weights to be packed again at their next use. frozen: frozen weights too."""
+        """Mark weights to be packed again. frozen: frozen weights too."""
         for entry in self._entries.values():
             entry.valid = entry.valid and is_frozen(entry.weight) and not frozen
 

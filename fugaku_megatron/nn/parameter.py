@@ -18,14 +18,13 @@ class ParameterSpec:
     name, shape: global.
     offset: first element of this rank's slice in each dimension.
     partition_dim: dimension sharded over tensor-parallel ranks; None for a replica.
-    init_std: standard deviation of normal initial values; None: `init_fill`.
-    init_name: name that selects the random stream (a tied head starts like the embedding).
+    init_std: of normal initial values; None: `init_fill`.
+    init_name: selects the random stream (a tied head starts like the embedding).
     owned: this rank saves it.
     counted: this rank's copy counts in norms.
     sequence_parallel: replica with partial gradients, from a sequence shard or own heads, summed over tensor-parallel ranks.
-    expert: parameter of divided experts; ranks with the same experts reduce its gradient.
+    expert: of divided experts; ranks with the same experts reduce its gradient.
     balances: bias on router scores. The optimizer uses only the sign of its gradient, tokens beyond the mean per expert.
-    frozen: not trained.
     """
 
     name: str
@@ -44,24 +43,24 @@ class ParameterSpec:
 
     @property
     def decayed(self) -> bool:
-        """True if weight decay applies: for matrices, not for biases and norms."""
+        """True if weight decay applies: for matrices."""
         return len(self.shape) > 1 and not self.name.endswith(".bias")
 
     @property
     def orthogonal(self) -> bool:
-        """True if Muon orthogonalizes the updates: for all matrices but the weights of embeddings and logits."""
+        """True if Muon orthogonalizes the updates: for matrices but embeddings and logits."""
         return self.decayed and not self.name.startswith(("embedding.", "output_layer."))
 
     @property
     def decoupled(self) -> bool:
-        """True if --decoupled-lr applies: for the word embedding and the logits' weight."""
+        """True for --decoupled-lr: the word embedding and the logits' weight."""
         return self.name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class Sharding(NamedTuple):
     """Ranks that divide a parameter.
 
-    tp: ranks that shard `partition_dim`; all have a copy if it is None.
+    tp: ranks that shard `partition_dim`, or have copies if it is None.
     experts: ranks that shard the first dimension, experts.
     """
 
@@ -91,11 +90,9 @@ def make_parameter(
     balances: bool = False,
     frozen: bool = False,
 ) -> nn.Parameter:
-    """Make this rank's slice of a global tensor on the meta device, with its `spec`.
+    """Make this rank's slice of a tensor with global `shape` on the meta device, with its `spec`.
 
-    shape: global.
-    sequence_parallel: activations between matmuls are sharded by sequence.
-    balances, frozen: see `ParameterSpec`.
+    sequence_parallel: activations between matmuls are sharded.
     """
     tp, partition_dim, experts = sharding
     local = list(shape)
@@ -130,7 +127,6 @@ def make_parameter(
 
 
 def spec_of(parameter: torch.Tensor) -> ParameterSpec:
-    """Return the spec of a parameter made by `make_parameter`."""
     return parameter.spec  # type: ignore[attr-defined]
 
 

@@ -11,10 +11,7 @@ from .gradients import gradient_of, is_frozen
 
 
 class _View(Tensor):
-    """A tensor whose gradient is the parameter's gradient in another shape.
-
-    The gradient is looked up in backward, because it may have no memory before.
-    """
+    """A tensor with the parameter's gradient in another shape, looked up in backward: it may have no memory before."""
 
     # Results are plain tensors, as with a parameter.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
@@ -41,7 +38,7 @@ class _IndexedView(_View):
 
 
 def derived(parameter: Tensor, values: Tensor) -> Tensor:
-    """Attach the parameter's gradient to `values`, a function of the parameter with slope 1 and as many elements."""
+    """Attach the parameter's gradient to `values`, a function with slope 1."""
     view = values.as_subclass(_View)
     view.parameter = parameter
     return view

@@ -55,9 +55,8 @@ def frequencies(model: ModelConfig, length: int) -> Tensor:
 
 
 def yarn_frequencies(model: ModelConfig) -> Tensor:
-    """Return `frequencies` for YaRN: waves with fewer than beta slow turns in the original positions are lengthened.
-
-    Waves with more than beta fast turns stay; a ramp over pair numbers mixes both in between.
+    """Return YaRN's `frequencies`: waves with fewer than beta slow turns in the original positions are lengthened, waves with more than
+    beta fast turns stay.
     """
     size = model.kv_channels
     base = model.rotary_base
@@ -84,7 +83,7 @@ def yarn_frequencies(model: ModelConfig) -> Tensor:
 
 
 def concentration(model: ModelConfig) -> float:
-    """Return the factor on queries and keys: YaRN's, or the one that yields --attention-multiplier, or 1."""
+    """Return the factor on queries and keys: YaRN's, from --attention-multiplier, or 1."""
     if model.attention_multiplier is not None:
         return (model.attention_multiplier * model.kv_channels**0.5) ** 0.5
     return model.yarn_attention_factor if model.position_embedding_type == YARN else 1.0
@@ -93,7 +92,7 @@ def concentration(model: ModelConfig) -> float:
 def rotary_angles(model: ModelConfig, positions: Tensor, length: int) -> Angles | None:
     """Return (cosines, sines) for positions (s,) in a sequence of `length`, each (s, rotated elements / 2) in FP32.
 
-    Both include YaRN's factor. None for a model without rotary positions.
+    Both include `concentration`. None for a model without rotary positions.
     """
     if not model.rotary:
         return None
@@ -110,11 +109,8 @@ def rotary_angles(model: ModelConfig, positions: Tensor, length: int) -> Angles 
 def document_angles(model: ModelConfig, positions: Tensor, padding: Tensor | None) -> TokenAngles:
     """Return the angles of tokens by document length, for --rope-dynamic-factor.
 
-    Documents of equal length share rows, as do all within the original positions.
-
-    Args:
-        positions: int32 (s, b), position 0 of each sample being 0.
-        padding: bool (s, b), tokens that do not lengthen their document and whose angles are not read.
+    positions: int32 (s, b), position 0 of each sample being 0.
+    padding: bool (s, b), tokens that do not lengthen their document and whose angles are not read.
     """
     s, samples = positions.shape
     used = torch.ones_like(positions) if padding is None else (~padding).int()

@@ -10,10 +10,7 @@ from torch import Tensor
 
 
 def backward(y: Tensor, dy: Tensor | None) -> None:
-    """Run torch.autograd.backward(y, dy); dy: None means ones.
-
-    Calls the engine directly, because torch's function imports sympy, 500 modules and 32 MiB a rank.
-    """
+    """Run torch.autograd.backward(y, dy) without its import of sympy, 32 MiB a rank. dy: None means ones."""
     dy = torch.ones_like(y) if dy is None else dy
     torch.autograd.Variable._execution_engine.run_backward(
         (y,), (dy,), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -52,8 +49,7 @@ def recompute(
 ) -> Tensor:
     """Return function(x, *args), and recompute its intermediate tensors in backward.
 
-    Dropout masks depend on keys, so that no random state is restored. torch.utils.checkpoint would load torch's compiler, 70 MiB a
-    rank.
+    Dropout needs no random state. torch.utils.checkpoint would load torch's compiler, 70 MiB a rank.
 
     again: called in backward in place of `function`; builds the same graph and may skip values that only the result needs.
     """

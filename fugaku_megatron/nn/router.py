@@ -1,7 +1,7 @@
 """Router of a layer with experts: choice of experts, scores and load balancing.
 
-Computes what megatron/core/transformer/moe/router.py and moe_utils.py of Megatron-LM do, in FP32. Padding (`Documents`) takes part
-in no loss, no load, and no choice for other tokens.
+Computes what megatron/core/transformer/moe/router.py and moe_utils.py of Megatron-LM do, in FP32. Padding (`Documents`) takes no
+part in losses, loads, and choices for other tokens.
 s sequence, b micro-batch, h hidden, e experts, k experts per token, rows = s b.
 """
 
@@ -37,7 +37,6 @@ class SmallLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
-        """Return the gradient of x (s, b, h) from dy (rows, e)."""
         (x,) = ctx.saved_tensors
         weight = ctx.weight
         rows = as_rows(x).detach()
@@ -91,8 +90,8 @@ def route(
 def evenly(logits: Tensor, padding: Tensor | None = None) -> Tensor:
     """Scale rows and columns of exp(logits) (rows, e) to equal row sums and equal column sums (Sinkhorn), in FP64.
 
-    padding: bool (rows,), the rows that are zeros and change nothing.
-    Source: Clark et al. 2022, "Unified Scaling Laws for Routed Language Models" (arXiv:2202.01169), section 3.1.
+    padding: bool (rows,), rows that are zeros and change nothing.
+    Source: Clark et al. 2022 (arXiv:2202.01169), section 3.1.
     """
     if padding is not None:
         result = logits.new_zeros(logits.shape, dtype=torch.float64)
@@ -113,7 +112,7 @@ def evenly(logits: Tensor, padding: Tensor | None = None) -> Tensor:
 def balancing_scores(logits: Tensor, chosen: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
     """Return normalized scores and a 0/1 mask of each token's best experts, both (rows, e), for balancing losses.
 
-    chosen: (rows, k), each token's experts; ranked again by score if a bias or groups affected the choice.
+    chosen is ranked again by score if a bias or groups affected it.
     """
     if model.moe_router_score_function == SIGMOID:
         scores = torch.sigmoid(logits)
@@ -129,18 +128,16 @@ def balancing_loss(scores: Tensor, counts: Tensor, tokens: int, k: int) -> Tenso
     """Return e times the sum over experts of (share of all choices) (mean score), (); 1 if the load is even.
 
     scores (rows, e) are local; counts (e,) and tokens cover all ranks that share the sequence, whose results are summed.
-    Source: Fedus et al. 2021, "Switch Transformers" (arXiv:2101.03961), equation 4, for k experts per token.
+    Source: Fedus et al. 2021, "Switch Transformers" (arXiv:2101.03961), equation 4.
     """
     return (scores.sum(0) * counts).sum() * (len(counts) / (k * tokens * tokens))
 
 
 def padded_balancing_loss(scores: Tensor, counts: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Return the mean `balancing_loss` () over the token sets that are not empty.
+    """Return the mean `balancing_loss` () over the nonempty token sets.
 
-    Args:
-        scores: (rows, sets e) of this rank, 0 for padding.
-        counts: (sets e,), over all ranks that share the sequence.
-        tokens: (sets,), without padding, over all these ranks.
+    scores: (rows, sets e) of this rank, 0 for padding.
+    counts, tokens: (sets e,), (sets,) without padding, over all ranks that share the sequence.
     """
     sums = (scores.sum(0) * counts).view(len(tokens), -1).sum(1)
     experts = len(counts) // len(tokens)
@@ -151,8 +148,8 @@ def padded_balancing_loss(scores: Tensor, counts: Tensor, tokens: Tensor, k: int
 class Router(nn.Module):
     """Choice of each token's experts.
 
-    loads: by first sample of each micro-batch since the last reset, so that recompute counts nothing twice; (e + 2,) in FP64: tokens
-        per expert without padding, unscaled balancing losses, unscaled z-loss; additive over ranks.
+    loads: by each micro-batch's first sample, so that recompute counts nothing twice; (e + 2,) in FP64: tokens per expert without
+        padding, unscaled balancing losses, unscaled z-loss; additive over ranks.
     """
 
     def __init__(self, name: str, context: Context) -> None:
@@ -171,7 +168,7 @@ class Router(nn.Module):
         self.loads: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
-        """Return (scores in FP32, experts), both (rows, k), for x (s, b, h). Rows of padding are arbitrary."""
+        """Return (scores in FP32, experts), both (rows, k). Rows of padding are arbitrary."""
         ops = self.context.ops
         model = self.context.model
         logits = SmallLinear.apply(ops, x, self.weight)
@@ -192,7 +189,7 @@ class Router(nn.Module):
         return scores, chosen
 
     def _ranks(self, logits: Tensor, padding: Tensor | None) -> Tensor:
-        """Return this rank's rows (rows, e) of `evenly` over the whole micro-batch. padding: (s, b) of the whole sequence."""
+        """Return this rank's rows (rows, e) of `evenly` over the whole micro-batch."""
         even = partial(evenly, padding=None if padding is None else padding.flatten())
         return self.context.of_whole_sequence(even, logits, sequence=self.context.sequence)
 
@@ -205,7 +202,7 @@ class Router(nn.Module):
         forward_pass: Pass,
         load: Tensor,
     ) -> Tensor:
-        """Return the scores (rows, k) with the balancing losses attached to their backward, and record the losses in `load`."""
+        """Attach the balancing losses to the scores' backward, and record them in `load`."""
         model = self.context.model
         ranks = self.context.sequence_shares
         padding = forward_pass.documents.padding

@@ -1,8 +1,8 @@
 """Context parallelism: ranks that share each sequence.
 
-Rank i of c has segments i and 2c - 1 - i of 2c, as in Megatron-LM, which balances causal attention. Ranks exchange keys and values
-(`shared_attention`), or heads: each rank gets the whole sequence for 1/c of the heads (Jacobs et al. 2023, "DeepSpeed Ulysses",
-arXiv:2309.14509). If ranks outnumber query groups, each has some queries of one group and a copy of its key and value.
+Rank i of c has segments i and 2c - 1 - i of 2c, as in Megatron-LM. Ranks exchange keys and values (`shared_attention`), or heads:
+each rank gets the whole sequence for 1/c of the heads (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509). If ranks
+outnumber query groups, each has some queries of one group and a copy of its key and value.
 s sequence, c ranks, r = s / c rows of a rank, b micro-batch.
 """
 
@@ -20,17 +20,14 @@ from .heads import Heads
 
 
 def own_segments(r: int, cp: Comm) -> list[range]:
-    """Return the segments of this rank, which has r rows."""
     return rank_segments(cp.rank, cp.size, r * cp.size)
 
 
 def positions(segments: Sequence[range]) -> Tensor:
-    """Return the positions (r,) of all segments."""
     return torch.cat([torch.arange(each.start, each.stop) for each in segments])
 
 
 def _order(ranks: int) -> list[int]:
-    """Return the segments of the sequence in rank order."""
     return [number for rank in range(ranks) for number in segment_numbers(rank, ranks)]
 
 
@@ -43,12 +40,12 @@ def to_sequence_order(x: Tensor, ranks: int) -> Tensor:
 
 
 def to_rank_order(x: Tensor, ranks: int) -> Tensor:
-    """Permute x (s, ...) from sequence order to rank order."""
+    """Invert `to_sequence_order`."""
     return x.contiguous().view(2 * ranks, -1, *x.shape[1:])[_order(ranks)].view(x.shape)
 
 
 def _exchanged(x: Tensor, cp: Comm) -> Tensor:
-    """Send r rows of x (c r, b, w) to each rank, and return r rows from each."""
+    """Exchange r rows of x (c r, b, w) with each rank."""
     rows = [len(x) // cp.size] * cp.size
     return Exchange(cp, rows, rows).send(x)
 
@@ -70,7 +67,7 @@ def _to_rows(x: Tensor, cp: Comm) -> Tensor:
 def copy_groups(qkv: Tensor, heads: Heads, copies: int) -> Tensor:
     """Repeat each query group's key and value, and split its queries; key and value gradients are summed over copies.
 
-    qkv (r, b, g (n/g + 2) d) -> (r, b, g copies (n/g/copies + 2) d)
+    qkv -> (r, b, g copies (n/g/copies + 2) d)
     """
     if copies == 1:
         return qkv
@@ -87,7 +84,7 @@ def to_heads(x: Tensor, cp: Comm) -> Tensor:
 
 
 def to_rows(x: Tensor, cp: Comm) -> Tensor:
-    """Exchange the whole sequence of own heads (s, b, w / c) for rows of all heads (r, b, w)."""
+    """Invert `to_heads`: (s, b, w / c) -> (r, b, w)."""
     if cp.size == 1:
         return x
     return map_rows(x, lambda rows: _to_rows(rows, cp), lambda grad: _to_heads(grad, cp))

@@ -3,9 +3,9 @@
     allgather   all ranks gather all keys and values; their gradients are reduce-scattered
     p2p         step t: receive from rank - t and send to rank + t while computing step t - 1; partial results are merged by
                 log-sum-exp (Liu et al. 2023, "Ring Attention", arXiv:2310.01889); key and value gradients are sent back
-Keys invisible to a rank's queries are neither computed nor, in p2p, sent; keys therefore go to each rank directly, not in a ring.
-s sequence, c ranks, r = s / c rows of a rank, b micro-batch, g key heads and n query heads of this rank, d head size, q queries
-and k keys of a block.
+Invisible keys are neither computed nor, in p2p, sent; keys therefore go to each rank directly, not in a ring.
+r rows of a rank, b micro-batch, g key heads and n query heads of this rank, d head size, q queries and k keys of a block; qkv as
+in `Heads`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Block(NamedTuple):
 
 
 def visible_blocks(mask: AttentionMask, queries: list[range], keys: range) -> Iterator[Block]:
-    """Yield the blocks with visible pairs of a rank's segments of queries and the keys."""
+    """Yield the blocks with visible pairs."""
     row = 0
     for segment in queries:
         if visible := mask.visible(segment, keys):
@@ -87,7 +87,6 @@ def visible_blocks(mask: AttentionMask, queries: list[range], keys: range) -> It
 
 
 def needed(mask: AttentionMask, queries: list[range], keys: range) -> range:
-    """Return the keys that a rank with these queries needs."""
     return span(block.keys for block in visible_blocks(mask, queries, keys))
 
 
@@ -112,7 +111,7 @@ class Result:
 
 
 class _Gradients:
-    """Query gradients of this rank, accumulated over blocks in dqkv (r, b, g (n/g + 2) d)."""
+    """Query gradients of this rank, accumulated over blocks in dqkv."""
 
     def __init__(
         self, ops: Any, call: SharedCall, qkv: Tensor, out: Tensor, lse: Tensor, dout: Tensor
@@ -124,7 +123,6 @@ class _Gradients:
         self.dqkv = torch.zeros(qkv.shape)
 
     def add(self, block: Block, kv: Tensor, dkv: Tensor) -> None:
-        """Add a block's gradients. kv and dkv (k, b, 2 g d): keys and values of the block."""
         qkv, out, dout = (tensor[block.rows] for tensor in self._tensors)
         lse = self._lse[..., block.rows].contiguous()
         self._ops.add_block_gradients(
@@ -133,12 +131,11 @@ class _Gradients:
 
 
 def keys_of(qkv: Tensor, heads: Heads) -> Tensor:
-    """Return a view of the keys and values (r, b, g, 2, d) in qkv (r, b, g (n/g + 2) d)."""
+    """Return a view (r, b, g, 2, d) of the keys and values in qkv."""
     return qkv.view(*qkv.shape[:2], heads.groups, -1, heads.head_size)[:, :, :, -2:]
 
 
 def _places(block: Block, first: int) -> slice:
-    """Return the index of a block's keys in a tensor that begins with key `first`."""
     return slice(block.keys.start - first, block.keys.stop - first)
 
 
@@ -156,12 +153,10 @@ class _Gathered:
         )
 
     def __iter__(self) -> Iterator[tuple[Block, Tensor]]:
-        """Yield each block, and its keys and values (k, b, 2 g d)."""
         for block in self._blocks:
             yield block, self._whole[_places(block, 0)]
 
     def gradients(self, made: _Gradients) -> Tensor:
-        """Return the gradient of kv (r, b, 2 g d) in FP32."""
         dkv = torch.zeros(self._whole.shape)
         for block, kv in self:
             made.add(block, kv, dkv[_places(block, 0)])
@@ -171,7 +166,7 @@ class _Gathered:
 
 
 class _InFlight(NamedTuple):
-    """Keys in flight, with their keys and values (k, b, 2 g d), valid after `handle.wait()`."""
+    """Keys in flight; kv (k, b, 2 g d) is valid after `handle.wait()`."""
 
     keys: range
     kv: Tensor
@@ -189,20 +184,18 @@ class _Passed:
         self._segments = [rank_segments(rank, cp.size, call.mask.length) for rank in range(cp.size)]
 
     def _needed(self, rank: int, source: int) -> list[range]:
-        """Return the keys of each segment of rank `source` that `rank` needs."""
+        """Return the keys of each of `source`'s segments that `rank` needs."""
         return [
             needed(self._call.mask, self._segments[rank], segment)
             for segment in self._segments[source]
         ]
 
     def _rows(self, segment: int, keys: range) -> slice:
-        """Return the rows of keys in one of this rank's segments."""
         own = self._segments[self._cp.rank][segment]
         first = segment * len(own) + keys.start - own.start
         return slice(first, first + len(keys))
 
     def _step(self, step: int) -> list[_InFlight]:
-        """Start the sends and receives of a step."""
         cp = self._cp
         size = self._cp.size
         if step == 0:
@@ -224,7 +217,7 @@ class _Passed:
         return coming
 
     def _steps(self) -> Iterator[tuple[int, list[_InFlight]]]:
-        """Yield each step and its keys, after starting the exchange of the next step."""
+        """Yield each step's keys, after starting the next exchange."""
         after = self._step(0)
         for step in range(self._cp.size):
             coming = after
@@ -245,7 +238,7 @@ class _Passed:
         self._sent.clear()
 
     def __iter__(self) -> Iterator[tuple[Block, Tensor]]:
-        """Yield each block, and its keys and values (k, b, 2 g d), in the order of arrival."""
+        """Yield blocks with keys and values (k, b, 2 g d) as they arrive."""
         for _, coming in self._steps():
             for keys, kv, handle in coming:
                 handle.wait()
@@ -254,10 +247,7 @@ class _Passed:
         self._all_sent()
 
     def gradients(self, made: _Gradients) -> Tensor:
-        """Return the gradient of kv (r, b, 2 g d) in FP32; other ranks' gradients are added in step order.
-
-        Blocks of own keys seen by the rank's other segment are computed last, while the last gradients are in flight.
-        """
+        """Return the FP32 gradient of kv (r, b, 2 g d), in step order; blocks of own keys seen by the other own segment are last."""
         cp = self._cp
         total = torch.zeros(self._own.shape)
         returning: list[tuple[slice, Tensor, Handle]] = []
@@ -324,5 +314,5 @@ class _SharedAttention(torch.autograd.Function):
 def shared_attention(
     ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, cp_comm_type: str
 ) -> Tensor:
-    """Return causal attention of this rank's rows. qkv (r, b, g (n/g + 2) d) -> (r, b, n d). cp_comm_type: p2p or allgather."""
+    """Return causal attention of this rank's rows, qkv -> (r, b, n d). cp_comm_type: p2p or allgather."""
     return _SharedAttention.apply(ops, qkv, call, cp, cp_comm_type)

@@ -26,11 +26,7 @@ class StepFactors(NamedTuple):
 
 @dataclass(frozen=True)
 class AdamWBlock:
-    """Elements [start, end) of a shard that AdamW updates in one pass through the cache.
-
-    updates: as in `BucketShard`, counted from `start`
-    blocks: for 8-bit moments, else empty
-    """
+    """Elements [start, end) of a shard that AdamW updates in one pass through the cache. updates: counted from `start`"""
 
     start: int
     end: int
@@ -48,8 +44,8 @@ class BucketShard:
     exp_avg_sq: (n - orthogonal,) in --exp-avg-sq-dtype; empty with `eight_bit`
     orthogonal: leading elements without a second moment
     ranges: counted from `start`
-    updates: one per kernel call, with the place if stochastic rounding needs it
-    adamw_blocks: empty if weights and moments are stored in FP32
+    updates: one per kernel call
+    adamw_blocks: empty if weights and moments are in FP32
     """
 
     start: int
@@ -65,17 +61,15 @@ class BucketShard:
 
     @property
     def in_bf16(self) -> bool:
-        """True if `master` is BF16, so that each update is rounded."""
         return self.master.dtype == torch.bfloat16
 
     def round_weights(self, at: slice) -> None:
-        """Round updated master weights to the model's weights."""
         if self.model_weights is not None:
             self.model_weights[at].copy_(self.master[at])
 
 
 def updates_inside(updates: Updates, start: int, end: int) -> Updates:
-    """Clip `updates` to elements [start, end) and count from `start`."""
+    """Clip `updates` to elements [start, end), counted from `start`."""
     clipped: Updates = []
     for r, place in updates:
         first = max(r.start, start)
@@ -88,7 +82,6 @@ def updates_inside(updates: Updates, start: int, end: int) -> Updates:
 
 
 def adamw_blocks(n: int, updates: Updates) -> list[AdamWBlock]:
-    """Divide a shard of n elements into blocks with at most BLOCKS_LENGTH."""
     bounds = [(start, min(start + BLOCKS_LENGTH, n)) for start in range(0, n, BLOCKS_LENGTH)]
     return [
         AdamWBlock(start, end, updates_inside(updates, start, end), ()) for start, end in bounds
@@ -96,7 +89,7 @@ def adamw_blocks(n: int, updates: Updates) -> list[AdamWBlock]:
 
 
 def adamw_blocks_of_eight_bit(updates: Updates, blocks: Sequence[Blocks]) -> list[AdamWBlock]:
-    """Group 8-bit blocks into AdamW blocks of at most BLOCKS_LENGTH elements, without padding."""
+    """Group 8-bit blocks into AdamW blocks, without padding."""
     grouped = []
     first = 0
     for number, last in enumerate(blocks, 1):

@@ -1,8 +1,8 @@
 """Data-parallel communication by bucket: gradients are reduced during backward, weights gathered during forward.
 
-Hooks on the stage's units wait for weight gathers before forward, and start a bucket's reduction after its last backward.
-All data-parallel ranks start the same operations in the same order: buckets are reduced in memory order. The tied embedding's
-gradient is summed over its two copies as soon as this stage's copy is complete, and its bucket is reduced last.
+Hooks on the stage's units wait for weight gathers before forward, and start a bucket's reduction after its last backward, in
+memory order on all ranks. The tied embedding's gradient is summed over its two copies as soon as this stage's copy is complete,
+and its bucket is reduced last.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _Sum:
 class BucketComm:
     """Gradient sums and weight gathers over data-parallel ranks.
 
-    Without --overlap-grad-reduce, `reduce` starts every sum; without --overlap-param-gather, `gather` blocks. Operations without
-    overlap use blocking calls, which sum with all threads of a rank inside a node.
+    Without --overlap-grad-reduce, `reduce` starts every sum; without --overlap-param-gather, `gather` blocks. Blocking calls sum with
+    all threads of a rank inside a node.
     """
 
     def __init__(self, stage: Stage, flat: FlatParameters, run: RunConfig, groups: Groups) -> None:
@@ -62,7 +62,7 @@ class BucketComm:
         self.begin(0)
 
     def shard(self, bucket: Bucket) -> tuple[int, int]:
-        """Return [start, end), the elements of a bucket that this rank updates, in the flat buffer."""
+        """Return the elements [start, end) of a bucket that this rank updates."""
         if not self.sharded:
             return bucket.start, bucket.end
         replicas = self.replicas(bucket)
@@ -70,13 +70,11 @@ class BucketComm:
         return bucket.start + replicas.rank * numel, bucket.start + (replicas.rank + 1) * numel
 
     def replicas(self, bucket: Bucket) -> Comm:
-        """Return the ranks that hold the same parameters as this rank."""
         return self.groups.edp if bucket.expert else self.groups.dp
 
     # Hooks
 
     def _watch(self, stage: Stage) -> None:
-        """Register hooks on the stage's units, numbered as in `flat.stage_units`."""
         modules = unit_modules(stage)
         needed = {
             unit: [index for index, bucket in enumerate(self.flat.buckets) if unit in bucket.units]
@@ -91,7 +89,7 @@ class BucketComm:
     def _enter(
         self, unit: int, buckets: list[int], module: nn.Module, args: tuple[Any, ...]
     ) -> None:
-        """Wait for the unit's weights, and watch the gradient of its input, which its backward computes last."""
+        """Wait for the unit's weights, and watch its input gradient, which its backward computes last."""
         for index in buckets:
             if index in self._gathers:
                 self._gathers.pop(index).wait()
@@ -99,11 +97,9 @@ class BucketComm:
             args[0].register_hook(partial(self._leave, unit))
 
     def _leave(self, unit: int, grad: Tensor) -> None:
-        """Count the micro-batch once its weight gradients are computed too."""
         self._weight_gradients.add(partial(self._count, unit))
 
     def _count(self, unit: int) -> None:
-        """Count one micro-batch in the unit's gradients."""
         self._left[unit] = self._left.get(unit, 0) + 1
         if self._left[unit] == self._microbatches:
             self._complete(unit)
@@ -129,19 +125,16 @@ class BucketComm:
             self._sum_next(overlap=True)
 
     def _sum_tied(self, tied: FlatParameter, overlap: bool) -> _Sum:
-        """Sum the tied embedding's gradient over its two copies. overlap: without waiting"""
         if self.before_sum:
             self.before_sum(-1, tied.main_grad)
         return self._all_reduce(self.groups.embedding, tied.main_grad, overlap)
 
     @property
     def _untied(self) -> int:
-        """Number of buckets before the tied embedding's bucket."""
         buckets = len(self.flat.buckets)
         return buckets if self._tied is None else buckets - 1
 
     def _sum_next(self, overlap: bool) -> None:
-        """Sum the next bucket. overlap: without waiting"""
         index = len(self._sums)
         bucket = self.flat.buckets[index]
         grads = self.flat.gradients.of(index)
@@ -163,10 +156,7 @@ class BucketComm:
         self._sums.append(_Sum(handle, sent[own], grads[own]))
 
     def _sum_partial_gradients(self, bucket: Bucket) -> None:
-        """Sum gradients of replicated parameters under sequence parallelism, as Megatron's allreduce_layernorm_grads.
-
-        One call per bucket, because the gradients are small and many.
-        """
+        """Sum gradients of replicated parameters under sequence parallelism, as Megatron's allreduce_layernorm_grads."""
         partial = [
             p.main_grad
             for p, start in zip(self.flat.parameters, self.flat.starts, strict=True)
@@ -201,7 +191,7 @@ class BucketComm:
     # Gathers
 
     def gather(self, index: int) -> None:
-        """Gather the updated weights of bucket `index`, without waiting under --overlap-param-gather."""
+        """Gather a bucket's updated weights, without waiting under --overlap-param-gather."""
         if not self.sharded:
             return
         bucket = self.flat.buckets[index]
@@ -215,6 +205,5 @@ class BucketComm:
             replicas.all_gather(weights, own)
 
     def await_weights(self) -> None:
-        """Wait for every started gather."""
         for index in list(self._gathers):
             self._gathers.pop(index).wait()

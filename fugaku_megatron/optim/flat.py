@@ -1,8 +1,7 @@
 """Parameter memory of a stage: one flat buffer of values, and gradients by bucket.
 
-A bucket orders its parameters by treatment (Muon's matrices, decayed, other), so that an update is a few calls on long ranges, a
-ZeRO-1 shard is one slice and second moments are contiguous. A bucket's gradients are allocated at first use, so that an iteration
-of one micro-batch reuses memory that backward has freed.
+A bucket orders its parameters by treatment (Muon's matrices, decayed, other), so an update is a few calls on long ranges and a
+ZeRO-1 shard is one slice. Gradients are allocated at first use, often in memory that backward has freed.
 """
 
 from __future__ import annotations
@@ -59,11 +58,10 @@ class Place:
     row: int
 
     def numbers(self, n: int) -> Tensor:
-        """Return the global numbers of the first n elements, (n,)."""
         return self.numbers_of(torch.arange(self.first, self.first + n))
 
     def numbers_of(self, elements: Tensor) -> Tensor:
-        """Return the global numbers (n,) of elements (n,) in the rank's slice."""
+        """Return the global numbers of elements (n,) in the rank's slice."""
         if self.row == self.columns:
             return self.offset + elements
         return self.offset + elements // self.columns * self.row + elements % self.columns
@@ -80,14 +78,13 @@ class Bucket:
 
 
 class Gradients:
-    """FP32 gradients by bucket. A bucket is allocated with zeros at its first use and released by `free`."""
+    """FP32 gradients by bucket, allocated with zeros at first use and released by `free`."""
 
     def __init__(self, buckets: list[Bucket]) -> None:
         self._buckets = buckets
         self._memory: list[Tensor | None] = [None] * len(buckets)
 
     def of(self, index: int) -> Tensor:
-        """Return the gradients of bucket `index`, (n,)."""
         memory = self._memory[index]
         if memory is None:
             bucket = self._buckets[index]
@@ -96,7 +93,6 @@ class Gradients:
         return memory
 
     def zero(self) -> None:
-        """Allocate every bucket and fill it with zeros."""
         for index, memory in enumerate(self._memory):
             if memory is None:
                 self.of(index)
@@ -104,11 +100,11 @@ class Gradients:
                 memory.zero_()
 
     def free(self) -> None:
-        """Release all memory except for views that are still referenced."""
+        """Release all memory except for referenced views."""
         self._memory = [None] * len(self._buckets)
 
     def find(self, tensor: Tensor) -> int | None:
-        """Return the flat-buffer element whose gradient is the first of `tensor`; None for other memory."""
+        """Return the flat-buffer element whose gradient is the first of `tensor`, or None."""
         for bucket, memory in zip(self._buckets, self._memory, strict=True):
             if memory is not None and (offset := _offset(tensor, memory)) is not None:
                 return bucket.start + offset
@@ -116,7 +112,7 @@ class Gradients:
 
 
 def _offset(view: Tensor, memory: Tensor) -> int | None:
-    """Return the element of `memory` at which `view` begins; None if it is outside."""
+    """Return the element of `memory` at which `view` begins, or None."""
     offset = view.data_ptr() - memory.data_ptr()
     return offset // memory.element_size() if 0 <= offset < memory.nbytes else None
 
@@ -127,7 +123,6 @@ class FlatParameter(nn.Parameter):
     spec: ParameterSpec
 
     def place(self, gradients: Gradients, bucket: int, start: int) -> FlatParameter:
-        """Place the gradients from element `start` of a bucket on."""
         self._gradients = gradients
         self._bucket = bucket
         self._start = start
@@ -149,7 +144,7 @@ class FrozenParameter(nn.Parameter):
 
 
 def stage_units(stage: Stage) -> list[list[nn.Parameter]]:
-    """Return a stage's trained parameters by unit, in backward order; sizes are in `costs.memory.stage_units`."""
+    """Return a stage's trained parameters by unit, as `costs.memory.stage_units`."""
     tied = [] if stage.tied_copy is None else [stage.tied_copy]
     units = [
         [p for p in _trained(module) if not any(p is t for t in tied)]
@@ -165,10 +160,7 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def unit_modules(stage: Stage) -> list[nn.Module]:
-    """Return the modules of a stage's units: final norm, layers, embeddings.
-
-    An untied output weight belongs to the final norm's unit; a tied copy is one more unit, without a module.
-    """
+    """Return the modules of a stage's units: final norm (with an untied output weight), layers, embeddings."""
     modules: list[nn.Module] = []
     if stage.last:
         modules.append(stage.last.final_layernorm)
@@ -180,7 +172,7 @@ def unit_modules(stage: Stage) -> list[nn.Module]:
 
 
 def _order(matrices_first: bool, parameter: nn.Parameter) -> tuple[bool, bool, bool, bool]:
-    """Return a sort key that is equal on all tensor-parallel ranks, so that ZeRO-1 cuts a replicated parameter at the same elements."""
+    """Return a sort key that is equal on all tensor-parallel ranks: ZeRO-1 cuts replicated parameters alike."""
     spec = spec_of(parameter)
     return (
         matrices_first and not spec.orthogonal,
@@ -221,7 +213,6 @@ class FlatParameters:
 
     alike: ranks with the same dense parameters, ranks with the same experts
     minimum: bucket size, see `costs.memory.cut`; None: one bucket, and `stage` may be any module
-    matrices_first: the optimizer updates `orthogonal` matrices separately
     """
 
     def __init__(
@@ -257,7 +248,6 @@ class FlatParameters:
     def _lay_out(
         self, stage: Stage | nn.Module, paddings: tuple[int, int], minimum: int | None
     ) -> list[nn.Parameter]:
-        """Place every parameter and return the parameters in memory order. paddings: of dense and expert buckets"""
         if minimum is not None and isinstance(stage, Stage):
             units = stage_units(stage)
             tied = stage.tied_copy is not None
@@ -307,13 +297,12 @@ class FlatParameters:
                 yield parameter, begin, first, last
 
     def owner(self, tensor: Tensor) -> FlatParameter | None:
-        """Return the parameter whose values or gradients contain the start of `tensor`; None for other memory."""
+        """Return the parameter whose values or gradients contain the start of `tensor`, or None."""
         element = _offset(tensor, self.values)
         element = self.gradients.find(tensor) if element is None else element
         return None if element is None else self.parameters[bisect_right(self.starts, element) - 1]
 
     def _replace(self, stage: nn.Module, declared: list[nn.Parameter]) -> list[FlatParameter]:
-        """Replace the meta parameters by views into the flat buffer with the same `spec`."""
         new: dict[nn.Parameter, FlatParameter] = {}
         bucket_starts = [bucket.start for bucket in self.buckets]
         for old, start in zip(declared, self.starts, strict=True):
@@ -332,7 +321,6 @@ class FlatParameters:
         return [new[old] for old in declared]
 
     def _freeze(self, declared: list[nn.Parameter]) -> dict[nn.Parameter, FrozenParameter]:
-        """Allocate and initialise the parameters that are not trained."""
         self.frozen_memory: list[NodeTensor] = []
         new: dict[nn.Parameter, FrozenParameter] = {}
         for expert, comm in enumerate(self._alike):
@@ -349,7 +337,7 @@ class FlatParameters:
         return new
 
     def initial_shard(self, start: int, end: int) -> Tensor:
-        """Return the FP32 initial weights of elements [start, end), not rounded to the model's dtype."""
+        """Return the FP32 initial weights of elements [start, end), not rounded."""
         shard = torch.zeros(end - start)
         for parameter, begin in zip(self.parameters, self.starts, strict=True):
             first = max(start, begin)
@@ -360,7 +348,7 @@ class FlatParameters:
         return shard
 
     def shards(self, kind: str, tensor: Tensor, start: int, owned: bool) -> list[Shard]:
-        """Return the checkpoint records for `tensor`, elements [start, start + numel) of a flat buffer.
+        """Return the checkpoint records for `tensor`, elements from `start` on in a flat buffer.
 
         owned: skip replicated parameters except on the first tensor-parallel rank
         """
@@ -374,7 +362,7 @@ class FlatParameters:
         return shards
 
     def frozen_shards(self) -> list[Shard]:
-        """Return the checkpoint records of the frozen weights that this rank reads for its replicas."""
+        """Return the checkpoint records of frozen weights that this rank reads for its replicas."""
         return [
             _shard(WEIGHT.rstrip("/"), parameter, parameter.data.view(-1), 0)
             for parameter in self.frozen
@@ -382,7 +370,7 @@ class FlatParameters:
         ]
 
     def fingerprint(self, words: int, groups: Groups) -> int:
-        """Return a hash of the frozen weights, equal in every layout, in FP32 and BF16. words: unpadded vocabulary rows. Collective."""
+        """Return a hash of the frozen weights, equal in every layout and dtype. words: unpadded vocabulary rows. Collective."""
         totals = [0, 0]  # dense, experts
         for parameter in self.frozen:
             spec = parameter.spec
@@ -403,7 +391,6 @@ class FlatParameters:
 def _shard(
     kind: str, parameter: FlatParameter | FrozenParameter, tensor: Tensor, first: int
 ) -> Shard:
-    """Return the checkpoint record of a parameter's elements from `first` on. tensor: (n,)"""
     spec = parameter.spec
     alias = None
     if spec.init_name != spec.name:  # a tied copy, which not every layout has
@@ -425,7 +412,6 @@ def random_stream(parameter: nn.Parameter) -> int:
 
 
 def place_of(parameter: nn.Parameter, first: int) -> Place:
-    """Return the place of elements from `first` on in this rank's slice."""
     spec = spec_of(parameter)
     split = spec.partition_dim or 0
     inside = math.prod(spec.shape[split + 1 :])
@@ -447,7 +433,7 @@ def initial_values(parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
 
 
 def fill_initial(values: Tensor, parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
-    """Set `values` (parameter's shape, any dtype) to `initial_values`, PIECE elements at a time, and return it."""
+    """Set `values` (any dtype) to `initial_values`, by pieces."""
     spec = spec_of(parameter)
     if spec.init_std is None:
         return values.fill_(spec.init_fill)

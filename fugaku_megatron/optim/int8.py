@@ -2,7 +2,7 @@
 
 Codes are non-linear (compare Dettmers et al. 2021, arXiv:2110.02861): first moment scale sign(q) (q / 127)^2, rounded to nearest;
 second moment scale (q / 255)^4, rounded stochastically, with q >= 1 for positive elements because it divides. Blocks and random
-numbers depend on the global position, so that every layout has the same bits. Checkpoints hold FP32.
+numbers depend on the global position, so every layout has the same bits. Checkpoints contain FP32.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ BLOCKS_LENGTH = 1 << 17  # elements of one `Blocks`, at most
 class Blocks:
     """Consecutive elements in one parameter: `segments` times `length`, in blocks of at most `block`.
 
-    start: first element, counted in the rank's shard
-    first_scale: the first block's scale
-    shared: the only block's index among those that several ZeRO-1 shards share; None: not shared
+    start: counted in the rank's shard
+    shared: the only block's index among the blocks that several ZeRO-1 shards share
     """
 
     start: int
@@ -51,7 +50,6 @@ class Blocks:
 
     @property
     def scales(self) -> int:
-        """Number of scales."""
         return self.segments * math.ceil(self.length / self.block)
 
     def views(self, values: Tensor) -> Iterator[tuple[Tensor, slice]]:
@@ -64,13 +62,12 @@ class Blocks:
             yield rows[:, whole * self.block :].unsqueeze(1), slice(whole, whole + 1)
 
     def numbers(self) -> Tensor:
-        """Return the elements' global numbers, (n,)."""
         firsts = self.place.first + self.length * torch.arange(self.segments)
         return (self.place.numbers_of(firsts)[:, None] + torch.arange(self.length)).view(-1)
 
 
 def segment_length(spec: ParameterSpec, model: ModelConfig) -> int:
-    """Return the number of consecutive elements that no layout divides, see `costs.int8_moments`."""
+    """Return the consecutive elements that no layout divides, see `costs.int8_moments`."""
     dim = spec.partition_dim
     if dim is None:
         return math.prod(spec.shape[1:] if ".experts." in spec.name else spec.shape)
@@ -79,7 +76,7 @@ def segment_length(spec: ParameterSpec, model: ModelConfig) -> int:
 
 
 def _cut(first: int, end: int, segment: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first element, segments, length) for `Blocks` in elements [first, end); a cut block is yielded alone."""
+    """Yield (first element, segments, length) for `Blocks` in elements [first, end); a cut block is alone."""
     block = block_length(segment)
     while first < end:
         inside = first % segment
@@ -152,7 +149,6 @@ class EightBitMoment:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
     def read(self, chunk: Sequence[Blocks]) -> Tensor:
@@ -177,7 +173,7 @@ class EightBitMoment:
         """Round values (n,) into consecutive blocks.
 
         shared: (m,), largest elements in blocks that several ZeRO-1 shards share
-        at_random: seed and step for stochastic rounding; None: round to nearest
+        at_random: seed and step for stochastic rounding; None: to nearest
         """
         x = values.clone()
         for blocks in chunk:
@@ -196,14 +192,12 @@ class EightBitMoment:
         self.codes[chunk[0].start : chunk[-1].end] = codes
 
     def _scales_of(self, blocks: Blocks) -> Tensor:
-        """Return a view of the blocks' scales, (segments, blocks per segment)."""
         scales = self.scales[blocks.first_scale : blocks.first_scale + blocks.scales]
         return scales.view(blocks.segments, -1)
 
     def _views(
         self, values: Tensor, chunk: Sequence[Blocks], blocks: Blocks
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views (segments, blocks, elements) of values (n,), and their scales (segments, blocks, 1)."""
         rows = self._scales_of(blocks)
         own = values[blocks.start - chunk[0].start : blocks.end - chunk[0].start]
         for view, which in blocks.views(own):
@@ -211,12 +205,11 @@ class EightBitMoment:
 
 
 def largest(values: Tensor) -> Tensor:
-    """Return the largest absolute value over the last dimension of values (..., n), (...)."""
+    """Return the largest absolute value over the last dimension, (..., n) -> (...)."""
     return values.abs().amax(-1)
 
 
 def _squares_code(x: Tensor, chunk: Sequence[Blocks], at_random: tuple[int, int] | None) -> Tensor:
-    """Return the codes (n,) of a second moment x (n,) divided by its scales."""
     root = x.sqrt().sqrt_().mul_(UNSIGNED)
     if at_random is None:
         return torch.where(x > 0, root.round_().clamp_(1.0, UNSIGNED), 0.0)
@@ -236,7 +229,7 @@ def share_scales(
     """Return, per bucket, the largest elements (2, m) of both moments in the m blocks that ZeRO-1 shards cut. Collective.
 
     shards: per bucket, its ranks, m, and this rank's blocks
-    moments_of: (bucket index, blocks) -> new moments (n,)
+    moments_of: (bucket index, blocks) -> new moments
     """
     found = [torch.zeros(2, count) for _, count, _ in shards]
     for index, (_, _, blocks) in enumerate(shards):

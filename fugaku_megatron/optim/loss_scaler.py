@@ -18,7 +18,7 @@ class LossScaler:
 
     @property
     def falling(self) -> bool:
-        """True while an overflow is expected, because the scale can still fall."""
+        """True while the scale can still fall, so an overflow is expected."""
         return self.dynamic and self.scale > self.precision.min_loss_scale
 
     def update(self, overflow: bool) -> None:
@@ -38,11 +38,9 @@ class LossScaler:
             self.scale *= 2
 
     def state(self) -> dict[str, float]:
-        """Return the values that a checkpoint saves."""
         return {"scale": self.scale, "good_steps": self.good_steps, "hysteresis": self.hysteresis}
 
     def load(self, state: dict[str, float]) -> None:
-        """Restore the values that a checkpoint saved."""
         if self.dynamic:
             self.scale = state["scale"]
             self.good_steps = int(state["good_steps"])

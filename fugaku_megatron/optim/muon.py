@@ -95,10 +95,7 @@ class Muon:
         self._assigned = [self._assign(bucket) for bucket in flat.buckets]
 
     def _assign(self, bucket: Bucket) -> list[tuple[FlatParameter, int]] | None:
-        """Return this rank's matrices in a bucket, with their starts and balanced by cost; None without matrices.
-
-        Tensor-parallel ranks get the same matrices, because they update a matrix together.
-        """
+        """Return this rank's matrices in a bucket, with their starts and balanced by cost; tensor-parallel ranks get the same."""
         matrices = [
             (p, start - bucket.start)
             for p, start in zip(self.flat.parameters, self.flat.starts, strict=True)
@@ -135,7 +132,7 @@ class Muon:
         shard.round_weights(at)
 
     def _updates(self, index: int, momentum: Tensor) -> Tensor | None:
-        """Return this rank's updates (n,) from its momentum (n,); None without matrices. Collective."""
+        """Return this rank's updates (n,) from its momentum (n,), or None. Collective."""
         assigned = self._assigned[index]
         bucket = self.flat.buckets[index]
         if assigned is None:
@@ -160,7 +157,6 @@ class Muon:
         return own
 
     def _orthogonal(self, spec: ParameterSpec, own: Tensor) -> Tensor:
-        """Return the scaled update for this tensor-parallel rank's shard `own`."""
         dim = spec.partition_dim
         tp = self.tp if dim is not None else None
         weight = own
@@ -180,7 +176,7 @@ class Muon:
         return result.chunk(tp.size, dim)[tp.rank]
 
     def _scaled(self, matrix: Tensor, spec: ParameterSpec, shape: torch.Size) -> Tensor:
-        """Return a matrix's update, scaled by the global matrix's sizes. shape: of the weight that contains `matrix`"""
+        """Return a matrix's update, scaled by the global sizes. shape: of the weight that contains `matrix`"""
         config = self.config
         rows, columns = matrix.shape
         dim = spec.partition_dim
@@ -202,6 +198,5 @@ class Muon:
 
 
 def _cost(parameter: FlatParameter) -> float:
-    """Return a number proportional to the update's FLOPs."""
     small, large = sorted((parameter.numel() // parameter.shape[-1], parameter.shape[-1]))
     return float(small * small * large)

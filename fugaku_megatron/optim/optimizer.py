@@ -39,7 +39,7 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")  # prefixes of checkpoint keys
 
 
 class ElementUpdate(NamedTuple):
-    """Elements of one kind for the `elements` function of a row of `OPTIMIZERS`, FP32 (n,), updated in place.
+    """Elements for the `elements` function of a row of `OPTIMIZERS`, FP32 (n,), updated in place.
 
     gradients: averaged and clipped; free to overwrite
     step: counts from 1
@@ -68,7 +68,7 @@ class Optimizer:
     """Optimizer over this rank's shard of every bucket.
 
     Gradients are sums, already multiplied by the loss's 1 / tokens and the loss scale. `step` reduces, unscales, clips and updates,
-    and gathers the weights under ZeRO-1. `ops` runs the kernels and is notified when weights change.
+    and gathers the weights under ZeRO-1.
     """
 
     def __init__(self, stage: Stage, run: RunConfig, groups: Groups, ops: Ops) -> None:
@@ -115,7 +115,6 @@ class Optimizer:
         self._norm: float | None = None
 
     def _cut_blocks(self, bucket: Bucket) -> list[int]:
-        """Return the starts of the 8-bit blocks that several ranks update."""
         if self.config.exp_avg_dtype != "int8" or not self.sharded:
             return []
         shards = self.buckets.replicas(bucket).size
@@ -162,7 +161,6 @@ class Optimizer:
         )
 
     def zero_grad(self, microbatches: int = 1) -> None:
-        """Reset the gradients before the first micro-batch of an iteration."""
         self._reduced = None
         self._norm = None
         self.buckets.begin(microbatches)
@@ -172,7 +170,7 @@ class Optimizer:
             self.flat.gradients.free()
 
     def _sum_counted(self, values: list[Tensor], measure: Callable[[Tensor], float]) -> float:
-        """Sum measure(range) over all ranks' counted elements. values: a tensor per shard. Collective."""
+        """Sum measure(range) over all ranks' counted elements. Collective."""
         totals = [0.0, 0.0]  # dense, experts
         for bucket, shard, tensor in zip(self.flat.buckets, self.shards, values, strict=True):
             totals[int(bucket.expert)] += sum(
@@ -193,7 +191,7 @@ class Optimizer:
         return summed.item()
 
     def params_norm(self) -> float:
-        """Return the weights' L2 norm, each counted once. Collective."""
+        """Return the weights' L2 norm. Collective."""
         self.buckets.await_weights()
         masters = [shard.master for shard in self.shards]
         return math.sqrt(self._sum_counted(masters, self.ops.kernels.squared_norm))
@@ -205,7 +203,7 @@ class Optimizer:
         return self._reduced
 
     def grad_norm(self) -> float:
-        """Return the unscaled gradients' L2 norm before clipping, cached until `zero_grad`. Collective."""
+        """Return the unscaled gradients' L2 norm before clipping, cached. Collective."""
         grads = self.reduce_gradients()
         if self._norm is None:
             self._norm = (
@@ -221,10 +219,7 @@ class Optimizer:
         count_zeros: bool = False,
         decoupled_lr: float | None = None,
     ) -> StepResult:
-        """Update the weights from the accumulated gradients; skip the update if a gradient is Inf or NaN.
-
-        decoupled_lr: under --decoupled-lr; default: `lr`
-        """
+        """Update the weights from the accumulated gradients, unless a gradient is Inf or NaN. decoupled_lr: default: `lr`"""
         grads = self.reduce_gradients()
         norm = self.grad_norm()
         zeros = 0.0
@@ -263,7 +258,6 @@ class Optimizer:
         return StepResult(norm, zeros, skipped=False)
 
     def _adamw(self, shard: BucketShard, grads: Tensor, factors: StepFactors) -> None:
-        """Update the elements of a shard (n,) by AdamW, or by the optimizer's `elements` function."""
         config = self.config
         after = shard.orthogonal
         for r, place in shard.updates:
@@ -313,7 +307,7 @@ class Optimizer:
     ) -> None:
         """Convert, update and round one AdamW block after another, so that its FP32 values stay in the cache.
 
-        largest: (2, m), largest moments of the 8-bit blocks that several ZeRO-1 shards share
+        largest: (2, m), see `share_scales`
         """
         for each in shard.adamw_blocks:
             own = slice(each.start, each.end)
@@ -342,7 +336,7 @@ class Optimizer:
     def _new_moments(
         self, shard: BucketShard, blocks: Blocks, grads: Tensor, factors: StepFactors
     ) -> tuple[Tensor, Tensor]:
-        """Return both moments (n,) of 8-bit blocks after the update, without storing them. grads: the whole shard's"""
+        """Return both updated moments (n,) of 8-bit blocks, without storing them."""
         assert shard.eight_bit is not None
         own = slice(blocks.start, blocks.end)
         first, second = (moment.read([blocks]) for moment in shard.eight_bit)
@@ -358,7 +352,6 @@ class Optimizer:
         return first, second
 
     def _round(self, block: BucketShard, weights: Tensor) -> None:
-        """Round updated FP32 weights to `weights` (n,), BF16."""
         for r, place in block.updates:
             assert place is not None
             weights[r.start : r.end] = round_at_random(
@@ -366,14 +359,14 @@ class Optimizer:
             )
 
     def _balance(self, shard: BucketShard, excess: Tensor, at: slice) -> None:
-        """Lower the router bias of experts with more tokens than the mean, and raise the others. excess: (n,)"""
+        """Lower the router bias of experts with more tokens than the mean, and raise the others."""
         shard.master[at].sub_(
             torch.sign(excess[at]), alpha=self.run.model.moe_router_bias_update_rate
         )
         shard.round_weights(at)
 
     def checkpoint_shards(self, owned: bool = False) -> list[Shard]:
-        """Return checkpoint records for this rank's weights and moments. owned: only if this rank saves them"""
+        """Return checkpoint records for weights and moments. owned: only if this rank saves them"""
         self.buckets.await_weights()
         records: list[Shard] = []
         for kind in KINDS:
@@ -390,7 +383,6 @@ class Optimizer:
         return records
 
     def _saved(self, kind: str, index: int) -> Tensor:
-        """Return a shard's weights or moment as a checkpoint stores them, (n,)."""
         shard = self.shards[index]
         if kind == "weight":
             stored = shard.master
@@ -405,7 +397,6 @@ class Optimizer:
         return self._expanded[kind, index]
 
     def _expand(self, shard: BucketShard, kind: str) -> Tensor:
-        """Return BF16 weights or an 8-bit moment in FP32, (n,)."""
         if kind == "weight":
             return shard.master.float()
         assert shard.eight_bit is not None
@@ -417,7 +408,7 @@ class Optimizer:
         return values
 
     def after_load(self) -> None:
-        """Broadcast loaded weights and moments to the ranks that share them, and round them to the model's formats. Collective."""
+        """Broadcast loaded weights and moments to the ranks that share them, and round to the model's formats. Collective."""
         experts_replicated = self.groups.etp.size > 1
         replicated = {
             f"{kind}/{p.spec.name}"
@@ -443,7 +434,7 @@ class Optimizer:
             self.buckets.gather(index)
 
     def _load_eight_bit(self) -> None:
-        """Round the loaded moments to 8 bits, to nearest, which restores the saved codes. Collective."""
+        """Round the loaded moments to nearest, which restores the saved codes. Collective."""
 
         def loaded(index: int, start: int, end: int) -> tuple[Tensor, Tensor]:
             first, second = (self._saved(kind, index)[start:end] for kind in KINDS[1:])

@@ -15,8 +15,8 @@ UNIFORM_BITS = 24  # FP32 represents them exactly
 def round_at_random(values: Tensor, place: Place, seed: int, step: int) -> Tensor:
     """Round FP32 values (n,) to BF16 stochastically, so that the mean is exact.
 
-    Random numbers depend on the seed, the step and the global position, hence not on the layout. The hash is the one in
-    kernels_sve/adamw_rounding.h with different keys, so that weights and second moments are independent.
+    Random numbers depend on the seed, the step and the global position. The hash is the one in kernels_sve/adamw_rounding.h with
+    different keys.
     """
     words = _words(place.numbers(len(values)), ("low", "high"), place.stream, seed, step)
     bits = values.view(torch.int32) + (words >> 16).bitwise_and_(0xFFFF)
@@ -24,10 +24,7 @@ def round_at_random(values: Tensor, place: Place, seed: int, step: int) -> Tenso
 
 
 def random_numbers(numbers: Tensor, stream: int, seed: int, step: int) -> Tensor:
-    """Return uniform FP32 random numbers (n,) in [0, 1) for elements with these global numbers.
-
-    They are independent of the random numbers in `round_at_random`.
-    """
+    """Return uniform FP32 random numbers (n,) in [0, 1), independent of the random numbers in `round_at_random`."""
     words = _words(numbers, ("moment low", "moment high"), stream, seed, step)
     mask = (1 << UNIFORM_BITS) - 1
     bits = (words >> 32 - UNIFORM_BITS).bitwise_and_(mask)
@@ -35,7 +32,7 @@ def random_numbers(numbers: Tensor, stream: int, seed: int, step: int) -> Tensor
 
 
 def _words(numbers: Tensor, keys: tuple[str, str], stream: int, seed: int, step: int) -> Tensor:
-    """Return a random 32-bit word for each number, (n,), with the best bits at the top."""
+    """Return a random 32-bit word for each number, best bits at the top."""
     low, high = (zlib.crc32(f"{key} {seed} {stream} {step}".encode()) for key in keys)
     h = numbers.to(torch.int32)
     h.bitwise_xor_(_signed(low))
@@ -47,11 +44,9 @@ def _words(numbers: Tensor, keys: tuple[str, str], stream: int, seed: int, step:
 
 
 def _signed(word: int) -> int:
-    """Return a 32-bit word as int32."""
     return word - (word >> 31 << 32)
 
 
 def _mix(h: Tensor, shift: int) -> None:
-    """Set 32-bit words h to h ^ (h >> shift)."""
     mask = (1 << 32 - shift) - 1
     h.bitwise_xor_((h >> shift).bitwise_and_(mask))

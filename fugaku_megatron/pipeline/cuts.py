@@ -10,7 +10,6 @@ ALIKE: SplitCosts = (1, 1, 1)
 
 
 def even_cut(layers: int, placement: Placement) -> tuple[int, ...]:
-    """Return equally many layers for every virtual stage."""
     stages = placement.virtual_stages
     return tuple(layers // stages for _ in range(stages))
 
@@ -18,8 +17,8 @@ def even_cut(layers: int, placement: Placement) -> tuple[int, ...]:
 def balanced_cut(layers: int, placement: Placement, layer: float, head: float) -> tuple[int, ...]:
     """Return each virtual stage's layers such that the costliest pipeline stage is cheapest.
 
-    layer, head: cost of a layer and of the logits. The other stages share the remaining layers evenly, later stages first. Each stage
-    then divides its layers into model chunks by the same rule.
+    layer, head: cost of a layer and of the logits. The other stages share the remaining layers evenly, later stages first, and so do
+    the model chunks of a stage.
     """
     others = placement.stages - 1
     with_head = _with_head(layers, others, placement.model_chunks, layer, head)
@@ -31,7 +30,6 @@ def balanced_cut(layers: int, placement: Placement, layer: float, head: float) -
 def cut_of_stages(
     totals: tuple[int, ...], placement: Placement, layer: float, head: float
 ) -> tuple[int, ...]:
-    """Return each virtual stage's layers for given layers per pipeline stage: model chunks with equal cost, if divisible."""
     chunks = [evenly(total, placement.model_chunks) for total in totals]
     total = totals[placement.last_stage]
     others = placement.model_chunks - 1
@@ -42,10 +40,7 @@ def cut_of_stages(
 
 
 def _with_head(layers: int, others: int, least: int, layer: float, head: float) -> int:
-    """Return the layers (at least `least`) of the share with the head, if `others` divide the rest evenly.
-
-    Minimize the costliest share; prefer more layers among equals.
-    """
+    """Return the layers (at least `least`) of the share with the head, so that the costliest share is cheapest."""
     if others == 0:
         return layers
 

@@ -10,7 +10,7 @@ from .schedule_names import LOOP, V, row
 
 @dataclass(frozen=True)
 class Placement:
-    """A model divided into stages x model_chunks virtual stages, numbered from 0 along the model.
+    """A model divided into virtual stages, numbered from 0 along the model.
 
     kind: LOOP, round-robin over the stages; or V, two chunks, down the stages and up again, so that stage 0 has the first and the last.
     """
@@ -25,44 +25,36 @@ class Placement:
 
     @property
     def virtual_stages(self) -> int:
-        """Number of virtual stages."""
         return self.stages * self.model_chunks
 
     @property
     def last_stage(self) -> int:
-        """Pipeline stage with the end of the model."""
         return self.owner(self.virtual_stages - 1)[0]
 
     def virtual_stage(self, stage: int, model_chunk: int) -> int:
-        """Return the virtual stage for a stage's model chunk."""
         if self.kind == V and model_chunk == 1:
             stage = self.stages - 1 - stage
         return model_chunk * self.stages + stage
 
     def virtual_stages_of(self, stage: int) -> list[int]:
-        """Return a pipeline stage's virtual stages, one for each model chunk."""
         return [self.virtual_stage(stage, chunk) for chunk in range(self.model_chunks)]
 
     def owner(self, virtual_stage: int) -> tuple[int, int]:
-        """Return (stage, model chunk) of a virtual stage, the inverse of `virtual_stage`."""
+        """Return (stage, model chunk) of a virtual stage."""
         model_chunk, stage = divmod(virtual_stage, self.stages)
         if self.kind == V and model_chunk == 1:
             stage = self.stages - 1 - stage
         return stage, model_chunk
 
     def neighbour(self, stage: int, model_chunk: int, step: int) -> tuple[int, int] | None:
-        """Return (stage, model chunk) of the following (step 1) or preceding (step -1) virtual stage, or None at the model's ends.
-
-        No message is sent between model chunks of the same stage.
-        """
+        """Return (stage, model chunk) of the next (step 1) or previous (step -1) virtual stage, or None."""
         near = self.virtual_stage(stage, model_chunk) + step
         return self.owner(near) if 0 <= near < self.virtual_stages else None
 
     def peer(self, stage: int, message: Instruction) -> tuple[int, int]:
         """Return (other stage, tag) of a send or receive on `stage`.
 
-        The tag encodes the direction and the boundary between two virtual stages, so messages of different kinds between two stages never
-        match; messages with equal tags follow the order of micro-batches.
+        Tags encode direction and boundary: messages of different kinds never match; equal tags follow the order of micro-batches.
         """
         here = self.virtual_stage(stage, message.model_chunk)
         if message.op in (SEND_FORWARD, RECV_BACKWARD):  # with the following virtual stage
@@ -73,7 +65,7 @@ class Placement:
         return self.owner(other)[0], 2 * max(here, other) + direction
 
     def forward_slot(self, microbatch: int, virtual_stage: int) -> int:
-        """Return the time slot of a forward in a schedule with only forwards of one slot each; no stage has two in a slot.
+        """Return a forward's time slot in a schedule with only forwards of one slot each.
 
         LOOP: `stages` micro-batches pass a model chunk before the next one. V: a micro-batch starts in every second slot.
         """
@@ -84,7 +76,7 @@ class Placement:
 
 
 def placement_of(name: str, stages: int, chunks: int) -> Placement:
-    """Return the placement for a schedule. chunks: per stage; 1 for 1F1B, 2 for ZBV."""
+    """Return a schedule's placement. chunks: per stage; 1 for 1F1B, 2 for ZBV."""
     schedule = row(name)
     assert schedule.chunks in (None, chunks), (name, chunks)
     return Placement(stages, chunks, schedule.kind)

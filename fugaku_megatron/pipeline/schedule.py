@@ -2,8 +2,7 @@
 
     build("zbv", stages=8, chunks=2, microbatches=16).instructions(3)      stage 3's instructions in an iteration
 
-F, B, I and W are forward, backward, and backward's halves: input gradient and weight gradient. Sends are nonblocking, receives
-block. The performance model costs the same lists; `training.step.StepExecutor` executes them.
+F, B, I and W are forward, backward, and backward's halves: input gradient and weight gradient. Sends are nonblocking.
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Instruction]
 def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> list[Instruction]:
     """Return one stage's interleaved 1F1B list, with 1 / `chunks` of 1F1B's bubble.
 
-    For other micro-batch counts than multiples of `stages`, drop the surplus micro-batches from the padded list; it still completes,
-    because no micro-batch depends on another. Source: Narayanan et al. (2021), figure 4, bottom.
+    Surplus micro-batches are dropped from a padded list. Source: Narayanan et al. (2021), figure 4, bottom.
     """
     placement = Placement(stages, chunks)
     padded = -(-microbatches // stages) * stages
@@ -91,8 +89,7 @@ def split_backward(
     """Return one stage's Zero Bubble H1 list (a third of 1F1B's bubble) or, with a V placement, ZB-V (almost no bubble).
 
     costs: for F, I and W per virtual stage; empty: all alike. compared: see `zero_bubble.lists`.
-    pending: micro-batches between F and W per model chunk; default: one per stage, as many as on 1F1B's first stage. H1 with twice as
-    many is ZB-H2, without a bubble in steady state.
+    pending: micro-batches between F and W per model chunk; default: one per stage. H1 with twice as many is ZB-H2, without a bubble.
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", sections 2 and 6 (2023).
     """
     limit = placement.model_chunks * (pending or placement.stages)
@@ -104,7 +101,6 @@ def split_backward(
 def forward_only(
     stage: int, stages: int, microbatches: int, chunks: int = 1, kind: str = LOOP
 ) -> list[Instruction]:
-    """Return one stage's list for evaluation."""
     placement = Placement(stages, chunks, kind)
     order = _forward_order(placement, stage, microbatches)
     return with_messages(placement, stage, [Instruction(FORWARD, m, c) for m, c in order])
@@ -113,7 +109,7 @@ def forward_only(
 def _alternate(
     forwards: list[Instruction], backwards: list[Instruction], fill: int
 ) -> list[Instruction]:
-    """Return `fill` forwards, then forwards and backwards alternately, then the remaining backwards."""
+    """Alternate forwards and backwards after `fill` forwards."""
     pairs = zip(forwards[fill:], backwards)
     return [
         *forwards[:fill],
@@ -160,7 +156,7 @@ def with_messages(
 class Schedule:
     """Instruction lists for all stages in an iteration. name: in `SCHEDULES`, or FORWARD_ONLY.
 
-    costs, compared, pending: for zero-bubble schedules, see `split_backward`.
+    costs, compared, pending: see `split_backward`.
     """
 
     name: str
@@ -172,15 +168,12 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """True if the lists have I and W instead of B."""
         return row(self.name).splits_backward
 
     def forward_only(self) -> Schedule:
-        """Return the evaluation schedule with the same placement."""
         return replace(self, name=FORWARD_ONLY)
 
     def instructions(self, stage: int) -> list[Instruction]:
-        """Return one stage's list."""
         return _lists(row(self.name).lists)(self, stage)
 
     def shortened(self) -> Schedule:
@@ -192,7 +185,7 @@ class Schedule:
         return replace(self, microbatches=min(self.microbatches, few + rounds * stages))
 
     def in_flight(self, stage: int) -> tuple[InFlight, ...]:
-        """Return a stage's `peaks_in_flight` from a shortened list, since a longer one has no higher peaks."""
+        """Return a stage's `peaks_in_flight` from a shortened list; a longer one has no higher peaks."""
         if row(self.name).is_1f1b:  # planners ask thousands of times
             return (InFlight((min(self.placement.stages - stage, self.microbatches),), (0,)),)
         return peaks_in_flight(self.shortened().instructions(stage), self.placement.model_chunks)
@@ -200,32 +193,27 @@ class Schedule:
     def send_queue(self, stage: int) -> int:
         """Return a stage's most concurrent sends: to start one more, it waits for the oldest.
 
-        A send is complete when a later message from its receiver arrives. Evaluation has no messages back; waiting for the oldest then
-        delays nobody, so one send per virtual stage is enough.
+        A send is complete when a later message from its receiver arrives.
         """
         return _send_queue(self, stage)
 
 
 @lru_cache
 def _lists(path: str) -> Callable[[Schedule, int], list[Instruction]]:
-    """Import the function that a row of `SCHEDULES` names."""
     found: Callable[[Schedule, int], list[Instruction]] = resolve_name(path)
     return found
 
 
 def one_f_one_b_of(schedule: Schedule, stage: int) -> list[Instruction]:
-    """Return a stage's list of 1F1B."""
     return one_f_one_b(stage, schedule.placement.stages, schedule.microbatches)
 
 
 def interleaved_of(schedule: Schedule, stage: int) -> list[Instruction]:
-    """Return a stage's list of interleaved 1F1B."""
     place = schedule.placement
     return interleaved(stage, place.stages, place.model_chunks, schedule.microbatches)
 
 
 def split_backward_of(schedule: Schedule, stage: int) -> list[Instruction]:
-    """Return a stage's list of a zero-bubble schedule."""
     return split_backward(
         schedule.placement,
         stage,
@@ -237,7 +225,6 @@ def split_backward_of(schedule: Schedule, stage: int) -> list[Instruction]:
 
 
 def forward_only_of(schedule: Schedule, stage: int) -> list[Instruction]:
-    """Return a stage's list of evaluation."""
     place = schedule.placement
     return forward_only(stage, place.stages, schedule.microbatches, place.model_chunks, place.kind)
 
@@ -266,7 +253,6 @@ def _send_queue(schedule: Schedule, stage: int) -> int:
 
 
 def _positions(schedule: Schedule, stage: int) -> dict[tuple[int, int], int]:
-    """Return (tag, micro-batch) -> list index for a stage's messages."""
     messages = ((n, i) for n, i in enumerate(schedule.instructions(stage)) if _is_message(i))
     return {(schedule.placement.peer(stage, i)[1], i.microbatch): n for n, i in messages}
 
@@ -283,8 +269,7 @@ def _is_message(instruction: Instruction) -> bool:
 def receives(instructions: Iterable[Instruction]) -> dict[tuple[str, int], list[Instruction]]:
     """Return (op, model chunk) -> a list's receives in order.
 
-    Stages post the next receives with each tag ahead (`receives_ahead`), so every list completes even if sends block until their
-    receive is posted.
+    Stages post the next receives ahead, so every list completes even if sends block.
     """
     result: dict[tuple[str, int], list[Instruction]] = {}
     for i in instructions:
@@ -314,6 +299,5 @@ def peaks_in_flight(instructions: Sequence[Instruction], chunks: int = 1) -> tup
 
 
 def run(instructions: Iterable[Instruction], executor: Executor) -> None:
-    """Execute a list."""
     for instruction in instructions:
         getattr(executor, instruction.op)(instruction)

@@ -1,4 +1,4 @@
-"""The pipeline schedules, a row each: where their lists come from, and what placement and messages they need."""
+"""The pipeline schedules, a row each."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class ScheduleRow:
     lists: "module:function", (Schedule, stage) -> the stage's list of instructions in an iteration
     chunks: model chunks per stage; None: as many as the flags say
     needs_chunks: True if these flags are required
-    kind: of `Placement`, LOOP or V
-    splits_backward: the lists have input and weight gradients as instructions of their own
-    receives_ahead: receives of each kind that a stage posts ahead, so that blocking sends cannot deadlock; one suffices, except for
-        schedules made for virtual stages of different costs
+    kind: of `Placement`
+    splits_backward: I and W are instructions of their own
+    receives_ahead: receives of each kind that a stage posts ahead against deadlock; one suffices, except for schedules made for
+        virtual stages of different costs
     is_1f1b: the lists are in 1F1B's order, for which the planner has formulas
     short: name in the planner's table
     """
@@ -61,7 +61,7 @@ _EVALUATION = ScheduleRow(lists=f"{_LISTS}:forward_only_of")
 
 
 def row(name: str) -> ScheduleRow:
-    """Return the row of a schedule's name; FORWARD_ONLY has one as well."""
+    """Return the row of a schedule's name, or of FORWARD_ONLY."""
     return _EVALUATION if name == FORWARD_ONLY else SCHEDULES[name]
 
 
@@ -71,5 +71,4 @@ def chunked() -> list[str]:
 
 
 def splitting_backward() -> list[str]:
-    """Return the names of the schedules with input and weight gradients as instructions of their own."""
     return [name for name, each in SCHEDULES.items() if each.splits_backward]

@@ -1,7 +1,7 @@
 """Simulation of a schedule from the seconds of each computation and message.
 
-`spans` returns every span. `makespan` returns the same end as `walk` faster: 1F1B from its regular structure, other schedules level
-by level, long ones extrapolated from two short ones.
+`makespan` returns the same end as `walk` faster: 1F1B from its regular structure, other schedules level by level, long ones
+extrapolated from two short ones.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def walk(schedule: Schedule, costs: Costs) -> float:
 
 
 def spans(schedule: Schedule, costs: Costs) -> list[Span]:
-    """Return every computation of every stage and every wait for a message in transit, in each stage's order.
+    """Return every stage's computations and waits for messages in transit, in order.
 
-    Sends are free and arrive after `costs.transfer` seconds; a receiver is idle, without a span, until its message is sent.
+    Sends are free; a receiver is idle, without a span, until its message is sent.
     """
     stages = range(schedule.placement.stages)
     lists = [schedule.instructions(stage) for stage in stages]
@@ -101,7 +101,7 @@ def _execute(
     now: float,
     arrived: dict[tuple[int, int, int], float],
 ) -> Span | None:
-    """Return an instruction's span that starts at `now` or later, or None if its message has not been sent.
+    """Return an instruction's span, or None if its message has not been sent.
 
     arrived: (receiver, tag, micro-batch) -> arrival time.
     """
@@ -146,7 +146,6 @@ def makespan(schedule: Schedule, costs: Costs) -> float:
 class Levels:
     """Computations on all stages in levels: each depends on earlier levels only and runs on another stage.
 
-    operations: that occur.
     cost: index into the flat costs, operation x stage x model chunk.
     source: index of the computation that it depends on, or the number of computations.
     message: the result comes from another stage.
@@ -171,7 +170,6 @@ def _result(place: Placement, stage: int, i: Instruction) -> Result:
 
 
 def _source(place: Placement, stage: int, i: Instruction) -> Result | None:
-    """Return the result from another virtual stage that a computation needs, or None."""
     if i.op == BACKWARD_WEIGHT:
         return None
     forward = i.op == FORWARD
@@ -247,10 +245,8 @@ def one_f_one_b(
 ) -> float:
     """Return the seconds for 1F1B, computed by slots. forward, backward: per stage.
 
-    Stage i runs forward k in slot i + 2k and backward k in slot 2p - 1 - i + 2k. This is 1F1B's order on every stage (forward k
-    precedes backward j if k <= p - 1 - i + j), and an operation waits only for the neighbour's operation one slot earlier, so a slot is
-    two vector operations over the stages. In steady state, once 2p slots shift all clocks equally, all further periods do, and are
-    skipped.
+    Stage i runs forward k in slot i + 2k and backward k in slot 2p - 1 - i + 2k. An operation waits only for the neighbour's operation
+    one slot earlier. Once 2p slots shift all clocks equally, further periods are skipped.
     """
     p = len(forward)
     m = microbatches
@@ -281,7 +277,7 @@ def one_f_one_b(
 
 
 def _common_shift(before: np.ndarray, now: np.ndarray) -> float | None:
-    """Return the seconds by which every clock moved, or None if clocks moved differently."""
+    """Return the seconds by which every clock moved, or None."""
     moved = now[:, 1:-1] - before[:, 1:-1]
     return float(moved[0, 0]) if np.ptp(moved) <= 1e-12 * now[0].max() else None
 
@@ -289,7 +285,6 @@ def _common_shift(before: np.ndarray, now: np.ndarray) -> float | None:
 def _slot(
     slot: int, p: int, m: int, state: np.ndarray, f: np.ndarray, b: np.ndarray, transfer: float
 ) -> None:
-    """Run one slot: alternate stages run a forward or a backward, if they have one in this slot."""
     clock, sent_forward, sent_backward = state
     low = max(0, slot - 2 * (m - 1))
     high = min(p - 1, slot)

@@ -1,6 +1,6 @@
 """Zero-bubble schedules: forwards (F), input gradients (I) and weight gradients (W) of all stages in executable order.
 
-A simulation with integer costs yields the lists, so every rank finds the same lists, and they execute at any real times.
+A simulation with integer costs yields the lists, so every rank finds the same lists.
 Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
 """
 
@@ -32,7 +32,7 @@ class NoList(ValueError):
 class Policy(NamedTuple):
     """Rule by which stages choose their next operation.
 
-    newest: prefer I on the last model chunk, nearest to the loss, over the first; such lists need not become periodic.
+    newest: prefer I on the last model chunk over the first; such lists need not become periodic.
     empties: prefer W if at most one more F fits.
     """
 
@@ -53,8 +53,7 @@ def lists(
     limit: (micro-batch, model chunk) pairs on a stage between F and W.
     costs: per virtual stage, for which lists are made; empty: all alike.
     compared: costs for comparison; default: `costs`.
-    Candidates include lists for equal costs and for the middle virtual stage's cost. For many micro-batches, compare short lists by
-    periodic policies only. Raise NoList if all candidates deadlock.
+    For many micro-batches, compare short lists by periodic policies only. Raise NoList if all candidates deadlock.
     """
     found = _lists(placement, microbatches, limit, costs, compared)
     if found is None:
@@ -103,7 +102,7 @@ def _lists(
 
 
 def shortened_microbatches(stages: int, microbatches: int) -> int:
-    """Return the fewest micro-batches with the same kind of lists, which rounds over `stages` extend."""
+    """Return the fewest micro-batches with the same kind of lists."""
     many = max(ROUNDS * stages, LONG)
     return min(microbatches, many + 1 + (microbatches - many - 1) % stages)
 
@@ -111,8 +110,7 @@ def shortened_microbatches(stages: int, microbatches: int) -> int:
 def end(placement: Placement, lists: Lists, costs: VirtualStageCosts) -> float:
     """Return the time when the last stage ends, in units of the costs; infinity if blocking sends deadlock.
 
-    A send blocks until its receive is posted, up to `receives_ahead` ahead, so it completes when its receiver has begun the computation
-    that many results before.
+    A send blocks until its receive is posted, up to `receives_ahead` ahead.
     """
     finished: dict[tuple[str, int], list[int]] = {
         (op, virtual_stage): []
@@ -148,7 +146,6 @@ def _sends(
     last: Instruction,
     finished: Mapping[tuple[str, int], list[int]],
 ) -> bool:
-    """Return whether a stage's last result is still being sent."""
     to = routes[last.op, last.model_chunk]
     return (
         to.message
@@ -168,7 +165,6 @@ class Route(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _routes(placement: Placement) -> tuple[Mapping[tuple[str, int], Route], ...]:
-    """Return (operation, model chunk) -> route for each stage."""
     return tuple(
         {
             (op, chunk): _route(placement, stage, op, chunk)
@@ -195,10 +191,7 @@ def _route(placement: Placement, stage: int, op: str, chunk: int) -> Route:
 
 
 class _Simulation:
-    """Simulation of all stages. A stage prefers I after F and F otherwise, because others wait for both, and fills gaps with W.
-
-    end: when the last stage has ended so far, in units of the costs.
-    """
+    """Simulation of all stages. A stage prefers I after F and F otherwise, because others wait for both, and fills gaps with W."""
 
     def __init__(self, placement: Placement, microbatches: int, limit: int, policy: Policy) -> None:
         self.placement = placement
@@ -254,7 +247,7 @@ class _Simulation:
         return stage
 
     def _begin(self, stage: int) -> int | None:
-        """Start an idle stage's next computation; return its cost, or None if the stage must wait."""
+        """Start an idle stage's next computation; return its cost, or None."""
         ready = self._ready(stage)
         mine = self.did[stage]
         last = mine[-1].op if mine else None
@@ -278,7 +271,7 @@ class _Simulation:
     def _ready(self, stage: int) -> dict[str, tuple[int, int]]:
         """Return operation -> (model chunk, virtual stage) that a stage could run: F on its last chunk, W on its first, and an I.
 
-        Reserve memory for every later chunk, because an earlier one's forwards could otherwise deadlock the stages.
+        Memory is reserved for every later chunk against deadlock.
         """
         forward, backward, weight = (self.done[op] for op in OPERATIONS)
         chunks = self.placement.model_chunks

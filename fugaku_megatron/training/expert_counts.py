@@ -13,7 +13,6 @@ from ..nn.router import Router
 
 
 def routers(stage: Stage) -> dict[int, Router]:
-    """Return the routers of a stage by layer, counted from 0."""
     return {
         layer.layer - 1: layer.mlp.router
         for layer in stage.layers
@@ -22,13 +21,12 @@ def routers(stage: Stage) -> dict[int, Router]:
 
 
 def reset_loads(stage: Stage) -> None:
-    """Discard earlier counts before an iteration."""
     for router in routers(stage).values():
         router.loads.clear()
 
 
 def gather_loads(stage: Stage, run: RunConfig, groups: Groups, microbatches: int) -> Tensor | None:
-    """Return the expert loads of an iteration on every rank, (l, e + 2) in FP64; None for a model without experts. Collective.
+    """Return the expert loads of an iteration on every rank, (l, e + 2) in FP64; None without experts. Collective.
 
     A row has each expert's tokens, the balancing loss and the z-loss, both means over micro-batches; zeros for a dense layer.
     """

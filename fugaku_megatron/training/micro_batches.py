@@ -37,10 +37,9 @@ class MicroBatch:
     """Micro-batch of one data-parallel rank.
 
     index: number in the iteration.
-    samples: (s + 1, b) on the first and the last stage, and with marks on all stages; None elsewhere.
-    first_sample: global index of the first sample, which selects dropout masks.
+    samples: (s + 1, b) on the first and the last stage, and with marks on all stages.
+    first_sample: global index, which selects dropout masks.
     marks: (s + 1, b), see `data.marks`.
-    documents: starts and positions for attention.
     rows: this rank's rows of the sequence, (rows,); None for all.
     """
 
@@ -70,10 +69,9 @@ class MicroBatch:
 
 
 class MicroBatchWindow:
-    """Micro-batches fetched by number from a source in data order.
+    """Micro-batches fetched by number from a source in data order; early ones are kept.
 
-    Micro-batches that the source yields too early are kept; the schedule decides how far it reads ahead.
-    uses: model chunks of this rank, each of which fetches every micro-batch; after the last fetch it is dropped.
+    uses: model chunks of this rank; after as many fetches a micro-batch is dropped.
     """
 
     def __init__(self, source: Iterator[MicroBatch], uses: int = 1) -> None:
@@ -82,7 +80,6 @@ class MicroBatchWindow:
         self._held: dict[int, tuple[MicroBatch, int]] = {}
 
     def __len__(self) -> int:
-        """Return the number of micro-batches that are kept."""
         return len(self._held)
 
     def fetch(self, index: int) -> MicroBatch:
@@ -104,13 +101,12 @@ Source = Prefetcher[np.ndarray] | ReaderBatches  # of micro-batches
 
 
 def needs_data(run: RunConfig, layout: Layout, groups: Groups) -> bool:
-    """Return True if this rank's stage uses samples: the first and the last stage do, and with marks all stages."""
+    """Return True if this rank's stage uses samples: the first, the last, and with marks all stages."""
     placement = layout.placement
     return run.data.marked or groups.pp.rank in (placement.owner(0)[0], placement.last_stage)
 
 
 def reads_data(run: RunConfig, layout: Layout, groups: Groups) -> bool:
-    """Return True if this rank opens the data set."""
     return groups.tp.rank == 0 and needs_data(run, layout, groups)
 
 
@@ -123,10 +119,7 @@ def datasets_of(
     arrays: Mapping[str, TokenArrays] | None = None,
     begun: Sequence[int | None] = (None, None, None),
 ) -> Datasets:
-    """Open (train, valid, test) from the data flags of a run with files.
-
-    Other arguments and errors: see `data.build.build_datasets`.
-    """
+    """Open (train, valid, test). Errors: see `data.build.build_datasets`."""
     data = run.data
     separate = run.training.multiple_validation_sets
     builder = Builder(
@@ -153,7 +146,7 @@ class RunBatches:
     """Batches of a run on one rank.
 
     readers: see `Trainer`. waiting: context around every fetch of samples.
-    shift: by which data-parallel ranks exchange samples: rank r computes the samples of rank r + shift.
+    shift: rank r computes the samples of data-parallel rank r + shift.
     """
 
     run: RunConfig
@@ -198,7 +191,7 @@ class RunBatches:
         )
 
     def begin(self, source: Source | None) -> TokenCounts | None:
-        """Begin an iteration or a batch of an evaluation; return the work of a marked global batch. Collective."""
+        """Begin an iteration or an evaluation batch; return the work of a marked batch. Collective."""
         if isinstance(source, ReaderBatches):
             with self.waiting():
                 source.begin()
@@ -218,7 +211,7 @@ class RunBatches:
     def micro_batches(
         self, source: Source | None, consumed: int, count: int
     ) -> Iterator[MicroBatch]:
-        """Yield `count` micro-batches of the iteration that starts at `consumed` samples, in data order."""
+        """Yield `count` micro-batches of the iteration that starts at `consumed` samples."""
         groups = self.groups
         has_data = needs_data(self.run, self.layout, groups)
         rows = None
@@ -246,7 +239,7 @@ class RunBatches:
                 yield MicroBatch(index, samples, first, rows=rows)
 
     def _next(self, source: Source | None) -> Tensor:
-        """Broadcast the next micro-batch to tensor-parallel ranks: int64 (s + 1, b), with marks (2, s + 1, b)."""
+        """Broadcast a micro-batch to tensor-parallel ranks: int64 (s + 1, b), with marks (2, s + 1, b)."""
         shape: tuple[int, ...] = (
             self.run.model.seq_length + 1,
             self.run.batch.micro_batch_size,
@@ -262,7 +255,7 @@ class RunBatches:
 
 
 def documents_of(marks: Tensor, data: DataConfig) -> Documents:
-    """Return document starts, positions and padding from marks (s + 1, b), as far as the data flags ask for them."""
+    """Return document starts, positions and padding from marks (s + 1, b), as the data flags ask."""
     padded = padding(marks)
     if not (data.masks_attention or data.restarts_positions):
         return Documents(padding=padded)

@@ -1,14 +1,12 @@
-"""Comparison of everything that several ranks hold alike.
-
---check-weight-hash-across-dp-replicas-interval says how often; every save is preceded by one.
+"""Comparison of state with copies on several ranks, before every save and by --check-weight-hash-across-dp-replicas-interval.
 
 Compared are, among
-    data-parallel ranks (divided experts: those with the same experts): weights, frozen ones too,
-        and without --zero-stage 1, which keeps one copy of them, master weights and moments
+    data-parallel ranks (divided experts: ranks with the same experts): weights, frozen ones too,
+        and without --zero-stage 1 master weights and moments
     tensor-parallel ranks: norms, routers, biases, whatever is not split, and its state
     the first and the last pipeline stage: the tied word embedding and its state
-Each tensor becomes one number, and two small reductions over each group find whether all ranks have
-the same. A fault in a ZeRO-1 shard reaches all replicas with the next gather, so it is not found.
+Each tensor becomes one number, compared by two small reductions per group. A fault in a ZeRO-1 shard reaches all replicas with
+the next gather, so it is not found.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ class Replica(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """Tensor whose copies differ within a group. rank: this rank in the group. hashes, places: of every rank."""
+    """Tensor whose copies differ within a group. rank: in the group. hashes, places: of every rank."""
 
     kind: str
     name: str
@@ -78,7 +76,6 @@ class Deviation(NamedTuple):
 
     @property
     def others(self) -> int:
-        """Number of ranks in the group that differ from this rank."""
         return sum(value != self.hashes[self.rank] for value in self.hashes)
 
     def difference(self, alone: bool) -> Difference:
@@ -100,9 +97,9 @@ class Difference(NamedTuple):
 
 
 def content_hash(tensor: Tensor) -> int:
-    """Return the CRC-32 of column sums of the tensor's words, which any flipped bit changes.
+    """Return the CRC-32 of column sums of the tensor's words modulo 2^64, which any flipped bit changes.
 
-    Sums of whole numbers modulo 2^64 have no rounding, so the number of threads does not matter.
+    The number of threads does not matter.
     """
     flat = tensor.detach().reshape(-1)
     elements = 8 // flat.element_size()
@@ -126,23 +123,21 @@ class Replicas:
 
     @property
     def exist(self) -> bool:
-        """True if any rank's state has a copy on another rank. The same on all ranks."""
+        """True if any rank's state has copies. The same on all ranks."""
         groups = self._groups
         return groups.world.size > 1 and (groups.dp.size > 1 or self.unsplit_agree or self.ties)
 
     @property
     def unsplit_agree(self) -> bool:
-        """True if tensor-parallel ranks have the same bits of unsplit tensors."""
         return self._groups.tp.size > 1
 
     @property
     def ties(self) -> bool:
-        """True if two pipeline stages hold the word embedding. The same on all ranks."""
+        """True if two pipeline stages have the word embedding. The same on all ranks."""
         placement = self._stage.placement
         return holds_tied_copy(self._optimizer.run, placement, placement.last_stage)
 
     def state(self, iteration: int) -> str:
-        """Return the comparison's result for the checkpoint of an iteration."""
         if not self.exist:
             return NO_REPLICAS
         return AGREED if self.agreed == iteration else NOT_COMPARED
@@ -152,10 +147,7 @@ class Replicas:
         self.agreed = None
 
     def difference(self, iteration: int) -> Difference | None:
-        """Compare all copies once in an iteration; return None if they agree. Collective.
-
-        Wait for the gathers of --overlap-param-gather.
-        """
+        """Compare all copies once in an iteration, after pending gathers; None if they agree. Collective."""
         if not self.exist or self.agreed == iteration:
             return None
         self._optimizer.buckets.await_weights()
@@ -175,7 +167,7 @@ class Replicas:
         return difference
 
     def _differ(self, group: str) -> Deviation | None:
-        """Compare copies within a group; return None if they agree with this rank's. Collective over the group."""
+        """Return a deviation within a group, or None. Collective over the group."""
         comm: Comm = getattr(self._groups, group)
         if comm.size == 1 or (group == "tp" and not self.unsplit_agree):
             return None
@@ -210,7 +202,6 @@ class Replicas:
                 yield from self._state(shard, group, by_block=False)
 
     def _alike(self, group: str, parameter: Tensor) -> bool:
-        """Return True if the ranks of a group have copies of a parameter."""
         spec = spec_of(parameter)
         if group in ("dp", "edp"):
             return spec.expert == (group == "edp")
@@ -219,14 +210,12 @@ class Replicas:
         return self._unsplit(spec)
 
     def _unsplit(self, spec: ParameterSpec) -> bool:
-        """Return True if tensor-parallel ranks have copies of a parameter; for divided experts only if they share them."""
         return spec.partition_dim is None and (not spec.expert or self._groups.etp.size > 1)
 
     def _state(self, shard: BucketShard, group: str, by_block: bool) -> Iterator[Replica]:
         """Yield the master weights and moments of this rank's shard of a bucket.
 
-        by_block: include 8-bit moments. A block may span parameters, so only ranks with the same
-        bucket have the same codes.
+        by_block: include 8-bit moments; only ranks with the same bucket have the same codes.
         """
         kinds = [("exp_avg", shard.exp_avg, 0), ("exp_avg_sq", shard.exp_avg_sq, shard.orthogonal)]
         if shard.model_weights is not None:
@@ -249,7 +238,6 @@ class Replicas:
 
 
 def comparison_line(replicas: Replicas, run: RunConfig, groups: Groups) -> str:
-    """Return the log's line on compared tensors, and on tensors without a copy."""
     interval = run.numbers.check_weight_hash_across_dp_replicas_interval
     if not replicas.exist:
         return (

@@ -27,8 +27,8 @@ Key = tuple[int, int]  # chunk, micro-batch
 class StepShape:
     """Properties that all micro-batches of an iteration share.
 
-    activation: shape (s, b, h) between stages; s is a shard of the sequence with sequence parallelism.
-    dtype: of activations. loss_factor: scale of the loss before backward. training: False in evaluation.
+    activation: shape (s, b, h) between stages; s is a shard with sequence parallelism.
+    dtype: of activations. loss_factor: scale of the loss before backward.
     recompute, count, tokens: see `Pass`.
     """
 
@@ -44,8 +44,7 @@ class StepShape:
 class StepExecutor:
     """Executor of the instructions of one iteration on this rank's model chunks.
 
-    Tensors in flight are keyed by (chunk, micro-batch).
-    pp: pipeline communicator. watch: wraps this executor in an observer.
+    watch: wraps this executor in an observer.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class StepExecutor:
     # Computation ----------------------------------------------------------------------------------------------------------------
 
     def forward(self, instruction: Instruction) -> None:
-        """Compute the output (s, b, h) of tokens or input (s, b, h); in the last chunk the loss ()."""
+        """Compute the output (s, b, h); in the last chunk the loss ()."""
         key = _key(instruction)
         chunk = self.chunks[instruction.model_chunk]
         batch = self.batches.fetch(instruction.microbatch)
@@ -119,7 +118,7 @@ class StepExecutor:
             self.inputs[following] = self._take_output(key).requires_grad_(torch.is_grad_enabled())
 
     def backward(self, instruction: Instruction) -> None:
-        """Compute weight gradients and the input gradient (s, b, h) from the output gradient (s, b, h)."""
+        """Compute weight gradients and the input gradient (s, b, h)."""
         key = _key(instruction)
         backward(self.outputs.pop(key), self.gradients.pop(key, None))
         if not self.chunks[instruction.model_chunk].is_first:
@@ -129,37 +128,32 @@ class StepExecutor:
             self.gradients[key if previous is None else previous] = gradient
 
     def backward_input(self, instruction: Instruction) -> None:
-        """Compute the input gradient (s, b, h) from the output gradient (s, b, h), and postpone weight gradients."""
+        """Compute the input gradient, and postpone weight gradients."""
         with self.stage.ops.weight_gradients.put_off() as waiting:
             self.backward(instruction)
         self.weight_work[_key(instruction)] = waiting
 
     def backward_weight(self, instruction: Instruction) -> None:
-        """Compute the weight gradients that `backward_input` postponed."""
         self.weight_work.pop(_key(instruction)).run()
 
     # Messages -------------------------------------------------------------------------------------------------------------------
 
     def recv_forward(self, instruction: Instruction) -> None:
-        """Receive the input (s, b, h) from the previous stage."""
         self.inputs[_key(instruction)] = self._received(instruction).requires_grad_(
             torch.is_grad_enabled()
         )
 
     def send_forward(self, instruction: Instruction) -> None:
-        """Send the output (s, b, h) to the next stage."""
         self._send(self._take_output(_key(instruction)), instruction)
 
     def recv_backward(self, instruction: Instruction) -> None:
-        """Receive the output gradient (s, b, h) from the next stage."""
         self.gradients[_key(instruction)] = self._received(instruction)
 
     def send_backward(self, instruction: Instruction) -> None:
-        """Send the input gradient (s, b, h) to the previous stage."""
         self._send(self.gradients.pop(_key(instruction)), instruction)
 
     def _take_output(self, key: Key) -> Tensor:
-        """Return the values of an output and release its memory, because backward does not read them."""
+        """Return an output's values and release its memory."""
         if not torch.is_grad_enabled():
             return self.outputs.pop(key)
         values = self.outputs[key].detach()
@@ -167,7 +161,7 @@ class StepExecutor:
         return values
 
     def _own_neighbour(self, instruction: Instruction, step: int) -> Key | None:
-        """Return the key of this micro-batch in the next (1) or previous (-1) chunk, if that is on this rank."""
+        """Return the key of this micro-batch in the next (1) or previous (-1) chunk, if on this rank."""
         neighbour = self.placement.neighbour(self.pp.rank, instruction.model_chunk, step)
         if neighbour is None:
             return None
@@ -175,7 +169,7 @@ class StepExecutor:
         return (chunk, instruction.microbatch) if stage == self.pp.rank else None
 
     def _receive_ahead(self, tag: tuple[str, int]) -> None:
-        """Post the next receive of a tag: an operation and a chunk."""
+        """Post the next receive of an operation and chunk."""
         if self._to_receive[tag]:
             instruction = self._to_receive[tag].popleft()
             tensor = torch.empty(self.shape.activation, dtype=self.shape.dtype)

@@ -1,7 +1,4 @@
-"""Trainer of one rank: build its stage, step, evaluate, save and load.
-
-Left out: the loop with its log (`run.loop`) and the start of a run (`run.start`).
-"""
+"""Trainer of one rank: build its stage, step, evaluate, save and load."""
 
 from __future__ import annotations
 
@@ -68,8 +65,7 @@ Watch = Callable[[schedule.Executor], schedule.Executor]
 class Progress:
     """Position of a run, saved in every checkpoint.
 
-    unscheduled: consumed samples that learning rate and weight decay do not count: of skipped iterations, or before the schedules
-    began anew.
+    unscheduled: consumed samples that the schedules do not count, such as of skipped iterations.
     """
 
     iteration: int = 0
@@ -80,7 +76,6 @@ class Progress:
 
     @property
     def scheduled_samples(self) -> int:
-        """Position of the schedules of learning rate and weight decay."""
         return self.consumed_samples - self.unscheduled
 
 
@@ -88,7 +83,7 @@ class Progress:
 class ForeignModel:
     """Model of another program, to which adapters belong.
 
-    names, read: arguments of `fill_shards`. carried: directory with the model's tokenizer files.
+    names, read: see `fill_shards`. carried: directory with tokenizer files.
     """
 
     directory: Path
@@ -102,8 +97,8 @@ class ForeignModel:
 class IterationResult:
     """Figures of one training iteration, equal on every rank.
 
-    consumed: samples before it. work: of marked samples; only its share is this rank's own. experts: see
-    `expert_counts.gather_loads`. z_loss: share of --use-z-loss in the loss, None without the flag.
+    consumed: samples before it. work: of marked samples; only its share is this rank's own. experts: `gather_loads`. z_loss: share of
+    --use-z-loss in the loss, None without the flag.
     """
 
     loss: float
@@ -121,7 +116,6 @@ class IterationResult:
 
     @property
     def nothing_counted(self) -> bool:
-        """True if no label of the samples counts in the loss."""
         return self.work is not None and not self.work.counted
 
 
@@ -134,7 +128,7 @@ class GlobalBatch(NamedTuple):
 
 
 def uncounted_line(iteration: int, result: IterationResult) -> str:
-    """Return the log's warning about an iteration in which no label counts."""
+    """Return the log's warning about an iteration without counted labels."""
     return (
         f"warning: iteration {iteration} has 0 counted tokens: no label of its "
         f"{result.global_batch_size} samples counts in the loss, so nothing was learned"
@@ -147,7 +141,6 @@ class Trainer:
 
     train, valid: datasets, on ranks where `reads_data` is true.
     readers: ranks that share samples; only the first one needs the datasets.
-    watch: see `StepExecutor`.
     make_schedule: (run, micro-batches) -> training schedule.
     waiting_for_data: context around every fetch of samples.
     before_update: (samples consumed, loss) -> loss, called between gradient reduction and update; it may replace the gradients.
@@ -194,7 +187,6 @@ class Trainer:
 
     @property
     def batches(self) -> RunBatches:
-        """Source of this rank's micro-batches."""
         return RunBatches(
             self.run,
             self.layout,
@@ -215,8 +207,7 @@ class Trainer:
     ) -> list[Tensor]:
         """Run a schedule; return the losses of this rank's micro-batches.
 
-        Their mean over all ranks is the mean over the counted labels of the global batch.
-        factor: scale of the loss before backward.
+        Their mean over all ranks is the mean over counted labels.
         """
         run = self.run
         source, work, consumed = samples
@@ -244,11 +235,9 @@ class Trainer:
         return executor.run(lists)
 
     def _unpadded(self, work: TokenCounts) -> int:
-        """Count the tokens of the work that are not padding."""
         return work.samples * self.run.model.seq_length - work.padded
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
-        """Average over micro-batches and data-parallel ranks, and broadcast from the last stage."""
         loss = torch.zeros((), dtype=torch.float64)
         if losses:
             loss = torch.stack(losses).double().mean()
@@ -304,7 +293,7 @@ class Trainer:
         )
 
     def _pop_z_loss(self) -> float:
-        """Return the mean z-loss of the iteration, and clear it. Collective."""
+        """Return and clear the iteration's mean z-loss. Collective."""
         z_losses: list[Tensor] = []
         if self.stage.last:
             z_losses = list(self.stage.last.z_losses.values())
@@ -319,10 +308,7 @@ class Trainer:
         stage: Stage | None = None,
         watch: Watch | None = None,
     ) -> tuple[float, TokenCounts | None]:
-        """Compute and reduce the gradients of the iteration that begins at sample `consumed`.
-
-        Return the mean loss, and the work of marked samples.
-        """
+        """Compute and reduce an iteration's gradients; return the mean loss, and the work of marked samples."""
         work = self.batches.begin(source)
         microbatches = self.layout.microbatches(self.run, self.batch_size(consumed))
         self.optimizer.zero_grad(microbatches)
@@ -351,8 +337,7 @@ class Trainer:
     ) -> float:
         """Recompute the gradients of the iteration that began at sample `consumed`; return its mean loss. Collective.
 
-        scale: of the loss. stage: another stage with the same parameters. watch: around the trainer's own.
-        shift: see `RunBatches`.
+        stage: another stage with the same parameters. shift: see `RunBatches`.
         """
         own = self.watch
         self._shift = shift
@@ -372,10 +357,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, dataset: Dataset | None, first: int, iterations: int) -> float:
-        """Return the mean loss of `iterations` global batches from sample `first` on, over counted labels. Collective.
-
-        NaN if no label counts.
-        """
+        """Return the mean loss over counted labels of `iterations` global batches from sample `first` on, or NaN. Collective."""
         if self.run.training.eval_micro_batch_size:
             return self._with_eval_micro_batches().evaluate(dataset, first, iterations)
         size = self.layout.eval_batch_size(self.run)
@@ -397,7 +379,6 @@ class Trainer:
         return total / weights if weights else math.nan
 
     def _with_eval_micro_batches(self) -> Trainer:
-        """Return a trainer with the same weights, and with --eval-micro-batch-size."""
         other = copy.copy(self)
         run = evaluation_run(self.run)
         other.run = replace(
@@ -424,10 +405,7 @@ class Trainer:
     # Checkpoints ----------------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return everything but tensors.
-
-        Dropout and initial weights are functions of (seed, sample), so random state is the seed and the data position.
-        """
+        """Return everything but tensors. Random state is the seed and the data position."""
         state = {
             "progress": asdict(self.progress),
             "scaler": self.optimizer.scaler.state(),
@@ -508,8 +486,7 @@ class Trainer:
     def save(self, directory: str) -> None:
         """Write a checkpoint of the present iteration. Collective.
 
-        Raise ValueError on every rank if a rank cannot write; ReplicasDiffer, before anything is written, if copies of
-        the same state differ.
+        Raise ValueError on every rank if a rank cannot write; ReplicasDiffer, before anything is written, if copies differ.
         """
         self.check_replicas(directory)
         run_steps(self._save_steps(directory, self._saved_shards()))
@@ -529,9 +506,8 @@ class Trainer:
     def load(self, source: str | Checkpoint, weights_only: bool = False) -> dict[str, Any]:
         """Resume from a checkpoint of any layout, or from the latest in a directory; return its `state`. Collective.
 
-        weights_only: load nothing but weights, of any dtype. Moments may have another dtype too.
-        The rank that saves a shard reads it and sends it to ranks with copies. Raise ValueError on every rank for a
-        checkpoint that is damaged, of another model or of another program.
+        weights_only: load nothing but weights, of any dtype.
+        Raise ValueError on every rank for a checkpoint that is damaged, of another model or of another program.
         """
         checkpoint = open_checkpoint(source, self.world) if isinstance(source, str) else source
         saved = checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
@@ -577,7 +553,7 @@ class Trainer:
     ) -> None:
         """Load the frozen weights to which adapters belong. Collective: the first data-parallel ranks read.
 
-        saved: record of these weights in the adapters' checkpoint. Raise ValueError on every rank if the weights differ.
+        Raise ValueError on every rank if the weights differ from `saved`, their record in the adapters' checkpoint.
         """
         flat = self.optimizer.flat
         if isinstance(base, ForeignModel):
@@ -619,9 +595,9 @@ class Trainer:
         }
 
     def start_from(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
-        """Load whole weights of another program, and nothing else. Collective.
+        """Load whole weights of another program, and nothing else, as `fill_shards`. Collective.
 
-        Arguments: see `fill_shards`. Every rank reads its own shards. Raise ValueError on every rank if a rank cannot.
+        Every rank reads its own shards. Raise ValueError on every rank if a rank cannot.
         """
         shards = [
             shard
@@ -634,7 +610,6 @@ class Trainer:
 
 
 def layout_record(run: RunConfig, layout: Layout) -> dict[str, int | str]:
-    """Return the layout for a checkpoint's manifest."""
     record: dict[str, int | str] = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,

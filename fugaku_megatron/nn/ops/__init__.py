@@ -4,8 +4,7 @@
     ops = Ops.build({"gemm": "native", "attention": "torch", ...})
     y = ops.linear(x, weight, bias)
 
-A module has a family's operations, each with its native and its torch form. Autograd carries activation gradients only: weight
-gradients are accumulated in a parameter's `main_grad`, a flat FP32 buffer.
+Autograd carries activation gradients only: weight gradients are accumulated in a parameter's `main_grad`.
 """
 
 from __future__ import annotations
@@ -100,8 +99,7 @@ class Ops(Backend):
         """Build the operations on "native" or "torch" kernels, or with a backend for each family, "native" by default.
 
         fp16_sum_length, few_rows: see `Backend`.
-        bf16x3: matmuls, which must be in FP32, multiply each operand as the sum of three BF16 numbers.
-        keep_packed_weights: use a `WeightCache`.
+        bf16x3: FP32 matmuls multiply each operand as the sum of three BF16 numbers.
         Raises ValueError for an unknown family or backend.
         """
         chosen = dict.fromkeys(FAMILIES, choice) if isinstance(choice, str) else dict(choice)

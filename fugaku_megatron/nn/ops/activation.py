@@ -1,6 +1,6 @@
 """Activations between an MLP's two matmuls, with or without a gate (Shazeer 2020, arXiv:2002.05202).
 
-The pre-activation is (rows, f), or with a gate (rows, 2 f): first the gates, then the values that they multiply.
+pre, their argument, is (rows, f), or with a gate (rows, 2 f): first the gates, then the values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Functions(NamedTuple):
 
 
 def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compute in FP32 and round to the dtype of the last argument."""
     return lambda *tensors: function(*(tensor.float() for tensor in tensors)).to(tensors[-1].dtype)
 
 
@@ -88,28 +87,26 @@ GEGLU = Functions(_in_fp32(_geglu), _in_fp32(_geglu_gradient))
 
 @lru_cache
 def functions(activation: str) -> Functions:
-    """Import the torch functions that the row of `ACTIVATIONS` names."""
     found: Functions = resolve_name(ACTIVATIONS[activation].functions)
     return found
 
 
 def kernel(ops: Backend, activation: str) -> str | None:
-    """Return the activation's name in the C++ kernels; None if torch computes it."""
+    """Return the C++ kernels' name of the activation, or None."""
     return ACTIVATIONS[activation].kernel if ops.is_native("gemm") else None
 
 
 def is_fused(ops: Backend, activation: str) -> bool:
-    """Return True if the matmul kernels apply the activation and its derivative: natively, without a gate."""
+    """Return True if the matmul kernels apply the activation."""
     return kernel(ops, activation) is not None and not ACTIVATIONS[activation].gated
 
 
 def as_gates(pre: Tensor) -> Tensor:
-    """Return pre (rows, 2 f) as the kernels take it: (rows, 2, f)."""
     return pre.view(len(pre), 2, pre.shape[-1] // 2)
 
 
 def activate(ops: Backend, pre: Tensor, activation: str) -> Tensor:
-    """Apply the activation to pre (rows, f or 2 f) -> (rows, f)."""
+    """Apply the activation, -> (rows, f)."""
     name = kernel(ops, activation)
     if name is None:
         return functions(activation).value(pre)
@@ -125,7 +122,7 @@ def activate(ops: Backend, pre: Tensor, activation: str) -> Tensor:
 def activation_gradient(
     ops: Backend, dinner: Tensor, pre: Tensor, dpre: Tensor, activation: str
 ) -> None:
-    """Write the gradient of pre (rows, f or 2 f) to dpre, from the value gradient dinner (rows, f)."""
+    """Write the gradient of pre to dpre, from the value gradient dinner (rows, f)."""
     name = kernel(ops, activation)
     if name is not None and ACTIVATIONS[activation].gated:
         ops.kernels.gate_backward(dinner, as_gates(pre), as_gates(dpre), name)

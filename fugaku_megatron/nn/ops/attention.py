@@ -1,6 +1,6 @@
 """Causal attention (groups: Ainslie et al. 2023, arXiv:2305.13245; window: Beltagy et al. 2020, arXiv:2004.05150).
 
-s sequence, b micro-batch, n heads of this rank in g query groups, d head size.
+s sequence, b micro-batch, n heads of this rank in g query groups, d head size; qkv as in `Heads`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,12 @@ def attention(
     window: int | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """Attend from each token to the tokens before it. qkv (s, b, g (n/g + 2) d) -> (s, b, n d).
+    """Attend from each token to the tokens before it, qkv -> (s, b, n d).
 
-    A group's n/g queries, its key and its value are adjacent in qkv, as in Megatron-LM.
-
-    Args:
-        p: dropout probability of attention probabilities.
-        groups: g; None: n.
-        window: token i attends to tokens j with i - window < j <= i; None: to all j <= i.
-        starts: int32 (b, s), first visible token of each token's document.
+    p: dropout probability.
+    groups: g; None: n.
+    window: token i attends to tokens j with i - window < j <= i.
+    starts: int32 (b, s), first visible token of each token's document.
     """
     heads = Heads.of(qkv, head_size, groups)
     if ops.is_native("attention"):
@@ -83,7 +80,7 @@ class _NativeAttention(torch.autograd.Function):
 
 
 def _visible_keys(s: int, window: int | None, starts: Tensor | None) -> Tensor | None:
-    """Return a bool mask (s, s) of keys visible to queries, or (b, 1, s, s) with `starts`; None: all earlier keys."""
+    """Return a bool mask (s, s) or (b, 1, s, s), or None."""
     if starts is None and (window is None or window >= s):
         return None
     visible = torch.ones(s, s, dtype=torch.bool).tril().triu(1 - min(window or s, s))
@@ -127,14 +124,11 @@ def _torch_attention(
 def cached_attention(
     ops: Backend, qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor, positions: Tensor
 ) -> Tensor:
-    """Store the keys and values of one new token per sample, and attend. qkv (r, 1, g (n/g + 2) d) -> (r, 1, n d).
+    """Store the keys and values of one new token per sample, and attend, qkv (r, 1, ...) -> (r, 1, n d). Nothing is saved.
 
-    Nothing is saved for a backward.
-
-    Args:
-        keys, values: (all samples, g, slots, d), position p in slot p mod slots; older positions are overwritten.
-        samples: (r,), each row's sample in the cache.
-        positions: (r,), each row's position in its sample.
+    keys, values: (all samples, g, slots, d), position p in slot p mod slots.
+    samples: (r,), each row's sample in the cache.
+    positions: (r,), each row's position in its sample.
     """
     _, groups, slots, d = keys.shape
     if ops.is_native("attention"):
@@ -160,9 +154,8 @@ def cached_attention(
 def attend_block(
     ops: Backend, call: SharedCall, block: Block, qkv: Tensor, kv: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attend from a block's queries to its keys. Return (context (q, b, n d), log of the softmax sums (b, n, q)).
+    """Return (context (q, b, n d), log of the softmax sums (b, n, q)) of a block.
 
-    qkv: (q, b, g (n/g + 2) d)
     kv: (k, b, 2 g d)
     """
     heads = call.heads
@@ -193,7 +186,7 @@ def add_block_gradients(
 ) -> None:
     """Add a block's gradients to dqkv and dkv, in FP32.
 
-    out, lse: attention of the block's queries to all keys, as `attend_block` returns them.
+    out, lse: attention of the block's queries to all keys, as from `attend_block`.
     """
     if ops.is_native("attention"):
         ops.kernels.attention_part_backward(
@@ -220,7 +213,6 @@ def add_block_gradients(
 
 
 def _block_arguments(call: SharedCall, block: Block) -> tuple[Any, ...]:
-    """Return the kernels' arguments from the sequence length on."""
     mask = call.mask
     key = call.key
     return (
@@ -240,7 +232,6 @@ def _block_arguments(call: SharedCall, block: Block) -> tuple[Any, ...]:
 def _block_scores(
     call: SharedCall, block: Block, qkv: Tensor, kv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scores (b, n, q, k), -inf if hidden, queries (b, n, q, d), keys and values (b, n, k, d), all in FP32."""
     heads = call.heads
     mask = call.mask
     queries = heads.split(qkv)[0].permute(1, 2, 3, 0, 4).flatten(1, 2).float()
@@ -260,7 +251,7 @@ def _block_scores(
 
 
 def _block_dropout(ops: Backend, call: SharedCall, block: Block, samples: int) -> Tensor | float:
-    """Return the factors of dropout for a block's probabilities (b, n, q, k), numbered as in the whole sequence."""
+    """Return dropout factors (b, n, q, k), numbered as in the whole sequence."""
     if not call.dropout:
         return 1.0
     ones = torch.ones(samples, len(block.queries), block.keys.stop)

@@ -1,4 +1,4 @@
-"""The kernels that operations run on, native (C++) or torch's own, chosen for each family of operations."""
+"""The kernels that operations run on, native (C++) or torch's own, for each family of operations."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Backend:
 
     choice: "native" or "torch" for each name in FAMILIES; checkpoints record it.
     kernels: C++ library, also for the optimizer, initial weights, and the dropout masks of both backends.
-    fp16_sum_length: terms that a native linear layer with FP16 operands sums in FP16 before it adds in FP32; 0: all sums in FP32.
-        A matmul raises ValueError if the kernels' target has no FP16 arithmetic.
-    weight_cache: packed weights that are reused until the optimizer's next step, or None.
+    fp16_sum_length: terms that a native linear layer with FP16 operands sums in FP16 before it adds in FP32; 0: none. A matmul raises
+        ValueError if the kernels' target has no FP16 arithmetic.
+    weight_cache: packed weights that are reused until the optimizer's next step.
     weight_gradients: work that a schedule may postpone.
     few_rows: native matmuls with at most so many rows read the weight unpacked and save nothing for a backward.
     """
@@ -36,24 +36,22 @@ class Backend:
     few_rows: int = 0
 
     def is_native(self, family: str) -> bool:
-        """Return True if the C++ kernels run this family."""
         return self.choice[family] == "native"
 
     def unpacked(self) -> Self:
-        """Return the same operations for weights that are rebuilt before each matmul: without a cache, and summed in FP32."""
+        """Return the operations for rebuilt weights: without a cache, summed in FP32."""
         return replace(self, weight_cache=None, few_rows=0, fp16_sum_length=0)
 
     def sum_length(self, x: Tensor) -> int:
-        """Return `fp16_sum_length` if x is in FP16, else 0."""
         return self.fp16_sum_length if x.dtype == torch.float16 else 0
 
     def packed(self, weight: Tensor, transposed: bool) -> Tensor | None:
-        """Return the cached bytes (n,) of weight (out, in), or None. Sums in FP16 need another layout, which is not cached."""
+        """Return the cached bytes (n,) of weight (out, in), or None, also for sums in FP16."""
         if self.weight_cache is None or self.sum_length(weight):
             return None
         return self.weight_cache.packed(weight, transposed)
 
     def weights_changed(self, frozen: bool = False) -> None:
-        """Invalidate packed weights after the optimizer's step. frozen: untrained weights changed as well."""
+        """Invalidate packed weights. frozen: untrained weights too."""
         if self.weight_cache is not None:
             self.weight_cache.weights_changed(frozen)

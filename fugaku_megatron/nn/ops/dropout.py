@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of the global position, and its sum with bias and residual."""
+"""Dropout by global position, and its sum with bias and residual."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from .backend import Backend
 def dropout(ops: Backend, x: Tensor, p: float, key: DropoutKey) -> Tensor:
     """Zero elements of x (any shape) with probability p and scale the others by 1 / (1 - p).
 
-    Both backends use the C++ kernel, so that a mask depends on `key` alone.
+    Both backends use the C++ kernel, so a mask depends on `key` alone.
     """
     return x if p == 0.0 else _Dropout.apply(ops.kernels, x, p, key)
 
 
 def masked(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
-    """Apply the mask of `key` to x (any shape), without autograd."""
     x = x.contiguous()
     out = torch.empty_like(x)
     for rows, own in key.row_ranges():
@@ -56,7 +55,7 @@ def bias_dropout_add(
     key: DropoutKey,
     needs_values: bool = True,
 ) -> Tensor:
-    """Return residual + dropout(x + bias). x and residual (s, b, h), bias (h) or None -> (s, b, h).
+    """Return residual + dropout(x + bias). x (s, b, h), bias (h) -> (s, b, h).
 
     needs_values: False if a backward follows and the result is not read; the native backend then leaves it unset.
     """
@@ -66,9 +65,9 @@ def bias_dropout_add(
 
 
 def call_rowwise(kernel: Callable[..., Any], p: float, key: DropoutKey, *args: Any) -> None:
-    """Call a fused dropout kernel for each range of rows with consecutive numbers.
+    """Call a fused dropout kernel for each range of consecutive rows.
 
-    args: tensors (s, b, h) and statistics (s, b) are cut by rows, statistics are flattened, others are passed on.
+    args: tensors (s, b, h) and statistics (s, b) are cut by rows, others are passed on.
     """
     assert key.sample_dim == 1
     for rows, own in key.row_ranges():
@@ -118,7 +117,6 @@ class _BiasDropoutAdd(torch.autograd.Function):
 
 
 def add_bias(x: Tensor, bias: Tensor) -> Tensor:
-    """Return x (s, b, h) + bias (h) on torch's kernels."""
     return _AddBias.apply(x, bias)
 
 

@@ -14,7 +14,7 @@ from .backend import Backend
 def embedding(ops: Backend, tokens: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
     """Look up rows of the word table. tokens (s, b), weight (v, h) -> (s, b, h).
 
-    first_row: number of this rank's first row; tokens with rows on other ranks give zeros.
+    first_row: this rank's first row; tokens on other ranks give zeros.
     """
     if ops.is_native("embedding"):
         return _NativeEmbedding.apply(ops.kernels, tokens.contiguous(), weight, first_row)
@@ -58,7 +58,7 @@ class _TorchEmbedding(torch.autograd.Function):
 
 
 def add_position(ops: Backend, x: Tensor, weight: Tensor, first: int = 0) -> Tensor:
-    """Add rows `first`, first + 1, ... of weight (positions, h) to x (s, b, h)."""
+    """Add rows from `first` on of weight (positions, h) to x (s, b, h)."""
     if ops.is_native("embedding"):
         return _NativeAddPosition.apply(ops.kernels, x, weight, first)
     return _TorchAddPosition.apply(x, weight, first)

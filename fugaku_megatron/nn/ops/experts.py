@@ -1,7 +1,6 @@
-"""Operations of a layer's experts: routing scores, permutation of rows, activations times scores.
+"""Operations of a layer's experts: routing scores, permutation of rows, activations times scores. All follow the choice of "gemm".
 
-All follow the choice of "gemm"; the matmuls are in `gemm`.
-h hidden, f width of an expert, e experts, k of them for each token, n pairs of a token and an expert, numbered row * k + place.
+h hidden, f expert width, e experts, k per token, n pairs of a token and an expert, numbered row * k + place.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ NORMALIZER = 1e-20  # added to the sum of sigmoid scores, as in Megatron-LM
 
 
 def kind_of_scores(model: ModelConfig) -> str:
-    """Return "sigmoid", "softmax" over all experts, or "softmax_of_chosen"."""
     if model.moe_router_score_function == SIGMOID:
         return "sigmoid"
     return "softmax" if model.moe_router_pre_softmax else "softmax_of_chosen"
@@ -34,8 +32,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's experts. Return (scores, expert numbers), both (rows, k), best first.
 
-    Of equal experts the one with the lower number is chosen. Without groups and a bias the choice is by logits, which scores
-    increase with. Scores have a gradient.
+    Among equal experts the lower number wins. Scores have a gradient.
 
     logits: (rows, e) in FP32
     bias: (e,), added to the scores for the choice
@@ -61,13 +58,12 @@ def route(
 
 
 def _best(x: Tensor, count: int) -> Tensor:
-    """Return the indices (rows, count) of the largest in each row of x (rows, n); NaN counts as infinity."""
+    """Return the indices (rows, count) of each row's largest elements; NaN counts as infinity."""
     finite = torch.nan_to_num(x, math.inf, math.inf, -math.inf)
     return finite.argsort(dim=-1, descending=True, stable=True)[:, :count]
 
 
 def _chosen(wish: Tensor, model: ModelConfig) -> Tensor:
-    """Return the numbers (rows, k) of the best experts by wish (rows, e), within the best groups if there are groups."""
     k = model.moe_router_topk
     groups = model.moe_router_num_groups
     group_count = model.moe_router_group_topk
@@ -119,10 +115,9 @@ class _NativeRoute(torch.autograd.Function):
 
 
 def sort_pairs(ops: Backend, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort pairs by expert. chosen: (rows, k), expert numbers, or `experts` for a dropped pair.
+    """Sort pairs by expert. chosen: (rows, k), `experts` for a dropped pair.
 
-    Return (pairs of each expert (e,), pair numbers (n,) in the order of experts, place (rows, k) of each pair in that order, or n
-    if it is dropped). An expert's pairs are in ascending order.
+    Return (pairs of each expert (e,), pair numbers (n,) in expert order, place (rows, k) of each pair in that order, n if dropped).
     """
     if ops.is_native("gemm"):
         counts = chosen.new_empty(experts)
@@ -174,7 +169,7 @@ def scaled_gate_gradient(
 ) -> Tensor:
     """Write the gradient of pre (n, f or 2 f) to dpre, and return the gradient of factors (n,).
 
-    dinner: (n, f), gradient of `scaled_gate`; overwritten with the value of `scaled_gate`.
+    dinner: (n, f), overwritten with the value of `scaled_gate`.
     """
     name = kernel(ops, activation)
     if name is not None and ACTIVATIONS[activation].gated:
@@ -191,5 +186,4 @@ def scaled_gate_gradient(
 
 
 def _scaled(x: Tensor, factors: Tensor) -> Tensor:
-    """Multiply x (n, f) by factors (n,) in FP32, and round to x's dtype."""
     return (x * factors.unsqueeze(1)).to(x.dtype)

@@ -1,6 +1,6 @@
 """Matrix products of linear layers, and of the experts' rows.
 
-Weight gradients are added to the parameters' FP32 `main_grad`, at once or when the schedule asks for them.
+Weight gradients are added to `main_grad`, at once or when the schedule asks for them.
 s sequence, b micro-batch, rows = s b.
 """
 
@@ -30,7 +30,7 @@ def matmul(
     activation: str | None = None,
     pre: Tensor | None = None,
 ) -> None:
-    """Write x weight^T + bias to out. x (rows, in), weight (out, in), bias (out), out (rows, out).
+    """Write x weight^T + bias to out (rows, out). x (rows, in), weight (out, in).
 
     activation: applied to the result, native only; `pre` receives its argument.
     """
@@ -48,7 +48,7 @@ def matmul(
 
 
 def data_gradient(ops: Backend, dy: Tensor, weight: Tensor, dx: Tensor) -> None:
-    """Write dy weight to dx. dy (rows, out), weight (out, in), dx (rows, in)."""
+    """Write dy weight to dx (rows, in). dy (rows, out)"""
     if not ops.is_native("gemm"):
         torch.mm(dy, weight, out=dx)
         return
@@ -61,7 +61,7 @@ def weight_gradient(
 ) -> None:
     """Add dy^T x to the gradient of weight (out, in), and the sum of dy's rows to the gradient of bias (out).
 
-    The work may be postponed: dy (rows, out) and x (rows, in) must not change until it is done.
+    The work may be postponed: dy and x must not change until then.
     """
     if is_frozen(weight):
         return
@@ -85,7 +85,7 @@ def _torch_weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor |
 
 
 def outer_sum(ops: Backend, dy: Tensor, x: Tensor) -> Tensor:
-    """Return dy^T x (out, in) in FP32. dy (rows, out), x (rows, in)."""
+    """Return dy^T x (out, in) in FP32."""
     if not ops.is_native("gemm"):
         return dy.t().float() @ x.float()
     total = torch.zeros(dy.shape[1], x.shape[1])
@@ -100,19 +100,19 @@ def linear(
     bias: Tensor | None = None,
     sequence: Comm | None = None,
 ) -> Tensor:
-    """Return x W^T + bias. x (..., in), weight (out, in), bias (out) -> (..., out).
+    """Return x W^T + bias, (..., in) -> (..., out).
 
-    sequence: ranks that shard x (s / t, b, in) by sequence. The shards are gathered to (s, b, in), again in backward, which
-        reduce-scatters the gradient of x.
+    sequence: ranks that shard x (s / t, b, in) by sequence. The shards are gathered, again in backward, which reduce-scatters the
+        gradient of x.
     """
     function = _NativeLinear if ops.is_native("gemm") else _TorchLinear
     return function.apply(ops, x, weight, bias, sequence)
 
 
 def row_count(x: Tensor, sequence: Comm | None) -> int:
-    """Return the rows of x (..., h) after its shards are gathered.
+    """Return the rows of x after its shards are gathered.
 
-    Allocate a saved tensor with it before gathering, so that freeing the gathered tensor leaves no hole.
+    Allocate a saved tensor before gathering, so that freeing the gathered tensor leaves no hole.
     """
     rows = x.numel() // x.shape[-1]
     return rows if sequence is None else rows * sequence.size
@@ -192,7 +192,7 @@ class _TorchLinear(torch.autograd.Function):
 def grouped_matmul(
     ops: Backend, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor
 ) -> None:
-    """Write x times the transposed matrix of each row's group to out. x (n, in), out (n, out); a group may have no rows."""
+    """Write x (n, in) times the transposed matrix of each row's group to out (n, out); groups may be empty."""
     few = len(x) <= ops.few_rows
     if not ops.is_native("gemm") or ops.weight_cache is not None or few:
         for number, rows in parts(counts):
@@ -206,7 +206,7 @@ def grouped_matmul(
 def grouped_data_gradient(
     ops: Backend, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor
 ) -> None:
-    """Write dy times the matrix of each row's group to dx. dy (n, out), dx (n, in)."""
+    """Write dy (n, out) times the matrix of each row's group to dx (n, in)."""
     if not ops.is_native("gemm") or ops.weight_cache is not None:
         for number, rows in parts(counts):
             data_gradient(ops, dy[rows], matrix_of(weight, number), dx[rows])
@@ -219,10 +219,7 @@ def grouped_data_gradient(
 def grouped_weight_gradient(
     ops: Backend, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int]
 ) -> None:
-    """Add dy^T x of each group's rows to the gradient of its matrix. dy (n, out), x (n, in).
-
-    The work may be postponed: dy and x must not change until it is done.
-    """
+    """Add dy^T x of each group's rows to the gradient of its matrix, perhaps later, as `weight_gradient`."""
     if not ops.is_native("gemm"):
         for number, rows in parts(counts):
             weight_gradient(ops, dy[rows], x[rows], matrix_of(weight, number), None)
@@ -241,7 +238,7 @@ def grouped_weight_gradient(
 
 
 def grouped_outer_sum(ops: Backend, dy: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return dy^T x of each group's rows in FP32, (groups, out, in). dy (n, out), x (n, in)."""
+    """Return dy^T x of each group's rows in FP32, (groups, out, in)."""
     total = torch.zeros(len(counts), dy.shape[1], x.shape[1])
     if ops.is_native("gemm"):
         ops.kernels.grouped_linear_weight_gradient(dy, x, torch.tensor(counts), total, 0)

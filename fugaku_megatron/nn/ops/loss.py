@@ -1,6 +1,6 @@
 """Cross-entropy of the language-model head, with the vocabulary sharded over tensor-parallel ranks.
 
-The native form computes blocks of logits, their loss and their gradients, so that the full logits never exist.
+The native form computes the logits in blocks.
 s sequence, b micro-batch, h hidden, v vocabulary of this rank.
 """
 
@@ -47,17 +47,16 @@ def head_loss(
 
     The softmax is in FP32. The gradient of a row with a label of -1 is exactly 0, whatever its logits are.
 
-    Args:
-        x: (s, b, h). The native backend overwrites x with its gradient, if x needs one.
-        weight: (v, h)
-        labels: (s, b)
-        first_row: number of this rank's first row of the vocabulary.
-        factor: gradient of the loss in backward, because the native backend accumulates weight gradients in forward.
-        rows_at_once: rows of a logits block; None: all.
-        unpadded_rows: rows of the weight in the softmax; the others get no gradient. None: all.
-        z_loss: coefficient of (log sum exp)^2, added to a row's loss as in PaLM (Chowdhery et al. 2022, section 5).
-        count: None: the number of all rows.
-        z_sum: (), receives the sum of the z-loss.
+    x: (s, b, h). The native backend overwrites x with its gradient, if needed.
+    weight: (v, h)
+    labels: (s, b)
+    first_row: this rank's first row of the vocabulary.
+    factor: gradient of the loss in backward, because the native backend accumulates weight gradients in forward.
+    rows_at_once: rows of a logits block; None: all.
+    unpadded_rows: rows of the weight in the softmax; the others get no gradient. None: all.
+    z_loss: coefficient of (log sum exp)^2, added to a row's loss as in PaLM (Chowdhery et al. 2022, section 5).
+    count: None: the number of all rows.
+    z_sum: (), receives the sum of the z-loss.
     """
     vocabulary = _Vocabulary(tp, first_row, unpadded_rows, z_loss)
     divisor = count or labels.numel()
@@ -148,10 +147,7 @@ def _block_loss(
     factor: float,
     dlogits: Tensor | None,
 ) -> tuple[float, float]:
-    """Return the summed loss of logits (rows, v), and the z-loss in it; write the gradient times `factor` to dlogits.
-
-    dlogits: may be logits.
-    """
+    """Return the summed loss and z-loss; write the gradient to dlogits, which may be logits."""
     tp = vocabulary.tp
     row_max, sum_exp, target_logit = torch.empty(3, len(labels))
     if tp.size == 1:
@@ -187,7 +183,7 @@ def _block_loss(
 
 
 class _TorchCrossEntropy(torch.autograd.Function):
-    """The gradient overwrites the saved probabilities, so that backward runs once."""
+    """The gradient overwrites the saved probabilities: backward runs once."""
 
     @staticmethod
     def forward(

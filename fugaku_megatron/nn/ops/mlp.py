@@ -1,7 +1,6 @@
-"""The MLP f(x W1^T + b1) W2^T as one operation, which saves its input and the argument of the activation f.
+"""The MLP f(x W1^T + b1) W2^T as one operation, which saves its input and `pre`, the argument of f.
 
-With a gate W1 has two matrices, the gates' and the values' (`activation`).
-s sequence, b micro-batch, h hidden, f MLP width, rows = s b.
+s sequence, b micro-batch, h hidden, f MLP width, rows = s b; shapes with a gate as in `activation`.
 """
 
 from __future__ import annotations
@@ -36,14 +35,11 @@ def mlp(
     sequence: Comm | None = None,
     activation: str = "gelu",
 ) -> Tensor:
-    """Return f(x W1^T + b1) W2^T. x (s, b, h) -> (s, b, h).
+    """Return f(x W1^T + b1) W2^T, (s, b, h) -> (s, b, h).
 
-    Args:
-        weight1, bias1: (f, h) and (f), or with a gate (2, f, h) and (2, f).
-        weight2: (h, f)
-        needs_values: False if a backward follows and neither the result nor x is read again; backward may then overwrite x.
-        sequence: as in `linear`.
-        activation: a row of `ACTIVATIONS`.
+    weight1, bias1: (f, h) and (f), or with a gate (2, f, h) and (2, f).
+    needs_values: False if a backward follows and neither the result nor x is read again; backward may then overwrite x.
+    sequence: as in `linear`.
     """
     if ACTIVATIONS[activation].gated:
         weight1 = matrix(weight1)
@@ -112,7 +108,7 @@ class _MLP(torch.autograd.Function):
 def first_matmul(
     ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, activation: str
 ) -> Tensor:
-    """Write x weight^T + bias to pre (rows, f or 2 f), and return its activation (rows, f)."""
+    """Write x weight^T + bias to pre, and return its activation."""
     if not is_fused(ops, activation):
         matmul(ops, x, weight, pre, bias)
         return activate(ops, pre, activation)
@@ -124,7 +120,7 @@ def first_matmul(
 def argument_gradient(
     ops: Backend, dy: Tensor, weight2: Tensor, pre: Tensor, dpre: Tensor, activation: str
 ) -> None:
-    """Write the gradient of pre (rows, f or 2 f) to dpre, from the output gradient dy (rows, h)."""
+    """Write the gradient of pre to dpre, from dy (rows, h)."""
     if is_fused(ops, activation):
         ops.kernels.linear_data_gradient(
             dy,
@@ -144,10 +140,7 @@ def argument_gradient(
 def add_second_weight_gradient(
     ops: Backend, dy: Tensor, pre: Tensor, weight2: Tensor, activation: str
 ) -> None:
-    """Add dy^T f(pre) to the gradient of weight2 (h, f).
-
-    The work may be postponed: dy (rows, h) and pre (rows, f or 2 f) must not change until it is done.
-    """
+    """Add dy^T f(pre) to the gradient of weight2 (h, f), perhaps later: dy and pre must not change until then."""
     if is_frozen(weight2):
         return
     if kernel(ops, activation) is None:
@@ -167,7 +160,7 @@ def add_second_weight_gradient(
 def _overwrite_with_gradient(
     ops: Backend, dy: Tensor, pre: Tensor, weight2: Tensor, activation: str
 ) -> None:
-    """Add the gradient of weight2 (h, f), and overwrite pre (rows, f or 2 f) with its gradient, in blocks of columns."""
+    """Add the gradient of weight2, and overwrite pre with its gradient."""
     row = ACTIVATIONS[activation]
     packed = ops.packed(weight2, transposed=True)
     length = ops.sum_length(dy)
@@ -198,7 +191,7 @@ def _overwrite_with_gradient(
 
 
 def _column_blocks(pre: Tensor, width: int, whole: bool) -> Iterator[tuple[slice, Tensor]]:
-    """Yield blocks of `width` columns, or all at once, each with the same memory (rows, columns)."""
+    """Yield blocks of columns, or all at once, with the same memory."""
     columns = width
     if not whole:
         columns = min(max(MIN_COLUMNS, -(-width // COLUMN_BLOCKS // 64) * 64), width)
@@ -209,7 +202,6 @@ def _column_blocks(pre: Tensor, width: int, whole: bool) -> Iterator[tuple[slice
 
 
 def _columns(pre: Tensor, columns: slice, activation: str) -> Tensor:
-    """Return columns of the activation's argument: (rows, columns), or with a gate (rows, 2, columns)."""
     if ACTIVATIONS[activation].gated:
         return as_gates(pre)[:, :, columns]
     return pre[:, columns]
@@ -218,7 +210,6 @@ def _columns(pre: Tensor, columns: slice, activation: str) -> Tensor:
 def _add_columns_gradient(
     ops: Backend, dy: Tensor, argument: Tensor, inner: Tensor, gradient: Tensor, activation: str
 ) -> None:
-    """Add dy^T f(argument) to gradient (h, columns). inner: memory for f(argument)."""
     row = ACTIVATIONS[activation]
     if row.gated:
         ops.kernels.gate(argument, inner, row.kernel)

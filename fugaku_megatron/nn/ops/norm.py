@@ -17,7 +17,6 @@ from .dropout import bias_dropout_add, call_rowwise
 
 
 def layer_norm(ops: Backend, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """Normalize the last dimension. x (..., h), weight and bias (h) -> (..., h)."""
     if ops.is_native("rowwise"):
         return _NativeLayerNorm.apply(ops.kernels, x, weight, bias, epsilon)
     return _TorchLayerNorm.apply(x, weight, bias, epsilon)
@@ -76,7 +75,7 @@ class _TorchLayerNorm(torch.autograd.Function):
 
 
 def rms_norm(ops: Backend, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + epsilon) * weight, computed in FP32. x (..., h), weight (h) -> (..., h)."""
+    """Return x / sqrt(mean(x^2) + epsilon) * weight, computed in FP32. x (..., h)"""
     if ops.is_native("rowwise"):
         return _NativeRMSNorm.apply(ops.kernels, x, weight, epsilon)
     return _TorchRMSNorm.apply(x, weight, epsilon)
@@ -127,7 +126,7 @@ def normalized(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tenso
 
 
 def norm_gradients(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x (..., h), and of weight (h) in FP32, for `normalized`."""
+    """Return the gradients of x (..., h), and of weight (h) in FP32."""
     unit = x.float() * rstd
     dy = dy.float()
     scaled = dy * weight
@@ -146,7 +145,7 @@ def bias_dropout_add_layer_norm(
     norm_bias: Tensor,
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return (`bias_dropout_add`, its `layer_norm`), both (s, b, h). weight and norm_bias (h)."""
+    """Return (`bias_dropout_add`, its `layer_norm`), both (s, b, h)."""
     if ops.is_native("rowwise"):
         return _BiasDropoutAddNorm.apply(
             ops.kernels, x, bias, residual, p, key, epsilon, weight, norm_bias
@@ -165,7 +164,7 @@ def bias_dropout_add_rms_norm(
     weight: Tensor,
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return (`bias_dropout_add`, its `rms_norm`), both (s, b, h). weight (h)."""
+    """Return (`bias_dropout_add`, its `rms_norm`), both (s, b, h)."""
     if ops.is_native("rowwise"):
         return _BiasDropoutAddNorm.apply(ops.kernels, x, bias, residual, p, key, epsilon, weight)
     total = bias_dropout_add(ops, x, bias, residual, p, key)
@@ -173,7 +172,7 @@ def bias_dropout_add_rms_norm(
 
 
 class _BiasDropoutAddNorm(torch.autograd.Function):
-    """Layer norm with the parameters weight and bias, RMS norm with the weight alone."""
+    """Layer norm with weight and bias, RMS norm with the weight alone."""
 
     @staticmethod
     def forward(

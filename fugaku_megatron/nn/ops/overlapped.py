@@ -4,8 +4,8 @@
     row_linear      reduce-scatters its result             backward gathers the gradient
     overlapped_mlp  both, with the activation in between
 
-Weight gradients need whole tensors and run while the last blocks are sent. Results have the same bits as without blocks.
-s sequence, b micro-batch, h hidden, f MLP width, t ranks, rows = s b.
+Weight gradients run while the last blocks are sent. Results have the same bits as without blocks.
+s sequence, b micro-batch, t ranks.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .mlp import add_second_weight_gradient, argument_gradient
 def column_linear(
     ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks
 ) -> Tensor:
-    """Return `linear` of the gathered x. x (s / t, b, in), weight (out, in), bias (out) or None -> (s, b, out)."""
+    """Return `linear` of the gathered x, (s / t, b, in) -> (s, b, out)."""
     return _ColumnLinear.apply(ops, x, weight, bias, blocks)
 
 
 def row_linear(ops: Backend, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Tensor:
-    """Return this rank's shard of the sum of `linear` over ranks. x (s, b, in), weight (out, in) -> (s / t, b, out)."""
+    """Return this rank's shard of the sum of `linear` over ranks, (s, b, in) -> (s / t, b, out)."""
     return _RowLinear.apply(ops, x, weight, blocks)
 
 
@@ -47,7 +47,7 @@ def overlapped_mlp(
     blocks: RowBlocks,
     activation: str = "gelu",
 ) -> Tensor:
-    """Return this rank's shard of the sum of `mlp` over ranks, for the gathered x. x (s / t, b, h) -> (s / t, b, h)."""
+    """Return this rank's shard of the sum of `mlp` over ranks, (s / t, b, h) -> (s / t, b, h)."""
     if ACTIVATIONS[activation].gated:
         weight1 = matrix(weight1)
         bias1 = matrix(bias1)
@@ -55,7 +55,6 @@ def overlapped_mlp(
 
 
 def _data_gradient_sum(ops: Backend, dy: Tensor, weight: Tensor, blocks: RowBlocks) -> Summing:
-    """Start the sum over ranks of dy (rows, out) weight (out, in), with this rank's blocks computed."""
     total = blocks.sum(len(dy), weight.shape[1], dy.dtype)
     for rows, block in total:
         data_gradient(ops, dy[rows], weight, block)
@@ -63,7 +62,6 @@ def _data_gradient_sum(ops: Backend, dy: Tensor, weight: Tensor, blocks: RowBloc
 
 
 def _gathered_rows(gathering: Gathering) -> Tensor:
-    """Return (rows, h) after all blocks have arrived."""
     gathering.wait()
     return gathering.rows
 

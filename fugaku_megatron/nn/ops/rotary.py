@@ -1,6 +1,6 @@
 """Rotary positions (Su et al. 2021, arXiv:2104.09864), with the norm of queries and keys.
 
-s sequence, b micro-batch, n heads of this rank in g query groups, d head size.
+s sequence, b micro-batch, d head size; qkv as in `Heads`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Rotary(NamedTuple):
     angles: cosines and sines (positions, rotated elements / 2) in FP32, or None for no rotation.
     interleaved: pairs are neighbours 2 i and 2 i + 1, else elements i and i + rotated / 2.
     norm: applied before the rotation.
-    positions: int32 (s, b), row of `angles` of each token; None: the token's index in the sequence.
+    positions: int32 (s, b), each token's row in `angles`; None: the token's index.
     """
 
     angles: Angles | None
@@ -41,7 +41,7 @@ class Rotary(NamedTuple):
 
 
 def rotary(ops: Backend, qkv: Tensor, call: Rotary) -> Tensor:
-    """Rotate queries and keys, after normalizing them if `call.norm` is given. qkv (s, b, g (n/g + 2) d) -> same shape."""
+    """Rotate queries and keys of qkv, after the norm if `call.norm` is given."""
     if not ops.is_native("rowwise"):
         return _TorchRotary.apply(qkv, call)
     if call.angles is None:
@@ -55,7 +55,6 @@ def rotary(ops: Backend, qkv: Tensor, call: Rotary) -> Tensor:
 
 
 def _heads(qkv: Tensor, call: Rotary) -> Tensor:
-    """Return qkv (s, b, g (n/g + 2) d) as the kernels take it: (s, b, g (n/g + 2), d)."""
     return qkv.view(*qkv.shape[:2], -1, call.heads.head_size)
 
 
@@ -175,7 +174,6 @@ class _TorchRotary(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, call: Rotary, inverse: bool = False) -> Tensor:
-    """Rotate pairs of the first elements of x (s, b, g, k, d), in FP32."""
     if call.angles is None:
         return x
     if call.positions is None:
