@@ -50,13 +50,11 @@ Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n matmuls
 class Compute:
     """One rank's measurements.
 
-    attention: (s, forward GFLOP/s, backward GFLOP/s) for sequences of s tokens, without dropout
-    dropout_flops: see planner.software
-    elementwise_gbs: rate of the optimizer's update
+    attention: (s, forward GFLOP/s, backward GFLOP/s) over s tokens, without dropout
     call_us: an operator call without its data
     iteration_s: an iteration without its operator calls
-    process_mib: process memory without tensors
-    bf16x3: see planner.software.Parameters
+    process_mib: without tensors
+    dropout_flops, bf16x3: see planner.software
     """
 
     threads: int
@@ -75,7 +73,7 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class Messages:
-    """Latency in us and rate in GB/s between two ranks, one direction."""
+    """Latency in us and GB/s between two ranks, one direction."""
 
     alpha_us: float
     gbs: float
@@ -84,8 +82,8 @@ class Messages:
 class NetworkRates(NamedTuple):
     """Measured communication.
 
-    inside, between: messages within a node and between nodes; both None for one rank, whose messages are copies in memory
-    reduce_gbs: see `all_reduce_gbs`; None for one rank
+    inside, between: messages within a node and between nodes; None for one rank, whose messages are copies in memory
+    reduce_gbs: see `all_reduce_gbs`
     """
 
     inside: Messages | None = None
@@ -94,7 +92,7 @@ class NetworkRates(NamedTuple):
 
 
 def best_seconds(f: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of ROUNDS calls, after a warm-up call."""
+    """Return seconds of the fastest in ROUNDS calls, after a warm-up."""
     f()
     times = []
     for _ in range(ROUNDS):
@@ -105,7 +103,6 @@ def best_seconds(f: Callable[[], object]) -> float:
 
 
 def triad_gbs(elements: int) -> float:
-    """Measure GB/s of this rank's STREAM triad on three FP32 arrays."""
     import torch
 
     from ..host import kernels
@@ -115,7 +112,6 @@ def triad_gbs(elements: int) -> float:
 
 
 def measure_compute() -> Compute:
-    """Measure this rank's threads."""
     import torch
 
     from ..host.allocator import peak_memory_mib
@@ -146,7 +142,6 @@ def measure_compute() -> Compute:
 def measure_gemm(
     sizes: Sequence[int] | None = None, cold_bytes: int | None = None, dtype: str = "float32"
 ) -> Points:
-    """Measure square matmuls. cold_bytes, dtype: see host_kernels.gemm_gflops"""
     import torch
 
     from . import host_kernels
@@ -157,7 +152,7 @@ def measure_gemm(
 
 
 def measure_team(world: Comm, threads: int, measure: Callable[[], Points] = measure_gemm) -> Points:
-    """Measure square matmuls on rank 0 with `threads` threads while the node's other ranks sleep and return (). Collective."""
+    """Measure square matmuls on rank 0 with `threads` threads; the node's other ranks sleep and return (). Collective."""
     import torch
 
     name = None
@@ -181,7 +176,7 @@ def measure_team(world: Comm, threads: int, measure: Callable[[], Points] = meas
 def fit_curve(points: Sequence[tuple[int, float]], peak_gflops: float) -> tuple[float, float]:
     """Return (maximum, half) of share = maximum / (1 + half / n) with the smallest sum of absolute relative errors.
 
-    Absolute errors, because a disturbed measurement would bend a least-squares curve. `half` is from a grid.
+    A disturbed measurement would bend a least-squares curve.
     """
     best = (math.inf, 0.0, 0.0)
     for step in range(0, 201):
@@ -193,7 +188,7 @@ def fit_curve(points: Sequence[tuple[int, float]], peak_gflops: float) -> tuple[
 
 
 def ping_pong(world: Comm, partner: int, bytes: int) -> float:
-    """Return seconds of a message of `bytes` between rank 0 and `partner`; meaningless on other ranks. Collective."""
+    """Return seconds of a message between rank 0 and `partner`; meaningless on others. Collective."""
     import torch
 
     tensor = torch.zeros(bytes, dtype=torch.uint8)
@@ -225,7 +220,7 @@ def measure_messages(world: Comm, partner: int) -> Messages:
 
 
 def all_reduce_gbs(world: Comm, bytes: int | None = None) -> float:
-    """Return GB/s of a large all-reduce over all ranks: vector bytes over time. Collective."""
+    """Return GB/s of a large all-reduce: vector bytes over time. Collective."""
     import torch
 
     size = bytes or REDUCED
@@ -234,10 +229,9 @@ def all_reduce_gbs(world: Comm, bytes: int | None = None) -> float:
 
 
 def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, float]:
-    """Return this project's parameters on this host, with the names in planner.software.Parameters.
+    """Return planner.software.Parameters on this host, by name.
 
-    ranks: the ranks of one node
-    reduce_gbs: all_reduce_gbs within the node, None if it crossed nodes
+    reduce_gbs: within the node, None if it crossed nodes
     """
     first = ranks[0]
     members = len(ranks)
@@ -258,7 +252,6 @@ def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, floa
 
 
 def gemm_curve(threads: int, points: Points, peak_gflops: float) -> dict[str, float]:
-    """Return a GEMM curve in the format of perf/machines/*.json."""
     maximum, half = fit_curve(points, peak_gflops)
     return {"threads": threads, "maximum": maximum, "half": half, "exponent": 1.0}
 
@@ -271,13 +264,7 @@ def describe(
     memory_gib: float,
     command: str = "calibrate",
 ) -> dict[str, Any]:
-    """Return the contents of the machine's file, each constant with its source.
-
-    ranks: measurements of one node's ranks
-    team: matmuls of one rank with all threads of the node, if measured
-    memory_gib: of the node
-    command: the command that measured
-    """
+    """Return the contents of the machine's file, each constant with its source."""
     first = ranks[0]
     peak = sum(r.fma_gflops for r in ranks)
     threads = sum(r.threads for r in ranks)
@@ -338,7 +325,6 @@ def describe(
 
 
 def _short(value: Any) -> Any:
-    """Round every number in the value to four significant digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, list):
@@ -347,7 +333,7 @@ def _short(value: Any) -> Any:
 
 
 def disturbances(ranks: Sequence[Compute], nominal_ghz: float) -> list[str]:
-    """Return one line for each sign that other processes disturbed the measurement. nominal_ghz: 0 if unknown"""
+    """Return a line for each sign of other processes' disturbance. nominal_ghz: 0 if unknown"""
     clocks = [rank.clock_ghz for rank in ranks]
     lines = []
     if nominal_ghz and min(clocks) < MIN_CLOCK_SHARE * nominal_ghz:
@@ -363,7 +349,7 @@ def disturbances(ranks: Sequence[Compute], nominal_ghz: float) -> list[str]:
 
 
 def calibrate(world: Comm, output: Path) -> None:
-    """Measure and write the file `output`. Collective. ValueError for a world of one rank."""
+    """Measure and write `output`. Collective. ValueError for one rank."""
     import psutil
 
     from ..host.runtime import cpu_model
@@ -410,7 +396,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Calibrate; called on every rank of mpiexec."""
     from ..comm.job import run_or_abort
 
     check_file("--output", args.output)

@@ -1,7 +1,7 @@
-"""Rates of this project's kernels on this host under the conditions of a training step, for calibrate.
+"""Rates of this project's kernels on this host as in a training step.
 
-Matmuls read operands outside the caches and pack their weight, as in a step without --cache-packed-weights: each call uses another
-set of tensors out of COLD_BYTES bytes.
+Matmuls read operands outside the caches and pack their weight, as without --cache-packed-weights: each call uses other
+tensors out of COLD_BYTES bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STEPS = 15  # timed steps of a tiny model
 
 
 def seconds_each(calls: Sequence[Callable[[], object]], rounds: int = 3) -> float:
-    """Return mean seconds per call in the fastest of `rounds` rounds over `calls`, after a warm-up round."""
+    """Return mean seconds per call in the fastest of `rounds` rounds, after a warm-up."""
     times = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -55,8 +55,8 @@ def seconds_each(calls: Sequence[Callable[[], object]], rounds: int = 3) -> floa
 def gemm_gflops(n: int, cold_bytes: int | None = None, dtype: torch.dtype = torch.float32) -> float:
     """Measure GFLOP/s of n x n x n matmuls: a third each of forward, data gradient and weight gradient.
 
-    cold_bytes: all operands together in FP32; None: COLD_BYTES
-    dtype: of operands and results; weight gradients are FP32
+    cold_bytes: all operands in FP32; None: COLD_BYTES
+    dtype: weight gradients are FP32
     """
     sets = max(3, (cold_bytes or COLD_BYTES) // (12 * n * n))
     tensors = [
@@ -72,7 +72,7 @@ def gemm_gflops(n: int, cold_bytes: int | None = None, dtype: torch.dtype = torc
 
 
 def bf16x3_share() -> float:
-    """Return the rate of matmuls with --fp32-matmul bf16x3 over FP32's; 0 if the kernels have no BF16 arithmetic."""
+    """Return the rate of --fp32-matmul bf16x3 over FP32's; 0 without BF16 arithmetic."""
     if not kernels.has_bf16_arithmetic():
         return 0.0
     x, weight, out = (torch.randn(BF16X3_SIZE, BF16X3_SIZE) for _ in range(3))
@@ -81,7 +81,7 @@ def bf16x3_share() -> float:
 
 
 def attention_gflops(s: int, p: float = 0.0) -> tuple[float, float]:
-    """Measure GFLOP/s of causal attention over s tokens with dropout probability p, forward and backward."""
+    """Measure causal attention over s tokens with dropout p, forward and backward."""
     heads = HEADS
     width = HEADS * HEAD_SIZE
     qkv = torch.randn(s, 1, 3 * width)
@@ -99,7 +99,7 @@ def attention_gflops(s: int, p: float = 0.0) -> tuple[float, float]:
 
 
 def dropout_flops(s: int, peak_gflops: float) -> float:
-    """Measure `dropout_flops` in planner.software: mean of forward and backward over s tokens, Megatron's default dropout against none."""
+    """Measure `dropout_flops` in planner.software: mean of forward and backward, Megatron's default dropout against none."""
     again = 1.0, accounting.ATTENTION_BACKWARD_SHARE
     rates = zip(
         attention_gflops(s), attention_gflops(s, ModelConfig.attention_dropout), again, strict=True
@@ -109,7 +109,7 @@ def dropout_flops(s: int, peak_gflops: float) -> float:
 
 
 def elementwise_gbs(elements: int | None = None) -> float:
-    """Measure GB/s of the optimizer's update, which reads four vectors and writes three. None: ELEMENTS"""
+    """Measure the optimizer's update, which reads four vectors and writes three."""
     count = elements or ELEMENTS
     weights, gradients, first, second = (torch.full((count,), 1e-3) for _ in range(4))
     update = {
@@ -151,7 +151,7 @@ def _step_seconds(run: RunConfig) -> float:
 
 
 def step_overhead() -> tuple[float, float]:
-    """Return (us of an operator call, seconds of an iteration) without data, from steps of two tiny models."""
+    """Return (us of an operator call, seconds of an iteration) without data."""
     code = software.load(software.THIS_PROJECT)
     points = []
     for layers, microbatches in ((1, 1), (8, 8)):

@@ -1,7 +1,7 @@
 """Collective error handling: work that fails on all ranks or on none.
 
-An exception on one rank alone would leave the other ranks waiting in their next collective. `agree` therefore raises the message
-of the first failing rank on every rank. For set-up, files and checks, not for the training step.
+An exception on one rank alone would leave the others waiting in their next collective: `agree` raises the first failing
+rank's message on every rank. For set-up, files and checks, not for the training step.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ TRANSIENT_ERRNOS = (
 
 
 class StorageFailure(ValueError):
-    """A file that could not be read or written because of an error in TRANSIENT_ERRNOS: the user made no mistake."""
+    """A file error in TRANSIENT_ERRNOS: not the user's mistake."""
 
 
 def storage_failed(error: BaseException | None) -> bool:
-    """Return True if the error or one of its causes is a StorageFailure or an OSError in TRANSIENT_ERRNOS."""
+    """Return True if the error or a cause is a StorageFailure or in TRANSIENT_ERRNOS."""
     while error is not None:
         if isinstance(error, StorageFailure):
             return True
@@ -53,9 +53,9 @@ def storage_failed(error: BaseException | None) -> bool:
 
 @contextmanager
 def everywhere() -> Iterator[None]:
-    """Mark ValueErrors and SystemExits that every rank raises by itself (flags, sizes), so that only rank 0 reports them.
+    """Mark ValueErrors and SystemExits that every rank raises by itself (flags, sizes), so that only rank 0 reports.
 
-    Needs no communication, so it works before MPI is initialised: see `comm.job.run_or_abort`.
+    Works before MPI is initialised: see `comm.job.run_or_abort`.
     """
     try:
         yield
@@ -74,7 +74,7 @@ def agree(
     """Run `work` on every rank and return this rank's result. Collective.
 
     If any rank fails, every rank raises ValueError (StorageFailure if storage failed) with `prefix`, the first failing rank
-    (unless `name_rank` is False), its message, and the text that `hint` returns on rank 0. Success costs one reduction.
+    (if `name_rank`), its message, and `hint` of rank 0. Success costs one reduction.
     """
     results: list[T] = []
     cause: Exception | None = None
@@ -96,14 +96,14 @@ def agree(
 
 
 def _first(comm: Comm, flag: bool) -> int:
-    """Return the first rank whose flag is set, or `comm.size`. Collective."""
+    """Return the first rank with the flag, or `comm.size`. Collective."""
     return int(comm.all_reduce(torch.tensor(comm.rank if flag else comm.size), "min"))
 
 
 def first_rank(comm: Comm, key: tuple[int, ...] | None, length: int) -> int | None:
-    """Return the first rank with the smallest key, or None if no rank has a key. Collective.
+    """Return the first rank with the smallest key, or None without keys. Collective.
 
-    Costs one reduction per number in the key.
+    Costs one reduction per number.
 
     key: `length` numbers below 2^62
     """
@@ -121,7 +121,7 @@ def on_root(
     prefix: str = "",
     hint: Callable[[], str] | None = None,
 ) -> T:
-    """Run `work` on rank 0 and return its picklable result on all ranks; errors as in `agree`. Collective.
+    """Run `work` on rank 0; return its picklable result on all ranks. Errors as in `agree`. Collective.
 
     comm: None if this process is alone
     """
@@ -133,7 +133,6 @@ def on_root(
 
 
 def describe(error: Exception) -> str:
-    """Return the error as one non-empty line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     text = str(error)
@@ -144,8 +143,7 @@ def describe(error: Exception) -> str:
 class Nodes:
     """Nodes of a world.
 
-    ranks: communicator of this node's ranks, in world order
-    count: number of nodes
+    ranks: this node's, in world order
     number: index of this node
     """
 
@@ -155,14 +153,13 @@ class Nodes:
 
     @property
     def leads(self) -> bool:
-        """True on the rank that acts for its node."""
         return self.ranks.rank == 0
 
 
 def find_nodes(world: Comm, name: str | None = None) -> Nodes:
-    """Group the ranks of `world` by node; nodes are numbered by their first ranks. Collective.
+    """Group ranks by node; nodes are numbered by their first ranks. Collective.
 
-    name: this rank's node, by default the host's name
+    name: this node, by default the host's name
     """
     name = name or platform.node()
     ranks = world.split(zlib.crc32(name.encode()) & 0x7FFFFFFF, world.rank)
@@ -176,7 +173,7 @@ def find_nodes(world: Comm, name: str | None = None) -> Nodes:
 
 
 def scatter_object(comm: Comm, objects: Sequence[Any] | None) -> Any:
-    """Return rank 0's objects[rank] on every rank; other ranks pass None. Collective."""
+    """Return rank 0's objects[rank] on every rank; others pass None. Collective."""
     if comm.rank > 0:
         size = int(comm.recv(torch.zeros(1, dtype=torch.int64), 0))
         received = comm.recv(torch.empty(size, dtype=torch.uint8), 0)
@@ -193,7 +190,7 @@ def scatter_object(comm: Comm, objects: Sequence[Any] | None) -> Any:
 
 
 def differing(comm: Comm, values: Mapping[str, Any]) -> str | None:
-    """Describe the first value that differs between ranks, or return None. Collective.
+    """Describe the first value that differs between ranks. Collective.
 
     Equal values cost one reduction of two numbers.
 

@@ -1,8 +1,7 @@
 """Tensor- and sequence-parallel communication as autograd functions, and row exchanges overlapped with matmuls.
 
-`comm` is the tensor-parallel communicator; with one rank each function returns its input. The names and conjugate pairs are
-Megatron-LM's mappings: Shoeybi et al. 2019 (arXiv:1909.08053), figure 3; Korthikanti et al. 2022 (arXiv:2205.05198), figure 5.
-Second derivatives are not supported.
+The names and conjugate pairs are Megatron-LM's mappings: Shoeybi et al. 2019 (arXiv:1909.08053), figure 3;
+Korthikanti et al. 2022 (arXiv:2205.05198), figure 5. Second derivatives are not supported.
 
 Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size, n = s b rows
 """
@@ -40,10 +39,7 @@ def _own_shard(tensor: Tensor, comm: Comm) -> Tensor:
 
 
 def gather_sequence(tensor: Tensor, comm: Comm | None) -> Tensor:
-    """All-gather the first dimension into a new tensor without gradient: (s / t, b, h) -> (s, b, h).
-
-    comm: None returns `tensor`
-    """
+    """All-gather the first dimension without gradient: (s / t, b, h) -> (s, b, h)."""
     if comm is None:
         return tensor
     whole = tensor.new_empty(tensor.shape[0] * comm.size, *tensor.shape[1:])
@@ -51,10 +47,7 @@ def gather_sequence(tensor: Tensor, comm: Comm | None) -> Tensor:
 
 
 def reduce_scatter_sequence(tensor: Tensor, comm: Comm | None) -> Tensor:
-    """Reduce-scatter the first dimension without gradient: (s, b, h) -> (s / t, b, h).
-
-    comm: None returns `tensor`
-    """
+    """Reduce-scatter the first dimension without gradient: (s, b, h) -> (s / t, b, h)."""
     if comm is None:
         return tensor
     shard = tensor.new_empty(_shard_shape(tensor, comm))
@@ -68,8 +61,6 @@ def _shard_shape(tensor: Tensor, comm: Comm) -> tuple[int, ...]:
 
 
 class _Mapping(Function):
-    """A function and its conjugate: forward(tensor, comm) and backward(grad, comm)."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -117,12 +108,12 @@ def _mapped(
 
 
 def copy_to_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
-    """Enter a column-parallel region: identity forward, all-reduce backward. Any shape."""
+    """Enter a column-parallel region: identity forward, all-reduce backward."""
     return _mapped(tensor, comm, _identity, _all_reduced)
 
 
 def reduce_from_tensor_parallel(tensor: Tensor, comm: Comm, inplace: bool = False) -> Tensor:
-    """Leave a row-parallel region: all-reduce forward, identity backward. Any shape.
+    """Leave a row-parallel region: all-reduce forward, identity backward.
 
     inplace: overwrite `tensor` (contiguous, not a leaf), which nobody else reads. RuntimeError in the backward of an earlier
         operation that saved `tensor`.
@@ -134,7 +125,7 @@ def reduce_from_tensor_parallel(tensor: Tensor, comm: Comm, inplace: bool = Fals
 
 
 def gather_from_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
-    """All-gather the last dimension, (s, b, h / t) -> (s, b, h); backward keeps this rank's slice."""
+    """All-gather the last dimension, (s, b, h / t) -> (s, b, h); backward slices."""
     return _mapped(tensor, comm, _gathered, _own_shard)
 
 
@@ -148,7 +139,7 @@ def reduce_scatter_to_sequence_parallel(
 ) -> Tensor:
     """Reduce-scatter the sequence, (s, b, h) -> (s / t, b, h); backward all-gathers.
 
-    needs_values: False skips the sum and returns arbitrary values, for a recomputed forward whose output nobody reads
+    needs_values: False returns arbitrary values, for a recomputed forward whose output nobody reads
     """
     forward = reduce_scatter_sequence if needs_values else _unread
     return _mapped(tensor, comm, forward, gather_sequence)
@@ -156,20 +147,20 @@ def reduce_scatter_to_sequence_parallel(
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """An exchange of rows in `count` blocks a rank, overlapped with the matmuls that read or produce them.
+    """An exchange of rows in `count` blocks a rank, overlapped with matmuls.
 
-        gathering = blocks.gather(shard)                      send this rank's rows to all others
+        gathering = blocks.gather(shard)
         for rows in gathering:                                blocks as they arrive, this rank's first
             multiply(gathering.rows[rows], ...)
         whole = gathering.wait()
 
-        total = blocks.sum(rows, width, dtype)                sum a product over ranks
-        for rows, block in total:                             other ranks' blocks first; a block is sent during the next matmul
+        total = blocks.sum(rows, width, dtype)
+        for rows, block in total:                             a block is sent during the next matmul
             multiply(..., out=block)
-        shard = total.wait()                                  this rank's rows, summed over ranks
+        shard = total.wait()
 
-    Moves as many bytes as an all_gather and a reduce_scatter. Sums are formed in FP32 in rank order and rounded once. Ranks start
-    exchanges in one order. Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS).
+    Sums are formed in FP32 in rank order and rounded once. Ranks start exchanges in one order.
+    Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS).
     """
 
     comm: Comm
@@ -177,28 +168,26 @@ class RowBlocks:
     count: int
 
     def gather(self, shard: Tensor) -> Gathering:
-        """Start to gather every rank's shard (s / t, b, h)."""
+        """Start to gather shards (s / t, b, h)."""
         return Gathering(self, shard)
 
     def sum(self, rows: int, width: int, dtype: torch.dtype) -> Summing:
-        """Start to sum (rows, width) over ranks."""
         return Summing(self, rows, width, dtype)
 
 
 def _cut(rows: int, count: int) -> list[slice]:
-    """Split the rows into `count` blocks, or fewer of one row."""
     count = min(rows, count)
     ends = [rows * i // count for i in range(count + 1)]
     return [slice(*bounds) for bounds in zip(ends, ends[1:])]
 
 
 def _others(rank: int, ranks: int, step: int) -> Iterator[int]:
-    """Iterate over the other ranks by distance, so that no two ranks send to one rank at the same time."""
+    """Iterate over the other ranks by distance: no two ranks send to one rank at once."""
     return ((rank + step * distance) % ranks for distance in range(1, ranks))
 
 
 class Gathering:
-    """A gathering in progress. rows: (n, h), valid in the blocks already iterated over."""
+    """A gathering in progress. rows: (n, h), valid in blocks already iterated over."""
 
     def __init__(self, blocks: RowBlocks, shard: Tensor) -> None:
         comm = blocks.comm
@@ -222,7 +211,6 @@ class Gathering:
         ]
 
     def __iter__(self) -> Iterator[slice]:
-        """Iterate over this rank's rows, then over each block on arrival."""
         length = self._shards.shape[1]
         yield slice(self._rank * length, (self._rank + 1) * length)
         for rank, block, handle in self._receives:
@@ -230,7 +218,6 @@ class Gathering:
             yield slice(rank * length + block.start, rank * length + block.stop)
 
     def wait(self) -> Tensor:
-        """Return the gathered tensor (s, b, h)."""
         for _, _, handle in self._receives:
             handle.wait()
         for handle in self._sends:
@@ -239,8 +226,6 @@ class Gathering:
 
 
 class Summing:
-    """A sum in progress; the iterating caller computes its blocks."""
-
     def __init__(self, blocks: RowBlocks, rows: int, width: int, dtype: torch.dtype) -> None:
         comm = blocks.comm
         self._kernels = blocks.kernels
@@ -258,7 +243,7 @@ class Summing:
         self._sends: list[Handle] = []
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        """Iterate over (rows, output (rows, width)): the other ranks' blocks, then this rank's rows (n / t, width)."""
+        """Iterate over (rows, output (rows, width)), this rank's rows (n / t, width) last."""
         comm = self._comm
         length = self._length
         for rank in _others(comm.rank, comm.size, 1):
@@ -269,7 +254,7 @@ class Summing:
         yield slice(comm.rank * length, (comm.rank + 1) * length), self._terms[comm.rank]
 
     def wait(self) -> Tensor:
-        """Return this rank's rows of the sum (n / t, width)."""
+        """Return this rank's rows (n / t, width)."""
         for handle in self._receives:
             handle.wait()
         total = torch.empty_like(self._terms[0])

@@ -1,10 +1,10 @@
 """The thread that makes all MPI calls of a process, so that communication overlaps with computation.
 
-An MPI library progresses messages only inside its calls. One thread initialises MPI and makes every call, for which
-MPI_THREAD_FUNNELED suffices. While nobody waits, the thread sleeps between tests unless it has a core of its own.
+MPI libraries progress messages only inside calls. One thread makes every call: MPI_THREAD_FUNNELED suffices. While
+nobody waits, it sleeps between tests unless it has a core of its own.
 
-An operation is an iterator of steps; a step yields started requests, or a function that returns True on completion. Operations of
-a channel (a communicator's collectives) run in the order in which they were started; channels are independent.
+An operation is an iterator of steps; a step yields started requests, or a function that returns True on completion. A
+channel's operations (a communicator's collectives) run in the order of their start; channels are independent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATIENCE = 0.1  # s of waiting before `waits` is called, and before signals are 
 
 
 class Operation:
-    """A started operation, as a `comm.base.Handle`. memory: kept alive until completion."""
+    """A started operation. memory: kept alive until completion"""
 
     def __init__(self, engine: Engine, steps: Steps, channel: Hashable, memory: Any) -> None:
         self.steps = steps
@@ -40,18 +40,15 @@ class Operation:
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Return True if `wait` would return at once."""
         return not self._complete.locked()
 
     def wait(self) -> None:
-        """Block until the operation is complete; raise its error."""
         if self._complete.locked():
             self._engine.hurry(self._complete)
         if self._error is not None:
             raise self._error
 
     def end(self, error: BaseException | None) -> None:
-        """Complete the operation; called by the engine."""
         self._error = error
         self._memory = None
         self._complete.release()
@@ -60,9 +57,9 @@ class Operation:
 class Engine:
     """The MPI thread and its queue.
 
-    test: returns True if all requests in a list are complete, without blocking; called by the thread
-    crowded: the node has more ranks than cores, so a waiting rank sleeps as well
-    waits: called with True and False when a wait for other ranks that takes longer than PATIENCE begins and ends
+    test: returns True if all requests in a list are complete, without blocking
+    crowded: more ranks than cores, so a waiting rank sleeps as well
+    waits: called with True and False around a wait for other ranks beyond PATIENCE
     own_core: nothing else runs on the thread's core
     """
 
@@ -85,7 +82,7 @@ class Engine:
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return function(), called by the thread; for short calls and for set-up."""
+        """Return function(), called by the thread; for short calls and set-up."""
         results: list[T] = []
 
         def steps() -> Steps:
@@ -97,7 +94,7 @@ class Engine:
         return results[0]
 
     def start(self, steps: Steps, channel: Hashable = None, memory: Any = None) -> Operation:
-        """Queue an operation behind the others in its channel; without a channel it waits for no other."""
+        """Queue an operation behind the others in its channel, if any."""
         operation = Operation(self, steps, channel or object(), memory)
         with self._wake:
             self._orders.append(operation)
@@ -105,7 +102,7 @@ class Engine:
         return operation
 
     def hurry(self, lock: threading.Lock) -> None:
-        """Block until the thread releases `lock`; the thread does not sleep meanwhile."""
+        """Block until the thread, kept from sleeping, releases `lock`."""
         with self._wake:
             self._waiting += 1
             self._wake.notify()
@@ -120,7 +117,6 @@ class Engine:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Report to `waits` that the block waits for other ranks."""
         self.waits(True)
         try:
             yield
@@ -164,7 +160,6 @@ class Engine:
         self._advance(operation)
 
     def _advance(self, operation: Operation) -> None:
-        """Start the operation's next step, or end it and begin the channel's next operation."""
         try:
             operation.requests = next(operation.steps)
             return
@@ -182,7 +177,6 @@ class Engine:
             del self._channels[operation.channel]
 
     def _progress(self) -> bool:
-        """Test every active operation once; return True if a step completed."""
         moved = False
         for operation in list(self._active):
             try:

@@ -23,7 +23,7 @@ from .base import DONE, Comm, Handle, rank_order_sum
 
 @dataclass(frozen=True)
 class Exchange:
-    """Row counts of an all-to-all: sent[i] rows to rank i of `comm`, received[i] rows from rank i."""
+    """Row counts of an all-to-all: sent[i] rows to rank i, received[i] rows from rank i."""
 
     comm: Comm
     sent: Sequence[int]
@@ -31,16 +31,12 @@ class Exchange:
 
     @property
     def back(self) -> Exchange:
-        """The reverse exchange."""
         return Exchange(self.comm, self.received, self.sent)
 
     def start(
         self, rows: Tensor, result: Tensor | None = None, blocking: bool = False
     ) -> tuple[Tensor, Handle]:
-        """Start to send rows (n, ...); return the result (m, ...), valid when the handle is complete.
-
-        result: memory for the result, by default a new tensor
-        """
+        """Start to send rows (n, ...); return the result (m, ...), valid when the handle is complete."""
         if result is None:
             result = rows.new_empty(sum(self.received), *rows.shape[1:])
         rows = rows.detach().contiguous()
@@ -50,7 +46,6 @@ class Exchange:
         return result, DONE
 
     def send(self, rows: Tensor) -> Tensor:
-        """Send rows: (n, ...) -> (m, ...)."""
         return self.start(rows, blocking=True)[0]
 
     def send_copies(self, rows: Tensor) -> Tensor:
@@ -58,7 +53,7 @@ class Exchange:
         return self.send(rows.expand(self.comm.size, *rows.shape).flatten(0, 1))
 
     def sum_copies(self, rows: Tensor) -> Tensor:
-        """Sum rows (m, ...) computed from copies over ranks, in rank order, rounded once: -> (n, ...)."""
+        """Sum rows (m, ...) computed from copies, in rank order, rounded once: -> (n, ...)."""
         returned = self.back.send(rows)
         terms = returned.view(self.comm.size, self.sent[0], *rows.shape[1:])
         return rank_order_sum(terms).to(rows.dtype)
@@ -69,8 +64,6 @@ class Exchange:
 
 
 class _Mapping(Function):
-    """forward(rows), with backward(grad) as its gradient."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -90,7 +83,6 @@ class _Mapping(Function):
 def map_rows(
     rows: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return forward(rows), whose gradient is backward(grad). Rows of any shape."""
     result: Tensor = _Mapping.apply(rows, forward, backward)  # type: ignore[no-untyped-call]
     return result
 
@@ -103,7 +95,7 @@ def copy_rows(rows: Tensor, exchange: Exchange) -> Tensor:
 
 
 def sum_copied_rows(rows: Tensor, exchange: Exchange, needs_values: bool = True) -> Tensor:
-    """Sum rows (m, h) computed from copies over ranks -> (n, h); backward sends gradients to all ranks.
+    """Sum rows (m, h) computed from copies -> (n, h); backward sends gradients to all ranks.
 
     needs_values: see `autograd.reduce_scatter_to_sequence_parallel`
     """
@@ -118,18 +110,17 @@ class GroupedExchange:
 
         there = GroupedExchange(exchanges, overlaps=True)
         back = GroupedExchange(exchanges, overlaps=True)
-        token = there.dispatch(rows, factors)                start all groups; rows (n, ...) are ordered by group
-        ...                                                  computation that does not read the rows
+        token = there.dispatch(rows, factors)                start all groups; rows are ordered by group
         for i in there.sequence:
-            rows, factors = there.dispatched(i, token)       (m, ...), while later groups are in flight
+            rows, factors = there.dispatched(i, token)       while later groups are in flight
             tokens.append(back.combine(i, computed(...)))
-        rows = back.combined(tokens)                         (n, ...) of all groups
+        rows = back.combined(tokens)
 
     In backward, gradients are sent in `combined` (last group first), received in `combine`, sent back in `dispatched`, and received in
     `dispatch`. An object serves one direction, once.
 
-    overlaps: False uses blocking exchanges, which inside a node run on all threads of a rank
-    sequence: order in which groups are sent and computed, the same on all ranks
+    overlaps: False uses blocking exchanges, on all threads of a rank inside a node
+    sequence: order of groups, the same on all ranks
     """
 
     def __init__(
@@ -148,24 +139,22 @@ class GroupedExchange:
         return token
 
     def dispatched(self, i: int, token: Tensor) -> tuple[Tensor, ...]:
-        """Wait for group i; return its received rows (m, ...), one tensor for each tensor sent."""
+        """Wait for group i; return its rows (m, ...), a tensor for each sent."""
         rows: tuple[Tensor, ...] = _Dispatched.apply(self, i, token)  # type: ignore[no-untyped-call]
         return rows
 
     def combine(self, i: int, rows: Tensor, needs_values: bool = True) -> Tensor:
-        """Start to send rows (m, ...) of group i back; return a token for `combined`. needs_values: see `sum_copied_rows`"""
+        """Start to send group i's rows (m, ...) back; return a token for `combined`."""
         token: Tensor = _Combine.apply(self, i, rows, needs_values)  # type: ignore[no-untyped-call]
         return token
 
     def combined(self, tokens: Sequence[Tensor]) -> Tensor:
-        """Wait for all groups; return their rows (n, ...)."""
         rows: Tensor = _Combined.apply(self, *tokens)  # type: ignore[no-untyped-call]
         return rows
 
     # Steps of the autograd functions below ----------------------------------------------------------------------------------------
 
     def start_dispatch(self, rows: Sequence[Tensor], last_first: bool = False) -> None:
-        """Start to send each tensor in `rows` (n, ...)."""
         groups = list(zip(*(each.split(self._sizes) for each in rows), strict=True))
         sequence = reversed(self.sequence) if last_first else self.sequence
         for i in sequence:
@@ -175,11 +164,9 @@ class GroupedExchange:
             ]
 
     def wait_dispatch(self, i: int) -> tuple[Tensor, ...]:
-        """Return the rows (m, ...) of group i."""
         return _complete(self._in_flight.pop(i))
 
     def start_combine(self, i: int, rows: Sequence[Tensor], needs_values: bool = True) -> None:
-        """Start to return each tensor in `rows` (m, ...) of group i."""
         n = sum(self._sizes)
         exchange = self.exchanges[i].back
         if not needs_values:
@@ -192,7 +179,6 @@ class GroupedExchange:
         ]
 
     def wait_combine(self) -> tuple[Tensor, ...]:
-        """Return the rows (n, ...) of all groups."""
         _complete([each for group in self._in_flight.values() for each in group])
         results = tuple(self._returned)
         self._returned = []

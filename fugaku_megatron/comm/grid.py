@@ -1,8 +1,7 @@
 """Process groups of a parallel layout.
 
-Ranks 0 .. world-1 are reshaped to (dp, pp, cp, tp), tp innermost, so that a tensor-parallel group has neighbouring ranks. Gradients
-are summed over the group `dp`, which includes the context-parallel ranks. Expert parallelism reshapes a stage's dp x tp ranks to
-(edp, ep, etp). Launchers place ranks on nodes.
+Ranks 0 .. world-1 are reshaped to (dp, pp, cp, tp). Gradients are summed over the group `dp`, which includes the
+context-parallel ranks. Expert parallelism reshapes a stage's dp x tp ranks to (edp, ep, etp).
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ class Groups:
     dp: ranks with the same weights, context-parallel ranks included
     cp: ranks that share each sequence
     embedding: first and last pipeline stage; size 1 elsewhere
-    ep: ranks with different experts; etp: ranks that shard each expert; edp: ranks with the same experts. Size 1 without expert
-        parallelism.
+    ep, etp, edp: ranks with different experts, with shards of an expert, with the same experts
     """
 
     world: Comm
@@ -38,20 +36,19 @@ class Groups:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's share of a global batch, below `data_size`."""
+        """Index of this rank's share of a batch."""
         return self.dp.rank // self.cp.size
 
     @property
     def data_size(self) -> int:
-        """Data-parallel size without context parallelism."""
         return self.dp.size // self.cp.size
 
 
 def subgroup(comm: Comm, ranks: Sequence[int]) -> Comm:
-    """Build the communicator of `ranks` (ranks of `comm`, in order), which include the caller.
+    """Build the communicator of `ranks` (of `comm`, in order), which include the caller.
 
-    Entered by every rank of `comm`, each with its group in one partition. `SoloComm` builds the group itself; others split, with the
-    group's first rank as the color.
+    Entered by every rank of `comm`, each with its group in one partition. `SoloComm` builds the group itself; others split, by
+    the group's first rank.
     """
     own = getattr(comm, "subgroup", None)
     return own(ranks) if own else comm.split(color=ranks[0], key=ranks.index(comm.rank))
@@ -59,7 +56,7 @@ def subgroup(comm: Comm, ranks: Sequence[int]) -> Comm:
 
 @dataclass(frozen=True)
 class Grid:
-    """`world_size` ranks as a (dp, pp, cp, tp) grid with dp x cp = world_size / (tp * pp) (`layout.check_world_size`).
+    """Ranks as a (dp, pp, cp, tp) grid with dp x cp = world_size / (tp * pp) (`layout.check_world_size`).
 
     etp: 1 or tp; None: tp
     """
@@ -79,11 +76,10 @@ class Grid:
 
     @property
     def dp(self) -> int:
-        """Number of ranks with the same weights: data-parallel size x cp."""
         return self.world_size // (self.tp * self.pp)
 
     def coords(self, rank: int) -> tuple[int, int, int]:
-        """Return (index in the dp group, pp, tp) of a world rank."""
+        """Return a world rank's (index in the dp group, pp, tp)."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
@@ -91,12 +87,12 @@ class Grid:
         return dp * self.cp + cp, pp, tp
 
     def rank(self, dp: int, pp: int, tp: int) -> int:
-        """Return the world rank at (index in the dp group, pp, tp): the inverse of `coords`."""
+        """Invert `coords`."""
         dp, cp = divmod(dp, self.cp)
         return ((dp * self.pp + pp) * self.cp + cp) * self.tp + tp
 
     def ranks(self, rank: int) -> dict[str, list[int]]:
-        """Return the world ranks of each group that `rank` belongs to, in group order; keys as in `Groups`."""
+        """Return the world ranks of each group with `rank`, in group order; keys as in `Groups`."""
         dp, pp, tp = self.coords(rank)
         ends = (self.rank(dp, 0, tp), self.rank(dp, self.pp - 1, tp))
         groups = {
@@ -113,7 +109,6 @@ class Grid:
         return groups
 
     def _expert_ranks(self, rank: int) -> dict[str, list[int]]:
-        """Return the world ranks of the expert-parallel groups."""
         etp = self.etp or self.tp
         dp, pp, tp = self.coords(rank)
         # In the order (edp, ep, etp).

@@ -1,4 +1,4 @@
-"""Start and end of an MPI job: MPI_Init_thread, and one failing rank that ends all ranks."""
+"""Start and end of an MPI job: MPI_Init_thread, and a failing rank that ends all."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def init(waits: Callable[[bool], Any] = bool) -> Comm:
     """Start MPI on its own thread and return the world.
 
     A process without a launcher is a world of one rank and needs no MPI. ValueError if a launcher started several processes and MPI is
-    missing or is another MPI than the launcher's, and for system limits with which MPI would abort.
-
-    waits: see `comm.engine.Engine`
+    missing or another than the launcher's, and for system limits with which MPI would abort.
     """
     name, started = environment.processes()
     environment.check_launcher()
@@ -53,7 +51,6 @@ def init(waits: Callable[[bool], Any] = bool) -> Comm:
 
 
 def describe(world: Comm) -> str:
-    """Return library, thread level and number of ranks for the log."""
     if isinstance(world, MPIComm):
         return f"{world.library}, MPI_THREAD_{world.thread_level.upper()}, {world.size} rank(s)"
     return f"no MPI, {world.size} rank(s)"
@@ -64,20 +61,12 @@ def run_or_abort(
 ) -> T:
     """Return main(comm); report an escaping exception as "rank R: <message>" on stderr and end the whole job.
 
-        ValueError (a user's mistake)       one line                exit code 2
-        the same, from failing storage      one line                exit code 7
-        KeyboardInterrupt                   one line                exit code 130
-        SystemExit, other than 0            its message, if any     its code
-        a path that the system refuses      one line                exit code 2
-        standard output closed or full      nothing, or one line    exit code 141
-        memory that the system refuses      one line                exit code 1
-        anything else (a bug)               the traceback           exit code 1
+    Messages and exit codes: see `ExitCode` and docs/reliability.md. Mistakes take one line, bugs their traceback.
 
-    If all ranks fail alike, only rank 0 reports: the other ranks wait GRACE seconds (GRACE_EVERYWHERE after `everywhere`) for rank 0's
-    abort, and report themselves if it does not come. A collective cannot decide this, because other ranks may never enter it. An
-    exception in another thread ends the job in the same way.
+    If all ranks fail alike, only rank 0 reports: others wait GRACE seconds (GRACE_EVERYWHERE after `everywhere`) for rank 0's
+    abort, and report themselves if it does not come. An exception in another thread ends the job, too.
 
-    comm: the world, by default `init(waits)`
+    comm: default: `init(waits)`
     """
     previous = threading.excepthook
     threading.excepthook = lambda failed: _thread_failed(failed, comm)
@@ -106,8 +95,7 @@ def _thread_failed(failed: threading.ExceptHookArgs, comm: Comm | None) -> None:
 def end_job_with_exceptions(world: Comm) -> None:
     """Let every uncaught exception, on any thread, print its traceback and end all ranks.
 
-    For programs that `run_or_abort` does not call. Sets sys.excepthook and threading.excepthook; a rank that leaves by sys.exit ends
-    alone.
+    For programs without `run_or_abort`. A rank that leaves by sys.exit ends alone.
     """
 
     def end(kind: type[BaseException], error: BaseException | None, trace: Any) -> None:
@@ -120,7 +108,6 @@ def end_job_with_exceptions(world: Comm) -> None:
 
 
 def _end(error: BaseException, comm: Comm | None, traced: bool = False) -> NoReturn:
-    """Report the error and end the job. traced: always print the traceback."""
     rank = comm.rank if comm else environment.rank()
     code, text = _report(error)
     if traced:
@@ -140,7 +127,6 @@ def _end(error: BaseException, comm: Comm | None, traced: bool = False) -> NoRet
 
 
 def _report(error: BaseException) -> tuple[int, str]:
-    """Return (exit code, text) for an error."""
     if isinstance(error, SystemExit):
         if isinstance(error.code, int):
             return error.code, ""

@@ -1,7 +1,7 @@
 """Communicator on mpi4py's nonblocking buffer calls, without pickling or copying tensors.
 
-Only this module imports mpi4py, inside functions: importing the module needs no MPI. The engine's thread makes every MPI call
-(engine.py). MPI has no BF16 or FP16: such data is sent as 16-bit integers; sums are an all-to-all and a local FP32 sum in rank
+Only this module imports mpi4py, inside functions. The engine's thread makes every MPI call.
+MPI has no BF16 or FP16: such data is sent as 16-bit integers; sums are an all-to-all and a local FP32 sum in rank
 order, rounded once; maxima and minima are formed in FP32. Tensors beyond MAX_COUNT elements are sent in pieces.
 
 Shapes: p ranks, n elements per rank
@@ -43,8 +43,6 @@ def mpi_world(waits: Callable[[bool], Any] = bool) -> MPIComm:
 
     ImportError or RuntimeError if MPI cannot be loaded; ValueError if the library grants no threads, or for an unknown level in
     THREAD_LEVEL_VARIABLE.
-
-    waits: see `Engine`
     """
     level = os.environ.get(THREAD_LEVEL_VARIABLE, "serialized").lower()
     if level not in THREAD_LEVELS[1:]:
@@ -66,7 +64,6 @@ def mpi_world(waits: Callable[[bool], Any] = bool) -> MPIComm:
 
 
 def _initialise(engine: Engine, level: str) -> MPIComm:
-    """Initialise MPI on the engine's thread, which becomes MPI's main thread."""
     import mpi4py
 
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -87,7 +84,7 @@ def _initialise_thread(mpi: Any, level: int) -> None:
 
 
 def _buffer(tensor: Tensor) -> np.ndarray:
-    """Return the tensor's memory as a flat array with a dtype that MPI knows."""
+    """Return the tensor's memory as a flat array with MPI's dtype."""
     flat = check(tensor).detach().view(-1)
     if flat.dtype in HALF:
         flat = flat.view(torch.int16)
@@ -95,7 +92,6 @@ def _buffer(tensor: Tensor) -> np.ndarray:
 
 
 def _pieces(flat: np.ndarray, limit: int = MAX_COUNT) -> Iterator[np.ndarray]:
-    """Cut `flat` into pieces of at most `limit` and MAX_COUNT elements."""
     size = min(MAX_COUNT, limit)
     for start in range(0, flat.size, size):
         yield flat[start : start + size]
@@ -107,10 +103,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 class MPIComm(Comm):
-    """An mpi4py communicator as a `comm.base.Comm`. `wait` raises MPI's errors as mpi4py.MPI.Exception.
-
-    Built on the engine's thread. mpi: the module mpi4py.MPI
-    """
+    """An mpi4py communicator, built on the engine's thread. `wait` raises mpi4py.MPI.Exception."""
 
     def __init__(self, mpi: Any, mpi_comm: Any, engine: Engine) -> None:
         self.mpi = mpi
@@ -265,8 +258,6 @@ class MPIComm(Comm):
         self._wait_for(self.mpi_comm.Ibarrier)
 
     def _wait_for(self, start: Callable[[], Any]) -> None:
-        """Start a collective of one request on the engine's thread and wait."""
-
         def steps() -> Steps:
             yield [start()]
 
@@ -324,7 +315,6 @@ class MPIComm(Comm):
         return _unpickled(everyone, lengths)
 
     def _pickled(self, obj: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pickled object and every rank's number of bytes (p,)."""
         own = np.frombuffer(pickle.dumps(obj), np.uint8)
         lengths = torch.empty(self.size, dtype=torch.int64)
         self.all_gather(lengths, torch.tensor([own.size]))
@@ -336,14 +326,14 @@ class MPIComm(Comm):
         )
 
     def split_node(self) -> MPIComm:
-        """Build the communicator of the ranks that share memory with this rank (MPI_Comm_split_type)."""
+        """Build the communicator of ranks that share memory (MPI_Comm_split_type)."""
         kind = self.mpi.COMM_TYPE_SHARED
         return self.engine.call(
             lambda: MPIComm(self.mpi, self.mpi_comm.Split_type(kind), self.engine)
         )
 
     def abort(self, code: int = 1) -> None:
-        """Call MPI_Abort on MPI_COMM_WORLD. The caller has reported the reason: MPI's own line is not shown."""
+        """Call MPI_Abort on MPI_COMM_WORLD, after the caller's report: MPI's own line is not shown."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         threading.Timer(ABORT_SECONDS, os._exit, [code]).start()  # if the engine hangs
         self.engine.call(lambda: self.mpi.COMM_WORLD.Abort(code))
@@ -351,7 +341,6 @@ class MPIComm(Comm):
 
 
 def _unpickled(data: np.ndarray, lengths: np.ndarray) -> list[Any]:
-    """Return every rank's object."""
     ends = lengths.cumsum()
     return [
         pickle.loads(data[end - length : end].data)

@@ -1,10 +1,11 @@
 """Collectives inside a node: ranks sum in shared memory with the SIMD kernels.
 
 Every rank has a segment of an MPI shared-memory window, in two halves used alternately. A collective runs in chunks that fit the
-second-level cache: each rank copies its chunk into its half and raises a flag; after all flags, each rank sums its slice of the
-chunk over all segments and raises a second flag; then it copies the other slices. Nothing here calls MPI after the window is
-built: blocking collectives run on the caller's threads, nonblocking ones on the engine's thread.
-Float64, integers, maxima and broadcasts remain MPI's. Shapes: p ranks, n elements per rank
+second-level cache: each rank copies its chunk into its half and raises a flag; after all flags, it sums its slice over all
+segments and raises a second flag; then it copies the other slices. Blocking collectives run on the caller's threads,
+nonblocking ones on the engine's thread. Float64, integers, maxima and broadcasts remain MPI's.
+
+Shapes: p ranks, n elements per rank
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def share_node(comm: Comm, kernels: Any, node: int | None = None) -> Comm:
     """Return `comm` with sums and gathers in shared memory, at two levels if its ranks are on several nodes. Collective.
 
     MPI does everything if a node has one rank, if nodes have different numbers of ranks, or if shared memory is too small (containers
-    often have 64 MiB); BF16 and FP16 sums then run in stages (`two_level.in_stages`). Communicators without MPI are returned unchanged.
+    often have 64 MiB); BF16 and FP16 sums then run in stages (`two_level.in_stages`). Communicators without MPI stay unchanged.
 
-    node: a number common to a node's ranks; by default MPI finds it
+    node: common to a node's ranks; by default MPI finds it
     """
     if comm.size == 1 or not isinstance(comm, MPIComm):
         return comm
@@ -70,7 +71,6 @@ def share_node(comm: Comm, kernels: Any, node: int | None = None) -> Comm:
 
 
 def _fits(ranks: int) -> bool:
-    """Return True if the system has, or does not report, shared memory for `ranks` ranks."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free > 2 * ranks * SEGMENT_BYTES
     except OSError:
@@ -101,7 +101,7 @@ def _bytes(rows: Tensor) -> Tensor:
 
 
 def _window(sizes: Sequence[int], start: int, end: int) -> list[slice]:
-    """Return the slice of each consecutive segment that falls into [start, end), relative to the segment."""
+    """Return segments' slices inside [start, end), relative to each segment."""
     begins = accumulate(sizes, initial=0)
     return [
         slice(min(max(start - begin, 0), size), min(max(end - begin, 0), size))
@@ -113,8 +113,6 @@ Ready = Callable[..., bool]  # waits at most the given seconds; True if the step
 
 
 class _WithoutMPI(Iterator[Ready]):
-    """Steps that any thread may run."""
-
     def __init__(self, steps: Iterator[Ready]) -> None:
         self._steps = steps
 
@@ -123,7 +121,7 @@ class _WithoutMPI(Iterator[Ready]):
 
 
 class NodeComm(MPIComm):
-    """An MPIComm whose ranks share memory. kernels: the library with sum_rows and the flags (`host.kernels`)"""
+    """An MPIComm whose ranks share memory. kernels: library with sum_rows and flags (`host.kernels`)"""
 
     inside_node = True
 
@@ -162,7 +160,7 @@ class NodeComm(MPIComm):
         return self._last
 
     def _now(self, steps: Steps, *tensors: Tensor) -> None:
-        """Run steps without MPI on the calling thread, unless an earlier collective is still with the engine."""
+        """Run steps on the calling thread, unless an earlier collective is still with the engine."""
         if not (isinstance(steps, _WithoutMPI) and self._last.done()):
             self._collective(steps, *tensors).wait()
             return
@@ -198,12 +196,12 @@ class NodeComm(MPIComm):
         )
 
     def _half(self, dtype: torch.dtype) -> tuple[Tensor, int]:
-        """Return all ranks' halves (p, elements) for the next chunk, and the chunk's number."""
+        """Return all ranks' halves (p, elements) for the next chunk, and its number."""
         self._chunks += 1
         return self._window.halves[self._chunks % 2].view(dtype), self._chunks
 
     def _flag(self, which: int, number: int) -> Ready:
-        """Raise this rank's flag; return a function that waits at most `seconds` and returns True if all flags are up."""
+        """Raise this rank's flag; return a function that waits at most `seconds` for all flags."""
         flags = self._window.flags[which]
         self._kernels.set_flag(flags, self.rank, number)
         return lambda seconds=0.0: self._kernels.wait_for_flags(flags, number, seconds)
@@ -238,7 +236,7 @@ class NodeComm(MPIComm):
             self._kernels.sum_rows(terms, output[start : start + step])
 
     def _sum_two(self, output: Tensor, own: Tensor, sent: Tensor) -> Iterator[Ready]:
-        """Add the other rank's elements to this rank's: a sum of two has no order."""
+        """Add the other rank's elements: a sum of two has no order."""
         step = HALF_BYTES // own.element_size()
         for start in range(0, output.numel(), step):
             half, number = self._half(own.dtype)
@@ -250,7 +248,7 @@ class NodeComm(MPIComm):
     def _exchange_rows(
         self, output: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Iterator[Ready]:
-        """Exchange bytes; a chunk begins with p + 1 numbers: its bytes for each rank and the bytes that remain."""
+        """Exchange bytes; a chunk begins with p + 1 numbers: its bytes for each rank and the remaining bytes."""
         head = 8 * (self.size + 1)
         segments = own.split(list(sent))
         offsets = list(accumulate(received, initial=0))[:-1]
@@ -287,14 +285,12 @@ class NodeComm(MPIComm):
 
 
 def _anonymous_file(name: str, nbytes: int) -> int:
-    """Create a file of zeros outside any directory."""
     file = os.memfd_create(name)
     os.truncate(file, nbytes)
     return file
 
 
 def _opened(stack: contextlib.ExitStack, open_file: Callable[[], int | None]) -> int | None:
-    """Open a file that `stack` closes; None if that fails."""
     with contextlib.suppress(OSError):
         if (file := open_file()) is not None:
             stack.callback(os.close, file)
@@ -305,11 +301,10 @@ def _opened(stack: contextlib.ExitStack, open_file: Callable[[], int | None]) ->
 class NodeTensor:
     """A zero-initialised tensor (n,) with equal values on all ranks of `comm`, one copy for a node. Collective.
 
-    The ranks of a node map one anonymous file (memfd_create), which needs no space in /dev/shm. Ranks have separate copies if they
+    A node's ranks map one anonymous file (memfd_create), which needs no space in /dev/shm. Ranks have separate copies if they
     cannot see each other's processes, as between containers, or if `comm` has no processes.
 
-    writes: True on the one rank of a node that writes the tensor
-    sharers: number of ranks with this copy
+    sharers: ranks with this copy
     """
 
     def __init__(self, comm: Comm, n: int, dtype: torch.dtype) -> None:
@@ -352,7 +347,7 @@ class NodeTensor:
         self._node.barrier()
 
     def broadcast(self) -> None:
-        """Broadcast the values written by the first rank of `comm`. Collective."""
+        """Broadcast the first rank's values. Collective."""
         if self.writes:
             self._writers.broadcast(self.values)
         self._node.barrier()

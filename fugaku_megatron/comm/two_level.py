@@ -5,7 +5,7 @@
     all_gather       between, then inside
     all_to_all       to the local rank that sends to the target node; one message per pair of nodes; to the target rank
 
-With m ranks on each of k nodes, the levels are k communicators inside and m between (the ranks with one index on each node).
+m ranks on each of k nodes have k communicators inside and m between (ranks with one index on each node).
 BF16 and FP16 sums are rounded once a level. Shapes: p = k m ranks, n elements per rank
 """
 
@@ -31,11 +31,9 @@ Calls = Iterator[tuple[Comm, str, tuple[Any, ...]]]  # (communicator, blocking v
 
 @dataclass(frozen=True)
 class Levels:
-    """Communicators of a two-level collective.
+    """Communicators inside this node, and between ranks with one index on each node.
 
-    inside: this node's ranks
-    between: the ranks with this rank's index on each node
-    ranks: (m, k), the whole communicator's rank at each index of each node
+    ranks: (m, k), whole communicator's rank at each index of each node
     """
 
     inside: Comm
@@ -49,26 +47,25 @@ class Levels:
         return (slice(start, start + step) for start in range(0, nodes, step))
 
     def view(self, parts: Tensor, nodes: slice) -> Tensor | None:
-        """Return the rows (m, n) in `parts` (p, n) for these nodes' ranks as a view, or None if they are not contiguous."""
+        """Return the rows (m, n) of `parts` (p, n) for these nodes, or None if not contiguous."""
         ranks = self.ranks[:, nodes]
         if ranks.shape[1] == 1 and self.consecutive:
             return parts[ranks[0, 0] : ranks[-1, 0] + 1]
         return None
 
     def served(self, node: int, place: int) -> list[int]:
-        """Return the nodes that exchange rows with `node` through its rank at index `place`."""
+        """Return the nodes that exchange rows with `node` through its rank `place`."""
         ranks_per_node, nodes = self.ranks.shape
         others = (other for other in range(nodes) if other != node)
         return [other for other in others if (node + other) % ranks_per_node == place]
 
     @cached_property
     def consecutive(self) -> bool:
-        """True if each node's ranks are consecutive."""
         return bool((self.ranks.diff(dim=0) == 1).all())
 
 
 def split_levels(comm: Comm, inside: Comm) -> Levels | None:
-    """Build the levels of `comm`, given this node's ranks `inside`; None unless all nodes have as many ranks. Collective."""
+    """Build the levels, given this node's ranks; None unless all nodes have as many ranks. Collective."""
     sizes = comm.all_reduce(torch.tensor([inside.size, -inside.size]), "max")
     if sizes.sum():
         return None
@@ -82,7 +79,7 @@ def split_levels(comm: Comm, inside: Comm) -> Levels | None:
 
 
 def stage_ranks(ranks: int) -> int | None:
-    """Return the first level's group size for sums in stages: the divisor up to MANY with the fewest messages per rank.
+    """Return the first level's size for sums in stages: the divisor up to MANY with the fewest messages per rank.
 
     None for a single stage: at most MANY ranks, or no such divisor.
     """
@@ -95,7 +92,7 @@ def stage_ranks(ranks: int) -> int | None:
 def in_stages(comm: Comm, engine: Engine) -> Comm:
     """Return `comm` with BF16 and FP16 sums by all-to-alls of at most MANY ranks, if its size permits. Collective.
 
-    Among more ranks an all-to-all is slow because each message is short. The bytes are the same.
+    Among more ranks messages are short and therefore slow.
     """
     width = stage_ranks(comm.size)
     if width is None:
@@ -107,7 +104,7 @@ def in_stages(comm: Comm, engine: Engine) -> Comm:
 
 
 class TwoLevelComm:
-    """`whole` with two-level sums of `dtypes`, and two-level all_gathers and all_to_alls if `moves`."""
+    """`whole` with two-level sums of `dtypes`, and all_gathers and all_to_alls if `moves`."""
 
     def __init__(
         self,
@@ -171,7 +168,7 @@ class TwoLevelComm:
         return self._last
 
     def _do(self, verb: str, levels: bool, *operands: Any) -> Tensor:
-        """Run the levels' blocking collectives, on all threads inside a node, unless an earlier collective is still with the engine."""
+        """Run the levels' collectives, unless an earlier collective is still with the engine."""
         output: Tensor = operands[0]
         if not levels:
             getattr(self.whole, verb)(*operands)
@@ -281,9 +278,9 @@ class TwoLevelComm:
 class _Relay:
     """Rows on the way from source to target ranks.
 
-    empty: a tensor without rows, with the rows' shape and dtype
-    counts: number of rows of each pair
-    segments: rows that this rank has
+    empty: a tensor without rows
+    counts: rows of each pair
+    segments: this rank's rows
     """
 
     empty: Tensor
@@ -291,7 +288,7 @@ class _Relay:
     segments: dict[Pair, Tensor]
 
     def exchange(self, comm: Comm, outgoing: list[list[Pair]], incoming: list[list[Pair]]) -> Calls:
-        """Send the rows of outgoing[i] to rank i of `comm` and receive the rows of incoming[i] from it."""
+        """Send rows of outgoing[i] to rank i and receive rows of incoming[i] from it."""
         sent = [sum(self.counts[pair] for pair in pairs) for pairs in outgoing]
         received = [sum(self.counts[pair] for pair in pairs) for pairs in incoming]
         leaving = (self.segments.pop(pair) for pairs in outgoing for pair in pairs)
@@ -304,7 +301,6 @@ class _Relay:
 
 
 def _nonblocking(calls: Calls) -> Steps:
-    """Start each call's nonblocking form when the previous call is complete."""
     for comm, verb, operands in calls:
         handle = getattr(comm, f"i{verb}")(*operands)
         yield handle.done

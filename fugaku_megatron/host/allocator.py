@@ -1,7 +1,7 @@
 """Memory of a rank: allocator settings, the process's use, and the remaining memory on its node or in its job.
 
 An arena (kernels_sve/arena.h) keeps its pages for torch's large tensors, and malloc is tuned for the rest: glibc returns freed blocks
-above 32 MiB to the kernel, and the next micro-batch faults their pages in again. A preloaded allocator is not changed.
+above 32 MiB to the kernel, and the next micro-batch faults their pages in again.
 `python -m benchmarks alloc` compares allocators.
 """
 
@@ -46,7 +46,7 @@ _FILES = {
 
 
 def allocator_name(maps: str | None = None) -> str:
-    """Return the allocator, "tcmalloc" or "glibc 2.28" for example, from the loaded libraries in `maps` (/proc/self/maps)."""
+    """Return "tcmalloc" or "glibc 2.28" for example, from the loaded libraries in `maps` (/proc/self/maps)."""
     text = (read_text(_MAPS) or "") if maps is None else maps
     loaded = {
         match[1] for match in re.finditer(r"/lib([a-z]+)[^/\s]*\.so[^/\s]*$", text, re.MULTILINE)
@@ -58,7 +58,7 @@ def allocator_name(maps: str | None = None) -> str:
 
 
 def tune(mode: str) -> str:
-    """Set up this process's memory before its first large tensor; return a description for the log.
+    """Set up memory before the first large tensor; return a description for the log.
 
     mode: "tuned" or "stock" (no change). An allocator other than glibc's is never changed.
     """
@@ -74,7 +74,7 @@ def tune(mode: str) -> str:
 
 
 def return_large_blocks() -> None:
-    """Let malloc return freed blocks above 1 MiB at once, which lowers the peak and costs speed; glibc keeps up to 64 MiB."""
+    """Let malloc return freed blocks above 1 MiB at once: a lower peak costs speed. glibc keeps up to 64 MiB."""
     _mallopt((_MALLOPT["M_MMAP_THRESHOLD"][0], 1 << 20))
 
 
@@ -86,7 +86,7 @@ def _mallopt(*values: tuple[int, int]) -> None:
 
 
 def trim() -> None:
-    """Return the heap's freed memory to the system, for example the tokenizer's after start-up (20 MiB)."""
+    """Return the heap's freed memory to the system, for example the tokenizer's (20 MiB)."""
     gc.collect()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim:
@@ -94,7 +94,7 @@ def trim() -> None:
 
 
 def _large_pages() -> str:
-    """Return the system's huge-page settings for the log; Fujitsu's XOS sets its own by variables."""
+    """Return the huge-page settings for the log; Fujitsu's XOS sets its own by variables."""
     xos = [
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
@@ -107,7 +107,7 @@ def _large_pages() -> str:
 
 
 def page_faults() -> tuple[int, float]:
-    """Return (minor page faults, seconds of system time) since this process started."""
+    """Return (minor page faults, seconds of system time) of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_minflt, usage.ru_stime
 
@@ -116,9 +116,9 @@ def page_faults() -> tuple[int, float]:
 class Usage:
     """Memory of a process, bytes.
 
-    resident: all memory, large pages included
+    resident: large pages included
     shared: resident memory mapped by other processes as well (MPI windows)
-    held: resident memory without file pages, which the system can reclaim
+    held: without file pages, which the system can reclaim
     """
 
     resident: int
@@ -127,7 +127,6 @@ class Usage:
 
 
 def usage(status: str | os.PathLike[str] = "/proc/self/status") -> Usage:
-    """Return this process's memory."""
     try:
         fields = {name: int(kib) * 1024 for name, kib in _FIELD.findall(Path(status).read_bytes())}
     except OSError:
@@ -141,7 +140,7 @@ def node_bytes(
     proc_cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
     root: str | os.PathLike[str] = "/sys/fs/cgroup",
 ) -> int:
-    """Return the memory limit of this node or job: the machine's memory or a smaller cgroup limit."""
+    """Return the machine's memory or a smaller cgroup limit."""
     limits = [
         _number(folder / _FILES[version][0])
         for version, folder in cgroup_folders("memory", proc_cgroup, root)
@@ -154,7 +153,6 @@ def free_bytes(
     proc_cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
     root: str | os.PathLike[str] = "/sys/fs/cgroup",
 ) -> int:
-    """Return the memory still available on this node or under its cgroup limits."""
     left = [
         _left(folder, *_FILES[version])
         for version, folder in cgroup_folders("memory", proc_cgroup, root)
@@ -168,7 +166,6 @@ def cgroup_folders(
     proc_cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
     root: str | os.PathLike[str] = "/sys/fs/cgroup",
 ) -> list[tuple[int, Path]]:
-    """Return (cgroup version, directory) of this process's cgroup and its ancestors."""
     folders: list[tuple[int, Path]] = []
     for line in (read_text(Path(proc_cgroup)) or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -182,7 +179,7 @@ def cgroup_folders(
 
 
 def _ancestors(mount: Path, path: str) -> list[Path]:
-    """Return the cgroup's directory and its parents. In a container the path may be the host's, and only the mount exists."""
+    """Return the cgroup's directory and parents. In a container the path may be the host's, and only the mount exists."""
     folder = Path(path.lstrip("/"))
     return [mount / part for part in (folder, *folder.parents)]
 
@@ -195,7 +192,6 @@ def read_text(path: Path) -> str | None:
 
 
 def _left(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
-    """Return the bytes below a cgroup's limit, or None without a limit."""
     most = _number(folder / limit)
     now = _number(folder / used)
     if most is None or now is None:
@@ -207,7 +203,6 @@ def _left(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
 
 
 def _number(file: Path) -> int | None:
-    """Return the number in a cgroup file, or None if the file is absent or says "max"."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -215,7 +210,6 @@ def _number(file: Path) -> int | None:
 
 
 def peak_memory_mib() -> float:
-    """Return this process's peak resident memory, MiB."""
     # On Linux, ru_maxrss includes the parent process's memory before exec.
     status = read_text(Path("/proc/self/status")) or ""
     if peak := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):

@@ -1,8 +1,5 @@
 """Energy that this node uses, from the system's counters.
 
-    counters = Counters.find()
-    counters.joules()              joules since the previous call
-
 Sources, of which the first readable counts: RAPL (/sys/class/powercap), AMD's driver (/sys/class/hwmon), Fugaku's Power API
 (libpwr). Sums over nodes: observe/energy.py. GPUs are not measured.
 """
@@ -40,7 +37,7 @@ class Counter:
     last: float | None = None
 
     def joules(self) -> float | None:
-        """Return the joules since the previous call; too few if the counter wrapped more than once."""
+        """Return joules since the previous call; too few after more than one wrap."""
         before = self.last
         self.last = self.read()
         if before is None or self.last is None:
@@ -53,7 +50,7 @@ class Counter:
 
 @dataclass
 class Counters:
-    """Counters whose sum is the node's CPUs (and memory if counted), or the whole node. why: reason if there is none"""
+    """Counters whose sum is the node's CPUs (and memory if counted), or the whole node. why: reason for none"""
 
     source: str
     counters: list[Counter] = field(default_factory=list)
@@ -63,7 +60,6 @@ class Counters:
     def find(
         cls, root: str = "/", library: str = POWER_API, headers: tuple[str, ...] = POWER_HEADERS
     ) -> Counters:
-        """Return the counters readable below root/sys, or else Fugaku's library."""
         denied = ""
         for source, candidates in (("RAPL", _rapl(Path(root))), ("amd_energy", _amd(Path(root)))):
             known = [*candidates]
@@ -81,13 +77,12 @@ class Counters:
         return cls("Power API", [api])
 
     def joules(self) -> float | None:
-        """Return the joules since the previous call, or None without counters or after a failure."""
+        """Return joules since the previous call, None without counters or after a failure."""
         passed = [counter.joules() for counter in self.counters]
         known = [value for value in passed if value is not None]
         return sum(known) if passed and len(known) == len(passed) else None
 
     def describe(self) -> str:
-        """Return the source and the counters for the log."""
         if not self.counters:
             return f"no energy counter ({self.why})" if self.why else "no energy counter"
         return f"energy from {self.source} ({', '.join(counter.name for counter in self.counters)})"
@@ -123,7 +118,7 @@ def _microjoules(path: Path) -> Callable[[], float | None]:
 
 
 def header_constants(text: str) -> dict[str, int]:
-    """Return the integers that a C header defines by #define or enum. ValueError for an expression."""
+    """Return integers that a C header defines by #define or enum. ValueError for an expression."""
     text = _COMMENT.sub("", text)
     found = {
         name: int(value, 0)
@@ -145,7 +140,7 @@ def header_constants(text: str) -> dict[str, int]:
 
 
 def _power_api(library: str, headers: tuple[str, ...]) -> Counter | str:
-    """Return the node's counter in Fugaku's Power API, or the reason for none; "" if the library is not installed."""
+    """Return the counter of Fugaku's Power API, or the reason for none; "" if not installed."""
     try:
         api = ctypes.CDLL(library)
     except OSError:

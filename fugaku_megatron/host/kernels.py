@@ -39,13 +39,12 @@ torch.get_num_threads()  # the first call sets the number of threads, and would 
 
 if TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Any:
-        """Every other function of the extension, which is compiled and has no types."""
+    def __getattr__(name: str) -> Any: ...
 
 
 @contextlib.contextmanager
 def target(name: str) -> Iterator[None]:
-    """Use the target `name` (see targets()) inside the block. Raises use()'s errors."""
+    """Use a target of targets() inside the block. Raises use()'s errors."""
     before = active()
     use(name)
     try:
@@ -55,11 +54,7 @@ def target(name: str) -> Iterator[None]:
 
 
 def instruction_set() -> str:
-    """Return the target in use for a log line, and the faster ones that this process cannot use.
-
-    A row is named if the operating system refuses it, or if the build left it out, as a set-up on
-    another CPU does.
-    """
+    """Return the target in use for a log line, and faster targets that the operating system refuses or the build left out."""
     rows = targets()
     fastest = [row for row in rows if not row["name"].endswith("_emulated")]
     faster = fastest[[row["name"] for row in fastest].index(active()) + 1 :]
@@ -70,7 +65,7 @@ def instruction_set() -> str:
 
 
 def runnable_targets(emulated: bool = False) -> list[str]:
-    """Return the vector targets that this CPU can run, the default last, without the scalar reference.
+    """Return this CPU's vector targets, the default last.
 
     emulated: include targets that emulate missing instructions, for tests
     """
@@ -134,7 +129,6 @@ def _table() -> dict[str, _Row]:
 def _dimensions(
     row: _Row, operand: _Operand, shape: list[int]
 ) -> Iterator[tuple[tuple[Factor, ...], int]]:
-    """Iterate over (factors, size) for each dimension of an operand."""
     assert operand.dims is not None
     more = len(shape) - len(operand.dims)
     if operand.folds and more > 0:
@@ -149,8 +143,6 @@ def _dimensions(
 
 
 def _solve(row: _Row, factors: Sequence[Factor], size: int, known: dict[str, int]) -> None:
-    """Add a dimension's symbol to `known` if it is the only unknown."""
-
     def value(word: str) -> int | None:
         return int(word) if word.isdigit() else known.get(word)
 
@@ -220,12 +212,12 @@ def _cost(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[flo
 
 
 def _flops(name: str, *args: Any, **kwargs: Any) -> float:
-    """Return the multiplies plus adds of a call; 0 for memory-bound kernels and outside the table."""
+    """Return a call's multiplies plus adds; 0 for memory-bound kernels and outside the table."""
     return _cost(name, args, kwargs)[0]
 
 
 def _bytes(name: str, *args: Any, **kwargs: Any) -> float:
-    """Return the bytes that a call must read and write; 0 outside the table."""
+    """Return the bytes that a call must move; 0 outside the table."""
     return _cost(name, args, kwargs)[1]
 
 

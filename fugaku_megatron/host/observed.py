@@ -1,7 +1,7 @@
 """Observed calls: phases of a rank's iteration, and events for --profile.
 
---profile writes a table and a trace for Perfetto (ui.perfetto.dev) or chrome://tracing with the tracks schedule, kernels and
-communication. The caller times every call, without sampling; time outside all calls is Python's. `observe.trace` merges traces.
+--profile writes a table and a trace for Perfetto (ui.perfetto.dev) or chrome://tracing. The caller times every call,
+without sampling; time outside all calls is Python's. `observe.trace` merges traces.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ FMA_ROUNDS = 10
 
 
 class Observed:
-    """`inner` with calls of `names` passed to `observe`. Communicators with one rank are not observed."""
+    """`inner` with calls of `names` passed to `observe`, except one-rank communicators."""
 
     def __init__(self, inner: Any, names: tuple[str, ...], observe: Observer) -> None:
         self._inner = inner
@@ -84,7 +84,7 @@ class Observed:
 
 
 def observe_wait(name: str, result: Any, observe: Observer) -> Any:
-    """Return the result of a verb; a handle's `wait` is observed as "<verb> wait"."""
+    """Return a verb's result; a handle's `wait` is observed as "<verb> wait"."""
     if name not in NONBLOCKING:
         return result
     return Observed(
@@ -93,7 +93,7 @@ def observe_wait(name: str, result: Any, observe: Observer) -> Any:
 
 
 def observe_groups(groups: Groups, observer: Callable[[str], Observer]) -> Groups:
-    """Return the groups with all verbs observed. observer: returns the observer for a group's name"""
+    """Return the groups, observed. observer: returns the observer for a group's name"""
     names = [field.name for field in fields(groups)]
     return Groups(
         **{name: Observed(getattr(groups, name), VERBS, observer(name)) for name in names}
@@ -101,29 +101,26 @@ def observe_groups(groups: Groups, observer: Callable[[str], Observer]) -> Group
 
 
 class Phases:
-    """Seconds this rank has waited since `begin`. Pass `groups(...)`, `watch` and `waiting_for_data` to the trainer."""
+    """Seconds waited since `begin`. Pass `groups(...)`, `watch` and `waiting_for_data` to the trainer."""
 
     def __init__(self) -> None:
         self._waiting = False
         self.begin()
 
     def begin(self) -> None:
-        """Reset before an iteration."""
         self._seconds = dict.fromkeys(WAITS, 0.0)
 
     def groups(self, groups: Groups) -> Groups:
-        """Return the groups with verbs outside other waits timed as reductions."""
+        """Return the groups; verbs outside other waits count as reductions."""
         return observe_groups(groups, lambda _: self._timed(REDUCTIONS))
 
     def watch(self, executor: Any) -> Any:
-        """Return the schedule's executor with sends and receives timed."""
         return Observed(
             executor, tuple(PIPELINE), lambda name, *call: self._timed(PIPELINE[name])(name, *call)
         )
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Time the block as waiting for data."""
         begin = time.perf_counter()
         self._waiting = True
         try:
@@ -133,7 +130,6 @@ class Phases:
             self._seconds[DATA] += time.perf_counter() - begin
 
     def of_iteration(self, seconds: float) -> list[float]:
-        """Return the seconds of each phase in PHASES for an iteration that took `seconds`."""
         waited = list(self._seconds.values())
         return [seconds - sum(waited), *waited]
 
@@ -155,7 +151,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class Event:
-    """One call. start, seconds: time.perf_counter(). flops: from the kernel table (kernels.inc), 0 except for matmuls."""
+    """One call. start, seconds: time.perf_counter(). flops: from kernels.inc, 0 except for matmuls."""
 
     track: str
     name: str
@@ -166,7 +162,6 @@ class Event:
     chunk: int | None = None
 
     def details(self) -> dict[str, float | None]:
-        """Return the trace's arguments."""
         if self.flops:
             return {"gflops": self.flops / self.seconds / 1e9}
         if self.microbatch is None:
@@ -188,11 +183,9 @@ class Profiler:
         self.peak_gflops = 0.0
 
     def groups(self, groups: Groups) -> Groups:
-        """Return the groups with verbs observed."""
         return observe_groups(groups, lambda name: self._note("communication", f"{name} "))
 
     def kernels(self, library: Any) -> Any:
-        """Return the kernel library with calls observed, for `nn.ops.Ops`."""
         names = tuple(
             name
             for name, value in vars(library).items()
@@ -201,16 +194,13 @@ class Profiler:
         return Observed(library, names, self._note("kernels", ""))
 
     def watch(self, executor: Any) -> Any:
-        """Return the schedule's executor with instructions observed."""
         return Observed(executor, INSTRUCTIONS, self._note("schedule", ""))
 
     def measure_peak(self) -> None:
-        """Measure the FMA peak for `table`, before the recorded steps."""
         self.peak_gflops = fma_peak_gflops(FMA_ROUNDS)
 
     @contextlib.contextmanager
     def step(self, recorded: bool) -> Iterator[None]:
-        """Run an iteration, recorded if `recorded`."""
         if not recorded:
             yield
             return
@@ -242,7 +232,7 @@ class Profiler:
     # Results --------------------------------------------------------------------------------------------------------------------
 
     def table(self) -> list[str]:
-        """Return lines with operation, calls, seconds, percent of the step, GFLOP/s and percent of the FMA peak, per iteration."""
+        """Return operation, calls, seconds, percent of the step, GFLOP/s and percent of the FMA peak, per iteration."""
         steps = max(1, len(self.steps))
         wall = sum(self.steps)
         lines = [
@@ -274,7 +264,7 @@ class Profiler:
     def write_trace(
         self, path: str | os.PathLike[str], rank: int, stage: int = 0, peak_mib: float | None = None
     ) -> None:
-        """Write Chrome's trace format: microseconds from `begin`, one process per rank, one thread per track."""
+        """Write Chrome's trace format: microseconds from `begin`, a process per rank, a thread per track."""
         begin = self.begin
         if begin is None:
             begin = min((e.start for e in self.events), default=0.0)

@@ -4,8 +4,8 @@
     Node.read("saved")     another machine, whose tree the command SAVE copied into the folder saved
 
 By default a rank has a NUMA domain to itself, with one thread on each core and idle hyper-threads. Ranks that a launcher binds
-keep their masks; ranks with one mask share its cores in NUMA order. A launcher sets the number of ranks: the log proposes another
-if it does not fit the domains. Pinning: runtime.py.
+keep their masks; ranks with one mask share its cores in NUMA order. The log proposes another number of ranks if it does not fit
+the domains.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def parse_list(text: str) -> list[int]:
 
 
 def format_list(cpus: Iterable[int]) -> str:
-    """Format CPUs as a list for the kernel: the inverse of `parse_list`."""
+    """Invert `parse_list`."""
     runs: list[list[int]] = []
     for cpu in sorted(set(cpus)):
         if runs and runs[-1][1] == cpu - 1:
@@ -61,16 +61,16 @@ class Domain:
 
 @dataclass(frozen=True)
 class Node:
-    """NUMA domains that compute, ordered by number. sockets: number of CPU packages"""
+    """NUMA domains that compute, by number. sockets: number of CPU packages"""
 
     domains: tuple[Domain, ...]
     sockets: int
 
     @classmethod
     def read(cls, root: str | os.PathLike[str] = "/") -> Node:
-        """Return the node described in root/sys. ValueError for a folder without CPUs.
+        """Return the node of root/sys. ValueError for a folder without CPUs.
 
-        Domains with less than half the largest domain's cores are ignored (Fugaku's assistant cores), as are domains without CPUs.
+        Domains with less than half the largest domain's cores are ignored (Fugaku's assistant cores).
         """
         system = Path(root) / "sys" / "devices" / "system"
         cpus = {
@@ -93,16 +93,14 @@ class Node:
 
     @property
     def cpus(self) -> list[int]:
-        """All CPUs, hardware threads included."""
         return sorted(cpu for domain in self.domains for core in domain.cores for cpu in core)
 
     @property
     def smt(self) -> int:
-        """Hardware threads per core."""
         return max(len(core) for domain in self.domains for core in domain.cores)
 
     def parts(self, mask: Iterable[int]) -> dict[int, list[int]]:
-        """Return one CPU in the mask for each of its cores, by domain number; domains outside the mask are absent."""
+        """Return a CPU in the mask for each core, by domain number; other domains are absent."""
         own = set(mask)
         parts = {}
         for domain in self.domains:
@@ -114,7 +112,7 @@ class Node:
         return parts
 
     def cores(self, mask: Iterable[int]) -> list[int]:
-        """Return one CPU in the mask for each of its cores, in NUMA order."""
+        """Return a CPU in the mask for each core, in NUMA order."""
         return [cpu for part in self.parts(mask).values() for cpu in part]
 
     @cached_property
@@ -122,11 +120,10 @@ class Node:
         return {cpu: core for domain in self.domains for core in domain.cores for cpu in core}
 
     def core_of(self, cpu: int) -> tuple[int, ...]:
-        """Return the CPUs of this CPU's core."""
         return self._cores.get(cpu, (cpu,))
 
     def describe(self) -> str:
-        """Return for example "2 sockets, 8 NUMA domains of 24 cores and 94 GiB, 2 hardware threads a core"."""
+        """Return "2 sockets, 8 NUMA domains of 24 cores and 94 GiB, 2 hardware threads a core" for example."""
         sizes = {len(domain.cores) for domain in self.domains}
         memory = {
             round(domain.memory_gib) for domain in self.domains if domain.memory_gib is not None
@@ -142,7 +139,6 @@ class Node:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return count and noun, for example "2 sockets"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -162,7 +158,6 @@ def _domains(system: Path, cpus: dict[int, Path]) -> Iterator[Domain]:
 def _domain(
     number: int, own: Iterable[int], cpus: dict[int, Path], memory_gib: float | None
 ) -> Domain:
-    """Build a domain; a CPU without listed siblings is a core."""
     together: dict[str, list[int]] = {}
     for cpu in sorted(own):
         siblings = read_text(cpus[cpu] / "thread_siblings_list") if cpu in cpus else None
@@ -174,7 +169,7 @@ def cpu_quota(
     proc_cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
     root: str | os.PathLike[str] = "/sys/fs/cgroup",
 ) -> float | None:
-    """Return the smallest CPU limit of this process's cgroup (version 1 or 2) and its ancestors, or None."""
+    """Return the smallest CPU limit of this process's cgroup (version 1 or 2) and its ancestors."""
     folders = cgroup_folders("cpu", proc_cgroup, root)
     limits = (
         _limit_v2(folder) if version == 2 else _limit_v1(folder) for version, folder in folders
@@ -197,7 +192,7 @@ def cpuset(
     proc_cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
     root: str | os.PathLike[str] = "/sys/fs/cgroup",
 ) -> set[int] | None:
-    """Return the CPUs that this process's cgroup may use, independent of the launcher's mask; None if unknown."""
+    """Return the CPUs of this process's cgroup, independent of the launcher's mask."""
     texts = (
         read_text(folder / _CPUSET[version])
         for version, folder in cgroup_folders("cpuset", proc_cgroup, root)
@@ -206,7 +201,7 @@ def cpuset(
 
 
 def allowed_memory() -> set[int] | None:
-    """Return the NUMA domains whose memory this process may use; None if unknown."""
+    """Return the NUMA domains whose memory this process may use."""
     found = re.search(
         r"^Mems_allowed_list:\s*(\S+)$", read_text(Path("/proc/self/status")) or "", re.MULTILINE
     )
@@ -237,12 +232,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank on the node.
-
-    number: rank in the job
-    mask: its CPUs
-    needed: bytes of memory, if known
-    """
+    """A rank on the node. number: in the job. needed: bytes of memory"""
 
     number: int
     mask: tuple[int, ...]
@@ -251,7 +241,7 @@ class Rank:
 
 
 def limits(environ: Mapping[str, str], ranks: int, quota: float | None) -> dict[str, float]:
-    """Return the limits on a rank's threads, apart from its mask. The node's ranks share a cgroup's quota and SLURM_CPUS_ON_NODE."""
+    """Return limits on a rank's threads, apart from its mask. The node's ranks share a cgroup's quota and SLURM_CPUS_ON_NODE."""
     found = {} if quota is None else {f"the cgroup's quota of {quota:g} CPUs": quota / ranks}
     for name, sharers in (("SLURM_CPUS_ON_NODE", ranks), ("SLURM_CPUS_PER_TASK", 1)):
         if (text := environ.get(name, "").strip()).isdecimal() and int(text):
@@ -260,7 +250,7 @@ def limits(environ: Mapping[str, str], ranks: int, quota: float | None) -> dict[
 
 
 def requested_threads(environ: Mapping[str, str]) -> int | None:
-    """Return OMP_NUM_THREADS, or None if unset. ValueError unless it is a positive number."""
+    """Return OMP_NUM_THREADS, if set. ValueError unless it is a positive number."""
     variable = environ.get("OMP_NUM_THREADS", "").strip()
     if not variable:
         return None
@@ -273,7 +263,7 @@ def requested_threads(environ: Mapping[str, str]) -> int | None:
 
 
 def part(domains: Sequence[list[int]], sharers: int, position: int) -> list[int]:
-    """Return a rank's cores out of the domains' cores, inside one domain if possible."""
+    """Return a rank's cores, inside one domain if possible."""
     if sharers % len(domains) == 0:
         each = sharers // len(domains)
         return _slice(domains[position // each], each, position % each)
@@ -298,9 +288,9 @@ def place(
     affinity: str = "auto",
     reserve: bool = False,
 ) -> Placement:
-    """Place rank `index` on a node with these ranks' masks. ValueError as in `requested_threads`.
+    """Place rank `index` on a node with these masks. ValueError as in `requested_threads`.
 
-    Nothing is pinned if there are more threads than cores, if masks overlap without being equal, or if the user set OMP_PROC_BIND,
+    Nothing is pinned with more threads than cores, if masks overlap without being equal, or if the user set OMP_PROC_BIND,
     OMP_PLACES or GOMP_CPU_AFFINITY.
 
     affinity: "pin", "none", or "auto": pin if the node's cores are in several NUMA domains
@@ -327,7 +317,6 @@ def place(
 def _unpinned(
     node: Node, masks: Sequence[Sequence[int]], environ: Mapping[str, str], affinity: str
 ) -> str | None:
-    """Return the reason for not pinning, whatever the number of threads, or None."""
     if variable := next((name for name in _PINNING_VARIABLES if environ.get(name)), None):
         return f"placed by {variable}"
     domains = node.parts({cpu for mask in masks for cpu in mask})
@@ -339,7 +328,7 @@ def _unpinned(
 def proposed_ranks(
     node: Node, masks: Sequence[Sequence[int]], environ: Mapping[str, str], quota: float | None
 ) -> int:
-    """Return the number of ranks that gives each a domain within these masks and limits."""
+    """Return the number of ranks with a domain each."""
     parts = node.parts({cpu for mask in masks for cpu in mask})
     of_node = {name: value for name, value in environ.items() if name != "SLURM_CPUS_PER_TASK"}
     cores = min(limits(of_node, 1, quota).values(), default=node.smt * len(node.cpus))
@@ -347,7 +336,7 @@ def proposed_ranks(
 
 
 def map_ranks(node: Node, count: int, needed: int | None = None) -> list[Rank]:
-    """Place `count` unbound ranks on a node without limits. needed: bytes of memory per rank"""
+    """Place `count` unbound ranks on a node without limits. needed: bytes per rank"""
     masks = [node.cpus for _ in range(count)]
     return [
         Rank(i, tuple(node.cpus), place(node, masks, i, {}, affinity="pin"), needed)
@@ -359,12 +348,11 @@ def map_ranks(node: Node, count: int, needed: int | None = None) -> list[Rank]:
 
 
 def used(node: Node, rank: Rank) -> dict[int, list[int]]:
-    """Return the cores on which a rank's threads may run, by domain."""
     return node.parts(rank.placement.cpus or rank.mask)
 
 
 def rank_line(node: Node, rank: Rank) -> str:
-    """Return for example "rank 1: 24 threads pinned to cores 24-47 (domain 1)"."""
+    """Return "rank 1: 24 threads pinned to cores 24-47 (domain 1)" for example."""
     placement = rank.placement
     where = used(node, rank)
     words = "pinned to" if placement.cpus else "on"
@@ -377,7 +365,6 @@ def rank_line(node: Node, rank: Rank) -> str:
 
 
 def mapping(node: Node, ranks: Sequence[Rank]) -> str:
-    """Return the node and its ranks' cores in one line; the first and last if they are many."""
     few = ranks if len(ranks) <= SHOWN_RANKS else ranks[: SHOWN_RANKS - 1]
     lines = [rank_line(node, rank) for rank in few]
     if few is not ranks:
@@ -393,7 +380,7 @@ def problems(
     cpuset: set[int] | None = None,
     memory: set[int] | None = None,
 ) -> list[str]:
-    """Return a line with problem and remedy for each defect of this mapping.
+    """Return a line with problem and remedy for each defect.
 
     cpuset, memory: CPUs and memory domains that the job's cgroup allows
     """
@@ -426,7 +413,6 @@ def _spanning(
 
 
 def _sharing(node: Node, ranks: Sequence[Rank]) -> str | None:
-    """Report the first group of ranks with more threads than cores."""
     groups: list[tuple[list[Rank], set[tuple[int, ...]]]] = []
     for rank in ranks:
         members = [rank]

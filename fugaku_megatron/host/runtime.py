@@ -48,7 +48,7 @@ STEPS = 500_000  # iterations of the FMA loop: some tens of milliseconds
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Settings of a rank's process, from the flags with these names.
+    """Settings of a rank's process, from flags.
 
     reserve_core: leave a core to the thread that calls MPI
     """
@@ -61,7 +61,7 @@ class ProcessSettings:
 
 
 def apply_placement(placement: Placement, flush_denormals: bool) -> None:
-    """Apply the placement to torch and the kernels, which share one thread pool, and set every thread's denormal mode."""
+    """Apply the placement to torch and the kernels (one thread pool), and every thread's denormal mode."""
     torch.set_num_threads(placement.threads)
     if placement.cpus:
         kernels.pin_threads(list(placement.cpus))
@@ -69,9 +69,9 @@ def apply_placement(placement: Placement, flush_denormals: bool) -> None:
 
 
 def apply_to_communication(placement: Placement, node: Node) -> None:
-    """Bind the thread that calls MPI to its core, or near the rank's cores if those are pinned; called by that thread.
+    """Bind the calling thread, which calls MPI, to its core, or near the rank's pinned cores.
 
-    Memory that the thread touches first, such as a shared window, is then in the rank's NUMA domain.
+    Memory that it touches first, such as a shared window, is then in the rank's NUMA domain.
     """
     # torch sets a new thread's number of threads at its first parallel operation. With more than one, OpenMP would start
     # another set of threads on the cores in use.
@@ -94,7 +94,6 @@ def init(
 
     ValueError on every rank if the clock differs from the requested one.
 
-    nodes: default: found here
     needed: bytes of memory that this rank will need, if known
     """
     mask = sorted(os.sched_getaffinity(0))
@@ -134,7 +133,7 @@ def init(
 
 
 def mapping_lines(world: Comm, node: Node, ranks: list[Rank]) -> list[str]:
-    """Return the log's lines about the cores of this node's ranks, their problems, and differing nodes. Collective."""
+    """Return the log's lines about this node's cores, their problems, and differing nodes. Collective."""
     found = problems(node, ranks, os.environ, cpu_quota(), cpuset(), allowed_memory())
     threads = sorted({rank.placement.threads for rank in ranks})
     shape = f"{node.describe()}, {len(ranks)} ranks of {threads} threads, {len(found)} problems"
@@ -145,7 +144,7 @@ def mapping_lines(world: Comm, node: Node, ranks: list[Rank]) -> list[str]:
 
 
 class ExitTimer:
-    """--exit-duration-in-mins: `expired` after that many minutes since creation; never if None."""
+    """--exit-duration-in-mins: `expired` after so many minutes since creation; never if None."""
 
     def __init__(self, minutes: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         if minutes is not None and minutes <= 0:
@@ -159,7 +158,6 @@ class ExitTimer:
 
 
 def cpu_model(cpuinfo: str | None = None) -> str:
-    """Return the CPU's name. cpuinfo: text of /proc/cpuinfo"""
     text = Path("/proc/cpuinfo").read_text() if cpuinfo is None else cpuinfo
     found: list[tuple[str, str]] = re.findall(r"^([^\t:]+?)\s*:\s*(\S.*)$", text, re.MULTILINE)
     fields = dict(found)
@@ -172,7 +170,7 @@ def cpu_model(cpuinfo: str | None = None) -> str:
 
 
 def clock_ghz(steps: int = 1_000_000) -> float:
-    """Measure this core's clock in GHz by a chain of dependent additions, one cycle each; take the best result in three."""
+    """Measure this core's clock by dependent additions, one cycle each; the best result of three."""
     rates = []
     for _ in range(3):
         begin = time.perf_counter()
@@ -182,21 +180,21 @@ def clock_ghz(steps: int = 1_000_000) -> float:
 
 
 def fma_gflops(steps: int = STEPS) -> float:
-    """Run the FMA loop once and return GFLOP/s, multiply and add counted separately."""
+    """Run the FMA loop; return GFLOP/s, multiply and add counted separately."""
     start = time.perf_counter()
     flops: float = kernels.bench_fma(steps)
     return flops / (time.perf_counter() - start) / 1e9
 
 
 def fma_peak_gflops(rounds: int, steps: int = STEPS) -> float:
-    """Return the best GFLOP/s of `rounds` runs; the first run raises the clock."""
+    """Return the best GFLOP/s of `rounds`; the first run raises the clock."""
     return max(fma_gflops(steps) for _ in range(rounds))
 
 
 def set_clock(
     ghz: float, cpus: Iterable[int], root: str | os.PathLike[str] = "/sys/devices/system/cpu"
 ) -> bool:
-    """Fix the CPUs' clock through Linux's cpufreq; False if the system has none or denies it."""
+    """Fix the CPUs' clock through Linux's cpufreq; False if absent or denied."""
     try:
         for cpu in cpus:
             policy = Path(root) / f"cpu{cpu}" / "cpufreq"
@@ -212,7 +210,7 @@ def set_clock(
 def check_clock(
     requested: float | None, cpus: Iterable[int], measured: float | None = None
 ) -> float:
-    """Return the measured clock in GHz, set to `requested` (--cpu-frequency) if the system permits.
+    """Return the measured GHz, set to `requested` (--cpu-frequency) if permitted.
 
     ValueError if the clocks differ by more than CLOCK_TOLERANCE.
     """
@@ -236,7 +234,6 @@ def machine_summary(
     ghz: float,
     energy: str = "no energy counter",
 ) -> str:
-    """Return a line about this node and the run's ranks on it. cpus: CPUs in this rank's mask"""
     gib = psutil.virtual_memory().total / (1 << 30)
     threads = f"{placement.threads} pinned" if placement.cpus else f"{placement.threads}"
     return (

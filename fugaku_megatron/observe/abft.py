@@ -33,7 +33,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Difference:
-    """The row whose sum exceeds its tolerance most."""
+    """Row whose sum exceeds its tolerance most."""
 
     row: int
     sum: float
@@ -45,7 +45,7 @@ class Difference:
 
 
 def check_rows(sums: Tensor, checksums: Tensor, tolerance: Tensor) -> Difference | None:
-    """Return the row (of m) that exceeds its tolerance most, or None. A nonfinite checksum proves nothing."""
+    """Return the worst of m rows. A nonfinite checksum proves nothing."""
     excess = ((sums - checksums).abs() / tolerance).nan_to_num(nan=torch.inf)
     excess = excess.where(checksums.isfinite(), torch.zeros(()))
     row = int(excess.argmax())
@@ -55,7 +55,7 @@ def check_rows(sums: Tensor, checksums: Tensor, tolerance: Tensor) -> Difference
 
 
 class Right(NamedTuple):
-    """Norms of R and its row sum in a matmul L R^T: (), or (m,) if every row has its own R."""
+    """Norms of R and its row sum in a matmul L R^T: (), or (m,) if each row has an own R."""
 
     norm: Tensor
     sum_norm: Tensor
@@ -89,7 +89,7 @@ def tolerances(
 
 
 def _compare(left: Tensor, right: Right, result: Tensor, checksums: Tensor) -> Difference | None:
-    """Compare the row sums of result (m, n) with checksums (m,). left: (m, k)."""
+    """Compare row sums of result (m, n) with checksums (m,). left: (m, k)."""
     sums = result.sum(1, dtype=torch.float32)
     tolerance = tolerances(
         left.shape[1],
@@ -106,7 +106,7 @@ def _compare(left: Tensor, right: Right, result: Tensor, checksums: Tensor) -> D
 def compare(
     left: Tensor, right: Tensor, result: Tensor, bias: Tensor | None = None
 ) -> Difference | None:
-    """Return the worst wrong row of result (m, n) = left (m, k) right^T + bias (n,), right (n, k); or None."""
+    """Return the worst wrong row of result (m, n) = left (m, k) right^T + bias (n,), right (n, k)."""
     left = left.float()
     right = right.float()
     total = right.sum(0)
@@ -119,10 +119,10 @@ def compare(
 def compare_grouped(
     left: Tensor, right: Tensor, counts: Tensor, result: Tensor
 ) -> Difference | None:
-    """Return the worst wrong row of result (m, n), left (m, k) times each row's transposed matrix; or None.
+    """Return the worst wrong row of result (m, n), left (m, k) times each row's transposed matrix.
 
     right: (groups, n, k)
-    counts: (groups,), consecutive rows of each group
+    counts: (groups,), consecutive rows
     """
     if not len(left):
         return None
@@ -135,7 +135,7 @@ def compare_grouped(
 
 
 def _group_of_rows(counts: Tensor) -> Tensor:
-    """Return the group of each row, (m,)."""
+    """Return each row's group, (m,)."""
     return torch.arange(len(counts)).repeat_interleave(counts)
 
 
@@ -145,7 +145,7 @@ def _norm(x: Tensor, dim: int | None = None) -> Tensor:
 
 
 def cores() -> str:
-    """Name this rank's cores: a single thread's current core, or all cores that its threads may use."""
+    """Name a single thread's current core, or all cores that this rank's threads may use."""
     try:
         if torch.get_num_threads() == 1:
             after_name = Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()
@@ -159,7 +159,7 @@ def cores() -> str:
 
 
 class Finding(NamedTuple):
-    """A wrong matmul. tensor: RESULT, INPUT or GRADIENT. stays: the wrong values remain in use."""
+    """A wrong matmul. tensor: RESULT, INPUT or GRADIENT. stays: the wrong values stay in use."""
 
     tensor: str
     text: str
@@ -226,7 +226,6 @@ def _grouped_data_gradient(
 
 
 def _accumulated(found: object) -> Finding:
-    """Return the finding about a sum that cannot be computed again."""
     return Finding(GRADIENT, f"{found}; it is part of the gradient now", stays=True)
 
 
@@ -262,7 +261,6 @@ def _grouped_weight_gradient(
     group = _group_of_rows(counts)
 
     def by_group(rows: Tensor) -> Tensor:
-        """Sum the rows (m, ...) of each group."""
         return rows.new_zeros(len(counts), *rows.shape[1:]).index_add_(0, group, rows)
 
     total = x.sum(1)
@@ -290,7 +288,7 @@ class Matmul(NamedTuple):
     """A checked kernel.
 
     weight: argument index of the weight or its gradient
-    check: check(call, *arguments) runs and checks the kernel
+    check: check(call, *arguments) runs the kernel too
     """
 
     weight: int
@@ -310,8 +308,8 @@ KERNELS = {
 class Checksums:
     """Checks on this rank's matmuls.
 
-    layers: checked layers, from 0 as in names, or ALL
-    persistent: description of a rank with repeated wrong results
+    layers: from 0 as in names, or ALL
+    persistent: describes a rank with repeated wrong results
     stayed_since: reports since the first wrong result that stayed
     """
 
@@ -328,15 +326,14 @@ class Checksums:
         self.stayed_since: int | None = None
 
     def observe(self, library: Any) -> Any:
-        """Return the kernel library with its matmuls checked."""
         return Observed(library, tuple(KERNELS), self._matmul)
 
     def watch(self, flat: FlatParameters) -> None:
-        """Set the parameters, by which matmuls find their weight's name, before the first matmul."""
+        """Set the parameters that name the matmuls' weights, before the first matmul."""
         self._flat = flat
 
     def report(self, world: Comm) -> str | None:
-        """Return the finding of the first rank with one since the last report, or None. Collective."""
+        """Return the first rank's finding since the last report. Collective."""
         own = self._found
         self._found = None
         rank = first_rank(world, None if own is None else (0,), 1)
@@ -356,7 +353,6 @@ class Checksums:
         return text
 
     def _count(self, rank: int, place: str) -> None:
-        """Count a rank's wrong iteration."""
         recent = [n for n in self._wrong.get(rank, []) if n > self._reports - RECENT]
         recent.append(self._reports)
         self._wrong[rank] = recent
@@ -365,7 +361,6 @@ class Checksums:
             self.persistent = f"{place} computed wrong matmuls in {len(recent)} of the last {iterations} iterations"
 
     def _name(self, tensor: Tensor) -> str | None:
-        """Return the checked weight's name for its values or gradient, else None."""
         if self._flat is None:
             return None
         parameter = self._flat.owner(tensor)

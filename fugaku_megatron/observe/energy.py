@@ -10,7 +10,7 @@ from ..host.energy import Counters
 
 
 class EnergyWatch:
-    """Energy of all nodes during iterations, active if every node has a counter. Construction is collective."""
+    """Energy of all nodes, if every node has a counter. Construction is collective."""
 
     def __init__(self, world: Comm, nodes: Nodes, counters: Counters) -> None:
         self.world = world
@@ -20,19 +20,17 @@ class EnergyWatch:
         self._seconds = 0.0
 
     def begin(self) -> None:
-        """Read the counters before an iteration."""
         if self.active and self._counters:
             self._counters.joules()
 
     def end(self, seconds: float) -> None:
-        """Add the energy and seconds of an iteration."""
         self._seconds += seconds
         if self.active and self._counters:
             passed = self._counters.joules()
             self._joules += float("nan") if passed is None else passed
 
     def finish_interval(self) -> float | None:
-        """Return the interval's mean power, all nodes, in watts; None if a counter is missing or has failed. Collective."""
+        """Return the interval's mean power, all nodes, watts; None without every counter. Collective."""
         if not self.active:
             return None
         joules = self._joules

@@ -16,7 +16,7 @@ IDLE_NAMED = 8  # idle experts named in a line
 
 
 def _mean_tokens(counts: Tensor) -> Tensor:
-    """Return the mean of counts (l, e) over experts, (l, 1); 1 where every token is padding."""
+    """Return the mean of counts (l, e) over experts, (l, 1); 1 if every token is padding."""
     mean = counts.mean(1, keepdim=True)
     return mean.masked_fill(mean == 0, 1.0)
 
@@ -31,7 +31,7 @@ class ExpertWatch:
         self.tokens = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.float64)
 
     def add(self, table: Tensor) -> dict[str, Any]:
-        """Count an iteration's table (l, e + 2) and return its values for `IterationMetrics`."""
+        """Count an iteration's table (l, e + 2); return its values for `IterationMetrics`."""
         own = table[self.layers]
         counts = own[:, :-2]
         self.tokens += counts
@@ -43,7 +43,7 @@ class ExpertWatch:
         return values
 
     def report(self, writer: MetricsWriter, iteration: int) -> None:
-        """Write every expert's load to the history, and print the extremes and the idle experts."""
+        """Write every expert's load; print extremes and idle experts."""
         loads = self.tokens / _mean_tokens(self.tokens)
         writer.record(
             "experts",
@@ -69,7 +69,6 @@ class ExpertWatch:
         self.tokens.zero_()
 
     def _ranks(self) -> str:
-        """Describe the expert-parallel rank with the highest load."""
         if self.ep == 1:
             return ""
         each = self.tokens.shape[1] // self.ep

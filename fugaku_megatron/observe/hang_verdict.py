@@ -1,9 +1,8 @@
-"""Hang detection across nodes: heartbeats are counted in a census, nodes exchange censuses, and a census yields a verdict.
+"""Hang detection across nodes, which exchange censuses of their ranks until a census yields a verdict.
 
 A rank is stuck if it has not moved for its limit, and neither waits for others nor has an awake watchdog.
 Nodes form a tree of UDP datagrams: node n reports its census, merged with its children's, to node (n - 1) // FAN, which answers.
-A report names few ranks and counts the rest. Two ranks per node listen, because one may have stopped. The end of a job is
-announced through the same tree.
+Two ranks per node listen, because one may have stopped. The tree also announces the end of a job.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Message = dict[str, Any]  # JSON
 
 @dataclass(frozen=True)
 class Standing:
-    """A rank that has not moved for `seconds`. limit: seconds allowed. how: STOPPED, GONE or SILENT."""
+    """A rank without a move for `seconds`. limit: in seconds. how: STOPPED, GONE or SILENT."""
 
     rank: int
     host: str
@@ -50,9 +49,9 @@ class Standing:
 class Census:
     """Counts of ranks on one or more nodes.
 
-    stuck: at most NAMED ranks, longest first
-    more: number of further stuck ranks
-    waiters: at most NAMED waiting ranks, longest last
+    stuck: at most NAMED, longest first
+    more: further stuck ranks
+    waiters: at most NAMED, longest last
     others: at most one moving rank
     missing: ranks without any heartbeat
     """
@@ -68,7 +67,7 @@ class Census:
 
     @classmethod
     def parsed(cls, record: Message) -> Census:
-        """Invert `dataclasses.asdict`. Raises KeyError or TypeError for another record."""
+        """Invert `dataclasses.asdict`; KeyError or TypeError for another record."""
         standings = {
             name: tuple(Standing(**s) for s in record[name])
             for name in ("stuck", "waiters", "others")
@@ -78,7 +77,7 @@ class Census:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Reason for the end of a job. text: one line. code: exit code. stuck: ranks that cannot write their own stacks."""
+    """Reason for the end of a job. text: one line. stuck: ranks that cannot write their own stacks."""
 
     text: str
     code: int
@@ -91,7 +90,6 @@ def count(
     moving: Iterable[Standing] = (),
     missing: tuple[int, ...] = (),
 ) -> Census:
-    """Return the census of one node's ranks."""
     stuck = _longest(stuck)
     waiting = _shortest(waiting)
     moving = tuple(moving)
@@ -107,7 +105,6 @@ def count(
 
 
 def merge(reports: Sequence[Census]) -> Census:
-    """Merge the censuses of several nodes."""
     stuck = _longest(s for report in reports for s in report.stuck)
     waiters = _shortest(s for report in reports for s in report.waiters)
     return Census(
@@ -130,7 +127,7 @@ def _shortest(standings: Iterable[Standing]) -> tuple[Standing, ...]:
 
 
 def judge(census: Census, alone: bool = False, late: float = 0.0) -> Verdict | None:
-    """Return the verdict on a hang that has lasted long enough, or None.
+    """Return the verdict on a hang that has lasted long enough.
 
     alone: not all other nodes are heard, so a deadlock on this node needs twice the limit
     late: s in which another node may report first
@@ -152,7 +149,7 @@ def judge(census: Census, alone: bool = False, late: float = 0.0) -> Verdict | N
 
 
 def _stands(census: Census) -> bool:
-    """Return True if every rank is stuck, or has waited for half of its limit."""
+    """Return True if every rank is stuck or has waited for half its limit."""
     waits = all(waiter.seconds >= waiter.limit / 2 for waiter in census.waiters[:1])
     return waits and census.ranks == census.waiting + len(census.stuck) + census.more
 
@@ -190,12 +187,11 @@ def _deadlock(census: Census, alone: bool) -> str:
 
 
 def parent(node: int) -> int | None:
-    """Return the node to which a node reports; None for the first."""
     return (node - 1) // FAN if node else None
 
 
 def own_address(towards: str | None = None) -> str:
-    """Return this node's IPv4 address on the route to `towards`, or any address that is not loopback."""
+    """Return this node's IPv4 address on the route to `towards`, or any that is not loopback."""
     with contextlib.suppress(OSError):
         if towards:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -214,7 +210,7 @@ def own_address(towards: str | None = None) -> str:
 
 
 def open_socket(address: str, port: int = 0) -> socket.socket:
-    """Open a non-blocking UDP socket. port: 0: any free port"""
+    """Open a non-blocking UDP socket. port: 0: any free one"""
     opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     opened.bind((address, port))
     opened.setblocking(False)
@@ -223,7 +219,7 @@ def open_socket(address: str, port: int = 0) -> socket.socket:
 
 @dataclass(frozen=True)
 class Heard:
-    """Last datagram from another node. own: its ranks. whole: its ranks and all nodes below."""
+    """Last datagram from another node. own: its ranks. whole: all nodes below, too."""
 
     time: float
     address: Address
@@ -231,12 +227,12 @@ class Heard:
     whole: Census
 
     def silent(self, limit: float, now: float) -> bool:
-        """Return True if the node was silent for the limit, and longer than its other listener needs to take over."""
+        """Return True after the limit and the time that the node's other listener needs to take over."""
         return now - self.time > limit + 2 * ASLEEP
 
 
 class Link:
-    """A node in the tree. number, count: of nodes. token: identifies the job. parents: addresses of the node above."""
+    """A node in the tree. token: identifies the job. parents: addresses of the node above."""
 
     def __init__(
         self, number: int, count: int, token: int, opened: socket.socket, parents: Sequence[Address]
@@ -253,15 +249,14 @@ class Link:
         self._began: float | None = None  # time of the first
 
     def alone(self, limit: float, now: float) -> bool:
-        """Return True if the node above has never answered, for longer than the limit."""
+        """Return True if the node above never answered within the limit."""
         return self._parent is None and self._began is not None and now - self._began > limit
 
     def deserted(self, limit: float, now: float) -> bool:
-        """Return True if the node above was heard and is now silent."""
+        """Return True if the node above has fallen silent."""
         return self._parent is not None and self._parent.silent(limit, now)
 
     def receive(self, now: float) -> None:
-        """Read all pending datagrams."""
         with contextlib.suppress(OSError):
             while True:
                 data, address = self._socket.recvfrom(LARGEST)
@@ -285,7 +280,7 @@ class Link:
                 self._children[message["node"]] = heard
 
     def whole(self, own: Census, limit: float, now: float) -> Census:
-        """Return the census of this node, all nodes below it, and a silent node above."""
+        """Return the census of this node, all nodes below, and a silent node above."""
         reports = [own]
         for heard in [*self._children.values(), *filter(None, [self._parent])]:
             if heard.silent(limit, now):
@@ -295,7 +290,7 @@ class Link:
         return merge(reports)
 
     def report(self, own: Census, whole: Census, limit: float, now: float) -> None:
-        """Report to the node above, and answer those below, if it is time."""
+        """Report to the node above and answer those below, if it is time."""
         if now - self._reported < min(INTERVAL, limit / INTERVALS):
             return
         self._reported = now
@@ -304,12 +299,11 @@ class Link:
         self._send_neighbours(message)
 
     def announce(self, end: Message) -> None:
-        """Send the reason for the end to the neighbours in the tree, which forward it."""
+        """Send the reason for the end to the neighbours, which forward it."""
         for _ in range(3):  # a datagram may be lost
             self._send_neighbours({"end": end})
 
     def leave(self) -> None:
-        """Tell the node above that this node has ended normally."""
         self._send({"node": self.number, "left": True}, self.parents)
         self._socket.close()
 
@@ -325,7 +319,6 @@ class Link:
 
 
 def _silent(heard: Heard, limit: float, now: float) -> Census:
-    """Return the census of a silent node."""
     first = min(
         (*heard.own.stuck, *heard.own.waiters, *heard.own.others),
         key=lambda standing: standing.rank,

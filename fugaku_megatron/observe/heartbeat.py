@@ -4,7 +4,7 @@
     with heart.phase("save"): ...           # a beat at both ends
 
 A heartbeat is a one-page file in /dev/shm, so that readers need neither the rank's interpreter nor MPI nor a signal. Times are
-seconds of CLOCK_MONOTONIC, shared by all processes of a node. Stacks come from faulthandler, and from gdb or eu-stack if installed.
+seconds of CLOCK_MONOTONIC, shared by a node's processes. Stacks come from faulthandler, and from gdb or eu-stack if installed.
 """
 
 from __future__ import annotations
@@ -55,13 +55,10 @@ class Beat:
     """A rank's last heartbeat. Times in s of CLOCK_MONOTONIC.
 
     limit: seconds without a move before the rank counts as stuck
-    number: of beats
     moved: time of the last beat
     waits: for other ranks
     training: in an iteration
-    what: phase
-    looked: time of its watchdog's last look
-    written: stacks are written
+    looked: time of the watchdog's last look
     """
 
     process: int
@@ -77,7 +74,6 @@ class Beat:
 
 
 def prefix() -> str:
-    """Return the common path prefix of this user's heartbeat folders."""
     folder = MEMORY if os.access(MEMORY, os.W_OK) else tempfile.gettempdir()
     return f"{folder}/fugaku_megatron_{os.geteuid()}_"
 
@@ -85,7 +81,7 @@ def prefix() -> str:
 def node_folder() -> Path:
     """Create this launch's heartbeat folder on this node.
 
-    The launcher's variables, or the parent process, give the name. If neither identifies the launch, or another user took the name,
+    The launcher's variables or the parent process name it. If neither identifies the launch, or another user took the name,
     a process uses its own folder until `Heartbeat.move`.
     """
     job = [os.environ[name] for name in JOBS if name in os.environ]
@@ -101,7 +97,7 @@ def node_folder() -> Path:
 
 
 def stat_words(process: int) -> list[str]:
-    """Return the words of /proc/PROCESS/stat from the state on. OSError if the process does not exist."""
+    """Return the words of /proc/PROCESS/stat from the state on. OSError without the process."""
     return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
 
 
@@ -113,7 +109,7 @@ def _birth(process: int) -> str:
 
 
 def lives(process: int) -> bool:
-    """Return True if a process of this node exists and is not a zombie."""
+    """Return True if a process of this node exists and is no zombie."""
     try:
         return stat_words(process)[0] not in "ZX"
     except OSError:
@@ -121,7 +117,7 @@ def lives(process: int) -> bool:
 
 
 def remove_dead() -> None:
-    """Remove the heartbeat folders of this user's killed jobs on this node."""
+    """Remove heartbeat folders of this user's killed jobs on this node."""
     for folder in Path(prefix()).parent.glob(Path(prefix()).name + "*"):
         with contextlib.suppress(OSError):
             if not is_private(folder):
@@ -133,7 +129,7 @@ def remove_dead() -> None:
 
 
 class Heartbeat:
-    """This rank's heartbeat. folder: of the node; None: private memory"""
+    """This rank's heartbeat. folder: None: private memory"""
 
     def __init__(self, folder: Path | None = None, rank: int = 0, limit: float = 0.0) -> None:
         self.rank = rank
@@ -152,18 +148,15 @@ class Heartbeat:
         self.introduce(rank, limit)
 
     def introduce(self, rank: int, limit: float) -> None:
-        """Write this rank's number, and its limit in seconds without a move."""
         self.rank = rank
         self.limit = limit
         OWNER.pack_into(self._memory, OWNER_AT, MAGIC, os.getpid(), rank, limit)
 
     @property
     def folder(self) -> Path | None:
-        """Heartbeat folder of this node."""
         return self.file.parent if self.file else None
 
     def move(self, folder: Path) -> None:
-        """Move the heartbeat to another folder of the same node."""
         if self.file is not None and folder != self.file.parent and is_private(folder):
             old = self.file.parent
             self.file = folder / self.file.name
@@ -173,7 +166,6 @@ class Heartbeat:
                 old.rmdir()
 
     def close(self) -> None:
-        """Remove the heartbeat after a normal end."""
         if self.file is not None:
             with contextlib.suppress(OSError):
                 for file in self.file.parent.glob(f"{self.file.name}*"):
@@ -184,20 +176,18 @@ class Heartbeat:
     # Beats
 
     def enter(self, what: str) -> str:
-        """Begin phase `what` and return the phase before it, for `leave`."""
+        """Begin phase `what`; return the phase before, for `leave`."""
         before = self.what
         self.what = what
         self._beat()
         return before
 
     def leave(self, before: str) -> None:
-        """Return to the phase `before`."""
         self.what = before
         self._beat()
 
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """Mark the block as phase `what`."""
         before = self.enter(what)
         try:
             yield
@@ -206,7 +196,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def iteration(self, number: int) -> Iterator[None]:
-        """Mark the block as an iteration, in which the limit applies even if the rank uses processor time."""
+        """Mark the block as an iteration; the limit applies in it even if the rank uses processor time."""
         self._where = f"iteration {number}"
         try:
             with self.phase(""):
@@ -215,7 +205,7 @@ class Heartbeat:
             self._where = ""
 
     def wait(self, waits: bool) -> None:
-        """Mark the beginning or the end of waiting for other ranks."""
+        """Mark the beginning or end of waiting for other ranks."""
         self._since = time.monotonic() if waits else 0.0
         self._beat()
 
@@ -234,16 +224,15 @@ class Heartbeat:
         )
 
     def look(self, written: bool = False) -> None:
-        """Write the time of the watchdog's look. written: this rank's stacks are in their file"""
+        """Write the time of the watchdog's look."""
         TICK.pack_into(self._memory, TICK_AT, time.monotonic(), written)
 
     def beat(self) -> Beat | None:
-        """Return this heartbeat as other ranks read it."""
         return decode(self._memory)
 
 
 def decode(memory: mmap.mmap | bytes | bytearray) -> Beat | None:
-    """Decode a heartbeat page; None if it is not written yet."""
+    """Decode a heartbeat page; None if not written yet."""
     before = b""
     for _ in range(3):  # until no beat came while the page was copied
         page = bytes(memory[: STATE_AT + STATE.size])
@@ -271,7 +260,7 @@ def decode(memory: mmap.mmap | bytes | bytearray) -> Beat | None:
 
 
 def _page(file: Path) -> mmap.mmap:
-    """Create and map a heartbeat file, one page of zeros, over an ended process's leftover with the same number."""
+    """Create and map a page of zeros, over an ended process's leftover with the same number."""
     while True:
         make_private(file.parent)
         file.unlink(missing_ok=True)
@@ -283,14 +272,14 @@ def _page(file: Path) -> mmap.mmap:
 
 
 class Node:
-    """The heartbeats in a folder, each mapped once."""
+    """Heartbeats in a folder, each mapped once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._pages: dict[str, mmap.mmap] = {}
 
     def read(self) -> list[Beat]:
-        """Return the heartbeats of ranks that have not ended, by rank."""
+        """Return the heartbeats of living ranks, by rank."""
         try:
             names = [name for name in os.listdir(self.folder) if name.isdecimal()]
         except OSError:
@@ -304,12 +293,11 @@ class Node:
 
 
 def rank_file(directory: Path, rank: int) -> Path:
-    """Return the stack file of a rank."""
     return directory / f"rank{rank}.txt"
 
 
 def write_own(directory: Path, rank: int, native: bool, until: float) -> None:
-    """Write the stacks of this process. native: with native frames. until: monotonic time limit"""
+    """Write this process's stacks. native: with native frames. until: monotonic time limit"""
     with contextlib.suppress(OSError), rank_file(directory, rank).open("a") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         if native:
@@ -320,7 +308,7 @@ def write_own(directory: Path, rank: int, native: bool, until: float) -> None:
 def write_of(directory: Path, rank: int, process: int, requested: Path, until: float) -> None:
     """Write the stacks of another process on this node, until a monotonic time.
 
-    requested: its `on_request` file, written first because a debugger may run out of time
+    requested: its `on_request` file, written first: a debugger may run out of time
     """
     with contextlib.suppress(OSError), rank_file(directory, rank).open("a") as file:
         file.write(f"process {process}, state {state(process)}\n")
@@ -332,14 +320,14 @@ def write_of(directory: Path, rank: int, process: int, requested: Path, until: f
 def on_request(path: Path) -> None:
     """Register ON_REQUEST to write the main thread's frames to `path`.
 
-    Other threads keep running; reading their frames crashed one process in four.
+    Reading running threads' frames crashed one process in four.
     """
     file = path.open("w")
     faulthandler.register(ON_REQUEST, file, all_threads=False)
 
 
 def _request(process: int, requested: Path) -> str:
-    """Return the stack that the process writes on request. A stopped process is continued and stopped again."""
+    """Return the stack that the process writes. A stopped process is continued and stopped again."""
     with contextlib.suppress(OSError):
         stopped = state(process).startswith(("T", "t"))
         _ask(process)
@@ -356,14 +344,14 @@ def _request(process: int, requested: Path) -> str:
 
 
 def _ask(process: int) -> None:
-    """Send ON_REQUEST to the main thread. A signal to a stopped process would go to any thread."""
+    """Send ON_REQUEST to the main thread: a signal to a stopped process would go to any thread."""
     number = TGKILL.get(platform.machine())
     if number is None or ctypes.CDLL(None).syscall(number, process, process, int(ON_REQUEST)):
         os.kill(process, ON_REQUEST)
 
 
 def state(process: int) -> str:
-    """Return the process state, and the kernel function in which it waits if the kernel shows it."""
+    """Return the process state, and the kernel function in which it waits, if shown."""
     words = []
     with contextlib.suppress(OSError):
         words += [
@@ -376,7 +364,7 @@ def state(process: int) -> str:
 
 
 def native_stacks(process: int, until: float) -> str:
-    """Return the native frames of all threads that a debugger reads until a monotonic time; empty without a debugger."""
+    """Return all threads' native frames, read until a monotonic time; empty without a debugger."""
     command = next((words for words in DEBUGGERS if shutil.which(words[0])), None)
     if command is None:
         return ""

@@ -1,4 +1,4 @@
-"""History file of a run: one JSON record for each iteration."""
+"""History file of a run: a JSON record for each iteration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HISTORY = "history.jsonl"  # in the directory of --save
 
 
 def read_history(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the records of a history file, without an incomplete last line.
+    """Return a history file's records, without an incomplete last line.
 
     "kind" is "train", "validation", "event" or "experts".
     """
@@ -33,7 +33,7 @@ def read_history(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def read_run_history(path: Path) -> list[dict[str, Any]]:
-    """Return the records of the history that a run continues, [] without a file. ValueError for another file."""
+    """Return the history that a run continues, [] without a file. ValueError for another file."""
     if not path.exists():
         return []
     if not path.is_file():
@@ -50,7 +50,7 @@ def read_run_history(path: Path) -> list[dict[str, Any]]:
 
 
 def open_history(path: Path, start_iteration: int) -> TextIO:
-    """Open the history to append records, without those after `start_iteration`."""
+    """Open the history to append, without records after `start_iteration`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [record for record in read_run_history(path) if record["iteration"] <= start_iteration]
     aside = path.with_name(path.name + ".tmp")

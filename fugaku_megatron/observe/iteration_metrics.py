@@ -18,7 +18,7 @@ class Metric(NamedTuple):
     """A field of `IterationMetrics`.
 
     label, form: name in the log line; format specification or function
-    tag, interval_tag: Megatron's TensorBoard tags, per iteration and per interval
+    tag, interval_tag: Megatron's TensorBoard tags
     """
 
     label: str
@@ -28,11 +28,9 @@ class Metric(NamedTuple):
     interval_tag: str | None
 
     def text(self, value: Any) -> str:
-        """Return the value as in the log line."""
         return self.form(value) if callable(self.form) else format(value, self.form)
 
     def parse(self, text: str) -> float:
-        """Invert `text`."""
         try:
             if isinstance(self.form, str) and self.form.endswith("d"):
                 return int(text)
@@ -60,13 +58,13 @@ def _rounded_mean(records: Sequence[IterationMetrics], name: str) -> int | None:
 
 
 def _mean_over_time(records: Sequence[IterationMetrics], name: str) -> float:
-    """Return the mean of a rate, weighted by seconds."""
+    """Return a rate's mean, weighted by seconds."""
     weighted: float = sum(getattr(record, name) * record.elapsed_seconds for record in records)
     return weighted / _seconds(records)
 
 
 def _mean_of_updates(records: Sequence[IterationMetrics], name: str) -> float | None:
-    """Return the mean without skipped iterations; over all if all were skipped, to keep the field in the log."""
+    """Return the mean without skipped iterations; over all if all were skipped."""
     return _mean([record for record in records if not record.skipped] or records, name)
 
 
@@ -82,7 +80,6 @@ def _counted(records: Sequence[IterationMetrics], _: str) -> int | None:
 
 
 def _counted_share(records: Sequence[IterationMetrics], name: str) -> float | None:
-    """Return the percentage of tokens that count in the loss."""
     counted = _counted(records, name)
     rate = _tokens_per_second(records, name)
     if counted is None or not rate:
@@ -101,7 +98,6 @@ def _samples_per_second(records: Sequence[IterationMetrics], _: str) -> float:
 
 
 def _tokens_per_second(records: Sequence[IterationMetrics], name: str) -> float | None:
-    """Return samples per second times tokens per sample, the ratio of both consumed."""
     last = records[-1]
     if not last.consumed_tokens or not last.consumed_samples:
         return None
@@ -120,7 +116,7 @@ def _nan_iterations(records: Sequence[IterationMetrics], _: str) -> int:
 
 
 def rate_text(rate: float | None) -> str:
-    """Return TFLOPs with two decimals as in Megatron-DeepSpeed; three significant digits below 0.1; "-" for None."""
+    """Return TFLOPs with two decimals as in Megatron-DeepSpeed, below 0.1 with three significant digits."""
     if rate is None:
         return "-"
     decimals = 2
@@ -136,7 +132,6 @@ def _metric(
     tag: str | None = None,
     interval_tag: str | None = None,
 ) -> Any:
-    """Return a field with this `Metric`, None by default."""
     metric = Metric(label, form, reduction, tag, interval_tag)
     return field(default=None, metadata={"metric": metric})
 
@@ -145,18 +140,18 @@ def _metric(
 class IterationMetrics:
     """Metrics of an iteration or a log interval, in the log line's order. None is not printed.
 
-    elapsed_seconds, system_seconds, minor_faults: per iteration, faults and system time on the printing rank
+    elapsed_seconds, system_seconds, minor_faults: per iteration; faults and system time on the printing rank
     lm_loss: minimised loss, including the z-loss
     lm_loss_alone: without the z-loss, only with --use-z-loss
     load_balancing_loss, router_z_loss: means over layers with experts, without their factors
     largest_load: the busiest expert's tokens, relative to its layer's mean
     counted_tokens: in the loss, if it excludes some
     tflops: per rank
-    clock_ghz: on the printing rank, after the last iteration
-    resident_mib, shared_mib: on the largest rank, after the last iteration
-    watts: all nodes, mean; None if a node has no counter
+    clock_ghz: printing rank, after the last iteration
+    resident_mib, shared_mib: largest rank, after the last iteration
+    watts: all nodes, mean
 
-    `from_interval` needs elapsed_seconds, global_batch_size, lm_loss, skipped and tflops, and computes nans and the rates.
+    `from_interval` needs elapsed_seconds, global_batch_size, lm_loss, skipped and tflops; it computes nans and rates.
     """
 
     iteration: int
@@ -205,12 +200,11 @@ class IterationMetrics:
 
     @classmethod
     def from_interval(cls, records: Sequence[IterationMetrics]) -> IterationMetrics:
-        """Return an interval's metrics. records: its iterations in order, at least one"""
+        """Return an interval's metrics. records: at least one, in order"""
         values = {name: metric.reduction(records, name) for name, metric in METRICS}
         return cls(records[-1].iteration, records[-1].train_iters, **values)
 
     def format_line(self) -> str:
-        """Return the line as Megatron-DeepSpeed prints it."""
         line = f" iteration {self.iteration:8d}/{self.train_iters:8d} |"
         for name, metric in METRICS:
             value = getattr(self, name)
@@ -227,7 +221,7 @@ METRICS: tuple[tuple[str, Metric], ...] = tuple(
 def parse_line(line: str) -> IterationMetrics:
     """Invert `format_line`. Ignore a prefix (rank, time) and unknown fields; accept milliseconds.
 
-    ValueError if it is not a log line or has a malformed number.
+    ValueError for another line or a malformed number.
     """
     head = _START.search(line)
     if head is None:
@@ -244,12 +238,11 @@ def parse_line(line: str) -> IterationMetrics:
 
 
 def parse_log(lines: Iterable[str]) -> list[IterationMetrics]:
-    """Return the iterations of a log; other lines are ignored."""
     return [parse_line(line) for line in lines if _START.search(line)]
 
 
 def published_header() -> tuple[str, ...]:
-    """Return the printed columns of document 002's tables."""
+    """Return the columns of document 002's tables."""
     return (
         "Nodes",
         "Freq",
@@ -268,7 +261,7 @@ def published_header() -> tuple[str, ...]:
 
 
 def size_name(parameters: int) -> str:
-    """Return a model's size: 124M, 1.3B, 30B."""
+    """Return 124M, 1.3B, 30B."""
     unit = 10**6
     letter = "M"
     if parameters >= 10**9:
@@ -283,7 +276,6 @@ def _or_dash(value: float | None, form: str, unit: str = "") -> str:
 
 
 def seconds_text(value: float | None) -> str:
-    """Return seconds as in the tables: four decimals below 0.1, two below 100, else one."""
     if value is None:
         return "-"
     if value >= 100:
@@ -295,9 +287,9 @@ def seconds_text(value: float | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
-    """A run in the published tables; None is printed as "-".
+    """A run in the published tables; "-" for None.
 
-    memory_mib: of the largest rank
+    memory_mib: largest rank
     seconds: per iteration
     tflops: per rank
     """
@@ -318,13 +310,12 @@ class PublishedRow:
 
     @property
     def petaflops(self) -> float | None:
-        """PFLOPs of all ranks, TFLOPs x ranks / 1024 as in the tables (which have one rank per node)."""
+        """PFLOPs, TFLOPs x ranks / 1024 as in the tables (which have one rank per node)."""
         if self.tflops is None or self.ranks is None:
             return None
         return self.tflops * self.ranks / 1024
 
     def cells(self) -> tuple[str, ...]:
-        """Return the cells below `published_header`."""
         return (
             _or_dash(self.nodes, "d"),
             _or_dash(self.ghz, ".1f", "GHz"),

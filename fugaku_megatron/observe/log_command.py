@@ -63,7 +63,7 @@ OUR_CSV_COLUMNS = (
 
 
 def row_of(log: LogSummary, notes: str | None = None) -> PublishedRow:
-    """Return the log's row of the published table. ValueError for inconsistent flags. notes: default: from the log"""
+    """Return the log's published row. ValueError for inconsistent flags. notes: default: from the log"""
     job = log.job
     run = job.run
     return PublishedRow(
@@ -102,7 +102,7 @@ def _notes(log: LogSummary) -> str:
 
 
 def energy_note(log: LogSummary) -> str | None:
-    """Return "412 W, 1.23 tokens per joule", or None for a log without energy."""
+    """Return "412 W, 1.23 tokens per joule", or None without energy."""
     if log.watts is None:
         return None
     note = f"{log.watts:.0f} W"
@@ -112,7 +112,7 @@ def energy_note(log: LogSummary) -> str | None:
 
 
 def text(logs: Sequence[LogSummary], markdown: bool = False) -> str:
-    """Return the table, and the basis of each row below. markdown: with a heading and lists"""
+    """Return the table and each row's basis."""
     lines = ["### Runs, measured", ""] if markdown else []
     lines += pipe_table([published_header(), *(row_of(log).cells() for log in logs)])
     if len(logs) > 1:
@@ -123,7 +123,7 @@ def text(logs: Sequence[LogSummary], markdown: bool = False) -> str:
 
 
 def final_losses(logs: Sequence[LogSummary]) -> list[tuple[str, ...]]:
-    """Return a table's rows that compare the progress and last losses of runs, with each column's lowest loss marked."""
+    """Return rows that compare progress and last losses of runs, each column's lowest loss marked."""
     trained = [log.last.lm_loss if log.last else None for log in logs]
     validated = [log.validations[-1][1] if log.validations else None for log in logs]
     rows: list[tuple[str, ...]] = [
@@ -151,7 +151,7 @@ def _marked(loss: float | None, losses: Sequence[float | None]) -> str:
 
 
 def names(logs: Sequence[LogSummary]) -> list[str]:
-    """Return short names: folders if all files have one name, else paths below the common folder."""
+    """Return short names: folders if all files share a name, else paths below the common folder."""
     paths = [os.path.abspath(log.path) for log in logs]
     common = os.path.commonpath([os.path.dirname(path) for path in paths])
     short = [os.path.relpath(path, common) for path in paths]
@@ -176,12 +176,10 @@ def _basis(log: LogSummary) -> str:
 
 
 def csv_columns() -> tuple[str, ...]:
-    """Return the CSV columns: the log's name, the published columns, OUR_CSV_COLUMNS."""
     return ("log", *(HEADERS[name] for name in published_header()), *OUR_CSV_COLUMNS)
 
 
 def record(log: LogSummary) -> dict[str, Any]:
-    """Return the log's values by CSV column, with unrounded numbers."""
     row = row_of(log)
     cells = {HEADERS[name]: cell for name, cell in zip(published_header(), row.cells())}
     values = {
@@ -211,12 +209,10 @@ def record(log: LogSummary) -> dict[str, Any]:
 
 
 def write_csv(path: str | os.PathLike[str], logs: Sequence[LogSummary]) -> None:
-    """Write a row per log."""
     _write_rows(path, csv_columns(), (record(log) for log in logs))
 
 
 def write_iterations_csv(path: str | os.PathLike[str], logs: Sequence[LogSummary]) -> None:
-    """Write a row per iteration: the log's name and the fields of IterationMetrics."""
     columns = ("log", *(f.name for f in fields(IterationMetrics)))
     rows = ({"log": log.path, **asdict(iteration)} for log in logs for iteration in log.iterations)
     _write_rows(path, columns, rows)
@@ -225,7 +221,7 @@ def write_iterations_csv(path: str | os.PathLike[str], logs: Sequence[LogSummary
 def _write_rows(
     path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[dict[str, Any]]
 ) -> None:
-    """Write another file and rename it, so that a reader never sees half a file."""
+    """Write another file and rename it: a reader never sees half a file."""
     aside = Path(f"{path}.tmp")
     with open(aside, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
@@ -236,7 +232,7 @@ def _write_rows(
 
 
 def draw(path: str | os.PathLike[str], logs: Sequence[LogSummary], x: str = "iteration") -> bool:
-    """Plot loss, learning rate and TFLOPs over `x` (a key of loss_plot.AXES); print why and return False if nothing is drawn."""
+    """Plot loss, learning rate and TFLOPs over `x` (a key of loss_plot.AXES); print why if nothing is drawn."""
     if len(logs) == 1:
         (log,) = logs
         heading = loss_plot.title(_layout(log), os.path.abspath(log.path))
@@ -259,7 +255,6 @@ def _records(log: LogSummary) -> loss_plot.Records:
 
 
 def _layout(log: LogSummary) -> str:
-    """Return the run's size and layout if known, else its number of ranks."""
     job = log.job
     if job.run and job.dp:
         return loss_plot.describe(job.run, job.dp)
@@ -334,7 +329,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """Return the job that the flags describe, for logs without a `run:` line. ValueError for wrong or contradictory flags."""
+    """Return the job in the flags, for logs without a `run:` line. ValueError for wrong flags."""
     for name in ("nodes", "ranks_per_node", "interval"):
         value = getattr(options, name)
         check(
@@ -361,7 +356,7 @@ def job_of(options: argparse.Namespace) -> Job:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Raise ValueError for output files that cannot be written or have another extension."""
+    """Raise ValueError for unwritable output files or wrong extensions."""
     check(
         options.csv is not None or not options.per_iteration,
         "--per-iteration needs --csv FILE: pass both",
@@ -376,7 +371,7 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Read the logs, print the table and write the files. ValueError, one line, for a user's mistake."""
+    """Raise ValueError, one line, for a user's mistake."""
     if options.ranks:
         return show_ranks(options)
     job = job_of(options)
@@ -399,7 +394,6 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _file_of(path: str) -> str:
-    """Return the path of a log, or of the history in a directory."""
     if not os.path.isdir(path):
         return path
     history = os.path.join(path, HISTORY)
@@ -411,7 +405,6 @@ def _file_of(path: str) -> str:
 
 
 def show_ranks(options: argparse.Namespace) -> int:
-    """Print the table of each --log-ranks file, and draw the heat map."""
     check_outputs(options)
     check(
         not options.csv and not options.follow,
@@ -449,7 +442,7 @@ def _write(options: argparse.Namespace, logs: Sequence[LogSummary]) -> None:
 
 
 def follow(files: Sequence[LogFile], options: argparse.Namespace) -> list[LogSummary]:
-    """Read growing logs, print their progress and redraw, until all are finished or Ctrl-C."""
+    """Read growing logs, print progress and redraw, until all are finished or Ctrl-C."""
     shown: dict[str, int] = {}  # path -> iteration
     try:
         while True:
@@ -471,7 +464,6 @@ def follow(files: Sequence[LogFile], options: argparse.Namespace) -> list[LogSum
 
 
 def _print_progress(log: LogSummary, last: IterationMetrics) -> None:
-    """Print the last iteration and the remaining time to standard error."""
     left = (last.train_iters - last.iteration) * (log.seconds or 0)
     tokens = "" if last.tokens_per_second is None else f", {last.tokens_per_second:,.0f} tokens/s"
     loss = "" if last.lm_loss is None else f", loss {last.lm_loss:.4g}"

@@ -30,7 +30,7 @@ SMALL_PANELS: tuple[tuple[str, str], ...] = (
 
 
 def describe(run: RunConfig, dp: int) -> str:
-    """Return a run's size and layout: 124M, DP 2 x TP 1 x PP 1, fp32."""
+    """Return 124M, DP 2 x TP 1 x PP 1, fp32."""
     tp = run.parallel.tensor_model_parallel_size
     pp = run.parallel.pipeline_model_parallel_size
     cp = run.parallel.context_parallel_size
@@ -39,7 +39,7 @@ def describe(run: RunConfig, dp: int) -> str:
 
 
 def title(description: str, place: str | os.PathLike[str]) -> str:
-    """Return a plot's title: the description, and the path's end on a second line."""
+    """Return the description, and the path's end on a second line."""
     path = os.fspath(place)
     if len(path) > WIDTH:
         path = "..." + path[-WIDTH:]
@@ -49,9 +49,9 @@ def title(description: str, place: str | os.PathLike[str]) -> str:
 def loss_curve(
     path_png: str | os.PathLike[str], history: Records | str | os.PathLike[str], heading: str = ""
 ) -> bool:
-    """Plot a history (records, or the path of their file) into `path_png`.
+    """Plot a history (records or their file) into `path_png`.
 
-    Print one line and return False if there is no loss, no matplotlib, or a file error: a plot never ends a run.
+    Print one line and return False without a loss or matplotlib, or on a file error: a plot never ends a run.
     """
     try:
         records = history if isinstance(history, list) else read_history(history)
@@ -64,12 +64,11 @@ def loss_curve(
 def start_loss_curve(
     path_png: str | os.PathLike[str], history: str | os.PathLike[str], heading: str = ""
 ) -> subprocess.Popen[Any]:
-    """Start `loss_curve` in its own process."""
     return start_module("loss_plot", os.fspath(path_png), os.fspath(history), heading)
 
 
 def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[Any]:
-    """Start a module in this package as a program, because matplotlib would cost a rank 35 MiB.
+    """Start a module of this package as a program: matplotlib would cost a rank 35 MiB.
 
     words: command line. options: for subprocess.Popen
     """
@@ -89,7 +88,7 @@ def loss_curves(
     heading: str = "",
     x: str = "iteration",
 ) -> bool:
-    """Plot several runs (name -> records) as `loss_curve`. OSError if the file cannot be written.
+    """Plot several runs (name -> records) as `loss_curve`. OSError for a file error.
 
     x: a key of AXES
     """
@@ -124,7 +123,6 @@ def _draw(
     x: str,
     loads: dict[str, Any] | None,
 ) -> None:
-    """Draw the panels. loads: a record of kind "experts" """
     # No window, and no change to pyplot's global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -171,7 +169,7 @@ def _draw(
 
 
 def _draw_loads(axes: Any, record: dict[str, Any]) -> None:
-    """Draw every expert's load (layers with experts, e) relative to the mean."""
+    """Draw expert loads (layers with experts, e) relative to the mean."""
     image = axes.imshow(record["loads"], aspect="auto", interpolation="nearest", vmin=0.0)
     numbers = range(0, len(record["layers"]), 1 + len(record["layers"]) // 8)
     axes.set(xlabel="expert", ylabel="layer")

@@ -1,4 +1,4 @@
-"""Memory of all ranks: growth during a run, and a check before the run."""
+"""Memory of all ranks: growth during a run, and a check before it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ BEYOND_DOUBT = 1.1  # a run that needs this many times its node's memory is refu
 def steady_growth(readings: Sequence[tuple[int, int]]) -> float:
     """Return the steady growth in bytes per iteration, or 0. readings: (iteration, bytes), in order
 
-    The rate is the median slope of all pairs (Theil 1950, Sen 1968), which is robust to outliers. The medians of consecutive
-    segments must rise, so that a single step does not count.
+    The rate is the median slope of all pairs (Theil 1950, Sen 1968), robust to outliers. Medians of consecutive
+    segments must rise: a single step does not count.
     """
     if len(readings) < FEWEST or readings[-1][0] - readings[0][0] < SPAN - 1:
         return 0.0
@@ -55,7 +55,7 @@ def steady_growth(readings: Sequence[tuple[int, int]]) -> float:
 
 
 class MemoryWatch:
-    """Memory readings of this rank, compared over all ranks. say: writes (iteration, text) to the log."""
+    """Memory readings, compared over all ranks. say: writes (iteration, text) to the log."""
 
     def __init__(self, world: Comm, nodes: Nodes, say: Callable[[int, str], None]) -> None:
         self.world = world
@@ -68,7 +68,6 @@ class MemoryWatch:
         self._told = float("inf")
 
     def read(self, iteration: int) -> None:
-        """Read this rank's memory after an iteration."""
         self._iterations += 1
         if self._iterations > FIRST_ITERATIONS and time.perf_counter() >= self._next:
             self._readings.append((iteration, usage().held))
@@ -76,14 +75,14 @@ class MemoryWatch:
             self._next = time.perf_counter() + READ_EVERY
 
     def _rate(self) -> float:
-        """Return this rank's growth in bytes per iteration; 0 with too few new readings."""
+        """Return growth in bytes per iteration; 0 with too few new readings."""
         if self._new < NEW:
             return 0.0
         self._new = 0
         return steady_growth(list(self._readings))
 
     def finish_interval(self, iteration: int, seconds: float) -> tuple[float, float]:
-        """Return resident and shared memory of the largest rank, MiB, and report growth. seconds: per iteration. Collective."""
+        """Return the largest rank's resident and shared MiB; report growth. seconds: per iteration. Collective."""
         now = usage()
         rate = self._rate()
         largest = self.world.all_reduce(
@@ -94,7 +93,7 @@ class MemoryWatch:
         return largest[0] / 2**20, largest[1] / 2**20
 
     def _tell(self, iteration: int, seconds: float, rate: float) -> None:
-        """Report the fastest-growing rank and the time until its node's memory is exhausted. Collective."""
+        """Report the fastest-growing rank and the time until its node is full. Collective."""
         together = self.here.all_reduce(torch.tensor(rate, dtype=torch.float64)).item()
         rank = first_rank(self.world, (2**50 - int(rate),) if rate else None, 1)
         assert rank is not None, "some rank grows"
@@ -119,7 +118,7 @@ class MemoryWatch:
 
 
 def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
-    """Return the peak memory of one rank in bytes: the --dry-run model and the process itself."""
+    """Return a rank's peak bytes: the --dry-run model and the process itself."""
     stage = Grid(*layout.sizes).coords(rank)[1]
     lists = run_schedule.build_schedule(
         run, layout.microbatches(run, layout.global_batch_size(run))
@@ -133,7 +132,7 @@ def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
 
 
 def check_memory(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes | None = None) -> str:
-    """Return the log's line. ValueError on every rank if a node's ranks need more memory than it has. Collective."""
+    """Return the log's line. ValueError on every rank if a node has too little memory. Collective."""
     own = rank_bytes(run, layout, world.rank)
     has = node_bytes()
     here = (nodes or find_nodes(world)).ranks

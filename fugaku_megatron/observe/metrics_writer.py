@@ -1,4 +1,4 @@
-"""Output of a run while it trains: log lines, TensorBoard, Weights & Biases, history, peak memory."""
+"""Output of a run: log lines, TensorBoard, Weights & Biases, history, peak memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ _VALIDATION = re.compile(
 
 
 def _perplexity(lm_loss: float) -> float:
-    """Return the perplexity, at most exp(20) as in Megatron."""
+    """Return the perplexity, at most Megatron's exp(20)."""
     return math.exp(min(lm_loss, 20.0))
 
 
 def format_validation(iteration: int, lm_loss: float, suffix: str = "") -> list[str]:
-    """Return Megatron's three lines after an evaluation. suffix: see `MetricsWriter.validation`."""
     values = f"lm loss value: {lm_loss:.6E} | lm loss PPL: {_perplexity(lm_loss):.6E}"
     text = f" validation{suffix} loss at iteration {iteration} | {values} | "
     rule = "-" * (len(text) + 1)
@@ -39,7 +38,7 @@ def format_validation(iteration: int, lm_loss: float, suffix: str = "") -> list[
 
 
 def parse_validation_line(line: str) -> tuple[int, float, float]:
-    """Return (iteration, lm loss, perplexity) of the middle line. ValueError for another line."""
+    """Return (iteration, lm loss, perplexity). ValueError for another line."""
     match = _VALIDATION.search(line)
     if match is None:
         raise ValueError(f"not a validation line: {line.strip()[:80]!r}")
@@ -50,8 +49,7 @@ def parse_validation_line(line: str) -> tuple[int, float, float]:
 class LogOutputs:
     """Destinations of a run's metrics.
 
-    stream: of log lines; None: standard output
-    live, log_file: --log-live, --log-file
+    stream: None: standard output
     history: a JSON-lines file
     wandb: gets TensorBoard's scalars
     """
@@ -64,7 +62,7 @@ class LogOutputs:
     wandb: WandbRun | None = None
 
     def check_installed(self) -> None:
-        """Raise ValueError, on every rank, if a requested package is missing."""
+        """Raise ValueError on every rank without a requested package."""
         if self.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
             raise ValueError(
                 f"--tensorboard-dir {self.tensorboard_dir}: a package is missing: pip install tensorboard, or this package "
@@ -78,7 +76,7 @@ class MetricsWriter:
     """Writer of metrics, averaged over log intervals.
 
     printing: True on the rank that writes
-    start_iteration: iteration of the checkpoint from which the run resumes; later records of the history are dropped
+    start_iteration: the run resumes here; later records of the history are dropped
     """
 
     def __init__(
@@ -118,7 +116,7 @@ class MetricsWriter:
             self._wandb = outputs.wandb.start(self.print)
 
     def add(self, metrics: IterationMetrics) -> IterationMetrics | None:
-        """Add an iteration; at the end of a log interval write its line and return its metrics."""
+        """Add an iteration; return the metrics of a finished log interval."""
         self._interval.append(metrics)
         for name, metric in METRICS:
             value = getattr(metrics, name)
@@ -128,7 +126,6 @@ class MetricsWriter:
         return None if metrics.iteration % self.log_interval else self.flush()
 
     def flush(self) -> IterationMetrics | None:
-        """Write the line of the interval so far, if it has iterations."""
         if not self._interval:
             return None
         metrics = IterationMetrics.from_interval(self._interval)
@@ -143,7 +140,7 @@ class MetricsWriter:
     def validation(
         self, iteration: int, lm_loss: float, consumed_samples: int, suffix: str = ""
     ) -> None:
-        """Write an evaluation's result. suffix: "-0", "-1" ... with several validation sets"""
+        """Write an evaluation. suffix: "-0", "-1" ... with several validation sets"""
         for line in format_validation(iteration, lm_loss, suffix):
             self.print(line)
         self.record(
@@ -157,17 +154,15 @@ class MetricsWriter:
         self._scalar(f"{tag} ppl", _perplexity(lm_loss), iteration, consumed_samples)
 
     def print(self, line: str) -> None:
-        """Print a line on the printing rank."""
         if self._screen is not None:
             self._screen.line(line)
 
     def event(self, iteration: int, line: str) -> None:
-        """Print a line about an iteration, and record it in the history."""
+        """Print a line and record it in the history."""
         self.print(line)
         self.record("event", iteration=iteration, text=line)
 
     def record(self, kind: str, **values: Any) -> None:
-        """Write JSON values to the history."""
         if self._history is None:
             return
         try:
@@ -179,7 +174,6 @@ class MetricsWriter:
             self.print(f"{self._history.name}: not written yet: {error.strerror}")
 
     def close(self) -> None:
-        """Flush and close all outputs."""
         for output in (self._screen, self._history, self._tensorboard):
             if output is not None:
                 with contextlib.suppress(OSError):  # the history's: `record` has reported it
@@ -197,7 +191,7 @@ class MetricsWriter:
         iteration: int,
         consumed_samples: int | None = None,
     ) -> None:
-        """Write a scalar, unless tag or value is None; also over `consumed_samples` in TensorBoard, as Megatron does."""
+        """Write a scalar, except None; in TensorBoard also over `consumed_samples`, as Megatron does."""
         if tag is None or value is None:
             return
         if self._wandb is not None:
@@ -210,12 +204,11 @@ class MetricsWriter:
 
 
 def format_peak_memory(mib: list[float]) -> str:
-    """Return the line about peak memory. mib: of every rank"""
     most = max(mib)
     rank = mib.index(most)
     return f"peak memory per rank: max {most:.0f} MiB (rank {rank}), min {min(mib):.0f} MiB"
 
 
 def parse_peak_memory(lines: Iterable[str]) -> int | None:
-    """Return the largest rank's MiB from a log's line about peak memory, or None."""
+    """Return the largest rank's MiB."""
     return next((int(match[1]) for line in lines if (match := _PEAK_MEMORY.search(line))), None)

@@ -1,9 +1,9 @@
 """Search for an iteration's first Inf or NaN: rank, layer and operation.
 
 Nonfinite gradients leave the weights unchanged, so the iteration is repeated with the same samples and dropout masks, and every
-operation's inputs, results and gradients are inspected. The search finds the first operation with finite inputs and a nonfinite
-result, ordered by sample, then forward through the model and backward again. If sequence parallelism sums over tensor-parallel
-ranks inside a linear layer's backward, the first rank is named.
+operation is inspected. The search finds the first operation with finite inputs and a nonfinite result, ordered by sample, then
+forward through the model and backward again. If sequence parallelism sums over tensor-parallel ranks inside a linear layer's
+backward, the first rank is named.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Finding:
     """A nonfinite tensor.
 
     key: (first sample, 1 in backward, virtual stage in the pass's order, inspection), equal on an operation's tensor-parallel ranks
-    text: where it was found, for the log
     """
 
     key: tuple[int, int, int, int]
@@ -64,8 +63,6 @@ class Finding:
 
 
 class _Tap(torch.autograd.Function):
-    """Identity that passes the gradient to `observe`."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, observe: Callable[[Tensor], None]) -> Tensor:
         ctx.observe = observe
@@ -78,7 +75,7 @@ class _Tap(torch.autograd.Function):
 
 
 def _tap(x: Tensor, observe: Callable[[Tensor], None]) -> Tensor:
-    """Return `x` with its gradient observed."""
+    """Return `x`; pass its gradient to `observe`."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     tapped: Tensor = _Tap.apply(x, observe)  # type: ignore[no-untyped-call]
@@ -87,14 +84,13 @@ def _tap(x: Tensor, observe: Callable[[Tensor], None]) -> Tensor:
 
 @dataclass
 class _Call:
-    """An operation in one forward. finite_gradients: its results' gradients were finite so far."""
+    """An operation in a forward. finite_gradients: its results' gradients were finite so far."""
 
     name: str
     finite_gradients: bool = True
 
 
 def _describe_nonfinite(tensors: Iterable[Any]) -> str | None:
-    """Count the elements of the first nonfinite tensor, in words; None if all are finite."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             count = tensor.numel() - int(torch.isfinite(tensor).sum())
@@ -104,7 +100,7 @@ def _describe_nonfinite(tensors: Iterable[Any]) -> str | None:
 
 
 def _name(operation: str, arguments: dict[str, Any], previous: str) -> str:
-    """Name an operation and its module: linear, decoder.layers.0.self_attention.linear_qkv.
+    """Name an operation's module: linear, decoder.layers.0.self_attention.linear_qkv.
 
     previous: name of the operation before
     """
@@ -124,10 +120,9 @@ def _name(operation: str, arguments: dict[str, Any], previous: str) -> str:
 class Search:
     """Inspection of this rank's operations in a repeated iteration.
 
-    consumed: samples before the iteration
     produced: first nonfinite result with finite inputs
     met: first nonfinite input or gradient
-    stage: the trainer's parameters with inspected operations, without the trainer's hooks
+    stage: the trainer's parameters, without its hooks
     """
 
     def __init__(self, trainer: Trainer, consumed: int) -> None:
@@ -145,7 +140,6 @@ class Search:
                 setattr(module, name, parameter)
 
     def watch(self, executor: Any) -> Any:
-        """Return the executor with its computations inspected."""
         computations = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
         return Observed(executor, computations, self._computation)
 
@@ -159,7 +153,7 @@ class Search:
         return result
 
     def _inspect_weight_gradients(self) -> None:
-        """Look for a nonfinite weight gradient: a sum of finite numbers may overflow."""
+        """Look for a nonfinite weight gradient: finite sums may overflow."""
         for unit in stage_units(self.trainer.stage):
             for parameter in unit:
                 assert isinstance(parameter, FlatParameter)
@@ -205,7 +199,6 @@ class Search:
             self._found(f"backward of {call.name}", count, produced=call.finite_gradients)
 
     def _found(self, where: str, count: str, produced: bool) -> None:
-        """Keep the first finding of its kind."""
         if produced and self.produced or not produced and self.met:
             return
         trainer = self.trainer
@@ -236,7 +229,7 @@ class Search:
 
 
 def _first_finding(trainer: Trainer, finding: Finding | None) -> str | None:
-    """Return the first finding of all ranks, with its rank and node, or None. Collective."""
+    """Return all ranks' first finding, with rank and node. Collective."""
     world = trainer.world
     rank = first_rank(world, finding.key if finding else None, KEY_LENGTH)
     if rank is None:
@@ -257,11 +250,9 @@ def _nonfinite_weight(trainer: Trainer) -> Finding | None:
 
 
 def find_nonfinite(trainer: Trainer, consumed: int, scale: float) -> str:
-    """Repeat the iteration that began at sample `consumed`; describe where its first Inf or NaN was produced. Collective.
+    """Repeat the iteration from sample `consumed`; describe where its first Inf or NaN was produced. Collective.
 
-    The weights must be unchanged since the iteration. The gradients are overwritten.
-
-    scale: loss scale
+    The weights must be unchanged since. Overwrites the gradients.
     """
     trainer.optimizer.buckets.await_weights()
     if text := _first_finding(trainer, _nonfinite_weight(trainer)):

@@ -67,12 +67,9 @@ class Heartbeats:
         }
 
     def groups(self, groups: Groups) -> Groups:
-        """Return the groups with each collective reported with its ranks."""
         return observe_groups(groups, self._of_group)
 
     def watch(self, executor: Any) -> Executor:
-        """Return the executor with each instruction reported with its micro-batch, and a message with the other rank."""
-
         def call(name: str, function: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
             instruction: Instruction = args[0]
             text = f"{name} of micro-batch {instruction.microbatch}"
@@ -89,7 +86,6 @@ class Heartbeats:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Report the block as reading samples."""
         with self.heart.phase("reading data"):
             yield
 
@@ -114,7 +110,7 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class Observers:
-    """Observers of a rank. profile, checksums: None if the run requests none."""
+    """Observers of a rank. profile, checksums: None unless requested."""
 
     phases: Phases
     beats: Heartbeats
@@ -122,18 +118,15 @@ class Observers:
     checksums: Checksums | None = None
 
     def kernels(self, library: Any) -> Any:
-        """Return the kernel library, observed."""
         if self.profile:
             library = self.profile.kernels(library)
         return self.checksums.observe(library) if self.checksums else library
 
     def groups(self, groups: Groups) -> Groups:
-        """Return the groups, observed."""
         groups = self.phases.groups(self.beats.groups(groups))
         return self.profile.groups(groups) if self.profile else groups
 
     def watch(self, executor: Executor) -> Executor:
-        """Return the schedule's executor, observed."""
         watched: Executor = self.phases.watch(self.beats.watch(executor))
         if self.profile:
             watched = self.profile.watch(watched)
@@ -141,13 +134,12 @@ class Observers:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Observe the block as reading samples."""
         with self.phases.waiting_for_data(), self.beats.reading():
             yield
 
 
 def place(watchdog: Watchdog, world: Comm, nodes: Nodes) -> None:
-    """Set the watchdog's rank, node and link to other nodes. Collective."""
+    """Set the watchdog's rank, node and link. Collective."""
     folder = nodes.ranks.broadcast_object(watchdog.heart.folder)
     if folder is None:
         return
@@ -157,7 +149,7 @@ def place(watchdog: Watchdog, world: Comm, nodes: Nodes) -> None:
 
 
 def _link(world: Comm, nodes: Nodes) -> Link:
-    """Open this rank's socket, and tell the nodes below the addresses of this node's first ranks."""
+    """Open a socket; send this node's first ranks' addresses to the nodes below."""
     token, towards = world.broadcast_object((secrets.randbits(62), own_address()))
     opened = open_socket(own_address(towards) if nodes.number else towards)
     address, port = opened.getsockname()
@@ -166,7 +158,7 @@ def _link(world: Comm, nodes: Nodes) -> Link:
 
 
 def _parents(world: Comm, nodes: Nodes, address: str, ports: list[int]) -> list[Address]:
-    """Return the addresses of the node above. One rank per node temporarily stores 24 bytes per node. Collective."""
+    """Return addresses of the node above. One rank per node needs 24 bytes per node. Collective."""
     missing = [0] * (LISTENERS - len(ports))
     own = torch.tensor([int.from_bytes(socket.inet_aton(address), "big"), *ports, *missing])
     leaders = world.split(0 if nodes.leads else 1, world.rank)

@@ -26,7 +26,6 @@ Say = Callable[[str], None]  # prints a line on rank 0
 
 
 def first_pipeline(layout: Layout) -> list[int]:
-    """Return the ranks of rank 0's pipeline, by stage."""
     return Grid(*layout.sizes).ranks(0)["pp"]
 
 
@@ -36,10 +35,10 @@ def profiled_ranks(output: OutputConfig, layout: Layout) -> list[int]:
 
 
 class Profile:
-    """Profile of a run, on every rank because the recording begins and ends collectively.
+    """Profile of a run, on every rank: recording begins and ends collectively.
 
-    profiler: None on ranks that are not profiled
-    detailed: the profiler on --profile-ranks, which also record kernels and messages
+    profiler: None on other ranks
+    detailed: on --profile-ranks, which also record kernels and messages
     started: iterations since this start
     """
 
@@ -56,20 +55,17 @@ class Profile:
         self.started = 0
 
     def kernels(self, library: Any) -> Any:
-        """Return the kernel library for `nn.ops.Ops`, observed."""
         return self.detailed.kernels(library) if self.detailed else library
 
     def groups(self, groups: Groups) -> Groups:
-        """Return the trainer's groups, observed."""
         return self.detailed.groups(groups) if self.detailed else groups
 
     def watch(self, executor: Any) -> Any:
-        """Return the schedule's executor, observed."""
         return self.profiler.watch(executor) if self.profiler else executor
 
     @contextlib.contextmanager
     def iteration(self, say: Say) -> Iterator[None]:
-        """Run an iteration; write the results after the last requested one. Collective."""
+        """Run an iteration; write results after the last requested. Collective."""
         self.started += 1
         first = self.output.profile_step_start
         end = self.output.profile_step_end
@@ -84,7 +80,7 @@ class Profile:
             self._write(say)
 
     def end(self, say: Say) -> None:
-        """Write the results of a run with fewer iterations than requested. Collective."""
+        """Write the results of a shorter run. Collective."""
         first = self.output.profile_step_start
         if self.started < first:
             say(
@@ -134,9 +130,9 @@ class Profile:
 
 
 def common_moment(world: Comm) -> float:
-    """Return one moment of all ranks, on each rank by its own clock (time.perf_counter). Collective.
+    """Return one moment of all ranks, by each rank's clock (time.perf_counter). Collective.
 
-    All ranks leave a barrier at once, apart from their wake-up times, so a clock's offset is the median over several barriers.
+    All ranks leave a barrier at once, apart from wake-up times: a clock's offset is the median over several barriers.
     """
     world.barrier()  # waits for the slowest
     left = torch.empty(BARRIERS, dtype=torch.float64)
@@ -148,7 +144,6 @@ def common_moment(world: Comm) -> float:
 
 
 def _draw(trace: Path, picture: Path) -> str:
-    """Draw the schedule in another process; return the log's line."""
     drawing = start_module(
         "schedule_plot",
         str(trace),

@@ -1,7 +1,7 @@
-"""Seconds by rank and phase: slow ranks, and the table and heat map in `fugaku-megatron log --ranks`.
+"""Seconds by rank and phase: slow ranks, and `fugaku-megatron log --ranks`.
 
-Only computation and waiting for data are a rank's own time; the other phases wait for other ranks. A rank is slow if its
-computation takes longer than on ranks with equal work, or if it waits for data.
+Only computation and waiting for data are a rank's own time; other phases wait for other ranks. A rank is slow if it computes
+longer than ranks with equal work, or waits for data.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Interval:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return len(next(iter(self.seconds.values())))
 
     @property
@@ -50,11 +49,11 @@ class Interval:
         return self.ranks, self.tp, self.pp, self.cp
 
     def stage(self, rank: int) -> int:
-        """Return the rank's pipeline stage; see `comm.grid.Grid`."""
+        """Return the pipeline stage; see `comm.grid.Grid`."""
         return rank // (self.tp * self.cp) % self.pp
 
     def line(self) -> str:
-        """Return the record as JSON, in tenths of milliseconds."""
+        """Return JSON, in tenths of milliseconds."""
         seconds = {name: [round(s, 4) for s in row] for name, row in self.seconds.items()}
         return json.dumps({**asdict(self), "seconds": seconds})
 
@@ -81,8 +80,7 @@ def parse_interval(line: str) -> Interval:
 class Straggler:
     """A slow rank.
 
-    seconds, usual: measured and expected seconds per iteration
-    usual_of: description for the log
+    seconds, usual: per iteration, measured and expected
     """
 
     rank: int
@@ -93,7 +91,6 @@ class Straggler:
     usual_of: str = STAGE_MEDIAN
 
     def text(self, host: str) -> str:
-        """Return the text for the log. host: name of the rank's node"""
         text = f"rank {self.rank} (stage {self.stage}, {host}): {self.phase} {self.seconds:.3f} s per iteration"
         if self.usual:
             percent = 100 * (self.seconds / self.usual - 1)
@@ -104,7 +101,7 @@ class Straggler:
 def find(
     interval: Interval, work: Sequence[float], shares: Sequence[float] = ()
 ) -> list[Straggler]:
-    """Return the slow ranks, slowest first.
+    """Return slow ranks, slowest first.
 
     work: per stage, in any unit, for stages with too few ranks for a median
     shares: each rank's work relative to its stage (documents differ in length); empty: all alike
@@ -123,7 +120,7 @@ def find(
 
 
 def _usual(interval: Interval, work: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """Return each rank's expected computation seconds: its stage's lower median, or all ranks' by work."""
+    """Return expected computation seconds: the stage's lower median, or all ranks' by work."""
     row = interval.seconds[COMPUTATION]
     seconds = [s / share for s, share in zip(row, shares, strict=True)]
     stages = [interval.stage(rank) for rank in range(len(row))]
@@ -139,7 +136,6 @@ def _usual(interval: Interval, work: Sequence[float], shares: Sequence[float]) -
 
 
 def _usual_of(interval: Interval) -> str:
-    """Describe the seconds in `_usual`."""
     peers = interval.ranks // interval.pp
     if peers >= PEERS:
         return STAGE_MEDIAN
@@ -153,7 +149,7 @@ def _usual_of(interval: Interval) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> list[Interval]:
-    """Return a file's intervals with the last layout, in order; the last if one is repeated.
+    """Return a file's intervals with the last layout, in order; the last if repeated.
 
     ValueError, with file and line, for another file.
     """
@@ -177,7 +173,7 @@ def read(path: str | os.PathLike[str]) -> list[Interval]:
 
 
 def mean(intervals: Sequence[Interval]) -> Interval:
-    """Return the mean interval, without the first WARM_UP if there are more."""
+    """Return the mean, without the first WARM_UP if there are more."""
     counted = intervals[WARM_UP:] or intervals
     seconds = {}
     for phase in counted[0].seconds:
@@ -187,7 +183,6 @@ def mean(intervals: Sequence[Interval]) -> Interval:
 
 
 def text(path: str | os.PathLike[str], intervals: Sequence[Interval]) -> str:
-    """Return a file's table, seconds per iteration."""
     average = mean(intervals)
     rows = [list(COLUMNS)]
     for phase, row in average.seconds.items():
@@ -203,7 +198,7 @@ def text(path: str | os.PathLike[str], intervals: Sequence[Interval]) -> str:
 def draw(
     path: str | os.PathLike[str], source: str | os.PathLike[str], intervals: Sequence[Interval]
 ) -> None:
-    """Write a PNG file with a heat map per phase: ranks down, log intervals across. ValueError if that fails."""
+    """Write a PNG heat map per phase: ranks down, log intervals across. ValueError on failure."""
     # No window, and no change to pyplot's global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -224,7 +219,6 @@ def draw(
 
 
 def _panel(axes: Any, phase: str, intervals: Sequence[Interval]) -> Any:
-    """Draw a phase's heat map. All phases share one colour scale."""
     from matplotlib.ticker import MaxNLocator
 
     largest = max(max(row) for i in intervals for row in i.seconds.values())

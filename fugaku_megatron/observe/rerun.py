@@ -1,4 +1,4 @@
-"""Repetition of an iteration whose loss or gradient norm is a spike (`--rerun-on-spike`)."""
+"""Repetition of an iteration with a spike in loss or gradient norm (`--rerun-on-spike`)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Key = tuple[int, int, int]  # first sample, kind, virtual stage in the pass's or
 
 
 class Spikes:
-    """Losses of the last iterations. A spike exceeds their median by more than `deviations` standard deviations.
+    """Last losses. A spike exceeds their median by more than `deviations` standard deviations.
 
-    The median absolute deviation estimates them, robust to a few spikes. Source: Iglewicz and Hoaglin 1993, "How to Detect and Handle
+    The median absolute deviation estimates them, robust to few spikes. Source: Iglewicz and Hoaglin 1993, "How to Detect and Handle
     Outliers", with 3.5 for data without a trend.
     """
 
@@ -42,7 +42,7 @@ class Spikes:
         self._in_spike = False
 
     def find(self, loss: float) -> str | None:
-        """Return the reason if the next loss begins a spike, else None. A spike that lasts is reported once."""
+        """Return the reason if the next loss begins a spike. A lasting spike is reported once."""
         middle, limit = self._limit()
         before = self._in_spike
         self._in_spike = not math.isfinite(loss) or loss > limit
@@ -58,7 +58,6 @@ class Spikes:
         )
 
     def _limit(self) -> tuple[float, float]:
-        """Return the median loss, and the largest loss that is not a spike."""
         if len(self._losses) < ENOUGH:
             return math.nan, math.inf
         middle = median(self._losses)
@@ -67,7 +66,7 @@ class Spikes:
 
 
 def bit_sum(x: Tensor) -> int:
-    """Return the sum of x's bits (any shape) as integers modulo 2^64, which any flipped bit changes."""
+    """Return the sum of x's bits (any shape) modulo 2^64, which any flipped bit changes."""
     flat = x.detach().reshape(-1)
     size = x.element_size()
     fits_int64 = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
@@ -76,7 +75,7 @@ def bit_sum(x: Tensor) -> int:
 
 
 class Fingerprints:
-    """Bit sums of this rank's outputs and gradients in an iteration, taken by hooks on stage and buckets."""
+    """Bit sums of this rank's outputs and gradients in an iteration, from hooks."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._sums: dict[Key, int] = {}
@@ -87,7 +86,6 @@ class Fingerprints:
         trainer.optimizer.buckets.before_sum = self._weights
 
     def take(self) -> dict[Key, int]:
-        """Return the fingerprints of the iteration so far, and reset them."""
         sums = self._sums
         self._sums = {}
         return sums
@@ -108,7 +106,6 @@ class Fingerprints:
 
 
 def first_difference(one: dict[Key, int], other: dict[Key, int]) -> Key | None:
-    """Return the first key with different sums, or None."""
     keys = one.keys() | other.keys()
     return min((key for key in keys if one.get(key) != other.get(key)), default=None)
 
@@ -125,12 +122,12 @@ def _describe(key: Key) -> str:
 
 
 def _search_key(key: Key | None) -> Key | None:
-    """Return the key with a third number that is not negative, for `first_rank`."""
+    """Return the key for `first_rank`, with a nonnegative third number."""
     return None if key is None else (key[0], key[1], key[2] + LARGEST_PART)
 
 
 class Rerun:
-    """Check of the loss before every update; repeats an iteration with a spike. say: writes (iteration, text) to the log."""
+    """Check of the loss before every update; repeats spikes. say: writes (iteration, text) to the log."""
 
     def __init__(self, trainer: Trainer, say: Callable[[int, str], None]) -> None:
         self.trainer = trainer
@@ -139,7 +136,7 @@ class Rerun:
         self.fingerprints = Fingerprints(trainer)
 
     def before_update(self, consumed: int, loss: float) -> float:
-        """Return the iteration's loss, or the repetition's if its gradients are to be used. Collective."""
+        """Return the iteration's loss, or the repetition's if its gradients are used. Collective."""
         trainer = self.trainer
         optimizer = trainer.optimizer
         first = self.fingerprints.take()
@@ -168,7 +165,7 @@ class Rerun:
         return again
 
     def _first_difference(self, first: dict[Key, int], again: dict[Key, int]) -> str | None:
-        """Describe the first difference among all ranks, and its rank; None if all fingerprints agree. Collective."""
+        """Describe the first difference of all ranks. Collective."""
         world = self.trainer.world
         tp = self.trainer.groups.tp.size
         key = first_difference(first, again)
@@ -186,7 +183,7 @@ class Rerun:
         return found
 
     def _same_bits(self, consumed: int, first: dict[Key, int], again: float) -> tuple[float, str]:
-        """Find out if a core repeats its mistake; return (loss of the gradients to use, verdict). Collective."""
+        """Find out if a core repeats its mistake; return (loss to use, verdict). Collective."""
         trainer = self.trainer
         samples = trainer.skips.samples(consumed, trainer.batch_size(consumed))
         skip = (
@@ -221,7 +218,7 @@ class Rerun:
         )
 
     def _why_not_elsewhere(self) -> str:
-        """Return the reason if no other rank can compute a rank's samples with the same bits, else ""."""
+        """Return why no other rank can compute a rank's samples with the same bits, else ""."""
         if self.trainer.groups.data_size == 1:
             return "data-parallel size 1 has no other rank that could compute it"
         if self.trainer.run.model.num_experts:
@@ -229,7 +226,7 @@ class Rerun:
         return ""
 
     def _of_own_samples(self, own: dict[Key, int], shift: int) -> dict[Key, int]:
-        """Return this rank's samples' fingerprints, just computed by the rank `shift` before it. Collective."""
+        """Return this rank's fingerprints, computed by the rank `shift` before it. Collective."""
         dp = self.trainer.groups.dp
         taken = self.fingerprints.take()
         values = torch.tensor([taken[key] for key in sorted(taken)], dtype=torch.int64)
@@ -239,7 +236,7 @@ class Rerun:
         return dict(zip(sorted(own), everyone[row].tolist(), strict=True))
 
     def _repeated_mistake(self, key: Key | None, computed: list[dict[Key, int]]) -> str:
-        """Describe the rank whose results no other rank confirms. Collective.
+        """Describe the rank that no other rank confirms. Collective.
 
         computed: fingerprints by this rank, and by the ranks 1 and 2 before it
         """

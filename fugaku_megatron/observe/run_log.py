@@ -1,4 +1,4 @@
-"""Reader of a run's log or history: iterations, and the configuration from its `run:` line or from flags."""
+"""Reader of a log or history: iterations, and the configuration from its `run:` line or flags."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _PEAK = re.compile(rb"peak memory per rank: max \d+ MiB")
 class Job:
     """Configuration of a logged run; properties are None if unknown.
 
-    values: fields in config/run_config.py, by name
-    other_program: another program wrote the log, and `values` come from flags
+    values: fields in config/run_config.py
+    other_program: `values` come from flags
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Job:
         return run
 
     def parallel(self, name: str) -> int | None:
-        """Return a size of the parallel layout, from `values` if the model is unknown."""
+        """Return a parallel size, from `values` if the model is unknown."""
         value: int | None = self.values.get(name)
         if run := self.run:
             value = getattr(run.parallel, name)
@@ -93,7 +93,7 @@ class Job:
 
     @property
     def dp(self) -> int | None:
-        """Data-parallel size, ranks / (tp * pp * cp). ValueError if not an integer."""
+        """Ranks / (tp * pp * cp). ValueError if not an integer."""
         ranks = self.ranks
         tp = self.tp
         pp = self.pp
@@ -124,13 +124,12 @@ class Job:
         return self.values.get("recompute_granularity")
 
     def check(self) -> None:
-        """Raise ValueError if the values are wrong or contradict each other."""
         _ = self.run
         _ = self.dp
 
 
 def format_run(run: RunConfig, layout: Layout, nodes: int) -> str:
-    """Return the log's `run:` line: JSON of nodes, ranks and every relevant field that differs from its default."""
+    """Return the `run:` line: JSON of nodes, ranks and relevant fields that are not at their defaults."""
     values = {
         f.name: value
         for group in _GROUPS
@@ -148,7 +147,7 @@ def format_run(run: RunConfig, layout: Layout, nodes: int) -> str:
 
 
 def parse_run(line: str) -> Job:
-    """Parse a line of `format_run`. ValueError for another line."""
+    """Invert `format_run`. ValueError for another line."""
     try:
         values = json.loads(line[line.index(_RUN + "{") + len(_RUN) :])
         nodes = values.pop("nodes")
@@ -178,7 +177,6 @@ def parse_run(line: str) -> Job:
 
 
 def _check_job(job: Job) -> None:
-    """Raise ValueError for values with a wrong type or out of range."""
     for name, number in (("nodes", job.nodes), ("world_size", job.ranks)):
         check(
             type(number) is int and 0 < number < 2**31,
@@ -195,12 +193,10 @@ def _check_job(job: Job) -> None:
 class LogSummary:
     """Contents of a log.
 
-    iterations: all jobs; repeated iterations once, as last logged
-    counted: iterations for medians: the last job's after WARM_UP, or all if there are no more
-    machine: line that describes the node
-    experts: last record with expert loads
+    iterations: all jobs; repeated iterations as last logged
+    counted: for medians: the last job's after WARM_UP, or all if there are no more
     memory_mib: maximum over ranks
-    finished: the job's last line is there
+    finished: the last line is there
     """
 
     path: str
@@ -217,7 +213,6 @@ class LogSummary:
 
     @property
     def last(self) -> IterationMetrics | None:
-        """Last iteration."""
         return self.iterations[-1] if self.iterations else None
 
     @property
@@ -226,12 +221,12 @@ class LogSummary:
 
     @property
     def tflops(self) -> float | None:
-        """Logged TFLOPs per rank."""
+        """Logged, per rank."""
         return _median(i.tflops for i in self.counted)
 
     @property
     def watts(self) -> float | None:
-        """Power of all nodes during iterations."""
+        """All nodes, during iterations."""
         return _median(i.watts for i in self.counted)
 
     @property
@@ -240,7 +235,7 @@ class LogSummary:
 
     @property
     def recomputed_tflops(self) -> float | None:
-        """TFLOPs per rank computed by costs/accounting.py; None if model, batch or time is unknown."""
+        """TFLOPs per rank by costs/accounting.py; None without model, batch or time."""
         run = self.job.run
         ranks = self.job.ranks
         if run is None or ranks is None:
@@ -264,7 +259,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def exact_seconds(iteration: IterationMetrics) -> float | None:
-    """Return the seconds of an iteration, from samples per second (3 decimals) if the time (2 decimals) is less exact."""
+    """Return seconds, from samples per second (3 decimals) if the time (2 decimals) is less exact."""
     seconds = iteration.elapsed_seconds
     rate = iteration.samples_per_second
     size = iteration.global_batch_size
@@ -274,7 +269,7 @@ def exact_seconds(iteration: IterationMetrics) -> float | None:
 
 
 class LogReader:
-    """Incremental reader of a log's lines. job: for logs without a `run:` line"""
+    """Incremental reader of lines. job: for logs without a `run:` line"""
 
     def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
         self.path = path
@@ -287,7 +282,6 @@ class LogReader:
         self._start("")
 
     def _start(self, machine: str) -> None:
-        """Reset at the beginning of a job."""
         self.machine = machine
         self._ended = False
         self._of_job: list[IterationMetrics] = []
@@ -323,7 +317,6 @@ class LogReader:
             self._add(parse_line(line))
 
     def _read_record(self, line: str) -> None:
-        """Read a JSON line of a history."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -380,7 +373,7 @@ class LogReader:
 
 
 class LogFile:
-    """Log file that may still grow; an incomplete last line is read later."""
+    """Log file that may grow; an incomplete last line is read later."""
 
     def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
         self._path = path
@@ -394,7 +387,7 @@ class LogFile:
         self._rest = b""
 
     def poll(self) -> bool:
-        """Read appended lines and return True if there were any. ValueError if the file cannot be read."""
+        """Read appended lines; return True for any. ValueError for an unreadable file."""
         try:
             check(
                 os.path.isfile(self._path) or not os.path.exists(self._path),
@@ -413,7 +406,7 @@ class LogFile:
         return bool(new)
 
     def finish(self) -> LogSummary:
-        """Return the summary, with a complete last line that lacks its newline."""
+        """Return the summary, with a last line that lacks its newline."""
         if self._rest.rstrip().endswith(b"|") or _PEAK.search(self._rest):
             self.reader.read_lines([self._rest.decode(errors="replace")])
             self._rest = b""

@@ -33,9 +33,9 @@ def draw(
     heading: str,
     axis: str = "seconds (model)",
 ) -> None:
-    """Plot a schedule into a PNG file, later model chunks lighter. ValueError, with --png, if that fails.
+    """Plot a schedule into a PNG file, later model chunks lighter. ValueError, with --png, on failure.
 
-    memory: a rank's peak MiB per stage, empty if unknown
+    memory: peak MiB per stage, if known
     """
     stages = 1 + max(span.stage for span in spans)
     figure = _figure(14, 1.6 + 0.22 * max(6, stages))
@@ -55,7 +55,7 @@ def draw(
 def compare(
     path: str | os.PathLike[str], rows: Sequence[tuple[str, Sequence[Span], Sequence[Span]]]
 ) -> None:
-    """Write a PNG file with a row for each (name, planned spans, measured spans). ValueError, with --png, if that fails."""
+    """Write a PNG with rows of (name, planned spans, measured spans). ValueError, with --png, on failure."""
     stages = 1 + max(span.stage for _, planned, _ in rows for span in planned)
     figure = _figure(16, 0.9 + len(rows) * (0.7 + 0.17 * max(6, stages)))
     grid = figure.subplots(len(rows), 2, squeeze=False, sharex=True, sharey=True)
@@ -103,7 +103,6 @@ def _legend(figure: Any, kinds: Kinds, columns: int) -> None:
 
 
 def _bars(axes: Any, spans: Sequence[Span], stages: int) -> Kinds:
-    """Draw every span; return the drawn kinds."""
     from matplotlib.ticker import MaxNLocator
 
     begin = min(s.start for s in spans)
@@ -138,7 +137,7 @@ def _draw_spans(axes: Any, spans: Sequence[Span], colour: str, white: float) -> 
 
 
 def draw_trace(source: str, png: str) -> None:
-    """Plot a merged trace's schedule. ValueError without one, or if the file cannot be written."""
+    """Plot a merged trace's schedule. ValueError for another trace or a file error."""
     trace = read_trace(source)
     spans = measured_spans(trace)
     if not spans:

@@ -22,7 +22,7 @@ _UNITS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 def on_terminal(stream: TextIO) -> bool:
     """Return True if output to `stream` appears on a terminal.
 
-    Standard output below mpiexec appears on mpiexec's: MPICH starts ranks with pipes, Open MPI with terminals even if its own
+    Standard output below mpiexec appears on mpiexec's: MPICH starts ranks with pipes, Open MPI with terminals even if its
     output is a file. False if the launcher runs on another node.
     """
     try:
@@ -34,7 +34,6 @@ def on_terminal(stream: TextIO) -> bool:
 
 
 def _launcher_terminal(otherwise: bool) -> bool:
-    """Return True if the standard output of this process's launcher is a terminal; `otherwise` without a launcher."""
     mode = os.fstat(1).st_mode
     if not (stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISSOCK(mode)):
         return False
@@ -53,7 +52,7 @@ def _launcher_terminal(otherwise: bool) -> bool:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a duration in at most two units: 8 s, 3 min 20 s, 5 h 12 min, 2 d 4 h."""
+    """Return at most two units: 8 s, 3 min 20 s, 5 h 12 min, 2 d 4 h."""
     whole = max(0, round(seconds))
     for unit, name, smaller, small_name in _UNITS:
         if whole >= unit:
@@ -62,7 +61,7 @@ def duration_text(seconds: float) -> str:
 
 
 def append(log_file: str | os.PathLike[str] | None, *lines: str) -> None:
-    """Append lines to --log-file, if given. OSError if it cannot be written."""
+    """Append to --log-file, if given. OSError if not writable."""
     if log_file is not None and lines:
         # surrogateescape: a path in a line may have any byte.
         with open(log_file, "a", encoding="utf-8", errors="surrogateescape") as file:
@@ -70,7 +69,7 @@ def append(log_file: str | os.PathLike[str] | None, *lines: str) -> None:
 
 
 class LiveLine:
-    """Live line: progress, loss, tokens per second and remaining time."""
+    """Progress, loss, tokens per second and remaining time."""
 
     def __init__(self, train_iters: int, start_iteration: int = 0) -> None:
         self._end = train_iters
@@ -80,7 +79,6 @@ class LiveLine:
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
 
     def add(self, metrics: IterationMetrics) -> None:
-        """Add an iteration."""
         tokens = 0.0
         if metrics.consumed_tokens and metrics.consumed_samples and metrics.global_batch_size:
             tokens = metrics.consumed_tokens / metrics.consumed_samples * metrics.global_batch_size
@@ -90,7 +88,6 @@ class LiveLine:
         self._loss = metrics.lm_loss
 
     def text(self) -> str:
-        """Return the line, cut to WIDTH."""
         progress = self._iteration / max(self._end, 1)
         parts = [f"iteration {self._iteration}/{self._end} ({progress:.0%})"]
         if self._loss is not None:
@@ -106,7 +103,7 @@ class LiveLine:
 class Screen:
     """Standard output and log file of the printing rank.
 
-    live: redrawn below the other lines; None: log lines are printed instead
+    live: redrawn below other lines; None: prints log lines
     """
 
     def __init__(
@@ -121,7 +118,7 @@ class Screen:
         self._shown = ""
 
     def line(self, text: str) -> None:
-        """Print a line above the live line, and append it to the log file."""
+        """Print a line above the live line; append it to the log file."""
         blank = f"\r{' ' * len(self._shown)}\r" if self._shown else ""
         self._shown = ""
         self._write(blank + text + "\n")
@@ -129,26 +126,23 @@ class Screen:
         self.refresh()
 
     def log_line(self, text: str) -> None:
-        """Append an iteration's log line to the log file; print it if there is no live line."""
+        """Append an iteration's line to the log file; print it without a live line."""
         if self._live is None:
             self._write(text + "\n")
         self._keep(text)
 
     def iteration(self, metrics: IterationMetrics) -> None:
-        """Update the live line, if any."""
         if self._live is not None:
             self._live.add(metrics)
             self.refresh()
 
     def refresh(self) -> None:
-        """Redraw the live line, if any."""
         if self._live is not None:
             text = self._live.text()
             self._write(f"\r{text:{len(self._shown)}}")
             self._shown = text
 
     def close(self) -> None:
-        """End with the live line as the last line."""
         if self._shown:
             self._write("\n")
         self._live = None
@@ -174,7 +168,7 @@ def open_screen(
     start_iteration: int = 0,
     log_file: str | os.PathLike[str] | None = None,
 ) -> Screen:
-    """Return the screen for --log-live `live`; print a hint if log lines are neither printed nor written."""
+    """Return the screen for --log-live `live`; print a hint if nothing gets the log lines."""
     if live != "on" and not (live == "auto" and on_terminal(stream)):
         return Screen(stream, None, log_file)
     screen = Screen(stream, LiveLine(train_iters, start_iteration), log_file)

@@ -1,4 +1,4 @@
-"""Slow ranks, found from the phase times of every rank."""
+"""Slow ranks, by every rank's phase times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ATTENTION_COST = 2.0  # seconds per FLOP of attention, relative to a linear laye
 
 
 class RankTimes:
-    """Phase times per iteration, compared over all ranks after every interval. say: prints a line on rank 0"""
+    """Phase times per iteration, compared over all ranks. say: prints a line on rank 0"""
 
     def __init__(
         self,
@@ -57,15 +57,13 @@ class RankTimes:
         self._named: Slow = set()
 
     def begin(self) -> None:
-        """Start an iteration's phases."""
         self.phases.begin()
 
     def end(self, seconds: float, work: TokenCounts | None = None) -> None:
-        """Record an iteration's phases. work: counts in its samples with marks"""
         self._rows.append([*self.phases.of_iteration(seconds), *self._share(work)])
 
     def _share(self, work: TokenCounts | None) -> list[float]:
-        """Return this rank's computation relative to the data-parallel mean; empty if attention does not depend on documents."""
+        """Return computation relative to the data-parallel mean; empty if documents do not affect attention."""
         if work is None or not self.run.data.masks_attention:
             return []
         linear, attention = accounting.layer_flops(self.run)
@@ -79,7 +77,7 @@ class RankTimes:
         return [(linear + attention * work.share) / (linear + attention)]
 
     def finish_interval(self, iteration: int) -> None:
-        """Log the interval's phase times and name slow ranks. Collective."""
+        """Log phase times and slow ranks. Collective."""
         own = torch.tensor(self._rows).mean(0)
         everyone = torch.empty(self.world.size, len(own))
         self.world.all_gather(everyone, own)
@@ -96,7 +94,7 @@ class RankTimes:
                 self._name(find(self._interval(iteration, mean), self.work, shares))
 
     def _interval(self, iteration: int, seconds: Tensor) -> Interval:
-        """Return the interval's row of the rank table. seconds: (ranks, phases), or (ranks, phases + 1) with the share"""
+        """Return the interval's row. seconds: (ranks, phases), or (ranks, phases + 1) with the share"""
         phases = seconds[:, : len(PHASES)].t().tolist()
         return Interval(
             iteration,

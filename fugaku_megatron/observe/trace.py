@@ -1,4 +1,4 @@
-"""Profiler traces: reading, merging, and the pipeline's computations in them."""
+"""Profiler traces: reading, merging, and their pipeline computations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Trace = dict[str, Any]
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
-    """Read a trace in Chrome's format. ValueError if it is damaged."""
+    """Read Chrome's format. ValueError for a damaged trace."""
     remedy = "pass a trace of a run with --profile"
     text = read_text(path, "", remedy)
     try:
@@ -33,9 +33,9 @@ def merge_traces(
     placement: placement_module.Placement,
     pipeline: Sequence[int],
 ) -> list[Path]:
-    """Write the events of all traces into one file, one trace at a time, and return the missing traces.
+    """Write all traces' events into one file, one trace at a time; return the missing traces.
 
-    pipeline: rank per stage; written with `placement` for `measured_spans`
+    pipeline: rank per stage; for `measured_spans`, as is `placement`
     """
     missing = [path for path in paths if not path.is_file()]
     shape = {
@@ -56,7 +56,7 @@ def merge_traces(
 
 
 def measured_spans(trace: Trace) -> list[Span]:
-    """Return the pipeline's spans in the last recorded iteration, as `timeline.spans`.
+    """Return the last recorded iteration's spans, as `timeline.spans`.
 
     A receive begins when its message was sent; before, the stage was idle.
     """
@@ -86,7 +86,6 @@ def measured_spans(trace: Trace) -> list[Span]:
 
 
 def _instructions(trace: Trace) -> Iterator[Span]:
-    """Yield every pipeline instruction, by time within a rank."""
     stages = {rank: stage for stage, rank in enumerate(trace["otherData"]["pipeline"])}
     for event in trace["traceEvents"]:
         about = event.get("args", {})
@@ -110,7 +109,7 @@ def _between(span: Span, start: float, end: float) -> Span:
 
 
 def measured_memory(trace: Trace) -> list[float]:
-    """Return the peak memory of each stage's process, MiB; empty if a stage's is unknown."""
+    """Return each stage's peak MiB; empty if unknown."""
     peaks = {
         event["pid"]: event["args"]["peak_mib"]
         for event in trace["traceEvents"]

@@ -16,7 +16,7 @@ REACHED_WITHIN = 3.0  # s
 
 @dataclass(frozen=True)
 class WandbRun:
-    """Weights & Biases run of --wandb-project. config: shown with the run"""
+    """Run of --wandb-project."""
 
     project: str
     name: str
@@ -25,7 +25,7 @@ class WandbRun:
     config: dict[str, Any] = field(default_factory=dict)
 
     def check_installed(self) -> None:
-        """Raise ValueError if the package is missing."""
+        """Raise ValueError without the package."""
         if importlib.util.find_spec("wandb") is None:
             raise ValueError(
                 f"--wandb-project {self.project}: a package is missing: pip install wandb, or this package with "
@@ -33,7 +33,7 @@ class WandbRun:
             )
 
     def start(self, say: Callable[[str], None]) -> Any:
-        """Return the open run; None, with a note, if the package refuses."""
+        """Return the open run; None, with a note, if refused."""
         import wandb  # takes seconds
 
         mode = os.environ.get("WANDB_MODE") or ("online" if _reachable() else "offline")

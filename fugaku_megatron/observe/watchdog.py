@@ -1,9 +1,6 @@
 """Watchdog thread of each rank: reads its node's heartbeats, reports a stuck rank, and ends the job.
 
-    watchdog = Watchdog.start(HangSettings(seconds=None, directory=Path("."), log_file=None))
-    watchdog.heart.phase(...)
-
-It uses neither MPI nor another process, because either may hang. The lowest rank of a node with an awake watchdog judges and
+It uses neither MPI nor another process, because either may hang. A node's lowest rank with an awake watchdog judges and
 logs; every rank writes its stacks.
 """
 
@@ -57,8 +54,7 @@ class HangSettings:
     """Settings of the watchdog.
 
     seconds: --hang-timeout-in-secs; None: from measured iterations
-    directory: parent of the stack directory
-    uneven: factor by which an iteration may become longer, for example if one rank's experts receive all tokens
+    uneven: factor on an iteration's time, for example if one rank's experts receive all tokens
     """
 
     seconds: float | None
@@ -68,14 +64,14 @@ class HangSettings:
 
 
 class ProcessActivity:
-    """Activity of processes by the kernel's counters, for long phases without a beat. A watchdog stays below BUSY and MOVED."""
+    """Activity by the kernel's counters, for long phases without a beat. A watchdog stays below BUSY and MOVED."""
 
     def __init__(self) -> None:
         # process -> time, processor seconds, bytes
         self._last: dict[int, tuple[float, float, int]] = {}
 
     def active(self, process: int) -> bool:
-        """Return True if the process was active in the last window; False until the window has passed."""
+        """Return True after activity in the last window; False until the window has passed."""
         now = time.monotonic()
         if now - self._last.get(process, (0.0, 0.0, 0))[0] < WINDOW:
             return False
@@ -97,7 +93,7 @@ class Watchdog:
     """Watchdog of one rank, inactive if `heart` has no file.
 
     local: ranks of this node, () if unknown
-    alone: other nodes exist and are not heard
+    alone: other nodes are not heard
     """
 
     def __init__(
@@ -128,7 +124,7 @@ class Watchdog:
 
     @classmethod
     def start(cls, settings: HangSettings) -> Watchdog:
-        """Start the watchdog of this process, inactive if settings.seconds is 0. Its rank comes from the launcher."""
+        """Start this process's watchdog, inactive for 0 seconds. Its rank comes from the launcher."""
         if settings.seconds == 0:
             return cls(Heartbeat(), settings)
         remove_dead()
@@ -143,7 +139,6 @@ class Watchdog:
 
     @classmethod
     def off(cls) -> Watchdog:
-        """Return an inactive watchdog."""
         return cls.start(HangSettings(0.0, Path(), None))
 
     def measured(self, seconds: float) -> None:
@@ -155,7 +150,7 @@ class Watchdog:
     def placed(
         self, rank: int, folder: Path | None, local: tuple[int, ...], link: Link | None
     ) -> None:
-        """Set this rank's number, heartbeat folder, node and link to other nodes, once MPI has started."""
+        """Set rank, folder, node and link, once MPI has started."""
         if self._node and folder:
             self.heart.move(folder)
             self.heart.introduce(rank, self.heart.limit)
@@ -165,7 +160,6 @@ class Watchdog:
             self._node = Node(folder)
 
     def close(self) -> None:
-        """Stop watching after a normal end."""
         self._stopped.set()
         if self._node:
             self._thread.join(2 * self.period)
@@ -184,7 +178,6 @@ class Watchdog:
 
     @property
     def _here(self) -> Node:
-        """Heartbeats of this node."""
         assert self._node is not None
         return self._node
 
@@ -205,7 +198,7 @@ class Watchdog:
                 self._judge(self._census(beats, now), now)
 
     def _judge(self, own: Census, now: float) -> None:
-        """End the job if a rank is stuck. The first node judges, or another node if the first is silent."""
+        """End the job if a rank is stuck. The first node judges, or another if it is silent."""
         whole = own
         alone = self.alone
         late = 0.0
@@ -215,7 +208,7 @@ class Watchdog:
             self._end(self._write_end(found))
 
     def _hear(self, link: Link, own: Census, now: float) -> tuple[Census, bool, float]:
-        """Return the census of all nodes below, True if other nodes are not heard, and seconds to wait for the node above."""
+        """Return the census of nodes below, True if others are not heard, and seconds to wait for the node above."""
         limit = self.heart.limit
         whole = link.whole(own, limit, now)
         link.report(own, whole, limit, now)
@@ -270,7 +263,6 @@ class Watchdog:
     # End of the job
 
     def _write_end(self, found: Verdict) -> Message:
-        """Log the verdict, and write it for the other ranks of this node."""
         name = time.strftime("hang_%Y%m%d_%H%M%S")
         end = {
             **asdict(found),
@@ -285,12 +277,11 @@ class Watchdog:
         return end
 
     def _pass_on(self, link: Link, end: Message) -> Message:
-        """Forward the reason for the end from another node."""
         link.announce(end)
         return self._publish({**end, "speaks": False})
 
     def _publish(self, end: Message) -> Message:
-        """Write the reason for the end unless another rank was faster, and return the written reason."""
+        """Write the reason for the end unless another rank was faster; return the written reason."""
         end = {**end, "process": os.getpid()}
         aside = self._here.folder / f"{END}.{os.getpid()}"
         aside.write_text(json.dumps(end))
@@ -315,7 +306,7 @@ class Watchdog:
         return end
 
     def _end(self, end: Message) -> None:
-        """Write this rank's stacks, and exit once the node's ranks have written theirs."""
+        """Write this rank's stacks; exit once the node's ranks have written theirs."""
         directory = Path(end["directory"])
         leads = end["process"] == os.getpid()
         begin = time.monotonic()
@@ -350,7 +341,6 @@ class Watchdog:
         os._exit(end["code"])
 
     def _write_stuck(self, directory: Path, ranks: list[int], until: float) -> None:
-        """Write the stacks of this node's stuck ranks, concurrently."""
         stuck = [
             b
             for b in self._here.read()
@@ -368,7 +358,6 @@ class Watchdog:
                 )
 
     def _await(self, condition: Callable[[], bool], until: float) -> None:
-        """Look until the condition is true, at most until a monotonic time."""
         while time.monotonic() < until and not condition():
             self.heart.look(written=True)
             time.sleep(0.05)
@@ -381,5 +370,4 @@ class Watchdog:
 
 
 def requested(folder: Path, process: int) -> Path:
-    """Return the file of a process's stacks on request."""
     return folder / f"{process}.stacks"

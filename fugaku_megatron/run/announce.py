@@ -1,4 +1,4 @@
-"""Log lines at the start of a run: model, data, batch sizes, expected time."""
+"""Log lines at a run's start: model, data, batch sizes, expected time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PEAK_ROUNDS = 3
 
 
 def iteration_line(plan: Plan) -> str:
-    """Return an estimate of an iteration's time from the FMA peak measured here, without communication."""
+    """Estimate an iteration's time from the FMA peak measured here, without communication."""
     flops = plan.flops.hardware / plan.layout.world_size
     peak = fma_peak_gflops(PEAK_ROUNDS) * 1e9
     low, high = (short_seconds(flops / peak / share) for share in FMA_SHARE)
@@ -35,9 +35,9 @@ def iteration_line(plan: Plan) -> str:
 
 
 def data_lines(plan: Plan, data: Data, ordered: bool) -> list[str]:
-    """Return the log's lines about the data sets of this rank.
+    """Return the log's lines about this rank's data sets.
 
-    ordered: the checkpoint has the order of samples, which --skip-samples cannot change then.
+    ordered: --skip-samples cannot change the checkpoint's sample order
     """
     train, valid = data
     lines = [
@@ -51,7 +51,7 @@ def data_lines(plan: Plan, data: Data, ordered: bool) -> list[str]:
 
 
 def data_line(train: Any) -> str | None:
-    """Return how often the rank's training set reads the data; None for random data."""
+    """Return how often the training set reads the data; None for random data."""
     epochs = getattr(train, "num_epochs", None)
     if epochs is None:
         return None
@@ -60,7 +60,6 @@ def data_line(train: Any) -> str | None:
 
 
 def validation_line(valid: Any) -> str | None:
-    """Return the size of the rank's validation set; None if it has none, or random data."""
     sets = getattr(valid, "datasets", [valid])
     if not all(hasattr(each, "num_tokens") for each in sets):
         return None
@@ -70,7 +69,7 @@ def validation_line(valid: Any) -> str | None:
 
 
 def skip_line(run: RunConfig, train: Any) -> str | None:
-    """Return a note if --skip-samples may change the order of samples, as it does over several epochs."""
+    """Return a note if --skip-samples may change the sample order, as over several epochs."""
     if (
         not run.data.skip_samples
         or run.training.train_iters is None
@@ -84,7 +83,6 @@ def skip_line(run: RunConfig, train: Any) -> str | None:
 
 
 def announce(notes: Iterable[str], plan: Plan, machine: str, nodes: int) -> list[str]:
-    """Return the lines of the log before the first iteration."""
     run = plan.config
     rows = accounting.padded_vocab_size(run.model, plan.layout.tp)
     notes = (*notes, *plan.param_schedule.notes(run.training))
@@ -108,7 +106,6 @@ def announce(notes: Iterable[str], plan: Plan, machine: str, nodes: int) -> list
 
 
 def _layout_text(plan: Plan) -> str:
-    """Return the layout, the precision, and what is sharded, recomputed and overlapped."""
     run = plan.config
     precision = run.precision.name
     if run.system.splits_fp32:

@@ -1,4 +1,4 @@
-"""Checks of files, flags and ranks before a run allocates anything."""
+"""Checks before a run allocates anything: files, flags and ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .resume import Resume
 def check_same_run(run: RunConfig, world: Comm) -> list[str]:
     """Return the log's lines about flags that differ between ranks. Collective.
 
-    Raise ValueError on every rank, with the flag, its values and the ranks, for a flag that must not differ.
+    Raise ValueError on every rank, with flag, values and ranks, if a flag must not differ.
     """
     values = {
         flag(name): value
@@ -57,7 +57,7 @@ def check_same_run(run: RunConfig, world: Comm) -> list[str]:
 
 
 def check_early(run: RunConfig, world_size: int) -> Plan:
-    """Check the flags alone, before any file is read, and return the plan. The same ValueError on every rank."""
+    """Check the flags alone and return the plan. The same ValueError on every rank."""
     check(
         run.data.mock_data or run.data.files is not None,
         "the run has no data: pass --data-path, a prefix that fugaku-megatron "
@@ -97,10 +97,7 @@ def with_listed_data(run: RunConfig, world: Comm) -> RunConfig:
 
 
 def check_data(run: RunConfig, arrays: Collection[str] = ()) -> None:
-    """Raise ValueError for missing data files, before anything expensive; one rank looks.
-
-    arrays: names of documents in memory.
-    """
+    """Raise ValueError for missing data files; one rank looks."""
     for name, path in run.data.paths.items():
         for prefix in parse_data_path(path, name)[0]:
             if prefix in arrays:
@@ -113,8 +110,7 @@ def check_data(run: RunConfig, arrays: Collection[str] = ()) -> None:
 def check_run(run: RunConfig, world: Comm, arrays: Collection[str] = ()) -> tuple[Plan, list[str]]:
     """Make all checks that need neither a model nor a checkpoint. Collective.
 
-    Return the plan with its listed data, and lines of the log. Raise ValueError on every rank.
-    arrays: names of documents in memory.
+    Return the plan with its listed data, and the log's lines. Raise ValueError on every rank.
     """
     with everywhere():
         plan = check_early(run, world.size)
@@ -125,7 +121,7 @@ def check_run(run: RunConfig, world: Comm, arrays: Collection[str] = ()) -> tupl
 
 
 def check_outputs(plan: Plan, resume: Resume, world: Comm, nodes: Nodes) -> None:
-    """Raise ValueError on every rank for an output that cannot be written, or that would replace checkpoints. Collective."""
+    """Raise ValueError on every rank for an output that is not writable or would replace checkpoints. Collective."""
     output = plan.config.output
     writers = (world.rank,) if nodes.leads else ()
     if output.save:

@@ -24,9 +24,9 @@ Data = tuple[Dataset | None, Dataset | None]
 
 
 def valid_sizes(plan: Plan, valid: Dataset | None, world: Comm) -> tuple[int, ...]:
-    """Return the samples of each validation set, on every rank; none without validation data. Collective.
+    """Return the samples of each validation set, on every rank. Collective.
 
-    Raise ValueError on every rank for a set that does not fill a batch of --full-validation.
+    Raise ValueError on every rank for a set below a batch of --full-validation.
     """
     own: tuple[int, ...] = ()
     if isinstance(valid, ValidationSets):
@@ -40,7 +40,7 @@ def valid_sizes(plan: Plan, valid: Dataset | None, world: Comm) -> tuple[int, ..
 
 
 def find_reader_group(plan: Plan, groups: Groups, nodes: Nodes) -> ReaderGroup | None:
-    """Return the ranks that read data for this rank; None for random data, or if it needs none. Collective."""
+    """Return the ranks that read this rank's data; None for random data or no need. Collective."""
     if plan.config.data.mock_data:
         return None
     reads = reads_data(plan.config, plan.layout, groups)
@@ -56,9 +56,9 @@ def build_data(
 ) -> Data:
     """Open training and validation samples on the ranks that read data; (None, None) elsewhere. Collective.
 
-    readers: of this rank; without them every rank that needs data reads it.
-    tokenizer: identity of the run's tokenizer (`data.tokenizer.identity`), if known.
-    order: with which a resumed run began.
+    readers: without them every rank that needs data reads
+    tokenizer: identity of the run's tokenizer (`data.tokenizer.identity`)
+    order: the run's when it began
     """
     length = plan.length
     if plan.config.training.skip_train:  # validation data has the order of one evaluation
@@ -76,10 +76,10 @@ def open_data(
     tokenizer: dict[str, Any] | None = None,
     order: DataOrder = NEW_ORDER,
 ) -> Data:
-    """Open training and validation samples as `build_data` does; a data set of 0 samples is None.
+    """Open training and validation samples as `build_data` does; no set for 0 samples.
 
-    samples: of training and of validation; None: every validation sample once.
-    arrays: documents in memory, by the names that the data flags have for them.
+    samples: training, validation; None: every validation sample once
+    arrays: documents in memory, by their names in the data flags
     """
     run = plan.config
     train, valid = _open(plan, groups, samples, readers, arrays or {}, order)
@@ -97,7 +97,6 @@ def _open(
     arrays: Mapping[str, TokenArrays],
     order: DataOrder,
 ) -> Data:
-    """Open the samples without marks at the ends of documents."""
     run = plan.config
     reads = readers.reads if readers else reads_data(run, plan.layout, groups)
     reading = groups.world.split(0 if reads else 1, groups.world.rank)
@@ -118,7 +117,6 @@ def _open(
 
 
 def no_evaluation_note(run: RunConfig) -> str:
-    """Return the log's line on a run that asks for evaluations and has no validation data."""
     why = (
         f"--split {run.data.split} leaves none of the documents to validation"
         if run.data.data_path

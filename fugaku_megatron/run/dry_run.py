@@ -1,6 +1,6 @@
 """--dry-run: the grid, every stage, the schedule and the memory of a run of any size, built in one process without traffic.
 
-Stages are built for real (on the meta device) and their parameters compared with `accounting`. Left out: other machines (`perf`).
+Stages are built for real (on the meta device) and their parameters compared with `accounting`.
 Run: python pretrain_gpt.py --recipe 30b --dry-run --world-size 12288 ...
 """
 
@@ -39,10 +39,10 @@ SLOTS = 3  # of a micro-batch on a stage: forward, gradient of the input, gradie
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Pipeline stage of one rank.
+    """Pipeline stage of one rank, by model chunk.
 
-    layers: of each chunk. in_flight: largest number of micro-batches of each chunk between forward and backward.
-    again: recomputed layers of each chunk.
+    in_flight: largest number of micro-batches between forward and backward
+    again: recomputed layers
     """
 
     stage: int
@@ -54,12 +54,11 @@ class StagePlan:
 
     @property
     def row(self) -> tuple[object, ...]:
-        """Figures that equal stages share in the table; memory follows from them."""
         return self.parameters, self.in_flight, self.again, [*map(len, self.layers)]
 
 
 def plan_stage(plan: Plan, stage: int) -> StagePlan:
-    """Build a stage on communicators that send nothing."""
+    """Build a stage without traffic."""
     grid = Grid(*plan.layout.sizes)
     world = SoloComm(grid.rank(0, stage, 0), plan.layout.world_size)
     built = Stage(plan.config, plan.layout, grid.groups(world), Ops.build())
@@ -77,7 +76,7 @@ def plan_stage(plan: Plan, stage: int) -> StagePlan:
 
 
 def _figures(memory: Memory) -> dict[str, int]:
-    """Return the columns of the table; columns that are 0 on all stages are left out of it."""
+    """Return the table's columns; all-zero columns are left out."""
     return {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -117,7 +116,7 @@ def _table(plans: list[StagePlan]) -> list[str]:
 
 
 def _picture(schedule: Schedule, width: int = 24) -> list[str]:
-    """Return the first instructions of a few stages: F forward, B backward, or its halves I and W; messages are left out."""
+    """Return a few stages' first instructions: F forward, B backward, or its halves I and W; without messages."""
     mark = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
     stages = schedule.placement.stages
     chunks = schedule.placement.model_chunks
@@ -138,7 +137,7 @@ def _picture(schedule: Schedule, width: int = 24) -> list[str]:
 
 
 def _bubble(schedule: Schedule) -> float:
-    """Return the share of an iteration's slots in which a stage is idle, if all stages cost alike (`Costs.alike`)."""
+    """Return a stage's idle share of an iteration if all stages cost alike (`Costs.alike`)."""
     stages = schedule.placement.stages
     busy = SLOTS * schedule.microbatches
     if row(schedule.name).is_1f1b:  # for any number of micro-batches
@@ -149,7 +148,6 @@ def _bubble(schedule: Schedule) -> float:
 
 
 def _time(plan: Plan, bubble: float) -> list[str]:
-    """Return modelled seconds of an iteration, as in the picture, and a remedy for a large bubble."""
     system = modelled_system(plan.layout)
     seconds = step(plan.config, plan.layout, system, system.parameters).seconds
     lines = [
@@ -168,7 +166,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def packing(run: RunConfig) -> list[str]:
-    """Return how full the samples of --sft are. Raise ValueError for chats that a run would refuse."""
+    """Return how full --sft samples are. Raise ValueError for chats that a run would refuse."""
     if not run.data.sft:
         return []
     if run.data.train_data_path or run.data.data_path:
@@ -180,7 +178,6 @@ def packing(run: RunConfig) -> list[str]:
 
 
 def _divided_experts(run: RunConfig, layout: Layout) -> list[str]:
-    """Return where experts are, and what a layer sends for them."""
     if not run.parallel.divides_experts:
         return []
     records = accounting.layer_records(run, layout.tp, "experts")
@@ -195,7 +192,7 @@ def _divided_experts(run: RunConfig, layout: Layout) -> list[str]:
 
 
 def _frozen_copies(run: RunConfig, layout: Layout) -> list[str]:
-    """Return the memory of frozen weights that ranks of a node share, and that the table counts on each."""
+    """Return the memory of frozen weights shared inside a node, which the table counts on each rank."""
     if not run.lora.on or layout.replicas == 1:
         return []
     elements = max(frozen_elements(run, layout, stage) for stage in range(layout.pp))
@@ -207,10 +204,7 @@ def _frozen_copies(run: RunConfig, layout: Layout) -> list[str]:
 
 
 def cores(node: placement.Node, root: str, world_size: int, rank_bytes: int) -> list[str]:
-    """Return a line with the cores of each rank of the node described by root/sys, and lines about problems.
-
-    rank_bytes: memory of a rank.
-    """
+    """Return each rank's cores on the node of root/sys, and the problems."""
     ranks = placement.map_ranks(node, min(world_size, len(node.domains)), rank_bytes)
     start = f"mpiexec -n {len(ranks)}"
     if world_size > len(ranks):
@@ -225,9 +219,10 @@ def cores(node: placement.Node, root: str, world_size: int, rank_bytes: int) -> 
 def report(
     run: RunConfig, world_size: int, png: str | None = None, sys_root: str | None = None
 ) -> str:
-    """Return the plan as text, and draw the pipeline over time into the file `png`.
+    """Return the plan as text, and draw the pipeline over time into `png`.
 
-    sys_root: folder of a node's /sys tree.
+    sys_root: folder of a node's /sys tree
+
     Raise ValueError for a run that does not fit on `world_size` ranks, a picture that cannot be written, or a folder without a
     tree.
     """
@@ -282,7 +277,6 @@ def _parameters_line(plan: Plan) -> str:
 
 
 def _schedule_lines(plan: Plan) -> list[str]:
-    """Return the schedule with its bubble, its first instructions, and the time of an iteration."""
     schedule = plan.schedule
     bubble = _bubble(schedule)
     line = f"schedule {schedule.name}"
@@ -295,7 +289,6 @@ def _schedule_lines(plan: Plan) -> list[str]:
 
 
 def _traffic_line(plan: Plan) -> str:
-    """Return the bytes of each gradient collective of the first stage."""
     sent: dict[str, int] = {}
     for collective in gradient_collectives(plan.config, plan.layout, 0):
         name = f"{collective.verb} {collective.group}"

@@ -1,4 +1,4 @@
-"""Choice of the kernels for each family of operations, by measurement if asked for."""
+"""Choice of each operation family's kernels, by measurement if asked for."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ from .plan import Plan
 
 @dataclass(frozen=True)
 class Choice:
-    """Backend of each family of operations, and the log's lines about it."""
-
     backends: dict[str, str]
     lines: list[str]
 
 
 def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernels) -> Ops:
-    """Build the run's operations on these backends. library: the C++ kernels, or a profiler around them."""
+    """Build the run's operations. library: the C++ kernels, or a profiler around them"""
     return Ops.build(
         backends,
         fp16_sum_length=run.system.fp16_accumulation_chunk or 0,
@@ -43,16 +41,16 @@ def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernel
 
 
 def choose_kernels(plan: Plan, world: Comm, saved: dict[str, str] | None = None) -> Choice:
-    """Choose the backend of every family, the same on all ranks. Collective.
+    """Choose every family's backend, the same on all ranks. Collective.
 
-    saved: choice of the checkpoint, which an automatic choice keeps: other kernels have other last bits.
+    saved: the checkpoint's choice, which an automatic choice keeps: other kernels have other last bits.
     """
     choice = _choose_backends(plan, world, saved)
     return _with_checksums(plan.config, _with_special_sums(plan.config, choice))
 
 
 def _with_checksums(run: RunConfig, choice: Choice) -> Choice:
-    """Move matmuls to the C++ kernels, which alone have checksums, if --abft asks for them."""
+    """Move matmuls to the C++ kernels, which alone have --abft's checksums."""
     if not run.numbers.abft:
         return choice
     return _with_native_matmuls(choice, f"kernels: gemm native, {checked_matmuls(run)}")
@@ -63,7 +61,6 @@ def _with_native_matmuls(choice: Choice, line: str) -> Choice:
 
 
 def checked_matmuls(run: RunConfig) -> str:
-    """Return which matmuls --abft checks, and which it does not."""
     model = run.model
     layers = run.numbers.abft or ()
     whole = ALL in layers
@@ -104,7 +101,7 @@ def _choose_backends(plan: Plan, world: Comm, saved: dict[str, str] | None) -> C
 
 
 def _with_special_sums(run: RunConfig, choice: Choice) -> Choice:
-    """Move matmuls to the C++ kernels, which alone sum in FP16 or multiply FP32 as BF16, if a flag asks for it."""
+    """Move matmuls to the C++ kernels, which alone sum in FP16 or multiply FP32 as BF16."""
     length = run.system.fp16_accumulation_chunk
     if run.system.splits_fp32:
         line = (
@@ -129,7 +126,7 @@ LAYER_TOKENS = (
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of forward and backward of one family on each backend."""
+    """Forward and backward seconds of one family by backend."""
 
     family: str
     native: float
@@ -148,7 +145,7 @@ def _weight(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
 
 
 def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[Ops], Tensor]]:
-    """Return one call per family on this run's shapes; each returns a scalar () to differentiate."""
+    """Return a call per family on this run's shapes; each returns a scalar () to differentiate."""
     model = run.model
     s = min(model.seq_length, LAYER_TOKENS)
     h = model.hidden_size
@@ -179,7 +176,6 @@ def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Calla
 
 
 def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
-    """Return the model's MLP of x (s, b, h)."""
     f = model.ffn_hidden_size // tp
     h = model.hidden_size
     gates = (2,) if model.gated else ()
@@ -190,7 +186,7 @@ def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
 
 
 def _add_and_normalize(model: ModelConfig, x: Tensor) -> Callable[[Ops], Tensor]:
-    """Return the model's norm of x + dropout(x + bias), x (s, b, h)."""
+    """Return the norm of x + dropout(x + bias), x (s, b, h)."""
     add, norm, norm_bias = (_weight(model.hidden_size, dtype=x.dtype) for _ in range(3))
     more = (model.hidden_dropout, DropoutKey(1, 0, 0, sample_dim=1), norm)
     if NORMS[model.normalization].kernel == RMS_NORM:
@@ -212,7 +208,6 @@ def _seconds(case: Callable[[Ops], Tensor], ops: Ops) -> float:
 
 
 def measure_kernels(run: RunConfig, tp: int, dtype: torch.dtype) -> list[Timing]:
-    """Time every family on both backends, in turn."""
     backends = {name: Ops.build(name) for name in BACKENDS}
     return [
         Timing(family, **{name: _seconds(case, ops) for name, ops in backends.items()})
@@ -221,7 +216,6 @@ def measure_kernels(run: RunConfig, tp: int, dtype: torch.dtype) -> list[Timing]
 
 
 def kernel_table(timings: list[Timing]) -> list[str]:
-    """Return the log's lines."""
     head = f"  {'kernels':<10} {'native ms':>10} {'torch ms':>10}  used"
     return [
         head,

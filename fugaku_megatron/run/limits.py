@@ -1,4 +1,4 @@
-"""Bounds that this machine sets on the automatic choices of a plan: memory of nodes, ranks of a node."""
+"""This machine's bounds on automatic choices of a plan: memory of nodes, ranks of a node."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ FIT = 0.9
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """Limits of the nodes of `world`; without a world, of this node for one rank."""
+    """Limits of `world`'s nodes; without a world, of this node for one rank."""
 
     world: Comm | None = None
     nodes: Nodes | None = None
 
     def sequence_spans_nodes(self, layout: Layout) -> bool:
-        """Return True if ranks of one sequence are on several nodes; False if the nodes are not known."""
+        """Return False if the nodes are unknown."""
         if self.world is None or self.nodes is None:
             return False
         sharing = layout.tp * layout.cp  # consecutive ranks
@@ -43,10 +43,7 @@ class MachineLimits:
         return not self.world.all_reduce(together, "min")
 
     def tensor_bytes(self, config: RunConfig, layout: Layout) -> int:
-        """Return the bytes that the tensors of a rank may have, the same on every rank.
-
-        From --memory-per-rank, or from the smallest share of any node, whose ranks share nine tenths of it.
-        """
+        """Return --memory-per-rank, or the smallest share of any node, whose ranks share nine tenths of it."""
         fixed = PROCESS_BYTES + memory.attention_bytes(config, layout.tp, torch.get_num_threads())
         if given := config.training.memory_per_rank:
             return given * MIB - fixed
@@ -58,5 +55,4 @@ class MachineLimits:
         return share - fixed
 
     def choose(self, choice: Callable[[], T]) -> T:
-        """Make a choice on rank 0 and return it on every rank."""
         return on_root(self.world, choice)

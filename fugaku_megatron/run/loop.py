@@ -1,4 +1,4 @@
-"""Loop of a run on one rank: train, evaluate, log, save, and leave on request."""
+"""Loop of a run on one rank: train, evaluate, log, save, leave on request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ EXPLAINED_AT_MOST = 3  # skipped iterations of one start: under a fixed loss sca
 class Session:
     """Trainer with its log, and the reasons to leave early.
 
-    iterations: at the end of the run. valid_sizes: samples of each validation set, on every rank.
+    iterations: at the end of the run
+    valid_sizes: samples of each validation set
     """
 
     trainer: Trainer
@@ -69,7 +70,7 @@ class Session:
         self._await_save()
 
     def run(self) -> None:
-        """Train to the end, or until something asks to leave. Collective."""
+        """Train until the end or a reason to leave. Collective."""
         progress = self.trainer.progress
         output = self.trainer.run.output
         timer = runtime.ExitTimer(self.trainer.run.training.exit_duration_in_mins)
@@ -116,13 +117,13 @@ class Session:
         return interval is not None and iteration % interval == 0
 
     def evaluate_only(self) -> None:
-        """Evaluate the first samples of the validation data for --skip-train, and save nothing. Collective."""
+        """Evaluate the first validation samples for --skip-train; save nothing. Collective."""
         if self.valid_sizes:
             self._print_validation(self.trainer.progress.iteration, 0)
         self.writer.print("--skip-train: nothing is trained")
 
     def _asked_to_leave(self) -> bool:
-        """Return True if a signal came before the first iteration, on any rank. Collective."""
+        """Return True after a signal on any rank, before the first iteration. Collective."""
         requested = torch.tensor(int(self.signals.stop_requested))
         asked = bool(self.trainer.world.all_reduce(requested, "max"))
         if asked:
@@ -130,7 +131,6 @@ class Session:
         return asked
 
     def _step(self) -> IterationResult:
-        """Run one iteration, with its profile, energy and phases if asked for."""
         if self.rank_times:
             self.rank_times.begin()
         if self.energy:
@@ -146,7 +146,6 @@ class Session:
         return result
 
     def _logs(self, iteration: int) -> bool:
-        """Return True if a log interval ends with this iteration."""
         return iteration % self.trainer.run.output.log_interval == 0 or iteration == self.iterations
 
     def _log(self, result: IterationResult, minor_faults: int, system_seconds: float) -> None:
@@ -202,7 +201,6 @@ class Session:
             self.writer.flush()
 
     def _memory(self, iteration: int, seconds: float) -> tuple[float | None, float | None]:
-        """Return resident and shared memory of the largest rank, MiB, at the end of a log interval."""
         if self.memory is None:
             return None, None
         self.memory.read(iteration)
@@ -211,7 +209,7 @@ class Session:
         return None, None
 
     def _report_checksums(self, iteration: int) -> None:
-        """Log a wrong matmul. SystemExit(REPLICAS_DIFFER) without a save if a rank's matmuls are wrong repeatedly."""
+        """Log a wrong matmul. SystemExit(REPLICAS_DIFFER) without a save if a rank repeats it."""
         if self.checksums is None:
             return
         text = self.checksums.report(self.trainer.world)
@@ -259,7 +257,7 @@ class Session:
         raise SystemExit(ExitCode.DIVERGED)
 
     def _explain_nonfinite(self, result: IterationResult) -> None:
-        """Log where the first Inf or NaN of the last iteration came from. It costs an iteration, so only a few times."""
+        """Log the source of the first Inf or NaN, which costs an iteration: only a few times."""
         if self.explained == EXPLAINED_AT_MOST:
             return
         self.explained += 1
@@ -271,13 +269,12 @@ class Session:
         )
 
     def _check_weights(self, iteration: int) -> None:
-        """Compare replicas if their interval ends with this iteration."""
         interval = self.trainer.run.numbers.check_weight_hash_across_dp_replicas_interval
         if interval and iteration % interval == 0:
             self._compare_replicas()
 
     def _compare_replicas(self) -> None:
-        """Raise SystemExit(REPLICAS_DIFFER) if copies of the same state differ, after the save under way."""
+        """Raise SystemExit(REPLICAS_DIFFER) if replicas differ, after the current save."""
         if found := self.trainer.find_difference():
             self._finish_save()
             save = self.trainer.run.output.save
@@ -303,7 +300,7 @@ class Session:
         self.checked_iteration = iteration
 
     def _check_trained(self, iteration: int) -> None:
-        """Raise SystemExit(USER_ERROR) at the end of a whole run without a counted label."""
+        """Raise SystemExit(USER_ERROR) at the end of a run without a counted label."""
         if iteration < self.iterations or self.uncounted < iteration or not iteration:
             return
         self._finish_save()
@@ -329,7 +326,7 @@ class Session:
         self._print_validation(iteration, -(-iteration // training.eval_interval) - 1 - left_out)
 
     def _print_validation(self, iteration: int, number: int) -> None:
-        """Make an evaluation of every validation set. number: of the evaluation, from 0."""
+        """Evaluate every validation set. number: of the evaluation, from 0."""
         self._check_data(iteration)
         trainer = self.trainer
         several = trainer.run.training.multiple_validation_sets
@@ -343,7 +340,7 @@ class Session:
     def _reason_to_leave(
         self, iteration: int, timer: runtime.ExitTimer
     ) -> tuple[str | None, bool, bool]:
-        """Return (reason to leave, if any; --save-interval-in-mins is over on rank 0; no rank writes), equal on every rank."""
+        """Return (reason to leave, --save-interval-in-mins is over on rank 0, no rank writes), equal on every rank."""
         interval = self.trainer.run.training.exit_interval
         world = self.trainer.world
         writes = self.saving is not None and not self.saving.done
@@ -365,7 +362,6 @@ class Session:
         return reason, bool(due), not writing
 
     def _await_save(self) -> None:
-        """Restart the clock of --save-interval-in-mins."""
         self.save_timer = runtime.ExitTimer(self.trainer.run.output.save_interval_in_mins)
 
     def _save(self, directory: str) -> None:
@@ -387,7 +383,7 @@ class Session:
         return self.watchdog.heart.phase(f"save of iteration {self.saved_iteration}")
 
     def _advance_save(self, saving: BackgroundSave) -> None:
-        """Advance a save in the background; all ranks have finished its present step."""
+        """Advance a background save; all ranks have finished its present step."""
         with self._saves():
             done = saving.advance()
         if done:
@@ -395,7 +391,6 @@ class Session:
             self._report_save()
 
     def _finish_save(self) -> None:
-        """Wait for a save in the background."""
         while self.saving:
             self._advance_save(self.saving)
 
@@ -406,7 +401,7 @@ class Session:
             self._draw(directory)
 
     def _draw(self, directory: str) -> None:
-        """Start to draw the losses, unless the picture of an earlier save is still being drawn."""
+        """Start to draw the losses, unless an earlier picture is being drawn."""
         self.picture_is_old = self.picture is not None and self.picture.poll() is None
         if not self.picture_is_old:
             description = loss_plot.describe(self.trainer.run, self.trainer.layout.dp)
@@ -416,7 +411,6 @@ class Session:
             self.picture = loss_plot.start_loss_curve(picture, history, heading)
 
     def _await_picture(self) -> None:
-        """Wait for the picture of the last save."""
         if self.picture:
             self.picture.wait()
             directory = self.trainer.run.output.save

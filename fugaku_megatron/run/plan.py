@@ -1,6 +1,6 @@
 """Plan of a run: layout, schedule, memory, FLOPs and length, computed once from its config. No torch.
 
-The command, the library and --dry-run build the same plan and pass it on.
+The command, the library and --dry-run build the same plan.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ MACHINE = "a64fx"
 
 
 class Limits(Protocol):
-    """Bounds that the machine sets on automatic choices. Every method is collective over the ranks of the run."""
+    """Bounds that the machine sets on automatic choices. Every method is collective."""
 
     def sequence_spans_nodes(self, layout: Layout) -> bool:
-        """Return True if ranks of one sequence are on several nodes."""
+        """Return True if a sequence's ranks are on several nodes."""
 
     def tensor_bytes(self, config: RunConfig, layout: Layout) -> int:
-        """Return the bytes that the tensors of a rank may have, the same on every rank."""
+        """Return the bytes that a rank's tensors may have, the same on every rank."""
 
     def choose(self, choice: Callable[[], T]) -> T:
-        """Make a choice once and return it on every rank."""
+        """Make a choice once; return it on every rank."""
 
 
 class Flops(NamedTuple):
     """Floating-point operations of an iteration at the full global batch size.
 
-    hardware: with recomputation. model: without it, and with causal attention counted once.
+    hardware: with recomputation
+    model: without it, causal attention counted once
     """
 
     hardware: float
@@ -55,8 +56,9 @@ class Flops(NamedTuple):
 class Length(NamedTuple):
     """Length of a run.
 
-    iterations, samples: at its end. train_samples: for which the order of the training data is made.
-    evaluations: in the whole run. valid_samples: of these evaluations; None: every sample once.
+    iterations, samples: at its end
+    train_samples: for the order of the training data
+    valid_samples: of all evaluations; None: every sample once
     """
 
     iterations: int
@@ -68,10 +70,12 @@ class Length(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Config, and everything that follows from it and from the world size. `resolve` makes its automatic choices.
+    """Config, and everything that follows from it and the world size. `resolve` makes its automatic choices.
 
-    choices: lines of the log about automatic choices. iteration, consumed_samples: where the run begins.
-    Whatever takes time is computed at its first use.
+    choices: the log's lines about them
+    iteration, consumed_samples: the run begins here
+
+    Slow values are computed at their first use.
     """
 
     config: RunConfig
@@ -82,13 +86,13 @@ class Plan:
 
     @staticmethod
     def of(config: RunConfig, world_size: int) -> Plan:
-        """Lay the run out on `world_size` ranks. Raise ValueError, one line with flag and remedy, if it does not fit."""
+        """Lay the run out. Raise ValueError, one line with flag and remedy, if it does not fit."""
         return Plan(config, Layout.from_run(config, world_size))
 
     def resolve(self, limits: Limits) -> Plan:
-        """Return the plan with every automatic choice made. Collective over the ranks of `limits`.
+        """Return the plan with every automatic choice made. Collective.
 
-        Only --pipeline-schedule auto needs the performance model: other runs do not load it.
+        Only --pipeline-schedule auto loads the performance model.
         """
         config = self.config
         layout = self.layout
@@ -113,7 +117,6 @@ class Plan:
         return replace(self, config=config, layout=layout.placed(config), choices=tuple(choices))
 
     def resumed(self, iteration: int, consumed_samples: int) -> Plan:
-        """Return the plan of a run that begins there."""
         return replace(self, iteration=iteration, consumed_samples=consumed_samples)
 
     @property
@@ -123,27 +126,25 @@ class Plan:
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches of a rank in an iteration at the full global batch size."""
+        """Micro-batches of a rank at the full global batch size."""
         return self.layout.microbatches(self.config, self.global_batch_size)
 
     @property
     def placement(self) -> Placement:
-        """Model chunks of each pipeline stage."""
         return self.layout.placement
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Pipeline schedule of an iteration at the full global batch size."""
+        """Pipeline schedule at the full global batch size."""
         return run_schedule.build_schedule(self.config, self.microbatches)
 
     @cached_property
     def param_schedule(self) -> ParamSchedule:
-        """Learning rate and weight decay as functions of the samples consumed."""
+        """Learning rate and weight decay by consumed samples."""
         return ParamSchedule.from_run(self.config, self.global_batch_size)
 
     @cached_property
     def flops(self) -> Flops:
-        """Floating-point operations of an iteration."""
         size = self.global_batch_size
         return Flops(
             hardware=accounting.hardware_flops(self.config, size),
@@ -152,7 +153,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> tuple[memory.Memory, ...]:
-        """Memory of a rank of each stage at the peak of an iteration."""
+        """Peak memory of a rank of each stage."""
         return tuple(
             memory.stage_memory(self.config, self.layout, stage, self.schedule.in_flight(stage))
             for stage in range(self.layout.pp)
@@ -160,7 +161,7 @@ class Plan:
 
     @cached_property
     def length(self) -> Length:
-        """Length of the run from where it begins. ValueError if no flag sets it."""
+        """Length from where the run begins. ValueError if no flag sets it."""
         iterations, samples = batches.run_length(
             self.config, self.global_batch_size, self.iteration, self.consumed_samples
         )
@@ -174,7 +175,7 @@ class Plan:
         )
 
     def evaluations(self, iterations: int) -> int:
-        """Count the evaluations of a run: one every --eval-interval and one at its end; with --skip-train one."""
+        """Count evaluations: one every --eval-interval and one at the end; with --skip-train one."""
         training = self.config.training
         if not training.eval_iters:
             return 0
@@ -184,9 +185,9 @@ class Plan:
         return max(0, iterations // training.eval_interval + 1 - max(0, before_first))
 
     def valid_samples(self, evaluations: int) -> int | None:
-        """Return the validation samples of so many evaluations; None: all samples of the files.
+        """Return the validation samples of so many evaluations; None: all in the files.
 
-        Random samples have no end: with --full-validation they are those of one evaluation.
+        Random samples have no end: --full-validation reads one evaluation's.
         """
         training = self.config.training
         if not training.full_validation:
@@ -197,7 +198,7 @@ class Plan:
 
 
 def modelled_system(layout: Layout) -> System:
-    """Return nodes of one rank each, whose costs stand for the costs of any machine."""
+    """Return nodes of one rank each, a model of any machine."""
     from ..planner.model import System
     from ..planner.software import THIS_PROJECT
 
@@ -205,9 +206,9 @@ def modelled_system(layout: Layout) -> System:
 
 
 def _between_nodes(config: RunConfig) -> RunConfig:
-    """Pass keys and values between nodes, behind attention, in every layer for which --cp-comm-type is not given.
+    """Pass keys and values between nodes, behind attention, in layers without --cp-comm-type.
 
-    Only if sequences are not cut into documents, so that all ranks have the same work.
+    Only if sequences are not cut into documents: all ranks have the same work.
     """
     given = config.parallel.cp_comm_type or (EITHER,)
     resolved = tuple(P2P if comm_type == EITHER else comm_type for comm_type in given)

@@ -1,6 +1,6 @@
 """Resume from a checkpoint: find it, and report settings that differ from the saved ones.
 
-Left out: reading the tensors (`checkpoint.load`).
+Reading the tensors: `checkpoint.load`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ OWN_FILES = (HISTORY, LOSS_CURVE, TRACKER, FAULT)
 
 @dataclass(frozen=True)
 class Resume:
-    """Checkpoint from which a run continues.
+    """Checkpoint from which a run continues, if any.
 
-    checkpoint: None if the run starts from the beginning. state, config: saved next to the tensors.
-    finetune: load weights alone; the state is empty.
-    base: model of adapters; `checkpoint` itself if the adapters are new.
+    state, config: saved next to the tensors
+    finetune: load weights alone; the state is empty
+    base: model of adapters; `checkpoint` itself if the adapters are new
     """
 
     checkpoint: Checkpoint | None = None
@@ -63,22 +63,20 @@ class Resume:
 
     @property
     def iteration(self) -> int | None:
-        """Iteration at which the run resumes; None if it starts from the beginning."""
         return None if self.checkpoint is None or self.finetune else self.checkpoint.iteration
 
     @property
     def progress(self) -> Progress:
-        """Position at which the run resumes."""
         return Progress(**self.state.get("progress", {}))
 
     @property
     def order(self) -> DataOrder:
-        """Order of samples with which the run began, if the checkpoint has it."""
+        """Sample order with which the run began, if saved."""
         return DataOrder(**(self.state.get("data_order") or {}))
 
 
 def check_source(load: str, save: str | None) -> None:
-    """Raise ValueError for a --load without a checkpoint, unless it is an empty or absent directory equal to --save."""
+    """Raise ValueError for a --load without a checkpoint, unless it is --save and empty or absent."""
     path = Path(load)
     check(
         not (path.is_symlink() and _is_loop(path)),
@@ -121,7 +119,7 @@ OpenBase = Callable[[str, Comm, int | None], Checkpoint | ForeignModel]
 
 
 def open_pretrained(directory: str, world: Comm, iteration: int | None = None) -> Checkpoint:
-    """Open the checkpoint of a whole model. Collective. ValueError on every rank for a directory of another program."""
+    """Open a whole model's checkpoint. Collective. ValueError on every rank for another program's directory."""
     known = on_root(world, lambda: any(Path(directory).glob(f"iter_*/{MANIFEST}")))
     with everywhere():
         check(
@@ -137,7 +135,7 @@ def find_checkpoint(plan: Plan, world: Comm, open_base: OpenBase = open_pretrain
     """Open the checkpoint of --load and --ckpt-step, or else of --pretrained-checkpoint. Collective.
 
     Raise ValueError on every rank for a --load without a checkpoint, or with weights alone and no --finetune.
-    open_base: opens the model of adapters from its directory and its iteration, if known.
+    open_base: opens the model of adapters
     """
     run = plan.config
     output = run.output
@@ -177,7 +175,7 @@ def find_checkpoint(plan: Plan, world: Comm, open_base: OpenBase = open_pretrain
 
 
 def _check_kind(run: RunConfig, checkpoint: Checkpoint | None) -> None:
-    """Raise ValueError if adapters are loaded as a model, a model as adapters, or adapters as other adapters."""
+    """Raise ValueError if adapters are loaded as a model, a model as adapters, or adapters as others."""
     if checkpoint is None:
         return
     lora = run.lora
@@ -217,7 +215,7 @@ def matrices(lora: LoraConfig, model: ModelConfig) -> list[tuple[str, ...]]:
 def _adapting(
     run: RunConfig, checkpoint: Checkpoint | None, world: Comm, open_base: OpenBase
 ) -> Resume:
-    """Open the start of a run of adapters: a model alone, or adapters with their model. Collective."""
+    """Open a model alone, or adapters with their model. Collective."""
     output = run.output
     saved = None if checkpoint is None else checkpoint.state.get("lora")
     if checkpoint is not None and saved is None:  # with --finetune
@@ -279,23 +277,22 @@ def _adapting(
 
 
 def resumed_plan(plan: Plan, resume: Resume) -> Plan:
-    """Return the plan of the run from where it resumes."""
     progress = resume.progress
     plan = replace(plan, config=with_padding(plan.config, resume))
     return plan.resumed(progress.iteration, progress.consumed_samples)
 
 
 def with_padding(run: RunConfig, resume: Resume) -> RunConfig:
-    """Resolve `--mask-vocab-padding auto` to the value of the checkpoint that the run begins with."""
+    """Resolve `--mask-vocab-padding auto` to the checkpoint's value."""
     if run.model.mask_vocab_padding != UNRESOLVED:
         return run
     return replace(run, model=replace(run.model, mask_vocab_padding=_saved_padding(resume)))
 
 
 def _saved_padding(resume: Resume) -> str:
-    """Return the value of --mask-vocab-padding in the checkpoint.
+    """Return the checkpoint's --mask-vocab-padding.
 
-    Versions before the flag saved no value and never masked padding; other programs do.
+    Versions before the flag never masked padding; other programs do.
     """
     saved = resume.config.get("model", {}).get("mask_vocab_padding")
     if saved in (MASKED, COUNTED):
@@ -310,7 +307,7 @@ def _finetune(checkpoint: Checkpoint) -> Resume:
 
 
 def _resumed(plan: Plan, directory: str, world: Comm) -> Checkpoint | None:
-    """Open the checkpoint in --load, or a newer copy in --save-local; None if --load is still empty. Collective."""
+    """Open the checkpoint in --load, or a newer copy in --save-local; None if --load is empty. Collective."""
     output = plan.config.output
     if output.ckpt_step is not None:
         return open_checkpoint(directory, world, output.ckpt_step)
@@ -325,7 +322,7 @@ def _resumed(plan: Plan, directory: str, world: Comm) -> Checkpoint | None:
 
 
 def _newest_copy(plan: Plan, load: str, local: str, world: Comm) -> int:
-    """Return the newest iteration of this run and layout in --save-local on every rank; 0: none. Collective."""
+    """Return the newest iteration of this run and layout in --save-local, 0 for none. Collective."""
     name = run_name(load, world)
     if name is None:
         return 0
@@ -350,7 +347,7 @@ def _latest(directory: str, save: str | None) -> int | None:
 
 
 def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
-    """Load the checkpoint into the trainer; return the log's lines. Collective."""
+    """Load the checkpoint; return the log's lines. Collective."""
     if resume.base is None:
         return _resume(trainer, resume)
     saved = None if resume.checkpoint is None else resume.checkpoint.state.get("lora")
@@ -359,7 +356,6 @@ def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
 
 
 def _copies_note(trainer: Trainer) -> list[str]:
-    """Return the number of ranks that share one copy of the frozen weights."""
     sharers = trainer.optimizer.flat.frozen_memory[0].sharers
     ranks = trainer.groups.dp.size
     if ranks == 1:
@@ -411,7 +407,7 @@ LENGTH = {
 
 
 def _order_note(run: RunConfig, resume: Resume) -> list[str]:
-    """Return a line if the checkpoint has no order of samples, and the flags may give another order."""
+    """Return a line if the checkpoint has no sample order, and the flags may change it."""
     if resume.order.train or run.data.mock_data or run.data.sft:
         return []
     changed = differences(run, resume.config, LENGTH)
@@ -424,7 +420,7 @@ def _order_note(run: RunConfig, resume: Resume) -> list[str]:
 
 
 def _carry(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Copy the tokenizer files of a converted model to --save, for a later conversion of its checkpoints."""
+    """Copy a converted model's tokenizer files to --save, for a later conversion."""
     save = trainer.run.output.save
     if save:
         carry_files(checkpoint.directory / CARRIED, save, trainer.world)
@@ -433,9 +429,9 @@ def _carry(trainer: Trainer, checkpoint: Checkpoint) -> None:
 def carry_files(
     source: Path, save: str, world: Comm, copy: Callable[[Path, Path], object] = shutil.copytree
 ) -> None:
-    """Copy the tokenizer files that came with a model to a directory of checkpoints that has none. Collective.
+    """Copy a model's tokenizer files to a directory of checkpoints that has none. Collective.
 
-    copy: from `source`, a directory, to a directory that does not exist.
+    copy: from `source`, a directory, to a directory that does not exist
     """
     target = Path(save) / CARRIED
 
@@ -448,7 +444,7 @@ def carry_files(
 
 
 def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume) -> list[str]:
-    """Start from the weights of a checkpoint; return the log's lines. Collective."""
+    """Load the weights; return the log's lines. Collective."""
     notes = mask_note(trainer.run, _saved_padding(resume))
     if checkpoint is not resume.base:
         trainer.load(checkpoint, weights_only=True)
@@ -465,20 +461,19 @@ def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume
 
 
 def _fault_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
-    """Return a line if a machine fault ended an earlier run, with what it means for the checkpoint. Collective."""
+    """Return a line if a machine fault ended an earlier run, and its meaning for the checkpoint. Collective."""
     load = trainer.run.output.load
     note = on_root(trainer.world, lambda: fault_note(load, checkpoint.iteration) if load else None)
     return [] if note is None else [note]
 
 
 def _tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
-    """Return a line about complete checkpoints that are newer than the tracker's. Collective."""
+    """Return a line about complete checkpoints newer than the tracker's. Collective."""
     if trainer.run.output.ckpt_step is not None or checkpoint.node:
         return []
     directory = checkpoint.directory
 
     def newer_ones() -> list[int]:
-        """Return the checkpoints from which a run may start."""
         excluded = suspects(directory)
         return [
             number
@@ -496,7 +491,7 @@ def _tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
 
 
 def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
-    """Return lines about changes of --skip-samples: ahead, and too late. Ranges skipped before need no note."""
+    """Return lines about changed --skip-samples: ahead, and too late. Ranges skipped before need no note."""
     position = trainer.progress.consumed_samples
     now = trainer.skips
     saved = Skips.parse(resume.config.get("data", {}).get("skip_samples"))
@@ -518,7 +513,7 @@ def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
 
 
 def _moment_notes(run: RunConfig, resume: Resume) -> list[str]:
-    """Return lines about weights and moments of another format than the checkpoint's, which is FP32 unless it says otherwise."""
+    """Return lines about weights and moments of another format than the checkpoint's (default FP32)."""
     saved = resume.config.get("optimizer", {})
     names = ["main_params_dtype"]
     if not run.optimizer.no_load_optim:
@@ -536,7 +531,7 @@ def _moment_notes(run: RunConfig, resume: Resume) -> list[str]:
 
 
 def _schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -> list[str]:
-    """Return a line about the learning rate if the schedule differs from the saved one."""
+    """Return a line about a learning rate schedule that differs from the saved one."""
     state = resume.state.get("param_schedule")
     samples = resume.progress.scheduled_samples
     optimizer = trainer.run.optimizer
@@ -637,7 +632,7 @@ COURSE = {
 def differences(
     run: RunConfig, saved: dict[str, Any], settings: Mapping[str, tuple[str, ...]] = COURSE
 ) -> list[str]:
-    """Return a phrase with the flag for each setting that differs from the saved one."""
+    """Return a phrase with the flag for each differing setting."""
     phrases = []
     for group, names in settings.items():
         now = getattr(run, group)
@@ -651,7 +646,7 @@ def differences(
 
 
 def mask_note(run: RunConfig, before: str) -> list[str]:
-    """Return a line if a run from the weights of a checkpoint masks other rows of the softmax. before: saved value."""
+    """Return a line if a run from saved weights masks other rows of the softmax. before: saved value"""
     now = run.model.mask_vocab_padding
     if now in (before, UNRESOLVED):
         return []
@@ -662,7 +657,7 @@ def mask_note(run: RunConfig, before: str) -> list[str]:
 
 
 def angle_note(run: RunConfig, saved: dict[str, Any]) -> list[str]:
-    """Return a line if a run from the weights of a checkpoint rotates queries and keys by other angles. saved: its model."""
+    """Return a line if a run from saved weights rotates queries and keys by other angles. saved: its model"""
     changed = [
         f"{flag(name)} is {getattr(run.model, name)}, was {saved[name]}"
         for name in ANGLES
@@ -676,7 +671,7 @@ def angle_note(run: RunConfig, saved: dict[str, Any]) -> list[str]:
 
 
 def layout_notes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
-    """Return lines about another layout than the saved one, and about sizes that follow from the layout."""
+    """Return lines about another layout than the saved one, and sizes that follow."""
     saved = checkpoint.head["layout"]
     now = layout_record(trainer.run, trainer.layout)
     # The context-parallel size is recorded above 1 only.
@@ -702,7 +697,7 @@ def _sizes_text(sizes: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 def _batch_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """Return a line if a global batch size that is not given, micro-batch x data-parallel size, changed."""
+    """Return a line if a derived global batch size, micro-batch x data-parallel size, changed."""
     batch = config["batch"]
     own = trainer.layout.global_batch_size(trainer.run)
     size = batch["micro_batch_size"] * saved.get("data_parallel_size", trainer.layout.dp)

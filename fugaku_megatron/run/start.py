@@ -1,4 +1,4 @@
-"""Start of a run on one rank: check, build data and trainer, resume, and run the loop."""
+"""Start of a run on one rank: check, build data and trainer, resume, run the loop."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from .tokenizer import resolve_vocabulary, tokenizer_notes
 
 @dataclass(frozen=True)
 class Communicators:
-    """Ranks that work together: all of them, ranks by node, process groups, and ranks that share what one of them reads."""
+    """Ranks that work together: all, by node, process groups, and ranks that share data from a reading rank."""
 
     world: Comm
     nodes: Nodes
@@ -59,13 +59,13 @@ class Communicators:
 
 
 def connect(plan: Plan, world: Comm, nodes: Nodes) -> Communicators:
-    """Build the communicators of a run. Collective."""
+    """Build the communicators. Collective."""
     groups = share_groups(Grid(*plan.layout.sizes).groups(world), kernels)
     return Communicators(world, nodes, groups, find_reader_group(plan, groups, nodes))
 
 
 def configure_process(plan: Plan, world: Comm, nodes: Nodes | None = None) -> str:
-    """Set up the allocator, the threads and the clock before the first large tensor; return the log's lines. Collective."""
+    """Set up allocator, threads and clock before the first large tensor; return the log's lines. Collective."""
     run = plan.config
     system, parallel = run.system, run.parallel
     several_nodes = nodes is not None and nodes.count > 1
@@ -88,7 +88,7 @@ def configure_process(plan: Plan, world: Comm, nodes: Nodes | None = None) -> st
 
 
 class Built(NamedTuple):
-    """Trainer of this rank with its observers. valid_sizes: samples of each validation set, on every rank."""
+    """Trainer of this rank with its observers. valid_sizes: samples of each validation set."""
 
     trainer: Trainer
     observers: Observers
@@ -103,10 +103,7 @@ def build(
     heart: Heartbeat,
     say: Callable[..., None],
 ) -> Built:
-    """Choose the kernels and build this rank's trainer, observed. Collective. The library calls it too.
-
-    say: takes lines of the log.
-    """
+    """Choose the kernels and build this rank's trainer, observed. Collective."""
     run = plan.config
     world = communicators.world
     heart.enter(
@@ -142,7 +139,6 @@ def build(
 
 
 def wandb_run(run: RunConfig) -> WandbRun | None:
-    """Return the run of --wandb-project."""
     output = run.output
     if output.wandb_project is None or output.wandb_exp_name is None:
         return None
@@ -156,7 +152,7 @@ def wandb_run(run: RunConfig) -> WandbRun | None:
 
 
 def _say(log_file: str | None, world: Comm, *lines: str | None) -> None:
-    """Print lines of the log before the first iteration, on rank 0, and add them to --log-file."""
+    """Print lines before the first iteration, on rank 0, and add them to --log-file."""
     known = [line for line in lines if line]
     if world.rank != 0:
         return
@@ -242,7 +238,7 @@ def start(plan: Plan, notes: Sequence[str], world: Comm, watchdog: Watchdog) -> 
 
 
 def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
-    """Run from checked flags to the last checkpoint. Collective over `world`."""
+    """Run from flags to the last checkpoint. Collective."""
     plan, lines = check_run(arguments.run, world)
     with hold(
         plan.config.output.save,

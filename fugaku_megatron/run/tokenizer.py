@@ -1,4 +1,4 @@
-"""Tokenizer of a run, and the vocabulary size that follows from it."""
+"""Tokenizer of a run, and the resulting vocabulary size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..data.tokenizer import (
 
 
 def resolve_vocabulary(run: RunConfig, world: Comm) -> tuple[RunConfig, dict[str, Any] | None]:
-    """Return the run with its vocabulary size, and the identity of its tokenizer, if known. Collective.
+    """Return the run with its vocabulary size, and its tokenizer's identity. Collective.
 
     Raise ValueError on every rank.
     """
@@ -38,7 +38,7 @@ def resolve_vocabulary(run: RunConfig, world: Comm) -> tuple[RunConfig, dict[str
 def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
     """Return the identity of the run's tokenizer (`data.tokenizer.identity`).
 
-    None without a tokenizer flag, if the run needs no tokenizer or starts from a model without one.
+    None without a tokenizer flag, if the run needs none or starts from a model without one.
     Collective: one rank reads the files. ValueError on every rank if that fails.
     """
 
@@ -54,9 +54,9 @@ def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
 
 
 def find_tokenizer(run: RunConfig) -> TokenizerFlags | None:
-    """Return the tokenizer of the flags, or else of the model that the run starts from, or None.
+    """Return the tokenizer of the flags, or else of the model that the run starts from.
 
-    ValueError for a checkpoint that cannot be read.
+    ValueError for an unreadable checkpoint.
     """
     flags = TokenizerFlags.of(run.data, run.model.vocab_size)
     if flags.named:
@@ -70,7 +70,7 @@ def find_tokenizer(run: RunConfig) -> TokenizerFlags | None:
 
 
 def _tokenizer_in(directory: str, iteration: int | None, size: int | None) -> TokenizerFlags | None:
-    """Return the tokenizer of a model, which may be another program's."""
+    """Return the tokenizer of a model, also another program's."""
     own = own_checkpoint(directory, iteration)
     if own is None:
         places = (Path(directory) / CARRIED, Path(directory))
@@ -84,8 +84,8 @@ def _tokenizer_in(directory: str, iteration: int | None, size: int | None) -> To
 def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConfig:
     """Return the run with its vocabulary size: --vocab-size, the tokenizer's, or GPT-2's with --mock-data.
 
-    Raise ValueError if no size is known, if the tokenizer has more tokens than --vocab-size, or if flags need an unknown token
-    that ends a document.
+    Raise ValueError if no size is known, if the tokenizer has more tokens than --vocab-size, or if flags need an unknown
+    end-of-document token.
     """
     data = run.data
     if data.marks_documents:
@@ -115,7 +115,7 @@ def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConf
 
 
 def end_of_document(data: DataConfig, tokenizer: dict[str, Any] | None) -> int:
-    """Return the token that ends a document. Raise ValueError if it is not known, or the tokenizer has none."""
+    """Return the token that ends a document. Raise ValueError if unknown."""
     check(
         bool(tokenizer),
         f"{data.marks_documents}: the token that ends a document is not known: name the tokenizer of the data, "
@@ -133,10 +133,7 @@ def end_of_document(data: DataConfig, tokenizer: dict[str, Any] | None) -> int:
 def tokenizer_notes(
     run: RunConfig, tokenizer: dict[str, Any] | None, saved: dict[str, Any] | None, world: Comm
 ) -> list[str]:
-    """Return lines about data and a checkpoint of another tokenizer. Collective.
-
-    saved: the checkpoint's tokenizer.
-    """
+    """Return lines about data and a checkpoint of another tokenizer. Collective."""
     notes = on_root(world, lambda: [*_data_notes(run, tokenizer)])
     if other := mismatch(tokenizer, saved):
         notes.append(

@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train, or print the plan of a dry run, on every rank of mpiexec."""
     arguments = interpret(with_checkpoint_model(vars(args)), passed=vars(args))
     check(
         args.png is None or arguments.dry_run,
@@ -107,7 +106,7 @@ def _pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
 
 
 def hang_settings(run: RunConfig) -> HangSettings:
-    """Return the hang timeout, and the directory of reports: of --log-file, or else --save, or the current one."""
+    """Return the hang timeout and the report directory: of --log-file, else --save, else the current one."""
     output = run.output
     directory = Path(output.log_file).parent if output.log_file else Path(output.save or ".")
     return HangSettings(
@@ -121,7 +120,7 @@ def hang_settings(run: RunConfig) -> HangSettings:
 def print_plan(
     arguments: Arguments, world: Comm, png: str | None = None, sys_root: str | None = None
 ) -> None:
-    """Print the plan of --dry-run, and draw it into the file `png`, on rank 0. Collective."""
+    """Print the plan of --dry-run, and draw it into `png`, on rank 0. Collective."""
     from ..comm.agreement import everywhere
     from .dry_run import report
     from .tokenizer import resolve_vocabulary

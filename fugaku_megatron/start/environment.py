@@ -1,4 +1,4 @@
-"""World size and rank passed by an MPI launcher (mpiexec, srun), resource limits, and standard streams."""
+"""World size and rank from an MPI launcher (mpiexec, srun), resource limits, and standard streams."""
 
 from __future__ import annotations
 
@@ -38,10 +38,7 @@ MAX_PROCESSES = 10**7
 
 
 class Limit(NamedTuple):
-    """A resource limit that MPI needs: `base` units, and `per_rank` more for each rank on the node.
-
-    unit: in units of the system
-    """
+    """A resource limit: `base` units, and `per_rank` more for each rank on the node."""
 
     kind: int
     name: str
@@ -71,7 +68,6 @@ MAX_THREADS = 64
 
 
 def _first_set(names: tuple[str, ...], minimum: int, default: int) -> tuple[str, int]:
-    """Return the first variable that is set and its value. Raises ValueError unless it is a valid number."""
     name = next((name for name in names if name in os.environ), "")
     text = os.environ[name] if name else str(default)
     if (
@@ -91,19 +87,17 @@ def processes() -> tuple[str, int]:
 
 
 def rank() -> int:
-    """Return the rank of this process; 0 without a launcher."""
     return _first_set((*RANKS, TORCH_RANK) if _started_by_torch() else RANKS, 0, 0)[1]
 
 
 def _started_by_torch() -> bool:
-    """Return True if torchrun or a similar launcher, and no MPI launcher, started this process."""
     variables = (TORCH_SIZE, TORCH_RANK, TORCH_LOCAL_RANK)
     has_torch = all(name in os.environ for name in variables)
     return has_torch and not any(name in os.environ for name in SIZES)
 
 
 def check_launcher() -> None:
-    """Raise ValueError for a launcher that MPI does not know: each process would run alone."""
+    """Raise ValueError for a launcher unknown to MPI: each process would run alone."""
     size = os.environ.get(TORCH_SIZE, "1")
     if _started_by_torch() and size != "1":
         raise ValueError(
@@ -114,12 +108,11 @@ def check_launcher() -> None:
 
 
 def processes_of_node() -> int:
-    """Return the number of processes on this node; 1 if the launcher does not set it."""
     return _first_set(LOCAL_SIZES, 1, 1)[1]
 
 
 def check_environment() -> None:
-    """Raise ValueError for variables that mislead MPI or OpenMP, before either is loaded."""
+    """Raise ValueError for variables that mislead MPI or OpenMP."""
     processes()
     rank()
     check_launcher()
@@ -134,7 +127,7 @@ def check_environment() -> None:
 
 
 def check_limits() -> None:
-    """Raise the resource limits that MPI needs; ValueError if the hard limit is too low."""
+    """Raise MPI's resource limits; ValueError if the hard limit is too low."""
     ranks = processes_of_node()
     for limit in LIMITS:
         needed = limit.base + limit.per_rank * ranks
@@ -153,7 +146,7 @@ def check_limits() -> None:
 def open_streams() -> None:
     """Open closed standard streams on the null device, and let all streams print any path.
 
-    Otherwise the next opened file would get the descriptor of a closed stream, and library output would be written into it.
+    Otherwise the next opened file would get a closed stream's descriptor, and library output.
     """
     for descriptor in range(3):
         try:

@@ -39,7 +39,7 @@ _REFUSED_PATHS = (
 class ExitCode(IntEnum):
     """Exit code of a job, for job scripts. Launchers add their own: above 128, a signal ended a rank.
 
-    FINISHED includes an orderly stop after a signal or at a time limit: the run was saved, and the next start resumes it.
+    FINISHED includes an orderly stop after a signal or at a time limit: the next start resumes.
     """
 
     FINISHED = 0
@@ -58,7 +58,7 @@ class ExitCode(IntEnum):
 def report_everywhere(text: str) -> None:
     """Print `text` on stderr once, if every process fails alike before MPI has started.
 
-    Rank 0 prints. The others wait, longer with more processes, because some launchers kill all processes when the first fails.
+    Ranks other than 0 wait, longer with more processes: some launchers kill all processes when the first fails.
     """
     with contextlib.suppress(ValueError):  # invalid launcher variables, possibly reported by `text`
         if rank():
@@ -72,7 +72,7 @@ def report_everywhere(text: str) -> None:
 def abort(code: int) -> None:
     """Ask a PMI-1 launcher to end the job with this exit code, without MPI, which may hang.
 
-    MPICH's launcher also notices when ranks end, but then returns the code of any rank, even a killed one.
+    MPICH's launcher otherwise returns any rank's code, even a killed rank's.
     """
     with contextlib.suppress(OSError, KeyError, ValueError):
         os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
@@ -80,7 +80,6 @@ def abort(code: int) -> None:
 
 
 def path_error(error: BaseException) -> str | None:
-    """Return a one-line message if the system refuses a path, or None for another error."""
     if (
         not isinstance(error, OSError)
         or error.filename is None
@@ -91,7 +90,7 @@ def path_error(error: BaseException) -> str | None:
 
 
 def output_error(error: BaseException) -> str | None:
-    """Return a one-line message if standard output fails, "" if its reader has closed it, or None for another error."""
+    """Return a one-line message if standard output fails, "" if its reader has closed it."""
     if isinstance(error, BrokenPipeError):
         return ""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
@@ -101,7 +100,6 @@ def output_error(error: BaseException) -> str | None:
 
 
 def memory_error(error: BaseException) -> str | None:
-    """Return a one-line message if memory, also for loading a library, is refused, or None for another error."""
     text = next(iter(str(error).splitlines()), "")
     kinds = (ImportError, OSError, RuntimeError)
     refused = isinstance(error, kinds) and any(words in text for words in _NO_MEMORY)
@@ -114,7 +112,7 @@ def memory_error(error: BaseException) -> str | None:
 def leave_alone(code: int) -> int:
     """Return `code` from a process that fails alone before MPI has started; kill the process if there are others.
 
-    The others wait in MPI_Init, and MPICH's launcher ends them only after a signal.
+    They wait in MPI_Init, and MPICH's launcher ends them only after a signal.
     """
     wait_until_read(sys.stderr)
     if processes()[1] > 1:
@@ -123,7 +121,7 @@ def leave_alone(code: int) -> int:
 
 
 def close_output() -> None:
-    """Flush standard output, or drop the rest on failure, so that Python does not report the error again at exit."""
+    """Flush standard output, or drop the rest, so that Python reports no error at exit."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
@@ -132,9 +130,9 @@ def close_output() -> None:
 
 
 def wait_until_read(stream: TextIO, limit: float = 2.0) -> None:
-    """Wait until the launcher has read the pipe behind `stream`, for at most `limit` seconds.
+    """Wait, at most `limit` seconds, until the launcher has read the pipe behind `stream`.
 
-    MPICH's launcher drops unread output when the abort arrives: without the wait, 3 in 60 reports were lost.
+    MPICH's launcher drops unread output when the abort arrives (3 in 60 reports).
     """
     try:
         pipe = stream.fileno()
@@ -149,7 +147,7 @@ def wait_until_read(stream: TextIO, limit: float = 2.0) -> None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection in the block: objects created by an import stay alive."""
+    """Disable garbage collection during an import."""
     enabled = gc.isenabled()
     gc.disable()
     try:

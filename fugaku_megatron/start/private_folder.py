@@ -1,8 +1,8 @@
 """Private folders and files in a directory that other users can write, such as /dev/shm or /tmp.
 
-Another user can create any name there first, as a folder or as a link to one of our files. Therefore a folder is used
-only if this user owns it and it is closed to others, and a file is never opened through a link. The directory is
-sticky: nobody else can rename or remove our files.
+Another user can create any name there first, as a folder or link. Therefore a folder must belong to this user and be
+closed to others, and a file is never opened through a link. The directory is sticky: nobody else can rename or remove our
+files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 
 def is_private(folder: Path) -> bool:
-    """Return True for an existing folder, not a link, that this user owns and nobody else may enter."""
+    """Return True for an existing folder, not a link, that only this user owns and may enter."""
     try:
         status = os.lstat(folder)
     except OSError:
@@ -24,7 +24,7 @@ def is_private(folder: Path) -> bool:
 
 
 def make_private(folder: Path) -> None:
-    """Create a private folder, or accept an existing one. Raises PermissionError for anything else at that name."""
+    """Create a private folder, or accept an existing one. Raises PermissionError otherwise."""
     try:
         os.mkdir(folder, mode=0o700)
     except FileExistsError:
@@ -36,6 +36,6 @@ def make_private(folder: Path) -> None:
 
 
 def create(file: Path) -> BinaryIO:
-    """Open a new file for reading and writing. Raises FileExistsError if the name exists, also as a link."""
+    """Open a new file for reading and writing. Raises FileExistsError for an existing name, also a link."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(file, flags, mode=0o600), "w+b")

@@ -1,4 +1,4 @@
-"""Signal handlers of a process below an MPI launcher: stop requests, and interrupts during imports."""
+"""Signal handlers below an MPI launcher: stop requests, and interrupts during imports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Signals = TypeVar("Signals", bound="StopSignals")
 
 
 class EarlyStop:
-    """A handler that stores the first signal as `received`; a second one ends the process."""
+    """A handler that stores the first signal as `received`; a second ends the process."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -36,7 +36,7 @@ class EarlyStop:
 
 
 def handle_signals(program: str, words: Sequence[str]) -> None:
-    """Install the handlers that are used until the command in `words` installs its own. A second call has no effect."""
+    """Install the handlers used until the command in `words` installs its own. A second call has no effect."""
     report_interrupts(program)
     if words[:1] and words[0] in STOPPED_IN_ORDER and "--dry-run" not in words:
         keep_stops()
@@ -53,7 +53,6 @@ def keep_stops() -> None:
 
 
 def kept_stop(handlers: Iterable[Handler]) -> signal.Signals | None:
-    """Return the signal stored by one of these handlers, or None."""
     for handler in handlers:
         if isinstance(handler, EarlyStop) and handler.received:
             return handler.received
@@ -61,7 +60,7 @@ def kept_stop(handlers: Iterable[Handler]) -> signal.Signals | None:
 
 
 def report_interrupts(program: str) -> None:
-    """Report interrupts under the name `program`; without effect outside the main thread or if SIGINT is ignored."""
+    """Report interrupts as `program`; without effect outside the main thread or if SIGINT is ignored."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
@@ -76,7 +75,7 @@ def report_interrupts(program: str) -> None:
 
 
 def is_importing(frame: FrameType | None) -> bool:
-    """Return True if this frame or a caller is importing a module, or if Python is shutting down."""
+    """Return True while this frame or a caller imports, or while Python shuts down."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -87,8 +86,8 @@ def is_importing(frame: FrameType | None) -> bool:
 class StopSignals:
     """A block in which the first signal only sets `stop_requested`, so that the trainer can save; a second ends the process.
 
-    Ranks receive a signal at different times and must therefore agree on when to stop. A signal received during the start
-    counts as the first. Outside the main thread Python allows no handlers, and none are installed.
+    Ranks receive a signal at different times and must agree on when to stop. A signal received during the start
+    counts as the first. Outside the main thread no handlers are installed.
     """
 
     def __init__(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
@@ -98,7 +97,6 @@ class StopSignals:
 
     @property
     def stop_requested(self) -> bool:
-        """True after a signal asked this rank to stop."""
         return self.received is not None
 
     def __enter__(self: Signals) -> Signals:
