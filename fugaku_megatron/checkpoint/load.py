@@ -1,8 +1,8 @@
 """Load checkpoints into any parallel layout: each rank reads the byte ranges that it needs.
 
-A folder leader sends every rank the records of its own file. If the layout differs, rank 0
-broadcasts all records, one folder at a time, and each rank keeps the ones it needs. Every public
-function is collective, and fails on all ranks or on none.
+A folder leader sends every rank its own file's records. If the layout differs, rank 0 broadcasts
+all records, one folder at a time. Every public function is collective, and fails on all ranks or on
+none.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ Files = dict[
 class Checkpoint:
     """Checkpoint with a manifest that rank 0 read.
 
-    path: iteration folder
     head: manifest without shard records
     files: shard records on rank 0 if the checkpoint has no folders, else None
-    node: --save-local directory, if these are node copies; `files` are then this rank's
+    node: --save-local directory for node copies; `files` are then this rank's
     """
 
     directory: Path
@@ -74,8 +73,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open the latest checkpoint, or the one at `iteration`, without tensors. Collective.
 
-    Raises ValueError on all ranks if the tracker or manifest is missing, damaged or written by
-    another program.
+    Raises ValueError on all ranks for a missing, damaged or foreign tracker or manifest.
     """
     directory = Path(directory)
     files = []
@@ -108,8 +106,8 @@ def load_shards(
     padded, converts: see `Search`
 
     Raises ValueError on all ranks: before copying, if the model differs or a tensor is missing,
-    incomplete or has another shape or dtype; later, if a file is missing, truncated or altered
-    (the tensors are then undefined).
+    incomplete or has another shape or dtype; later, if a file is missing, truncated or altered (the
+    tensors are then undefined).
     """
     comm = folders.comm
     path = checkpoint.path
@@ -132,7 +130,6 @@ def load_shards(
 
 
 def _messages(checkpoint: Checkpoint) -> tuple[str, Callable[[], str]]:
-    """Return the message prefix and a function that names alternatives."""
     if checkpoint.node:
         return (
             f"--save-local {checkpoint.node}: ",
@@ -143,9 +140,7 @@ def _messages(checkpoint: Checkpoint) -> tuple[str, Callable[[], str]]:
 
 
 def _own_entry(checkpoint: Checkpoint, folders: Folders, prefix: str, others: Any) -> Files:
-    """Return the entry of this rank's file from the folder leader; {} if the rank count differs.
-    Collective.
-    """
+    """Return this rank's entry from the folder leader; {} if the rank count differs. Collective."""
     comm = folders.comm
     name = file_name(folders.comm.rank)
     if folders.name:
@@ -181,7 +176,6 @@ def _search_all(
 
 
 def _parts(checkpoint: Checkpoint) -> Iterator[Files]:
-    """Yield all entries, at most FOLDER_FILES files at a time, on rank 0."""
     for folder in checkpoint.head.get("folders", ()):
         entries = read_folder(checkpoint.path, folder, checkpoint.head)
         yield {f"{folder}/{name}": entry for name, entry in entries.items()}
@@ -222,8 +216,7 @@ def load_weights(
 
     padded: see `Search`
 
-    Raises ValueError on all ranks if a tensor is missing, incomplete or has another shape, or a
-    file is damaged.
+    Raises ValueError on all ranks for a missing, incomplete or misshapen tensor, or a damaged file.
     """
     path = iteration_path(Path(directory), iteration)
     prefix = f"--load {directory}: "

@@ -1,9 +1,9 @@
 """Lock file of a --save directory: one job writes there at a time.
 
 The lock is created by link(2), atomic on shared file systems too (O_EXCL without hard links), and
-its time stamp is renewed every BEAT seconds. A killed job leaves its lock: it is stale if the
-process is gone (same kernel) or the time stamp is PATIENCE seconds old (other nodes), and the next
-job takes it over. A damaged lock is taken over if it is not renewed for a beat and a half.
+its time stamp is renewed every BEAT seconds. The next job takes over a lock if the process is gone
+(same kernel), if the time stamp is PATIENCE seconds old (other nodes), or if the lock is damaged
+and not renewed for a beat and a half.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Owner:
     """Process that owns a lock.
 
     kernel: boot id and process namespace, within which `process` is unique
-    created: process start, seconds since 1970, to detect a reused process number
+    created: process start, seconds since 1970, to detect reused process numbers
     """
 
     host: str
@@ -63,7 +63,6 @@ class Owner:
         )
 
     def is_possible(self) -> bool:
-        """Return True if every field has its type and `process` is a valid number."""
         kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
         return (
             all(isinstance(getattr(self, f.name), kinds[str(f.type)]) for f in fields(self))
@@ -71,7 +70,7 @@ class Owner:
         )
 
     def lives(self) -> bool | None:
-        """Return True if the process exists; None if only its own node can tell."""
+        """Return True if the process exists; None if only its own node can know."""
         if self.kernel != _kernel():
             return None
         try:
@@ -95,7 +94,7 @@ def _kernel() -> str:
 def hold(
     directory: str | os.PathLike[str] | None, comm: Comm, alive: Callable[[], Any] = bool
 ) -> Iterator[None]:
-    """Hold the lock of --save `directory` inside the block, if there is a directory. Collective.
+    """Hold the lock of --save `directory`, if any, inside the block. Collective.
 
     alive: called repeatedly while waiting for another job's sign of life
 
@@ -114,7 +113,7 @@ def hold(
 
 
 def _read(path: Path) -> Owner | None:
-    """Return the lock owner, None if the file is damaged. Raises FileNotFoundError."""
+    """Return the lock owner, None if damaged. Raises FileNotFoundError."""
     try:
         owner = Owner(**json.loads(path.read_text(encoding="utf-8")))
         return owner if owner.is_possible() else None
@@ -131,11 +130,9 @@ def _job(owner: Owner | None) -> str:
 
 
 class Lock:
-    """Lock on one directory, held from construction to `release`.
+    """Lock on one directory until `release`. Raises ValueError if another job holds it.
 
-    patience: seconds without a sign of life before a lock from another node is stale
-
-    Raises ValueError if another job holds the lock.
+    patience: seconds without a sign of life before another node's lock is stale
     """
 
     def __init__(
@@ -176,8 +173,8 @@ class Lock:
                 self._remove_if_dead()
 
     def _remove_if_dead(self) -> None:
-        """Remove the lock if its job is dead. Raises ValueError if the job lives,
-        FileNotFoundError without a lock.
+        """Remove a dead job's lock. Raises ValueError if the job lives, FileNotFoundError without a
+        lock.
         """
         if not stat.S_ISREG(self.path.lstat().st_mode):
             raise ValueError(
@@ -193,7 +190,6 @@ class Lock:
         self._remove(owner)
 
     def _create(self) -> bool:
-        """Return True if the lock file was created, False if one exists."""
         aside = self.path.with_name(f"{LOCK}.{self.owner.token}")
         write_text(
             aside, json.dumps(asdict(self.owner))
@@ -252,9 +248,7 @@ class Lock:
             return None
 
     def _remove(self, dead: Owner | None) -> None:
-        """Remove a dead owner's lock, one job at a time, so that no job removes a lock just
-        created by another.
-        """
+        """Remove a dead owner's lock, one job at a time, so that no job removes another's new lock."""
         guard = self.path.with_name(f"{LOCK}.takeover")
         try:
             os.close(os.open(guard, os.O_CREAT | os.O_EXCL))

@@ -1,15 +1,12 @@
-"""The contents of a checkpoint directory, as one process sees them: names, the manifest, and
-whether files are complete.
+"""Checkpoint directory, as one process sees it: names, the manifest, and complete files.
 
-    DIR/latest_checkpointed_iteration.txt     the tracker (Megatron's name), moved last by a save
-    DIR/iter_0000100/manifest.json            layout, config, state, and every shard's place in its global tensor
-    DIR/iter_0000100/rank_00003.safetensors   the shards that rank 3 owns
-    DIR/iter_0000100/ranks_000127/...         files of ranks 127 to 253 with a manifest of their shards
-    DIR/hugging_face/                         files that came with a converted model: tokenizer, configurations
-    DIR/iter_0000100.tmp                      a save (or a removal) under way or interrupted: never read
-    DIR/iter_0000100.old                      the checkpoint that a save of the same iteration is replacing
-
-Collective saving and loading are in save.py and load.py.
+DIR/latest_checkpointed_iteration.txt     the tracker (Megatron's name), moved last by a save
+DIR/iter_0000100/manifest.json            layout, config, state, every shard's place
+DIR/iter_0000100/rank_00003.safetensors   shards that rank 3 owns
+DIR/iter_0000100/ranks_000127/...         files of ranks 127 to 253, with a manifest
+DIR/hugging_face/                         tokenizer and configurations of a converted model
+DIR/iter_0000100.tmp                      unfinished save or removal: never read
+DIR/iter_0000100.old                      checkpoint that is being replaced
 """
 
 from __future__ import annotations
@@ -49,11 +46,11 @@ FOLDER_FILES = 127  # files of ranks, or folders, in a directory; a manifest is 
 
 
 def latest_iteration(directory: str | os.PathLike[str]) -> int | None:
-    """Return the tracker's iteration, or None if the directory has no checkpoint.
+    """Return the tracker's iteration, or None without a checkpoint.
 
     A single checkpoint without a tracker is an interrupted first save. Raises ValueError if the
-    tracker is unreadable, truncated, or missing next to several checkpoints: a run must not
-    restart and replace them by accident.
+    tracker is unreadable, truncated, or missing next to several checkpoints: a run must not restart
+    and replace them by accident.
     """
     tracker = Path(directory) / TRACKER
     if tracker.exists():
@@ -86,7 +83,6 @@ def latest_iteration(directory: str | os.PathLike[str]) -> int | None:
 
 
 def missing(directory: str | os.PathLike[str], iteration: int) -> str | None:
-    """Return an error message if the folder of the tracker's iteration is missing."""
     if iteration_path(Path(directory), iteration).is_dir():
         return None
     return (
@@ -104,9 +100,7 @@ def existing_iteration(directory: str | os.PathLike[str]) -> int | None:
 
 
 def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, int | None] | None:
-    """Return directory and iteration of this program's checkpoint, given either path; None if
-    there is none.
-    """
+    """Return directory and iteration of this program's checkpoint, given either path, or None."""
     path = Path(directory)
     if (
         iteration is None
@@ -120,14 +114,13 @@ def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, i
 def list_iterations(directory: str | os.PathLike[str]) -> list[int]:
     """Return iterations, ascending, with a readable manifest and the recorded file sizes.
 
-    Checksums are verified on load. Checkpoints in folders may have 100,000 files: only folder
-    manifests are checked.
+    In folders, which may have 100,000 files, only folder manifests are checked. Checksums are
+    verified on load.
     """
     return newer_iterations(directory, -1)
 
 
 def newer_iterations(directory: str | os.PathLike[str], than: int) -> list[int]:
-    """Return the `list_iterations` after iteration `than`."""
     present = {
         iteration
         for iteration, suffix, _ in entries(Path(directory))
@@ -137,8 +130,7 @@ def newer_iterations(directory: str | os.PathLike[str], than: int) -> list[int]:
 
 
 def read_manifest(directory: str | os.PathLike[str], iteration: int) -> dict[str, Any]:
-    """Return the manifest of `iteration` with the records of all files; names are relative to the
-    checkpoint.
+    """Return the manifest with the records of all files; names are relative to the checkpoint.
 
     Raises ValueError as `read_head`, also for folder manifests.
     """
@@ -155,9 +147,7 @@ def read_manifest(directory: str | os.PathLike[str], iteration: int) -> dict[str
 
 
 def read_folder(path: Path, folder: str, head: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of one checkpoint folder by file name. Raises ValueError if its manifest
-    was changed.
-    """
+    """Return a folder's entries. Raises ValueError if its manifest was changed."""
     place = path / folder / MANIFEST
     verify_file(place, head["folders"][folder])
     contents: dict[str, dict[str, Any]] = _read_json(place)
@@ -169,17 +159,15 @@ def read_folder(path: Path, folder: str, head: dict[str, Any]) -> dict[str, Any]
 
 
 def write_folder(path: Path, files: dict[str, Any]) -> dict[str, Any]:
-    """Write a folder manifest; return its size and checksum for the checkpoint manifest."""
     write_text(path / MANIFEST, json.dumps({"files": files}, separators=(",", ":")))
     fsync(path)
     return {"size": (path / MANIFEST).stat().st_size, "crc32": crc32(path / MANIFEST)}
 
 
 def read_head(directory: str | os.PathLike[str], iteration: int) -> dict[str, Any]:
-    """Return the stored manifest of `iteration`, with "files", or with "folders" that have
-    manifests of their own.
+    """Return the stored manifest, with "files", or with "folders" that have manifests of their own.
 
-    Raises ValueError if it is missing, damaged, changed, or written by another program or version.
+    Raises ValueError if it is missing, damaged, changed, or from another program or version.
     """
     path = iteration_path(Path(directory), iteration) / MANIFEST
     _refuse_megatron(path.parent)
@@ -211,7 +199,6 @@ def read_head(directory: str | os.PathLike[str], iteration: int) -> dict[str, An
 
 
 def _refuse_megatron(path: Path) -> None:
-    """Raise ValueError for an iteration saved by Megatron-LM."""
     found = next((file.name for name in MEGATRON_FILES for file in path.glob(name)), None)
     if found and not (path / MANIFEST).exists():
         raise ValueError(
@@ -245,7 +232,6 @@ def _check_checksum(manifest: dict[str, Any]) -> None:
 
 
 def unsigned_note(manifest: dict[str, Any], path: Path) -> str:
-    """Return a log line for a manifest without a checksum, else ""."""
     if schema.CHECKSUM in manifest:
         return ""
     return (
@@ -263,12 +249,10 @@ def write_manifest(
     files: dict[str, Any],
     ranks: int | None = None,
 ) -> None:
-    """Write the manifest.
+    """Write the manifest. Raises TypeError if config or state is not JSON.
 
     files: name -> {"size", "crc32", "shards": records}; with `ranks` (rank count): folder ->
         {"size", "crc32"}
-
-    Raises TypeError if config or state is not JSON.
     """
     where = {"files": files} if ranks is None else {"ranks": ranks, "folders": files}
     version = FORMAT_VERSION if ranks is None else FOLDERS_VERSION
@@ -301,7 +285,7 @@ def _is_complete(directory: Path, iteration: int) -> bool:
 
 
 def entries(directory: Path) -> list[tuple[int, str, Path]]:
-    """Return (iteration, "" | ".tmp" | ".old", path) for every iteration in the directory."""
+    """Return (iteration, "" | ".tmp" | ".old", path) for every iteration."""
     names = (
         [(_ITERATION_NAME.fullmatch(path.name), path) for path in directory.iterdir()]
         if directory.is_dir()
@@ -315,9 +299,7 @@ def iteration_name(iteration: int) -> str:
 
 
 def iteration_path(directory: Path, iteration: int) -> Path:
-    """Return the path to read `iteration` from: the .old directory if a save stopped between its
-    two renames.
-    """
+    """Return the path to read: .old if a save stopped between its two renames."""
     path = directory / iteration_name(iteration)
     old = path.with_name(path.name + ".old")
     return old if old.exists() and not path.exists() else path
@@ -328,7 +310,7 @@ def join(iterations: list[int]) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file and wait until the disk has it."""
+    """Write a small file and wait for the disk."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -353,9 +335,7 @@ def file_name(rank: int) -> str:
 
 
 def folder_of(rank: int, ranks: int) -> str:
-    """Return the folder of a rank's file, relative to the checkpoint; "" for the checkpoint
-    itself.
-    """
+    """Return the folder of a rank's file; "" for the checkpoint itself."""
     names = []
     span = FOLDER_FILES
     while span < ranks:
@@ -365,7 +345,6 @@ def folder_of(rank: int, ranks: int) -> str:
 
 
 def all_folders(ranks: int) -> Iterator[str]:
-    """Yield the folders of a checkpoint by `ranks` ranks, in order."""
     return (folder_of(first, ranks) for first in range(0, ranks, FOLDER_FILES))
 
 
@@ -393,5 +372,4 @@ class Folders:
 
     @property
     def leads(self) -> bool:
-        """True on the rank that reads and writes the folder manifest."""
         return self.members.rank == 0

@@ -4,9 +4,8 @@
     LOCAL/rank_00003/iter_0000100/rank_00003.safetensors
     SAVE/.run                                              id of the run that owns the copies
 
-Each rank uses its own folder, so disks may be shared. Only the newest complete iteration is kept.
-Copies serve a restart with the same ranks, nodes and layout; any other start reads the shared
-directory.
+Only the newest complete iteration is kept. Copies serve a restart with the same ranks, nodes and
+layout; any other start reads the shared directory.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _NAME_LENGTH = 64
 
 
 def run_name(save: str | Path, comm: Comm, make: bool = False) -> str | None:
-    """Return the id of the run with checkpoints in `save`; None if there is none. Collective."""
+    """Return the id of the run with checkpoints in `save`, if any. Collective."""
     return on_root(comm, partial(_run_name, Path(save) / RUN, make))
 
 
@@ -87,8 +86,7 @@ def node_first_steps(
 def local_steps(
     local: str | Path, shards: list[Shard], description: Description, name: str | None, comm: Comm
 ) -> Steps:
-    """Write this rank's copy, remove older ones once all ranks have theirs, and return file name
-    and entry (`Written`).
+    """Write this rank's copy, remove older ones once all ranks have theirs, and return `Written`.
 
     Yields work and raises errors as `save.save_steps`.
     """
@@ -144,7 +142,7 @@ def _remove_others(own: Path, iteration: int) -> None:
 def copy_written(
     local: str | Path, comm: Comm, iteration: int, written: Written, folder: Path
 ) -> Written:
-    """Copy this rank's local file into a shared folder, verifying every block."""
+    """Copy this rank's file into a shared folder, verifying every block."""
     if written:
         name, entry = written
         copy_verified(
@@ -156,7 +154,7 @@ def copy_written(
 def newest_everywhere(local: str | Path, comm: Comm, fits: Callable[[dict[str, Any]], bool]) -> int:
     """Return the newest iteration with complete copies on every rank, or 0. Collective.
 
-    fits: returns True for a manifest head from this run and layout
+    fits: True for a manifest head from this run and layout
     """
     own = own_folder(local, comm)
     held = [number for number in list_iterations(own) if fits(read_head(own, number))]
@@ -177,7 +175,6 @@ def newest_everywhere(local: str | Path, comm: Comm, fits: Callable[[dict[str, A
 
 
 def open_copy(local: str | Path, comm: Comm, iteration: int) -> Checkpoint:
-    """Open this rank's copy of an iteration, without tensors."""
     own = own_folder(local, comm)
     head = read_head(own, iteration)
     return Checkpoint(

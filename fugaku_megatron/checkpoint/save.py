@@ -1,10 +1,8 @@
-"""Writing sharded checkpoints: a safetensors file per rank and manifests (manifest.py shows the
-directory). No pickled code.
+"""Writing sharded checkpoints: a safetensors file per rank and manifests. No pickled code.
 
 A save writes into iter_0000100.tmp and renames it at the end, so an interrupted save leaves the
-previous checkpoint loadable. It is a generator of steps, so that one description serves a save
-that the run waits for and one that overlaps with training. Every public function is collective,
-and fails on all ranks or on none.
+previous checkpoint loadable. It is a generator of steps, which may overlap with training. Every
+public function is collective, and fails on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -79,7 +77,6 @@ class Description:
 
 
 def run_steps(steps: Steps) -> Any:
-    """Run all steps now and return their result."""
     try:
         work = next(steps)
         while True:
@@ -94,8 +91,7 @@ def save_steps(
     """Write a checkpoint and return its directory.
 
     Generator: yields work and receives its outcome, or a function returning it. Work operates on
-        large files and never
-    communicates; code between two yields is collective.
+        large files and never communicates; code between two yields is collective.
 
     write: writes this rank's file, such as `shard_writer`
 
@@ -141,7 +137,7 @@ def save_alone(
 
     write: writes files into a folder and returns their entries by name, with shards
 
-    The caller ensures that nobody reads the directory before the return.
+    Nobody may read the directory before the return.
     """
     path = directory / iteration_name(description.iteration)
     path.mkdir(parents=True)
@@ -152,10 +148,8 @@ def save_alone(
 
 
 def _record(aside: Path, folders: Folders, own: Written, prefix: str) -> dict[str, Any]:
-    """Write the folder manifests and return, on rank 0, the entries of the checkpoint manifest.
+    """Write the folder manifests and return, on rank 0, the checkpoint manifest's entries.
     Collective.
-
-    own: this rank's file name and entry
     """
     comm = folders.comm
     folder = aside / folders.name
@@ -171,7 +165,6 @@ def _record(aside: Path, folders: Folders, own: Written, prefix: str) -> dict[st
 
 
 def _unite(written: list[Any]) -> dict[str, Any]:
-    """Return the entries of all ranks that wrote a file, by file name."""
     files = dict(entry for entry in written if entry)
     owners: dict[tuple[Any, ...], str] = {}
     for name, entry in files.items():
@@ -219,8 +212,7 @@ def check_replaces(
     """Refuse a --save that would replace checkpoints from which this run did not resume.
     Collective.
 
-    loaded: iteration resumed from --load `load`; if `load` and `save` are one directory, later
-        ones may be replaced
+    loaded: iteration resumed from `load`; if `load` is `save`, later ones may be replaced
     """
     on_root(comm, lambda: _check_replaces(Path(save), load, loaded or 0))
 
@@ -243,9 +235,6 @@ def _untouched() -> str:
 
 
 def _prepare(directory: Path, iteration: int, aside: Path) -> None:
-    """Remove an interrupted save, refuse to replace foreign files, and create the temporary
-    directory.
-    """
     directory.mkdir(parents=True, exist_ok=True)
     for number, suffix, path in entries(directory):
         current = directory / iteration_name(number)
@@ -269,14 +258,12 @@ def _check_ours(directory: Path, iteration: int) -> None:
 
 
 def shard_writer(rank: int, shards: list[Shard]) -> WriteFile:
-    """Return a function that writes a rank's file. Pass each replicated shard on one rank only."""
+    """Return a writer of a rank's file. Pass each replicated shard on one rank only."""
     return lambda folder: write_shards(folder, rank, shards)
 
 
 def write_shards(folder: Path, rank: int, shards: list[Shard]) -> Written:
-    """Write this rank's file; return its name and manifest entry, or None if the rank owns
-    nothing.
-    """
+    """Write this rank's file; return its name and manifest entry, or None without shards."""
     tensors = {shard.key: shard.tensor.detach() for shard in shards}
     assert len(tensors) == len(shards), "a rank saves two shards of one key"
     if not shards:
@@ -287,7 +274,6 @@ def write_shards(folder: Path, rank: int, shards: list[Shard]) -> Written:
 
 
 def _seal(aside: Path, description: Description, files: dict[str, Any], ranks: int | None) -> None:
-    """Write the manifest, which completes the checkpoint under its temporary name."""
     write_manifest(
         aside,
         description.iteration,
@@ -301,7 +287,6 @@ def _seal(aside: Path, description: Description, files: dict[str, Any], ranks: i
 
 
 def _publish(directory: Path, iteration: int, aside: Path) -> None:
-    """Rename the new directory into place, then move the tracker."""
     final = directory / iteration_name(iteration)
     if final.exists():
         final.rename(
@@ -317,8 +302,8 @@ def _publish(directory: Path, iteration: int, aside: Path) -> None:
 
 
 def _set_aside(directory: Path, description: Description) -> list[Path]:
-    """Rename the replaced checkpoint and the expired ones, so that none is read half removed.
-    Failures only warn.
+    """Rename replaced and expired checkpoints, so that none is read half removed. Failures only
+    warn.
     """
     replaced = directory / (iteration_name(description.iteration) + ".old")
     numbers = [number for number in list_iterations(directory) if number <= description.iteration]
@@ -339,7 +324,7 @@ def _set_aside(directory: Path, description: Description) -> list[Path]:
 
 
 def _remove(obsolete: list[Path], folders: Folders) -> Steps:
-    """Remove checkpoints that were set aside, each folder by its leader. Failures only warn."""
+    """Remove renamed checkpoints, each folder by its leader. Failures only warn."""
     for path in obsolete:
         if folders.name:
             removed = yield partial(_remove_folder, path / folders.name if folders.leads else None)
@@ -362,7 +347,6 @@ def _remove_rest(path: Path | None) -> None:
 
 @contextmanager
 def _warning(path: Path) -> Iterator[None]:
-    """Turn an OSError into a warning: the new checkpoint is safe."""
     try:
         yield
     except OSError as error:
@@ -372,9 +356,7 @@ def _warning(path: Path) -> Iterator[None]:
 
 
 class Snapshot:
-    """Preallocated copies of shards; pages are touched once, so that copying causes no page
-    faults.
-    """
+    """Preallocated copies of shards; pages are touched once, so that copying causes no page faults."""
 
     def __init__(self, shards: list[Shard]) -> None:
         self._copies = [
@@ -386,9 +368,7 @@ class Snapshot:
         return sum(copy.nbytes for copy in self._copies)
 
     def take(self, shards: list[Shard]) -> list[Shard]:
-        """Return the shards with copied tensors, valid until the next call. Sizes must match the
-        constructor's shards.
-        """
+        """Copy tensors, valid until the next call. Sizes must match the constructor's."""
         return [
             replace(shard, tensor=copy.copy_(shard.tensor.detach().view(-1)))
             for shard, copy in zip(shards, self._copies, strict=True)
@@ -399,15 +379,12 @@ class BackgroundSave:
     """Save that overlaps training: a thread does the work of its steps.
 
         saving = BackgroundSave(save_steps(...))   on every rank, with shards of a Snapshot
-        saving.done                                whether this rank's thread waits for the
-        other ranks
-        saving.advance()                           when all are done: collective part, in the
-        calling thread
+        saving.done                                whether this rank's thread is idle
+        saving.advance()                           when all are done: collective part
         saving.finish()                            wait for the rest
 
-    The thread never communicates. The caller detects that all ranks are done by its own
-    collective, such as the run loop's. All methods but `done` are collective and raise the
-    ValueErrors of the steps.
+    The thread never communicates. The caller detects by its own collective that all ranks are done.
+    All methods but `done` are collective and raise the steps' ValueErrors.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -430,11 +407,10 @@ class BackgroundSave:
 
     @property
     def done(self) -> bool:
-        """True if this rank's current work is done."""
         return self._work.done()
 
     def advance(self) -> bool:
-        """Wait for this rank's current work and start the next; return True if there is none."""
+        """Wait for the current work and start the next; return True if there is none."""
         try:
             self._work = self._start(self._steps.send(self._work.result))
         except StopIteration:
@@ -442,6 +418,5 @@ class BackgroundSave:
         return False
 
     def finish(self) -> None:
-        """Wait until all steps are done."""
         while not self.advance():
             pass

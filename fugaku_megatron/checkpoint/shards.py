@@ -1,7 +1,7 @@
 """Shards of a checkpoint: find the files that contain their pieces, and read them.
 
-Pieces are found by global tensor name and position, so the layout that wrote them does not matter.
-Ranges are cut into boxes of the global tensor, and the intersection of two boxes is copied.
+Pieces are found by global tensor name and position, for any layout that wrote them. Ranges are cut
+into boxes of the global tensor, and intersections of boxes are copied.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class Box:
         return math.prod(self.extent)
 
     def meet(self, other: Box) -> Box | None:
-        """Return the intersection, None if it is empty."""
         begin = tuple(map(max, self.begin, other.begin))
         extent = tuple(
             min(a + n, b + m) - low
@@ -46,7 +45,7 @@ class Box:
         return Box(begin, extent) if all(length > 0 for length in extent) else None
 
     def bands(self, rows: int) -> Iterator[Box]:
-        """Yield the box in bands of at most `rows` rows; a box without dimensions is one band."""
+        """Yield bands of at most `rows` rows; a box without dimensions is one band."""
         if not self.extent:
             yield self
             return
@@ -69,18 +68,16 @@ class Piece:
     numel: int
 
     def boxes(self) -> Iterator[Box]:
-        """Yield the global boxes of this piece in element order, at most 2 x dimensions - 1."""
+        """Yield this piece's global boxes in element order, at most 2 x dimensions - 1."""
         for begin, extent in range_boxes(self.shape, self.start, self.start + self.numel):
             yield Box(tuple(map(sum, zip(self.offset, begin, strict=True))), extent)
 
     def shared(self, other: Piece) -> Iterator[Box]:
-        """Yield the boxes that two pieces of one tensor share."""
         others = list(other.boxes())
         for box in self.boxes():
             yield from filter(None, map(box.meet, others))
 
     def index(self, place: Place) -> int:
-        """Return the index of a global element among this piece's elements."""
         inside = (i - o for i, o in zip(place, self.offset, strict=True))
         return (
             sum(i * stride for i, stride in zip(inside, strides(self.shape), strict=True))
@@ -93,15 +90,14 @@ class Piece:
         return self.index(box.begin), self.index(last) + 1
 
     def view(self, values: Tensor, box: Box, first: int = 0) -> Tensor:
-        """Return a view, shaped like `box`, of `values` (n,), the elements of this piece from
-        number `first` on.
+        """Return a view, shaped like `box`, of this piece's elements `values` (n,) from number
+        `first` on.
         """
         start = values.storage_offset() + self.index(box.begin) - first
         return values.as_strided(box.extent, strides(self.shape), start)
 
 
 def strides(shape: Place) -> Place:
-    """Return the element strides of a row-major tensor."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
@@ -139,8 +135,8 @@ class Shard:
     tensor: contiguous, any shape; row-major range [flat_start, flat_start + numel) of the
         tensor-parallel slice of `slice_shape` at `offset` in `global_shape`; the whole slice, or a
         ZeRO-1 shard
-    alias: key to load instead if the checkpoint lacks `key`, for a tied copy that the saving run
-        did not need
+    alias: key to load if the checkpoint lacks `key`, for a tied copy that the saving run did not
+        need
     """
 
     key: str
@@ -167,7 +163,6 @@ class Shard:
         )
 
     def record(self) -> Record:
-        """Return the manifest entry."""
         return {
             "key": self.key,
             "dtype": str(self.tensor.dtype).replace("torch.", ""),
@@ -180,7 +175,6 @@ class Shard:
 
 
 def record_piece(record: Record) -> Piece:
-    """Return the piece that a manifest record describes."""
     return Piece(
         tuple(record["offset"]), tuple(record["slice_shape"]), record["flat_start"], record["numel"]
     )
@@ -192,7 +186,6 @@ def fill_shards(
     """Fill weight shards from another program's whole tensors, each read once. Elements beyond a
     whole tensor stay.
 
-    names: global names of the available tensors
     read: name -> whole tensor, any shape
     """
     by_name: dict[str, list[Shard]] = {}
@@ -213,7 +206,6 @@ def fill_shards(
 
 
 def check_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
-    """Raise ValueError naming every model value that differs."""
     differing = [name for name in current if name in saved and saved[name] != current[name]]
     if differing:
         both = ", ".join(
@@ -227,8 +219,6 @@ def check_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> N
 
 @dataclass(frozen=True)
 class Source:
-    """Stored piece of a needed shard: file name, entry without records, and piece record."""
-
     file: str
     entry: Entry
     record: Record
@@ -236,8 +226,6 @@ class Source:
 
 @dataclass
 class _Found:
-    """Pieces found for one key, with dtype and global shape from the first record."""
-
     dtype: str
     global_shape: list[int]
     sources: list[Source] = field(default_factory=list)
@@ -246,8 +234,7 @@ class _Found:
 class Search:
     """Collector of the records that this rank's shards need.
 
-    padded: tensor names with a first dimension rounded up by layout; rows missing in the
-        checkpoint stay unchanged
+    padded: tensor names with a first dimension rounded up by layout; missing rows stay unchanged
     converts: key prefixes of shards that may have another dtype than the checkpoint
     """
 
@@ -264,7 +251,6 @@ class Search:
                 self._pieces.setdefault(key, []).append(shard.piece)
 
     def look(self, name: str, entry: Entry) -> None:
-        """Collect the needed records of a file entry."""
         bare = {field: value for field, value in entry.items() if field != "shards"}
         for record in entry["shards"]:
             wanted = self._pieces.get(record["key"])
@@ -282,7 +268,6 @@ class Search:
 
     @property
     def complete(self) -> bool:
-        """True if every shard was found completely."""
         return all(
             found is not None and _held(shard, found) == _needed(shard, found)
             for shard, found in ((shard, self._of(shard)) for shard in self.shards)
@@ -292,9 +277,7 @@ class Search:
         return self._found.get(shard.key) or self._found.get(shard.alias or "")
 
     def plan(self, path: Path) -> dict[str, list[tuple[Shard, Source]]]:
-        """Return the copies to make, by file name. Raises ValueError for a shard that does not fit
-        or is incomplete.
-        """
+        """Return the copies by file name. Raises ValueError for a misfit or incomplete shard."""
         plan: dict[str, list[tuple[Shard, Source]]] = {}
         for shard in self.shards:
             for source in self._checked(shard, path).sources:
@@ -330,7 +313,6 @@ class Search:
 
 
 def _held(shard: Shard, found: _Found) -> int:
-    """Return the number of shard elements in the found pieces."""
     piece = shard.piece
     return sum(
         box.numel for source in found.sources for box in record_piece(source.record).shared(piece)
@@ -338,7 +320,7 @@ def _held(shard: Shard, found: _Found) -> int:
 
 
 def _needed(shard: Shard, found: _Found) -> int:
-    """Return the number of shard elements in the saved tensor, which may have fewer rows."""
+    """Count the shard's elements in the saved tensor, which may have fewer rows."""
     whole = Box((0,) * len(found.global_shape), tuple(found.global_shape))
     if len(shard.offset) != len(found.global_shape):
         return -1  # another tensor, of which nothing is held
@@ -368,9 +350,6 @@ def read_shards(path: Path, work: list[tuple[Shard, Source]]) -> int:
 
 
 def check_stored(stored: dict[str, StoredTensor], record: Record, path: Path) -> StoredTensor:
-    """Return the location of a record's values from the file header. Raises ValueError if they
-    disagree.
-    """
     tensor = stored.get(record["key"])
     if tensor is None or (str(tensor.dtype), tensor.numel) != (
         f"torch.{record['dtype']}",
@@ -383,7 +362,6 @@ def check_stored(stored: dict[str, StoredTensor], record: Record, path: Path) ->
 
 
 def _copy(file: BlockFile, tensor: StoredTensor, piece: Piece, shard: Shard) -> None:
-    """Copy the intersection of a stored piece and a shard, some rows at a time."""
     target = shard.tensor.detach().view(-1)
     size = tensor.dtype.itemsize
     row = max(1, math.prod(piece.shape[1:])) * size

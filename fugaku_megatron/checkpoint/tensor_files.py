@@ -2,8 +2,8 @@
 
     8 bytes: header length | header: JSON, name -> dtype, shape, data_offsets | tensor values
 
-The manifest entry has the size, the CRC-32, and the CRC-32 of every block. Older entries have no
-block checksums: the whole file is then verified before anything is read.
+The manifest entry has the size, and the CRC-32 of the file and every block. Without block
+checksums, as in older entries, the whole file is verified first.
 """
 
 from __future__ import annotations
@@ -66,10 +66,9 @@ def write_tensors(
 ) -> Entry:
     """Write contiguous tensors, of any shape; return the file's entry without shards.
 
-    values: produces each tensor in turn, so that one at a time is in memory; `tensors` may then be
-        on the meta device
+    values: produces one tensor at a time, to save memory; `tensors` may then be on the meta device
 
-    Raises ValueError naming the file if it cannot be written.
+    Raises ValueError naming the file.
     """
     ordered = sorted(
         tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
@@ -87,12 +86,10 @@ def write_tensors(
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor, any shape."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def _header(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
-    """Return the header with its length in front."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors:
@@ -118,9 +115,7 @@ def _write(file: Any, data: memoryview, checksums: BlockChecksums) -> None:
 
 
 def copy_verified(source: Path, entry: Entry, path: Path) -> None:
-    """Copy the file described by `entry`. Raises ValueError if the source differs or writing
-    fails.
-    """
+    """Copy and verify a file. Raises ValueError if the source differs or writing fails."""
     try:
         with BlockFile(source, entry) as original, open(path, "wb", buffering=0) as file:
             for index in range(-(-entry["size"] // original.block_size)):
@@ -131,8 +126,6 @@ def copy_verified(source: Path, entry: Entry, path: Path) -> None:
 
 
 class Readable(Protocol):
-    """File that is read by byte range."""
-
     path: Path
     size: int
 
@@ -170,7 +163,7 @@ class BlockFile:
         self._file.close()
 
     def read(self, start: int, end: int) -> bytearray:
-        """Return bytes [start, end). Adjacent ranges read in order read each block once."""
+        """Return bytes [start, end). Adjacent ranges in order read each block once."""
         data = bytearray(end - start)
         size = self.block_size
         for index in range(start // size, -(-end // size)):
@@ -181,7 +174,6 @@ class BlockFile:
         return data
 
     def block(self, index: int) -> memoryview:
-        """Return a verified block."""
         if index != self._last:
             first = index * self.block_size
             data = memoryview(bytearray(min(self.block_size, self.entry["size"] - first)))
@@ -210,7 +202,7 @@ class BlockFile:
 
 
 def fill(file: Any, buffer: memoryview) -> int:
-    """Read until the buffer is full or the file ends; return the bytes read."""
+    """Read until the buffer is full or the file ends."""
     done = 0
     while done < len(buffer) and (count := file.readinto(buffer[done:])):
         done += count
@@ -234,8 +226,8 @@ class UnsupportedFormat(ValueError):
 def read_header(file: Readable) -> dict[str, StoredTensor]:
     """Return a file's tensors by name.
 
-    Raises ValueError for invalid headers, as the safetensors library does: not JSON, or tensors
-    not adjacent up to the end of the file. Raises UnsupportedFormat for an unknown dtype.
+    Raises ValueError for invalid headers, as the safetensors library does: not JSON, or tensors not
+    adjacent up to the end of the file. Raises UnsupportedFormat for an unknown dtype.
     """
     size = file.size
     length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little") if size >= _LENGTH_BYTES else -1
@@ -266,7 +258,6 @@ def read_header(file: Readable) -> dict[str, StoredTensor]:
 
 
 def _check_places(stored: Iterable[StoredTensor], begin: int, size: int) -> None:
-    """Raise ValueError unless the tensors are adjacent from byte `begin` to the end of the file."""
     end = begin
     for tensor in sorted(stored, key=lambda tensor: (tensor.start, tensor.numel)):
         if tensor.start != end:

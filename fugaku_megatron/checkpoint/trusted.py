@@ -1,9 +1,7 @@
-"""Checkpoints from before a fault of a machine: records of a save and of a run that ended.
+"""Checkpoints from before a machine fault: records of a save and of a run that ended.
 
-    DIR/iter_0000100/manifest.json    state.replicas: AGREED, NOT_COMPARED, or NO_REPLICAS
-    DIR/machine_fault.json            why the last run ended, and which checkpoints may be wrong
-
-The record of a fault is removed with the first save after it that leaves no suspect checkpoint.
+DIR/iter_0000100/manifest.json    state.replicas: AGREED, NOT_COMPARED, or NO_REPLICAS
+DIR/machine_fault.json            why the last run ended, and suspect checkpoints
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ def record_fault(
 ) -> Fault:
     """Write a fault record into a checkpoint directory, if it exists, and return it.
 
-    suspect_from: first iteration with a suspect checkpoint; None: no checkpoint is suspect
+    suspect_from: first iteration with a suspect checkpoint, if any
     """
     present = [number for number in list_iterations(directory) if number <= iteration]
     before = suspects(directory)
@@ -60,7 +58,6 @@ def record_fault(
 
 
 def _newest(directory: str | os.PathLike[str], numbers: list[int]) -> int | None:
-    """Return the newest checkpoint with agreeing replicas; the newest one if none was compared."""
     agreed = newest_agreed(directory, numbers)
     return max(numbers, default=None) if agreed is None else agreed
 
@@ -75,7 +72,7 @@ def newest_agreed(directory: str | os.PathLike[str], numbers: Iterable[int]) -> 
 
 
 def read_fault(directory: str | os.PathLike[str]) -> Fault | None:
-    """Return the fault record, if there is one. Raises ValueError if the file is damaged."""
+    """Return the fault record, if any. Raises ValueError if it is damaged."""
     path = Path(directory) / FAULT
     if not path.is_file():
         return None
@@ -98,7 +95,6 @@ def read_fault(directory: str | os.PathLike[str]) -> Fault | None:
 
 
 def suspects(directory: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Return the iterations of suspect checkpoints."""
     try:
         fault = read_fault(directory)
     except ValueError:
@@ -107,7 +103,7 @@ def suspects(directory: str | os.PathLike[str]) -> tuple[int, ...]:
 
 
 def refuse_suspect(directory: str | os.PathLike[str], iteration: int) -> None:
-    """Raise ValueError for a suspect checkpoint that the user did not choose by --ckpt-step."""
+    """Raise ValueError for a suspect checkpoint not chosen by --ckpt-step."""
     fault = read_fault(directory)
     if fault is None or iteration not in fault.suspect:
         return
@@ -124,8 +120,8 @@ def refuse_suspect(directory: str | os.PathLike[str], iteration: int) -> None:
 
 
 def iteration_to_load(directory: str | os.PathLike[str]) -> int | None:
-    """Return the tracker's iteration, None without a checkpoint. Raises ValueError if it is
-    missing or suspect.
+    """Return the tracker's iteration, if any. Raises ValueError for a missing or suspect
+    checkpoint.
     """
     iteration = existing_iteration(directory)
     if iteration is not None:
@@ -134,7 +130,6 @@ def iteration_to_load(directory: str | os.PathLike[str]) -> int | None:
 
 
 def fault_note(directory: str | os.PathLike[str], iteration: int) -> str | None:
-    """Return a log line for a run that resumes at `iteration` after a fault, else None."""
     fault = read_fault(directory)
     if fault is None or iteration > fault.iteration:
         return None
@@ -161,8 +156,8 @@ def forgive(directory: str | os.PathLike[str], iteration: int) -> None:
 def kept_for_trust(
     directory: str | os.PathLike[str], state: dict[str, object], numbers: list[int]
 ) -> int | None:
-    """Return the checkpoint exempt from --keep-last and --save-retain-interval: the newest with
-    agreeing replicas.
+    """Return the newest checkpoint with agreeing replicas, exempt from --keep-last and
+    --save-retain-interval.
 
     None if the state just saved agreed or has no replicas.
     """

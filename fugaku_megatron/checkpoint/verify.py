@@ -78,7 +78,6 @@ class Progress:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Check and print; returns the exit code."""
     directory = Path(options.directory)
     iterations = _iterations(directory, options.ckpt_step)
     if options.threads < 1:
@@ -96,7 +95,6 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _iterations(directory: Path, wanted: int | None) -> list[int]:
-    """Return the iterations to check. Raises ValueError if there is none."""
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory: pass the directory of --save")
     if directory.name.startswith("iter_"):
@@ -126,7 +124,6 @@ def _tracker_problems(directory: Path) -> Iterator[str]:
 
 
 def check_iteration(directory: Path, iteration: int, threads: int) -> tuple[list[str], str]:
-    """Return one line a problem, and a summary line."""
     path = iteration_path(directory, iteration)
     try:
         head = read_head(directory, iteration)
@@ -149,9 +146,6 @@ def _problems(count: int) -> str:
 
 
 def _files(path: Path, head: dict[str, Any], problems: list[str]) -> Iterator[tuple[str, Entry]]:
-    """Yield a checkpoint's files with their entries; append damaged folder manifests to
-    `problems`.
-    """
     yield from head.get("files", {}).items()
     for folder in head.get("folders", ()):
         try:
@@ -166,9 +160,7 @@ def _files(path: Path, head: dict[str, Any], problems: list[str]) -> Iterator[tu
 
 
 def check_file(path: Path, entry: Entry) -> tuple[list[str], int]:
-    """Verify every block, and the header against the records; return one line a problem, and the
-    file size.
-    """
+    """Verify every block, and the header against the records; return problems and file size."""
     try:
         check_size(path, entry)
         with BlockFile(path, entry) as file:
@@ -223,7 +215,6 @@ def _names(file: BlockFile, start: int, end: int) -> str:
 
 
 def _gaps(path: Path, files: dict[str, Entry]) -> Iterator[str]:
-    """Yield a line for each tensor with missing or surplus elements in the records."""
     held: dict[str, int] = {}
     shapes: dict[str, list[int]] = {}
     for entry in files.values():

@@ -19,8 +19,9 @@ MAX_SIZES = 2**16  # in a ramp, because each one is checked
 class RampUp:
     """Batch-size ramp of --rampup-batch-size START INCREMENT SAMPLES, up to `global_batch_size`.
 
-    The steps are spread evenly over the first `ramp_samples` samples, with the floating-point arithmetic of Megatron-LM's
-    megatron/core/num_microbatches_calculator.py. Raises ValueError if the steps do not end at the global batch size.
+    Steps are even over the first `ramp_samples` samples, in the floating-point arithmetic of
+    Megatron-LM's megatron/core/num_microbatches_calculator.py. Raises ValueError if they do not end
+    at the global batch size.
     """
 
     start: int
@@ -53,11 +54,9 @@ class RampUp:
         )
 
     def sizes(self) -> range:
-        """Return every global batch size in order."""
         return range(self.start, self.global_batch_size + 1, self.increment)
 
     def __call__(self, consumed: int) -> int:
-        """Return the global batch size at `consumed` samples."""
         return self.start + self.increment * self._steps(consumed)
 
     def _steps(self, consumed: int) -> int:
@@ -81,7 +80,6 @@ Sizes = RampUp | StepSizes
 
 
 def sizes_of(run: RunConfig, global_batch_size: int) -> Sizes:
-    """Return the run's global batch size, a function of samples consumed."""
     steps = run.batch.step_batch_size_schedule
     if steps:
         return StepSizes.parse(steps, run.model.seq_length)
@@ -96,14 +94,15 @@ def length(
     skips: Skips = NO_SKIPS,
     seq_length: int = 1,
 ) -> tuple[int, int]:
-    """Return (iterations, samples) at the end, after a start at `iteration` with `samples` consumed.
+    """Return (iterations, samples) at the end, after a start at `iteration` with `samples`
+    consumed.
 
-    The run ends at the first of --train-iters, the last whole iteration of --train-samples, and the iteration that reaches
-    --train-tokens. Under --step-batch-size-schedule, --train-samples ends with the iteration that reaches it, as in
-    Megatron-LM (megatron/training/training.py, update_train_iters). Raises ValueError if no length is set.
+    The run ends at the first of --train-iters, the last whole iteration of --train-samples, and the
+    iteration that reaches --train-tokens. Under --step-batch-size-schedule, --train-samples ends
+    with the iteration that reaches it, as in Megatron-LM (update_train_iters). Raises ValueError
+    without a length.
 
-    skips: samples that are left out, but count as consumed
-    seq_length: tokens per sample
+    skips: samples left out, but counted as consumed
     """
     lengths = (training.train_iters, training.train_samples, training.train_tokens)
     check(any(value is not None for value in lengths), "pass --train-iters or --train-samples")
@@ -127,7 +126,7 @@ def length(
 def _iterations_left(
     training: TrainingConfig, size: int, whole: bool, iteration: int, samples: int, seq_length: int
 ) -> int:
-    """Return the iterations to the end at this global batch size. whole: --train-samples ends with a whole iteration"""
+    """Return the iterations left at this size. whole: end --train-samples with a whole iteration"""
     left = []
     if training.train_iters is not None:
         left.append(training.train_iters - iteration)
@@ -142,7 +141,6 @@ def _iterations_left(
 def run_length(
     run: RunConfig, global_batch_size: int, iteration: int = 0, samples: int = 0
 ) -> tuple[int, int]:
-    """Return `length` for a run with its ramp and skipped samples."""
     return length(
         run.training,
         sizes_of(run, global_batch_size),
@@ -154,7 +152,6 @@ def run_length(
 
 
 def samples_after(sizes: Sizes, iterations: int) -> int:
-    """Return the samples in the first `iterations`, without skipped samples."""
     samples = 0
     while iterations:
         size = sizes(samples)
@@ -166,17 +163,18 @@ def samples_after(sizes: Sizes, iterations: int) -> int:
 
 
 def last_samples(sizes: Sizes, iterations: int, count: int) -> int:
-    """Return the samples in the last `count` of `iterations`; iterations before the first have its size."""
+    """Return the samples in the last `count` iterations; earlier ones have the first's size."""
     missing = max(0, count - iterations)
     begin = samples_after(sizes, iterations - count + missing)
     return samples_after(sizes, iterations) - begin + missing * sizes(0)
 
 
 def requested_samples(run: RunConfig, global_batch_size: int, end: int) -> int:
-    """Return how many samples the training data's order has, which determines the epochs.
+    """Return the number of samples in the training data's order, which determines the epochs.
 
-    As in Megatron-LM: --train-samples, or --train-iters full batches. Under --step-batch-size-schedule its full batch is one
-    micro-batch per data-parallel rank, never more than `end`, so the result is `end` in every layout.
+    As in Megatron-LM: --train-samples, or --train-iters full batches. The full batch of
+    --step-batch-size-schedule is one micro-batch per data-parallel rank, so the result is `end` in
+    every layout.
 
     end: samples at the end of the run, the minimum
     """

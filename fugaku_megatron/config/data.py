@@ -128,36 +128,32 @@ class DataConfig:
 
     @property
     def marks_documents(self) -> str:
-        """Flags that need the end-of-document token; empty without them, and for chats, whose files have masks."""
+        """Flags that need the end-of-document token, except for chats, whose files have masks."""
         if self.sft:
             return ""
         return " ".join(flag(name) for name in MARKING if getattr(self, name))
 
     @property
     def marked(self) -> bool:
-        """True if samples have document or loss masks (`data.marks`)."""
+        """True if samples have document or loss masks."""
         return self.sft or bool(self.marks_documents)
 
     @property
     def masks_attention(self) -> bool:
-        """True if attention is restricted to a document."""
         return self.sft or self.reset_attention_mask
 
     @property
     def restarts_positions(self) -> bool:
-        """True if positions restart at each document."""
         return self.sft or self.reset_position_ids
 
     @property
     def has_tokenizer(self) -> bool:
-        """True if the flags name the tokenizer's files, or it needs none."""
         return bool(
             self.vocab_file or self.tokenizer_model or self.tokenizer_type == "NullTokenizer"
         )
 
     @property
     def files(self) -> tuple[str, ...] | None:
-        """Words that name the training data's files, or None."""
         words = self.data_path or self.train_data_path
         if words:
             return words
@@ -166,12 +162,11 @@ class DataConfig:
 
     @property
     def cuts_chats(self) -> bool | None:
-        """True if a chat that is too long is truncated, False if it is refused; None if the data are not chats."""
+        """True: truncate chats that are too long; False: refuse them; None: not chats."""
         return self.sft_truncate if self.sft else None
 
     @property
     def paths(self) -> dict[str, tuple[str, ...]]:
-        """Flags that name data, with their values."""
         given = {
             flag(name): getattr(self, name)
             for name in ("data_path", "train_data_path", "valid_data_path")

@@ -69,5 +69,4 @@ SHAPES = {
 
 
 def shapes_of(field: str) -> RowNames:
-    """Return the names of the shapes that a field accepts."""
     return RowNames(SHAPES, where=lambda shape: field in shape.flags)

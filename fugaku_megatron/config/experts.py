@@ -27,8 +27,6 @@ MAX_PATTERN = 4096  # layers
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFields:
-    """Expert fields, all at their defaults without --num-experts."""
-
     num_experts: int | None = option(
         None,
         "experts of a layer; each token is dispatched to --moe-router-topk experts (default: one MLP "
@@ -117,7 +115,6 @@ class ExpertFields:
     )
 
     def _derive_experts(self, width: int) -> None:
-        """Compute the fields that were not given. width: default --moe-ffn-hidden-size"""
         if self.num_experts is None:
             for field in fields(ExpertFields):
                 object.__setattr__(self, field.name, field.default)
@@ -129,7 +126,6 @@ class ExpertFields:
             object.__setattr__(self, "moe_expert_capacity_factor", None)
 
     def _check_experts(self, layers: int, bias: bool) -> None:
-        """Raise ValueError for contradictory flags. bias: True if linear layers have biases"""
         if self.num_experts is None:
             return
         check(
@@ -198,7 +194,6 @@ class ExpertFields:
 
     @property
     def sinkhorn(self) -> bool:
-        """True if training chooses experts evenly (`nn.router.evenly`)."""
         return SINKHORN in self.moe_router_load_balancing_type
 
     @property
@@ -210,8 +205,6 @@ class ExpertFields:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRanks:
-    """Tensor- and expert-parallel fields, a base class for `parallel.ParallelConfig`."""
-
     tensor_model_parallel_size: int = option(
         1,
         "ranks that share each layer's matrices (TP)",
@@ -254,7 +247,6 @@ class ExpertRanks:
 
     @property
     def dividing_flag(self) -> str:
-        """Flag that shards experts unlike other matrices, with its value."""
         if self.expert_model_parallel_size > 1:
             return f"--expert-model-parallel-size {self.expert_model_parallel_size}"
         return f"--expert-tensor-parallel-size {self.expert_tensor_parallel_size}"
@@ -262,7 +254,7 @@ class ExpertRanks:
 
 @lru_cache(maxsize=64)
 def experts_in(pattern: str, layers: int) -> tuple[bool, ...]:
-    """Return for each layer if --moe-layer-freq gives it experts. Raises ValueError, one line, for a wrong pattern."""
+    """Return True for each layer with experts. Raises ValueError, one line, for a wrong pattern."""
     mistake = f"--moe-layer-freq {pattern!r:.60}: pass a number above 0, or a list of 0 and 1, such as ([0]*1+[1]*23)"
     try:
         found = _value(ast.parse(pattern.strip(), mode="eval").body)
@@ -280,7 +272,9 @@ def experts_in(pattern: str, layers: int) -> tuple[bool, ...]:
 
 
 def _value(node: ast.expr) -> int | Sequence[int]:
-    """Evaluate integers, integer lists, and their sums and repetitions. Raises ValueError for other code."""
+    """Evaluate integers, integer lists, and their sums and repetitions. Raises ValueError for other
+    code.
+    """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):

@@ -1,7 +1,7 @@
 """Trainer features that save time or memory, one row each.
 
-The planner tries the features with a row, and the performance model counts their gain; a flag without a row changes no
-modelled time. Tests check that each row's flag and module exist.
+The planner tries the features, and the performance model counts their gain. Tests check that each
+row's flag and module exist.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Feature:
     value: Any = True
 
     def used(self, run: RunConfig) -> bool:
-        """Return True if the run has the feature switched on."""
         if self.field is None:
             return True
         given = field_value(run, self.field)
@@ -148,7 +147,6 @@ SWITCHES = (
 
 @cache
 def group_of(field: str) -> str | None:
-    """Return the RunConfig group with the field, or None."""
     for group, config in GROUPS.items():
         if field in {f.name for f in fields(config)}:
             return group
@@ -156,20 +154,17 @@ def group_of(field: str) -> str | None:
 
 
 def field_value(run: RunConfig, field: str) -> Any:
-    """Return a field's value, or None if the field does not exist."""
     group = group_of(field)
     return None if group is None else getattr(getattr(run, group), field)
 
 
 def field_of(name: str) -> str:
-    """Return the field that switches a feature."""
     field = FEATURES[name].field
     assert field is not None, name
     return field
 
 
 def switched(run: RunConfig, name: str, on: bool = True) -> RunConfig:
-    """Switch a feature in SWITCHES on or off."""
     field = field_of(name)
     group = group_of(field)
     assert group is not None, name

@@ -13,9 +13,9 @@ TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 
 
 class RowNames(Collection[str]):
-    """Names of the rows of a table, and other values: the choices of a flag, with every row that is added later.
+    """Names of a table's rows, also of rows added later, and other values: the choices of a flag.
 
-    where: row -> False if the flag does not accept the row; default: all rows
+    where: row -> False if the flag does not accept the row
     """
 
     def __init__(
@@ -48,7 +48,6 @@ def option(default: Any, help: str, **meta: Any) -> Any:
 
 
 def required(help: str, **meta: Any) -> Any:
-    """Return a field without default, which a recipe or a flag must set."""
     return field(metadata={"help": help, **meta})
 
 
@@ -83,7 +82,7 @@ def flag(name: str) -> str:
 
 
 def flag_words(name: str, value: Any) -> list[str]:
-    """Return the command-line words that set a field to `value`, which is not None."""
+    """Return the command-line words that set a field."""
     if isinstance(value, bool):
         return [flag(name) if value else flag("no_" + name)]
     values = value if isinstance(value, tuple) else (value,)
@@ -91,7 +90,7 @@ def flag_words(name: str, value: Any) -> list[str]:
 
 
 class Refused(ValueError):
-    """Refused flags. lines: one reason each; a command line prints them below each other."""
+    """Refused flags. lines: one reason each."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         self.lines = tuple(map(shortened, lines))
@@ -99,41 +98,37 @@ class Refused(ValueError):
 
 
 def shortened(message: str) -> str:
-    """Cut the middle of a long message."""
     if len(message) <= 2 * MAX_HALF:
         return message
     return f"{message[:MAX_HALF]} ... {message[-MAX_HALF:]}"
 
 
 def check(condition: object, message: str) -> None:
-    """Raise ValueError with `message`, shortened, unless `condition` is true."""
+    """Raise ValueError with a shortened `message` unless `condition` is true."""
     if not condition:
         raise ValueError(shortened(message))
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raise ValueError unless every named field is None or > 0."""
     for name in names:
         value = getattr(config, name)
         check(value is None or value > 0, f"{flag(name)} is {value}: pass a number above 0")
 
 
 def check_not_negative(config: Any, *names: str) -> None:
-    """Raise ValueError unless every named field is None or >= 0."""
     for name in names:
         value = getattr(config, name)
         check(value is None or value >= 0, f"{flag(name)} is {value}: pass 0 or more")
 
 
 def check_fraction(config: Any, *names: str) -> None:
-    """Raise ValueError unless every named field is in [0, 1)."""
+    """Raise ValueError unless every named field is None or in [0, 1)."""
     for name in names:
         value = getattr(config, name)
         check(0.0 <= value < 1.0, f"{flag(name)} is {value}: pass a number from 0 to below 1")
 
 
 def check_choices(config: Any) -> None:
-    """Raise ValueError unless every field with choices has one of them, or its default."""
     for f in fields(config):
         choices = f.metadata.get("choices")
         value = getattr(config, f.name)
@@ -144,7 +139,7 @@ def check_choices(config: Any) -> None:
 
 
 def check_numbers(config: Any) -> None:
-    """Raise ValueError unless every float is finite, and every integer at most its field's `maximum`."""
+    """Raise ValueError unless floats are finite, and integers at most their field's `maximum`."""
     for f in fields(config):
         value = getattr(config, f.name)
         maximum = f.metadata.get("maximum", MAX_NUMBER)
@@ -158,7 +153,7 @@ def check_numbers(config: Any) -> None:
 
 
 def check_type(f: Field[Any], value: Any) -> None:
-    """Raise ValueError unless a value read from a file has its field's type; a list is accepted as a tuple."""
+    """Raise ValueError unless a value has its field's type; a list is accepted as a tuple."""
     if value is None and ("None" in f.type or f.default is None):
         return
     kind = f.type.removesuffix(" | None")
@@ -174,12 +169,14 @@ def check_type(f: Field[Any], value: Any) -> None:
 
 
 def is_off(value: Any) -> bool:
-    """Return True if a value in a foreign file switches a feature off: null, false, or empty, but not 0."""
+    """Return True if a foreign file's value switches a feature off: null, false, or empty, but not
+    0.
+    """
     return value is None or value is False or (isinstance(value, Sized) and len(value) == 0)
 
 
 def is_unicode(text: str) -> bool:
-    """Return False for a path with bytes that are invalid in the locale's encoding (surrogates in Python)."""
+    """Return False for a path with bytes invalid in the locale's encoding (surrogates in Python)."""
     try:
         text.encode()
     except UnicodeEncodeError:

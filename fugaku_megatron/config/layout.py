@@ -1,4 +1,4 @@
-"""Parallel layout: world-size factors, pipeline stages and model chunks. Integers only, no torch.
+"""Parallel layout: world-size factors, pipeline stages and model chunks.
 
 Left out: splits by cost (`accounting.virtual_stage_sizes`).
 """
@@ -33,17 +33,17 @@ def check_world_size(world_size: int, tp: int, pp: int, cp: int = 1) -> None:
 
 
 def flags_of_sizes(tp: int, pp: int, cp: int) -> str:
-    """Return a text with the flags that multiply to the model's ranks."""
     text = f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}"
     return f"{text} x --context-parallel-size {cp}" if cp > 1 else text
 
 
 @dataclass(frozen=True)
 class Layout:
-    """World size and its factors. `Layout.from_run` checks everything that depends on the world size.
+    """World size and its factors. `Layout.from_run` checks everything that depends on the world
+    size.
 
-    dp: data-parallel ranks, with different samples; ep: ranks with different experts; etp: ranks that share each expert,
-    None: tp; cp: ranks that share each sequence; model_chunks, placement_kind: see `Placement`
+    dp: ranks with different samples; ep: ranks with different experts; etp: ranks that share each
+        expert, None: tp; cp: ranks that share each sequence
     """
 
     world_size: int
@@ -58,12 +58,10 @@ class Layout:
 
     @property
     def placement(self) -> Placement:
-        """Model chunks of each pipeline stage."""
         return Placement(self.pp, self.model_chunks, self.placement_kind)
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int | None, int]:
-        """Arguments for `comm.grid.Grid`."""
         return self.world_size, self.tp, self.pp, self.ep, self.etp, self.cp
 
     def __str__(self) -> str:
@@ -72,13 +70,14 @@ class Layout:
 
     @property
     def words(self) -> str:
-        """Sizes in words."""
         context = f"context parallel {self.cp}, " if self.cp > 1 else ""
         return f"data parallel {self.dp}, pipeline parallel {self.pp}, {context}tensor parallel {self.tp}"
 
     @property
     def replicas(self) -> int:
-        """Ranks with the same weights, dp x cp: gradients are reduced, and ZeRO-1 states sharded, over them."""
+        """Ranks with the same weights, dp x cp: gradients are reduced, and ZeRO-1 states sharded,
+        over them.
+        """
         return self.dp * self.cp
 
     @property
@@ -88,7 +87,9 @@ class Layout:
 
     @staticmethod
     def from_run(run: RunConfig, world_size: int) -> Layout:
-        """Build the layout. Raises ValueError, one line with flag and remedy, for a run that does not fit on the ranks."""
+        """Build the layout. Raises ValueError, one line with flag and remedy, if the run does not
+        fit on the ranks.
+        """
         model = run.model
         tp = run.parallel.tensor_model_parallel_size
         pp = run.parallel.pipeline_model_parallel_size
@@ -137,7 +138,6 @@ class Layout:
         return layout
 
     def placed(self, run: RunConfig) -> Layout:
-        """Return the layout with the model chunks of the run's pipeline schedule."""
         where = placement(run)
         return replace(self, model_chunks=where.model_chunks, placement_kind=where.kind)
 
@@ -146,14 +146,13 @@ class Layout:
         return run.batch.global_batch_size or run.batch.micro_batch_size * self.dp
 
     def eval_batch_size(self, run: RunConfig) -> int:
-        """Return --eval-global-batch-size, or the global batch size."""
         return run.training.eval_global_batch_size or self.global_batch_size(run)
 
     def evaluated(self, run: RunConfig, sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
         """Return (first sample, batches) for each validation set in evaluation `number`, from 0.
 
-        With --full-validation each evaluation uses all samples in the consecutive sets, otherwise different samples.
-        Raises ValueError for a set smaller than a batch.
+        With --full-validation each evaluation uses all samples, otherwise different ones. Raises
+        ValueError for a set smaller than a batch.
 
         sizes: samples per set
         """
@@ -170,7 +169,7 @@ class Layout:
         return [(end - samples, samples // size) for end, samples in zip(accumulate(sizes), sizes)]
 
     def microbatches(self, run: RunConfig, global_batch_size: int) -> int:
-        """Return the micro-batches per rank and iteration. Raises ValueError if the batch is not divisible."""
+        """Return the micro-batches per rank. Raises ValueError unless divisible."""
         each = run.batch.micro_batch_size * self.dp
         below = max(1, global_batch_size // each) * each
         name = f"--global-batch-size {global_batch_size}"
@@ -193,7 +192,6 @@ class Layout:
 
 
 def _check_context(run: RunConfig, cp: int, tp: int) -> None:
-    """Raise ValueError unless context-parallel ranks can share a sequence."""
     if cp == 1:
         return
     model = run.model
@@ -230,7 +228,6 @@ def cp_comm_types(run: RunConfig) -> tuple[str, ...]:
 
 
 def _check_heads(run: RunConfig, cp: int, tp: int) -> None:
-    """Raise ValueError unless context-parallel ranks can exchange heads."""
     model = run.model
     name = f"--context-parallel-size {cp}"
     heads = model.num_attention_heads
@@ -254,12 +251,14 @@ def _check_heads(run: RunConfig, cp: int, tp: int) -> None:
 
 
 def group_copies(groups: int, cp: int) -> int:
-    """Return how many context-parallel ranks share a key and value. groups: per tensor-parallel rank"""
+    """Return how many context-parallel ranks share a key and value. groups: per tensor-parallel
+    rank
+    """
     return max(1, cp // groups)
 
 
 def _expert_sizes(run: RunConfig, dp: int) -> tuple[int, int | None]:
-    """Return (ep, etp) for dp weight replicas. Raises ValueError if experts or ranks are not divisible."""
+    """Return (ep, etp). Raises ValueError if experts or ranks are not divisible."""
     parallel = run.parallel
     if not parallel.divides_experts:
         return 1, None
@@ -286,7 +285,6 @@ def _expert_sizes(run: RunConfig, dp: int) -> tuple[int, int | None]:
 
 
 def evaluation_run(run: RunConfig) -> RunConfig:
-    """Return the run with --eval-micro-batch-size as its --micro-batch-size."""
     size = run.training.eval_micro_batch_size
     if not size:
         return run
@@ -294,7 +292,6 @@ def evaluation_run(run: RunConfig) -> RunConfig:
 
 
 def chunks(run: RunConfig) -> int:
-    """Return the model chunks per pipeline stage."""
     parallel = run.parallel
     if per_chunk := parallel.num_layers_per_virtual_pipeline_stage:
         return max(1, run.model.num_layers // (per_chunk * parallel.pipeline_model_parallel_size))
@@ -302,14 +299,12 @@ def chunks(run: RunConfig) -> int:
 
 
 def placement(run: RunConfig) -> Placement:
-    """Place model chunks on stages."""
     return placement_of(
         run.parallel.schedule, run.parallel.pipeline_model_parallel_size, chunks(run)
     )
 
 
 def check_split(run: RunConfig) -> None:
-    """Raise ValueError unless the layers can be split into the requested stages and chunks."""
     parallel = run.parallel
     layers = run.model.num_layers
     parts = placement(run).virtual_stages
@@ -380,5 +375,5 @@ def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
 
 
 def sequence_shards(run: RunConfig, tp: int) -> int:
-    """Return the sequence shards between tensor-parallel matmuls: t with --sequence-parallel, or 1."""
+    """Return the sequence shards between tensor-parallel matmuls."""
     return tp if run.parallel.sequence_parallel else 1

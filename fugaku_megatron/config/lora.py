@@ -1,7 +1,8 @@
-"""LoRA fields: low-rank adapters for frozen weights. The layers are in `nn.adapters`.
+"""LoRA fields: low-rank adapters for frozen weights.
 
-y = x W^T + scale dropout(x) A^T B^T, with A (rank, inputs) and B (outputs, rank). Sources: Hu et al. 2021 (arXiv:2106.09685);
-for --lora-use-rslora Kalajdzievski 2023 (arXiv:2312.03732). Targets are named as in peft and as in Megatron-LM.
+y = x W^T + scale dropout(x) A^T B^T, with A (rank, inputs) and B (outputs, rank). Sources: Hu et
+al. 2021 (arXiv:2106.09685); for --lora-use-rslora Kalajdzievski 2023 (arXiv:2312.03732). Targets
+are named as in peft and as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -80,7 +81,6 @@ class LoraConfig:
 
     @property
     def on(self) -> bool:
-        """True if the run trains adapters."""
         return self.lora_rank is not None
 
     @property
@@ -91,17 +91,14 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Factor before A^T B^T."""
         divisor = self.rank**0.5 if self.lora_use_rslora else self.rank
         return self.lora_alpha / divisor
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Names in --lora-target."""
         return tuple(name.strip() for name in self.lora_target.split(","))
 
     def parts(self, linear: str, model: ModelConfig) -> tuple[str, ...]:
-        """Return the names of adapted matrices in a linear layer."""
         if not self.on:
             return ()
         names = _NAMES if self.targets == (ALL_LINEAR,) else self.targets
@@ -112,7 +109,6 @@ class LoraConfig:
         return tuple(name for name in MATRICES[linear] if name in names)
 
     def check_model(self, model: ModelConfig) -> None:
-        """Raise ValueError if the model's matrices cannot have these adapters."""
         if not self.on:
             return
         attention = ",".join(MATRICES[QKV] + MATRICES[PROJ])
@@ -136,7 +132,6 @@ class LoraConfig:
             )
 
     def of_mlps(self, model: ModelConfig) -> bool:
-        """Return True if MLPs, or experts, have adapters."""
         return bool(self.parts(FC1, model) or self.parts(FC2, model))
 
 

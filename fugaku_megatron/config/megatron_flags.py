@@ -1,6 +1,6 @@
-"""Flags of Megatron-LM and its forks that are not fields of `config`, read from `megatron_flags.txt`.
+"""Flags of Megatron-LM and its forks that are not fields of `config`, from `megatron_flags.txt`.
 
-Scripts written for Megatron-LM start unchanged, unless they ask for something that would change the model or be lost.
+Megatron-LM's scripts start unchanged, unless a flag would change the model or be lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class OtherFlag:
 
     values: as argparse's nargs
     accepted: values that are accepted although the flag is refused
-    changes_model: True if a checkpoint saved with the flag is another model than its weights suggest
+    changes_model: True if a checkpoint saved with the flag is another model than its weights
+        suggest
     """
 
     values: int | str
@@ -29,7 +30,6 @@ class OtherFlag:
     changes_model: bool = False
 
     def refuses(self, given: Sequence[str]) -> bool:
-        """Return True if the flag is refused with these values."""
         if not self.refused:
             return False
         accepted = [any(_same(value, other) for other in self.accepted) for value in given]
@@ -37,7 +37,6 @@ class OtherFlag:
 
     @property
     def note(self) -> str:
-        """Note in the log if the flag is accepted."""
         return "the value passed is what this program does" if self.refused else self.meaning
 
 
@@ -49,7 +48,6 @@ def _same(given: str, accepted: str) -> bool:
 
 
 def _groups(text: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield status, meaning and words for each line in the table."""
     status = ""
     meaning = ""
     for line in text.splitlines():
@@ -91,5 +89,4 @@ def saved_reasons() -> dict[str, tuple[str, ...]]:
 
 
 def saved_arguments() -> frozenset[str]:
-    """Return the names in `saved_reasons`."""
     return frozenset(name for names in saved_reasons().values() for name in names)

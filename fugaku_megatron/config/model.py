@@ -323,7 +323,7 @@ class ModelConfig(ExpertFields):
         self._check_experts(self.num_layers, not self.disable_bias_linear)
 
     def _derive(self) -> None:
-        """Compute the fields that were not given. A head size that is not an integer stays None."""
+        """Compute missing fields. A head size that is not an integer stays None."""
         h = self.hidden_size
         heads = max(1, self.num_attention_heads)
         if self.ffn_hidden_size is None:
@@ -425,7 +425,6 @@ class ModelConfig(ExpertFields):
 
     @property
     def activation(self) -> str:
-        """Key in `ACTIVATIONS` for the dense MLP."""
         if self.activation_func is not None:
             return self.activation_func
         for name, row in ACTIVATIONS.items():
@@ -453,7 +452,6 @@ class ModelConfig(ExpertFields):
 
     @property
     def gated(self) -> bool:
-        """True if the MLP, or each expert, has a gate."""
         return ACTIVATIONS[self.activation].gated
 
     @property
@@ -463,7 +461,6 @@ class ModelConfig(ExpertFields):
 
     @property
     def z_loss(self) -> float:
-        """Z-loss factor, 0 without --use-z-loss."""
         return self.z_loss_strength if self.use_z_loss else 0.0
 
     @property
@@ -473,7 +470,6 @@ class ModelConfig(ExpertFields):
 
     @property
     def query_groups(self) -> int:
-        """Query groups g; as many as heads without --group-query-attention."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
@@ -488,12 +484,10 @@ class ModelConfig(ExpertFields):
 
     @property
     def kernels_take_heads(self) -> bool:
-        """True if the C++ attention kernels support the head size."""
         return self.kv_channels % HEAD_MULTIPLE == 0
 
     @property
     def kernels_alone(self) -> bool:
-        """True if the C++ kernels compute the whole forward, without torch."""
         norm = NORMS[self.normalization].kernel
         norms = norm is not None and (norm == RMS_NORM or not self.qk_layernorm)
         plain = self.embedding_multiplier == self.residual_multiplier == self.logits_scaling == 1.0
@@ -508,12 +502,10 @@ class ModelConfig(ExpertFields):
 
     @property
     def qkv_bias(self) -> bool:
-        """True if queries, keys and values have biases."""
         return self.add_qkv_bias or not self.disable_bias_linear
 
     @property
     def learned_positions(self) -> bool:
-        """True if positions are a learned weight."""
         return self.position_embedding_type == LEARNED
 
     @property
@@ -539,7 +531,6 @@ class ModelConfig(ExpertFields):
 
     @property
     def tied(self) -> bool:
-        """True if the logits use the word embedding's weight."""
         return not self.untie_embeddings_and_output_weights
 
     @property
@@ -549,7 +540,9 @@ class ModelConfig(ExpertFields):
 
 
 def _window_size(text: str) -> str | None:
-    """Normalise Megatron-LM's pair, with or without parentheses, to "LEFT,0"; None for LEFT -1, no limit."""
+    """Normalise Megatron-LM's pair, with or without parentheses, to "LEFT,0"; None for LEFT -1, no
+    limit.
+    """
     words = text.strip().removeprefix("(").removesuffix(")").split(",")
     numbers = [int(word) for word in words if word.strip().removeprefix("-").isdecimal()]
     left = numbers[0] if numbers else 0
@@ -632,7 +625,7 @@ ARCHITECTURE = (
 def architecture(model: ModelConfig, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the fields in ARCHITECTURE; the sequence length only if it is a weight's shape.
 
-    saved: model of the weights to start from; the fields in ANGLES, which the run may change, are omitted
+    saved: model of the weights to start from; omit the fields in ANGLES, which the run may change
     """
     free: tuple[str, ...] = ()
     if saved and model.rotary and saved.get("position_embedding_type") in (ROPE, YARN):
@@ -643,7 +636,6 @@ def architecture(model: ModelConfig, saved: Mapping[str, Any] | None = None) -> 
 
 
 def with_block(saved: dict[str, Any]) -> dict[str, Any]:
-    """Complete a checkpoint's model by the fields that older programs did not save: BLOCK and the padding."""
     before = {
         "mask_vocab_padding": COUNTED,
         **{f.name: f.default for f in fields(ModelConfig) if f.name in BLOCK},

@@ -1,4 +1,4 @@
-"""Flags that have no effect without another one, or together with one that takes precedence."""
+"""Flags without effect, for want of another one or because one takes precedence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .training import RECOMPUTE
 
 
 class Requirement(NamedTuple):
-    """A condition without which some fields have no effect. text: the condition in a message"""
+    """Condition without which some fields have no effect. text: for a message"""
 
     text: str
     is_met: Callable[[RunConfig], bool]
@@ -25,8 +25,6 @@ class Requirement(NamedTuple):
 
 
 def _when_set(name: str, *names: str) -> Requirement:
-    """Return a row for fields that need the field `name`."""
-
     def is_met(run: RunConfig) -> bool:
         value = field_value(run, name)
         return value is not None and value is not False
@@ -35,7 +33,6 @@ def _when_set(name: str, *names: str) -> Requirement:
 
 
 def _when_equal(name: str, value: str, *names: str) -> Requirement:
-    """Return a row for fields that need this value in the field `name`."""
     return Requirement(
         f"{flag(name)} {value}", lambda run: bool(field_value(run, name) == value), names
     )

@@ -299,17 +299,14 @@ class OptimizerConfig:
 
     @property
     def muon(self) -> bool:
-        """True if Muon updates matrices."""
         return OPTIMIZERS[self.optimizer].matrices is not None
 
     @property
     def adamw(self) -> bool:
-        """True if the AdamW kernel updates all weights."""
         return OPTIMIZERS[self.optimizer] == OptimizerPart()
 
     @property
     def moment_bytes(self) -> float:
-        """Bytes per parameter for both AdamW moments."""
         return MOMENT_BYTES[self.exp_avg_dtype] + MOMENT_BYTES[self.exp_avg_sq_dtype]
 
     def _check_weight_decay(self) -> None:

@@ -24,7 +24,6 @@ LENGTHS = ("train_samples", "train_iters", "train_tokens")
 
 
 def _given(config: OptimizerConfig | TrainingConfig, names: Sequence[str]) -> str:
-    """Return the first set flag with its value, or ""."""
     for name in names:
         if value := getattr(config, name):
             return f"{flag(name)} {value:.12g}"
@@ -35,7 +34,8 @@ def _given(config: OptimizerConfig | TrainingConfig, names: Sequence[str]) -> st
 class ParamSchedule:
     """Learning rate and weight decay by samples counted.
 
-    All lengths are in samples, possibly fractional. wsd_samples: final decay in --lr-decay-style WSD
+    All lengths are in samples, possibly fractional. wsd_samples: final decay in --lr-decay-style
+    WSD
     """
 
     config: OptimizerConfig
@@ -48,7 +48,8 @@ class ParamSchedule:
     def from_run(run: RunConfig, global_batch_size: int) -> ParamSchedule:
         """Build the schedule from the -iters, -samples or -tokens flags and the run's batch sizes.
 
-        Raises ValueError if the warm-up is not shorter than the decay, or overlaps with the final decay in WSD.
+        Raises ValueError unless the warm-up is shorter than the decay and ends before WSD's final
+        decay.
         """
         o = run.optimizer
         t = run.training
@@ -88,7 +89,7 @@ class ParamSchedule:
         return ParamSchedule(o, warmup, decay, total, wsd)
 
     def notes(self, training: TrainingConfig) -> list[str]:
-        """Return a line about a schedule that is longer than the run, which Megatron-LM permits."""
+        """Report a schedule that is longer than the run, as Megatron-LM permits."""
         o = self.config
         end = _given(training, LENGTHS)
         if self.warmup_samples > self.total_samples:
@@ -105,7 +106,6 @@ class ParamSchedule:
 
     @property
     def decays(self) -> bool:
-        """True if the learning rate falls to --min-lr."""
         return SHAPES[self.config.lr_decay_style].decays
 
     @property
@@ -121,16 +121,13 @@ class ParamSchedule:
         return replace(self, config=config)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return asdict(self)
 
     @staticmethod
     def from_state(state: dict[str, Any]) -> ParamSchedule:
-        """Restore a schedule from a checkpoint's state."""
         return ParamSchedule(**{**state, "config": OptimizerConfig(**state["config"])})
 
     def learning_rate(self, samples: int) -> float:
-        """Return the learning rate for the iteration that starts at `samples`."""
         o = self.config
         if self.warmup_samples and samples <= self.warmup_samples:
             return o.lr_warmup_init + (o.lr - o.lr_warmup_init) * samples / self.warmup_samples
@@ -163,7 +160,6 @@ class ParamSchedule:
         return SHAPES[o.lr_wsd_decay_style].factor(begun / self.wsd_samples)
 
     def weight_decay(self, samples: int) -> float:
-        """Return the weight decay for the iteration that starts at `samples`."""
         o = self.config
         start = o.weight_decay if o.start_weight_decay is None else o.start_weight_decay
         end = o.weight_decay if o.end_weight_decay is None else o.end_weight_decay

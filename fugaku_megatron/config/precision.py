@@ -37,7 +37,6 @@ class PrecisionConfig:
 
     @property
     def name(self) -> str:
-        """Format name: "fp32", "bf16" or "fp16"."""
         if self.bf16:
             return "bf16"
         return "fp16" if self.fp16 else "fp32"

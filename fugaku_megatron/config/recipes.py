@@ -1,8 +1,8 @@
 """Recipes: published models as functions that return a RunConfig, without the parallel layout.
 
-124M and 30B are runs of the benchmark tables, 1.3B is GPT-3 XL, 13B is Fugaku-LLM's; `demo` trains in minutes on two cores.
-The others have the configuration in config.json of their repository on huggingface.co. If no paper gives batch size and
-learning rate, they are GPT-3's for that size (Brown et al. 2020, table 2.1). NAME-sft fine-tunes all weights on chats.
+124M and 30B are runs of the benchmark tables. Recipes with a repository's name follow its
+config.json on huggingface.co. If no paper states batch size and learning rate, they are GPT-3's for
+that size (Brown et al. 2020, table 2.1).
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ def demo() -> RunConfig:
 def _pretraining(
     model: ModelConfig, lr: float, global_batch_size: int, train_iters: int
 ) -> RunConfig:
-    """Return a run with GPT-3's optimizer settings."""
     return RunConfig(
         model=model,
         batch=BatchConfig(micro_batch_size=1, global_batch_size=global_batch_size),
@@ -68,7 +67,6 @@ def _pretraining(
 
 
 def _gpt(*, lr: float, global_batch_size: int, **model: Any) -> RunConfig:
-    """Return a run of a GPT-2 block with GPT-2's vocabulary."""
     return _pretraining(
         ModelConfig(vocab_size=GPT2_VOCABULARY, **model), lr, global_batch_size, train_iters=95367
     )
@@ -328,8 +326,6 @@ def mixtral_8x7b() -> RunConfig:
 def _on_chats(
     published: Callable[[], RunConfig], how: str, lr: float, style: str, warmup: float
 ) -> Callable[[], RunConfig]:
-    """Return a recipe that fine-tunes a published model on chats. how: source, for the docstring"""
-
     def recipe() -> RunConfig:
         model = published().model
         return RunConfig(

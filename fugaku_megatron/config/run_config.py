@@ -1,7 +1,7 @@
-"""Run configuration: frozen dataclasses with one help text per field, checked when they are built.
+"""Run configuration: frozen dataclasses, checked when they are built.
 
-`cli.arguments` turns the fields into Megatron-LM's flags (num_layers -> --num-layers). Left out: checks that need the world
-size (`layout.Layout`) or the disk. Errors: ValueError with flag, value and remedy.
+`cli.arguments` turns the fields into Megatron-LM's flags (num_layers -> --num-layers). Left out:
+checks that need the world size or the disk. Errors: ValueError with flag, value and remedy.
 """
 
 from __future__ import annotations
@@ -167,7 +167,6 @@ class RunConfig:
 
     @property
     def masters(self) -> bool:
-        """True if ranks update FP32 master weights."""
         return self.precision.name != "fp32" and self.optimizer.main_params_dtype == "fp32"
 
     def _check_divided_experts(self) -> None:

@@ -38,19 +38,15 @@ class StepSizes:
 
     @property
     def global_batch_size(self) -> int:
-        """Last size."""
         return self.steps[-1][1]
 
     def sizes(self) -> list[int]:
-        """Return every global batch size in order."""
         return [size for _, size in self.steps]
 
     def __call__(self, consumed: int) -> int:
-        """Return the global batch size at `consumed` samples."""
         return next(size for first, size in reversed(self.steps) if consumed >= first)
 
     def next_change(self, consumed: int) -> int | None:
-        """Return the first sample after `consumed` with another size, or None."""
         return next((first for first, _ in self.steps if first > consumed), None)
 
 
@@ -68,7 +64,9 @@ class Skips:
 
     @staticmethod
     def parse(texts: Iterable[str] | None) -> Skips:
-        """Parse FIRST:END ranges, such as 4096:4608 or 10:20,30:40. Raises ValueError for another form."""
+        """Parse FIRST:END ranges, such as 4096:4608 or 10:20,30:40. Raises ValueError for another
+        form.
+        """
         ranges: list[range] = []
         for first, end in sorted(_bounds(word) for text in texts or () for word in text.split(",")):
             if ranges and first <= ranges[-1].stop:
@@ -82,7 +80,7 @@ class Skips:
         return ",".join(f"{r.start}:{r.stop}" for r in self.ranges)
 
     def samples(self, position: int, count: int) -> Sequence[int]:
-        """Return the next `count` samples from `position` on that are not left out."""
+        """Return the next `count` samples from `position` on that are not skipped."""
         ahead = [r for r in self.ranges if r.stop > position and r.start < position + count]
         if not ahead:
             return range(position, position + count)
@@ -93,7 +91,9 @@ class Skips:
         return [*chosen, *range(position, position + count - len(chosen))]
 
     def advance(self, position: int, size: int, iterations: int) -> tuple[int, int]:
-        """Advance by up to `iterations` with `size` samples each; return their number and the new position."""
+        """Advance by up to `iterations` with `size` samples each; return their number and the new
+        position.
+        """
         start = next(
             (r.start for r in self.ranges if r.stop > position), position + size * iterations
         )
@@ -103,7 +103,6 @@ class Skips:
         return 1, self.samples(position, size)[-1] + 1
 
     def between(self, first: int, end: int) -> Skips:
-        """Return the ranges cut to samples first to end - 1."""
         cut = (range(max(r.start, first), min(r.stop, end)) for r in self.ranges)
         return Skips(tuple(r for r in cut if r))
 

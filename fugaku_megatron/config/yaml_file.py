@@ -1,7 +1,7 @@
-"""Strict YAML reader. The keys and their values are checked in cli/yaml_flags.py.
+"""Strict YAML reader: each mistake is a one-line ValueError.
 
-PyYAML silently accepts duplicate keys, reads 010 as 8 and 1:30 as 90, and raises errors of many kinds, some without a line.
-Here each mistake is a one-line ValueError.
+PyYAML silently accepts duplicate keys, reads 010 as 8 and 1:30 as 90, and raises errors of many
+kinds, some without a line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SURPRISING = re.compile(r"[-+]?0_*[0-9][0-9_]*|[^:]*:.*")
 
 
 def read_yaml(path: str, flag: str) -> dict[str, Any]:
-    """Return the keys in the file that `flag` names. Raises ValueError, with file and line, for a mistake."""
+    """Return the keys in the file that `flag` names. Raises ValueError, with file and line."""
     where = f"{flag} {path}"
     try:
         import yaml
@@ -83,7 +83,7 @@ def _line(mark: Any) -> str:
 
 
 def _check_size(where: str, root: Any) -> None:
-    """Raise ValueError if the file has more than MAX_NODES nodes with its aliases expanded."""
+    """Raise ValueError above MAX_NODES nodes with aliases expanded."""
     counts: dict[int, int] = {}
 
     def count(node: Any) -> int:
@@ -108,7 +108,6 @@ def _children(node: Any) -> Iterator[Any]:
 
 
 def _nodes(root: Any) -> Iterator[Any]:
-    """Yield each node once, in file order."""
     seen: set[int] = set()
     waiting = [] if root is None else [root]
     while waiting:
@@ -120,7 +119,7 @@ def _nodes(root: Any) -> Iterator[Any]:
 
 
 def _check_node(where: str, loader: Any, node: Any) -> None:
-    """Raise ValueError, with the line, for a value or a key that YAML misreads or cannot read."""
+    """Raise ValueError, with the line, if YAML misreads a value or a key."""
     begin = f"{where}: {_line(node.start_mark)}"
     kind = node.tag.removeprefix(YAML_TAG)
     is_scalar = isinstance(node.value, str)

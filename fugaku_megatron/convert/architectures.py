@@ -1,6 +1,4 @@
-"""Hugging Face architectures that the block implements: config.json fields and tensor names, one
-row each.
-"""
+"""Hugging Face architectures that the block implements: config.json fields and tensor names."""
 
 from __future__ import annotations
 
@@ -41,7 +39,6 @@ of theirs; their shape)."""
 
 
 def whole(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
-    """Return the tensor unchanged."""
     return [ours], tuple(ours.shape)
 
 
@@ -147,7 +144,6 @@ class Architecture:
 
     @property
     def head(self) -> str:
-        """Their output weight's name."""
         return f"{self.places[OUTPUT][0][0]}.weight"
 
     @property
@@ -161,7 +157,6 @@ class Architecture:
         return re.sub("(ForCausalLM|LMHeadModel)$", "Model", self.name)
 
     def fits(self, model: ModelConfig) -> bool:
-        """Return True if this architecture can represent the model."""
         divided = model.kv_channels * model.num_attention_heads == model.hidden_size
         turned = _POSITIONS not in self.places
         right = (

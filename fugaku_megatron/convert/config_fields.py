@@ -1,7 +1,7 @@
 """config.json fields that are read, ignored or refused.
 
-architectures.py names the fields that are read, IGNORED others with the reason. Any other field is
-refused unless it is off (null, false or empty).
+architectures.py names the fields that are read, IGNORED others with the reason. Other fields are
+refused unless off (null, false or empty).
 """
 
 from __future__ import annotations
@@ -124,7 +124,6 @@ _EVERYWHERE = frozenset(name for names in IGNORED.values() for name in names)
 
 
 def read_fields(architecture: Architecture) -> frozenset[str]:
-    """Return the fields that describe an architecture's models."""
     return frozenset(
         {
             *(row.theirs for row in architecture.fields),
@@ -136,7 +135,6 @@ def read_fields(architecture: Architecture) -> frozenset[str]:
 
 
 def check_fields(architecture: Architecture, config: dict[str, Any]) -> None:
-    """Raise ValueError for an unknown field that is not off."""
     known = read_fields(architecture) | _EVERYWHERE
     known |= frozenset(IGNORED_OF.get(architecture.model_type, ()))
     for name, value in config.items():

@@ -65,7 +65,7 @@ def open_megatron(
     vocab_size: number of tokens, if the checkpoint does not state it
     ignored: saved arguments that do not change the model
 
-    Raise ValueError, one line, for missing, damaged or unsupported parts.
+    Raise ValueError, one line.
     """
     from .megatron import (
         open_dist,  # with torch.distributed, which takes a second to load and which no other format needs
@@ -138,7 +138,7 @@ def open_weights(
 def check_new(flag: str, target: str, file: bool = False) -> None:
     """Raise ValueError unless `target`, the flag's value, is absent or an empty directory.
 
-    file: it will be a file
+    file: `target` will be a file
     """
     path = Path(target)
     check(target != "", f"{flag} is empty: pass a {'file' if file else 'directory'}")
@@ -161,8 +161,8 @@ def whole(flag: str, directory: str, file: bool = False) -> Iterator[Path]:
 
     file: `directory` is a file; the block writes a file with its name into the new directory
 
-    The second concurrent block for one directory is refused. Raise ValueError, one line with the
-    flag, as `check_new` and if nothing can be written.
+    Refuses a second concurrent block for one directory. Raise ValueError, one line with the flag,
+    as `check_new` and if nothing can be written.
     """
     check_new(flag, directory, file)
     final = Path(directory).absolute()
@@ -186,12 +186,10 @@ def whole(flag: str, directory: str, file: bool = False) -> Iterator[Path]:
 
 
 def _prefix(final: Path) -> str:
-    """Return this host's prefix for temporary directories, before process and unique suffix."""
     return f".{final.name}.converting.{platform.node()}."
 
 
 def _abandoned(final: Path) -> list[Path]:
-    """Return temporary directories that dead processes on this host left."""
     prefix = _prefix(final)
     siblings = final.parent.iterdir() if final.parent.is_dir() else ()
     ours = (
@@ -233,7 +231,6 @@ def _save(weights: Weights, directory: Path, options: argparse.Namespace) -> Non
 
 
 def _flags(weights: Weights, options: argparse.Namespace) -> list[str]:
-    """Return the train flags for --save."""
     lora = None if weights.adapters is None or options.merge else weights.adapters.lora
     given = (
         {}
@@ -405,9 +402,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def size(text: str) -> int:
-    """Return the bytes in "500MB", "2GiB" or a number. Raise ValueError for anything else, and for
-    0.
-    """
+    """Return the bytes in "500MB", "2GiB" or a number above 0. Raise ValueError for anything else."""
     match = _SIZE.fullmatch(text.strip())
     number = int(match[1]) * _UNITS[(match[2] or "").upper()] if match else 0
     check(number > 0, f"--max-shard-size is {text!r:.40}: pass a size such as 5GB or 500MB")
@@ -425,7 +420,7 @@ def _one(options: argparse.Namespace, names: Collection[str], purpose: str) -> s
 
 
 def check_options(options: argparse.Namespace) -> tuple[str, str]:
-    """Return (source, destination). Raise ValueError for conflicting flags before reading anything."""
+    """Return (source, destination). Raise ValueError for conflicting flags."""
     variable, processes = environment.processes()
     check(
         processes == 1,
@@ -491,7 +486,6 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
 
 
 def _check_adapters(options: argparse.Namespace, source: str, destination: str) -> None:
-    """Raise ValueError for adapter flags that conflict with others."""
     check(
         options.from_peft is None or source == "load" or options.merge or destination != "save",
         "--from-peft with --save writes "
@@ -529,7 +523,6 @@ def _with_peft(weights: Weights, options: argparse.Namespace) -> Weights:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Convert in one process."""
     source, destination = check_options(options)
     allocator.return_large_blocks()
     weights = _with_peft(SOURCES[source](options), options).cast(DTYPES.get(options.dtype))

@@ -1,8 +1,8 @@
 """Write weights and tokenizer as one GGUF file for llama.cpp.
 
-The package gguf (extra [gguf]) writes the file and maps Hugging Face's names. Memory: one tensor,
-or a layer's experts. Norms, biases and routers are F32, as in llama.cpp's convert_hf_to_gguf.py.
-Left out: other quantizations, which llama-quantize makes.
+The package gguf (extra [gguf]) writes the file. Memory: one tensor, or a layer's experts. Norms,
+biases and routers are F32, as in llama.cpp's convert_hf_to_gguf.py. Left out: other quantizations,
+which llama-quantize makes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ _FULL = re.compile(
 class Kind:
     """A row in KINDS.
 
-    name: architecture in GGUF
     interleaved: rope rotates neighbours, so query and key rows move
     scaled: supports Llama 3's rope scaling
     only: values that llama.cpp assumes
@@ -89,7 +88,6 @@ def save_gguf(
     """Write the file, and return the tokenizer's differences in llama.cpp.
 
     kind: --gguf-type
-    chat_template: a file
     inexact: allow differences in a few texts
 
     Raise ValueError, one line, for a model that llama.cpp cannot represent.
@@ -170,7 +168,6 @@ def _row(architecture: Architecture, model: ModelConfig) -> Kind:
 
 
 def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:
-    """Write the architecture's keys in the package's order."""
     head = model.kv_channels
     writer.add_context_length(model.max_position_embeddings)
     writer.add_embedding_length(model.hidden_size)
@@ -227,7 +224,6 @@ class _Tensor:
 def _tensors(
     gguf: Any, weights: Weights, architecture: Architecture, row: Kind
 ) -> dict[str, _Tensor]:
-    """Return the file's tensors by GGUF name."""
     model = weights.model
     like = weights.like()
     read = lru_cache(maxsize=2)(weights.read)
@@ -285,7 +281,7 @@ def rope_factors(model: ModelConfig) -> Tensor:
 
 
 def _type(gguf: Any, name: str, shape: tuple[int, ...], kind: str) -> Any:
-    """Return a tensor's storage type; rows that Q8_0 blocks do not divide are F16."""
+    """Return a tensor's storage type; F16 for rows that Q8_0 blocks do not divide."""
     if len(shape) < 2 or _FULL.search(name):
         kind = "f32"
     elif kind == "q8_0" and shape[-1] % BLOCK:

@@ -59,9 +59,7 @@ _QWEN35 = (
 
 @dataclass(frozen=True)
 class Split:
-    """A row in SPLITS. name: in llama.cpp. whole_pieces: do not merge pieces that are tokens
-    (`ignore_merges`).
-    """
+    """A row in SPLITS. whole_pieces: do not merge pieces that are tokens (`ignore_merges`)."""
 
     name: str
     steps: tuple[tuple[str, str], ...]
@@ -139,7 +137,6 @@ class GgufTokenizer:
     differences: list[str] = field(default_factory=list)
 
     def write(self, writer: Any) -> None:
-        """Add the keys to a `gguf.GGUFWriter`."""
         texts, kinds, scores = zip(*self.tokens)
         writer.add_tokenizer_model(self.algorithm)
         writer.add_tokenizer_pre(self.split)
@@ -213,7 +210,6 @@ def read_tokenizer(
 
 
 def _only_pieces(folder: Path) -> bool:
-    """Return True if the folder's only tokenizer file is a SentencePiece model."""
     others = (TOKENIZER_JSON, TOKENIZER_CONFIG, "vocab.json", "vocab.txt")
     return (folder / PIECES).is_file() and not any((folder / name).is_file() for name in others)
 
@@ -245,7 +241,6 @@ def _check_texts(found: GgufTokenizer, where: str) -> None:
 
 
 def _of_pieces(path: Path) -> GgufTokenizer:
-    """Read a SentencePiece model as SentencePiece computes it."""
     where = f"--to-gguf: {path}"
     try:
         processor, contents = load_pieces(path, "--to-gguf")
@@ -324,9 +319,7 @@ def _proto(contents: bytes) -> Any:
 
 
 def _check_bytes(tokens: list[tuple[str, int, float]], where: str) -> None:
-    """Raise ValueError unless every byte is a piece, without which llama.cpp fails at unknown
-    characters.
-    """
+    """Raise ValueError unless every byte is a piece: llama.cpp fails at other unknown characters."""
     found = {text for text, kind, _ in tokens if kind == BYTE}
     missing = [text for text in BYTE_PIECES if text not in found]
     check(
@@ -352,7 +345,6 @@ def _reached(tokens: list[tuple[str, int, float]]) -> list[str]:
 
 
 def _of_library(folder: Path) -> GgufTokenizer:
-    """Read a folder with transformers, and check every part."""
     where = f"--to-gguf: the tokenizer in {folder}"
     try:
         ours = HuggingFaceTokenizer(folder)
@@ -403,7 +395,6 @@ def _of_library(folder: Path) -> GgufTokenizer:
 
 
 def _add_eos_of_config(found: GgufTokenizer, folder: Path) -> None:
-    """Use the model's eos_token_id if the tokenizer has none."""
     for name in ("generation_config.json", "config.json"):
         if "eos" in found.special or not (folder / name).is_file():
             continue
@@ -415,7 +406,6 @@ def _add_eos_of_config(found: GgufTokenizer, folder: Path) -> None:
 
 
 def _add_around(found: GgufTokenizer, theirs: Any, where: str) -> None:
-    """Set the tokens around a text: at most bos before and eos after it."""
     bare = theirs("a", add_special_tokens=False).input_ids
     whole = theirs("a").input_ids
     bos = theirs.bos_token_id
@@ -470,14 +460,13 @@ def _of_byte_level(
 
 
 def _normalizer_steps(normalizer: dict[str, Any] | None) -> list[Any]:
-    """Return the normalizers in order."""
     if normalizer is None:
         return []
     return normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
 
 
 def _normalizer_differences(normalizer: dict[str, Any] | None, where: str) -> list[str]:
-    """Return NFC's difference, which concerns few texts. Raise ValueError for other normalizers."""
+    """Return NFC's difference, in few texts. Raise ValueError for other normalizers."""
     steps = _normalizer_steps(normalizer)
     check(
         all(step == NFC for step in steps),
@@ -487,7 +476,6 @@ def _normalizer_differences(normalizer: dict[str, Any] | None, where: str) -> li
 
 
 def _split(parts: Mapping[str, Any], where: str) -> Split:
-    """Return the pre_tokenizer's row in SPLITS."""
     before = parts["pre_tokenizer"] or {}
     steps = before.get("pretokenizers") or [before]
     refused = ValueError(
@@ -551,7 +539,6 @@ SPACES: tuple[tuple[Any, Any, bool, str | None], ...] = (
 def _of_fallback(
     parts: Mapping[str, Any], merges: list[tuple[str, ...]], where: str
 ) -> GgufTokenizer:
-    """Read BPE with byte fallback, as SentencePiece computes it."""
     model = parts["model"]
     check(
         not model.get("ignore_merges"), f"{where} has ignore_merges true, which llama.cpp has not"
@@ -586,8 +573,8 @@ def _merge_differences(
     merges: list[tuple[str, ...]],
     ranks: Mapping[str, float],
 ) -> list[str]:
-    """Return a difference if merges are limited to a list; llama.cpp merges any two symbols that
-    form a token.
+    """Return a difference if merges are limited to a list; llama.cpp merges any pair that forms a
+    token.
     """
     listed = {*merges}
     texts = {text for text, _, _ in tokens}
@@ -655,7 +642,6 @@ def _overlaps(texts: Iterable[str]) -> list[str]:
 
 
 def _unknown_fields(folder: Path, where: str) -> list[str]:
-    """Return unknown fields as differences."""
     found = []
     if (folder / TOKENIZER_CONFIG).is_file():
         for name in read_json(folder / TOKENIZER_CONFIG):
@@ -673,7 +659,6 @@ def _unknown_fields(folder: Path, where: str) -> list[str]:
 
 
 def _lost(raw: Any, again: Any, path: str) -> list[str]:
-    """Return fields that are in `raw` but not in `again`, written by the package tokenizers."""
     if path in (".model.vocab", ".model.merges"):
         return []
     if isinstance(raw, dict) and isinstance(again, dict):

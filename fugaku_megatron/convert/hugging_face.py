@@ -1,10 +1,8 @@
 """Read and write Hugging Face model directories without transformers.
 
 A directory has config.json and model.safetensors, or several files with an index:
-
-    model-00001-of-00002.safetensors ... and model.safetensors.index.json
-
-Memory: one tensor on each side.
+model-00001-of-00002.safetensors ... and model.safetensors.index.json. Memory: one tensor on each
+side.
 """
 
 from __future__ import annotations
@@ -65,13 +63,11 @@ class PlainFile:
     size: int
 
     def read(self, start: int, end: int) -> bytearray:
-        """Return bytes [start, end)."""
         data = bytearray(end - start)
         self.read_into(memoryview(data), start)
         return data
 
     def read_into(self, data: memoryview, start: int) -> None:
-        """Fill `data` from byte `start`."""
         with open(self.path, "rb", buffering=0) as file:
             file.seek(start)
             end = start + len(data)
@@ -83,8 +79,6 @@ class PlainFile:
 
 @dataclass(frozen=True)
 class TensorDirectory:
-    """A directory's tensors by name: file and position."""
-
     path: Path
     tensors: dict[str, tuple[PlainFile, StoredTensor]]
 
@@ -104,7 +98,7 @@ class TensorDirectory:
         return TensorDirectory(path, header(path / SINGLE))
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in its stored dtype, any shape."""
+        """Return a tensor in its stored dtype."""
         file, stored = self.tensors[name]
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
         file.read_into(as_bytes(tensor), stored.start)
@@ -112,7 +106,7 @@ class TensorDirectory:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raise ValueError, one line, for a missing file or other contents."""
+    """Read a JSON object. Raise ValueError, one line."""
     check(path.is_file(), f"{path} is missing")
     try:
         contents: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -148,7 +142,6 @@ def _indexed(path: Path, weight_map: dict[str, str]) -> dict[str, tuple[PlainFil
 
 
 def header(path: Path) -> dict[str, tuple[PlainFile, StoredTensor]]:
-    """Return one file's tensors. Raise ValueError for a truncated or foreign file."""
     file = PlainFile(path, path.stat().st_size)
     try:
         return {name: (file, stored) for name, stored in read_header(file).items()}
@@ -236,7 +229,6 @@ class Part:
 
 
 def theirs_of(architecture: Architecture, name: str, model: ModelConfig) -> list[str]:
-    """Return their tensor names for our tensor."""
     place, kind = place_of(name)
     check(place in architecture.places, f"{architecture.name} has no place for {name}")
     names, _ = architecture.places[place]
@@ -250,7 +242,6 @@ def theirs_of(architecture: Architecture, name: str, model: ModelConfig) -> list
 
 
 def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
-    """Return their name -> `Part` for every weight."""
     return {
         theirs: Part(name, number, architecture.places[place_of(name)[0]][1])
         for name in shapes(model)
@@ -262,9 +253,7 @@ def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
 
 
 def open_hugging_face(directory: str) -> Weights:
-    """Open a model directory. Raise ValueError, one line, for missing, damaged or unsupported
-    parts.
-    """
+    """Open a model directory. Raise ValueError, one line."""
     path = Path(directory)
     check(
         path.is_dir(),
@@ -279,9 +268,7 @@ def open_hugging_face(directory: str) -> Weights:
 
 
 def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
-    """Return the model in a config.json. Raise ValueError with field and value if it is
-    unsupported.
-    """
+    """Return a config.json's model. Raise ValueError with field and value if it is unsupported."""
     known = {row.model_type: row for row in ARCHITECTURES}
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in known:
@@ -316,7 +303,6 @@ def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
 
 
 def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any]:
-    """Return ModelConfig values by name, with checked types."""
     values: dict[str, Any] = {}
     ours = {f.name: f for f in fields(ModelConfig)}
     for row in architecture.fields:
@@ -336,7 +322,6 @@ def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any
 class _Reader:
     """Reader that builds our tensors.
 
-    ours: names and shapes
     stored: names in `parts` -> names in the files
     """
 
@@ -347,7 +332,6 @@ class _Reader:
     stored: dict[str, str]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the widest dtype among their tensors."""
         return widest(
             self.files.tensors[self.stored[their]][1].dtype
             for their in theirs_of(self.architecture, name, self.model)
@@ -369,7 +353,6 @@ class _Reader:
 
 
 def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConfig) -> _Reader:
-    """Build a reader. Raise ValueError for missing, unknown or misshapen tensors."""
     ours = shapes(model)
     stored = _stored_names(files, architecture, list(parts(architecture, model)))
     for name, shape in ours.items():
@@ -421,7 +404,6 @@ def _stored_names(
 
 
 def _check_tied(files: TensorDirectory, name: str, embedding: str) -> None:
-    """Raise ValueError if a stored tied head differs from the embedding."""
     head = files.read(name)
     weight = files.read(embedding)
     both = widest((head.dtype, weight.dtype))
@@ -436,7 +418,6 @@ def _check_tied(files: TensorDirectory, name: str, embedding: str) -> None:
 
 
 def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None:
-    """Write config.json, safetensors and carried files into a new directory."""
     model = weights.model
     before = carried_config(weights.carried)
     architecture = architecture_of(model, before)
@@ -474,7 +455,6 @@ def architecture_of(model: ModelConfig, before: dict[str, Any]) -> Architecture:
 
 
 def carried_config(carried: Path | None) -> dict[str, Any]:
-    """Return the original model's config.json, or an empty one."""
     return read_json(carried / FILE) if carried and (carried / FILE).exists() else {}
 
 
@@ -506,12 +486,10 @@ def config_of(
 
 
 def _same(one: ModelConfig, other: ModelConfig) -> bool:
-    """Return True if two models' weights agree in shape and meaning."""
     return shape_values(one) == shape_values(other)
 
 
 def carried_files(source: Path | None) -> list[Path]:
-    """Return a folder's CARRIED files."""
     if source is None:
         return []
     found = (file for pattern in CARRIED for file in sorted(source.glob(pattern)))
@@ -519,14 +497,13 @@ def carried_files(source: Path | None) -> list[Path]:
 
 
 def check_carried(source: Path | None) -> None:
-    """Raise ValueError, one line, for an unreadable CARRIED file, before writing anything."""
+    """Raise ValueError for an unreadable CARRIED file, before writing anything."""
     for file in carried_files(source):
         if reason := unreadable(file):
             raise ValueError(f"{file} cannot be read ({reason}): correct it, or remove it")
 
 
 def carry(source: Path | None, directory: Path) -> None:
-    """Copy the CARRIED files in `source`."""
     directory.mkdir(exist_ok=True)
     for file in carried_files(source):
         assert source is not None

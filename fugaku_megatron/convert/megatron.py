@@ -1,9 +1,11 @@
 """Checkpoints of Megatron-LM, without optimizer states and experts.
 
-DIR/latest_checkpointed_iteration.txt                       an iteration, or "release"
-DIR/iter_0000100/{common.pt,.metadata,__0_0.distcp ...}     torch_dist: pieces of global tensors; equal layers are stacked
-DIR/iter_0000100/mp_rank_01[_002]/model_optim_rng.pt        legacy: tensor-parallel rank 1 [of pipeline stage 2], with "args",
-                                                            "checkpoint_version", and "model" or "model0" ... per model chunk
+DIR/latest_checkpointed_iteration.txt     an iteration, or "release"
+DIR/iter_0000100/.metadata, common.pt, __0_0.distcp ...
+                                          torch_dist: global tensors; equal layers are stacked
+DIR/iter_0000100/mp_rank_01[_002]/model_optim_rng.pt
+                                          legacy: tensor-parallel rank 1 [of stage 2] with
+                                          "args", "checkpoint_version", "model" or "model0" ...
 """
 
 from __future__ import annotations
@@ -49,9 +51,7 @@ Names = dict[str, Tensor]  # our names, of a rank's part of a chunk
 
 
 def open_dist(file: Path, vocab_size: int | None, ignored: Collection[str] = ()) -> Weights:
-    """Open one iteration with its metadata `file`. Raise ValueError, one line, for missing or
-    damaged parts.
-    """
+    """Open one iteration. Raise ValueError, one line."""
     path = file.parent
     metadata = load_metadata(file)
     common = load_pickled(path / COMMON)
@@ -77,7 +77,6 @@ def open_dist(file: Path, vocab_size: int | None, ignored: Collection[str] = ())
 class _DistReader:
     """Reader that assembles global tensors.
 
-    places, tensors: from the metadata
     stored: our names, stacked layers without number -> their keys
     """
 
@@ -88,7 +87,6 @@ class _DistReader:
     stored: dict[str, str]
 
     def _places(self, name: str) -> list[tuple[str, int | None]]:
-        """Return (key, layer in a stack) for our tensor: one, or gate and value."""
         stacked = place_of(name)[0].replace("layers.{}.", "layers.") + name[name.rindex(".") :]
         for own, layer in ((name, None), (stacked, layer_of(name))):
             for names in ((own,), (own + "_w", own + "_v")):
@@ -97,7 +95,6 @@ class _DistReader:
         raise ValueError(f"{self.path} holds no {name}")
 
     def check(self, unused: set[str]) -> None:
-        """Raise ValueError for missing weights, wrong sizes and unknown tensors."""
         read = set()
         for name, spec in self.specs.items():
             places = self._places(name)
@@ -115,7 +112,6 @@ class _DistReader:
         return size if layer is None else size[1:]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the widest dtype among their tensors."""
         return widest(self.tensors[key].properties.dtype for key, _ in self._places(name))
 
     def __call__(self, name: str) -> Tensor:
@@ -129,7 +125,6 @@ class _DistReader:
         return whole[: spec.shape[0]].contiguous() if name in VOCABULARY else whole.view(spec.shape)
 
     def _global(self, key: str, layer: int | None) -> Tensor:
-        """Assemble a global tensor, or one of its layers."""
         shape = self._shape(key, layer)
         whole = torch.empty(shape, dtype=self.tensors[key].properties.dtype)
         filled = 0
@@ -154,7 +149,6 @@ class _DistReader:
                 yield offsets[1:], self._piece(key, chunk.offsets).view(sizes)[layer - offsets[0]]
 
     def _piece(self, key: str, offsets: torch.Size) -> Tensor:
-        """Return a piece as torch.save wrote it."""
         place = self.places.get(MetadataIndex(key, offsets))
         if place is None:
             raise ValueError(
@@ -181,9 +175,7 @@ class _DistReader:
 
 
 def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = ()) -> Weights:
-    """Open an iteration directory. Raise ValueError, one line, for missing, damaged or unsupported
-    parts.
-    """
+    """Open an iteration directory. Raise ValueError, one line."""
     stages = _stages(path)
     first = stages[0][0]
     check(
@@ -210,7 +202,6 @@ def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = (
 
 
 def _stages(path: Path) -> list[list[dict[str, Any]]]:
-    """Return every file's contents, by pipeline stage and tensor-parallel rank."""
     found = {}
     for folder in sorted(path.glob("mp_rank_*")):
         match = _RANK.fullmatch(folder.name)
@@ -227,7 +218,6 @@ def _stages(path: Path) -> list[list[dict[str, Any]]]:
 
 
 def _chunks(path: Path, stages: list[list[dict[str, Any]]]) -> Iterator[list[Names]]:
-    """Yield the model chunks in order, each as tensor-parallel shards."""
     keys = [key for key in stages[0][0] if re.fullmatch(r"model\d*", key)]
     check(bool(keys), f"{path} holds no model")
     for key in sorted(keys, key=lambda key: int(key[5:] or 0)):
@@ -240,7 +230,6 @@ def _chunks(path: Path, stages: list[list[dict[str, Any]]]) -> Iterator[list[Nam
 
 
 def _named(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested dictionaries under our names."""
     for key, value in state.items():
         if isinstance(value, dict):
             yield from _named(value, f"{prefix}{key}.")
@@ -269,8 +258,6 @@ def _numbered(chunks: list[list[Names]]) -> dict[str, list[Tensor]]:
 
 @dataclass(frozen=True)
 class _LegacyReader:
-    """Reader that assembles global tensors. ranks: their shards, as in the files."""
-
     path: Path
     model: ModelConfig
     version: float
@@ -278,7 +265,6 @@ class _LegacyReader:
     ranks: dict[str, list[Tensor]]
 
     def check(self) -> None:
-        """Raise ValueError for missing weights, wrong sizes and unknown tensors."""
         for name, spec in self.specs.items():
             check(name in self.ranks, f"{self.path} holds no {name}")
             parts = self.ranks[name]
@@ -324,7 +310,7 @@ def save_legacy(
     """Write the weights as a release checkpoint of tp x pp ranks, one rank's shard at a time.
 
     fused: use transformer engine's names. multiple: pad the vocabulary to a multiple of this x tp.
-    Raise ValueError if sizes do not divide.
+        Raise ValueError if sizes do not divide.
     """
     model = replace(weights.model, make_vocab_size_divisible_by=multiple)
     weights = replace(weights, model=model)
@@ -373,7 +359,6 @@ def _rank_contents(
 
 
 def _name_on_stage(name: str, stage: int, pp: int, each: int, tied: bool) -> str | None:
-    """Return a weight's name on a stage with `each` layers, or None if another stage has it."""
     layer = layer_of(name)
     if layer is None:
         return name if stage == (0 if name.startswith("embedding.") else pp - 1) else None

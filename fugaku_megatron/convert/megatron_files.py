@@ -146,7 +146,6 @@ def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None
 
 @functools.cache
 def _harmless_arguments() -> frozenset[str]:
-    """Return saved arguments that describe a run and not its model."""
     parser = Parser()
     add_flags(parser)
     flags = {
@@ -162,7 +161,6 @@ def model_of(
 ) -> ModelConfig:
     """Return the model that Megatron-LM's arguments describe.
 
-    args: a namespace or a dictionary
     rows: embedding rows
     vocab_size: from the user, or None
     ignored: see `check_saved`
@@ -188,7 +186,6 @@ def model_of(
 
 
 def _values(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield ModelConfig fields from arguments with the same meaning."""
     for f in fields(ModelConfig):
         name = next(
             (name for name in _ALSO.get(f.name, (f.name,)) if given.get(name) is not None), None
@@ -210,7 +207,7 @@ def _positions(given: dict[str, Any]) -> str:
 def arguments_of(
     model: ModelConfig, rows: int, dtype: torch.dtype, tp: int, pp: int
 ) -> argparse.Namespace:
-    """Return Megatron-LM's arguments for a model. rows: embedding rows.
+    """Return Megatron-LM's arguments for a model. rows: embedding rows
 
     Raise ValueError for a model that Megatron-LM cannot describe.
     """
@@ -334,7 +331,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Return a member in the supported enumeration, and Nothing for any other attribute."""
     return kind[name] if kind is metadata._MEM_FORMAT_ENCODING else Nothing()
 
 
@@ -367,7 +363,6 @@ class _MetadataReader(pickle.Unpickler):
 
 
 def load_metadata(path: Path) -> metadata.Metadata:
-    """Load torch.distributed.checkpoint's metadata. Raise ValueError as `load_pickled`."""
     check(path.is_file(), f"{path} is missing")
     try:
         with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Read and write adapters in peft's format: adapter_config.json and adapter_model.safetensors,
+"""Read and write adapters in peft's format, adapter_config.json and adapter_model.safetensors,
 without peft.
 
 Our shared A is written for each matrix. transformers 5 has a layer's experts in two parameters, (e,
@@ -102,7 +102,6 @@ PATTERN = rf".*\.{PARAMETERS[FC1]}"
 class Place:
     """Matrix in their model.
 
-    module: its name
     ours: our weight that contains it
     target: its name in --lora-target
     expert: its number, in transformers 4's files
@@ -116,7 +115,6 @@ class Place:
 
 
 def places(architecture: Architecture, model: ModelConfig) -> Iterator[Place]:
-    """Yield every matrix in the layers' linear layers."""
     table = parts(architecture, model)
     each = {stacked_of_expert: 2, of_expert: 1}
     several = {part.ours for part in table.values() if part.number}
@@ -137,7 +135,6 @@ def places(architecture: Architecture, model: ModelConfig) -> Iterator[Place]:
 
 
 def _of_experts(rows: list[Place], linears: list[str]) -> dict[str, str]:
-    """Return our expert weights -> their adapted module, if these linear layers are adapted."""
     weights = dict.fromkeys(row.ours for row in rows if row.expert is not None)
     inner = ".base_layer" if linears == [FC1, FC2] else ""
     return {
@@ -220,9 +217,7 @@ def _fused(adapters: Adapters, ours: str) -> tuple[Tensor, Tensor]:
 
 
 def _patterns(config: dict[str, Any], several: int) -> dict[str, Any]:
-    """Return rank and alpha for the experts' first parameter with several adapters; their scale
-    equals the others'.
-    """
+    """Return rank and alpha for the experts' first parameter; their scale equals the others'."""
     factor = several**0.5 if config["use_rslora"] else several
     return (
         {}
@@ -267,7 +262,7 @@ def open_peft(directory: str, weights: Weights, base: dict[str, Any]) -> Weights
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Raise ValueError for a field that is unknown or changes plain LoRA."""
+    """Raise ValueError for an unknown field, or one that changes plain LoRA."""
     harmless = {*READ, *itertools.chain(*IGNORED.values())}
     check("peft_type" in config, f"{CONFIG}: peft_type is missing: pass a directory of peft's LoRA")
     for name, value in config.items():
@@ -407,7 +402,6 @@ def _fill_fused(ours: Tensor, theirs: Tensor, name: str, kind: str, lora: LoraCo
 def _fill(
     ours: Tensor, number: int, theirs: Tensor, part: Part, model: ModelConfig, name: str, kind: str
 ) -> None:
-    """Copy their A or B into ours."""
     if kind == "A":
         views = [ours[number]]
         shape = tuple(ours[number].shape)

@@ -65,7 +65,7 @@ class Rule:
 
 
 def number(config: dict[str, Any], name: str, default: float | None, whole: bool = False) -> Any:
-    """Return a number above 0 or null. whole: an integer. Raise ValueError for anything else."""
+    """Return a number above 0 or null. Raise ValueError for anything else. whole: an integer"""
     value = config.get(name, default)
     kinds = (int,) if whole else (int, float)
     right = (
@@ -80,7 +80,6 @@ def number(config: dict[str, Any], name: str, default: float | None, whole: bool
 
 
 def tied(default: bool) -> Rule:
-    """Convert the tied head. default: if the field is missing."""
     name = "tie_word_embeddings"
 
     def read(config: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +184,6 @@ def _read_rope(
 
 
 def _read_scaling(kind: str, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return ModelConfig values for a scaling. rope: its numbers, defaults included."""
     values: dict[str, Any] = {}
     for name, ours in SCALINGS[kind].items():
         given = rope.get(name)
@@ -213,9 +211,6 @@ def _read_scaling(kind: str, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_mscale(rope: dict[str, Any], factor: float) -> dict[str, float]:
-    """Return yarn's --mscale and --mscale-all-dim from attention_factor, or else mscale and
-    mscale_all_dim if both are given.
-    """
     both = [number(rope, name, None) for name in ("mscale", "mscale_all_dim")]
     attention = number(rope, "attention_factor", None)
     if attention is None:
@@ -232,7 +227,6 @@ def _read_mscale(rope: dict[str, Any], factor: float) -> dict[str, float]:
 
 
 def _write_scaling(model: ModelConfig) -> dict[str, Any]:
-    """Return rope_scaling, and the original max_position_embeddings if it is stored there."""
     kinds = {
         "yarn": model.position_embedding_type == YARN,
         "llama3": model.use_rope_scaling,
@@ -275,7 +269,6 @@ def window(default: int | None) -> Rule:
 
 
 def _check_layers(config: dict[str, Any], kind: str) -> None:
-    """Raise ValueError unless all layers use the same attention."""
     kinds = sorted({*map(str, config.get("layer_types") or [kind])})
     check(
         kinds == [kind],

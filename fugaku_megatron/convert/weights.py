@@ -2,10 +2,8 @@
 
 This program's checkpoints are read, and written without optimizer state for --finetune:
 
-    DIR/iter_0000000/part_00003.safetensors     a layer's weights (several above 124 layers), or the
-    rest
-    DIR/hugging_face/                           files that came with the model: tokenizer,
-    configurations
+    DIR/iter_0000000/part_00003.safetensors     a layer's weights (several above 124 layers), or the rest
+    DIR/hugging_face/                           the model's tokenizer and configurations
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ class Adapters:
     base: Mapping[str, Any] = field(default_factory=dict)
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """Return a weight's adapter names, or nothing."""
         linear, kind = name.split(".")[-2:]
         return (
             self.lora.parts(linear, self.model) if linear in MATRICES and kind == "weight" else ()
@@ -88,7 +85,6 @@ class Adapters:
         return merged(weight, a, b, mask, self.lora.scale)
 
     def added_to(self, weights: Weights) -> Weights:
-        """Return the model's weights with the adapters merged."""
         return replace(
             weights, read=lambda name: self.merged(name, weights.read(name)), adapters=self
         )
@@ -125,7 +121,6 @@ class Weights:
         )
 
     def cast(self, dtype: torch.dtype | None) -> Weights:
-        """Return the weights in another dtype; None: unchanged."""
         if dtype is None:
             return self
         return replace(
@@ -135,7 +130,6 @@ class Weights:
         )
 
     def like(self) -> dict[str, Tensor]:
-        """Return meta tensors with every weight's shape and dtype, by name."""
         return {
             name: torch.empty(shape, dtype=self.dtypes[name], device="meta")
             for name, shape in shapes(self.model).items()
@@ -148,7 +142,7 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def specs(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, ParameterSpec]:
-    """Return global name -> spec for every weight and adapter in order, without vocabulary padding."""
+    """Return global name -> spec for every weight and adapter, as `shapes`."""
     run = RunConfig(
         model=replace(model, make_vocab_size_divisible_by=1),
         batch=BatchConfig(micro_batch_size=1),
@@ -160,7 +154,6 @@ def specs(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Param
 
 
 def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Return global name -> shape for all adapters."""
     return {name: spec.shape for name, spec in specs(model, lora).items() if not spec.frozen}
 
 
@@ -174,7 +167,6 @@ def check_elements(path: Path, spec: ParameterSpec, found: int) -> None:
 
 
 def check_rest(path: Path, rest: set[str]) -> None:
-    """Raise ValueError for unused tensors."""
     check(
         not rest,
         f"{path} holds {len(rest)} tensors that the block does not have, such as {sorted(rest)[:1]}",
@@ -182,12 +174,10 @@ def check_rest(path: Path, rest: set[str]) -> None:
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the dtype that represents all these dtypes' values."""
     return functools.reduce(torch.promote_types, dtypes)
 
 
 def layer_of(name: str) -> int | None:
-    """Return a global name's layer, from 0, or None outside the layers."""
     match = _LAYER.match(name)
     return int(match[1]) if match else None
 
@@ -211,8 +201,6 @@ OpenBase = Callable[[str, int | None], Weights]
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reader that assembles whole tensors. files: per key, with its records alone."""
-
     path: Path
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
@@ -302,13 +290,11 @@ def _open_base(adapts: dict[str, Any], named: str | None, open_base: OpenBase) -
 
 
 def fingerprint(weights: Weights) -> int:
-    """Return `FlatParameters.fingerprint` for these weights if they are frozen."""
     counted = (name for name, spec in specs(weights.model).items() if spec.counted)
     return sum(bits_number(name, weights.read(name)) for name in counted) % FINGERPRINTS
 
 
 def _reader(path: Path, manifest: dict[str, Any], wanted: dict[str, tuple[int, ...]]) -> _Reader:
-    """Build a reader for each weight's pieces from the manifest."""
     files: dict[str, dict[str, dict[str, Any]]] = defaultdict(
         lambda: defaultdict(lambda: {"shards": []})
     )
@@ -324,7 +310,6 @@ def _reader(path: Path, manifest: dict[str, Any], wanted: dict[str, tuple[int, .
 
 
 def precision_of(weights: Weights) -> PrecisionConfig:
-    """Return the precision flags for a run with these weights."""
     return PrecisionConfig(**{} if weights.precision == "fp32" else {weights.precision: True})
 
 
@@ -361,7 +346,6 @@ def save_own(weights: Weights, directory: Path, adapters: Adapters | None = None
 def _write_parts(
     weights: Weights, like: dict[str, Tensor], path: Path
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Write the files; yield names and entries."""
     parts: dict[int, dict[str, Tensor]] = defaultdict(dict)
     layers = weights.model.num_layers
     for name, tensor in like.items():

@@ -1,7 +1,7 @@
 """Build a run's data sets from --data-path with --split, or from one flag a split.
 
-Rules: Megatron-LM's megatron/core/datasets/blended_megatron_dataset_builder.py, utils.py and
-    blended_megatron_dataset_config.py; --legacy-split as megatron/data/dataset_utils.py before
+Rules: blended_megatron_dataset_builder.py, utils.py and blended_megatron_dataset_config.py in
+    Megatron-LM's megatron/core/datasets; for --legacy-split megatron/data/dataset_utils.py before
     Megatron-core 0.5.
 """
 
@@ -50,7 +50,7 @@ class Builder(DatasetConfig):
     arrays: in-memory documents by the name that replaces a prefix
     separate_sets: --multiple-validation-sets
     cuts_chats: truncate chats that are too long; False: refuse them; None: not chats
-    begun: sample numbers that the train, valid and test orders were first made for; None: the
+    begun: sample numbers for which the train, valid and test orders were first made; None: the
         requested ones
     """
 
@@ -99,10 +99,9 @@ class Builder(DatasetConfig):
     ) -> Dataset:
         """Blend `num_samples` samples: by weight, each with a small surplus, or else by length.
 
-        Without weights every source is read at most once, unless it is the only one. num_samples
-        None: every sample once.
+        Without weights each of several sources is read at most once; None: every sample once.
 
-        Raises ValueError if there are too few samples, or weights with num_samples None.
+        Raises ValueError for too few samples, and for weights with num_samples None.
         """
         prefix = sources[0][0].prefix
         if num_samples is None:
@@ -133,7 +132,6 @@ class Builder(DatasetConfig):
 
 
 def _share(num_samples: int, share: float) -> int:
-    """Return a data set's samples in a blend, with Megatron's surplus."""
     return math.ceil(math.ceil(num_samples * share) * (1 + BLEND_SURPLUS))
 
 
@@ -162,7 +160,7 @@ def build_datasets(
 ) -> Datasets:
     """Return (train, valid, test) for --data-path and --split. Collective.
 
-    num_samples: for each; 0: no data set; None: every sample once, without weights
+    num_samples: 0: no data set; None: every sample once, without weights
 
     valid and test are None if --split assigns them no documents. Raises ValueError on every rank.
     """
@@ -194,10 +192,10 @@ def build_separate_datasets(
     num_samples: Sequence[int | None],
     builder: Builder,
 ) -> Datasets:
-    """Return (train, valid, test) for --train-data-path, --valid-data-path and --test-data-path.
+    """Return (train, valid, test) for the data path flags of each split.
 
-    A split without a path, or with `num_samples` 0, is None. A single prefix is no blend, whatever
-    its weight. Other errors as `build_datasets`.
+    A split without a path, or with `num_samples` 0, is None. The weight of a single prefix is
+    ignored. Other errors as `build_datasets`.
     """
     built: list[Dataset | None] = []
     for name, path, needed in zip(SPLITS, paths, num_samples, strict=True):
@@ -218,7 +216,7 @@ def build_separate_datasets(
 
 
 def parse_split(split: str) -> list[float]:
-    """Parse "969,30,1" into shares for train, valid and test that sum to 1; missing ones are 0."""
+    """Parse "969,30,1" into shares that sum to 1; missing ones are 0."""
     parts = split.split(",")
     number = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*", re.ASCII)
     if not 1 <= len(parts) <= 3 or not all(number.fullmatch(part) for part in parts):
@@ -236,8 +234,7 @@ def parse_split(split: str) -> list[float]:
 def listed_data(
     data_args_path: str | None, per_split_data_args_path: str | None
 ) -> dict[str, tuple[str, ...]]:
-    """Read the data flags from --data-args-path or --per-split-data-args-path. Raises ValueError
-    for an invalid file.
+    """Read the file of a data arguments flag. Raises ValueError if it is invalid.
 
     Rules: Megatron-LM's get_blend_and_blend_per_split (megatron/training/utils.py).
     """
@@ -266,7 +263,6 @@ def listed_data(
 def parse_data_path(
     data_path: Sequence[str], flag: str = "--data-path"
 ) -> tuple[list[str], list[float] | None]:
-    """Return (prefixes, weights); weights are None if there are only prefixes."""
     first = data_path[::2]
     numbers = [_number(item) for item in data_path]
     pairs = "pass prefixes, or pairs: weight prefix weight prefix ..."
@@ -292,7 +288,7 @@ def _number(text: str) -> float | None:
 def split_documents(
     num_documents: int, shares: Sequence[float], split: int, legacy: bool = False
 ) -> range:
-    """Return the document ids for train (0), valid (1) or test (2), with Megatron's rounding.
+    """Return a split's document ids, with Megatron's rounding. split: 0 train, 1 valid, 2 test
 
     legacy: round each share, then move all borders by the surplus
     """

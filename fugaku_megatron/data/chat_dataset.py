@@ -1,11 +1,11 @@
 r"""Chat files, and samples packed from whole chats.
 
-PREFIX.bin and .idx (indexed.py) have one sequence a chat; PREFIX.mask marks trained tokens. .mask,
+PREFIX.bin and .idx have one sequence a chat; PREFIX.mask marks trained tokens. .mask,
 little-endian: b"FMMASK\0\0", version u64 = 1, tokens u64, CRC-32 u32 of the sequence lengths, the
 first HEAD bytes of .bin, and the bits; then a bit a token, lowest bit first, 1 if trained. In
-memory a trained token is ~id (`signed`). Best fit decreasing packs chats into samples of
-seq_length + 1 tokens. Packing depends on lengths alone; each epoch shuffles chats of equal length
-and samples. Shapes: s = seq_length, n chats; int64 (2, s + 1) samples (marks.py).
+memory a trained token is ~id (`signed`). Best fit decreasing packs chats into samples of seq_length
++ 1 tokens, by lengths alone; each epoch shuffles chats of equal length and samples. Shapes: s =
+seq_length, n chats; int64 (2, s + 1) samples.
 """
 
 from __future__ import annotations
@@ -98,14 +98,12 @@ class ChatWriter(IndexedDatasetWriter):
             self._mask.write(packed)
 
     def summary(self) -> str:
-        """Return a line about the written files."""
         return (
             f"wrote {self.prefix}.bin, .idx and .mask: {self.num_documents} chats, {self.num_tokens} tokens, {self.trained} of "
             f"them trained ({self.trained / self.num_tokens:.1%}); the longest chat has {self.longest} tokens"
         )
 
     def finish_parts(self) -> None:
-        """Write the remaining bits, and the header."""
         self._write_bits(self._rest)
         lengths = zlib.crc32(np.asarray(self._lengths, "<i4").data)
         self._mask.seek(0)
@@ -115,7 +113,6 @@ class ChatWriter(IndexedDatasetWriter):
         self._close(self._mask)
 
     def discard(self) -> None:
-        """Remove the temporary files."""
         with suppress(OSError):  # its unwritten rest did not fit the disk
             self._mask.close()
         super().discard()
@@ -185,17 +182,16 @@ class ChatFiles(IndexedDataset):
         return file
 
     def probe(self) -> bytes:
-        """Return the .mask header, which has all checksums."""
         return super().probe() + self._bits.read("u1", 0, HEADER.size).tobytes()
 
     def trained(self, index: int, length: int) -> np.ndarray:
-        """Return bool (length,): chat `index`'s first tokens, True if trained."""
+        """Return bool (length,): True for trained tokens among chat `index`'s first ones."""
         index = int(index)
         start = int(self.read_pointers(index, index + 1)[0]) // self.dtype.itemsize
         return self._unpacked(start, start + length).astype(bool)
 
     def count_trained(self, index: int, lengths: np.ndarray) -> np.ndarray:
-        """Return int64 (n,): trained tokens in chats from `index` on, among the first `lengths`
+        """Count trained tokens, int64 (n,), in chats from `index` on, among the first `lengths`
         without token 0.
         """
         starts = self.read_pointers(index, index + len(lengths)) // self.dtype.itemsize
@@ -217,21 +213,18 @@ class ChatArrays(TokenArrays):
     """In-memory chats with `ChatFiles`'s interface. documents: `signed`, (n,)"""
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return a chat's token ids, int64 (n,)."""
         return unsigned(super().get(index, offset, length))[0]
 
     def trained(self, index: int, length: int) -> np.ndarray:
-        """Return bool (length,), as `ChatFiles`."""
         return unsigned(super().get(index, 0, length))[1]
 
     def count_trained(self, index: int, lengths: np.ndarray) -> np.ndarray:
-        """Return int64 (n,), as `ChatFiles`; lengths (n,)."""
         counts = [self.trained(index + i, int(n))[1:].sum() for i, n in enumerate(lengths)]
         return np.array(counts, np.int64)
 
 
 def check_mask_file(prefix: str) -> None:
-    """Raise ValueError if PREFIX.mask is unreadable; its contents are not checked."""
+    """Raise ValueError if PREFIX.mask is unreadable, without checking its contents."""
     if reason := unreadable(prefix + SUFFIX):
         raise ValueError(
             f"{prefix}{SUFFIX}: cannot be read ({reason}); chats are a .bin, an .idx and a .mask file, which "
@@ -240,7 +233,6 @@ def check_mask_file(prefix: str) -> None:
 
 
 def check_not_chats(prefix: str) -> None:
-    """Raise ValueError if PREFIX.mask exists, for a run that would train all tokens."""
     if os.path.exists(prefix + SUFFIX):
         raise ValueError(
             f"{prefix}{SUFFIX} says which tokens of these chats are trained, and a run without --sft trains all of "
@@ -257,8 +249,8 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
 
     lengths: decreasing, from 1 to `size` tokens
 
-    Equal chats are placed together: the fullest sample with enough room takes as many as fit. There
-    is one step per length and room, not per chat.
+    The fullest sample with enough room takes as many equal chats as fit: one step per length and
+    room, not per chat.
     """
     samples = np.empty(len(lengths), np.int32)
     opened = 0
@@ -305,7 +297,6 @@ class Packing:
 
     @classmethod
     def of(cls, lengths: np.ndarray, size: int) -> Packing:
-        """Pack chats. lengths: decreasing."""
         samples = best_fit(lengths, size)
         return cls(
             np.argsort(samples, kind="stable").astype(np.int32), np.cumsum(np.bincount(samples))
@@ -315,14 +306,11 @@ class Packing:
         return len(self.ends)
 
     def of_sample(self, sample: int) -> np.ndarray:
-        """Return the places where a sample's chats are."""
         return self.places[self.ends[sample - 1] if sample else 0 : self.ends[sample]]
 
 
 @dataclass(frozen=True)
 class _Epoch:
-    """Epoch. chats: in packing order; samples: in reading order."""
-
     number: int
     chats: np.ndarray
     samples: np.ndarray
@@ -332,7 +320,7 @@ class ChatDataset:
     """At least `num_samples` samples, in whole epochs, from the chats `documents` (sequence ids);
     None: one epoch.
 
-    truncate: cut chats above seq_length + 1 tokens; otherwise refuse them
+    truncate: cut chats above seq_length + 1 tokens instead of refusing them
 
     Raises ValueError on every rank without chats or trained tokens, and for a chat that is too
     long.
@@ -382,11 +370,10 @@ class ChatDataset:
 
     @property
     def indexed(self) -> ChatFiles | ChatArrays:
-        """Chat files, under other data sets' attribute name."""
         return self.files
 
     def _count(self) -> tuple[int, int]:
-        """Count the loss tokens, and the chats without any. Raises ValueError for no loss token."""
+        """Count the loss tokens, and the chats without any. Raises ValueError without loss tokens."""
         trained = 0
         lost = 0
         for first in range(0, len(self.lengths), COUNTED_AT_ONCE):
@@ -423,7 +410,6 @@ class ChatDataset:
         return epoch
 
     def chats_of(self, index: int) -> list[int]:
-        """Return a sample's sequence numbers, in order."""
         check_index(index, self)
         number, place = divmod(index, len(self.packing))
         epoch = self._epoch_of(number)
@@ -431,7 +417,6 @@ class ChatDataset:
         return [int(chat) for chat in epoch.chats[places] + self.documents.start]
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Return sample `index`, int64 (2, s + 1)."""
         sample = np.full((2, self.size), PADDING, np.int64)
         end = 0
         sample[1] = 0
@@ -454,7 +439,6 @@ class ChatDataset:
         return sample
 
     def description(self) -> str:
-        """Return a line about the samples' fill."""
         samples = len(self.packing)
         filled, counted = (
             number / (samples * self.size) for number in (self.num_tokens, self.num_trained)
@@ -473,7 +457,6 @@ def _chat_datasets(dataset: object) -> Iterator[ChatDataset]:
 
 
 def packing_lines(dataset: object) -> list[str]:
-    """Return a line about each chat data set's fill."""
     return [
         f"{chats.name} data of {chats.files.prefix}: {chats.description()}"
         for chats in _chat_datasets(dataset)
@@ -481,7 +464,6 @@ def packing_lines(dataset: object) -> list[str]:
 
 
 def lost_lines(*datasets: object) -> list[str]:
-    """Return a warning for each data set with untrained chats."""
     return [
         f"warning: {chats.name} data of {chats.files.prefix}: {chats.chats_lost:,} of {chats.num_documents:,} chats have no "
         f"trained token in their first {chats.size} tokens, so nothing is learned from them"

@@ -132,7 +132,7 @@ def training_form(
 class Chat:
     """Chat from one line.
 
-    whole: messages or text; from `begin` on the completion; None: train the assistant
+    whole: messages or text; `begin`: start of the completion; None: train the assistant
     tools, options: further template arguments
     where: file and line
     unread: ignored fields
@@ -147,7 +147,6 @@ class Chat:
 
 
 def read_chat(document: Document) -> Chat:
-    """Parse a chat. Raises ValueError with file and line."""
     if document.line == 0:
         raise ValueError(
             f"--input {document.path} is plain text, and chats are JSON lines: pass .jsonl files"
@@ -208,7 +207,6 @@ def _read(record: dict[str, Any], where: str) -> Chat:
 
 
 def user_turn(text: str) -> dict[str, Any]:
-    """Return a user message."""
     return {"role": "user", "content": text}
 
 
@@ -229,7 +227,7 @@ def _answered(value: object, key: str) -> Messages:
 
 
 def check_messages(value: object, key: str) -> Messages:
-    """Check that a value is a list with messages. Raises ValueError, with `key`."""
+    """Raise ValueError, with `key`, unless a value is a list of messages."""
     if not isinstance(value, list):
         raise ValueError(f"{key} is a {type(value).__name__}, not a list of messages: {LOOKS}")
     if not value:
@@ -265,7 +263,6 @@ def _check_message(message: Any, name: str) -> None:
 
 
 def _called(message: dict[str, Any]) -> list[str]:
-    """Return the called tools' names."""
     calls = message.get("tool_calls")
     functions = [call.get("function", call) for call in calls or [] if isinstance(call, dict)]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
@@ -273,7 +270,7 @@ def _called(message: dict[str, Any]) -> list[str]:
 
 
 def unread_note(names: Collection[str]) -> str:
-    """Return a line about ignored chat fields, and similar known fields; "" without any."""
+    """Format ignored chat fields, and similar known fields; "" without any."""
     words = []
     for name in sorted(names)[:MANY_FIELDS]:
         near = get_close_matches(name, CHAT.names, n=1, cutoff=0.8)
@@ -285,8 +282,7 @@ def unread_note(names: Collection[str]) -> str:
 
 
 class ChatTemplate:
-    """Chat template from a Hugging Face tokenizer, or another one. form: applied row in
-    TRAINING_FORMS
+    """Chat template from a Hugging Face tokenizer, or another one. form: row in TRAINING_FORMS
 
     Raises ValueError without a template, and for other tokenizers.
     """
@@ -340,7 +336,6 @@ class ChatTemplate:
 
     @property
     def how(self) -> str:
-        """Method that finds trained tokens, in words."""
         if self.form:
             return f"by generation markers; the template is {self.form}'s, changed for training as trl does"
         return (
@@ -350,8 +345,8 @@ class ChatTemplate:
         )
 
     def encode(self, chat: Chat) -> np.ndarray:
-        """Return int32 (n,), as `chat_dataset.signed`. Raises ValueError, with file and line, if
-        trained tokens are ambiguous.
+        """Return int32 (n,), as `chat_dataset.signed`. Raises ValueError for ambiguous trained
+        tokens.
         """
         if chat.tools and self._with_tools is not None:
             return self._with_tools.encode(chat)
@@ -369,9 +364,7 @@ class ChatTemplate:
         return signed(ids, trained)
 
     def prompt(self, messages: Messages) -> list[int]:
-        """Tokenize messages and the generation prompt. Raises ValueError if the template refuses
-        them.
-        """
+        """Tokenize messages and generation prompt. Raises ValueError if the template refuses."""
         chat = self._as_taken(Chat(messages))
         assert isinstance(chat.whole, list)
         return list(
@@ -380,14 +373,12 @@ class ChatTemplate:
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """Tokens that end an answer: the template's, and the end-of-text token."""
         turn = self.encode(Chat([user_turn("Hello"), {"role": ASSISTANT, "content": "Hello"}]))
         ids, trained = unsigned(turn)
         ends = {self._last_word(ids[trained]), self._library.eos_token_id}
         return frozenset(ends - {None})
 
     def unread(self, chat: Chat) -> frozenset[str]:
-        """Return the fields that neither program nor template reads."""
         messages = [] if isinstance(chat.whole, tuple) else chat.whole
         names = {name for message in messages for name in message if name not in self.text}
         names -= {"role", "content", *WEIGHTS}
@@ -397,7 +388,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """True for a template that renders a list with one text like the text."""
+        """True for a template that renders a one-text list like the text."""
         texts = []
         for content in ("Hello", [{"type": "text", "text": "Hello"}]):
             chat = Chat([{"role": "user", "content": content}])
@@ -410,7 +401,7 @@ class ChatTemplate:
     def _as_taken(self, chat: Chat) -> Chat:
         """Convert contents to the kind that the template renders: text for a list, and for none.
 
-        Raises ValueError if the template drops tool calls without content.
+        Raises ValueError if tool calls without content would be lost.
         """
         if isinstance(chat.whole, tuple):
             return chat
@@ -481,7 +472,6 @@ class ChatTemplate:
         return ids, np.arange(len(ids)) >= (differing[0] if len(differing) else shorter)
 
     def _encode_messages(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids and trained tokens."""
         assert isinstance(chat.whole, list)
         if self.marked or self.form:
             found = self._rendered(
@@ -495,7 +485,6 @@ class ChatTemplate:
             return ids, self._trained_by_text(chat, chat.whole, ids)
 
     def _trained_by_prefixes(self, chat: Chat, whole: Messages, ids: np.ndarray) -> np.ndarray:
-        """Return bool (n,): answers, found between the tokens before and up to each message."""
         trained = np.zeros(len(ids), bool)
         for number, message in enumerate(whole):
             if message["role"] == ASSISTANT:
@@ -509,8 +498,7 @@ class ChatTemplate:
     def _trained_by_text(self, chat: Chat, whole: Messages, ids: np.ndarray) -> np.ndarray:
         """Return bool (n,): answers, found in the rendered text if tokens cross their borders.
 
-        As in transformers' assistant mask, an answer's first and last token may contain adjacent
-        text.
+        As in transformers' assistant mask, an answer's outer tokens may contain adjacent text.
         """
         text = self._text(chat, self.text, whole)
         begins, ends = self._offsets(ids, text)
@@ -522,7 +510,6 @@ class ChatTemplate:
         return trained
 
     def _offsets(self, ids: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return every token's begin and end, each (n,), in a rendered text."""
         if not self._library.is_fast:
             raise ValueError(NOT_FOUND.format(what="a turn"))
         found = self._library(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -531,12 +518,10 @@ class ChatTemplate:
         return places[:, 0], places[:, 1]
 
     def _answer(self, chat: Chat, whole: Messages, number: int, text: str) -> tuple[int, int]:
-        """Return begin and end for message `number` in the rendered chat, including the end-of-turn
-        token.
+        """Return begin and end for a message in the rendered chat, including the end-of-turn token.
 
-        Found from the renderings before and up to the message, or else around a placeholder
-        content, for templates that render earlier turns differently or cannot render part of a
-        chat.
+        Compare the renderings before and up to the message. If the template renders earlier turns
+        differently, search around a placeholder.
         """
         if number:
             before = self._text(chat, self.text, whole[:number], add_generation_prompt=True)
@@ -555,7 +540,6 @@ class ChatTemplate:
         return len(head), len(text) - len(tail) + end_of_turn
 
     def _end_of_turn(self, tail: str) -> int:
-        """Return the end-of-turn length after an answer: 0 without a special token there."""
         special = map(self._library.convert_ids_to_tokens, sorted(self._special))
         space = len(tail) - len(tail.lstrip())
         found = [token for token in special if token and tail.startswith(token, space)]
@@ -607,7 +591,6 @@ class ChatTemplate:
                 )
 
     def _last_word(self, ids: np.ndarray) -> int | None:
-        """Return the last token that is not white space."""
         for token in map(int, ids[::-1]):
             if token in self._special or self._library.decode([token]).strip():
                 return token
@@ -615,14 +598,13 @@ class ChatTemplate:
 
 
 def read_template(path: str | None) -> str | None:
-    """Read --chat-template. Raises ValueError if it is unreadable."""
     return None if path is None else read_text(path, "--chat-template", largest=LARGEST_TEMPLATE)
 
 
 def shown(
     tokens: np.ndarray, decode: Callable[[Sequence[int]], str], colour: bool, longest: int = 300
 ) -> str:
-    """Decode a chat with trained text green or between [+ and +]; long parts are shortened.
+    """Decode a chat with trained text green or between [+ and +], and long parts shortened.
 
     tokens (n,): as `chat_dataset.signed`
     """
@@ -639,7 +621,6 @@ def shown(
 
 
 def examples(files: ChatFiles, decode: Callable[[Sequence[int]], str], colour: bool) -> list[str]:
-    """Format the first chats, as `shown`."""
     count = min(EXAMPLES, len(files))
     lines = [
         f"the first {count} chats, what is trained "

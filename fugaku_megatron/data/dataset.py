@@ -1,9 +1,9 @@
 """GPT samples from indexed tokens: Megatron-LM's --data-path data sets and their blend.
 
-The sample order depends on no parallel layout. A "document" is an indexed sequence, as in
-Megatron-core. Shapes: n samples, s = seq_length; a sample is int64 (s + 1,). An index takes 12
-bytes a sample and 4 bytes a document and epoch, in memory or mapped (index_cache.py). Mapped pages
-are released every RELEASE_EVERY samples; .idx and .bin are read, not mapped.
+The sample order depends on no parallel layout. As in Megatron-core a "document" is an indexed
+sequence. Shapes: n samples, s = seq_length; a sample is int64 (s + 1,). An index takes 12 bytes a
+sample and 4 bytes a document and epoch. Mapped index pages are released every RELEASE_EVERY
+samples; .idx and .bin are read, not mapped.
 """
 
 from __future__ import annotations
@@ -59,17 +59,15 @@ BLEND_ARRAYS = ("dataset_index", "dataset_sample_index")
 
 
 class DataOrder(NamedTuple):
-    """Sample numbers that the training and validation orders were first made for; None: not made
-    yet, or endless.
+    """Sample numbers for which the orders were first made; None: not made yet, or endless.
 
-    A longer or shorter run keeps these orders, so checkpoints record both numbers.
+    Checkpoints record both: a longer or shorter run keeps these orders.
     """
 
     train: int | None = None
     valid: int | None = None
 
     def or_else(self, train: int | None, valid: int | None) -> DataOrder:
-        """Fill missing numbers."""
         return DataOrder(self.train or train, self.valid or valid)
 
 
@@ -93,7 +91,6 @@ REMEDY = ": use the tokenizer that was passed to fugaku-megatron preprocess"
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, source: str, remedy: str = REMEDY) -> None:
-    """Raise ValueError for a token outside the vocabulary."""
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         wrong = tokens.min() if tokens.min() < 0 else tokens.max()
         raise ValueError(
@@ -102,7 +99,7 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, source: str, remedy: str =
 
 
 def normalize(weights: Sequence[float], flag: str = "--data-path") -> list[float]:
-    """Scale weights to sum to 1. Raises ValueError for one that is not positive."""
+    """Scale weights to sum to 1. Raises ValueError unless all are positive."""
     wrong = [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]
     if wrong:
         raise ValueError(
@@ -121,10 +118,8 @@ def shares_of(numbers: Sequence[float]) -> list[float]:
 class DatasetConfig:
     """Settings that all data sets share.
 
-    vocab_size: check fetched token ids
     comm: rank 0 builds the index; collective
     max_bytes: memory limit for a sample order
-    cache: index files
     """
 
     seq_length: int
@@ -139,12 +134,11 @@ class GPTDataset:
     """At least `num_samples` samples with seq_length + 1 tokens, cut across `documents` (sequence
     ids) in `indexed`.
 
-    name: "train", ..., for messages and file names
     num_samples: filled with whole epochs end to end; None: one epoch
-    begun: number that the order was first made for (None: `num_samples`); epochs are added to that
-        order, so sample i stays the same in a longer or shorter run
+    begun: number for which the order was first made (None: `num_samples`); epochs are added, so
+        sample i stays the same in a longer or shorter run
 
-    Raises ValueError on every rank without tokens, if one epoch is shorter than a sample, or if the
+    Raises ValueError on every rank without tokens, if an epoch is shorter than a sample, or if the
     order needs too much memory.
     """
 
@@ -172,7 +166,6 @@ class GPTDataset:
         )
 
     def _count_tokens(self, documents: np.ndarray | range, num_samples: int | None) -> int:
-        """Return the tokens in an epoch. Raises ValueError for too few."""
         s = self.config.seq_length
         if isinstance(documents, range):
             blocks = (documents[i : i + BLOCK] for i in range(0, len(documents), BLOCK))
@@ -204,9 +197,7 @@ class GPTDataset:
             )
 
     def _plan(self, num_samples: int | None, begun: int | None) -> Epochs:
-        """Plan the epochs for an order begun with `begun` samples. A little-used last epoch is
-        shuffled separately.
-        """
+        """Plan the epochs. A little-used last epoch is shuffled separately."""
         if num_samples is None:
             return Epochs(1)
         s = self.config.seq_length
@@ -219,7 +210,6 @@ class GPTDataset:
         return Epochs(epochs, epochs > 1 and used < threshold, max(0, needed - epochs))
 
     def _build(self, documents: np.ndarray | range) -> Index:
-        """Build the document, sample and shuffle index."""
         s = self.config.seq_length
         seed = self.config.seed
         epochs = self._epochs
@@ -270,9 +260,6 @@ class GPTDataset:
         return provide(self.config.cache, request, build, self.config.comm)
 
     def _lengths(self, documents: np.ndarray | range) -> tuple[np.ndarray, int]:
-        """Return consecutive sequence lengths that include `documents`, and the first sequence's
-        number.
-        """
         if not isinstance(documents, range):
             documents = range(len(self.indexed))
         return self.indexed.read_lengths(documents.start, documents.stop), documents.start
@@ -305,14 +292,13 @@ class GPTDataset:
 
 
 def length_flags(name: str) -> str:
-    """Return the flags that determine a split's number of samples."""
     return "--train-iters or --train-samples" if name == SPLITS[0] else "--eval-iters"
 
 
 class BlendedDataset:
     """Mixed data sets: the first n samples follow the `weights` for any n.
 
-    Raises ValueError for a weight that is not positive and for a data set with too few samples.
+    Raises ValueError for weights that are not positive and for data sets with too few samples.
     """
 
     def __init__(
@@ -349,7 +335,6 @@ class BlendedDataset:
         on_root(comm, lambda: self._check_sizes(num_samples))
 
     def _check_sizes(self, num_samples: int) -> None:
-        """Raise ValueError for a data set with too few samples."""
         counts = sum(
             (
                 np.bincount(self.dataset_index[start : start + BLOCK], minlength=len(self.datasets))
@@ -377,8 +362,6 @@ class BlendedDataset:
 
 
 class ValidationSets:
-    """Concatenated data sets."""
-
     def __init__(self, datasets: Sequence[Dataset]):
         self.datasets = list(datasets)
         self._ends = [*accumulate(map(len, datasets))]
@@ -416,15 +399,12 @@ class MockDataset:
 
 
 class Documents(Protocol):
-    """Sequence, or torch's map-style data set."""
-
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
 
 
 def _tokens(document: Any, where: str) -> np.ndarray:
-    """Return a document's token ids, int64 (n,)."""
     try:
         array = np.asarray(document)
     except (
@@ -444,7 +424,6 @@ def _tokens(document: Any, where: str) -> np.ndarray:
 class TokenArrays:
     """In-memory documents with `indexed.IndexedDataset`'s interface, equal on every reader rank.
 
-    prefix: name in messages
     sequence_lengths: int32 (n,), after `measure`
     """
 
@@ -456,7 +435,7 @@ class TokenArrays:
     def measure(self, vocab_size: int | None = None, comm: Comm | None = None) -> TokenArrays:
         """Read every document's length once, on rank 0. Collective over `comm`.
 
-        Raises ValueError on every rank for a document that is not an array with token ids in the
+        Raises ValueError on every rank unless every document is an array with token ids in the
         vocabulary.
         """
         if not len(self.sequence_lengths):
@@ -476,7 +455,6 @@ class TokenArrays:
         return len(self.documents)
 
     def description(self) -> dict[str, Any]:
-        """Return the index description, as `indexed.IndexedDataset`."""
         return {
             "class": "GPTDataset",
             "dataset_path": self.prefix,
@@ -486,7 +464,7 @@ class TokenArrays:
         }
 
     def read_lengths(self, start: int, stop: int) -> np.ndarray:
-        """Return int32 (stop - start,): consecutive documents' lengths."""
+        """Return int32 (stop - start,)."""
         return self.sequence_lengths[start:stop]
 
     def check_open(self) -> None:

@@ -44,7 +44,7 @@ from .json_values import values
 
 
 class MappedFile:
-    """File opened and mapped once. Raises OSError or ValueError if it cannot be mapped."""
+    """File opened and mapped once. Raises OSError or ValueError."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
@@ -58,11 +58,9 @@ class MappedFile:
 
     @property
     def size(self) -> int:
-        """File size in bytes."""
         return len(self._map)
 
     def array(self, dtype: np.dtype | str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
-        """Return a view with `shape` from byte `offset` on."""
         return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
 
     def npy(self) -> np.ndarray:
@@ -81,7 +79,7 @@ class MappedFile:
             )
 
     def release(self) -> None:
-        """Release the pages read so far; they are mapped again on access."""
+        """Release the pages read so far; access maps them again."""
         self._advise("MADV_DONTNEED")
 
 
@@ -94,11 +92,9 @@ class Status(NamedTuple):
 
     @staticmethod
     def of(status: os.stat_result) -> Status:
-        """Return the status that os.stat or os.fstat has found."""
         return Status(status.st_size, status.st_mtime_ns, (status.st_dev, status.st_ino))
 
     def change(self, now: Status) -> str:
-        """Describe the differences; "" without any."""
         if now.size != self.size:
             return f"it has {now.size} bytes and had {self.size}"
         if now.inode != self.inode:
@@ -113,7 +109,6 @@ def _clock(nanoseconds: int) -> str:
 
 
 def check_status(path: str, before: Status) -> None:
-    """Raise ValueError if the named file was written, truncated, replaced or removed."""
     try:
         now = Status.of(os.stat(path))
     except OSError as error:
@@ -123,7 +118,6 @@ def check_status(path: str, before: Status) -> None:
 
 
 def changed(path: str, change: str) -> ValueError:
-    """Return the error of a file that must not change, and has."""
     return ValueError(
         f"{path} changed while it was in use: {change}. Nothing is saved from here on; put the file back and start again, "
         "and training continues from its last checkpoint"
@@ -133,7 +127,7 @@ def changed(path: str, change: str) -> ValueError:
 class ReadFile:
     """File read at random positions, which must not change while open.
 
-    Not mapped: a truncated mapped file ends the process by SIGBUS, without a message.
+    Not mapped: truncating a mapped file ends the process by SIGBUS, without a message.
     """
 
     def __init__(self, path: str | os.PathLike[str], expected: Status | None = None) -> None:
@@ -150,7 +144,6 @@ class ReadFile:
 
     @property
     def size(self) -> int:
-        """Size in bytes when opened."""
         return self.status.size
 
     def read(self, dtype: np.dtype | str, offset: int, count: int) -> np.ndarray:
@@ -170,8 +163,8 @@ class ReadFile:
         return array
 
     def check_open(self) -> None:
-        """Raise ValueError if the open file was written or truncated; a replacement under its name
-        is not seen.
+        """Raise ValueError if the open file was written or truncated; does not detect a replacement
+        under its name.
         """
         if change := self.status.change(self._now()):
             raise changed(self.path, change)
@@ -199,7 +192,7 @@ BEGIN = Place()
 
 @dataclass(frozen=True)
 class Document:
-    """A document's raw bytes and position.
+    """Document's raw bytes and position.
 
     line: from 1; 0: the whole file
     number: file number from 0
@@ -216,14 +209,12 @@ class Document:
 
     @property
     def where(self) -> str:
-        """File and line, for messages."""
         if self.over_lines:
             return f"{self.path}: JSON object {self.line}"
         return f"{self.path}:{self.line}" if self.line else f"--input {self.path}"
 
     @property
     def after(self) -> Place:
-        """Position after the document."""
         return Place(self.number, self.line) if self.line else Place(self.number + 1)
 
 
@@ -239,7 +230,6 @@ class Skipped:
         self.reasons: list[str] = []
 
     def add_file(self, error: ValueError) -> None:
-        """Count a file. Raises ValueError without the flag."""
         if not self.enabled:
             raise ValueError(f"{error}; {SKIP} leaves such files out") from None
         self.files += 1
@@ -264,11 +254,9 @@ class Skipped:
             return []
 
     def add_reasons(self, reasons: Sequence[str]) -> None:
-        """Record reasons, up to a limit."""
         self.reasons += reasons[: max(0, NAMED - len(self.reasons))]
 
     def line(self, records: str) -> str:
-        """Summarize; "" if nothing was skipped. records: noun for them."""
         if not self.files + self.records:
             return ""
         numbers = {"files": self.files, records: self.records}
@@ -278,7 +266,6 @@ class Skipped:
 
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --input, --json-keys and --skip-invalid."""
     parser.add_argument(
         "--input",
         nargs="+",
@@ -313,7 +300,7 @@ def input_files(
     skipped: takes files that are not text
 
     Raises ValueError, before any work, for unreadable or unsupported inputs, missing columns and
-    packages, and plain text with --json-keys other than text.
+    packages, and json_keys other than text for plain text.
     """
     if len(set(json_keys)) < len(json_keys):
         raise ValueError(f"--json-keys {' '.join(json_keys)}: a key is named twice")
@@ -346,11 +333,7 @@ def input_files(
 def _is_text(
     path: str, name: str, columns: Columns, skipped: Skipped | None, forms: dict[str, Form]
 ) -> bool:
-    """Check a file's first bytes and record its form; False if it is skipped. Raises ValueError as
-    `input_files`.
-
-    name: as in --input, also for a file in a folder
-    """
+    """Record a file's form; return False if it is skipped. Raises ValueError as `input_files`."""
     try:
         forms[path] = _checked_form(path, name, columns)
         return True
@@ -364,9 +347,6 @@ def _is_text(
 
 
 def _checked_form(path: str, name: str, columns: Columns) -> Form:
-    """Return a file's form. Raises ValueError if its first bytes contradict it. name: as in
-    `_is_text`.
-    """
     with open(path, "rb") as stream:
         begin = stream.read(LOOKED_AT)
     if begin.startswith(FIRST_BYTES):
@@ -388,7 +368,6 @@ def _checked_form(path: str, name: str, columns: Columns) -> Form:
 def _preferred(
     folder: str, files: list[str], is_preferred: Callable[[str], bool], kinds: tuple[str, str]
 ) -> list[str]:
-    """Return a folder's preferred files, or all without any. kinds: both, in words."""
     chosen = [path for path in files if is_preferred(path)]
     others = [path for path in files if not is_preferred(path)]
     if chosen and others:
@@ -443,10 +422,9 @@ def read_documents(
     start: Place = BEGIN,
     skipped: Skipped | None = None,
 ) -> Iterator[Document]:
-    """Yield all documents in order, from a position on, without blank lines.
+    """Yield all documents in order from `start` on, without blank lines.
 
-    skipped: takes files that are not text, and the rest after damage; otherwise they raise
-        ValueError
+    skipped: takes files that are not text, and the rest after damage, instead of ValueError
 
     Warns at the end about plain text that is not UTF-8.
     """
@@ -472,9 +450,7 @@ def read_documents(
 def _records(
     path: str, form: Form, columns: Columns, skip: int
 ) -> Iterator[tuple[int, bytes, int]]:
-    """Yield (line, row or object number, or 0 for plain text; content; bytes read) after the first
-    `skip`.
-    """
+    """Yield (line, row or object number, or 0 for plain text; content; bytes read)."""
     if form.content in TABLES:
         yield from rows(path, form.content, columns, skip)
     elif form.content == VALUES:
@@ -495,7 +471,6 @@ def _records(
 
 
 def _foreign_bytes(path: str, raw: bytes) -> int:
-    """Count bytes that are not UTF-8 in a plain text. Raises ValueError for a zero byte."""
     place = raw.find(b"\0")
     if place >= 0:
         raise ValueError(f"--input {path}: is not text (byte {place} is zero): {CONVERT}")
@@ -503,7 +478,6 @@ def _foreign_bytes(path: str, raw: bytes) -> int:
 
 
 def _warning(foreign: dict[str, int]) -> str:
-    """Format the warning about files that are not UTF-8, path -> number of such bytes."""
     shown = [
         f"{path}: {count} bytes" if count > 1 else f"{path}: {count} byte"
         for path, count in foreign.items()
@@ -519,9 +493,7 @@ def _warning(foreign: dict[str, int]) -> str:
 
 
 def read_record(document: Document, expected: str) -> tuple[str, dict[str, Any]]:
-    """Return (file and line, JSON object). Raises ValueError, with file and line. expected: in
-    words.
-    """
+    """Return (file and line, JSON object). Raises ValueError, with file and line."""
     where = document.where
     try:
         record = json.loads(document.raw.decode("utf-8-sig"))

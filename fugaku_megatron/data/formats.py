@@ -1,8 +1,7 @@
 """Input formats by name and first bytes; compressed text; table rows as JSON objects.
 
-.arrow files are those that Hugging Face's `datasets` writes with save_to_disk; that package is not
-needed. zstandard and pyarrow come with the extra [data]. Damage is reported when it is read. JSON
-is in json_values.py.
+.arrow files that Hugging Face's `datasets` saves are read without that package. zstandard and
+pyarrow come with the extra [data]. Damage is reported when it is read.
 """
 
 from __future__ import annotations
@@ -39,11 +38,13 @@ Record = tuple[
 
 
 class MissingPackage(ValueError):
-    """Error for an optional package that is not installed."""
+    """Optional package that is not installed."""
 
 
 class Columns(NamedTuple):
-    """Table columns. needed: all required, with text; else the existing ones, without null fields."""
+    """Table columns. needed: require all, with text; else read the existing ones, without null
+    fields.
+    """
 
     names: tuple[str, ...] = ("text",)
     needed: bool = True
@@ -56,9 +57,7 @@ CHAT = Columns(
 
 
 def library(name: str, extra: str, user: str) -> ModuleType:
-    """Import an optional package. Raises ValueError naming the extra that installs it. user:
-    feature that needs it.
-    """
+    """Import an optional package. Raises ValueError naming the extra. user: feature that needs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -117,7 +116,7 @@ def form_of(path: str, columns: Columns) -> Form:
 
 
 def head_of(path: str, packed: str, size: int = BLOCK) -> tuple[bytes, bool]:
-    """Return at least a text's first `size` bytes, or all, and True if there are more."""
+    """Return at least the first `size` bytes, or all, and True if there are more."""
     head = b""
     for block, _ in text_blocks(path, packed):
         head += block
@@ -127,7 +126,7 @@ def head_of(path: str, packed: str, size: int = BLOCK) -> tuple[bytes, bool]:
 
 
 def text_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
-    """Yield a file's text, compressed or not, and the file bytes read."""
+    """Yield text, decompressed if needed, and the file bytes read."""
     if packed:
         yield from blocks(path, packed)
         return
@@ -137,9 +136,7 @@ def text_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
 
 
 def check_table(path: str, form: Form, begin: bytes, columns: Columns) -> None:
-    """Raise ValueError, before any work, for another format (first bytes `begin`) and missing
-    columns.
-    """
+    """Raise ValueError, before any work, for another format and missing columns."""
     if form.packed:
         raise ValueError(f"--input {path}: is a compressed table: unpack it first")
     _check_magic(path, form.content, begin)
@@ -162,7 +159,6 @@ def _check_magic(path: str, suffix: str, begin: bytes) -> None:
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Convert library errors while reading `path` into a one-line ValueError."""
     try:
         yield
     except Exception as error:
@@ -181,7 +177,6 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
-    """Yield (decompressed bytes, file bytes read so far). packed: a key in PACKED."""
     start: Callable[[], Any] = partial(zlib.decompressobj, zlib.MAX_WBITS | 16)
     if packed == ".zst":
         zstandard = library("zstandard", "data", f"--input {path}")
@@ -205,7 +200,7 @@ def blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
 
 
 def lines(path: str, packed: str) -> Iterator[Record]:
-    """Yield lines, with or without line feeds. packed: compression suffix, or ""."""
+    """Yield lines, with or without line feeds."""
     if not packed:
         read = 0
         with open(path, "rb") as file:
@@ -230,9 +225,7 @@ def lines(path: str, packed: str) -> Iterator[Record]:
 
 
 def rows(path: str, kind: str, columns: Columns, skip: int) -> Iterator[Record]:
-    """Yield table rows after the first `skip`, as JSON objects with the columns that `_choose`
-    returns. kind: in TABLES.
-    """
+    """Yield table rows after the first `skip`, as JSON objects."""
     with _reading(path):
         schema, batches = _open(path, kind)
         for first, batch, read in batches(_choose(path, schema, columns), skip):
@@ -244,7 +237,6 @@ def rows(path: str, kind: str, columns: Columns, skip: int) -> Iterator[Record]:
 
 
 def _without_null(value: Any) -> Any:
-    """Remove null fields, which a table adds to rows that lacked them as JSON."""
     if isinstance(value, dict):
         return {name: _without_null(field) for name, field in value.items() if field is not None}
     return [_without_null(field) for field in value] if isinstance(value, list) else value
@@ -256,7 +248,6 @@ Batches = Callable[
 
 
 def _open(path: str, kind: str) -> tuple[Any, Batches]:
-    """Return (schema, row batches). kind: in TABLES."""
     library("pyarrow", "data", f"--input {path}")
     size = os.stat(path).st_size
     return _open_parquet(path, size) if kind == ".parquet" else _open_arrow(path, size)
@@ -306,7 +297,6 @@ def _open_arrow(path: str, size: int) -> tuple[Any, Batches]:
 
 
 def _choose(path: str, schema: Any, columns: Columns) -> list[str]:
-    """Return the columns to read. Raises ValueError if one is missing or not text."""
     from pyarrow import types
 
     known = f"its columns are {', '.join(schema.names)}"

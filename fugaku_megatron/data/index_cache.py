@@ -4,10 +4,8 @@ Rules and random stream are Megatron-core's (gpt_dataset.py, helpers.cpp). One p
 arrays blockwise and every reader maps them; node-local data is indexed on its node. Small indices
 stay in memory.
 
-    PREFIX/cache/GPTDataset_indices/<hash>-GPTDataset-train-description.txt      JSON; <hash>
-    is its MD5
-    PREFIX/cache/GPTDataset_indices/<hash>-GPTDataset-train-document_index.npy   ...
-    sample_index, shuffle_index
+    PREFIX/cache/GPTDataset_indices/<MD5>-GPTDataset-train-description.txt
+    PREFIX/cache/GPTDataset_indices/<MD5>-GPTDataset-train-document_index.npy
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ BLOCK = 2**20  # documents or samples at a time
 def build_document_index(
     documents: np.ndarray | range, num_epochs: int, separate_last: bool, rng: np.random.RandomState
 ) -> np.ndarray:
-    """Return int32 (epochs * documents,): shuffled document ids; `separate_last` shuffles the last
+    """Return shuffled document ids, int32 (epochs * documents,); `separate_last`: shuffle the last
     epoch separately.
     """
     rows = np.empty((num_epochs, len(documents)), np.int32)
@@ -55,25 +53,23 @@ def build_document_index(
 
 
 def count_samples(tokens: int, seq_length: int) -> int:
-    """Return how many samples with seq_length + 1 tokens fit, neighbours sharing one."""
+    """Count the samples with seq_length + 1 tokens, neighbours sharing one."""
     return (tokens - 1) // seq_length
 
 
 def sample_index_dtype(num_documents: int) -> type:
-    """Return the sample index dtype for `num_documents` over all epochs."""
     return np.int32 if num_documents < 2**31 else np.int64
 
 
 def sample_blocks(
     lengths: np.ndarray, document_index: np.ndarray, seq_length: int, first: int = 0
 ) -> Iterator[np.ndarray]:
-    """Yield the sample index, int32 or int64 (n + 1, 2), in blocks up to BLOCK rows: document
-    position and offset.
+    """Yield the sample index, int32 or int64 (n + 1, 2), blockwise: document position and offset.
 
     lengths: documents' from number `first` on
 
-    Sample i has the concatenated tokens i*s to (i+1)*s, inclusive: neighbours share one token. It
-    begins in the first document that ends after its first token, so empty documents are skipped.
+    Sample i has the concatenated tokens i*s to (i+1)*s, inclusive. It begins in the first document
+    that ends after its first token, so empty documents are skipped.
     """
     # ended: tokens of the documents before this block
     dtype = sample_index_dtype(len(document_index))
@@ -96,7 +92,6 @@ def sample_blocks(
 
 
 def shuffle_index_dtype(total: int) -> type:
-    """Return the shuffle index dtype for `total` samples."""
     return np.uint32 if total < 2**32 - 2 else np.int64
 
 
@@ -110,7 +105,7 @@ def build_shuffle_index(num_first: int, total: int, rng: np.random.RandomState) 
 
 
 class Epochs(NamedTuple):
-    """Epochs in an order, and how they are shuffled.
+    """Epochs in an order.
 
     begun: Megatron-core's epochs, with which the run began
     separate_last: shuffle the last one separately
@@ -126,7 +121,7 @@ class Epochs(NamedTuple):
         return self.begun + self.added
 
     def bounds(self, tokens: int, seq_length: int) -> list[int]:
-        """Return where separately shuffled ranges end, in samples. tokens: in an epoch."""
+        """Return ends of separately shuffled ranges, in samples. tokens: in an epoch."""
         ends = [*range(self.begun, self.total + 1)]
         if self.separate_last:
             ends.insert(0, self.begun - 1)
@@ -139,7 +134,7 @@ ADDED_SAMPLES = 2
 
 
 def added_documents(documents: np.ndarray | range, epochs: int, seed: int) -> Iterator[np.ndarray]:
-    """Yield document ids, int32 (documents,), per added epoch, for any number of epochs alike."""
+    """Yield each added epoch's document ids, int32 (documents,), for any number of epochs alike."""
     rng = np.random.RandomState([seed, ADDED_DOCUMENTS])
     for _ in range(epochs):
         yield build_document_index(documents, 1, False, rng)
@@ -150,8 +145,8 @@ def added_samples(bounds: Sequence[int], seed: int) -> Iterator[np.ndarray]:
 
     bounds: ends, in samples: before, and after each added epoch
 
-    The first sample has the previous epoch's remaining tokens and stays first, so that the token
-    counts differ by at most one.
+    The first sample, with the previous epoch's remaining tokens, stays first, so that token counts
+    differ by at most one.
     """
     rng = np.random.RandomState([seed, ADDED_SAMPLES])
     for first, end in zip(bounds, bounds[1:]):
@@ -163,12 +158,12 @@ def added_samples(bounds: Sequence[int], seed: int) -> Iterator[np.ndarray]:
 def blending_blocks(
     weights: Sequence[float], num_samples: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield blocks up to BLOCK samples: data set, int16 (n,), and sample number in it, int64 (n,).
+    """Yield blocks: data set, int16 (n,), and sample number in it, int64 (n,).
 
     weights: sum to 1
 
     Megatron's greedy choice: largest weight * samples so far - samples taken, the first on a tie.
-        The loop is sequential, about 0.4 us a sample for two to four data sets.
+    The loop is sequential, about 0.4 us a sample for two to four data sets.
     """
     taken = [0] * len(weights)
     for start in range(0, num_samples, BLOCK):
@@ -193,8 +188,6 @@ ABANDONED = 3600.0  # s after which an unfinished file belongs to a builder that
 
 
 class ArrayBlocks(NamedTuple):
-    """Array that is built in blocks."""
-
     name: str
     dtype: np.dtype[Any] | type
     shape: tuple[int, ...]
@@ -209,7 +202,6 @@ class IndexRequest(NamedTuple):
     """Index that a data set needs.
 
     prefix: data next to which the files are by default
-    kind: data set class
     size: bytes in all arrays
     """
 
@@ -238,8 +230,6 @@ class IndexCache:
 
 @dataclass(frozen=True)
 class Index:
-    """Arrays by name, and the files mapped."""
-
     arrays: dict[str, np.ndarray]
     files: tuple[MappedFile, ...] = ()
 
@@ -248,14 +238,11 @@ class Index:
             file.release()
 
     def check(self) -> None:
-        """Raise ValueError if a file was truncated."""
         for file in self.files:
             file.check()
 
 
 class _Files:
-    """One index's files in `folder`, named after `description`."""
-
     def __init__(self, folder: Path, request: IndexRequest) -> None:
         self.folder = folder
         self.arrays = request.arrays
@@ -268,16 +255,13 @@ class _Files:
         return self.folder / f"{self.base}-{name}"
 
     def open(self) -> Index:
-        """Map all arrays. Raises OSError or ValueError if a file is missing or truncated."""
         if self.path("description.txt").read_text() != self.text:
             raise ValueError(f"{self.path('description.txt')} describes another index")
         files = {name: MappedFile(self.path(f"{name}.npy")) for name in self.arrays}
         return Index({name: file.npy() for name, file in files.items()}, tuple(files.values()))
 
     def build(self, build: Build) -> None:
-        """Write all arrays, then the description, which validates them. Raises OSError if writing
-        fails.
-        """
+        """Write all arrays, then the description, which validates them. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for aside in self.folder.glob(f"{self.base}-*.tmp"):
             with suppress(OSError):  # another builder may be removing it
@@ -287,7 +271,6 @@ class _Files:
         self._write("description.txt", [self.text.encode()])
 
     def store(self, array: ArrayBlocks) -> np.ndarray:
-        """Write an array blockwise and map it, releasing the pages of earlier arrays."""
         header = {
             "descr": np.lib.format.dtype_to_descr(np.dtype(array.dtype)),
             "fortran_order": False,
@@ -308,7 +291,6 @@ class _Files:
     def _write(
         self, name: str, blocks: Iterable[Any], header: dict[str, Any] | None = None
     ) -> None:
-        """Write a file that appears only when complete."""
         path = self.path(name)
         aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
@@ -374,7 +356,6 @@ def _in_memory(build: Build) -> Index:
 
 
 def _ensure(files: _Files, build: Build) -> str | None:
-    """Build missing files; return an error message if they cannot be written."""
     try:
         files.open()
     except (OSError, ValueError):

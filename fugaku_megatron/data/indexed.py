@@ -1,10 +1,10 @@
-"""Megatron-LM's indexed dataset: tokens in <prefix>.bin, the lengths and offsets of its sequences
-in <prefix>.idx.
+"""Megatron-LM's indexed dataset: tokens in <prefix>.bin, sequence lengths and offsets in
+<prefix>.idx.
 
-.idx, little-endian: b"MMIDIDX\\0\\0", version u64 = 1, dtype code u8, n u64 sequences, d u64
-document indices; then lengths int32[n] in tokens, pointers int64[n] in bytes into .bin, document
-indices int64[d]: the first sequence of each document, and n. A trailing int8[n] (Megatron's
-multimodal modes) is accepted and ignored. Left out: object storage.
+.idx, little-endian: b"MMIDIDX\\0\\0", version u64 = 1, dtype code u8, n u64 sequences, d u64 document
+indices; lengths int32[n] in tokens, pointers int64[n] in bytes into .bin, document indices
+int64[d]: each document's first sequence, and n. A trailing int8[n] (Megatron's multimodal modes) is
+ignored. Left out: object storage.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ REBUILD = "write both files again with fugaku-megatron preprocess, or copy both 
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """Return Megatron's token dtype: uint16 for a vocabulary below 65500 tokens, else int32."""
+    """Return Megatron's dtype: uint16 below 65500 tokens, else int32."""
     return np.dtype("<u2" if vocab_size < UINT16_VOCAB else "<i4")
 
 
@@ -69,15 +69,13 @@ def _file_size(path: str) -> int:
 
 
 def check_files(prefix: str) -> None:
-    """Raise ValueError if a data set lacks one file; their contents are not read."""
     for suffix in (".idx", ".bin"):
         _file_size(prefix + suffix)
 
 
 @dataclass(frozen=True)
 class Header:
-    """Checked .idx contents: dtype name; numbers: sequences, document indices, tokens; size in
-    bytes.
+    """Checked .idx contents; numbers: sequences, document indices, tokens; size in bytes.
 
     The sequence lengths' CRC-32 identifies the sample order.
     """
@@ -91,9 +89,7 @@ class Header:
 
 
 def _check_places(path: str, stream: BinaryIO, sequences: int, itemsize: int) -> tuple[int, str]:
-    """Return (tokens, the lengths' CRC-32). Raises ValueError unless sequences are adjacent, as
-    every writer stores them.
-    """
+    """Return (tokens, the lengths' CRC-32). Raises ValueError unless sequences are adjacent."""
     crc = 0
     ended = 0
     for start in range(0, sequences, BLOCK):
@@ -132,7 +128,6 @@ def _read_part(stream: BinaryIO, dtype: str, offset: int, count: int) -> np.ndar
 
 
 def _read_index(prefix: str) -> Header:
-    """Read and check <prefix>.idx blockwise, also against .bin's size."""
     path = prefix + ".idx"
     size = _file_size(path)
     bin_size = _file_size(prefix + ".bin")
@@ -196,10 +191,9 @@ class StoredTokens:
 class IndexedDataset:
     """Sequence reader; `data[i]` and `data.get(i, offset, length)` are read-only arrays.
 
-    Attributes: dtype, num_tokens, tokens, and from .idx sequence_lengths int32[n] in tokens,
-        document_indices int64[d]. With `comm` only rank 0 reads and checks .idx; ranks open files
-        on first use. Raises ValueError on every rank if a file is missing, truncated, invalid or
-        changed, or the two disagree.
+    Attributes from .idx: sequence_lengths int32[n] in tokens, document_indices int64[d]. With
+    `comm` only rank 0 reads and checks .idx; ranks open files on first use. Raises ValueError on
+    every rank if a file is missing, truncated, invalid or changed, or the two disagree.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], comm: Comm | None = None):
@@ -217,14 +211,13 @@ class IndexedDataset:
         return header
 
     def _keep(self, path: str) -> None:
-        """Record a file's status: it must not change from now on."""
         self._statuses[path] = Status.of(os.stat(path))
 
     def __len__(self) -> int:
         return self.header.sequences
 
     def description(self) -> dict[str, Any]:
-        """Return what determines the sample order, independent of the folder's path."""
+        """Return the data that determines the sample order, independent of the folder's path."""
         return {
             "class": "GPTDataset",
             "dataset_path": os.path.basename(self.prefix),
@@ -234,7 +227,6 @@ class IndexedDataset:
         }
 
     def record(self) -> dict[str, Any]:
-        """Return a checkpoint's file description, to detect replaced files."""
         return {
             "path": self.prefix,
             "documents": len(self),
@@ -276,7 +268,6 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> StoredTokens:
-        """All tokens, in .bin order."""
         return StoredTokens(self, range(self.num_tokens))
 
     @cached_property
@@ -288,18 +279,15 @@ class IndexedDataset:
         return self._open(path)
 
     def read_tokens(self, start: int, count: int) -> np.ndarray:
-        """Return up to `count` .bin tokens from number `start` on."""
         count = max(0, min(count, self.num_tokens - start))
         return self._bin.read(self.dtype, start * self.dtype.itemsize, count)
 
     def read_lengths(self, start: int, stop: int) -> np.ndarray:
-        """Return int32 (stop - start,): consecutive sequence lengths, read from .idx."""
+        """Return consecutive sequence lengths, int32 (stop - start,)."""
         return self._index.read("<i4", HEADER.size + 4 * start, stop - start)
 
     def read_pointers(self, start: int, stop: int) -> np.ndarray:
-        """Return int64 (stop - start,): consecutive sequences' .bin offsets in bytes, read from
-        .idx.
-        """
+        """Return consecutive .bin offsets in bytes, int64 (stop - start,)."""
         return self._index.read("<i8", HEADER.size + 4 * len(self) + 8 * start, stop - start)
 
     def check_open(self) -> None:
@@ -308,14 +296,12 @@ class IndexedDataset:
             file.check_open()
 
     def check(self) -> None:
-        """Raise ValueError if a file known to this rank was written, truncated, replaced or
-        removed.
-        """
+        """Raise ValueError for a written, truncated, replaced or removed file."""
         for path, status in self._statuses.items():
             check_status(path, status)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return `length` tokens (default: the rest) in sequence `index` from token `offset` on."""
+        """Return `length` tokens (default: the rest) from token `offset` on."""
         index = int(index)  # numpy's may be too narrow for a place in the file
         whole = int(self.read_lengths(index, index + 1)[0])
         first = int(self.read_pointers(index, index + 1)[0]) // self.dtype.itemsize
@@ -333,7 +319,6 @@ class IndexedDataset:
 
 @contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Convert an OSError while writing `path` into a one-line ValueError."""
     try:
         yield
     except OSError as error:
@@ -343,12 +328,10 @@ def writing(path: str) -> Iterator[None]:
 
 
 class IndexedDatasetWriter:
-    """Writer for <prefix>.bin and .idx, under temporary names until the end: nothing is
-    overwritten before.
+    """Writer for <prefix>.bin and .idx, under temporary names until the end.
 
-        with IndexedDatasetWriter(prefix, best_dtype(vocab_size)) as writer:      # an
-        exception leaves no file
-            writer.add_document(tokens)
+        with IndexedDatasetWriter(prefix, best_dtype(vocab_size)) as writer:
+            writer.add_document(tokens)  # an exception leaves no file
 
     folder: for the temporary files, on the same disk (None: the final folder)
     """
@@ -377,7 +360,6 @@ class IndexedDatasetWriter:
             self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115 - closed by finalize or discard
 
     def writing(self) -> AbstractContextManager[None]:
-        """Return a context that converts the files' OSErrors."""
         return writing(f"{self.prefix}.bin")
 
     def add_document(
@@ -398,13 +380,10 @@ class IndexedDatasetWriter:
         self._append(tokens, np.array(lengths, "i"), np.array([len(lengths)]))
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append one-sequence documents with these `lengths` in tokens, (documents,); length 0 has
-        no sequence.
-        """
+        """Append one-sequence documents, `lengths` (documents,); length 0 has no sequence."""
         self._append(tokens, lengths[lengths > 0], np.cumsum(lengths > 0))
 
     def _append(self, tokens: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> None:
-        """Append sequences with these `lengths`. ends: sequences up to each document's end."""
         bounds = np.iinfo(self.dtype)
         if len(tokens) and not bounds.min <= tokens.min() <= tokens.max() <= bounds.max:
             raise ValueError(
@@ -417,24 +396,20 @@ class IndexedDatasetWriter:
 
     @property
     def num_documents(self) -> int:
-        """Sequences so far, which --split distributes; an empty document has none."""
+        """Sequences so far; an empty document has none."""
         return len(self._lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far."""
         return sum(self._lengths)
 
     def tokens_of(self, documents: range) -> int:
-        """Count the tokens in a `num_documents` range."""
         return sum(self._lengths[documents.start : documents.stop])
 
     def summary(self) -> str:
-        """Return a line about the written files."""
         return f"wrote {self.prefix}.bin and .idx: {self.num_documents} documents, {self.num_tokens} tokens"
 
     def finalize(self) -> None:
-        """Write .idx and rename all files to their final names."""
         lengths = np.asarray(self._lengths, "<i4")
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1] * np.int64(self.dtype.itemsize), out=pointers[1:])
@@ -465,7 +440,6 @@ class IndexedDatasetWriter:
         stream.close()
 
     def discard(self) -> None:
-        """Remove the temporary files."""
         with suppress(OSError):  # its unwritten rest did not fit the disk
             self._bin.close()
         for path in self._temporary.values():

@@ -1,7 +1,7 @@
 """JSON files: an object a line, or objects over several lines, also as array elements.
 
 The layout is detected from the first bytes. Arrays and objects over lines are streamed, so a file
-may exceed memory. files.py interprets the objects.
+may exceed memory.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ _decode = json.JSONDecoder().raw_decode
 def json_layout(head: bytes, more: bool, suffix: str, names: Sequence[str]) -> str | None:
     """Return the layout, or None for a text that is not JSON.
 
-    head: first bytes of the file
     more: the file continues
     suffix: file name suffix, in lower case
     names: wanted keys
 
-    Files named as JSON lines are JSON. Others are if their first lines are objects, or if the
-    first object has a wanted key or the file name has no suffix, or a number: a notebook stays a
-    text.
+    Files named as JSON lines are JSON. Others are if their first lines are objects, or if the first
+    object has a wanted key or the suffix is empty or a number: a notebook stays a text.
     """
     text = head.decode("utf-8-sig", "replace").lstrip()
     is_json = suffix in SUFFIXES
@@ -74,7 +72,6 @@ def _object(line: str) -> dict[str, Any] | None:
 
 
 def _first_element(text: str) -> Any:
-    """Return the first array element, or the object over lines; None without either."""
     is_array = text[0] == "["
     try:
         found, end = _decode(text, _skip_space(text, 1) if is_array else 0)
@@ -91,8 +88,6 @@ def _skip_space(text: str, place: int) -> int:
 def values(path: str, blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, bytes, int]]:
     """Yield (number from 1, JSON, file bytes read) for each value or array element.
 
-    blocks: text bytes, and file bytes read up to their end
-
     Raises ValueError, with the line, for invalid JSON.
     """
     stream = _Stream(path, blocks)
@@ -108,8 +103,6 @@ def values(path: str, blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int
 
 
 class _Stream:
-    """Text decoded on demand. read: file bytes read."""
-
     def __init__(self, path: str, blocks: Iterable[tuple[bytes, int]]):
         self.path = path
         self.read = 0
@@ -121,7 +114,6 @@ class _Stream:
         self._ended = False
 
     def peek(self) -> str:
-        """Return the next character that is not white space, or "" at the end."""
         while True:
             self._place = _skip_space(self._text, self._place)
             if self._place < len(self._text):
@@ -130,7 +122,6 @@ class _Stream:
                 return ""
 
     def elements(self) -> Iterator[bytes]:
-        """Yield each element's JSON in the array that begins here."""
         self._place += 1
         if self.peek() == "]":
             self._place += 1
@@ -148,7 +139,6 @@ class _Stream:
                 return
 
     def value(self) -> bytes:
-        """Return the JSON value that begins here."""
         self.peek()
         while True:
             try:
@@ -170,9 +160,6 @@ class _Stream:
             return raw
 
     def _more(self, size: int = 0) -> bool:
-        """Decode at least `size` more characters, so that a long value is tried few times; False
-        at the end.
-        """
         self._line += self._text.count("\n", 0, self._place)
         pieces = [self._text[self._place :]]
         self._place = 0

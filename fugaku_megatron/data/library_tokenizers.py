@@ -1,5 +1,4 @@
-"""Tokenizers from other libraries under Megatron-LM's names: Hugging Face, SentencePiece,
-TikTokenizer, numbers.
+"""Tokenizers from other libraries under Megatron-LM's names.
 
 Token ids, vocabulary size and end-of-document id equal Megatron-core's. The libraries are optional
 and imported on use. Code in a tokenizer's folder is never run.
@@ -52,7 +51,7 @@ def clean(text: str | bytes) -> str:
 
 
 def pieces_kind(path: Path) -> str | None:
-    """Detect the program that wrote a tokenizer.model; None if its first bytes do not tell."""
+    """Detect the program that wrote a tokenizer.model; None if unknown."""
     with open(path, "rb") as file:
         begin = file.read(512)
     if begin.startswith(b"\n"):  # the tag of the first field of a SentencePiece model, a piece
@@ -61,12 +60,11 @@ def pieces_kind(path: Path) -> str | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True if the folder has a Hugging Face tokenizer."""
     return any((folder / name).is_file() for name in HUGGING_FACE_FILES)
 
 
 def _auto_tokenizer(folder: Path, where: str) -> Any:
-    """Load `AutoTokenizer` from a folder without running code in it.
+    """Load `AutoTokenizer` without running the folder's code.
 
     Raises ValueError, beginning with `where`, for damaged and unsupported files.
     """
@@ -103,7 +101,6 @@ def _auto_tokenizer(folder: Path, where: str) -> Any:
 
 
 def _check_files(folder: Path, where: str) -> None:
-    """Raise ValueError for an unreadable or mislabeled tokenizer file."""
     for name in (*HUGGING_FACE_FILES, *OTHER_FILES):
         if os.path.lexists(folder / name):
             _check_readable(folder, name, where)
@@ -151,7 +148,6 @@ def _check_json(path: Path, where: str) -> None:
 
 
 def _named_code(folder: Path) -> str | None:
-    """Return the class named by the folder's auto_map for tokenizer or config, or None."""
     for name in (TOKENIZER_CONFIG, CONFIG):
         try:
             contents = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -173,7 +169,6 @@ class HuggingFaceTokenizer:
 
     vocab_size: len(tokenizer) with added tokens, or the largest id plus 1 if ids are missing
     eod: eos token id, else sep token id, or None
-    library: transformers' tokenizer
 
     Raises ValueError for a folder without a tokenizer, and without transformers.
     Source: megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py.
@@ -197,28 +192,25 @@ class HuggingFaceTokenizer:
         self.checksum = zlib.crc32(json.dumps(sorted(vocabulary.items())).encode())
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Tokenize, with the special tokens around every text (Llama's first token, for example)."""
+        """Tokenize, with special tokens around every text."""
         return list(self.library(clean(text)).input_ids)
 
     def encode_many(self, texts: Sequence[str | bytes]) -> list[list[int]]:
-        """Tokenize several texts in one call, which is faster."""
         cleaned = [clean(text) for text in texts]
         return list(self.library(cleaned, return_attention_mask=False).input_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode, special tokens included."""
         return str(self.library.decode(list(map(int, ids))))
 
     def count_bytes(self, ids: Iterable[int]) -> int:
-        """Count the UTF-8 bytes of the decoded text without special tokens."""
+        """Count the text's UTF-8 bytes without special tokens."""
         return len(self.library.decode(list(map(int, ids)), skip_special_tokens=True).encode())
 
 
 def load_pieces(path: str | Path, user: str) -> tuple[Any, bytes]:
-    """Return a SentencePiece model's processor, and the file's bytes. user: flag that needs the
-    package
+    """Return a SentencePiece processor, and the file's bytes. Raises ValueError for another file.
 
-    Raises ValueError for another file.
+    user: flag that needs the package
     """
     package = library("sentencepiece", "sentencepiece", user)
     where = f"--tokenizer-model {path}"
@@ -240,10 +232,10 @@ def load_pieces(path: str | Path, user: str) -> tuple[Any, bytes]:
 class SentencePieceTokenizer:
     """SentencePiece model. `vocab_size` is its number of pieces, `eod` its end of sentence.
 
-    `eod` is None if the model has no end of sentence (Megatron-core uses -1, not a token id).
-    Raises ValueError for another file and without sentencepiece.
-    Sources: megatron/core/tokenizers/text/libraries/sentencepiece_tokenizer.py,
-        abstract_tokenizer.py there for `eod`.
+    `eod` is None without an end of sentence (Megatron-core uses -1, not a token id). Raises
+    ValueError for another file and without sentencepiece.
+    Sources: sentencepiece_tokenizer.py and, for `eod`, abstract_tokenizer.py in Megatron-LM's
+        megatron/core/tokenizers/text/libraries.
     """
 
     name = "SentencePieceTokenizer"
@@ -264,19 +256,17 @@ class SentencePieceTokenizer:
         return list(self._processor.encode(clean(text)))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode. Raises ValueError for an id outside the vocabulary."""
         ids = list(map(int, ids))
         check_range(ids, self.vocab_size, MODEL_REMEDY)
         return str(self._processor.decode(ids))
 
     def count_bytes(self, ids: Iterable[int]) -> int:
-        """Count the UTF-8 bytes of the decoded text."""
         return len(self.decode(ids).encode())
 
 
 class JapaneseSentencePiece(SentencePieceTokenizer):
-    """SentencePiece model with piece "</s>" at the end of documents, and lines that end with a
-    line feed alone.
+    """SentencePiece model with piece "</s>" at the end of documents, and lines that end with a line
+    feed alone.
 
     Source: megatron/tokenizer/tokenizer.py of Fugaku-LLM/DeepSpeedFugaku.
     """
@@ -288,7 +278,6 @@ class JapaneseSentencePiece(SentencePieceTokenizer):
         self.eod = self._processor.piece_to_id("</s>")
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Tokenize."""
         return super().encode(clean(text).replace("\r\n", "\n"))
 
 
@@ -319,16 +308,13 @@ class NullTokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Join numbers with spaces."""
         return " ".join(str(int(i)) for i in ids)
 
     def count_bytes(self, ids: Iterable[int]) -> int:
-        """Count the bytes of the joined numbers."""
         return len(self.decode(ids))
 
 
 def check_range(ids: list[int], vocab_size: int, remedy: str) -> None:
-    """Raise ValueError for a token id outside the vocabulary."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         wrong = min(ids) if min(ids) < 0 else max(ids)
         raise ValueError(f"token id {wrong} is outside the vocabulary of {vocab_size}: {remedy}")
@@ -405,9 +391,7 @@ class TikTokenizer:
         ]
 
     def _merge(self, piece: bytes) -> tuple[int, ...]:
-        """Apply BPE to a piece: merge the pair that forms the first token of the file, until no
-        pair forms one.
-        """
+        """Apply BPE: merge the pair that forms the file's first token, until none does."""
         parts = [piece[i : i + 1] for i in range(len(piece))]
         if piece in self._ids:
             return (self._ids[piece],)
@@ -426,16 +410,14 @@ class TikTokenizer:
         return b"".join(self._tokens[token - special] for token in ids if token >= special)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode without special tokens. Raises ValueError for an id outside the vocabulary."""
+        """Decode without special tokens. Raises ValueError for an invalid id."""
         return self._bytes(ids).decode("utf-8", "replace")
 
     def count_bytes(self, ids: Iterable[int]) -> int:
-        """Count the UTF-8 bytes of the decoded text."""
         return len(self._bytes(ids))
 
 
 def _read_tokens(path: str | Path, count: int) -> list[bytes]:
-    """Return the file's first `count` tokens by rank; the first 256 are the bytes."""
     where = f"--tokenizer-model {path}"
     text = read_text(path, "--tokenizer-model")
     try:

@@ -1,10 +1,10 @@
 """Loss mask and document starts of samples.
 
 A marked sample is int64 (2, s + 1): token ids, and marks, sums of COUNTED, FIRST and PADDED.
-Position 0 begins a document, marked or not. Pretraining derives marks from tokens on reading;
-files and indices have none. Rules of Megatron-LM's megatron/core/datasets/gpt_dataset.py
-(_get_ltor_masks_and_position_ids): a document includes its end token, and --eod-mask-loss masks
-the label after it. Legend: s sequence, b micro-batch.
+Position 0 begins a document, marked or not. Pretraining derives marks from tokens on reading. Rules
+of Megatron-LM's megatron/core/datasets/gpt_dataset.py (_get_ltor_masks_and_position_ids): a
+document includes its end token, and --eod-mask-loss masks the label after it. Legend: s sequence, b
+micro-batch.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ class MarkedDataset:
 
 
 def mark(dataset: Dataset | None, eod: int, masks_loss: bool) -> Dataset | None:
-    """Add marks to a data set, or to each of several validation sets; arguments as
-    `MarkedDataset`.
-    """
+    """Add marks to a data set, or to each of several validation sets; arguments as `MarkedDataset`."""
     if isinstance(dataset, ValidationSets):
         return ValidationSets([MarkedDataset(each, eod, masks_loss) for each in dataset.datasets])
     return None if dataset is None else MarkedDataset(dataset, eod, masks_loss)
@@ -67,7 +65,7 @@ class TokenCounts:
 
     counted: labels in the loss
     squares: sum of (document length)^2, to which attention time is proportional
-    share: this rank's squares over the mean of the data-parallel ranks
+    share: this rank's squares over the data-parallel ranks' mean
     padded: tokens that predict nothing
     """
 
@@ -79,7 +77,7 @@ class TokenCounts:
 
     @staticmethod
     def of(samples: np.ndarray) -> TokenCounts:
-        """Count samples (..., 2, s + 1, b) of tokens and marks."""
+        """Count samples (..., 2, s + 1, b)."""
         marks = np.moveaxis(samples[..., 1, :, :], -2, -1).reshape(
             -1, samples.shape[-2]
         )  # (samples, s + 1)
@@ -93,22 +91,22 @@ class TokenCounts:
 
 
 def labels(tokens: Tensor, marks: Tensor) -> Tensor:
-    """Return the next token of each, -1 if masked: tokens and marks (s + 1, b) -> (s, b)."""
+    """Return next tokens, -1 if masked: (s + 1, b) -> (s, b)."""
     return tokens[1:].masked_fill(marks[1:] & COUNTED == 0, -1)
 
 
 def document_starts(marks: Tensor) -> Tensor:
-    """Return each position's document start: marks (s + 1, b) -> int32 (b, s)."""
+    """Return each position's document start: (s + 1, b) -> int32 (b, s)."""
     places = torch.arange(len(marks) - 1, dtype=torch.int32)
     begins = torch.where(marks[:-1].t() & FIRST != 0, places, 0)
     return begins.cummax(1).values.contiguous()
 
 
 def padding(marks: Tensor) -> Tensor | None:
-    """Return bool (s, b): tokens that predict nothing, from marks (s + 1, b); None unless samples
+    """Return tokens that predict nothing, bool (s, b), from marks (s + 1, b); None unless samples
     are chats.
 
-    Each sample of chats has such a token, if only in place s, which is no input.
+    Each chat sample has such a token, if only in place s, which is no input.
     """
     padded = marks & PADDED != 0
     return padded[:-1] if bool(padded.any()) else None

@@ -83,9 +83,7 @@ BATCHES_AHEAD = 4  # per worker, which bounds the memory that input and results 
 
 @dataclass(frozen=True)
 class Job:
-    """Arguments of a worker. keys: JSON keys in output order. chat: documents are chats
-    (chats.py).
-    """
+    """Worker arguments. keys: JSON keys in output order. chat: documents are chats."""
 
     flags: TokenizerFlags
     keys: tuple[str, ...]
@@ -96,7 +94,6 @@ class Job:
 
     @property
     def columns(self) -> Columns:
-        """Return the table columns to read."""
         return CHAT if self.chat else Columns(self.keys)
 
 
@@ -106,7 +103,7 @@ class Encoded:
     position.
 
     read: bytes of the last file read
-    skipped: number of documents skipped, and the first reasons
+    skipped: number of skipped documents, and first reasons
     unread: ignored fields of chats
     """
 
@@ -132,8 +129,8 @@ class Encoder:
         self._unread: set[str] = set()
 
     def encode(self, documents: list[Document]) -> Encoded:
-        """Tokenize at least one document. Raises ValueError for an unreadable one, unless it may
-        be skipped.
+        """Tokenize at least one document. Raises ValueError for an unreadable one, unless it may be
+        skipped.
         """
         read = self._chat if self.template else partial(document_texts, keys=self.job.keys)
         found = []
@@ -190,7 +187,6 @@ class Encoder:
 
 @cache
 def _encoder(job: Job) -> Encoder:
-    """Return the process's encoder, which reads the tokenizer files once."""
     return Encoder(job)
 
 
@@ -207,7 +203,6 @@ def _start_worker() -> None:
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Yield batches of consecutive documents, about BATCH_BYTES each."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -224,9 +219,7 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def encode_all(
     job: Job, paths: list[str], workers: int, start: Place, skipped: Skipped | None = None
 ) -> Iterator[Encoded]:
-    """Yield `Encoder.encode` of every batch from a position on, in order, by `workers` processes
-    (1: this one).
-    """
+    """Yield every batch's `Encoder.encode` in order, by `workers` processes (1: this one)."""
     work = batches(read_documents(paths, job.columns, start, skipped))
     if workers == 1:
         yield from map(partial(_encode, job), work)
@@ -250,7 +243,7 @@ class Progress:
     """Progress bar if stderr is a terminal and tqdm is installed, else a line every `interval`
     documents.
 
-    Percent and remaining time refer to input file bytes, compressed; MB/s to text.
+    Percent and remaining time refer to compressed input bytes; MB/s to text.
     """
 
     def __init__(self, work: Unfinished, total: int, interval: int):
@@ -284,7 +277,6 @@ class Progress:
             print(self.line(), file=sys.stderr, flush=True)
 
     def line(self) -> str:
-        """Format the progress, with this process's rates."""
         now = self._work.journal
         seconds = time.perf_counter() - self._began
         documents = now.documents - self._first.documents
@@ -304,7 +296,6 @@ class Progress:
 
 
 def check_numbers(args: argparse.Namespace) -> None:
-    """Raise ValueError for numbers below 1, and for more processes than a node can start."""
     limit = max(MIN_LIMIT_OF_WORKERS, MAX_WORKERS_PER_CPU * (os.cpu_count() or 1))
     if (args.workers or 0) > limit:
         raise ValueError(
@@ -402,7 +393,6 @@ def _job(args: argparse.Namespace) -> Job:
 
 
 def _check_chat(args: argparse.Namespace) -> None:
-    """Raise ValueError for flags that exclude --chat, and for --chat-template without it."""
     if args.chat_template and not args.chat:
         raise ValueError(f"--chat-template {args.chat_template} goes with --chat: pass both")
     if args.chat and (args.append_eod or args.json_keys != ["text"]):
@@ -422,14 +412,11 @@ def _writers(args: argparse.Namespace, dtype: np.dtype, folder: Path) -> list[In
 
 
 def split_for(documents: int) -> str:
-    """Return --split: Megatron's for many documents, without test for fewer, else all for
-    training.
-    """
+    """Return --split: Megatron's for many documents, without test for fewer, else all for training."""
     return "969,30,1" if documents >= MANY else "90,10,0" if documents >= SOME else "100,0,0"
 
 
 def summary(writers: list[IndexedDatasetWriter], job: Job) -> list[str]:
-    """Describe the outputs, the validation share, and the flags for train."""
     lines = [writer.summary() for writer in writers]
     filled = [writer for writer in writers if writer.num_tokens]
     start = "--sft " if job.chat else ""
@@ -446,7 +433,6 @@ def summary(writers: list[IndexedDatasetWriter], job: Job) -> list[str]:
 
 
 def validation(writer: IndexedDatasetWriter) -> str:
-    """Describe the validation documents under `split_for`."""
     documents = writer.num_documents
     split = split_for(writer.num_documents)
     part = split_documents(documents, parse_split(split), 1)
@@ -516,7 +502,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Tokenize and write. Raises ValueError for user mistakes and I/O errors."""
     try:
         preprocess(args)
     except OSError as error:

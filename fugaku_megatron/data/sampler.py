@@ -1,12 +1,9 @@
-"""From consumed samples to micro-batches: which samples a data-parallel rank takes, and loading
-them in the background.
+"""Samples of a data-parallel rank, and loading them in the background.
 
-Everything is a function of the number of samples consumed: the position in the data is one
-integer, and a run may continue with another data-parallel size. Left out: epochs (a dataset covers
-the whole run), Megatron's "cyclic" sampler. A micro-batch stays an array of numpy until the
-trainer needs it: torch may copy this much with several OpenMP threads, and a prefetching thread
-would start a second set of them.
-Shapes: s = sequence length, b = micro-batch size.
+Everything is a function of the samples consumed, so a run may resume with another data-parallel
+size. Left out: epochs (a dataset covers the whole run), Megatron's "cyclic" sampler. Micro-batches
+stay numpy arrays: torch in the prefetching thread would start more OpenMP threads. Shapes: s =
+sequence length, b = micro-batch size.
 """
 
 from __future__ import annotations
@@ -32,22 +29,17 @@ T = TypeVar("T")
 def first_sample(
     consumed: int, micro_batch: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> int:
-    """Return the first sample number of a micro-batch in the global batch that begins at sample
-    `consumed`.
-
-    A micro-batch has `micro_batch_size` consecutive samples.
-    """
+    """Return a micro-batch's first sample number in the global batch at `consumed`."""
     return consumed + (micro_batch * dp_size + dp_rank) * micro_batch_size
 
 
 def consecutive(consumed: int, count: int) -> Sequence[int]:
-    """Return the next `count` sample numbers, none skipped."""
     return range(consumed, consumed + count)
 
 
 def fetch(dataset: Dataset, samples: Sequence[int]) -> np.ndarray:
-    """Fetch b samples by number: int64 (s + 1, b), or (2, s + 1, b) with marks. A token's label is
-    in the next row.
+    """Fetch b samples: int64 (s + 1, b), or (2, s + 1, b) with marks. A token's label is in the
+    next row.
     """
     return np.stack([dataset[i] for i in samples], axis=-1)
 
@@ -58,7 +50,7 @@ def global_batches(
     global_batch_size: Callable[[int], int],
     samples: Callable[[int, int], Sequence[int]],
 ) -> Iterator[Sequence[int]]:
-    """Yield each iteration's sample numbers from `consumed` to the last full batch; arguments as
+    """Yield each iteration's sample numbers up to the last full batch; arguments as
     `micro_batches`.
     """
     while (batch := samples(consumed, global_batch_size(consumed)))[-1] < len(dataset):
@@ -96,8 +88,8 @@ _CPUS = os.sched_getaffinity(
 class Prefetcher(Generic[T]):
     """Iterator over `source` that loads up to `depth` items ahead in a thread.
 
-    `next` raises the source's exception in place of the item. `close` (or leaving `with`) stops
-    the thread after the current item and may be called twice.
+    `next` raises the source's exception in place of the item. `close` (or leaving `with`) stops the
+    thread after the current item and may be called twice.
     """
 
     def __init__(self, source: Iterable[T], depth: int = 2):
@@ -148,7 +140,6 @@ class Prefetcher(Generic[T]):
             raise self._ended
 
     def close(self) -> None:
-        """Stop the thread and discard loaded items."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -174,7 +165,6 @@ class ReaderGroup:
 
     @property
     def reads(self) -> bool:
-        """True if this rank opens the data."""
         return self.comm.rank == 0
 
 
@@ -188,14 +178,13 @@ def build_reader_group(
 
 
 class ReaderBatches:
-    """Iterator over this rank's micro-batches; the reader sends an iteration's when `begin` is
-    called, as int32.
+    """Iterator over this rank's micro-batches; `begin` makes the reader send an iteration's, as
+    int32.
 
     dataset: on the reader
-    consumed: first sample
     size: global batch size at a sample
     samples: sample numbers of an iteration
-    work: token counts of this rank's marked samples in the iteration
+    work: token counts of this rank's marked samples
     """
 
     work: TokenCounts
@@ -224,7 +213,6 @@ class ReaderBatches:
     def _iterations(
         self, dataset: Dataset, batches: Iterator[Sequence[int]]
     ) -> Iterator[list[np.ndarray]]:
-        """Yield each iteration's micro-batches by rank, int32 (micro-batches, ...) as `fetch`."""
         for batch in batches:
             count = len(batch) // (self.micro_batch_size * self.dp_size)
             parts: dict[int, np.ndarray] = {}
@@ -252,17 +240,14 @@ class ReaderBatches:
         return self
 
     def __next__(self) -> np.ndarray:
-        """Return the iteration's next micro-batch, int64, as `fetch`."""
         return next(self._ready)
 
     def close(self) -> None:
-        """Stop reading ahead."""
         if self._reader:
             self._reader.close()
 
 
 def _scatter(comm: Comm, parts: Sequence[np.ndarray] | None) -> np.ndarray:
-    """Scatter rank 0's parts, int32 of three or four dimensions; other ranks pass None."""
     if parts is None:
         shape = comm.recv(torch.empty(4, dtype=torch.int64), 0).tolist()
         shape = [size for size in shape if size]

@@ -2,7 +2,6 @@
 
 A template may loop for ever or fill the memory, even within one interpreter operation that no
 signal handler can interrupt. The kernel ends the process, and the next chat starts another.
-transformers' jinja sandbox limits calls.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def apply_chat_template(library: Any, messages: Any, **options: Any) -> Any:
     """Render a chat with transformers in the other process.
 
     library: transformers' tokenizer
-    options: arguments of its apply_chat_template
+    options: its apply_chat_template's arguments
 
     Raises TemplateLimit and TemplateRefusal.
     """
@@ -78,8 +77,6 @@ def _apply(method: Any) -> Callable[..., Any]:
 
 
 class TemplateProcess:
-    """Rendering process, started on first use."""
-
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -103,7 +100,6 @@ class TemplateProcess:
         return reply["texts"], reply["places"]
 
     def close(self, kill: bool = False) -> None:
-        """End the process, if there is one, and wait for it."""
         process = self._process
         self._process = None
         if process is None:
@@ -116,7 +112,6 @@ class TemplateProcess:
         process.wait()
 
     def forget(self) -> None:
-        """Disown the process in a forked child."""
         process = self._process
         if process is not None:
             for stream in (process.stdin, process.stdout):
@@ -155,7 +150,6 @@ class TemplateProcess:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a numpy number for JSON."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"a {type(value).__name__} is no value of JSON")
@@ -169,7 +163,6 @@ def _write(process: subprocess.Popen[bytes], line: bytes) -> None:
 
 
 def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """Return a line, or its beginning if the process ended; kill the process after `seconds`."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     waiting = select.poll()
@@ -188,7 +181,6 @@ def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
 
 
 def _end(status: int) -> str:
-    """Return why a process with this exit status ended while it rendered."""
     if status in (-signal.SIGALRM, -signal.SIGKILL):
         return f"it did not end within {SECONDS:g} s; {REMEDY}"
     return f"the process that renders it ended by {_status(status)}; {REMEDY}"
@@ -202,9 +194,7 @@ def _status(status: int) -> str:
 
 
 def serve(size: int) -> None:
-    """Render calls from lines of JSON until there are no more. size: memory limit above the
-    current use, in bytes.
-    """
+    """Render calls from lines of JSON. size: memory limit above current use, in bytes."""
     from transformers.utils import chat_template_utils
 
     render = getattr(chat_template_utils, RENDER)

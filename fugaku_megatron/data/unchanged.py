@@ -1,7 +1,6 @@
 """Detect changed data files, while a run reads them and against its checkpoint.
 
-Each rank checks the files that it opened, one rank a node (`sampler.build_reader_group`).
-`files.ReadFile` checks every read.
+Each rank checks the files that it opened, one rank a node. `files.ReadFile` checks every read.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ Record = dict[str, Any]  # what a checkpoint says of the files of a prefix: `Ind
 
 
 def _sources(dataset: Any) -> Iterator[IndexedDataset]:
-    """Yield the files of a data set or its parts."""
     if (parts := getattr(dataset, "datasets", None)) is not None:
         for part in parts:
             yield from _sources(part)
@@ -25,21 +23,18 @@ def _sources(dataset: Any) -> Iterator[IndexedDataset]:
 
 
 def sources(datasets: Iterable[Dataset | None]) -> list[IndexedDataset]:
-    """Return the files of all data sets, each once."""
+    """Return all files, each once."""
     found = (files for dataset in datasets for files in _sources(dataset))
     return list({id(files): files for files in found}.values())
 
 
 def check_unchanged(datasets: Iterable[Dataset | None]) -> None:
-    """Raise ValueError if a data file was written, truncated, replaced or removed since it was
-    opened.
-    """
+    """Raise ValueError for a data file that was written, truncated, replaced or removed."""
     for files in sources(datasets):
         files.check()
 
 
 def records(datasets: Iterable[Dataset | None]) -> list[Record]:
-    """Return a checkpoint's description of the files, each prefix once."""
     return list({files.prefix: files.record() for files in sources(datasets)}.values())
 
 
@@ -48,7 +43,7 @@ def _counts(record: Record) -> str:
 
 
 def other_files(saved: Sequence[Record], now: Sequence[Record]) -> list[str]:
-    """Return a line for each prefix with other contents than at the time of the checkpoint."""
+    """Return a line for each prefix with other contents than in the checkpoint."""
     before = {record["path"]: record for record in saved}
     lines = []
     for record in now:

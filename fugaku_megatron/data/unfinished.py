@@ -1,9 +1,8 @@
 """Resumable state of preprocess in the folder PREFIX.unfinished.
 
 Token ids and document lengths are appended to two files a JSON key, in input order. journal.json
-records valid sizes and the input position, replaced after the files are synced. A run with the
-same tokenizer, flags and input truncates the files to these sizes and resumes. At the end
-documents are written into the data sets and the folder is removed.
+records valid sizes and the input position, replaced after the files are synced. A run with the same
+tokenizer, flags and input truncates the files to these sizes and resumes.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ LOCK = "lock"
 @dataclass(frozen=True)
 class Journal:
     """Valid state. place: input position; tokens: per JSON key; size: bytes of text; inputs:
-    checksum of files so far.
-
-    skipped: number of skipped documents
+    checksum of files so far; skipped: documents.
     """
 
     made_with: Any
@@ -55,8 +52,6 @@ class Journal:
 
 
 class TokenFiles:
-    """Token ids and lengths of documents, in input order."""
-
     def __init__(self, path: Path, dtype: np.dtype, documents: int, tokens: int):
         """Truncate the files to the valid sizes. Raises OSError if they are shorter."""
         self.dtype = dtype
@@ -71,25 +66,21 @@ class TokenFiles:
             file.seek(size)
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents: concatenated token ids, and lengths (documents,)."""
         self._files[0].write(np.ascontiguousarray(tokens, self.dtype).data)
         self._files[1].write(lengths.astype("<i4").tobytes())
 
     def sync(self) -> None:
-        """Sync both files to disk."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
 
     def contents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (token ids, mapped; lengths)."""
         tokens, lengths = self._paths
         size = tokens.stat().st_size
         ids = np.memmap(tokens, self.dtype, "r") if size else np.empty(0, self.dtype)
         return ids, np.fromfile(lengths, "<i4")
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files:
             with suppress(OSError):  # what was not written does not fit the disk
                 file.close()
@@ -150,13 +141,9 @@ class Unfinished:
         return writing(str(self.folder))
 
     def _checksum(self, place: Place) -> int:
-        """Return the checksum of names, sizes and times of the files up to a position; later ones
-        may change.
-        """
         return zlib.crc32(repr(self._stats[: place.file + (place.line > 0)]).encode())
 
     def _found(self, outputs: int) -> Journal | None:
-        """Return an earlier run's journal, if it matches."""
         try:
             found = json.loads((self.folder / JOURNAL).read_text(encoding="utf-8"))
             journal = Journal(
@@ -198,7 +185,6 @@ class Unfinished:
             return opened()
 
     def bytes_read(self, place: Place, read: int = 0) -> int:
-        """Return the input bytes up to a position, with `read` bytes of its file."""
         return self._starts[place.file] + (read if place.line else 0)
 
     def add(
@@ -208,9 +194,7 @@ class Unfinished:
         size: int,
         skipped: int = 0,
     ) -> None:
-        """Append documents of every JSON key (token ids, lengths) that end at `place`. size: bytes
-        of text.
-        """
+        """Append documents of every JSON key that end at `place`. size: bytes of text."""
         with self._writing():
             for file, (tokens, lengths) in zip(self._files, texts, strict=True):
                 file.add(tokens, lengths)
@@ -228,7 +212,6 @@ class Unfinished:
             self.record()
 
     def record(self) -> None:
-        """Commit the added documents."""
         with self._writing():
             for file in self._files:
                 file.sync()
@@ -244,7 +227,6 @@ class Unfinished:
         self._due = time.monotonic() + JOURNAL_SECONDS
 
     def finish(self, writers: Sequence[IndexedDatasetWriter], shuffle: bool) -> None:
-        """Write all documents, one writer a JSON key."""
         self.record()
         largest = max(
             tokens * file.dtype.itemsize for file, tokens in zip(self._files, self.journal.tokens)
@@ -284,7 +266,6 @@ class Unfinished:
 
 
 def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield consecutive documents, about PILE_BYTES together."""
     ends = np.cumsum(lengths, dtype=np.int64)
     start = 0
     limit = PILE_BYTES // tokens.itemsize
@@ -298,12 +279,10 @@ def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarr
 def shuffled(
     tokens: np.ndarray, lengths: np.ndarray, piles: int, folder: Path
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield all documents in a random order that depends only on their number and the number of
-    piles.
+    """Yield all documents in a random order that depends only on their number and `piles`.
 
-    Documents are distributed at random to piles, which are temporary files, and each pile is
-    shuffled in memory: all orders are equally likely, tokens may exceed memory, and files are read
-    sequentially.
+    Documents are distributed at random to piles in temporary files, and each pile is shuffled in
+    memory: all orders are equally likely, and tokens may exceed memory.
     """
     random = np.random.RandomState(SHUFFLE_SEED)  # its stream is the same in every numpy
     if piles <= 1:
@@ -329,7 +308,6 @@ def shuffled(
 
 
 def _gathered(tokens: np.ndarray, lengths: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Concatenate the token ids of some documents."""
     ends = np.cumsum(lengths, dtype=np.int64)
     parts = [
         tokens[end - length : end]

@@ -36,7 +36,7 @@ NAMES = ("vocab.json", "merges.txt")
 
 
 def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
-    """Train a vocabulary of at most `size` tokens, write it into `output` and return its size.
+    """Train a vocabulary of at most `size` tokens into `output` and return its size.
 
     Pairs that occur at least twice are merged. Raises ValueError for a size out of range, without
     the `tokenizers` library, without text, and if the files cannot be written.
@@ -62,7 +62,6 @@ def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
 
 
 def _write(tokenizer: Any, output: Path) -> None:
-    """Write both files, which appear when complete."""
     vocabulary = dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     lines = [
@@ -96,7 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_size(size: int) -> None:
-    """Raise ValueError for an impossible vocabulary size."""
     if not MIN_TOKENS <= size <= MAX_TOKENS:
         raise ValueError(
             f"--vocab-size is {size}: pass a number from {MIN_TOKENS}, which is every byte and {EOD_TOKEN}, "
@@ -105,7 +103,6 @@ def check_size(size: int) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError for a size out of range, and for an output that is not a writable folder."""
     check_size(args.vocab_size)
     if args.output.exists() and not args.output.is_dir():
         raise ValueError(f"--output {args.output}: exists and is not a folder; pass another one")
@@ -117,7 +114,6 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train and write. Raises ValueError for user mistakes and I/O errors."""
     check_options(args)
     skipped = Skipped(args.skip_invalid)
     files = input_files(args.input, args.json_keys, skipped=skipped)
