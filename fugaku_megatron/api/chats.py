@@ -21,10 +21,10 @@ def chat_arrays(
 ) -> ChatArrays:
     """Return the tokens of chats with their training mask.
 
-    source: objects with messages, or with prompt and completion, rendered by the tokenizer's chat template; or pairs
-    (token ids (n,), mask of trained tokens (n,)).
-    name: of the chats in error messages. warn: called with a line about fields that nothing reads.
-    Raise ValueError for another kind of chat, or if the mask is not certain.
+    source: objects with messages, or with prompt and completion, for the tokenizer's chat template;
+        or pairs (token ids (n,), mask of trained tokens (n,)).
+    name: of the chats in error messages. warn: called with a line about unread fields.
+    Raise ValueError for another kind of chat, or an uncertain mask.
     """
     chats = [source[index] for index in range(len(source))]
     template: ChatTemplate | None = None
@@ -58,7 +58,7 @@ def _template(run: RunConfig) -> ChatTemplate:
 
 
 def _marked(chat: Any, where: str) -> np.ndarray:
-    """Return the array (n,) of a pair, see `signed`."""
+    """Return a pair's array (n,), see `signed`."""
     expected = (
         "pass chats (messages, or prompt and completion), or pairs (token ids, which of them are "
         "trained)"

@@ -18,7 +18,7 @@ from ..config.run_config import GROUPS, RunConfig
 
 
 def _with_checkpoint_model(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values, with use_checkpoint_args the model's from the checkpoint in load."""
+    """Return the values, with use_checkpoint_args the checkpoint's model."""
     if not values.get("use_checkpoint_args"):
         return values
     from ..run.train_command import with_checkpoint_model

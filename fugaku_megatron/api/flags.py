@@ -43,7 +43,7 @@ _OF_DATA = ("split", "legacy_split")
 
 
 def check_flags(config: Config) -> None:
-    """Raise ValueError for a flag without effect on a Trainer, unless its value is None or False."""
+    """Raise ValueError for a flag without effect on a Trainer, unless None or False."""
     for name, remedy in REFUSED.items():
         value = config.given.get(name)
         asked = value is not None and (value is not False or name == "use_flush_denormal")
@@ -57,7 +57,7 @@ def _words(value: Any) -> str:
 
 
 def trainer_notes(config: Config, has_data: bool) -> list[str]:
-    """Return the config's notes that apply to a Trainer. has_data: data was passed to it."""
+    """Return the notes that apply to a Trainer."""
     acting = [*_WITHOUT_SAVE, *_WITHOUT_LOAD]
     if has_data:
         acting += _OF_DATA

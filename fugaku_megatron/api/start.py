@@ -27,7 +27,7 @@ class Start:
     """Start of a run.
 
     run: with the loaded directory in its output flags. resume: checkpoints of this program.
-    weights: whole model of another program. carried: directory with the model's tokenizer files.
+    weights: another program's whole model. carried: directory with the model's tokenizer files.
     """
 
     run: RunConfig
@@ -37,12 +37,13 @@ class Start:
 
     @property
     def found(self) -> bool:
-        """True if there is something to load."""
         return bool(self.weights or self.resume.checkpoint or self.resume.base)
 
 
 def config_start(plan: Plan, world: Comm) -> Start:
-    """Return the start of --load or else --pretrained-checkpoint. Collective; ValueError on every rank."""
+    """Return the start of --load or else --pretrained-checkpoint. Collective; ValueError on every
+    rank.
+    """
     output = plan.config.output
     if output.load is not None:
         return load_start(plan, output.load, world, output.ckpt_step)
@@ -62,7 +63,7 @@ def load_start(
 ) -> Start:
     """Return the start from a directory of this program, Hugging Face or Megatron-LM. Collective.
 
-    weights_only: as --finetune; weights of another program and converted weights are always loaded so.
+    weights_only: as --finetune; other and converted weights are always loaded so.
     Raise ValueError on every rank.
     """
     run = plan.config
@@ -82,7 +83,6 @@ def load_start(
 
 
 def _state(directory: str, iteration: int | None) -> dict[str, Any]:
-    """Return the saved state of a checkpoint of this program."""
     found = existing_iteration(directory) if iteration is None else iteration
     check(found is not None, f"--load {directory} holds no checkpoint")
     assert found is not None
@@ -91,14 +91,14 @@ def _state(directory: str, iteration: int | None) -> dict[str, Any]:
 
 
 def _resumed(plan: Plan, world: Comm) -> Start:
-    """Return the start that the command finds; the model of adapters may be another program's."""
+    """Return the command's start; adapters may have another program's model."""
     resume = find_checkpoint(plan, world, partial(_open_base, plan.config))
     source = resume.checkpoint or resume.base
     return Start(plan.config, resume, carried=None if source is None else _carried(source))
 
 
 def _foreign(run: RunConfig, directory: str, ckpt_step: int | None, world: Comm) -> Start:
-    """Return the start from a model of another program; a run of adapters starts new adapters."""
+    """Return another program's start; a run of adapters starts new adapters."""
     with everywhere():
         weights = _open_foreign(run, directory, ckpt_step)
     config = {"model": {"mask_vocab_padding": weights.model.mask_vocab_padding}}
@@ -110,7 +110,6 @@ def _foreign(run: RunConfig, directory: str, ckpt_step: int | None, world: Comm)
 def _open_base(
     run: RunConfig, directory: str, world: Comm, iteration: int | None
 ) -> Checkpoint | ForeignModel:
-    """Open the model of adapters, of any program."""
     own = on_root(world, lambda: own_checkpoint(directory, iteration))
     if own is not None:
         return open_pretrained(own[0], world, own[1])
@@ -119,7 +118,7 @@ def _open_base(
 
 
 def _open_foreign(run: RunConfig, directory: str, iteration: int | None) -> Weights:
-    """Open a model of another program, whose architecture must be the run's."""
+    """Open another program's model, whose architecture must be the run's."""
     weights = open_weights(directory, iteration, run.model.vocab_size)
     saved = architecture(weights.model)
     check_model(saved, architecture(run.model, saved), Path(directory))
@@ -131,7 +130,6 @@ def _foreign_model(directory: str, weights: Weights) -> ForeignModel:
 
 
 def _carried(source: Checkpoint | ForeignModel) -> Path | None:
-    """Return the directory with a model's tokenizer files."""
     if isinstance(source, ForeignModel):
         return source.carried
     return source.directory / CARRIED

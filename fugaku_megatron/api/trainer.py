@@ -147,7 +147,6 @@ class Trainer:
         return self._plan.config
 
     def _warn(self, *notes: str) -> None:
-        """Show what the command's log would note, on the first rank."""
         if self._world.rank > 0:
             return
         level, frame = 0, inspect.currentframe()
@@ -159,11 +158,9 @@ class Trainer:
             warnings.warn(said, stacklevel=level + 1)
 
     def _event(self, iteration: int, line: str) -> None:
-        """Show what the command's log would say about an iteration."""
         self._warn(line)
 
     def _with_data(self, run: RunConfig, data: Source | None, valid: Source | None) -> RunConfig:
-        """Return the run with `data` and `valid` as its data flags."""
         if data is None:
             check(
                 valid is None,
@@ -197,7 +194,7 @@ class Trainer:
         )
 
     def _named(self, name: str, source: Source) -> tuple[str, ...]:
-        """Return the words of a data flag: prefixes, or a name for documents in memory."""
+        """Return a data flag's words: prefixes, or a name for documents."""
         if isinstance(source, (str, os.PathLike)):
             return (os.fspath(source),)
         if isinstance(source, (list, tuple)) and any(
@@ -218,20 +215,16 @@ class Trainer:
         return (named,)
 
     def _with_length(self, run: RunConfig, iterations: int) -> RunConfig:
-        """Return the run with so many iterations, unless the config sets its length."""
+        """Return the run with so many iterations, unless the config sets them."""
         if self._length_given:
             return run
         return replace(run, training=replace(run.training, train_iters=iterations))
 
     def _lasting(self, iterations: int) -> Plan:
-        """Return the plan with so many iterations, unless the config sets its length."""
         return replace(self._plan, config=self._with_length(self._run, iterations))
 
     def _build(self, resume: Resume | None = None) -> None:
-        """Build this rank's trainer and open its data. Collective.
-
-        resume: checkpoint with which the run begins.
-        """
+        """Build this rank's trainer and open its data. Collective."""
         resume = resume or Resume()
         world = self._world
         nodes = find_nodes(world)
@@ -272,7 +265,7 @@ class Trainer:
         self._trainer = trainer
 
     def _begin(self, start: Start) -> None:
-        """Load the weights or checkpoints of a start into the trainer. Collective."""
+        """Load weights or checkpoints. Collective."""
         trainer = self._trainer
         resume = start.resume
         keeps = self._run.optimizer.use_checkpoint_opt_param_scheduler
@@ -302,7 +295,7 @@ class Trainer:
         self._warn(*notes)
 
     def _comparable(self, schedule: ParamSchedule, resume: Resume) -> ParamSchedule:
-        """Return the schedule to compare with a saved one; a run without a length takes the saved length."""
+        """Return the schedule to compare; a run without a length takes the saved length."""
         saved = resume.state.get("param_schedule")
         if self._length_given or not saved:
             return schedule
@@ -310,7 +303,7 @@ class Trainer:
         return replace(schedule, **{name: saved[name] for name in names if name in saved})
 
     def _check_weights(self) -> None:
-        """Raise ValueError for adapters whose model was not loaded."""
+        """Raise ValueError for adapters without their model."""
         with everywhere():
             check(
                 not self._weightless,
@@ -331,12 +324,11 @@ class Trainer:
         )
 
     def _length_opened(self, dataset: Dataset | None) -> int:
-        """Return the samples of the training data that is open, on every rank. Collective."""
+        """Return the open training data's samples. Collective."""
         own = torch.tensor(0 if dataset is None else len(dataset))
         return int(self._world.all_reduce(own, "max"))
 
     def _length(self) -> Length:
-        """Return the length of the run from its present position."""
         progress = self._trainer.progress
         plan = self._lasting(self._end or 0)
         return plan.resumed(progress.iteration, progress.consumed_samples).length
@@ -369,7 +361,7 @@ class Trainer:
             return self._steps(self._prepare(count))
 
     def _prepare(self, count: int | None) -> int:
-        """Make the run and its data long enough for `count` steps; return the iteration at their end."""
+        """Extend run and data for `count` steps; return the last iteration."""
         trainer = self._trainer
         end = self._end if count is None else self.iteration + count
         if end is None or count is None and not self._length_given:
@@ -395,7 +387,6 @@ class Trainer:
         return end
 
     def _lengthen(self, end: int) -> None:
-        """Extend a run without a length to iteration `end`."""
         if self._end is not None and end <= self._end:
             return
         optimizer = self._run.optimizer
@@ -458,7 +449,7 @@ class Trainer:
         )
 
     def _check_machine(self, iteration: int) -> None:
-        """Check matmuls and replicas if the config asks for it. Collective."""
+        """Check matmuls and replicas if the config asks. Collective."""
         if self._checksums and (text := self._checksums.report(self._world)):
             self._event(iteration, f"wrong matmul in iteration {iteration}: {text}")
         interval = self._run.numbers.check_weight_hash_across_dp_replicas_interval
@@ -466,7 +457,7 @@ class Trainer:
             self._trainer.check_replicas()
 
     def _asked_to_stop(self) -> bool:
-        """Return True on every rank if a rank got a signal or its time is over; advance a save."""
+        """Return True on every rank after a signal or timeout; advance a save."""
         writes = self._saving is not None and not self._saving.done
         late = self._timer.expired and self._trained
         flags = [stop_requested() or late, writes]
@@ -528,7 +519,7 @@ class Trainer:
             self._finish_save()
 
     def _finish_save(self) -> None:
-        """Wait for a save in the background. Collective."""
+        """Wait for a background save. Collective."""
         if self._saving is not None:
             saving = self._saving
             self._saved()
@@ -539,7 +530,7 @@ class Trainer:
         atexit.unregister(self._finish_save)
 
     def _carry_files(self, directory: str) -> None:
-        """Copy the tokenizer files that came with the model to a directory of checkpoints. Collective."""
+        """Copy the model's tokenizer files. Collective."""
         source = self._carried
         if source is not None:
             copy = shutil.copytree if source.name == CARRIED else carry
@@ -565,7 +556,7 @@ class Trainer:
         self._begin(start)
 
     def _rebuild(self, resume: Resume) -> None:
-        """Build the trainer again after training, or for other kernels or padding. Collective."""
+        """Rebuild after training, or for other kernels or padding. Collective."""
         run = with_padding(self._run, resume)
         saved = resume.state.get("kernels")
         trainer = self._trainer
@@ -584,7 +575,7 @@ class Trainer:
 
 
 def _names_arrays(line: str) -> bool:
-    """Return True for a line about documents in memory, whose names mean nothing to the user."""
+    """Return True for a line about documents in memory."""
     return any(repr(f"<{name}>") in line for name in ("data", "valid"))
 
 

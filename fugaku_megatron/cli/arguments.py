@@ -1,7 +1,8 @@
-"""A run's command line: Megatron-LM's flags, generated from the fields in `config`, over an optional recipe.
+"""A run's command line: Megatron-LM's flags, generated from the fields in `config`, over an
+optional recipe.
 
-Flags of Megatron-LM and its forks without a field here are accepted with a note or refused with a reason; an unknown flag
-is refused with the nearest known one.
+Other flags of Megatron-LM and its forks are accepted with a note or refused with a reason; an
+unknown flag is refused with the nearest known one.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _OF_EXPERTS = {*EXPERTS, *(f.name for f in fields(ExpertRanks))}
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """A checked command line: the run, and the options beyond it."""
+    """Checked command line: the run, and other options."""
 
     run: RunConfig
     recipe: str | None
@@ -79,7 +80,7 @@ class Arguments:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """Parsed flags of `add_flags`, not yet checked as a run. fields: values by field name."""
+    """Parsed flags, not yet checked as a run. fields: values by field name."""
 
     recipe: str | None
     fields: dict[str, Any]
@@ -127,7 +128,9 @@ def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
 
 
 def build_parser() -> Parser:
-    """Build a parser of a run's flags alone. A flag that is not passed leaves no attribute, so that a recipe's value stays."""
+    """Build a parser. A flag that is not passed leaves no attribute, so that a recipe's value
+    stays.
+    """
     parser = Parser()
     add_flags(parser)
     return parser
@@ -136,7 +139,7 @@ def build_parser() -> Parser:
 def add_train_flags(
     parser: argparse.ArgumentParser, meaning: str = "they describe the run"
 ) -> None:
-    """Add a run's flags to another command; its --help refers to train, with the flags' `meaning`, in the last line."""
+    """Add a run's flags; --help refers to train, with their `meaning`, in the last line."""
     own = len(parser._actions)
     groups = len(parser._action_groups)
     add_flags(parser)
@@ -148,7 +151,7 @@ def add_train_flags(
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of a run. `interpret` and `run_flags` read the parsed values."""
+    """Add every flag of a run."""
     parser.add_argument("--recipe", help=f"start from a published size: {', '.join(RECIPES)}")
     parser.add_argument(
         "--dry-run",
@@ -192,7 +195,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class _FullRecompute(argparse.Action):
-    """Megatron-LM's former flag, which sets the method and switches full recompute on."""
+    """Megatron-LM's former flag, which also switches full recompute on."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
@@ -236,9 +239,10 @@ _DERIVED: dict[str, tuple[str, ...]] = {
 
 
 def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
-    """Build a RunConfig from a recipe's name, or None, and field values that override the recipe.
+    """Build a RunConfig from a recipe's name and field values that override it.
 
-    Raises ValueError for values that the config refuses, and for missing required fields, all in one message.
+    Raises ValueError for values that the config refuses, and for missing required fields, all at
+    once.
     """
     groups = _from_recipe(recipe)
     assert values.keys() <= _GROUP_OF.keys(), f"no such fields: {values.keys() - _GROUP_OF.keys()}"
@@ -255,7 +259,6 @@ def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
 
 
 def _missing(groups: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any]) -> list[str]:
-    """Return the required flags that are in neither `groups` nor `values`."""
     return [
         flag(f.name)
         for group, config in GROUPS.items()
@@ -265,7 +268,7 @@ def _missing(groups: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any])
 
 
 def model_flags(model: ModelConfig) -> list[str]:
-    """Return the command-line words of this model, without --seq-length, which each run chooses."""
+    """Return this model's command-line words, without --seq-length."""
     words = []
     for field in fields(ModelConfig):
         value = getattr(model, field.name)
@@ -276,12 +279,11 @@ def model_flags(model: ModelConfig) -> list[str]:
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Parse a command line of a run's flags alone. Raises ValueError with one line for a user's mistake."""
+    """Parse a run's flags alone. Raises ValueError with one line."""
     return interpret(vars(build_parser().parse_args(argv)))
 
 
 def run_flags(values: Mapping[str, Any]) -> RunFlags:
-    """Return the parsed values of `add_flags`, without a command's own flags."""
     others = [name.removeprefix(_OTHER) for name in values if name.startswith(_OTHER)]
     notes = tuple(f"{name}: {OTHER_FLAGS[name].note}" for name in others)
     notes = values.get("yaml_notes", ()) + notes
@@ -303,7 +305,9 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mistakes(values: Mapping[str, Any], others: bool) -> Iterator[str]:
-    """Yield the reasons why flags are refused; if there are some, or `others`, also an error of the run without them."""
+    """Yield the reasons why flags are refused; if any, or `others`, also an error of the run
+    without them.
+    """
     found = others
     for dest, words in values.items():
         if not dest.startswith(_OTHER):
@@ -326,9 +330,9 @@ def _mistakes(values: Mapping[str, Any], others: bool) -> Iterator[str]:
 
 
 def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) -> Arguments:
-    """Build a run from the parsed values of `add_flags`. Raises ValueError with one line for a user's mistake.
+    """Build a run from parsed values. Raises ValueError with one line for a user's mistake.
 
-    passed: fields that notes may mention, if a checkpoint has set others; None: all of `values`
+    passed: fields that notes may mention, if a checkpoint has set others; None: all
     """
     flags = run_flags(values)
     check(
@@ -351,7 +355,7 @@ def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) 
 
 
 def check_other_flags(values: Mapping[str, Any], run: RunConfig) -> None:
-    """Raise ValueError for a flag of Megatron-LM in the parsed `values` that does not fit this run."""
+    """Raise ValueError for a flag of Megatron-LM that does not fit this run."""
     for name, (fits, reason) in _GOES_WITH.items():
         check(_OTHER + name not in values or fits(run), f"{name}: {reason}")
 
@@ -359,9 +363,9 @@ def check_other_flags(values: Mapping[str, Any], run: RunConfig) -> None:
 def checked_run(
     recipe: str | None, values: dict[str, Any], passed: Collection[str] | None = None
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return the run of `make_run`, and a note for each given value in `passed` that has no effect.
+    """Return the run, and a note for each value in `passed` without effect.
 
-    Raises ValueError as `make_run` does, and for a head size that the run's kernels do not support.
+    Raises ValueError as `make_run`, and for a head size that the kernels do not support.
     """
     run = make_run(recipe, values)
     check(
@@ -382,7 +386,7 @@ def checked_run(
 
 
 def _keywords() -> dict[str, tuple[Field[Any], Any]]:
-    """Return each flag name as a keyword -> its field, and for a switch the value that it sets."""
+    """Return keyword -> its field, and for a switch the value that it sets."""
     found: dict[str, tuple[Field[Any], Any]] = {}
     for config in GROUPS.values():
         for field in fields(config):
@@ -394,9 +398,9 @@ def _keywords() -> dict[str, tuple[Field[Any], Any]]:
 
 
 def field_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert keywords named after a run's flags to field values by name.
+    """Convert keywords named after flags to field values by name.
 
-    Raises ValueError, one line, for an unknown keyword or a value of the wrong type.
+    Raises ValueError, one line, for an unknown keyword or a wrong type.
     """
     known = _keywords()
     values: dict[str, Any] = {}
@@ -415,7 +419,7 @@ def field_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(field: Field[Any], name: str, given: Any) -> Any:
-    """Convert a path to str, a list to a tuple and a numpy number to Python's, and check the field's type."""
+    """Convert a path to str, a list to a tuple, numpy numbers to Python's, and check the type."""
     plain = _plain(given)
     takes_words = str(field.type).startswith("tuple") and field.metadata.get("nargs") == "+"
     if takes_words and isinstance(plain, str):

@@ -1,4 +1,4 @@
-"""Output files named on a command line: checks before anything expensive starts, and errors while writing."""
+"""Output files on a command line: checks before anything expensive starts, and write errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..config.fields import check
 
 
 def check_file(flag: str, file: str | Path | None) -> None:
-    """Raise ValueError, one line, if `file`, the value of `flag`, cannot be written. None: the flag was left out."""
+    """Raise ValueError, one line, if `file` cannot be written."""
     if file is None:
         return
     check(str(file) not in ("", "."), f"{flag} {str(file)!r} is not a name: pass a file")
@@ -42,7 +42,7 @@ def _check_place(flag: str, file: str | Path) -> None:
 
 
 def check_picture(file: str | Path | None) -> None:
-    """Check the file of --png, and that matplotlib is installed."""
+    """Check --png, and that matplotlib is installed."""
     check_file("--png", file)
     check(
         file is None or importlib.util.find_spec("matplotlib") is not None,
@@ -51,13 +51,13 @@ def check_picture(file: str | Path | None) -> None:
 
 
 def shown(text: str) -> str:
-    """Replace path bytes that are not valid UTF-8, which fonts refuse, by U+FFFD."""
+    """Replace path bytes that are not valid UTF-8 by U+FFFD; fonts refuse them."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 @contextmanager
 def writing(flag: str, file: str | Path) -> Iterator[None]:
-    """Convert an OSError in a block that writes `file`, the value of `flag`, to a one-line ValueError."""
+    """Convert an OSError while writing `file`, the value of `flag`, to a one-line ValueError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Argument parser with one-line messages, and commands with one line of help."""
+"""Argument parser with one-line messages, and commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLAG = re.compile("--?[A-Za-z]")  # beginning of a flag
 
 @dataclass(frozen=True)
 class Command:
-    """A command. when: one line of help, when to use it; main: parsed flags -> exit code."""
+    """A command. when: one line of help; main: parsed flags -> exit code."""
 
     when: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -31,11 +31,11 @@ class Command:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises ValueError with one line for each mistake instead of printing the usage.
+    """An argument parser that raises ValueError with one line for each mistake.
 
-    All mistakes are raised at once: unknown flags, wrong values, and those that `mistakes_among(values, has_others)` finds
-    in the parsed values. Without a mistake, `completed` may change the values.
-    With set_defaults(passed=[]) the words after "--" are stored unchanged in `passed`, for another program.
+    All mistakes are raised at once: unknown flags, wrong values, and those from
+    `mistakes_among(values, has_others)`. Without a mistake, `completed` may change the values. With
+    set_defaults(passed=[]) words after "--" are stored in `passed`, for another program.
     """
 
     completed: Callable[[argparse.Namespace], None] | None = None
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         self._wrong_values: list[str] | None = None
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Store the message for a wrong value and continue parsing with None."""
+        """Store a wrong value's message and continue with None."""
         try:
             return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
@@ -91,7 +91,7 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def _too_many(self, words: Sequence[str], unknown: Sequence[str]) -> str | None:
-        """Return a message if `unknown` are surplus values of a known flag, or None."""
+        """Return a message if `unknown` are surplus values."""
         if any(map(_FLAG.match, unknown)):
             return None
         known = {option: action for action in self._actions for option in action.option_strings}
@@ -116,7 +116,7 @@ class Parser(argparse.ArgumentParser):
         return None
 
     def _unknown(self, words: Sequence[str]) -> str:
-        """Return the message for unknown flags, or for the first word that is not a flag, with the nearest known flag."""
+        """Return the message for unknown flags or words, with the nearest flag."""
         flags = [option for action in self._actions for option in action.option_strings]
         wrong = list(dict.fromkeys(filter(_FLAG.match, words))) or [words[0]]
         near = [nearest(word.split("=")[0], flags, "", cutoff=0.7) for word in wrong]
@@ -134,6 +134,6 @@ def _short(message: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
-    """Return the end of a message about an unknown word: the nearest known word, or `otherwise`."""
+    """Return a message's end about an unknown word: the nearest known, or `otherwise`."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f": did you mean {near[0]}?" if near else otherwise

@@ -31,7 +31,7 @@ HELP = ("-h", "--help")
 
 @dataclass(frozen=True)
 class ModuleCommand:
-    """A command implemented by a module of this package. when: one line of help, when to use it."""
+    """A command in a module. when: one line of help."""
 
     module: str
     when: str
@@ -103,7 +103,6 @@ COMMANDS = {
 
 
 def help_page(program: str, purpose: str, commands: Mapping[str, Any]) -> str:
-    """Return the help page of a command group, one line for each command."""
     width = max(map(len, commands))
     lines = [f"  {name:{width}}  {command.when}" for name, command in commands.items()]
     flags = f"Flags of a command: {program} COMMAND --help"
@@ -111,7 +110,9 @@ def help_page(program: str, purpose: str, commands: Mapping[str, Any]) -> str:
 
 
 def guarded(program: str, work: Callable[[], int]) -> int:
-    """Run `work` and return the exit code; a user's mistake is one line on stderr and code 2, an interrupt code 130."""
+    """Return `work`'s exit code; a user's mistake is one line on stderr and code 2, an interrupt
+    code 130.
+    """
     try:
         return _flushed(work)
     except ValueError as error:
@@ -137,7 +138,7 @@ def guarded(program: str, work: Callable[[], int]) -> int:
 
 
 def _message(error: ValueError) -> str:
-    """Return the mistake in one line; several refused flags are counted first, then listed one a line."""
+    """Return one line; several refused flags are counted, then listed one a line."""
     mistakes = error.lines if isinstance(error, Refused) else (str(error),)
     lines = [" ".join(line.split()) for line in mistakes]
     if len(lines) == 1:
@@ -146,7 +147,7 @@ def _message(error: ValueError) -> str:
 
 
 def _flushed(work: Callable[[], int]) -> int:
-    """Run `work`, return its exit code and flush standard output, also after SystemExit as in --help."""
+    """Run `work` and flush standard output, also after SystemExit as in --help."""
     try:
         return work()
     finally:
@@ -155,7 +156,7 @@ def _flushed(work: Callable[[], int]) -> int:
 
 
 def start(program: str, command: Any, words: Sequence[str], examples: Sequence[str] = ()) -> int:
-    """Run a command or a command group with `words`, report mistakes, and return the exit code.
+    """Run a command or group, and return the exit code.
 
     examples: lines of --help, for a command without a docstring
     """
@@ -195,7 +196,7 @@ def _parsed(program: str, command: Any, words: Sequence[str], examples: Sequence
 
 @contextlib.contextmanager
 def _one_process_prints() -> Iterator[None]:
-    """Let only rank 0 print output that is the same on every rank, such as --help."""
+    """Let only rank 0 print output that all share."""
     if environment.rank() == 0:
         yield
     else:
@@ -204,7 +205,7 @@ def _one_process_prints() -> Iterator[None]:
 
 
 def _print_version() -> int:
-    """Print the version, and the kernels' instruction set or the reason why they are missing, in one line."""
+    """Print the version, and the kernels' instruction set or why they are missing."""
     try:
         kernels = importlib.import_module(f"{PACKAGE}.host.kernels").instruction_set()
     except ImportError as error:
@@ -215,7 +216,6 @@ def _print_version() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line of fugaku-megatron and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         environment.open_streams()
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(program: str, name: str) -> int:
-    """Run one command under the name of a script: pretrain_gpt.py, scripts/submit.py, tools/preprocess_data.py."""
+    """Run one command under a script's name, such as pretrain_gpt.py."""
 
     def work() -> int:
         environment.check_environment()

@@ -1,7 +1,8 @@
-"""Flags from a YAML file in Megatron-LM's layout (`--yaml-cfg`), as in its megatron/training/yaml_arguments.py.
+"""Flags from a YAML file in Megatron-LM's layout (`--yaml-cfg`), as in its
+megatron/training/yaml_arguments.py.
 
-The keys at the top and in two sections are Megatron-LM's arguments or fields of its TransformerConfig. A key with a null or
-empty value is ignored.
+The keys are Megatron-LM's arguments or, in two sections, fields of its TransformerConfig. Null and
+empty values are ignored.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ OWN = ("--help", "--recipe", "--dry-run", "--world-size", "--yaml-cfg")  # of a 
 
 
 def complete_from_yaml(namespace: argparse.Namespace, build_parser: Callable[[], Parser]) -> None:
-    """Replace the command line's flags by the file's flags, if --yaml-cfg is among the parsed values."""
+    """Replace the flags by the file's, if --yaml-cfg was passed."""
     values = vars(namespace)
     if values["yaml_cfg"] is None:
         return
@@ -77,7 +78,7 @@ def complete_from_yaml(namespace: argparse.Namespace, build_parser: Callable[[],
 
 
 def _load(path: str, parser: Parser) -> dict[str, Any]:
-    """Parse the file's keys as a run's flags. Raises ValueError with the file and every wrong key."""
+    """Parse the file's keys. Raises ValueError with the file and every wrong key."""
     keys = dict(_flattened(path))
     decided = OF_THE_ACTIVATION if any(where.endswith("activation_func") for where in keys) else ()
     known = {
@@ -102,7 +103,6 @@ def _load(path: str, parser: Parser) -> dict[str, Any]:
 
 
 def _flattened(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield every key, with its section, and its value."""
     top = read_yaml(path, "--yaml-cfg")
     seen = set()
     for name, value in top.items():
@@ -122,7 +122,7 @@ def _flattened(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _words(key: str, value: Any, known: Mapping[str, argparse.Action]) -> list[str]:
-    """Return the command-line words of a key with this value. Raises ValueError for a wrong key or value."""
+    """Raise ValueError for a wrong key or value."""
     if key == "activation_func":
         check(
             value in ACTIVATIONS,

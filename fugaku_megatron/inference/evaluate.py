@@ -60,7 +60,6 @@ DECODED = 2**20  # tokens whose bytes are counted at a time
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of model, windows and layout."""
     add_source_flags(parser)
     add = parser.add_argument
     add("--seq-length", type=int, help="tokens of a window (default: the model's)")
@@ -134,12 +133,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Checkpoint and window sizes.
+    """Checkpoint and window sizes. Raises ValueError for values out of range.
 
     seq_length: tokens of a window; None: the model's
     micro_batch_size: windows per forward pass
-
-    Raises ValueError for values out of range.
     """
 
     source: Source
@@ -152,7 +149,6 @@ class Model:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Model:
-        """Build from the parsed flags of `add_model_arguments`."""
         return cls(
             source=Source.of(options),
             seq_length=options.seq_length,
@@ -160,7 +156,7 @@ class Model:
         )
 
     def window(self, model: ModelConfig) -> int:
-        """Return --seq-length or the model's. Raises ValueError beyond the learned positions."""
+        """Return --seq-length or the model's. ValueError beyond learned positions."""
         length = self.seq_length or model.seq_length
         positions = model.max_position_embeddings
         check(
@@ -173,7 +169,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Evaluations to run. Raises ValueError for values out of range."""
+    """Evaluations. Raises ValueError for values out of range."""
 
     model: Model
     input: str | None = None
@@ -215,7 +211,6 @@ class Request:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Request:
-        """Build from the parsed flags of `add_arguments`."""
         values = {
             field.name: getattr(options, field.name)
             for field in fields(cls)
@@ -229,10 +224,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs that rank 0 read, on every rank.
+    """Inputs on every rank.
 
-    requests: windows, at most --max-windows
-    tokens: in the text
+    requests: at most --max-windows
     predicted: tokens scored by all windows
     bytes: of the tokens scored by `requests`
     """
@@ -249,17 +243,13 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Windows:
-    """--seq-length, --stride and --max-windows with defaults."""
-
     length: int
     stride: int
     limit: int | None
 
     @classmethod
     def of(cls, request: Request, model: ModelConfig) -> Windows:
-        """Build from flags. Raises ValueError for windows beyond the model's and strides that skip
-        tokens.
-        """
+        """Raise ValueError for windows beyond the model's and strides that skip tokens."""
         length = request.model.window(model)
         stride = request.stride or length
         check(
@@ -269,7 +259,7 @@ class Windows:
         return cls(length, stride, request.max_windows)
 
     def cut(self, ids: np.ndarray | StoredTokens, source: str) -> list[scoring.Request]:
-        """Cut tokens into windows. Raises ValueError if there are too few for one."""
+        """Cut windows. Raises ValueError if there are too few tokens for one."""
         check(
             len(ids) > self.length,
             f"{source} has {len(ids)} tokens, and a window needs {self.length} and the one that follows: "
@@ -279,11 +269,11 @@ class Windows:
 
 
 def sizes_of(source: Source, world: Comm, saved: dict[str, Any]) -> tuple[int, int]:
-    """Return (tensor, pipeline) parallel size of a model replica.
+    """Return a replica's (tensor, pipeline) parallel size.
 
     saved: checkpoint layout
 
-    Raises ValueError if the rank count is not a multiple.
+    Raises ValueError unless it divides the ranks.
     """
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     default = (
@@ -300,7 +290,6 @@ def sizes_of(source: Source, world: Comm, saved: dict[str, Any]) -> tuple[int, i
 
 
 def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray | StoredTokens, str]:
-    """Return the tokens of --input or --data-path, and that flag with its value."""
     if request.data_path:
         return IndexedDataset(request.data_path).tokens, f"--data-path {request.data_path}"
     assert request.input is not None, "a request names a text or a data set"
@@ -312,7 +301,7 @@ def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray | St
 def read_all(
     request: Request, manifest: dict[str, Any], cut: Windows, model: ModelConfig
 ) -> Inputs:
-    """Read and tokenize all inputs. Raises ValueError for unreadable ones."""
+    """Raise ValueError for unreadable inputs."""
     tokenizer = request.model.source.open_tokenizer(manifest)
     requests = []
     tokens = 0
@@ -356,7 +345,6 @@ def read_all(
 
 
 def read_chats(request: Request, tokenizer: Tokenizer, window: int) -> tuple[ChatFile, ...]:
-    """Read the files of --chats."""
     if not request.chats:
         return ()
     template = ChatTemplate(tokenizer, read_template(request.chat_template))
@@ -364,7 +352,7 @@ def read_chats(request: Request, tokenizer: Tokenizer, window: int) -> tuple[Cha
 
 
 class Progress:
-    """Progress line on rank 0's stderr, every `PROGRESS_SECONDS`."""
+    """Progress line on stderr, every `PROGRESS_SECONDS`."""
 
     def __init__(self, world: Comm, what: str, total: int) -> None:
         self._shown = world.rank == 0
@@ -385,7 +373,7 @@ class Progress:
 
 
 def perplexity(total: float, texts: Inputs) -> dict[str, Any]:
-    """Return perplexity figures from a total log-likelihood; per byte only if the text has bytes."""
+    """Return figures from a total log-likelihood; per byte only if the text has bytes."""
     tokens = sum(request.scored for request in texts.requests)
     result = {
         "perplexity": _exp(-total / tokens),
@@ -409,7 +397,7 @@ def _exp(value: float) -> float:
 
 
 def evaluated(loaded: LoadedModel, texts: Inputs, batch: int) -> dict[str, Any]:
-    """Return all figures, on every rank. Collective."""
+    """Return all figures. Collective."""
     result: dict[str, Any] = {}
     world = loaded.groups.world
     if texts.requests:
@@ -432,7 +420,7 @@ def evaluated(loaded: LoadedModel, texts: Inputs, batch: int) -> dict[str, Any]:
 
 
 def chat_loss(loaded: LoadedModel, file: ChatFile, batch: int) -> dict[str, Any]:
-    """Return the figures of one chat file. Collective."""
+    """Return one file's figures. Collective."""
     scores = score(
         loaded,
         file.requests,
@@ -454,7 +442,6 @@ def chat_loss(loaded: LoadedModel, file: ChatFile, batch: int) -> dict[str, Any]
 
 
 def lines(result: dict[str, Any], cut: Windows) -> list[str]:
-    """Format the figures."""
     shown = []
     if "perplexity" in result:
         by_byte = (
@@ -494,7 +481,6 @@ def lines(result: dict[str, Any], cut: Windows) -> list[str]:
 
 
 def chat_line(file: dict[str, Any]) -> str:
-    """Format the figures of one chat file."""
     line = (
         "{file}: loss {loss:.4f}, perplexity {perplexity:.4f} per trained token, {accuracy:.1%} of {tokens} trained tokens "
         "are the likeliest, {chats} chats"
@@ -504,7 +490,7 @@ def chat_line(file: dict[str, Any]) -> str:
 
 
 def evaluate(request: Request, world: Comm) -> dict[str, Any]:
-    """Load the checkpoint, print the figures on rank 0 and write --json. Collective."""
+    """Print the figures on rank 0 and write --json. Collective."""
     source = request.model.source
     iteration, manifest = source.manifest(world)
     with everywhere():
@@ -528,7 +514,6 @@ def evaluate(request: Request, world: Comm) -> dict[str, Any]:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the evaluate command on every rank."""
     request = Request.of(options)
     run_or_abort(lambda world: evaluate(request, world))
     return 0

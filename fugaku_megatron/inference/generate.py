@@ -53,7 +53,7 @@ MIB = 2**20
 
 
 def describe(run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> str:
-    """Describe parameters, layout, and the largest weights and cache of any rank."""
+    """Describe parameters, layout, and any rank's largest weights and cache."""
     tp = run.parallel.tensor_model_parallel_size
     pp = run.parallel.pipeline_model_parallel_size
     layout = Layout(tp * pp, tp, pp, 1).placed(run)
@@ -131,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Prompts and how to continue them. Raises ValueError for values out of range.
+    """Prompts and settings. Raises ValueError for values out of range.
 
     file: --prompts
     """
@@ -171,7 +171,6 @@ class Request:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Request:
-        """Build from the parsed flags of `add_arguments`."""
         return cls(
             source=Source.of(options),
             prompts=tuple(options.prompt or ()),
@@ -187,13 +186,11 @@ class Request:
         )
 
     def all_prompts(self) -> list[Prompt]:
-        """Return the prompts, including the file's. Raises ValueError for a file without prompts."""
+        """Return all prompts. Raises ValueError for a file without prompts."""
         return [*self.prompts, *(prompts_of(self.file, self.chat) if self.file is not None else [])]
 
     def encoder(self, tokenizer: Tokenizer, model: ModelConfig) -> PromptEncoder:
-        """Build the prompt encoder. Raises ValueError if a chat template is needed and there is
-        none.
-        """
+        """Raise ValueError if a chat template is needed and there is none."""
         template = ChatTemplate(tokenizer, read_template(self.chat_template)) if self.chat else None
         return PromptEncoder(
             tokenizer, model, self.max_new_tokens, self.stop, template, self.system
@@ -203,7 +200,7 @@ class Request:
 def layout_of(
     source: Source, world: Comm, saved: dict[str, Any], dry_run: bool = False
 ) -> tuple[int, int] | None:
-    """Return (tensor, pipeline) parallel size, or None for the layout of the checkpoint's run.
+    """Return (tensor, pipeline) parallel size, or None for the training layout.
 
     saved: checkpoint layout
 
@@ -235,7 +232,7 @@ def layout_of(
 
 
 def continue_prompts(request: Request, world: Comm) -> None:
-    """Load the checkpoint and print the continuations on rank 0. Collective."""
+    """Print the continuations on rank 0. Collective."""
     source = request.source
     iteration, manifest = source.manifest(world)
     with everywhere():
@@ -280,7 +277,7 @@ def continue_prompts(request: Request, world: Comm) -> None:
 
 
 def _never(sample: int, ids: list[int]) -> bool:
-    """Return False: only the first rank decides."""
+    """Let the first rank decide."""
     return False
 
 
@@ -301,7 +298,6 @@ def _converse(request: Request, loaded: LoadedModel, encoder: PromptEncoder | No
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the generate command on every rank."""
     request = Request.of(options)
     allocator.tune("tuned")  # its huge pages: every token reads all weights
     run_or_abort(lambda world: continue_prompts(request, world))
@@ -309,8 +305,6 @@ def main(options: argparse.Namespace) -> int:
 
 
 class Interrupt:
-    """Ctrl-C flag, reset for each answer."""
-
     def __init__(self) -> None:
         self.pressed = False
 
@@ -319,7 +313,7 @@ class Interrupt:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Record Ctrl-C inside the block instead of raising KeyboardInterrupt."""
+        """Record Ctrl-C instead of raising KeyboardInterrupt."""
         self.pressed, before = False, signal.signal(signal.SIGINT, self)
         try:
             yield
@@ -328,7 +322,7 @@ class Interrupt:
 
 
 def read_line() -> str | None:
-    """Return the next line that is not empty, None at the end of input. Ctrl-C discards the line."""
+    """Return the next line that is not empty, None at the end. Ctrl-C discards a line."""
     while True:
         try:
             if line := input("> " if sys.stdin.isatty() else ""):
@@ -348,9 +342,8 @@ def converse(
 ) -> None:
     """Continue line after line. Collective.
 
-    encode: tokenizes a line, or raises ValueError; on the first rank, as `stop`
+    encode: raises ValueError for a bad line; on the first rank, as `stop`
     answer: (prompt, finished) -> generated tokens, after each step
-    answered: receives each answer's text
     """
     while (prompt := world.broadcast_object(_next_prompt(encode) if encode else None)) is not None:
         if stop:
@@ -363,7 +356,7 @@ def converse(
 
 
 def _next_prompt(encode: Callable[[str], list[int]]) -> list[int] | None:
-    """Read the next valid prompt and return its tokens; None at the end of input."""
+    """Return the next valid prompt's tokens; None at the end of input."""
     while (line := read_line()) is not None:
         try:
             return encode(line)
@@ -375,7 +368,6 @@ def _next_prompt(encode: Callable[[str], list[int]]) -> list[int] | None:
 def _show(
     prompt: list[int], stop: StopCondition, answer: Callable[..., Iterator[list[list[int]]]]
 ) -> str:
-    """Print an answer as it is generated, and return it."""
     interrupt = Interrupt()
     written = 0
     ids = []

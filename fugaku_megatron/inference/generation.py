@@ -33,9 +33,8 @@ NEXT_SAMPLE = 0x9E3779B97F4A7C15  # between the seeds of two samples: 2^64 over 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. Temperature 0 is greedy; ties go to the first token.
-
-    Raises ValueError for values out of range.
+    """Sampling parameters; ValueError if out of range. Temperature 0 is greedy; ties go to the
+    first token.
     """
 
     temperature: float = 0.8
@@ -62,17 +61,14 @@ class Sampling:
 
     @staticmethod
     def of(options: argparse.Namespace) -> Sampling:
-        """Build from the parsed flags of `add_sampling_arguments`."""
         return Sampling(options.temperature, options.top_k, options.top_p, options.seed)
 
     def generator(self, sample: int) -> torch.Generator:
-        """Return a sample's random generator, independent of the number of samples."""
+        """Return a random generator, independent of the number of samples."""
         return torch.Generator().manual_seed((self.seed + sample * NEXT_SAMPLE) % 2**63)
 
     def pick(self, logits: Tensor, generator: torch.Generator) -> int:
-        """Sample a token from logits (v,), using one random number whatever the last bits of the
-        logits are.
-        """
+        """Sample from logits (v,), with one random number whatever their last bits are."""
         if self.temperature == 0.0:
             return int(logits.numpy().argmax())  # 5 us for 50257 tokens, where torch takes 58
         best, tokens = logits.topk(min(self.top_k or len(logits), len(logits)))
@@ -88,7 +84,6 @@ class Sampling:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sampling flags, also under Megatron's names."""
     add = parser.add_argument
     add(
         "--temperature",
@@ -123,7 +118,7 @@ Prompt = str | Messages
 
 
 def prompts_of(path: str, chat: bool = False) -> list[Prompt]:
-    """Read one prompt a line, or a .json list of strings. Raises ValueError for other files.
+    """Read one prompt a line, or a .json list. Raises ValueError for other files.
 
     chat: also accept lists of messages
     """
@@ -148,7 +143,7 @@ def prompts_of(path: str, chat: bool = False) -> list[Prompt]:
 
 
 class StopCondition:
-    """Stop condition: end tokens and stop words.
+    """End tokens and stop words.
 
     decode: ids -> text
     more: end tokens besides `eod`
@@ -166,21 +161,17 @@ class StopCondition:
         self.words = tuple(words)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Decode a continuation up to its end."""
         text = self.decode([i for i in ids if i not in self.ends])
         ends = [place for word in self.words if (place := text.find(word)) >= 0]
         return text[: min(ends)] if ends else text
 
     def is_met(self, ids: Sequence[int]) -> bool:
-        """Return True if generation ends after these tokens."""
         if ids[-1] in self.ends:
             return True
         return bool(self.words) and any(word in self.decode(ids) for word in self.words)
 
     def stable_text(self, ids: Sequence[int]) -> str:
-        """Decode the text that further tokens cannot change: no partial stop word or character at
-        its end.
-        """
+        """Decode without a partial stop word or character at the end."""
         text = self.text(ids).rstrip("\N{REPLACEMENT CHARACTER}")
         held = max(
             (n for word in self.words for n in range(1, len(word)) if text.endswith(word[:n])),
@@ -195,7 +186,7 @@ PREFILL_ROWS = (
 
 
 class Decoder:
-    """KV-cached decoder. All ranks of the model call `logits` with the same tokens.
+    """KV-cached decoder. All ranks call `logits` with the same tokens.
 
     positions: maximum length of each sample
     """
@@ -225,12 +216,12 @@ class Decoder:
 
     @torch.no_grad()
     def logits(self, samples: Tensor, lengths: Sequence[int], tokens: Tensor) -> Tensor | None:
-        """Append tokens to samples (n,) and return FP32 logits (n, v) after the last of each.
+        """Append tokens to samples (n,) and return FP32 logits (n, v) after each sample's last.
 
-        lengths: number of new tokens of each sample
-        tokens: int64 (sum of lengths,), of one sample after the other
+        lengths: new tokens of each sample
+        tokens: int64 (sum of lengths,), sample after sample
 
-        The result is valid on last-stage ranks until the next call; None elsewhere.
+        Valid on last-stage ranks until the next call; None elsewhere.
         """
         results = []
         row = 0
@@ -262,8 +253,8 @@ class Decoder:
         return logits[:, 0, : self.loaded.vocab_size].float()
 
     def _compute(self, tokens: Tensor, rows: Rows) -> Tensor | None:
-        """Return this rank's columns of the logits (samples, 1, v) for tokens (r, 1); None before
-        the last stage.
+        """Return this rank's columns of logits (samples, 1, v) for tokens (r, 1); None before the
+        last stage.
         """
         x = through_stages(self.loaded, tokens, Pass(first_sample=0, training=False, rows=rows))
         return (
@@ -273,9 +264,7 @@ class Decoder:
         )
 
     def _replay(self, recorder: RecordingKernels, tokens: Tensor, rows: Rows) -> Tensor:
-        """Return the result of `_compute` for one token a sample (r, 1), replaying calls recorded
-        the first time.
-        """
+        """Return `_compute`'s result for one token a sample (r, 1), replaying recorded calls."""
         known = self._recorded.get(len(tokens))
         if known:
             return known((tokens, *rows.tensors))
@@ -292,7 +281,7 @@ class Decoder:
 
 
 def _prefill_batches(lengths: Sequence[int]) -> Iterator[slice]:
-    """Yield ranges of samples with at most PREFILL_ROWS tokens together, or of one sample."""
+    """Yield ranges with at most PREFILL_ROWS tokens, or of one sample."""
     begin = 0
     rows = 0
     for sample, length in enumerate(lengths):
@@ -307,7 +296,7 @@ def _prefill_batches(lengths: Sequence[int]) -> Iterator[slice]:
 def check_lengths(
     model: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> None:
-    """Raise ValueError if a prompt and its continuation exceed the learned positions."""
+    """Raise ValueError beyond the learned positions."""
     if not model.learned_positions:
         return
     for number, prompt in enumerate(prompts):
@@ -321,16 +310,16 @@ def check_lengths(
 
 
 def check_request(max_new_tokens: int, stop: Sequence[str]) -> None:
-    """Raise ValueError for a negative number of tokens and an empty stop word."""
+    """Raise ValueError for a negative number of tokens and empty stop words."""
     check(max_new_tokens >= 0, f"--max-new-tokens is {max_new_tokens}: pass 0 or more")
     check(all(stop), "--stop is empty: pass a text")
 
 
 class PromptEncoder:
-    """Tokenizer and stop condition for prompts.
+    """Tokenizer and stop condition.
 
-    template: chat template, if prompts are chats
-    system: system message in front of a chat that is a text
+    template: if prompts are chats
+    system: message in front of a chat that is a text
     """
 
     def __init__(
@@ -363,16 +352,13 @@ class PromptEncoder:
         )
 
     def encode(self, *prompts: Prompt) -> list[list[int]]:
-        """Tokenize prompts. Raises ValueError for an empty prompt and for one too long for the
-        model.
-        """
+        """Raise ValueError for an empty or too long prompt."""
         ids = [self._ids(prompt) for prompt in prompts]
         check(all(ids), "a prompt is empty: pass at least one character")
         check_lengths(self.model, ids, self.max_new_tokens)
         return ids
 
     def finished(self, sample: int, ids: list[int]) -> bool:
-        """Return True if a sample's generation ends after these tokens."""
         return self.stop_condition.is_met(ids)
 
 
@@ -385,16 +371,13 @@ class Conversation:
         self._asked = self._said
 
     def encode(self, line: str) -> list[int]:
-        """Tokenize the chat with the user's next turn. Raises ValueError if the model cannot
-        continue it.
-        """
+        """Tokenize the chat with the next turn. Raises ValueError if the model cannot continue it."""
         asked = [*self._said, user_turn(line)]
         (ids,) = self.encoder.encode(asked)
         self._asked = asked
         return ids
 
     def answered(self, text: str) -> None:
-        """Append the answer."""
         self._said = [*self._asked, {"role": ASSISTANT, "content": text}]
 
 
@@ -405,10 +388,9 @@ def steps(
     sampling: Sampling,
     finished: Callable[[int, list[int]], bool],
 ) -> Iterator[list[list[int]]]:
-    """Yield the generated tokens of every prompt after each step, once if there is none.
-    Collective.
+    """Yield every prompt's generated tokens after each step, at least once. Collective.
 
-    finished: (sample, generated tokens) -> True if it ends; called on the world's first rank
+    finished: (sample, generated tokens) -> True; called on the world's first rank
 
     The yielded lists are updated in place. Finished samples are computed no further.
     """
@@ -443,7 +425,7 @@ def _sample(
     sampling: Sampling,
     generators: Sequence[torch.Generator],
 ) -> Tensor:
-    """Sample tokens, int64 (samples,), from the last stage's logits (samples, v), on all stages."""
+    """Sample int64 (samples,) from the last stage's logits (samples, v), on all stages."""
     tokens = torch.zeros(len(generators), dtype=torch.int64)
     if logits is not None:
         for sample, generator in enumerate(generators):
@@ -457,7 +439,7 @@ def _running(
     ids: Sequence[list[int]],
     finished: Callable[[int, list[int]], bool],
 ) -> Tensor:
-    """Return bool (samples,): samples to continue, as decided by the world's first rank."""
+    """Return bool (samples,): continue, as the world's first rank decides."""
     world = loaded.groups.world
     running = torch.ones(len(samples), dtype=torch.int64)
     if world.rank == 0:

@@ -1,8 +1,5 @@
-"""Checkpoint interface for the lm-eval harness: log-likelihoods and generation on all ranks of a
-job.
-
-The harness runs on the first rank; the others execute its calls (`serve`). lm_eval.py has the
-harness class.
+"""Checkpoint interface for the lm-eval harness, which runs on the first rank; other ranks execute
+its calls (`serve`). lm_eval.py has the harness class.
 """
 
 from __future__ import annotations
@@ -25,9 +22,7 @@ NEW_TOKENS = 256  # where a task does not say; the harness's own default
 
 
 def read_arguments(values: Mapping[str, Any]) -> evaluate.Model:
-    """Parse evaluate's flags without dashes. Raises ValueError for unknown ones and values out of
-    range.
-    """
+    """Parse evaluate's flags without dashes. Raises ValueError for wrong ones."""
     parser = Parser()
     evaluate.add_model_arguments(parser)
     words = [
@@ -39,7 +34,7 @@ def read_arguments(values: Mapping[str, Any]) -> evaluate.Model:
 class Model:
     """Loaded checkpoint. Constructor, `score` and `generate` are collective.
 
-    tokenizer: on the first rank only
+    tokenizer: on the first rank
     """
 
     def __init__(self, model: evaluate.Model, world: Comm) -> None:
@@ -58,11 +53,10 @@ class Model:
         return self.tokenizers[0]
 
     def stop_condition(self, words: Sequence[str]) -> StopCondition:
-        """Build the stop condition."""
         return StopCondition(self.tokenizer.decode, self.tokenizer.eod, words)
 
     def score(self, requests: Sequence[Request]) -> list[tuple[float, float]]:
-        """Return a pair of `scoring.score` for each request. Collective."""
+        """Return a pair of `scoring.score` per request. Collective."""
         if not requests:
             return []
         progress = evaluate.Progress(self.loaded.groups.world, "requests", len(requests))
@@ -78,7 +72,7 @@ class Model:
         sampling: Sampling,
         words: Sequence[str],
     ) -> list[list[int]]:
-        """Continue each prompt until a stop word or the end of text. Collective."""
+        """Continue until a stop word or the end of text. Collective."""
         stop = (
             self.stop_condition(words) if self.tokenizers else None
         )  # the first rank alone is asked
@@ -93,7 +87,7 @@ class Model:
 
 
 def serve(world: Comm) -> None:
-    """Execute the first rank's calls on the others until it is done."""
+    """Execute the first rank's calls until it is done."""
     model: Model | None = None
     while (order := world.broadcast_object(None)) is not None:
         name, arguments = order
@@ -104,10 +98,7 @@ def serve(world: Comm) -> None:
 
 
 class Asker:
-    """Model on the first rank, broadcasting every call.
-
-    values: --model_args
-    """
+    """First rank's model, broadcasting every call. values: --model_args"""
 
     def __init__(self, world: Comm, values: Mapping[str, Any]) -> None:
         model = read_arguments(values)
@@ -121,7 +112,7 @@ class Asker:
         return found
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Return each continuation's log-likelihood, and True if it is the greedy one."""
+        """Return log-likelihoods, and True for greedy continuations."""
         requests = [encode_pair(self.model.tokenizer, *pair, self.model.window) for pair in pairs]
         scores = self._ask("score", requests)
         return [
@@ -130,7 +121,7 @@ class Asker:
         ]
 
     def rolling_likelihoods(self, texts: Sequence[str]) -> list[float]:
-        """Return each text's log-likelihood, in windows without overlap."""
+        """Return log-likelihoods, in windows without overlap."""
         parts = [
             rolling(encode_after(self.model.tokenizer, text), self.model.window) for text in texts
         ]
@@ -138,7 +129,7 @@ class Asker:
         return [sum(next(scores)[0] for _ in part) for part in parts]
 
     def texts_until(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Continue each context under the harness's settings: until, max_gen_toks, temperature ..."""
+        """Continue contexts under the harness's settings."""
         results = [""] * len(asked)
         groups: dict[str, list[int]] = {}
         for number, (_, settings) in enumerate(asked):
@@ -155,7 +146,6 @@ class Asker:
         return results
 
     def _prompt(self, context: str, new_tokens: int) -> list[int]:
-        """Return the last context tokens that fit with the new ones."""
         most = self.model.loaded.run.model.max_position_embeddings - new_tokens
         check(
             most > 0,
@@ -167,7 +157,6 @@ class Asker:
 
 
 def read_settings(settings: Mapping[str, Any]) -> tuple[list[str], int, Sampling]:
-    """Return stop words, number of new tokens and sampling from the harness's generation settings."""
     until = settings.get("until") or []
     words = [word for word in ([until] if isinstance(until, str) else until) if word]
     temperature = (

@@ -3,9 +3,8 @@
     python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints --tasks lambada_openai
     mpiexec -n 4 python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints ...
 
-registers this model and calls its own command line; --model_args are the flags of fugaku-megatron
-evaluate, without dashes. Versions of the harness that look for models among entry points find it
-by `lm_eval --model fugaku_megatron`, too.
+registers this model and calls the harness's command line; --model_args are evaluate's flags,
+without dashes. Versions with entry points find it by `lm_eval --model fugaku_megatron`, too.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ THEIRS = (
 
 
 class MegatronLM(LM):
-    """lm-eval model for a checkpoint. Arguments: evaluate's flags and the harness's own.
-
-    world: ranks that share the model; others run `harness.serve`
-    """
+    """lm-eval model. world: ranks that share it; others run `harness.serve`"""
 
     def __init__(self, world: Comm | None = None, **values: Any) -> None:
         super().__init__()
@@ -51,20 +47,17 @@ class MegatronLM(LM):
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-likelihood, and True if it is the greedy one."""
         return self.asker.likelihoods([request.args for request in requests])
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return each text's log-likelihood."""
         return self.asker.rolling_likelihoods([request.args[0] for request in requests])
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continue each context up to a stop word."""
         return self.asker.texts_until([request.args for request in requests])
 
 
 def evaluate(world: Comm) -> None:
-    """Run the harness's command line on the first rank and its calls on all. Collective."""
+    """Run the harness's command line on the first rank. Collective."""
     if world.rank:
         return serve(world)
     from lm_eval.__main__ import cli_evaluate

@@ -1,4 +1,4 @@
-"""A model with the weights of a checkpoint and nothing else, and its tokenizer: no gradients, no optimizer state."""
+"""A checkpoint's model and tokenizer for inference: no gradients, no optimizer state."""
 
 from __future__ import annotations
 
@@ -47,39 +47,33 @@ FEW_ROWS = 4  # of a matmul that is faster without packing its weight (measured)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Pipeline stage with weights."""
-
     run: RunConfig
     groups: Groups
     stage: Stage
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, without padding."""
         size = self.run.model.vocab_size
         assert size is not None, "a saved run knows it"
         return size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of weights and activations."""
         return PARAMETER_DTYPES[self.run.precision.name]
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Return this rank's weight shards, any shape, by global name."""
+        """Return this rank's shards by global name."""
         return {spec_of(parameter).name: parameter.data for parameter in self.stage.parameters()}
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return this rank's columns of the logits (s, b, v) from x (s, b, h), on last-stage
-        ranks.
-        """
+        """Return this rank's columns of logits (s, b, v) from x (s, b, h) of the last stage."""
         assert self.stage.last is not None, "the head is on the last stage"
         return self.stage.last.logits(x)
 
 
 def operations(model: ModelConfig) -> Ops:
-    """Return the operations for inference: recorded kernels if they cover the model, else torch."""
+    """Return recorded kernels if they cover the model, else torch."""
     if model.kernels_alone:
         return Ops.build(kernels=RecordingKernels(), few_rows=FEW_ROWS)
     return Ops.build({} if model.kernels_take_heads else {"attention": "torch"}, few_rows=FEW_ROWS)
@@ -87,10 +81,9 @@ def operations(model: ModelConfig) -> Ops:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Checkpoint, tokenizer and model parallel sizes, as flags shared by commands.
+    """Checkpoint, tokenizer and model parallel sizes.
 
-    Without tokenizer flags the checkpoint's tokenizer is used; None sizes mean the command's
-    default layout.
+    Without tokenizer flags the checkpoint's is used; None sizes mean the command's default.
     """
 
     load: str
@@ -101,7 +94,6 @@ class Source:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Source:
-        """Build from the parsed flags of `add_source_flags`."""
         values = {
             field.name: getattr(options, field.name)
             for field in fields(cls)
@@ -111,13 +103,10 @@ class Source:
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
-        """Given (tensor, pipeline) parallel size."""
         return self.tensor_model_parallel_size, self.pipeline_model_parallel_size
 
     def manifest(self, world: Comm) -> tuple[int, dict[str, Any]]:
-        """Return the checkpoint's iteration and manifest. Collective; raises ValueError on every
-        rank if there is none.
-        """
+        """Return (iteration, manifest). Collective; raises ValueError on every rank."""
         step = self.ckpt_step
         iteration = on_root(world, lambda: iteration_to_load(self.load) if step is None else step)
         if iteration is None:
@@ -125,7 +114,6 @@ class Source:
         return iteration, on_root(world, lambda: checkpoint.read_manifest(self.load, iteration))
 
     def open_tokenizer(self, manifest: dict[str, Any]) -> Tokenizer:
-        """Open the named tokenizer, or the checkpoint's. Raises ValueError as `choose_tokenizer`."""
         saved = manifest["config"].get("data", {})
         size = manifest["config"]["model"]["vocab_size"]
         return choose_tokenizer(
@@ -134,7 +122,6 @@ class Source:
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `Source`."""
     parser.add_argument("--load", required=True, help="directory of checkpoints")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
     add_tokenizer_flags(parser, "the tokenizer that the model of --load was trained with")
@@ -149,9 +136,7 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
 def load_model(
     run: RunConfig, world: Comm, directory: str, iteration: int, manifest: dict[str, Any]
 ) -> LoadedModel:
-    """Load the checkpoint's model, LoRA adapters merged. Collective; raises ValueError on every
-    rank.
-    """
+    """Load the model, LoRA adapters merged. Collective; raises ValueError on every rank."""
     adapts = manifest["state"].get("lora")
     loaded, shards = _empty_model(replace(run, lora=LoraConfig()), world)
     if adapts is None:
@@ -190,18 +175,14 @@ def load_model(
 
 
 def model_of(run: RunConfig, names: Collection[str], read: Callable[[str], Tensor]) -> LoadedModel:
-    """Build the whole model in this process with weights from `read`; arguments as `fill_shards`,
-    any shape.
-    """
+    """Build the whole model in this process; arguments as `fill_shards`."""
     loaded, shards = _empty_model(run, SoloComm())
     fill_shards(shards, names, read)
     return loaded
 
 
 def _empty_model(run: RunConfig, world: Comm) -> tuple[LoadedModel, list[Shard]]:
-    """Build this rank's stage with zero weights and no expert capacity; return it and the shards
-    to fill.
-    """
+    """Return this rank's stage with zero weights and no expert capacity, and the shards."""
     layout = Layout.from_run(run, world.size)
     groups = Grid(*layout.sizes).groups(world)
     # With a capacity a text's scores would depend on the texts next to it, and a token's on later ones.
@@ -213,9 +194,7 @@ def _empty_model(run: RunConfig, world: Comm) -> tuple[LoadedModel, list[Shard]]
 
 
 def _target(parameter: nn.Parameter) -> Shard:
-    """Return the shard to load for a parameter. Tied copies load the original, which every layout
-    saves.
-    """
+    """Return the shard. Tied copies load the original, which every layout saves."""
     spec = spec_of(parameter)
     copied = WEIGHT + spec.init_name if spec.init_name != spec.name else None
     return Shard(
@@ -229,7 +208,6 @@ def _target(parameter: nn.Parameter) -> Shard:
 
 
 def _give_memory(stage: nn.Module, dtype: torch.dtype) -> None:
-    """Replace meta parameters by zeros, keeping their `spec`."""
     new: dict[nn.Parameter, nn.Parameter] = {}
     for meta in stage.parameters():
         new[meta] = nn.Parameter(torch.zeros(meta.shape, dtype=dtype), requires_grad=False)
@@ -242,8 +220,7 @@ def _give_memory(stage: nn.Module, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def through_stages(loaded: LoadedModel, tokens: Tensor, forward_pass: Pass) -> Tensor | None:
     """Return the last layer's output (s, b, h) for tokens (s, b) on last-stage ranks, else None.
-
-    Collective over the pipeline.
+    Collective.
     """
     stage = loaded.stage
     pp = loaded.groups.pp
@@ -266,15 +243,14 @@ def through_stages(loaded: LoadedModel, tokens: Tensor, forward_pass: Pass) -> T
 def choose_tokenizer(
     named: TokenizerFlags, saved: Mapping[str, Any], carried: Path, size: int, where: str
 ) -> Tokenizer:
-    """Open the named tokenizer, else the one of the run that wrote the model, else one shipped
-    with it.
+    """Open the named tokenizer, else the training run's, else the model's.
 
     saved: data flags of that run
     carried: directory with Hugging Face files
-    size: number of the model's tokens
-    where: name of the model in messages
+    size: the model's tokens
+    where: the model in messages
 
-    Raises ValueError if there is none, it is unreadable, or it has more tokens than the model.
+    Raises ValueError if it is missing, unreadable, or has more tokens than the model.
     """
     flags = named._replace(vocab_size=size)
     if not flags.named:
@@ -300,11 +276,7 @@ def choose_tokenizer(
 
 
 def _check_passed_type(named: TokenizerFlags, flags: TokenizerFlags, where: str) -> None:
-    """Raise ValueError for a --tokenizer-type without a file if the model's tokenizer has another
-    type.
-
-    flags: the model's tokenizer, if known
-    """
+    """Raise ValueError for a --tokenizer-type without a file that differs from the model's."""
     passed = named.tokenizer_type
     if named.named or passed == TokenizerFlags().tokenizer_type:
         return
@@ -319,7 +291,7 @@ def _check_passed_type(named: TokenizerFlags, flags: TokenizerFlags, where: str)
 
 
 def tokenizer_note(tokenizer: Tokenizer, manifest: dict[str, Any]) -> str:
-    """Return a warning line if the checkpoint was trained with another tokenizer, else ""."""
+    """Return a warning if the training run had another tokenizer, else ""."""
     other = mismatch(identity(tokenizer), manifest["state"].get("tokenizer"))
     return (
         f"note: the model was trained with {other}: its tokens mean different texts"
@@ -343,8 +315,6 @@ ALLOCATIONS = (
 
 
 class RecordingKernels:
-    """Kernel library that records its calls during `record`."""
-
     def __init__(self) -> None:
         self._calls: Any = None  # kernels.Calls while calls are recorded
 
@@ -352,10 +322,8 @@ class RecordingKernels:
         return getattr(kernels if self._calls is None else self._calls, name)
 
     def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> RecordedStep:
-        """Run and record `step`, which computes from `inputs` (any shape) with kernels alone.
-
-        Raises AssertionError if torch computes, AttributeError for a kernel that cannot be
-        recorded.
+        """Record `step`. Raises AssertionError if torch computes, AttributeError for a kernel that
+        cannot be recorded.
         """
         self._calls = calls = kernels.Calls()
         try:
@@ -367,7 +335,7 @@ class RecordingKernels:
 
 
 class RecordedStep:
-    """Recorded kernel calls from `inputs` to `result`, at fixed addresses."""
+    """Recorded calls from `inputs` to `result`, at fixed addresses."""
 
     def __init__(
         self, calls: Callable[[], None], inputs: tuple[Tensor, ...], result: Tensor
@@ -377,7 +345,7 @@ class RecordedStep:
         self.result = result
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the result for other inputs of the same shapes, valid until the next call."""
+        """Compute from inputs of the same shapes; the result is valid until the next call."""
         for own, new in zip(self.inputs, inputs, strict=True):
             own.copy_(new)
         self.calls()
@@ -385,9 +353,7 @@ class RecordedStep:
 
 
 class _KernelsAlone(TorchDispatchMode):
-    """Torch mode that allows views and allocation only, since a replay would skip other
-    operations.
-    """
+    """Torch mode that allows views and allocation only; a replay would skip other operations."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -1,4 +1,4 @@
-"""Log-likelihoods of given tokens, for perplexity, multiple choice and needle in a haystack."""
+"""Log-likelihoods of given tokens, for perplexity, multiple choice and needles."""
 
 from __future__ import annotations
 
@@ -56,12 +56,11 @@ def score(
     """Score requests: FP64 (requests, 3), the same on every rank. Collective over the model's
     world.
 
-    Columns: log-likelihood (natural) of the scored tokens, number that are the likeliest, number
-        likelier than all
-    their `others`.
+    Columns: natural log-likelihood of the scored tokens, number that are the likeliest, number
+    likelier than all their `others`.
 
     batch: requests per forward pass
-    progress: receives the number of requests done in this replica, in multiples of its share
+    progress: receives the number of requests done in this replica
     """
     # its tensor-parallel ranks have the same
     dp = loaded.groups.dp
@@ -79,14 +78,14 @@ def score(
 
 
 def _batches(requests: Sequence[Request], batch: int) -> Iterator[list[int]]:
-    """Yield request numbers in batches of similar length, the longest first."""
+    """Yield batches of similar length, longest first."""
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     for start in range(0, len(order), batch):
         yield order[start : start + batch]
 
 
 def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | None:
-    """Return scores (b, 3) in FP64 on last-stage ranks, else None."""
+    """Return FP64 scores (b, 3) on last-stage ranks, else None."""
     longest = max(len(request.tokens) for request in requests) - 1
     tokens = torch.zeros(
         longest, len(requests), dtype=torch.int64
@@ -127,8 +126,7 @@ def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | N
 def _score_rows(
     loaded: LoadedModel, x: Tensor, rows: Tensor, labels: Tensor, others: Tensor
 ) -> Tensor:
-    """Return log-likelihoods, and 1 for labels that are the likeliest and likelier than all
-    others.
+    """Return log-likelihoods, 1 for likeliest labels, and 1 for labels likelier than all others.
 
     x (s b, 1, h), rows and labels (r), others (r, any number) -> (r, 3).
     """
@@ -151,12 +149,11 @@ def _score_rows(
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, window: int) -> Request:
-    """Build the request for `continuation` after `context`, cut on the left to `window` + 1
-    tokens.
+    """Build the request for `continuation` after `context`, cut on the left to `window` + 1 tokens.
 
     Trailing spaces move to the continuation, because tokens begin with them. An empty context
-    becomes the token before a text (`encode_after`). Raises ValueError for a continuation without
-    tokens or longer than `window`.
+    becomes a start token (`encode_after`). Raises ValueError for a continuation without tokens or
+    longer than `window`.
     """
     before = tokenizer.encode(context.rstrip())
     whole = tokenizer.encode(context + continuation)
@@ -176,9 +173,9 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, window: i
 
 
 def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokenize a text after a start token: the tokenizer's own, or else its end-of-document token.
+    """Tokenize after the tokenizer's start token, or else its end-of-document token.
 
-    Raises ValueError if the tokenizer has neither.
+    Raises ValueError if it has neither.
     """
     if tokenizer.encode(""):  # tokens that stand around every text
         return tokenizer.encode(text)
@@ -193,10 +190,7 @@ def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
 def windows(
     tokens: Sequence[int] | np.ndarray | StoredTokens, length: int, stride: int
 ) -> list[Request]:
-    """Cut windows of `length` tokens, one every `stride`, scoring each token once.
-
-    A last, shorter window is left out.
-    """
+    """Cut windows, one every `stride`, scoring each token once, without a shorter last one."""
     starts = range(0, len(tokens) - length, stride)
     return [
         Request(tokens[start : start + length + 1], stride if start else length) for start in starts
@@ -214,10 +208,10 @@ def rolling(tokens: Sequence[int], length: int) -> list[Request]:
 
 @dataclass(frozen=True)
 class ChatFile:
-    """Chats in one file, with requests for their trained tokens.
+    """Chats in one file.
 
-    cut: number of chats truncated to a window
-    left_out: number of chats without trained tokens in the window
+    cut: chats truncated to a window
+    left_out: chats without trained tokens in it
     """
 
     path: str
@@ -227,9 +221,7 @@ class ChatFile:
 
 
 def read_chat_file(path: str, template: ChatTemplate, window: int) -> ChatFile:
-    """Read a chat file. Raises ValueError, with file and line, for invalid chats, and for a file
-    without chats.
-    """
+    """Raise ValueError, with file and line, for invalid chats, and for an empty file."""
     requests = []
     cut = 0
     left_out = 0
@@ -254,7 +246,7 @@ class Question:
     requests: one per choice
     lengths: characters per choice
     answer: index of the right choice
-    bare: no context; choices are scored after a start token (`encode_after`)
+    bare: choices are scored after a start token (`encode_after`)
     """
 
     requests: tuple[Request, ...]
@@ -264,7 +256,7 @@ class Question:
 
 
 def read_questions(path: str, tokenizer: Tokenizer, window: int) -> list[Question]:
-    """Read --choices. Raises ValueError, with the question's number, for an invalid one."""
+    """Raise ValueError with the question's number."""
     try:
         records = json.loads(read_text(path, "--choices"))
     except (ValueError, RecursionError) as error:
@@ -311,10 +303,9 @@ def _is_text(value: Any) -> bool:
 
 
 def accuracies(questions: Sequence[Question], likelihoods: Sequence[float]) -> dict[str, Any]:
-    """Return the share of questions with the right choice likeliest, also normalized by
-    characters.
+    """Return the share with the right choice likeliest, also normalized by characters.
 
-    likelihoods: logarithms, of all choices of all questions in turn
+    likelihoods: logarithms, for each question's choices
     """
     plain = by_length = start = 0
     for question in questions:
@@ -359,7 +350,7 @@ CHARACTERS = 8  # of the text that are read for each token of a prompt; where th
 class Needles:
     """Needle-in-a-haystack prompts.
 
-    requests: by length, depth and sample, samples adjacent
+    requests: by length, depth and sample
     free: per request, number tokens that all other numbers share
     """
 
@@ -371,7 +362,6 @@ class Needles:
 
 
 def check_needle_flags(lengths: Sequence[int], depths: Sequence[int], samples: int | None) -> None:
-    """Raise ValueError for flag values out of range."""
     counts = () if samples is None else (samples,)
     for name, values, most in (
         ("lengths", lengths, 2**22),
@@ -394,10 +384,10 @@ def read_needles(
 ) -> Needles:
     """Build the needle prompts from a text.
 
-    depths: percent of the text before the sentence
+    depths: percent before the sentence
     window: tokens; default lengths are fractions of it
 
-    Raises ValueError for an empty text and lengths outside sentence and model limits.
+    Raises ValueError for an empty text and lengths out of range.
     """
     lengths = lengths or tuple(sorted({max(1, window // part) for part in (4, 2, 1)}))
     depths = depths or DEPTHS
@@ -425,7 +415,6 @@ def read_needles(
 
 
 def _within(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokenize a text without the tokenizer's start and end tokens."""
     around = {*tokenizer.encode("")}
     return [token for token in tokenizer.encode(text) if token not in around]
 
@@ -433,9 +422,7 @@ def _within(tokenizer: Tokenizer, text: str) -> list[int]:
 def _needle_prompt(
     tokenizer: Tokenizer, text: np.ndarray, length: int, depth: int, number: int
 ) -> tuple[Request, int]:
-    """Build a prompt of `length` tokens, its sentence and text independent of the depth; also
-    return `Needles.free`.
-    """
+    """Return a prompt, its sentence and text independent of the depth, and `Needles.free`."""
     rng = random.Random(SEED + number)
     sentence = SENTENCE.format(rng.choice(KEYS))
     begin = rng.randrange(len(text))
@@ -465,9 +452,7 @@ def _needle_prompt(
 
 
 def needle_figures(needles: Needles, scores: Tensor) -> dict[str, Any]:
-    """Average scores (requests, 3), as `scoring.score` returns them, over samples by length and
-    depth.
-    """
+    """Average `scoring.score`'s (requests, 3) over samples by length and depth."""
     found = []
     for request, free, (likelihood, hits, wins) in zip(
         needles.requests, needles.free, scores.tolist(), strict=True
@@ -496,7 +481,6 @@ def needle_figures(needles: Needles, scores: Tensor) -> dict[str, Any]:
 
 
 def needle_lines(figures: dict[str, Any]) -> list[str]:
-    """Format the needle figures."""
     rows = [
         [str(length), *(f"{a:.2f} / {b:.2f}" for a, b in zip(exact, likelier, strict=True))]
         for length, exact, likelier in zip(
@@ -512,9 +496,7 @@ def needle_lines(figures: dict[str, Any]) -> list[str]:
 
 
 def draw_needles(path: str | os.PathLike[str], figures: dict[str, Any], place: str) -> None:
-    """Draw heat maps (lengths across, depths down) into a PNG file. Raises ValueError naming
-    --png.
-    """
+    """Draw heat maps (lengths across, depths down) as PNG. Raises ValueError naming --png."""
     from matplotlib.backends.backend_agg import (
         FigureCanvasAgg,
     )  # no window, and pyplot's global state untouched

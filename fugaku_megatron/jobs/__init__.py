@@ -1,1 +1,1 @@
-"""Jobs: from a recipe and a number of nodes to a checked, staged, placed batch job. Entry point: fugaku-megatron job."""
+"""Jobs: from a recipe and nodes to a checked batch job. Entry point: fugaku-megatron job."""

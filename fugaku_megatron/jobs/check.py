@@ -1,7 +1,4 @@
-"""Mistakes in a job script that can be found before submission, each with the line to change.
-
-One function per subject yields its problems. Bash syntax is not checked.
-"""
+"""Mistakes in a job script, each with the line to change. Bash syntax is not checked."""
 
 from __future__ import annotations
 
@@ -25,13 +22,12 @@ PRELOADED = ("TCMALLOC", "LD_PRELOAD")  # variables with libraries to preload
 
 @dataclass(frozen=True)
 class Problem:
-    """A mistake. line: line of the script; 0 for an option on pjsub's command line"""
+    """A mistake. line: 0 for an option on pjsub's command line"""
 
     line: int
     text: str
 
     def located(self, file: str) -> str:
-        """Return the message with file and line in front."""
         return (
             f"{file}:{self.line}: {self.text}"
             if self.line
@@ -44,9 +40,9 @@ def problems(
 ) -> list[Problem]:
     """Return all mistakes, by line.
 
-    group: group to charge, from pjsub's command line
+    group: to charge, from pjsub's command line
     files: staged files must exist already
-    options: options on pjsub's command line, which replace directives
+    options: pjsub's, which replace directives
     """
     try:
         script = parse(text)
@@ -60,7 +56,7 @@ def problems(
 
 
 def _shape(request: Request) -> Iterator[Problem]:
-    """Check that the nodes' shape has whole torus units and fits into the machine."""
+    """Check that the shape has whole torus units and fits the machine."""
     line = request.script.line("-L", "node")
     shape = request.shape
     best = torus.best_shape(request.nodes)
@@ -94,7 +90,6 @@ def _shape(request: Request) -> Iterator[Problem]:
 
 
 def _resource_group(request: Request) -> Iterator[Problem]:
-    """Check the resource group's limits on nodes and elapse time."""
     groups, source = limits.resource_groups()
     group_setting = request.script.get("-L", "rscgrp")
     script = request.script
@@ -124,7 +119,6 @@ def _resource_group(request: Request) -> Iterator[Problem]:
 
 
 def _processes(request: Request) -> Iterator[Problem]:
-    """Check that proc and the body's variables agree with the directives."""
     script = request.script
     setting = script.get("--mpi", "proc")
     value = request.nodes * request.ranks_per_node
@@ -152,7 +146,6 @@ def _processes(request: Request) -> Iterator[Problem]:
 
 
 def _power(request: Request) -> Iterator[Problem]:
-    """Check that every power state has a valid value."""
     script = request.script
     freq = script.get("-L", "freq")
     eco = script.get("-L", "eco_state")
@@ -184,7 +177,7 @@ def _power(request: Request) -> Iterator[Problem]:
 
 
 def _clock(request: Request) -> Iterator[Problem]:
-    """Check that clock and eco state form an accepted mode and that --cpu-frequency agrees."""
+    """Check that clock and eco state form an accepted mode that --cpu-frequency matches."""
     script = request.script
     freq = script.get("-L", "freq")
     eco = script.get("-L", "eco_state")
@@ -230,7 +223,6 @@ def _clock(request: Request) -> Iterator[Problem]:
 
 
 def _account(request: Request) -> Iterator[Problem]:
-    """Check the name of the group to charge."""
     in_script = request.script.get("-g")
     group = request.group or (in_script and in_script.text)
     if group and not limits.is_name(group):
@@ -246,7 +238,6 @@ def _account(request: Request) -> Iterator[Problem]:
 
 
 def _run(request: Request) -> Iterator[Problem]:
-    """Check flags, batch, memory, time and the placement of tensor-parallel groups."""
     script = request.script
     line = next(iter(script.flag_lines.values()), script.last_directive)
     try:
@@ -278,7 +269,7 @@ def _run(request: Request) -> Iterator[Problem]:
 
 
 def _rank_map(request: Request, layout: Layout, tensor: int) -> Iterator[Problem]:
-    """Check that the rank map belongs to this shape and layout; warn of distant tensor-parallel ranks without a map."""
+    """Check the rank map; warn of distant tensor-parallel ranks without a map."""
     if request.shape and not torus.whole(request.shape):
         return  # a problem of _shape
     form = f"{torus.text(request.shape)} {{}} {torus.sizes(layout)}" if request.shape else ""
@@ -316,7 +307,7 @@ def _rank_map(request: Request, layout: Layout, tensor: int) -> Iterator[Problem
 
 
 def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterator[Problem]:
-    """Check that the modelled memory fits into a rank and that the first checkpoint is saved before the elapse time."""
+    """Check the modelled memory and the time to the first checkpoint."""
     script = request.script
     system = System.from_names(
         "a64fx", software.THIS_PROJECT, request.nodes, request.ranks_per_node
@@ -353,7 +344,6 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterat
 
 
 def _volumes(request: Request) -> Iterator[Problem]:
-    """Check that the job mounts the volumes of all paths."""
     script = request.script
     setting = script.get("-x", "PJM_LLIO_GFSCACHE")
     if setting is None:
@@ -384,7 +374,7 @@ def _volumes(request: Request) -> Iterator[Problem]:
 
 
 def _common_part(request: Request) -> Iterator[Problem]:
-    """Check that a script of the checkout finds the common part from the submission directory."""
+    """Check that a script of the checkout finds the common part."""
     line = request.script.find(READS_COMMON)
     passed = request.script.get("-x", "FUGAKU_MEGATRON")
     folder = Path(passed.text if passed else os.getcwd())
@@ -402,7 +392,6 @@ def _common_part(request: Request) -> Iterator[Problem]:
 
 
 def _archive(request: Request) -> Iterator[Problem]:
-    """Check the archive, and the local storage into which it is unpacked."""
     script = request.script
     archive = script.value("ARCHIVE")
     path = archive.text if archive else ""
@@ -427,7 +416,6 @@ def _archive(request: Request) -> Iterator[Problem]:
 
 
 def _packed_files(request: Request) -> Iterator[Problem]:
-    """Check the names of data and tokenizer in the archive."""
     script = request.script
     for name in ("DATA", "TOKENIZER"):
         if (packed := script.value(name)) and "/" in packed.text:
@@ -445,7 +433,6 @@ def _packed_files(request: Request) -> Iterator[Problem]:
 
 
 def _preloaded(request: Request) -> Iterator[Problem]:
-    """Check the libraries to preload."""
     if not request.files:
         return
     for name in PRELOADED:
@@ -467,7 +454,7 @@ def _preloaded(request: Request) -> Iterator[Problem]:
 
 
 def _shared_files(request: Request) -> Iterator[Problem]:
-    """Check that a limited number of nodes and processes opens one file."""
+    """Check that few enough nodes and processes open one file."""
     script = request.script
     if (
         request.nodes <= limits.SINGLE_FILE_NODES
@@ -490,7 +477,7 @@ def _shared_files(request: Request) -> Iterator[Problem]:
 
 
 def _output(request: Request) -> Iterator[Problem]:
-    """Check that the output files of many ranks are split into several directories."""
+    """Check that many ranks' output is split into directories."""
     for number, line in request.script.body:
         paths = re.findall(r"-(?:std(?:out|err)?|of)-proc (\S+)", line)
         if request.processes > limits.SPLIT_OUTPUT_ABOVE and any(

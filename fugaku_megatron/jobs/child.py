@@ -1,4 +1,4 @@
-"""A launcher such as mpiexec or srun as a child process: output, stop requests, and the run's ending."""
+"""A launcher such as mpiexec or srun as a child process."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ class Launcher:
             return code, self._said.decode(errors="replace")
 
     def send(self, number: int) -> None:
-        """Send a signal unless the process has ended."""
         self.process.send_signal(number)
 
 
 class Stop(StopSignals):
     """A block in which SIGTERM, SIGUSR1 and SIGINT ask the run to save and exit without a restart.
 
-    The launcher receives the first signal as ORDERLY, later signals unchanged, and Control-C from the terminal.
+    The launcher gets the first signal as ORDERLY, later ones unchanged, and Control-C from the
+    terminal.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Stop(StopSignals):
 
     @contextlib.contextmanager
     def forwarding(self, launcher: Launcher) -> Iterator[None]:
-        """Forward signals to this launcher inside the block, including an earlier one."""
+        """Forward signals, including an earlier one."""
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         self._launcher = launcher
         if self.stop_requested:
@@ -137,7 +137,7 @@ class Stop(StopSignals):
 
 
 def _typed_here() -> bool:
-    """Return True in the foreground of a terminal, where Control-C reaches the whole process group."""
+    """Return True in a terminal's foreground, where Control-C reaches the process group."""
     try:
         return os.tcgetpgrp(0) == os.getpgrp()
     except OSError:  # no terminal
@@ -150,9 +150,8 @@ class Ending:
 
     code: exit code of the job
     signal: signal that ended a rank, or 0
-    node: named node, or ""
     several: other signals ended other ranks
-    other: exit code outside ExitCode, such as MPICH's for a signal that its message does not name
+    other: exit code outside ExitCode, such as MPICH's for an unnamed signal
     """
 
     code: ExitCode
@@ -163,11 +162,9 @@ class Ending:
 
     @property
     def restarts(self) -> bool:
-        """True if another start may succeed."""
         return self.code in RESTARTED
 
     def text(self) -> str:
-        """Return the ending as a line of the log."""
         text = WHAT[self.code]
         if self.code == ExitCode.FAILED:
             text += f" (exit code {self.other})"
@@ -185,7 +182,6 @@ def _signal_name(number: int) -> str:
 
 
 def _first(patterns: tuple[str, ...], said: str) -> str | None:
-    """The group of the pattern that matches first in the text."""
     found = [match for pattern in patterns if (match := re.search(pattern, said, re.MULTILINE))]
     return min(found, key=lambda match: match.start())[1] if found else None
 
@@ -193,7 +189,7 @@ def _first(patterns: tuple[str, ...], said: str) -> str | None:
 def ending(returncode: int, said: str) -> Ending:
     """Return how a start ended.
 
-    returncode: of subprocess, negative if a signal ended the launcher
+    returncode: negative if a signal ended the launcher
     said: end of the output
     """
     if returncode == 0:

@@ -1,6 +1,6 @@
 """A job: nodes and their shape, layout, memory and elapse time, from the performance model.
 
-`decide` reads pretrain_gpt.py's flags; the planner chooses unset values. Script: render.py. Checks: check.py.
+`decide` reads pretrain_gpt.py's flags; the planner chooses unset values.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MARGIN = 900  # seconds before the end of a job at which the trainer saves and e
 class Job:
     """The contents of a job script.
 
-    flags: pretrain_gpt.py's flags, without paths
+    flags: pretrain_gpt.py's, without paths
     elapse: seconds
-    seconds: modelled seconds of an iteration
+    seconds: modelled, of an iteration
     why: the decisions as text
     """
 
@@ -61,15 +61,15 @@ class Job:
 def start_up(nodes: int) -> float:
     """Return the seconds before the first iteration.
 
-    MPI's start (Fugaku MPI performance data: 2.8 s on 432 nodes, 13.5 s on 27648), an assumed 5 minutes for staging, Python and the
-    data index, and 2 more minutes for every 1000 nodes.
+    MPI's start (Fugaku MPI performance data: 2.8 s on 432 nodes, 13.5 s on 27648), an assumed 5
+    minutes for staging, Python and the data index, and 2 minutes per 1000 nodes.
     """
     mpi: float = 2.8 * (nodes / 432) ** 0.38
     return 300 + 120 * nodes / 1000 + mpi
 
 
 def placeable(plan: search.Plan, shape: torus.Shape | None) -> bool:
-    """Return True if each tensor-parallel group fits into a node or, on a torus, into a unit."""
+    """Return True if every tensor-parallel group fits into a node or torus unit."""
     tp = plan.layout.tp
     ranks = plan.system.ranks_per_node
     return (
@@ -108,7 +108,7 @@ def choose(
 
 
 def node_shape(nodes: int) -> torus.Shape | None:
-    """Return the shape of a job's nodes, None for a small job without one. ValueError for a large job without one."""
+    """Return the nodes' shape, None for a small job without one. ValueError for a large one."""
     shape = torus.best_shape(nodes) if nodes % torus.UNIT_NODES == 0 else None
     near = " or ".join(map(str, torus.nearest(nodes)))
     check(
@@ -120,7 +120,7 @@ def node_shape(nodes: int) -> torus.Shape | None:
 
 
 def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.Plan]:
-    """Return the job that parsed flags describe, and its plan. ValueError for a job that cannot run.
+    """Return the job that parsed flags describe, and its plan. ValueError for an impossible job.
 
     own: names of flags that do not belong to pretrain_gpt.py
     """
@@ -187,7 +187,6 @@ def _group(args: argparse.Namespace, groups: dict[str, ResourceGroup]) -> Resour
 
 
 def _elapse(option: str | None, group: ResourceGroup) -> int | None:
-    """Return the seconds of --elapse, or None."""
     if option is None:
         return None
     limit = int(group.hours * HOUR)
@@ -201,7 +200,7 @@ def _elapse(option: str | None, group: ResourceGroup) -> int | None:
 
 
 def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str, ...]:
-    """Return pretrain_gpt.py's flags for the plan, always with layout, batch and clock."""
+    """Return the plan's flags, always with layout, batch and clock."""
     run = best.run
     parallel = best.run.parallel
     words = plan_text.train_flags(best, args)
@@ -218,7 +217,7 @@ def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str
 
 
 def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
-    """Return the decisions and reasons, one line each. source: source of the resource groups' limits"""
+    """Return the decisions. source: of the resource groups' limits"""
     start = start_up(job.nodes)
     training = job.iterations * best.seconds
     in_a_job = max(
@@ -253,7 +252,6 @@ def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
 
 
 def rank_map(job: Job) -> torus.RankMap | None:
-    """Return the placement of a job's ranks, or None without a torus."""
     layout = job.layout
     return (
         torus.RankMap.from_layout(job.shape, job.ranks_per_node, layout.tp, layout.pp, layout.cp)
@@ -263,7 +261,6 @@ def rank_map(job: Job) -> torus.RankMap | None:
 
 
 def hop_lines(rank_map: torus.RankMap) -> list[str]:
-    """Return the rank map's statistics as text."""
     statistics = rank_map.statistics()
     return [
         f"rank map: the replicas of a stage fill a box of {torus.text(rank_map.box)} tensor-parallel groups; hops between "
@@ -275,7 +272,7 @@ def hop_lines(rank_map: torus.RankMap) -> list[str]:
 
 
 def interpret(flags: list[str]) -> Any:
-    """Return the run of a script's flags, by default with GPT-2's vocabulary. ValueError as from pretrain_gpt.py."""
+    """Return the run of a script's flags, by default with GPT-2's vocabulary."""
     run = arguments.parse(flags).run
     return replace(
         run, model=replace(run.model, vocab_size=run.model.vocab_size or GPT2_VOCABULARY)

@@ -72,7 +72,6 @@ SCRIPTS = {
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a job's options and all flags of a run."""
     group = parser.add_argument_group("job")
     group.add_argument("--nodes", type=int, help="nodes of the job (required)")
     group.add_argument(
@@ -115,14 +114,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_from_words(words: Sequence[str]) -> jobs.Job:
-    """Return the job described by a command line. ValueError for a user's mistake."""
     parser = Parser()
     add_plan_arguments(parser)
     return job_from(parser.parse_args(words))
 
 
 def job_from(args: argparse.Namespace) -> jobs.Job:
-    """Return the job described by parsed options. ValueError for a user's mistake."""
+    """Return the job. ValueError for a user's mistake."""
     check(args.nodes is not None, "--nodes is missing: pass the number of nodes of the job")
     mode = limits.mode(args.mode)
     check(not mode.refused, f"--mode {args.mode}: {mode.refused}")
@@ -154,7 +152,6 @@ def job_from(args: argparse.Namespace) -> jobs.Job:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Print the job and the reasons for it."""
     job = job_from(args)
     ranks = jobs.rank_map(job)
     print(
@@ -166,7 +163,6 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _write(path: Path, text: str, flag: str = "") -> None:
-    """Write a script. ValueError names a file that cannot be written."""
     check(not path.is_fifo(), f"{flag}{path} is a FIFO, which would wait for a reader: pass a file")
     try:
         path.write_text(text)
@@ -178,7 +174,7 @@ def _write(path: Path, text: str, flag: str = "") -> None:
 
 
 def rendered(name: str) -> str:
-    """Return the text of a script in scripts/pjsub."""
+    """Return a script of scripts/pjsub."""
     return render.render(job_from_words(shlex.split(SCRIPTS[name])))
 
 
@@ -243,7 +239,7 @@ def make(args: argparse.Namespace) -> int:
 
 
 def report_job(args: argparse.Namespace) -> jobs.Job:
-    """Return the Fugaku job that measures its nodes with one rank per CMG. ValueError for a user's mistake."""
+    """Return the Fugaku job that measures its nodes with one rank per CMG."""
     given = {
         "--mode": args.mode,
         "--group": args.group,
@@ -272,7 +268,6 @@ def report_job(args: argparse.Namespace) -> jobs.Job:
 
 
 def _write_slurm_report(args: argparse.Namespace) -> int:
-    """Print or write the Slurm script that measures nodes."""
     cluster = next(cluster for cluster in render.CLUSTERS if cluster.name == args.slurm)
     text = render.render_slurm_report(cluster, args.nodes)
     if not args.output:
@@ -297,7 +292,7 @@ def add_file_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _problems(args: argparse.Namespace, passed: Sequence[str] = ()) -> int:
-    """Print each mistake; return their number. passed: options of pjsub, which replace directives"""
+    """Print each mistake; return their number. passed: pjsub's options"""
     check(Path(args.file).is_file(), f"{args.file} is not a file: pass a job script")
     problems = checks.problems(
         script.read(Path(args.file)), args.group, files=not args.no_files, options=passed
@@ -327,7 +322,7 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def submit(args: argparse.Namespace) -> int:
-    """Check, then call pjsub with the words after "--" as options."""
+    """Check, then call pjsub with the words after "--"."""
     rest = script.add_options(script.Script(), args.passed, 0)
     check(not rest, f"{' '.join(rest)!r} after -- is not an option of pjsub: pass FILE before --")
     check(args.steps is None or args.steps > 0, f"--steps is {args.steps}: pass a number above 0")
@@ -345,7 +340,7 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def _chain(words: list[str], file: str, steps: int) -> int:
-    """Submit step jobs: each starts after the previous one exits with code 0; otherwise the rest are dropped."""
+    """Submit step jobs; each starts only after the previous one's exit code 0."""
     name = Path(file).stem
     first = subprocess.run(
         ["pjsub", *words, "--step", "--sparam", f"jnam={name},sn=1", file],
@@ -377,7 +372,6 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_slurm(args: argparse.Namespace) -> int:
-    """Write the Slurm scripts of every cluster."""
     check(args.folder.is_dir(), f"{args.folder}: pass an existing folder, such as scripts/slurm")
     for path, text in render.slurm_scripts(args.recipe).items():
         (args.folder / path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,8 @@
-"""A site's limits: resource groups, clocks and power modes, file rules. `pjacl --rg` takes precedence if installed.
+"""A site's limits: resource groups, clocks and power modes, file rules. `pjacl --rg` takes
+precedence.
 
-Sources: Fugaku user's guide 1.52 (resource groups, power control, LLIO), RIKEN's LLIO briefing of July 2025. Read on 2026-11-20.
+Sources: Fugaku user's guide 1.52 (resource groups, power control, LLIO), RIKEN's LLIO briefing of
+July 2025. Read on 2026-11-20.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ STATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A clock and power mode. freq: MHz. refused: the site's reason, empty for an accepted mode."""
+    """A clock and power mode. freq: MHz. refused: the site's reason, or ""."""
 
     name: str
     freq: int
@@ -76,7 +78,7 @@ class Mode:
 
     @property
     def states(self) -> dict[str, int]:
-        """Value of every power state; a job sets all, because the site's defaults have changed."""
+        """Every power state's value; a job sets all, because the site's defaults have changed."""
         return {
             "freq": self.freq,
             "eco_state": self.eco_state,
@@ -88,7 +90,7 @@ class Mode:
 
     @property
     def directive(self) -> str:
-        """Value of pjsub's option -L that sets all power states."""
+        """pjsub's option -L for all power states."""
         return ",".join(f"{name}={value}" for name, value in self.states.items())
 
 
@@ -110,24 +112,23 @@ MODES = {
 
 
 def is_name(text: str) -> bool:
-    """Return True for a valid job or group name, which pjsub and bash read without quotes."""
+    """Return True for a job or group name that needs no quotes."""
     return re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text) is not None
 
 
 def is_number(text: str) -> bool:
-    """Return True for an integer of at most nine digits."""
     return re.fullmatch(r"[0-9]{1,9}", text) is not None
 
 
 def mode(name: str) -> Mode:
-    """Return the mode with this name. ValueError names the known modes."""
+    """Return the mode. ValueError names the known modes."""
     if name not in MODES:
         raise unknown("--mode", name, MODES)
     return MODES[name]
 
 
 def parse_pjacl(text: str) -> dict[str, ResourceGroup]:
-    """Parse the resource groups printed by `pjacl --rg`; blocks in another form are skipped."""
+    """Parse `pjacl --rg`; blocks in another form are skipped."""
     groups = {}
     for block in re.split(r"(?=rscgrp\s*[:=]|\[\s*rscgrp)", text):
         name = re.search(r"rscgrp\s*[:=]\s*([\w-]+)", block)
@@ -142,7 +143,6 @@ def parse_pjacl(text: str) -> dict[str, ResourceGroup]:
 
 
 def resource_groups() -> tuple[dict[str, ResourceGroup], str]:
-    """Return (resource groups, source of the limits)."""
     if shutil.which("pjacl"):
         try:
             output = subprocess.run(
@@ -157,7 +157,7 @@ def resource_groups() -> tuple[dict[str, ResourceGroup], str]:
 
 
 def smallest(nodes: int, groups: dict[str, ResourceGroup]) -> ResourceGroup:
-    """Return the usual group for this number of nodes. ValueError if no group accepts it."""
+    """Return the usual group. ValueError if none accepts `nodes`."""
     for name in ("small", "large", "huge"):
         if name in groups and groups[name].nodes[0] <= nodes <= groups[name].nodes[1]:
             return groups[name]
@@ -174,7 +174,7 @@ def seconds(clock: str, name: str = "elapse=") -> int:
 
 
 def min_seconds(elapse: str) -> int:
-    """Return a job's guaranteed seconds: the smaller value of elapse=FROM-TO (spot groups). ValueError as in `seconds`."""
+    """Return the guaranteed seconds: the smaller value of elapse=FROM-TO (spot groups)."""
     return min(map(seconds, elapse.split("-")))
 
 

@@ -1,8 +1,9 @@
-"""Text of job scripts: Fugaku's from a job (`job.Job`), and Slurm's for every cluster and model in a table.
+"""Text of job scripts: Fugaku's from a job (`job.Job`), and Slurm's for every cluster and model.
 
-A Fugaku script has #PJM directives, values, the common part (pjsub.sh) and the run. Slurm scripts (scripts/slurm) come from one
-template with slurm.sh as common part; `fugaku-megatron job slurm scripts/slurm` writes them. Their layouts are fixed here, and
-rendering checks their modelled memory. They stage no files: on some hundred nodes Python can start from the shared file system.
+A Fugaku script has #PJM directives, values, the common part (pjsub.sh) and the run. Slurm scripts
+(scripts/slurm) share a template and slurm.sh. Their layouts are fixed here; rendering checks their
+modelled memory. They stage no files: on some hundred nodes Python can start from the shared file
+system.
 """
 
 from __future__ import annotations
@@ -123,9 +124,9 @@ COMMON=${FUGAKU_MEGATRON:-$SLURM_SUBMIT_DIR}/fugaku_megatron/jobs/slurm.sh
 
 
 def flag_lines(flags: Iterable[str]) -> list[str]:
-    """Return the array FLAGS, each flag on its own line with its values.
+    """Return the array FLAGS, a flag with its values per line.
 
-    Every word is quoted, so that bash does not expand values such as `$(command)` or `*`.
+    Every word is quoted, so that bash expands no `$(command)` or `*`.
     """
     lines: list[str] = []
     for word in flags:
@@ -138,7 +139,6 @@ def flag_lines(flags: Iterable[str]) -> list[str]:
 
 
 def directives(job: Job) -> list[str]:
-    """Return the #PJM lines."""
     shape = f"{torus.text(job.shape)}:torus:strict-io" if job.shape else str(job.nodes)
     lines = [
         f'-L "node={shape},rscunit=rscunit_ft01,rscgrp={job.resource_group},elapse={limits.clock(job.elapse)}"',
@@ -158,7 +158,6 @@ def directives(job: Job) -> list[str]:
 
 
 def values(job: Job) -> list[str]:
-    """Return the variables for the common part."""
     lines = [f"NAME={job.name}", f"NODES={job.nodes}", f"RANKS_PER_NODE={job.ranks_per_node}"]
     if job.shape:
         meaning = "node shape, ranks per node, TP, PP"
@@ -177,7 +176,7 @@ def values(job: Job) -> list[str]:
 
 
 def other_clocks(job: Job) -> str:
-    """Return comments with the command for each other accepted mode."""
+    """Return comments with each other mode's command."""
     return "\n".join(
         f'#   {mode.name}: pjsub -g GROUP -L "{mode.directive}" -x CPU_GHZ={mode.ghz:.1f} FILE'
         for mode in limits.MODES.values()
@@ -186,7 +185,6 @@ def other_clocks(job: Job) -> str:
 
 
 def render(job: Job) -> str:
-    """Return the script, which reads the common part from the checkout."""
     run = (
         RUNS[job.kind]
         .replace("@OTHERS@", other_clocks(job))
@@ -209,13 +207,13 @@ def render(job: Job) -> str:
 
 
 def self_contained(text: str) -> str:
-    """Return the script with the common part included, for use without a checkout."""
+    """Return the script with the common part inside."""
     return text.replace(FIND_COMMON, COMMON.read_text().removeprefix("#!/bin/bash\n"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A kind of node. gib: memory of a node. comments: lines for the script, such as modules to load."""
+    """A kind of node. gib: its memory. comments: lines such as modules to load."""
 
     name: str
     cores: int
@@ -226,8 +224,6 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A model on a cluster."""
-
     recipe: str
     nodes: int
     tp: int
@@ -333,7 +329,6 @@ SLURM_RECIPES = [job.recipe for job in RECIPES["x86"]]
 
 
 def recipe_flags(job: Recipe) -> tuple[str, ...]:
-    """Return pretrain_gpt.py's flags, without paths."""
     return (
         "--recipe",
         job.recipe,
@@ -346,7 +341,7 @@ def recipe_flags(job: Recipe) -> tuple[str, ...]:
 
 
 def slurm_memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
-    """Return the layout and the modelled MiB of the fullest rank. ValueError if the recipe does not fit on the cluster."""
+    """Return the layout and the fullest rank's modelled MiB. ValueError if the recipe does not fit."""
     run = parse(["--mock-data", *recipe_flags(job)]).run
     layout = Layout.from_run(run, job.nodes * cluster.ranks_per_node)
     batches = layout.microbatches(run, layout.global_batch_size(run))
@@ -388,7 +383,6 @@ def render_slurm(cluster: Cluster, job: Recipe) -> str:
 
 
 def render_slurm_report(cluster: Cluster, nodes: int) -> str:
-    """Return the script that measures nodes of a cluster."""
     filled = {
         "NODES": nodes,
         "RANKS": cluster.ranks_per_node,
@@ -404,7 +398,7 @@ def render_slurm_report(cluster: Cluster, nodes: int) -> str:
 
 
 def slurm_scripts(recipe: str | None = None) -> dict[str, str]:
-    """Return path under scripts/slurm -> text, for every cluster and all models or one."""
+    """Return path under scripts/slurm -> text."""
     return {
         f"{cluster.name}/run_{job.recipe}.sbatch": render_slurm(cluster, job)
         for cluster in CLUSTERS

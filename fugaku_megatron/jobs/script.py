@@ -1,6 +1,7 @@
-"""The parts of a job script: #PJM directives, flags and variables, each with its line, for the checks and local_pjsub.
+"""A job script's #PJM directives, flags and variables, each with its line.
 
-Options on pjsub's command line replace directives. The common part (pjsub.sh) is parsed as part of the line that reads it.
+Options on pjsub's command line replace directives. The common part (pjsub.sh) is parsed as part of
+the line that reads it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _COMMA_X = re.compile(
 
 @dataclass(frozen=True)
 class Value:
-    """The text of a setting and its line; line 0 is pjsub's command line."""
+    """A setting's text and line; line 0 is pjsub's command line."""
 
     text: str
     line: int
@@ -70,7 +71,6 @@ class Script:
 
     settings: option -> name -> value, such as settings["-L"]["node"]
     switches: option without value -> line
-    flags: words of FLAGS=( )
     flag_lines: flag -> line
     variables: assignments in the body
     body: (line, text) without comment lines
@@ -85,22 +85,20 @@ class Script:
     last_directive: int = 1
 
     def get(self, option: str, name: str = "") -> Value | None:
-        """Return a setting's value, such as get("-L", "node")."""
         return self.settings.get(option, {}).get(name)
 
     def text(self, option: str, name: str = "") -> str:
-        """Return a setting's text, or ""."""
         value = self.get(option, name)
         return value.text if value else ""
 
     def line(self, option: str, name: str = "") -> int:
-        """Return the line to change for a setting: its own, or its option's, or the last directive's."""
+        """Return the setting's line, its option's, or the last directive's."""
         setting = self.get(option, name)
         first_of_option = next(iter(self.settings.get(option, {}).values()), None)
         return (setting or first_of_option or Value("", self.last_directive)).line
 
     def value(self, name: str, environ: dict[str, str] | None = None) -> Value | None:
-        """Return a variable's value: from -x, or as `default` reads it from the body."""
+        """Return a variable's value: from -x, or as `default` reads it."""
         option = self.get("-x", name)
         assignment = self.variables.get(name)
         if assignment is None or option and assignment.text.startswith("${"):
@@ -108,16 +106,16 @@ class Script:
         return Value(default(assignment, environ), assignment.line)
 
     def find(self, text: str) -> int | None:
-        """Return the first line in the body with this text outside comments."""
+        """Return the first line in the body with this text."""
         return next((number for number, line in self.body if text in line.split(" #")[0]), None)
 
 
 def add_options(script: Script, words: Sequence[str], line: int) -> list[str]:
-    """Add pjsub's options to the script's settings; return the remaining words, which begin with the script's name.
+    """Add pjsub's options; return the other words, from the script's name on.
 
     ValueError names an unknown option.
 
-    line: line of a directive, 0 for the command line
+    line: of a directive, 0 for the command line
     """
     words = list(words)
     where = f"line {line}: " if line else ""
@@ -144,7 +142,7 @@ def _enter(script: Script, option: str, value: str, line: int) -> None:
 
 
 def read(path: Path) -> str:
-    """Return a script's text. ValueError names a file that cannot be read here or by bash."""
+    """Return a script's text. ValueError if it cannot be read here or by bash."""
     if reason := unreadable(path):
         raise ValueError(f"{path}: {reason}: pass a job script")
     try:
@@ -161,7 +159,7 @@ def read(path: Path) -> str:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Iterate over (number, line); the common part's lines have the number of the line that reads it."""
+    """Iterate over (number, line); the common part's lines share one number."""
     for number, line in enumerate(text.splitlines(), 1):
         yield number, line
         if line.startswith(READS_COMMON):
@@ -212,7 +210,9 @@ def _words(text: str, line: int) -> list[str]:
 
 
 def default(value: Value | None, environ: dict[str, str] | None = None) -> str:
-    """Return the value of NAME=${NAME:-text}: NAME in the environment, or the text with $VARIABLES replaced."""
+    """Return the value of NAME=${NAME:-text}: from the environment, or the text with $VARIABLES
+    replaced.
+    """
     if value is None:
         return ""
     environ = dict(os.environ if environ is None else environ)
@@ -224,12 +224,11 @@ def default(value: Value | None, environ: dict[str, str] | None = None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The resources that a script requests.
+    """A script's resources.
 
     elapse: seconds
-    group: group to charge, from the command line
+    group: to charge, from the command line
     files: staged files must exist already
-    spares: number of unused nodes
     """
 
     script: Script
@@ -243,12 +242,11 @@ class Request:
 
     @property
     def processes(self) -> int:
-        """Number of ranks."""
         return (self.nodes - self.spares) * self.ranks_per_node
 
 
 def requested(script: Script, group: str | None, files: bool) -> Request:
-    """Return a script's request. ValueError begins with "line N:"."""
+    """Return the request. ValueError begins with "line N:"."""
     node = script.get("-L", "node")
     if node is None:
         raise ValueError(
@@ -299,7 +297,7 @@ def requested(script: Script, group: str | None, files: bool) -> Request:
 
 
 def _spares(script: Script, nodes: int) -> int:
-    """Return SPARE_NODES. ValueError begins with "line N:" unless it is a number below `nodes`."""
+    """Return SPARE_NODES. ValueError unless below `nodes`."""
     setting = script.value("SPARE_NODES")
     if setting is None:
         return 0

@@ -63,9 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Nodes:
-    """Hosts of an allocation, in rank order. spares: number of hosts that the run leaves unused.
+    """Hosts of an allocation, in rank order. spares: hosts that the run leaves unused.
 
-    ValueError if the run does not fit on the others.
+    ValueError if the run does not fit.
     """
 
     hosts: Sequence[str]
@@ -89,7 +89,7 @@ class Nodes:
         self.run = replace(self.run, batch=replace(self.run.batch, global_batch_size=size))
 
     def layout(self, nodes: int) -> Layout:
-        """Return the layout on this number of nodes. ValueError if the run does not fit."""
+        """Return the layout. ValueError if the run does not fit."""
         return Layout.from_run(self.run, nodes * self.ranks_per_node)
 
     @property
@@ -97,7 +97,7 @@ class Nodes:
         return [host for host in self.hosts if host not in self.lost]
 
     def choose(self) -> list[str]:
-        """Return the hosts of the next start: as many as at first, or the most on which the run fits; empty if there are none."""
+        """Return as many hosts as at first, or the most on which the run fits."""
         usable = self.usable
         for count in range(min(len(self.hosts) - self.spares, len(usable)), 0, -1):
             try:
@@ -117,8 +117,8 @@ class Nodes:
     ) -> list[str]:
         """Mark failed nodes as lost and return them.
 
-        A spare node replaces a named node at once. Without a spare node or a name, a trivial command runs on the nodes in use
-        (`answers`): nodes on which it fails are lost, unless it fails on all.
+        A spare node replaces a named node at once. Otherwise a trivial command runs on the nodes in
+        use (`answers`): nodes on which it fails are lost, unless it fails on all.
         """
         host = self.find(named)
         if host and len(self.usable) > len(used):
@@ -131,7 +131,7 @@ class Nodes:
 
 
 def silent(hosts: list[str], answers: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Find the hosts on which a command does not run, by halving the groups that fail."""
+    """Find the hosts on which a command fails, by halving."""
     if not hosts or answers(hosts):
         return []
     if len(hosts) == 1:
@@ -141,7 +141,7 @@ def silent(hosts: list[str], answers: Callable[[Sequence[str]], bool]) -> list[s
 
 
 def flags_of(program: Sequence[str]) -> list[str]:
-    """Return the training flags in a command. ValueError if the command does not start the trainer."""
+    """Return the training flags. ValueError if the command does not start the trainer."""
     for place, word in enumerate(program):
         name = word.rpartition("/")[2]
         if (
@@ -158,7 +158,7 @@ def flags_of(program: Sequence[str]) -> list[str]:
 
 
 def run_of(program: Sequence[str]) -> RunConfig:
-    """Return the run that a command starts. ValueError as from the trainer, or if a restart would not resume."""
+    """Return the run that a command starts. ValueError if a restart would not resume."""
     run = parse(flags_of(program)).run
     check(
         run.output.save is not None and run.output.save == run.output.load,
@@ -174,7 +174,7 @@ def run_of(program: Sequence[str]) -> RunConfig:
 
 @dataclass
 class Supervisor:
-    """A command with its restarts. launcher: words with placeholders that precede the program; empty without --hosts."""
+    """A command with its restarts. launcher: words with placeholders; empty without --hosts."""
 
     program: list[str]
     run: RunConfig
@@ -187,7 +187,7 @@ class Supervisor:
     fruitless: int = 0
 
     def supervise(self) -> int:
-        """Start until the run ends or restarts save no new checkpoint; return the job's exit code."""
+        """Start until the run ends or restarts save no new checkpoint; return the exit code."""
         used = self.nodes.choose() if self.nodes else []
         while True:
             before = self._saved()
@@ -211,7 +211,7 @@ class Supervisor:
             )
 
     def _reason_to_end(self, end: Ending) -> tuple[str, ExitCode]:
-        """Return the reason for no restart, or "", and the job's exit code in that case."""
+        """Return the reason for no restart, or "", and the exit code."""
         if self.stop.stop_requested:
             return "asked to stop", ExitCode.FINISHED
         if self._minutes_left() == 0:
@@ -227,7 +227,7 @@ class Supervisor:
         return code
 
     def _saved(self) -> int:
-        """Return the newest checkpoint's iteration; 0 if there is none, or if it is unreadable, which the trainer reports."""
+        """Return the newest checkpoint's iteration; 0 if there is none or it is unreadable."""
         try:
             return latest_iteration(self.run.output.save or "") or 0
         except (ValueError, OSError):
@@ -246,7 +246,7 @@ class Supervisor:
         folder: Path,
         ranks_per_node: int | None = None,
     ) -> list[str]:
-        """Return the launcher for these hosts, followed by the program. folder: directory for the file of {map}"""
+        """Return the launcher and the program. folder: for the file of {map}"""
         if self.nodes is None:
             return [*self.launcher, *program]
         each = ranks_per_node or self.nodes.ranks_per_node
@@ -262,7 +262,7 @@ class Supervisor:
         return [filled(word, values) for word in self.launcher] + list(program)
 
     def _timed_program(self) -> list[str]:
-        """Return the program with the remaining --exit-duration-in-mins and the first start's global batch."""
+        """Return the program with the remaining --exit-duration-in-mins and the first global batch."""
         words = list(self.program)
         left = self._minutes_left()
         if left is not None and self.restarts:
@@ -272,7 +272,6 @@ class Supervisor:
         return words
 
     def _minutes_left(self) -> float | None:
-        """Return the remaining --exit-duration-in-mins, or None."""
         minutes = self.run.training.exit_duration_in_mins
         return None if minutes is None else max(0.0, minutes - (time.monotonic() - self.begin) / 60)
 
@@ -286,7 +285,6 @@ class Supervisor:
         return self.nodes.choose()
 
     def _answers(self, hosts: Sequence[str]) -> bool:
-        """Return True if a trivial command runs on every host."""
         with tempfile.TemporaryDirectory(prefix="supervise.") as folder:
             command = self._command(hosts, ["true"], Path(folder), ranks_per_node=1)
             try:
@@ -304,19 +302,17 @@ class Supervisor:
 
 
 def filled(word: str, values: dict[str, str]) -> str:
-    """Return the word with its placeholders replaced."""
     for name, value in values.items():
         word = word.replace(name, value)
     return word
 
 
 def say(text: str) -> None:
-    """Print one line to the log of the job."""
     print(f"supervise: {text}", file=sys.stderr, flush=True)
 
 
 def read_hosts(text: str) -> list[str]:
-    """Return the unique hosts of --hosts. ValueError if there are none."""
+    """Return the unique hosts. ValueError if there are none."""
     if text.startswith("@"):
         words = read_text(text[1:], "--hosts", "pass a file with one host on each line").split()
     else:
@@ -327,7 +323,7 @@ def read_hosts(text: str) -> list[str]:
 
 
 def supervisor(args: argparse.Namespace, stop: Stop) -> Supervisor:
-    """Build the supervisor from the flags. ValueError for a command that cannot be restarted."""
+    """Build the supervisor. ValueError for a command that cannot be restarted."""
     check(
         bool(args.passed),
         "pass the command after --: fugaku-megatron supervise -- mpiexec -n 4 fugaku-megatron train ...",
@@ -354,6 +350,5 @@ def supervisor(args: argparse.Namespace, stop: Stop) -> Supervisor:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Supervise a run; return its exit code."""
     with Stop() as stop:
         return supervisor(args, stop).supervise()

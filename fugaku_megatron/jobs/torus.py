@@ -1,7 +1,8 @@
 """The Tofu network: shape of a job's nodes, and placement of ranks on nodes.
 
-A unit is 2x3x2 nodes. A tensor-parallel group stays inside a node or a box within a unit; the boxes form a grid that is cut along
-each axis into a box of data-parallel replicas for every pipeline stage. Hops are shortest paths; routing is not modelled.
+A unit is 2x3x2 nodes. A tensor-parallel group stays inside a node or a box within a unit; the boxes
+form a grid, cut into a box of data-parallel replicas for every pipeline stage. Hops are shortest
+paths; routing is not modelled.
 
     python -m fugaku_megatron.jobs.torus 16x24x32 2 8 6 > map     shape, ranks per node, TP, PP, and CP unless 1:
                                                                   for mpiexec --vcoordfile
@@ -44,7 +45,6 @@ def text(shape: Shape) -> str:
 
 
 def sizes(layout: Layout) -> str:
-    """Return TP, PP, and CP unless it is 1, as words of a rank map."""
     words = [layout.tp, layout.pp]
     if layout.cp > 1:
         words.append(layout.cp)
@@ -52,12 +52,10 @@ def sizes(layout: Layout) -> str:
 
 
 def whole(shape: Shape) -> bool:
-    """Return True if a box consists of whole units."""
     return all(n > 0 and n % u == 0 for n, u in zip(shape, UNIT))
 
 
 def shapes(nodes: int) -> Iterator[Shape]:
-    """Iterate over all boxes of whole units with `nodes` nodes."""
     for x in range(UNIT[0], WHOLE[0] + 1, UNIT[0]):
         for y in range(UNIT[1], WHOLE[1] + 1, UNIT[1]):
             z, rest = divmod(nodes, x * y)
@@ -66,12 +64,12 @@ def shapes(nodes: int) -> Iterator[Shape]:
 
 
 def best_shape(nodes: int) -> Shape | None:
-    """Return the most compact box (smallest sum of edges, then smallest longest edge), or None."""
+    """Return the most compact box (smallest sum of edges, then longest edge), or None."""
     return min(shapes(nodes), key=lambda s: (sum(s), max(s), s), default=None)
 
 
 def nearest(nodes: int) -> list[int]:
-    """Return the nearest numbers of nodes, downwards and upwards, that have a shape."""
+    """Return the nearest smaller and larger numbers of nodes with a shape."""
     around = (range(nodes, 0, -1), range(nodes, NODES + 1))
     counts = [
         next((n for n in numbers if n % UNIT_NODES == 0 and best_shape(n)), None)
@@ -97,7 +95,7 @@ def check_tensor(tp: int, ranks_per_node: int) -> None:
 
 
 def snake(box: Shape) -> list[Shape]:
-    """Return the points of a box in an order in which consecutive points are neighbours."""
+    """Order a box's points so that consecutive points are neighbours."""
     return [
         (x, y if x % 2 == 0 else box[1] - 1 - y, z if (x * box[1] + y) % 2 == 0 else box[2] - 1 - z)
         for x in range(box[0])
@@ -107,7 +105,9 @@ def snake(box: Shape) -> list[Shape]:
 
 
 def cut(cells: Shape, replicas: int) -> Shape:
-    """Return the edges of the most cubic box of `replicas` cells that tiles `cells`; `replicas` divides the number of cells."""
+    """Return the edges of the most cubic box of `replicas` cells that tiles `cells`, whose number
+    `replicas` divides.
+    """
     x, y, z = ([d for d in range(1, c + 1) if c % d == 0] for c in cells)
     return min(
         (b for b in itertools.product(x, y, z) if math.prod(b) == replicas),
@@ -116,7 +116,7 @@ def cut(cells: Shape, replicas: int) -> Shape:
 
 
 def hops(a: Shape, b: Shape, shape: Shape) -> int:
-    """Return the links on the shortest path between two nodes of a torus."""
+    """Return the links on the shortest path on a torus."""
     return sum(min(abs(p - q), size - abs(p - q)) for p, q, size in zip(a, b, shape))
 
 
@@ -136,7 +136,7 @@ class RankMap:
 
     @staticmethod
     def from_layout(shape: Shape, ranks_per_node: int, tp: int, pp: int, cp: int = 1) -> RankMap:
-        """Place the ranks of a layout. ValueError for a shape without whole units, or sizes that do not fit it."""
+        """Place a layout. ValueError for a shape without whole units, or sizes that do not fit."""
         check(
             math.prod(shape) <= NODES,
             f"node={text(shape)} is above {NODES} nodes, the whole machine: request fewer",
@@ -184,11 +184,11 @@ class RankMap:
         )
 
     def lines(self) -> str:
-        """Return the file for mpiexec --vcoordfile: one line (x,y,z) per rank."""
+        """Return mpiexec --vcoordfile's lines (x,y,z)."""
         return "".join(f"({x},{y},{z})\n" for x, y, z in self.nodes)
 
     def statistics(self) -> dict[str, tuple[float, int]]:
-        """Return (mean, maximum) hops between ring neighbours for the groups tp, pp, dp, and cp if it is above 1."""
+        """Return (mean, maximum) hops between ring neighbours for tp, pp, dp, and cp if above 1."""
         kinds = ["tp", "pp", "dp"]
         if self.grid.cp > 1:
             kinds.append("cp")

@@ -1,10 +1,12 @@
-"""Seconds of computation and communication of one rank, and the communication that computation hides.
+"""Seconds of computation and communication of one rank, and the communication that computation
+hides.
 
-Computation is a roofline model: matmuls, element-wise traffic, page faults and operator calls add up. GEMM on a CPU runs at
-peak x fraction x maximum / (1 + (half / n)^exponent); n is the cube root of m n k for published curves, and the harmonic mean of
-the sides for curves measured by calibrate. GEMM on a GPU runs in waves of tiles. Collectives are rings, or recursive halving and
-doubling if faster; MPI's rings cross nodes at the slowest link, software with two-level sums reduces inside a node first.
-Left out: routes through the torus; groups are assumed to be compact.
+Computation is a roofline model. GEMM on a CPU runs at peak x fraction x maximum / (1 + (half /
+n)^exponent); n is the cube root of m n k for published curves, and the harmonic mean of the sides
+for calibrate's curves. GEMM on a GPU runs in waves of tiles. Collectives are rings, or recursive
+halving and doubling if faster. MPI's rings cross nodes at the slowest link; software with two-level
+sums reduces inside a node first. Left out: routes through the torus; groups are assumed to be
+compact.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ class Network:
     """Communicators for a layout on a machine.
 
     ranks_per_node: they share a node's ports
-    active: features in use (config/features.py)
     slow: large all-reduces at the machine's pessimistic rate
     """
 
@@ -42,9 +43,7 @@ class Network:
     slow: bool = False
 
     def seconds(self, verb: str, group: str, bytes: int) -> float:
-        """Return the seconds for a `verb` call on communicator `group` (`comm.grid.Groups`) with
-        `bytes` per rank.
-        """
+        """Return the seconds for a `verb` call with `bytes` per rank."""
         members, together = self._group(group)
         if members == 1:
             return 0.0
@@ -69,10 +68,9 @@ class Network:
         )
 
     def messages(self, verb: str, group: str, bytes: int) -> float:
-        """Return the seconds for a gather, reduce_scatter or all_to_all as pairwise messages,
-        `bytes` per rank.
+        """Return the seconds for a collective as pairwise messages.
 
-        Nothing is forwarded, so remote data crosses a node's ports once for each rank.
+        Remote data crosses a node's ports once for each rank.
         """
         members, together = self._group(group)
         part = bytes if verb == "all_gather" else bytes / members
@@ -91,8 +89,6 @@ class Network:
     def _exchange(self, group: str, bytes: int) -> float:
         """Return the seconds for an all_to_all; across nodes one message per node pair
         (comm/two_level.py).
-
-        Ranks on a node exchange row counts; rows for other nodes pass through both nodes' memory.
         """
         members, together = self._group(group)
         inside = min(members, together)
@@ -117,12 +113,10 @@ class Network:
         )
 
     def inside_node(self, group: str) -> bool:
-        """Return True if a group's ranks share a node's memory."""
         members, together = self._group(group)
         return members <= together and features.NODE_SUMS in self.active
 
     def _group(self, group: str) -> tuple[int, int]:
-        """Return (members, members on a node): ranks are ordered tensor-parallel first, then stages, then data-parallel."""
         layout = self.layout
         ranks = self.ranks_per_node
         if group == "ep" and layout.etp == 1:  # tensor-parallel ranks, then other replicas
@@ -157,15 +151,12 @@ class Network:
         return members, max(1, ranks // max(1, below))
 
     def _inside_rate(self, shared: bool) -> float:
-        """Return a ring link's GB/s inside a node: fitted or measured, all cores' copies, or MPI's all-reduce.
-
-        shared: reduced in memory that the ranks share.
-        """
+        """Return a ring link's GB/s inside a node. shared: reduced in memory that the ranks share."""
         by_mpi = self.machine.intra_reduce_gbs or self.machine.intra_gbs
         return self.parameters.intra_reduce_gbs or (self.machine.intra_gbs if shared else by_mpi)
 
     def _between_rate(self, group: str, rings: int) -> float:
-        """Return a ring link's GB/s between nodes if `rings` rings leave a node at the same time."""
+        """Return a ring link's GB/s between nodes if `rings` rings leave a node."""
         own = (
             self.parameters.reduce_gbs or 2 * self.machine.large_allreduce_gbs
         )  # each link of a ring carries the vector twice
@@ -181,7 +172,6 @@ class Network:
 
     @staticmethod
     def _ring(size: float, members: int, passes: int, rate: float, alpha_us: float) -> float:
-        """Return the seconds for `passes` passes around a ring; 0 for one member."""
         steps = passes * min(members - 1, 2 * math.ceil(math.log2(members)))
         return steps * alpha_us * 1e-6 + passes * (members - 1) / members * size / (rate * GB)
 
@@ -203,9 +193,9 @@ def exposed(
     backward: float,
     active: frozenset[str],
 ) -> float:
-    """Return the seconds per iteration that a stage waits for `collectives`, with buckets in backward's order.
+    """Return the seconds per iteration that a stage waits for `collectives`.
 
-    forward, backward: seconds per micro-batch on the stage. active: features in use.
+    forward, backward: seconds per micro-batch
     """
     reductions = [c for c in collectives if c.group in ("dp", "edp") and c.verb != "all_gather"]
     gathers = [c for c in collectives if c.verb == "all_gather"]
@@ -223,10 +213,7 @@ def exposed(
 
 
 def _after_backward(buckets: Sequence[tuple[int, float]], backward: float) -> float:
-    """Return the seconds after backward until all buckets (bytes, seconds) are reduced one after another.
-
-    Backward spends time on a bucket's layers in proportion to their bytes.
-    """
+    """Return the seconds after backward until all buckets (bytes, seconds) are reduced."""
     whole = sum(size for size, _ in buckets)
     ready = 0.0
     clock = 0.0
@@ -237,7 +224,7 @@ def _after_backward(buckets: Sequence[tuple[int, float]], backward: float) -> fl
 
 
 def _before_forward(buckets: Sequence[tuple[int, float]], forward: float) -> float:
-    """Return the delay of a forward whose layers wait until their bucket (bytes, seconds) is gathered."""
+    """Return a forward's delay until its buckets (bytes, seconds) are gathered."""
     whole = sum(size for size, _ in buckets)
     gathered = 0.0
     clock = 0.0
@@ -262,8 +249,6 @@ GPU_HALF_K = 600.0  # K at which a tile reaches half its rate, before the fitted
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Seconds by cause."""
-
     gemm: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
@@ -285,8 +270,6 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One rank's share of a node, with its software."""
-
     machine: Machine
     software: Software
     parameters: Parameters
@@ -303,9 +286,7 @@ class Rank:
 
     @property
     def _matmul_share(self) -> float:
-        """Matmul rate outside attention relative to the run's precision. Raise ValueError for a
-        machine without BF16.
-        """
+        """Matmul rate outside attention relative to the run's precision. ValueError without BF16."""
         if not self.splits_fp32 or self.software.style != "native":
             return 1.0
         ratio = self.machine.peak_tflops["bf16"] / self.machine.peak_tflops["fp32"]
@@ -322,7 +303,7 @@ class Rank:
         return (self.parameters.old_torch if self.software.old_torch else 1.0) / self.machine.clock
 
     def seconds(self, work: Work) -> Seconds:
-        """Return the work's seconds by cause, collectives inside a layer included."""
+        """Return the seconds by cause, collectives inside a layer included."""
         gemm = sum(self._matmul(p) for p in work.matmuls if not p.attention)
         attention = sum(self._matmul(p) for p in work.matmuls if p.attention)
         sent = [
@@ -345,7 +326,6 @@ class Rank:
         return seconds * self.machine.host_factor
 
     def _waiting(self, exchange: Exchange | ExpertExchange) -> float:
-        """Return the seconds by which an exchange delays its overlapped matmuls."""
         if isinstance(exchange, ExpertExchange):
             return self._waiting_for_experts(exchange)
         sending = sum(
@@ -358,10 +338,7 @@ class Rank:
         return max(0.0, sending + first - sum(map(self._matmul, exchange.overlapped)))
 
     def _waiting_for_experts(self, exchange: ExpertExchange) -> float:
-        """Return `_waiting` for expert rows: first dispatch and last combine beyond the shared expert, or the link's limit.
-
-        Inside a node, ranks do not compute while they exchange rows.
-        """
+        """Return `_waiting` for expert rows. Inside a node, ranks exchange rows without computing."""
         far = not self.network.inside_node(exchange.group)
         groups = exchange.groups if far else 1
         there, back = (
@@ -376,31 +353,29 @@ class Rank:
         return max(ends, there + back) - computed - 2 * half
 
     def traffic(self, bytes: float) -> float:
-        """Return the seconds for element-wise operators that read and write `bytes` in total."""
+        """Return the seconds to read and write `bytes` in total."""
         rate = self.machine.stream_gbs * GB * self.parameters.elementwise_fraction / self._sharers
         return bytes / rate * self._slowness
 
     @property
     def _sharers(self) -> int:
-        """Ranks that share a node's memory bandwidth; a rank has one.
+        """Ranks that share a node's memory bandwidth.
 
-        If software does not place pages, a tensor is on one unit even if a rank spans several:
-        STREAM then falls from 804 to 93 GB/s on an A64FX, by more than its four units. Ranks on one
-        unit each use all four.
+        Without page placement a tensor is on one unit even if a rank spans several: STREAM then
+        falls from 804 to 93 GB/s on an A64FX, by more than its four units.
         """
         if self.software.counts["pages_on_one_unit"]:
             return max(self.ranks_per_node, self.machine.units)
         return self.ranks_per_node
 
     def calls(self, count: float) -> float:
-        """Return the seconds for `count` operator calls: dispatch and team start."""
         return count * self.parameters.call_us * 1e-6 * self._slowness
 
     def _faults(self, allocations: Iterable[tuple[int, float]]) -> float:
         """Return the seconds to zero every large block's pages, and to deregister freed blocks from
         the network.
 
-        allocations: (block bytes, number of allocations)
+        allocations: (block bytes, number)
         """
         kind = self.software.page_faults
         parameters = self.parameters
@@ -426,9 +401,9 @@ class Rank:
         )
 
     def _attention(self, p: Matmul, flops: float) -> float:
-        """Return the seconds in a fused kernel, which computes visible pairs only and recomputes the scores in backward.
+        """Return the seconds in a fused kernel, which recomputes the scores in backward.
 
-        Dropout decides on each probability once in forward and once in backward, whatever the head size.
+        Dropout decides once per probability in each pass.
         """
         name, again = (
             ("attention_backward", accounting.ATTENTION_BACKWARD_SHARE)
@@ -467,9 +442,7 @@ class Rank:
         )
 
     def _waves(self, p: Matmul, rows: int, columns: int) -> float:
-        """Useful share in the tiles' work: edge tiles are partly empty, and so is the last wave
-        over the SMs.
-        """
+        """Return the useful share: edge tiles and the last wave over the SMs are partly empty."""
         sms = self.machine.threads
         tiles = math.ceil(p.m / rows) * math.ceil(p.n / columns) * p.count
         return p.m * p.n * p.count / (math.ceil(tiles / sms) * sms * rows * columns)

@@ -1,7 +1,7 @@
 """Machines as data: best hardware rates, each constant with its source (machines/*.json).
 
-Nothing is fitted to training runs; `software` has the shares that programs reach. Unknown hardware
-is an error. GB/s are 10^9 bytes per second, GiB 2^30 bytes, TFLOPs 10^12 operations per second.
+Nothing is fitted to training runs. GB/s are 10^9 bytes per second, GiB 2^30 bytes, TFLOPs 10^12
+operations per second.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ OPTIONAL = (
 
 @dataclass(frozen=True, kw_only=True)
 class GemmCurve:
-    """Share of peak for an n x n x n matmul with `threads`: maximum / (1 + (half / n) ^ exponent)."""
+    """Share of peak for an n x n x n matmul: maximum / (1 + (half / n) ^ exponent)."""
 
     threads: int
     maximum: float
@@ -74,7 +74,7 @@ class GemmCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A node and the network between nodes; rates per node at its current clock and power mode."""
+    """Node and network; rates per node at its clock and power mode."""
 
     name: str
     title: str
@@ -121,7 +121,7 @@ class Machine:
 
     @property
     def clock(self) -> float:
-        """Speed relative to the nominal clock, for everything that scales with it."""
+        """Speed relative to the nominal clock."""
         return min(self.ghz / self.nominal_ghz, self.clock_gain_limit)
 
     @property
@@ -162,7 +162,7 @@ class Machine:
         )
 
     def curve_note(self, threads: int) -> str | None:
-        """Return a line about the curves that model `threads`, or None if one was measured."""
+        """Return a line about the curves for `threads`, or None if measured."""
         known = sorted(c.threads for c in self.gemm_curves)
         if threads in known:
             return None
@@ -175,7 +175,7 @@ class Machine:
         return f"{self.name} has no GEMM curve with {threads} threads: {used}"
 
     def at(self, ghz: float | None = None, eco: bool = False) -> Machine:
-        """Return the machine at another clock, or in eco mode. Raise ValueError for an unknown clock."""
+        """Return the machine at another clock, or in eco mode. Raise ValueError if unknown."""
         check(
             ghz is None or ghz in self.clocks_ghz,
             f"--ghz {ghz} is not a clock of {self.name}: pass {' or '.join(map(str, self.clocks_ghz))}",
@@ -192,7 +192,7 @@ class Machine:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """Return the error for an unknown name, with the known names and the nearest one."""
+    """Return an error with the known names and the nearest one."""
     known = sorted(known)
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
     return ValueError(
@@ -202,7 +202,6 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
 
 
 def names() -> list[str]:
-    """Return the machine names in machines/."""
     return sorted(p.stem for p in FOLDER.glob("*.json"))
 
 
@@ -218,9 +217,7 @@ def _constants(path: Path) -> dict[str, Any]:
 
 
 def load(name: str) -> Machine:
-    """Load a machine by name, or from calibrate's or report's file. Raise ValueError with the known
-    names.
-    """
+    """Load a machine by name, or from calibrate's or report's file. Raise ValueError if unknown."""
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     if not path.is_file():
         raise unknown("--machine", name, names())
@@ -234,7 +231,9 @@ def load(name: str) -> Machine:
 
 
 def _check_numbers(name: str, value: Any) -> None:
-    """Raise TypeError unless all numbers are finite and above 0; latencies and measured kernel parameters may be 0."""
+    """Raise TypeError unless all numbers are finite and positive; latencies and measured kernel
+    parameters may be 0.
+    """
     if isinstance(value, (dict, list)):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             _check_numbers(f"{name} {key}", part)
@@ -247,7 +246,6 @@ def _check_numbers(name: str, value: Any) -> None:
 
 
 def _check_kinds(values: dict[str, Any]) -> None:
-    """Raise TypeError unless every constant is a number or the required collection."""
     for key, value in values.items():
         if (
             not isinstance(value, COLLECTIONS.get(key, (int, float)))
@@ -274,9 +272,7 @@ def _check_kinds(values: dict[str, Any]) -> None:
 
 
 def from_data(name: str, data: dict[str, Any]) -> Machine:
-    """Build a machine from its file's contents. Raise KeyError or TypeError if `data` describes
-    none.
-    """
+    """Build a machine. Raise KeyError or TypeError for other data."""
     constants = data["constants"]
     values = {key: constant["value"] for key, constant in constants.items()}
     for key, value in values.items():

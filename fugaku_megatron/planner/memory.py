@@ -1,9 +1,9 @@
-"""Memory on one rank at the peak, for each software style, in bytes or MiB.
+"""Peak memory on one rank, for each software style, in bytes or MiB.
 
 This project's kernels save the tensors that `costs.memory` counts. Eager PyTorch and Megatron on
 CUDA save sbh (10 + 24/t + 5 a s / (h t)) bytes per layer with 2-byte elements and byte masks:
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), equation
-2. With full recompute a layer saves only its input. Left out: fragmentation beyond one factor.
+2. Full recompute saves only a layer's input. Left out: fragmentation beyond one factor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def kinds(run: RunConfig, placement: Placement) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def virtual_stage_kinds(run: RunConfig, placement: Placement) -> tuple[int, ...]:
-    """Return, for each virtual stage, the first one with the same layers, recompute, embedding and head."""
+    """Return `kinds` for virtual stages, with recompute."""
     sizes = accounting.virtual_stage_sizes(run, placement)
     recomputed = run.training.recompute_part_layers
     features = [
@@ -56,7 +56,7 @@ def _in_flight(lists: Schedule, stage: int) -> tuple[InFlight, ...]:
 
 
 def layer_saved_bytes(run: RunConfig, tp: int) -> float:
-    """Return the bytes that a layer saves for backward in software that materialises attention scores."""
+    """Return the bytes that a layer saves for backward if attention scores are materialised."""
     sizes = tensors(run, tp)
     is_fp32 = run.precision.name == "fp32"
     return (
@@ -75,7 +75,7 @@ def _activations(
     moments: Sequence[InFlight],
     parameters: MemoryParameters,
 ) -> float:
-    """Return a stage's saved and temporary tensor bytes, without the logits."""
+    """Return a stage's saved and temporary bytes, without the logits."""
     training = run.training
     hidden = tensors(run, layout.tp)["hidden"]
     saved = layer_saved_bytes(run, layout.tp)
@@ -110,9 +110,7 @@ def stage_mib(
     nodes: int,
     parameters: MemoryParameters,
 ) -> float:
-    """Return the peak MiB on one `stage` rank. nodes: the job's, for MPI's buffers and threads per
-    rank.
-    """
+    """Return the peak MiB on one `stage` rank. nodes: for MPI's buffers."""
     moments = _in_flight(run_schedule.full_batch_schedule(run, layout), stage)
     fixed = _fixed_mib(run, layout, code, nodes, parameters)
     if code.style == "native":
@@ -130,7 +128,6 @@ def stage_mib(
 def _fixed_mib(
     run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters
 ) -> float:
-    """Return the MiB on a rank without tensors."""
     fixed = parameters.base_mib + parameters.peer_mib * min(nodes - 1, PEERS)
     ranks = max(1, layout.world_size // nodes)
     if code.style == "native":
@@ -142,7 +139,7 @@ def _fixed_mib(
 def with_recompute(
     run: RunConfig, layout: Layout, machine: Machine, code: Software, nodes: int
 ) -> RunConfig:
-    """Return the run with --recompute-auto resolved for the machine's memory or --memory-per-rank; unchanged without the flag."""
+    """Return the run with --recompute-auto resolved for the machine's memory or --memory-per-rank."""
     if not run.training.recompute_auto:
         return run
     plain = replace(run, training=replace(run.training, recompute_auto=False))
@@ -157,7 +154,7 @@ def with_recompute(
 def tensor_room(
     run: RunConfig, layout: Layout, machine: Machine, code: Software, nodes: int
 ) -> float:
-    """Return the bytes that the machine's memory, or --memory-per-rank, leaves for a rank's tensors."""
+    """Return the bytes for a rank's tensors in the machine's memory or --memory-per-rank."""
     limit = run.training.memory_per_rank or limit_mib(machine, code, layout.world_size // nodes)
     return (limit - _fixed_mib(run, layout, code, nodes, code.memory(machine))) * MIB
 
@@ -165,9 +162,7 @@ def tensor_room(
 def peak_mib(
     run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters
 ) -> float:
-    """Return the MiB on the fullest rank. If backward is whole, each kind's first stage has most
-    micro-batches in flight.
-    """
+    """Return the MiB on the fullest rank. If backward is whole, each kind's first stage is fullest."""
     stages: Collection[int] = range(layout.pp)
     if not row(run.parallel.schedule).splits_backward:
         stages = set(kinds(run, layout.placement))
@@ -175,6 +170,8 @@ def peak_mib(
 
 
 def limit_mib(machine: Machine, code: Software, ranks_per_node: int) -> float:
-    """Return the MiB at which a rank is out of memory; a caching allocator first returns unused blocks (`reclaimed`)."""
+    """Return the MiB at which a rank is out of memory; caching allocators first return unused
+    blocks.
+    """
     room: float = 1 - code.counts["reclaimed"]
     return machine.node_memory_bytes / MIB / ranks_per_node / room

@@ -46,8 +46,6 @@ FAR = 2.0  # doublings of group size and bytes from which a fitted row gives no 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """Machine, software, nodes and ranks per node."""
-
     machine: Machine
     software: Software
     nodes: int
@@ -62,7 +60,7 @@ class System:
         ghz: float | None = None,
         eco: bool = False,
     ) -> System:
-        """Build a system by names. Raise ValueError for unknown names and impossible numbers."""
+        """Raise ValueError for unknown names and impossible numbers."""
         host = machine.load(machine_name).at(ghz, eco)
         code = software.load(software_name)
         ranks = host.ranks_per_node if ranks_per_node is None else ranks_per_node
@@ -79,7 +77,6 @@ class System:
 
     @property
     def parameters(self) -> Parameters:
-        """Shares and costs with which the software uses the machine."""
         return self.software.parameters(self.machine)
 
 
@@ -88,8 +85,7 @@ class Prediction:
     """Modelled iteration.
 
     lower, upper: bounds for nine in ten runs
-    breakdown: cause -> seconds
-    slow_network: seconds with large all-reduces at the pessimistic rate, if the machine has one
+    slow_network: seconds with large all-reduces at the pessimistic rate, if there is one
     """
 
     seconds: float
@@ -106,8 +102,6 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Modelled iteration's components, in seconds."""
-
     slowest: Seconds  # one micro-batch, forward and backward, of the stage that takes longest
     schedule: schedule.Schedule
     costs: Costs  # of one micro-batch on every stage
@@ -131,7 +125,7 @@ class Step:
         return self.seconds - self.pipeline + self.pipeline_least
 
     def breakdown(self) -> dict[str, float]:
-        """Return the seconds by cause: the slowest stage's work and waits, and work done once per iteration."""
+        """Return the seconds by cause: the slowest stage's and per-iteration work."""
         busy = self.slowest * self.schedule.microbatches
         waiting = self.pipeline - busy.total if self.schedule.placement.stages > 1 else 0.0
         return {
@@ -153,8 +147,8 @@ def virtual_stage_work(
 ) -> tuple[Pieces, Pieces, Pieces]:
     """Return a virtual stage's (forward, backward, deferrable backward) for one micro-batch.
 
-    Recompute and weight gradients belong to backward; weight-gradient matmuls in layers are
-    deferrable. A head that computes logits in blocks computes its gradients in forward.
+    Weight-gradient matmuls in layers are deferrable. A head with logits in blocks computes its
+    gradients in forward.
     """
     phases = work.phases(run, layout.tp, code)
     placement = layout.placement
@@ -186,7 +180,7 @@ def held_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
 
 @lru_cache(maxsize=4096)
 def gradient_collectives(run: RunConfig, layout: Layout) -> dict[int, list[Collective]]:
-    """Return `costs.memory.gradient_collectives` for one stage per kind (`memory.kinds`)."""
+    """Return `costs.memory.gradient_collectives` for one stage per kind."""
     return {
         stage: rank_memory.gradient_collectives(run, layout, stage)
         for stage in sorted(set(memory.kinds(run, layout.placement)))
@@ -204,7 +198,7 @@ def step(
     """Model one iteration at the full global batch size.
 
     without: Seconds field to set to zero
-    slow: large all-reduces at the machine's pessimistic rate
+    slow: large all-reduces at the pessimistic rate
     """
     active = system.software.active(run)
     network = Network(
@@ -266,7 +260,6 @@ PhaseSeconds = tuple[Seconds, Seconds, Seconds]  # forward, backward, deferrable
 def _virtual_stage_seconds(
     run: RunConfig, layout: Layout, rank: Rank, without: str
 ) -> list[PhaseSeconds]:
-    """Return every virtual stage's seconds. without: see `step`."""
     kinds = memory.virtual_stage_kinds(run, layout.placement)
     known = dict[int, Seconds]()
     found = dict[int, PhaseSeconds]()
@@ -287,7 +280,6 @@ def _virtual_stage_seconds(
 
 
 def _stage_seconds(chunks: Sequence[PhaseSeconds]) -> PhaseSeconds:
-    """Return the sum over a stage's virtual stages."""
     if len(chunks) == 1:
         return chunks[0]
     forward, backward, weights = (sum(phase, Seconds()) for phase in zip(*chunks))
@@ -295,7 +287,6 @@ def _stage_seconds(chunks: Sequence[PhaseSeconds]) -> PhaseSeconds:
 
 
 def _costs(lists: schedule.Schedule, seconds: Sequence[PhaseSeconds], transfer: float) -> Costs:
-    """Return the seconds for the schedule's operations, by stage and model chunk."""
     where = lists.placement
     by_stage = [
         [seconds[where.virtual_stage(stage, chunk)] for chunk in range(where.model_chunks)]
@@ -319,9 +310,9 @@ def _exposed(
     lists: schedule.Schedule,
     stages: Sequence[PhaseSeconds],
 ) -> float:
-    """Return the longest wait for reductions and gathers on a stage, in seconds per iteration.
+    """Return a stage's longest wait for reductions and gathers, in seconds per iteration.
 
-    If backward is split, only the last micro-batch's weight gradients hide a reduction.
+    If backward is split, only the last micro-batch hides a reduction.
     """
     active = network.active
     waits = []
@@ -341,9 +332,7 @@ def _exposed(
 
 
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
-    """Return the seconds for clipping and Adam or Muon in FP32 over a rank's shard on the largest
-    stage.
-    """
+    """Return the seconds for clipping and Adam or Muon in FP32 on the largest stage."""
     counts = rank.software.counts["optimizer"]
     kinds = set(memory.kinds(run, layout.placement))
     saved_bytes = 2 * activations.FP32_BYTES - run.optimizer.moment_bytes
@@ -368,7 +357,7 @@ TensorParallel = tuple[int, int, bool, str]
 
 
 def tensor_parallel(run: RunConfig, layout: Layout, system: System) -> TensorParallel | None:
-    """Return the collectives inside a layer, or None if a layer is on one rank."""
+    """Return the collectives inside a layer; None without tensor parallelism."""
     if layout.tp == 1:
         return None
     return (
@@ -380,8 +369,8 @@ def tensor_parallel(run: RunConfig, layout: Layout, system: System) -> TensorPar
 
 
 def extrapolation(own: TensorParallel | None, seen: Sequence[TensorParallel]) -> float:
-    """Return 0 for a collective as in a fitted row, up to 1 for one unlike all; another network or
-    software counts as a doubling.
+    """Return 0 for a fitted collective, up to 1 for one unlike all; another network or software
+    counts as a doubling.
     """
     if own is None:
         return 0.0
@@ -403,12 +392,11 @@ def deviation(
     noise: float,
     seen: Sequence[TensorParallel] | None = None,
 ) -> float:
-    """Return the time logarithm's standard deviation from parameters, run-to-run noise and
-    extrapolation.
+    """Return the time logarithm's standard deviation from parameters, noise and extrapolation.
 
     covariance: between the logarithms of `names`
     noise: in repeated times' logarithm
-    seen: fitted rows' `tensor_parallel`; None if nothing was fitted, and `noise` is the whole error
+    seen: fitted rows' `tensor_parallel`; None if `noise` is the whole error
     """
     modelled = step(*case, parameters)
     slopes = []
@@ -424,7 +412,7 @@ def deviation(
 
 
 def predict(run: RunConfig, system: System, with_band: bool = True) -> Prediction:
-    """Predict an iteration at the full global batch size. Raise ValueError if the run does not fit on the system's ranks."""
+    """Predict at the full global batch size. Raise ValueError if the run does not fit."""
     requested = run
     run = system.software.cut(run)
     layout = Layout.from_run(run, system.world_size)
@@ -474,9 +462,7 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
 
 
 def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> tuple[str, ...]:
-    """Return one line for each reason why a prediction is less certain than the fit, or easy to
-    misread.
-    """
+    """Return one line for each reason why a prediction is uncertain or easy to misread."""
     code = system.software
     lines = []
     if code.name == software.THIS_PROJECT and system.machine.name == "a64fx":
@@ -531,7 +517,7 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
 
 
 def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[str, ...]:
-    """Return a line if tensor parallelism crosses nodes and takes much time. share: of the time."""
+    """Return a line if tensor parallelism across nodes takes a large `share` of the time."""
     inside = system.nodes == 1 or system.ranks_per_node % layout.tp == 0
     if inside or share < LARGE_SHARE:
         return ()
@@ -549,7 +535,7 @@ def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[s
 
 
 def unmodelled(run: RunConfig) -> list[str]:
-    """Return the flags that change the run's real speed but not the prediction."""
+    """Return the flags that change the real speed but not the prediction."""
     flags = {
         "--kernels torch": run.system.kernels == "torch",
         "--allocator stock": run.system.allocator == "stock",
@@ -560,7 +546,6 @@ def unmodelled(run: RunConfig) -> list[str]:
 
 
 def lacking_choices(run: RunConfig, code: Software) -> list[str]:
-    """Return the run's settings that the software lacks."""
     training = run.training
     zero = run.parallel.zero_stage
     kind = training.recompute_granularity or "none"
@@ -579,7 +564,7 @@ def lacking_choices(run: RunConfig, code: Software) -> list[str]:
 
 
 def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
-    """Return the quantities that are compared with the fitted ranges, by name."""
+    """Return the quantities compared with the fitted ranges."""
     return {
         "nodes": system.nodes,
         "parameters": accounting.parameters(run),
@@ -592,7 +577,7 @@ def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
 
 
 def outside(ranges: dict[str, tuple[float, float]], values: dict[str, float]) -> list[str]:
-    """Return a line for each value outside the range of the fitted rows."""
+    """Return a line for each value outside its fitted range."""
     return [
         f"{name} {values[name]:.5g} is outside the fitted {low:.5g} to {high:.5g}"
         for name, (low, high) in ranges.items()

@@ -71,7 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _with_length(run: RunConfig) -> RunConfig:
-    """Return the run with --train-tokens as iterations; unchanged without that flag."""
     if run.training.train_tokens is None:
         return run
     assert run.batch.global_batch_size is not None
@@ -85,7 +84,7 @@ def _with_length(run: RunConfig) -> RunConfig:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Search and print. Raise ValueError, one line, for flags that do not fit together and if no layout runs."""
+    """Search and print. Raise ValueError if flags contradict or no layout runs."""
     check(args.against is None or args.explain, "--against goes with --explain: pass both")
     check(
         not (args.features and (args.explain or args.json or args.png)),
@@ -155,23 +154,19 @@ FEATURES_HEADER = ("feature", "sec/it", "slow network", "against all", "best lay
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureRow:
-    """Best plan with one feature choice, or None if no layout runs."""
-
     name: str
     plan: Plan | None
 
     @property
     def slow_seconds(self) -> float:
-        """Seconds per iteration with large all-reduces at the pessimistic rate."""
+        """Seconds with large all-reduces at the pessimistic rate."""
         plan = self.plan
         assert plan is not None, self.name
         return step(plan.run, plan.layout, plan.system, plan.system.parameters, slow=True).seconds
 
 
 def feature_variants(run: RunConfig, system: System) -> Iterator[tuple[str, RunConfig, System]]:
-    """Yield (name, run, system): all features in the search, without each, and with each further
-    feature.
-    """
+    """Yield (name, run, system) with all features, without each, and with each further feature."""
     yield "all", run, system
     for name in FEATURES:
         if name not in system.software.choices.names:
@@ -183,7 +178,6 @@ def feature_variants(run: RunConfig, system: System) -> Iterator[tuple[str, RunC
 
 
 def feature_rows(run: RunConfig, system: System, held: frozenset[str]) -> list[FeatureRow]:
-    """Return every variant's best plan."""
     found = []
     for name, variant, on in feature_variants(run, system):
         plans = search(variant, on, held).plans
@@ -192,7 +186,7 @@ def feature_rows(run: RunConfig, system: System, held: frozenset[str]) -> list[F
 
 
 def features_text(table: list[FeatureRow]) -> str:
-    """Format the rows as Markdown; seconds are modelled."""
+    """Format the rows as Markdown."""
     whole = table[0].plan
     return "\n".join(pipe_table([FEATURES_HEADER, *(_feature_cells(row, whole) for row in table)]))
 
@@ -234,8 +228,10 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One change on the way between two software versions. seconds: iteration time after it. note:
-    basis, or why it is left out.
+    """Change between two software versions.
+
+    seconds: iteration time after it
+    note: basis, or why it is left out
     """
 
     name: str
@@ -244,7 +240,7 @@ class Change:
 
 
 def gains(plan: Plan) -> dict[str, float]:
-    """Return cause -> seconds per iteration saved by removing this cause alone; each schedule is modelled again."""
+    """Return cause -> seconds per iteration saved by removing this cause alone."""
     run = plan.run
     layout = plan.layout
     system = plan.system
@@ -262,7 +258,6 @@ def gains(plan: Plan) -> dict[str, float]:
 
 
 def bottlenecks(plan: Plan) -> str:
-    """Format the gains as a table, largest first."""
     lines = [
         f"\nthe first plan's {plan.seconds:.4g} s (model): what would remain without one cause, the largest gain first"
     ]
@@ -275,9 +270,7 @@ def bottlenecks(plan: Plan) -> str:
 
 
 def changes_between(run: RunConfig, system: System, against: str, best: Plan) -> list[Change]:
-    """Return the changes from software `against`, at the run's layout, to plan `best` on
-    system.software.
-    """
+    """Return the changes from software `against`, at the run's layout, to `best`."""
     old_code = software.load(against)
     new_code = system.software
     old = old_code.fitted.values
@@ -337,9 +330,7 @@ def changes_between(run: RunConfig, system: System, against: str, best: Plan) ->
 
 
 def _taken(name: str, before: float, result: Search) -> Change:
-    """Return the best plan in `result` as a change, or an empty change with the reason why it does
-    not help.
-    """
+    """Return the best plan as a change, empty with a reason if it does not help."""
     if not result.plans:
         return Change(
             name=name,
@@ -365,7 +356,6 @@ def _layout(plan: Plan) -> str:
 
 
 def changes_text(system: System, against: str, rows: Sequence[Change]) -> str:
-    """Format the changes as a table."""
     lines = [f"\nfrom {against} to {system.software.name}, seconds per iteration, each a model"]
     for previous, change in zip([rows[0], *rows], rows):
         factor = "" if change is rows[0] else f"x {change.seconds / previous.seconds:.2f}"

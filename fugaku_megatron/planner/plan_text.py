@@ -1,4 +1,4 @@
-"""Plans as text, JSON and picture: the table with days and node hours, the pipeline over time, the command line to start."""
+"""Plans as text, JSON and picture, with days, node hours and the command line to start."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W
 
 
 def schedule_name(run: RunConfig) -> str:
-    """Return the schedule as in the table: 1f1b, zb-h1, zbv; with N model chunks per stage "il N" or "zb-h1 N"."""
+    """Return the table's name: 1f1b, zb-h1, zbv; with N model chunks per stage "il N" or "zb-h1 N"."""
     name = run.parallel.schedule
     count = chunks(run)
     schedule = row(name)
@@ -53,7 +53,6 @@ def schedule_name(run: RunConfig) -> str:
 
 
 def iterations(plan: Plan) -> int | None:
-    """Return the run's length in iterations, or None without a length flag."""
     training = plan.run.training
     if (
         training.train_iters is None
@@ -65,7 +64,6 @@ def iterations(plan: Plan) -> int | None:
 
 
 def _duration(plan: Plan) -> tuple[float, float] | None:
-    """Return the run's (days, node hours), or None if it has no length."""
     count = iterations(plan)
     if count is None:
         return None
@@ -73,7 +71,9 @@ def _duration(plan: Plan) -> tuple[float, float] | None:
 
 
 def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse.Namespace) -> str:
-    """Format a search: warnings, table, reasons for dropped layouts, and the first plan's pipeline and command."""
+    """Format warnings, table, reasons for dropped layouts, and the first plan's pipeline and
+    command.
+    """
     first, prediction = best[0]
     lines = [
         f"{first.system.nodes} nodes of {first.system.machine.name}, {first.system.software.name}: {len(result.plans)} "
@@ -97,7 +97,7 @@ def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse
 
 
 def rates(plan: Plan) -> list[str]:
-    """Return a line about large all-reduce rates; empty if the machine has one rate."""
+    """Return a line if the machine has two large all-reduce rates."""
     machine = plan.system.machine
     fitted = plan.system.parameters.reduce_gbs
     if machine.slow_reduce_gbs is None:
@@ -123,7 +123,6 @@ def _row(number: int, plan: Plan, p: Prediction) -> str:
 
 
 def _shared(plan: Plan) -> str:
-    """Return the context-parallel and expert-parallel sizes as table text."""
     layout = plan.layout
     words = ""
     if layout.cp > 1:
@@ -134,7 +133,6 @@ def _shared(plan: Plan) -> str:
 
 
 def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Return a plan with `plan --json`'s names. prediction: from `predict.as_json`."""
     days, node_hours = _duration(plan) or (None, None)
     return {
         "dp": plan.layout.dp,
@@ -156,7 +154,7 @@ def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) ->
 
 
 def _base(recipe: str | None) -> dict[tuple[str, str], Any]:
-    """Return (group, field) -> the value without a flag: the recipe's, or the field's default."""
+    """Return (group, field) -> the value without a flag."""
     places = [(group, f) for group, config in GROUPS.items() for f in fields(config)]
     if recipe:
         run = RECIPES[recipe.lower()]()
@@ -165,7 +163,7 @@ def _base(recipe: str | None) -> dict[tuple[str, str], Any]:
 
 
 def train_flags(plan: Plan, args: argparse.Namespace) -> list[str]:
-    """Return the recipe and a flag for each value that differs from it."""
+    """Return the recipe and a flag for each changed value."""
     words = ["--recipe", args.recipe] if args.recipe else []
     for (group, name), default in _base(args.recipe).items():
         value = getattr(getattr(plan.run, group), name)
@@ -179,7 +177,6 @@ def train_flags(plan: Plan, args: argparse.Namespace) -> list[str]:
 
 
 def command(plan: Plan, args: argparse.Namespace) -> str:
-    """Return the shell command that trains this plan."""
     return shlex.join(
         [
             "mpiexec",
@@ -193,7 +190,7 @@ def command(plan: Plan, args: argparse.Namespace) -> str:
 
 
 def pipeline(plan: Plan) -> list[str]:
-    """Draw up to ROWS stages over time as text: F forward, B backward (with recompute), . idle."""
+    """Draw up to ROWS stages over time: F forward, B backward (with recompute), . idle."""
     bars, shown, microbatches, _ = modelled(plan.run, plan.layout, plan.system)
     end = max(s.end for s in bars)
     pp = plan.layout.pp
@@ -217,14 +214,13 @@ def pipeline(plan: Plan) -> list[str]:
 
 
 def _backward(plan: Plan) -> str:
-    """Return the legend's word for backward."""
     if plan.run.training.recompute_granularity is None:
         return "backward"
     return "backward with recompute"
 
 
 def png(plan: Plan, file: str) -> None:
-    """Draw the pipeline over time and the stages' memory as a PNG file. Raise ValueError if it cannot be written."""
+    """Draw the pipeline and the stages' memory. Raise ValueError if `file` cannot be written."""
     system = plan.system
     held = [
         memory.stage_mib(
@@ -246,7 +242,6 @@ PICTURED = 4  # a picture shows at most this many times the number of stages in 
 def modelled(
     run: RunConfig, layout: Layout, system: System
 ) -> tuple[list[Span], Schedule, int, float]:
-    """Return the shown schedule's spans, the schedule, micro-batches and seconds per iteration."""
     whole = step(run, layout, system, system.parameters)
     shown = replace(
         whole.schedule, microbatches=min(whole.schedule.microbatches, PICTURED * layout.pp)
@@ -255,7 +250,6 @@ def modelled(
 
 
 def shown_part(shown: Schedule, microbatches: int) -> str:
-    """Return how much of an iteration a picture shows."""
     if shown.microbatches < microbatches:
         return f"{shown.microbatches} of {microbatches} micro-batches"
     return f"all {microbatches} micro-batches"
@@ -268,8 +262,9 @@ def draw(
     file: str | os.PathLike[str],
     memory: Sequence[float],
 ) -> None:
-    """Draw the pipeline over time as a PNG file. memory: MiB on a rank, by stage. Raise ValueError
-    if it cannot be written.
+    """Draw the pipeline over time as PNG. Raise ValueError if `file` cannot be written.
+
+    memory: MiB on a rank, by stage
     """
     bars, shown, microbatches, seconds = modelled(run, layout, system)
     count = layout.model_chunks

@@ -40,7 +40,6 @@ DEFAULT_SOFTWARE = {"a100": "megatron-a100", "a100-before-0225": "megatron-a100"
 
 
 def add_system_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add machine, clock, software and node flags, and pretrain_gpt.py's."""
     group = parser.add_argument_group("system")
     group.add_argument(
         "--machine",
@@ -72,8 +71,8 @@ def run_of(
     own: Sequence[str] = (),
     defaults: dict[str, Any] | None = None,
 ) -> RunConfig:
-    """Return the run that pretrain_gpt.py's flags describe. Raise ValueError, one line, for flags
-    that do not fit together.
+    """Return the run that pretrain_gpt.py's flags describe. Raise ValueError, one line, for
+    contradictions.
 
     own: flags that do not belong to the run
     defaults: values for missing flags
@@ -94,7 +93,7 @@ def run_of(
 
 
 def system_of(args: argparse.Namespace) -> System:
-    """Return the flags' system. Raise ValueError for unknown names and impossible numbers."""
+    """Raise ValueError for unknown names and impossible numbers."""
     code = args.software or DEFAULT_SOFTWARE.get(args.machine, software.THIS_PROJECT)
     return System.from_names(
         args.machine, code, args.nodes, args.ranks_per_node, args.ghz, args.eco_state == 2
@@ -111,7 +110,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def as_json(prediction: Prediction) -> dict[str, Any]:
-    """Return the prediction with the command's output names."""
     p = prediction
     return {
         "seconds_per_iteration": round(p.seconds, 6),
@@ -128,7 +126,6 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
 
 
 def describe(run: RunConfig, system: System) -> str:
-    """Describe the system and the layout in one line."""
     layout = Layout.from_run(run, system.world_size)
     size = layout.global_batch_size(run)
     return (
@@ -139,7 +136,6 @@ def describe(run: RunConfig, system: System) -> str:
 
 
 def text(run: RunConfig, system: System, p: Prediction) -> str:
-    """Format the prediction for a terminal."""
     lines = [
         describe(run, system),
         f"{p.seconds:.4g} s per iteration (model; nine of ten runs: {p.lower:.4g} to {p.upper:.4g}), "
@@ -159,7 +155,7 @@ def text(run: RunConfig, system: System, p: Prediction) -> str:
 
 
 def layout_of(run: RunConfig, system: System) -> Layout:
-    """Return the layout. Raise ValueError, with parallel sizes that fit, for a run that does not fit on the nodes."""
+    """Return the layout. Raise ValueError, with sizes that fit, if the run does not fit."""
     try:
         return Layout.from_run(run, system.world_size)
     except ValueError as error:
@@ -175,7 +171,7 @@ def layout_of(run: RunConfig, system: System) -> Layout:
 
 
 def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
-    """Yield layouts with other tensor- and pipeline-parallel sizes that have enough memory, nearest sizes first."""
+    """Yield layouts with other tensor- and pipeline-parallel sizes that fit, nearest first."""
     asked = run.parallel
     world = system.world_size
     sizes = [size for size in range(1, min(world, MOST) + 1) if world % size == 0]
@@ -205,7 +201,7 @@ def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Predict and print. Raise ValueError, one line, for a user's mistake."""
+    """Raise ValueError for a user's mistake."""
     system = system_of(args)
     run = system.software.cut(run_of(args, system))
     run, _ = search.resolve(run, layout_of(run, system), system)

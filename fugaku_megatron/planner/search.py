@@ -1,12 +1,10 @@
 """Choices by the performance model: a run's schedule and recompute, and its parallel layout.
 
-    resolve(run, layout, system, space) -> run, log lines           --pipeline-schedule auto and
-    --recompute-auto
-    search(run, system, held) -> Search                             every layout that a trainer can
-    run
+    resolve(run, layout, system, space)     --pipeline-schedule auto and --recompute-auto
+    search(run, system, held)               every layout that a trainer can run
 
-A choice depends on its arguments alone, so ranks and dry runs agree. All times are modelled. Left
-out: rank placement in the torus, checkpoints, failures.
+A choice depends on its arguments alone, so ranks and dry runs agree. Left out: placement in the
+torus, checkpoints, failures.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ PENDING = (1.5, 2)  # micro-batches per stage to try for zero-bubble schedules, 
 
 
 class Order(NamedTuple):
-    """Schedule to try. chunks: per stage. pending: --zero-bubble-max-pending-backward."""
+    """Schedule to try. pending: --zero-bubble-max-pending-backward."""
 
     name: str
     chunks: int
@@ -55,7 +53,7 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Schedule for a run. run: with its recompute resolved. seconds: per iteration."""
+    """Schedule for a run. seconds: per iteration."""
 
     run: RunConfig
     seconds: float
@@ -63,7 +61,6 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Schedule with its model chunks and micro-batches in flight, unless implied."""
         parallel = self.run.parallel
         chunks = chunks_of(self.run)
         pending = parallel.zero_bubble_max_pending_backward
@@ -78,8 +75,7 @@ class Candidate:
 def schedules(choices: Choices, stages: int, microbatches: int) -> list[Order]:
     """Return the software's schedules that are worth a trial.
 
-    ZB-H1 gets model chunks only for few micro-batches, because the bubble is small otherwise; then more micro-batches in flight do not
-    pay.
+    ZB-H1 gets model chunks only for few micro-batches, because the bubble is small otherwise.
     """
     few = microbatches <= min(2 * stages, LONGEST // stages)
     counts = {
@@ -101,7 +97,7 @@ def schedules(choices: Choices, stages: int, microbatches: int) -> list[Order]:
 
 
 def pendings(name: str, stages: int, microbatches: int) -> tuple[int | None, ...]:
-    """Return the micro-batches in flight to try: the minimum, and more if there are enough micro-batches."""
+    """Return the minimum in flight, and more if there are enough micro-batches."""
     more = (
         PENDING if row(name).splits_backward and stages < microbatches <= LONGEST // stages else ()
     )
@@ -109,9 +105,7 @@ def pendings(name: str, stages: int, microbatches: int) -> tuple[int | None, ...
 
 
 def scheduled(run: RunConfig, layout: Layout, system: System, space: float) -> list[Candidate]:
-    """Return the run in every schedule that its layers permit, best first. space: bytes for a
-    rank's tensors.
-    """
+    """Return the run in every possible schedule, best first. space: bytes for a rank's tensors."""
     found = []
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
     for order in schedules(system.software.choices, layout.pp, microbatches):
@@ -191,7 +185,7 @@ class Plan:
 
     seconds: per iteration; least_seconds: without a bubble
     memory_mib: on the fullest rank
-    asked: the run before --recompute-auto was resolved; run: after
+    asked: before --recompute-auto was resolved
     """
 
     asked: RunConfig
@@ -204,13 +198,12 @@ class Plan:
     least_seconds: float
 
     def predict(self) -> Prediction:
-        """Return the prediction with its band, slower than the search's estimate."""
         return predict(self.run, self.system)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Plans, fastest first. dropped: reason -> number of layouts that cannot run."""
+    """Plans, fastest first. dropped: reason -> number of impossible layouts."""
 
     plans: tuple[Plan, ...]
     dropped: Counter[str]
@@ -219,9 +212,9 @@ class Search:
 def search(
     run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False
 ) -> Search:
-    """Model every layout that can run. held: config fields that keep the run's value.
+    """Model every layout with 1F1B, and promising ones with the other schedules.
 
-    Every layout is modelled with 1F1B, and promising ones with the other schedules.
+    held: config fields that keep the run's value
     """
     run = system.software.cut(run)
     plans = list[Plan]()
@@ -245,7 +238,6 @@ TRIED = 60
 
 
 def _asked(run: RunConfig, held: frozenset[str]) -> str | None:
-    """Return the flags' schedule, or None if the search chooses."""
     given = {
         "pipeline_schedule",
         "num_virtual_stages_per_pipeline_rank",
@@ -255,7 +247,7 @@ def _asked(run: RunConfig, held: frozenset[str]) -> str | None:
 
 
 def _orders(run: RunConfig, plan: Plan, held: frozenset[str]) -> list[Order]:
-    """Return the schedules to try for a layout. run: as the flags describe it."""
+    """Return the schedules to try. run: as the flags describe it."""
     stages = plan.layout.pp
     microbatches = plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))
     if (name := _asked(run, held)) is None:
@@ -276,8 +268,8 @@ def _orders(run: RunConfig, plan: Plan, held: frozenset[str]) -> list[Order]:
 def _rescheduled(plans: Sequence[Plan], run: RunConfig, held: frozenset[str]) -> list[Plan]:
     """Return the plans in schedules other than 1F1B.
 
-    Layouts are ordered by their lower bound; once it exceeds the WANTED best plans, the rest cannot be among them. A schedule from the
-    flags is tried with every layout.
+    Layouts are ordered by their lower bound; once it exceeds the WANTED best plans, stop. A
+    schedule from the flags is tried with every layout.
     """
     found: list[Plan] = []
     ordered = sorted(
@@ -301,9 +293,7 @@ def _rescheduled(plans: Sequence[Plan], run: RunConfig, held: frozenset[str]) ->
 def candidates(
     run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False
 ) -> Iterator[tuple[RunConfig, System] | str]:
-    """Yield every combination of software choices as (run, system), or the reason why its numbers
-    do not divide.
-    """
+    """Yield every combination as (run, system), or the reason why its numbers do not divide."""
     choices = system.software.choices
     model = run.model
     parallel = run.parallel
@@ -378,7 +368,6 @@ SHARERS = 64
 def _contexts(
     run: RunConfig, choices: Choices, held: frozenset[str]
 ) -> Iterator[tuple[int, tuple[str, ...] | None]]:
-    """Yield context-parallel sizes, each with every --cp-comm-type."""
     given = run.parallel.cp_comm_type
     shared = choices.names and run.model.seq_length >= LONG
     sizes = tuple(2**i for i in range(SHARERS.bit_length())) if shared else (1,)
@@ -390,7 +379,7 @@ def _contexts(
 def _indivisible(
     system: System, dp: int, rest: int, cp: int, zero_stage: int, batch: BatchConfig, ramp: bool
 ) -> str | None:
-    """Return why these numbers cannot run together, or None. rest: ranks left over by dp."""
+    """Return a reason against these numbers, or None. rest: ranks left by dp."""
     if system.ranks_per_node > system.machine.max_ranks:
         return "more ranks than a node has threads or GPUs"
     if rest:
@@ -435,10 +424,10 @@ SWITCHED: dict[str, tuple[bool, ...]] = {
 def _switches(
     tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, ranks_per_node: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield every meaningful combination of SWITCHED flags at these sizes, by field.
+    """Yield every meaningful combination of SWITCHED flags, by field.
 
     Skip overlapped collectives inside a node, whose reductions use all cores; always overlap with
-    one rank per node, at no extra bytes.
+    one rank per node.
     """
     for sequence in tried[features.SEQUENCE_PARALLEL] if tp > 1 else (False,):
         exchanges = (
@@ -462,7 +451,7 @@ EXPERT_RANKS = 64  # largest size to try; all-to-alls among more ranks have shor
 def _divided(
     run: RunConfig, switches: Iterator[dict[str, Any]], tp: int, dp: int, held: frozenset[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield `switches`, for a model with experts also with every expert-parallel size."""
+    """Yield `switches`, with experts also with every expert-parallel size."""
     experts = run.model.num_experts
     given = {"expert_model_parallel_size", "expert_tensor_parallel_size"} & held
     for values in switches:
@@ -492,9 +481,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 def _recomputes(
     run: RunConfig, layers: int, held: frozenset[str], kinds: tuple[str, ...]
 ) -> Iterator[TrainingConfig]:
-    """Yield training configs that differ in recompute; block: a quarter, half and three quarters of
-    a stage's layers.
-    """
+    """Yield training configs that differ in recompute; block: quarters of a stage's layers."""
     training = run.training
     if {
         "recompute_granularity",
@@ -531,7 +518,6 @@ def _recomputes(
 
 
 def _judge(asked: RunConfig, system: System) -> Plan | str:
-    """Return the plan, or the reason why it cannot run."""
     try:
         layout = Layout.from_run(asked, system.world_size)
     except ValueError:
@@ -559,6 +545,6 @@ def _judge(asked: RunConfig, system: System) -> Plan | str:
 
 
 def held_fields(args: argparse.Namespace) -> frozenset[str]:
-    """Return the fields whose flags were on the command line; a recipe's values do not count."""
+    """Return the fields of command-line flags; a recipe's values do not count."""
     names = {name for name, value in vars(args).items() if value is not None}
     return frozenset(names - ({"ranks_per_node"} if args.ranks_per_node is None else set()))

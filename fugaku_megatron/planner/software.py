@@ -1,8 +1,9 @@
 """Software as data (software.json): element-wise work of an implementation, and its parameters.
 
-A style counts, per layer and micro-batch, moves and allocations of each kind of tensor: hidden (s, b, h), qkv (s, b, 3h/t), context
-(s, b, h/t), scores (b, n/t, s, s), mlp (s, b, f/t), logits (s, b, v/t). A parameter is a share of a machine constant, or a cost that
-no data sheet states. fitted.json has fitted values; priors.json has log-normal priors with unit, meaning and source.
+A style counts, per layer and micro-batch, moves and allocations of each kind of tensor: hidden (s,
+b, h), qkv (s, b, 3h/t), context (s, b, h/t), scores (b, n/t, s, s), mlp (s, b, f/t), logits (s, b,
+v/t). fitted.json has fitted values; priors.json has log-normal priors with unit, meaning and
+source.
 """
 
 from __future__ import annotations
@@ -24,15 +25,13 @@ FITTED = Path(__file__).parent / "fitted.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """One software group's values; see priors.json for meaning and unit. A rate 0 is the machine's
-    own.
+    """One software group's values; see priors.json. A rate 0 is the machine's own.
 
     attention_forward, attention_backward: a fused kernel's share of peak without dropout on the
-    matmuls below the diagonal (two in forward, five in backward): maximum / (1 + half / s) at
-    sequence length s; 0: attention runs as other matmuls
-    dropout_flops: a core's FLOPs at peak in the time for one dropout decision, once in forward and
-        once in backward
-    bf16x3: --fp32-matmul bf16x3's rate relative to FP32, measured by calibrate
+        matmuls below the diagonal (two in forward, five in backward): maximum / (1 + half / s) at
+        sequence length s; 0: attention runs as other matmuls
+    dropout_flops: a core's FLOPs at peak in the time for one dropout decision
+    bf16x3: --fp32-matmul bf16x3's rate relative to FP32
     """
 
     gemm_fraction: float = 1.0
@@ -58,9 +57,7 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryParameters:
-    """Memory model values; see priors.json. The defaults are this project's. threads: on a node
-    that runs this project's kernels.
-    """
+    """Memory model values; see priors.json. threads: on a node with this project's kernels."""
 
     base_mib: float = 600.0
     glibc_mib: float = 0.0
@@ -94,9 +91,7 @@ MODEL_ERROR = 0.2  # standard deviation of the logarithm of a time that no measu
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """One group's values with their uncertainty. covariance: between the values' logarithms,
-    ordered as `names`.
-    """
+    """One group's values. covariance: between the values' logarithms, ordered as `names`."""
 
     values: Parameters
     names: tuple[str, ...]
@@ -112,7 +107,6 @@ class Fitted:
 
 
 def fitted(group: str) -> Fitted:
-    """Return a group's values: from MODELLED or fitted.json."""
     if group in MODELLED:
         return Fitted(
             values=MODELLED[group],
@@ -153,7 +147,7 @@ class Choices:
 
     recompute: none, selective, full, block (some layers per stage) or auto (as few as memory
         allows)
-    names: features in config/features.py; other software has none
+    names: features in config/features.py
     """
 
     ranks_per_node: tuple[int, ...]
@@ -164,7 +158,7 @@ class Choices:
 
     @staticmethod
     def from_names(names: frozenset[str], ranks_per_node: tuple[int, ...]) -> Choices:
-        """Return the choices of this project's trainer with only the features `names`."""
+        """Return this project's choices with only the features `names`."""
         recompute = {
             "none": True,
             "selective": features.SELECTIVE in names,
@@ -192,14 +186,12 @@ class Software:
 
     group: fitted software group
     style: name for its element-wise counts
-    page_faults: "none" (memory is kept), "across nodes" (large blocks fault again, and cost more to
-        return in runs on several nodes, whose network has registered them), "registered" (they
-        always cost more)
+    page_faults: "none" (memory is kept), "across nodes" (large blocks fault again, and cost more in
+        runs on several nodes, whose network has registered them), "registered" (they always cost
+        more)
     old_torch: element-wise work and operator calls are slower by PyTorch 1.7's factor
     machines: on which it has run
-    choices: the planner's
     counts: `style`'s row in software.json
-    fitted: `group`'s values
     """
 
     name: str
@@ -214,26 +206,25 @@ class Software:
     fitted: Fitted = field(compare=False, repr=False)
 
     def active(self, run: RunConfig) -> frozenset[str]:
-        """Return the features that the software has and the run uses."""
+        """Return the features that the run uses."""
         return frozenset(name for name in self.choices.names if features.FEATURES[name].used(run))
 
     def lacking(self, run: RunConfig) -> list[str]:
-        """Return the features that the run's switches ask for and the software lacks."""
+        """Return the features that the run needs and the software lacks."""
         switches = [name for name in features.SWITCHES if features.FEATURES[name].used(run)]
         return [name for name in switches if name not in self.choices.names]
 
     def without(self, name: str) -> Software:
-        """Return this project's software without one feature."""
         return replace(
             self,
             choices=Choices.from_names(self.choices.names - {name}, self.choices.ranks_per_node),
         )
 
     def cut(self, run: RunConfig) -> RunConfig:
-        """Return the run restricted to this software: other features off, 1F1B for missing
-        schedules, an even split for a balanced one.
+        """Return the run restricted to this software: 1F1B for missing schedules, an even split for
+        a balanced one.
 
-        Raise ValueError for an unsupported --pipeline-split, and for layers that do not divide.
+        Raise ValueError for an unsupported --pipeline-split or an uneven one.
         """
         for name in self.lacking(run):
             run = features.switched(run, name, False)
@@ -262,23 +253,22 @@ class Software:
         return bool(self.fitted.names)
 
     def known_on(self, machine: Machine) -> bool:
-        """Return True if it has run on the machine, or its kernels were measured there."""
+        """Return True if it has run, or its kernels were measured, on `machine`."""
         return machine.name in self.machines or self.measured_on(machine)
 
     def measured_on(self, machine: Machine) -> bool:
-        """Return True if calibrate measured this software's kernels on the machine."""
+        """Return True if calibrate measured its kernels on `machine`."""
         return self.style == "native" and bool(machine.native)
 
     def parameters(self, machine: Machine) -> Parameters:
         """Return the group's values, replaced by the machine's measured ones.
 
-        If dropout was not measured separately, it is part of attention's measured shares.
+        Dropout that was not measured is part of attention's shares.
         """
         measured = {"dropout_flops": 0.0, **machine.native} if self.measured_on(machine) else {}
         return replace(self.fitted.values, **measured)
 
     def memory(self, machine: Machine) -> MemoryParameters:
-        """Return the memory model's values for the machine."""
         if self.style != "native":
             return self.fitted.memory
         base = self.fitted.memory.base_mib if machine.process_mib is None else machine.process_mib
@@ -286,9 +276,7 @@ class Software:
 
 
 def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = None) -> RunConfig:
-    """Return the run with another pipeline schedule. chunks: per stage. pending:
-    --zero-bubble-max-pending-backward.
-    """
+    """Return the run with another pipeline schedule. chunks: per stage."""
     virtual = chunks if row(name).chunks is None and chunks > 1 else None
     return replace(
         run,
@@ -303,12 +291,11 @@ def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = 
 
 
 def names() -> list[str]:
-    """Return the software names in software.json."""
     return sorted(json.loads(DATA.read_text())["software"])
 
 
 def load(name: str, flag: str = "--software") -> Software:
-    """Load software by name or alias, `flag`'s value. Raise ValueError with the known names."""
+    """Load by name or alias, `flag`'s value. Raise ValueError with the known names."""
     data = json.loads(DATA.read_text())
     name = ALIASES.get(name, name)
     if name not in data["software"]:

@@ -1,8 +1,8 @@
-"""One rank's work for one micro-batch as counts: matmuls, bytes moved and allocated, operator
-calls, collectives.
+"""One rank's work for one micro-batch: matmuls, bytes moved and allocated, operator calls,
+collectives.
 
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads, v padded vocabulary, t
-    tensor-parallel size.
+tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class Matmul:
     """Call with `count` matmuls (m, k) x (k, n), made `times` times.
 
     attention: Q K^T or P V; a kernel computes the share `visible`
-    dropout: probabilities in between are dropped
     """
 
     m: int
@@ -45,8 +44,7 @@ class Matmul:
 class Exchange:
     """Collectives for --tp-comm-overlap, block by block, while matmuls read or produce the blocks.
 
-    first: one block's matmuls, before or after the exchange; None if `overlapped`, all overlapped
-        matmuls, has none
+    first: one block's matmuls, before or after the exchange; None if all are `overlapped`
     """
 
     collectives: tuple[Collective, ...]
@@ -60,10 +58,11 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertExchange:
-    """Expert rows dispatched and combined between nodes, one expert group while others are computed.
+    """Expert rows dispatched and combined between nodes, one expert group while others are
+    computed.
 
-    there, back: all groups' all-to-alls. overlapped: all groups' matmuls. around: the shared expert's, half before the first group and
-    half after the last.
+    there, back: all groups' all-to-alls. overlapped: all groups' matmuls. around: the shared
+        expert's, half on each side.
     """
 
     there: tuple[Collective, ...]
@@ -76,7 +75,8 @@ class ExpertExchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Counts for one phase. moved: bytes read and written. allocations: (bytes per tensor, number of tensors).
+    """Counts for one phase. moved: bytes read and written. allocations: (bytes per tensor,
+    tensors).
 
     collectives: (collective, calls). exchanges: (exchange, repetitions).
     """
@@ -100,7 +100,7 @@ class Work:
 
 
 def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
-    """Return a stage's Newton-Schulz iterations, shared by data-parallel ranks; empty with AdamW."""
+    """Return a stage's Newton-Schulz iterations, shared by data-parallel ranks."""
     return Work(
         matmuls=tuple(
             Matmul(
@@ -113,9 +113,7 @@ def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
 
 
 def tensors(run: RunConfig, tp: int) -> dict[str, int]:
-    """Return the bytes per tensor kind on one rank. mlp: mean over an activation's argument and
-    result.
-    """
+    """Return the bytes per tensor kind. mlp: mean over an activation's argument and result."""
     model = run.model
     rows = activations.tokens_per_microbatch(run) * activations.element_bytes(run)
     return {
@@ -129,9 +127,7 @@ def tensors(run: RunConfig, tp: int) -> dict[str, int]:
 
 
 def _elementwise_tensors(run: RunConfig, tp: int, software: Software) -> dict[str, int]:
-    """Return `tensors` for element-wise operators: with sequence parallelism 1/t in the residual
-    stream.
-    """
+    """Return `tensors` with the residual stream's 1/t under sequence parallelism."""
     sizes = tensors(run, tp)
     return (
         {**sizes, "hidden": sizes["hidden"] // tp}
@@ -152,9 +148,9 @@ def _elementwise(software: Software, phase: str, sizes: dict[str, int]) -> Work:
 
 
 def _rotary(run: RunConfig, sizes: Mapping[str, int]) -> Work:
-    """Return the rotary work on queries and keys or their gradients: qkv read and written once.
+    """Return the rotary work: qkv read and written once.
 
-    --residual-multiplier also reads and writes a layer's two results.
+    --residual-multiplier also reads and writes two results.
     """
     work = Work()
     if run.model.uses_rotary:
@@ -169,7 +165,6 @@ def _once(collectives: tuple[Collective, ...]) -> tuple[tuple[Collective, int], 
 
 
 def _chunks(run: RunConfig, tp: int) -> int:
-    """Return the logits blocks per micro-batch."""
     pp = run.parallel.pipeline_model_parallel_size
     return -(
         -activations.tokens_per_microbatch(run)
@@ -199,9 +194,7 @@ def _forward(record: Record, chunks: int) -> Work:
 
 
 def _backward(record: Record, chunks: int) -> Work:
-    """Return each forward matmul's input-gradient matmul and, unless the weight is frozen,
-    weight-gradient matmul.
-    """
+    """Return the input-gradient and, unless the weight is frozen, weight-gradient matmuls."""
     matmuls = []
     for p in _forward(record, chunks).matmuls:
         matmuls.append(replace(p, n=p.k, k=p.n, backward=True))
@@ -212,7 +205,7 @@ def _backward(record: Record, chunks: int) -> Work:
 def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
     """Return a layer record's work, with --tp-comm-overlap as an exchange.
 
-    A weight gradient needs all gathered rows; it hides a reduction, unless it is deferred.
+    A weight gradient needs all gathered rows; it hides a reduction, unless deferred.
     """
     collectives = tuple(c for c, _ in work.collectives)
     if any(c.group == "cp" for c in collectives):
@@ -233,7 +226,7 @@ def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
 
 
 def _passed(run: RunConfig, work: Work, collectives: tuple[Collective, ...]) -> Work:
-    """Return context-parallel attention with its messages overlapped, except in the last step."""
+    """Return context-parallel attention with messages overlapped, except in the last step."""
     if any(c.verb != "send" for c in collectives):
         return work
     cp = run.parallel.context_parallel_size
@@ -252,7 +245,7 @@ def _layer(
     records: Sequence[Record],
     work_of: Callable[[Record], Work],
 ) -> Work:
-    """Return `work_of` for all records in a layer, without element-wise work."""
+    """Return all records' work, without element-wise work."""
     named = [(record.name, _in_layer(run, tp, software, work_of(record))) for record in records]
     whole = sum((work for _, work in named), Work())
     if not run.parallel.divides_experts or features.EXPERT_GROUPS not in software.active(run):
@@ -296,7 +289,6 @@ def _between_experts(collective: Collective) -> bool:
 
 
 def _weights(record: Record, chunks: int) -> Work:
-    """Return `_backward`'s weight-gradient matmuls, which are deferrable."""
     return Work(
         matmuls=()
         if record.frozen
@@ -306,9 +298,10 @@ def _weights(record: Record, chunks: int) -> Work:
 
 @cache
 def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
-    """Return the work for a layer, the embedding and the head by phase, without recompute and weight gradients.
+    """Return the work by phase, without recompute and weight gradients. Shared by callers.
 
-    Keys: "layer_forward", "layer_backward", "embedding_forward" and so on; "layer_weights": the deferrable backward. Shared by callers.
+    Keys: "layer_forward", "layer_backward", "embedding_forward" and so on; "layer_weights": the
+    deferrable backward.
     """
     sizes = _elementwise_tensors(run, tp, software)
     chunks = _chunks(run, tp) if software.counts["logits_in_chunks"] else 1
@@ -337,7 +330,7 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
 
 
 def recomputed_layers(run: RunConfig, tp: int, groups: list[range], software: Software) -> Work:
-    """Return the work for full recompute. groups: layers that are recomputed together."""
+    """Return the work. groups: layers recomputed together."""
     whole = phases(run, tp, software)["layer_forward"]
     if not software.counts["recompute_ends_early"]:
         return repeat(whole, sum(map(len, groups)))
@@ -349,7 +342,7 @@ def recomputed_layers(run: RunConfig, tp: int, groups: list[range], software: So
 
 
 def recomputed_attention(run: RunConfig, tp: int, software: Software) -> Work:
-    """Return the work for selective recompute in one layer: attention's matmuls and element-wise work on scores."""
+    """Return attention's matmuls and element-wise work on scores."""
     sizes = tensors(run, tp)
     record = next(r for r in accounting.layer_records(run, tp) if r.name == "attention")
     moved, allocated = software.counts["layer_forward"].get("scores", (0, 0))
@@ -364,7 +357,7 @@ def recomputed_attention(run: RunConfig, tp: int, software: Software) -> Work:
 def weight_gradients(
     run: RunConfig, tp: int, parameters: int, tensors: int, software: Software
 ) -> Work:
-    """Return the work for writing and accumulating `parameters` gradients in `tensors` tensors."""
+    """Return the work for writing and accumulating `parameters` gradients."""
     counts = software.counts["weights"]
     bytes = parameters * activations.element_bytes(run)
     allocations = (
@@ -374,7 +367,6 @@ def weight_gradients(
 
 
 def repeat(work: Work, times: int) -> Work:
-    """Return `work` done `times` times."""
     return Work(
         matmuls=tuple(replace(p, times=p.times * times) for p in work.matmuls),
         moved=work.moved * times,

@@ -1,6 +1,4 @@
-"""Context of a report's sections: ranks, time and measured sizes; and facts about a node (CPU, NUMA domains, memory, huge pages,
-limits, compilers) from files that any user may read.
-"""
+"""Context of a report's sections, and facts about a node from files that any user may read."""
 
 from __future__ import annotations
 
@@ -58,9 +56,9 @@ class Scale:
     lengths: sequences of attention
     triad, elements: vectors of STREAM and of the optimizer
     elementwise: memory-bound kernels
-    messages: bytes of collectives; reduced: bytes of the large all-reduce
+    messages: bytes of collectives; reduced: of the large all-reduce
     model: changes to recipe 124m; layers: shape -> changes to its recipe
-    sequences: lengths, of which the first that fits into the time is used
+    sequences: the first length that fits into the time is used
     """
 
     sizes: tuple[int, ...] = (128, 256, 512, 1024, 2048)
@@ -106,7 +104,7 @@ class Context:
     seconds: for the current section
     free: bytes of node memory at the start
     save: directory for checkpoints; None: the system's temporary directory
-    compute: this rank's measurements by the kernel section
+    compute: this rank's kernel measurements
     energy: this node's counters, on its first rank
     mapping: the log's lines about ranks and cores
     """
@@ -126,17 +124,17 @@ class Context:
 
     @property
     def left(self) -> float:
-        """Return the seconds until the section should end, on this rank's clock."""
+        """Return the seconds until the section should end."""
         return self.seconds - (time.monotonic() - self.begin)
 
     @property
     def training_flops(self) -> float:
-        """FLOP/s that a rank may reach in training: a little below its measured matmuls."""
+        """Return the rank's FLOP/s in training: a little below its matmuls."""
         gflops = max((rate for _, rate in self.compute.get("gemm", ())), default=UNKNOWN_GFLOPS)
         return TRAINING_SHARE * gflops * 1e9
 
     def agreed(self, value: Any) -> Any:
-        """Return rank 0's value on every rank, so that all decide alike. Collective."""
+        """Return rank 0's value, so that all decide alike. Collective."""
         return self.world.broadcast_object(value)
 
 
@@ -161,7 +159,7 @@ SECONDS = 5  # for a compiler to say its version
 
 
 def facts(root: Path = Path("/")) -> dict[str, Any]:
-    """Return the facts about this node, without names. root: another file system, for tests"""
+    """Return facts without names. root: another file system, for tests"""
     mask = os.sched_getaffinity(0)
     node = Node.read(root)
     cpus = root / "sys/devices/system/cpu"
@@ -210,7 +208,7 @@ def facts(root: Path = Path("/")) -> dict[str, Any]:
 
 
 def caches(cpus: Path) -> list[str]:
-    """Return the caches of CPU 0: "L1 Data 32K" ..."""
+    """Return CPU 0's caches: "L1 Data 32K" ..."""
     folders = sorted((cpus / "cpu0/cache").glob("index[0-9]*"))
     return [
         " ".join(
@@ -221,7 +219,6 @@ def caches(cpus: Path) -> list[str]:
 
 
 def nominal_ghz(cpus: Path) -> float | None:
-    """Return CPU 0's highest clock according to the system, or None."""
     kilohertz = read_text(cpus / "cpu0/cpufreq/cpuinfo_max_freq")
     if kilohertz and kilohertz.isdecimal():
         return int(kilohertz) / 1e6
@@ -232,7 +229,7 @@ def nominal_ghz(cpus: Path) -> float | None:
 
 
 def huge_pages(root: Path = Path("/")) -> dict[str, Any]:
-    """Return the setting of transparent huge pages, and the reserved pages by size."""
+    """Return transparent huge pages, and reserved pages by size."""
     choice = re.search(
         r"\[(\w+)\]", read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     )
@@ -248,7 +245,6 @@ def huge_pages(root: Path = Path("/")) -> dict[str, Any]:
 
 
 def compilers() -> dict[str, str]:
-    """Return compiler -> first line of its version, for those on the PATH."""
     found = {}
     for name in COMPILERS:
         if shutil.which(name) is None:

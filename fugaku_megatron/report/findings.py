@@ -1,6 +1,7 @@
-"""A machine's defects for training, each with measurement, expectation and remedy; and the report as text.
+"""A machine's defects for training, each with measurement, expectation and remedy; and the report
+as text.
 
-Only the report's sections are read, so a partial report works. Limits come from machines on which training runs well.
+A partial report works. Limits come from machines on which training runs well.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FREE_SHARE = 0.5  # of the memory
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One defect. severe: wrong results, or most of the speed is lost. node: if on one"""
+    """One defect. severe: wrong results, or most of the speed is lost."""
 
     what: str
     measured: str
@@ -39,7 +40,7 @@ class Finding:
 
 
 def findings(sections: Sections) -> list[dict[str, Any]]:
-    """Return all findings, severe ones first; a finding on several nodes is listed once with the first node's figures."""
+    """Return severe findings first; a finding on several nodes is listed once."""
     found: dict[str, Finding] = {}
     places: dict[str, list[int]] = {}
     for finding in (finding for look in LOOKS for finding in look(sections)):
@@ -73,7 +74,6 @@ def _kernels(sections: Sections) -> dict[str, Any]:
 
 
 def wrong_kernels(sections: Sections) -> Iterator[Finding]:
-    """Find results that differ from the reference or between ranks."""
     checks = _kernels(sections).get("checks", [])
     ranks = _kernels(sections).get("differing_ranks", [])
     bad = [row for row in checks if not row["good"]]
@@ -98,7 +98,6 @@ def wrong_kernels(sections: Sections) -> Iterator[Finding]:
 
 
 def slow_clocks(sections: Sections) -> Iterator[Finding]:
-    """Find clocks below the nominal one, governors that lower them, and ranks that differ."""
     ranks = _kernels(sections).get("ranks", [])
     nodes = _nodes(sections)
     if not ranks or not nodes:
@@ -133,7 +132,6 @@ def slow_clocks(sections: Sections) -> Iterator[Finding]:
 
 
 def busy_cores(sections: Sections) -> Iterator[Finding]:
-    """Find other processes, and cores without a thread."""
     ranks = _kernels(sections).get("ranks", [])
     for number, node in enumerate(_nodes(sections)):
         cores = node["cores"]
@@ -157,7 +155,6 @@ def busy_cores(sections: Sections) -> Iterator[Finding]:
 
 
 def mapping(sections: Sections) -> Iterator[Finding]:
-    """Find problems in the log's lines about ranks and cores."""
     for number, node in enumerate(_nodes(sections)):
         for line in (
             line.removeprefix("note: ") for line in node["mapping"] if line.startswith("note: ")
@@ -174,7 +171,6 @@ def mapping(sections: Sections) -> Iterator[Finding]:
 
 
 def memory_set_up(sections: Sections) -> Iterator[Finding]:
-    """Check huge pages, NUMA balancing, and memory used by others."""
     for number, node in enumerate(_nodes(sections)):
         if node["huge_pages"]["transparent"] == "never" and not node["huge_pages"]["xos"]:
             yield Finding(
@@ -202,7 +198,7 @@ def memory_set_up(sections: Sections) -> Iterator[Finding]:
 
 
 def slow_kernels(sections: Sections) -> Iterator[Finding]:
-    """Check the kernels' shares of the peak and of STREAM's triad."""
+    """Check shares of the peak and of STREAM's triad."""
     kernels = _kernels(sections)
     if not kernels or kernels["shrunk"]:
         return
@@ -250,7 +246,6 @@ def slow_kernels(sections: Sections) -> Iterator[Finding]:
 
 
 def communication(sections: Sections) -> Iterator[Finding]:
-    """Check MPI, and collectives slower than modelled."""
     found = sections.get("communication", {})
     if found.get("ranks") == 1:
         yield Finding(
@@ -282,7 +277,6 @@ def communication(sections: Sections) -> Iterator[Finding]:
 
 
 def training(sections: Sections) -> Iterator[Finding]:
-    """Check scaling, and report what did not fit."""
     rows = [row for row in sections.get("training", {}).get("rows", []) if "tokens_per_s" in row]
     if len(rows) > 1:
         share = (
@@ -312,7 +306,6 @@ def training(sections: Sections) -> Iterator[Finding]:
 
 
 def storage(sections: Sections) -> Iterator[Finding]:
-    """Check a checkpoint's rate."""
     found = sections.get("storage", {})
     if found and found["bytes"] > 1 << 26 and found["write_gbs"] < SLOW_GBS:
         yield Finding(
@@ -340,7 +333,7 @@ LOOKS: tuple[Callable[[Sections], Iterator[Finding]], ...] = (
 
 
 def text(data: dict[str, Any]) -> str:
-    """Return the report in about 30 lines."""
+    """Format the report in about 30 lines."""
     sections = data["sections"]
     lines = [heading(data), *summary(sections), ""]
     if data.get("findings"):
@@ -362,12 +355,10 @@ def text(data: dict[str, Any]) -> str:
 
 
 def labelled(finding: dict[str, Any]) -> str:
-    """Return a finding's name, marked if it is severe."""
     return f"SEVERE: {finding['what']}" if finding["severe"] else finding["what"]
 
 
 def heading(data: dict[str, Any]) -> str:
-    """Return the first line."""
     state = "complete" if data["complete"] else f"PARTIAL, {data['ended']}"
     shrunk = data["sections"].get("kernels", {}).get("shrunk")
     line = f"fugaku-megatron report, version {data['program']}, {data['date']}: {state} after {clock(data['seconds'])}"
@@ -377,7 +368,6 @@ def heading(data: dict[str, Any]) -> str:
 
 
 def hours_line(row: dict[str, Any]) -> str:
-    """Return a model's hours and memory need."""
     short = ""
     if not row["fits"]:
         short = f"; needs {row['need_gib']:.0f} GiB, {row['nodes_needed']} such nodes"
@@ -388,7 +378,6 @@ def hours_line(row: dict[str, Any]) -> str:
 
 
 def summary(sections: Sections) -> list[str]:
-    """Return a line for each section."""
     makers: dict[str, Callable[[dict[str, Any]], str]] = {
         "host": host_line,
         "kernels": kernels_line,

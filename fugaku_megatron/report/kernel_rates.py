@@ -1,8 +1,9 @@
 """Report sections on kernels and communication between ranks; together they describe the machine.
 
-Kernels: results against the scalar references, and rates. A case builds one kernel's arguments from fixed numbers, so that every
-machine computes the same. `compared` runs it on the target in use and on the reference; `elementwise_rates` times it beyond the
-caches. Other rates are calibrate's, with sizes that fit into the time. All ranks compute at the same time, as in training.
+A case builds one kernel's arguments from fixed numbers, so that every machine computes the same.
+`compared` runs it on the target in use and on the scalar reference; `elementwise_rates` times it
+beyond the caches. Other rates are calibrate's, with sizes that fit into the time. All ranks compute
+at the same time, as in training.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ class Numbers:
         return self.single(*shape).to(self.dtype)
 
     def single(self, *shape: int) -> Tensor:
-        """Return normal values in FP32 (...,)."""
+        """Return FP32 values (...,)."""
         return torch.from_numpy(self._random.standard_normal(shape, np.float32))
 
     def below(self, limit: int, count: int) -> Tensor:
-        """Return `count` integers below `limit` (n,)."""
+        """Return integers below `limit` (n,)."""
         return torch.from_numpy(self._random.integers(0, limit, count))
 
 
@@ -184,7 +185,7 @@ def _matmuls(t: Numbers, z: Sizes) -> Cases:
 
 
 def cases(dtype: torch.dtype, sizes: Sizes) -> Cases:
-    """Return kernel -> function that builds the arguments of its call."""
+    """Return kernel -> function that builds its arguments."""
     found: Cases = {}
     for family in (_norms, _activations, _loss_and_update, _matmuls):
         found |= family(Numbers(dtype), sizes)
@@ -206,7 +207,7 @@ ELEMENTWISE = (
 
 
 def result(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
-    """Return all floating operands, any shape, after a call of the kernel, and the number it returns."""
+    """Return a call's floating operands and the number that it returns."""
     arguments = cases(dtype, sizes)[name]()
     value = getattr(kernels, name)(*arguments)
     tensors = [a for a in arguments if isinstance(a, Tensor) and a.is_floating_point()]
@@ -214,7 +215,7 @@ def result(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
 
 
 def checksum(tensors: Sequence[Tensor]) -> str:
-    """Return twelve hexadecimal digits for the bits of tensors of any shape."""
+    """Return twelve hexadecimal digits for the tensors' bits."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -222,7 +223,7 @@ def checksum(tensors: Sequence[Tensor]) -> str:
 
 
 def difference(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return the largest difference over the largest value of its tensor, any shape; infinite for a NaN."""
+    """Return the largest difference over its tensor's largest value; infinite for a NaN."""
     worst = 0.0
     for a, b in zip(ours, exact, strict=True):
         error = float(
@@ -233,7 +234,7 @@ def difference(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def compared(sizes: Sizes | None = None) -> list[dict[str, Any]]:
-    """Return a row for each kernel and precision: checksum, reference's checksum, difference, and a verdict."""
+    """Return each kernel and precision's checksums, difference and verdict."""
     rows = []
     sizes = sizes or Sizes()
     for dtype, limit in TOLERANCE.items():
@@ -258,7 +259,7 @@ def compared(sizes: Sizes | None = None) -> list[dict[str, Any]]:
 
 
 def elementwise_rates(sizes: Sizes, triad_gbs: float, rounds: int) -> list[dict[str, Any]]:
-    """Measure GB/s of the memory-bound FP32 kernels, and their share of the triad."""
+    """Measure GB/s of memory-bound FP32 kernels, and their share of the triad."""
     rows = []
     made = cases(torch.float32, sizes)
     for name in ELEMENTWISE:
@@ -278,7 +279,6 @@ VERBS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def kernel_section(context: Context) -> dict[str, Any]:
-    """Check and measure the kernels. Collective."""
     checks = compared()
     context.world.barrier()
     rates = measure_rates(context)
@@ -314,7 +314,7 @@ def kernel_section(context: Context) -> dict[str, Any]:
 
 
 def measure_rates(context: Context) -> dict[str, Any]:
-    """Measure this rank while the other ranks measure. Collective: rank 0 decides on the sizes."""
+    """Measure while the other ranks measure. Collective: rank 0 decides on the sizes."""
     process = peak_memory_mib()
     threads = torch.get_num_threads()
     probe = fma_peak_gflops(3, 20_000)
@@ -349,7 +349,7 @@ def measure_rates(context: Context) -> dict[str, Any]:
 def affordable(
     sizes: Sequence[int], cold_bytes: int, gflops: float, seconds: float
 ) -> Sequence[int]:
-    """Return the sizes of square matmuls, from the smallest, that the time allows at half of the peak; at least two."""
+    """Return the smallest matmul sizes that the time allows at half of the peak; at least two."""
     taken = 0
     spent = 0.0
     for n in sizes:
@@ -362,7 +362,7 @@ def affordable(
 
 
 def communication_section(context: Context) -> dict[str, Any]:
-    """Measure messages and collectives next to the model's; describe the machine. Collective."""
+    """Measure messages and collectives; describe the machine. Collective."""
     world = context.world
     found = {
         "library": describe(context.world),
@@ -390,7 +390,7 @@ def communication_section(context: Context) -> dict[str, Any]:
 def describe_machine(
     context: Context, inside: Messages | None, between: Messages | None, reduced: float | None
 ) -> dict[str, Any]:
-    """Return the machine in calibrate's format on every rank. Collective."""
+    """Return the machine in calibrate's format. Collective."""
     if not context.compute:  # --only without the section of kernels
         measure_rates(context)
     scale = context.scale
@@ -425,7 +425,7 @@ def describe_machine(
 
 
 def collective_rows(context: Context) -> Iterator[dict[str, Any]]:
-    """Measure the trainer's collectives, MPI's and the model's, inside nodes and over all ranks. Collective."""
+    """Measure the trainer's collectives inside nodes and over all ranks. Collective."""
     assert context.machine is not None
     host = machine.from_data("here", context.machine)
     code = software.load(software.THIS_PROJECT)
@@ -466,7 +466,6 @@ def collective_rows(context: Context) -> Iterator[dict[str, Any]]:
 
 
 def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:
-    """Return a call of `verb` over n FP32 elements."""
     whole = torch.ones(n)
     part = torch.ones(n // comm.size)
     operands = {
@@ -478,7 +477,7 @@ def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:
 
 
 def timed(world: Comm, call: Callable[[], object], rounds: int = 7) -> float:
-    """Return median seconds from the last rank's entry to the last rank's exit, after a warm-up call. Collective."""
+    """Return median seconds from the last entry to the last exit, after a warm-up call. Collective."""
     times = []
     for _ in range(rounds + 1):
         world.barrier()

@@ -1,4 +1,4 @@
-"""The report as one HTML page: text, tables, and plots as inline SVG, without other files or network."""
+"""The report as one HTML page: text, tables, and inline SVG, without other files or network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ text-align:right}td:first-child,th:first-child,.text{text-align:left}.plots{disp
 
 
 def page(data: dict[str, Any]) -> str:
-    """Return the document."""
     sections = data["sections"]
     parts = [f"<h1>{html.escape(heading(data))}</h1>"]
     if not data["complete"]:
@@ -54,7 +53,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table of texts and numbers; headings are aligned like the values below them."""
+    """Return a table; headings are aligned like the values below them."""
     names = (
         f"<th{_side(*(row[i] for row in rows))}>{html.escape(name)}</th>"
         for i, name in enumerate(head)
@@ -74,7 +73,6 @@ def _cell(value: Any) -> str:
 
 
 def _side(*values: Any) -> str:
-    """Return the class of a text cell or of a heading above one."""
     return " class=text" if any(isinstance(value, str) for value in values) else ""
 
 
@@ -104,7 +102,6 @@ def hours_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def tables(sections: dict[str, Any]) -> list[str]:
-    """Return every measured row."""
     kernels = sections.get("kernels", {})
     found = []
     for title, rows in (
@@ -130,7 +127,7 @@ def tables(sections: dict[str, Any]) -> list[str]:
 
 
 def plots(sections: dict[str, Any], hours: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a plot for each section that has one."""
+    """Return each section's plot."""
     kernels = sections.get("kernels")
     found = []
     if kernels:
@@ -190,7 +187,6 @@ def plots(sections: dict[str, Any], hours: Sequence[dict[str, Any]]) -> list[str
 
 
 def frame(title: str, parts: Sequence[str]) -> str:
-    """Return a plot's SVG."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" aria-label="{html.escape(title)}">'
         f'<text x="{WIDTH / 2}" y="16" text-anchor="middle" font-weight="bold">{html.escape(title)}</text>'
@@ -206,7 +202,7 @@ def lines(
     log_y: bool = False,
     from_zero: bool = False,
 ) -> str:
-    """Plot lines over a logarithmic axis. log_y: the other axis too. from_zero: let it begin at 0"""
+    """Plot lines over a logarithmic axis. log_y: the other axis too. from_zero: begin it at 0"""
     xs, ys = ([point[i] for points in series.values() for point in points] for i in (0, 1))
     low = 0.0 if from_zero else min(ys)
     high = max(ys) or 1.0
@@ -233,7 +229,6 @@ def lines(
 
 
 def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
-    """Plot a bar for each name, with its value."""
     most = max(value for _, value in values) or 1.0
     step = min(28.0, (HEIGHT - TOP - 8) / len(values))
     parts = []
@@ -252,7 +247,7 @@ def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
 def _scale(
     low: float, high: float, begin: float, end: float, log: bool
 ) -> Callable[[float], float]:
-    """Return a function that maps low .. high to begin .. end."""
+    """Return a map from low .. high to begin .. end."""
 
     def of(value: float) -> float:
         return math.log(max(value, 1e-12)) if log else value

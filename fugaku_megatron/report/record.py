@@ -1,7 +1,9 @@
-"""A growing report: time budget, progress lines, and files that are complete after every section; comparison of two reports.
+"""A growing report: time budget, progress lines, and files that are complete after every section;
+comparison of two reports.
 
-Files are replaced by a rename, so a killed run leaves its finished sections, marked "complete": false. Names of users, hosts and
-paths are replaced before writing. Ratios are second to first: above 1 if the second machine is faster.
+Files are replaced by a rename, so a killed run leaves its finished sections, marked "complete":
+false. Names of users, hosts and paths are replaced. Ratios are second to first: above 1 if the
+second machine is faster.
 """
 
 from __future__ import annotations
@@ -49,7 +51,6 @@ class Budget:
 
     @property
     def used(self) -> float:
-        """Seconds since the start."""
         return self._clock() - self.begin
 
     @property
@@ -57,12 +58,12 @@ class Budget:
         return max(0.0, 60 * self.minutes * (1 - ENDING) - self.used)
 
     def of(self, name: str, following: tuple[str, ...]) -> float:
-        """Return a section's seconds; time that a quick section leaves goes to the following ones."""
+        """Return a section's seconds; time left by quick sections goes to the following."""
         return self.left * SHARES[name] / (SHARES[name] + sum(SHARES[other] for other in following))
 
 
 def private_words() -> dict[str, str]:
-    """Return names of this user, host and directory -> replacement."""
+    """Return private name -> replacement."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container whose user has no name
@@ -83,7 +84,7 @@ def private_words() -> dict[str, str]:
 
 
 def without_names(value: Any, words: Mapping[str, str]) -> Any:
-    """Replace private words and paths in all texts of a value, and drop their keys."""
+    """Replace private words and paths in all texts, and drop their keys."""
     if isinstance(value, dict):
         return {key: without_names(part, words) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -97,7 +98,7 @@ def without_names(value: Any, words: Mapping[str, str]) -> Any:
 
 
 def rounded(value: Any) -> Any:
-    """Round every number in the value to five significant digits."""
+    """Round numbers to five significant digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -106,7 +107,9 @@ def rounded(value: Any) -> Any:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file; readers see the old or the new one. A signal may interrupt the write and write the same file."""
+    """Replace a file; readers see the old or the new one. A signal handler may interrupt and write
+    the same file.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.{next(WRITES)}")
     try:
         with open(partial, "w", encoding="utf-8") as file:
@@ -119,7 +122,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class Record:
-    """The report's contents and files. pages: suffix -> function that renders the file. names: keep them"""
+    """The report's contents and files. pages: suffix -> function. names: keep them"""
 
     def __init__(
         self,
@@ -147,7 +150,6 @@ class Record:
             self.data["names"] = {mark.lower(): word for word, mark in private_words().items()}
 
     def write(self) -> None:
-        """Write all files, as if the run ended now."""
         self.data["seconds"] = self.budget.used
         data = rounded(self.data)
         data = data if self._names else without_names(data, self._private)
@@ -156,7 +158,6 @@ class Record:
             write_atomically(self.path.with_suffix(suffix), page(data))
 
     def section(self, name: str, result: dict[str, Any]) -> None:
-        """Add a section and write it."""
         self.data["sections"][name] = result
         self.write()
 
@@ -167,17 +168,15 @@ class Record:
 
 
 def progress(text: str) -> None:
-    """Print a line on standard error."""
     print(f"report: {text}", file=sys.stderr, flush=True)
 
 
 def clock(seconds: float) -> str:
-    """Format 65 seconds as 1:05."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def read(flag: str, path: Path) -> dict[str, Any]:
-    """Read a report. ValueError, one line, for another file."""
+    """Read a report. ValueError for another file."""
     remedy = "pass a file that fugaku-megatron report wrote"
     text = read_text(path, flag, remedy)
     try:
@@ -251,7 +250,7 @@ def figures(data: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def compared(first: Path, second: Path) -> str:
-    """Return the table. ValueError, one line, for a file that is not a report."""
+    """Return the table. ValueError for a file that is not a report."""
     one = read("--compare", first)
     two = read("--compare", second)
     lines = [f"{letter}: {title(data)}" for letter, data in (("A", one), ("B", two))]
@@ -272,14 +271,13 @@ def compared(first: Path, second: Path) -> str:
 
 
 def ratio(unit: str, first: float | None, second: float | None) -> str:
-    """Return how many times as fast the second is; "-" if one is missing."""
+    """Return how many times as fast the second is, or "-"."""
     if not first or not second:
         return "-"
     return f"{first / second if unit in LESS_IS_MORE else second / first:.2f}"
 
 
 def title(data: dict[str, Any]) -> str:
-    """Return a report's machine in a line."""
     nodes = data["sections"].get("host", {}).get("nodes", [])
     what = (
         f"{len(nodes)} x {nodes[0]['cpu']}, {nodes[0]['cores']} cores"
@@ -290,7 +288,6 @@ def title(data: dict[str, Any]) -> str:
 
 
 def same_bits(first: dict[str, Any], second: dict[str, Any]) -> str:
-    """Count the kernels that computed the same bits."""
     sums = [
         {
             (row["kernel"], row["dtype"]): row["checksum"]

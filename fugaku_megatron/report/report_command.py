@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise ValueError, one line, for a user's mistake."""
+    """Raise ValueError for a user's mistake."""
     check(
         0 < args.minutes <= 1440,
         f"--minutes is {args.minutes:g}: pass a number above 0, at most 1440",
@@ -104,7 +104,6 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure or compare; called on every rank of mpiexec."""
     if args.compare:
         print(record.compared(*args.compare))
         return 0
@@ -124,7 +123,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def default_ranks() -> int:
-    """Return one rank for each NUMA domain with cores of this process, or a power of two on one domain, as memory allows."""
+    """Return a rank for each NUMA domain with cores of this process, or a power of two on one
+    domain, as memory allows.
+    """
     from ..host import allocator, placement
 
     node = placement.Node.read()
@@ -138,7 +139,7 @@ def default_ranks() -> int:
 
 
 def restart_with_ranks(args: argparse.Namespace) -> None:
-    """Become mpiexec with this command; return if one rank is requested or MPI does not work here."""
+    """Become mpiexec with this command; return for one rank or without a working MPI."""
     ranks = default_ranks() if args.ranks is None else args.ranks
     mpiexec = shutil.which(
         "mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -190,7 +191,6 @@ def launcher_options(mpiexec: str) -> list[str]:
 
 
 def words(args: argparse.Namespace) -> list[str]:
-    """Return the command line without --ranks."""
     line = ["--output", str(args.output), "--minutes", str(args.minutes)]
     if args.only:
         line += ["--only", *args.only]
@@ -207,7 +207,7 @@ def words(args: argparse.Namespace) -> list[str]:
 
 
 def sections() -> dict[str, Callable[[Context], dict[str, Any]]]:
-    """Return name -> function that measures the section on every rank, in the report's order."""
+    """Return name -> function for every rank, in the report's order."""
     from . import kernel_rates, training
     from .context import facts
 
@@ -228,7 +228,7 @@ def sections() -> dict[str, Callable[[Context], dict[str, Any]]]:
 
 
 def measure(world: Comm, args: argparse.Namespace) -> None:
-    """Measure all sections, each written when finished. Collective."""
+    """Measure and write section by section. Collective."""
     from .findings import findings, text
     from .page import page
     from .training import hours
@@ -263,7 +263,7 @@ def measure(world: Comm, args: argparse.Namespace) -> None:
 
 
 def make_context(world: Comm, args: argparse.Namespace) -> Context:
-    """Set up this rank as for a training run and return the sections' context. Collective."""
+    """Set up this rank as for a training run. Collective."""
     from ..comm.agreement import find_nodes
     from ..host import allocator, runtime
     from ..host.energy import Counters
@@ -288,7 +288,7 @@ def make_context(world: Comm, args: argparse.Namespace) -> Context:
 def one_section(
     context: Context, budget: record.Budget, chosen: list[str], number: int
 ) -> dict[str, Any]:
-    """Measure a section within its share of the time, which rank 0 decides. Collective."""
+    """Measure a section within its time, which rank 0 decides. Collective."""
     import time
 
     name = chosen[number]
@@ -305,7 +305,7 @@ def one_section(
 
 
 def end_with_signal(report: record.Record) -> None:
-    """Write the partial report with the reason and end the job on SIGTERM."""
+    """Write the partial report and end the job on SIGTERM."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         report.end(f"ended by {signal.Signals(number).name}", complete=False)

@@ -1,7 +1,8 @@
-"""Report sections that train: 124M on 1, 2, 4 ... ranks, two layers of larger models, and a checkpoint.
+"""Report sections that train: 124M on 1, 2, 4 ... ranks, two layers of larger models, and a
+checkpoint.
 
-Data are random tokens. A step is repeated as the time allows, at least once. Every tensor-parallel group of a node trains two
-layers at the same time, without data-parallel sums; whole models are extrapolated.
+Data are random tokens. A step is repeated as the time allows. Every tensor-parallel group of a node
+trains two layers at the same time, without data-parallel sums; whole models are extrapolated.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ SAVED = {"num_layers": 2, "vocab_size": 8192}  # of 124M: 250 MB in a checkpoint
 
 
 def make_trainer(run: RunConfig, comm: Comm) -> Trainer:
-    """Build a trainer on random tokens over all ranks of `comm`, with the native kernels. Collective."""
+    """Build a trainer on random tokens over all ranks, with native kernels. Collective."""
     parallel = run.parallel
     shape = run.model
     assert shape.vocab_size is not None
@@ -73,7 +74,6 @@ def make_trainer(run: RunConfig, comm: Comm) -> Trainer:
 
 @contextlib.contextmanager
 def trainer_of(run: RunConfig, comm: Comm) -> Iterator[Trainer]:
-    """Use `make_trainer` for a block."""
     trainer = make_trainer(run, comm)
     try:
         yield trainer
@@ -82,7 +82,6 @@ def trainer_of(run: RunConfig, comm: Comm) -> Iterator[Trainer]:
 
 
 def rank_bytes(run: RunConfig, ranks: int) -> float:
-    """Return the modelled memory of a rank."""
     layout = Layout.from_run(run, ranks)
     batches = layout.microbatches(run, layout.global_batch_size(run))
     return memory.stage_memory(
@@ -91,7 +90,8 @@ def rank_bytes(run: RunConfig, ranks: int) -> float:
 
 
 def repeated(comm: Comm, call: Callable[[], object], seconds: float) -> tuple[float, int]:
-    """Return (median seconds of `call` on the first rank, number of timings) after a warm-up call. Collective.
+    """Return (median seconds on the first rank, number of timings) after a warm-up call.
+    Collective.
 
     Without time for a second call the first one counts, and the number is 0.
     """
@@ -118,7 +118,7 @@ def rank_counts(size: int) -> list[int]:
 
 
 def training_section(context: Context) -> dict[str, Any]:
-    """Measure data-parallel steps of 124M with equal micro-batches for each rank. Collective."""
+    """Measure data-parallel steps of 124M with equal micro-batches per rank. Collective."""
     world = context.world
     rows = []
     counts = rank_counts(world.size)
@@ -152,7 +152,7 @@ def training_section(context: Context) -> dict[str, Any]:
 
 
 def affordable_batches(context: Context, counts: int) -> int:
-    """Return a rank's micro-batches in a step, so that two steps on each number of ranks fit into the time."""
+    """Return a rank's micro-batches, so that two steps on each number of ranks fit into the time."""
     run = make_run(
         "124m", {**PLAIN, "vocab_size": 50257, **context.scale.model, "global_batch_size": 1}
     )
@@ -161,7 +161,7 @@ def affordable_batches(context: Context, counts: int) -> int:
 
 
 def step_row(context: Context, run: RunConfig, comm: Comm, seconds: float) -> dict[str, Any]:
-    """Measure a step on the ranks of `comm`, next to the model's. Collective over `comm`."""
+    """Measure a step, next to the model's. Collective over `comm`."""
     with trainer_of(run, comm) as trainer:
         context.energy.joules()  # counted from here
         begin = time.perf_counter()
@@ -182,14 +182,16 @@ def step_row(context: Context, run: RunConfig, comm: Comm, seconds: float) -> di
 
 
 def watts_of(context: Context, comm: Comm, seconds: float) -> float | None:
-    """Return the power of all nodes of `comm` in the last `seconds`; None if one has no counter. Collective over `comm`."""
+    """Return the power of all nodes in the last `seconds`; None if one has no counter. Collective
+    over `comm`.
+    """
     own = context.energy.joules() if context.nodes.leads else 0.0
     everyone = comm.all_gather_object(own)
     return None if None in everyone else sum(everyone) / seconds
 
 
 def modelled_step(context: Context, run: RunConfig, ranks: int) -> float | None:
-    """Return the performance model's seconds; None if the run leaves threads of a node idle."""
+    """Return modelled seconds; None if a node has idle threads."""
     per_node = context.nodes.ranks.size
     if context.machine is None or ranks % per_node:
         return None
@@ -216,7 +218,6 @@ def layers_section(context: Context) -> dict[str, Any]:
 
 
 def two_layers(context: Context, shape: str, tp: int, s: int) -> RunConfig:
-    """Return a run of two layers of a shape on tp ranks, for sequences of s tokens."""
     return make_run(
         SHAPES[shape],
         {
@@ -232,7 +233,7 @@ def two_layers(context: Context, shape: str, tp: int, s: int) -> RunConfig:
 
 
 def chosen_layers(context: Context, shape: str, seconds: float) -> RunConfig | None:
-    """Return the run on the fewest ranks, with the longest sequence that fits into time and memory, or None."""
+    """Return the run on the fewest ranks, with the longest sequence that fits, or None."""
     here = context.nodes.ranks.size
     least = USABLE * context.free / here
     for s in context.scale.sequences:
@@ -247,7 +248,9 @@ def chosen_layers(context: Context, shape: str, seconds: float) -> RunConfig | N
 
 
 def layers_row(context: Context, shape: str, seconds: float) -> dict[str, Any]:
-    """Return seconds for a sample's gradients and for an update, mean of all groups, which work at the same time. Collective."""
+    """Return seconds for a sample's gradients and for an update, mean of all groups at the same
+    time. Collective.
+    """
     run = context.agreed(chosen_layers(context, shape, seconds))
     if run is None:
         return {"left_out": "memory or time"}
@@ -274,7 +277,7 @@ def layers_row(context: Context, shape: str, seconds: float) -> dict[str, Any]:
 
 
 def storage_section(context: Context) -> dict[str, Any]:
-    """Measure GB/s of saving and loading a checkpoint: all ranks in --save, or one node's in a temporary directory."""
+    """Measure GB/s of a checkpoint: all ranks in --save, or one node's in a temporary directory."""
     shared = context.save is not None
     comm = context.world if shared else context.nodes.ranks
     result = saved(context, comm) if shared or context.nodes.number == 0 else None
@@ -283,7 +286,7 @@ def storage_section(context: Context) -> dict[str, Any]:
 
 
 def saved(context: Context, comm: Comm) -> dict[str, Any]:
-    """Save two checkpoints, the second of which replaces the first, and load. Collective over `comm`."""
+    """Save twice, replacing the first, and load. Collective over `comm`."""
     run = make_run(
         "124m",
         {
@@ -329,7 +332,7 @@ def saved(context: Context, comm: Comm) -> dict[str, Any]:
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """Return the type of a directory's file system, such as ext4, lustre or tmpfs."""
+    """Return a file system's type, such as ext4, lustre or tmpfs."""
     found = ("", "unknown")
     with contextlib.suppress(OSError):
         for line in mounts.read_text().splitlines():
@@ -367,7 +370,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def hours(sections: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each model, from its own shape's layers or else from the other shape's."""
+    """Return a row for each model, from its own shape's layers or else the other's."""
     measured = {
         row["shape"]: row
         for row in sections.get("layers", {}).get("rows", [])
@@ -387,7 +390,7 @@ def hours(sections: dict[str, Any]) -> list[dict[str, Any]]:
 def whole_model(
     name: str, row: dict[str, Any], recipe: str, changes: dict[str, Any], sections: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return tokens per second and hours of a model at a measured row's rate."""
+    """Return a model's tokens per second and hours at a measured rate."""
     run = make_run(recipe, {**changes, "seq_length": row["seq_length"], "mock_data": True})
     parameters = accounting.parameters(run)
     tokens = row["seq_length"]

@@ -29,9 +29,7 @@ PRIORS_FILE = FITTED.parent / "priors.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """Knowledge before the fit. prior, bounds: in `unit`. spread: the logarithm's standard
-    deviation.
-    """
+    """Knowledge before the fit. spread: the logarithm's standard deviation."""
 
     name: str
     unit: str
@@ -43,7 +41,7 @@ class Prior:
 
 
 def priors_of(kind: str) -> dict[str, tuple[Prior, ...]]:
-    """Return software group -> priors for "time" or "memory"."""
+    """Return software group -> priors."""
     groups = json.loads(PRIORS_FILE.read_text())[kind]
     return {
         group: tuple(Prior(**{**row, "bounds": tuple(row["bounds"])}) for row in rows)
@@ -64,7 +62,7 @@ Values = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """Optimal values, and their logarithms' covariance in the priors' order."""
+    """Optimal values; covariance of logarithms in the priors' order."""
 
     values: Values
     covariance: np.ndarray
@@ -80,7 +78,7 @@ def solve(
 ) -> Solution:
     """Return the most probable values for independent log-normal errors with deviation `noise`.
 
-    start: initial values, by default the priors'
+    start: by default the priors'
     """
     target = np.log(np.asarray(observed, float))
     low = np.log([max(p.bounds[0], FLOOR) for p in priors])
@@ -156,7 +154,7 @@ OVERFULL = ("001.1", 24)  # "OOM after first epoch": this run has a time, but ra
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
-    """Relative prediction errors. inside: share within the predicted band, None if not counted."""
+    """Relative errors. inside: share within the predicted band, None if not counted."""
 
     name: str
     rows: int
@@ -232,7 +230,7 @@ PARTS: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
 
 
 def cases(rows: Sequence[Row]) -> list[Case]:
-    """Return each row as (run, layout, system), the arguments for `model.step`."""
+    """Return arguments for `model.step`."""
     result = []
     for row in rows:
         system = row_system(row)
@@ -242,12 +240,10 @@ def cases(rows: Sequence[Row]) -> list[Case]:
 
 
 def seconds(row_cases: Sequence[Case], values: Values) -> list[float]:
-    """Return each case's seconds per iteration."""
     return [model.step(*case, Parameters(**values)).seconds for case in row_cases]
 
 
 def fit_time(group: str, rows: Sequence[Row], start: Values | None = None) -> Solution:
-    """Fit a group's time parameters to `rows`."""
     row_cases = cases(rows)
     return solve(
         lambda values: seconds(row_cases, values),
@@ -259,7 +255,6 @@ def fit_time(group: str, rows: Sequence[Row], start: Values | None = None) -> So
 
 
 def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
-    """Return each case's peak memory in MiB."""
     parameters = MemoryParameters(**{"peer_mib": 0.0, **values})
     return [
         memory.peak_mib(run, layout, system.software, system.nodes, parameters)
@@ -268,7 +263,6 @@ def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
 
 
 def fit_memory(group: str, rows: Sequence[Row]) -> Solution:
-    """Fit a group's memory parameters to `rows`."""
     row_cases = cases(rows)
     observed = [known(r.memory_mib) for r in rows]
     return solve(
@@ -277,14 +271,13 @@ def fit_memory(group: str, rows: Sequence[Row]) -> Solution:
 
 
 def time_rows(group: str) -> list[Row]:
-    """Return the rows for a group's time fit."""
     return [r for r in load() if r.machine == group and r.fit_time]
 
 
 def leave_out(
     group: str, name: str, part: Callable[[Row], bool], start: Values | None = None
 ) -> Error:
-    """Return the errors on the rows in `part` after a fit to the other rows."""
+    """Return the errors on `part` after a fit to the other rows."""
     rows = time_rows(group)
     left = [r for r in rows if part(r)]
     kept = [r for r in rows if not part(r)]
@@ -323,7 +316,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def wrong_ooms(group: str, values: Values) -> tuple[list[str], int]:
-    """Return (wrong out-of-memory predictions, compared rows)."""
+    """Return (wrong predictions, compared rows)."""
     rows = [
         r for r in load() if r.machine == group and (r.status in ("ran", "oom")) and not r.problem()
     ]
@@ -340,8 +333,6 @@ def wrong_ooms(group: str, values: Values) -> tuple[list[str], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A group's fit and its errors."""
-
     group: str
     time: Solution
     memory: Solution
@@ -355,7 +346,7 @@ class Report:
 
 
 def make_report(group: str) -> Report:
-    """Fit one group, and again without each of its parts."""
+    """Fit one group, and again without each part."""
     rows = time_rows(group)
     time = fit_time(group, rows)
     predicted = seconds(cases(rows), time.values)
@@ -389,7 +380,7 @@ def make_report(group: str) -> Report:
 
 
 def tensor_parallel(rows: Sequence[Row]) -> list[model.TensorParallel]:
-    """Return the rows' tensor-parallel collectives, each once."""
+    """Return the rows' collectives, each once."""
     return sorted({place for case in cases(rows) if (place := model.tensor_parallel(*case))})
 
 
@@ -402,8 +393,6 @@ def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Return the group's part in fitted.json."""
-
     def table(solution: Solution, priors: Sequence[Prior]) -> dict[str, Any]:
         spread = np.sqrt(np.diag(solution.covariance))
         return {
@@ -436,7 +425,6 @@ def _short(value: float) -> float:
 
 
 def text(report: Report) -> str:
-    """Return the printed tables: parameters and errors."""
     lines = [
         f"\n{report.group}: parameters (interval that should hold nine of ten: low to high; prior)"
     ]
@@ -489,7 +477,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Fit every group, print the errors and write --output."""
+    """Fit every group and write --output."""
     check_file("--output", args.output)
     data = {}
     for group in PRIORS:

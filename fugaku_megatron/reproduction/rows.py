@@ -3,8 +3,8 @@
 seeds/tables.csv has a line per table, seeds/a64fx_*.csv and seeds/a100.csv a line per printed row,
 seeds/errata.csv the corrections: R numbers correct a cell or, if `corrected` is empty, comment on
 it; S numbers add facts printed elsewhere; line * replaces `printed` in every row. Fits exclude
-failed and repeated runs and rows that an erratum declares unfit. The clock's gain is at most 1.10:
-a larger one is noise (erratum R13).
+failed, repeated and unfit rows. The clock's gain is at most 1.10: a larger one is noise (erratum
+R13).
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ from ..planner.model import Prediction, System, predict
 
 @dataclass(frozen=True)
 class Record:
-    """A CSV line: cells by column, with file and line number."""
+    """A CSV line: cells by column."""
 
     path: Path
     line: int
     cells: Mapping[str, str]
 
     def expect(self, condition: bool, column: str, expected: str, value: str | None = None) -> None:
-        """Raise ValueError with file, line, column, value and expectation unless `condition` is
-        true.
-        """
+        """Raise ValueError with file, line, column, value and expectation unless `condition` holds."""
         shown = self.cells.get(column, "") if value is None else value
         check(
             condition,
@@ -48,7 +46,7 @@ class Record:
     def convert(
         self, column: str, parse: Callable[[str], Any], expected: str, value: str | None = None
     ) -> Any:
-        """Parse the cell, or `value` in its place; ValueError as in `expect`."""
+        """Parse the cell, or `value`; ValueError as in `expect`."""
         try:
             return parse(self.cells[column] if value is None else value)
         except (ValueError, KeyError):  # no number or no match of a pattern, no key of a dictionary
@@ -58,7 +56,7 @@ class Record:
 def read_csv(
     path: Path, required: tuple[str, ...], allowed: tuple[str, ...] = ()
 ) -> Iterator[Record]:
-    """Read records; the header has all `required` and only `allowed` columns."""
+    """Read records; the header has all `required`, only `allowed` columns."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -86,9 +84,7 @@ def read_csv(
 
 @dataclass(frozen=True, kw_only=True)
 class Erratum:
-    """Correction. line: document line; None for all rows. printed: the cell, or part of it for all
-    rows.
-    """
+    """Correction. line: None for all rows. printed: the cell, or part of it for all rows."""
 
     id: str
     table: str
@@ -101,13 +97,12 @@ class Erratum:
     place: str  # file and line of this record
 
     def holds(self, table: str, line: int, cell: str) -> bool:
-        """Return True if the record applies to this row."""
         return self.table == table and (
             line == self.line or self.line is None and self.printed in cell
         )
 
     def apply(self, cell: str) -> str:
-        """Return the corrected cell; empty for a comment. ValueError if `printed` is not this cell."""
+        """Return the corrected cell; empty for a comment. ValueError if it does not match."""
         if self.line is None:
             return cell.replace(self.printed, self.corrected) if self.corrected else ""
         if cell != self.printed:
@@ -248,7 +243,7 @@ _FACTS = TABLE_COLUMNS[5:-1]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Printed table: id ("001.2": second in document 001), its header's line, printed header."""
+    """Printed table: id ("001.2": second in document 001), line and header."""
 
     id: str
     document: str
@@ -258,7 +253,7 @@ class Table:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """This module's names for the printed columns, in order."""
+        """Names for the printed columns, in order."""
         return tuple(HEADERS[name] for name in self.header)
 
 
@@ -271,10 +266,9 @@ class Row:
     ghz: None on A100
     recompute: all layers
     formula: counts `tflops` (accounting.hardware_flops or accounting.parameter_flops)
-    seconds, tflops, petaflops (as printed), memory_mib: None if not printed
+    seconds, tflops, petaflops, memory_mib: None if not printed
     synchronous: CUDA_LAUNCH_BLOCKING=1
     assumed: facts that the document does not state
-    errata: records about this row
     duplicate_of: line with the run's first printing
     status: ran, oom, failed, planned (never run) or impossible (see `problem`)
     """
@@ -319,24 +313,21 @@ class Row:
 
     @property
     def devices(self) -> int:
-        """Devices that share TFLOPs: nodes on A64FX, GPUs on A100."""
+        """Nodes on A64FX, GPUs on A100."""
         return self.nodes if self.machine == "a64fx" else self.ranks
 
     def cell(self, column: str) -> str:
-        """Return the printed cell; empty if the table lacks the column."""
+        """Return the printed cell; empty without the column."""
         return self.cells[self.table.columns.index(column)] if column in self.table.columns else ""
 
     def corrected(self, column: str) -> str:
-        """Return the corrected cell."""
         return next(
             (e.corrected for e in self.errata if e.column == column and e.line and e.corrected),
             self.cell(column),
         )
 
     def unfit(self, purpose: str) -> bool:
-        """Return True if an erratum excludes the row from the fit for `purpose` ("time" or
-        "memory").
-        """
+        """Return True if an erratum excludes the row from `purpose`: "time" or "memory"."""
         return any(erratum.unfit == purpose for erratum in self.errata)
 
     @property
@@ -358,7 +349,7 @@ class Row:
         )
 
     def run(self) -> RunConfig:
-        """Return the row as a run. ValueError for impossible sizes."""
+        """Raise ValueError for impossible sizes."""
         return RunConfig(
             model=ModelConfig(
                 num_layers=self.layers,
@@ -379,7 +370,6 @@ class Row:
         )
 
     def problem(self) -> str | None:
-        """Reason that prevents the run, or None."""
         needed = self.dp * self.tp * self.pp
         if needed != self.ranks:
             return f"DP {self.dp} x TP {self.tp} x PP {self.pp} = {needed} ranks, but the row has {self.ranks}"
@@ -390,7 +380,7 @@ class Row:
         return None
 
     def identity(self) -> tuple[Any, ...]:
-        """Configuration, time and TFLOPs that repeated printings share."""
+        """Values that repeated printings share."""
         return (
             self.machine,
             self.software,
@@ -415,22 +405,19 @@ class Row:
 
 
 def known(value: float | None) -> float:
-    """Return a printed value that is known to exist."""
     assert value is not None
     return value
 
 
 def load(documents: Sequence[str] = ()) -> tuple[Row, ...]:
-    """Return the rows in `documents` (default: all), in order. ValueError for unknown documents and
-    wrong data.
-    """
+    """Return the rows in `documents` (default: all). ValueError for unknown ones and wrong data."""
     for name in documents:
         check(name in DOCUMENTS, f"--document {name} is unknown: pass {' or '.join(DOCUMENTS)}")
     return tuple(row for row in read(SEEDS) if not documents or row.document in documents)
 
 
 def read(folder: Path) -> tuple[Row, ...]:
-    """Read all rows in `folder`. ValueError with file, line, column and value for a wrong cell."""
+    """Read all rows. ValueError with file, line, column and value."""
     records = tuple(map(_erratum, read_csv(folder / "errata.csv", ERRATUM_COLUMNS)))
     tables = {}
     for record in read_csv(folder / "tables.csv", TABLE_COLUMNS):
@@ -520,7 +507,6 @@ def _row(record: Record, tables: dict[str, Any], records: Sequence[Erratum]) -> 
 
 
 def _facts(record: Record, values: dict[str, str]) -> dict[str, Any]:
-    """Return a Row's fields from the corrected cells `values`."""
     facts = {name: record.convert(name, *PARSERS[name], values[name]) for name in PARSERS}
     clock = re.search(r"\(([\d.]+GHz)\)", values["nodes"])
     facts["ghz"] = _ghz(clock.group(1)) if clock else facts.pop("freq")
@@ -573,7 +559,6 @@ def _mark_duplicates(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def row_system(row: Row) -> System:
-    """Return the system that ran a published row."""
     before = row.machine == "a100" and row.notes < "02-25"
     return System.from_names(
         "a100-before-0225" if before else row.machine,
@@ -585,7 +570,7 @@ def row_system(row: Row) -> System:
 
 
 def predict_row(row: Row) -> Prediction:
-    """Predict a published row. ValueError for a row that cannot run."""
+    """Raise ValueError for a row that cannot run."""
     if problem := row.problem():
         raise ValueError(problem)
     return predict(row.run(), row_system(row))

@@ -34,19 +34,19 @@ _SLACK = 1e-9  # for rounding errors of binary fractions
 
 
 def flops(row: Row) -> float:
-    """Return an iteration's FLOPs over all ranks by the table's formula."""
+    """Return an iteration's FLOPs by the table's formula."""
     if row.formula == "parameter":
         return accounting.parameter_flops(row.run(), row.gbs, replicas=True)
     return accounting.hardware_flops(row.run(), row.gbs)
 
 
 def tflops(row: Row, seconds: float) -> float:
-    """Return TFLOPs per node (A64FX) or GPU (A100) for an iteration that takes `seconds`."""
+    """Return TFLOPs per node (A64FX) or GPU (A100)."""
     return flops(row) / seconds / row.devices / 1e12
 
 
 def unit(cell: str) -> float:
-    """Return one step in the last printed digit."""
+    """Return one step in the last digit."""
     return 10.0 ** -len(cell.partition(".")[2])
 
 
@@ -58,22 +58,18 @@ def interval(row: Row) -> tuple[float, float]:
 
 
 def agrees(row: Row, printed: float) -> bool:
-    """Return True if the `printed` TFLOPs agree with the corrected time within the tables'
-    rounding.
-    """
+    """Return True if `printed` TFLOPs agree with the corrected time within rounding."""
     low, high = interval(row)
     return low - TFLOPS_ROUNDING - _SLACK <= printed <= high + TFLOPS_ROUNDING + _SLACK
 
 
 def petaflops(row: Row) -> float | None:
-    """Return total PetaFLOPs from the corrected TFLOPs; None if not printed."""
+    """Return PetaFLOPs from the corrected TFLOPs; None if not printed."""
     return None if row.petaflops is None or row.tflops is None else row.tflops * row.devices / 1000
 
 
 def finding(row: Row) -> str:
-    """Compare recomputed and printed TFLOPs: "equal", "erratum" (equal when corrected),
-    "unexplained", or "" (no values).
-    """
+    """Compare TFLOPs: "equal", "erratum" (equal when corrected), "unexplained", or "" (no values)."""
     if row.seconds is None or row.tflops is None:
         return ""
     if not agrees(row, row.tflops):
@@ -94,7 +90,7 @@ _STATUS_REMARKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Row and computed values. prediction: from rows.predict_row; if None, `problem` is the reason."""
+    """Row and computed values. prediction: None with a `problem`."""
 
     row: Row
     prediction: Prediction | None
@@ -102,36 +98,35 @@ class Comparison:
 
     @property
     def recomputed(self) -> float | None:
-        """TFLOPs per rank for the corrected time; None without a time."""
+        """TFLOPs per rank for the corrected time, or None."""
         return None if self.row.seconds is None else tflops(self.row, self.row.seconds)
 
     @property
     def model_tflops(self) -> float | None:
-        """TFLOPs per rank for the modelled time, by the table's formula."""
+        """TFLOPs per rank for the modelled time."""
         return None if self.prediction is None else tflops(self.row, self.prediction.seconds)
 
     @property
     def time_error_percent(self) -> float | None:
-        """Modelled minus corrected time, in per cent; None if one is missing."""
+        """Modelled minus corrected time, in per cent, or None."""
         if self.prediction is None or self.row.seconds is None:
             return None
         return 100 * (self.prediction.seconds / self.row.seconds - 1)
 
     @property
     def memory_error_percent(self) -> float | None:
-        """Modelled minus printed memory on the fullest rank, in per cent; None for failed runs."""
+        """Modelled minus printed memory, in per cent; None for failed runs."""
         if self.prediction is None or self.row.memory_mib is None or self.row.status != "ran":
             return None
         return 100 * (self.prediction.memory_mib_max / self.row.memory_mib - 1)
 
     def corrections(self) -> dict[str, str]:
-        """Column -> corrected cell, from errata that name this row."""
+        """Column -> corrected cell, from this row's errata."""
         return {
             e.column: e.corrected for e in self.row.errata if e.line is not None and e.corrected
         }
 
     def remarks(self) -> list[str]:
-        """The run's outcome and its errata ids."""
         remarks = [_STATUS_REMARKS[self.row.status]]
         if self.prediction is not None and self.prediction.oom:
             remarks.append("model: out of memory")
@@ -143,12 +138,12 @@ class Comparison:
 
 
 def compare(rows: Sequence[Row], predict: Callable[[Row], Prediction]) -> list[Comparison]:
-    """Compute all values; a row that cannot be modelled has the reason."""
+    """Compute all values, or the reason why a row has none."""
     return [_compare(row, predict) for row in _with_progress(rows)]
 
 
 def _with_progress(rows: Sequence[Row]) -> Iterable[Row]:
-    """Iterate with a bar if stderr is a terminal and tqdm is installed."""
+    """Iterate with a bar on a terminal if tqdm is installed."""
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         return rows
     from tqdm import tqdm
@@ -180,7 +175,7 @@ OUR_HEADER = (
 
 
 def text(comparisons: Sequence[Comparison], markdown: bool = False) -> str:
-    """Format the tables with a summary per document. markdown: use Markdown's headings and lists"""
+    """Format tables and summaries."""
     parts = []
     for document, group in groupby(comparisons, lambda c: c.row.document):
         document_rows = list(group)
@@ -214,7 +209,6 @@ def _table(comparisons: Sequence[Comparison], markdown: bool) -> str:
 
 
 def cells(comparison: Comparison) -> tuple[str, ...]:
-    """Return a row's printed cells, then OUR_HEADER's."""
     row = comparison.row
     p = comparison.prediction
     names = dict(zip(row.table.columns, row.table.header))
@@ -244,7 +238,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _errata(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return one line per erratum, with the document lines that it concerns."""
+    """Return one line per erratum, with its document lines."""
     lines: dict[tuple[str, str, str], list[str]] = {}
     names = dict(zip(comparisons[0].row.table.columns, comparisons[0].row.table.header))
     for erratum in dict.fromkeys(e for c in comparisons for e in c.row.errata):
@@ -270,7 +264,7 @@ def _place(erratum: Erratum) -> str:
 
 
 def summary(document: str, comparisons: Sequence[Comparison]) -> str:
-    """Format the model's errors on fitted rows; errors on unseen runs are larger (see `fit`)."""
+    """Format errors on fitted rows; errors on unseen runs are larger (see `fit`)."""
     times = [
         abs(error)
         for c in comparisons
@@ -305,9 +299,7 @@ _TRAITS: dict[str, Callable[[Any], str]] = {
 
 
 def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
-    """Draw a panel per document into the PNG file `path`. ValueError if it cannot be written. Needs
-    matplotlib.
-    """
+    """Draw a panel per document. ValueError if `path` cannot be written. Needs matplotlib."""
     from matplotlib.backends.backend_agg import (
         FigureCanvasAgg,
     )  # no window, and pyplot's global state untouched
@@ -363,13 +355,11 @@ def _draw_document(document: str, panel: Any, comparisons: Sequence[Comparison])
 
 
 def _times(comparison: Comparison) -> tuple[float, float]:
-    """Return (printed, modelled) seconds for a row that has both."""
     assert comparison.row.seconds is not None and comparison.prediction is not None
     return comparison.row.seconds, comparison.prediction.seconds
 
 
 def _title(document: str, comparisons: Sequence[Comparison], pairs: Sequence[Comparison]) -> str:
-    """Return the document's name, number of rows with both times, and the model's mean error."""
     name = f"{document}: {DOCUMENTS[document][1]}"
     errors = [abs(error) for c in pairs if (error := c.time_error_percent) is not None]
     if not errors:
@@ -378,7 +368,6 @@ def _title(document: str, comparisons: Sequence[Comparison], pairs: Sequence[Com
 
 
 def _diagonal(panel: Any, times: Sequence[float]) -> None:
-    """Draw the diagonal, its band, and equal limits."""
     ends = [min(times) / 1.3, max(times) * 1.3]
     panel.plot(ends, ends, color="grey", linewidth=0.8, zorder=0)
     panel.fill_between(
@@ -428,7 +417,6 @@ _PRINTED = ("dp", "gbs", "mem", "seconds", "tflops", "petaflops")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's flags."""
     parser.add_argument(
         "--document",
         nargs="+",
@@ -452,9 +440,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the tables and write --csv and --png. ValueError for unknown documents and files that
-    cannot be written.
-    """
+    """Raise ValueError for unknown documents and files that cannot be written."""
     rows = load(args.document)
     check_file("--csv", args.csv)
     check_picture(args.png)
@@ -468,9 +454,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def write_csv(path: Path, comparisons: Sequence[Comparison]) -> None:
-    """Write one line per row, empty cells for unknown values. ValueError if `path` cannot be
-    written.
-    """
+    """Write one line per row. ValueError if `path` cannot be written."""
     records = [_record(comparison) for comparison in comparisons]
     with writing("--csv", path), open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
