@@ -1,8 +1,8 @@
 """Communicator protocol on torch tensors, and a communicator without other ranks.
 
-Tensors are contiguous; only the number of elements n counts. dtypes: float32/64, int32/64, uint8, bool,
+Tensors are contiguous and may have any shape; only the number of elements n counts. dtypes: float32/64, int32/64, uint8, bool,
 bfloat16, float16. A bool sum is a logical or. BF16 and FP16 sums are formed in FP32 in rank order and rounded once (once a level
-in `comm.two_level`). Every rank starts a communicator's collectives in one order; handles may be waited for in any order.
+in `comm.two_level`). As in MPI, every rank starts a communicator's collectives in one order; handles may be waited for in any order.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ from torch import Tensor
 
 
 class Handle(Protocol):
-    """A started operation. Tensors must not be touched before `wait` returns."""
+    """A started operation. Its tensors must not be touched before `wait` returns; the handle keeps them alive."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Block until the operation is complete."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Return True if `wait` would return at once."""
 
 
 @dataclass(frozen=True)
 class _Done:
+    """The handle of a completed operation."""
+
     def wait(self) -> None:
         pass
 
@@ -36,13 +40,13 @@ DONE: Handle = _Done()
 
 
 class Comm(Protocol):
-    """A communicator of `size` ranks; this process (or thread) is `rank`.
+    """A communicator: `size` ranks numbered from 0; this process (or thread) is `rank`.
 
-    A blocking collective starts its nonblocking form and waits by default.
+    By default a blocking collective starts its nonblocking form and waits.
 
     inside_node: all ranks share memory, and the caller of a blocking collective does its work
 
-    `tensor` and `output` have one dtype.
+    Shapes: (n,) is any shape with n elements. `tensor` and `output` have one dtype.
     """
 
     rank: int
@@ -50,12 +54,15 @@ class Comm(Protocol):
     inside_node: bool = False
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce `tensor` in place. `op`: sum, max or min."""
+        """Reduce `tensor` (any shape) in place and return it.
+
+        op: "sum", "max" or "min"
+        """
         self.iall_reduce(tensor, op).wait()
         return tensor
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Concatenate every rank's `tensor` (n,) in rank order into `output` (size * n,).
+        """Concatenate every rank's `tensor` (n,) in rank order into `output` (size * n,); return `output`.
 
         `tensor` may be this rank's slice of `output`.
         """
@@ -63,9 +70,9 @@ class Comm(Protocol):
         return output
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Sum `tensor` (size * n,) over ranks and store this rank's slice in `output` (n,).
+        """Sum `tensor` (size * n,) over ranks, store this rank's slice in `output` (n,), and return `output`.
 
-        `output` may be this rank's slice of `tensor`; other slices are unchanged.
+        `output` may be this rank's slice of `tensor`; the other slices are unchanged.
         """
         self.ireduce_scatter(output, tensor).wait()
         return output
@@ -73,50 +80,59 @@ class Comm(Protocol):
     def all_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Tensor:
-        """Send the first sent[0] rows of `tensor` (n, ...) to rank 0, the next sent[1] rows to rank 1 ...
+        """Send the first sent[0] rows of `tensor` (n, ...) to rank 0, the next sent[1] rows to rank 1 ...; return `output`.
 
         received[i] rows from rank i are stored in `output` (m, ...) in rank order.
         """
         self.iall_to_all(output, tensor, received, sent).wait()
         return output
 
-    def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle: ...
+    def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
+        """Start an all_reduce."""
 
-    def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle: ...
+    def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
+        """Start an all_gather."""
 
-    def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle: ...
+    def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
+        """Start a reduce_scatter."""
 
     def iall_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> Handle: ...
+    ) -> Handle:
+        """Start an all_to_all."""
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Copy `root`'s values into `tensor` (one shape on all ranks)."""
+        """Copy `root`'s values into `tensor` (one shape on all ranks) in place and return it."""
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        """Send `tensor`; blocks."""
+        """Send `tensor` (any shape) to rank `dst`; blocks."""
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0) -> Tensor:
-        """Receive into `tensor` (as many elements as were sent); blocks."""
+        """Receive from rank `src` into `tensor` (as many elements as were sent) and return it; blocks."""
 
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle: ...
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle:
+        """Start a send."""
 
-    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Handle: ...
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Handle:
+        """Start a receive."""
 
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        """Return when every rank has entered."""
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        """Return `root`'s picklable object. For set-up, not for the step."""
+        """Return `root`'s picklable object on every rank. For set-up, not for the step."""
 
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
-        """Return every rank's object, None except on `root`."""
+        """Return every rank's object in rank order on `root`, None elsewhere."""
 
-    def all_gather_object(self, obj: Any) -> list[Any]: ...
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return every rank's object in rank order on every rank."""
 
     def split(self, color: int, key: int) -> Comm:
-        """Build a communicator of ranks with equal `color`, ordered by `key` (MPI_Comm_split)."""
+        """Build a communicator of the ranks with equal `color`, ordered by `key` (MPI_Comm_split)."""
 
-    def abort(self, code: int = 1) -> None: ...
+    def abort(self, code: int = 1) -> None:
+        """End the whole job with exit code `code`."""
 
 
 HALF = (torch.bfloat16, torch.float16)
@@ -134,6 +150,7 @@ OPS = ("sum", "max", "min")
 
 
 def check(tensor: Tensor) -> Tensor:
+    """Assert that `tensor` (any shape) is contiguous and has a known dtype; return it."""
     assert tensor.is_contiguous(), (
         f"a communicated tensor must be contiguous: {tuple(tensor.shape)} {tensor.stride()}"
     )
@@ -142,7 +159,7 @@ def check(tensor: Tensor) -> Tensor:
 
 
 def rows(whole: Tensor, part: Tensor, size: int) -> Tensor:
-    """Return `whole` as a view (size, n), a row for each rank.
+    """Return `whole` (size * n elements) as a view (size, n), one row for each rank.
 
     Asserts equal dtypes and fitting sizes.
     """
@@ -156,7 +173,7 @@ def rows(whole: Tensor, part: Tensor, size: int) -> Tensor:
 def check_exchange(
     output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], size: int
 ) -> None:
-    """Assert that `output` (m, ...) and `tensor` (n, ...) have like rows, as many as `received` and `sent` count."""
+    """Assert that `output` (m, ...) and `tensor` (n, ...) have rows of one kind, as many as `received` and `sent` count."""
     assert check(output).dtype == check(tensor).dtype, f"{output.dtype} and {tensor.dtype}"
     assert output.shape[1:] == tensor.shape[1:], (
         f"rows {tuple(output.shape[1:])} and {tuple(tensor.shape[1:])}"
@@ -170,7 +187,7 @@ def check_exchange(
 
 
 def rank_order_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """Sum tensors in order, BF16 and FP16 into FP32."""
+    """Sum equally shaped tensors in their order; BF16 and FP16 are summed and returned in FP32."""
     first = parts[0].detach()
     total = first.float() if first.dtype in HALF else first.clone()
     for part in parts[1:]:
@@ -179,10 +196,10 @@ def rank_order_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 class SoloComm:
-    """Rank `rank` of `size` without the others: no traffic, plausible values. Exact for size 1.
+    """Rank `rank` of `size` without the other ranks: no traffic, plausible values. Exact for size 1.
 
-    all_reduce and broadcast are the identity, all_gather and all_to_all repeat this rank's values, reduce_scatter keeps this
-    rank's slice, recv fills with zeros.
+    all_reduce and broadcast are the identity, all_gather repeats this rank's tensor, reduce_scatter keeps this rank's slice,
+    all_to_all repeats this rank's rows, recv fills with zeros.
     """
 
     inside_node = False
@@ -264,6 +281,7 @@ class SoloComm:
         return [obj for _ in range(self.size)]
 
     def subgroup(self, ranks: Sequence[int]) -> SoloComm:
+        """Build the communicator of `ranks`, which include this rank; see `comm.grid.subgroup`."""
         return SoloComm(ranks.index(self.rank), len(ranks))
 
     def split(self, color: int, key: int) -> SoloComm:
