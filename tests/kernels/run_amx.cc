@@ -13,6 +13,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu_features.h"
 #include "parallel.h"
 #include "table.h"
 
@@ -193,6 +194,11 @@ std::vector<uint16_t> attention(const KernelTable& table, int64_t s, int64_t gro
 }  // namespace
 
 int main() {
+  // A CPU with AMX runs tile configurations without permission, and traps only what comes after them.
+  if (cpu::has_amx(24) && !cpu::tiles_refused().empty()) {
+    std::fprintf(stderr, "the system refuses AMX tiles: %s\n", cpu::tiles_refused().c_str());
+    return 2;
+  }
   struct sigaction action = {};
   action.sa_sigaction = step, action.sa_flags = SA_SIGINFO;
   sigaction(SIGILL, &action, nullptr);

@@ -73,13 +73,17 @@ def test_amx_runs_where_the_cpu_and_the_system_have_it():
 def test_the_start_up_line_says_what_the_system_refuses(monkeypatch):
     assert kernels.instruction_set().split("; ")[0] == kernels.active()
     refusal = "the operating system refuses AMX tiles: not permitted"
-    reasons = {kernels.active(): "", "amx": refusal, "other": "not in this build, it is for s390x"}
+    reasons = {
+        kernels.active(): "",
+        "amx next": refusal,
+        "other": "not in this build, it is for s390x",
+    }
     monkeypatch.setattr(
         kernels,
         "targets",
         lambda: [{"name": name, "reason": reason} for name, reason in reasons.items()],
     )
-    assert kernels.instruction_set() == f"{kernels.active()}; amx is not used: {refusal}"
+    assert kernels.instruction_set() == f"{kernels.active()}; amx next is not used: {refusal}"
 
 
 def test_environment_chooses_the_target_and_torch_is_imported_first():

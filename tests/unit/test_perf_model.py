@@ -125,7 +125,8 @@ HELD = frozenset(
 
 
 def stepped(name: str, chunks: int) -> model.Step:
-    return model.step(with_schedule(RUN, name, chunks), LAYOUT, SYSTEM, SYSTEM.parameters)
+    run = with_schedule(RUN, name, chunks)
+    return model.step(run, LAYOUT.placed(run), SYSTEM, SYSTEM.parameters)
 
 
 @pytest.mark.parametrize(("name", "chunks"), KINDS)
