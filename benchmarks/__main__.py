@@ -49,7 +49,7 @@ def module_of(family: str) -> ModuleType:
 
 
 def make_parser() -> Parser:
-    """Of all families."""
+    """Return the parser of all families."""
     parser = Parser(
         prog="python -m benchmarks", description="Measured comparisons, in turn in one run."
     )

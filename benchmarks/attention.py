@@ -3,10 +3,10 @@
 torch's is scaled_dot_product_attention. attention_decode is generation: one token of each sample against s keys and values of
 earlier ones (or as many as a window has), which memory bounds.
 
-Shapes are those of costs/accounting.py: sequence s, this rank's heads and groups, head size d. Both sides read and write
+Shapes are as in costs/accounting.py: sequence s, this rank's heads and groups, head size d. Both sides read and write
 Megatron's fused (s, b, (heads + 2 groups) d) tensor; torch's side works on (b, heads, s, d) and (b, groups, s, d) views of it, with
 enable_gqa or, with --rival repeated, on keys and values that are repeated for every query head, as transformers does. A window is a
-mask there. FLOPs are those of kernels_sve/kernels.inc: forward's two matmuls below the diagonal and inside the window, and 2.5
+mask there. FLOPs are counted as in kernels_sve/kernels.inc: forward's two matmuls below the diagonal and inside the window, and 2.5
 times as many in backward, which computes S and dP again. attention_part is a rectangle without a diagonal, of half of the queries
 and half of the keys, with forward and backward. With --document-length attention ends
 with a document, each of so many tokens, and the other side is this program's own kernels without documents. Left out: dropout, the
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """What one rank computes: heads in groups over s tokens, d elements each; a window of tokens, None for all."""
+    """Shape of one rank's attention: heads in groups over s tokens, d elements each; a window of tokens, None for all."""
 
     heads: int
     groups: int
@@ -157,7 +157,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 class DocumentCall(Call):
-    """A call of attention of `shape` over documents of `length` tokens, whose FLOPs are those of the pairs that see each other."""
+    """A call of attention of `shape` over documents of `length` tokens, whose FLOPs count the pairs that see each other."""
 
     def __init__(self, name: str, *args: Tensor, shape: Shape, length: int) -> None:
         self.pairs = document_pairs(shape, length) / document_pairs(shape, shape.s)
@@ -168,7 +168,7 @@ class DocumentCall(Call):
 
     @property
     def flops(self) -> float:
-        """Those of the causal call, less what documents do not see."""
+        """FLOPs of the causal call, less what documents do not see."""
         return self.pairs * super().flops
 
 

@@ -98,7 +98,7 @@ def measured(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
-    """Where the rows were measured."""
+    """Return a line that says where the rows were measured."""
     return f"{result['cpu']}, {result['library']}, one thread a rank, measured"
 
 

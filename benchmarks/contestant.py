@@ -51,7 +51,7 @@ from .plain_gpt import PlainGPT
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a contestant trains. values: fields of the run that replace the recipe's.
+    """Training task of a contestant. values: fields of the run that replace the recipe's.
 
     baseline, compiled: which baseline, and whether torch.compile is applied to it; without meaning for our side. preload:
     libraries.
@@ -89,7 +89,7 @@ class Apart:
         self.task, self.ready = task, {}
 
     def step(self) -> dict[str, float]:
-        """As `Contestant.step`; peak memory is that of both steps."""
+        """As `Contestant.step`; peak memory covers both steps."""
         with Contestant(self.task) as contestant:
             self.ready = contestant.ready
             contestant.step()  # the first one makes the optimizer's state and warms up

@@ -1,4 +1,4 @@
-"""What all families of benchmarks share: rounds without disturbance, medians, tables of rows, and the result as text and JSON.
+"""Parts that all families of benchmarks share: rounds without disturbance, medians, tables of rows, and the result as text and JSON.
 
 A family is a module with a docstring, `add_arguments(parser)`, `measure(options)`, which returns the result as JSON holds it, and
 `text(options, result)`. A family that can draw its result has `draw(path, result)` as well, and then the option --png.
@@ -94,7 +94,7 @@ def quiet_rounds(
 def medians(
     records: Sequence[Mapping[str, Any]], names: Iterable[str] | None = None
 ) -> dict[str, float]:
-    """Of the fields `names`, or of all fields."""
+    """Return the medians of the fields `names`, or of all fields."""
     return {
         name: statistics.median(record[name] for record in records) for name in names or records[0]
     }

@@ -173,7 +173,7 @@ def their_side(model: Any, prompt: torch.Tensor) -> Side:
 
 
 def seconds_of_a_token(write: Side, count: int) -> float:
-    """What decoding takes, without the prompt: a text of `count` tokens less one of a single token."""
+    """Return the seconds of decoding, without the prompt: a text of `count` tokens less one of a single token."""
     return (core.seconds(lambda: write(count)) - core.seconds(lambda: write(1))) / (count - 1)
 
 

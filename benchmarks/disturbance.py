@@ -1,4 +1,4 @@
-"""Whether other processes disturb a measurement: the share of our cores that they take, and threads that wait for a core.
+"""Disturbance of a measurement by other processes: the share of our cores that they take, and threads that wait for a core.
 
 `Watch` reads it from the machine's CPU time, for steps and jobs; `Settling` from the threads' own, for milliseconds, which the
 machine's count in hundredths of a second does not resolve. Both call a measurement disturbed from the same share on.
@@ -58,7 +58,7 @@ class Watch:
         )
 
     def disturbed(self) -> bool:
-        """Whether others took too much since the construction."""
+        """Return whether others took too much since the construction."""
         return self.others() > OTHERS
 
 
@@ -74,7 +74,7 @@ class Settling:
         self.wait(all_the_time=True)
 
     def now(self) -> bool:
-        """Whether the work takes about as long as it did at best."""
+        """Return whether the work takes about as long as it did at best."""
         taken = seconds(self._work)
         self._best = min(self._best, taken)
         return taken <= self._best / SETTLED

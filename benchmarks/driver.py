@@ -4,7 +4,7 @@ A family of kernels is a module with `cases(options)` that makes the rest of a f
 driver.family(cases)`. Every round runs the kernels, the baseline and a loop of independent multiply-adds once, and then the same
 work in other processes (`Rival`): which kernels MKL and OpenBLAS use is settled when a process starts, so torch with its MKL as
 shipped and OpenBLAS need processes of their own. These make the same cases and sleep while others compute. So all sides meet the
-same clock and the same neighbours; figures are medians over the rounds. FLOPs and bytes of a case are those of its kernels' rows
+same clock and the same neighbours; figures are medians over the rounds. FLOPs and bytes of a case come from its kernels' rows
 (kernels_sve/kernels.inc). Memory is set up as the trainer sets it up (allocator.tune), for all sides. A round in which another
 process had one of our cores (disturbance.py) is run again, up to PATIENCE times as many rounds; a row with too few quiet rounds
 says so.
@@ -59,7 +59,7 @@ class Call:
 
     @property
     def bytes(self) -> float:
-        """That it must read and write."""
+        """Bytes that the call must read and write."""
         return kernels.table.bytes(self.name, *self.args, **self.kwargs)
 
 
@@ -85,7 +85,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What --only selects by."""
+        """Name that --only selects by."""
         return f"{self.op} {'x'.join(map(str, self.shape))}"
 
 
@@ -329,7 +329,7 @@ class Rival(child.Child):
 
 
 def start_rivals(stack: ExitStack, options: argparse.Namespace, case: Case) -> list[Rival]:
-    """Those that differ from what this process measures; they end with the stack. Prints a line where numpy has no OpenBLAS.
+    """Start the rivals that differ from what this process measures; they end with the stack. Prints a line if numpy has no OpenBLAS.
 
     case: the family's first one.
     """

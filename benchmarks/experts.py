@@ -64,7 +64,7 @@ class Work:
 
     @staticmethod
     def of(n: int, k: int, o: int, counts: tuple[int, ...], dtype: torch.dtype) -> Work:
-        """Of random tensors."""
+        """Return work with random tensors."""
         torch.manual_seed(0)
         x, grad, weight = (
             torch.randn(shape).to(dtype) for shape in ((n, k), (n, o), (len(counts), o, k))
@@ -72,7 +72,7 @@ class Work:
         return Work(x=x, grad=grad, weight=weight, counts=counts)
 
     def each(self, one: Callable[[int, slice], object]) -> Callable[[], None]:
-        """What calls one(expert, its rows) of all experts."""
+        """Return a function that calls one(expert, its rows) for all experts."""
 
         def run() -> None:
             for expert, rows in parts(self.counts):

@@ -1,6 +1,6 @@
 """Matmuls of a model's linear layers: forward, data gradient and weight gradient against torch and OpenBLAS.
 
-Shapes are those of costs/accounting.py: M tokens of a micro-batch, N output and K input features on one tensor-parallel
+Shapes are as in costs/accounting.py: M tokens of a micro-batch, N output and K input features on one tensor-parallel
 rank; a weight is (N, K). Weights are packed once, outside the timing, as the trainer packs them once per step; the weight gradient
 packs both operands inside it. torch runs with its MKL at full width and, with --mkl both, as shipped; in FP32 numpy's OpenBLAS is
 compared as well, with kernels of the CPU's full width. Left out: bias and GELU, so that all sides do exactly the matmul.
@@ -123,12 +123,12 @@ def layer_cases(m: int, n: int, k: int, dtype: torch.dtype, bf16x3: bool = False
 def openblas_matmul(
     left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool = False
 ) -> Callable[[], None]:
-    """What writes the matmul of left (m, k) and right (k, n) into out (m, n), or adds it."""
+    """Return a function that writes the matmul of left (m, k) and right (k, n) into out (m, n), or adds it."""
     return lambda: openblas.sgemm(left, right, out, add)
 
 
 def torch_weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> Callable[[], None]:
-    """What adds grad^T x to a float32 gradient. grad (m, n), x (m, k)."""
+    """Return a function that adds grad^T x to a float32 gradient. grad (m, n), x (m, k)."""
     main, half = (
         torch.zeros(grad.shape[1], x.shape[1]),
         torch.empty(grad.shape[1], x.shape[1], dtype=x.dtype),

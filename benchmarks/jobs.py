@@ -50,7 +50,7 @@ class Cell:
         return self.ranks // (self.tp * self.pp)
 
     def fields(self, batch: int) -> dict[str, Any]:
-        """Of the run, with a global batch of `batch` samples."""
+        """Return the fields of the run with a global batch of `batch` samples."""
         length = {"seq_length": self.seq, "max_position_embeddings": self.seq} if self.seq else {}
         return {
             **length,
@@ -65,7 +65,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to run. preload: an allocator's library for LD_PRELOAD. warm_up: number of first iterations that are not measured."""
+    """Job to run. preload: an allocator's library for LD_PRELOAD. warm_up: number of first iterations that are not measured."""
 
     ranks: int
     threads: int
@@ -140,7 +140,7 @@ def job(
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Figures from the log: medians over the iterations after the warm-up; faults, system time and clock are those of rank 0.
+    """Figures from the log: medians over the iterations after the warm-up; faults, system time and clock come from rank 0.
 
     others: share of our cores that other processes used, see disturbance.py.
     """

@@ -1,6 +1,6 @@
 """OpenBLAS as numpy brings it: the process that it needs, the name of its kernels, and its FP32 matmul.
 
-It chooses kernels by the CPU's name, and takes those of OPENBLAS_CORETYPE instead where that is set before numpy is imported.
+It chooses kernels by the CPU's name, or by OPENBLAS_CORETYPE instead if that is set before numpy is imported.
 numpy's build has no BF16 matmul.
 """
 

@@ -90,7 +90,7 @@ def _bars(axes: Any, rows: list[dict[str, Any]], colors: dict[str, str]) -> None
 
 
 def measured_on(rows: Sequence[dict[str, Any]]) -> str:
-    """Where and when rows of `tables` were measured."""
+    """Return a line that says where and when rows of `tables` were measured."""
     clocks = [row["clock_ghz"] for row in rows]
     return f"measured, {rows[0]['cpu']}, {sum(clocks) / len(clocks):.2f} GHz, {rows[0]['date']}"
 

@@ -103,7 +103,7 @@ def add_mkl(parser: argparse.ArgumentParser, whose: str, both: bool = False) -> 
 
 
 def narrowed(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether MKL takes a narrower path here: an x86-64 CPU that is not Intel's."""
+    """Return whether MKL takes a narrower path here: an x86-64 CPU that is not Intel's."""
     return platform.machine() == "x86_64" and "GenuineIntel" not in cpuinfo.read_text()
 
 
@@ -129,7 +129,7 @@ def mkl_library() -> Path:
 
 
 def mkl_preload(width: str) -> list[Path]:
-    """What a process preloads for that width of WIDTHS; BOTH: the full one."""
+    """Return the libraries that a process preloads for that width of WIDTHS; BOTH: the full one."""
     return [mkl_library()] if width != "shipped" and narrowed() else []
 
 

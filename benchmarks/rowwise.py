@@ -246,7 +246,10 @@ def gelu(rows: int, f: int, dtype: torch.dtype) -> Case:
 
 
 def cross_entropy(rows: int, v: int, split: bool) -> Case:
-    """Of FP32 logits (rows, v), in every precision; split: in the two passes between which ranks of a split vocabulary reduce."""
+    """Return the case of FP32 logits (rows, v), in every precision.
+
+    split: in the two passes between which ranks of a split vocabulary reduce.
+    """
     logits, labels, dloss = (
         torch.randn(rows, v),
         torch.randint(v, (rows,)),
@@ -278,7 +281,10 @@ def cross_entropy(rows: int, v: int, split: bool) -> Case:
 
 
 def embedding(rows: int, h: int, v: int, dtype: torch.dtype) -> Case:
-    """Of a table (v, h) into an FP32 gradient of all of it; autograd's dense one would cost torch far more than index_add_ does."""
+    """Return the case of a table (v, h) with an FP32 gradient of all of it.
+
+    Autograd's dense gradient would cost torch far more than index_add_ does.
+    """
     tokens, (table,), (dout,) = (
         torch.randint(v, (rows,)),
         random(dtype, 1, v, h),
@@ -299,7 +305,7 @@ def embedding(rows: int, h: int, v: int, dtype: torch.dtype) -> Case:
 
 
 def position(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
-    """x (s, b, h) + table (s, h), and the table's FP32 gradient; that of x is dout."""
+    """x (s, b, h) + table (s, h), and the table's FP32 gradient; the gradient of x is dout."""
     (x, dout), (table,) = random(dtype, 2, s, b, h), random(dtype, 1, s, h)
     out, (grad, torch_grad) = torch.empty_like(x), torch.zeros(2, s, h)
     calls = Call("add_position", x, table, out), Call("add_position_backward", dout, grad)
@@ -396,12 +402,12 @@ class Heads:
 
     @classmethod
     def of(cls, model: ModelConfig, tp: int) -> Heads:
-        """Of one of tp ranks."""
+        """Return the heads of one of tp ranks."""
         return cls(model.num_attention_heads // tp, model.query_groups // tp, model.kv_channels)
 
     @property
     def queries(self) -> int:
-        """Of a group."""
+        """Queries of a group."""
         return self.heads // self.groups
 
     def random(self, s: int, b: int, dtype: torch.dtype) -> Tensor:
@@ -522,7 +528,7 @@ def adamw(n: int) -> Case:
     optimizer = torch.optim.AdamW([torch_param], betas=BETAS, fused=True, **ADAMW)
 
     def error() -> float:
-        """Of the first step, on part of the buffer."""
+        """Return the error of the first step, on part of the buffer."""
         torch.optim.AdamW([exact], betas=BETAS, **ADAMW).step()
         return relative_error(param[: 1 << 16], exact.detach())
 

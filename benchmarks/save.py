@@ -1,4 +1,4 @@
-"""What training waits for while a checkpoint is written, with and without --async-save, in turn in one process.
+"""Waiting time of training while a checkpoint is written, with and without --async-save, in turn in one process.
 
     python -m benchmarks save --recipe 124m --seq-length 256 --directory /scratch/me
 

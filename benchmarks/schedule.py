@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def schedules(stages: int, microbatches: int, chunks: list[int]) -> list[Schedule]:
-    """What is compared; 1F1B, with which the others are compared, first."""
+    """Return the schedules to compare; first 1F1B, with which the others are compared."""
     kinds = [
         ("1f1b", 1),
         *(("interleaved", v) for v in chunks),

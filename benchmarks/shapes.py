@@ -63,7 +63,7 @@ def trainer_of(run: RunConfig, world: Comm, groups: Groups) -> Any:
 
 
 def add_solo_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of a family that measures a trainer on one rank in its own process."""
+    """Add the arguments of a family that measures a trainer on one rank in its own process."""
     add_arguments(parser)
     parser.add_argument(
         "--seq-length", type=int, default=256, help="tokens per sample (default: %(default)s)"

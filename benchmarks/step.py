@@ -269,7 +269,7 @@ def report(
 
 
 def summary(steps: list[dict[str, float]], flops: float, tokens: int) -> dict[str, Any]:
-    """Medians of one side's steps. flops, tokens: of a step, the former accounting.model_flops; tflops: 10^12 FLOPs per second."""
+    """Medians of one side's steps. flops, tokens: of a step, the FLOPs from accounting.model_flops; tflops: 10^12 FLOPs per second."""
     medians = core.medians(steps, ("seconds", "minor_faults", "system_seconds", "idle_cpu_seconds"))
     return {
         "tokens_per_s": tokens / medians["seconds"],
@@ -391,7 +391,7 @@ def layout_job(options: argparse.Namespace, cell: jobs.Cell) -> jobs.Job:
 
 
 def measure_layouts(options: argparse.Namespace) -> dict[str, Any]:
-    """All layouts in turn. ratio: throughput over that of one rank."""
+    """All layouts in turn. ratio: throughput over one rank's."""
     check(
         options.num_layers is options.vocab_size is None,
         "--num-layers and --vocab-size are compared with a baseline: omit them, or --ranks",

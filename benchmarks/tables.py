@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def name_of(cell: Cell) -> str:
-    """What --rows selects by."""
+    """Return the name that --rows selects by."""
     words = [f"s {cell.seq}", f"DP {cell.dp}", f"TP {cell.tp}", f"PP {cell.pp}", f"MBS {cell.mbs}"]
     words += ["recompute"] if cell.recompute else []
     return ", ".join(words + ([cell.allocator] if cell.allocator != "tuned" else []))
@@ -343,7 +343,7 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row: the published columns, then those of OUR_HEADER."""
+    """Return a row: the published columns, then the columns of OUR_HEADER."""
     return (
         *jobs.published_cells(row, row["allocator"] if row["allocator"] != "tuned" else "-"),
         f"{scaled(row):.0f}",

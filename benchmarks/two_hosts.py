@@ -9,10 +9,10 @@ Two network namespaces with host names of their own hold one MPI rank and one co
 ends a token bucket (tc tbf) limits. Each rank holds the trainers, which take turns iteration by iteration: data-parallel ones,
 blocking, overlapped, and overlapped with BF16 gradients; two with sequence parallelism, blocking and with --tp-comm-overlap;
 one for each way in which hosts that share a sequence exchange it; or two whose hosts have different experts and no shared one, all
-rows sent at once or those of a group of experts after those of another. The last two kinds leave the sums of gradients out, so that
+rows sent at once or one group of experts after another. The last two kinds leave the sums of gradients out, so that
 the link has what attention or experts exchange, and nothing else. Every other iteration of each leaves all that it exchanges out
 (computation). What a host sends is read from the counters of its end of the link. Both directions have the rate to themselves, so
-that the link needs as long as that of the host that sends more: wire, without the headers of packets, 4 per cent.
+that the link needs as long as the link of the host that sends more: wire, without the headers of packets, 4 per cent.
 Communication can overlap with computation for as long as the shorter of the two takes: hideable = min(computation, wire).
 exposed is the median over the rounds of step - max(computation, wire), with the computation of the same round. waiting is the time
 of the step in which a host's computing thread waits, of the host that waits longer; the other one may compute meanwhile.
@@ -273,7 +273,7 @@ def _remove(hosts: Sequence[str]) -> None:
 
 
 def _system(*command: str) -> str:
-    """What it prints."""
+    """Run a command and return what it prints."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(
@@ -296,7 +296,7 @@ def trainers(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def order(options: argparse.Namespace) -> dict[str, Any]:
-    """What both ranks are told, see `main`."""
+    """Return what both ranks are told, see `main`."""
     tokens, microbatches = (
         (LONG_TOKENS, 1)
         if options.context_parallel
@@ -321,7 +321,7 @@ def order(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def cores(options: argparse.Namespace) -> list[tuple[int, int]]:
-    """Of each host, the cores that compute and that communicate."""
+    """Return the computing and the communicating core of each host."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
     return (
         [(first, first), (second, second)] if options.own_cores else [(first, second)] * len(HOSTS)
@@ -516,7 +516,7 @@ def build(
 
 
 def sent_bytes() -> int:
-    """What this host has sent since its link exists."""
+    """Return the bytes that this host has sent since its link exists."""
     return int(Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes").read_text())
 
 

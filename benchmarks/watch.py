@@ -1,4 +1,4 @@
-"""What heartbeats, the watchdog's thread and the report of slow ranks cost a step: with and without them, in turn in one process.
+"""Cost of heartbeats, the watchdog's thread and the report of slow ranks in a step: with and without them, in turn in one process.
 
     python -m benchmarks watch --recipe 124m --micro-batch-size 1 --rounds 20
 
@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_round(trainer: Trainer, watched: Watched, watched_first: bool) -> dict[str, float]:
-    """Seconds of a watched step and of another, and the signs of life of the former."""
+    """Return the seconds of a watched step and of another, and the watched step's signs of life."""
     watchdog, times, observers = watched
     result: dict[str, float] = {}
     for watches in (watched_first, not watched_first):
@@ -79,7 +79,7 @@ def one_round(trainer: Trainer, watched: Watched, watched_first: bool) -> dict[s
 
 @contextlib.contextmanager
 def watching(trainer: Trainer, folder: Path) -> Iterator[Watched]:
-    """What watches a rank, as `fugaku-megatron train` has it."""
+    """Yield the watchdog, times and observers of a rank, as `fugaku-megatron train` has them."""
     watchdog = Watchdog(Heartbeat(folder / "node"), HangSettings(None, folder, None))
     observers = Observers(Phases(), Heartbeats(watchdog.heart, Grid(1), 0), None)
     try:
@@ -103,7 +103,7 @@ def watched_step(trainer: Trainer, watchdog: Watchdog, times: RankTimes) -> None
 
 
 def nanoseconds(folder: str) -> float:
-    """What one sign of life takes."""
+    """Return the nanoseconds of one sign of life."""
     heart = Heartbeat(Path(folder) / "timed")
 
     def beat() -> None:

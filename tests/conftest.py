@@ -140,5 +140,5 @@ def mpich():
 
 @pytest.fixture(scope="session")
 def kills(request):
-    """How often the kill-and-restart test kills a job: --kills N."""
+    """Number of times that the kill-and-restart test kills a job: --kills N."""
     return request.config.getoption("--kills")

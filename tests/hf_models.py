@@ -159,7 +159,7 @@ W = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Of every weight, by its name in a file, where each expert's matrices are tensors of their own."""
+    """Return the gradient of every weight by its name in a file, where each expert's matrices are separate tensors."""
     found = {}
     for name, p in model.named_parameters():
         prefix, kind = name.rsplit(".", 1)
@@ -183,7 +183,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def our_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Of the model of a converted checkpoint. tokens (s, b) -> (s, b, v)."""
+    """Return the logits of a converted checkpoint's model. tokens (s, b) -> (s, b, v)."""
     manifest = read_manifest(directory, 0)
     chunk = load_model(
         saved_run(manifest, (1, 1)), SoloComm(), str(directory), 0, manifest

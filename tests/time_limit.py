@@ -49,7 +49,7 @@ def time_limit(
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = SECONDS) -> bool:
-    """Whether it holds, at last after so many seconds."""
+    """Wait until a condition holds, at most `seconds`; return whether it does."""
     end = time.monotonic() + seconds
     while not (held := condition()) and time.monotonic() < end:
         time.sleep(0.01)

@@ -95,7 +95,7 @@ def waits(body: tuple[Instruction, ...]) -> int:
 
 
 def cycles(body: tuple[Instruction, ...]) -> float:
-    """Of a turn."""
+    """Return the cycles of a turn."""
     loads, products = count(body, *LOADS), count(body, DOT)
     operations = len(body) - loads + loads * TILE_OPERATIONS
     return max(
@@ -107,7 +107,7 @@ def cycles(body: tuple[Instruction, ...]) -> float:
 
 
 def share(body: tuple[Instruction, ...]) -> float:
-    """Of the rate of the matrix unit."""
+    """Return the share of the matrix unit's rate."""
     return count(body, DOT) * DOT_CYCLES / cycles(body)
 
 
@@ -117,7 +117,7 @@ def fp32_ratio(body: tuple[Instruction, ...]) -> float:
 
 
 def faults(loop: TileLoop) -> list[str]:
-    """What keeps the loop from the matrix unit's rate, one line each; empty when it is clean."""
+    """Return what keeps the loop from the matrix unit's rate, one line each; empty when it is clean."""
     body = loop.loop.body
     loads, products = count(body, *LOADS), count(body, DOT)
     reasons = [f"a tile is stored in the loop: {i.text}" for i in body if i.mnemonic == STORE]

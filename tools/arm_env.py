@@ -302,13 +302,13 @@ def parts() -> dict[str, tuple[str, Callable[[Path], None]]]:
 
 
 def stamped(name: str, recipe: str) -> bool:
-    """Whether this part was made by this recipe."""
+    """Return whether this part was made by this recipe."""
     stamp = ARM / f"{name}.stamp"
     return (ARM / name).exists() and stamp.exists() and stamp.read_text() == digest(recipe)
 
 
 def ready() -> bool:
-    """Whether .arm/ is there, whole and up to date."""
+    """Return whether .arm/ is there, whole and up to date."""
     return not missing(HOST_PACKAGES) and all(
         stamped(name, recipe) for name, (recipe, _) in parts().items()
     )

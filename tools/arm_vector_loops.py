@@ -106,12 +106,12 @@ LOOPS = (
 
 
 def straight(loop: Loop) -> bool:
-    """Whether every turn is the whole body: an edge of a row is handled in loops that branch."""
+    """Return whether every turn is the whole body: an edge of a row is handled in loops that branch."""
     return not any(BRANCH.match(i.mnemonic) for i in loop.body[:-1])
 
 
 def hot_loop(text: str, wanted: VectorLoop) -> Loop | None:
-    """Of the function's innermost loops, first those without a branch inside, that with the most vectors, then the shorter one."""
+    """Return one of the function's innermost loops: first without a branch inside, then with the most vectors, then the shorter."""
     loops = [
         loop
         for loop in innermost_loops(text)

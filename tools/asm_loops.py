@@ -135,7 +135,7 @@ def innermost_loops(assembly: str) -> list[Loop]:
 
 
 def outside_loops(assembly: str, function: str) -> Loop:
-    """What a function does around its innermost loops, as one piece of straight code without branches."""
+    """Return what a function does around its innermost loops, as one piece of straight code without branches."""
     code, labels = code_of(assembly, function)
     inside = {i for begin, end, _ in innermost_spans(code, labels) for i in range(begin, end + 1)}
     body = tuple(
@@ -147,7 +147,7 @@ def outside_loops(assembly: str, function: str) -> Loop:
 
 
 def around_loop(assembly: str, inner: Loop) -> Loop:
-    """What runs between two runs of an innermost loop, as one piece of straight code without branches.
+    """Return what runs between two runs of an innermost loop, as one piece of straight code without branches.
 
     That is all that it leads to and that leads back to it, wherever the compiler has put it.
     """
@@ -184,7 +184,7 @@ def successors(code: list[Instruction], labels: dict[str, int]) -> list[set[int]
 
 
 def reached(start: int, edges: list[set[int]]) -> set[int]:
-    """What the edges lead to from `start`, itself among it."""
+    """Return what the edges lead to from `start`, `start` included."""
     found, waiting = set(), [start]
     while waiting:
         i = waiting.pop()
@@ -218,7 +218,7 @@ def shortest_gap(loop: Loop) -> int:
 
 
 def slow_instructions(loop: Loop) -> list[str]:
-    """What a vector loop must not hold: an unpipelined divide or square root, INSR, a multiply-add by element."""
+    """Return what a vector loop must not have: an unpipelined divide or square root, INSR, a multiply-add by element."""
     reasons = []
     for i in loop.body:
         if i.mnemonic in ("fdiv", "fdivr", "fsqrt") and i.register:
@@ -231,7 +231,7 @@ def slow_instructions(loop: Loop) -> list[str]:
 
 
 def faults(loop: Loop) -> list[str]:
-    """What keeps an inner-product loop from its peak, one line each; empty when it is clean."""
+    """Return what keeps an inner-product loop from its peak, one line each; empty when it is clean."""
     reasons = slow_instructions(loop)
     for i in loop.body:
         if i.register and re.search(r"\[(sp|x29|fp)\b", i.text):

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def cross_environment() -> dict[str, str]:
-    """The variables of a build for ARM: those of make arm-ext, to share its objects, or the compiler alone."""
+    """Return the variables of a build for ARM: as in make arm-ext, to share its objects, or the compiler alone."""
     return arm_env.extension_environment() if arm_env.ready() else {"CXX": arm_env.CXX}
 
 

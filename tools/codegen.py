@@ -59,8 +59,8 @@ TILE_KERNELS = ("tiles_kernel<32, 1>", "tiles_kernel<32, 3>")  # BF16, and FP32 
 
 @dataclass(frozen=True)
 class Machine:
-    """A core as llvm-mca models it. target: of setup.py. pipes: multiply-adds that it begins in a cycle. families: those of
-    target.cc that are read; source: another text instead of target.cc. cxx: the compiler of the baseline."""
+    """A core as llvm-mca models it. target: of setup.py. pipes: multiply-adds that it begins in a cycle. families: the
+    families in target.cc that are read; source: another text instead of target.cc. cxx: the compiler of the baseline."""
 
     name: str
     target: str
@@ -295,7 +295,7 @@ def chunk_line(compiler: str, text: str, tile: tuple[int, int]) -> str:
 def bf16x3_line(
     compiler: str, text: str, machine: Machine, tile: tuple[int, int]
 ) -> tuple[str, list[str]]:
-    """(line, faults) of the rate of --fp32-matmul bf16x3 over that of the FP32 loop: six BFMMLAs for four FMLAs."""
+    """Return (line, faults) of the rate of --fp32-matmul bf16x3 over the FP32 loop's: six BFMMLAs for four FMLAs."""
     loops = [loop for loop in innermost_loops(text) if len(loop.multiply_adds) >= tile[0] * tile[1]]
     names = demangled([loop.function for loop in loops])
 

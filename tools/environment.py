@@ -16,7 +16,7 @@ OLDEST = (3, 10)
 
 
 def use(*packages: str) -> None:
-    """Continues with a Python that has the packages: this one, else that of .venv, whose programs are then first on the PATH.
+    """Continue with a Python that has the packages: this one, else .venv's, whose programs are then first on the PATH.
 
     Raises SystemExit with one line when neither has them.
     """

@@ -4,10 +4,10 @@
     python -m tools.gemm_error --rows 16 --depth 256 --chunks 16 64
     .arm/python -m tools.gemm_error            the same on an emulated A64FX (make arm-ext)
 
-It multiplies random matrices like those of training with the kernels (the running target if it sums in FP16, else the portable one,
+It multiplies random matrices like the matrices of training with the kernels (the running target if it sums in FP16, else the portable one,
 which has the same bits), and compares with FP64 on the same rounded operands. The error is the root mean square of the difference
-over that of the exact result. A second table compares bf16x3 with FP32 units, on every target here that multiplies BF16, emulated
-tiles among them. Left out: what it does to a loss.
+over the root mean square of the exact result. A second table compares bf16x3 with FP32 units, on every target here that
+multiplies BF16, emulated tiles among them. Left out: what it does to a loss.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CASES = (
 
 
 def error(out: Tensor, exact: Tensor) -> float:
-    """Root mean square of the difference over that of the exact values; inf or nan where a sum is not finite."""
+    """Return the difference's root mean square over the exact values' root mean square; inf or nan if a sum is not finite."""
     return float((out.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
@@ -72,7 +72,7 @@ def matmul(a: Tensor, b: Tensor, chunk: int = 0, bf16x3: bool = False) -> Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Of one case: rounding the operands, rounding the result, FP32 sums, FP16 sums by chunk; chunks whose sums are not finite."""
+    """Errors of one case: rounding the operands, rounding the result, FP32 sums, FP16 sums by chunk; chunks whose sums are not finite."""
 
     case: Case
     bf16_operands: float

@@ -2,7 +2,7 @@
 
     python -m tools.megatron_flags          # prints them; with --write puts them into the documents
 
-Both come from the command line's own parser and tables. The scripts' flags, and those of Megatron-LM itself, are in
+Both come from the command line's own parser and tables. The scripts' flags, and the flags of Megatron-LM itself, are in
 tools/megatron_flags.txt.
 """
 
@@ -55,7 +55,7 @@ def scripts() -> dict[str, list[str]]:
 
 
 def row(given: str, parser: Parser) -> Row:
-    """What becomes of one flag. KeyError for a flag that the command line does not know."""
+    """Return what becomes of one flag. KeyError for a flag that the command line does not know."""
     name, _, value = given.partition(" ")
     if value and name in VALUES and value not in VALUES[name]:
         return Row(given, "refused", f"pass {' or '.join(VALUES[name])}")
@@ -66,7 +66,7 @@ def row(given: str, parser: Parser) -> Row:
 
 
 def other_row(given: str, name: str, value: str) -> Row:
-    """What becomes of a flag that is not a field of the config."""
+    """Return what becomes of a flag that is not a field of the config."""
     other = OTHER_FLAGS[name]
     if other.accepted and not value:
         return Row(
@@ -106,7 +106,7 @@ def script_tables() -> Iterator[str]:
 
 
 def value(action: argparse.Action) -> str:
-    """What follows a flag on the command line, as a cell; nothing follows a switch."""
+    """Return what follows a flag on the command line, as a cell; nothing follows a switch."""
     kind = {int: "integer", float: "number"}.get(action.type, "text")
     kind = " or ".join(f"`{choice}`" for choice in action.choices) if action.choices else kind
     return {None: kind, 0: "", 1: kind, "+": f"{kind}, one or more"}.get(

@@ -138,7 +138,7 @@ def vocabulary(run: RunConfig) -> RunConfig:
 
 
 def plan(flags: Sequence[Sequence[str | None]]) -> Arguments:
-    """What `train --dry-run` does with these flags. Raises ValueError, or Refused, as it does."""
+    """Return what `train --dry-run` does with these flags. Raises ValueError, or Refused, as it does."""
     parser = Parser()
     train_command.add_arguments(parser)
     arguments = interpret(vars(parser.parse_args([*words(flags, parser)])))

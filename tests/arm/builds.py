@@ -1,4 +1,4 @@
-"""What the ARM tests run with: cross compiler, emulator, the folder .arm/ of `make arm-env`, and skips that say what is missing."""
+"""Tools of the ARM tests: cross compiler, emulator, the folder .arm/ of `make arm-env`, and skips that say what is missing."""
 
 import shutil
 import subprocess
@@ -33,7 +33,7 @@ needs_python = pytest.mark.skipif(bool(absent()), reason=absent())
 
 
 class Objects:
-    """Objects of the extension without Python, by setup.py's rules; those of `make arm-ext` or `make kernels` are used again."""
+    """Objects of the extension without Python, by setup.py's rules; objects that `make arm-ext` or `make kernels` built are used again."""
 
     def __init__(self, build: Path, arm: bool = True, **variables: str) -> None:
         changes = (

@@ -180,7 +180,7 @@ def elementwise(*bodies):
 
 
 def test_the_loop_of_whole_groups_of_vectors_is_taken():
-    """Not the loop of single vectors after it, nor that of an edge, which branches."""
+    """The hot loop is neither the loop of single vectors after it nor the loop of an edge, which branches."""
     edge = ["cbz x9, .L77", *EXP * 6]
     loop = arm_vector_loops.hot_loop(elementwise(EXP, EXP * 4, edge), GELU)
     assert loop.label == ".L13" and GELU.vectors_of(loop) == 4

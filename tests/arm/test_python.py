@@ -1,4 +1,4 @@
-"""ARM Python under qemu as an A64FX: the extension's own tests, and training whose losses are those of this machine."""
+"""ARM Python under qemu as an A64FX: the extension's own tests, and training with the same losses as on this machine."""
 
 import json
 import os
@@ -43,7 +43,7 @@ TOO_SLOW = (
 
 
 def run(output, *command, timeout=600, **environment):
-    """What train_small.py wrote, and what it printed."""
+    """Run train_small.py; return the JSON that it wrote, and its printed text."""
     # One thread: another test shares the cores. Those of kernels set one to four threads themselves.
     variables = {
         **os.environ,
@@ -135,7 +135,7 @@ def test_two_ranks_train_over_open_mpi(tmp_path, expected):
 
 @pytest.mark.slow
 def test_the_report_checks_the_kernels(tmp_path):
-    """Its rates are those of the emulator, and it says so; MPI is not needed."""
+    """The rates are the emulator's, and the report says so; MPI is not needed."""
     command = [
         str(builds.PYTHON),
         "-m",

@@ -4,7 +4,7 @@
     pip install torch einops six sentencepiece psutil
     TORCHDYNAMO_DISABLE=1 PYTHONPATH=Megatron-LM python tests/foreign/write_megatron.py ROW DIR
 
-ROW is a row of ROWS. The expected logits are those of the GPTModel whose weights are saved, on one rank and in FP32.
+ROW is a row of ROWS. The expected logits come from the GPTModel whose weights are saved, on one rank and in FP32.
 """
 
 from __future__ import annotations

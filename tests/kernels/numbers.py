@@ -1,4 +1,4 @@
-"""What the kernel tests share: numbers, the same for the same shape and seed, comparisons, and tests of many cases."""
+"""Shared parts of the kernel tests: numbers, the same for the same shape and seed, comparisons, and tests of many cases."""
 
 import functools
 import inspect

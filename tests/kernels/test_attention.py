@@ -138,7 +138,7 @@ def repeated(qkv, heads, groups):
 
 
 def test_a_long_sequence_has_the_bits_of_its_beginning(target):
-    """Where fewer heads are worked on at once, so that a group is done in parts. No gradient comes from beyond the beginning."""
+    """Fewer heads are worked on at once, so that a group is done in parts. No gradient comes from beyond the beginning."""
     short, s, heads, window = 32768, 32880, 4, 16
     qkv, dout = make(s, 1, heads, 4, groups=1)
     dout[short:] = 0
@@ -153,7 +153,7 @@ def test_a_long_sequence_has_the_bits_of_its_beginning(target):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 30])
 def test_groups_do_not_change_the_bits_of_a_head(target, window, dtype):
-    """What depends on a query head alone has the bits of heads that have each a key of their own; dropout's mask included."""
+    """Results that depend on a query head alone have the bits of heads with a key each; dropout's mask included."""
     heads, groups, d = 6, 2, 16
     qkv, dout = make(150, 2, heads, d, dtype, groups=groups)
     one = attention(qkv, dout, heads, window=window, **DROPOUT)

@@ -140,7 +140,7 @@ def test_queries_that_see_none_of_the_keys(target, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("s", [200, 288])
 def test_a_part_of_everything_has_the_bits_of_the_whole(target, s, dtype):
-    """Blocks and tiles are those of the whole sequence: queries that see all keys of theirs in one part have the same sums."""
+    """The part has the whole sequence's blocks and tiles: queries that see all keys of theirs in one part have the same sums."""
     qkv, dout = make(s, 2, 4, 16, dtype, groups=2)
     starts, options = document_starts(s, 2, 5), {"window": 150, **DROPOUT}
     for documents in (None, starts):

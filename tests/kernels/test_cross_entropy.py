@@ -89,7 +89,7 @@ def test_split_vocabulary(every_target, ranks):
 
 @for_each(dtype=ROUNDING, words=[1, 17, 2048, 2063, 4500])
 def test_masked_columns_count_nothing(every_target, words, dtype):
-    """Padding of the vocabulary is -inf: loss and gradient are those of the words alone, and its own gradient is exactly 0."""
+    """Padding of the vocabulary is -inf: loss and gradient are the same as for the words alone, and the padding's gradient is exactly 0."""
     logits, labels, dloss = sample(5, 4500, dtype, seed=6)
     logits, labels = logits - 60, labels % words
     logits[:, words:] = float("-inf")

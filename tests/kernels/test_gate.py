@@ -46,7 +46,7 @@ def test_a_gate_and_its_gradient(every_target, shape, dtype, name):
 
 @for_each(name=GATES, dtype=DTYPES, shape=SHAPES)
 def test_a_gate_with_factors_of_its_rows(every_target, shape, dtype, name):
-    """One rounding of the result; its gradients, those of the factors and the result again come from one pass."""
+    """The result is rounded once; the gradients of x and of the factors and the result again come from one pass."""
     rows, cols = shape
     x, dy, factors = (
         random(rows, 2, cols, dtype=dtype),

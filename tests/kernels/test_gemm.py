@@ -58,7 +58,7 @@ def check(got, exact, magnitude, dtype, depth):
 
 
 def check_forms(x, weight, grad, found, dtype):
-    """What linear_forms returned, against double precision."""
+    """Compare what linear_forms returned with double precision."""
     (m, k), n = x.shape, len(weight)
     x, w, g = x.double(), weight.double(), grad.double()
     out, data, gradient, bias = found

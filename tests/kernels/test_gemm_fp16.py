@@ -153,7 +153,7 @@ def test_a_chunk_overflows_where_its_sum_does(target):
 
 
 def test_denormals(target):
-    """Those of FP32 are flushed where a run asks for it, those of FP16 never: neither read nor as sums."""
+    """FP32 denormals are flushed if a run asks for it, FP16 denormals never: neither read nor as sums."""
     a, b = torch.full((14, 20), 2.0**-10).half(), torch.full((20, 66), 2.0**-13).half()
     a[3] = 2.0**-24
     b[:, 5] = 1.0

@@ -165,7 +165,7 @@ def test_rotary_is_undone_by_its_gradient(every_target, interleaved):
 
 @for_each(interleaved=[False, True])
 def test_rotary_norm_backward_is_the_slope(every_target, interleaved):
-    """Of the kernel's own forward, through x and both weights."""
+    """Gradients are the slope of the kernel's own forward, through x and both weights."""
     x, dy, (cos, sin) = SMALL.x(), SMALL.x(seed=3), SMALL.angles()
     leaves = [x, *(random(SMALL.d, seed=i) for i in (1, 2))]
     grads = [torch.empty_like(x), torch.zeros(SMALL.d), torch.zeros(SMALL.d)]

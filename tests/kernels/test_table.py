@@ -75,7 +75,7 @@ def size_of(dimension, sizes):
 
 
 def example(row, sizes, dtype):
-    """Arguments of a call of these sizes; those of WORDS are int64."""
+    """Return the arguments of a call of these sizes; the operands in WORDS are int64."""
     arguments = []
     for name, dims in operands(row):
         if dims is None:

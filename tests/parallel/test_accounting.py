@@ -104,7 +104,7 @@ def test_flops_are_torchs(model, dropout):
 
 
 def test_flops_of_an_iteration():
-    """Of GPT-2's formulas and of a block with other widths: matmuls of 2 FLOPs a term, backward twice forward."""
+    """GPT-2's formulas and a block with other widths give the FLOPs: matmuls of 2 FLOPs a term, backward twice forward."""
     run = make_run("llama-3.2-1b", {"seq_length": 4096})
     layer = 2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192  # qkv, projection, MLP
     expected = 4096 * (
@@ -126,7 +126,7 @@ def test_flops_of_an_iteration():
 
 
 def test_flops_of_documents():
-    """Of documents that are measured, and of those of a mean length, which predict and plan take."""
+    """FLOPs follow from measured documents, and from documents of a mean length, which predict and plan take."""
     changes = {"seq_length": 4096, "recompute_granularity": "selective"}
     run = make_run("llama-3.2-1b", changes)
     short = make_run(
@@ -263,7 +263,7 @@ def test_bytes_are_those_communicated(world, model, changes):
     ],
 )
 def test_keys_that_are_passed_are_those_counted(world, changes):
-    """Of each rank; a record has those of the rank that sends most."""
+    """Every rank passes as many keys as the formula says; a record has the keys of the rank that sends most."""
     run = small_run(**changes, **P2P)
     layout, model, e = Layout.from_run(run, world), run.model, accounting.element_bytes(run)
     passed = activations.p2p_keys(model.seq_length, layout.cp, model.window)
@@ -284,7 +284,7 @@ def test_keys_that_are_passed_are_those_counted(world, changes):
     ("s", "ranks", "window"), [(16, 2, None), (48, 4, None), (48, 4, 1), (48, 4, 9), (96, 8, 40)]
 )
 def test_keys_that_ranks_pass_are_those_that_queries_see(s, ranks, window):
-    """Of each part of a sequence a rank gets the keys from the first to the last that one of its queries sees."""
+    """A rank gets from each part of a sequence the keys from the first to the last that one of its queries sees."""
     parts = torch.arange(s).view(2 * ranks, -1)
     rows = [torch.cat((parts[rank], parts[-1 - rank])) for rank in range(ranks)]
     sent, got = [0] * ranks, [0] * ranks
@@ -440,7 +440,7 @@ class HoldingComm(SoloComm):
     ],
 )
 def test_peak_where_ranks_exchange_keys(rank, changes):
-    """Of layers whose attention needs more than their MLP."""
+    """The formula has the peak of layers whose attention needs more than their MLP."""
     run = small_run(
         num_layers=2,
         hidden_size=32,
@@ -511,7 +511,7 @@ def test_the_planner_leaves_groups_whole():
 
 
 def test_memory_of_attention_is_that_of_the_layer_which_needs_most():
-    """Of layers with different --cp-comm-type; what is kept and computed is counted as in most layers."""
+    """Layers with different --cp-comm-type need as much as the largest; what is kept and computed is counted as in most layers."""
 
     def of(*ways):
         run = small_run(num_layers=3, num_attention_heads=8, **CP4, cp_comm_type=ways)

@@ -16,7 +16,7 @@ from tests.threads import ThreadWorld
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_loss_and_gradients(family, backend):
-    """The window is shorter than the sequence, and every weight is random, those of norms and biases as well."""
+    """The window is shorter than the sequence, and every weight is random, norms and biases included."""
     pytest.importorskip("transformers")
     trainer = make_trainer(
         SoloComm(), small_run(**FAMILIES[family], init_method_std=0.2), Ops.build(backend)

@@ -289,7 +289,7 @@ def test_check_writable_names_flag_path_rank_and_reason(tmp_path):
 
 
 def test_check_writable_creates_the_directory_and_leaves_nothing_in_it(tmp_path):
-    """Of some ranks here, which name their own flag."""
+    """Only some ranks check here, which name their own flag."""
     ThreadWorld(WORLD).run(lambda comm: check_writable(tmp_path / "a", comm, "--profile-dir", (1,)))
     assert os.listdir(tmp_path / "a") == []
     (tmp_path / "file").write_text("")

@@ -160,7 +160,7 @@ def test_records_changed_in_a_folder_are_refused(few, tmp_path):
 
 
 class Realistic(SoloComm):
-    """What is gathered arrives as copies of its own, as from other processes."""
+    """Gathered objects arrive as copies of their own, as from other processes."""
 
     def gather_object(self, obj, root=0):
         return (
@@ -174,7 +174,7 @@ class Realistic(SoloComm):
 
 
 def big_shards():
-    """What a rank of the 30B model holds: a layer's twelve parameters, master weight and two moments each."""
+    """Return the shards of one rank of the 30B model: a layer's twelve parameters, master weight and two moments each."""
     names = [
         f"{kind}/decoder.layers.17.{name}.{part}"
         for kind in ("weight", "exp_avg", "exp_avg_sq")

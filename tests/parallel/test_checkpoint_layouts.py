@@ -159,7 +159,7 @@ def test_a_tied_copy_comes_from_the_embedding_where_the_checkpoint_has_one_only(
 
 @pytest.mark.parametrize(("divisor", "rows"), [(28, 112), (33, 99)])
 def test_the_vocabulary_is_padded_anew(divisor, rows, saved, tensors, tmp_path):
-    """96 tokens: rows that the checkpoint lacks begin as those of a new run do, and those beyond the tokens are dropped."""
+    """96 tokens: rows that the checkpoint lacks begin as in a new run, and rows beyond the tokens are dropped."""
     result = loaded("pp2dp2", saved[0], tmp_path, make_vocab_size_divisible_by=divisor)
     back = loaded("one", tmp_path)
     assert all(torch.equal(back[key], tensors[key]) for key in back)

@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint: any piece of a tensor from any others, with little more memory than itself."""
+"""A rank's reads of a checkpoint: any piece of a tensor from any others, with little more memory than itself."""
 
 import os
 import random

@@ -239,7 +239,7 @@ def test_without_counted_labels_there_is_no_nan(backend):
     ids=["learned", "rope"],
 )
 def test_flags_without_a_document_change_no_bit(changes, flags):
-    """Where no sample has an end of a document, marks say what is so without them.
+    """If no sample has an end of a document, marks say what is so without them.
 
     Gradients of learned positions that restart are summed in another order.
     """

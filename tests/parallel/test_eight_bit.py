@@ -32,7 +32,7 @@ PLACE = Place(stream=9, offset=0, first=0, columns=1000, row=1000)
 
 
 def test_codes_of_eight_bits():
-    """Of values of very different size in blocks, the last one short, the second all zeros."""
+    """Codes hold values of very different size in blocks, the last one short, the second all zeros."""
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(1000, generator=generator) * 10 ** -(
         4 * torch.rand(1000, generator=generator)

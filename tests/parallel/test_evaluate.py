@@ -197,7 +197,7 @@ def test_pairs_of_context_and_continuation():
 
 
 def copied(tokens: list[int], window: int) -> list[int]:
-    """What a model that can only copy says after each token: what followed the same 9 tokens before, not more than `window` ago."""
+    """Return what a model that only copies says after each token: what followed the same 9 tokens before, at most `window` ago."""
     said = []
     for end in range(1, len(tokens) + 1):
         first = max(0, end - window)
@@ -448,7 +448,7 @@ def test_the_loss_of_chats_is_that_of_the_assistants_tokens(chat_model, ranks):
 
 @pytest.mark.parametrize("tp, pp", [(1, 1), (2, 2)])
 def test_the_loss_of_training_on_packed_chats_is_that_of_each_chat_alone(tmp_path, tp, pp):
-    """Of the whole set, in samples of several chats with padding; the last one has fewer trained tokens than the others."""
+    """The losses of the whole set are equal, in samples of several chats with padding; the last sample has fewer trained tokens."""
     folder, prefix = tmp_path / "saved", str(tmp_path / "chats")
     talks = [
         [chat_checks.user("q" * (i % 5)), chat_checks.assistant("a" * (1 + i % 3))]

@@ -271,7 +271,7 @@ SINKHORN = {"moe_router_load_balancing_type": ("sinkhorn",), "moe_router_topk": 
 
 @pytest.mark.parametrize("topk", [1, 2])
 def test_sinkhorn_chooses_evenly_in_training_alone(topk):
-    """The choice is that of Megatron-LM's iteration, the score that of the logits; evaluation takes the best."""
+    """Megatron-LM's iteration makes the choice, the logits the score; evaluation takes the best."""
     run = small_run(**{**EXPERTS, **SINKHORN, "moe_router_topk": topk})
     mlp, ours, _ = layer_of(run, Ops.build())
     x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1)) + 0.5
@@ -339,7 +339,7 @@ def test_the_log_has_losses_and_loads(tmp_path, capsys):
 
 
 def test_the_log_names_the_rank_with_most_tokens(capsys):
-    """Of four ranks with two experts each, one of which has every token: the others wait for it."""
+    """One of four ranks with two experts each has every token: the others wait for it."""
     run = small_run(
         **{
             **EXPERTS,
@@ -487,7 +487,7 @@ SHARING = (
     ],
 )
 def test_rows_are_on_their_way_while_others_are_computed(changes, near, expected, monkeypatch):
-    """Of four groups of experts, each sent (s), waited for (w), computed (F, D, W) and sent back, next to the shared expert (f, d).
+    """Four groups of experts are sent (s), waited for (w), computed (F, D, W) and sent back, next to the shared expert (f, d).
 
     Inside a node they block (b), because all threads of the ranks copy rows.
     """
@@ -809,7 +809,7 @@ def test_divided_experts_keep_what_the_formula_says(world, changes):
 
 @pytest.mark.parametrize("changes", [TP2, SEQUENCE, ETP1])
 def test_bytes_of_adapters_of_experts(changes):
-    """Of the last stage, whose input has a gradient: parts of what all ranks that share an expert hold are summed over them."""
+    """The last stage, whose input has a gradient, sums parts of what all ranks that share an expert hold over them."""
     run = small_run(**ADAPTED, **PP2, **changes)
     check_parameters(run, 4)
     check_bytes(run, 4, stages={1})
@@ -836,7 +836,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
     ],
 )
 def test_the_peak_of_a_stage(stage, changes):
-    """What a rank allocates for activations in a step, within a twentieth of the formula."""
+    """A rank allocates for activations in a step what the formula says, within a twentieth."""
     widths = {"num_attention_heads": 8, "kv_channels": 16, "moe_ffn_hidden_size": 96}
     wide = (
         {"moe_shared_expert_intermediate_size": 128} if "moe_shared_expert_gate" in changes else {}

@@ -243,7 +243,7 @@ def family_tokens(world, family: str, tp: int, pp: int, count: int) -> list[list
 
 
 def likeliest(family: str, ids: list[list[int]]) -> list[list[int]]:
-    """What transformers takes for the likeliest token after each prefix of SHORT with `ids`, in one forward of a sequence."""
+    """Return the token that transformers finds likeliest after each prefix of SHORT with `ids`, in one forward of a sequence."""
     pytest.importorskip("transformers")
     model, trained = theirs(family), random_model(SoloComm(), family, 1, 1)
     copy_to(model, {p.spec.name: p.data for p in trained.stage.parameters()}, family)
@@ -296,7 +296,7 @@ def test_greedy_tokens_of_families_that_people_train(family):
     ids=str,
 )
 def test_tokens_with_kept_keys_are_those_of_whole_sequences(changes):
-    """Of models that torch computes in part: each token is the likeliest after one forward of all before it."""
+    """Each token of models that torch computes in part is the likeliest after one forward of all tokens before it."""
     model = random_model(SoloComm(), "gpt", 1, 1, **changes)
     *_, ids = steps(model, SHORT, 6, GREEDY, lambda sample, ids: False)
     chunk, at = model.stage.last, Pass(first_sample=0, training=False)

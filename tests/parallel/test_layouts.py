@@ -132,7 +132,7 @@ SMOKE = [  # of ROWS, in `make check`
 
 
 class Trained(NamedTuple):
-    """What a run leaves: losses, the last of an evaluation in between; gradient norms; the first gradients; the last weights."""
+    """Results of a run: losses, the last of an evaluation in between; gradient norms; the first gradients; the last weights."""
 
     losses: list[float]
     norms: list[float]
@@ -160,7 +160,7 @@ def trained(world: Comm, changes: dict[str, Any]) -> Trained:
 
 
 def together(ranks: int, **changes: Any) -> Trained:
-    """What all ranks agree on."""
+    """Train on all ranks and return the result on which they agree."""
     first, *others = ThreadWorld(ranks).run(trained, changes)
     assert all((other.losses, other.norms) == (first.losses, first.norms) for other in others)
     return first
@@ -280,7 +280,7 @@ SAME_BITS = [  # ranks, flags, and those that change no bit
     [pytest.param(*row, id=f"{words(row[2])} with {words(row[1])}") for row in SAME_BITS],
 )
 def test_an_option_changes_no_bit(ranks, common, option):
-    """Of losses and weights; norms are sums of other parts where buckets or shards are others."""
+    """No bit of losses and weights changes; norms are sums of other parts where buckets or shards are others."""
     plain = together_once(ranks, *common.items())
     found = together(ranks, **common, **option)
     assert found.losses == plain.losses and found.norms == pytest.approx(plain.norms, rel=1e-6)

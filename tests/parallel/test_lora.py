@@ -188,7 +188,7 @@ def with_experts(tmp_path_factory):
 
 @pytest.mark.parametrize(("target", "ranks", "layout"), BESIDE)
 def test_adapters_train_next_to_frozen_experts(target, ranks, layout, with_experts):
-    """Of attention alone, and of experts, in every layout from one model, which has the same number everywhere."""
+    """Adapters of attention alone, and of experts, train in every layout from one model, which has the same number everywhere."""
     own = {
         "lora_target": target,
         **{name: layout[name] for name in layout.keys() & (BF16 | TORCH).keys()},
@@ -260,7 +260,7 @@ TARGETS = {
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_adapters_of_experts_are_torchs(kind, backend):
-    """Of a layer whose weights are put together by plain torch, with torch's own gradients."""
+    """The layer is compared with one whose weights are put together by plain torch, with torch's own gradients."""
     flags = {
         **EXPERTS,
         **KINDS[kind],

@@ -186,7 +186,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(name, layout, backend):
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("layout", ["one rank", "tp2 x pp2"])
 def test_the_z_loss_is_a_part_of_the_training_loss_alone(layout, backend):
-    """Validation and its perplexity are those of the cross entropy, and the log has both losses of training."""
+    """Validation and its perplexity come from the cross entropy alone, and the log has both losses of training."""
 
     def work(world: Any, z_loss: bool) -> tuple[float, float, float | None]:
         torch.set_num_threads(1)

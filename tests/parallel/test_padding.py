@@ -174,7 +174,7 @@ def test_padding_changes_no_number_in_any_layout(layout, variant, files):
 
 @pytest.mark.parametrize(("ranks", "changes"), [(1, {}), (2, {}), (2, PP2)], ids=["", "dp2", "pp2"])
 def test_a_token_weighs_the_same_in_every_micro_batch(ranks, changes, files):
-    """Of the router's z-loss, in samples of seven chats and of one, each a micro-batch."""
+    """A token weighs the same in the router's z-loss, in samples of seven chats and of one, each a micro-batch."""
     one = {**EXPERTS, "moe_z_loss_coeff": 0.1, "micro_batch_size": 1}
     without = figures(SoloComm(), run_of(8, **one), files)
     for found in ThreadWorld(ranks).run(figures, run_of(64, **one, **changes), files):
@@ -184,7 +184,7 @@ def test_a_token_weighs_the_same_in_every_micro_batch(ranks, changes, files):
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("variant", ["losses of sigmoids", "capacity by position", "sinkhorn"])
 def test_ranks_may_have_nothing_but_padding(variant, backend, tmp_path):
-    """Of one chat in a long sample, which one of four ranks with different experts has."""
+    """One of four ranks with different experts has the one chat in a long sample; the others have padding."""
     one = {"micro_batch_size": 1, "global_batch_size": 1, "kernels": backend, **VARIANTS[variant]}
     files = write_chats(tmp_path / "c", [LENGTH])
     without = figures(SoloComm(), run_of(8, **one), files)
@@ -213,7 +213,7 @@ def test_samples_from_which_nothing_is_predicted(variant, tmp_path, capsys):
 
 @pytest.mark.parametrize(("ranks", "changes"), [(1, {}), (2, CP2), (2, SEQUENCE)])
 def test_balancing_losses_of_each_sample_leave_padding_out(ranks, changes, files):
-    """Half of each sample is padding. A sample's loss is that of its tokens."""
+    """Half of each sample is padding. A sample's loss is the loss of its tokens."""
     kinds = {
         **EXPERTS,
         "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
@@ -276,7 +276,7 @@ def test_dynamic_rope_follows_the_length_of_each_chat(backend, tmp_path):
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(0, 12))
 @settings(settings.get_profile("ci"), max_examples=50)
 def test_angles_of_tokens_are_those_of_their_document_alone(lengths, padded):
-    """Of two samples with the documents in both orders, and padding after the first."""
+    """Angles are right in two samples with the documents in both orders, and padding after the first."""
     model = run_of(8, **DYNAMIC).model
     s = sum(lengths) + padded
     columns = [
@@ -307,7 +307,7 @@ def test_scores_of_a_text_do_not_depend_on_the_texts_next_to_it(variant, files):
 
 
 def test_flops_of_the_log_leave_padding_out_of_the_experts():
-    """Of forward and backward, of each layer: two experts of a token, with three matrices."""
+    """Padding saves the FLOPs of forward and backward in each layer: two experts of a token, with three matrices."""
     run = run_of(24, **EXPERTS)
     every, some = (accounting.hardware_flops(run, 4, None, padded) for padded in (0, 10))
     assert every - some == pytest.approx(10 * 3 * 2 * (2 * 2 * 3 * 32 * 24))

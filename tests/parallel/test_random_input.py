@@ -367,7 +367,7 @@ def corpus(tmp_path):
 
 
 def test_data_files_are_refused_or_read(corpus):
-    """Of .bin only size and kind: the format has no checksum, so a token that is changed into another one is other data."""
+    """Only size and kind of .bin are checked: the format has no checksum, so a token that is changed into another one is other data."""
     folder, documents = corpus
     originals = {
         name: (folder / name).read_bytes() for name in ("corpus.idx", "corpus.bin", "corpus.jsonl")

@@ -1,5 +1,5 @@
-"""What several ranks hold alike is compared before every save: a flipped bit is found, and suspect
-checkpoints are refused.
+"""Replicas: tensors that several ranks share are compared before every save: a flipped bit is found,
+and suspect checkpoints are refused.
 """
 
 import json
@@ -46,8 +46,8 @@ INTERVAL = "check_weight_hash_across_dp_replicas_interval"
 
 
 def compared(world, layout, flips) -> str | None:
-    """What is found after a step, bits having flipped on some ranks: rank -> (layer of the stage,
-    bit).
+    """Return the difference found after a step in which bits flip on some ranks: rank -> (layer of
+    the stage, bit).
     """
     trainer = make_trainer(world, small_run(num_layers=2, **layout))
     trainer.train_step()
@@ -133,7 +133,7 @@ def test_healthy_ranks_agree(name):
 
 
 def tensors(trainer):
-    """What a bit may flip in, by kind."""
+    """Return the tensors in which a bit may flip, by kind."""
     part = trainer.optimizer.shards[-1]
     layer = trainer.stage.layers[0]
     norm = layer.input_layernorm.weight.data

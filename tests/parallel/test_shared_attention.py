@@ -1,4 +1,4 @@
-"""What ranks that share a sequence compute and send each other for attention: work, bytes, and results against one rank."""
+"""Attention on ranks that share a sequence: work, bytes sent to each other, and results against one rank."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a run chooses at its start by the planner's models: as few recomputed layers as fit, and the fastest schedule that fits."""
+"""Choices of a run at its start by the planner's models: as few recomputed layers as fit, and the fastest schedule that fits."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Work in other orders than 1F1B's: forwards and backwards of micro-batches, and weight gradients after those of inputs."""
+"""Work in other orders than 1F1B's: forwards and backwards of micro-batches, and weight gradients after input gradients."""
 
 from functools import partial
 

@@ -281,7 +281,7 @@ def test_what_does_not_change_the_model_may_change(saved, ranks, changes):
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """(directory of a checkpoint after two iterations, its weights by name, that of its weights alone in BF16)."""
+    """(directory of a checkpoint after two iterations, its weights by name, directory of the weights alone in BF16)."""
     directory = tmp_path_factory.mktemp("finetune")
     trainer = make_trainer(SoloComm(), small_run())
     for _ in range(2):
@@ -432,7 +432,7 @@ def test_flags():
     "changes", [{"cache_packed_weights": True}, {"swiglu": True, "disable_bias_linear": True}]
 )
 def test_fp32_matmuls_in_bf16_parts_have_the_losses_of_fp32(iterations, changes):
-    """Of every target that multiplies BF16; on those that emulate it, of the first iterations alone."""
+    """Losses agree on every target that multiplies BF16; on emulating targets in the first iterations alone."""
     run = small_run(**SMALLER, **changes, hidden_size=64)
     for name in kernels.runnable_targets(emulated=iterations < 200):
         with kernels.target(name):

@@ -202,7 +202,7 @@ def test_losses_and_updates_are_those_of_transformers(case, name, tmp_path):
 
 
 def check_inference(case: Case, directory: Path, ranks: int, run: RunConfig) -> None:
-    """The checkpoint's greedy texts and perplexity are those of transformers' model, in the layout it was trained in."""
+    """Check the checkpoint's greedy texts and perplexity against transformers' model, in the layout it was trained in."""
     manifest, tokens = read_manifest(directory, STEPS), mock_tokens(case.vocabulary).flatten()
     sizes = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
     prompt, text = tokens[:5].tolist(), torch.cat([tokens, tokens.flip(0), tokens[:1]])
@@ -233,7 +233,7 @@ def check_inference(case: Case, directory: Path, ranks: int, run: RunConfig) -> 
 
 
 def test_from_scratch_the_padding_counts():
-    """As in Megatron-LM: the first loss is that of a model whose padding rows are words like the others."""
+    """The first loss is, as in Megatron-LM, the loss of a model whose padding rows are words like the others."""
     run = small_run(vocab_size=91)
     run = with_padding(run, find_checkpoint(run, SoloComm()))
     trainer = make_trainer(SoloComm(), run)

@@ -348,7 +348,7 @@ LEAVES = {
 
 
 def blocks(document: str, language: str = "") -> list[str]:
-    """The fenced blocks of commands, or those of a language."""
+    """Return the fenced blocks of commands, or the blocks of a language."""
     fenced = [(match[1], match[2]) for match in FENCE.finditer((ROOT / document).read_text())]
     return [text for name, text in fenced if name == language]
 

@@ -88,7 +88,7 @@ def report(watchdog):
 
 
 def in_touch(watchdog):
-    """Whether reports between nodes have gone both ways, if this rank is the one of its node that reports."""
+    """Return whether reports between nodes have gone both ways, if this rank reports for its node; otherwise true."""
     link = watchdog.link
     reports = link and Node(watchdog.heart.folder).read()[0].process == os.getpid()
     return not reports or link._parent or len(link._children) == link.count - 1

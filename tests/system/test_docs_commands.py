@@ -336,7 +336,7 @@ def test_api_pages_document_every_public_name():
 
 @pytest.mark.docs
 def test_the_flag_of_extending_works(tmp_path):
-    """The flag cuts the gradients: their norm is below that of the same run without it."""
+    """The flag cuts the gradients: their norm is below the norm in the same run without it."""
     copy_checkout(tmp_path)
     apply_changes(tmp_path)
     flags = [*"train --recipe demo --mock-data --vocab-size 256 --train-iters 3".split()]

@@ -1,4 +1,4 @@
-"""What run_or_abort reports and how long it waits, without MPI; the ends of real jobs are tested in tests/system/mpi."""
+"""Reports and waiting times of run_or_abort, without MPI; the ends of real jobs are tested in tests/system/mpi."""
 
 import os
 import subprocess

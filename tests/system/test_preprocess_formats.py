@@ -217,7 +217,7 @@ def test_the_folder_of_the_tokens_is_no_input(tmp_path, run, monkeypatch):
 
 
 def test_unrecorded_tokens_do_not_count(tmp_path, run, monkeypatch):
-    """What was written after the last record is cut off."""
+    """Tokens written after the last record are cut off."""
     write_all_forms(tmp_path, texts(300))
     monkeypatch.setattr(preprocess, "BATCH_BYTES", 5000)
     assert run("plain.jsonl", "plain")[0] == 0

@@ -108,7 +108,10 @@ def test_openmp_runtime_is_the_one_torch_loads(project):
 
 
 def maps_after_importing_torch():
-    """Of a process of its own: other libraries of this one, such as sentencepiece, bring OpenMP runtimes that they never start."""
+    """Return a separate process's maps.
+
+    Other libraries of this process, such as sentencepiece, bring OpenMP runtimes that they never start.
+    """
     program = "import torch; torch.ones(1 << 20).add_(1); print(open('/proc/self/maps').read())"
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -28,7 +28,7 @@ def test_every_family_is_timed_both_ways(dtype, tp):
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
 def test_the_parts_of_other_blocks_are_timed(family):
-    """Those that the model is made of."""
+    """The parts that the model is made of are timed."""
     called = set()
     cases = kernel_choice.kernel_cases(small_run(**FAMILIES[family]), 2, torch.float32)
     watched = Observed(

@@ -722,7 +722,7 @@ def test_files_of_a_killed_writer_do_not_look_whole(tmp_path, monkeypatch, renam
 
 
 def fitted(lengths, size: int) -> list[int]:
-    """What is left of each sample after best fit decreasing, chat by chat."""
+    """Return the room left in each sample after best fit decreasing, chat by chat."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, room in enumerate(rooms) if room >= length]

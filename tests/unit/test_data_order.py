@@ -42,7 +42,7 @@ def samples(dataset: Dataset, first: int, end: int) -> list[bytes]:
 
 
 def times_trained(orders: list[bytes], tokens: int) -> Counter:
-    """How often tokens are trained -> how many tokens."""
+    """Return the times that tokens are trained -> the number of tokens."""
     trained = np.concatenate([np.frombuffer(sample, np.int64)[:-1] for sample in orders])
     return Counter(np.bincount(trained, minlength=tokens).tolist())
 

@@ -129,7 +129,7 @@ def test_build_datasets_splits_without_overlap(tmp_path):
 
 
 def test_it_is_said_how_much_text_validation_has(tmp_path):
-    """Of one data set, and of several together."""
+    """The line counts one data set, and several together."""
     write(tmp_path / "a", [3] * 10)
     write(tmp_path / "b", [5] * 20)
     one = build_datasets([str(tmp_path / "a")], "60,40", (4, 2, 0), Builder(4, 1))

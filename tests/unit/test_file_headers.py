@@ -51,7 +51,7 @@ SETTINGS = settings(
 
 
 def opened(path: Path, content: bytes) -> dict:
-    """What a file of this content, with an entry that fits to it, says that it holds."""
+    """Read the header of a file of this content, with an entry that fits the content."""
     path.write_bytes(content)
     checksums = BlockChecksums()
     checksums.add(memoryview(content))

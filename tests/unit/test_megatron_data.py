@@ -29,7 +29,7 @@ from tests.helpers import SMALL
 
 @pytest.fixture
 def two(tmp_path):
-    """50 and 20 documents of 40 tokens; those of the second count from 100,000."""
+    """50 and 20 documents of 40 tokens; the second's tokens count from 100,000."""
     return write(tmp_path / "a", [40] * 50), write(tmp_path / "b", [40] * 20, first_token=100_000)
 
 
@@ -157,7 +157,7 @@ def test_a_step_schedule_asks_for_what_it_takes_whatever_the_layout(flags, reque
 
 @pytest.mark.parametrize(("skip_train", "evaluations"), [(False, 3), (True, 1)])
 def test_validation_samples_of_a_run_that_trains_nothing(skip_train, evaluations):
-    """megatron/training/training.py, get_train_valid_test_num_samples: with --skip-train those of --eval-iters, once."""
+    """megatron/training/training.py, get_train_valid_test_num_samples: with --skip-train the samples of --eval-iters, once."""
     run = make_run(
         None,
         {**SMALL, "train_iters": 10, "eval_iters": 4, "eval_interval": 5, "skip_train": skip_train},

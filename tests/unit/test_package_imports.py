@@ -146,7 +146,7 @@ def imports(path: Path, package: Path) -> set[str]:
 
 
 def own_imports(path: Path, package: Path) -> set[str]:
-    """Those of `imports` that lie in the package, without its name: run.config, comm.base, nn.ops.Ops ..."""
+    """Return the `imports` within the package, without its name: run.config, comm.base, nn.ops.Ops ..."""
     prefix = f"{package.name}."
     return {name.removeprefix(prefix) for name in imports(path, package) if name.startswith(prefix)}
 

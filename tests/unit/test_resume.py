@@ -1,4 +1,4 @@
-"""Where a run goes on from, what it says of settings that differ, and its schedules, exactly as in Megatron-LM."""
+"""Resuming a run: the place it resumes from, what it says of settings that differ, and its schedules, exactly as in Megatron-LM."""
 
 import json
 import math

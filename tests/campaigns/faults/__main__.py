@@ -1,4 +1,4 @@
-"""Faults at random moments of small runs on real MPI ranks: what was lost, and whether the bits are those of an undisturbed run.
+"""Faults at random moments of small runs on real MPI ranks: what was lost, and whether an undisturbed run has the same bits.
 
     make faults                                           as many as FAULTS says, the table of docs/reliability.md
     python -m tests.campaigns.faults --count 100 --seed 3 --json faults.json
@@ -102,7 +102,7 @@ class Campaign:
         return outcome
 
     def reference(self, layout: jobs.Layout) -> dict[str, Any]:
-        """What the undisturbed run of a layout ends with."""
+        """Return the end result of a layout's undisturbed run."""
         with self._reference_lock:
             if layout.name not in self._references:
                 self._references[layout.name] = self._undisturbed(

@@ -66,7 +66,7 @@ LAYOUTS = (
 
 
 def on_two_hosts(number: int) -> Layout:
-    """A layout whose hosts are those of fault `number` alone."""
+    """Return a layout whose hosts belong to fault `number` alone."""
     return Layout(
         "DP 2 on two hosts", 2, ZERO, hosts=(f"fm-faults{number}a", f"fm-faults{number}b")
     )
@@ -102,7 +102,7 @@ class Job:
             self._changed.notify_all()
 
     def wait_for_iteration(self, number: int) -> bool:
-        """Whether the job logs this iteration before it ends."""
+        """Wait for this iteration; return whether the job logs it before the job ends."""
         with self._changed:
             self._changed.wait_for(
                 lambda: last_iteration(self.text()) >= number or not self._reader.is_alive(),
@@ -206,7 +206,7 @@ def start(words: Sequence[str], **variables: str) -> Job:
 
 
 def ended(save: Path) -> bool:
-    """Whether a run that saves there has come to its end."""
+    """Return whether a run that saves there has come to its end."""
     return (save / f"iter_{ITERATIONS:07d}").exists()
 
 

@@ -26,7 +26,7 @@ ORDERLY = r"a signal asked to stop|supervise: asked to stop|a rank is lost \(sig
 
 @dataclass(frozen=True)
 class Kind:
-    """what: the fault. named: what the log must say. disturb: does it, and returns whether the run came to its end."""
+    """A kind of fault. what: the fault. named: what the log must say. disturb: does it, and returns whether the run came to its end."""
 
     what: str
     named: str

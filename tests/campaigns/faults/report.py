@@ -1,4 +1,4 @@
-"""What a campaign found: counts by kind as JSON and as the table of docs/reliability.md."""
+"""Findings of a campaign: counts by kind as JSON and as the table of docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Record:
 
     @property
     def numbers(self) -> set[int]:
-        """Of the faults that have been tried."""
+        """Numbers of the faults that have been tried."""
         return {outcome.number for outcome in self.outcomes}
 
     def add(self, outcome: Outcome) -> None:

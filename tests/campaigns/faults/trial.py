@@ -26,7 +26,7 @@ TRACEBACK = re.compile(r"^(?:rank \d+: )?Traceback \(most recent call last\)", r
 
 @dataclass
 class Outcome:
-    """What came of a fault. lost: iterations done again beyond what the save interval allows. detail: the first that was wrong."""
+    """Outcome of a fault. lost: iterations done again beyond what the save interval allows. detail: the first that was wrong."""
 
     number: int
     kind: str

@@ -26,7 +26,7 @@ OPENMPI_VARIABLE = "FUGAKU_MEGATRON_OPENMPI"
 
 @dataclass(frozen=True)
 class Result:
-    """How a job ended. `returncode` is mpiexec's."""
+    """End of a job. `returncode` is mpiexec's."""
 
     returncode: int
     stdout: str

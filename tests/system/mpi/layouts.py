@@ -2,7 +2,7 @@
 
     mpiexec -n 4 python tests/system/mpi/layouts.py 2 FOLDER
 
-The number is that of iterations. FOLDER, empty, is where ranks wait for each other. All first train alone, which gives the expected
+The number counts iterations. FOLDER, empty, is where ranks wait for each other. All first train alone, which gives the expected
 losses and gradients; then parts of the world train together. Prints one line per layout; fails on the first difference.
 See test_layouts.py.
 """

@@ -15,7 +15,7 @@ WIDTH = 512
 
 
 class Slept(torch.autograd.Function):
-    """What a group of experts makes of its rows: their double. The backward of two matmuls takes twice as long as their forward."""
+    """A group of experts that doubles its rows. The backward of two matmuls takes twice as long as their forward."""
 
     @staticmethod
     def forward(ctx, rows, seconds):

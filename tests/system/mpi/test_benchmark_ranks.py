@@ -201,7 +201,7 @@ def test_rows_of_experts(measured, hosts):
 
 
 def run_on_hosts(mpich, rate: str, *words: object) -> str:
-    """What a Python program with a rank on each host prints."""
+    """Run a Python program with a rank on each host and return what it prints."""
     with two_hosts.two_hosts(rate):
         first, second = (
             two_hosts.on_host(host, [sys.executable, *map(str, words)]) for host in two_hosts.HOSTS
@@ -249,7 +249,7 @@ def test_documents_train_alike_on_two_hosts(hosts, mpich, tmp_path, layout):
 
 @pytest.mark.full
 def test_rows_in_groups_hide_most_of_a_slow_link(hosts, mpich):
-    """Of experts that compute, or sleep, as long as their rows need on the link, in forward and twice as long in backward."""
+    """Experts compute, or sleep, as long as their rows need on the link, in forward and twice as long in backward."""
     rows, rate = 1600, 20e6
     wire = 2 * rows * slow_link.WIDTH * 4 * 8 / rate  # there and back
 

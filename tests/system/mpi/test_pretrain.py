@@ -149,7 +149,7 @@ def check_tflops(flags, log, line):
     ],
 )
 def test_paths_of_any_bytes_end_no_run(mpich, tmp_path, locale):
-    """Neither those of --save, --log-file and --profile-dir nor that of the picture, whose title holds them."""
+    """No path ends a run: neither --save, --log-file and --profile-dir nor the picture's, whose title has the paths."""
     place = os.fsencode(tmp_path) + b"/\xff\xc3\xa9"
 
     def run(*flags):
