@@ -312,7 +312,7 @@ def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
     return linear + attention / 2, sum(r.flops_forward for r in head_records(run, tp, tied=True))
 
 
-@lru_cache(maxsize=64)  # every stage asks for it
+@lru_cache(maxsize=1024)  # searches repeat the same runs
 def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
     """Return each virtual stage's layer count by --pipeline-split, at least 1."""
     layers = run.model.num_layers
