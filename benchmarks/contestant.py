@@ -170,12 +170,9 @@ def build(name: str, run: RunConfig) -> nn.Module:
     """The baseline's model with our initial weights; (tokens (b, s), labels (b, s)) -> loss ()."""
     model = BASELINES[name](run, accounting.padded_vocab_size(run.model, 1))
     ops = Ops.build()
-    meta = {
-        p.spec.name: p
-        for p in Stage(
-            run, Layout.from_run(run, 1), Grid(1, 1, 1).groups(SoloComm()), ops
-        ).parameters()
-    }  # on the meta device
+    layout = Layout.from_run(run, 1)
+    stage = Stage(run, layout, Grid(*layout.sizes).groups(SoloComm()), ops)
+    meta = {p.spec.name: p for p in stage.parameters()}  # on the meta device
 
     @lru_cache(
         maxsize=1

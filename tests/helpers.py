@@ -117,16 +117,15 @@ def make_trainer(world: Comm, run: RunConfig, ops: Ops | None = None, **more: An
             "torch" if run.system.kernels == "torch" else "native",
             keep_packed_weights=run.system.cache_packed_weights,
         )
-    return Trainer(
-        run,
-        Layout.from_run(run, world.size),
-        world,
-        grid_groups(world, run),
-        mock(run),
-        mock(run, 8),
-        ops=ops,
-        **more,
-    )
+    return build_trainer(run, world, mock(run), mock(run, 8), ops=ops, **more)
+
+
+def build_trainer(
+    run: RunConfig, world: Comm, *data: Any, groups: Groups | None = None, **more: Any
+) -> Trainer:
+    """Lay a run out on a world, and build this rank's trainer. data: training and validation; groups: default: the run's"""
+    layout = Layout.from_run(run, world.size)
+    return Trainer(run, layout, world, groups or grid_groups(world, run), *data, **more)
 
 
 def dry_trainer(rank: int, ranks: int, **changes: Any) -> Trainer:

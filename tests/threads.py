@@ -40,11 +40,16 @@ def _reduced(parts: Sequence[Tensor], op: str) -> Tensor:
     return stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
+A_MOMENT = (
+    1e-4  # s in which other ranks have their turn while one looks whether an operation is done
+)
+
+
 class _Broken(Exception):
     """An exception in a rank's thread after another rank failed."""
 
 
-class Turn:
+class _Turn:
     """The right to compute, held by one rank's thread. timeout: seconds after which a rank that waits for it raises TimeoutError."""
 
     def __init__(self, timeout: float) -> None:
@@ -52,45 +57,40 @@ class Turn:
         self._lock = threading.Lock()
         self._holder: int | None = None  # identifier of a thread
 
+    @property
+    def mine(self) -> bool:
+        """True in the thread that holds it; threads that a rank has started never do."""
+        return self._holder == threading.get_ident()
+
     def begin(self) -> None:
         if not self._lock.acquire(timeout=self.timeout):
-            raise TimeoutError(
-                "a rank waits for another outside its communicator: pass turns=False to ThreadWorld"
-            )
+            raise TimeoutError("a rank computes for too long, or waits outside its communicator")
         self._holder = threading.get_ident()
 
     def end(self) -> None:
-        self._holder = None
-        self._lock.release()
-
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Compute in the block."""
-        self.begin()
-        try:
-            yield
-        finally:
-            self.end()
+        """Let another rank compute; nothing in a thread that does not hold the turn."""
+        if self.mine:
+            self._holder = None
+            self._lock.release()
 
     @contextlib.contextmanager
     def left(self) -> Iterator[None]:
-        """Let other ranks compute during the block. Threads that a rank has started have no turn to leave."""
-        holds = self._holder == threading.get_ident()
-        if holds:
-            self.end()
+        """Let other ranks compute during the block."""
+        mine = self.mine
+        self.end()
         try:
             yield
         finally:
-            if holds:
+            if mine:
                 self.begin()
 
 
 class _State:
     """State shared by a ThreadWorld's ranks: the turn, the failure flag, and the condition that every change notifies."""
 
-    def __init__(self, timeout: float, turn: Turn) -> None:
+    def __init__(self, timeout: float) -> None:
         self.timeout = timeout
-        self.turn = turn
+        self.turn = _Turn(timeout)
         self.failed = False
         self.changed = threading.Condition()
 
@@ -121,6 +121,10 @@ class _Shared:
     def meeting(self, number: int) -> _Meeting:
         return self.meetings.setdefault(number, _Meeting())
 
+    def complete(self, number: int) -> bool:
+        """Return True if every rank has entered a collective that this rank has not left."""
+        return len(self.meetings[number].shown) == self.size
+
     def leave(self, number: int) -> list[tuple[str, Any]]:
         """Return every rank's value in rank order; the last rank clears the collective."""
         meeting = self.meetings[number]
@@ -138,7 +142,8 @@ class _Receive:
     taken: bool = False
 
     def done(self) -> bool:
-        return self.taken or self.comm.becomes(lambda: self.key in self.comm.shared.messages)
+        messages = self.comm.shared.messages
+        return self.taken or self.comm.becomes(lambda: self.key in messages, A_MOMENT)
 
     def wait(self) -> None:
         if not self.taken:
@@ -158,8 +163,8 @@ class _Collective:
     result: Any = None
 
     def done(self) -> bool:
-        shown = self.comm.shared.meeting(self.number).shown
-        return self.taken or self.comm.becomes(lambda: len(shown) == self.comm.size)
+        shared = self.comm.shared
+        return self.taken or self.comm.becomes(lambda: shared.complete(self.number), A_MOMENT)
 
     def wait(self) -> Any:
         if not self.taken:
@@ -177,39 +182,34 @@ class ThreadComm(Comm):
         self._posted: Counter = Counter()
 
     def _wait_for(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait without the turn. Raises _Broken if another rank failed, TimeoutError after the time limit."""
+        """Wait until `ready`. Raises _Broken if another rank failed, TimeoutError after the time limit."""
         state = self.shared.state
-        if not ready():
-            with state.turn.left(), state.changed:
-                state.changed.wait_for(lambda: ready() or state.failed, state.timeout)
-        if ready():
+        if self.becomes(ready, state.timeout):
             return
         if state.failed:
             raise _Broken from None
         raise TimeoutError(f"rank {self.rank} of {self.size} waited {state.timeout} s in {what}")
 
-    def becomes(self, ready: Callable[[], bool]) -> bool:
-        """Return True if `ready`, at once or after the others had their turn."""
+    def becomes(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Return True if `ready` within so many seconds, in which other ranks have their turn."""
         state = self.shared.state
         if not ready():
             with state.turn.left(), state.changed:
-                state.changed.wait_for(ready, 1e-4)
+                state.changed.wait_for(lambda: ready() or state.failed, seconds)
         return ready()
 
     def _start(self, verb: str, value: Any, finish: Callable[[list[Any]], Any]) -> _Collective:
         """Publish `value`, which no rank changes any more."""
         number, self._collectives = self._collectives, self._collectives + 1
         with self.shared.state.changed:
-            shown = self.shared.meeting(number).shown
-            shown[self.rank] = (verb, value)
-            if len(shown) == self.size:
+            self.shared.meeting(number).shown[self.rank] = (verb, value)
+            if self.shared.complete(number):
                 self.shared.state.changed.notify_all()
         return _Collective(self, number, verb, finish)
 
     def meet(self, number: int, verb: str) -> list[Any]:
         """Return all ranks' values."""
-        shown = self.shared.meeting(number).shown
-        self._wait_for(lambda: len(shown) == self.size, verb)
+        self._wait_for(lambda: self.shared.complete(number), verb)
         with self.shared.state.changed:
             pairs = self.shared.leave(number)
         verbs = [entered for entered, _ in pairs]
@@ -325,32 +325,27 @@ class ThreadComm(Comm):
 
 
 class ThreadWorld:
-    """`size` ranks as threads of this process.
+    """`size` ranks as threads of this process. timeout: seconds of every wait, so that no test hangs"""
 
-    timeout: seconds of every wait, so that no test hangs
-    turns: False where a rank waits for another outside its communicator, for example by a thread of its own
-    """
-
-    def __init__(self, size: int, timeout: float = 300.0, turns: bool = True) -> None:
+    def __init__(self, size: int, timeout: float = 300.0) -> None:
         assert size >= 1, size
         self.size = size
         self.timeout = timeout
-        self.turns = turns
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call fn(comm, *args) on every rank; return the results in rank order.
 
         If a rank fails, waiting ranks are woken, and the lowest failing rank's exception is raised with the attribute `rank` and a note.
         """
-        state = _State(self.timeout, Turn(self.timeout))
+        state = _State(self.timeout)
         shared = _Shared(state, self.size)
         results: list[Any] = [None] * self.size
         errors: dict[int, BaseException] = {}
 
         def work(rank: int) -> None:
             try:
-                with state.turn.taken() if self.turns else contextlib.nullcontext():
-                    results[rank] = fn(ThreadComm(rank, self.size, shared), *args)
+                state.turn.begin()
+                results[rank] = fn(ThreadComm(rank, self.size, shared), *args)
             except _Broken:
                 pass
             except (
@@ -358,6 +353,8 @@ class ThreadWorld:
             ) as error:  # also SystemExit and pytest's outcomes, which the caller must see
                 errors[rank] = error
                 state.fail()
+            finally:
+                state.turn.end()
 
         threads = [
             threading.Thread(target=work, args=(rank,), name=f"rank {rank}")

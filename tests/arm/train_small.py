@@ -18,15 +18,13 @@ import torch
 
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.job import run_or_abort
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.marks import mark
 from fugaku_megatron.host import kernels
 from fugaku_megatron.inference.generation import Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel
-from fugaku_megatron.training.trainer import Trainer
-from tests.helpers import grid_groups, mock, small_run
+from tests.helpers import build_trainer, grid_groups, mock, small_run
 from tests.llama_models import FAMILIES
 
 SMALL = {
@@ -92,7 +90,7 @@ def train(world: Comm, run: RunConfig, iterations: int) -> tuple[list[float], li
         if run.data.marked
         else FewTexts(*texts)
     )
-    trainer = Trainer(run, Layout.from_run(run, world.size), world, groups, data, mock(run))
+    trainer = build_trainer(run, world, data, mock(run), groups=groups)
     try:
         losses = [trainer.train_step().loss for _ in range(iterations)]
         return losses, continued(LoadedModel(run, groups, trainer.stage)) if world.size == 1 else []

@@ -14,8 +14,8 @@ from fugaku_megatron.costs import accounting, experts, memory
 from fugaku_megatron.costs.activations import Collective
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import (
+    build_trainer,
     grid_groups,
     make_trainer,
     mock,
@@ -109,7 +109,7 @@ def tallies(run: RunConfig, world: int) -> list[dict[tuple[str, str], tuple[int,
     def traffic(comm: Comm):
         torch.set_num_threads(1)
         groups = record(grid_groups(comm, run))
-        trainer = Trainer(run, Layout.from_run(run, comm.size), comm, groups, mock(run))
+        trainer = build_trainer(run, comm, mock(run), groups=groups)
         trainer.train_step()
         trainer.close()
         return groups.tp.tally()

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.inference.generation import Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel, load_model, operations
-from fugaku_megatron.training.trainer import Trainer
 from tests.checks.gpt2 import to_theirs
-from tests.helpers import grid_groups, make_trainer, small_run, whole_tensors
+from tests.helpers import build_trainer, grid_groups, make_trainer, small_run, whole_tensors
 from tests.llama_models import FAMILIES
 
 TEXT = "to be or not to be, "
@@ -69,15 +67,7 @@ def save_trained(
     torch.set_num_threads(1)
     run = small_run(**{**LEARNS, "train_iters": iterations, **changes})
     data = Repeated(24)
-    trainer = Trainer(
-        run,
-        Layout.from_run(run, world.size),
-        world,
-        grid_groups(world, run),
-        data,
-        data,
-        tokenizer=tokenizer,
-    )
+    trainer = build_trainer(run, world, data, data, tokenizer=tokenizer)
     for _ in range(iterations):
         trainer.train_step()
     trainer.close()

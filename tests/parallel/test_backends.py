@@ -15,9 +15,8 @@ from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, ChatWriter
 from fugaku_megatron.data.dataset import DatasetConfig
 from fugaku_megatron.data.marks import mark
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.training.trainer import Trainer
 from tests.checks.documents import EOD, Texts
-from tests.helpers import grid_groups, small_run
+from tests.helpers import build_trainer, small_run
 from tests.threads import ThreadWorld
 
 RUNS = 12
@@ -121,9 +120,7 @@ def course(world, run: RunConfig, files: ChatFiles) -> list[float]:
     elif run.data.marked:
         data = mark(data, EOD, run.data.eod_mask_loss)
     ops = Ops.build(run.system.kernels)
-    trainer = Trainer(
-        run, Layout.from_run(run, world.size), world, grid_groups(world, run), data, data, ops=ops
-    )
+    trainer = build_trainer(run, world, data, data, ops=ops)
     with contextlib.closing(trainer):
         found = []
         for _ in range(2):

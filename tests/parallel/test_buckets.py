@@ -18,7 +18,6 @@ from fugaku_megatron.costs.memory import (
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.optim import flat
 from fugaku_megatron.pipeline.instructions import InFlight
-from fugaku_megatron.training.trainer import Trainer
 from tests.checks.instruction_lists import custom, shuffled
 from tests.helpers import (
     DROPOUT,
@@ -26,6 +25,7 @@ from tests.helpers import (
     PP2,
     TP2,
     TP2PP2,
+    build_trainer,
     dry_trainer,
     grid_groups,
     make_trainer,
@@ -187,14 +187,8 @@ def started_early(world, run, backend: str, make=run_schedule.build_schedule) ->
     torch.set_num_threads(1)
     groups = grid_groups(world, run)
     groups = replace(groups, dp=Checked(groups.dp), embedding=Checked(groups.embedding))
-    trainer = Trainer(
-        run,
-        Layout.from_run(run, world.size),
-        world,
-        groups,
-        mock(run),
-        ops=Ops.build(backend),
-        make_schedule=make,
+    trainer = build_trainer(
+        run, world, mock(run), groups=groups, ops=Ops.build(backend), make_schedule=make
     )
     buckets, seen = trainer.optimizer.buckets, []
     reduce = buckets.reduce

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.data.marks import FIRST, labels, mark
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
@@ -32,7 +31,7 @@ from tests.helpers import (
     P2P,
     PP2,
     TP2,
-    grid_groups,
+    build_trainer,
     small_run,
     whole_tensors,
 )
@@ -54,14 +53,7 @@ def made(world, run, backend="native") -> Trainer:
         marked(run, Texts(run.model.vocab_size, run.model.seq_length, 4096, seed))
         for seed in (7, 8)
     )
-    return Trainer(
-        run,
-        Layout.from_run(run, world.size),
-        world,
-        grid_groups(world, run),
-        *data,
-        ops=Ops.build(backend),
-    )
+    return build_trainer(run, world, *data, ops=Ops.build(backend))
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])

@@ -9,7 +9,6 @@ import torch
 
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, unsigned
 from fugaku_megatron.data.chats import Chat, ChatTemplate
 from fugaku_megatron.data.dataset import DatasetConfig
@@ -17,7 +16,6 @@ from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, NullTokenizer
 from fugaku_megatron.inference import evaluate, generate, scoring
 from fugaku_megatron.inference.loading import LoadedModel
-from fugaku_megatron.training.trainer import Trainer
 from tests.checks import chats as chat_checks
 from tests.checks.evaluation import (
     LENGTH,
@@ -27,7 +25,7 @@ from tests.checks.evaluation import (
     their_likelihoods,
 )
 from tests.checks.generation import LEARNS, WIDE, save_trained, their_model, write_tokenizer
-from tests.helpers import grid_groups, one_error, small_run
+from tests.helpers import build_trainer, one_error, small_run
 from tests.threads import ThreadWorld
 
 
@@ -476,9 +474,7 @@ def test_the_loss_of_training_on_packed_chats_is_that_of_each_chat_alone(tmp_pat
     def trained(world):
         torch.set_num_threads(1)
         data = ChatDataset(ChatFiles(prefix), "train", range(9), None, DatasetConfig(64, 1))
-        trainer = Trainer(
-            run, Layout.from_run(run, world.size), world, grid_groups(world, run), data, data
-        )
+        trainer = build_trainer(run, world, data, data)
         for _ in range(2):
             trainer.train_step()
         loss = trainer.evaluate(data, 0, len(data))

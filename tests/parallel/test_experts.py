@@ -47,6 +47,7 @@ from tests.helpers import (
     P2P,
     PP2,
     TP2,
+    build_trainer,
     grid_groups,
     make_trainer,
     mock,
@@ -502,12 +503,11 @@ def test_rows_are_on_their_way_while_others_are_computed(changes, near, expected
             return Observed(result, ("wait",), observe) if name in NONBLOCKING else result
 
         groups = grid_groups(comm, run)
-        trainer = Trainer(
+        trainer = build_trainer(
             run,
-            Layout.from_run(run, comm.size),
             comm,
-            replace(groups, ep=Observed(groups.ep, VERBS, observe)),
             mock(run),
+            groups=replace(groups, ep=Observed(groups.ep, VERBS, observe)),
             ops=Ops.build("native", kernels=Observed(kernels, tuple(LETTERS), observe)),
         )
         with contextlib.closing(trainer):

@@ -27,9 +27,8 @@ from fugaku_megatron.run import start as start_module
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.run.plan import Plan
 from fugaku_megatron.run.tokenizer import read_tokenizer, with_vocabulary
-from fugaku_megatron.training.trainer import Trainer
 from tests.checks.tokenizers import PIECES, TEXTS, write_sentencepiece
-from tests.helpers import find_checkpoint, grid_groups, make_trainer, small_run
+from tests.helpers import build_trainer, find_checkpoint, grid_groups, make_trainer, small_run
 from tests.threads import ThreadWorld
 from tools import megatron_flags, scripts_start
 
@@ -453,9 +452,7 @@ def test_the_flags_of_a_production_script_and_a_sentencepiece_model_start_a_shru
         run = with_vocabulary(arguments.run, record)
         groups = grid_groups(world, run)
         data = data_module.build_data(Plan(run, Layout.from_run(run, world.size)), groups)
-        trainer = Trainer(
-            run, Layout.from_run(run, world.size), world, groups, *data, tokenizer=record
-        )
+        trainer = build_trainer(run, world, *data, groups=groups, tokenizer=record)
         iterations, _ = run_length(run, 8, 0, 0)
         writer = MetricsWriter(
             iterations, 1, LogOutputs(wandb=start_module.wandb_run(run)), printing=world.rank == 0

@@ -18,8 +18,17 @@ from fugaku_megatron.observe.heartbeat import Heartbeat
 from fugaku_megatron.observe.observers import Heartbeats, Observers, listed
 from fugaku_megatron.observe.profile import Profile, profiled_ranks
 from fugaku_megatron.observe.trace import read_trace as read
-from fugaku_megatron.training.trainer import Trainer
-from tests.helpers import CP2, P2P, PP2, TP2PP2, grid_groups, make_trainer, mock, small_run
+from tests.helpers import (
+    CP2,
+    P2P,
+    PP2,
+    TP2PP2,
+    build_trainer,
+    grid_groups,
+    make_trainer,
+    mock,
+    small_run,
+)
 from tests.threads import ThreadWorld
 
 
@@ -42,12 +51,11 @@ def spoken(world, **flags) -> list[str]:
     observers = Observers(
         Phases(), Heartbeats(heart, Grid(*Layout.from_run(run, world.size).sizes), world.rank), None
     )
-    trainer = Trainer(
+    trainer = build_trainer(
         run,
-        Layout.from_run(run, world.size),
         world,
-        observers.groups(grid_groups(world, run)),
         mock(run),
+        groups=observers.groups(grid_groups(world, run)),
         waiting_for_data=observers.reading,
         watch=observers.watch,
     )
@@ -242,16 +250,13 @@ def recorded(world, folder, iterations, **changes):
         ),
         [],
     )
-    trainer = Trainer(
-        run, Layout.from_run(run, world.size), world, grid_groups(world, run), mock(run)
-    )
+    trainer = build_trainer(run, world, mock(run))
     own = Profile(run, trainer.layout, world)
-    trainer = Trainer(
+    trainer = build_trainer(
         run,
-        Layout.from_run(run, world.size),
         world,
-        own.groups(grid_groups(world, run)),
         mock(run),
+        groups=own.groups(grid_groups(world, run)),
         watch=own.watch,
         ops=Ops.build(kernels=own.kernels(kernels)),
     )

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, ChatWriter, signed
@@ -26,7 +25,7 @@ from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training.trainer import Trainer
 from tests.checks.chats import write_chats
-from tests.helpers import CP2, CP4, P2P, PP2, TP2, grid_groups, small_run, whole_tensors
+from tests.helpers import CP2, CP4, P2P, PP2, TP2, build_trainer, small_run, whole_tensors
 from tests.llama_models import FAMILIES, copy_to, theirs
 from tests.threads import ThreadWorld
 
@@ -95,15 +94,7 @@ def trainer_of(world, run: RunConfig, files: ChatFiles) -> Trainer:
         files, "train", range(len(files)), 64, DatasetConfig(run.model.seq_length, 3)
     )
     ops = Ops.build("torch" if run.system.kernels == "torch" else "native")
-    return Trainer(
-        run,
-        Layout.from_run(run, world.size),
-        world,
-        grid_groups(world, run),
-        dataset,
-        dataset,
-        ops=ops,
-    )
+    return build_trainer(run, world, dataset, dataset, ops=ops)
 
 
 def figures(world, run: RunConfig, files: ChatFiles) -> list[float]:

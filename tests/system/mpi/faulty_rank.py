@@ -19,7 +19,7 @@ from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training import trainer as trainer_module
 from fugaku_megatron.training.trainer import IterationResult, Trainer
 from tests.checks.session import Writer
-from tests.helpers import grid_groups, mock, small_run
+from tests.helpers import build_trainer, grid_groups, mock, small_run
 
 RANK, SLOWER = 2, 1.3
 INSTRUCTION = 0.14  # s of a forward or backward: an interval takes the 5 s that a judgement needs
@@ -93,12 +93,11 @@ def slow(world: Comm, log: Writer, file: str) -> None:
         clock.now += INSTRUCTION * (SLOWER if world.rank == RANK else 1)
 
     meeting = observe_groups(groups, lambda name: clock.meeting(getattr(groups, name)))
-    trainer = Trainer(
+    trainer = build_trainer(
         run,
-        Layout.from_run(run, world.size),
         world,
-        phases.groups(meeting),
         mock(run),
+        groups=phases.groups(meeting),
         waiting_for_data=phases.waiting_for_data,
         watch=lambda executor: phases.watch(Observed(executor, ("forward", "backward"), compute)),
     )

@@ -16,11 +16,9 @@ import torch
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.comm.job import describe, run_or_abort
 from fugaku_megatron.comm.node import share_groups
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.training.trainer import Trainer
-from tests.helpers import grid_groups, mock, small_run, whole_tensors
+from tests.helpers import build_trainer, grid_groups, mock, small_run, whole_tensors
 
 SIZES = {
     "pp4": (4, 1, 4),
@@ -135,15 +133,7 @@ def train(
     run = small_run(**changes)
     groups = grid_groups(world, run)
     groups = share_groups(groups, kernels, world.rank // node) if node else groups
-    trainer = Trainer(
-        run,
-        Layout.from_run(run, world.size),
-        world,
-        groups,
-        mock(run),
-        mock(run, 8),
-        ops=Ops.build(),
-    )
+    trainer = build_trainer(run, world, mock(run), mock(run, 8), groups=groups, ops=Ops.build())
     results, gradients = [], {}
     for i in range(iterations):
         results.append(trainer.train_step())
