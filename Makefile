@@ -221,7 +221,7 @@ arm-ext: arm-env $(STAMPS)/kernels
 	@$(BIN)/python -m tools.arm_env extension
 
 test-arm: arm-ext
-	$(subst worksteal,loadfile,$(PYTEST)) tests/arm \
+	$(PYTEST) --dist loadfile tests/arm \
 	    tests/kernels/test_dispatch.py::test_target_flags_stay_in_their_namespace
 
 arm-codegen: setup

@@ -67,10 +67,10 @@ def plan_stage(plan: Plan, stage: int) -> StagePlan:
     moments = [moment.activations for moment in plan.schedule.in_flight(stage)]
     return StagePlan(
         stage,
-        layers=accounting.stage_layers(plan.config, plan.placement, stage),
+        layers=accounting.stage_layers(plan.config, plan.layout.placement, stage),
         parameters=parameters,
         in_flight=tuple(map(max, zip(*moments, strict=True))),
-        again=recomputed_layers(plan.config, plan.placement, stage),
+        again=recomputed_layers(plan.config, plan.layout.placement, stage),
         memory=plan.memory[stage],
     )
 

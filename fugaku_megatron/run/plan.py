@@ -16,7 +16,6 @@ from ..config.parallel import EITHER, P2P
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..costs import accounting, memory, run_schedule
-from ..pipeline.placement import Placement
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import AUTO
 
@@ -128,10 +127,6 @@ class Plan:
     def microbatches(self) -> int:
         """Micro-batches of a rank at the full global batch size."""
         return self.layout.microbatches(self.config, self.global_batch_size)
-
-    @property
-    def placement(self) -> Placement:
-        return self.layout.placement
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -106,9 +106,8 @@ def build(
     """Choose the kernels and build this rank's trainer, observed. Collective."""
     run = plan.config
     world = communicators.world
-    heart.enter(
-        "the start: choosing kernels"
-    )  # before the model, because timing takes memory of its own
+    # before the model, because timing takes memory of its own
+    heart.enter("the start: choosing kernels")
     choice = choose_kernels(plan, world, resume.state.get("kernels"))
     say(*choice.lines)
 
