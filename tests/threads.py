@@ -344,7 +344,7 @@ class ThreadWorld:
         """
         state = _State(self.timeout, Turn(self.timeout))
         shared = _Shared(state, self.size)
-        results: list[Any] = [None] * self.size
+        results: list[Any] = [None for _ in range(self.size)]
         errors: dict[int, BaseException] = {}
 
         def work(rank: int) -> None:
