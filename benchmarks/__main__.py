@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = ""
     try:
         options = make_parser().parse_args(argv)
-        name, module = f" {options.family}", module_of(options.family)
+        name = f" {options.family}"
+        module = module_of(options.family)
         check_outputs(options)
         if argv is None and hasattr(module, "TORCH_HERE"):
             preloads.start_again(options.mkl)

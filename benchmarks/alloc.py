@@ -207,7 +207,8 @@ def read(paths: Sequence[Path]) -> list[LogSummary]:
             f"--from-logs {log.path}: the run is not at its end, or was killed; wait for it or pass another",
         )
         for name in sorted(first.keys() | _run(log).keys()):
-            expected, actual = first.get(name), _run(log).get(name)
+            expected = first.get(name)
+            actual = _run(log).get(name)
             check(
                 actual == expected,
                 f"--from-logs: {logs[0].path} has {name} {expected}, {log.path} {actual}: pass logs of one run",

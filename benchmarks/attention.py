@@ -83,10 +83,8 @@ class Shape:
     @property
     def numbers(self) -> tuple[int, ...]:
         """Heads, s and d; the groups after the heads and the window at the end where they say something."""
-        groups, window = (
-            (self.groups,) * (self.groups < self.heads),
-            (self.window or 0,) * (self.window is not None),
-        )
+        groups = (self.groups,) if self.groups < self.heads else ()
+        window = (self.window,) if self.window is not None else ()
         return self.heads, *groups, self.s, self.d, *window
 
     @property
@@ -102,7 +100,8 @@ def shape_of(options: argparse.Namespace) -> Shape:
         if options.seq_length is None
         else dict.fromkeys(("seq_length", "max_position_embeddings"), options.seq_length)
     )
-    run, tp = shapes.run_of(options, **length), options.tensor_model_parallel_size
+    run = shapes.run_of(options, **length)
+    tp = options.tensor_model_parallel_size
     model = run.model
     return Shape(
         model.num_attention_heads // tp,
@@ -115,17 +114,16 @@ def shape_of(options: argparse.Namespace) -> Shape:
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Forward, forward with backward, and the next token of sequences."""
-    shape, b = shape_of(options), options.micro_batch_size
+    shape = shape_of(options)
+    b = options.micro_batch_size
     torch.manual_seed(0)
     qkv = torch.randn(shape.s, b, (shape.heads + 2 * shape.groups) * shape.d).to(
         DTYPES[options.dtype]
     )
     dout = torch.randn(shape.s, b, shape.heads * shape.d).to(qkv.dtype)
-    out, dqkv, lse = (
-        torch.empty_like(dout),
-        torch.empty_like(qkv),
-        torch.empty(b, shape.heads, shape.s),
-    )
+    out = torch.empty_like(dout)
+    dqkv = torch.empty_like(qkv)
+    lse = torch.empty(b, shape.heads, shape.s)
     if options.document_length:
         yield from over_documents(options.document_length, shape, qkv, dout)
         return
@@ -219,7 +217,8 @@ def decoding(shape: Shape, rows: int, dtype: torch.dtype, common: dict) -> Case:
     slots = min(shape.window or shape.s, shape.s)
     qkv = torch.randn(rows, (shape.heads + 2 * shape.groups) * shape.d).to(dtype)
     keys, values = (torch.randn(rows, shape.groups, slots, shape.d).to(dtype) for _ in range(2))
-    out, places = qkv.new_empty(rows, shape.heads * shape.d), torch.arange(rows)
+    out = qkv.new_empty(rows, shape.heads * shape.d)
+    places = torch.arange(rows)
     call = Call("attention_decode", qkv, keys, values, places, places + slots - 1, out)
 
     def baseline(at: torch.dtype = dtype) -> Tensor:
@@ -244,17 +243,18 @@ def decoding(shape: Shape, rows: int, dtype: torch.dtype, common: dict) -> Case:
 
 def part_of_ranks(shape: Shape, b: int, dtype: torch.dtype, common: dict) -> Case:
     """Forward with backward of the second half of the queries and the first half of the keys, as ranks of a sequence compute it."""
-    half, heads, groups, d = shape.s // 2, shape.heads, shape.groups, shape.d
+    half = shape.s // 2
+    heads = shape.heads
+    groups = shape.groups
+    d = shape.d
     qkv, kv, dout = (
         torch.randn(half, b, slots * d).to(dtype)
         for slots in (heads + 2 * groups, 2 * groups, heads)
     )
-    out, lse, dqkv, dkv = (
-        torch.empty_like(dout),
-        torch.empty(b, heads, half),
-        torch.zeros(qkv.shape),
-        torch.zeros(kv.shape),
-    )
+    out = torch.empty_like(dout)
+    lse = torch.empty(b, heads, half)
+    dqkv = torch.zeros(qkv.shape)
+    dkv = torch.zeros(kv.shape)
     places = {"s": 2 * half, "first_query": half, "first_key": 0}
     calls = (
         Call("attention_part_forward", qkv, kv, out, lse, **places),
@@ -289,7 +289,8 @@ def torch_calls(
     qkv: Tensor, dout: Tensor, shape: Shape, rival: str
 ) -> tuple[Callable[[], object], Callable[[], None]]:
     """(forward, forward and backward) of torch on the same tensor."""
-    leaf, mask = qkv.detach().clone().requires_grad_(), mask_of(shape)
+    leaf = qkv.detach().clone().requires_grad_()
+    mask = mask_of(shape)
 
     def forward() -> Tensor:
         return sdpa(leaf, shape, mask, rival)
@@ -320,7 +321,8 @@ def sdpa(qkv: Tensor, shape: Shape, mask: Tensor | None, rival: str) -> Tensor:
     if rival == "repeated":
         k, v = (x.expand_as(q).reshape(b, -1, s, shape.d) for x in (k, v))
     else:
-        k, v = k.flatten(1, 2), v.flatten(1, 2)
+        k = k.flatten(1, 2)
+        v = v.flatten(1, 2)
     context = F.scaled_dot_product_attention(
         q.flatten(1, 2),
         k,
@@ -341,7 +343,8 @@ def error(
     length: int | None = None,
 ) -> float:
     """Largest difference of the last sample's last group from double precision, relative to the largest value there."""
-    one_in, one_out = sum(shape.slots) * shape.d, shape.slots[0] * shape.d
+    one_in = sum(shape.slots) * shape.d
+    one_out = shape.slots[0] * shape.d
     one = qkv[:, -1:, -one_in:].double().requires_grad_()  # (s, 1, (heads / groups + 2) d)
     exact = sdpa(one, shape, mask_of(shape, length), "repeated")
     pairs = [(out[:, -1:, -one_out:], exact.detach())]

@@ -82,7 +82,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         library, *rows = measured(ranks, options)
         busy = watch.disturbed()
         result |= {**library, "rows": result["rows"] + [{**row, "busy": busy} for row in rows]}
-        print(f"BUSY MACHINE during the rows of {ranks} ranks\n" * busy, end="")
+        if busy:
+            print(f"BUSY MACHINE during the rows of {ranks} ranks")
     return result
 
 
@@ -114,7 +115,9 @@ class Blocking:
     """The collectives as blocking MPI calls on FP32: in place, in pieces of mpi.SUMMED elements."""
 
     def __init__(self, comm: mpi.MPIComm) -> None:
-        self.comm, self.raw, self.mpi = comm, comm.mpi_comm, comm.mpi
+        self.comm = comm
+        self.raw = comm.mpi_comm
+        self.mpi = comm.mpi
 
     def all_reduce(self, tensor: Tensor) -> None:
         flat = tensor.numpy()
@@ -122,7 +125,8 @@ class Blocking:
             self.raw.Allreduce(self.mpi.IN_PLACE, flat[start : start + mpi.SUMMED], self.mpi.SUM)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
-        parts, result = tensor.view(self.comm.size, -1), output.numpy()  # (p, n)
+        parts = tensor.view(self.comm.size, -1)  # (p, n)
+        result = output.numpy()
         for start in range(0, result.size, step := mpi.SUMMED // self.comm.size):
             sent = parts[:, start : start + step].contiguous()
             self.raw.Reduce_scatter_block(sent.numpy(), result[start : start + step], self.mpi.SUM)
@@ -133,8 +137,10 @@ class Blocking:
 
 def pairs(world: mpi.MPIComm, shared: Comm, n: int) -> dict[str, tuple[Operation, Operation]]:
     """Name -> (now, before) of collectives over n FP32 elements in all, a multiple of the ranks."""
-    blocking, call = Blocking(world), world.engine.call
-    whole, part = torch.ones(n), torch.ones(n // world.size)
+    blocking = Blocking(world)
+    call = world.engine.call
+    whole = torch.ones(n)
+    part = torch.ones(n // world.size)
     operands = {
         "all_reduce": (whole,),
         "reduce_scatter": (part, whole),
@@ -142,7 +148,8 @@ def pairs(world: mpi.MPIComm, shared: Comm, n: int) -> dict[str, tuple[Operation
     }
 
     def pair(name: str, tensors: tuple[Tensor, ...]) -> tuple[Operation, Operation]:
-        now, before = getattr(shared, name), getattr(blocking, name)
+        now = getattr(shared, name)
+        before = getattr(blocking, name)
         return lambda: now(*tensors), lambda: call(lambda: before(*tensors))
 
     return {name: pair(name, tensors) for name, tensors in operands.items()}

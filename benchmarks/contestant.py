@@ -86,7 +86,8 @@ class Apart:
     """A contestant whose process ends after every step, so that the other has the memory; a step is the second of its process."""
 
     def __init__(self, task: Task) -> None:
-        self.task, self.ready = task, {}
+        self.task = task
+        self.ready = {}
 
     def step(self) -> dict[str, float]:
         """As `Contestant.step`; peak memory covers both steps."""
@@ -189,7 +190,9 @@ class BaselineTrainer:
     """Trains a baseline: accumulate micro-batches, clip, fused AdamW."""
 
     def __init__(self, name: str, run: RunConfig, compiled: bool) -> None:
-        self.run, model, optimizer = run, build(name, run), run.optimizer
+        self.run = run
+        model = build(name, run)
+        optimizer = run.optimizer
         groups = [
             {
                 "params": [p for p in model.parameters() if p.dim() > 1],
@@ -204,11 +207,10 @@ class BaselineTrainer:
             eps=optimizer.adam_eps,
             fused=True,
         )
-        self.parameters, self.model = (
-            list(model.parameters()),
-            torch.compile(model) if compiled else model,
-        )
-        size, b = run.batch.global_batch_size, run.batch.micro_batch_size
+        self.parameters = list(model.parameters())
+        self.model = torch.compile(model) if compiled else model
+        size = run.batch.global_batch_size
+        b = run.batch.micro_batch_size
         data = MockDataset(
             run.model.vocab_size,
             run.model.seq_length,
@@ -279,14 +281,16 @@ def main(order: dict[str, Any], answer: child.Answer) -> None:
                 f"{library} was to be preloaded and is not: is it a library of this machine?"
             )
     answer({"allocator": allocator.allocator_name(), **facts})
-    settling, losses = Settling(multiply_adds), []
+    settling = Settling(multiply_adds)
+    losses = []
     idle_since = time.process_time()
     for _ in sys.stdin:
         idle = time.process_time() - idle_since
         settling.wait()
         faults = allocator.page_faults()
         taken = seconds(lambda: losses.append(step()))
-        after, idle_since = allocator.page_faults(), time.process_time()
+        after = allocator.page_faults()
+        idle_since = time.process_time()
         answer(
             {
                 "seconds": taken,

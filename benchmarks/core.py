@@ -87,7 +87,8 @@ def quiet_rounds(
     while len(quiet) < rounds and len(everything) < patience * rounds:
         figures, alone = one_round(len(everything))
         everything.append(figures)
-        quiet += [figures] * alone
+        if alone:
+            quiet.append(figures)
     return (quiet, len(everything) - len(quiet)) if len(quiet) == rounds else (everything, -1)
 
 
@@ -105,10 +106,15 @@ def header(columns: Sequence[Column]) -> str:
     return " ".join(f"{title:{re.match(r'[<>][0-9]+', form)[0]}}" for title, form, _ in columns)
 
 
+def mark(busy: bool) -> str:
+    """Return the mark of figures that other processes disturbed, and nothing for other figures."""
+    return BUSY if busy else ""
+
+
 def line(columns: Sequence[Column], row: Mapping[str, Any]) -> str:
     """A row of a table, with a mark if other processes disturbed it."""
     cells = ((form, value(row) if callable(value) else row[value]) for _, form, value in columns)
-    return " ".join(f"{value:{form}}" for form, value in cells) + BUSY * row.get("busy", False)
+    return " ".join(f"{value:{form}}" for form, value in cells) + mark(row.get("busy", False))
 
 
 def table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> str:

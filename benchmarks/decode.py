@@ -101,7 +101,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         {name: seconds_of_a_token(write, options.new_tokens) for name, write in sides.items()}
         for _ in range(options.rounds)
     ]
-    busy, medians, read = watch.disturbed(), core.medians(rounds), read_rate()
+    busy = watch.disturbed()
+    medians = core.medians(rounds)
+    read = read_rate()
     weights = sum(
         p.nbytes for p in ours.stage.parameters() if p.dim() > 1 and "position" not in p.spec.name
     )
@@ -187,7 +189,7 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """The table."""
     lines = [
         f"{result['model']} {result['dtype']}, {result['threads']} threads, {result['cpu']}, MKL {result['mkl']}, measured"
-        + core.BUSY * result["busy"]
+        + core.mark(result["busy"])
     ]
     for side in SIDES:
         rate = result["weight_bytes"] / result["seconds"][side] / 1e9
@@ -197,7 +199,7 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
         )
     lines.append(
         f"ours is {result['ratio']:.2f} x as fast"
-        + ", with the same tokens" * result["same_tokens"]
+        + (", with the same tokens" if result["same_tokens"] else "")
         + f"; a program that only read the weights would be {result['bound']:.2f} x as fast"
     )
     return "\n".join(lines)

@@ -48,7 +48,9 @@ class Watch:
     """Counts from its construction. own: returns the CPU seconds so far of the measured processes."""
 
     def __init__(self, threads: int, own: Callable[[], float] = own_seconds) -> None:
-        self._threads, self._own, self._begin = threads, own, time.perf_counter()
+        self._threads = threads
+        self._own = own
+        self._begin = time.perf_counter()
         self._others = busy_seconds() - own()
 
     def others(self) -> float:
@@ -70,7 +72,8 @@ class Settling:
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
-        self._work, self._best = work, math.inf
+        self._work = work
+        self._best = math.inf
         self.wait(all_the_time=True)
 
     def now(self) -> bool:
@@ -90,7 +93,8 @@ class Settling:
     ) -> tuple[Any, bool]:
         """(What `work` returns, whether so many threads had a core each meanwhile). clock: of their processor time."""
         self.wait()
-        wall, cpu = time.perf_counter(), clock()
+        wall = time.perf_counter()
+        cpu = clock()
         result = work()
         ran = clock() - cpu >= (1 - OTHERS) * threads * (time.perf_counter() - wall)
         return result, ran and self.now()

@@ -39,7 +39,8 @@ from .disturbance import Settling, multiply_adds
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CLOCK_STEPS = 50_000_000
 PATIENCE = 10
-SHIPPED, OPENBLAS = "MKL shipped", "OpenBLAS"
+SHIPPED = "MKL shipped"
+OPENBLAS = "OpenBLAS"
 PAUSE = 0.05  # s; threads of OpenMP and OpenBLAS spin for some tens of milliseconds after their work, then they sleep
 TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
 Cases = Callable[[argparse.Namespace], Iterator["Case"]]
@@ -49,7 +50,9 @@ class Call:
     """A call of a kernel by its name, with its arguments: run() makes it."""
 
     def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
-        self.name, self.args, self.kwargs = name, args, kwargs
+        self.name = name
+        self.args = args
+        self.kwargs = kwargs
         self.run = functools.partial(getattr(kernels, name), *args, **kwargs)
 
     @property
@@ -123,7 +126,9 @@ def measure(cases: Cases, options: argparse.Namespace) -> dict[str, Any]:
     )
     shapes.run_of(options)  # refuses sizes that do not fit, before anything is measured
     torch.set_num_threads(options.threads)
-    memory, limits, done = allocator.tune("tuned"), machine(), []
+    memory = allocator.tune("tuned")
+    limits = machine()
+    done = []
     print(
         f"{runtime.cpu_model()}, {options.threads} threads, torch {torch.__version__} with MKL {preloads.mkl_width()}, allocator "
         f"of both sides: {memory}"
@@ -189,10 +194,8 @@ def measured_row(
     ours, baseline, peak, *theirs = (
         statistics.median(column) for column in zip(*turns, strict=True)
     )
-    flops, rate = (
-        sum(call.flops for call in case.calls),
-        sum(call.bytes for call in case.calls) / ours / 1e9,
-    )
+    flops = sum(call.flops for call in case.calls)
+    rate = sum(call.bytes for call in case.calls) / ours / 1e9
     gflops = flops / ours / 1e9 if flops else None
     return {
         "op": case.op,
@@ -274,7 +277,7 @@ def line(row: dict) -> str:
     return (
         f"{row['op']:>17} {'x'.join(map(str, row['shape'])):>16} {row['dtype']} {row['target']:>10} "
         f"{row['seconds'] * 1e3:9.3f} ms {rate} {100 * row[fraction]:5.1f} % of {limit}  {ratios}  "
-        f"error {row['max_error']:.1e}" + core.BUSY * row["busy"]
+        f"error {row['max_error']:.1e}" + core.mark(row["busy"])
     )
 
 
@@ -289,10 +292,8 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
         f"{geometric_mean(some):.3f} x {name} (min {min(some):.3f})"
         for name, some in of_each.items()
     )
-    busy, fractions = (
-        sum(row["busy"] for row in rows),
-        [r["peak_fraction"] for r in rows if r["peak_fraction"] is not None],
-    )
+    busy = sum(row["busy"] for row in rows)
+    fractions = [r["peak_fraction"] for r in rows if r["peak_fraction"] is not None]
     return (
         f"geometric mean of {len(rows)} rows: {means}"
         + (f", {100 * geometric_mean(fractions):.1f} % of FMA peak" if fractions else "")
@@ -364,7 +365,8 @@ def introduction(kind: str) -> dict[str, str]:
 def main() -> None:
     """A rival's process: the lines "next" and "run"."""
     order, answer = child.order()
-    kind, options = order["kind"], argparse.Namespace(**order["options"])
+    kind = order["kind"]
+    options = argparse.Namespace(**order["options"])
     torch.set_num_threads(options.threads)
     allocator.tune("tuned")
     answer(introduction(kind))

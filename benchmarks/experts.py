@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -82,7 +83,9 @@ class Work:
 
     def in_torch(self, op: str, out: Tensor) -> Callable[[], None]:
         """torch's matmul for each expert, into memory that it already has."""
-        x, grad, weight = self.x, self.grad, self.weight
+        x = self.x
+        grad = self.grad
+        weight = self.weight
         if op == "forward":
             return self.each(lambda e, rows: torch.mm(x[rows], weight[e].T, out=out[rows]))
         if op == "data_grad":
@@ -139,7 +142,9 @@ class Work:
     def error(self, op: str, out: Tensor) -> float:
         """`sampled_error` of the last expert."""
         expert, rows = list(parts(self.counts))[-1]
-        x, grad, weight = self.x[rows], self.grad[rows], self.weight[expert]
+        x = self.x[rows]
+        grad = self.grad[rows]
+        weight = self.weight[expert]
         if op == "weight_grad":
             return sampled_error(out[expert], grad.T, x)
         return sampled_error(out[rows], *((x, weight.T) if op == "forward" else (grad, weight)))
@@ -147,9 +152,10 @@ class Work:
 
 def counts_of(options: argparse.Namespace, load: str) -> tuple[int, ...]:
     """Rows of each expert."""
-    e, total = options.experts, options.experts * options.rows
+    e = options.experts
+    total = options.experts * options.rows
     if load == "even" or e == 1:
-        return (options.rows,) * e
+        return tuple(repeat(options.rows, e))
     others = [
         (total - total // 2) * (i + 1) // (e - 1) - (total - total // 2) * i // (e - 1)
         for i in range(e - 1)
@@ -171,7 +177,8 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         options.experts > 0 and options.rows > 0,
         f"--experts {options.experts} and --rows {options.rows}: pass 1 or more",
     )
-    h, f = model.hidden_size, model.moe_ffn_hidden_size or 0
+    h = model.hidden_size
+    f = model.moe_ffn_hidden_size or 0
     for load in LOADS if options.load == "both" else (options.load,):
         for k, o in ((h, 2 * f), (f, h)):
             work = Work.of(
@@ -193,7 +200,8 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 def op_cases(work: Work, op: str, load: str) -> Iterator[Case]:
     """One matmul against dense, torch, and torch._grouped_mm."""
-    out, theirs = work.out(op), work.out(op)
+    out = work.out(op)
+    theirs = work.out(op)
     opponents = {
         "dense": work.dense(op, theirs).run,
         "torch": work.in_torch(op, theirs),
@@ -215,12 +223,12 @@ def op_cases(work: Work, op: str, load: str) -> Iterator[Case]:
 
 def routing(rows: int, e: int, k: int, model: ModelConfig) -> Case:
     """Experts and scores of random logits (rows, e), without bias and groups, and the gradient of the logits."""
-    kind, logits, dscores = kind_of_scores(model), torch.randn(rows, e), torch.randn(rows, k)
-    scores, chosen, dlogits = (
-        torch.empty(rows, k),
-        torch.empty(rows, k, dtype=torch.int64),
-        torch.empty(rows, e),
-    )
+    kind = kind_of_scores(model)
+    logits = torch.randn(rows, e)
+    dscores = torch.randn(rows, k)
+    scores = torch.empty(rows, k)
+    chosen = torch.empty(rows, k, dtype=torch.int64)
+    dlogits = torch.empty(rows, e)
 
     def eager(logits: Tensor) -> Tensor:
         if kind == "softmax_of_chosen":
@@ -250,13 +258,14 @@ def routing(rows: int, e: int, k: int, model: ModelConfig) -> Case:
 
 def order(rows: int, e: int, k: int, h: int, dtype: torch.dtype) -> Iterator[Case]:
     """The order of pairs of random experts, rows (rows, h) in this order, and the sum of each token's."""
-    chosen, (x,) = torch.randint(e, (rows, k)), random(dtype, 1, rows, h)
-    counts, pairs, places = (
-        torch.empty(e, dtype=torch.int64),
-        torch.empty(rows * k, dtype=torch.int64),
-        torch.empty_like(chosen),
-    )
-    numbers, there, back = chosen.flatten(), x.new_empty(rows * k, h), torch.empty_like(x)
+    chosen = torch.randint(e, (rows, k))
+    (x,) = random(dtype, 1, rows, h)
+    counts = torch.empty(e, dtype=torch.int64)
+    pairs = torch.empty(rows * k, dtype=torch.int64)
+    places = torch.empty_like(chosen)
+    numbers = chosen.flatten()
+    there = x.new_empty(rows * k, h)
+    back = torch.empty_like(x)
 
     def eager() -> Tensor:
         torch.bincount(numbers, minlength=e)
@@ -291,13 +300,12 @@ def order(rows: int, e: int, k: int, h: int, dtype: torch.dtype) -> Iterator[Cas
 
 def scaled_gate(rows: int, f: int, dtype: torch.dtype) -> Case:
     """silu(gate) up times a factor of each row, and all gradients; gate and up (rows, f)."""
-    x, (dy,), factors, dfactors = (
-        torch.randn(rows, 2, f).to(dtype),
-        random(dtype, 1, rows, f),
-        torch.rand(rows),
-        torch.empty(rows),
-    )
-    y, dx = torch.empty_like(dy), torch.empty_like(x)
+    x = torch.randn(rows, 2, f).to(dtype)
+    (dy,) = random(dtype, 1, rows, f)
+    factors = torch.rand(rows)
+    dfactors = torch.empty(rows)
+    y = torch.empty_like(dy)
+    dx = torch.empty_like(x)
     calls = (
         Call("scaled_gate", x, factors, y),
         Call("scaled_gate_backward", dy, x, factors, dx, dfactors, y),

@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def matmul_shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     """(M, N, K) of every linear layer and the logits, each once."""
-    run, tp = shapes.run_of(options), options.tensor_model_parallel_size
+    run = shapes.run_of(options)
+    tp = options.tensor_model_parallel_size
     records = [*accounting.layer_records(run, tp), *accounting.head_records(run, tp, tied=True)]
     return list(dict.fromkeys(r.gemm for r in records if r.gemm and r.name != "attention"))
 
@@ -81,12 +82,14 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 def layer_cases(m: int, n: int, k: int, dtype: torch.dtype, bf16x3: bool = False) -> Iterator[Case]:
     """Forward, data gradient, weight gradient of one layer; torch writes into memory it already holds, as the kernels do."""
-    name, parts = " bf16x3" * bf16x3, {"bf16x3": True} if bf16x3 else {}
+    name = " bf16x3" if bf16x3 else ""
+    parts = {"bf16x3": True} if bf16x3 else {}
     torch.manual_seed(0)
     x, weight, grad = (
         torch.randn(shape, dtype=torch.float32).to(dtype) for shape in ((m, k), (n, k), (m, n))
     )
-    out, torch_out = torch.empty(m, n, dtype=dtype), torch.empty(m, n, dtype=dtype)
+    out = torch.empty(m, n, dtype=dtype)
+    torch_out = torch.empty(m, n, dtype=dtype)
     in_openblas = openblas_matmul if dtype == torch.float32 else lambda *_: None
     forward = Call("linear_forward", x, weight, out, packed=pack(weight, False, parts), **parts)
     yield Case(
@@ -97,7 +100,8 @@ def layer_cases(m: int, n: int, k: int, dtype: torch.dtype, bf16x3: bool = False
         openblas_run=in_openblas(x, weight.T, torch_out),
         shape=(m, n, k),
     )
-    dx, torch_dx = torch.empty(m, k, dtype=dtype), torch.empty(m, k, dtype=dtype)
+    dx = torch.empty(m, k, dtype=dtype)
+    torch_dx = torch.empty(m, k, dtype=dtype)
     backward = Call(
         "linear_data_gradient", grad, weight, dx, packed=pack(weight, True, parts), **parts
     )
@@ -129,10 +133,8 @@ def openblas_matmul(
 
 def torch_weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> Callable[[], None]:
     """Return a function that adds grad^T x to a float32 gradient. grad (m, n), x (m, k)."""
-    main, half = (
-        torch.zeros(grad.shape[1], x.shape[1]),
-        torch.empty(grad.shape[1], x.shape[1], dtype=x.dtype),
-    )
+    main = torch.zeros(grad.shape[1], x.shape[1])
+    half = torch.empty(grad.shape[1], x.shape[1], dtype=x.dtype)
 
     def run() -> None:
         if x.dtype == torch.float32:

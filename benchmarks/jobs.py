@@ -167,8 +167,10 @@ def run(job: Job) -> Measured:
         text=True,
         stdin=subprocess.DEVNULL,
     )
-    others, lines = watch.others(), done.stdout.splitlines()
-    iterations, memory = parse_log(lines)[job.warm_up :], parse_peak_memory(lines)
+    others = watch.others()
+    lines = done.stdout.splitlines()
+    iterations = parse_log(lines)[job.warm_up :]
+    memory = parse_peak_memory(lines)
     if done.returncode or not iterations or memory is None:
         message = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
         raise RuntimeError(
@@ -248,7 +250,9 @@ def published_title(size: str, seq_length: int, recompute: bool, software: str) 
 
 def published_cells(row: Mapping[str, Any], notes: str) -> tuple[str, ...]:
     """A row under the published columns; a rank takes the place of the tables' node."""
-    ranks, tp, pp = row["ranks"], row["tp"], row["pp"]
+    ranks = row["ranks"]
+    tp = row["tp"]
+    pp = row["pp"]
     return PublishedRow(
         nodes=ranks,
         ranks=ranks,
@@ -262,5 +266,5 @@ def published_cells(row: Mapping[str, Any], notes: str) -> tuple[str, ...]:
         memory_mib=row["peak_memory_mib"],
         seconds=row["seconds"],
         tflops=row["tflops"],
-        notes=notes + core.BUSY * row["busy"],
+        notes=notes + core.mark(row["busy"]),
     ).cells()

@@ -19,7 +19,11 @@ from fugaku_megatron.host import kernels
 
 # A kernel target that the CPU can run -> OpenBLAS's kernels of the same width. Those of later CPUs are the same in FP32.
 CORES = {"avx512": "SKYLAKEX", "avx2": "HASWELL"}
-ROW_MAJOR, AS_IT_LIES, TRANSPOSED = 101, 111, 112  # values of CBLAS
+
+# Values of CBLAS.
+ROW_MAJOR = 101
+AS_IT_LIES = 111
+TRANSPOSED = 112
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -69,7 +73,8 @@ def work() -> None:
 
 def sgemm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
     """out (m, n) = left (m, k) @ right (k, n), or with `add` out += left @ right; FP32, operands may be transposed views."""
-    (m, k), n = left.shape, right.shape[1]
+    m, k = left.shape
+    n = right.shape[1]
     number = ctypes.c_int64 if _library()[2] else ctypes.c_int
     operands = [
         (TRANSPOSED, x.stride(1)) if x.stride(0) == 1 else (AS_IT_LIES, x.stride(0))

@@ -150,7 +150,8 @@ def draw_collectives(path: Path, result: dict[str, Any]) -> None:
 
 def draw_hosts(path: Path, result: dict[str, Any]) -> None:
     """Seconds of an iteration as bars, what is exposed in another colour; a dot per round. ValueError when it cannot be written."""
-    rows, names = result["rows"], [row["job"] for row in result["rows"]]
+    rows = result["rows"]
+    names = [row["job"] for row in result["rows"]]
     computation = [row["computation_seconds"] for row in rows]
     title = f"{result['what']} of two hosts over {result['rate']}, overlapped with computation or not\nmeasured, {result['cpu']}"
     with _figure(path, 7, 3.6, title) as (axes,):

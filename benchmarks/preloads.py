@@ -27,8 +27,10 @@ LIBRARIES = {
     "jemalloc": ("libjemalloc2", ("libjemalloc.so",)),
     "mimalloc": ("libmimalloc2.0", ("libmimalloc.so",)),
 }
-MKL_SOURCE, MKL_NAME = "int mkl_serv_intel_cpu_true(void) { return 1; }\n", "mkl_full_width.so"
-WIDTHS, BOTH = ("full", "shipped"), "both"
+MKL_SOURCE = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
+MKL_NAME = "mkl_full_width.so"
+WIDTHS = ("full", "shipped")
+BOTH = "both"
 
 
 def find(name: str) -> Path | None:
@@ -94,7 +96,7 @@ def add_mkl(parser: argparse.ArgumentParser, whose: str, both: bool = False) -> 
     parser.add_argument(
         "--mkl",
         default="full",
-        choices=(*WIDTHS, *[BOTH] * both),
+        choices=(*WIDTHS, BOTH) if both else WIDTHS,
         help=f"{whose} MKL: with the CPU's full "
         "vectors, also where it is not Intel's, or as torch ships it"
         + (", or both in turn" if both else "")

@@ -42,18 +42,14 @@ add_arguments = driver.add_arguments
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Every operation of a layer and the head, then the update."""
-    run, tp, dtype = (
-        shapes.run_of(options),
-        options.tensor_model_parallel_size,
-        DTYPES[options.dtype],
-    )
+    run = shapes.run_of(options)
+    tp = options.tensor_model_parallel_size
+    dtype = DTYPES[options.dtype]
     model = run.model
-    s, b, h, f = (
-        model.seq_length,
-        options.micro_batch_size,
-        model.hidden_size,
-        model.ffn_hidden_size // tp,
-    )
+    s = model.seq_length
+    b = options.micro_batch_size
+    h = model.hidden_size
+    f = model.ffn_hidden_size // tp
     v = accounting.padded_vocab_size(model, tp) // tp
     torch.manual_seed(0)
     yield layer_norm(s * b, h, dtype)
@@ -123,13 +119,12 @@ def random(dtype: torch.dtype, count: int, *shape: int) -> list[Tensor]:
 
 def layer_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
     """y = layer_norm(x) and its gradients. x (rows, h)."""
-    (x, dy), (weight, bias) = random(dtype, 2, rows, h), random(dtype, 2, h)
-    y, dx, (mean, rstd), (dw, db) = (
-        torch.empty_like(x),
-        torch.empty_like(x),
-        torch.empty(2, rows),
-        torch.zeros(2, h),
-    )
+    x, dy = random(dtype, 2, rows, h)
+    weight, bias = random(dtype, 2, h)
+    y = torch.empty_like(x)
+    dx = torch.empty_like(x)
+    mean, rstd = torch.empty(2, rows)
+    dw, db = torch.zeros(2, h)
     calls = (
         Call("layer_norm", x, weight, bias, y, mean, rstd, EPSILON),
         Call("layer_norm_backward", dy, x, mean, rstd, weight, dx, dw, db),
@@ -147,8 +142,10 @@ def layer_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
 
 def residual(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
     """residual + x + bias without dropout, where the gradients of x and residual are dout. x (s, b, h)."""
-    (x, residual_in, dout), (bias,) = random(dtype, 3, s, b, h), random(dtype, 1, h)
-    out, dbias = torch.empty_like(x), torch.zeros(h)
+    x, residual_in, dout = random(dtype, 3, s, b, h)
+    (bias,) = random(dtype, 1, h)
+    out = torch.empty_like(x)
+    dbias = torch.zeros(h)
     calls = (
         Call("bias_dropout_add", x, bias, residual_in, out),
         Call("bias_dropout_add_backward", dout, None, dbias),
@@ -166,12 +163,11 @@ def residual(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
 
 def residual_norm(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
     """sum = residual + x + bias, y = layer_norm(sum), one pass each way, without dropout. x (s, b, h)."""
-    (x, residual_in, dy, dsum), (bias, weight, norm_bias) = (
-        random(dtype, 4, s, b, h),
-        random(dtype, 3, h),
-    )
+    x, residual_in, dy, dsum = random(dtype, 4, s, b, h)
+    bias, weight, norm_bias = random(dtype, 3, h)
     total, y, dx = (torch.empty_like(x) for _ in range(3))
-    (mean, rstd), (dbias, dweight, dnorm) = torch.empty(2, s * b), torch.zeros(3, h)
+    mean, rstd = torch.empty(2, s * b)
+    dbias, dweight, dnorm = torch.zeros(3, h)
     calls = (
         Call(
             "bias_dropout_add_layer_norm",
@@ -250,12 +246,11 @@ def cross_entropy(rows: int, v: int, split: bool) -> Case:
 
     split: in the two passes between which ranks of a split vocabulary reduce.
     """
-    logits, labels, dloss = (
-        torch.randn(rows, v),
-        torch.randint(v, (rows,)),
-        torch.full((rows,), 1 / rows),
-    )
-    dlogits, (row_max, sum_exp, target_logit) = torch.empty_like(logits), torch.empty(3, rows)
+    logits = torch.randn(rows, v)
+    labels = torch.randint(v, (rows,))
+    dloss = torch.full((rows,), 1 / rows)
+    dlogits = torch.empty_like(logits)
+    row_max, sum_exp, target_logit = torch.empty(3, rows)
     forward = (
         (
             Call("cross_entropy_max", logits, row_max),
@@ -285,12 +280,12 @@ def embedding(rows: int, h: int, v: int, dtype: torch.dtype) -> Case:
 
     Autograd's dense gradient would cost torch far more than index_add_ does.
     """
-    tokens, (table,), (dout,) = (
-        torch.randint(v, (rows,)),
-        random(dtype, 1, v, h),
-        random(dtype, 1, rows, h),
-    )
-    out, grad, torch_grad = torch.empty_like(dout), torch.zeros(v, h), torch.zeros(v, h)
+    tokens = torch.randint(v, (rows,))
+    (table,) = random(dtype, 1, v, h)
+    (dout,) = random(dtype, 1, rows, h)
+    out = torch.empty_like(dout)
+    grad = torch.zeros(v, h)
+    torch_grad = torch.zeros(v, h)
     calls = Call("embedding", tokens, table, out), Call("embedding_backward", tokens, dout, grad)
 
     def eager() -> None:
@@ -306,8 +301,10 @@ def embedding(rows: int, h: int, v: int, dtype: torch.dtype) -> Case:
 
 def position(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
     """x (s, b, h) + table (s, h), and the table's FP32 gradient; the gradient of x is dout."""
-    (x, dout), (table,) = random(dtype, 2, s, b, h), random(dtype, 1, s, h)
-    out, (grad, torch_grad) = torch.empty_like(x), torch.zeros(2, s, h)
+    x, dout = random(dtype, 2, s, b, h)
+    (table,) = random(dtype, 1, s, h)
+    out = torch.empty_like(x)
+    grad, torch_grad = torch.zeros(2, s, h)
     calls = Call("add_position", x, table, out), Call("add_position_backward", dout, grad)
 
     def eager() -> None:
@@ -335,8 +332,12 @@ def eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def rms_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
     """y = rms_norm(x) and its gradients. x (rows, h)."""
-    (x, dy), (weight,) = random(dtype, 2, rows, h), random(dtype, 1, h)
-    y, dx, rstd, dw = torch.empty_like(x), torch.empty_like(x), torch.empty(rows), torch.zeros(h)
+    x, dy = random(dtype, 2, rows, h)
+    (weight,) = random(dtype, 1, h)
+    y = torch.empty_like(x)
+    dx = torch.empty_like(x)
+    rstd = torch.empty(rows)
+    dw = torch.zeros(h)
     calls = (
         Call("rms_norm", x, weight, y, rstd, EPSILON),
         Call("rms_norm_backward", dy, x, rstd, weight, dx, dw),
@@ -346,9 +347,11 @@ def rms_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
 
 def residual_rms_norm(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
     """sum = residual + x, y = rms_norm(sum), one pass each way, without bias and dropout. x (s, b, h)."""
-    (x, residual_in, dy, dsum), (weight,) = random(dtype, 4, s, b, h), random(dtype, 1, h)
+    x, residual_in, dy, dsum = random(dtype, 4, s, b, h)
+    (weight,) = random(dtype, 1, h)
     total, y, dx = (torch.empty_like(x) for _ in range(3))
-    rstd, dw = torch.empty(s * b), torch.zeros(h)
+    rstd = torch.empty(s * b)
+    dw = torch.zeros(h)
     calls = (
         Call("bias_dropout_add_rms_norm", x, None, residual_in, total, weight, y, rstd, EPSILON),
         Call(
@@ -376,10 +379,8 @@ def swiglu(rows: int, f: int, dtype: torch.dtype) -> Case:
 
     With small values and gradients of 2 or -2 what is left there after each round is about as large as before.
     """
-    x, dy = (
-        (0.01 * torch.randn(rows, 2, f)).to(dtype),
-        torch.randn(rows, f).sign().mul_(2).to(dtype),
-    )
+    x = (0.01 * torch.randn(rows, 2, f)).to(dtype)
+    dy = torch.randn(rows, f).sign().mul_(2).to(dtype)
     calls = Call("gate", x, torch.empty_like(dy)), Call("gate_backward", dy, x, x)
     return compare(
         "swiglu",
@@ -427,17 +428,19 @@ def angles(s: int, d: int) -> tuple[Tensor, Tensor]:
 
 def turned(x: Tensor, turns: Sequence[Tensor]) -> Tensor:
     """x (s, b, g, k, d) with columns i and i + d / 2 turned by cosines and sines (s, d), which hold each angle twice."""
-    (first, second), (cos, sin) = (
-        x.chunk(2, -1),
-        (t.to(x.dtype)[:, None, None, None] for t in turns),
-    )
+    first, second = x.chunk(2, -1)
+    cos, sin = (t.to(x.dtype)[:, None, None, None] for t in turns)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def rotary(s: int, b: int, heads: Heads, dtype: torch.dtype) -> Case:
     """Queries and keys turned, and their gradients. The kernels take them as they lie next to the values and copy these."""
-    x, dy, turns = heads.random(s, b, dtype), heads.random(s, b, dtype), angles(s, heads.d)
-    y, dx, twice = torch.empty_like(x), torch.empty_like(x), [t.repeat(1, 2) for t in turns]
+    x = heads.random(s, b, dtype)
+    dy = heads.random(s, b, dtype)
+    turns = angles(s, heads.d)
+    y = torch.empty_like(x)
+    dx = torch.empty_like(x)
+    twice = [t.repeat(1, 2) for t in turns]
     calls = (
         Call("rotary", x, *turns, y, heads.queries),
         Call("rotary", dy, *turns, dx, heads.queries, inverse=True),
@@ -455,13 +458,13 @@ def rotary(s: int, b: int, heads: Heads, dtype: torch.dtype) -> Case:
 
 def rotary_norm(s: int, b: int, heads: Heads, dtype: torch.dtype) -> Case:
     """The same after an RMS norm of each query and key (Qwen3)."""
-    x, dy, turns = heads.random(s, b, dtype), heads.random(s, b, dtype), angles(s, heads.d)
-    y, dx, weights, sums = (
-        torch.empty_like(x),
-        torch.empty_like(x),
-        random(dtype, 2, heads.d),
-        list(torch.zeros(2, heads.d)),
-    )
+    x = heads.random(s, b, dtype)
+    dy = heads.random(s, b, dtype)
+    turns = angles(s, heads.d)
+    y = torch.empty_like(x)
+    dx = torch.empty_like(x)
+    weights = random(dtype, 2, heads.d)
+    sums = list(torch.zeros(2, heads.d))
     twice = [t.repeat(1, 2) for t in turns]
     calls = (
         Call("rotary_norm", x, *weights, *turns, y, heads.queries, EPSILON),
@@ -489,12 +492,11 @@ def rotary_norm(s: int, b: int, heads: Heads, dtype: torch.dtype) -> Case:
 
 def update(n: int, dtype: torch.dtype) -> Iterator[Case]:
     """Reductions of n FP32 gradients, sums over 4 ranks' parts as inside a node or of BF16 gradients, and AdamW."""
-    fp32, grad, signs = (
-        {"shape": (n,), "details": {"dtype": "fp32"}},
-        torch.randn(n),
-        torch.randint(-1, 2, (n,)).float(),
-    )
-    norm, zeros = Call("squared_norm", grad), Call("count_zeros", signs)
+    fp32 = {"shape": (n,), "details": {"dtype": "fp32"}}
+    grad = torch.randn(n)
+    signs = torch.randint(-1, 2, (n,)).float()
+    norm = Call("squared_norm", grad)
+    zeros = Call("count_zeros", signs)
     yield Case(
         op="squared_norm",
         calls=(norm,),
@@ -509,7 +511,8 @@ def update(n: int, dtype: torch.dtype) -> Iterator[Case]:
         error=lambda: abs(zeros.run() + int(torch.count_nonzero(signs)) - n) / n,
         **fp32,
     )
-    (parts,), out = random(dtype, 1, 4, n // 4), torch.empty(n // 4, dtype=dtype)
+    (parts,) = random(dtype, 1, 4, n // 4)
+    out = torch.empty(n // 4, dtype=dtype)
     yield Case(
         op="sum_rows",
         shape=(4, n // 4),
@@ -522,9 +525,14 @@ def update(n: int, dtype: torch.dtype) -> Iterator[Case]:
 
 def adamw(n: int) -> Case:
     """One update of FP32 master weights: three streams read and written, the gradient read."""
-    param, grad, m, v = torch.randn(n), torch.randn(n), torch.zeros(n), torch.zeros(n)
-    torch_param, exact = param.clone().requires_grad_(), param[: 1 << 16].double().requires_grad_()
-    torch_param.grad, exact.grad = grad.clone(), grad[: 1 << 16].double()
+    param = torch.randn(n)
+    grad = torch.randn(n)
+    m = torch.zeros(n)
+    v = torch.zeros(n)
+    torch_param = param.clone().requires_grad_()
+    exact = param[: 1 << 16].double().requires_grad_()
+    torch_param.grad = grad.clone()
+    exact.grad = grad[: 1 << 16].double()
     optimizer = torch.optim.AdamW([torch_param], betas=BETAS, fused=True, **ADAMW)
 
     def error() -> float:

@@ -64,8 +64,10 @@ def one_round(trainer: Trainer, folder: str) -> dict[str, float]:
     waiting = seconds(lambda: trainer.save(folder))
     alone = statistics.median(seconds(trainer.train_step) for _ in range(3))
     began = time.perf_counter()
-    saving, meanwhile = trainer.save_in_background(folder), []
-    stall, whole = time.perf_counter() - began, False
+    saving = trainer.save_in_background(folder)
+    meanwhile = []
+    stall = time.perf_counter() - began
+    whole = False
     while not whole:
         meanwhile.append(seconds(trainer.train_step))
         if saving.done:
@@ -85,7 +87,7 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """The figures in sentences."""
     return "\n".join(
         [
-            f"{options.recipe}, one rank, median of {options.rounds}" + core.BUSY * result["busy"],
+            f"{options.recipe}, one rank, median of {options.rounds}" + core.mark(result["busy"]),
             f"a save that the run waits for: {result['waiting']:.3f} s",
             f"--async-save: the run waits {result['stall']:.3f} s, {result['ratio']:.1%} of that, and the checkpoint is complete after "
             f"{result['until_whole']:.2f} s",

@@ -108,7 +108,7 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """The table."""
     return (
         f"{core.table(COLUMNS, result['rows'])}\n{options.stages} sleeping stages on {result['cpu']}, {options.microbatches} "
-        f"micro-batches, a forward is {options.slot_ms:g} ms, measured" + core.BUSY * result["busy"]
+        f"micro-batches, a forward is {options.slot_ms:g} ms, measured" + core.mark(result["busy"])
     )
 
 
@@ -120,9 +120,8 @@ def draw(path: Path, result: dict[str, Any]) -> None:
         result["rows"],
         strict=True,
     ):
-        name = plan.name + f", {plan.placement.model_chunks} chunks" * (
-            plan.placement.model_chunks > 1
-        )
+        chunks = plan.placement.model_chunks
+        name = f"{plan.name}, {chunks} chunks" if chunks > 1 else plan.name
         rows.append(
             (
                 name,
@@ -141,7 +140,9 @@ class Sleeper:
     """A `schedule.Executor` of one stage that sleeps instead of computing; the next receives of each tag are posted ahead."""
 
     def __init__(self, pp: Comm, plan: Schedule, costs: Costs) -> None:
-        self.pp, self.plan, self.costs = pp, plan, costs
+        self.pp = pp
+        self.plan = plan
+        self.costs = costs
         self.instructions = plan.instructions(pp.rank)
         self.queue = plan.send_queue(pp.rank)
         self.sending: deque[Handle] = deque()
@@ -153,8 +154,9 @@ class Sleeper:
         self.waiting = {
             tag: iter(receives) for tag, receives in schedule.receives(self.instructions).items()
         }
-        for tag in [*self.waiting] * SCHEDULES[plan.name].receives_ahead:
-            self._post(tag)
+        for _ in range(SCHEDULES[plan.name].receives_ahead):
+            for tag in self.waiting:
+                self._post(tag)
 
     def run(self) -> None:
         """Walk the list and wait until everything is sent."""

@@ -69,10 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def cells(options: argparse.Namespace) -> dict[str, Cell]:
     """The layouts by their names."""
-    ranks, common = (
-        options.ranks,
-        (("num_layers", options.num_layers), ("position_embedding_type", "rope")),
-    )
+    ranks = options.ranks
+    common = (("num_layers", options.num_layers), ("position_embedding_type", "rope"))
     alone = Cell(seq=options.seq_length, recompute=options.recompute, schedule=common)
     shared = {
         f"CP {ranks} {way}": (*common, ("context_parallel_size", ranks), ("cp_comm_type", (way,)))

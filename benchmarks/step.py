@@ -210,7 +210,7 @@ def take_turns(
         }
         quiet = result["others"] <= disturbance.OTHERS
         steps = ", ".join(f"{side} {result[side]['seconds']:.3f} s" for side in sides)
-        print(f"  round {number + 1}: {steps}" + core.BUSY * (not quiet), flush=True)
+        print(f"  round {number + 1}: {steps}" + core.mark(not quiet), flush=True)
         return result, quiet
 
     return core.quiet_rounds(one_round, options.rounds, PATIENCE)
@@ -240,7 +240,8 @@ def report(
             if not preloads.narrowed() or side == "baseline" and options.mkl != "shipped"
             else "shipped"
         )
-        label = f"{options.baseline}{' compiled' * options.baseline_compile}, MKL {width}"
+        compiled = " compiled" if options.baseline_compile else ""
+        label = f"{options.baseline}{compiled}, MKL {width}"
         every[side] |= {
             "label": label,
             "name": options.baseline,
@@ -300,8 +301,7 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     return (
         f"{core.table(COLUMNS, sides)}\nours is {ratios}{ceiling} ({result['peak_gflops']:.0f} GFLOP/s at "
         f"{result['clock_ghz']:.2f} GHz, {result['threads']} threads, {result['cpu']}, measured)"
-        + core.BUSY
-        * result["busy"]
+        + core.mark(result["busy"])
     )
 
 
@@ -401,7 +401,8 @@ def measure_layouts(options: argparse.Namespace) -> dict[str, Any]:
     measured = {
         name: jobs.summary(rounds) for name, rounds in jobs.in_turn(planned, options.rounds).items()
     }
-    tokens, rows = shapes.run_of(options).model.seq_length, []
+    tokens = shapes.run_of(options).model.seq_length
+    rows = []
     for name, cell in cells.items():
         figures = measured[name]
         rows.append(

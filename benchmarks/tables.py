@@ -41,11 +41,9 @@ CALIBRATION_SECONDS = 300  # a limit: it takes less than one minute
 ATTEMPTS = 3  # measurements of a row while other processes use this host's cores
 
 SINGLE = Cell(seq=1024)
-DP2, TP2, PP2 = (
-    replace(SINGLE, ranks=2),
-    replace(SINGLE, ranks=2, tp=2),
-    replace(SINGLE, ranks=2, pp=2),
-)
+DP2 = replace(SINGLE, ranks=2)
+TP2 = replace(SINGLE, ranks=2, tp=2)
+PP2 = replace(SINGLE, ranks=2, pp=2)
 LAYOUTS = (SINGLE, DP2, TP2, PP2)
 ROWS = (  # in the order of the tables that they are shown in
     SINGLE,
@@ -151,7 +149,8 @@ def job(options: argparse.Namespace, cell: Cell) -> jobs.Job:
 
 def plan(options: argparse.Namespace) -> dict[Cell, jobs.Job]:
     """The chosen rows with their jobs; prints which rows are left out because this host cannot run them."""
-    cells, planned = LAYOUTS if options.quick else ROWS, {}
+    cells = LAYOUTS if options.quick else ROWS
+    planned = {}
     for cell in (cell for cell in cells if options.rows in name_of(cell)):
         if line := preloads.missing(cell.allocator):
             print(f"skipped {name_of(cell)}: {line}")
@@ -221,7 +220,8 @@ def measured_rows(
     options: argparse.Namespace, planned: dict[Cell, jobs.Job]
 ) -> list[dict[str, Any]]:
     """Measured rows, not modelled yet; prints each when it is done."""
-    begin, rows = time.perf_counter(), []
+    begin = time.perf_counter()
+    rows = []
     host = calibrate(options)
     for number, (cell, task) in enumerate(planned.items(), 1):
         measured = quiet(name_of(cell), task)
@@ -245,8 +245,7 @@ def measured_rows(
         print(
             f"  {number} of {len(planned)}, {(time.perf_counter() - begin) / 60:.1f} min: {name_of(cell)}: "
             f"{measured.seconds:.3f} s at {measured.clock_ghz:.2f} GHz"
-            + core.BUSY
-            * rows[-1]["busy"],
+            + core.mark(rows[-1]["busy"]),
             flush=True,
         )
     return rows
@@ -324,7 +323,9 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """A table for every sequence length, with and without recompute, and the model's errors. Writes --csv."""
     if options.csv:
         write_csv(options.csv, result)
-    parts, heading, rows = [], "### " if options.markdown else "", result["rows"]
+    parts = []
+    heading = "### " if options.markdown else ""
+    rows = result["rows"]
     for (recipe, seq, recompute), group in groupby(
         rows, lambda r: (r["recipe"], r["seq"], r["recompute"])
     ):

@@ -93,7 +93,11 @@ LONG = {
     "vocab_size": 1024,
     "context_parallel_size": 2,
 }
-TOKENS, LONG_TOKENS, EXPERT_TOKENS = 704, 4096, 2048  # of a sequence
+
+# Tokens of a sequence.
+TOKENS = 704
+LONG_TOKENS = 4096
+EXPERT_TOKENS = 2048
 
 COLUMNS: tuple[core.Column, ...] = (
     ("job", "<18", "job"),
@@ -380,9 +384,11 @@ def report(
     def median(name: str, field: str) -> float:
         return statistics.median(each[name][field] for each in rounds)
 
-    rows, names = [], [*trainers(options)]
+    rows = []
+    names = [*trainers(options)]
     for name in names:
-        seconds, computation = median(name, "seconds"), median(name, "computation")
+        seconds = median(name, "seconds")
+        computation = median(name, "computation")
         sent = [
             statistics.median(host)
             for host in zip(*(each[name]["sent"] for each in rounds), strict=True)
@@ -430,7 +436,7 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
         [
             f"link {result['rate']}; seconds of an iteration, and of one without its sums and gathers (alone)",
             core.table(COLUMNS, result["rows"]),
-            f"{result['cpu']}, measured" + core.BUSY * result["busy"],
+            f"{result['cpu']}, measured" + core.mark(result["busy"]),
         ]
     )
 
@@ -524,9 +530,11 @@ def turn(world: Comm, trainer: Any, phases: Phases) -> dict[str, Any]:
     """One iteration, from the moment that both ranks are there: seconds of the slower rank, bytes that each of them sent."""
     phases.begin()
     world.barrier()
-    before, begin = sent_bytes(), time.perf_counter()
+    before = sent_bytes()
+    begin = time.perf_counter()
     loss = trainer.train_step().loss
-    seconds, sent = time.perf_counter() - begin, sent_bytes() - before
+    seconds = time.perf_counter() - begin
+    sent = sent_bytes() - before
     waiting = phases.of_iteration(seconds)[PHASES.index(REDUCTIONS)]
     own = torch.tensor([seconds, waiting, sent], dtype=torch.float64)
     each = world.all_gather(own.new_empty(world.size, len(own)), own)
@@ -565,7 +573,8 @@ def main(world: MPIComm) -> None:
     first = run_of(order["jobs"][names[0]])
     start.configure_process(Plan(first, Layout.from_run(first, world.size)), world)
     place(world, *order["cores"][world.rank])
-    phases, silence = Phases(), Silence()
+    phases = Phases()
+    silence = Silence()
     trainers = {
         name: build(world, name, values, phases, silence) for name, values in order["jobs"].items()
     }

@@ -29,7 +29,8 @@ from fugaku_megatron.training.trainer import Trainer
 
 from . import core, disturbance, shapes
 
-CALLS, TRIES = 4_000, 5  # signs of life that are timed at a time, and how often: the fastest counts
+CALLS = 4_000  # signs of life that are timed at a time
+TRIES = 5  # how often they are timed: the fastest counts
 Watched = tuple[Watchdog, RankTimes, Observers]
 
 
@@ -68,11 +69,13 @@ def one_round(trainer: Trainer, watched: Watched, watched_first: bool) -> dict[s
     for watches in (watched_first, not watched_first):
         before = watchdog.heart.beat().number
         if watches:
-            trainer.watch, trainer.waiting_for_data = observers.watch, observers.reading
+            trainer.watch = observers.watch
+            trainer.waiting_for_data = observers.reading
             result["watched"] = core.seconds(lambda: watched_step(trainer, watchdog, times))
             result["signs"] = watchdog.heart.beat().number - before
         else:
-            trainer.watch, trainer.waiting_for_data = None, contextlib.nullcontext
+            trainer.watch = None
+            trainer.waiting_for_data = contextlib.nullcontext
             result["unwatched"] = core.seconds(trainer.train_step)
     return result
 
@@ -121,7 +124,7 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{options.recipe}, one rank, median of {options.rounds} rounds"
-            + core.BUSY * result["busy"],
+            + core.mark(result["busy"]),
             f"a step takes {result['unwatched']:.4f} s, watched {result['watched']:.4f} s: {result['ratio'] - 1:+.2%}",
             f"counted: {result['signs']:.0f} signs of life of {result['nanoseconds']:.0f} ns in a step, {result['counted']:.4%} of it",
             f"{result['cpu']}, measured",

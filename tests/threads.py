@@ -339,7 +339,7 @@ class ThreadWorld:
         """
         state = _State(self.timeout)
         shared = _Shared(state, self.size)
-        results: list[Any] = [None] * self.size
+        results: list[Any] = [None for _ in range(self.size)]
         errors: dict[int, BaseException] = {}
 
         def work(rank: int) -> None:

@@ -25,7 +25,10 @@ import fugaku_megatron as fm
 
 from . import flag_chats
 
-TOKENS, RANK, RATE, CHATS = torch.arange(12), 4, 1e-3, 24
+TOKENS = torch.arange(12)
+RANK = 4
+RATE = 1e-3
+CHATS = 24
 SIZES = {
     "vocab_size": 1024,
     "hidden_size": 64,
@@ -56,10 +59,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
 }
-ATTENTION, EXPERTS = (
-    ["q_proj", "k_proj", "v_proj", "o_proj"],
-    ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-)
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 MATRICES = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
 

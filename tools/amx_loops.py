@@ -17,15 +17,17 @@ from tools.asm_loops import Instruction, Loop, functions, reached, successors
 # Intel 64 and IA-32 Architectures Optimization Reference Manual (248966), table 20-2, "Intel AMX instruction throughput and
 # latency": TDPBF16PS begins every 16 cycles and takes 52, TILELOADD every 8. The same manual on Golden Cove: a core renames 6
 # operations a cycle and has three load ports, two of them for 64 bytes.
-DOT, DOT_CYCLES, DOT_LATENCY = "tdpbf16ps", 16, 52
-DOT_MULTIPLY_ADDS, FP32_MULTIPLY_ADDS = (
-    16 * 16 * 32,
-    2 * 16,
-)  # of a TDPBF16PS; in a cycle, of two FMA units of 512 bits
-LOADS, LOAD_CYCLES = ("tileloadd", "tileloaddt1"), 8
+DOT = "tdpbf16ps"
+DOT_CYCLES = 16
+DOT_LATENCY = 52
+DOT_MULTIPLY_ADDS = 16 * 16 * 32  # of a TDPBF16PS
+FP32_MULTIPLY_ADDS = 2 * 16  # in a cycle, of two FMA units of 512 bits
+LOADS = ("tileloadd", "tileloaddt1")
+LOAD_CYCLES = 8
 STORE = "tilestored"
 TILE_OPERATIONS = 8  # of one tile load: one a cycle
-WIDTH, PORTS = 6, 3
+WIDTH = 6
+PORTS = 3
 MIN_SHARE = 0.95
 
 
@@ -43,7 +45,8 @@ def count(body: tuple[Instruction, ...], *mnemonics: str) -> int:
 
 def shortest_cycle(start: int, after: list[set[int]]) -> list[int]:
     """The fewest instructions that lead from `start` back to it, in their order; empty when none do."""
-    came, waiting = {}, [start]
+    came = {}
+    waiting = [start]
     for i in waiting:
         for target in sorted(after[i]):
             if target == start:
@@ -96,7 +99,8 @@ def waits(body: tuple[Instruction, ...]) -> int:
 
 def cycles(body: tuple[Instruction, ...]) -> float:
     """Return the cycles of a turn."""
-    loads, products = count(body, *LOADS), count(body, DOT)
+    loads = count(body, *LOADS)
+    products = count(body, DOT)
     operations = len(body) - loads + loads * TILE_OPERATIONS
     return max(
         products * DOT_CYCLES,
@@ -119,7 +123,8 @@ def fp32_ratio(body: tuple[Instruction, ...]) -> float:
 def faults(loop: TileLoop) -> list[str]:
     """Return what keeps the loop from the matrix unit's rate, one line each; empty when it is clean."""
     body = loop.loop.body
-    loads, products = count(body, *LOADS), count(body, DOT)
+    loads = count(body, *LOADS)
+    products = count(body, DOT)
     reasons = [f"a tile is stored in the loop: {i.text}" for i in body if i.mnemonic == STORE]
     reasons += [
         f"a tile on the stack: {i.text}" for i in body if i.mnemonic in LOADS and "(%rsp" in i.text

@@ -239,7 +239,8 @@ def digest(recipe: str) -> str:
 
 def prepare(name: str, recipe: str, make: Callable[[Path], None]) -> None:
     """Makes one part of .arm/ anew, then its stamp."""
-    target, stamp = ARM / name, ARM / f"{name}.stamp"
+    target = ARM / name
+    stamp = ARM / f"{name}.stamp"
     print(f"arm-env: making .arm/{name} ...", end="", flush=True)
     begin = time.monotonic()
     stamp.unlink(missing_ok=True)
@@ -256,7 +257,8 @@ def prepare(name: str, recipe: str, make: Callable[[Path], None]) -> None:
 
 def extension_environment() -> dict[str, str]:
     """The variables with which setup.py builds the extension for ARM, with the OpenMP runtime of the aarch64 torch."""
-    headers, site = ARM / "sysroot" / "usr" / "include", ARM / "site"
+    headers = ARM / "sysroot" / "usr" / "include"
+    site = ARM / "site"
     includes = (headers / f"python{PYTHON}", site / "pybind11" / "include")
     # The root's other headers come last: the cross compiler has its own C library, but not pyconfig.h.
     flags = " ".join([*(f"-isystem {path}" for path in includes), f"-idirafter {headers}"])

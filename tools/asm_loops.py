@@ -84,7 +84,10 @@ class Loop:
 def functions(assembly: str) -> Iterator[tuple[str, list[Instruction], dict[str, int]]]:
     """(name, instructions, label -> index of the instruction after it) of every function."""
     files: dict[str, str] = {}
-    name, code, labels, here = "", [], {}, ""
+    name = ""
+    code = []
+    labels = {}
+    here = ""
     for line in assembly.splitlines():  # a million: patterns are for the few that may fit
         line = line.split("//", 1)[0].split("# ", 1)[0].strip()  # comments for ARM and for x86
         if line.endswith(":"):
@@ -97,7 +100,9 @@ def functions(assembly: str) -> Iterator[tuple[str, list[Instruction], dict[str,
         elif match := FILE.match(line):
             files[match[1]] = match[2].rsplit("/", 1)[-1]
         elif match := FUNCTION.match(line):
-            name, code, labels = match[1], [], {}
+            name = match[1]
+            code = []
+            labels = {}
         elif line.startswith(".size") and name:
             yield name, code, labels
             name = ""
@@ -185,7 +190,8 @@ def successors(code: list[Instruction], labels: dict[str, int]) -> list[set[int]
 
 def reached(start: int, edges: list[set[int]]) -> set[int]:
     """Return what the edges lead to from `start`, `start` included."""
-    found, waiting = set(), [start]
+    found = set()
+    waiting = [start]
     while waiting:
         i = waiting.pop()
         if i not in found:
@@ -197,7 +203,8 @@ def reached(start: int, edges: list[set[int]]) -> set[int]:
 def shortest_gap(loop: Loop) -> int:
     """The fewest other multiply-adds between two on one accumulator, round the loop; a large number when none repeats."""
     last: dict[str, int] = {}  # register -> number of the multiply-add whose sum it holds
-    gap, count = 10**6, 0
+    gap = 10**6
+    count = 0
     for instruction in loop.body * 2:
         operands = [re.split(r"[./]", operand)[0] for operand in instruction.operands]
         if instruction.multiply_add:

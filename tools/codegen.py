@@ -103,7 +103,8 @@ class Kernel:
 
 def hot_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
     """`tile` is the GEMM tile of the target: rows, vectors. fetch_steps: steps of k after which the GEMM fetches."""
-    rows, sums = tile[0], tile[0] * tile[1]
+    rows = tile[0]
+    sums = tile[0] * tile[1]
     return [
         Kernel(
             "GEMM k-loop",
@@ -311,7 +312,8 @@ def bf16x3_line(
     )  # a turn is four k
     ratio = turn(rf"micro_kernel<.*FloatWords, {tile[0]}>") / parts
     line = f"{compiler:9} GEMM bf16x3: {ratio:.2f} of the FP32 loop's rate; the units allow {4 / PARTIAL_MATMULS:.2f}"
-    return line, [f"{line}: 90 % of that needed"] * (ratio < 0.9 * 4 / PARTIAL_MATMULS)
+    slow = ratio < 0.9 * 4 / PARTIAL_MATMULS
+    return line, [f"{line}: 90 % of that needed"] if slow else []
 
 
 def machine_faults(machine: Machine, compilers: dict[str, str]) -> list[str]:
@@ -338,7 +340,8 @@ def machine_faults(machine: Machine, compilers: dict[str, str]) -> list[str]:
 
 def vector_cycles(wanted: VectorLoop, texts: dict[str, str]) -> tuple[str, list[str]]:
     """(line, faults) of an elementwise loop: its cycles a vector by compiler, and the larger over the smaller."""
-    costs, reasons = {}, []
+    costs = {}
+    reasons = []
     for compiler, text in texts.items():
         loop = hot_loop(text, wanted)
         if loop is None:
@@ -389,10 +392,8 @@ def check_tiles(compiler: str, text: str) -> Iterator[tuple[str, list[str]]]:
             if amx_loops.share(loop.everything.body) < amx_loops.MIN_SHARE:
                 reasons.append("what is fetched takes longer than the matmuls of tiles")
         for name, body in parts:
-            products, loads = (
-                amx_loops.count(body, amx_loops.DOT),
-                amx_loops.count(body, *amx_loops.LOADS),
-            )
+            products = amx_loops.count(body, amx_loops.DOT)
+            loads = amx_loops.count(body, *amx_loops.LOADS)
             yield (
                 (
                     f"{compiler:9} {name:60.60} {products:8} {loads:5} {len(body):6} {amx_loops.cycles(body):7.1f} "
@@ -413,7 +414,8 @@ def amx_faults(compilers: dict[str, str]) -> list[str]:
     )
     found = []
     for name, cxx in compilers.items():
-        text, seen = assembly(cxx, name, AMX), set()
+        text = assembly(cxx, name, AMX)
+        seen = set()
         for line, wrong in check_tiles(name, text):
             found += wrong
             seen |= {kernel for kernel in TILE_KERNELS if kernel in line}

@@ -17,17 +17,13 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-TRAINED, HELD_OUT = (
-    ("What does {} mean?", "Explain {}.", "Which flag means: {answer}?"),
-    ("What is {}?",),
-)
+TRAINED = ("What does {} mean?", "Explain {}.", "Which flag means: {answer}?")
+HELD_OUT = ("What is {}?",)
 
 
 def chat(question: str, flag: str, meaning: str) -> dict:
-    asked, answer = (
-        question.format(flag, answer=meaning),
-        flag if "{answer}" in question else f"{flag}: {meaning}",
-    )
+    asked = question.format(flag, answer=meaning)
+    answer = flag if "{answer}" in question else f"{flag}: {meaning}"
     return {
         "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     }

@@ -86,7 +86,8 @@ class Errors:
 def measure(case: Case, rows: int, depth: int, chunks: tuple[int, ...]) -> Errors:
     left, right = case.operands(rows, depth)
     true = left.double() @ right.double()
-    a, b = left.half(), right.half()
+    a = left.half()
+    b = right.half()
     exact = a.double() @ b.double()
     outputs = {chunk: matmul(a, b, chunk) for chunk in chunks}
     in_bf16 = left.bfloat16().double() @ right.bfloat16().double()

@@ -17,7 +17,9 @@ from fugaku_megatron.cli import program
 from fugaku_megatron.cli.output_files import check_file
 
 NOT_BUILT = ("not taken", "not in the trainer")  # in the note of a change that no run has
-OURS, BASELINE, MODEL = "tab:blue", "0.65", "tab:green"
+OURS = "tab:blue"
+BASELINE = "0.65"
+MODEL = "tab:green"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -147,10 +149,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Read and draw. Raise ValueError, one line, for a user's mistake."""
     check_file("--output", options.output)
-    results, plan = (
-        [read_json(path) for path in options.steps],
-        read_json(options.plan) if options.plan else None,
-    )
+    results = [read_json(path) for path in options.steps]
+    plan = read_json(options.plan) if options.plan else None
     try:
         picture(results, plan, options.printed, options.output)
     except (KeyError, TypeError) as error:

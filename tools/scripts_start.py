@@ -99,11 +99,10 @@ def plausible(name: str, action: argparse.Action) -> str:
 
 def world_size(run: RunConfig) -> int:
     """Ranks that fit the layout and the batch, as many data-parallel ones as leave each stage some micro-batches."""
-    parallel, each = run.parallel, run.batch.micro_batch_size
-    stages, tp = (
-        parallel.pipeline_model_parallel_size * parallel.context_parallel_size,
-        parallel.tensor_model_parallel_size,
-    )
+    parallel = run.parallel
+    each = run.batch.micro_batch_size
+    stages = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    tp = parallel.tensor_model_parallel_size
     of_experts = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or tp)
     least = math.lcm(of_experts, tp) // tp  # data-parallel ranks that the experts need
     count = max(1, math.gcd(*sizes_of(run, run.batch.global_batch_size or each).sizes()) // each)

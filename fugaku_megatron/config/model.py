@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import repeat
 from typing import Any
 
 from .experts import BALANCE, CAPACITY, EXPERTS, ExpertFields, experts_in
@@ -437,7 +438,7 @@ class ModelConfig(ExpertFields):
         """Key in `ACTIVATIONS` for each layer, or MLP_OF_EXPERTS."""
         dense = self.activation
         if not self.num_experts:
-            return (dense,) * self.num_layers
+            return tuple(repeat(dense, self.num_layers))
         experts = experts_in(self.moe_layer_freq, self.num_layers)
         return tuple(MLP_OF_EXPERTS if layer else dense for layer in experts)
 

@@ -136,9 +136,10 @@ def places(architecture: Architecture, model: ModelConfig) -> Iterator[Place]:
 
 def _of_experts(rows: list[Place], linears: list[str]) -> dict[str, str]:
     weights = dict.fromkeys(row.ours for row in rows if row.expert is not None)
-    inner = ".base_layer" if linears == [FC1, FC2] else ""
+    both = linears == [FC1, FC2]
     return {
-        ours: f"model.layers.{layer_of(ours)}.mlp.experts" + inner * (FC1 in ours)
+        ours: f"model.layers.{layer_of(ours)}.mlp.experts"
+        + (".base_layer" if both and FC1 in ours else "")
         for ours in weights
         if ours.split(".")[-2] in linears
     }
@@ -306,11 +307,8 @@ def _open(path: Path, weights: Weights, base: dict[str, Any]) -> Weights:
     extra = next((name for name in files.tensors if name not in known), None)
     check(extra is None, f"{TENSORS} holds {extra}, which this model has no adapter for")
     several = _adapters_of_gates(config, any(row.target in MATRICES[FC1] for row in there))
-    of_fused = [
-        name
-        for ours in fused
-        for name in ((FC1,), MATRICES[FC1])[several - 1] * (FC1 in ours) or MATRICES[FC2]
-    ]
+    of_gates = MATRICES[FC1] if several == 2 else (FC1,)
+    of_fused = [name for ours in fused for name in (of_gates if FC1 in ours else MATRICES[FC2])]
     targets = list(dict.fromkeys([*(row.target for row in there), *of_fused]))
     check(bool(targets), f"{TENSORS} holds no adapter of this model")
     lora = LoraConfig(

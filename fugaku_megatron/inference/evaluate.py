@@ -485,8 +485,9 @@ def chat_line(file: dict[str, Any]) -> str:
         "{file}: loss {loss:.4f}, perplexity {perplexity:.4f} per trained token, {accuracy:.1%} of {tokens} trained tokens "
         "are the likeliest, {chats} chats"
     )
-    longer = "; {cut} chats are longer than a window and were cut, {left_out} of them have no trained token left"
-    return (line + longer * bool(file["cut"])).format_map(file)
+    if file["cut"]:
+        line += "; {cut} chats are longer than a window and were cut, {left_out} of them have no trained token left"
+    return line.format_map(file)
 
 
 def evaluate(request: Request, world: Comm) -> dict[str, Any]:

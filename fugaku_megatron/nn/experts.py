@@ -132,8 +132,9 @@ class Route:
         routes = []
         for i, here in enumerate(to_here.unbind(1)):  # (ep, each)
             there = Exchange(ep, everyone[ep.rank, i].sum(1).tolist(), here.sum(1).tolist())
+            rows = int(here.sum())
             copies = Exchange(
-                etp, [int(here.sum())] * etp.size, coming[:, :, i].sum((1, 2)).tolist()
+                etp, [rows for _ in range(etp.size)], coming[:, :, i].sum((1, 2)).tolist()
             )
             numbers = (
                 experts[i].repeat(etp.size * ep.size).repeat_interleave(coming[:, :, i].flatten())

@@ -46,7 +46,7 @@ def to_rank_order(x: Tensor, ranks: int) -> Tensor:
 
 def _exchanged(x: Tensor, cp: Comm) -> Tensor:
     """Exchange r rows of x (c r, b, w) with each rank."""
-    rows = [len(x) // cp.size] * cp.size
+    rows = [len(x) // cp.size for _ in range(cp.size)]
     return Exchange(cp, rows, rows).send(x)
 
 

@@ -197,7 +197,7 @@ def pipeline(plan: Plan) -> list[str]:
     stages = sorted({round(i * (pp - 1) / max(1, min(ROWS, pp) - 1)) for i in range(min(ROWS, pp))})
     lines = []
     for stage in stages:
-        cells = list("." * WIDTH)
+        cells = ["." for _ in range(WIDTH)]
         for s in (s for s in bars if s.stage == stage and s.op in LETTERS):
             low = int(s.start / end * WIDTH)
             for i in range(low, max(low + 1, min(WIDTH, round(s.end / end * WIDTH)))):

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import repeat
 
 import pytest
 
@@ -162,7 +163,7 @@ def test_the_model_sees_a_slow_loop():
 def test_the_model_sees_what_is_fetched(fetches, wrong):
     kernel = codegen.hot_kernels((12, 2), 8)[0]
     text = function(LOADS + CLEAN).replace(
-        "str z0, [x4]", "\n".join(["str z0, [x4]", *["\tprfm PLDL2KEEP, [x7]"] * fetches])
+        "str z0, [x4]", "\n".join(["str z0, [x4]", *repeat("\tprfm PLDL2KEEP, [x7]", fetches)])
     )
     found = [fault for _, reasons in codegen.check("GCC", text, [kernel]) for fault in reasons]
     assert [fault[: len(start)] for fault, start in zip(found, wrong, strict=True)] == wrong

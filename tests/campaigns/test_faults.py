@@ -13,7 +13,8 @@ pytestmark = pytest.mark.mpi
 
 
 def test_a_campaign_goes_on_where_it_was_stopped(tmp_path):
-    path, kinds = tmp_path / "faults.json", ["kill", "stop"]
+    path = tmp_path / "faults.json"
+    kinds = ["kill", "stop"]
     report.Record.start(path, 7, kinds, resume=True).add(Outcome(1, "stop", "DP 2", different=True))
     resumed = report.Record.start(path, 7, kinds, resume=True)
     assert resumed.numbers == {1} and resumed.revisions["1"] == report.revision()

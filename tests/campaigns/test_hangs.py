@@ -22,7 +22,9 @@ from tests.system.mpi import launch
 from tests.system.mpi.test_pretrain import PROGRAM, TINY
 
 pytestmark = pytest.mark.mpi
-RANKS, FEW, TIMEOUT = 4, 2, 4.0  # FEW: ranks of the usual test
+RANKS = 4
+FEW = 2  # ranks of the usual test
+TIMEOUT = 4.0
 PATIENCE = 120.0  # s for a rank to come to a phase, and for the end
 FLAGS = [
     "--log-interval",
@@ -65,7 +67,9 @@ def start(mpi: launch.MPI, ranks: int, directory: Path) -> subprocess.Popen:
 
 def heartbeats(job: subprocess.Popen, ranks: int) -> Iterator[list[Beat]]:
     """The heartbeats of a job's processes, again and again until it ends. TimeoutError after PATIENCE seconds."""
-    end, nodes, processes = time.monotonic() + PATIENCE, [], set()
+    end = time.monotonic() + PATIENCE
+    nodes = []
+    processes = set()
     while job.poll() is None:
         if time.monotonic() > end:
             raise TimeoutError(f"the phase did not come within {PATIENCE} s")

@@ -143,7 +143,8 @@ def held_bytes(world: Comm, run: RunConfig) -> int:
         run.batch.micro_batch_size,
         dtype=torch.int64,
     )
-    flat, saved = trainer.optimizer.flat, {}
+    flat = trainer.optimizer.flat
+    saved = {}
     weights = {
         values.untyped_storage().data_ptr()
         for values in (flat.values, *(memory.values for memory in flat.frozen_memory))
@@ -166,7 +167,8 @@ def held_bytes(world: Comm, run: RunConfig) -> int:
 
 
 def check_kept(run: RunConfig) -> None:
-    tp, cp = run.parallel.tensor_model_parallel_size, run.parallel.context_parallel_size
+    tp = run.parallel.tensor_model_parallel_size
+    cp = run.parallel.context_parallel_size
     layout = Layout.from_run(run, tp * cp)
     groups = accounting.virtual_stage_recompute_groups(run, layout.placement, 0)
     layers = memory.layers_kept_bytes(run, tp, run.model.num_layers, groups)[0]

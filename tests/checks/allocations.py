@@ -10,7 +10,8 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import RunConfig
 from tests.helpers import make_trainer
 
-STAGES, MICROBATCHES = 4, 8
+STAGES = 4
+MICROBATCHES = 8
 PIPELINE = {
     "num_layers": 16,
     "hidden_size": 64,
@@ -50,7 +51,8 @@ def allocated(recorded: profile) -> tuple[int, int]:
     held = peak = 0
     events = allocations(recorded.profiler.kineto_results.experimental_event_tree())
     for event in sorted(events, key=lambda event: event.start_time_ns):
-        address, change = event.typed[1].ptr, event.typed[1].alloc_size
+        address = event.typed[1].ptr
+        change = event.typed[1].alloc_size
         if change > 0:
             sizes[address] = change
         held += change if change > 0 else -sizes.pop(address, 0)

@@ -43,11 +43,9 @@ def make(s, b, heads, d, dtype=torch.float32, seed=0, groups=None):
 def attention(qkv, dout, heads, **options):
     """Return (out, lse, dqkv) of the kernels. Every output is full of NaN before."""
     s, b, _ = dout.shape
-    out, lse, dqkv = (
-        torch.full_like(dout, math.nan),
-        torch.full((b, heads, s), math.nan),
-        torch.full_like(qkv, math.nan),
-    )
+    out = torch.full_like(dout, math.nan)
+    lse = torch.full((b, heads, s), math.nan)
+    dqkv = torch.full_like(qkv, math.nan)
     kernels.attention_forward(qkv, out, lse, **options)
     kernels.attention_backward(qkv, out, lse, dout, dqkv, **options)
     return out, lse, dqkv

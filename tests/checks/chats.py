@@ -42,10 +42,8 @@ def write_tokenizer(path: Path) -> Path:
     """Write a byte-level tokenizer with the special tokens of all templates, and ChatML's template."""
     path.mkdir(exist_ok=True)
     kind = tokenizers.Tokenizer(tokenizers.models.BPE())
-    kind.pre_tokenizer, kind.decoder = (
-        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
-        tokenizers.decoders.ByteLevel(),
-    )
+    kind.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    kind.decoder = tokenizers.decoders.ByteLevel()
     kind.train_from_iterator(
         ["user assistant system one two three"],
         tokenizers.trainers.BpeTrainer(

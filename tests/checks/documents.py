@@ -4,16 +4,15 @@ import numpy as np
 
 from fugaku_megatron.data.dataset import MockDataset
 
-EOD, S = 3, 24
+EOD = 3
+S = 24
 
 
 def left_to_right(tokens, reset_position_ids, reset_attention_mask, eod_mask_loss):
     """Return (visible pairs (s, s), counted labels (s), positions (s)) of tokens (s)."""
-    seen, loss_mask, positions = (
-        np.tril(np.ones((len(tokens), len(tokens)), bool)),
-        np.ones(len(tokens)),
-        np.arange(len(tokens)),
-    )
+    seen = np.tril(np.ones((len(tokens), len(tokens)), bool))
+    loss_mask = np.ones(len(tokens))
+    positions = np.arange(len(tokens))
     if eod_mask_loss:
         loss_mask[tokens == EOD] = 0.0
     before = 0

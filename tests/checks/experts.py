@@ -31,12 +31,14 @@ VALUES = {
 
 def plain_choice(logits: Tensor, bias: Tensor | None, model) -> dict[int, Tensor]:
     """Return expert -> score of one token, from logits (e,)."""
-    sigmoid, k = model.moe_router_score_function == "sigmoid", model.moe_router_topk
+    sigmoid = model.moe_router_score_function == "sigmoid"
+    k = model.moe_router_topk
     ranked = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
     wish = (ranked if bias is None else ranked + bias).tolist()
     allowed = range(len(wish))
     if model.moe_router_num_groups:
-        size, each = len(wish) // model.moe_router_num_groups, k // model.moe_router_group_topk
+        size = len(wish) // model.moe_router_num_groups
+        each = k // model.moe_router_group_topk
         groups = [range(start, start + size) for start in range(0, len(wish), size)]
         best = sorted(
             groups, key=lambda group: -sum(sorted((wish[e] for e in group), reverse=True)[:each])
@@ -60,7 +62,8 @@ def plain_mlp(x: Tensor, weight1: Tensor, weight2: Tensor, model) -> Tensor:
 
 def plain_experts(weights: dict[str, Tensor], x: Tensor, model) -> Tensor:
     """Apply plain experts token by token. x: (rows, h)"""
-    logits, bias = x @ weights["router.weight"].t(), weights.get("router.expert_bias")
+    logits = x @ weights["router.weight"].t()
+    bias = weights.get("router.expert_bias")
     choices = [plain_choice(row, bias, model) for row in logits]
     capacity = math.ceil(
         len(x)
@@ -92,7 +95,8 @@ def layer_of(run, ops: Ops):
     """Return an experts layer with random weights, its parameters, and copies of the parameters as leaves, by name."""
     trainer = make_trainer(SoloComm(), run, ops)
     trainer.optimizer.zero_grad()
-    mlp, generator = trainer.stage.layers[0].mlp, torch.Generator().manual_seed(5)
+    mlp = trainer.stage.layers[0].mlp
+    generator = torch.Generator().manual_seed(5)
     named = {name.split(".mlp.")[1]: p for p in mlp.parameters() for name in [p.spec.name]}
     for p in named.values():
         p.data.copy_(0.3 * torch.randn(p.shape, generator=generator))

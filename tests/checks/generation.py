@@ -51,7 +51,8 @@ class Repeated:
     """TEXT repeated. Every sample begins one character later."""
 
     def __init__(self, length: int):
-        self.length, self.tokens = length, torch.tensor(list(TEXT.encode()))
+        self.length = length
+        self.tokens = torch.tensor(list(TEXT.encode()))
 
     def __len__(self) -> int:
         return 10**6

@@ -58,7 +58,8 @@ def library(world: Comm, data=None, valid=None, **flags: Any) -> Losses:
         losses = []
         for step in trainer.steps():
             losses += [step.loss, step.grad_norm]
-            run, iteration = trainer.config, trainer.iteration
+            run = trainer.config
+            iteration = trainer.iteration
             start = run.start_eval_at_iter or 0
             if run.eval_iters and iteration >= start and iteration % run.eval_interval == 0:
                 before = max(0, -(-start // run.eval_interval) - 1)

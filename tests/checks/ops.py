@@ -6,7 +6,10 @@ from torch import Tensor
 
 from fugaku_megatron.nn.ops import Ops
 
-S, B, H, OUT = 5, 3, 12, 7
+S = 5
+B = 3
+H = 12
+OUT = 7
 DTYPES = {
     "fp32": (torch.float32, 2e-6),
     "bf16": (torch.bfloat16, 3e-2),

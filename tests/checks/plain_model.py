@@ -13,7 +13,8 @@ from fugaku_megatron.config.run_config import ModelConfig
 
 def plain_angles(model: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return (cosines, sines) (s, d / 2), as megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py."""
-    d, base = model.kv_channels, model.rotary_base
+    d = model.kv_channels
+    base = model.rotary_base
     if model.rope_dynamic_factor:  # as transformers has it; 16 positions in these runs
         base *= (2.0 * 16 / 4 - 1.0) ** (d / (d - 2))
     extra = torch.tensor([base ** (-2 * i / d) for i in range(d // 2)])
@@ -28,7 +29,8 @@ def plain_angles(model: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]
     ]
     if model.yarn_correction_range_round_to_int:
         bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
-    low, high = max(bounds[0], 0), min(bounds[1], d - 1)
+    low = max(bounds[0], 0)
+    high = min(bounds[1], d - 1)
     keep = 1 - torch.clamp((torch.arange(d // 2) - low) / (high - low), 0, 1)
     assert 0 < keep.sum() < d // 2, "the case mixes both"
     angles = positions[:, None] * (extra / model.rotary_scaling_factor * (1 - keep) + extra * keep)
@@ -41,12 +43,14 @@ def plain_angles(model: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]
 
 def apply_rotary(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate x (b, n, s, d): elements half a head apart form a pair."""
-    (first, second), (cos, sin) = x.chunk(2, -1), angles
+    first, second = x.chunk(2, -1)
+    cos, sin = angles
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def plain_mlp(x: Tensor, weights: dict[str, Tensor], name: str, model: ModelConfig) -> Tensor:
-    weight, bias = weights[f"{name}.linear_fc1.weight"], weights.get(f"{name}.linear_fc1.bias")
+    weight = weights[f"{name}.linear_fc1.weight"]
+    bias = weights.get(f"{name}.linear_fc1.bias")
     inner = F.linear(x, weight.view(-1, x.shape[-1]), None if bias is None else bias.view(-1))
     if model.geglu:
         gates, values = inner.chunk(2, -1)
@@ -64,7 +68,10 @@ def plain_mlp(x: Tensor, weights: dict[str, Tensor], name: str, model: ModelConf
 def plain_attention(
     x: Tensor, weights: dict[str, Tensor], name: str, model: ModelConfig, seen: Tensor | None
 ) -> Tensor:
-    (b, s, _), n, d, g = x.shape, model.num_attention_heads, model.kv_channels, model.query_groups
+    b, s, _ = x.shape
+    n = model.num_attention_heads
+    d = model.kv_channels
+    g = model.query_groups
     qkv = F.linear(
         x, weights[f"{name}.linear_qkv.weight"], weights.get(f"{name}.linear_qkv.bias")
     ).view(b, s, g, n // g + 2, d)
@@ -82,7 +89,8 @@ def plain_attention(
         )
     if model.position_embedding_type in ("rope", "yarn"):
         angles = plain_angles(model, torch.arange(s, dtype=torch.float32))
-        q, k = apply_rotary(q, angles), apply_rotary(k, angles)
+        q = apply_rotary(q, angles)
+        k = apply_rotary(k, angles)
     scores = q @ k.transpose(-1, -2) * (model.attention_multiplier or 1 / math.sqrt(d))
     seen = torch.ones(1, s, s, dtype=torch.bool).tril() if seen is None else seen
     scores = scores.masked_fill(~seen[:, None], -math.inf)
@@ -115,7 +123,8 @@ def plain_losses(
         )
 
     def norm(x: Tensor, name: str) -> Tensor:
-        width, weight = (model.hidden_size,), weights.get(f"{name}.weight")
+        width = (model.hidden_size,)
+        weight = weights.get(f"{name}.weight")
         if weight is not None and model.apply_layernorm_1p:
             weight = weight + 1
         if model.normalization == "RMSNorm":

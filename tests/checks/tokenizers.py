@@ -10,7 +10,8 @@ import sentencepiece
 import tokenizers
 
 TEXTS = ["to be or not to be", "the cat sat\non the mat, 富岳", "one two  three"]
-PIECES, TOKENS = 60, 293
+PIECES = 60
+TOKENS = 293
 
 
 def write_sentencepiece(path: Path, pieces: int = PIECES, **more) -> Path:
@@ -34,10 +35,8 @@ def write_hugging_face(folder: Path, **special: str) -> Path:
     special: names of special tokens, instead of bos_token and eos_token.
     """
     kind = tokenizers.Tokenizer(tokenizers.models.BPE())
-    kind.pre_tokenizer, kind.decoder = (
-        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
-        tokenizers.decoders.ByteLevel(),
-    )
+    kind.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    kind.decoder = tokenizers.decoders.ByteLevel()
     kind.train_from_iterator(
         TEXTS,
         tokenizers.trainers.BpeTrainer(

@@ -12,7 +12,8 @@ def _write(path, text):
 
 def tree(folder, domains, sockets=1, gib=64, siblings=lambda cpu: (cpu,)):
     """Write a /sys tree of domains (number -> CPUs). siblings: the CPUs of a CPU's core"""
-    system, size = folder / "sys" / "devices" / "system", len(domains) // sockets
+    system = folder / "sys" / "devices" / "system"
+    size = len(domains) // sockets
     for index, (number, cpus) in enumerate(domains.items()):
         _write(system / "node" / f"node{number}" / "cpulist", format_list(cpus) + "\n")
         kib = (gib[number] if isinstance(gib, dict) else gib) * 2**20

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import typing
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -138,7 +139,8 @@ def fill(state: dict) -> None:
             index = [
                 slice(first, first + size)
                 for first, size in zip(
-                    sharded.global_offset, (1,) * sharded.prepend_axis_num + sharded.local_shape
+                    sharded.global_offset,
+                    (*repeat(1, sharded.prepend_axis_num), *sharded.local_shape),
                 )
             ]
             sharded.data.detach().copy_(whole[tuple(index)].view(sharded.data.shape))

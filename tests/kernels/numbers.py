@@ -35,13 +35,12 @@ def packed(weight, transposed, **kind):
 
 def linear_forms(x, weight, grad, with_packed=False, make=torch.empty, dtype=torch.float32, **kind):
     """(forward, data gradient), made with this dtype, and (weight gradient, bias gradient) added to ones. kind: as of `packed`."""
-    (m, k), n = x.shape, len(weight)
-    out, data, gradient, bias = (
-        make((m, n), dtype=dtype),
-        make((m, k), dtype=dtype),
-        make((n, k)),
-        make((n,)),
-    )
+    m, k = x.shape
+    n = len(weight)
+    out = make((m, n), dtype=dtype)
+    data = make((m, k), dtype=dtype)
+    gradient = make((n, k))
+    bias = make((n,))
     forward, backward = (
         packed(weight, transposed, **kind) if with_packed else None for transposed in (False, True)
     )

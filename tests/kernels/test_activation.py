@@ -17,7 +17,8 @@ SHAPES = [(0, 5), (1, 1), (3, 15), (4, 16), (5, 17), (7, 67), (211, 131), (9, 76
 
 @for_each(name=MLP_ACTIVATIONS, dtype=DTYPES, with_bias=[True, False], shape=SHAPES)
 def test_activate(every_target, shape, with_bias, dtype, name):
-    x, bias = random(*shape, dtype=dtype) * 3, random(shape[1], dtype=dtype, seed=2)
+    x = random(*shape, dtype=dtype) * 3
+    bias = random(shape[1], dtype=dtype, seed=2)
     y = torch.empty_like(x)
     kernels.activate(x, bias if with_bias else None, y, name)
     exact = MLP_ACTIVATIONS[name](x.double() + (bias.double() if with_bias else 0))
@@ -27,7 +28,8 @@ def test_activate(every_target, shape, with_bias, dtype, name):
 @for_each(shape=SHAPES)
 def test_strided_rows(every_target, shape):
     wide = random(shape[0], 3 * shape[1])
-    x, y = wide[:, shape[1] : 2 * shape[1]], torch.empty(shape)
+    x = wide[:, shape[1] : 2 * shape[1]]
+    y = torch.empty(shape)
     kernels.activate(x, None, y)
     whole = torch.empty(shape)
     kernels.activate(x.contiguous(), None, whole)
@@ -78,7 +80,8 @@ def test_the_derivative_over_its_whole_range(every_target, name):
 
 @for_each(name=MLP_ACTIVATIONS)
 def test_in_place_and_for_any_number_of_threads(every_target, same_for_any_threads, name):
-    x, bias = random(331, 131), random(131, seed=2)
+    x = random(331, 131)
+    bias = random(131, seed=2)
 
     def in_place():
         y = x.clone()
@@ -91,7 +94,9 @@ def test_in_place_and_for_any_number_of_threads(every_target, same_for_any_threa
 
 
 def test_wrong_arguments_leave_everything_untouched():
-    x, y, h = torch.ones(4, 8), torch.ones(4, 8), torch.ones(8)
+    x = torch.ones(4, 8)
+    y = torch.ones(4, 8)
+    h = torch.ones(8)
     assert_refused(
         [
             (lambda: kernels.activate(x, h[:4], y), r"bias: expected shape \(8,\), got \(4,\)"),

@@ -42,7 +42,9 @@ def adamw_steps(n, steps, grad_scale=1.0, copy_dtype=None, moments=MOMENTS[0], *
 
 
 def test_adamw_is_torchs(every_target):
-    n, steps, scale = 1031, 5, 0.5
+    n = 1031
+    steps = 5
+    scale = 0.5
     generator = torch.Generator().manual_seed(n)
     weight = torch.nn.Parameter(torch.randn(n, generator=generator))
     betas = (OPTIONS["beta1"], OPTIONS["beta2"])
@@ -120,7 +122,9 @@ def test_a_first_moment_in_bf16_is_rounded_to_nearest_even(target):
 
 def test_a_second_moment_in_bf16_keeps_its_mean_where_rounding_to_nearest_would_not_fall():
     """Normal gradients that fall to a tenth after half of the steps."""
-    generator, n, steps = torch.Generator().manual_seed(1), 2048, 2400
+    generator = torch.Generator().manual_seed(1)
+    n = 2048
+    steps = 2400
     state = [
         [torch.zeros(n), torch.zeros(n), torch.zeros(n, dtype=dtype)]
         for dtype in (torch.float32, BF16)
@@ -130,18 +134,21 @@ def test_a_second_moment_in_bf16_keeps_its_mean_where_rounding_to_nearest_would_
         for tensors in state:
             kernels.adamw(tensors[0], grad, *tensors[1:], **{**OPTIONS, "beta2": 0.999}, step=step)
     ratio = state[1][2].float() / state[0][2]
-    mean, deviation = ratio.mean().item(), ratio.std().item()
+    mean = ratio.mean().item()
+    deviation = ratio.std().item()
     assert mean == pytest.approx(1.0, abs=4 * deviation / len(ratio) ** 0.5)
     assert 0.005 < deviation < 0.2, "rounded at every step, without a drift"
 
 
 def test_a_word_of_rounding_belongs_to_the_elements_place_in_the_global_tensor(target):
     """Rows, columns and ranges of a matrix have the bits of the whole; another seed, stream or step rounds otherwise."""
-    rows, columns = 13, 91
+    rows = 13
+    columns = 91
     values = torch.rand(rows, columns, generator=torch.Generator().manual_seed(3))
 
     def rounded(part, seed=7, stream=3, step=2, **place):
-        part, moments = part.contiguous(), torch.zeros(2, part.numel(), dtype=BF16)
+        part = part.contiguous()
+        moments = torch.zeros(2, part.numel(), dtype=BF16)
         kernels.adamw(
             torch.zeros(part.numel()),
             part.flatten(),
@@ -166,11 +173,9 @@ def test_a_word_of_rounding_belongs_to_the_elements_place_in_the_global_tensor(t
 
 @pytest.mark.parametrize("moments", MOMENTS[:2])
 def test_adamw_carries_nan(target, moments):
-    param, grad, exp_avg, exp_avg_sq = (
-        torch.ones(40),
-        torch.zeros(40),
-        *(torch.zeros(40, dtype=dtype) for dtype in moments),
-    )
+    param = torch.ones(40)
+    grad = torch.zeros(40)
+    exp_avg, exp_avg_sq = (torch.zeros(40, dtype=dtype) for dtype in moments)
     grad[33] = math.nan
     kernels.adamw(param, grad, exp_avg, exp_avg_sq, **OPTIONS, step=1)
     for tensor in (param, exp_avg, exp_avg_sq):

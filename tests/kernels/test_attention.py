@@ -54,12 +54,16 @@ def test_documents_agree_with_formula(target, dtype, dropout):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_document_has_nothing_of_another(target, dtype):
     """Its results have the same bits whatever finite values, or NaN in whole tiles, stand in the other documents."""
-    s, begin, end = 700, 192, 481
+    s = 700
+    begin = 192
+    end = 481
     starts = torch.zeros(1, s, dtype=torch.int32)
-    starts[:, begin:], starts[:, end:] = begin, end
+    starts[:, begin:] = begin
+    starts[:, end:] = end
     qkv, dout = make(s, 1, 4, 16, dtype, groups=2)
     other = qkv.clone()
-    other[:begin], other[end:] = 9 * other[:begin].flip(0), -7 * other[end:].flip(0)
+    other[:begin] = 9 * other[:begin].flip(0)
+    other[end:] = -7 * other[end:].flip(0)
     want, got = (attention(x, dout, 4, starts=starts) for x in (qkv, other))
     rows = slice(begin, end)
     assert torch.equal(got[0][rows], want[0][rows])
@@ -106,7 +110,8 @@ def test_gradient_is_the_slope_of_the_forward(target, heads, groups, window):
     qkv, dout = make(19, 2, heads, 8, groups=groups)
 
     def value():
-        out, lse = torch.empty_like(dout), torch.empty(2, heads, 19)
+        out = torch.empty_like(dout)
+        lse = torch.empty(2, heads, 19)
         kernels.attention_forward(qkv, out, lse, **options)
         return (out.double() * dout.double()).sum()
 
@@ -139,7 +144,10 @@ def repeated(qkv, heads, groups):
 
 def test_a_long_sequence_has_the_bits_of_its_beginning(target):
     """Fewer heads are worked on at once, so that a group is done in parts. No gradient comes from beyond the beginning."""
-    short, s, heads, window = 32768, 32880, 4, 16
+    short = 32768
+    s = 32880
+    heads = 4
+    window = 16
     qkv, dout = make(s, 1, heads, 4, groups=1)
     dout[short:] = 0
     whole = attention(qkv, dout, heads, window=window)
@@ -154,7 +162,9 @@ def test_a_long_sequence_has_the_bits_of_its_beginning(target):
 @pytest.mark.parametrize("window", [None, 30])
 def test_groups_do_not_change_the_bits_of_a_head(target, window, dtype):
     """Results that depend on a query head alone have the bits of heads with a key each; dropout's mask included."""
-    heads, groups, d = 6, 2, 16
+    heads = 6
+    groups = 2
+    d = 16
     qkv, dout = make(150, 2, heads, d, dtype, groups=groups)
     one = attention(qkv, dout, heads, window=window, **DROPOUT)
     many = attention(repeated(qkv, heads, groups), dout, heads, window=window, **DROPOUT)
@@ -208,7 +218,8 @@ def test_large_scores_do_not_overflow(target, window):
 @pytest.mark.parametrize("part", [0, 1, 2], ids=["query", "key", "value"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_nan_and_inf_reach_what_they_reach_in_torch(target, part, bad):
-    row, s = 50, 120
+    row = 50
+    s = 120
     qkv, dout = make(s, 1, 1, 16)
     qkv.view(s, 3, 16)[row, part, 3] = bad
     q, k, v = qkv.view(s, 3, 16).permute(1, 0, 2)[:, None, None]

@@ -21,10 +21,8 @@ SHAPES = [
     (6, 3, 96, 140),
     (2, 1, 256, 17),
 ]
-SAMPLES, POSITIONS = (
-    [3, 0, 4],
-    [0, 11, 10_000],
-)  # of five samples: an empty cache, one partly filled, one that has gone round
+SAMPLES = [3, 0, 4]  # of five
+POSITIONS = [0, 11, 10_000]  # an empty cache, one partly filled, one that has gone round
 
 
 def make(heads, groups, d, slots, dtype=torch.float32, rows=3):
@@ -35,7 +33,8 @@ def make(heads, groups, d, slots, dtype=torch.float32, rows=3):
 
 def decode(qkv, keys, values, samples=SAMPLES, positions=POSITIONS):
     """(out, keys, values) of the kernel, out full of NaN before."""
-    keys, values = keys.clone(), values.clone()
+    keys = keys.clone()
+    values = values.clone()
     out = qkv.new_full((len(qkv), qkv.shape[1] - 2 * keys.shape[1] * keys.shape[3]), math.nan)
     kernels.attention_decode(
         qkv, keys, values, *(torch.tensor(n, dtype=torch.int64) for n in (samples, positions)), out
@@ -45,18 +44,18 @@ def decode(qkv, keys, values, samples=SAMPLES, positions=POSITIONS):
 
 def explicit(qkv, keys, values, samples=SAMPLES, positions=POSITIONS):
     """The same row by row and head by head."""
-    keys, values = keys.clone(), values.clone()
+    keys = keys.clone()
+    values = values.clone()
     _, groups, slots, d = keys.shape
     out = []
     for row, sample, position in zip(
         qkv.view(len(qkv), groups, -1, d), samples, positions, strict=True
     ):
-        keys[sample, :, position % slots], values[sample, :, position % slots] = (
-            row[:, -2],
-            row[:, -1],
-        )
+        keys[sample, :, position % slots] = row[:, -2]
+        values[sample, :, position % slots] = row[:, -1]
         known = min(position + 1, slots)
-        k, v = keys[sample, :, :known].double(), values[sample, :, :known].double()
+        k = keys[sample, :, :known].double()
+        v = values[sample, :, :known].double()
         out.append(torch.softmax(row[:, :-2].double() @ k.transpose(1, 2) / math.sqrt(d), -1) @ v)
     return torch.stack(out).flatten(1), keys, values
 
@@ -101,8 +100,10 @@ def test_same_bits_for_any_threads_and_rows(target, same_for_any_threads, dtype)
 
 def test_slots_that_hold_nothing_yet_are_not_read(target):
     qkv, keys, values = make(4, 2, 64, 200)
-    keys[0, :, 12:], values[0, :, 12:] = math.nan, math.inf
-    keys[3], values[3] = math.nan, math.nan
+    keys[0, :, 12:] = math.nan
+    values[0, :, 12:] = math.inf
+    keys[3] = math.nan
+    values[3] = math.nan
     out = decode(qkv, keys, values)[0]
     assert torch.isfinite(out).all()
     assert_same(

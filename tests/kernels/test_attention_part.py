@@ -49,11 +49,9 @@ def in_parts(qkv, dout, heads, runs, window=None, starts=None, every=False, **dr
     """(out, lse, dqkv) from parts of all pairs of runs of queries and keys. every: of all pairs, also of those that see nothing."""
     s, b, width = qkv.shape
     lies = Heads(heads, (width * heads // dout.shape[2] - heads) // 2, dout.shape[2] // heads)
-    kv, mask, options = (
-        keys_of(qkv, lies).flatten(2).contiguous(),
-        AttentionMask(s, window, starts),
-        {"window": window, "starts": starts},
-    )
+    kv = keys_of(qkv, lies).flatten(2).contiguous()
+    mask = AttentionMask(s, window, starts)
+    options = {"window": window, "starts": starts}
     chosen = [
         Block(slice(q.start, q.stop), q, k) if every else part
         for q in runs
@@ -82,17 +80,13 @@ def in_parts(qkv, dout, heads, runs, window=None, starts=None, every=False, **dr
             **options,
         )
         result.merge(part.rows, out, lse)
-    out, dqkv, dkv = (
-        result.total.flatten(2).to(qkv.dtype),
-        torch.zeros(qkv.shape),
-        torch.zeros(kv.shape),
-    )
+    out = result.total.flatten(2).to(qkv.dtype)
+    dqkv = torch.zeros(qkv.shape)
+    dkv = torch.zeros(kv.shape)
     for part in chosen:
-        rows, keys, places = (
-            part.rows,
-            slice(part.keys.start, part.keys.stop),
-            (s, part.queries.start, part.keys.start),
-        )
+        rows = part.rows
+        keys = slice(part.keys.start, part.keys.stop)
+        places = (s, part.queries.start, part.keys.start)
         lse = result.lse[..., rows].contiguous()
         kernels.attention_part_backward(
             qkv[rows],
@@ -126,11 +120,14 @@ def test_parts_make_the_whole(target, dtype, dropout):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_queries_that_see_none_of_the_keys(target, dtype):
     """Their result is 0 and their sum too, and what they add to gradients is 0."""
-    shape, groups, window = (210, 1, 2, 96), 2, 5
+    shape = (210, 1, 2, 96)
+    groups = 2
+    window = 5
     qkv, dout = make(*shape, dtype, groups=groups)
     got = in_parts(qkv, dout, 2, [range(100), range(100, 110), range(110, 210)], window, every=True)
     assert_close(got, exact(shape, dtype, False, groups, window), TOLERANCE[dtype])
-    out, lse = torch.full((100, 1, 192), math.nan, dtype=dtype), torch.full((1, 2, 100), math.nan)
+    out = torch.full((100, 1, 192), math.nan, dtype=dtype)
+    lse = torch.full((1, 2, 100), math.nan)
     kernels.attention_part_forward(
         qkv[110:], torch.ones(100, 1, 2 * 192, dtype=dtype), out, lse, 210, 110, 0, window=window
     )
@@ -142,13 +139,15 @@ def test_queries_that_see_none_of_the_keys(target, dtype):
 def test_a_part_of_everything_has_the_bits_of_the_whole(target, s, dtype):
     """The part has the whole sequence's blocks and tiles: queries that see all keys of theirs in one part have the same sums."""
     qkv, dout = make(s, 2, 4, 16, dtype, groups=2)
-    starts, options = document_starts(s, 2, 5), {"window": 150, **DROPOUT}
+    starts = document_starts(s, 2, 5)
+    options = {"window": 150, **DROPOUT}
     for documents in (None, starts):
         want = attention(qkv, dout, 4, starts=documents, **options)
         kv = keys_of(qkv, Heads(4, 2, 16)).flatten(2).contiguous()
         for queries in (range(s), range(96, s), range(61, 131)):
             rows = slice(queries.start, queries.stop)
-            out, lse = torch.empty_like(dout[rows]), torch.empty(2, 4, len(queries))
+            out = torch.empty_like(dout[rows])
+            lse = torch.empty(2, 4, len(queries))
             kernels.attention_part_forward(
                 qkv[rows],
                 kv[: queries.stop],
@@ -193,16 +192,19 @@ def test_the_reference_and_torch_agree_with_the_formula(reference):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torch_makes_the_same_of_a_part(target, dtype):
-    s, lies = 120, Heads(4, 2, 16)
+    s = 120
+    lies = Heads(4, 2, 16)
     qkv, dout = make(s, 2, 4, 16, dtype, groups=2)
     key = DropoutKey(
         DROPOUT["seed"], DROPOUT["stream"], DROPOUT["first_sample"], 0, DROPOUT["first_head"] * s
     )
     call = SharedCall(lies, AttentionMask(s, 50, document_starts(s, 2, 4)), DROPOUT["p"], key)
-    part, backend = Block(slice(60, 100), range(60, 100), range(20, 80)), Ops.build("torch")
+    part = Block(slice(60, 100), range(60, 100), range(20, 80))
+    backend = Ops.build("torch")
     kv = keys_of(qkv, lies).flatten(2).contiguous()[20:80]
     arguments = (s, 60, 20, *DROPOUT.values(), 50, call.mask.starts)
-    out, lse = torch.empty_like(dout[60:100]), torch.empty(2, 4, 40)
+    out = torch.empty_like(dout[60:100])
+    lse = torch.empty(2, 4, 40)
     kernels.attention_part_forward(qkv[60:100], kv, out, lse, *arguments)
     for got, want in zip(
         (out, lse), backend.attend_block(call, part, qkv[60:100], kv), strict=True

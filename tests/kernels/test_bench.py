@@ -11,7 +11,9 @@ from tests.kernels.numbers import random
 
 def test_triad(target, same_for_any_threads):
     for n in (0, 1, 15, 16, 17, 5003):
-        x, y, out = random(n), random(n, seed=1), torch.empty(n)
+        x = random(n)
+        y = random(n, seed=1)
+        out = torch.empty(n)
 
         def triad(x=x, y=y, out=out):
             kernels.bench_triad(out, x, y, 2.5)
@@ -23,7 +25,9 @@ def test_triad(target, same_for_any_threads):
 @pytest.mark.parametrize("shape", [(1, 1, 1), (12, 32, 5), (13, 33, 64), (24, 32, 256)])
 def test_gemm_panel_adds_its_sweeps(target, shape):
     m, n, k = shape
-    a, b, c = random(m, k), random(k, n, seed=1), torch.empty(m, n)
+    a = random(m, k)
+    b = random(k, n, seed=1)
+    c = torch.empty(m, n)
     kernels.bench_gemm_panel(a, b, c, 3)
     torch.testing.assert_close(c.double(), 3 * a.double() @ b.double(), rtol=1e-5, atol=1e-4)
 

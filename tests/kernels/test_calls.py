@@ -11,7 +11,8 @@ from tests.kernels.numbers import random
 
 def sums(calls, x, scale):
     """A tensor that `calls` fills with 2 (x + 1) scale, in two calls of which nobody else holds the operands."""
-    total, out = torch.empty_like(x), torch.empty_like(x)
+    total = torch.empty_like(x)
+    out = torch.empty_like(x)
     calls.bias_dropout_add(x, torch.ones(x.shape[-1]), x, total)
     calls.linear_few_rows(
         total.view(-1, x.shape[-1]), torch.eye(x.shape[-1]) * scale, out.view(-1, x.shape[-1])
@@ -20,7 +21,8 @@ def sums(calls, x, scale):
 
 
 def test_calls_are_made_at_once_and_again_on_what_tensors_hold_then():
-    calls, x = kernels.Calls(), random(3, 1, 8)
+    calls = kernels.Calls()
+    x = random(3, 1, 8)
     out = sums(calls, x, 2.0)
     torch.testing.assert_close(out, 4 * x + 2)
     gc.collect()
@@ -34,7 +36,8 @@ def test_calls_are_made_at_once_and_again_on_what_tensors_hold_then():
 
 
 def test_a_wrong_call_is_refused_and_not_kept():
-    calls, x = kernels.Calls(), torch.ones(2, 8)
+    calls = kernels.Calls()
+    x = torch.ones(2, 8)
     with pytest.raises(ValueError, match=r"x: expected shape \(\*, 7\), got \(2, 8\)"):
         calls.linear_few_rows(x, torch.ones(3, 7), torch.empty(2, 3))
     with pytest.raises(AttributeError, match="squared_norm"):

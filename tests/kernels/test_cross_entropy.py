@@ -91,7 +91,8 @@ def test_split_vocabulary(every_target, ranks):
 def test_masked_columns_count_nothing(every_target, words, dtype):
     """Padding of the vocabulary is -inf: loss and gradient are the same as for the words alone, and the padding's gradient is exactly 0."""
     logits, labels, dloss = sample(5, 4500, dtype, seed=6)
-    logits, labels = logits - 60, labels % words
+    logits = logits - 60
+    labels = labels % words
     logits[:, words:] = float("-inf")
     row_max, sum_exp, target_logit = forward(logits, labels)
     loss, grad = double_loss(logits[:, :words], labels, dloss)
@@ -135,7 +136,8 @@ def test_z_loss(every_target, ranks, dtype):
     loss.backward(dloss.double())
     row_max, sum_exp, _ = forward(logits, labels)
     for i, share in enumerate(logits.chunk(ranks, 1)):
-        share, out = share.contiguous(), torch.empty(6, 1034)
+        share = share.contiguous()
+        out = torch.empty(6, 1034)
         kernels.cross_entropy_backward(share, row_max, sum_exp, labels, 1034 * i, dloss, out, 0.02)
         torch.testing.assert_close(
             out.double(), leaf.grad[:, 1034 * i : 1034 * (i + 1)], rtol=4e-6, atol=1e-6
@@ -191,11 +193,9 @@ def test_extreme_logits_as_torch(every_target):
 
 
 def test_wrong_arguments_leave_everything_untouched():
-    logits, labels, rows = (
-        torch.ones(4, 8),
-        torch.zeros(4, dtype=torch.int64),
-        [torch.ones(4) for _ in range(4)],
-    )
+    logits = torch.ones(4, 8)
+    labels = torch.zeros(4, dtype=torch.int64)
+    rows = [torch.ones(4) for _ in range(4)]
     half = logits.flatten().view(torch.bfloat16)[:32].view(4, 8)  # the first half of logits' bytes
     assert_refused(
         [

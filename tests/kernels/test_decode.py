@@ -29,11 +29,9 @@ SHAPES = [
 @for_each(dtype=DTYPES, shape=SHAPES)
 def test_linear_few_rows(every_target, shape, dtype, guarded):
     m, n, k = shape
-    x, weight, bias = (
-        random(m, k, dtype=dtype),
-        random(n, k + 3, dtype=dtype, seed=1)[:, :k],
-        random(n, dtype=dtype, seed=2),
-    )
+    x = random(m, k, dtype=dtype)
+    weight = random(n, k + 3, dtype=dtype, seed=1)[:, :k]
+    bias = random(n, dtype=dtype, seed=2)
     exact = x.double() @ weight.double().t()
     out = guarded((m, n), dtype)
     kernels.linear_few_rows(x, weight, out)
@@ -51,7 +49,9 @@ def test_linear_few_rows(every_target, shape, dtype, guarded):
 def test_a_row_has_the_same_bits_whatever_the_others_and_the_threads_are(
     every_target, same_for_any_threads
 ):
-    x, weight, bias = random(9, 257), random(1031, 257, seed=1), random(1031, seed=2)
+    x = random(9, 257)
+    weight = random(1031, 257, seed=1)
+    bias = random(1031, seed=2)
 
     def matmul(rows):
         out = torch.empty(len(rows), 1031)
@@ -63,8 +63,11 @@ def test_a_row_has_the_same_bits_whatever_the_others_and_the_threads_are(
 
 
 def test_nan_and_inf_reach_the_outputs_they_belong_to(every_target):
-    x, weight, out = torch.ones(1, 70), torch.ones(9, 70), torch.empty(1, 9)
-    weight[2, 69], weight[5, 0] = float("nan"), float("inf")
+    x = torch.ones(1, 70)
+    weight = torch.ones(9, 70)
+    out = torch.empty(1, 9)
+    weight[2, 69] = float("nan")
+    weight[5, 0] = float("inf")
     kernels.linear_few_rows(x, weight, out)
     assert (
         torch.isnan(out[0]).tolist() == [i == 2 for i in range(9)]
@@ -74,7 +77,10 @@ def test_nan_and_inf_reach_the_outputs_they_belong_to(every_target):
 
 
 def test_wrong_arguments_leave_everything_untouched():
-    x, weight, out, bias = torch.ones(2, 8), torch.ones(3, 8), torch.ones(2, 3), torch.ones(3)
+    x = torch.ones(2, 8)
+    weight = torch.ones(3, 8)
+    out = torch.ones(2, 3)
+    bias = torch.ones(3)
     assert_refused(
         [
             (

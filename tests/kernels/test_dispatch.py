@@ -24,7 +24,8 @@ def run_python(code, **environment):
 
 
 def test_targets_say_why_they_cannot_run():
-    rows, before = kernels.targets(), kernels.active()
+    rows = kernels.targets()
+    before = kernels.active()
     left_out = [row["name"] for row in rows if row["reason"].startswith("left out of this build")]
     assert rows[0]["name"] == "reference" and (
         "portable" in left_out or rows[1]["name"] == "portable"

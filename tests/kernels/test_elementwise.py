@@ -80,7 +80,9 @@ def test_convert_rounds_to_nearest_even(every_target, dtype):
     # float16's own range, with its denormals and the edge of overflow
     halves = [torch.linspace(-end, end, 20_001) for end in (66000, 1e-4)]
     x = torch.cat([x, *halves, torch.tensor(SPECIAL)])
-    got, want, finite = convert(x, dtype), x.to(dtype), ~x.isnan()
+    got = convert(x, dtype)
+    want = x.to(dtype)
+    finite = ~x.isnan()
     assert torch.equal(got.view(torch.int16)[finite], want.view(torch.int16)[finite])
     assert bool(got[~finite].isnan().all())
 

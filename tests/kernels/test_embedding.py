@@ -17,7 +17,8 @@ def some_tokens(s=37, b=3, words=23):
 
 @for_each(dtype=DTYPES, h=COLUMNS)
 def test_embedding(every_target, h, dtype):
-    tokens, table = some_tokens(), random(23, h, dtype=dtype)
+    tokens = some_tokens()
+    table = random(23, h, dtype=dtype)
     out = torch.empty(37, 3, h, dtype=dtype)
     kernels.embedding(tokens, table, out, vocabulary=23)
     assert torch.equal(out, table[tokens])
@@ -27,7 +28,8 @@ def test_embedding(every_target, h, dtype):
 
 @for_each(dtype=DTYPES, h=COLUMNS)
 def test_embedding_backward(every_target, h, dtype):
-    tokens, dout = some_tokens(), random(37, 3, h, dtype=dtype)
+    tokens = some_tokens()
+    dout = random(37, 3, h, dtype=dtype)
     grad = torch.ones(8, h)
     kernels.embedding_backward(tokens, dout, grad, first_row=7)
     want = torch.zeros(23, h).index_add_(0, tokens.flatten(), dout.float().flatten(0, 1))[7:15] + 1
@@ -36,8 +38,10 @@ def test_embedding_backward(every_target, h, dtype):
 
 @for_each(dtype=DTYPES, h=COLUMNS)
 def test_position(every_target, h, dtype):
-    x, table = random(37, 3, h, dtype=dtype), random(40, h, dtype=dtype, seed=1)
-    out, grad = torch.empty_like(x), torch.ones(40, h)
+    x = random(37, 3, h, dtype=dtype)
+    table = random(40, h, dtype=dtype, seed=1)
+    out = torch.empty_like(x)
+    grad = torch.ones(40, h)
     kernels.add_position(x, table, out)
     assert torch.equal(out, x + table[:37].unsqueeze(1))
     kernels.add_position_backward(x, grad)
@@ -46,7 +50,8 @@ def test_position(every_target, h, dtype):
 
 
 def test_no_tokens_and_no_positions(every_target):
-    tokens, table = torch.empty(0, 3, dtype=torch.int64), torch.ones(5, 16)
+    tokens = torch.empty(0, 3, dtype=torch.int64)
+    table = torch.ones(5, 16)
     kernels.embedding(tokens, table, torch.empty(0, 3, 16), vocabulary=5)
     kernels.embedding_backward(tokens, torch.empty(0, 3, 16), table)
     kernels.add_position(torch.empty(0, 3, 16), table, torch.empty(0, 3, 16))
@@ -55,10 +60,12 @@ def test_no_tokens_and_no_positions(every_target):
 
 
 def test_same_bits_for_any_number_of_threads(every_target, same_for_any_threads):
-    tokens, dout = some_tokens(300, 4), random(300, 4, 331)
+    tokens = some_tokens(300, 4)
+    dout = random(300, 4, 331)
 
     def both():
-        grad, positions = torch.zeros(23, 331), torch.zeros(300, 331)
+        grad = torch.zeros(23, 331)
+        positions = torch.zeros(300, 331)
         kernels.embedding_backward(tokens, dout, grad)
         kernels.add_position_backward(dout, positions)
         return grad, positions
@@ -67,7 +74,9 @@ def test_same_bits_for_any_number_of_threads(every_target, same_for_any_threads)
 
 
 def test_wrong_arguments_leave_everything_untouched():
-    tokens, table, out = torch.tensor([[0, 9]]), torch.ones(5, 8), torch.ones(1, 2, 8)
+    tokens = torch.tensor([[0, 9]])
+    table = torch.ones(5, 8)
+    out = torch.ones(1, 2, 8)
     assert_refused(
         [
             (

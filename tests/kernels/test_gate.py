@@ -32,7 +32,8 @@ def forward(x, name):
 @for_each(name=GATES, dtype=DTYPES, shape=SHAPES)
 def test_a_gate_and_its_gradient(every_target, shape, dtype, name):
     rows, cols = shape
-    x, dy = random(rows, 2, cols, dtype=dtype) * 3, random(rows, cols, dtype=dtype, seed=2)
+    x = random(rows, 2, cols, dtype=dtype) * 3
+    dy = random(rows, cols, dtype=dtype, seed=2)
     leaf = x.double().requires_grad_()
     want = exact(leaf, name)
     want.backward(dy.double())
@@ -48,15 +49,16 @@ def test_a_gate_and_its_gradient(every_target, shape, dtype, name):
 def test_a_gate_with_factors_of_its_rows(every_target, shape, dtype, name):
     """The result is rounded once; the gradients of x and of the factors and the result again come from one pass."""
     rows, cols = shape
-    x, dy, factors = (
-        random(rows, 2, cols, dtype=dtype),
-        random(rows, cols, dtype=dtype, seed=2),
-        random(rows, seed=3),
-    )
-    leaf, by = x.double().requires_grad_(), factors.double().requires_grad_()
+    x = random(rows, 2, cols, dtype=dtype)
+    dy = random(rows, cols, dtype=dtype, seed=2)
+    factors = random(rows, seed=3)
+    leaf = x.double().requires_grad_()
+    by = factors.double().requires_grad_()
     want = exact(leaf, name) * by.unsqueeze(1)
     want.backward(dy.double())
-    y, dx, dfactors = torch.empty_like(dy), torch.empty_like(x), torch.empty(rows)
+    y = torch.empty_like(dy)
+    dx = torch.empty_like(x)
+    dfactors = torch.empty(rows)
     kernels.scaled_gate(x, factors, y, name)
     assert_near(y, want.detach(), dtype)
     again = torch.empty_like(y)
@@ -74,8 +76,10 @@ def test_a_gate_with_factors_of_its_rows(every_target, shape, dtype, name):
 def test_parts_and_threads_give_the_bits_of_the_whole(
     every_target, guarded, same_for_any_threads, name
 ):
-    x, dy = random(13, 2, 71), random(13, 71, seed=2)
-    whole, whole_dx = forward(x, name), torch.empty_like(x)
+    x = random(13, 2, 71)
+    dy = random(13, 71, seed=2)
+    whole = forward(x, name)
+    whole_dx = torch.empty_like(x)
     kernels.gate_backward(dy, x, whole_dx, name)
     dx = guarded((13, 2, 71)).copy_(x)
     for columns in (slice(0, 32), slice(32, 71)):
@@ -83,12 +87,15 @@ def test_parts_and_threads_give_the_bits_of_the_whole(
         assert torch.equal(forward(part, name), whole[:, columns])
         kernels.gate_backward(dy[:, columns].contiguous(), part, part, name)
     assert torch.equal(dx, whole_dx)
-    x, dy = random(331, 2, 131), random(331, 131, seed=2)
+    x = random(331, 2, 131)
+    dy = random(331, 131, seed=2)
 
     def both():
         dx = torch.empty_like(x)
         kernels.gate_backward(dy, x, dx, name)
-        y, again, dfactors = torch.empty(331, 131), torch.empty(331, 131), torch.empty(331)
+        y = torch.empty(331, 131)
+        again = torch.empty(331, 131)
+        dfactors = torch.empty(331)
         kernels.scaled_gate(x, dy[:, 0].contiguous(), y, name)
         scaled = torch.empty_like(x)
         kernels.scaled_gate_backward(dy, x, dy[:, 0].contiguous(), scaled, dfactors, again, name)
@@ -99,7 +106,8 @@ def test_parts_and_threads_give_the_bits_of_the_whole(
 
 @for_each(name=GATES)
 def test_gate_backward_is_the_slope(every_target, name):
-    x, dy = random(5, 2, 19), random(5, 19, seed=1)
+    x = random(5, 2, 19)
+    dy = random(5, 19, seed=1)
     dx = torch.empty_like(x)
     kernels.gate_backward(dy, x, dx, name)
     assert_slope(lambda: (forward(x, name).double() * dy.double()).sum(), [x], [dx])
@@ -111,12 +119,14 @@ def test_gates_far_from_zero(every_target, name):
     gate = torch.cat(
         [torch.linspace(-200, 200, 4001), torch.tensor([0.0, -0.0, 1e30, -1e30, 1e-30])]
     )
-    x, dy = torch.stack([gate, torch.ones_like(gate)]).unsqueeze(0), torch.ones(1, len(gate))
+    x = torch.stack([gate, torch.ones_like(gate)]).unsqueeze(0)
+    dy = torch.ones(1, len(gate))
     leaf = x.double().requires_grad_()
     exact(leaf, name).sum().backward()
     dx = torch.empty_like(x)
     kernels.gate_backward(dy, x, dx, name)
-    value, want = forward(x, name).double(), exact(leaf, name).detach()
+    value = forward(x, name).double()
+    want = exact(leaf, name).detach()
     if name == "silu":
         torch.testing.assert_close(value, want, rtol=4e-7, atol=1e-35)
     else:
@@ -129,7 +139,8 @@ def test_gates_far_from_zero(every_target, name):
 
 
 def test_wrong_arguments_leave_everything_untouched():
-    x, y = torch.ones(4, 2, 8), torch.ones(4, 8)
+    x = torch.ones(4, 2, 8)
+    y = torch.ones(4, 8)
     assert_refused(
         [
             (

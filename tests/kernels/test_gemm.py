@@ -59,8 +59,11 @@ def check(got, exact, magnitude, dtype, depth):
 
 def check_forms(x, weight, grad, found, dtype):
     """Compare what linear_forms returned with double precision."""
-    (m, k), n = x.shape, len(weight)
-    x, w, g = x.double(), weight.double(), grad.double()
+    m, k = x.shape
+    n = len(weight)
+    x = x.double()
+    w = weight.double()
+    g = grad.double()
     out, data, gradient, bias = found
     check(out, x @ w.T, x.abs() @ w.abs().T, dtype, k)
     check(data, g @ w, g.abs() @ w.abs(), dtype, n)
@@ -71,11 +74,9 @@ def check_forms(x, weight, grad, found, dtype):
 def check_every_shape(guarded, dtype, **kind):
     torch.manual_seed(0)
     for index, (m, n, k) in enumerate(shapes()):
-        x, weight, grad = (
-            strided(m, k, dtype),
-            strided(n, k, dtype, index % 3),
-            strided(m, n, dtype, 1),
-        )
+        x = strided(m, k, dtype)
+        weight = strided(n, k, dtype, index % 3)
+        grad = strided(m, n, dtype, 1)
         check_forms(
             x, weight, grad, linear_forms(x, weight, grad, index % 2, guarded, dtype, **kind), dtype
         )
@@ -92,13 +93,16 @@ def test_forms_match_double_precision(target, dtype, guarded):
 def test_epilogues(target, dtype, shape, name):
     torch.manual_seed(1)
     m, n, k = shape
-    x, weight = strided(m, k, dtype), strided(n, k, dtype)
-    bias, residual = torch.randn(n).to(dtype), strided(m, n, dtype, 5)
+    x = strided(m, k, dtype)
+    weight = strided(n, k, dtype)
+    bias = torch.randn(n).to(dtype)
+    residual = strided(m, n, dtype, 5)
     linear = x.double() @ weight.double().T + bias.double()
     tolerance = dict(
         rtol=2 * UNIT[dtype], atol=(UNIT[dtype] + 2e-7 * (k + 8)) * float(linear.abs().max() + 1)
     )
-    pre, out = torch.empty(m, n, dtype=dtype), strided(m, n, dtype)
+    pre = torch.empty(m, n, dtype=dtype)
+    out = strided(m, n, dtype)
     kernels.linear_forward(
         x,
         weight,
@@ -110,17 +114,16 @@ def test_epilogues(target, dtype, shape, name):
         packed=packed(weight, False),
     )
     torch.testing.assert_close(pre.double(), linear, **tolerance)
-    activated, error = MLP_ACTIVATIONS[name](linear), dict(tolerance)
+    activated = MLP_ACTIVATIONS[name](linear)
+    error = dict(tolerance)
     if name == "squared_relu":  # an error of the sum is multiplied by the slope
         error["atol"] *= 2 * float(linear.abs().max() + 1)
     torch.testing.assert_close(out.double(), activated + residual.double(), **error)
     kernels.linear_forward(x, weight, out, bias=bias)
     torch.testing.assert_close(out.double(), linear, **tolerance)
 
-    grad, argument = (
-        strided(m, k, dtype),
-        (3 * torch.randn(m, n)).to(dtype).double().requires_grad_(),
-    )
+    grad = strided(m, k, dtype)
+    argument = (3 * torch.randn(m, n)).to(dtype).double().requires_grad_()
     linear = grad.double() @ weight.double().T
     MLP_ACTIVATIONS[name](argument).backward(linear)
     tolerance["atol"] *= float(argument.detach().abs().max()) if name == "squared_relu" else 1
@@ -138,14 +141,13 @@ def test_epilogues(target, dtype, shape, name):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_and_packing_do_not_change_the_bits(target, same_for_any_threads, shape, dtype):
     m, n, k = shape
-    x, weight, grad = (
-        random(m, k, dtype=dtype),
-        random(n, k, dtype=dtype, seed=1),
-        random(m, n, dtype=dtype, seed=2),
-    )
+    x = random(m, k, dtype=dtype)
+    weight = random(n, k, dtype=dtype, seed=1)
+    grad = random(m, n, dtype=dtype, seed=2)
 
     def run():
-        out, unpacked = torch.empty(m, n, dtype=dtype), torch.empty(m, n, dtype=dtype)
+        out = torch.empty(m, n, dtype=dtype)
+        unpacked = torch.empty(m, n, dtype=dtype)
         kernels.linear_forward(x, weight, out, activation="gelu", packed=packed(weight, False))
         kernels.linear_forward(x, weight, unpacked, activation="gelu")
         return out, unpacked, *linear_forms(x, weight, grad, dtype=dtype)
@@ -156,13 +158,12 @@ def test_threads_and_packing_do_not_change_the_bits(target, same_for_any_threads
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_float32_output_of_half_inputs(target, dtype):
-    x, weight, out = (
-        random(19, 700, dtype=dtype),
-        random(33, 700, dtype=dtype, seed=1),
-        torch.empty(19, 33),
-    )
+    x = random(19, 700, dtype=dtype)
+    weight = random(33, 700, dtype=dtype, seed=1)
+    out = torch.empty(19, 33)
     kernels.linear_forward(x, weight, out, bias=torch.ones(33))
-    xd, wd = x.double(), weight.double()
+    xd = x.double()
+    wd = weight.double()
     check(out, xd @ wd.T + 1, xd.abs() @ wd.abs().T + 1, torch.float32, 700)
     assert kernels.has_fp16_arithmetic() == (not target.startswith(("avx", "amx")))
     assert kernels.has_bf16_arithmetic() == (target.endswith("bf16") or target.startswith("amx"))
@@ -173,20 +174,20 @@ def test_a_step_of_tiles_has_the_bits_of_its_definition(target):
     """TDPBF16PS (Intel's Software Developer's Manual): fused sums of the even and of the odd k, then their sum, no denormals."""
     if target not in kernels.runnable_targets(emulated=True):
         pytest.skip(next(row["reason"] for row in kernels.targets() if row["name"] == target))
-    a, b, out = (
-        random(16, 32, dtype=torch.bfloat16),
-        random(32, 16, dtype=torch.bfloat16, seed=1),
-        torch.empty(16, 16),
-    )
+    a = random(16, 32, dtype=torch.bfloat16)
+    b = random(32, 16, dtype=torch.bfloat16, seed=1)
+    out = torch.empty(16, 16)
     a[3] *= 2.0**-130
-    a[4], b[:, 5] = a[4] * 2.0**-80, b[:, 5] * 2.0**-47  # results of about 2^-127
+    a[4] = a[4] * 2.0**-80  # results of about 2^-127
+    b[:, 5] = b[:, 5] * 2.0**-47
     with kernels.target(target):
         kernels.gemm(a, b, out)
 
     def normal(x):
         return torch.where(x.abs() < 2.0**-126, 0.0, x)
 
-    even, odd = torch.zeros(16, 16), torch.zeros(16, 16)
+    even = torch.zeros(16, 16)
+    odd = torch.zeros(16, 16)
     for k in range(
         0, 32, 2
     ):  # a product of two bfloat16 is exact in double, and so is its sum with a float of like size
@@ -207,7 +208,8 @@ def test_a_step_of_tiles_has_the_bits_of_its_definition(target):
 
 
 def test_gemm_of_views(target):
-    a, b = torch.randn(30, 41), torch.randn(41, 50)
+    a = torch.randn(30, 41)
+    b = torch.randn(41, 50)
     left = (a, a.T.contiguous().T, strided(30, 41, torch.float32))
     right = (b, b.T.contiguous().T, b[:, :1], b.T.contiguous().T[:, 3:4])
     for x, y in itertools.product(left, right):
@@ -226,7 +228,8 @@ def test_gemm_of_views(target):
 
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
 def test_special_values_travel(target, special):
-    x, weight = torch.rand(20, 50) + 1, torch.rand(40, 50) + 1
+    x = torch.rand(20, 50) + 1
+    weight = torch.rand(40, 50) + 1
     x[13, 17] = special
     out = torch.empty(20, 40)
     kernels.linear_forward(x, weight, out)
@@ -264,17 +267,17 @@ def test_groups_of_rows_have_weights_of_their_own(target, dtype, n, k, guarded):
     torch.manual_seed(3)
     for counts in COUNTS:
         x, weight, grad, numbers = grouped(counts, n, k, dtype)
-        out, data, gradient = (
-            guarded((len(x), n), dtype),
-            guarded((len(x), k), dtype),
-            guarded((len(counts), n, k)),
-        )
+        out = guarded((len(x), n), dtype)
+        data = guarded((len(x), k), dtype)
+        gradient = guarded((len(counts), n, k))
         gradient.fill_(0.5)
         kernels.grouped_linear_forward(x, weight, numbers, out)
         kernels.grouped_linear_data_gradient(grad, weight, numbers, data)
         kernels.grouped_linear_weight_gradient(grad, x, numbers, gradient)
         for i, rows in each_group(counts):
-            xd, wd, gd = x[rows].double(), weight[i].double(), grad[rows].double()
+            xd = x[rows].double()
+            wd = weight[i].double()
+            gd = grad[rows].double()
             check(out[rows], xd @ wd.T, xd.abs() @ wd.abs().T, dtype, k)
             check(data[rows], gd @ wd, gd.abs() @ wd.abs(), dtype, n)
             check(gradient[i], gd.T @ xd + 0.5, gd.abs().T @ xd.abs() + 0.5, torch.float32, len(xd))
@@ -293,7 +296,8 @@ def test_groups_have_the_bits_of_single_matmuls_for_any_threads(
     )
 
     def run():
-        out, data = torch.empty(len(x), n, dtype=dtype), torch.empty(len(x), k, dtype=dtype)
+        out = torch.empty(len(x), n, dtype=dtype)
+        data = torch.empty(len(x), k, dtype=dtype)
         gradient = torch.ones(len(counts), n, k)
         kernels.grouped_linear_forward(x, weight, numbers, out)
         kernels.grouped_linear_data_gradient(grad, weight, numbers, data)
@@ -311,22 +315,25 @@ def test_groups_have_the_bits_of_single_matmuls_for_any_threads(
 
 
 def test_reference_agrees(reference):
-    x, weight, grad = torch.randn(7, 20), torch.randn(9, 20), torch.randn(7, 9)
-    weights, counts = torch.randn(3, 9, 20), torch.tensor([5, 0, 2])
+    x = torch.randn(7, 20)
+    weight = torch.randn(9, 20)
+    grad = torch.randn(7, 9)
+    weights = torch.randn(3, 9, 20)
+    counts = torch.tensor([5, 0, 2])
 
     def run():
-        out, data, gradient, bias = (
-            torch.empty(7, 9),
-            torch.empty(7, 20),
-            torch.ones(9, 20),
-            torch.ones(9),
-        )
+        out = torch.empty(7, 9)
+        data = torch.empty(7, 20)
+        gradient = torch.ones(9, 20)
+        bias = torch.ones(9)
         kernels.linear_forward(x, weight, out, activation="gelu", packed=packed(weight, False))
         kernels.linear_data_gradient(
             grad, weight, data, activation_input=x, packed=packed(weight, True)
         )
         kernels.linear_weight_gradient(grad, x, gradient, bias)
-        outs, datas, gradients = torch.empty(7, 9), torch.empty(7, 20), torch.ones(3, 9, 20)
+        outs = torch.empty(7, 9)
+        datas = torch.empty(7, 20)
+        gradients = torch.ones(3, 9, 20)
         kernels.grouped_linear_forward(x, weights, counts, outs)
         kernels.grouped_linear_data_gradient(grad, weights, counts, datas)
         kernels.grouped_linear_weight_gradient(grad, x, counts, gradients)
@@ -337,8 +344,11 @@ def test_reference_agrees(reference):
 
 
 def test_refusals():
-    x, weight, out = torch.randn(4, 6), torch.randn(5, 6), torch.empty(4, 5)
-    forward, groups = kernels.linear_forward, torch.randn(2, 5, 6)
+    x = torch.randn(4, 6)
+    weight = torch.randn(5, 6)
+    out = torch.empty(4, 5)
+    forward = kernels.linear_forward
+    groups = torch.randn(2, 5, 6)
 
     def of_groups(*counts, out=out, weight=groups):
         return lambda: kernels.grouped_linear_forward(x, weight, torch.tensor(counts), out)
@@ -429,8 +439,12 @@ def root_mean_square(got, exact):
 )
 def test_bf16x3_is_as_exact_as_float32(bf16_target, shape):
     m, n, k = shape
-    x, weight, grad = random(m, k), random(n, k, seed=1) * 0.02, random(m, n, seed=2)
-    xd, wd, gd = x.double(), weight.double(), grad.double()
+    x = random(m, k)
+    weight = random(n, k, seed=1) * 0.02
+    grad = random(m, n, seed=2)
+    xd = x.double()
+    wd = weight.double()
+    gd = grad.double()
     exact = xd @ wd.T, gd @ wd, gd.T @ xd + 1, gd.sum(0) + 1
     for split, ieee, want in zip(
         linear_forms(x, weight, grad, bf16x3=True),
@@ -439,10 +453,9 @@ def test_bf16x3_is_as_exact_as_float32(bf16_target, shape):
         strict=True,
     ):
         assert root_mean_square(split, want) <= 2 * root_mean_square(ieee, want)
-    long, ieee = (
-        torch.empty(n, m),
-        torch.empty(n, m),
-    )  # sums over all k with both factors transposed
+    # Sums over all k with both factors transposed.
+    long = torch.empty(n, m)
+    ieee = torch.empty(n, m)
     kernels.gemm(weight.T.contiguous().T, x.T, long, bf16x3=True)
     kernels.gemm(weight.T.contiguous().T, x.T, ieee)
     assert 0 < root_mean_square(long, exact[0].T) <= 2 * root_mean_square(ieee, exact[0].T)
@@ -455,16 +468,16 @@ def test_bf16x3_of_every_small_shape(bf16_target, guarded):
 @pytest.mark.parametrize("shape", [(37, 67, 29), (5, 130, 1030), (3, 5, 0)])
 def test_bf16x3_with_epilogues(bf16_target, shape):
     m, n, k = shape
-    x, weight, bias, residual, argument = (
-        random(m, k),
-        random(n, k, seed=1),
-        random(n, seed=2),
-        random(m, n, seed=3),
-        random(m, n),
-    )
+    x = random(m, k)
+    weight = random(n, k, seed=1)
+    bias = random(n, seed=2)
+    residual = random(m, n, seed=3)
+    argument = random(m, n)
 
     def run(bf16x3):
-        out, pre, slope = torch.empty(m, n), torch.empty(m, n), torch.empty(m, n)
+        out = torch.empty(m, n)
+        pre = torch.empty(m, n)
+        slope = torch.empty(m, n)
         kernels.linear_forward(x, weight, out, bias, "gelu", pre, residual, bf16x3=bf16x3)
         kernels.linear_data_gradient(
             x, weight.T.contiguous(), slope, argument, "gelu", bf16x3=bf16x3
@@ -480,18 +493,22 @@ def test_bf16x3_has_the_same_bits_for_any_threads_and_packed(
     bf16_target, same_for_any_threads, shape
 ):
     m, n, k = shape
-    x, weight, grad = random(m, k), random(n, k, seed=1), random(m, n, seed=2)
+    x = random(m, k)
+    weight = random(n, k, seed=1)
+    grad = random(m, n, seed=2)
     one = same_for_any_threads(lambda: linear_forms(x, weight, grad, bf16x3=True))
     for a, b in zip(one, linear_forms(x, weight, grad, with_packed=True, bf16x3=True), strict=True):
         assert torch.equal(a, b)
 
 
 def test_bf16x3_of_special_values(bf16_target):
-    x, weight = torch.rand(20, 50) + 1, torch.rand(40, 50) + 1
+    x = torch.rand(20, 50) + 1
+    weight = torch.rand(40, 50) + 1
     plain = torch.empty(20, 40)
     kernels.linear_forward(x, weight, plain, bf16x3=True)
     for special in (float("nan"), float("inf"), -float("inf")):
-        x[13, 17], out = special, torch.empty(20, 40)
+        x[13, 17] = special
+        out = torch.empty(20, 40)
         kernels.linear_forward(x, weight, out, bf16x3=True)
         others = torch.arange(20) != 13
         assert not bool(out[13].isfinite().any()) and torch.equal(out[others], plain[others])
@@ -504,8 +521,11 @@ def test_bf16x3_of_special_values(bf16_target):
 
 
 def test_bf16x3_is_refused_where_it_cannot_be(bf16_target):
-    x, weight, out = torch.randn(4, 6), torch.randn(5, 6), torch.empty(4, 5)
-    forward, split = kernels.linear_forward, packed(weight, False, bf16x3=True)
+    x = torch.randn(4, 6)
+    weight = torch.randn(5, 6)
+    out = torch.empty(4, 5)
+    forward = kernels.linear_forward
+    split = packed(weight, False, bf16x3=True)
     assert_refused(
         (call, message)
         for message, call in [

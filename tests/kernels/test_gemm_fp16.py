@@ -46,7 +46,8 @@ def matmul(a, b, chunk=CHUNK):
 
 def by_definition(a, b, chunk):
     """Every multiply-add in double, where it is exact or all but, then rounded to FP16 once; the chunks' sums in double."""
-    a, b = a.double().numpy(), b.double().numpy()
+    a = a.double().numpy()
+    b = b.double().numpy()
     total = np.zeros((a.shape[0], b.shape[1]))
     with np.errstate(over="ignore", invalid="ignore"):
         for begin in range(0, a.shape[1], chunk):
@@ -62,7 +63,8 @@ def by_definition(a, b, chunk):
 )  # the second ends in denormals, the third overflows
 @pytest.mark.parametrize("chunk", [1, 8, 24, 300])
 def test_reference_is_the_definition(reference, chunk, scale):
-    a, b = half(7, 100) * scale, half(100, 9, seed=1) * scale
+    a = half(7, 100) * scale
+    b = half(100, 9, seed=1) * scale
     torch.testing.assert_close(
         reference(lambda: matmul(a, b, chunk)),
         by_definition(a, b, chunk),
@@ -73,34 +75,30 @@ def test_reference_is_the_definition(reference, chunk, scale):
 
 
 def forms(m, n, k, seed, with_packed):
-    x, weight, grad = strided(m, k, seed), strided(n, k, seed + 1), strided(m, n, seed + 2)
+    x = strided(m, k, seed)
+    weight = strided(n, k, seed + 1)
+    grad = strided(m, n, seed + 2)
     return linear_forms(x, weight, grad, with_packed, fp16_chunk=CHUNK)
 
 
 def test_forms_match_the_reference(target, reference):
     for index, (m, n, k) in enumerate(SHAPES):
-        fast, exact = (
-            forms(m, n, k, index, index % 2),
-            reference(lambda s=(m, n, k, index, False): forms(*s)),
-        )
+        fast = forms(m, n, k, index, index % 2)
+        exact = reference(lambda s=(m, n, k, index, False): forms(*s))
         for got, want, depth in zip(fast, exact, (k, n, m, m), strict=True):
             # The FP16 sums have the same bits; what differs is the rounding of their sum.
             torch.testing.assert_close(got, want, rtol=1e-6, atol=2.0**-22 * (depth + 8))
 
 
 def test_epilogue_and_half_output(target, reference):
-    x, weight, bias, residual = (
-        strided(37, 130),
-        strided(70, 130, 1),
-        half(70, seed=2),
-        strided(37, 70, 3),
-    )
+    x = strided(37, 130)
+    weight = strided(70, 130, 1)
+    bias = half(70, seed=2)
+    residual = strided(37, 70, 3)
 
     def run():
-        out, pre = (
-            torch.empty(37, 70, dtype=torch.float16),
-            torch.empty(37, 70, dtype=torch.float16),
-        )
+        out = torch.empty(37, 70, dtype=torch.float16)
+        pre = torch.empty(37, 70, dtype=torch.float16)
         kernels.linear_forward(
             x,
             weight,
@@ -127,20 +125,23 @@ def test_threads_and_packing_do_not_change_the_bits(target, same_for_any_threads
 
 @pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
 def test_views(target, transposed):
-    a, b = half(30, 41), half(41, 130, seed=1)
+    a = half(30, 41)
+    b = half(41, 130, seed=1)
     views = (m.T.contiguous().T if t else m for m, t in zip((a, b), transposed, strict=True))
     torch.testing.assert_close(matmul(*views), by_definition(a, b, CHUNK), rtol=1e-6, atol=1e-6)
 
 
 def test_a_chunk_overflows_where_its_sum_does(target):
     """FP16 ends at 65504: a term or a chunk's sum above it is infinite, a sum of chunks is not."""
-    a, b = torch.full((14, 64), 200.0).half(), torch.full((64, 66), 200.0).half()  # terms of 40000
+    a = torch.full((14, 64), 200.0).half()
+    b = torch.full((64, 66), 200.0).half()  # terms of 40000
     a[13] = 300.0  # 60000
     assert bool((matmul(a, b, 1)[:13] == 64 * 40000).all())
     assert bool((matmul(a, b, 2) == torch.inf).all())
     assert bool((matmul(a, -b, 2) == -torch.inf).all())
     a[3, 5] = torch.inf
-    a[4, 6], b[6] = 300.0, 300.0
+    a[4, 6] = 300.0
+    b[6] = 300.0
     got = matmul(a, b, 1)
     assert bool((got[3:5] == torch.inf).all()) and bool(
         got[torch.tensor([0, 1, 2, 5, 12])].isfinite().all()
@@ -154,7 +155,8 @@ def test_a_chunk_overflows_where_its_sum_does(target):
 
 def test_denormals(target):
     """FP32 denormals are flushed if a run asks for it, FP16 denormals never: neither read nor as sums."""
-    a, b = torch.full((14, 20), 2.0**-10).half(), torch.full((20, 66), 2.0**-13).half()
+    a = torch.full((14, 20), 2.0**-10).half()
+    b = torch.full((20, 66), 2.0**-13).half()
     a[3] = 2.0**-24
     b[:, 5] = 1.0
     single = torch.empty(14, 66)
@@ -169,7 +171,9 @@ def test_denormals(target):
 
 
 def test_refusals(target):
-    x, weight, out = half(4, 6), half(5, 6), torch.empty(4, 5)
+    x = half(4, 6)
+    weight = half(5, 6)
+    out = torch.empty(4, 5)
     for_chunk = packed(weight, False, fp16_chunk=CHUNK)
     refused = [
         (

@@ -42,8 +42,8 @@ KNOWN = [
 def test_known_answers(every_target, calls):
     for counter, key, answer in KNOWN:
         out = torch.zeros(calls, 4, dtype=torch.int32)
-        kernels.philox4x32(to_int32([counter] * calls), out, *key)
-        assert torch.equal(out, to_int32([answer] * calls))
+        kernels.philox4x32(to_int32([counter for _ in range(calls)]), out, *key)
+        assert torch.equal(out, to_int32([answer for _ in range(calls)]))
 
 
 def test_normal_agrees_with_reference(target, reference):
@@ -93,7 +93,8 @@ def test_seeds_streams_and_samples_give_other_numbers():
     keys = [(seed, stream) for seed in (0, 1, 2, 2**63) for stream in (0, 1, 2, 2**63)]
     firsts = {tuple(normal(1, 4, seed=seed, stream=stream)[0].tolist()) for seed, stream in keys}
     assert len(firsts) == len(keys)
-    a, b = normal(300, 300, seed=1, stream=0), normal(300, 300, seed=0, stream=1)
+    a = normal(300, 300, seed=1, stream=0)
+    b = normal(300, 300, seed=0, stream=1)
     assert abs((a * b).mean()) < 4 / 300
     x = torch.ones(64, 1, 64)
     masks = [
@@ -151,14 +152,16 @@ def test_writes_stay_inside_the_output(target, guarded):
 
 
 def test_dropout_is_a_mask_in_forward_and_backward(target):
-    x, dy = torch.randn(5, 3, 70), torch.randn(5, 3, 70)
+    x = torch.randn(5, 3, 70)
+    dy = torch.randn(5, 3, 70)
     mask = dropout(torch.ones(5, 3, 70)) != 0
     for values in (x, dy):
         torch.testing.assert_close(dropout(values), torch.where(mask, values / 0.75, 0.0))
     in_place = x.clone()
     kernels.dropout(in_place, in_place, 0.25, 1, 2, 0)
     assert torch.equal(in_place, dropout(x))
-    x[:], x[1] = math.inf, math.nan
+    x[:] = math.inf
+    x[1] = math.nan
     out = dropout(x, 0.5)
     assert bool(((out == 0) | ~out.isfinite()).all()) and bool((out == 0).any()), (
         "what is not finite is dropped as well"

@@ -55,7 +55,8 @@ SMALL = SHAPES[4]
 def turned(head, cos, sin, interleaved):
     """head (..., d) with its pairs turned: complex numbers times exp(i angle)."""
     half = cos.shape[-1]
-    pairs, rest = head[..., : 2 * half], head[..., 2 * half :]
+    pairs = head[..., : 2 * half]
+    rest = head[..., 2 * half :]
     pairs = pairs.unflatten(-1, (half, 2) if interleaved else (2, half))
     first, second = pairs.unbind(-1 if interleaved else -2)
     turn = torch.complex(first, second) * torch.complex(cos, sin)
@@ -77,7 +78,8 @@ def exact(x, cos, sin, queries, interleaved, weights=None):
 
 @for_each(interleaved=[False, True], shape=SHAPES, dtype=DTYPES)
 def test_rotary_and_its_inverse(every_target, shape, interleaved, dtype, guarded):
-    x, (cos, sin) = shape.x(dtype), shape.angles()
+    x = shape.x(dtype)
+    cos, sin = shape.angles()
     y = guarded(x.shape, dtype)
     kernels.rotary(x, cos, sin, y, shape.queries, interleaved)
     assert_near(y, exact(x.double(), cos, sin, shape.queries, interleaved), dtype, float32=4e-6)
@@ -87,13 +89,13 @@ def test_rotary_and_its_inverse(every_target, shape, interleaved, dtype, guarded
 
 @for_each(interleaved=[False, True], shape=SHAPES, dtype=DTYPES)
 def test_rotary_norm_and_its_gradient(every_target, shape, interleaved, dtype, guarded):
-    x, (cos, sin), dy = shape.x(dtype), shape.angles(), shape.x(dtype, seed=3)
+    x = shape.x(dtype)
+    cos, sin = shape.angles()
+    dy = shape.x(dtype, seed=3)
     weights = [random(shape.d, dtype=dtype, seed=i) for i in (1, 2)]
-    y, dx, sums = (
-        guarded(x.shape, dtype),
-        guarded(x.shape, dtype),
-        [torch.ones(shape.d), torch.full((shape.d,), 2.0)],
-    )
+    y = guarded(x.shape, dtype)
+    dx = guarded(x.shape, dtype)
+    sums = [torch.ones(shape.d), torch.full((shape.d,), 2.0)]
     kernels.rotary_norm(x, *weights, cos, sin, y, shape.queries, EPSILON, interleaved)
     kernels.rotary_norm_backward(
         dy, x, *weights, cos, sin, dx, *sums, shape.queries, EPSILON, interleaved
@@ -119,12 +121,11 @@ def test_positions_choose_the_angles_of_each_token(
         dtype=torch.int32,
         generator=torch.Generator().manual_seed(7),
     )
-    x, dy = shape.x(dtype), shape.x(dtype, seed=3)
+    x = shape.x(dtype)
+    dy = shape.x(dtype, seed=3)
     weights = [random(shape.d, dtype=dtype, seed=i) for i in (1, 2)]
-    y, normed, dx, sums = (
-        *(guarded(x.shape, dtype) for _ in range(3)),
-        [torch.zeros(shape.d) for _ in range(2)],
-    )
+    y, normed, dx = (guarded(x.shape, dtype) for _ in range(3))
+    sums = [torch.zeros(shape.d) for _ in range(2)]
     kernels.rotary(x, *table, y, shape.queries, interleaved, positions=rows)
     kernels.rotary_norm(
         x, *weights, *table, normed, shape.queries, EPSILON, interleaved, positions=rows
@@ -134,9 +135,11 @@ def test_positions_choose_the_angles_of_each_token(
     )
     wanted = [torch.zeros(shape.d) for _ in range(2)]
     for b in range(shape.b):
-        own, turns = slice(b, b + 1), [angle[rows[:, b].long()] for angle in table]
+        own = slice(b, b + 1)
+        turns = [angle[rows[:, b].long()] for angle in table]
         alone = [torch.empty_like(x[:, own]) for _ in range(3)]
-        part, gradient = x[:, own].contiguous(), dy[:, own].contiguous()
+        part = x[:, own].contiguous()
+        gradient = dy[:, own].contiguous()
         kernels.rotary(part, *turns, alone[0], shape.queries, interleaved)
         kernels.rotary_norm(part, *weights, *turns, alone[1], shape.queries, EPSILON, interleaved)
         kernels.rotary_norm_backward(
@@ -153,8 +156,11 @@ def test_positions_choose_the_angles_of_each_token(
 @for_each(interleaved=[False, True])
 def test_rotary_is_undone_by_its_gradient(every_target, interleaved):
     """A turn keeps lengths, so <dy, R x> = <R^-1 dy, x> holds for the kernel's own results."""
-    x, dy, (cos, sin) = SMALL.x(), SMALL.x(seed=3), SMALL.angles()
-    y, dx = torch.empty_like(x), torch.empty_like(x)
+    x = SMALL.x()
+    dy = SMALL.x(seed=3)
+    cos, sin = SMALL.angles()
+    y = torch.empty_like(x)
+    dx = torch.empty_like(x)
     kernels.rotary(x, cos, sin, y, SMALL.queries, interleaved)
     kernels.rotary(dy, cos, sin, dx, SMALL.queries, interleaved, inverse=True)
     torch.testing.assert_close(
@@ -166,7 +172,9 @@ def test_rotary_is_undone_by_its_gradient(every_target, interleaved):
 @for_each(interleaved=[False, True])
 def test_rotary_norm_backward_is_the_slope(every_target, interleaved):
     """Gradients are the slope of the kernel's own forward, through x and both weights."""
-    x, dy, (cos, sin) = SMALL.x(), SMALL.x(seed=3), SMALL.angles()
+    x = SMALL.x()
+    dy = SMALL.x(seed=3)
+    cos, sin = SMALL.angles()
     leaves = [x, *(random(SMALL.d, seed=i) for i in (1, 2))]
     grads = [torch.empty_like(x), torch.zeros(SMALL.d), torch.zeros(SMALL.d)]
     kernels.rotary_norm_backward(dy, *leaves, cos, sin, *grads, SMALL.queries, EPSILON, interleaved)
@@ -182,18 +190,18 @@ def test_rotary_norm_backward_is_the_slope(every_target, interleaved):
 @for_each(interleaved=[False, True])
 def test_in_place_and_for_any_number_of_threads(every_target, interleaved, same_for_any_threads):
     shape = Shape(101, 2, 2, 2, 24, 8)
-    x, dy, (cos, sin) = shape.x(), shape.x(seed=3), shape.angles()
+    x = shape.x()
+    dy = shape.x(seed=3)
+    cos, sin = shape.angles()
     weights = random(shape.d, seed=1), random(shape.d, seed=2)
     arguments = shape.queries, EPSILON, interleaved
 
     def in_place():
-        plain, normed, dx, dq, dk = (
-            x.clone(),
-            x.clone(),
-            dy.clone(),
-            torch.zeros(shape.d),
-            torch.zeros(shape.d),
-        )
+        plain = x.clone()
+        normed = x.clone()
+        dx = dy.clone()
+        dq = torch.zeros(shape.d)
+        dk = torch.zeros(shape.d)
         kernels.rotary(plain, cos, sin, plain, shape.queries, interleaved)
         kernels.rotary_norm(normed, *weights, cos, sin, normed, *arguments)
         kernels.rotary_norm_backward(dx, x, *weights, cos, sin, dx, dq, dk, *arguments)
@@ -208,17 +216,22 @@ def test_in_place_and_for_any_number_of_threads(every_target, interleaved, same_
 
 
 def test_nan_travels_within_its_head(every_target):
-    x, (cos, sin) = SMALL.x(), SMALL.angles()
+    x = SMALL.x()
+    cos, sin = SMALL.angles()
     x[1, 2, 0, 5] = float("nan")
     x[2, 0, SMALL.queries + 1, 3] = float("inf")  # a value
-    weight, y = torch.ones(SMALL.d), torch.empty_like(x)
+    weight = torch.ones(SMALL.d)
+    y = torch.empty_like(x)
     kernels.rotary_norm(x, weight, weight, cos, sin, y, SMALL.queries, EPSILON)
     assert y[1, 2, 0].isnan().all() and y.isnan().sum() == SMALL.d
     assert torch.equal(y[:, :, SMALL.queries + 1], x[:, :, SMALL.queries + 1])
 
 
 def test_wrong_arguments_leave_everything_untouched():
-    x, y, c, w = torch.ones(3, 2, 6, 8), torch.ones(3, 2, 6, 8), torch.ones(3, 4), torch.ones(8)
+    x = torch.ones(3, 2, 6, 8)
+    y = torch.ones(3, 2, 6, 8)
+    c = torch.ones(3, 4)
+    w = torch.ones(8)
     assert_refused(
         [
             (

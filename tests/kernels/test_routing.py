@@ -57,7 +57,8 @@ def exact(logits, k, kind, bias=None, scaling=1.0, groups=0, group_topk=0):
 
 
 def route(logits, k, kind, bias=None, **options):
-    scores, chosen = torch.empty(len(logits), k), torch.empty(len(logits), k, dtype=torch.int64)
+    scores = torch.empty(len(logits), k)
+    chosen = torch.empty(len(logits), k, dtype=torch.int64)
     kernels.route(logits, bias, scores, chosen, kind, **options)
     return scores, chosen
 
@@ -68,7 +69,8 @@ def check_route(logits, k, kind, bias=None, **options):
     want, numbers = exact(leaf, k, kind, bias if bias is None else bias.double(), **options)
     assert torch.equal(chosen, numbers)
     torch.testing.assert_close(scores.double(), want.detach(), rtol=2e-6, atol=1e-7)
-    dscores, dlogits = random(*scores.shape, seed=4), torch.empty_like(logits)
+    dscores = random(*scores.shape, seed=4)
+    dlogits = torch.empty_like(logits)
     want.backward(dscores.double())
     kept = scores if kind == "softmax_of_chosen" else logits
     kernels.route_backward(dscores, kept, chosen, dlogits, kind, options.get("scaling", 1.0))
@@ -97,12 +99,15 @@ def test_of_equal_numbers_the_first_comes_first(every_target, kind, groups):
     """Also -0 and 0, infinite ones, and groups; NaN counts as infinity and leaves a valid choice."""
     options = {"groups": groups, "group_topk": min(groups, 2)}
     logits = random(40, 33).mul_(2).round_().div_(2)
-    logits[5], logits[6, ::2], logits[7, 3:] = 0.0, -0.0, -math.inf
+    logits[5] = 0.0
+    logits[6, ::2] = -0.0
+    logits[7, 3:] = -math.inf
     if not groups:
         assert torch.equal(route(logits, 6, kind)[1], best(logits, 6))
     assert route(torch.zeros(2, 33), 6, kind, **options)[1].tolist() == [list(range(6))] * 2
     odd = torch.full((3, 33), math.nan)
-    odd[1, :30], odd[2, 4] = 1.0, math.inf
+    odd[1, :30] = 1.0
+    odd[2, 4] = math.inf
     scores, chosen = route(odd, 6, kind, **options)
     assert all(len(set(row)) == 6 and set(row) <= set(range(33)) for row in chosen.tolist())
     assert scores[0].isnan().all() and (groups or chosen[1].tolist() == [30, 31, 32, 0, 1, 2])
@@ -110,7 +115,9 @@ def test_of_equal_numbers_the_first_comes_first(every_target, kind, groups):
 
 @for_each(kind=KINDS)
 def test_route_backward_is_the_slope(every_target, kind):
-    logits, dscores, dlogits = 2 * random(5, 19), random(5, 4, seed=1), torch.empty(5, 19)
+    logits = 2 * random(5, 19)
+    dscores = random(5, 4, seed=1)
+    dlogits = torch.empty(5, 19)
     scores, chosen = route(logits, 4, kind)
     kernels.route_backward(
         dscores, scores if kind == "softmax_of_chosen" else logits, chosen, dlogits, kind
@@ -130,11 +137,9 @@ def test_route_backward_is_the_slope(every_target, kind):
 
 
 def sorted_pairs(chosen, experts):
-    counts, pairs, places = (
-        torch.empty(experts, dtype=torch.int64),
-        torch.full((chosen.numel(),), -1),
-        torch.empty_like(chosen),
-    )
+    counts = torch.empty(experts, dtype=torch.int64)
+    pairs = torch.full((chosen.numel(),), -1)
+    places = torch.empty_like(chosen)
     kernels.sort_pairs(chosen, counts, pairs, places)
     return counts, pairs, places
 
@@ -158,15 +163,14 @@ def test_pairs_in_the_order_of_experts(every_target, shape, experts, drop):
 
 @for_each(dtype=DTYPES, cols=[1, 15, 16, 67, 131, 768], k=[1, 3])
 def test_rows_in_the_order_of_experts_and_back(every_target, guarded, cols, dtype, k):
-    x, chosen = (
-        random(37, cols, dtype=dtype),
-        torch.randint(6, (37, k), generator=torch.Generator().manual_seed(3)),
-    )
+    x = random(37, cols, dtype=dtype)
+    chosen = torch.randint(6, (37, k), generator=torch.Generator().manual_seed(3))
     counts, pairs, places = sorted_pairs(
         chosen.clamp(max=5), 5
     )  # the pairs of expert 5 are dropped
     pairs = pairs[: counts.sum()]
-    there, back = guarded((len(pairs), cols), dtype), guarded((37, cols), dtype)
+    there = guarded((len(pairs), cols), dtype)
+    back = guarded((37, cols), dtype)
     kernels.permute(x, pairs, there, k)
     assert torch.equal(there, x[pairs // k])
     there.copy_(random(len(pairs), cols, dtype=dtype, seed=6))
@@ -178,11 +182,9 @@ def test_rows_in_the_order_of_experts_and_back(every_target, guarded, cols, dtyp
 
 
 def test_same_bits_for_any_number_of_threads(every_target, same_for_any_threads):
-    logits, dscores, x = (
-        random(700, 67),
-        random(700, 4, seed=1),
-        random(700, 131, dtype=torch.bfloat16),
-    )
+    logits = random(700, 67)
+    dscores = random(700, 4, seed=1)
+    x = random(700, 131, dtype=torch.bfloat16)
     chosen = torch.randint(9, (5000, 4), generator=torch.Generator().manual_seed(3))
 
     def everything():
@@ -200,7 +202,8 @@ def test_same_bits_for_any_number_of_threads(every_target, same_for_any_threads)
             )
             results += [scores, numbers, dlogits]
         counts, pairs, places = sorted_pairs(numbers, 67)
-        there, back = x.new_empty(len(pairs), 131), torch.empty_like(x)
+        there = x.new_empty(len(pairs), 131)
+        back = torch.empty_like(x)
         kernels.permute(x, pairs, there, 4)
         kernels.unpermute(there, places, back)
         return (*results, counts, pairs, places, there, back, *sorted_pairs(chosen, 8)[::2])
@@ -209,17 +212,13 @@ def test_same_bits_for_any_number_of_threads(every_target, same_for_any_threads)
 
 
 def test_wrong_arguments_leave_everything_untouched():
-    logits, scores, chosen, x = (
-        torch.ones(4, 6),
-        torch.ones(4, 2),
-        torch.ones(4, 2, dtype=torch.int64),
-        torch.ones(4, 8),
-    )
-    counts, pairs, many = (
-        torch.ones(2, dtype=torch.int64),
-        torch.ones(8, dtype=torch.int64),
-        torch.ones(8, 8),
-    )
+    logits = torch.ones(4, 6)
+    scores = torch.ones(4, 2)
+    chosen = torch.ones(4, 2, dtype=torch.int64)
+    x = torch.ones(4, 8)
+    counts = torch.ones(2, dtype=torch.int64)
+    pairs = torch.ones(8, dtype=torch.int64)
+    many = torch.ones(8, 8)
     assert_refused(
         [
             (
@@ -281,7 +280,8 @@ def test_wrong_arguments_leave_everything_untouched():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_rows(every_target, dtype):
-    nothing, none = torch.empty(0, 8, dtype=dtype), torch.empty(0, dtype=torch.int64)
+    nothing = torch.empty(0, 8, dtype=dtype)
+    none = torch.empty(0, dtype=torch.int64)
     kernels.permute(nothing, none, nothing.clone(), 2)
     out = torch.ones(3, 8, dtype=dtype)
     kernels.unpermute(nothing, torch.zeros(3, 2, dtype=torch.int64), out)

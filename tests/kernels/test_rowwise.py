@@ -32,8 +32,10 @@ PLACE = {"p": 0.3, "seed": 11, "stream": 5, "first_sample": 2**33, "row0": 3}
 
 
 def norm_forward(x, weight, bias, eps=1e-5):
-    y, rows = torch.empty_like(x), x.numel() // x.shape[-1]
-    mean, rstd = torch.empty(rows), torch.empty(rows)
+    y = torch.empty_like(x)
+    rows = x.numel() // x.shape[-1]
+    mean = torch.empty(rows)
+    rstd = torch.empty(rows)
     kernels.layer_norm(x, weight, bias, y, mean, rstd, eps)
     return y, mean, rstd
 
@@ -47,7 +49,8 @@ def double_norm(x, weight, bias, eps=1e-5):
 @for_each(dtype=DTYPES, shape=SHAPES)
 def test_layer_norm(every_target, shape, dtype):
     x = random(*shape, dtype=dtype) * 3 + 7
-    weight, bias = random(shape[1], dtype=dtype, seed=1), random(shape[1], dtype=dtype, seed=2)
+    weight = random(shape[1], dtype=dtype, seed=1)
+    bias = random(shape[1], dtype=dtype, seed=2)
     y, mean, rstd = norm_forward(x, weight, bias)
     want = double_norm(x, weight, bias)[0].detach()
     assert_near(y, want, dtype)
@@ -58,14 +61,14 @@ def test_layer_norm(every_target, shape, dtype):
 
 @for_each(dtype=DTYPES, shape=SHAPES)
 def test_layer_norm_backward(every_target, shape, dtype):
-    x, weight = random(*shape, dtype=dtype), random(shape[1], dtype=dtype, seed=1)
-    dy, add = random(*shape, dtype=dtype, seed=3), random(*shape, dtype=dtype, seed=4)
+    x = random(*shape, dtype=dtype)
+    weight = random(shape[1], dtype=dtype, seed=1)
+    dy = random(*shape, dtype=dtype, seed=3)
+    add = random(*shape, dtype=dtype, seed=4)
     _, mean, rstd = norm_forward(x, weight, weight)
-    dx, dweight, dbias = (
-        torch.empty_like(x),
-        torch.full((shape[1],), 2.0),
-        torch.full((shape[1],), 3.0),
-    )
+    dx = torch.empty_like(x)
+    dweight = torch.full((shape[1],), 2.0)
+    dbias = torch.full((shape[1],), 3.0)
     kernels.layer_norm_backward(dy, x, mean, rstd, weight, dx, dweight, dbias, add)
     y, x64, weight64, bias64 = double_norm(x, weight, weight)
     y.backward(dy.double())
@@ -94,7 +97,8 @@ def test_norms_backward_is_the_slope(every_target):
 
 
 def rms_forward(x, weight, eps=1e-5):
-    y, rstd = torch.empty_like(x), torch.empty(x.numel() // x.shape[-1])
+    y = torch.empty_like(x)
+    rstd = torch.empty(x.numel() // x.shape[-1])
     kernels.rms_norm(x, weight, y, rstd, eps)
     return y, rstd
 
@@ -109,10 +113,13 @@ def double_rms(x, weight, eps=1e-5):
 
 @for_each(dtype=DTYPES, shape=SHAPES)
 def test_rms_norm_and_its_gradient(every_target, shape, dtype):
-    x, weight = random(*shape, dtype=dtype) * 3 + 1, random(shape[1], dtype=dtype, seed=1)
-    dy, add = random(*shape, dtype=dtype, seed=3), random(*shape, dtype=dtype, seed=4)
+    x = random(*shape, dtype=dtype) * 3 + 1
+    weight = random(shape[1], dtype=dtype, seed=1)
+    dy = random(*shape, dtype=dtype, seed=3)
+    add = random(*shape, dtype=dtype, seed=4)
     y, rstd = rms_forward(x, weight)
-    dx, dweight = torch.empty_like(x), torch.full((shape[1],), 2.0)
+    dx = torch.empty_like(x)
+    dweight = torch.full((shape[1],), 2.0)
     kernels.rms_norm_backward(dy, x, rstd, weight, dx, dweight, add)
     want, x64, weight64 = double_rms(x, weight)
     want.backward(dy.double())
@@ -125,16 +132,20 @@ def test_rms_norm_and_its_gradient(every_target, shape, dtype):
 @for_each(with_bias=[True, False], p=[0.0, 0.3])
 def test_fused_rms_norm_is_its_two_parts(every_target, p, with_bias):
     """Bit by bit, forward and backward."""
-    place, shape = {**PLACE, "p": p}, (11, 3, 67)
+    place = {**PLACE, "p": p}
+    shape = (11, 3, 67)
     x, residual, dy, dsum = (random(*shape, dtype=torch.bfloat16, seed=i) for i in range(4))
     bias, weight = (random(67, dtype=torch.bfloat16, seed=i) for i in (4, 5))
-    (total, y, apart, dx), rstd = (torch.empty_like(x) for _ in range(4)), torch.empty(33)
+    total, y, apart, dx = (torch.empty_like(x) for _ in range(4))
+    rstd = torch.empty(33)
     kernels.bias_dropout_add_rms_norm(
         x, bias if with_bias else None, residual, total, weight, y, rstd, 1e-5, **place
     )
     kernels.bias_dropout_add(x, bias if with_bias else None, residual, apart, **place)
     assert torch.equal(total, apart) and torch.equal(y, rms_forward(total, weight)[0])
-    dresidual, fused, parts = torch.empty_like(x), torch.zeros(2, 67), torch.zeros(2, 67)
+    dresidual = torch.empty_like(x)
+    fused = torch.zeros(2, 67)
+    parts = torch.zeros(2, 67)
     kernels.bias_dropout_add_rms_norm_backward(
         dy,
         dsum,
@@ -155,7 +166,8 @@ def test_fused_rms_norm_is_its_two_parts(every_target, p, with_bias):
 
 def dropped(x, place):
     """Dropout as the dropout kernel has it, in double; (s, b, h)."""
-    ones, out = torch.ones(x.shape), torch.ones(x.shape)
+    ones = torch.ones(x.shape)
+    out = torch.ones(x.shape)
     if place["p"]:
         kernels.dropout(ones, out, sample_dim=1, **place)
     return x.double() * out.double()
@@ -167,22 +179,22 @@ def dropped(x, place):
     shape=[(0, 2, 5), (3, 1, 1), (3, 2, VL + 1), (5, 3, 67), (2, 2, 768)],
 )
 def test_fused_forward_and_backward(every_target, shape, dtype, p):
-    place, h = {**PLACE, "p": p}, shape[-1]
+    place = {**PLACE, "p": p}
+    h = shape[-1]
     x, residual, dy, dsum = (random(*shape, dtype=dtype, seed=i) for i in range(4))
     bias, weight, norm_bias = (random(h, dtype=dtype, seed=i) for i in range(4, 7))
-    total, y, mean, rstd = (
-        torch.empty_like(x),
-        torch.empty_like(x),
-        torch.empty(x.numel() // h),
-        torch.empty(x.numel() // h),
-    )
+    total = torch.empty_like(x)
+    y = torch.empty_like(x)
+    mean = torch.empty(x.numel() // h)
+    rstd = torch.empty(x.numel() // h)
     kernels.bias_dropout_add_layer_norm(
         x, bias, residual, total, weight, norm_bias, y, mean, rstd, 1e-5, **place
     )
     assert_near(total, residual.double() + dropped(x.double() + bias.double(), place), dtype)
     want, total64, weight64, norm_bias64 = double_norm(total, weight, norm_bias)
     assert_near(y, want.detach(), dtype, 2)
-    dresidual, dx = torch.empty_like(x), torch.empty_like(x) if p else None
+    dresidual = torch.empty_like(x)
+    dx = torch.empty_like(x) if p else None
     sums = [torch.ones(h) for _ in range(3)]
     kernels.bias_dropout_add_layer_norm_backward(
         dy, dsum, total, mean, rstd, weight, dresidual, dx, *sums, **place
@@ -201,12 +213,11 @@ def test_fused_forward_and_backward(every_target, shape, dtype, p):
 
 @for_each(dtype=DTYPES, p=[0.0, 0.3])
 def test_bias_dropout_add(every_target, dtype, p):
-    place, shape = {**PLACE, "p": p}, (13, 3, 131)
-    x, residual, bias = (
-        random(*shape, dtype=dtype),
-        random(*shape, dtype=dtype, seed=1),
-        random(131, dtype=dtype, seed=2),
-    )
+    place = {**PLACE, "p": p}
+    shape = (13, 3, 131)
+    x = random(*shape, dtype=dtype)
+    residual = random(*shape, dtype=dtype, seed=1)
+    bias = random(131, dtype=dtype, seed=2)
     for b in (bias, None):
         out = torch.empty_like(x)
         kernels.bias_dropout_add(x, b, residual, out, **place)
@@ -215,7 +226,8 @@ def test_bias_dropout_add(every_target, dtype, p):
             residual.double() + dropped(x.double() + (0 if b is None else b.double()), place),
             dtype,
         )
-    dx, dbias = torch.empty_like(x), torch.ones(131)
+    dx = torch.empty_like(x)
+    dbias = torch.ones(131)
     kernels.bias_dropout_add_backward(x, dx, dbias, **place)
     want = dropped(x, place)
     assert_near(dx, want, dtype)
@@ -251,7 +263,9 @@ def test_same_bits_for_any_number_of_threads(target, same_for_any_threads):
 
 @for_each(bad=[float("nan"), float("inf"), float("-inf")])
 def test_nan_and_inf_travel_within_their_row(every_target, bad):
-    x, weight, bias = random(6, 67), random(67, seed=1), random(67, seed=2)
+    x = random(6, 67)
+    weight = random(67, seed=1)
+    bias = random(67, seed=2)
     x[2, 5] = bad
     y, _, _ = norm_forward(x, weight, bias)
     want = torch.nn.functional.layer_norm(x, (67,), weight, bias)
@@ -259,8 +273,12 @@ def test_nan_and_inf_travel_within_their_row(every_target, bad):
 
 
 def test_wrong_arguments_leave_everything_untouched():
-    x, weight, rows, y = torch.ones(4, 8), torch.ones(8), torch.ones(4), torch.ones(4, 8)
-    cube, out = torch.ones(2, 2, 8), torch.ones(2, 2, 8)
+    x = torch.ones(4, 8)
+    weight = torch.ones(8)
+    rows = torch.ones(4)
+    y = torch.ones(4, 8)
+    cube = torch.ones(2, 2, 8)
+    out = torch.ones(2, 2, 8)
     assert_refused(
         [
             *(

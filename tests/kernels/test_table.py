@@ -107,7 +107,8 @@ def test_a_calls_sizes_and_costs_follow_from_its_shapes(name, dtype):
 
 
 def test_leading_dimensions_fold_into_rows():
-    x, y = torch.empty(2, 3, 5), torch.empty(2, 3, 5)
+    x = torch.empty(2, 3, 5)
+    y = torch.empty(2, 3, 5)
     assert (
         kernels.table.sizes("activate", x, None, y).items()
         >= {"rows": 6, "cols": 5, "e": 4, "e_out": 4}.items()
@@ -117,7 +118,9 @@ def test_leading_dimensions_fold_into_rows():
 
 
 def test_operands_that_are_not_given_cost_nothing():
-    x, sums, n = torch.empty(4, 2, 8), torch.empty(8), torch.empty(16)
+    x = torch.empty(4, 2, 8)
+    sums = torch.empty(8)
+    n = torch.empty(16)
     both, no_dx = (
         kernels.table.bytes("bias_dropout_add_backward", x, dx, sums)
         for dx in (torch.empty_like(x), None)
@@ -139,11 +142,9 @@ def test_operands_that_are_not_given_cost_nothing():
 )
 def test_attention_is_counted_as_accounting_counts_it(b, heads, groups, s, d, window):
     """The count by hand: pairs of a query and a key, those on the diagonal half."""
-    qkv, out, lse = (
-        torch.empty(s, b, (heads + 2 * groups) * d),
-        torch.empty(s, b, heads * d),
-        torch.empty(b, heads, s),
-    )
+    qkv = torch.empty(s, b, (heads + 2 * groups) * d)
+    out = torch.empty(s, b, heads * d)
+    lse = torch.empty(b, heads, s)
     distance = torch.arange(s).unsqueeze(1) - torch.arange(s)
     seen = (distance >= 0) & (distance <= (window or s))
     edges = (distance == 0).sum() + (distance == (window or s)).sum()
@@ -158,7 +159,9 @@ def test_linear_layers_are_counted_as_accounting_counts_them():
     for record in accounting.layer_records(small_run(), 1):
         if record.gemm and record.name != "attention":
             m, n, k = record.gemm
-            x, weight, grad = torch.empty(m, k), torch.empty(n, k), torch.empty(m, n)
+            x = torch.empty(m, k)
+            weight = torch.empty(n, k)
+            grad = torch.empty(m, n)
             assert kernels.table.flops("linear_forward", x, weight, grad) == record.flops_forward
             backward = (
                 kernels.table.flops("linear_data_gradient", grad, weight, x),

@@ -287,7 +287,8 @@ def test_keys_that_ranks_pass_are_those_that_queries_see(s, ranks, window):
     """A rank gets from each part of a sequence the keys from the first to the last that one of its queries sees."""
     parts = torch.arange(s).view(2 * ranks, -1)
     rows = [torch.cat((parts[rank], parts[-1 - rank])) for rank in range(ranks)]
-    sent, got = [0] * ranks, [0] * ranks
+    sent = [0 for _ in range(ranks)]
+    got = [0 for _ in range(ranks)]
     for rank, source in (
         (rank, source) for rank in range(ranks) for source in range(ranks) if rank != source
     ):

@@ -95,7 +95,7 @@ def _load_failure(directory, untouched=True, **arguments):
 
 def test_round_trip_of_slices_and_flat_ranges(tmp_path):
     final = tmp_path / "iter_0000100"
-    assert _save(tmp_path) == [final] * WORLD
+    assert _save(tmp_path) == [final for _ in range(WORLD)]
     assert _load(tmp_path) == (100, {**STATE, "seed": 1})
     assert latest_iteration(tmp_path) == 100
     assert sorted(os.listdir(tmp_path)) == ["iter_0000100", manifest.TRACKER]
@@ -330,10 +330,9 @@ def test_the_state_is_read_without_the_tensors(tmp_path):
     _truncate(_save(tmp_path, 90)[0] / "rank_00001.safetensors")
     _save(tmp_path, 100)
     expected = _load(tmp_path)[1]
-    assert (
-        ThreadWorld(WORLD).run(lambda comm: open_checkpoint(tmp_path, comm, 100).state)
-        == [expected] * WORLD
-    )
+    assert ThreadWorld(WORLD).run(lambda comm: open_checkpoint(tmp_path, comm, 100).state) == [
+        expected for _ in range(WORLD)
+    ]
     message = one_error(WORLD, lambda comm: open_checkpoint(tmp_path, comm, 110))
     assert message == (
         f"--load {tmp_path}: {tmp_path}/iter_0000110/manifest.json is missing. Complete checkpoints: iterations "

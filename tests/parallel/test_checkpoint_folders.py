@@ -43,9 +43,16 @@ def shards(rank, values=None):
     """Two elements of one vector, and a scalar that only rank 4 saves."""
     own = torch.tensor([2.0 * rank, 2.0 * rank + 1]) if values is None else torch.full((2,), values)
     parts = [Shard("w", own, (2 * RANKS,), (0,), (2 * RANKS,), 2 * rank)]
-    return parts + [
-        Shard("s", torch.full((1,), 7.0 if values is None else values), (1,), (0,), (1,))
-    ] * (rank == 4)
+    if rank == 4:
+        scalar = torch.full((1,), 7.0 if values is None else values)
+        parts.append(Shard("s", scalar, (1,), (0,), (1,)))
+    return parts
+
+
+def content(rank):
+    """Return what `shards` of a rank hold."""
+    own = [2.0 * rank, 2.0 * rank + 1]
+    return [own, [7.0]] if rank == 4 else [own]
 
 
 def save(directory, iteration=1, size=RANKS, **more):
@@ -84,7 +91,7 @@ def test_folders_of_many_ranks_hold_few_entries():
 
 def test_round_trip_in_folders(few, tmp_path):
     save(tmp_path)
-    assert load(tmp_path) == [[[2.0 * r, 2.0 * r + 1]] + [[7.0]] * (r == 4) for r in range(RANKS)]
+    assert load(tmp_path) == [content(r) for r in range(RANKS)]
     head = read_head(tmp_path, 1)
     assert "files" not in head and head["ranks"] == RANKS and list_iterations(tmp_path) == [1]
     for path, names, files in os.walk(tmp_path / "iter_0000001"):
@@ -121,9 +128,7 @@ def test_a_rank_gets_the_records_of_its_file_only(few, tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", [2, 12])
 def test_shards_in_files_of_other_ranks_are_found(few, tmp_path, size):
     save(tmp_path)
-    backwards = [
-        [[2.0 * (8 - r % 9), 2.0 * (8 - r % 9) + 1]] + [[7.0]] * (r % 9 == 4) for r in range(size)
-    ]
+    backwards = [content(8 - r % 9) for r in range(size)]
     assert load(tmp_path, lambda rank, value: shards(8 - rank % 9, value), size) == backwards
 
 

@@ -80,9 +80,9 @@ def test_perplexity_is_that_of_transformers(models, ranks, sizes):
         own = []
         for choice in question["choices"]:
             scored = len(choice) + len(question["context"]) - len(question["context"].rstrip())
-            whole = [256] * (not question["context"]) + list(
-                (question["context"] + choice).encode()
-            )[-LENGTH - 1 :]
+            first_token = [] if question["context"] else [256]
+            text = list((question["context"] + choice).encode())
+            whole = first_token + text[-LENGTH - 1 :]
             own.append(float(their_likelihoods(theirs, whole)[-scored:].sum()))
         scaled = [likelihood / len(choice) for likelihood, choice in zip(own, question["choices"])]
         right += own.index(max(own)) == question["answer"]

@@ -546,7 +546,7 @@ def test_ranks_agree_on_the_order_of_groups(ranks, sharing):
         return Route.of(Ops.build("torch"), tuple(counts.tolist()), 4, ep, etp)[1]
 
     found = ThreadWorld(ranks).run(turns)
-    assert sorted(found[0]) == [0, 1, 2, 3] and found == [found[0]] * ranks
+    assert sorted(found[0]) == [0, 1, 2, 3] and found == [found[0] for _ in range(ranks)]
 
 
 OTHERS = [

@@ -154,7 +154,7 @@ def test_sampled_texts_do_not_depend_on_the_layout(trained):
     alone = continued(SoloComm(), 1, 1)
     assert list(map(len, alone)) == [12] * 3
     for tp, pp in ((2, 1), (1, 2), (2, 2)):
-        assert ThreadWorld(tp * pp).run(continued, tp, pp) == [alone] * tp * pp
+        assert ThreadWorld(tp * pp).run(continued, tp, pp) == [alone for _ in range(tp * pp)]
 
 
 def test_a_batch(write, tmp_path):
@@ -228,10 +228,9 @@ def pair(tmp_path_factory):
 def test_greedy_tokens_are_those_of_transformers(pair, sizes):
     directory, expected = pair
     ranks = sizes[0] * sizes[1]
-    assert (
-        ThreadWorld(ranks).run(lambda world: our_tokens(world, directory, sizes))
-        == [expected] * ranks
-    )
+    assert ThreadWorld(ranks).run(lambda world: our_tokens(world, directory, sizes)) == [
+        expected for _ in range(ranks)
+    ]
     assert len({tuple(ids) for ids in expected}) == len(TEXTS), "prompts make a difference"
 
 

@@ -36,7 +36,8 @@ def model(tmp_path_factory):
 
 def likelihood(theirs, context: str, continuation: str) -> tuple[float, bool]:
     before = len(context.rstrip()) if context else 1
-    ids = [256] * (not context) + list((context + continuation).encode("utf-8", "surrogateescape"))
+    first_token = [] if context else [256]
+    ids = first_token + list((context + continuation).encode("utf-8", "surrogateescape"))
     scored = len(ids) - before
     ids = ids[-LENGTH - 1 :]
     greedy = (

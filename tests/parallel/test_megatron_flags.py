@@ -58,7 +58,8 @@ def test_every_refused_flag_says_why():
     refused = {name: other for name, other in OTHER_FLAGS.items() if other.refused}
     text = refusal(*(word for name in refused for word in given(name, "77")))
     assert text == "; ".join(
-        f"{name + ' 77' * bool(other.accepted)}: {other.meaning}" for name, other in refused.items()
+        f"{name}{' 77' if other.accepted else ''}: {other.meaning}"
+        for name, other in refused.items()
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from itertools import repeat
 from types import SimpleNamespace
 
 import pytest
@@ -223,7 +224,10 @@ def test_a_spike_is_told_once_and_a_new_level_too():
     assert told([*noisy(60), 4.0, *noisy(60)]) == [60]
     assert told([*noisy(60), 4.0, 4.1, 4.2, *noisy(10), 4.0]) == [60, 73]
     assert told([*noisy(60), *noisy(WINDOW, 5.0)]) == [60]
-    assert told([3.0] * ENOUGH + [3.04]) == [ENOUGH] and told([3.0] * (ENOUGH - 1) + [9.0]) == []
+    assert (
+        told([*repeat(3.0, ENOUGH), 3.04]) == [ENOUGH]
+        and told([*repeat(3.0, ENOUGH - 1), 9.0]) == []
+    )
 
 
 def test_a_loss_that_is_not_finite_is_told_from_the_first_iteration_on():
@@ -269,10 +273,9 @@ def test_a_broken_machine_is_named_and_the_repetition_used(ranks, guilty, kernel
     run, first = small_run(**DROPOUT, **layout), 16 + (6 if layout == OVERLAP else 4)
     layer = 2 if "pipeline_schedule" in layout else 4
     healthy = [step.loss for step in ThreadWorld(ranks).run(lambda world: train(world, run, 3))[0]]
-    assert (
-        ThreadWorld(ranks).run(lambda world: lines(world, run, Ops.build()))
-        == [([], healthy)] * ranks
-    ), "looking changes no bit"
+    assert ThreadWorld(ranks).run(lambda world: lines(world, run, Ops.build())) == [
+        ([], healthy) for _ in range(ranks)
+    ], "looking changes no bit"
 
     def rank(world):
         return lines(world, run, faulty_ops(kernel, layer, first, times=int(world.rank == guilty)))

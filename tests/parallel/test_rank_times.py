@@ -27,7 +27,8 @@ DOCUMENTS = {
 def intervals(world, computation, data=None, iterations=10, works=None, **changes):
     """Return the log's lines if the ranks compute so many seconds, one list per interval."""
     run, said = small_run(**changes), []
-    waits = iter(data or [[0.0] * world.size] * len(computation))
+    no_wait = [0.0 for _ in range(world.size)]
+    waits = iter(data or [no_wait for _ in computation])
     own = SimpleNamespace(begin=lambda: None)
     times = RankTimes(run, Layout.from_run(run, world.size), world, own, said.append)
     for number, (computes, waiting) in enumerate(zip(computation, waits, strict=True), 1):

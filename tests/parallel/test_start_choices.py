@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import repeat
 
 import pytest
 import torch
@@ -53,12 +54,12 @@ def settled(run: RunConfig, layout: Layout, limit: float) -> RunConfig:
 
 
 def all_again(run: RunConfig) -> RunConfig:
+    stages = run_schedule.build_schedule(run, MICROBATCHES).placement.virtual_stages
     training = replace(
         run.training,
         recompute_auto=False,
         recompute_granularity="full",
-        recompute_part_layers=(16,)
-        * run_schedule.build_schedule(run, MICROBATCHES).placement.virtual_stages,
+        recompute_part_layers=tuple(repeat(16, stages)),
     )
     return replace(run, training=training)
 

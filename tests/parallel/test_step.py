@@ -35,9 +35,9 @@ def ahead(stage: int, stages: int, microbatches: int, extra: int = 2) -> list[In
     fill = min(stages - stage - 1 + extra, microbatches)
     order = [Instruction(FORWARD, m) for m in range(fill)]
     for m in range(microbatches):
-        order += [Instruction(FORWARD, fill + m)] * (fill + m < microbatches) + [
-            Instruction(BACKWARD, m)
-        ]
+        if fill + m < microbatches:
+            order.append(Instruction(FORWARD, fill + m))
+        order.append(Instruction(BACKWARD, m))
     return schedule.with_messages(Placement(stages), stage, order)
 
 

@@ -107,7 +107,7 @@ def test_a_micro_batch_is_one_broadcast_over_tensor_parallel_ranks():
         return sent, count
 
     for sent, count in ThreadWorld(2).run(broadcasts):
-        assert sent == [(torch.int64, (17, 2))] * count
+        assert sent == [(torch.int64, (17, 2)) for _ in range(count)]
 
 
 def test_gradients_are_reduced_once_in_a_step(monkeypatch):

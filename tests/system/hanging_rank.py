@@ -107,7 +107,8 @@ def main(folder, rank, ranks, seconds, how, node="0", *others):
         opened = socket.socket(fileno=inherited)
         opened.setblocking(False)
         watchdog.host = f"made-up {node}"
-        watchdog.link = Link(int(node), nodes, 7, opened, [("127.0.0.1", above)] * (int(node) > 0))
+        addresses = [("127.0.0.1", above)] if int(node) > 0 else []
+        watchdog.link = Link(int(node), nodes, 7, opened, addresses)
     while not in_touch(watchdog):
         watchdog.heart.enter("start")
         time.sleep(0.05)

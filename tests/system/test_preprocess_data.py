@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -209,7 +210,8 @@ def sorted_texts(tmp_path):
     """300 documents in the order of their lengths, two keys each, with which document it is."""
     with open(tmp_path / "sorted.jsonl", "w", encoding="utf-8") as stream:
         for i in range(300):
-            stream.write(json.dumps({"text": f"{i} " + "word " * i, "title": str(i)}) + "\n")
+            words = "".join(repeat("word ", i))
+            stream.write(json.dumps({"text": f"{i} {words}", "title": str(i)}) + "\n")
     return list(range(300))
 
 

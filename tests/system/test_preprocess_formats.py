@@ -301,7 +301,7 @@ def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path, run, kills):
     )
     moments, said = random.Random(os.getpid()), ""
     for number in range(kills):
-        code = imports + never_ends * (number == 0) + program
+        code = imports + (never_ends if number == 0 else "") + program
         with open(tmp_path / "stderr", "w") as stderr:
             process = subprocess.Popen(
                 [sys.executable, "-c", code], cwd=tmp_path, stderr=stderr, stdout=subprocess.DEVNULL

@@ -97,7 +97,9 @@ def test_a_plan_fits_every_layout(world_size):
     )
     layout = Layout.from_run(run, world_size)
     plans = [plan_stage(Plan(run, layout), stage) for stage in range(layout.pp)]
-    assert [[len(layers) for layers in p.layers] for p in plans] == [[4 // layout.pp]] * layout.pp
+    assert [[len(layers) for layers in p.layers] for p in plans] == [
+        [4 // layout.pp] for _ in plans
+    ]
     assert [p.in_flight for p in plans] == [(n,) for n in range(layout.pp, 0, -1)]
     assert f"PP {layout.pp} x TP {layout.tp}" in report(run, world_size)
 

@@ -47,10 +47,10 @@ def test_a_whole_server_gets_a_rank_for_each_domain(tmp_path, name):
     assert {rank.placement.threads for rank in placed} == {threads} and problems(
         node, placed, {}
     ) == []
-    assert [
-        placement.cpus
-        for placement in (place(node, [node.cpus] * ranks, i, {}) for i in range(ranks))
-    ] == [rank.placement.cpus for rank in placed], "as a real start places them"
+    allowed = [node.cpus for _ in range(ranks)]
+    assert [place(node, allowed, i, {}).cpus for i in range(ranks)] == [
+        rank.placement.cpus for rank in placed
+    ], "as a real start places them"
     alone = problems(node, map_ranks(node, 1), {})
     assert (
         len(alone) == 1
@@ -112,7 +112,7 @@ def test_uneven_domains_stay_whole(tmp_path):
 )
 def test_threads_under_limits(tmp_path, ranks, environ, quota, threads, why):
     node = Node.read(tree(tmp_path, {0: range(48)}))
-    found = place(node, [node.cpus] * ranks, 0, environ, quota, "pin")
+    found = place(node, [node.cpus for _ in range(ranks)], 0, environ, quota, "pin")
     assert found.threads == threads and found.why == why
 
 

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import repeat
 
 import pytest
 
@@ -76,7 +77,7 @@ def read(text: str) -> list[Instruction]:
 def work(instructions: Sequence[Instruction]) -> str:
     """Return the computations of a list in the notation of `read`."""
     return " ".join(
-        LONG[i.op] + str(i.microbatch) + "'" * i.model_chunk
+        "".join((LONG[i.op], str(i.microbatch), *repeat("'", i.model_chunk)))
         for i in instructions
         if i.op not in instructions_module.SENDS + instructions_module.RECEIVES
     )
@@ -208,11 +209,11 @@ def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction
 def test_everything_once_after_what_it_needs(name, chunks, stages):
     for schedule in schedules(name, chunks, stages):
         placement, evaluates = schedule.placement, schedule.name == "forward-only"
-        computed = (
-            [FORWARD]
-            + [BACKWARD_INPUT] * (not evaluates)
-            + [BACKWARD_WEIGHT] * schedule.splits_backward
-        )
+        computed = [FORWARD]
+        if not evaluates:
+            computed.append(BACKWARD_INPUT)
+        if schedule.splits_backward:
+            computed.append(BACKWARD_WEIGHT)
         for stage, mine in enumerate(lists_of(schedule)):
             assert (
                 schedule.splits_backward == any(i.op == BACKWARD_INPUT for i in mine)
@@ -492,8 +493,8 @@ def test_costs_of_runs_and_where_there_is_no_list():
             placement,
             168,
             54,
-            ((6, 7, 5),) * placement.virtual_stages,
-            ((6, 7, 2),) * placement.virtual_stages,
+            tuple(repeat((6, 7, 5), placement.virtual_stages)),
+            tuple(repeat((6, 7, 2), placement.virtual_stages)),
         )
     run = small_run(
         num_layers=4,

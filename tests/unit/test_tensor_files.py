@@ -144,7 +144,7 @@ def test_damaged_headers_are_refused_in_one_line(tmp_path):
         len(nested).to_bytes(8, "little") + nested,
         (2).to_bytes(8, "little") + json.dumps([]).encode(),
     ]:
-        path.write_bytes(header + content[-32:] * bool(header))
+        path.write_bytes(header + content[-32:] if header else b"")
         try:
             with BlockFile(path, {"size": path.stat().st_size, "crc32": crc32(path)}) as file:
                 read_header(file)

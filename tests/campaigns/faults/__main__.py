@@ -71,7 +71,9 @@ class Campaign:
     """Faults in a folder that is removed afterwards, with one undisturbed run for each layout."""
 
     def __init__(self, folder: Path, seed: int, kinds: Sequence[str]) -> None:
-        self.folder, self.seed, self.kinds = folder, seed, kinds
+        self.folder = folder
+        self.seed = seed
+        self.kinds = kinds
         self.data = jobs.write_data(folder)
         self._references: dict[str, dict[str, Any]] = {}
         self._reference_lock = threading.Lock()
@@ -79,7 +81,8 @@ class Campaign:
     def fault(self, number: int) -> Outcome:
         """One fault. A run that is over too early is tried again."""
         name = self.kinds[number % len(self.kinds)]
-        rng, begin = random.Random(f"{self.seed} {name} {number}"), time.monotonic()
+        rng = random.Random(f"{self.seed} {name} {number}")
+        begin = time.monotonic()
         layout = KINDS[name].layout(number) if KINDS[name].layout else rng.choice(jobs.LAYOUTS)
         outcome = Outcome(number, name, layout.name)
         for attempt in range(ATTEMPTS):

@@ -24,7 +24,9 @@ from tests.system.mpi import launch
 
 ROOT = launch.TESTS.parent
 PROGRAM = str(ROOT / "pretrain_gpt.py")
-VOCABULARY, ITERATIONS, SAVE_INTERVAL = 96, 20, 3
+VOCABULARY = 96
+ITERATIONS = 20
+SAVE_INTERVAL = 3
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --make-vocab-size-divisible-by 8 "
     "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --hidden-dropout 0.1 --log-interval 1 --eval-iters 0 "

@@ -137,7 +137,8 @@ def disk(kind: str, low: int, high: int) -> Callable[[Trial], bool]:
     """One call on a file below --save of one rank fails (error), or all take long (slow); the supervisor starts the run again."""
 
     def disturb(trial: Trial) -> bool:
-        rank, mark = trial.rng.randrange(trial.layout.ranks), trial.folder / "failed"
+        rank = trial.rng.randrange(trial.layout.ranks)
+        mark = trial.folder / "failed"
         faults = {
             "KIND": kind,
             "PATH": trial.save,
@@ -160,8 +161,10 @@ def disk(kind: str, low: int, high: int) -> Callable[[Trial], bool]:
 
 def bad_gradient(trial: Trial) -> bool:
     """One result of one rank's attention backward has a NaN; the iteration is repeated, and the rank named."""
-    rank, mark = trial.rng.randrange(trial.layout.ranks), trial.folder / "mark"
-    call, element = trial.rng.randint(1, 2 * ITERATIONS), trial.rng.randrange(1 << 20)
+    rank = trial.rng.randrange(trial.layout.ranks)
+    mark = trial.folder / "mark"
+    call = trial.rng.randint(1, 2 * ITERATIONS)
+    element = trial.rng.randrange(1 << 20)
     code = trial.run("--rerun-on-spike", FAULT_GRADIENT=f"{rank},{call},{element},{mark}")
     if code == 0 and not mark.exists():
         raise TooLate

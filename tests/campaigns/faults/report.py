@@ -16,10 +16,8 @@ from tests.campaigns.faults.kinds import KINDS
 from tests.campaigns.faults.trial import Outcome
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reliability.md"
-BEGIN, END = (
-    "<!-- faults: written by python -m tests.campaigns.faults --write -->",
-    "<!-- end of faults -->",
-)
+BEGIN = "<!-- faults: written by python -m tests.campaigns.faults --write -->"
+END = "<!-- end of faults -->"
 COLUMNS = ("tried", "lost", "different", "unnamed", "tracebacks")
 
 

@@ -31,7 +31,8 @@ class Slept(torch.autograd.Function):
 
 def main(world):
     rows, seconds, groups = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    exchanges = [Exchange(world, [rows // groups] * 2, [rows // groups] * 2)] * groups
+    exchange = Exchange(world, [rows // groups] * 2, [rows // groups] * 2)
+    exchanges = [exchange for _ in range(groups)]
     there, back = (GroupedExchange(exchanges, groups > 1) for _ in range(2))
     x, scores = (
         torch.randn(2 * rows, WIDTH, requires_grad=True),

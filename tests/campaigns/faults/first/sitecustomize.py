@@ -14,14 +14,16 @@ import sys
 import time
 from pathlib import Path
 
-KERNELS, TRAINER = "fugaku_megatron._kernels", "fugaku_megatron.training.trainer"
+KERNELS = "fugaku_megatron._kernels"
+TRAINER = "fugaku_megatron.training.trainer"
 
 
 class Changed:
     """Finds a module and changes it once it is loaded."""
 
     def __init__(self, name, change):
-        self.name, self.change = name, change
+        self.name = name
+        self.change = change
 
     def find_spec(self, name, path=None, target=None):
         if name != self.name:
@@ -34,7 +36,8 @@ class Changed:
 
 
 def spoil_gradient(module, call, element, mark):
-    right, left = module.attention_backward, int(call)
+    right = module.attention_backward
+    left = int(call)
 
     def attention_backward(*args, **kwargs):
         nonlocal left
