@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"start", "config"},
     "costs": {"pipeline", "config"},
     "data": {"text", "comm"},
-    "host": {"_kernels", "comm"},
+    "host": {"_kernels", "text", "comm"},
     "checkpoint": {"comm"},
     "nn": {"comm", "config", "costs", "host"},
     "optim": {"comm", "config", "costs", "checkpoint", "nn"},
@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "jobs": {"start", "text", "comm", "config", "cli", "costs", "checkpoint", "planner"},
     "run": {
         "start",
+        "text",
         "comm",
         "pipeline",
         "config",
