@@ -7,6 +7,7 @@ checks that need the world size or the disk. Errors: ValueError with flag, value
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from .data import DataConfig
@@ -165,7 +166,7 @@ class RunConfig:
             f"--tensor-model-parallel-size {tp} does not leave: change one of them",
         )
 
-    @property
+    @cached_property
     def masters(self) -> bool:
         return self.precision.name != "fp32" and self.optimizer.main_params_dtype == "fp32"
 
