@@ -29,7 +29,7 @@ from ..config.megatron_flags import OTHER_FLAGS
 from ..config.model import HEAD_MULTIPLE, ModelConfig
 from ..config.no_effect import no_effect_notes
 from ..config.recipes import RECIPES
-from ..config.run_config import GROUPS, RunConfig
+from ..config.run_config import GROUP_OF, GROUPS, RunConfig
 from .parser import Parser, nearest
 from .yaml_flags import complete_from_yaml
 
@@ -67,9 +67,6 @@ _GOES_WITH: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         )
     },
 }
-
-# A field -> its group in RunConfig.
-_GROUP_OF = {f.name: group for group, config in GROUPS.items() for f in fields(config)}
 
 # Fields that --help lists last in their groups.
 _OF_EXPERTS = {*EXPERTS, *(f.name for f in fields(ExpertRanks))}
@@ -248,11 +245,11 @@ def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
     once.
     """
     groups = _from_recipe(recipe)
-    assert values.keys() <= _GROUP_OF.keys(), f"no such fields: {values.keys() - _GROUP_OF.keys()}"
+    assert values.keys() <= GROUP_OF.keys(), f"no such fields: {values.keys() - GROUP_OF.keys()}"
     for dropped in (name for key in values for name in _DERIVED.get(key, ())):
-        groups[_GROUP_OF[dropped]].pop(dropped, None)
+        groups[GROUP_OF[dropped]].pop(dropped, None)
     for name, value in values.items():
-        groups[_GROUP_OF[name]][name] = value
+        groups[GROUP_OF[name]][name] = value
     missing = _missing(groups, {})
     check(
         not missing,
@@ -303,7 +300,7 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: tuple(v) if isinstance(v, list) else v
         for name, v in values.items()
-        if name in _GROUP_OF
+        if name in GROUP_OF
     }
 
 

@@ -58,9 +58,9 @@ def describe(run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: i
     pp = run.parallel.pipeline_model_parallel_size
     layout = Layout(tp * pp, tp, pp, 1).placed(run)
     stages = range(pp)
-    weights = max(
-        accounting.stage_parameters(run, layout, stage) for stage in stages
-    ) * activations.element_bytes(run)
+    weights = (
+        max(accounting.stage_parameters(run, layout, stage) for stage in stages) * run.element_bytes
+    )
     positions = max(map(len, prompts)) + max_new_tokens
     layers = max(
         sum(map(len, accounting.stage_layers(run, layout.placement, stage))) for stage in stages
