@@ -84,7 +84,7 @@ def test_every_source_is_compiled_and_the_bindings_at_once(project, tmp_path):
     included = [ROOT / file for flag, file in zip(command, command[1:]) if flag == "-include"]
     alone = [source for _, source, _ in jobs if source.name != "target.cc"]
     assert sorted(included + alone + [project.SOURCES / "target.cc"]) == sorted(
-        project.SOURCES.glob("*.cc")
+        project.SOURCES.rglob("*.cc")
     )
 
 
@@ -138,7 +138,7 @@ def test_every_family_is_compiled_once_for_every_target(project, tmp_path, wante
         + [f"table_{target.name}" for target in rows]
     )
     assert (
-        all((project.SOURCES / f"{family}.h").exists() for family in project.families())
+        all((project.SOURCES / project.family_header(f)).exists() for f in project.families())
         and "gemm" in project.families()
     )
 
@@ -219,14 +219,16 @@ def test_the_library_in_use_is_of_these_sources(project):
 def test_the_tests_refuse_a_library_of_other_sources(project, copied_sources, monkeypatch, change):
     assert conftest.old_library(copied_sources) == ""
     sources = copied_sources / "kernels_sve"
-    os.utime(sources / "gate.h", (1, 1))  # dates do not count
+    os.utime(sources / "rowwise" / "gate.h", (1, 1))  # dates do not count
     assert conftest.old_library(copied_sources) == ""
     if change == "edit":
-        (sources / "gate.h").write_text((sources / "gate.h").read_text() + "// edited\n")
+        (sources / "rowwise" / "gate.h").write_text(
+            (sources / "rowwise" / "gate.h").read_text() + "// edited\n"
+        )
     elif change == "new file":
         (sources / "new.h").touch()
     elif change == "renamed":
-        (sources / "gate.h").rename(sources / "gate2.h")
+        (sources / "rowwise" / "gate.h").rename(sources / "rowwise" / "gate2.h")
     else:
         monkeypatch.setattr(project, "TARGETS", project.TARGETS[:-1])
     assert re.fullmatch(
