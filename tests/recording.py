@@ -38,9 +38,12 @@ class RecordingComm:
     def __init__(
         self, inner: Comm, name: str = "world", log: list[tuple[str, str, int]] | None = None
     ) -> None:
-        self.inner, self.name = inner, name
+        self.inner = inner
+        self.name = name
         self.log = [] if log is None else log
-        self.rank, self.size, self.inside_node = inner.rank, inner.size, inner.inside_node
+        self.rank = inner.rank
+        self.size = inner.size
+        self.inside_node = inner.inside_node
 
     @property
     def records(self) -> list[tuple[str, int]]:
@@ -57,10 +60,8 @@ class RecordingComm:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a verb that counts its calls."""
-        function, verb = (
-            getattr(self.inner, name),
-            name if name in TENSOR or name in OBJECTS else name.removeprefix("i"),
-        )
+        function = getattr(self.inner, name)
+        verb = name if name in TENSOR or name in OBJECTS else name.removeprefix("i")
         if verb not in TENSOR and verb not in OBJECTS:
             raise AttributeError(name)
 
