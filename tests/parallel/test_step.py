@@ -9,7 +9,6 @@ from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import FAMILIES, Ops, backward
 from fugaku_megatron.pipeline import schedule
 from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
-from fugaku_megatron.pipeline.placement import Placement
 from tests.checks.instruction_lists import (
     custom,
     shuffled,
@@ -30,15 +29,16 @@ PP4, TP2PP2DP2 = (4, {"pipeline_model_parallel_size": 4}), (8, {**TP2PP2, "zero_
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 
 
-def ahead(stage: int, stages: int, microbatches: int, extra: int = 2) -> list[Instruction]:
+def ahead(lists: schedule.Schedule, stage: int, extra: int = 2) -> list[Instruction]:
     """1F1B whose forwards run `extra` micro-batches further ahead."""
-    fill = min(stages - stage - 1 + extra, microbatches)
+    microbatches = lists.microbatches
+    fill = min(lists.placement.stages - stage - 1 + extra, microbatches)
     order = [Instruction(FORWARD, m) for m in range(fill)]
     for m in range(microbatches):
         if fill + m < microbatches:
             order.append(Instruction(FORWARD, fill + m))
         order.append(Instruction(BACKWARD, m))
-    return schedule.with_messages(Placement(stages), stage, order)
+    return schedule.with_messages(lists.placement, stage, order)
 
 
 def micro_batch_losses(world, run, make) -> list[list[torch.Tensor]]:
