@@ -111,9 +111,17 @@ def lists_of(schedule: Schedule) -> list[list[Instruction]]:
     return [schedule.instructions(stage) for stage in range(schedule.placement.stages)]
 
 
+def made(name: str, stage: int, stages: int, microbatches: int, chunks: int = 1):
+    return build(name, stages, chunks, microbatches).instructions(stage)
+
+
+def forward_only(name: str, stage: int, stages: int, microbatches: int, chunks: int = 1):
+    return build(name, stages, chunks, microbatches).forward_only().instructions(stage)
+
+
 SMALL = [
     *(
-        (builders.one_f_one_b(stage, stages, microbatches), expected)
+        (made("1f1b", stage, stages, microbatches), expected)
         for stage, stages, microbatches, expected in (
             (0, 1, 3, "F0 B0 F1 B1 F2 B2"),
             (2, 3, 1, "rf0 F0 B0 sb0"),
@@ -131,37 +139,37 @@ SMALL = [
         )
     ),
     (
-        builders.interleaved(1, 2, 2, 2),
+        made("interleaved", 1, 2, 2, chunks=2),
         "rf0 F0 sf0 rf1 F1 sf1  rf0' F0' B0' sb0'  rf1' F1' B1' sb1'  rb0 B0 sb0 rb1 B1 sb1",
     ),
     (
-        builders.interleaved(0, 1, 2, 1),
+        made("interleaved", 0, 1, 1, chunks=2),
         "F0 F0' B0' B0",
     ),  # no messages where all parts share a stage
-    (builders.build("zb-h1", 2, 1, 2).instructions(1), "rf0 F0 I0 sb0 rf1 F1 I1 sb1 W0 W1"),
-    (builders.build("zb-h1", 2, 1, 2).instructions(0), "F0 sf0 F1 sf1 rb0 I0 W0 rb1 I1 W1"),
+    (made("zb-h1", 1, 2, 2), "rf0 F0 I0 sb0 rf1 F1 I1 sb1 W0 W1"),
+    (made("zb-h1", 0, 2, 2), "F0 sf0 F1 sf1 rb0 I0 W0 rb1 I1 W1"),
     (
-        builders.build("zbv", 2, 2, 1).instructions(1),
+        made("zbv", 1, 2, 1, chunks=2),
         "rf0 F0 F0' sf0' rb0' I0' I0 sb0 W0 W0'",
     ),  # no message at the V's bottom
-    (builders.build("zbv", 2, 2, 1).instructions(0), "F0 sf0 rf0' F0' I0' sb0' W0' rb0 I0 W0"),
-    (builders.forward_only(0, 1, 2), "F0 F1"),
-    (builders.forward_only(0, 2, 2), "F0 sf0 F1 sf1"),
-    (builders.forward_only(1, 3, 2), "rf0 F0 sf0 rf1 F1 sf1"),
+    (made("zbv", 0, 2, 1, chunks=2), "F0 sf0 rf0' F0' I0' sb0' W0' rb0 I0 W0"),
+    (forward_only("1f1b", 0, 1, 2), "F0 F1"),
+    (forward_only("1f1b", 0, 2, 2), "F0 sf0 F1 sf1"),
+    (forward_only("1f1b", 1, 3, 2), "rf0 F0 sf0 rf1 F1 sf1"),
 ]
 
 
 def test_small_cases():
     assert [given for given, expected in SMALL if given != read(expected)] == []
     assert (
-        work(builders.interleaved(0, 2, 2, 4))
+        work(made("interleaved", 0, 2, 4, chunks=2))
         == "F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3"
     )
     assert (
-        work(builders.interleaved(0, 2, 2, 3)) == "F0 F1 F0' F1' F2 B0' B1' F2' B0 B1 B2' B2"
+        work(made("interleaved", 0, 2, 3, chunks=2)) == "F0 F1 F0' F1' F2 B0' B1' F2' B0 B1 B2' B2"
     )  # the same without the fourth
-    assert work(builders.forward_only(0, 2, 4, 2)) == "F0 F1 F0' F1' F2 F3 F2' F3'"
-    assert work(builders.forward_only(0, 2, 4, 2, "v")) == "F0 F1 F0' F2 F1' F3 F2' F3'"
+    assert work(forward_only("interleaved", 0, 2, 4, chunks=2)) == "F0 F1 F0' F1' F2 F3 F2' F3'"
+    assert work(forward_only("zbv", 0, 2, 4, chunks=2)) == "F0 F1 F0' F2 F1' F3 F2' F3'"
 
 
 def test_1f1b_is_in_order_and_holds_little():
@@ -169,7 +177,7 @@ def test_1f1b_is_in_order_and_holds_little():
         (1, 2, 3, 4, 5, 8, 16), (0, 1, 2, 3, 4, 5, 7, 8, 16, 33)
     ):
         for stage in range(stages):
-            instructions = builders.one_f_one_b(stage, stages, microbatches)
+            instructions = made("1f1b", stage, stages, microbatches)
             order = {
                 op: [i.microbatch for i in instructions if i.op == op] for op in SHORT.values()
             }
@@ -358,7 +366,7 @@ def test_held_and_run():
         def __getattr__(self, op):
             return lambda instruction: self.calls.append((op, instruction))
 
-    instructions = builders.one_f_one_b(1, 3, 4)
+    instructions = made("1f1b", 1, 3, 4)
     executor = Executor()
     builders.run(instructions, executor)
     assert executor.calls == [(i.op, i) for i in instructions]
