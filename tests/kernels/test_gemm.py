@@ -1,4 +1,4 @@
-"""GEMM (kernels_sve/gemm.h): every form, epilogue, arithmetic and target against double precision; threads; refusals.
+"""GEMM (kernels_sve/gemm/gemm.h): every form, epilogue, arithmetic and target against double precision; threads; refusals.
 
 Legend: M rows, N output features, K input features; a weight is (N, K). Sums in FP16: test_gemm_fp16.py.
 """
