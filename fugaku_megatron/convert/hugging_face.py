@@ -7,9 +7,11 @@ side.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -228,25 +230,26 @@ class Part:
     arranged: Arrangement
 
 
-def theirs_of(architecture: Architecture, name: str, model: ModelConfig) -> list[str]:
-    place, kind = place_of(name)
-    check(place in architecture.places, f"{architecture.name} has no place for {name}")
-    names, _ = architecture.places[place]
-    prefix = "" if place == OUTPUT else architecture.prefix
-    experts = range(model.num_experts or 1) if "{expert}" in names[0] else (0,)
-    return [
-        f"{prefix}{their.format(layer_of(name), expert=expert)}.{kind}"
-        for expert in experts
-        for their in names
-    ]
-
-
 def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
-    return {
-        theirs: Part(name, number, architecture.places[place_of(name)[0]][1])
-        for name in shapes(model)
-        for number, theirs in enumerate(theirs_of(architecture, name, model))
-    }
+    """Return the parts by their names, piece after piece of our tensors in the model's order."""
+    found = {}
+    for ours in shapes(model):
+        place, kind = place_of(ours)
+        check(place in architecture.places, f"{architecture.name} has no place for {ours}")
+        names, arranged = architecture.places[place]
+        prefix = "" if place == OUTPUT else architecture.prefix
+        experts = range(model.num_experts or 1) if "{expert}" in names[0] else (0,)
+        for number, (expert, name) in enumerate(itertools.product(experts, names)):
+            theirs = name.format(layer_of(ours), expert=expert)
+            found[f"{prefix}{theirs}.{kind}"] = Part(ours, number, arranged)
+    return found
+
+
+def copy_flat(theirs: Tensor, views: list[Tensor]) -> None:
+    """Fill views of ours, one after another, with the elements of their tensor."""
+    elements = theirs.flatten().split([view.numel() for view in views])
+    for view, values in zip(views, elements, strict=True):
+        view.copy_(values.view(view.shape))
 
 
 # From Hugging Face ------------------------------------------------------------------------------------------------------------
@@ -264,7 +267,7 @@ def open_hugging_face(directory: str) -> Weights:
         reader = _reader(TensorDirectory.open(path), architecture, model)
     except ValueError as error:
         raise ValueError(f"--from-hf {directory}: {error}") from error
-    return Weights(model, {name: reader.dtype(name) for name in reader.ours}, reader, path)
+    return Weights(model, {name: reader.dtype(name) for name in reader.shapes}, reader, path)
 
 
 def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
@@ -322,54 +325,47 @@ def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any
 class _Reader:
     """Reader that builds our tensors.
 
-    stored: names in `parts` -> names in the files
+    stored: our names -> parts by their names in the files
     """
 
     files: TensorDirectory
-    architecture: Architecture
     model: ModelConfig
-    ours: dict[str, Shape]
-    stored: dict[str, str]
+    shapes: dict[str, Shape]
+    stored: dict[str, dict[str, Part]]
 
     def dtype(self, name: str) -> torch.dtype:
-        return widest(
-            self.files.tensors[self.stored[their]][1].dtype
-            for their in theirs_of(self.architecture, name, self.model)
-        )
+        return widest(self.files.tensors[their][1].dtype for their in self.stored[name])
 
     def __call__(self, name: str) -> Tensor:
-        theirs = theirs_of(self.architecture, name, self.model)
-        arranged = self.architecture.places[place_of(name)[0]][1]
-        if arranged is whole:
-            return self.files.read(self.stored[theirs[0]])
-        ours = torch.empty(self.ours[name], dtype=self.dtype(name))
-        for number, their in enumerate(theirs):
-            views, _ = arranged(ours, number, self.model)
-            flat = self.files.read(self.stored[their]).flatten()
-            stored = torch.split(flat, [view.numel() for view in views])
-            for view, elements in zip(views, stored, strict=True):
-                view.copy_(elements.view(view.shape))
+        ours = torch.empty(self.shapes[name], dtype=self.dtype(name))
+        for their, part in self.stored[name].items():
+            if part.arranged is whole:
+                return self.files.read(their)
+            views, _ = part.arranged(ours, part.number, self.model)
+            copy_flat(self.files.read(their), views)
         return ours
 
 
 def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConfig) -> _Reader:
     ours = shapes(model)
-    stored = _stored_names(files, architecture, list(parts(architecture, model)))
-    for name, shape in ours.items():
-        for number, their in enumerate(theirs_of(architecture, name, model)):
-            empty = torch.empty(shape, device="meta")
-            _, expected = architecture.places[place_of(name)[0]][1](empty, number, model)
-            file, found = files.tensors[stored[their]]
-            check(
-                found.shape == expected,
-                f"{their} has shape {list(found.shape)}, and {FILE} says {list(expected)}",
-            )
-            check(
-                found.dtype.is_floating_point,
-                f"{file.path}: {their} has the format {DTYPES[found.dtype]}, which is not "
-                f"supported for weights: {SAVE_AS}",
-            )
-    return _Reader(files, architecture, model, ours, stored)
+    table = parts(architecture, model)
+    names = _stored_names(files, architecture, list(table))
+    stored: dict[str, dict[str, Part]] = defaultdict(dict)
+    for their, part in table.items():
+        empty = torch.empty(ours[part.ours], device="meta")
+        _, expected = part.arranged(empty, part.number, model)
+        file, found = files.tensors[names[their]]
+        check(
+            found.shape == expected,
+            f"{their} has shape {list(found.shape)}, and {FILE} says {list(expected)}",
+        )
+        check(
+            found.dtype.is_floating_point,
+            f"{file.path}: {their} has the format {DTYPES[found.dtype]}, which is not "
+            f"supported for weights: {SAVE_AS}",
+        )
+        stored[part.ours][names[their]] = part
+    return _Reader(files, model, ours, stored)
 
 
 def _stored_names(

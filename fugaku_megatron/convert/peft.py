@@ -36,6 +36,7 @@ from .hugging_face import (
     TensorDirectory,
     architecture_of,
     carried_config,
+    copy_flat,
     header,
     in_their_shape,
     parts,
@@ -410,8 +411,4 @@ def _fill(
         tuple(theirs.shape) == tuple(shape),
         f"{name} has shape {list(theirs.shape)}, and this model needs {list(shape)}",
     )
-    values = theirs.t() if kind == "B" and part.arranged in TURNED else theirs
-    begin = 0
-    for view in views:
-        view.copy_(values.reshape(-1)[begin : begin + view.numel()].view(view.shape))
-        begin += view.numel()
+    copy_flat(theirs.t() if kind == "B" and part.arranged in TURNED else theirs, views)
