@@ -120,6 +120,13 @@ def load_shards(
         search.look(name, entry)
     if not checkpoint.node and comm.all_reduce(torch.tensor(int(not search.complete)), "max"):
         search = _search_all(checkpoint, comm, Search(shards, padded, converts), prefix, others)
+    return _read(search, path, comm, prefix=prefix, others=others)
+
+
+def _read(
+    search: Search, path: Path, comm: Comm, prefix: str, others: Callable[[], str] | None = None
+) -> int:
+    """Read the pieces that were found, and return the bytes read by this rank. Collective."""
     plan = agree(comm, lambda: search.plan(path), prefix)
     return agree(
         comm,
@@ -142,26 +149,22 @@ def _messages(checkpoint: Checkpoint) -> tuple[str, Callable[[], str]]:
 def _own_entry(checkpoint: Checkpoint, folders: Folders, prefix: str, others: Any) -> Files:
     """Return this rank's entry from the folder leader; {} if the rank count differs. Collective."""
     comm = folders.comm
-    name = file_name(folders.comm.rank)
-    if folders.name:
-        name = f"{folders.name}/{name}"
-    if checkpoint.head.get("ranks", comm.size) != comm.size or (
-        "folders" in checkpoint.head
-    ) != bool(folders.name):
+    head = checkpoint.head
+    if head.get("ranks", comm.size) != comm.size or ("folders" in head) != bool(folders.name):
         return {}
-    read = (
-        partial(read_folder, checkpoint.path, folders.name, checkpoint.head)
-        if folders.name
-        else lambda: checkpoint.files
-    )
-    entries = agree(comm, lambda: read() if folders.leads else None, prefix, others) or {}
-    first = comm.rank
-    members = range(first, first + folders.members.size)
+
+    def read() -> Files | None:
+        if folders.leads and folders.name:
+            return read_folder(checkpoint.path, folders.name, head)
+        return checkpoint.files
+
+    entries = agree(comm, read, prefix, others) or {}
+    members = range(comm.rank, comm.rank + folders.members.size)
     entry = scatter_object(
         folders.members,
         [entries.get(file_name(rank)) for rank in members] if folders.leads else None,
     )
-    return {name: entry} if entry else {}
+    return {str(Path(folders.name, file_name(comm.rank))): entry} if entry else {}
 
 
 def _search_all(
@@ -225,9 +228,4 @@ def load_weights(
     search = Search(targets, padded, converts=("",))
     for name, entry in manifest["files"].items():
         search.look(name, entry)
-    plan = agree(comm, lambda: search.plan(path), prefix)
-    agree(
-        comm,
-        lambda: [read_shards(path / name, work) for name, work in plan.items()] and None,
-        prefix,
-    )
+    _read(search, path, comm, prefix=prefix)

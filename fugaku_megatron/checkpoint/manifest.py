@@ -16,6 +16,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,9 @@ def latest_iteration(directory: str | os.PathLike[str]) -> int | None:
             raise ValueError(
                 f"{tracker} should hold an iteration, it holds {text[:40]!r}; choose one by --ckpt-step"
             )
-        if not line.endswith("\n") and (newer := newer_iterations(directory, int(text))):  # 1 of 12
+        if not line.endswith("\n") and (
+            newer := list_iterations(directory, after=int(text))
+        ):  # 1 of 12
             raise ValueError(
                 f"{tracker} holds {text!r} without an end of line and may be cut: checkpoints of iterations "
                 f"{join(newer)} are newer; choose one by --ckpt-step"
@@ -111,22 +114,19 @@ def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, i
     return (directory, iteration) if any(path.glob(f"iter_*/{MANIFEST}")) else None
 
 
-def list_iterations(directory: str | os.PathLike[str]) -> list[int]:
-    """Return iterations, ascending, with a readable manifest and the recorded file sizes.
+def list_iterations(directory: str | os.PathLike[str], after: int = -1) -> list[int]:
+    """Return iterations above `after`, ascending, with a readable manifest and the recorded file sizes.
 
     In folders, which may have 100,000 files, only folder manifests are checked. Checksums are
     verified on load.
     """
-    return newer_iterations(directory, -1)
+    present = (iteration for iteration in saved_iterations(Path(directory)) if iteration > after)
+    return [iteration for iteration in present if _is_complete(Path(directory), iteration)]
 
 
-def newer_iterations(directory: str | os.PathLike[str], than: int) -> list[int]:
-    present = {
-        iteration
-        for iteration, suffix, _ in entries(Path(directory))
-        if suffix != ".tmp" and iteration > than
-    }
-    return [iteration for iteration in sorted(present) if _is_complete(Path(directory), iteration)]
+def saved_iterations(directory: Path) -> list[int]:
+    """Return iterations, ascending, complete or damaged."""
+    return sorted({iteration for iteration, suffix, _ in entries(directory) if suffix != ".tmp"})
 
 
 def read_manifest(directory: str | os.PathLike[str], iteration: int) -> dict[str, Any]:
@@ -240,16 +240,34 @@ def unsigned_note(manifest: dict[str, Any], path: Path) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Description:
+    """Checkpoint metadata. config and state are JSON values (tuples are loaded as lists).
+
+    keep: number of newest checkpoints to keep; None: all
+    retain: keep older checkpoints only if divisible by this; None: all
+
+    The newest checkpoint with agreeing replicas is always kept (`trusted`).
+    """
+
+    iteration: int
+    layout: dict[str, int | str]
+    config: dict[str, Any]
+    state: dict[str, Any]
+    keep: int | None = None
+    retain: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and self.keep < 1:
+            raise ValueError(
+                f"the number of checkpoints to keep must be at least 1, got {self.keep}"
+            )
+
+
 def write_manifest(
-    path: Path,
-    iteration: int,
-    layout: dict[str, int | str],
-    config: dict[str, Any],
-    state: dict[str, Any],
-    files: dict[str, Any],
-    ranks: int | None = None,
+    path: Path, description: Description, files: dict[str, Any], ranks: int | None = None
 ) -> None:
-    """Write the manifest. Raises TypeError if config or state is not JSON.
+    """Write the manifest of the folder `path`. Raises TypeError if config or state is not JSON.
 
     files: name -> {"size", "crc32", "shards": records}; with `ranks` (rank count): folder ->
         {"size", "crc32"}
@@ -259,10 +277,10 @@ def write_manifest(
     manifest = {
         "format": FORMAT,
         "format_version": version,
-        "iteration": iteration,
-        "layout": layout,
-        "config": config,
-        "state": state,
+        "iteration": description.iteration,
+        "layout": description.layout,
+        "config": description.config,
+        "state": description.state,
         **where,
     }
     manifest = json.loads(
@@ -270,6 +288,7 @@ def write_manifest(
     )  # as a reader sees it: tuples are lists, keys are texts
     manifest[schema.CHECKSUM] = schema.checksum(manifest)
     write_text(path / MANIFEST, json.dumps(manifest, separators=(",", ":")))
+    fsync(path)
 
 
 def _is_complete(directory: Path, iteration: int) -> bool:
@@ -286,11 +305,9 @@ def _is_complete(directory: Path, iteration: int) -> bool:
 
 def entries(directory: Path) -> list[tuple[int, str, Path]]:
     """Return (iteration, "" | ".tmp" | ".old", path) for every iteration."""
-    names = (
-        [(_ITERATION_NAME.fullmatch(path.name), path) for path in directory.iterdir()]
-        if directory.is_dir()
-        else []
-    )
+    if not directory.is_dir():
+        return []
+    names = ((_ITERATION_NAME.fullmatch(path.name), path) for path in directory.iterdir())
     return [(int(name[1]), name[2] or "", path) for name, path in names if name]
 
 

@@ -24,6 +24,7 @@ from ..comm.agreement import agree, on_root
 from ..comm.base import Comm
 from .load import Checkpoint
 from .manifest import (
+    Description,
     Folders,
     entries,
     fsync,
@@ -33,7 +34,7 @@ from .manifest import (
     write_manifest,
     write_text,
 )
-from .save import Description, Steps, Written, run_steps, save_steps, write_shards
+from .save import Steps, Written, run_steps, save_steps, write_shards
 from .shards import Shard
 from .tensor_files import copy_verified
 
@@ -113,15 +114,7 @@ def _write(aside: Path, rank: int, shards: list[Shard], description: Description
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
     written = write_shards(aside, rank, shards)
-    write_manifest(
-        aside,
-        description.iteration,
-        description.layout,
-        description.config,
-        description.state,
-        dict([written] if written else []),
-    )
-    fsync(aside)
+    write_manifest(aside, description, files=dict([written] if written else []))
     return written
 
 
@@ -158,20 +151,16 @@ def newest_everywhere(local: str | Path, comm: Comm, fits: Callable[[dict[str, A
     """
     own = own_folder(local, comm)
     held = [number for number in list_iterations(own) if fits(read_head(own, number))]
-    bound = max(held, default=0)
-    while True:
-        low = int(
-            comm.all_reduce(
-                torch.tensor(max((number for number in held if number <= bound), default=0)), "min"
-            )
-        )
-        bound = int(
-            comm.all_reduce(
-                torch.tensor(max((number for number in held if number <= low), default=0)), "min"
-            )
-        )
-        if bound == low:
-            return low
+
+    def lowest(bound: int) -> int:
+        """Return the lowest of the ranks' newest iterations up to `bound`."""
+        newest = max((number for number in held if number <= bound), default=0)
+        return int(comm.all_reduce(torch.tensor(newest), "min"))
+
+    found = lowest(max(held, default=0))
+    while (lower := lowest(found)) != found:
+        found = lower
+    return found
 
 
 def open_copy(local: str | Path, comm: Comm, iteration: int) -> Checkpoint:

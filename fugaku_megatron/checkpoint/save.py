@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ..comm.agreement import agree, describe, on_root
 from ..comm.base import Comm
 from .manifest import (
     TRACKER,
+    Description,
     Folders,
     all_folders,
     entries,
@@ -34,6 +35,7 @@ from .manifest import (
     join,
     list_iterations,
     read_head,
+    saved_iterations,
     write_folder,
     write_manifest,
     write_text,
@@ -50,30 +52,6 @@ Steps = Generator[Callable[[], Any], Callable[[], Any], Any]
 _CPUS = os.sched_getaffinity(
     0
 )  # the mask of the process before its main thread is pinned: a thread inherits its creator's mask
-
-
-@dataclass(frozen=True)
-class Description:
-    """Checkpoint metadata. config and state are JSON values (tuples are loaded as lists).
-
-    keep: number of newest checkpoints to keep; None: all
-    retain: keep older checkpoints only if divisible by this; None: all
-
-    The newest checkpoint with agreeing replicas is always kept (`trusted`).
-    """
-
-    iteration: int
-    layout: dict[str, int | str]
-    config: dict[str, Any]
-    state: dict[str, Any]
-    keep: int | None = None
-    retain: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.keep is not None and self.keep < 1:
-            raise ValueError(
-                f"the number of checkpoints to keep must be at least 1, got {self.keep}"
-            )
 
 
 def run_steps(steps: Steps) -> Any:
@@ -116,7 +94,9 @@ def save_steps(
         files = _record(aside, folders, agree(comm, written, prefix, _untouched), prefix)
         on_root(
             comm,
-            lambda: _seal(aside, description, files, comm.size if folders.name else None),
+            lambda: write_manifest(
+                aside, description, files=files, ranks=comm.size if folders.name else None
+            ),
             prefix,
             _untouched,
         )
@@ -141,7 +121,7 @@ def save_alone(
     """
     path = directory / iteration_name(description.iteration)
     path.mkdir(parents=True)
-    _seal(path, description, write(path), None)
+    write_manifest(path, description, files=write(path))
     write_text(directory / TRACKER, f"{description.iteration}\n")
     fsync(directory)
     return path
@@ -218,7 +198,7 @@ def check_replaces(
 
 
 def _check_replaces(save: Path, load: str | os.PathLike[str] | None, loaded: int) -> None:
-    present = sorted({number for number, suffix, _ in entries(save) if suffix != ".tmp"})
+    present = saved_iterations(save)
     if load is not None and Path(load).resolve() == save.resolve():
         for number in present:
             if number > loaded:
@@ -273,19 +253,6 @@ def write_shards(folder: Path, rank: int, shards: list[Shard]) -> Written:
     return path.name, {**entry, "shards": [shard.record() for shard in shards]}
 
 
-def _seal(aside: Path, description: Description, files: dict[str, Any], ranks: int | None) -> None:
-    write_manifest(
-        aside,
-        description.iteration,
-        description.layout,
-        description.config,
-        description.state,
-        files,
-        ranks,
-    )
-    fsync(aside)
-
-
 def _publish(directory: Path, iteration: int, aside: Path) -> None:
     final = directory / iteration_name(iteration)
     if final.exists():
@@ -313,9 +280,9 @@ def _set_aside(directory: Path, description: Description) -> list[Path]:
     if older:
         trusted = kept_for_trust(directory, description.state, numbers)
         older = [number for number in older if number != trusted]
-    obsolete = [replaced] * replaced.exists() + [
-        directory / iteration_name(number) for number in older
-    ]
+    obsolete = [directory / iteration_name(number) for number in older]
+    if replaced.exists():
+        obsolete.insert(0, replaced)
     aside = []
     for path in obsolete:
         with _warning(path):
@@ -327,22 +294,18 @@ def _remove(obsolete: list[Path], folders: Folders) -> Steps:
     """Remove renamed checkpoints, each folder by its leader. Failures only warn."""
     for path in obsolete:
         if folders.name:
-            removed = yield partial(_remove_folder, path / folders.name if folders.leads else None)
+            # another layout may have had other folders
+            remove = partial(shutil.rmtree, path / folders.name, ignore_errors=True)
+            removed = yield remove if folders.leads else list
             removed()
             folders.comm.barrier()
-        removed = yield partial(_remove_rest, path if folders.comm.rank == 0 else None)
+        removed = yield partial(_remove_rest, path) if folders.comm.rank == 0 else list
         removed()
 
 
-def _remove_folder(path: Path | None) -> None:
-    if path:
-        shutil.rmtree(path, ignore_errors=True)  # another layout may have had other folders
-
-
-def _remove_rest(path: Path | None) -> None:
-    if path:
-        with _warning(path.with_suffix("")):
-            shutil.rmtree(path)
+def _remove_rest(path: Path) -> None:
+    with _warning(path.with_suffix("")):
+        shutil.rmtree(path)
 
 
 @contextmanager

@@ -49,17 +49,15 @@ def record_fault(
     suspect = {number for number in present if number in before}
     if suspect_from is not None:
         suspect.update(number for number in present if number >= suspect_from)
-    trusted = [number for number in present if number not in suspect]
-    fault = Fault(iteration, why, _newest(directory, trusted), tuple(sorted(suspect)))
+    rest = [number for number in present if number not in suspect]
+    trusted = newest_agreed(directory, rest)
+    if trusted is None:
+        trusted = max(rest, default=None)
+    fault = Fault(iteration, why, trusted, tuple(sorted(suspect)))
     if Path(directory).is_dir():
         with contextlib.suppress(OSError):  # a full disk must not hide the fault
             write_text(Path(directory) / FAULT, json.dumps(asdict(fault)) + "\n")
     return fault
-
-
-def _newest(directory: str | os.PathLike[str], numbers: list[int]) -> int | None:
-    agreed = newest_agreed(directory, numbers)
-    return max(numbers, default=None) if agreed is None else agreed
 
 
 def newest_agreed(directory: str | os.PathLike[str], numbers: Iterable[int]) -> int | None:
@@ -78,13 +76,12 @@ def read_fault(directory: str | os.PathLike[str]) -> Fault | None:
         return None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        suspect = tuple(int(number) for number in values["suspect"])
         trusted = values["trusted"]
         return Fault(
             int(values["iteration"]),
             str(values["why"]),
-            None if trusted is None else int(trusted),
-            suspect,
+            trusted=None if trusted is None else int(trusted),
+            suspect=tuple(map(int, values["suspect"])),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(

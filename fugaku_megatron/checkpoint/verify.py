@@ -22,13 +22,13 @@ from typing import Any
 
 from .manifest import (
     MANIFEST,
-    entries,
     iteration_name,
     iteration_path,
     latest_iteration,
     missing,
     read_folder,
     read_head,
+    saved_iterations,
 )
 from .schema import check_size
 from .shards import check_stored
@@ -101,7 +101,7 @@ def _iterations(directory: Path, wanted: int | None) -> list[int]:
         raise ValueError(
             f"{directory} is one iteration of a checkpoint: pass its parent {directory.parent} and --ckpt-step"
         )
-    present = sorted({iteration for iteration, suffix, _ in entries(directory) if suffix != ".tmp"})
+    present = saved_iterations(directory)
     if not present:
         raise ValueError(
             f"{directory} holds no checkpoint: it has no folder such as {iteration_name(1)}"

@@ -22,10 +22,11 @@ from torch import Tensor
 from ..checkpoint.manifest import (
     CARRIED,
     FOLDER_FILES,
+    Description,
     iteration_path,
     read_manifest,
 )
-from ..checkpoint.save import Description, save_alone
+from ..checkpoint.save import save_alone
 from ..checkpoint.shards import WEIGHT, Search, Shard, check_model, read_shards
 from ..checkpoint.tensor_files import write_tensors
 from ..checkpoint.trusted import iteration_to_load
@@ -208,9 +209,8 @@ class _Reader:
 
     def __call__(self, name: str) -> Tensor:
         key = WEIGHT + name
-        shape = self.shapes[name]
-        tensor = torch.zeros(shape, dtype=self.dtypes[name])
-        search = Search([Shard(key, tensor, shape, (0,) * len(shape), shape)], VOCABULARY)
+        tensor = torch.zeros(self.shapes[name], dtype=self.dtypes[name])
+        search = Search([Shard.whole(key, tensor)], VOCABULARY)
         for file, entry in self.files[key].items():
             search.look(file, entry)
         for file, work in search.plan(self.path).items():
@@ -351,18 +351,11 @@ def _write_parts(
     for name, tensor in like.items():
         layer = layer_of(name)
         each = -(-layers // (FOLDER_FILES - 2))
-        parts[0 if layer is None else 1 + layer // each][name] = tensor
+        parts[0 if layer is None else 1 + layer // each][WEIGHT + name] = tensor
     for number, part in parts.items():
         file = f"part_{number:05d}.safetensors"
         entry = write_tensors(
-            path / file,
-            {WEIGHT + name: tensor for name, tensor in part.items()},
-            lambda key: weights.read(key.removeprefix(WEIGHT)),
+            path / file, part, values=lambda key: weights.read(key.removeprefix(WEIGHT))
         )
-        records = [
-            Shard(
-                WEIGHT + name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape)
-            ).record()
-            for name, tensor in part.items()
-        ]
+        records = [Shard.whole(key, tensor).record() for key, tensor in part.items()]
         yield file, {**entry, "shards": records}
