@@ -84,7 +84,7 @@ $(STAMPS)/mpi-system: requirements-mpi.txt scripts/system_mpi.sh | $(STAMPS)/pac
 
 # A set-up compiles the kernels for this CPU and portable ones; `make kernels` and the tests compile all that this machine type has.
 NATIVE_KERNELS := $(if $(wildcard $(STAMPS)/kernels),kernels,kernels-native)
-KERNEL_SOURCES := setup.py $(wildcard kernels_sve/*)
+KERNEL_SOURCES := setup.py $(wildcard kernels_sve/*.* kernels_sve/*/*)
 BUILD_EXT := $(BIN)/python setup.py --quiet build_ext
 
 $(STAMPS)/objects-native: $(STAMPS)/build-packages $(KERNEL_SOURCES)
@@ -134,7 +134,7 @@ train: setup $(DEMO)/corpus_text_document.idx
 	$(BIN)/fugaku-megatron generate --load $(DEMO)/checkpoint --vocab-file $(DEMO)/vocab.json --merge-file $(DEMO)/merges.txt \
 	    --prompt "def __init__(self" --tokens 80
 
-CPP_SOURCES := $(wildcard kernels_sve/*.cc kernels_sve/*.h tools/kernel_driver/*.cc tools/kernel_driver/*.h tests/arm/*.cc tests/arm/*.h tests/kernels/*.cc)
+CPP_SOURCES := $(wildcard kernels_sve/*.cc kernels_sve/*.h kernels_sve/*/*.cc kernels_sve/*/*.h tools/kernel_driver/*.cc tools/kernel_driver/*.h tests/arm/*.cc tests/arm/*.h tests/kernels/*.cc)
 
 lint: $(STAMPS)/test-packages
 	$(BIN)/ruff check .

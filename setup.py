@@ -137,13 +137,23 @@ def families() -> list[str]:
     return list(dict.fromkeys((*SLOWEST, *rows)))
 
 
+def family_header(family: str) -> str:
+    """Return the path of a family's header inside kernels_sve, for example gemm/gemm.h."""
+    (header,) = SOURCES.rglob(f"{family}.h")
+    return str(header.relative_to(SOURCES))
+
+
 def source_hash() -> str:
     """SHA-256 of all that the kernels are made from: the files of kernels_sve, TARGETS and the flags above."""
     digest = hashlib.sha256(
         repr((TARGETS, COMMON_FLAGS, TARGET_FLAGS, GCC_FLAGS, GCC_SVE_FLAGS)).encode()
     )
-    for path in sorted(path for path in SOURCES.iterdir() if path.is_file()):
-        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    for path in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
+        digest.update(
+            str(path.relative_to(SOURCES)).encode()
+            + b"\0"
+            + hashlib.sha256(path.read_bytes()).digest()
+        )
     return digest.hexdigest()
 
 
@@ -262,7 +272,7 @@ class Compiler:
         macros = [
             f"-DFM_TARGET={target.name}",
             f"-DFM_VECTOR_BYTES={target.vector_bytes}",
-            f'-DFM_HEADER="{family}.h"',
+            f'-DFM_HEADER="{family_header(family)}"',
             f"-DFM_IS_{family}=,,,",
         ]
         return [*self.target_cxx, *COMMON_FLAGS, *TARGET_FLAGS, *target.flags, *gcc, *macros, *base]
@@ -309,12 +319,12 @@ class Compiler:
         torch = ["-isystem", str(torch_package(self.variables) / "include")]  # for bind_arena.cc
         included = [
             flag
-            for source in sorted(SOURCES.glob("bind_*.cc"))
+            for source in sorted(SOURCES.glob("bind/bind_*.cc"))
             for flag in ("-include", from_root(source))
         ]
         flags = [*COMMON_FLAGS, "-O1"]  # it checks arguments; -O3 compiles a quarter longer
         command = [*self.cxx, *flags, *self.includes(), *torch, *included]
-        return command, SOURCES / "bind.cc", self.objects / "bind.o"
+        return command, SOURCES / "bind" / "bind.cc", self.objects / "bind.o"
 
     def jobs(self) -> list[tuple[list[str], Path, Path]]:
         """(command, source, object) of every file, the slowest first."""
@@ -323,7 +333,7 @@ class Compiler:
     def kernel_jobs(self) -> list[tuple[list[str], Path, Path]]:
         """The same without the bindings: what needs neither torch nor pybind11."""
         jobs = self.target_jobs()
-        for source in sorted(SOURCES.glob("*.cc")):
+        for source in sorted(SOURCES.rglob("*.cc")):
             if source.name == "target.cc" or source.name.startswith("bind"):
                 continue
             flags = [
@@ -343,6 +353,7 @@ class Compiler:
         command = [
             *command,
             *self.user_flags,
+            f"-I{from_root(SOURCES)}",
             "-MMD",
             "-c",
             from_root(source),

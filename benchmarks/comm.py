@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,11 +23,13 @@ from fugaku_megatron.comm.job import describe, run_or_abort
 from fugaku_megatron.comm.node import share_node
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.host import kernels, runtime
+from fugaku_megatron.host.timing import slowest_seconds
+from fugaku_megatron.text.table import Column, heading, line
 
 from . import child, core, disturbance, pictures
 
 SIZES = tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28))
-COLUMNS: tuple[core.Column, ...] = (
+COLUMNS: tuple[Column, ...] = (
     ("collective", "<15", "op"),
     ("ranks", ">5", "ranks"),
     ("KiB", ">8.0f", lambda row: row["bytes"] / 1024),
@@ -89,12 +90,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def measured(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The MPI library, then the rows, each printed when it is measured. RuntimeError when the ranks fail."""
-    print(core.header(COLUMNS), flush=True)
+    print(heading(COLUMNS), flush=True)
     records = []
     for row in child.ranks(ranks, "comm", {"sizes": options.sizes, "rounds": options.rounds}):
         records.append(row)
         if len(records) > 1:
-            print(core.line(COLUMNS, row), flush=True)
+            print(line(COLUMNS, row), flush=True)
     return records
 
 
@@ -155,16 +156,6 @@ def pairs(world: mpi.MPIComm, shared: Comm, n: int) -> dict[str, tuple[Operation
     return {name: pair(name, tensors) for name, tensors in operands.items()}
 
 
-def slowest(comm: Comm, operation: Operation) -> float:
-    """Seconds of an operation, from the moment that all ranks are there until the last has finished."""
-    comm.barrier()
-    begin = time.perf_counter()
-    operation()
-    return comm.all_reduce(
-        torch.tensor(time.perf_counter() - begin, dtype=torch.float64), "max"
-    ).item()
-
-
 def rows(world: mpi.MPIComm, sizes: list[int], rounds: int) -> Iterator[dict[str, Any]]:
     """One row per operation and size in bytes; medians over `rounds` turns."""
     shared = share_node(world, kernels)
@@ -174,7 +165,10 @@ def rows(world: mpi.MPIComm, sizes: list[int], rounds: int) -> Iterator[dict[str
         ).items():
             now(), before()
             turns = [
-                {"seconds": slowest(world, now), "before_seconds": slowest(world, before)}
+                {
+                    "seconds": slowest_seconds(world, now),
+                    "before_seconds": slowest_seconds(world, before),
+                }
                 for _ in range(rounds)
             ]
             row = core.medians(turns)

@@ -39,12 +39,12 @@ from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import Prefetcher, micro_batches
 from fugaku_megatron.host import allocator
+from fugaku_megatron.host.timing import seconds
 from fugaku_megatron.nn.model import Stage
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.optim.flat import initial_values
 
 from . import child, jobs, preloads, shapes
-from .core import seconds
 from .disturbance import Settling, multiply_adds
 from .plain_gpt import PlainGPT
 

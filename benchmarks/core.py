@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fugaku_megatron.config.fields import check, flag
-from fugaku_megatron.host import runtime
+from fugaku_megatron.host.machine import cpu_model
+from fugaku_megatron.text.table import Column, heading, line
 
 BUSY = "  BUSY MACHINE"
 POSITIVE = (
@@ -31,9 +30,6 @@ POSITIVE = (
     "bucket_size",
     "prompt_length",
 )
-Column = tuple[
-    str, str, str | Callable[[Mapping[str, Any]], Any]
-]  # title, format such as >8.3f, field or function of a row
 T = TypeVar("T")
 
 
@@ -42,7 +38,7 @@ def run(family: Any, options: argparse.Namespace) -> None:
     for name in POSITIVE:
         value = getattr(options, name, None)
         check(value is None or value > 0, f"{flag(name)} {value}: pass 1 or more")
-    result = {"cpu": runtime.cpu_model(), **family.measure(options), "repeat": command_line()}
+    result = {"cpu": cpu_model(), **family.measure(options), "repeat": command_line()}
     print(f"{family.text(options, result)}\n{result['repeat']}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -65,13 +61,6 @@ def apply_quick(options: argparse.Namespace, values: Mapping[str, Any]) -> None:
                 if getattr(options, name) == options.defaults[name]
             }
         )
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def quiet_rounds(
@@ -101,22 +90,12 @@ def medians(
     }
 
 
-def header(columns: Sequence[Column]) -> str:
-    """The titles of a table, as wide as its columns."""
-    return " ".join(f"{title:{re.match(r'[<>][0-9]+', form)[0]}}" for title, form, _ in columns)
-
-
 def mark(busy: bool) -> str:
     """Return the mark of figures that other processes disturbed, and nothing for other figures."""
     return BUSY if busy else ""
 
 
-def line(columns: Sequence[Column], row: Mapping[str, Any]) -> str:
-    """A row of a table, with a mark if other processes disturbed it."""
-    cells = ((form, value(row) if callable(value) else row[value]) for _, form, value in columns)
-    return " ".join(f"{value:{form}}" for form, value in cells) + mark(row.get("busy", False))
-
-
 def table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> str:
-    """The titles and the rows."""
-    return "\n".join([header(columns), *(line(columns, row) for row in rows)])
+    """Return the titles and the rows, with a mark if other processes disturbed them."""
+    lines = (line(columns, row) + mark(row.get("busy", False)) for row in rows)
+    return "\n".join([heading(columns), *lines])

@@ -29,6 +29,7 @@ from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.convert.hugging_face import open_hugging_face
 from fugaku_megatron.convert.weights import save_own
 from fugaku_megatron.host import allocator, kernels
+from fugaku_megatron.host.timing import seconds
 from fugaku_megatron.inference.generation import Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel, load_model
 
@@ -176,13 +177,13 @@ def their_side(model: Any, prompt: torch.Tensor) -> Side:
 
 def seconds_of_a_token(write: Side, count: int) -> float:
     """Return the seconds of decoding, without the prompt: a text of `count` tokens less one of a single token."""
-    return (core.seconds(lambda: write(count)) - core.seconds(lambda: write(1))) / (count - 1)
+    return (seconds(lambda: write(count)) - seconds(lambda: write(1))) / (count - 1)
 
 
 def read_rate() -> float:
     """GB/s at which this process reads memory: the best of some passes over 256 MiB."""
     x = torch.ones(1 << 26)
-    return x.nbytes / min(core.seconds(lambda: kernels.squared_norm(x)) for _ in range(5)) / 1e9
+    return x.nbytes / min(seconds(lambda: kernels.squared_norm(x)) for _ in range(5)) / 1e9
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:

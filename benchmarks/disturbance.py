@@ -15,9 +15,8 @@ from typing import Any
 
 import psutil
 
-from fugaku_megatron.host.runtime import fma_gflops
-
-from .core import seconds
+from fugaku_megatron.host.machine import fma_gflops
+from fugaku_megatron.host.timing import seconds
 
 OTHERS = (
     0.1  # a measurement is marked as disturbed when others used more than this share of our cores

@@ -29,11 +29,17 @@ from typing import Any
 import torch
 
 from fugaku_megatron.config.fields import check
-from fugaku_megatron.host import allocator, kernels, runtime
-from fugaku_megatron.host.runtime import fma_gflops, fma_peak_gflops
+from fugaku_megatron.host import allocator, kernels
+from fugaku_megatron.host.machine import (
+    clock_ghz,
+    cpu_model,
+    fma_gflops,
+    fma_peak_gflops,
+    triad_gbs,
+)
+from fugaku_megatron.host.timing import seconds
 
 from . import child, core, openblas, preloads, shapes
-from .core import seconds
 from .disturbance import Settling, multiply_adds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -130,7 +136,7 @@ def measure(cases: Cases, options: argparse.Namespace) -> dict[str, Any]:
     limits = machine()
     done = []
     print(
-        f"{runtime.cpu_model()}, {options.threads} threads, torch {torch.__version__} with MKL {preloads.mkl_width()}, allocator "
+        f"{cpu_model()}, {options.threads} threads, torch {torch.__version__} with MKL {preloads.mkl_width()}, allocator "
         f"of both sides: {memory}"
     )
     print(
@@ -156,14 +162,11 @@ def measure(cases: Cases, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine() -> dict:
-    """Clock in GHz from dependent additions, FMA peak in GFLOP/s, triad bandwidth in GB/s (12 bytes an element); best of five."""
-    x, y, out = (torch.ones(TRIAD_ELEMENTS) for _ in range(3))
-    triad = min(seconds(lambda: kernels.bench_triad(out, x, y, 2.0)) for _ in range(5))
-    clock = min(seconds(lambda: kernels.bench_clock(CLOCK_STEPS)) for _ in range(5))
+    """Clock in GHz from dependent additions, FMA peak in GFLOP/s, triad bandwidth in GB/s (12 bytes an element)."""
     return {
-        "clock_ghz": CLOCK_STEPS / clock / 1e9,
+        "clock_ghz": clock_ghz(CLOCK_STEPS),
         "fma_gflops": fma_peak_gflops(5),
-        "triad_gb_per_second": 12 * TRIAD_ELEMENTS / triad / 1e9,
+        "triad_gb_per_second": triad_gbs(TRIAD_ELEMENTS),
     }
 
 

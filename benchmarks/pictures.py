@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from fugaku_megatron.cli.output_files import writing
+from fugaku_megatron.cli.output_files import picture
 
 
 @contextmanager
@@ -19,31 +19,23 @@ def _figure(
     path: Path, width: float, height: float, title: str, columns: int = 1
 ) -> Iterator[list[Any]]:
     """The axes of panels next to each other with one legend below all of them, written into `path` at the end."""
-    from matplotlib.backends.backend_agg import (
-        FigureCanvasAgg,
-    )  # no window, and pyplot's global state untouched
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = list(figure.subplots(1, columns, squeeze=False, sharey=True)[0])
-    yield panels
-    named = {
-        name: handle
-        for axes in panels
-        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(
-        list(named.values()),
-        list(named),
-        loc="outside lower center",
-        ncols=min(len(named), 5),
-        fontsize="small",
-        frameon=False,
-    )
-    figure.suptitle(title)
-    with writing("--png", path):
-        figure.savefig(path, dpi=110, format="png")
+    with picture(path, width, height, dpi=110) as figure:
+        panels = list(figure.subplots(1, columns, squeeze=False, sharey=True)[0])
+        yield panels
+        named = {
+            name: handle
+            for axes in panels
+            for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(
+            list(named.values()),
+            list(named),
+            loc="outside lower center",
+            ncols=min(len(named), 5),
+            fontsize="small",
+            frameon=False,
+        )
+        figure.suptitle(title)
 
 
 def draw_allocators(path: Path, result: dict[str, Any]) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from fugaku_megatron.config.fields import check
+from fugaku_megatron.host.timing import seconds
 from fugaku_megatron.training.trainer import Trainer
 
 from . import core, disturbance, shapes
-from .core import seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

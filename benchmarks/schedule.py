@@ -24,17 +24,18 @@ import torch
 from fugaku_megatron.comm.base import Comm, Handle
 from fugaku_megatron.comm.job import run_or_abort
 from fugaku_megatron.config.fields import check
+from fugaku_megatron.host.timing import slowest_seconds
 from fugaku_megatron.observe import schedule_plot
 from fugaku_megatron.pipeline import schedule
 from fugaku_megatron.pipeline.schedule import Instruction, Schedule, build
 from fugaku_megatron.pipeline.schedule_names import SCHEDULES
 from fugaku_megatron.pipeline.timeline import Costs, Span, spans, walk
+from fugaku_megatron.text.table import Column
 
 from . import child, core, disturbance
-from .comm import slowest
 
 ELEMENTS = 1024  # of a message: sleeping stages measure the order of messages, not their size
-COLUMNS: tuple[core.Column, ...] = (
+COLUMNS: tuple[Column, ...] = (
     ("schedule", "<12", "schedule"),
     ("chunks", ">6", "chunks"),
     ("list s", ">8.3f", "list_seconds"),
@@ -204,7 +205,7 @@ class Sleeper:
 def timed(pp: Comm, plan: Schedule, slot: float) -> tuple[float, list[Span]]:
     """(seconds of an iteration, what this stage did)."""
     sleeper = Sleeper(pp, plan, Costs.alike(plan, slot))
-    return slowest(pp, sleeper.run), sleeper.spans
+    return slowest_seconds(pp, sleeper.run), sleeper.spans
 
 
 def rows(pp: Comm, order: dict[str, Any]) -> list[dict[str, Any]]:

@@ -16,19 +16,20 @@ from typing import Any
 
 from fugaku_megatron.config.parallel import A2A, CP_COMM_TYPES, P2P
 from fugaku_megatron.planner import machine, model, software
+from fugaku_megatron.text.table import Column
 
 from . import core, jobs, shapes
 from .jobs import Cell
 
 ALONE = "one rank"
-COLUMNS: tuple[core.Column, ...] = (
+COLUMNS: tuple[Column, ...] = (
     ("layout", "<16", "layout"),
     ("threads", ">7", "threads"),
     ("s", ">9.3f", "seconds"),
     ("x one rank", ">10.3f", "ratio"),
     ("MiB", ">7", "peak_memory_mib"),
 )
-MODELLED: tuple[core.Column, ...] = (
+MODELLED: tuple[Column, ...] = (
     ("model s", ">9.3f", "model_seconds"),
     ("model MiB", ">9.0f", "model_memory_mib"),
 )

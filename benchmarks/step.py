@@ -27,8 +27,8 @@ import torch
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting
-from fugaku_megatron.host import runtime
-from fugaku_megatron.host.runtime import fma_peak_gflops
+from fugaku_megatron.host.machine import clock_ghz, cpu_model, fma_peak_gflops
+from fugaku_megatron.text.table import Column
 
 from . import contestant, core, disturbance, jobs, preloads, shapes
 from .contestant import Apart, Contestant, Task
@@ -45,7 +45,7 @@ SAME_LOSS = {
     "fp32": 1e-4,
     "bf16": 2e-2,
 }  # relative; BF16 rounds weights in ours and not in the baseline's autocast
-COLUMNS: tuple[core.Column, ...] = (
+COLUMNS: tuple[Column, ...] = (
     ("", "<28", "label"),
     ("tokens/s", ">9.1f", "tokens_per_s"),
     ("s/step", ">8.3f", "seconds"),
@@ -124,7 +124,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     contestant.check_baseline(options.baseline, options.baseline_compile, config.model)
     preload = [preloads.resolve(options.baseline_preload)] if options.baseline_preload else []
     torch.set_num_threads(options.threads)
-    print(f"{runtime.cpu_model()}, {options.threads} threads; building both sides", flush=True)
+    print(f"{cpu_model()}, {options.threads} threads; building both sides", flush=True)
     with ExitStack() as stack:
         made = {
             side: task(options, side, preloads.mkl_preload(options.mkl) + preload) for side in SIDES
@@ -206,7 +206,7 @@ def take_turns(
         result |= {
             "others": watch.others(),
             "peak_gflops": fma_peak_gflops(PEAK_ROUNDS),
-            "clock_ghz": runtime.clock_ghz(),
+            "clock_ghz": clock_ghz(),
         }
         quiet = result["others"] <= disturbance.OTHERS
         steps = ", ".join(f"{side} {result[side]['seconds']:.3f} s" for side in sides)
@@ -316,7 +316,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "zbv": {"pipeline_schedule": "zbv"},
 }
 MORE_PENDING = 1.5  # micro-batches for each stage that the last pipeline may hold
-LAYOUT_COLUMNS: tuple[core.Column, ...] = (
+LAYOUT_COLUMNS: tuple[Column, ...] = (
     ("layout", "<16", "layout"),
     ("ranks x threads", ">16", lambda row: f"{row['ranks']} x {row['threads']:>5}"),
     ("tokens/s", ">9.1f", "tokens_per_s"),

@@ -13,7 +13,6 @@ starting jobs (jobs.py), the picture (pictures.py).
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import subprocess
 import sys
@@ -28,8 +27,9 @@ import torch
 
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.host import runtime
+from fugaku_megatron.host.machine import cpu_model
 from fugaku_megatron.planner import machine, model, software
+from fugaku_megatron.text.table import write_csv
 
 from . import core, disturbance, jobs, pictures, preloads, shapes
 from .child import ROOT, mpiexec
@@ -236,7 +236,7 @@ def measured_rows(
                 "tokens": options.tokens,
                 "threads": task.threads,
                 "busy": measured.others > disturbance.OTHERS,
-                "cpu": runtime.cpu_model(),
+                "cpu": cpu_model(),
                 "torch": torch.__version__,
                 "date": time.strftime("%Y-%m-%d"),
                 "machine": host,
@@ -322,7 +322,7 @@ def scaled(row: dict[str, Any]) -> float:
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """A table for every sequence length, with and without recompute, and the model's errors. Writes --csv."""
     if options.csv:
-        write_csv(options.csv, result)
+        save_csv(options.csv, result)
     parts = []
     heading = "### " if options.markdown else ""
     rows = result["rows"]
@@ -355,16 +355,13 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def write_csv(path: Path, result: dict[str, Any]) -> None:
+def save_csv(path: Path, result: dict[str, Any]) -> None:
     """One line per row, measured and modelled."""
     records = [
         {"scaled_seconds": scaled(row), **{k: v for k, v in row.items() if k not in CSV_LEFT_OUT}}
         for row in result["rows"]
     ]
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
+    write_csv(path, list(records[0]), records)
 
 
 draw = pictures.draw_tables

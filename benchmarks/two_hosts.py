@@ -53,6 +53,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.parallel import A2A, CP_COMM_TYPES, P2P
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.host.observed import NONBLOCKING, PHASES, REDUCTIONS, VERBS, Observed, Phases
+from fugaku_megatron.text.table import Column
 
 from . import child, core, disturbance, pictures, shapes
 
@@ -99,7 +100,7 @@ TOKENS = 704
 LONG_TOKENS = 4096
 EXPERT_TOKENS = 2048
 
-COLUMNS: tuple[core.Column, ...] = (
+COLUMNS: tuple[Column, ...] = (
     ("job", "<18", "job"),
     ("s", ">8.3f", "seconds"),
     ("alone s", ">8.3f", "computation_seconds"),

@@ -21,6 +21,7 @@ import torch
 
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.host.observed import Phases
+from fugaku_megatron.host.timing import seconds
 from fugaku_megatron.observe.heartbeat import Heartbeat
 from fugaku_megatron.observe.observers import Heartbeats, Observers
 from fugaku_megatron.observe.stragglers import RankTimes
@@ -71,12 +72,12 @@ def one_round(trainer: Trainer, watched: Watched, watched_first: bool) -> dict[s
         if watches:
             trainer.watch = observers.watch
             trainer.waiting_for_data = observers.reading
-            result["watched"] = core.seconds(lambda: watched_step(trainer, watchdog, times))
+            result["watched"] = seconds(lambda: watched_step(trainer, watchdog, times))
             result["signs"] = watchdog.heart.beat().number - before
         else:
             trainer.watch = None
             trainer.waiting_for_data = contextlib.nullcontext
-            result["unwatched"] = core.seconds(trainer.train_step)
+            result["unwatched"] = seconds(trainer.train_step)
     return result
 
 
@@ -114,9 +115,9 @@ def nanoseconds(folder: str) -> float:
             heart.leave(heart.enter(f"forward of micro-batch {microbatch}"))
 
     with heart.iteration(1):
-        seconds = min(core.seconds(beat) for _ in range(TRIES))
+        fastest = min(seconds(beat) for _ in range(TRIES))
     heart.close()
-    return seconds / CALLS * 1e9
+    return fastest / CALLS * 1e9
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:

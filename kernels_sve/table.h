@@ -233,7 +233,7 @@ struct EmbeddingArgs {
 };
 
 }  // namespace fm
-#include "gemm_args.h"
+#include "gemm/gemm_args.h"
 namespace fm {
 
 struct KernelTable {

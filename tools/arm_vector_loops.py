@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from tools.asm_loops import BRANCH, Loop, innermost_loops
 
 # A call with bias and an activation, or with its derivative, has no residual and one block of k.
-SOURCE = """#include "simd.h"
-#include "adamw.h"
-#include "attention_block.h"
-#include "elementwise.h"
-#include "gemm_epilogue.h"
-#include "gate.h"
+SOURCE = """#include "simd/simd.h"
+#include "optimizer/adamw.h"
+#include "attention/attention_block.h"
+#include "rowwise/elementwise.h"
+#include "gemm/gemm_epilogue.h"
+#include "rowwise/gate.h"
 #define FM_ALONE extern "C" __attribute__((flatten))
 using namespace fm;
 using namespace fm::FM_TARGET;

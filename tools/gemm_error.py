@@ -23,6 +23,7 @@ from fugaku_megatron.cli import program
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.system import MAX_FP16_SUM_LENGTH
 from fugaku_megatron.host import kernels
+from fugaku_megatron.text.table import pipe_table
 
 CHUNKS = (16, 32, 64, 128, 256)
 DEPTHS = (768, 3072, 7168, 28672)  # of sums in layers of 124M and 30B
@@ -122,14 +123,7 @@ def table(cases: list[Errors], chunks: tuple[int, ...]) -> list[str]:
             for value in (e.bf16_operands, e.fp16_operands, e.fp16_result, e.fp32_sums)
         ]
         lines.append([e.case.name, *fixed, *(cell(e, chunk) for chunk in chunks)])
-    return markdown(lines)
-
-
-def markdown(lines: list[list[str]]) -> list[str]:
-    """A table whose first line is its head."""
-    return [
-        "| " + " | ".join(line) + " |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:])
-    ]
+    return pipe_table(lines)
 
 
 def split_errors(case: Case, rows: int, depth: int) -> list[float]:
@@ -150,7 +144,7 @@ def split_table(rows: int, depths: tuple[int, ...]) -> list[str]:
                 lines[0] += [f"FP32 units, {name}", f"bf16x3, {name}"]
                 for line, (case, depth) in zip(lines[1:], cases, strict=True):
                     line += [f"{value:.1e}" for value in split_errors(case, rows, depth)]
-    return markdown(lines)
+    return pipe_table(lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -101,13 +101,11 @@ def picture(
     results: list[dict[str, Any]], plan: dict[str, Any] | None, printed: float | None, output: Path
 ) -> None:
     """Draw measured steps, and next to them the modelled changes of a plan."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # opens no window, unlike pyplot's
 
     figure = Figure(
         figsize=(11 if plan else 6, 0.9 + 0.32 * 2 * len(results)), layout="constrained"
     )
-    FigureCanvasAgg(figure)
     columns = 2 if plan else 1
     first = results[0]
     place = "" if len({result["cpu"] for result in results}) > 1 else f" on {first['cpu']}"

@@ -91,31 +91,11 @@ class NetworkRates(NamedTuple):
     reduce_gbs: float | None = None
 
 
-def best_seconds(f: Callable[[], object]) -> float:
-    """Return seconds of the fastest in ROUNDS calls, after a warm-up."""
-    f()
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        f()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def triad_gbs(elements: int) -> float:
-    import torch
-
-    from ..host import kernels
-
-    x, y, out = (torch.ones(elements) for _ in range(3))
-    return 12 * elements / best_seconds(lambda: kernels.bench_triad(out, x, y, 2.0)) / 1e9
-
-
 def measure_compute() -> Compute:
     import torch
 
     from ..host.allocator import peak_memory_mib
-    from ..host.runtime import clock_ghz, fma_peak_gflops
+    from ..host.machine import clock_ghz, fma_peak_gflops, triad_gbs
     from . import host_kernels
 
     process = peak_memory_mib()
@@ -191,6 +171,8 @@ def ping_pong(world: Comm, partner: int, bytes: int) -> float:
     """Return seconds of a message between rank 0 and `partner`; meaningless on others. Collective."""
     import torch
 
+    from ..host.timing import best_seconds
+
     tensor = torch.zeros(bytes, dtype=torch.uint8)
     repeats = 100 if bytes < 1 << 16 else 10
     world.barrier()
@@ -206,7 +188,7 @@ def ping_pong(world: Comm, partner: int, bytes: int) -> float:
                 world.recv(tensor, 0)
                 world.send(tensor, 0)
 
-    return best_seconds(exchange) / repeats / 2
+    return best_seconds([exchange], ROUNDS) / repeats / 2
 
 
 def measure_messages(world: Comm, partner: int) -> Messages:
@@ -223,9 +205,12 @@ def all_reduce_gbs(world: Comm, bytes: int | None = None) -> float:
     """Return GB/s of a large all-reduce: vector bytes over time. Collective."""
     import torch
 
+    from ..host.timing import best_seconds
+
     size = bytes or REDUCED
     vector = torch.zeros(size // 4)
-    return size / best_seconds(lambda: world.all_reduce(vector)) / 1e9
+    best = best_seconds([lambda: world.all_reduce(vector)], ROUNDS)
+    return size / best / 1e9
 
 
 def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, float]:
@@ -352,7 +337,7 @@ def calibrate(world: Comm, output: Path) -> None:
     """Measure and write `output`. Collective. ValueError for one rank."""
     import psutil
 
-    from ..host.runtime import cpu_model
+    from ..host.machine import measured_name
 
     check(
         world.size > 1,
@@ -368,12 +353,13 @@ def calibrate(world: Comm, output: Path) -> None:
     between = None if far is None else measure_messages(world, far)
     reduce = all_reduce_gbs(world)
     node = [c for host, c in zip(hosts, computed) if host == hosts[0]]
-    team = measure_team(world, sum(c.threads for c in node))
+    threads = sum(c.threads for c in node)
+    team = measure_team(world, threads)
     if world.rank:
         return
-    name = f"{cpu_model()}, {sum(c.threads for c in node)} threads, measured {time.strftime('%Y-%m-%d')}"
     network = NetworkRates(inside, between, reduce)
-    data = describe(name, node, team, network, psutil.virtual_memory().total / 2**30)
+    memory_gib = psutil.virtual_memory().total / 2**30
+    data = describe(measured_name(threads), node, team, network, memory_gib)
     with writing("--output", output):
         output.write_text(json.dumps(data, indent=1) + "\n")
     for key, constant in data["constants"].items():

@@ -7,8 +7,6 @@ tensors out of COLD_BYTES bytes.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,6 +18,7 @@ from ..config.run_config import ModelConfig, RunConfig
 from ..costs import accounting
 from ..data.dataset import MockDataset
 from ..host import kernels
+from ..host.timing import best_seconds
 from ..planner import model, software
 from ..training.trainer import Trainer
 
@@ -41,17 +40,6 @@ ELEMENTS = 1 << 24  # FP32 elements of a vector: 64 MiB
 STEPS = 15  # timed steps of a tiny model
 
 
-def seconds_each(calls: Sequence[Callable[[], object]], rounds: int = 3) -> float:
-    """Return mean seconds per call in the fastest of `rounds` rounds, after a warm-up."""
-    times = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        times.append((time.perf_counter() - start) / len(calls))
-    return min(times[1:])
-
-
 def gemm_gflops(n: int, cold_bytes: int | None = None, dtype: torch.dtype = torch.float32) -> float:
     """Measure GFLOP/s of n x n x n matmuls: a third each of forward, data gradient and weight gradient.
 
@@ -68,7 +56,7 @@ def gemm_gflops(n: int, cold_bytes: int | None = None, dtype: torch.dtype = torc
     ]
     kinds = (kernels.linear_forward, kernels.linear_data_gradient, kernels.linear_weight_gradient)
     calls = [lambda t=t, f=kinds[i % 3]: f(*t) for i, t in enumerate(tensors)]
-    return 2 * n**3 / seconds_each(calls) / 1e9
+    return 2 * n**3 / best_seconds(calls) / 1e9
 
 
 def bf16x3_share() -> float:
@@ -76,8 +64,8 @@ def bf16x3_share() -> float:
     if not kernels.has_bf16_arithmetic():
         return 0.0
     x, weight, out = (torch.randn(BF16X3_SIZE, BF16X3_SIZE) for _ in range(3))
-    ieee = seconds_each([lambda: kernels.linear_forward(x, weight, out)] * 3)
-    return ieee / seconds_each([lambda: kernels.linear_forward(x, weight, out, bf16x3=True)] * 3)
+    ieee = best_seconds([lambda: kernels.linear_forward(x, weight, out)] * 3)
+    return ieee / best_seconds([lambda: kernels.linear_forward(x, weight, out, bf16x3=True)] * 3)
 
 
 def attention_gflops(s: int, p: float = 0.0) -> tuple[float, float]:
@@ -91,8 +79,8 @@ def attention_gflops(s: int, p: float = 0.0) -> tuple[float, float]:
     lse = torch.empty(1, heads, s)
     dropout = (p, 1, 2, 0, 0)
     flops = accounting.causal_attention_flops(heads, s, HEAD_SIZE)
-    forward = seconds_each([lambda: kernels.attention_forward(qkv, out, lse, *dropout)] * 3)
-    backward = seconds_each(
+    forward = best_seconds([lambda: kernels.attention_forward(qkv, out, lse, *dropout)] * 3)
+    backward = best_seconds(
         [lambda: kernels.attention_backward(qkv, out, lse, dout, dqkv, *dropout)] * 3
     )
     return flops / forward / 1e9, accounting.ATTENTION_BACKWARD_SHARE * flops / backward / 1e9
@@ -122,12 +110,8 @@ def elementwise_gbs(elements: int | None = None) -> float:
         "grad_scale": 1.0,
         "copy": None,
     }
-    return (
-        28
-        * count
-        / seconds_each([lambda: kernels.adamw(weights, gradients, first, second, **update)])
-        / 1e9
-    )
+    best = best_seconds([lambda: kernels.adamw(weights, gradients, first, second, **update)])
+    return 28 * count / best / 1e9
 
 
 def _tiny(layers: int, microbatches: int) -> RunConfig:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ..config.fields import check
 
@@ -64,3 +65,16 @@ def writing(flag: str, file: str | Path) -> Iterator[None]:
         raise ValueError(
             f"{flag} {file}: cannot be written ({error.strerror}); pass another file"
         ) from None
+
+
+@contextmanager
+def picture(
+    path: str | os.PathLike[str], width: float, height: float, dpi: int = 120
+) -> Iterator[Any]:
+    """Yield an empty matplotlib figure; write it into `path`, the value of --png. width, height: inches"""
+    from matplotlib.figure import Figure  # opens no window, unlike pyplot's
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure
+    with writing("--png", os.fspath(path)):
+        figure.savefig(path, dpi=dpi, format="png")

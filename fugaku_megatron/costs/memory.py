@@ -358,7 +358,7 @@ def weight_input_bytes(run: RunConfig, tp: int) -> int:
     return attention + 2 * activation_bytes(run) + 2 * run.model.fc1_widths * inner_bytes(run, tp)
 
 
-# Attention kernels (kernels_sve/attention_shape.h): rows of a block, dQ sums per head, and the length from which heads are few.
+# Attention kernels (kernels_sve/attention/attention_shape.h): rows of a block, dQ sums per head, and the length from which heads are few.
 ATTENTION_BLOCK = 96
 QUERY_SUMS = 6
 LONG_SEQUENCE = 32768

@@ -16,6 +16,7 @@ import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -70,7 +71,11 @@ def tune(mode: str) -> str:
     _mallopt(*_MALLOPT.values())
     if not kernels.use_arena(RESERVED_PER_RAM * psutil.virtual_memory().total):
         return f"{name}, heap tuned; the system refused the address space of the tensor arena (see ulimit -v)"
-    return f"{name}, tuned: tensors in an arena that keeps its pages{_large_pages()}"
+    pages = huge_pages()
+    words = [f"{name}, tuned: tensors in an arena that keeps its pages"]
+    if pages["transparent"]:
+        words.append(f"transparent huge pages {pages['transparent']}")
+    return ", ".join(words + [f"{variable}={value}" for variable, value in pages["xos"].items()])
 
 
 def return_large_blocks() -> None:
@@ -93,17 +98,20 @@ def trim() -> None:
         malloc_trim(0)
 
 
-def _large_pages() -> str:
-    """Return the huge-page settings for the log; Fujitsu's XOS sets its own by variables."""
-    xos = [
-        f"{name}={value}"
-        for name, value in sorted(os.environ.items())
-        if name.startswith("XOS_MMM_L_")
-    ]
-    enabled = read_text(Path("/sys/kernel/mm/transparent_hugepage/enabled")) or ""
-    choice = re.search(r"\[(\w+)\]", enabled)
-    pages = [f"transparent huge pages {choice[1]}"] if choice else []
-    return "".join(f", {text}" for text in pages + xos)
+def huge_pages(root: Path = Path("/")) -> dict[str, Any]:
+    """Return transparent huge pages, reserved pages by size, and the variables of Fujitsu's XOS."""
+    choice = re.search(
+        r"\[(\w+)\]", read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
+    )
+    pools = sorted((root / "sys/kernel/mm/hugepages").glob("hugepages-*"))
+    reserved = {
+        pool.name.removeprefix("hugepages-"): int(read_text(pool / "nr_hugepages") or 0)
+        for pool in pools
+    }
+    xos = {
+        name: value for name, value in sorted(os.environ.items()) if name.startswith("XOS_MMM_L_")
+    }
+    return {"transparent": choice[1] if choice else None, "reserved": reserved, "xos": xos}
 
 
 def page_faults() -> tuple[int, float]:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..comm.grid import Groups
+from ..text.table import Column, text_table
 from . import kernels
-from .runtime import fma_peak_gflops
+from .machine import fma_peak_gflops
 
 VERBS = (
     "all_reduce",
@@ -65,6 +66,14 @@ PIPELINE = {
 }
 TRACKS = ("schedule", "kernels", "communication")
 FMA_ROUNDS = 10
+COLUMNS: tuple[Column, ...] = (
+    ("operation", "<40", "name"),
+    ("calls", ">7.0f", "calls"),
+    ("seconds", ">9.4f", "seconds"),
+    ("% step", ">7.1f", "step_percent"),
+    ("GFLOP/s", ">9.1f", "gflops"),
+    ("% peak", ">7.1f", "peak_percent"),
+)
 
 
 class Observed:
@@ -233,33 +242,42 @@ class Profiler:
 
     def table(self) -> list[str]:
         """Return operation, calls, seconds, percent of the step, GFLOP/s and percent of the FMA peak, per iteration."""
-        steps = max(1, len(self.steps))
-        wall = sum(self.steps)
-        lines = [
-            f"profile of {len(self.steps)} iterations, {wall / steps:.3f} s each; FMA peak {self.peak_gflops:.0f} GFLOP/s "
-            "in FP32 (measured before them)",
-            f"{'operation':40} {'calls':>7} {'seconds':>9} {'% step':>7} {'GFLOP/s':>9} {'% peak':>7}",
-        ]
-        work = [e for e in self.events if e.track != "schedule"]
         calls: dict[str, list[Event]] = {}
-        for event in work:
-            calls.setdefault(event.name, []).append(event)
-        for name, events in sorted(calls.items(), key=lambda item: -_seconds(item[1])):
-            lines.append(self._row(name, events, steps, wall))
-        rest = wall - _seconds(work)
-        lines.append(
-            f"{'Python, autograd and the rest':40} {'':7} {rest / steps:9.4f} {100 * rest / wall if wall else 0:7.1f}"
-        )
-        return lines
+        for event in self.events:
+            if event.track != "schedule":
+                calls.setdefault(event.name, []).append(event)
+        operations = sorted(calls.items(), key=lambda item: -_seconds(item[1]))
+        rows = [
+            self._row(name, len(events), _seconds(events), sum(e.flops for e in events))
+            for name, events in operations
+        ]
+        wall = sum(self.steps)
+        rest = wall - sum(map(_seconds, calls.values()))
+        return [
+            f"profile of {len(self.steps)} iterations, {wall / self._step_count:.3f} s each; "
+            f"FMA peak {self.peak_gflops:.0f} GFLOP/s in FP32 (measured before them)",
+            *text_table(COLUMNS, [*rows, self._row("Python, autograd and the rest", None, rest)]),
+        ]
 
-    def _row(self, name: str, events: list[Event], steps: int, wall: float) -> str:
-        seconds = _seconds(events)
-        flops = sum(e.flops for e in events)
-        rate = flops / seconds / 1e9 if seconds else 0.0
-        row = f"{name:40} {len(events) / steps:7.0f} {seconds / steps:9.4f} {100 * seconds / wall if wall else 0:7.1f}"
-        if rate and self.peak_gflops:
-            row += f" {rate:9.1f} {100 * rate / self.peak_gflops:7.1f}"
-        return row
+    @property
+    def _step_count(self) -> int:
+        return max(1, len(self.steps))
+
+    def _row(
+        self, name: str, calls: int | None, seconds: float, flops: float = 0.0
+    ) -> dict[str, Any]:
+        wall = sum(self.steps)
+        gflops = None
+        if flops and seconds and self.peak_gflops:
+            gflops = flops / seconds / 1e9
+        return {
+            "name": name,
+            "calls": None if calls is None else calls / self._step_count,
+            "seconds": seconds / self._step_count,
+            "step_percent": 100 * seconds / wall if wall else 0.0,
+            "gflops": gflops,
+            "peak_percent": gflops and 100 * gflops / self.peak_gflops,
+        }
 
     def write_trace(
         self, path: str | os.PathLike[str], rank: int, stage: int = 0, peak_mib: float | None = None

@@ -1,26 +1,23 @@
-"""The process and its machine: pinned threads, time limit, clock, FP32 peak, and the log's first lines.
+"""The process: pinned threads, time limit, clock, and the log's first lines.
 
-Cores of a rank: placement.py. Memory: allocator.py.
+Cores of a rank: placement.py. Memory: allocator.py. Description of the machine: machine.py.
 """
 
 from __future__ import annotations
 
 import os
-import platform
-import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from ..comm.agreement import Nodes, differing, everywhere, find_nodes
 from ..comm.base import Comm
 from ..comm.job import describe
 from ..comm.mpi import MPIComm
-from . import allocator, kernels
+from . import allocator, kernels, machine
 from .energy import Counters
 from .placement import (
     Node,
@@ -35,15 +32,6 @@ from .placement import (
 )
 
 CLOCK_TOLERANCE = 0.03  # A64FX's clocks are 10 % apart; the measurement's spread is below 1 %
-# (CPU implementer, CPU part) of /proc/cpuinfo on AArch64, which has no model name
-_ARM_CPUS = {
-    (0x46, 0x001): "Fujitsu A64FX",
-    (0x41, 0xD0C): "Arm Neoverse N1",
-    (0x41, 0xD40): "Arm Neoverse V1",
-    (0x41, 0xD49): "Arm Neoverse N2",
-    (0x41, 0xD4F): "Arm Neoverse V2",
-}
-STEPS = 500_000  # iterations of the FMA loop: some tens of milliseconds
 
 
 @dataclass(frozen=True)
@@ -120,7 +108,7 @@ def init(
     if placement.communication is not None:
         library += f", communication on core {placement.communication}"
     ranks = here.all_gather_object(Rank(world.rank, tuple(mask), placement, needed))
-    summary = machine_summary(
+    summary = machine.summary(
         library,
         len(mask),
         ranks_on_node=here.size,
@@ -157,40 +145,6 @@ class ExitTimer:
         return self._end is not None and self._clock() >= self._end
 
 
-def cpu_model(cpuinfo: str | None = None) -> str:
-    text = Path("/proc/cpuinfo").read_text() if cpuinfo is None else cpuinfo
-    found: list[tuple[str, str]] = re.findall(r"^([^\t:]+?)\s*:\s*(\S.*)$", text, re.MULTILINE)
-    fields = dict(found)
-    if "model name" in fields:
-        return fields["model name"].strip()
-    if "CPU implementer" in fields and "CPU part" in fields:
-        ids = int(fields["CPU implementer"], 16), int(fields["CPU part"], 16)
-        return _ARM_CPUS.get(ids, f"Arm CPU, implementer {ids[0]:#x} part {ids[1]:#x}")
-    return platform.machine()
-
-
-def clock_ghz(steps: int = 1_000_000) -> float:
-    """Measure this core's clock by dependent additions, one cycle each; the best result of three."""
-    rates = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        kernels.bench_clock(steps)
-        rates.append(steps / (time.perf_counter() - begin) / 1e9)
-    return max(rates)
-
-
-def fma_gflops(steps: int = STEPS) -> float:
-    """Run the FMA loop; return GFLOP/s, multiply and add counted separately."""
-    start = time.perf_counter()
-    flops: float = kernels.bench_fma(steps)
-    return flops / (time.perf_counter() - start) / 1e9
-
-
-def fma_peak_gflops(rounds: int, steps: int = STEPS) -> float:
-    """Return the best GFLOP/s of `rounds`; the first run raises the clock."""
-    return max(fma_gflops(steps) for _ in range(rounds))
-
-
 def set_clock(
     ghz: float, cpus: Iterable[int], root: str | os.PathLike[str] = "/sys/devices/system/cpu"
 ) -> bool:
@@ -216,28 +170,10 @@ def check_clock(
     """
     if requested is not None:
         set_clock(requested, cpus)
-    measured = clock_ghz() if measured is None else measured
+    measured = machine.clock_ghz() if measured is None else measured
     if requested is not None and abs(measured / requested - 1) > CLOCK_TOLERANCE:
         raise ValueError(
             f"--cpu-frequency {requested:g}: this core runs at {measured:.2f} GHz: ask the job for that clock "
             f"(freq={round(requested * 1000)},eco_state=0 on Fugaku), or pass --cpu-frequency {measured:.1f}"
         )
     return measured
-
-
-def machine_summary(
-    mpi_library: str,
-    cpus: int,
-    ranks_on_node: int,
-    placement: Placement,
-    memory: str,
-    ghz: float,
-    energy: str = "no energy counter",
-) -> str:
-    gib = psutil.virtual_memory().total / (1 << 30)
-    threads = f"{placement.threads} pinned" if placement.cpus else f"{placement.threads}"
-    return (
-        f"{platform.node()}: {cpu_model()} at {ghz:.2f} GHz (measured), {cpus} of {os.cpu_count()} CPUs in this rank's mask,"
-        f" {gib:.1f} GiB, {ranks_on_node} ranks x {threads} threads, allocator {memory},"
-        f" {energy}, torch {torch.__version__}, MPI {' '.join(mpi_library.split())}"
-    )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+UNKNOWN = "-"  # a cell without a value
 _START = re.compile(r"\biteration\s+(\d+)/\s*(\d+) \|")
 
 # (records of an interval's iterations, field name) -> the interval's value
@@ -118,7 +119,7 @@ def _nan_iterations(records: Sequence[IterationMetrics], _: str) -> int:
 def rate_text(rate: float | None) -> str:
     """Return TFLOPs with two decimals as in Megatron-DeepSpeed, below 0.1 with three significant digits."""
     if rate is None:
-        return "-"
+        return UNKNOWN
     decimals = 2
     if 0 < abs(rate) < 0.1:
         decimals -= math.floor(math.log10(abs(rate)))
@@ -272,12 +273,12 @@ def size_name(parameters: int) -> str:
 
 
 def _or_dash(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else format(value, form) + unit
+    return UNKNOWN if value is None else format(value, form) + unit
 
 
 def seconds_text(value: float | None) -> str:
     if value is None:
-        return "-"
+        return UNKNOWN
     if value >= 100:
         return f"{value:.1f}"
     if value >= 0.1:
@@ -306,7 +307,7 @@ class PublishedRow:
     memory_mib: float | None
     seconds: float | None
     tflops: float | None
-    notes: str = "-"
+    notes: str = UNKNOWN
 
     @property
     def petaflops(self) -> float | None:

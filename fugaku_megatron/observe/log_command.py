@@ -17,11 +17,10 @@ that describe the run; logs of `fugaku-megatron train` describe themselves.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,12 @@ from ..cli import arguments
 from ..cli.output_files import check_file, writing
 from ..config.fields import check
 from ..costs import accounting
-from ..text.table import pipe_table
+from ..text.table import pipe_table, write_csv
 from . import loss_plot, rank_table
 from .history import HISTORY
 from .iteration_metrics import (
     HEADERS,
+    UNKNOWN,
     IterationMetrics,
     PublishedRow,
     published_header,
@@ -45,7 +45,9 @@ from .iteration_metrics import (
 from .run_log import FORMULAS, Job, LogFile, LogSummary
 from .screen import duration_text
 
-OUR_CSV_COLUMNS = (
+LOG_COLUMNS = (
+    "log",
+    *(HEADERS[name] for name in published_header()),
     "precision",
     "ac",
     "zero",
@@ -60,6 +62,7 @@ OUR_CSV_COLUMNS = (
     "watts",
     "tokens_per_joule",
 )
+ITERATION_COLUMNS = ("log", *(f.name for f in fields(IterationMetrics)))
 
 
 def row_of(log: LogSummary, notes: str | None = None) -> PublishedRow:
@@ -175,13 +178,13 @@ def _basis(log: LogSummary) -> str:
     return basis
 
 
-def csv_columns() -> tuple[str, ...]:
-    return ("log", *(HEADERS[name] for name in published_header()), *OUR_CSV_COLUMNS)
-
-
 def record(log: LogSummary) -> dict[str, Any]:
     row = row_of(log)
-    cells = {HEADERS[name]: cell for name, cell in zip(published_header(), row.cells())}
+    cells = {
+        HEADERS[name]: cell
+        for name, cell in zip(published_header(), row.cells())
+        if cell != UNKNOWN
+    }
     values = {
         "log": log.path,
         **cells,
@@ -208,27 +211,10 @@ def record(log: LogSummary) -> dict[str, Any]:
     return values
 
 
-def write_csv(path: str | os.PathLike[str], logs: Sequence[LogSummary]) -> None:
-    _write_rows(path, csv_columns(), (record(log) for log in logs))
-
-
-def write_iterations_csv(path: str | os.PathLike[str], logs: Sequence[LogSummary]) -> None:
-    columns = ("log", *(f.name for f in fields(IterationMetrics)))
-    rows = ({"log": log.path, **asdict(iteration)} for log in logs for iteration in log.iterations)
-    _write_rows(path, columns, rows)
-
-
-def _write_rows(
-    path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[dict[str, Any]]
-) -> None:
-    """Write another file and rename it: a reader never sees half a file."""
-    aside = Path(f"{path}.tmp")
-    with open(aside, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({k: "" if value in (None, "-") else value for k, value in row.items()})
-    aside.replace(path)
+def iteration_records(logs: Sequence[LogSummary]) -> Iterator[dict[str, Any]]:
+    for log in logs:
+        for iteration in log.iterations:
+            yield {"log": log.path, **asdict(iteration)}
 
 
 def draw(path: str | os.PathLike[str], logs: Sequence[LogSummary], x: str = "iteration") -> bool:
@@ -433,9 +419,9 @@ def _write(options: argparse.Namespace, logs: Sequence[LogSummary]) -> None:
     if options.csv:
         with writing("--csv", options.csv):
             if options.per_iteration:
-                write_iterations_csv(options.csv, logs)
+                write_csv(options.csv, ITERATION_COLUMNS, iteration_records(logs))
             else:
-                write_csv(options.csv, logs)
+                write_csv(options.csv, LOG_COLUMNS, map(record, logs))
     if options.png:
         with writing("--png", options.png):
             draw(options.png, logs, options.x)

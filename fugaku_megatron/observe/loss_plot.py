@@ -123,12 +123,9 @@ def _draw(
     x: str,
     loads: dict[str, Any] | None,
 ) -> None:
-    # No window, and no change to pyplot's global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # opens no window, unlike pyplot's
 
     figure = Figure(figsize=(8, 6 if loads is None else 8), layout="constrained")
-    FigureCanvasAgg(figure)
     small = SMALL_PANELS
     if not any(r.get("watts") for train, _ in runs.values() for r in train):
         small = SMALL_PANELS[:2]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..cli.output_files import shown, writing
+from ..cli.output_files import picture, shown
 from ..config.fields import check
 from ..text.named_files import read_text
 from ..text.table import pipe_table
@@ -199,23 +199,16 @@ def draw(
     path: str | os.PathLike[str], source: str | os.PathLike[str], intervals: Sequence[Interval]
 ) -> None:
     """Write a PNG heat map per phase: ranks down, log intervals across. ValueError on failure."""
-    # No window, and no change to pyplot's global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     phases = list(intervals[0].seconds)
-    figure = Figure(figsize=(2.6 * len(phases) + 1.4, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    columns = figure.subplots(1, len(phases), squeeze=False, sharey=True)[0]
-    for phase, axes in zip(phases, columns, strict=True):
-        image = _panel(axes, phase, intervals)
-    columns[0].set_ylabel("rank")
-    columns[0].invert_yaxis()
-    figure.colorbar(image, ax=columns, label="seconds of an iteration")
     heading = title("Where the time of every rank went, measured", os.path.abspath(source))
-    figure.suptitle(shown(heading), fontsize="medium")
-    with writing("--png", os.fspath(path)):
-        figure.savefig(path, dpi=120, format="png")
+    with picture(path, 2.6 * len(phases) + 1.4, 4.4) as figure:
+        columns = figure.subplots(1, len(phases), squeeze=False, sharey=True)[0]
+        for phase, axes in zip(phases, columns, strict=True):
+            image = _panel(axes, phase, intervals)
+        columns[0].set_ylabel("rank")
+        columns[0].invert_yaxis()
+        figure.colorbar(image, ax=columns, label="seconds of an iteration")
+        figure.suptitle(shown(heading), fontsize="medium")
 
 
 def _panel(axes: Any, phase: str, intervals: Sequence[Interval]) -> Any:
@@ -224,13 +217,13 @@ def _panel(axes: Any, phase: str, intervals: Sequence[Interval]) -> Any:
     largest = max(max(row) for i in intervals for row in i.seconds.values())
     ends = [i.iteration for i in intervals]
     first_length = ends[1] - ends[0] if len(ends) > 1 else ends[0]
-    picture = list(zip(*(i.seconds[phase] for i in intervals), strict=True))  # (ranks, intervals)
+    rows = list(zip(*(i.seconds[phase] for i in intervals), strict=True))  # (ranks, intervals)
     axes.set(title=phase, xlabel="iteration")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     return axes.pcolormesh(
         [ends[0] - first_length, *ends],
-        [rank - 0.5 for rank in range(len(picture) + 1)],
-        picture,
+        [rank - 0.5 for rank in range(len(rows) + 1)],
+        rows,
         vmin=0,
         vmax=largest,
         cmap="viridis",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..cli.output_files import writing
+from ..cli.output_files import picture
 from ..pipeline import instructions
 from ..pipeline.timeline import Span
 from .loss_plot import title
@@ -38,18 +38,16 @@ def draw(
     memory: peak MiB per stage, if known
     """
     stages = 1 + max(span.stage for span in spans)
-    figure = _figure(14, 1.6 + 0.22 * max(6, stages))
     widths = (6, 1) if memory else (1,)
-    panels = figure.subplots(1, len(widths), squeeze=False, sharey=True, width_ratios=widths)[0]
-    kinds = _bars(panels[0], spans, stages)
-    panels[0].set(xlabel=axis, ylabel="stage", ylim=(stages - 0.5, -0.5))
-    panels[0].set_title(heading, loc="left", fontsize="medium")
-    if memory:
-        panels[1].barh(range(stages), memory, height=0.8, color="slategrey")
-        panels[1].set(xlabel="MiB of a rank")
-    _legend(figure, kinds, columns=len(KINDS) + 1)
-    with writing("--png", os.fspath(path)):
-        figure.savefig(path, dpi=120, format="png")
+    with picture(path, 14, 1.6 + 0.22 * max(6, stages)) as figure:
+        panels = figure.subplots(1, len(widths), squeeze=False, sharey=True, width_ratios=widths)[0]
+        kinds = _bars(panels[0], spans, stages)
+        panels[0].set(xlabel=axis, ylabel="stage", ylim=(stages - 0.5, -0.5))
+        panels[0].set_title(heading, loc="left", fontsize="medium")
+        if memory:
+            panels[1].barh(range(stages), memory, height=0.8, color="slategrey")
+            panels[1].set(xlabel="MiB of a rank")
+        _legend(figure, kinds, columns=len(KINDS) + 1)
 
 
 def compare(
@@ -57,35 +55,24 @@ def compare(
 ) -> None:
     """Write a PNG with rows of (name, planned spans, measured spans). ValueError, with --png, on failure."""
     stages = 1 + max(span.stage for _, planned, _ in rows for span in planned)
-    figure = _figure(16, 0.9 + len(rows) * (0.7 + 0.17 * max(6, stages)))
-    grid = figure.subplots(len(rows), 2, squeeze=False, sharex=True, sharey=True)
     kinds: Kinds = {}
     last = 0.0
-    for panels, (name, planned, measured) in zip(grid, rows, strict=True):
-        for axes, origin, spans in (
-            (panels[0], "planned", planned),
-            (panels[1], "measured", measured),
-        ):
-            end = max(span.end for span in spans)
-            last = max(last, end)
-            kinds |= _bars(axes, spans, stages)
-            axes.set_title(f"{name}, {origin}: {end:.2f} s", loc="left", fontsize="medium")
-        panels[0].set(ylabel="stage", ylim=(stages - 0.5, -0.5))
-    for axes in grid[-1]:
-        axes.set(xlabel="seconds", xlim=(0, last))
-    _legend(figure, kinds, columns=len(kinds) + 1)
-    with writing("--png", os.fspath(path)):
-        figure.savefig(path, dpi=110, format="png")
-
-
-def _figure(width: float, height: float) -> Any:
-    # No window, and no change to pyplot's global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    height = 0.9 + len(rows) * (0.7 + 0.17 * max(6, stages))
+    with picture(path, 16, height, dpi=110) as figure:
+        grid = figure.subplots(len(rows), 2, squeeze=False, sharex=True, sharey=True)
+        for panels, (name, planned, measured) in zip(grid, rows, strict=True):
+            for axes, origin, spans in (
+                (panels[0], "planned", planned),
+                (panels[1], "measured", measured),
+            ):
+                end = max(span.end for span in spans)
+                last = max(last, end)
+                kinds |= _bars(axes, spans, stages)
+                axes.set_title(f"{name}, {origin}: {end:.2f} s", loc="left", fontsize="medium")
+            panels[0].set(ylabel="stage", ylim=(stages - 0.5, -0.5))
+        for axes in grid[-1]:
+            axes.set(xlabel="seconds", xlim=(0, last))
+        _legend(figure, kinds, columns=len(kinds) + 1)
 
 
 def _legend(figure: Any, kinds: Kinds, columns: int) -> None:

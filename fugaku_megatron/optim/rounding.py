@@ -15,7 +15,7 @@ UNIFORM_BITS = 24  # FP32 represents them exactly
 def round_at_random(values: Tensor, place: Place, seed: int, step: int) -> Tensor:
     """Round FP32 values (n,) to BF16 stochastically, so that the mean is exact.
 
-    Random numbers depend on the seed, the step and the global position. The hash is the one in kernels_sve/adamw_rounding.h with
+    Random numbers depend on the seed, the step and the global position. The hash is the one in kernels_sve/optimizer/adamw_rounding.h with
     different keys.
     """
     words = _words(place.numbers(len(values)), ("low", "high"), place.stream, seed, step)

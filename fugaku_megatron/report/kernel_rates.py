@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,8 @@ from ..comm.node import share_node
 from ..config.layout import Layout
 from ..host import kernels
 from ..host.allocator import node_bytes, peak_memory_mib
-from ..host.runtime import clock_ghz, cpu_model, fma_peak_gflops
+from ..host.machine import clock_ghz, fma_peak_gflops, measured_name, triad_gbs
+from ..host.timing import best_seconds, slowest_seconds
 from ..planner import machine, software
 from ..planner.cost import Network
 from .context import SHRUNK, SHRUNK_GFLOPS, Context, Sizes
@@ -265,7 +266,7 @@ def elementwise_rates(sizes: Sizes, triad_gbs: float, rounds: int) -> list[dict[
     for name in ELEMENTWISE:
         arguments = made[name]()
         call = getattr(kernels, name)
-        seconds = host_kernels.seconds_each([lambda f=call, a=arguments: f(*a)], rounds)  # type: ignore[misc]
+        seconds = best_seconds([partial(call, *arguments)], rounds)
         rate = kernels.table.bytes(name, *arguments) / seconds / 1e9
         rows.append({"kernel": name, "gbs": rate, "of_triad": rate / triad_gbs})
     return rows
@@ -324,7 +325,7 @@ def measure_rates(context: Context) -> dict[str, Any]:
     steps = max(20_000, int(2_000_000 * min(1.0, probe / threads / 50)))
     fma = max(probe, fma_peak_gflops(1 + scale.rounds, steps))
     clock = clock_ghz(25 * steps)
-    triad = calibrate.triad_gbs(scale.triad)
+    triad = triad_gbs(scale.triad)
     sizes = context.agreed(affordable(scale.sizes, scale.cold_bytes, fma, context.left / 3))
     attention = []
     for s in scale.lengths:
@@ -417,8 +418,8 @@ def describe_machine(
         )
     data = None
     if context.world.rank == 0:
-        name = f"{cpu_model()}, {threads} threads, measured {time.strftime('%Y-%m-%d')}"
         network = calibrate.NetworkRates(inside, between, reduced)
+        name = measured_name(threads)
         data = calibrate.describe(name, here, team, network, node_bytes() / 2**30, "report")
     agreed: dict[str, Any] = context.agreed(data)
     return agreed
@@ -478,11 +479,5 @@ def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:
 
 def timed(world: Comm, call: Callable[[], object], rounds: int = 7) -> float:
     """Return median seconds from the last entry to the last exit, after a warm-up call. Collective."""
-    times = []
-    for _ in range(rounds + 1):
-        world.barrier()
-        begin = time.perf_counter()
-        call()
-        spent = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-        times.append(float(world.all_reduce(spent, "max")))
+    times = [slowest_seconds(world, call) for _ in range(rounds + 1)]
     return statistics.median(times[1:])

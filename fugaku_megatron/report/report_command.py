@@ -208,8 +208,8 @@ def words(args: argparse.Namespace) -> list[str]:
 
 def sections() -> dict[str, Callable[[Context], dict[str, Any]]]:
     """Return name -> function for every rank, in the report's order."""
+    from ..host.machine import facts
     from . import kernel_rates, training
-    from .context import facts
 
     def host_section(context: Context) -> dict[str, Any]:
         found = context.world.all_gather_object(

@@ -26,6 +26,7 @@ from ..config.run_config import RunConfig
 from ..costs import accounting, memory, run_schedule
 from ..data.dataset import MockDataset
 from ..host import kernels
+from ..host.timing import seconds
 from ..nn.ops import Ops
 from ..planner import machine, model, software
 from ..training.trainer import Trainer
@@ -89,21 +90,15 @@ def rank_bytes(run: RunConfig, ranks: int) -> float:
     ).total
 
 
-def repeated(comm: Comm, call: Callable[[], object], seconds: float) -> tuple[float, int]:
+def repeated(comm: Comm, call: Callable[[], object], limit: float) -> tuple[float, int]:
     """Return (median seconds on the first rank, number of timings) after a warm-up call.
     Collective.
 
     Without time for a second call the first one counts, and the number is 0.
     """
-    begin = time.perf_counter()
-    call()
-    first = time.perf_counter() - begin
-    rounds = comm.broadcast_object(min(MOST_ROUNDS, int((seconds - first) / max(first, 1e-9))))
-    times = [first] if rounds < 1 else []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
+    first = seconds(call)
+    rounds = comm.broadcast_object(min(MOST_ROUNDS, int((limit - first) / max(first, 1e-9))))
+    times = [seconds(call) for _ in range(rounds)] or [first]
     found: tuple[float, int] = comm.broadcast_object((statistics.median(times), max(0, rounds)))
     return found
 
@@ -312,13 +307,9 @@ def saved(context: Context, comm: Comm) -> dict[str, Any]:
         trainer.save(folder)
         trainer.train_step()
         comm.barrier()
-        begin = time.perf_counter()
-        trainer.save(folder)
-        written = time.perf_counter() - begin
+        written = seconds(lambda: trainer.save(folder))
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-        begin = time.perf_counter()
-        trainer.load(folder)
-        read = time.perf_counter() - begin
+        read = seconds(lambda: trainer.load(folder))
         comm.barrier()
     return {
         "place": "--save" if context.save else "temporary folder",

@@ -13,7 +13,6 @@ A64FX; 004 is A100.
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -23,10 +22,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ..cli.output_files import check_file, check_picture, writing
+from ..cli.output_files import check_file, check_picture, picture, writing
 from ..costs import accounting
 from ..planner.model import Prediction
-from ..text.table import pipe_table
+from ..text.table import pipe_table, write_csv
 from .rows import DOCUMENTS, Erratum, Row, load, predict_row
 
 TFLOPS_ROUNDING = 0.005
@@ -300,26 +299,18 @@ _TRAITS: dict[str, Callable[[Any], str]] = {
 
 def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
     """Draw a panel per document. ValueError if `path` cannot be written. Needs matplotlib."""
-    from matplotlib.backends.backend_agg import (
-        FigureCanvasAgg,
-    )  # no window, and pyplot's global state untouched
-    from matplotlib.figure import Figure
-
     documents = [d for d in DOCUMENTS if any(c.row.document == d for c in comparisons)]
     columns = min(2, len(documents))
     rows = -(-len(documents) // columns)
-    figure = Figure(figsize=(4.6 * columns, 4.6 * rows + 0.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(rows, columns)
-    for number, document in enumerate(documents):
-        panel = figure.add_subplot(grid[divmod(number, columns)])
-        _draw_document(document, panel, [c for c in comparisons if c.row.document == document])
-    figure.suptitle(
-        f"Published runs: seconds per iteration, modelled against printed; grey: within {BAND:.0%}",
-        fontsize="medium",
-    )
-    with writing("--png", path):
-        figure.savefig(path, dpi=110, format="png")
+    with picture(path, 4.6 * columns, 4.6 * rows + 0.4, dpi=110) as figure:
+        grid = figure.add_gridspec(rows, columns)
+        for number, document in enumerate(documents):
+            panel = figure.add_subplot(grid[divmod(number, columns)])
+            _draw_document(document, panel, [c for c in comparisons if c.row.document == document])
+        figure.suptitle(
+            f"Published runs: seconds per iteration, modelled against printed; grey: within {BAND:.0%}",
+            fontsize="medium",
+        )
 
 
 def _draw_document(document: str, panel: Any, comparisons: Sequence[Comparison]) -> None:
@@ -447,19 +438,17 @@ def main(args: argparse.Namespace) -> int:
     comparisons = compare(rows, predict_row)
     print(text(comparisons, args.markdown))
     if args.csv:
-        write_csv(Path(args.csv), comparisons)
+        save_csv(Path(args.csv), comparisons)
     if args.png:
         draw(Path(args.png), comparisons)
     return 0
 
 
-def write_csv(path: Path, comparisons: Sequence[Comparison]) -> None:
+def save_csv(path: Path, comparisons: Sequence[Comparison]) -> None:
     """Write one line per row. ValueError if `path` cannot be written."""
     records = [_record(comparison) for comparison in comparisons]
-    with writing("--csv", path), open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
+    with writing("--csv", path):
+        write_csv(path, list(records[0]), records)
 
 
 def _record(comparison: Comparison) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ..config.run_config import RunConfig
 from ..costs import accounting, memory
 from ..costs.run_schedule import recompute_name
 from ..data.chat_dataset import lost_lines, packing_lines
-from ..host.runtime import fma_peak_gflops
+from ..host.machine import fma_peak_gflops
 from ..observe.energy import short_seconds
 from ..observe.run_log import format_run
 from .data import Data

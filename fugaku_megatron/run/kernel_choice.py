@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,11 @@ from ..config.model import NORMS, RMS_NORM, ModelConfig
 from ..config.run_config import RunConfig
 from ..costs import accounting
 from ..host import kernels
+from ..host.timing import timings
 from ..nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from ..observe.abft import ALL
+from ..text.table import Column, text_table
 from .plan import Plan
 
 
@@ -94,10 +95,10 @@ def _choose_backends(plan: Plan, world: Comm, saved: dict[str, str] | None) -> C
     if requested != "auto":
         line = f"kernels: {requested} (instruction set {kernels.instruction_set()})"
         return Choice(dict.fromkeys(FAMILIES, requested), [line])
-    timings = measure_kernels(run, plan.layout.tp, PARAMETER_DTYPES[run.precision.name])
+    measured = measure_kernels(run, plan.layout.tp, PARAMETER_DTYPES[run.precision.name])
     title = f"kernels: auto, forward and backward on this run's shapes, rank 0 (instruction set {kernels.instruction_set()})"
-    backends = world.broadcast_object({t.family: t.faster for t in timings})
-    return Choice(backends, [title, *kernel_table(timings)])
+    backends = world.broadcast_object({t.family: t.faster for t in measured})
+    return Choice(backends, [title, *kernel_table(measured)])
 
 
 def _with_special_sums(run: RunConfig, choice: Choice) -> Choice:
@@ -136,6 +137,14 @@ class Timing:
     def faster(self) -> str:
         """Faster backend: torch only beyond the margin."""
         return "native" if self.native <= MARGIN * self.torch else "torch"
+
+
+COLUMNS: tuple[Column, ...] = (
+    ("kernels", "<10", lambda timing: timing.family),
+    ("native ms", ">10.2f", lambda timing: timing.native * 1e3),
+    ("torch ms", ">10.2f", lambda timing: timing.torch * 1e3),
+    ("used", "<6", lambda timing: timing.faster),
+)
 
 
 def _weight(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
@@ -199,12 +208,7 @@ def _add_and_normalize(model: ModelConfig, x: Tensor) -> Callable[[Ops], Tensor]
 
 
 def _seconds(case: Callable[[Ops], Tensor], ops: Ops) -> float:
-    seconds = []
-    for _ in range(REPEATS + 1):  # the first warms up
-        started = time.perf_counter()
-        torch.autograd.backward(case(ops))
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
+    return statistics.median(timings([lambda: torch.autograd.backward(case(ops))], REPEATS))
 
 
 def measure_kernels(run: RunConfig, tp: int, dtype: torch.dtype) -> list[Timing]:
@@ -215,12 +219,5 @@ def measure_kernels(run: RunConfig, tp: int, dtype: torch.dtype) -> list[Timing]
     ]
 
 
-def kernel_table(timings: list[Timing]) -> list[str]:
-    head = f"  {'kernels':<10} {'native ms':>10} {'torch ms':>10}  used"
-    return [
-        head,
-        *(
-            f"  {t.family:<10} {t.native * 1e3:>10.2f} {t.torch * 1e3:>10.2f}  {t.faster}"
-            for t in timings
-        ),
-    ]
+def kernel_table(chosen: list[Timing]) -> list[str]:
+    return [f"  {row}" for row in text_table(COLUMNS, chosen)]

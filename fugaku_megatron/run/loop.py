@@ -12,7 +12,7 @@ import torch
 
 from ..checkpoint.save import BackgroundSave
 from ..costs import accounting
-from ..host import allocator, runtime
+from ..host import allocator, machine, runtime
 from ..observe import loss_plot
 from ..observe.abft import Checksums
 from ..observe.energy import EnergyWatch
@@ -184,7 +184,7 @@ class Session:
                 tflops=rank_flops / result.seconds / 1e12,
                 minor_faults=minor_faults,
                 system_seconds=system_seconds,
-                clock_ghz=runtime.clock_ghz() if printed else None,
+                clock_ghz=machine.clock_ghz() if printed else None,
                 resident_mib=resident,
                 shared_mib=shared,
                 watts=watts,

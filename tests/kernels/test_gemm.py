@@ -1,4 +1,4 @@
-"""GEMM (kernels_sve/gemm.h): every form, epilogue, dtype and target against double precision; threads; refusals; bf16x3.
+"""GEMM (kernels_sve/gemm/gemm.h): every form, epilogue, dtype and target against double precision; threads; refusals; bf16x3.
 
 Legend: M rows, N output features, K input features; a weight is (N, K). Left out: sums in FP16 (test_gemm_fp16.py), speed.
 """

@@ -1,4 +1,4 @@
-"""GEMM with sums in FP16 over chunks of k (kernels_sve/gemm_half.h): the reference against the definition, targets against it.
+"""GEMM with sums in FP16 over chunks of k (kernels_sve/gemm/gemm_half.h): the reference against the definition, targets against it.
 
 Legend: M rows, N output features, K input features; a weight is (N, K). Left out: how large the error is (docs/numerics.md).
 """

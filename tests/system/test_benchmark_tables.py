@@ -152,7 +152,7 @@ def test_text_marks_what_is_measured_scaled_and_modelled(tmp_path):
         first["scaled to GBS 1024, not measured"] == "1956"
         and lines[3][lines[0].index("Notes")] == "tcmalloc"
     )
-    tables.write_csv(tmp_path / "a.csv", found)
+    tables.save_csv(tmp_path / "a.csv", found)
     records = list(csv.DictReader((tmp_path / "a.csv").open()))
     assert [r["name"] for r in records] == [
         r["name"] for r in found["rows"]

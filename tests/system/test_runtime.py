@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from fugaku_megatron.host import runtime
+from fugaku_megatron.host import machine, runtime
 from fugaku_megatron.host.placement import Placement
 from fugaku_megatron.host.runtime import ExitTimer
 from fugaku_megatron.start.signals import STOP_SIGNALS, StopSignals
@@ -95,11 +95,11 @@ def test_exit_timer_counts_minutes():
     ],
 )
 def test_cpu_models(text, name):
-    assert runtime.cpu_model(text) == name
+    assert machine.cpu_model(text) == name
 
 
 def test_the_summary_is_one_line_with_what_matters():
-    line = runtime.machine_summary(
+    line = machine.summary(
         "MPICH Version:\t4.3\nrelease",
         12,
         ranks_on_node=2,
@@ -114,7 +114,7 @@ def test_the_summary_is_one_line_with_what_matters():
     )
     for part in (
         "12 of ",
-        runtime.cpu_model(),
+        machine.cpu_model(),
         "at 2.00 GHz",
         "allocator glibc 2.28",
         f"torch {torch.__version__}",
@@ -123,7 +123,7 @@ def test_the_summary_is_one_line_with_what_matters():
 
 
 def test_the_clock_is_measured_and_held_to_what_was_asked_for():
-    assert 0.3 < runtime.clock_ghz() < 8
+    assert 0.3 < machine.clock_ghz() < 8
     assert runtime.check_clock(None, [], 2.01) == 2.01
     assert runtime.check_clock(2.0, [], 2.01) == 2.01
     with pytest.raises(

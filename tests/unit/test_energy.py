@@ -7,7 +7,7 @@ import pytest
 
 from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.host import runtime
+from fugaku_megatron.host import machine
 from fugaku_megatron.host.energy import Counter, Counters, header_constants
 from fugaku_megatron.host.placement import Placement
 from fugaku_megatron.observe import log_command, loss_plot
@@ -87,7 +87,7 @@ def test_without_counters_the_start_says_so_once(tmp_path):
         found(tmp_path).describe()
         == "no energy counter (RAPL cannot be read: chmod a+r its energy files as root)"
     )
-    line = runtime.machine_summary(
+    line = machine.summary(
         "MPICH", 2, ranks_on_node=1, placement=Placement(2, ()), memory="glibc 2.28", ghz=2.0
     )
     assert ", no energy counter, torch " in line

@@ -133,7 +133,7 @@ def test_errata_stand_below_their_table():
 
 
 def test_csv(tmp_path):
-    tables.write_csv(tmp_path / "all.csv", compare(load(), slow))
+    tables.save_csv(tmp_path / "all.csv", compare(load(), slow))
     with open(tmp_path / "all.csv", encoding="utf-8", newline="") as file:
         records = list(csv.DictReader(file))
     assert len(records) == 187

@@ -21,6 +21,7 @@ from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
+from fugaku_megatron.host import machine as host_machine
 from fugaku_megatron.host.energy import Counter, Counters
 from fugaku_megatron.planner import machine
 from fugaku_megatron.report import context, findings, kernel_rates, page, record, training
@@ -205,8 +206,8 @@ def test_a_nan_is_a_difference():
 
 def test_rates_are_bytes_over_time(monkeypatch):
     monkeypatch.setattr(
-        kernel_rates.host_kernels,
-        "seconds_each",
+        kernel_rates,
+        "best_seconds",
         lambda calls, rounds: [call() for call in calls] and 1e-3,
     )
     rows = kernel_rates.elementwise_rates(kernel_rates.Sizes(rows=64, cols=32), 0.01, 1)
@@ -566,7 +567,7 @@ def test_facts_of_a_described_node(tmp_path):
         (tmp_path / name).write_text(text + "\n")
     for cpu in (0, 1, 900):
         (tmp_path / f"sys/devices/system/cpu/cpu{cpu}").mkdir(parents=True, exist_ok=True)
-    facts = context.facts(tmp_path)
+    facts = host_machine.facts(tmp_path)
     assert (facts["cpu"], facts["features"]) == ("A CPU", ["avx2", "avx512f", "amx_bf16"])
     assert facts["huge_pages"]["transparent"] == "never" and facts["huge_pages"]["reserved"] == {
         "2048kB": 12

@@ -145,19 +145,6 @@ def test_lengths_that_just_fit():
         ParamSchedule.from_run(run_of("ramp", **WSD, **samples, lr_wsd_decay_samples=401), 16)
 
 
-def test_a_weight_decay_that_falls_is_refused_as_in_megatron():
-    """megatron/core/optimizer_param_scheduler.py: assert self.end_wd >= self.start_wd."""
-    with pytest.raises(
-        ValueError, match="--end-weight-decay 0.1 is below --start-weight-decay 0.2"
-    ):
-        run_of(
-            "constant",
-            start_weight_decay=0.2,
-            end_weight_decay=0.1,
-            weight_decay_incr_style="cosine",
-        )
-
-
 def test_a_schedule_beyond_the_run_is_noted():
     words = "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --seq-length 8 --train-iters 10 --mock-data --lr 1".split()
 

@@ -1,0 +1,438 @@
+// GEMM: the loops around the micro-kernel, after Goto and van de Geijn (ACM TOMS 34(3), 2008).
+//
+//   threads: a grid over C, each thread alone on its rows and columns (of several matmuls in one call: gemm_grouped.h)
+//     jc: nc columns | pc: kc of k
+//       ic: mc rows | B packed to [kc][NR] panels, a few ahead (or before: pack_weight)
+//       jr: one panel of B, in L1 | ir: one panel of A, from L2: micro-kernel
+//         with the first panel of B: A packed to [kc][MR] panels, one by one, while the micro-kernel fetches the next one's rows
+//
+// A value of C is a sum over k in order within blocks of kc, the blocks added in order: the same bits for any grid of
+// threads. Partial sums lie in C when it is float32 and holds nothing that the epilogue reads, else in scratch memory.
+// Reference: reference_gemm.cc. Tested by tests/kernels/test_gemm.py, timed by python -m benchmarks gemm.
+#pragma once
+#include "gemm/gemm_epilogue.h"
+#include "gemm/gemm_pack.h"
+
+namespace fm::FM_TARGET {
+
+FM_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Span {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
+// Part `index` of `parts` of [0, n), its bounds multiples of unit.
+FM_INLINE Span part(int64_t n, int64_t unit, int index, int parts) {
+  const int64_t units = ceil_div(n, unit);
+  return {min(n, units * index / parts * unit), min(n, units * (index + 1) / parts * unit)};
+}
+
+// A result in half precision keeps partial sums beside C, so pairs take longer blocks of k, in L2, and often need no
+// such sums.
+template <class Words>
+FM_INLINE GemmBlocks blocks_of(bool adds) {
+  GemmBlocks blocks = gemm_blocks(Words::TILE_ROWS, NR, Words::STEP, adds, Words::TILES);
+  blocks.mc *= Words::WIDE, blocks.nc *= Words::WIDE;
+  return blocks;
+}
+
+// Blocks of k of about equal size: a function of k, the chunk and the machine's caches alone. Whole chunks of FP16 sums.
+template <class Words>
+FM_INLINE int64_t block_depth(int64_t k, int64_t fp16_chunk, bool adds) {
+  const int64_t unit = fp16_chunk ? fp16_chunk : max(8, Words::STEP * Words::BESIDE);
+  const int64_t max_depth =
+      max(blocks_of<Words>(adds).kc * Words::STEP / Words::PARTS / unit, 1) * unit;
+  const int64_t count = ceil_div(k, max_depth);
+  return count ? ceil_div(ceil_div(k, count), unit) * unit : 0;
+}
+
+template <class Words, class T>
+struct Gemm {
+  using Word = typename Words::Word;
+  static constexpr int ROWS = Words::TILE_ROWS, ROW_STEP = Words::ROW_STEP;
+  static constexpr int COLUMNS = NR * Words::WIDE,
+                       A_ROW = ROWS / Words::WIDE;  // of a tile; of A's panel, in 32-bit words
+  static constexpr int64_t GROUP =
+      PACK_PANELS *
+      COLUMNS;  // columns of B that are packed at a time, or GROUPS_OF_FEW times as many
+  const GemmArgs& g;
+  GemmBlocks blocks;
+  int64_t depth;  // of a block of k
+  bool
+      few;  // steps of k: a row of tiles then goes over a group's columns, so that C is read and written in long pieces
+  int64_t group;    // GROUP, or more where k has few steps
+  Span rows, cols;  // of this thread
+  bool first_cols;  // the first of the threads with these rows
+  bool once;        // B is packed panel by panel
+  Source source;    // of the panel of A that is packed next
+  float *a_panels, *b_panels, *partial;
+  float* next_sums =
+      nullptr;  // what the next tile fetches instead of its own sums: those of a later tile
+  int64_t partial_row;
+
+  static int64_t words(int64_t depth) { return panel_words<Words>(depth); }
+
+  static bool adds(const GemmArgs& args) {
+    return args.accumulate && !args.packed;
+  }  // packed blocks are as deep as ever
+
+  static GemmGrid grid_of(const GemmArgs& args, int parts) {
+    return gemm_grid(parts, args.m, args.n, ROW_STEP, COLUMNS, args.packed != nullptr);
+  }
+
+  // Part `index` of a grid over C.
+  Gemm(const GemmArgs& args, const GemmGrid& grid, int index)
+      : g(args), blocks(blocks_of<Words>(adds(args))) {
+    rows = part(g.m, ROW_STEP, index % grid.rows_parts, grid.rows_parts);
+    cols = part(g.n, COLUMNS, index / grid.rows_parts, grid.cols_parts);
+    first_cols = index < grid.rows_parts;
+    depth = block_depth<Words>(g.k, g.fp16_chunk, adds(g));
+    const int64_t sweeps = ceil_div(rows.size() * words(depth),
+                                    blocks.mc * blocks.kc);  // shorter blocks of k hold more rows
+    blocks.mc = sweeps ? ceil_div(ceil_div(rows.size(), sweeps), ROWS) * ROWS : ROWS;
+    a_panels = buffer(0, words(depth) * blocks.mc / Words::WIDE + VL);
+    const bool in_place = sums_in_c(), whole = in_place || depth >= g.k;
+    const int64_t all_columns = ceil_div(cols.size(), COLUMNS) * COLUMNS;
+    // One sweep over the rows needs no block of B: its panels are packed, used and overwritten while they are in L2.
+    once = !g.packed && sweeps <= 1;
+    if (once && whole) blocks.nc = all_columns;
+    const int64_t width = min(blocks.nc, all_columns);
+    few = words(depth) <= Tuning::FEW_STEPS;
+    group = few ? Tuning::GROUPS_OF_FEW * GROUP : GROUP;
+    b_panels = g.packed ? nullptr : buffer(1, words(depth) * (once ? group : width) / Words::WIDE);
+    partial_row = in_place ? g.c_row : width;
+    partial = whole ? nullptr : buffer(2, rows.size() * partial_row);
+  }
+
+  static float* buffer(int slot, int64_t words) {
+    return static_cast<float*>(scratch(slot, words * sizeof(float) + 256));
+  }
+
+  bool sums_in_c() const { return g.out_dtype == DType::f32 && g.activation_input != g.c; }
+
+  void run() {
+    if (!rows.size() || (!cols.size() && !first_cols)) return;
+    int64_t jc = cols.begin;
+    do {  // once without columns: the sums of A's rows
+      const Span columns = {jc, min(cols.end, jc + blocks.nc)};
+      int64_t p = 0;
+      do {  // once for k == 0: the epilogue of a sum of nothing
+        run_block(columns, p, min(g.k, p + depth) - p);
+        p += depth;
+      } while (p < g.k);
+    } while ((jc += blocks.nc) < cols.end);
+  }
+
+  void run_block(Span columns, int64_t p, int64_t deep) {
+    const float* b = b_panels;
+    if (g.packed)
+      b = static_cast<const float*>(g.packed) + words(p) * (ceil_div(g.n, COLUMNS) * NR) +
+          columns.begin / Words::WIDE * words(deep);
+    for (int64_t ic = rows.begin; ic < rows.end; ic += blocks.mc) {
+      const Span some = {ic, min(rows.end, ic + blocks.mc)};
+      int64_t j = columns.begin;
+      do {  // once without columns
+        Span some_columns = {j, min(columns.end, j + group)};
+        const float* panels = b + (once ? 0 : (j - columns.begin) / Words::WIDE * words(deep));
+        if (!g.packed && ic == rows.begin)
+          pack_b(some_columns, p, deep, const_cast<float*>(panels));
+        if (j == columns.begin) {
+          pack_and_run_tiles(some, {j, min(columns.end, j + COLUMNS)}, p, deep, panels);
+          some_columns.begin += COLUMNS, panels += words(deep) * NR;
+        }
+        if (!g.packed && ic == rows.begin) source = source_of_b(columns, j + group, p, deep);
+        few ? run_tiles_along_rows(some, some_columns, columns.begin, p, deep, panels)
+            : run_tiles(some, some_columns, columns.begin, p, deep, panels);
+      } while ((j += group) < columns.end);
+    }
+  }
+
+  void pack_b(Span some, int64_t p, int64_t deep, float* panels) {
+    const T* src = static_cast<const T*>(g.b) + p * g.b_row + some.begin * g.b_col;
+    pack<Words, COLUMNS>(src, g.b_col, g.b_row, some.begin, some.end, g.n, deep, panels);
+  }
+
+  // What pack_b reads next, from column j on or of the next block of k.
+  Source source_of_b(Span columns, int64_t j, int64_t p, int64_t deep) const {
+    constexpr int64_t BYTES = sizeof(T);
+    if (j >= columns.end) j = columns.begin, p += deep, deep = min(deep, g.k - p);
+    if (deep <= 0) return {};
+    const T* first = static_cast<const T*>(g.b) + p * g.b_row + j * g.b_col;
+    const int64_t width = min(group, columns.end - j);
+    if (g.b_col == 1) return Source::of_rows(first, width * BYTES, g.b_row * BYTES, deep);
+    return Source::of_rows(first, deep * BYTES, g.b_col * BYTES, width);
+  }
+
+  // First row of tile t. A last tile of few rows would not hide the multiply-add's latency, so it takes some from the
+  // one before: 12 + 4 rows run as 8 + 8.
+  static int64_t tile_begin(Span some, int64_t t) {
+    const int64_t tiles = ceil_div(some.size(), ROWS), rest = some.size() % ROWS;
+    if (t == tiles) return some.end;
+    const bool share = ROWS >= 3 * ROW_STEP && t > 0 && t == tiles - 1 && rest && rest <= ROW_STEP;
+    return some.begin + t * ROWS - (share ? ROW_STEP : 0);
+  }
+
+  // The tiles of one panel of B, each after its panel of A was packed.
+  void pack_and_run_tiles(Span some, Span j, int64_t p, int64_t deep, const float* b) {
+    const int64_t tiles = ceil_div(some.size(), ROWS), panel = A_ROW * words(deep);
+    const bool sums = g.a_sums && first_cols && j.begin == cols.begin;
+    for (int64_t t = 0; t < tiles;) {
+      const int64_t next = t + pack_a(some, t, p, deep);
+      source = next < tiles ? source_of(tile_begin(some, next), p, deep) : Source();
+      for (; t < next; ++t) {
+        const Span i = {tile_begin(some, t), tile_begin(some, t + 1)};
+        float* a = a_panels + t * panel;
+        if (sums) add_sums(a, words(deep), g.a_sums + i.begin, i.size());
+        fetch_slice(b + words(deep) * NR, words(deep) * NR, t, tiles);
+        if (few)
+          next_sums =
+              sums_at(tile_begin(some, min(t + Tuning::FEW_AHEAD, tiles - 1)), j.begin, j.begin);
+        if (j.size() > 0) run_tile(i, j, j.begin, p, deep, a, b);
+      }
+    }
+  }
+
+  // Packs the panel of tile t, or several; returns how many.
+  int pack_a(Span some, int64_t t, int64_t p, int64_t deep) {
+    const int64_t last = ceil_div(some.size(), ROWS) - 1, begin = tile_begin(some, t),
+                  end = t < last ? some.begin + last * ROWS : some.end;
+    float* panels = a_panels + t * A_ROW * words(deep);
+#ifdef FM_HAS_TILES
+    if constexpr (Words::TILES)
+      return pack_tile_panels<Words>(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin,
+                                     deep, panels);
+#endif
+    return pack_panels<Words, ROWS, true>(a_at(begin, p), g.a_row, g.a_col, end - begin,
+                                          g.m - begin, deep, panels);
+  }
+
+  // What pack_a reads next, as it lies in memory.
+  Source source_of(int64_t begin, int64_t p, int64_t deep) const {
+    constexpr int64_t BYTES = sizeof(T);
+    if (g.a_row == 1)
+      return Source::of_rows(a_at(begin, p), PACK_PANELS * ROWS * BYTES, g.a_col * BYTES, deep);
+    return Source::of_rows(a_at(begin, p), deep * BYTES, g.a_row * BYTES, ROWS);
+  }
+
+  const T* a_at(int64_t row, int64_t p) const {
+    return static_cast<const T*>(g.a) + p * g.a_col + row * g.a_row;
+  }
+
+  // out[i] += sum over the panel's k: first in blocks of up to kc, so the error does not grow with all of k.
+  static void add_sums(const float* panel, int64_t deep, float* out, int64_t count) {
+    const Word* words = reinterpret_cast<const Word*>(panel);
+#ifdef FM_HAS_TILES
+    if constexpr (Words::TILES) return add_tile_sums(panel, deep, out, count);
+#endif
+    if constexpr (Words::BESIDE == 2) {
+      float sums[2 * ROWS] = {};
+      for_vectors(0, 2 * count, [&](int64_t i, int lanes) {
+        vf sum = {};
+        for (int64_t k = 0; k < deep; k += 2)
+          sum = Words::sum_words(words + k * ROWS + i, lanes, sum);
+        store_lanes(sums + i, sum, lanes);
+      });
+      for (int64_t i = 0; i < count; ++i) out[i] += sums[2 * i] + sums[2 * i + 1];
+    } else {
+      for_vectors(0, count, [&](int64_t i, int lanes) {
+        vf sum[2] = {};
+        for (int64_t k = 0; k < deep; ++k)
+          sum[k & 1] = Words::sum_words(words + k * ROWS + i, lanes, sum[k & 1]);
+        store_lanes(out + i, load_lanes(out + i, lanes) + (sum[0] + sum[1]), lanes);
+      });
+    }
+  }
+
+  // While one panel of B is in use the next is fetched into L2, a slice for every tile.
+  void run_tiles(Span some, Span columns, int64_t first_col, int64_t p, int64_t deep,
+                 const float* b) {
+    const int64_t panel = words(deep) * NR, tiles = ceil_div(some.size(), ROWS);
+    for (int64_t j = columns.begin; j < columns.end; j += COLUMNS, b += panel) {
+      for (int64_t t = 0; t < tiles; ++t) {
+        fetch_slice(b + panel, panel, t, tiles);
+        run_tile({tile_begin(some, t), tile_begin(some, t + 1)}, {j, min(columns.end, j + COLUMNS)},
+                 first_col, p, deep, a_panels + t * A_ROW * words(deep), b);
+      }
+    }
+  }
+
+  // The same with few steps of k, whose panels of B are all in L2.
+  void run_tiles_along_rows(Span some, Span columns, int64_t first_col, int64_t p, int64_t deep,
+                            const float* b) {
+    const int64_t tiles = ceil_div(some.size(), ROWS);
+    for (int64_t t = 0; t < tiles; ++t) {
+      const Span i = {tile_begin(some, t), tile_begin(some, t + 1)};
+      const float *a = a_panels + t * A_ROW * words(deep), *panel = b;
+      for (int64_t j = columns.begin; j < columns.end; j += COLUMNS, panel += words(deep) * NR) {
+        const int64_t ahead = j + Tuning::FEW_AHEAD * COLUMNS, over = ahead - columns.end;
+        next_sums = over < 0 ? sums_at(i.begin, ahead, first_col)
+                             : sums_at(tile_begin(some, min(t + 1, tiles - 1)),
+                                       columns.begin + over, first_col);
+        run_tile(i, {j, min(columns.end, j + COLUMNS)}, first_col, p, deep, a, panel);
+      }
+    }
+  }
+
+  static void fetch_slice(const float* panel, int64_t size, int64_t t, int64_t tiles) {
+    const int64_t slice = ceil_div(size, tiles);
+    for (int64_t word = t * slice; word < min(size, (t + 1) * slice); word += 16)
+      prefetch_l2(panel + word);
+  }
+
+  float* sums_at(int64_t i, int64_t j, int64_t first_col) const {
+    return sums_in_c() ? static_cast<float*>(g.c) + i * g.c_row + j
+                       : partial + (i - rows.begin) * partial_row + (j - first_col);
+  }
+
+  void run_tile(Span i, Span j, int64_t first_col, int64_t p, int64_t deep, const float* a,
+                const float* b) {
+    const Word* panel = reinterpret_cast<const Word*>(a);
+    const bool last = p + deep >= g.k, in_place = sums_in_c(), add = p > 0 || g.accumulate;
+    float* sums = sums_at(i.begin, j.begin, first_col);
+    const bool finish = last && (!in_place || has_epilogue(g));
+    alignas(64) float tile[ROWS * COLUMNS];
+    if constexpr (Words::WIDE == 2) {
+      multiply_in_chunks(ceil_div(i.size(), ROW_STEP) * ROW_STEP, deep, g.fp16_chunk, panel, b,
+                         tile);
+    } else {
+      const auto kernel = micro_kernel_for<Words>(i.size());
+      const bool direct =
+          !finish && i.size() % ROW_STEP == 0 && j.size() == NR && !(Words::TILES && add);
+      Fetches fetches = finish
+                            ? fetches_of(i.begin, j.begin)
+                            : Fetches{tile_rows_at(next_sums ? next_sums : sums, partial_row, NR)};
+      next_sums = nullptr;
+      fetches.source = source;
+      kernel(words(deep), panel, b, direct ? sums : tile, direct ? partial_row : NR, direct && add,
+             fetches);
+      source = fetches.source;
+      if (direct) return;
+    }
+    if (finish) return finish_as(tile, add ? sums : nullptr, i, j);
+    for (int64_t r = 0; r < i.size(); ++r) {
+      for_vectors(0, j.size(), [&](int64_t v, int lanes) {
+        float* q = sums + r * partial_row + v;
+        const vf t = load_aligned(tile + r * COLUMNS + v);
+        store_lanes(q, add ? load_lanes(q, lanes) + t : t, lanes);
+      });
+    }
+  }
+
+  // What finish_as writes and, beside it, the largest of what else it reads or writes.
+  Fetches fetches_of(int64_t i, int64_t j) const {
+    Fetches fetches;
+    with_dtype(g.out_dtype, [&](auto element) {
+      const auto below = [&](const void* matrix, int64_t row) {
+        auto* first = static_cast<decltype(element)*>(const_cast<void*>(matrix));
+        return first ? tile_rows_at(first + i * row + j, row, NR) : TileRows();
+      };
+      fetches.results = below(g.c, g.c_row);
+      fetches.beside = g.pre                ? below(g.pre, g.pre_row)
+                       : g.activation_input ? below(g.activation_input, g.activation_input_row)
+                                            : below(g.residual, g.residual_row);
+    });
+    return fetches;
+  }
+
+  void finish_as(const float* tile, const float* sums, Span i, Span j) {
+    with_dtype(g.out_dtype, [&](auto element) {
+      const auto finish = [&](auto f) {
+        finish_tile<decltype(f), decltype(element), COLUMNS>(g, tile, sums, partial_row, i.begin,
+                                                             i.size(), j.begin, j.size());
+      };
+      g.activation == Activation::none ? finish(NoActivation())
+                                       : with_activation(g.activation, finish);
+    });
+  }
+};
+
+// Calls f(words, element) for the input's type; with tiles that is bfloat16 or bf16x3, and FM_LEAVE_TO_BASE has the others.
+template <class F>
+FM_INLINE void with_words([[maybe_unused]] DType dtype, [[maybe_unused]] int64_t fp16_chunk,
+                          const F& f) {
+#ifdef FM_HAS_TILES
+  if (dtype == DType::bf16x3) return f(SplitWords<TilePairs>(), float());
+  f(TilePairs(), bf16());
+#else
+#ifdef FM_HAS_HALF_ARITHMETIC
+  if (fp16_chunk) return f(HalfWords(), f16());
+#endif
+#ifdef FM_HAS_BF16_PAIRS
+  if (dtype == DType::bf16x3) return f(SplitWords<Bf16Pairs>(), float());
+  if (dtype == DType::bf16) return f(Bf16Pairs(), bf16());
+#endif
+  with_dtype(dtype, [&](auto element) { f(FloatWords(), element); });
+#endif
+}
+
+// What is multiplied for operands of this type, which decides between a target with tiles and its base.
+FM_INLINE DType factors_of(DType operands) {
+  return operands == DType::bf16x3 ? DType::bf16 : operands;
+}
+
+// Calls f(words, element, thread, threads) in every thread, whose tiles and denormals are as these words need them.
+template <class F>
+FM_INLINE void with_gemm_threads(const GemmArgs& args, const F& f) {
+  with_words(args.in_dtype, args.fp16_chunk, [&](auto words, auto element) {
+    parallel_run([&](int thread, int threads) {
+      const uint64_t mode = decltype(words)::WIDE == 2 ? keep_half_denormals() : 0;
+      if (decltype(words)::TILES) tiles_begin();
+      f(words, element, thread, threads);
+      if (decltype(words)::TILES) tiles_end();
+      if (decltype(words)::WIDE == 2) restore_denormals(mode);
+    });
+  });
+}
+
+static void gemm(const GemmArgs& args) {
+  FM_LEAVE_TO_BASE(factors_of(args.in_dtype), gemm, args)
+  if (!args.m || (!args.n && !args.a_sums)) return;
+  with_gemm_threads(args, [&](auto words, auto element, int thread, int threads) {
+    using Work = Gemm<decltype(words), decltype(element)>;
+    Work(args, Work::grid_of(args, threads), thread).run();
+  });
+}
+
+static bool has_fp16_arithmetic() {
+#ifdef FM_HAS_HALF_ARITHMETIC
+  return true;
+#else
+  return false;
+#endif
+}
+
+static int64_t packed_weight_size(int64_t n, int64_t k, DType dtype, int64_t fp16_chunk) {
+  FM_LEAVE_TO_BASE(factors_of(dtype), packed_weight_size, n, k, dtype, fp16_chunk)
+  int64_t bytes = 0;
+  with_words(dtype, fp16_chunk, [&](auto words, auto) {
+    using Words = decltype(words);
+    bytes = panel_words<Words>(k) * (ceil_div(n, NR * Words::WIDE) * NR) * 4;
+  });
+  return bytes;
+}
+
+static void pack_weight(const GemmPackArgs& args) {
+  FM_LEAVE_TO_BASE(factors_of(args.dtype), pack_weight, args)
+  with_words(args.dtype, args.fp16_chunk, [&](auto words, auto element) {
+    using Words = decltype(words);
+    using T = decltype(element);
+    constexpr int COLUMNS = NR * Words::WIDE;
+    const int64_t depth = block_depth<Words>(args.k, args.fp16_chunk, false),
+                  width = ceil_div(args.n, COLUMNS) * COLUMNS;
+    parallel_for(width, COLUMNS, [&](int64_t begin, int64_t end) {
+      for (int64_t p = 0; p < args.k; p += depth) {
+        const int64_t deep = min(depth, args.k - p), deep_words = panel_words<Words>(deep);
+        float* block =
+            static_cast<float*>(args.packed) + panel_words<Words>(p) * width / Words::WIDE;
+        const T* src = static_cast<const T*>(args.b) + p * args.b_row + begin * args.b_col;
+        pack<Words, COLUMNS>(src, args.b_col, args.b_row, begin, end, args.n, deep,
+                             block + begin / Words::WIDE * deep_words);
+      }
+    });
+  });
+}
+
+}  // namespace fm::FM_TARGET
+
+#include "gemm/gemm_grouped.h"

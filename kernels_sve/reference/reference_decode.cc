@@ -1,0 +1,18 @@
+// Scalar reference of decode.h, in double.
+#include "reference/reference.h"
+
+namespace fm::reference {
+
+void linear_few_rows(const FewRowsArgs& a) {
+  for (int64_t i = 0; i < a.m; ++i) {
+    for (int64_t j = 0; j < a.n; ++j) {
+      double v = a.bias ? get(a.bias, a.dtype, j) : 0;
+      for (int64_t p = 0; p < a.k; ++p)
+        v += double(get(a.x, a.dtype, i * a.x_row + p)) *
+             get(a.weight, a.dtype, j * a.weight_row + p);
+      put(a.out, a.dtype, i * a.out_row + j, static_cast<float>(activation(a.activation, v)));
+    }
+  }
+}
+
+}  // namespace fm::reference

@@ -1,0 +1,98 @@
+// Scalar references of gemm.h: sums in double, in order of k; with fp16_chunk, of the chunks that were summed in FP16. The
+// packed form is B as [k][n] in its own type. Of bf16x3 they are those of float32: the parts only add up to its numbers.
+#include <algorithm>
+
+#include "reference/reference.h"
+
+namespace fm::reference {
+namespace {
+
+DType stored(DType operands) { return operands == DType::bf16x3 ? DType::f32 : operands; }
+
+int64_t element_bytes(DType operands) { return stored(operands) == DType::f32 ? 4 : 2; }
+
+float b_element(const GemmArgs& g, int64_t p, int64_t j) {
+  if (g.packed) return get(g.packed, stored(g.in_dtype), p * g.n + j);
+  return get(g.b, stored(g.in_dtype), p * g.b_row + j * g.b_col);
+}
+
+float a_element(const GemmArgs& g, int64_t i, int64_t p) {
+  return get(g.a, stored(g.in_dtype), i * g.a_row + p * g.a_col);
+}
+
+double chunk_in_fp16(const GemmArgs& g, int64_t i, int64_t j, int64_t begin, int64_t end) {
+  float sum = 0;
+  for (int64_t p = begin; p < end; ++p) sum = fma_half(a_element(g, i, p), b_element(g, p, j), sum);
+  return sum;
+}
+
+double product(const GemmArgs& g, int64_t i, int64_t j) {
+  double sum = 0;
+  if (g.fp16_chunk) {
+    for (int64_t p = 0; p < g.k; p += g.fp16_chunk)
+      sum += chunk_in_fp16(g, i, j, p, std::min(g.k, p + g.fp16_chunk));
+  } else {
+    for (int64_t p = 0; p < g.k; ++p) sum += double(a_element(g, i, p)) * b_element(g, p, j);
+  }
+  return sum;
+}
+
+void element(const GemmArgs& g, int64_t i, int64_t j) {
+  double v = product(g, i, j) + (g.accumulate ? get(g.c, g.out_dtype, i * g.c_row + j) : 0);
+  if (g.bias) v += get(g.bias, g.out_dtype, j);
+  if (g.pre) put(g.pre, g.out_dtype, i * g.pre_row + j, float(v));
+  if (g.activation_input) {
+    v *= activation_slope(g.activation,
+                          get(g.activation_input, g.out_dtype, i * g.activation_input_row + j));
+  } else {
+    v = activation(g.activation, v);
+  }
+  if (g.residual) v += get(g.residual, g.out_dtype, i * g.residual_row + j);
+  put(g.c, g.out_dtype, i * g.c_row + j, float(v));
+}
+
+}  // namespace
+
+void gemm(const GemmArgs& g) {
+  for (int64_t i = 0; i < g.m; ++i) {
+    for (int64_t j = 0; j < g.n; ++j) element(g, i, j);
+    if (!g.a_sums) continue;
+    double sum = g.a_sums[i];
+    for (int64_t p = 0; p < g.k; ++p) sum += a_element(g, i, p);
+    g.a_sums[i] = float(sum);
+  }
+}
+
+void grouped_linear_forward(const GroupedGemmArgs& all) {
+  int64_t start = 0;
+  for (int64_t i = 0; i < all.groups; ++i) {
+    GemmArgs g = all.each;
+    (all.sums ? g.k : g.m) = all.counts[i];
+    const int64_t in_bytes = element_bytes(g.in_dtype), out_bytes = element_bytes(g.out_dtype);
+    g.a = static_cast<const char*>(g.a) + start * (all.sums ? g.a_col : g.a_row) * in_bytes;
+    g.b = static_cast<const char*>(g.b) +
+          (all.sums ? start * g.b_row : i * all.weight_step) * in_bytes;
+    g.c = static_cast<char*>(g.c) + (all.sums ? i * all.weight_step : start * g.c_row) * out_bytes;
+    if (all.counts[i]) gemm(g);
+    start += all.counts[i];
+  }
+}
+
+bool has_fp16_arithmetic() { return true; }
+
+bool has_bf16_arithmetic() { return true; }
+
+int64_t packed_weight_size(int64_t n, int64_t k, DType dtype, int64_t) {
+  return n * k * element_bytes(dtype);
+}
+
+void pack_weight(const GemmPackArgs& args) {
+  for (int64_t p = 0; p < args.k; ++p) {
+    for (int64_t j = 0; j < args.n; ++j) {
+      put(args.packed, stored(args.dtype), p * args.n + j,
+          get(args.b, stored(args.dtype), p * args.b_row + j * args.b_col));
+    }
+  }
+}
+
+}  // namespace fm::reference
