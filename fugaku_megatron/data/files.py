@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import mmap
 import os
 import re
@@ -18,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -44,43 +43,27 @@ from .json_values import values
 
 
 class MappedFile:
-    """File opened and mapped once. Raises OSError or ValueError."""
+    """Array of a .npy file, opened and mapped once. Raises OSError, or ValueError for another or truncated file."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.fspath(path)
-        with open(path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._advise("MADV_RANDOM")
-
-    def _advise(self, advice: str, *place: int) -> None:
-        if hasattr(mmap, advice):
-            self._map.madvise(getattr(mmap, advice), *place)
-
-    @property
-    def size(self) -> int:
-        return len(self._map)
-
-    def array(self, dtype: np.dtype | str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
-        return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
-
-    def npy(self) -> np.ndarray:
-        """Return a .npy file's array. Raises ValueError for another or truncated file."""
-        self._map.seek(0)
-        np.lib.format.read_magic(self._map)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(self._map)
-        return self.array(dtype, shape, self._map.tell())
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        mapped = np.lib.format.open_memmap(path, mode="r")
+        self.array = np.asarray(mapped)
+        self._map = cast(mmap.mmap, mapped.base)
+        self._map.madvise(mmap.MADV_RANDOM)
 
     def check(self) -> None:
         """Raise ValueError if the file was truncated: reading beyond its end would raise SIGBUS."""
-        if self._map.size() < self.size:
+        size = self._map.size()
+        if size < len(self._map):
             raise ValueError(
-                f"{self._path}: {self._map.size()} bytes, and {self.size} when it was opened: it was cut while it was read; "
+                f"{self._path}: {size} bytes, and {len(self._map)} when it was opened: it was cut while it was read; "
                 "start again, and leave the file alone"
             )
 
     def release(self) -> None:
         """Release the pages read so far; access maps them again."""
-        self._advise("MADV_DONTNEED")
+        self._map.madvise(mmap.MADV_DONTNEED)
 
 
 class Status(NamedTuple):

@@ -258,7 +258,7 @@ class _Files:
         if self.path("description.txt").read_text() != self.text:
             raise ValueError(f"{self.path('description.txt')} describes another index")
         files = {name: MappedFile(self.path(f"{name}.npy")) for name in self.arrays}
-        return Index({name: file.npy() for name, file in files.items()}, tuple(files.values()))
+        return Index({name: file.array for name, file in files.items()}, tuple(files.values()))
 
     def build(self, build: Build) -> None:
         """Write all arrays, then the description, which validates them. Raises OSError."""
@@ -286,7 +286,7 @@ class _Files:
         self._write(f"{array.name}.npy", content(), header)
         file = MappedFile(self.path(f"{array.name}.npy"))
         self.mapped.append(file)
-        return file.npy()
+        return file.array
 
     def _write(
         self, name: str, blocks: Iterable[Any], header: dict[str, Any] | None = None
