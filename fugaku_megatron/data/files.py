@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from .formats import (
     VALUES,
     Columns,
     Form,
-    MissingPackage,
+    NeverSkipped,
     check_table,
     form_of,
     head_of,
@@ -40,6 +40,8 @@ from .formats import (
     text_blocks,
 )
 from .json_values import values
+
+T = TypeVar("T")
 
 
 class MappedFile:
@@ -219,22 +221,25 @@ class Skipped:
         self.add_reasons([str(error).removeprefix("--input ")])
 
     def read(
-        self,
-        read: Callable[[Document, Sequence[str]], list[str | bytes]],
-        document: Document,
-        keys: Sequence[str],
-    ) -> list[str | bytes]:
-        """Return a document's texts; count it and return [] if it is invalid. Raises ValueError
-        without the flag.
+        self, documents: Iterable[Document], read: Callable[[Document], T], kind: str
+    ) -> Iterator[T]:
+        """Yield the contents of documents; count those that are invalid. Raises ValueError without
+        the flag.
+
+        kind: of documents, for the message
         """
-        try:
-            return read(document, keys)
-        except ValueError as error:
-            if not self.enabled:
-                raise ValueError(f"{error}; {SKIP} leaves such lines out") from None
-            self.records += 1
-            self.add_reasons([str(error)])
-            return []
+        for document in documents:
+            try:
+                found = read(document)
+            except NeverSkipped:
+                raise
+            except ValueError as error:
+                if not self.enabled:
+                    raise ValueError(f"{error}; {SKIP} leaves such {kind} out") from None
+                self.records += 1
+                self.add_reasons([str(error)])
+            else:
+                yield found
 
     def add_reasons(self, reasons: Sequence[str]) -> None:
         self.reasons += reasons[: max(0, NAMED - len(self.reasons))]
@@ -320,7 +325,7 @@ def _is_text(
     try:
         forms[path] = _checked_form(path, name, columns)
         return True
-    except MissingPackage:
+    except NeverSkipped:
         raise
     except ValueError as error:
         if skipped is None:

@@ -25,7 +25,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -42,8 +42,6 @@ from .build import parse_split, split_documents
 from .chat_dataset import ChatFiles, ChatWriter
 from .chats import ChatTemplate, examples, read_chat, read_template, unread_note
 from .files import (
-    NAMED,
-    SKIP,
     Document,
     Place,
     Skipped,
@@ -55,7 +53,6 @@ from .files import (
 from .formats import CHAT, Columns
 from .indexed import IndexedDatasetWriter, best_dtype
 from .library_tokenizers import HuggingFaceTokenizer
-from .template_limits import TemplateLimit
 from .tokenizer import (
     GPT2BPETokenizer,
     TokenizerFlags,
@@ -103,7 +100,6 @@ class Encoded:
     position.
 
     read: bytes of the last file read
-    skipped: number of skipped documents, and first reasons
     unread: ignored fields of chats
     """
 
@@ -111,9 +107,8 @@ class Encoded:
     size: int
     after: Place
     read: int
-    skipped: int = 0
-    reasons: tuple[str, ...] = ()
-    unread: frozenset[str] = frozenset()
+    skipped: Skipped
+    unread: frozenset[str]
 
 
 class Encoder:
@@ -132,20 +127,12 @@ class Encoder:
         """Tokenize at least one document. Raises ValueError for an unreadable one, unless it may be
         skipped.
         """
-        read = self._chat if self.template else partial(document_texts, keys=self.job.keys)
-        found = []
-        reasons = []
+        skipped = Skipped(self.job.skip_invalid)
         self._unread.clear()
-        for document in documents:
-            try:
-                found.append(read(document))
-            except TemplateLimit:  # every chat would take as long
-                raise
-            except ValueError as error:
-                if not self.job.skip_invalid:
-                    kind = "chats" if self.job.chat else "documents"
-                    raise ValueError(f"{error}; {SKIP} leaves such {kind} out") from None
-                reasons.append(str(error))
+        read: Callable[[Document], list[Any]] = partial(document_texts, keys=self.job.keys)
+        if self.template:
+            read = self._chat
+        found = [*skipped.read(documents, read, kind="chats" if self.template else "documents")]
         of_keys: list[Any] = [[] for _ in self.job.keys]
         if found:
             of_keys = [*zip(*found)]
@@ -162,9 +149,8 @@ class Encoder:
             sum(len(document.raw) for document in documents),
             documents[-1].after,
             documents[-1].read,
-            len(reasons),
-            tuple(reasons[:NAMED]),
-            frozenset(self._unread),
+            skipped=skipped,
+            unread=frozenset(self._unread),
         )
 
     def _chat(self, document: Document) -> list[np.ndarray]:
@@ -366,8 +352,8 @@ def tokenize(
     with ExitStack() as stack:
         stack.callback(progress.close)
         for batch in encode_all(job, files, workers, work.journal.place, skipped):
-            work.add(batch.texts, batch.after, batch.size, batch.skipped)
-            skipped.add_reasons(batch.reasons)
+            work.add(batch.texts, batch.after, batch.size, batch.skipped.records)
+            skipped.add_reasons(batch.skipped.reasons)
             unread |= batch.unread
             progress.update(batch)
     return unread

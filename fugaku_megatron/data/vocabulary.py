@@ -16,6 +16,8 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +119,11 @@ def main(args: argparse.Namespace) -> int:
     check_options(args)
     skipped = Skipped(args.skip_invalid)
     files = input_files(args.input, args.json_keys, skipped=skipped)
+    documents = read_documents(files, Columns(tuple(args.json_keys)), skipped=skipped)
+    found = skipped.read(documents, partial(document_texts, keys=args.json_keys), kind="lines")
     texts = (
         text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        for document in read_documents(files, Columns(tuple(args.json_keys)), skipped=skipped)
-        for text in skipped.read(document_texts, document, args.json_keys)
+        for text in chain.from_iterable(found)
     )
     try:
         tokens = train_vocabulary(texts, args.vocab_size, args.output)
