@@ -7,7 +7,6 @@ none.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,8 @@ from ..comm.base import Comm
 from .manifest import (
     FOLDER_FILES,
     TRACKER,
+    Directory,
+    Files,
     Folders,
     file_name,
     iteration_path,
@@ -33,12 +34,9 @@ from .manifest import (
     read_head,
     unsigned_note,
 )
+from .schema import Manifest
 from .shards import Search, Shard, check_model, read_shards
 from .trusted import refuse_suspect, suspects
-
-Files = dict[
-    str, dict[str, Any]
-]  # file's name, relative to the checkpoint -> its entry in a manifest
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Checkpoint:
     directory: Path
     path: Path
     iteration: int
-    head: dict[str, Any]
+    head: Manifest
     files: Files | None = field(default=None, repr=False)
     node: str | None = None
 
@@ -68,9 +66,7 @@ class Checkpoint:
         return config
 
 
-def open_checkpoint(
-    directory: str | os.PathLike[str], comm: Comm, iteration: int | None = None
-) -> Checkpoint:
+def open_checkpoint(directory: Directory, comm: Comm, iteration: int | None = None) -> Checkpoint:
     """Open the latest checkpoint, or the one at `iteration`, without tensors. Collective.
 
     Raises ValueError on all ranks for a missing, damaged or foreign tracker or manifest.
@@ -80,7 +76,7 @@ def open_checkpoint(
     prefix = f"--load {directory}: "
     iteration = on_root(comm, lambda: _iteration_to_load(directory, iteration), prefix)
 
-    def read() -> tuple[Path, dict[str, Any]]:
+    def read() -> tuple[Path, Manifest]:
         head = read_head(directory, iteration)
         files.append(head.pop("files", None))
         path = iteration_path(directory, iteration)
@@ -208,9 +204,9 @@ def _other_iterations(directory: Path, damaged: int) -> str:
 
 
 def load_weights(
-    directory: str | os.PathLike[str],
+    directory: Directory,
     iteration: int,
-    manifest: dict[str, Any],
+    manifest: Manifest,
     targets: list[Shard],
     comm: Comm,
     padded: Collection[str] = (),

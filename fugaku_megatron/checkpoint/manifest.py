@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import schema
-from .schema import crc32, verify_file
+from .schema import Entry, Manifest, crc32, verify_file
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
+
+Files = dict[str, Entry]  # by name, relative to the checkpoint or its folder
+Directory = str | os.PathLike[str]  # of --save, --load or --save-local
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -46,7 +49,7 @@ MEGATRON_FILES = (
 FOLDER_FILES = 127  # files of ranks, or folders, in a directory; a manifest is one more. Records of 127 ranks take about 5 MiB
 
 
-def latest_iteration(directory: str | os.PathLike[str]) -> int | None:
+def latest_iteration(directory: Directory) -> int | None:
     """Return the tracker's iteration, or None without a checkpoint.
 
     A single checkpoint without a tracker is an interrupted first save. Raises ValueError if the
@@ -85,7 +88,7 @@ def latest_iteration(directory: str | os.PathLike[str]) -> int | None:
     return present[0] if present else None
 
 
-def missing(directory: str | os.PathLike[str], iteration: int) -> str | None:
+def missing(directory: Directory, iteration: int) -> str | None:
     if iteration_path(Path(directory), iteration).is_dir():
         return None
     return (
@@ -94,7 +97,7 @@ def missing(directory: str | os.PathLike[str], iteration: int) -> str | None:
     )
 
 
-def existing_iteration(directory: str | os.PathLike[str]) -> int | None:
+def existing_iteration(directory: Directory) -> int | None:
     """Return `latest_iteration`. Raises ValueError if its folder is missing."""
     iteration = latest_iteration(directory)
     if iteration is not None and (note := missing(directory, iteration)):
@@ -114,7 +117,7 @@ def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, i
     return (directory, iteration) if any(path.glob(f"iter_*/{MANIFEST}")) else None
 
 
-def list_iterations(directory: str | os.PathLike[str], after: int = -1) -> list[int]:
+def list_iterations(directory: Directory, after: int = -1) -> list[int]:
     """Return iterations above `after`, ascending, with a readable manifest and the recorded file sizes.
 
     In folders, which may have 100,000 files, only folder manifests are checked. Checksums are
@@ -129,7 +132,7 @@ def saved_iterations(directory: Path) -> list[int]:
     return sorted({iteration for iteration, suffix, _ in entries(directory) if suffix != ".tmp"})
 
 
-def read_manifest(directory: str | os.PathLike[str], iteration: int) -> dict[str, Any]:
+def read_manifest(directory: Directory, iteration: int) -> Manifest:
     """Return the manifest with the records of all files; names are relative to the checkpoint.
 
     Raises ValueError as `read_head`, also for folder manifests.
@@ -146,11 +149,11 @@ def read_manifest(directory: str | os.PathLike[str], iteration: int) -> dict[str
     return {**head, "files": files}
 
 
-def read_folder(path: Path, folder: str, head: dict[str, Any]) -> dict[str, Any]:
+def read_folder(path: Path, folder: str, head: Manifest) -> Files:
     """Return a folder's entries. Raises ValueError if its manifest was changed."""
     place = path / folder / MANIFEST
     verify_file(place, head["folders"][folder])
-    contents: dict[str, dict[str, Any]] = _read_json(place)
+    contents: dict[str, Files] = _read_json(place)
     try:
         schema.check_files(contents)
     except ValueError as error:
@@ -158,20 +161,20 @@ def read_folder(path: Path, folder: str, head: dict[str, Any]) -> dict[str, Any]
     return contents["files"]
 
 
-def write_folder(path: Path, files: dict[str, Any]) -> dict[str, Any]:
+def write_folder(path: Path, files: Files) -> Entry:
     write_text(path / MANIFEST, json.dumps({"files": files}, separators=(",", ":")))
     fsync(path)
     return {"size": (path / MANIFEST).stat().st_size, "crc32": crc32(path / MANIFEST)}
 
 
-def read_head(directory: str | os.PathLike[str], iteration: int) -> dict[str, Any]:
+def read_head(directory: Directory, iteration: int) -> Manifest:
     """Return the stored manifest, with "files", or with "folders" that have manifests of their own.
 
     Raises ValueError if it is missing, damaged, changed, or from another program or version.
     """
     path = iteration_path(Path(directory), iteration) / MANIFEST
     _refuse_megatron(path.parent)
-    manifest: dict[str, Any] = _read_json(path)
+    manifest: Manifest = _read_json(path)
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != FORMAT:
         raise ValueError(
@@ -220,7 +223,7 @@ def _read_json(path: Path) -> Any:
         raise ValueError(f"{path} is damaged: {error}: {_REMEDY}") from error
 
 
-def _check_checksum(manifest: dict[str, Any]) -> None:
+def _check_checksum(manifest: Manifest) -> None:
     saved = manifest.get(schema.CHECKSUM)
     if saved is None and manifest["format_version"] == UNSIGNED_VERSION:
         return
@@ -231,7 +234,7 @@ def _check_checksum(manifest: dict[str, Any]) -> None:
         )
 
 
-def unsigned_note(manifest: dict[str, Any], path: Path) -> str:
+def unsigned_note(manifest: Manifest, path: Path) -> str:
     if schema.CHECKSUM in manifest:
         return ""
     return (
@@ -265,7 +268,7 @@ class Description:
 
 
 def write_manifest(
-    path: Path, description: Description, files: dict[str, Any], ranks: int | None = None
+    path: Path, description: Description, files: Files, ranks: int | None = None
 ) -> None:
     """Write the manifest of the folder `path`. Raises TypeError if config or state is not JSON.
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,6 +24,7 @@ from ..comm.base import Comm
 from .load import Checkpoint
 from .manifest import (
     Description,
+    Directory,
     Folders,
     entries,
     fsync,
@@ -35,6 +35,7 @@ from .manifest import (
     write_text,
 )
 from .save import Steps, Written, run_steps, save_steps, write_shards
+from .schema import Manifest
 from .shards import Shard
 from .tensor_files import copy_verified
 
@@ -42,7 +43,7 @@ RUN = ".run"
 _NAME_LENGTH = 64
 
 
-def run_name(save: str | Path, comm: Comm, make: bool = False) -> str | None:
+def run_name(save: Directory, comm: Comm, make: bool = False) -> str | None:
     """Return the id of the run with checkpoints in `save`, if any. Collective."""
     return on_root(comm, partial(_run_name, Path(save) / RUN, make))
 
@@ -57,13 +58,13 @@ def _run_name(path: Path, make: bool) -> str | None:
         return file.read(_NAME_LENGTH)
 
 
-def own_folder(local: str | Path, comm: Comm) -> Path:
+def own_folder(local: Directory, comm: Comm) -> Path:
     return Path(local) / f"rank_{comm.rank:05d}"
 
 
 def node_first_steps(
-    local: str | Path,
-    directory: str | Path,
+    local: Directory,
+    directory: Directory,
     shards: list[Shard],
     description: Description,
     folders: Folders,
@@ -85,7 +86,7 @@ def node_first_steps(
 
 
 def local_steps(
-    local: str | Path, shards: list[Shard], description: Description, name: str | None, comm: Comm
+    local: Directory, shards: list[Shard], description: Description, name: str | None, comm: Comm
 ) -> Steps:
     """Write this rank's copy, remove older ones once all ranks have theirs, and return `Written`.
 
@@ -133,7 +134,7 @@ def _remove_others(own: Path, iteration: int) -> None:
 
 
 def copy_written(
-    local: str | Path, comm: Comm, iteration: int, written: Written, folder: Path
+    local: Directory, comm: Comm, iteration: int, written: Written, folder: Path
 ) -> Written:
     """Copy this rank's file into a shared folder, verifying every block."""
     if written:
@@ -144,7 +145,7 @@ def copy_written(
     return written
 
 
-def newest_everywhere(local: str | Path, comm: Comm, fits: Callable[[dict[str, Any]], bool]) -> int:
+def newest_everywhere(local: Directory, comm: Comm, fits: Callable[[Manifest], bool]) -> int:
     """Return the newest iteration with complete copies on every rank, or 0. Collective.
 
     fits: True for a manifest head from this run and layout
@@ -163,7 +164,7 @@ def newest_everywhere(local: str | Path, comm: Comm, fits: Callable[[dict[str, A
     return found
 
 
-def open_copy(local: str | Path, comm: Comm, iteration: int) -> Checkpoint:
+def open_copy(local: Directory, comm: Comm, iteration: int) -> Checkpoint:
     own = own_folder(local, comm)
     head = read_head(own, iteration)
     return Checkpoint(

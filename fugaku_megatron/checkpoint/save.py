@@ -26,6 +26,8 @@ from ..comm.base import Comm
 from .manifest import (
     TRACKER,
     Description,
+    Directory,
+    Files,
     Folders,
     all_folders,
     entries,
@@ -40,12 +42,13 @@ from .manifest import (
     write_manifest,
     write_text,
 )
+from .schema import Entry
 from .shards import Shard, record_piece
 from .tensor_files import write_tensors
 from .trusted import forgive, kept_for_trust
 
 Written = (
-    tuple[str, dict[str, Any]] | None
+    tuple[str, Entry] | None
 )  # a file's name and its manifest entry; None for a rank that saves nothing
 WriteFile = Callable[[Path], Written]  # of a rank, into a folder
 Steps = Generator[Callable[[], Any], Callable[[], Any], Any]
@@ -64,7 +67,7 @@ def run_steps(steps: Steps) -> Any:
 
 
 def save_steps(
-    directory: str | os.PathLike[str], write: WriteFile, description: Description, folders: Folders
+    directory: Directory, write: WriteFile, description: Description, folders: Folders
 ) -> Steps:
     """Write a checkpoint and return its directory.
 
@@ -110,9 +113,7 @@ def save_steps(
     return directory / name
 
 
-def save_alone(
-    directory: Path, write: Callable[[Path], dict[str, Any]], description: Description
-) -> Path:
+def save_alone(directory: Path, write: Callable[[Path], Files], description: Description) -> Path:
     """Write a checkpoint into a new directory from this process alone and return its path.
 
     write: writes files into a folder and returns their entries by name, with shards
@@ -127,7 +128,7 @@ def save_alone(
     return path
 
 
-def _record(aside: Path, folders: Folders, own: Written, prefix: str) -> dict[str, Any]:
+def _record(aside: Path, folders: Folders, own: Written, prefix: str) -> Files:
     """Write the folder manifests and return, on rank 0, the checkpoint manifest's entries.
     Collective.
     """
@@ -144,7 +145,7 @@ def _record(aside: Path, folders: Folders, own: Written, prefix: str) -> dict[st
     return dict(zip(all_folders(comm.size), summaries or [], strict=True)) if comm.rank == 0 else {}
 
 
-def _unite(written: list[Any]) -> dict[str, Any]:
+def _unite(written: list[Any]) -> Files:
     files = dict(entry for entry in written if entry)
     owners: dict[tuple[Any, ...], str] = {}
     for name, entry in files.items():
@@ -155,7 +156,7 @@ def _unite(written: list[Any]) -> dict[str, Any]:
 
 
 def check_writable(
-    directory: str | os.PathLike[str],
+    directory: Directory,
     comm: Comm,
     name: str = "--save",
     ranks: Collection[int] | None = None,
@@ -184,8 +185,8 @@ def check_writable(
 
 
 def check_replaces(
-    save: str | os.PathLike[str],
-    load: str | os.PathLike[str] | None,
+    save: Directory,
+    load: Directory | None,
     loaded: int | None,
     comm: Comm,
 ) -> None:
@@ -197,7 +198,7 @@ def check_replaces(
     on_root(comm, lambda: _check_replaces(Path(save), load, loaded or 0))
 
 
-def _check_replaces(save: Path, load: str | os.PathLike[str] | None, loaded: int) -> None:
+def _check_replaces(save: Path, load: Directory | None, loaded: int) -> None:
     present = saved_iterations(save)
     if load is not None and Path(load).resolve() == save.resolve():
         for number in present:

@@ -16,6 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+Manifest = dict[str, Any]  # or the part of it that a folder has
+Entry = dict[str, Any]  # of a file or a folder, in a manifest
+Record = dict[str, Any]  # of a shard, in an entry
+
 CHECKSUM = "crc32"
 RECORD_FIELDS = ("global_shape", "offset", "slice_shape")
 DATA_ORDER = ("train", "valid")  # data sets whose first number of samples is kept
@@ -31,7 +35,7 @@ _ONE = 1 << 31
 _BYTE = 1 << 23
 
 
-def checksum(manifest: dict[str, Any]) -> str:
+def checksum(manifest: Manifest) -> str:
     """Return the CRC-32 of the manifest without its checksum, as JSON with sorted keys and no
     spaces.
     """
@@ -80,7 +84,7 @@ RECORD = {
 }
 
 
-def check_contents(manifest: dict[str, Any]) -> None:
+def check_contents(manifest: Manifest) -> None:
     """Raise ValueError naming the first field that is missing, mistyped or out of range.
 
     Records in folders are checked with their folder (`check_files`).
@@ -93,7 +97,7 @@ def check_contents(manifest: dict[str, Any]) -> None:
     check_folders(manifest) if "folders" in manifest else check_files(manifest)
 
 
-def check_files(owner: dict[str, Any]) -> None:
+def check_files(owner: Manifest) -> None:
     _check(owner, {"files": OBJECT})
     for name, entry in owner["files"].items():
         _require(
@@ -110,7 +114,7 @@ def check_files(owner: dict[str, Any]) -> None:
             _check_record(record, f"{place}.")
 
 
-def check_folders(manifest: dict[str, Any]) -> None:
+def check_folders(manifest: Manifest) -> None:
     _check(manifest, {"ranks": POSITIVE, "folders": OBJECT})
     for name, entry in manifest["folders"].items():
         _require(_FOLDER.fullmatch(name), f"folders.{name!r} is not a folder's name")
@@ -162,7 +166,7 @@ def _is_data_file(value: Any) -> bool:
     )
 
 
-def _check_file(entry: dict[str, Any], where: str) -> None:
+def _check_file(entry: Entry, where: str) -> None:
     _check(entry, {"size": COUNT, "crc32": CRC32}, where)
     if "blocks" not in entry:
         return
@@ -177,7 +181,7 @@ def _check_file(entry: dict[str, Any], where: str) -> None:
     _check(entry, {"blocks": blocks}, where)
 
 
-def _check_record(record: dict[str, Any], where: str) -> None:
+def _check_record(record: Record, where: str) -> None:
     _check(record, RECORD, where)
     full, offset, part = (record[name] for name in RECORD_FIELDS)
     inside = len(full) == len(offset) == len(part) and all(
@@ -272,7 +276,7 @@ def _multiply(a: int, b: int) -> int:
     return result
 
 
-def check_size(path: Path, entry: dict[str, Any]) -> None:
+def check_size(path: Path, entry: Entry) -> None:
     if not path.exists():
         raise ValueError(f"{path} is missing")
     size = path.stat().st_size
@@ -282,7 +286,7 @@ def check_size(path: Path, entry: dict[str, Any]) -> None:
         raise ValueError(f"{path} is not a regular file")
 
 
-def verify_file(path: Path, entry: dict[str, Any]) -> None:
+def verify_file(path: Path, entry: Entry) -> None:
     check_size(path, entry)
     crc = crc32(path)
     if crc != entry["crc32"]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tensor_files import BlockFile, Entry, StoredTensor, read_header
+from .schema import Entry, Record
+from .tensor_files import BlockFile, StoredTensor, read_header
 
 Place = tuple[int, ...]  # an index, or an extent, in each dimension
-Record = dict[str, Any]  # of a shard, in a manifest
 READ_BYTES = 4 << 20  # of a tensor at once
 WEIGHT = "weight/"  # beginning of the key of a weight
 

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from .manifest import (
     MANIFEST,
@@ -30,9 +29,9 @@ from .manifest import (
     read_head,
     saved_iterations,
 )
-from .schema import check_size
+from .schema import Entry, Manifest, check_size
 from .shards import check_stored
-from .tensor_files import BlockFile, Entry, read_header
+from .tensor_files import BlockFile, read_header
 
 THREADS = 8  # at most, unless --threads says so
 # seconds between two lines of progress
@@ -145,7 +144,7 @@ def _problems(count: int) -> str:
     return f"{count} problems" if count > 1 else f"{count} problem"
 
 
-def _files(path: Path, head: dict[str, Any], problems: list[str]) -> Iterator[tuple[str, Entry]]:
+def _files(path: Path, head: Manifest, problems: list[str]) -> Iterator[tuple[str, Entry]]:
     yield from head.get("files", {}).items()
     for folder in head.get("folders", ()):
         try:

@@ -32,21 +32,22 @@ from .rules import (
 # head size.
 
 Shape = tuple[int, ...]
-Arrangement = Callable[[Tensor, int, ModelConfig], tuple[list[Tensor], Shape]]
+Arranged = tuple[list[Tensor], Shape]
+Arrangement = Callable[[Tensor, int, ModelConfig], Arranged]
 """(our tensor, number of theirs among those that make it, model) -> (views of ours, whose elements one view after another are those
 of theirs; their shape)."""
 
 
-def whole(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def whole(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     return [ours], tuple(ours.shape)
 
 
-def transposed(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def transposed(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return GPT-2's Conv1D weight (inputs, outputs)."""
     return [ours.t()], tuple(ours.t().shape)
 
 
-def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return GPT-2's c_attn (h, 3 n d), all queries, keys, values; ours (n 3 d, h) is per head."""
     heads = ours.view(model.num_attention_heads, 3, -1, *ours.shape[1:]).transpose(
         0, 1
@@ -55,7 +56,7 @@ def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[l
     return [theirs], (*ours.shape[1:], len(ours))
 
 
-def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return queries (n d, h), keys or values (g d, h); ours has queries, key and value per group."""
     queries = model.num_attention_heads // model.query_groups
     groups = ours.view(model.query_groups, queries + 2, model.kv_channels, *ours.shape[1:])
@@ -65,29 +66,27 @@ def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[T
     return [theirs], (theirs.shape[0] * theirs.shape[1] * theirs.shape[2], *ours.shape[1:])
 
 
-def stacked(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gate or value (f, h) from ours (2, f, h)."""
     return [ours[part]], tuple(ours.shape[1:])
 
 
-def fused_query_key_value(
-    ours: Tensor, part: int, model: ModelConfig
-) -> tuple[list[Tensor], Shape]:
+def fused_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return all queries, keys, values ((n + 2 g) d, h)."""
     return [query_key_value(ours, number, model)[0][0] for number in range(3)], tuple(ours.shape)
 
 
-def fused_stacked(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def fused_stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gate and value (2 f, h) from ours (2, f, h)."""
     return [ours], (2 * ours.shape[1], *ours.shape[2:])
 
 
-def of_expert(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def of_expert(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return expert `part` (h, f) from ours (experts, h, f)."""
     return [ours[part]], tuple(ours.shape[1:])
 
 
-def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gate 0 (f, h), value 0, gate 1 ... by `part` from ours (experts, 2, f, h)."""
     return [ours[part // 2, part % 2]], tuple(ours.shape[2:])
 

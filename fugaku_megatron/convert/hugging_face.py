@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +25,15 @@ from ..checkpoint.tensor_files import (
     StoredTensor,
     UnsupportedFormat,
     as_bytes,
-    fill,
     read_header,
+    read_into,
     write_tensors,
 )
 from ..comm.agreement import describe
 from ..config.fields import check, check_type
 from ..config.model import MASKED, ModelConfig
 from ..config.model import architecture as shape_values
+from ..data.json_values import JsonObject
 from ..data.library_tokenizers import CHAT_TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
 from ..text.named_files import unreadable
 from .architectures import (
@@ -71,12 +71,7 @@ class PlainFile:
 
     def read_into(self, data: memoryview, start: int) -> None:
         with open(self.path, "rb", buffering=0) as file:
-            file.seek(start)
-            end = start + len(data)
-            check(
-                fill(file, data) == len(data),
-                f"{self.path} ends within its bytes {start} to {end}: it was truncated",
-            )
+            read_into(data, file, start)
 
 
 @dataclass(frozen=True)
@@ -107,11 +102,11 @@ class TensorDirectory:
         return tensor
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Read a JSON object. Raise ValueError, one line."""
     check(path.is_file(), f"{path} is missing")
     try:
-        contents: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        contents: JsonObject = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {describe(error)}") from error
     check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not an object")
@@ -168,7 +163,7 @@ def write(
         write_tensors(directory / file, part, values)
     if len(parts) > 1:
         weight_map = {name: file for file, part in zip(files, parts) for name in part}
-        total = sum(map(_size, like.values()))
+        total = sum(tensor.nbytes for tensor in like.values())
         (directory / INDEX).write_text(
             json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
             + "\n"
@@ -177,16 +172,15 @@ def write(
 
 def _parts(like: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
     part: dict[str, Tensor] = {}
+    size = 0
     for name, tensor in like.items():
-        if part and sum(map(_size, part.values())) + _size(tensor) > max_bytes:
+        size += tensor.nbytes
+        if part and size > max_bytes:
             yield part
             part = {}
+            size = tensor.nbytes
         part[name] = tensor
     yield part
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 # What belongs to a model in addition to its weights, as patterns of names: the files of every tokenizer of transformers, and of others.
@@ -270,7 +264,7 @@ def open_hugging_face(directory: str) -> Weights:
     return Weights(model, {name: reader.dtype(name) for name in reader.shapes}, reader, path)
 
 
-def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
+def read_config(config: JsonObject) -> tuple[Architecture, ModelConfig]:
     """Return a config.json's model. Raise ValueError with field and value if it is unsupported."""
     known = {row.model_type: row for row in ARCHITECTURES}
     kind = config.get("model_type")
@@ -305,8 +299,8 @@ def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
         raise ValueError(f"{FILE}: {error}") from error
 
 
-def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+def _fields(architecture: Architecture, config: JsonObject) -> JsonObject:
+    values: JsonObject = {}
     ours = {f.name: f for f in fields(ModelConfig)}
     for row in architecture.fields:
         value = config.get(row.theirs, row.default)
@@ -440,7 +434,7 @@ def in_their_shape(ours: Tensor, part: Part, model: ModelConfig) -> Tensor:
     return joined.reshape(shape).contiguous()
 
 
-def architecture_of(model: ModelConfig, before: dict[str, Any]) -> Architecture:
+def architecture_of(model: ModelConfig, before: JsonObject) -> Architecture:
     """Return the original model's architecture, or else the first that fits."""
     fitting = [row for row in ARCHITECTURES if row.fits(model)]
     check(
@@ -450,18 +444,18 @@ def architecture_of(model: ModelConfig, before: dict[str, Any]) -> Architecture:
     return next((row for row in fitting if row.model_type == before.get("model_type")), fitting[0])
 
 
-def carried_config(carried: Path | None) -> dict[str, Any]:
+def carried_config(carried: Path | None) -> JsonObject:
     return read_json(carried / FILE) if carried and (carried / FILE).exists() else {}
 
 
 def config_of(
-    architecture: Architecture, model: ModelConfig, dtypes: set[torch.dtype], before: dict[str, Any]
-) -> dict[str, Any]:
+    architecture: Architecture, model: ModelConfig, dtypes: set[torch.dtype], before: JsonObject
+) -> JsonObject:
     """Return a model's config.json. before: the original, whose other fields are kept."""
     if before.get("model_type") != architecture.model_type:
         before = {}
     config = dict(before)
-    if not before or not _same(read_config(before)[1], model):
+    if not before or shape_values(read_config(before)[1]) != shape_values(model):
         config |= {row.theirs: getattr(model, row.ours) for row in architecture.fields}
         config.pop(
             "rope_parameters", None
@@ -475,14 +469,9 @@ def config_of(
         }
     config |= {"architectures": [architecture.name], "model_type": architecture.model_type}
     if len(dtypes) == 1:
-        config |= {
-            name: _DTYPE_NAMES.get(*dtypes) for name in ("torch_dtype", "dtype") if name in before
-        } or {"torch_dtype": _DTYPE_NAMES.get(*dtypes)}
+        names = [name for name in ("torch_dtype", "dtype") if name in before]
+        config |= dict.fromkeys(names or ["torch_dtype"], _DTYPE_NAMES.get(*dtypes))
     return config
-
-
-def _same(one: ModelConfig, other: ModelConfig) -> bool:
-    return shape_values(one) == shape_values(other)
 
 
 def carried_files(source: Path | None) -> list[Path]:

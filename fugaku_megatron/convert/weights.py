@@ -23,10 +23,12 @@ from ..checkpoint.manifest import (
     CARRIED,
     FOLDER_FILES,
     Description,
+    Files,
     iteration_path,
     read_manifest,
 )
 from ..checkpoint.save import save_alone
+from ..checkpoint.schema import Entry, Manifest
 from ..checkpoint.shards import WEIGHT, Search, Shard, check_model, read_shards
 from ..checkpoint.tensor_files import write_tensors
 from ..checkpoint.trusted import iteration_to_load
@@ -205,7 +207,7 @@ class _Reader:
     path: Path
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
-    files: dict[str, dict[str, dict[str, Any]]]
+    files: dict[str, Files]
 
     def __call__(self, name: str) -> Tensor:
         key = WEIGHT + name
@@ -294,10 +296,8 @@ def fingerprint(weights: Weights) -> int:
     return sum(bits_number(name, weights.read(name)) for name in counted) % FINGERPRINTS
 
 
-def _reader(path: Path, manifest: dict[str, Any], wanted: dict[str, tuple[int, ...]]) -> _Reader:
-    files: dict[str, dict[str, dict[str, Any]]] = defaultdict(
-        lambda: defaultdict(lambda: {"shards": []})
-    )
+def _reader(path: Path, manifest: Manifest, wanted: dict[str, tuple[int, ...]]) -> _Reader:
+    files: dict[str, Files] = defaultdict(lambda: defaultdict(lambda: {"shards": []}))
     dtypes: dict[str, torch.dtype] = {}
     for file, entry in manifest["files"].items():
         for record in entry["shards"]:
@@ -345,7 +345,7 @@ def save_own(weights: Weights, directory: Path, adapters: Adapters | None = None
 
 def _write_parts(
     weights: Weights, like: dict[str, Tensor], path: Path
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, Entry]]:
     parts: dict[int, dict[str, Tensor]] = defaultdict(dict)
     layers = weights.model.num_layers
     for name, tensor in like.items():

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -39,9 +39,10 @@ from .formats import (
     saved_files,
     text_blocks,
 )
-from .json_values import values
+from .json_values import JsonObject, values
 
 T = TypeVar("T")
+PathLike = str | os.PathLike[str]
 
 
 class MappedFile:
@@ -95,10 +96,10 @@ def _clock(nanoseconds: int) -> str:
 
 def check_status(path: str, before: Status) -> None:
     try:
-        now = Status.of(os.stat(path))
+        change = before.change(Status.of(os.stat(path)))
     except OSError as error:
-        raise changed(path, f"it is not there any more ({error.strerror})") from None
-    if change := before.change(now):
+        change = f"it is not there any more ({error.strerror})"
+    if change:
         raise changed(path, change)
 
 
@@ -115,7 +116,7 @@ class ReadFile:
     Not mapped: truncating a mapped file ends the process by SIGBUS, without a message.
     """
 
-    def __init__(self, path: str | os.PathLike[str], expected: Status | None = None) -> None:
+    def __init__(self, path: PathLike, expected: Status | None = None) -> None:
         self.path = os.fspath(path)
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
@@ -153,6 +154,11 @@ class ReadFile:
         """
         if change := self.status.change(self._now()):
             raise changed(self.path, change)
+
+
+def say(line: str) -> None:
+    """Print a line on stderr, next to a command's results on stdout."""
+    print(line, file=sys.stderr, flush=True)
 
 
 # Texts ---------------------------------------------------------------------------------------------------------------------------
@@ -359,11 +365,9 @@ def _preferred(
     chosen = [path for path in files if is_preferred(path)]
     others = [path for path in files if not is_preferred(path)]
     if chosen and others:
-        print(
+        say(
             f"note: --input {folder} has {kinds[0]}, so {len(others)} {kinds[1]} files in it are not read, such as "
-            f"{others[0]}",
-            file=sys.stderr,
-            flush=True,
+            f"{others[0]}"
         )
     return chosen or files
 
@@ -432,7 +436,7 @@ def read_documents(
                 raise
             skipped.add_file(error)
     if foreign:
-        print(_warning(foreign), file=sys.stderr, flush=True)
+        say(_warning(foreign))
 
 
 def _records(
@@ -480,7 +484,7 @@ def _warning(foreign: dict[str, int]) -> str:
     )
 
 
-def read_record(document: Document, expected: str) -> tuple[str, dict[str, Any]]:
+def read_record(document: Document, expected: str) -> tuple[str, JsonObject]:
     """Return (file and line, JSON object). Raises ValueError, with file and line."""
     where = document.where
     try:

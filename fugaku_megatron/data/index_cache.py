@@ -25,6 +25,7 @@ import numpy as np
 
 from ..comm.agreement import agree, describe, on_root
 from .files import MappedFile
+from .json_values import JsonObject
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -208,7 +209,7 @@ class IndexRequest(NamedTuple):
     prefix: str
     kind: str
     split: str
-    description: dict[str, Any]
+    description: JsonObject
     arrays: tuple[str, ...]
     size: int
 
@@ -288,9 +289,7 @@ class _Files:
         self.mapped.append(file)
         return file.array
 
-    def _write(
-        self, name: str, blocks: Iterable[Any], header: dict[str, Any] | None = None
-    ) -> None:
+    def _write(self, name: str, blocks: Iterable[Any], header: JsonObject | None = None) -> None:
         path = self.path(name)
         aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:

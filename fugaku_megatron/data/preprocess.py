@@ -49,6 +49,7 @@ from .files import (
     document_texts,
     input_files,
     read_documents,
+    say,
 )
 from .formats import CHAT, Columns
 from .indexed import IndexedDatasetWriter, best_dtype
@@ -62,7 +63,7 @@ from .tokenizer import (
     identity,
     write_identity,
 )
-from .unfinished import Unfinished
+from .unfinished import Documents, Unfinished
 
 BATCH_BYTES = (
     2**18
@@ -103,7 +104,7 @@ class Encoded:
     unread: ignored fields of chats
     """
 
-    texts: list[tuple[np.ndarray, np.ndarray]]
+    texts: list[Documents]
     size: int
     after: Place
     read: int
@@ -260,7 +261,7 @@ class Progress:
             self._bar.update(self._read - before)
         elif documents >= self._due:
             self._due = (documents // self._interval + 1) * self._interval
-            print(self.line(), file=sys.stderr, flush=True)
+            say(self.line())
 
     def line(self) -> str:
         now = self._work.journal
@@ -295,7 +296,13 @@ def check_numbers(args: argparse.Namespace) -> None:
 def preprocess(args: argparse.Namespace) -> None:
     """Run the job. Raises ValueError for bad input and then leaves no output."""
     check_numbers(args)
-    _check_chat(args)
+    if args.chat_template and not args.chat:
+        raise ValueError(f"--chat-template {args.chat_template} goes with --chat: pass both")
+    if args.chat and (args.append_eod or args.json_keys != ["text"]):
+        raise ValueError(
+            "--append-eod and --json-keys do not go with --chat, whose template ends a chat and whose keys are "
+            "messages, or prompt and completion: leave them out"
+        )
     skipped = Skipped(args.skip_invalid)
     files = input_files(args.input, args.json_keys, CHAT if args.chat else None, skipped)
     if not files:
@@ -327,9 +334,8 @@ def preprocess(args: argparse.Namespace) -> None:
             work.finish(writers, not args.keep_order)
         for writer in writers:
             write_identity(writer.prefix, encoder.tokenizer)
-    print(progress.line(), file=sys.stderr)
-    for line in filter(None, (left_out, unread_note(unread))):
-        print(line, file=sys.stderr)
+    for line in filter(None, (progress.line(), left_out, unread_note(unread))):
+        say(line)
     if encoder.template:
         print(
             *examples(ChatFiles(args.output_prefix), encoder.tokenizer.decode, sys.stdout.isatty()),
@@ -378,16 +384,6 @@ def _job(args: argparse.Namespace) -> Job:
     )
 
 
-def _check_chat(args: argparse.Namespace) -> None:
-    if args.chat_template and not args.chat:
-        raise ValueError(f"--chat-template {args.chat_template} goes with --chat: pass both")
-    if args.chat and (args.append_eod or args.json_keys != ["text"]):
-        raise ValueError(
-            "--append-eod and --json-keys do not go with --chat, whose template ends a chat and whose keys are "
-            "messages, or prompt and completion: leave them out"
-        )
-
-
 def _writers(args: argparse.Namespace, dtype: np.dtype, folder: Path) -> list[IndexedDatasetWriter]:
     if args.chat:
         return [ChatWriter(args.output_prefix, dtype, folder)]
@@ -403,19 +399,15 @@ def split_for(documents: int) -> str:
 
 
 def summary(writers: list[IndexedDatasetWriter], job: Job) -> list[str]:
-    lines = [writer.summary() for writer in writers]
-    filled = [writer for writer in writers if writer.num_tokens]
     start = "--sft " if job.chat else ""
     end = "--pretrained-checkpoint CHECKPOINTS" if job.chat else "--recipe demo"
-    return [
-        *lines,
-        *map(validation, filled),
-        *(
-            f"next: fugaku-megatron train {start}--data-path {shlex.quote(writer.prefix)} --split "
-            f"{split_for(writer.num_documents)} {job.flags.words()} {end}"
-            for writer in filled
-        ),
+    filled = [writer for writer in writers if writer.num_tokens]
+    commands = [
+        f"next: fugaku-megatron train {start}--data-path {shlex.quote(writer.prefix)} --split "
+        f"{split_for(writer.num_documents)} {job.flags.words()} {end}"
+        for writer in filled
     ]
+    return [*(writer.summary() for writer in writers), *map(validation, filled), *commands]
 
 
 def validation(writer: IndexedDatasetWriter) -> str:

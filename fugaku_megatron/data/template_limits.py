@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from .formats import NeverSkipped
+from .json_values import JsonObject
 
 SECONDS = 5.0  # for one rendering; published templates take milliseconds
 BYTES = 2**30  # of memory that rendering may add
@@ -215,7 +216,7 @@ def serve(size: int) -> None:
         sys.stdout.buffer.flush()
 
 
-def _reply(render: Callable[..., Any], call: Mapping[str, Any], characters: int) -> dict[str, Any]:
+def _reply(render: Callable[..., Any], call: Mapping[str, Any], characters: int) -> JsonObject:
     try:
         texts, places = render(**call)
         count = sum(map(len, texts))

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import regex
 
 from ..text.named_files import read_text
+from .json_values import JsonObject
 from .library_tokenizers import (
     ByteLevelBPE,
     HuggingFaceTokenizer,
@@ -224,7 +225,7 @@ def build_tokenizer(
             f"model, {HuggingFaceTokenizer.name} or {SentencePieceTokenizer.name}"
         )
     if kind is GPT2BPETokenizer:
-        needed: dict[str, Any] = {"--vocab-file": vocab_file, "--merge-file": merge_file}
+        needed: JsonObject = {"--vocab-file": vocab_file, "--merge-file": merge_file}
         origin = f"; GPT-2's own files come with {_gpt2_package()}"
     else:
         model = tokenizer_model or (
@@ -343,7 +344,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, otherwise: str) -> None
     )
 
 
-def identity(tokenizer: Tokenizer) -> dict[str, Any]:
+def identity(tokenizer: Tokenizer) -> JsonObject:
     return {
         "tokenizer_type": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
@@ -352,7 +353,7 @@ def identity(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def mismatch(own: dict[str, Any] | None, other: dict[str, Any] | None) -> str | None:
+def mismatch(own: JsonObject | None, other: JsonObject | None) -> str | None:
     """Name both tokenizers if both are known and differ; a NullTokenizer equals any."""
     if (
         not own
@@ -369,7 +370,7 @@ def write_identity(prefix: str, tokenizer: Tokenizer) -> None:
     Path(prefix + SUFFIX).write_text(json.dumps(identity(tokenizer)) + "\n", encoding="utf-8")
 
 
-def read_identity(prefix: str) -> dict[str, Any] | None:
+def read_identity(prefix: str) -> JsonObject | None:
     """Read PREFIX.tokenizer.json; None if missing or unreadable."""
     try:
         record = json.loads(Path(prefix + SUFFIX).read_text(encoding="utf-8"))

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shlex
-import sys
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain
@@ -28,6 +27,7 @@ from .files import (
     document_texts,
     input_files,
     read_documents,
+    say,
 )
 from .formats import Columns, library
 from .tokenizer import EOD_TOKEN, bytes_to_unicode
@@ -133,7 +133,7 @@ def main(args: argparse.Namespace) -> int:
     sources = f"{len(files)} files" if len(files) > 1 else "1 file"
     print(f"wrote {vocab_file} and {merge_file}: {tokens} tokens from {sources}")
     if line := skipped.line("documents"):
-        print(line, file=sys.stderr)
+        say(line)
     if tokens < args.vocab_size:
         print(f"note: the text has no more than these, --vocab-size is {args.vocab_size}")
     words = ["--input", *args.input]
