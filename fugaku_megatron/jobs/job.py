@@ -177,10 +177,9 @@ def _group(args: argparse.Namespace, groups: dict[str, ResourceGroup]) -> Resour
         f"--resource-group {args.resource_group} is unknown: pass one of {', '.join(groups)}",
     )
     group = groups[args.resource_group]
-    low, high = group.nodes
     check(
-        low <= args.nodes <= high,
-        f"--resource-group {group.name} accepts {low} to {high} nodes, but --nodes is {args.nodes}: "
+        group.accepts(args.nodes),
+        f"--resource-group {group.name} accepts {group.smallest} to {group.largest} nodes, but --nodes is {args.nodes}: "
         "change one of them",
     )
     return group

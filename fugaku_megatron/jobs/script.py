@@ -87,9 +87,9 @@ class Script:
     def get(self, option: str, name: str = "") -> Value | None:
         return self.settings.get(option, {}).get(name)
 
-    def text(self, option: str, name: str = "") -> str:
+    def text(self, option: str, name: str = "", missing: str = "") -> str:
         value = self.get(option, name)
-        return value.text if value else ""
+        return value.text if value else missing
 
     def line(self, option: str, name: str = "") -> int:
         """Return the setting's line, its option's, or the last directive's."""
