@@ -153,12 +153,10 @@ def job_from(args: argparse.Namespace) -> jobs.Job:
 
 def plan(args: argparse.Namespace) -> int:
     job = job_from(args)
-    ranks = jobs.rank_map(job)
-    print(
-        "\n".join(
-            [*job.why, *(jobs.hop_lines(ranks) if ranks else []), "flags: " + " ".join(job.flags)]
-        )
-    )
+    lines = [*job.why]
+    if ranks := jobs.rank_map(job):
+        lines.append(jobs.hops_line(ranks))
+    print(*lines, f"flags: {' '.join(job.flags)}", sep="\n")
     return 0
 
 
