@@ -124,13 +124,13 @@ FEATURES: dict[str, Feature] = {
         meaning="several chunks of layers on a stage",
         place="pipeline/schedule.py",
         field="pipeline_schedule",
-        value=schedule_names.INTERLEAVED,
+        value=schedule_names.of_feature(INTERLEAVED),
     ),
     ZERO_BUBBLE: Feature(
         meaning="weight gradients fill the pipeline's bubble",
         place="pipeline/schedule.py",
         field="pipeline_schedule",
-        value=(schedule_names.ZB_H1, schedule_names.ZBV),
+        value=schedule_names.of_feature(ZERO_BUBBLE),
     ),
 }
 

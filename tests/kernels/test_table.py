@@ -1,7 +1,6 @@
-"""The table of kernels (kernels_sve/kernels.inc) and the page that explains it: every row is bound, has test files and its costs.
+"""The table of kernels (kernels_sve/kernels.inc): every row is bound, has test files and its costs.
 
-That kernel_driver knows every row is tests/arm/test_driver.py's, that the benchmarks time what the trainer calls is
-tests/system/test_benchmarks.py's.
+tests/arm/test_driver.py tests that kernel_driver knows every row.
 """
 
 import math
@@ -197,21 +196,3 @@ def test_wrong_shapes_and_sizes_are_value_errors():
             ),
         ]
     )
-
-
-# docs/kernels-howto.md -----------------------------------------------------------------------------------------------------------
-
-PAGE = (ROOT / "docs" / "kernels-howto.md").read_text()
-
-
-def test_files_and_tuning_values_that_are_named_exist():
-    names = set(re.findall(r"`([\w/]+\.(?:h|cc|inc|py|md))`", PAGE))
-    assert [
-        name
-        for name in sorted(names)
-        if not any((ROOT / folder / name).exists() for folder in ("", "fugaku_megatron"))
-        and not any((ROOT / "kernels_sve").rglob(name))
-    ] == []
-    tuning = (ROOT / "kernels_sve" / "tuning.h").read_text()
-    values = set(re.findall(r"`((?:GEMM|ROW|KEY|ATTENTION)_[A-Z_]+)`", PAGE))
-    assert values and [value for value in sorted(values) if value not in tuning] == []

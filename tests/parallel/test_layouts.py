@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.base import Comm
-from fugaku_megatron.config.layout import Layout
 from tests.helpers import (
     ALLGATHER,
     CP2,
@@ -321,20 +320,3 @@ def test_a_stage_with_both_ends_has_the_tied_weight_once(schedule, copies, table
         return trainer.stage.tied_copy is not None, rows.count(trainer.run.model.vocab_size)
 
     assert ThreadWorld(4).run(tied) == list(zip(copies, tables, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("ways", "message"),
-    [
-        (["ring"], "--cp-comm-type ring: pass p2p, allgather, a2a or a2a\\+p2p"),
-        (
-            ["a2a", "a2a", "a2a"],
-            "--cp-comm-type has 3 values: pass one, or one for each of --num-layers 2",
-        ),
-    ],
-)
-def test_ways_of_context_parallelism_that_do_not_exist(ways, message):
-    with pytest.raises(ValueError, match=message):
-        Layout.from_run(
-            small_run(num_layers=2, context_parallel_size=2, cp_comm_type=tuple(ways)), 2
-        )

@@ -673,37 +673,3 @@ def test_adapters_of_peft_that_are_not_built_are_refused(
     with pytest.raises(ValueError) as caught:
         open_peft(str(tmp_path / "peft"), open_weights(base), {})
     assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            {"lora_rank": 40},
-            "--lora-rank 40 is larger than the smaller side of q_proj, 32 x 32: lower it to 32 or less",
-        ),
-        ({"lora_target": "q_proj,c_attn"}, "--lora-target c_attn is not known"),
-        ({"lora_target": "q_proj,linear_qkv"}, "linear_qkv holds q_proj"),
-        (
-            {**MOE, "lora_dropout": 0.1},
-            "--lora-dropout 0.1: adapters of experts have no dropout, as in peft: pass 0, or "
-            "--lora-target q_proj,k_proj,v_proj,o_proj",
-        ),
-        (
-            {**MOE, "lora_rank": 20, "lora_target": "up_proj"},
-            "--lora-rank 20 is larger than the smaller side of up_proj, 16 x 32: "
-            "lower it to 16 or less",
-        ),
-        ({"lora_rank": 0}, "--lora-rank is 0"),
-        ({"lora_dropout": 1.0}, "--lora-dropout is 1.0"),
-        (
-            {**TP2, **SP, "tp_comm_overlap": True},
-            "--lora-rank 4 is not supported with --tp-comm-overlap",
-        ),
-        ({"abft": ("all",)}, "--lora-rank 4 is not supported with --abft"),
-    ],
-)
-def test_flags_that_cannot_be_are_refused(flags, message):
-    with pytest.raises(ValueError) as caught:
-        small_run(**{**QWEN, **flags})
-    assert message in str(caught.value) and "\n" not in str(caught.value)

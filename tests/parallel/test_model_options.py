@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
@@ -283,48 +282,3 @@ def test_the_dry_run_and_the_formulas_know_them(name):
     records = accounting.layer_records(run, 2)
     assert [r for r in records if r.name == run.model.activation][0].saved_bytes == 32 * 64 * 4
     assert Layout.from_run(run, 4).dp == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--squared-relu --swiglu", "--swiglu and --squared-relu exclude each other"),
-        ("--decoupled-lr 1e-5 --decoupled-min-lr 1e-4", "--decoupled-lr 1e-05 is below 0.0001"),
-        ("--decoupled-lr 1e-5 --min-lr 2e-5", "--decoupled-lr 1e-05 is below 2e-05"),
-        ("--decoupled-lr 0", "--decoupled-lr is 0.0: pass a number above 0"),
-        ("--position-embedding-type yarn --rotary-percent 0.5", "yarn turns whole heads"),
-        (
-            "--position-embedding-type yarn --use-rope-scaling",
-            "--use-rope-scaling and --position-embedding-type yarn scale the angles",
-        ),
-        (
-            "--position-embedding-type rope --use-rope-scaling --rope-dynamic-factor 2",
-            "--rope-dynamic-factor scale the angles of rope",
-        ),
-        (
-            "--position-embedding-type rope --rope-dynamic-factor -1",
-            "--rope-dynamic-factor is -1.0: pass a number above 0",
-        ),
-        (
-            "--position-embedding-type rope --rope-dynamic-factor 2 --kv-channels 2",
-            "needs at least 4 rotated elements of a head",
-        ),
-        (
-            "--position-embedding-type yarn --rotary-scaling-factor 4 --mscale -9",
-            "--mscale -9.0 and --mscale-all-dim 0.0 multiply",
-        ),
-        (
-            "--position-embedding-type yarn --yarn-beta-fast 1",
-            "--yarn-beta-fast 1.0 is not above --yarn-beta-slow 1.0",
-        ),
-        ("--padded-vocab-size 64", "--padded-vocab-size 64 is below --vocab-size 96"),
-        (
-            "--rotary-seq-len-interpolation-factor 0 --position-embedding-type rope",
-            "factor is 0.0: pass a number above 0",
-        ),
-    ],
-)
-def test_mistakes_are_one_line(flags, message):
-    base = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --vocab-size 96"
-    with pytest.raises(ValueError, match=message):
-        parse([*base.split(), *flags.split()])

@@ -776,11 +776,8 @@ def test_numbers_of_coefficients_are_those_of_the_config():
     assert MUON_COEFFICIENTS == {name: len(rows) for name, rows in COEFFICIENTS.items()}
 
 
-@pytest.mark.parametrize("steps", [6, 9, 11])
-def test_a_cycle_of_coefficients_that_does_not_end_is_refused(steps):
-    with pytest.raises(ValueError, match=f"--muon-num-ns-steps {steps}: .*: pass (5|10) or 1[05]"):
-        small_run(**MUON, muon_num_ns_steps=steps)
-    small_run(**MUON, muon_num_ns_steps=steps, muon_coefficient_type="simple")
+def test_a_cycle_of_one_row_of_coefficients_ends_after_any_step():
+    small_run(**MUON, muon_num_ns_steps=6, muon_coefficient_type="simple")
 
 
 def test_muon_on_data_parallel_ranks_has_the_bits_of_replicas():

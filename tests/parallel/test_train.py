@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.convert.weights import open_own, save_own
@@ -410,21 +409,6 @@ def test_the_pretrained_checkpoint_counts_until_the_run_has_its_own(pretrained, 
     trainer.save(own)
     trainer.close()
     assert find_checkpoint(small_run(load=own, save=own, **flags), SoloComm()).iteration == 1
-
-
-def test_flags():
-    words = ["--recipe", "demo", "--mock-data"]
-    assert parse([*words, "--finetune"]).notes == ("--finetune has no effect without --load",)
-    for more, message in [
-        (
-            ["--load", "a", "--save", "a", "--finetune"],
-            "--finetune starts at iteration 0, and would replace",
-        ),
-        (["--load", "a", "--finetune", "--pretrained-checkpoint", "b"], "exclude each other"),
-        (["--pretrained-checkpoint", ""], "--pretrained-checkpoint is empty"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            parse([*words, *more])
 
 
 @pytest.mark.parametrize("iterations", [10, pytest.param(200, marks=pytest.mark.full)])

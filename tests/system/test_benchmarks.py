@@ -6,7 +6,6 @@ Those that measure MPI itself: tests/system/mpi/test_benchmark_ranks.py
 from __future__ import annotations
 
 import argparse
-import ast
 import ctypes
 import importlib.util
 import json
@@ -32,11 +31,9 @@ from benchmarks import (
     core,
     disturbance,
     experts,
-    gemm,
     jobs,
     openblas,
     preloads,
-    rowwise,
     shapes,
     step,
 )
@@ -87,8 +84,6 @@ ROWWISE = {
     "rotary",
     "rotary_norm",
 }
-# Kernels that the trainer calls once a run or once a step, outside what the benchmarks time.
-UNTIMED = {"philox_normal", "pack_weight", "linear_few_rows"}  # the last by decode
 
 
 # Sizes and waits that take no time. A round in which others compute, here the other tests, is not run again.
@@ -265,38 +260,6 @@ def test_openblas_takes_the_full_width_of_the_cpu(monkeypatch, targets, core):
         "OPENBLAS_NUM_THREADS": "3",
         **({"OPENBLAS_CORETYPE": core} if core else {}),
     }
-
-
-def kernels_called(folder: Path) -> set[str]:
-    """Rows of the kernel table that modules below a folder call as `kernels.name`, which must move bytes."""
-    rows = {row["name"] for row in kernels.table.rows() if row["bytes"] != "0"}
-    nodes = [
-        node
-        for path in sorted(folder.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-    ]
-    return rows & {
-        node.attr
-        for node in nodes
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("kernels")
-    }
-
-
-def test_the_benchmarks_time_the_kernels_that_the_trainer_calls():
-    package = ROOT / "fugaku_megatron"
-    trainer = set().union(
-        *(kernels_called(package / room) for room in ("comm", "nn", "optim", "training"))
-    )
-    cases = [
-        case
-        for name, family in (("gemm", gemm), ("attention", attention), ("rowwise", rowwise))
-        for case in family.cases(options(name, "--recipe", "demo"))
-    ]
-    cases += experts.cases(
-        options("experts", "--recipe", "olmoe", "--experts", "2", "--rows", "2", "--load", "even")
-    )
-    assert {call.name for case in cases for call in case.calls} == trainer - UNTIMED
-    assert trainer >= UNTIMED
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -128,33 +128,6 @@ def test_a_command_lists_its_own_flags_and_names_those_of_train_once(words, own,
     )
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["tran"], "fugaku-megatron: command tran is unknown: did you mean train?"),
-        (
-            ["quux"],
-            "fugaku-megatron: command quux is unknown: pass train or vocabulary or preprocess or ",
-        ),
-        (["--recipe", "demo"], "fugaku-megatron: command --recipe is unknown: pass train or "),
-        (
-            ["train", "--num-layer", "2"],
-            "fugaku-megatron train: unknown flag --num-layer: did you mean --num-layers?",
-        ),
-        (["train"], "fugaku-megatron train: --num-layers, --hidden-size, "),
-        (
-            ["generate", "--load", "x"],
-            "fugaku-megatron generate: nothing to continue: pass --prompt TEXT",
-        ),
-        (["job", "plan", "--recipe", "demo"], "fugaku-megatron job plan: --nodes is missing"),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_code_2(words, message, capsys):
-    assert program_module.main(words) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith(message) and err.count("\n") == 1
-
-
 def test_the_version_is_one_line_with_the_instruction_set(capsys, monkeypatch):
     assert program_module.main(["--version"]) == 0
     assert (

@@ -36,7 +36,8 @@ def test_124m_on_512_ranks():
     row = next(line for line in lines if "|" in line and " 0-11" in line)
     assert f"{by_hand / 1e6:.2f}" in row
     elements = -(-by_hand // (512 * 64)) * 512 * 64
-    whole, part = elements * 4 / 2**20, elements * 4 / 512 / 2**20
+    whole = elements * 4 / 2**20
+    part = elements * 4 / 512 / 2**20
     assert lines[-1].endswith(f"reduce_scatter dp {whole:.1f} MiB, all_gather dp {part:.1f} MiB")
 
 
@@ -105,35 +106,15 @@ def test_a_plan_fits_every_layout(world_size):
 
 
 @pytest.mark.parametrize(
-    ("changes", "world_size", "message"),
+    ("changes", "message"),
     [
-        (
-            {"tensor_model_parallel_size": 2},
-            3,
-            "world size 3 is not divisible by --tensor-model-parallel-size 2 .*start 2 or 4 ranks",
-        ),
-        (
-            {"tensor_model_parallel_size": 8},
-            8,
-            "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 8",
-        ),
-        (
-            {"pipeline_model_parallel_size": 3, "pipeline_split": "even"},
-            3,
-            "--num-layers 4 is not divisible by --pipeline-model-parallel-size 3",
-        ),
-        (
-            {},
-            3,
-            "--global-batch-size 16 is not divisible by --micro-batch-size 2 x data-parallel size 3 = 6: use 12 or 18",
-        ),
-        ({"vocab_size": None}, 1, "vocabulary size is unknown"),
-        ({"train_iters": None}, 1, "--train-iters or --train-samples"),
+        ({"vocab_size": None}, "vocabulary size is unknown"),
+        ({"train_iters": None}, "--train-iters or --train-samples"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes, world_size, message):
+def test_a_plan_needs_a_vocabulary_and_a_length(changes, message):
     with pytest.raises(ValueError, match=message) as caught:
-        report(small_run(**changes), world_size)
+        report(small_run(**changes), 1)
     assert "\n" not in str(caught.value)
 
 

@@ -30,7 +30,8 @@ def talk(monkeypatch, capsys):
     """talk(lines, answer, words) -> (what was printed, piece by piece, and the errors); a line is a text or an exception."""
 
     def call(lines, answer, *words, chat=None):
-        entered, pieces = iter([*lines, EOFError()]), []
+        entered = iter([*lines, EOFError()])
+        pieces = []
 
         def enter(_: str) -> str:
             line = next(entered)
@@ -106,7 +107,8 @@ def test_stop_words_and_characters_of_several_bytes(talk):
 
 
 def test_a_conversation_goes_on_and_its_answers_end_with_the_turn(talk, tmp_path):
-    tokenizer, prompts = HuggingFaceTokenizer(write_tokenizer(tmp_path)), []
+    tokenizer = HuggingFaceTokenizer(write_tokenizer(tmp_path))
+    prompts = []
     chat = Conversation(
         PromptEncoder(
             tokenizer,

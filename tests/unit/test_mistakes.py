@@ -1,128 +1,708 @@
-"""A mistake on the command line of a command that needs no files is one line, before any work, and exit code 2."""
+"""Wrong flags and arguments that need no file to be refused: each is one line, before any work."""
 
 import shlex
+from typing import Any
 
 import pytest
 
 from fugaku_megatron.cli import program
+from fugaku_megatron.cli.arguments import build_parser, interpret, make_run
+from fugaku_megatron.config.fields import flag
+from fugaku_megatron.run.plan import Plan
+
+PARSER = build_parser()
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
+    "--vocab-size 96 --train-iters 20"
+)
+EXPERTS_WITH_BIASES = (
+    f"{SMALL} --num-experts 8 --swiglu --normalization RMSNorm --moe-ffn-hidden-size 24 "
+    "--moe-router-topk 2"
+)
+EXPERTS = f"{EXPERTS_WITH_BIASES} --disable-bias-linear"
+LORA = f"{SMALL} --lora-rank 4 --pretrained-checkpoint base"
+POSITIVE = """
+--num-layers --hidden-size --num-attention-heads --ffn-hidden-size --seq-length --max-position-embeddings --vocab-size
+--make-vocab-size-divisible-by --init-method-std --layernorm-epsilon --embedding-multiplier --residual-multiplier --logits-scaling
+--tensor-model-parallel-size --pipeline-model-parallel-size --micro-batch-size --global-batch-size --lr --lr-decay-iters
+--lr-decay-samples --lr-decay-tokens --lr-wsd-decay-iters --adam-eps --loss-scale --initial-loss-scale --min-loss-scale
+--loss-scale-window --hysteresis --train-samples --exit-interval --exit-duration-in-mins --eval-interval --recompute-num-layers
+--save-interval --save-interval-in-mins --keep-last --log-interval --ckpt-step --decoupled-lr --ddp-bucket-size
+--loss-spike-deviations --lora-rank --rotary-seq-len-interpolation-factor --memory-per-rank
+""".split()
+NOT_NEGATIVE = """
+--min-lr --weight-decay --clip-grad --lr-warmup-iters --lr-warmup-samples --start-weight-decay --end-weight-decay --train-iters
+--eval-iters
+""".split()
+FRACTIONS = "--hidden-dropout --attention-dropout --adam-beta1 --adam-beta2 --lora-dropout".split()
+FINITE = """
+--init-method-std --layernorm-epsilon --lr --min-lr --adam-eps --weight-decay --clip-grad --loss-scale --initial-loss-scale
+""".split()
+
+
+def on(ranks: int) -> str:
+    return f"--recipe 124m --dry-run --world-size {ranks}"
+
+
+# Flags of a valid run -> rows of (further flags, the line that refuses them). " ... " is any text.
+FLAGS = {
+    # Words of a command line
+    SMALL: [
+        ("--num-layer 3", "unknown flag --num-layer: did you mean --num-layers?"),
+        (
+            "--tensor-model-paralell-size=2",
+            "unknown flag --tensor-model-paralell-size=2: did you mean --tensor-model-parallel-size?",
+        ),
+        ("--quux 3", "unknown flag --quux: see --help"),
+        (
+            "stray",
+            "--train-iters takes one value, and 2 words follow it, 20 stray: leave out stray",
+        ),
+        (
+            "--step-batch-size-schedule 0:1 2.4B:320",
+            "--step-batch-size-schedule takes one value, and 2 words follow it, 0:1 2.4B:320: "
+            "put them in quotes, --step-batch-size-schedule '0:1 2.4B:320'",
+        ),
+        (
+            "--step-batch-size-schedule=0:1 2.4B:320 9B:4 --bf16",
+            " 3 words follow it, 0:1 2.4B:320 9B:4: put them in quotes",
+        ),
+        ("--bf16 yes", "--bf16 takes no value: leave out yes"),
+        (
+            "--rampup-batch-size 1 2 3 4",
+            "--rampup-batch-size takes 3 values, and 4 words follow it, 1 2 3 4: leave out 4",
+        ),
+        ("--num-layers x", "argument --num-layers/--encoder-num-layers: invalid int value: 'x'"),
+        ("--num-layers", "argument --num-layers/--encoder-num-layers: expected one argument"),
+        ("--lr-decay-style stepwise", "argument --lr-decay-style: invalid choice: 'stepwise'"),
+        ("--optimizer sgd", "argument --optimizer: invalid choice: 'sgd'"),
+        ("--world-size 4", "--world-size 4 goes with --dry-run"),
+        ("--dry-run --world-size 0", "--world-size is 0"),
+        (
+            "--recipe 124n",
+            "--recipe 124n is unknown: pass one of demo, 124m, ... did you mean 124m",
+        ),
+        # The range of one value
+        *(
+            (f"{name} {n}", f"{name} is {n} ... : pass a number above 0")
+            for name in POSITIVE
+            for n in (0, -1)
+        ),
+        *((f"{name} -1", f"{name} is -1 ... : pass 0 or more") for name in NOT_NEGATIVE),
+        *(
+            (f"{name} {n}", f"{name} is {n}: pass a number from 0 to below 1")
+            for name in FRACTIONS
+            for n in (-0.1, 1.0)
+        ),
+        *((f"{name} inf", f"{name} is inf: pass a finite number") for name in FINITE),
+        ("--rotary-percent 1.5", "--rotary-percent is 1.5: pass a number above 0, and 1 at most"),
+        ("--lr-warmup-fraction 1.1", "--lr-warmup-fraction is 1.1: pass a number from 0 to 1"),
+        ("--seed -1", "--seed is -1: pass a number from 0 to 4294967295"),
+        (f"--seed {2**32}", "--seed is 4294967296: pass at most 4294967295"),
+        (f"--num-layers {10**20}", "--num-layers is a number of 21 digits: pass at most 4096"),
+        (f"--hidden-size {10**9}", "--hidden-size is 1000000000: pass at most 1048576"),
+        (f"--micro-batch-size {10**9}", "--micro-batch-size is 1000000000: pass at most"),
+        (
+            f"--global-batch-size 8 --rampup-batch-size 1 1 {10**30}",
+            "--rampup-batch-size is a number of 31 digits: pass at most",
+        ),
+        *(
+            (
+                f"--fp16-accumulation-chunk {chunk}",
+                f"--fp16-accumulation-chunk is {chunk}: pass a number from 1 to 65536",
+            )
+            for chunk in (-1, 0, 65537)
+        ),
+        *(
+            (f"--{name} ''", f"--{name} is empty: pass a directory")
+            for name in ("save", "load", "tensorboard-dir", "profile-dir")
+        ),
+        ("--pretrained-checkpoint ''", "--pretrained-checkpoint is empty"),
+        # The model
+        (
+            "--num-attention-heads 5",
+            "--hidden-size 32 is not divisible by --num-attention-heads 5: change one",
+        ),
+        (
+            "--group-query-attention --num-query-groups 3",
+            "--num-attention-heads 4 is not divisible by --num-query-groups 3",
+        ),
+        ("--swiglu --geglu", "--swiglu and --geglu exclude each other: pass one"),
+        ("--squared-relu --swiglu", "--swiglu and --squared-relu exclude each other"),
+        ("--qk-layernorm --normalization PlainLayerNorm", "--qk-layernorm is for LayerNorm and"),
+        ("--qk-layernorm-all-heads", "--qk-layernorm-all-heads needs --qk-layernorm"),
+        ("--residual-multiplier 0.5", "--residual-multiplier 0.5 would leave out the biases: pass"),
+        (
+            "--attention-multiplier 0.5",
+            "--attention-multiplier 0.5 is computed with rope of whole heads",
+        ),
+        (
+            "--kv-channels 6",
+            "--kv-channels is 6, ... kernels take multiples of 4: pass one, or --kernels torch",
+        ),
+        ("--hidden-size 24", "--kv-channels is 6, by default hidden size / attention heads"),
+        ("--position-embedding-type rope --kv-channels 7", "of a head of 7 is 7: change it"),
+        *(
+            (f"--window-size {text}", f"--window-size '{text}': pass LEFT,0")
+            for text in ("4", "4,1", "x,0")
+        ),
+        (
+            "--max-position-embeddings 15",
+            "--max-position-embeddings 15 is below --seq-length 16: raise",
+        ),
+        ("--padded-vocab-size 64", "--padded-vocab-size 64 is below --vocab-size 96"),
+        ("--position-embedding-type yarn --rotary-percent 0.5", "yarn turns whole heads"),
+        (
+            "--position-embedding-type yarn --use-rope-scaling",
+            "--use-rope-scaling and --position-embedding-type yarn scale the angles",
+        ),
+        (
+            "--position-embedding-type rope --use-rope-scaling --rope-dynamic-factor 2",
+            "--rope-dynamic-factor scale the angles of rope",
+        ),
+        (
+            "--position-embedding-type rope --rope-dynamic-factor -1",
+            "--rope-dynamic-factor is -1.0: pass a number above 0",
+        ),
+        (
+            "--position-embedding-type rope --rope-dynamic-factor 2 --kv-channels 2",
+            "needs at least 4 rotated elements of a head",
+        ),
+        (
+            "--position-embedding-type yarn --rotary-scaling-factor 4 --mscale -9",
+            "--mscale -9.0 and --mscale-all-dim 0.0 multiply",
+        ),
+        (
+            "--position-embedding-type yarn --yarn-beta-fast 1",
+            "--yarn-beta-fast 1.0 is not above --yarn-beta-slow 1.0",
+        ),
+        # Batches and the length of the run
+        ("--rampup-batch-size 1 1 8", "--rampup-batch-size needs --global-batch-size"),
+        *(
+            (
+                f"--rampup-batch-size {numbers} --global-batch-size 64",
+                f"--rampup-batch-size {message}",
+            )
+            for numbers, message in (
+                (
+                    "16 10 100",
+                    "16 10 100: --global-batch-size 64 minus start 16 is 48, not a multiple of the increment 10",
+                ),
+                ("128 8 100", "128 8 100: --global-batch-size 64 minus start 128 is -64"),
+                ("0 8 100", "0 8 100: start and increment must be at least 1"),
+                ("8 0 100", "8 0 100: start and increment must be at least 1"),
+                ("8 8 -1", "8 8 -1: ... samples at least 0"),
+            )
+        ),
+        (
+            f"--rampup-batch-size 1 1 100 --global-batch-size {2**24}",
+            "16777215 steps to --global-batch-size 16777216: pass an increment",
+        ),
+        *(
+            (f"--step-batch-size-schedule '{text}'", "the first step must begin at 0")
+            for text in ("", "5:4")
+        ),
+        *(
+            (f"--step-batch-size-schedule '{text}'", f"{text.split()[-1]} is not TOKENS:SIZE")
+            for text in ("0:4 5", "0:0", "0:4 1X:8")
+        ),
+        ("--step-batch-size-schedule '0:4 9:8 9:16'", "every step must begin"),
+        (
+            "--step-batch-size-schedule '0:4 9:8' --rampup-batch-size 1 1 1 --global-batch-size 8",
+            "exclude each other",
+        ),
+        (
+            "--step-batch-size-schedule '0:4 9:8' --global-batch-size 4",
+            "--global-batch-size 4 is not the last size",
+        ),
+        (
+            "--step-batch-size-schedule '0:3 1M:16'",
+            "--step-batch-size-schedule '0:3 1M:16': its batch size 3 is not",
+        ),
+        ("--train-samples 1", "--train-iters and --train-samples exclude each other"),
+        # The optimizer
+        ("--lr 1e-4 --min-lr 1e-3", "--min-lr 0.001 is above --lr 0.0001"),
+        ("--lr 1e-4 --lr-warmup-init 1e-3", "--lr-warmup-init 0.001 is above --lr 0.0001"),
+        ("--decoupled-lr 1e-5 --decoupled-min-lr 1e-4", "--decoupled-lr 1e-05 is below 0.0001"),
+        ("--decoupled-lr 1e-5 --min-lr 2e-5", "--decoupled-lr 1e-05 is below 2e-05"),
+        (
+            "--lr-decay-style WSD",
+            "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples",
+        ),
+        (
+            "--lr-decay-iters 5 --lr-decay-tokens 10",
+            "--lr-decay-iters and --lr-decay-tokens exclude each other",
+        ),
+        (
+            "--lr-warmup-iters 1 --lr-warmup-samples 1",
+            "--lr-warmup-iters and --lr-warmup-samples exclude",
+        ),
+        *(
+            (
+                f"--lr-{name}-samples 4",
+                "--lr-decay-samples and --lr-warmup-samples go with --train-samples",
+            )
+            for name in ("decay", "warmup")
+        ),
+        (
+            "--no-load-optim --use-checkpoint-opt-param-scheduler",
+            "goes with neither --no-load-lr-state",
+        ),
+        (
+            "--exp-avg-dtype bf16",
+            "--exp-avg-dtype bf16 needs --use-precision-aware-optimizer, as in Megatron-LM",
+        ),
+        (
+            "--exp-avg-sq-dtype fp8 --use-precision-aware-optimizer",
+            "--exp-avg-sq-dtype fp8: moments lie below the range of FP8, and the scale of each tensor that it needs is not supported: ",
+        ),
+        (
+            "--start-weight-decay 0.1",
+            "--start-weight-decay 0.1 has no effect with --weight-decay-incr-style",
+        ),
+        (
+            "--start-weight-decay 0.2 --end-weight-decay 0.1 --weight-decay-incr-style cosine",
+            "--end-weight-decay 0.1 is below --start-weight-decay 0.2",
+        ),
+        *(
+            (
+                f"--optimizer muon --muon-num-ns-steps {steps}",
+                f"--muon-num-ns-steps {steps}: ... : pass ",
+            )
+            for steps in (6, 9, 11)
+        ),
+        # Precision and kernels
+        ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
+        (
+            "--initial-loss-scale 4 --min-loss-scale 8",
+            "--min-loss-scale 8.0 is above --initial-loss-scale",
+        ),
+        (
+            "--fp16-accumulation-chunk 64",
+            "--fp16-accumulation-chunk 64 is for --fp16, and this run is fp32: pass",
+        ),
+        (
+            "--fp16-accumulation-chunk 64 --fp16 --kernels torch",
+            "--fp16-accumulation-chunk 64 is for the C++ kernels, and --kernels is torch: pass",
+        ),
+        (
+            "--fp32-matmul bf16x3 --bf16",
+            "--fp32-matmul bf16x3 is for FP32, and this run is bf16: leave it out",
+        ),
+        (
+            "--fp32-matmul bf16x3 --kernels torch",
+            "--fp32-matmul bf16x3 is for the C++ kernels, and --kernels is torch: pass",
+        ),
+        # Data, checkpoints and adapters
+        ("--vocab-file v", "--vocab-file is v and --merge-file is None: pass both or neither"),
+        ("--mock-data --data-path a", "--mock-data and --data-path exclude each other"),
+        (
+            "--mean-document-length 512",
+            "--mean-document-length 512 is for runs whose attention ends with a document: pass",
+        ),
+        ("--sft --mock-data", "--sft reads chats, and --mock-data are random tokens"),
+        (
+            "--sft --eod-mask-loss",
+            "--eod-mask-loss leaves out what follows the end of a text: leave one out",
+        ),
+        ("--ckpt-step 5", "--ckpt-step 5 needs --load"),
+        ("--load a --save a --finetune", "--finetune starts at iteration 0, and would replace"),
+        ("--load a --finetune --pretrained-checkpoint b", "exclude each other"),
+        *(
+            (f"--skip-samples={text}", "--skip-samples ... pass FIRST:END")
+            for text in ("5", ":7", "-1:5", "a:b", "1:2:3", "1:2,", "", "1.0:2", "٣:٥")
+        ),
+        *(
+            (f"--skip-samples {text}", "--skip-samples ... FIRST must be below END")
+            for text in ("7:5", "5:5", "0:2000000000000")
+        ),
+    ],
+    # The layout
+    on(10): [
+        (
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4",
+            "world size 10 ... --tensor-model-parallel-size 2 ... --pipeline-model-parallel-size 4 ... start 8 or 16 ranks",
+        ),
+        (
+            "--pipeline-model-parallel-size 5 --pipeline-split even",
+            "--num-layers 12 is not divisible by --pipeline-model-parallel-size 5",
+        ),
+    ],
+    on(3): [
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4", "start 8 ranks"),
+        (
+            "--global-batch-size 16",
+            "--global-batch-size 16 is not divisible by --micro-batch-size 1 x data-parallel size 3 = 3: use 15 or 18",
+        ),
+    ],
+    on(4): [
+        (
+            "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2",
+            "--num-query-groups 2 is not divisible by --tensor-model-parallel-size 4: change one of",
+        ),
+        (
+            "--num-attention-heads 6 --tensor-model-parallel-size 4",
+            "--num-attention-heads 6 is not divisible by --tensor-model-parallel-size 4",
+        ),
+        (
+            "--num-attention-heads 6 --context-parallel-size 4 --cp-comm-type a2a",
+            "6 is not divisible by ... --cp-comm-type a2a ... or pass --cp-comm-type p2p",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-split 9,4",
+            "--pipeline-split 9,4 has 2 stages and 13 layers, ... pass 2 numbers that sum to 12",
+        ),
+        ("--pipeline-model-parallel-size 2 --pipeline-split 4,4,4", "has 3 stages and 12 layers"),
+    ],
+    on(26): [
+        (
+            "--pipeline-model-parallel-size 13",
+            "--num-layers 12 is below --pipeline-model-parallel-size 13",
+        ),
+    ],
+    on(2): [
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 1023",
+            "--seq-length 1023 is not divisible by --tensor-model-parallel-size 2, into which "
+            "--sequence-parallel cuts it: change one, or leave the flag out",
+        ),
+        (
+            "--micro-batch-size 2 --global-batch-size 7",
+            "--global-batch-size 7 is not divisible by --micro-batch-size 2 x data-parallel size 2 = 4: use 4 or 8",
+        ),
+        (
+            "--micro-batch-size 2 --global-batch-size 16 --rampup-batch-size 2 2 100",
+            "--rampup-batch-size 2 2 100: its batch size 2 is not divisible by ... = 4: pass ... multiples of 4",
+        ),
+        (
+            "--micro-batch-size 2 --global-batch-size 16 --rampup-batch-size 4 6 100",
+            "--rampup-batch-size 4 6 100: its batch size 10 is not divisible",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --normalization RMSNorm --qk-layernorm --qk-layernorm-all-heads",
+            "--qk-layernorm-all-heads needs whole heads on a rank",
+        ),
+        (
+            "--context-parallel-size 2 --cp-comm-type a2a --normalization RMSNorm --qk-layernorm --qk-layernorm-all-heads",
+            "--cp-comm-type a2a leaves ... all of them: pass --cp-comm-type p2p",
+        ),
+        (
+            "--context-parallel-size 2 --cp-comm-type ring",
+            "--cp-comm-type ring: pass p2p, allgather, a2a or a2a+p2p",
+        ),
+        (
+            "--context-parallel-size 2 --cp-comm-type a2a a2a a2a",
+            "--cp-comm-type has 3 values: pass one, or one for each of --num-layers 12",
+        ),
+        (
+            "--lora-rank 4 --pretrained-checkpoint base --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
+            "--lora-rank 4 is not supported with --tp-comm-overlap",
+        ),
+    ],
+    f"{on(2)} --pipeline-model-parallel-size 2": [
+        (
+            "--recompute-part-layers 1 0",
+            "--recompute-part-layers 1 0 needs --recompute-granularity full, and it is None",
+        ),
+        (
+            "--recompute-granularity full --recompute-part-layers 1 -1",
+            "--recompute-part-layers 1 -1: pass 0 or more",
+        ),
+        (
+            "--recompute-granularity full --recompute-part-layers 1 1 --recompute-method block",
+            "--recompute-method block",
+        ),
+        (
+            "--recompute-granularity full --recompute-part-layers 1 1 1",
+            "has 3 numbers ... makes 2 parts: pass 2",
+        ),
+        (
+            "--pipeline-schedule auto --num-virtual-stages-per-pipeline-rank 2",
+            "rank 2 is for --pipeline-schedule interleaved and zb-h1, not auto",
+        ),
+        (
+            "--pipeline-schedule auto --zero-bubble-max-pending-backward 3",
+            "--zero-bubble-max-pending-backward 3 is for --pipeline-schedule zb-h1 and zbv, not auto",
+        ),
+    ],
+    on(1): [
+        (
+            "--zero-stage 1 --overlap-param-gather",
+            "--overlap-param-gather needs --overlap-grad-reduce: pass both",
+        ),
+        (
+            "--overlap-param-gather --overlap-grad-reduce",
+            "needs --use-distributed-optimizer, and --zero-stage is 0",
+        ),
+        (
+            "--recompute-auto --recompute-granularity full",
+            "--recompute-auto and --recompute-granularity full exclude",
+        ),
+        ("--abft=-1", "--abft -1: pass numbers of layers, from 0, or all"),
+        ("--abft 0 12", "--abft 12: the model has layers 0 to 11: pass some of them, or all"),
+        ("--abft all --kernels torch", "--abft is for the C++ kernels"),
+        ("--abft all --fp16 --fp16-accumulation-chunk 64", "--abft is for the C++ kernels"),
+    ],
+    "--recipe 124m --train-samples 8 --micro-batch-size 1": [
+        (f"--lr-{name}-iters 4", "--train-samples goes with --lr-decay-samples")
+        for name in ("decay", "warmup")
+    ],
+    # Experts
+    EXPERTS: [
+        ("--moe-layer-freq 0", "--moe-layer-freq '0': pass a number above 0, or a list of 0 and 1"),
+        (
+            "--moe-layer-freq \"__import__('os')\"",
+            "pass a number above 0, or a list of 0 and 1",
+        ),
+        ("--moe-layer-freq [1]*10**9", "pass a number above 0, or a list of 0 and 1"),
+        (
+            "--moe-layer-freq [0,1,1]",
+            "--moe-layer-freq [0,1,1] has 3 layers, and --num-layers is 2",
+        ),
+        ("--moe-layer-freq [0]*2", "has no layer with experts"),
+        ("--moe-router-topk 9", "--moe-router-topk 9 is above --num-experts 8"),
+        ("--moe-router-topk 1", "--moe-router-topk 1 needs --moe-router-pre-softmax"),
+        (
+            "--moe-router-enable-expert-bias",
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid",
+        ),
+        *(
+            (
+                f"--moe-router-num-groups {groups}",
+                f"--moe-router-num-groups is {groups} and --moe-router-group-topk is None: pass both",
+            )
+            for groups in (4, 3)  # 3 divides no 8 experts, either
+        ),
+        (
+            "--moe-router-num-groups 3 --moe-router-group-topk 2 --moe-router-topk 4",
+            "--num-experts 8 is not divisible by --moe-router-num-groups 3",
+        ),
+        (
+            "--moe-router-load-balancing-type global_aux_loss",
+            "--moe-router-load-balancing-type global_aux_loss is not supported",
+        ),
+        (
+            "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+            "sinkhorn excludes other types",
+        ),
+        ("--moe-aux-loss-coeff 0.1 0.2", "has 1 words and --moe-aux-loss-coeff 2 numbers"),
+        (
+            "--moe-shared-expert-gate",
+            "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size",
+        ),
+    ],
+    EXPERTS_WITH_BIASES: [
+        ("", "--num-experts supports only experts without biases: pass --disable-bias-linear"),
+    ],
+    f"{EXPERTS} --dry-run --world-size 4 --global-batch-size 8": [
+        (
+            "--expert-model-parallel-size 2 --tensor-model-parallel-size 2",
+            "--expert-model-parallel-size 2 with --tensor-model-parallel-size 2 needs --sequence-parallel",
+        ),
+        (
+            "--expert-tensor-parallel-size 2",
+            "--expert-tensor-parallel-size 2 is not supported: pass 1, or --tensor-model-parallel",
+        ),
+        (
+            "--expert-model-parallel-size 3",
+            "--num-experts 8 is not divisible by --expert-model-parallel-size 3",
+        ),
+        (
+            "--expert-model-parallel-size 8",
+            "is 8 ranks for all experts, which do not divide data-parallel size 4 x tensor-parallel ",
+        ),
+    ],
+    f"{on(4)} --expert-model-parallel-size 2": [
+        ("", "--expert-model-parallel-size 2 needs --num-experts: leave it out"),
+    ],
+    # Adapters
+    LORA: [
+        (
+            "--lora-rank 40",
+            "--lora-rank 40 is larger than the smaller side of q_proj, 32 x 32: lower it to 32 or less",
+        ),
+        ("--lora-target q_proj,c_attn", "--lora-target c_attn is not known"),
+        ("--lora-target q_proj,linear_qkv", "linear_qkv holds q_proj"),
+        ("--abft all", "--lora-rank 4 is not supported with --abft"),
+    ],
+    f"{EXPERTS} {LORA}": [
+        (
+            "--lora-dropout 0.1",
+            "--lora-dropout 0.1: adapters of experts have no dropout, as in peft: pass 0, or "
+            "--lora-target q_proj,k_proj,v_proj,o_proj",
+        ),
+        (
+            "--lora-rank 20 --lora-target up_proj --moe-shared-expert-intermediate-size 16",
+            "--lora-rank 20 is larger than the smaller side of up_proj, 16 x 32: lower it to 16 or less",
+        ),
+    ],
+}
 
 PREDICT = (
     "predict --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1 "
     "--global-batch-size 1024 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --checkpoint-activations "
     "--machine a64fx --ghz 2.0 --software torch1.10 --nodes 16 --ranks-per-node 1"
 )
-PLAN, SMALL_PLAN, TABLES, LOG, RENDER = (
-    "plan --recipe 30b --nodes 384",
-    "plan --recipe 124m --nodes 1",
-    "tables",
-    "log --ranks",
-    "job render --recipe 124m --nodes",
-)
-SHARED = (
+CONTEXT_PARALLEL = (
     "predict --recipe llama-3.1-8b --global-batch-size 4 --micro-batch-size 1 --nodes 64 --ranks-per-node 1 "
     "--context-parallel-size"
 )
-MISTAKES = [
-    (SHARED, "3", "1 x --pipeline-model-parallel-size 1 x --context-parallel-size 3 = 3"),
-    (
-        SHARED,
-        "4 --seq-length 8190",
-        "--seq-length 8190 is not divisible by 8, two parts for each of --context-parallel-size 4",
-    ),
-    (
-        SHARED,
-        "8 --tensor-model-parallel-size 8 --cp-comm-type a2a",
-        "--num-attention-heads 32 is not divisible by --tensor-model-",
-    ),
-    (SHARED, "16 --cp-comm-type ring", "--cp-comm-type ring: pass p2p, allgather, a2a or a2a+p2p"),
-    (
-        SHARED,
-        "16 --cp-comm-type p2p a2a",
-        "--cp-comm-type has 2 values: pass one, or one for each of --num-layers 32",
-    ),
-    ("plam --nodes 1", "", "command plam is unknown: did you mean plan?"),
-    ("plan --recipe 30b", "", "--nodes"),
-    ("plan --recipe 30b --nodes 1", "", "no layout runs"),
-    (PLAN, "--against torch1.10", "--against goes with"),
-    (PLAN, "--train-tokens 0", "--train-tokens is 0"),
-    (PLAN, "--train-tokens inf", "--train-tokens is inf"),
-    (SMALL_PLAN, "--against torch1 --explain", "--against torch1 is unknown"),
-    (
-        SMALL_PLAN,
-        "--against torch1.10 --explain --pipeline-split 12",
-        "--pipeline-split 12: torch1.10 cuts",
-    ),
-    (
-        "plan --recipe demo --nodes 1",
-        "--machine epyc-2core --software megatron-a100",
-        "more ranks than a node",
-    ),
-    (
-        "plan --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --nodes 2",
-        "",
-        "--global-batch-size is missing: pass it",
-    ),
-    (PREDICT, "--machine a64", "did you mean a64fx"),
-    (PREDICT, "--software torch", "--software torch is unknown"),
-    (PREDICT, "--softwear x", "unknown flag --softwear: did you mean --software"),
-    (PREDICT, "--ghz 3", "--ghz 3.0 is not a clock"),
-    (
-        PREDICT,
-        "--tensor-model-parallel-size 3",
-        "world size 16 is not divisible by --tensor-model-parallel-size 3 x --pipeline-"
-        "model-parallel-size 1 = 3: pass --tensor- x --pipeline-model-parallel-size 4 x 1, 2 x 1 or 4 x 2, which fit on these nodes "
-        "(plan finds the fastest), or start 15 or 18 ranks",
-    ),
-    (
-        PREDICT,
-        "--pipeline-model-parallel-size 32",
-        "= 32: pass --tensor- x --pipeline-model-parallel-size 1 x 8, 1 x 4 or 2 x 8, ",
-    ),
-    (
-        PREDICT,
-        "--nodes 3",
-        "data-parallel size 3 = 3: pass --tensor- x --pipeline-model-parallel-size 1 x 3, which fit on",
-    ),
-    (PREDICT, "--global-batch-size 100", "--global-batch-size 100 is not"),
-    (PREDICT, "--nodes 0", "--nodes is 0"),
-    (PREDICT, "--world-size 8", "--world-size 8 is not --nodes 16 x"),
-    (PREDICT, "--hidden-size 2047", "not divisible by"),
-    (
-        PREDICT,
-        "--pipeline-split 20,4 --pipeline-model-parallel-size 2",
-        "--pipeline-split 20,4: torch1.10 cuts layers evenly",
-    ),
-    (
-        PREDICT,
-        "--pipeline-model-parallel-size 16",
-        "and torch1.10 cuts layers evenly: change one of them",
-    ),
-    (PREDICT, "--ranks-per-node 100", "pass 1 to 48"),
-    (TABLES, "--document 003", "--document 003 is unknown: pass 000 or 001 or 002 or 004 or 005"),
-    (TABLES, "--markdwon", "unknown flag --markdwon: did you mean --markdown?"),
-    (LOG, "no.jsonl", "no.jsonl: cannot be read"),
-    (LOG, "LOG", "line 1: not a record of --log-ranks"),
-    (LOG, "LOG --csv x.csv", "--ranks writes no CSV file"),
-    (LOG, "LOG LOG --png x.png", "--png x.png draws the ranks of one file, and there are 2"),
-    (RENDER, "1000000000000", "--nodes 1000000000000: no resource group accepts this number"),
-    (RENDER, "0", "--nodes 0: no resource group"),
-    (RENDER, "-12", "--nodes -12: no resource group"),
-    (RENDER, "12 --name ''", "--name '': use letters"),
-    (RENDER, "12 --name 'a b'", "--name 'a b': use letters"),
-    (RENDER, '12 -g "a\'b"', '--group "a\'b": use letters'),
-    (RENDER, "12 -g ''", "--group '': use letters"),
-    (RENDER, "12 --volumes '/vol0004;ls'", "--volumes '/vol0004;ls': pass volumes"),
-    (RENDER, "12 --volumes ''", "--volumes '': pass volumes"),
-    (RENDER, "12 --elapse " + "9" * 5000, "write HH:MM:SS"),
-    ("calibrate", "--output host.txt", "ends in .json"),
-    ("calibrate", "--output nowhere/host.json", "is not a directory"),
-]
+# Words of a command -> rows of (further words, the line that refuses them)
+COMMANDS = {
+    "": [
+        ("tran", "command tran is unknown: did you mean train?"),
+        ("quux", "command quux is unknown: pass train or vocabulary or preprocess or "),
+        ("--recipe demo", "command --recipe is unknown: pass train or "),
+        (
+            "train --num-layer 2",
+            "fugaku-megatron train: unknown flag --num-layer: did you mean --num-layers?",
+        ),
+        ("train", "fugaku-megatron train: --num-layers, --hidden-size, "),
+        ("generate --load x", "fugaku-megatron generate: nothing to continue: pass --prompt TEXT"),
+        ("job plan --recipe demo", "fugaku-megatron job plan: --nodes is missing"),
+        ("plam --nodes 1", "command plam is unknown: did you mean plan?"),
+        ("plan --recipe 30b", "--nodes"),
+        ("plan --recipe 30b --nodes 1", "no layout runs"),
+        (
+            "plan --recipe demo --nodes 1 --machine epyc-2core --software megatron-a100",
+            "more ranks than a node",
+        ),
+        (
+            "plan --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --nodes 2",
+            "--global-batch-size is missing: pass it",
+        ),
+    ],
+    CONTEXT_PARALLEL: [
+        ("3", "1 x --pipeline-model-parallel-size 1 x --context-parallel-size 3 = 3"),
+        (
+            "4 --seq-length 8190",
+            "--seq-length 8190 is not divisible by 8, two parts for each of --context-parallel-size 4",
+        ),
+        (
+            "8 --tensor-model-parallel-size 8 --cp-comm-type a2a",
+            "--num-attention-heads 32 is not divisible by --tensor-model-",
+        ),
+        ("16 --cp-comm-type ring", "--cp-comm-type ring: pass p2p, allgather, a2a or a2a+p2p"),
+        (
+            "16 --cp-comm-type p2p a2a",
+            "--cp-comm-type has 2 values: pass one, or one for each of --num-layers 32",
+        ),
+    ],
+    "plan --recipe 30b --nodes 384": [
+        ("--against torch1.10", "--against goes with"),
+        ("--train-tokens 0", "--train-tokens is 0"),
+        ("--train-tokens inf", "--train-tokens is inf"),
+    ],
+    "plan --recipe 124m --nodes 1": [
+        ("--against torch1 --explain", "--against torch1 is unknown"),
+        (
+            "--against torch1.10 --explain --pipeline-split 12",
+            "--pipeline-split 12: torch1.10 cuts",
+        ),
+    ],
+    PREDICT: [
+        ("--machine a64", "did you mean a64fx"),
+        ("--software torch", "--software torch is unknown"),
+        ("--softwear x", "unknown flag --softwear: did you mean --software"),
+        ("--ghz 3", "--ghz 3.0 is not a clock"),
+        (
+            "--tensor-model-parallel-size 3",
+            "world size 16 is not divisible by --tensor-model-parallel-size 3 x "
+            "--pipeline-model-parallel-size 1 = 3: pass --tensor- x --pipeline-model-parallel-size 4 x 1, 2 x 1 or 4 x 2, "
+            "which fit on these nodes (plan finds the fastest), or start 15 or 18 ranks",
+        ),
+        (
+            "--pipeline-model-parallel-size 32",
+            "= 32: pass --tensor- x --pipeline-model-parallel-size 1 x 8, 1 x 4 or 2 x 8, ",
+        ),
+        (
+            "--nodes 3",
+            "data-parallel size 3 = 3: pass --tensor- x --pipeline-model-parallel-size 1 x 3, which fit on",
+        ),
+        ("--global-batch-size 100", "--global-batch-size 100 is not"),
+        ("--nodes 0", "--nodes is 0"),
+        ("--world-size 8", "--world-size 8 is not --nodes 16 x"),
+        ("--hidden-size 2047", "not divisible by"),
+        (
+            "--pipeline-split 20,4 --pipeline-model-parallel-size 2",
+            "--pipeline-split 20,4: torch1.10 cuts layers evenly",
+        ),
+        (
+            "--pipeline-model-parallel-size 16",
+            "and torch1.10 cuts layers evenly: change one of them",
+        ),
+        ("--ranks-per-node 100", "pass 1 to 48"),
+    ],
+    "tables": [
+        ("--document 003", "--document 003 is unknown: pass 000 or 001 or 002 or 004 or 005"),
+        ("--markdwon", "unknown flag --markdwon: did you mean --markdown?"),
+    ],
+    "log --ranks": [
+        ("no.jsonl", "no.jsonl: cannot be read"),
+        ("LOG", "line 1: not a record of --log-ranks"),
+        ("LOG --csv x.csv", "--ranks writes no CSV file"),
+        ("LOG LOG --png x.png", "--png x.png draws the ranks of one file, and there are 2"),
+    ],
+    "job render --recipe 124m --nodes": [
+        ("1000000000000", "--nodes 1000000000000: no resource group accepts this number"),
+        ("0", "--nodes 0: no resource group"),
+        ("-12", "--nodes -12: no resource group"),
+        ("12 --name ''", "--name '': use letters"),
+        ("12 --name 'a b'", "--name 'a b': use letters"),
+        ('12 -g "a\'b"', '--group "a\'b": use letters'),
+        ("12 -g ''", "--group '': use letters"),
+        ("12 --volumes '/vol0004;ls'", "--volumes '/vol0004;ls': pass volumes"),
+        ("12 --volumes ''", "--volumes '': pass volumes"),
+        ("12 --elapse " + "9" * 5000, "write HH:MM:SS"),
+    ],
+    "calibrate": [
+        ("--output host.txt", "ends in .json"),
+        ("--output nowhere/host.json", "is not a directory"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("command", "mistake", "message"), MISTAKES, ids=lambda value: value[:40])
-def test_a_mistake_is_one_line(command, mistake, message, tmp_path, capsys, monkeypatch):
+def rows(table: dict[str, list[tuple[str, str]]]) -> list[Any]:
+    return [
+        pytest.param(start, words, line, id=words[:60])
+        for start, mistakes in table.items()
+        for words, line in mistakes
+    ]
+
+
+def matches(line: str, expected: str) -> bool:
+    return "\n" not in line and all(part in line for part in expected.split(" ... "))
+
+
+@pytest.mark.parametrize(("run", "words", "line"), rows(FLAGS))
+def test_wrong_flags_of_a_run_are_refused(run, words, line):
+    with pytest.raises(ValueError) as refused:
+        arguments = interpret(vars(PARSER.parse_args(shlex.split(f"{run} {words}"))))
+        Plan.of(arguments.run, arguments.world_size or 1)
+    assert matches(str(refused.value), line)
+
+
+CHOICES = """
+zero_stage lr_decay_style lr_wsd_decay_style weight_decay_incr_style recompute_granularity recompute_method fp32_matmul
+""".split()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        *((name, "stepwise", "is stepwise: pass ") for name in CHOICES),
+        ("rampup_batch_size", (1, 2), ".*pass three"),
+    ],
+)
+def test_keywords_have_the_rules_of_the_parser(name, value, message):
+    with pytest.raises(ValueError, match=f"^{flag(name)} {message}"):
+        make_run("demo", {name: value})
+
+
+@pytest.mark.parametrize(("command", "words", "line"), rows(COMMANDS))
+def test_wrong_words_of_a_command_end_it(command, words, line, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "LOG").write_text(" iteration 1/ 2 | lm loss: 1.0 |\n")
-    assert program.main(shlex.split(f"{command} {mistake}")) == 2
+    assert program.main(shlex.split(f"{command} {words}")) == 2
     out, err = capsys.readouterr()
-    assert out == "" and message in err and err.count("\n") == 1 and "Traceback" not in err
+    assert out == "" and err.endswith("\n") and matches(err.removesuffix("\n"), line)
