@@ -257,11 +257,11 @@ def requested(script: Script, group: str | None, files: bool) -> Request:
         bool(node),
         f'line {line}: the script requests no nodes: add #PJM -L "node=XxYxZ:torus"',
     )
-    check(
-        NODES.fullmatch(node) is not None,
-        f"line {line}: node={node}: write a number or XxYxZ, optionally followed by :torus:strict-io, "
-        ":torus, :mesh or :noncont",
-    )
+    if not NODES.fullmatch(node):
+        raise ValueError(
+            f"line {line}: node={node}: write a number or XxYxZ, optionally followed by :torus:strict-io, "
+            ":torus, :mesh or :noncont"
+        )
     sizes = tuple(map(int, node.split(":")[0].split("x")))
     nodes = math.prod(sizes)
     check(
