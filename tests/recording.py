@@ -15,6 +15,7 @@ from typing import Any
 
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.grid import Groups, subgroup
+from fugaku_megatron.host.observed import NONBLOCKING, Observed
 
 # verb -> the place of the tensor whose bytes count among its arguments
 TENSOR = {
@@ -29,7 +30,7 @@ TENSOR = {
 OBJECTS = ("barrier", "broadcast_object", "gather_object", "all_gather_object")
 
 
-class RecordingComm:
+class RecordingComm(Observed):
     """The communicator `inner`, as a `comm.base.Comm`, with a log of (group name, verb, bytes) in call order.
 
     Communicators split from it share the log.
@@ -38,9 +39,9 @@ class RecordingComm:
     def __init__(
         self, inner: Comm, name: str = "world", log: list[tuple[str, str, int]] | None = None
     ) -> None:
-        self.inner, self.name = inner, name
+        super().__init__(inner, (*TENSOR, *OBJECTS, *NONBLOCKING), self._record)
+        self.name = name
         self.log = [] if log is None else log
-        self.rank, self.size, self.inside_node = inner.rank, inner.size, inner.inside_node
 
     @property
     def records(self) -> list[tuple[str, int]]:
@@ -55,31 +56,18 @@ class RecordingComm:
             totals[name, verb] = calls + 1, payload + size
         return totals
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a verb that counts its calls."""
-        function, verb = (
-            getattr(self.inner, name),
-            name if name in TENSOR or name in OBJECTS else name.removeprefix("i"),
-        )
-        if verb not in TENSOR and verb not in OBJECTS:
-            raise AttributeError(name)
-
-        def counted(*arguments: Any, **more: Any) -> Any:
-            payload = arguments[TENSOR[verb]].nbytes if verb in TENSOR else 0
-            self.log.append((self.name, verb, payload))
-            return function(*arguments, **more)
-
-        return counted
+    def _record(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        verb = name.removeprefix("i") if name in NONBLOCKING else name
+        payload = args[TENSOR[verb]].nbytes if verb in TENSOR else 0
+        self.log.append((self.name, verb, payload))
+        return function(*args, **kwargs)
 
     def subgroup(self, ranks: Sequence[int]) -> RecordingComm:
         """Return `comm.grid.subgroup` of the inner communicator, recorded under "<name>/subgroup"."""
-        return RecordingComm(subgroup(self.inner, ranks), f"{self.name}/subgroup", self.log)
+        return RecordingComm(subgroup(self._inner, ranks), f"{self.name}/subgroup", self.log)
 
     def split(self, color: int, key: int) -> RecordingComm:
-        return RecordingComm(self.inner.split(color, key), f"{self.name}/split", self.log)
-
-    def abort(self, code: int = 1) -> None:
-        self.inner.abort(code)
+        return RecordingComm(self._inner.split(color, key), f"{self.name}/split", self.log)
 
 
 def record(groups: Groups) -> Groups:

@@ -77,17 +77,16 @@ COLUMNS: tuple[Column, ...] = (
 
 
 class Observed:
-    """`inner` with calls of `names` passed to `observe`, except one-rank communicators."""
+    """`inner` with calls of `names` passed to `observe`."""
 
     def __init__(self, inner: Any, names: tuple[str, ...], observe: Observer) -> None:
         self._inner = inner
         self._names = names
         self._observe = observe
-        self._silent = getattr(inner, "size", 2) == 1
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)
-        if name not in self._names or self._silent:
+        if name not in self._names:
             return value
         return lambda *args, **kwargs: self._observe(name, value, args, kwargs)
 
@@ -102,11 +101,12 @@ def observe_wait(name: str, result: Any, observe: Observer) -> Any:
 
 
 def observe_groups(groups: Groups, observer: Callable[[str], Observer]) -> Groups:
-    """Return the groups, observed. observer: returns the observer for a group's name"""
-    names = [field.name for field in fields(groups)]
-    return Groups(
-        **{name: Observed(getattr(groups, name), VERBS, observer(name)) for name in names}
-    )
+    """Return the groups, observed unless they have one rank. observer: returns the observer for a group's name"""
+    named = {field.name: getattr(groups, field.name) for field in fields(groups)}
+    observed = {
+        name: Observed(comm, VERBS, observer(name)) for name, comm in named.items() if comm.size > 1
+    }
+    return replace(groups, **observed)
 
 
 class Phases:

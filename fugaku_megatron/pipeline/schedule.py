@@ -8,7 +8,7 @@ F, B, I and W are forward, backward, and backward's halves: input gradient and w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pkgutil import resolve_name
@@ -31,7 +31,7 @@ from .instructions import (
     Instruction,
 )
 from .placement import Placement, placement_of
-from .schedule_names import FORWARD_ONLY, LOOP, row
+from .schedule_names import FORWARD_ONLY, row
 
 STEADY_ROUNDS = 3  # times the micro-batches in flight of all model chunks, then a list is periodic
 
@@ -52,58 +52,49 @@ class Executor(Protocol):
 # Lists ----------------------------------------------------------------------------------------------------------------------------
 
 
-def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Instruction]:
+def one_f_one_b(schedule: Schedule, stage: int) -> list[Instruction]:
     """Return one stage's 1F1B list: fill with forwards, alternate, drain. At most `stages - stage` micro-batches are in flight.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", figure 4 (2021).
     """
-    forwards = [Instruction(FORWARD, m) for m in range(microbatches)]
-    backwards = [Instruction(BACKWARD, m) for m in range(microbatches)]
-    return with_messages(
-        Placement(stages), stage, _alternate(forwards, backwards, stages - stage - 1)
-    )
+    forwards = [Instruction(FORWARD, m) for m in range(schedule.microbatches)]
+    backwards = [Instruction(BACKWARD, m) for m in range(schedule.microbatches)]
+    fill = schedule.placement.stages - stage - 1
+    return with_messages(schedule.placement, stage, _alternate(forwards, backwards, fill))
 
 
-def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> list[Instruction]:
-    """Return one stage's interleaved 1F1B list, with 1 / `chunks` of 1F1B's bubble.
+def interleaved(schedule: Schedule, stage: int) -> list[Instruction]:
+    """Return one stage's interleaved 1F1B list, with 1 / chunks of 1F1B's bubble.
 
     Surplus micro-batches are dropped from a padded list. Source: Narayanan et al. (2021), figure 4, bottom.
     """
-    placement = Placement(stages, chunks)
-    padded = -(-microbatches // stages) * stages
-    order = [Instruction(FORWARD, m, c) for m, c in _forward_order(placement, stage, padded)]
+    stages = schedule.placement.stages
+    chunks = schedule.placement.model_chunks
+    padded = -(-schedule.microbatches // stages) * stages
+    order = _forwards(schedule.placement, stage, padded)
     # Backwards run in the same order from the last chunk to the first.
     back = [Instruction(BACKWARD, i.microbatch, chunks - 1 - i.model_chunk) for i in order]
     both = _alternate(order, back, 2 * (stages - stage - 1) + (chunks - 1) * stages)
-    return with_messages(placement, stage, [i for i in both if i.microbatch < microbatches])
+    kept = [i for i in both if i.microbatch < schedule.microbatches]
+    return with_messages(schedule.placement, stage, kept)
 
 
-def split_backward(
-    placement: Placement,
-    stage: int,
-    microbatches: int,
-    costs: VirtualStageCosts = (),
-    compared: VirtualStageCosts = (),
-    pending: int | None = None,
-) -> list[Instruction]:
+def split_backward(schedule: Schedule, stage: int) -> list[Instruction]:
     """Return one stage's Zero Bubble H1 list (a third of 1F1B's bubble) or, with a V placement, ZB-V (almost no bubble).
 
-    costs: for F, I and W per virtual stage; empty: all alike. compared: see `zero_bubble.lists`.
-    pending: micro-batches between F and W per model chunk; default: one per stage. H1 with twice as many is ZB-H2, without a bubble.
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", sections 2 and 6 (2023).
     """
-    limit = placement.model_chunks * (pending or placement.stages)
-    return with_messages(
-        placement, stage, zero_bubble.lists(placement, microbatches, limit, costs, compared)[stage]
+    placement = schedule.placement
+    limit = placement.model_chunks * (schedule.pending or placement.stages)
+    lists = zero_bubble.lists(
+        placement, schedule.microbatches, limit, schedule.costs, schedule.compared
     )
+    return with_messages(placement, stage, lists[stage])
 
 
-def forward_only(
-    stage: int, stages: int, microbatches: int, chunks: int = 1, kind: str = LOOP
-) -> list[Instruction]:
-    placement = Placement(stages, chunks, kind)
-    order = _forward_order(placement, stage, microbatches)
-    return with_messages(placement, stage, [Instruction(FORWARD, m, c) for m, c in order])
+def forward_only(schedule: Schedule, stage: int) -> list[Instruction]:
+    placement = schedule.placement
+    return with_messages(placement, stage, _forwards(placement, stage, schedule.microbatches))
 
 
 def _alternate(
@@ -118,11 +109,16 @@ def _alternate(
     ]
 
 
-def _forward_order(placement: Placement, stage: int, microbatches: int) -> list[tuple[int, int]]:
-    """Return (micro-batch, model chunk) for a stage's forwards, ordered by slot."""
-    both = [(m, c) for m in range(microbatches) for c in range(placement.model_chunks)]
+def _forwards(placement: Placement, stage: int, microbatches: int) -> list[Instruction]:
+    """Return a stage's forwards, ordered by slot."""
+
+    def slot(forward: Instruction) -> int:
+        virtual_stage = placement.virtual_stage(stage, forward.model_chunk)
+        return placement.forward_slot(forward.microbatch, virtual_stage)
+
+    chunks = range(placement.model_chunks)
     return sorted(
-        both, key=lambda i: placement.forward_slot(i[0], placement.virtual_stage(stage, i[1]))
+        (Instruction(FORWARD, m, c) for m in range(microbatches) for c in chunks), key=slot
     )
 
 
@@ -156,7 +152,8 @@ def with_messages(
 class Schedule:
     """Instruction lists for all stages in an iteration. name: in `SCHEDULES`, or FORWARD_ONLY.
 
-    costs, compared, pending: see `split_backward`.
+    costs: for F, I and W per virtual stage, if backward is split; empty: all alike. compared: see `zero_bubble.lists`.
+    pending: micro-batches between F and W per model chunk; default: one per stage. H1 with twice as many is ZB-H2, without a bubble.
     """
 
     name: str
@@ -174,7 +171,8 @@ class Schedule:
         return replace(self, name=FORWARD_ONLY)
 
     def instructions(self, stage: int) -> list[Instruction]:
-        return _lists(row(self.name).lists)(self, stage)
+        made: list[Instruction] = resolve_name(row(self.name).lists)(self, stage)
+        return made
 
     def shortened(self) -> Schedule:
         """Return the schedule with the fewest micro-batches that reach the steady state."""
@@ -198,37 +196,6 @@ class Schedule:
         return _send_queue(self, stage)
 
 
-@lru_cache
-def _lists(path: str) -> Callable[[Schedule, int], list[Instruction]]:
-    found: Callable[[Schedule, int], list[Instruction]] = resolve_name(path)
-    return found
-
-
-def one_f_one_b_of(schedule: Schedule, stage: int) -> list[Instruction]:
-    return one_f_one_b(stage, schedule.placement.stages, schedule.microbatches)
-
-
-def interleaved_of(schedule: Schedule, stage: int) -> list[Instruction]:
-    place = schedule.placement
-    return interleaved(stage, place.stages, place.model_chunks, schedule.microbatches)
-
-
-def split_backward_of(schedule: Schedule, stage: int) -> list[Instruction]:
-    return split_backward(
-        schedule.placement,
-        stage,
-        schedule.microbatches,
-        schedule.costs,
-        schedule.compared,
-        schedule.pending,
-    )
-
-
-def forward_only_of(schedule: Schedule, stage: int) -> list[Instruction]:
-    place = schedule.placement
-    return forward_only(stage, place.stages, schedule.microbatches, place.model_chunks, place.kind)
-
-
 @lru_cache(maxsize=8)  # needed in every iteration, from the lists of all neighbours
 def _send_queue(schedule: Schedule, stage: int) -> int:
     here = schedule.instructions(stage)
@@ -249,7 +216,9 @@ def _send_queue(schedule: Schedule, stage: int) -> int:
         received[other] = max(received[other], place)
         while queue and queue[0][1] < received[queue[0][0]]:
             queue.popleft()
-    return min(most, schedule.placement.virtual_stages) if schedule.name == FORWARD_ONLY else most
+    if row(schedule.name).has_backward:
+        return most
+    return min(most, schedule.placement.virtual_stages)
 
 
 def _positions(schedule: Schedule, stage: int) -> dict[tuple[int, int], int]:

@@ -19,7 +19,11 @@ class ScheduleRow:
     splits_backward: I and W are instructions of their own
     receives_ahead: receives of each kind that a stage posts ahead against deadlock; one suffices, except for schedules made for
         virtual stages of different costs
-    is_1f1b: the lists are in 1F1B's order, for which the planner has formulas
+    has_backward: a stage's neighbours answer, so that it knows when its sends are complete
+    is_1f1b: the lists are in 1F1B's order, with the least memory; the planner has formulas for it and models every layout with it first
+    feature: name in `config.features`, without which software lacks the schedule
+    tried_chunks, tried_chunks_if_few: model chunks per stage to try in a search; more if there are few micro-batches, because the
+        bubble is small otherwise
     short: name in the planner's table
     """
 
@@ -29,7 +33,11 @@ class ScheduleRow:
     kind: str = LOOP
     splits_backward: bool = False
     receives_ahead: int = 1
+    has_backward: bool = True
     is_1f1b: bool = False
+    feature: str | None = None
+    tried_chunks: tuple[int, ...] = ()
+    tried_chunks_if_few: tuple[int, ...] = ()
     short: str | None = None
 
 
@@ -38,26 +46,40 @@ ONE_F_ONE_B = "1f1b"
 INTERLEAVED = "interleaved"
 ZB_H1 = "zb-h1"
 ZBV = "zbv"
+ZERO_BUBBLE_RECEIVES = 2  # ahead
 SCHEDULES = {
-    ONE_F_ONE_B: ScheduleRow(lists=f"{_LISTS}:one_f_one_b_of", is_1f1b=True),
+    ONE_F_ONE_B: ScheduleRow(lists=f"{_LISTS}:one_f_one_b", is_1f1b=True, tried_chunks=(1,)),
     INTERLEAVED: ScheduleRow(
-        lists=f"{_LISTS}:interleaved_of", chunks=None, needs_chunks=True, short="il"
+        lists=f"{_LISTS}:interleaved",
+        chunks=None,
+        needs_chunks=True,
+        feature="interleaved_schedule",
+        tried_chunks=(2, 3, 4, 5, 6, 8),
+        short="il",
     ),
     ZB_H1: ScheduleRow(
-        lists=f"{_LISTS}:split_backward_of", chunks=None, splits_backward=True, receives_ahead=2
+        lists=f"{_LISTS}:split_backward",
+        chunks=None,
+        splits_backward=True,
+        receives_ahead=ZERO_BUBBLE_RECEIVES,
+        feature="zero_bubble_schedule",
+        tried_chunks=(1,),
+        tried_chunks_if_few=(3, 4, 6),
     ),
     ZBV: ScheduleRow(
-        lists=f"{_LISTS}:split_backward_of",
+        lists=f"{_LISTS}:split_backward",
         chunks=2,
         kind=V,
         splits_backward=True,
-        receives_ahead=2,
+        receives_ahead=ZERO_BUBBLE_RECEIVES,
+        feature="zero_bubble_schedule",
+        tried_chunks=(2,),
     ),
 }
 AUTO = "auto"  # chosen at the start of a run
 
 FORWARD_ONLY = "forward-only"
-_EVALUATION = ScheduleRow(lists=f"{_LISTS}:forward_only_of")
+_EVALUATION = ScheduleRow(lists=f"{_LISTS}:forward_only", has_backward=False)
 
 
 def row(name: str) -> ScheduleRow:
@@ -68,6 +90,10 @@ def row(name: str) -> ScheduleRow:
 def chunked() -> list[str]:
     """Return the names of the schedules with any number of model chunks per stage."""
     return [name for name, each in SCHEDULES.items() if each.chunks is None]
+
+
+def of_feature(name: str) -> tuple[str, ...]:
+    return tuple(schedule for schedule, each in SCHEDULES.items() if each.feature == name)
 
 
 def splitting_backward() -> list[str]:

@@ -15,10 +15,9 @@ from typing import NamedTuple
 from .cuts import ALIKE, VirtualStageCosts
 from .instructions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction
 from .placement import Placement
-from .schedule_names import SCHEDULES, ZBV
+from .schedule_names import ZERO_BUBBLE_RECEIVES
 
 OPERATIONS = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-RECEIVES_AHEAD = SCHEDULES[ZBV].receives_ahead
 # Beyond ROUNDS x stages and LONG micro-batches, lists must be periodic.
 ROUNDS = 4
 LONG = 32
@@ -150,7 +149,7 @@ def _sends(
     return (
         to.message
         and to.target is not None
-        and len(finished[last.op, to.target]) <= last.microbatch - RECEIVES_AHEAD
+        and len(finished[last.op, to.target]) <= last.microbatch - ZERO_BUBBLE_RECEIVES
     )
 
 

@@ -25,17 +25,11 @@ from ..config.run_config import RunConfig
 from ..config.training import BatchConfig, TrainingConfig
 from ..costs import run_schedule
 from ..costs.memory import stage_memory
-from ..pipeline.schedule_names import AUTO, INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZBV, row
+from ..pipeline.schedule_names import AUTO, ONE_F_ONE_B, row
 from ..pipeline.zero_bubble import NoList
 from . import memory
 from .model import Prediction, System, predict, step
 from .software import Choices, with_schedule
-
-CHUNKS = (2, 3, 4, 5, 6, 8)  # of a stage, tried for interleaved schedules
-
-
-ZB_CHUNKS = (3, 4, 6)  # for ZB-H1
-
 
 LONGEST = 512  # stages x micro-batches up to which several zero-bubble lists are tried; each is slow to make
 
@@ -73,27 +67,19 @@ class Candidate:
 
 
 def schedules(choices: Choices, stages: int, microbatches: int) -> list[Order]:
-    """Return the software's schedules that are worth a trial.
-
-    ZB-H1 gets model chunks only for few micro-batches, because the bubble is small otherwise.
-    """
+    """Return the software's schedules that are worth a trial."""
     few = microbatches <= min(2 * stages, LONGEST // stages)
-    counts = {
-        ONE_F_ONE_B: (1,),
-        ZB_H1: (1, *(ZB_CHUNKS if few else ())),
-        ZBV: (2,),
-        INTERLEAVED: CHUNKS,
-    }
-    return [
-        Order(name, count, pending)
-        for name in choices.schedules
-        for count in counts[name]
-        for pending in (
-            pendings(name, stages, microbatches)
-            if row(name).chunks == count or count == 1
-            else (None,)
-        )
-    ]
+    orders = []
+    for name in choices.schedules:
+        chunks = row(name).tried_chunks
+        if few:
+            chunks += row(name).tried_chunks_if_few
+        for count in chunks:
+            if row(name).chunks == count or count == 1:
+                orders += [Order(name, count, n) for n in pendings(name, stages, microbatches)]
+            else:
+                orders.append(Order(name, count))
+    return orders
 
 
 def pendings(name: str, stages: int, microbatches: int) -> tuple[int | None, ...]:
@@ -160,7 +146,7 @@ def _fastest(found: list[Candidate], system: System) -> tuple[RunConfig, str]:
     if fitting:
         best = fitting[0]
     else:
-        best = next(c for c in found if c.run.parallel.schedule == ONE_F_ONE_B)
+        best = next(c for c in found if row(c.run.parallel.schedule).is_1f1b)
     line = f"schedule: {best.name}, {best.seconds:.3g} s an iteration"
     line += "".join(f"; {c.name} {c.seconds:.3g} s" for c in fitting[1:])
     if tight:
@@ -226,9 +212,10 @@ def search(
         else:
             plans.append(outcome)
     asked = _asked(run, held)
-    plans = [*(plans if asked in (None, ONE_F_ONE_B) else ()), *_rescheduled(plans, run, held)]
+    kept = plans if asked is None or row(asked).is_1f1b else []
+    found = [*kept, *_rescheduled(plans, kept, run, held)]
     return Search(
-        plans=tuple(sorted(plans, key=lambda p: (p.seconds, p.memory_mib))), dropped=dropped
+        plans=tuple(sorted(found, key=lambda p: (p.seconds, p.memory_mib))), dropped=dropped
     )
 
 
@@ -254,19 +241,23 @@ def _orders(run: RunConfig, plan: Plan, held: frozenset[str]) -> list[Order]:
         return [
             order
             for order in schedules(plan.system.software.choices, stages, microbatches)
-            if order.name != ONE_F_ONE_B
+            if not row(order.name).is_1f1b
         ]
+    if row(name).is_1f1b:
+        return []
     given = "zero_bubble_max_pending_backward" in held
     chosen = (
         (run.parallel.zero_bubble_max_pending_backward,)
         if given
         else pendings(name, stages, microbatches)
     )
-    return [Order(name, chunks_of(run), pending) for pending in chosen if name != ONE_F_ONE_B]
+    return [Order(name, chunks_of(run), pending) for pending in chosen]
 
 
-def _rescheduled(plans: Sequence[Plan], run: RunConfig, held: frozenset[str]) -> list[Plan]:
-    """Return the plans in schedules other than 1F1B.
+def _rescheduled(
+    plans: Sequence[Plan], kept: Sequence[Plan], run: RunConfig, held: frozenset[str]
+) -> list[Plan]:
+    """Return the plans in schedules other than 1F1B. kept: in 1F1B.
 
     Layouts are ordered by their lower bound; once it exceeds the WANTED best plans, stop. A
     schedule from the flags is tried with every layout.
@@ -275,9 +266,8 @@ def _rescheduled(plans: Sequence[Plan], run: RunConfig, held: frozenset[str]) ->
     ordered = sorted(
         (plan for plan in plans if plan.layout.pp > 1), key=lambda plan: plan.least_seconds
     )
-    asked = _asked(run, held)
-    best = sorted(plan.seconds for plan in plans)[:WANTED] if asked in (None, ONE_F_ONE_B) else []
-    for plan in ordered[:TRIED] if asked is None else ordered:
+    best = sorted(plan.seconds for plan in kept)[:WANTED]
+    for plan in ordered[:TRIED] if _asked(run, held) is None else ordered:
         if len(best) == WANTED and plan.least_seconds >= best[-1]:
             break
         for order in _orders(run, plan, held):
@@ -313,9 +303,10 @@ def candidates(
     )
     micro = _choices(run.batch.micro_batch_size, MICRO_BATCHES, "micro_batch_size" in held)
     zero = _choices(parallel.zero_stage, choices.zero_stages, "zero_stage" in held)
+    used = features.used(run)
     tried = {
         name: _choices(
-            features.FEATURES[name].used(run),
+            name in used,
             values if name in choices.names else (False,),
             features.FEATURES[name].field in held,
         )

@@ -17,7 +17,7 @@ from typing import Any
 from ..config import features
 from ..config.fields import check
 from ..config.run_config import RunConfig
-from ..pipeline.schedule_names import INTERLEAVED, ONE_F_ONE_B, row, splitting_backward
+from ..pipeline.schedule_names import ONE_F_ONE_B, SCHEDULES, row
 from .machine import Machine, unknown
 
 FITTED = Path(__file__).parent / "fitted.json"
@@ -166,17 +166,16 @@ class Choices:
             "full": True,
             "auto": features.RECOMPUTE_AUTO in names,
         }
-        schedules = [ONE_F_ONE_B]
-        if features.INTERLEAVED in names:
-            schedules.append(INTERLEAVED)
-        if features.ZERO_BUBBLE in names:
-            schedules += splitting_backward()
         return Choices(
             ranks_per_node=ranks_per_node,
             recompute=tuple(kind for kind, exists in recompute.items() if exists),
             zero_stages=(0, 1) if features.ZERO_1 in names else (0,),
             names=names,
-            schedules=tuple(schedules),
+            schedules=tuple(
+                schedule
+                for schedule, each in SCHEDULES.items()
+                if each.feature is None or each.feature in names
+            ),
         )
 
 
@@ -207,12 +206,12 @@ class Software:
 
     def active(self, run: RunConfig) -> frozenset[str]:
         """Return the features that the run uses."""
-        return frozenset(name for name in self.choices.names if features.FEATURES[name].used(run))
+        return self.choices.names & features.used(run)
 
     def lacking(self, run: RunConfig) -> list[str]:
         """Return the features that the run needs and the software lacks."""
-        switches = [name for name in features.SWITCHES if features.FEATURES[name].used(run)]
-        return [name for name in switches if name not in self.choices.names]
+        missing = features.used(run) - self.choices.names
+        return [name for name in features.SWITCHES if name in missing]
 
     def without(self, name: str) -> Software:
         return replace(
@@ -282,7 +281,7 @@ def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = 
         run,
         parallel=replace(
             run.parallel,
-            pipeline_schedule=None if name == ONE_F_ONE_B else name,
+            pipeline_schedule=None if row(name).is_1f1b else name,
             num_virtual_stages_per_pipeline_rank=virtual,
             num_layers_per_virtual_pipeline_stage=None,
             zero_bubble_max_pending_backward=pending,

@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from fugaku_megatron.config.layout import placement
 from fugaku_megatron.pipeline import schedule
 from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
-from fugaku_megatron.pipeline.placement import Placement
 
-Make = Callable[[int, int, int], list[Instruction]]
+Make = Callable[[schedule.Schedule, int], list[Instruction]]
 
 
 @dataclass(frozen=True)
 class Custom(schedule.Schedule):
-    """Schedule with other lists than the named schedules. make: from stage, stages and micro-batches"""
+    """Schedule with other lists than the named schedules. make: from schedule and stage"""
 
     make: Make | None = None
 
     def instructions(self, stage: int) -> list[Instruction]:
-        return self.make(stage, self.placement.stages, self.microbatches)
+        return self.make(self, stage)
 
 
 def custom(make: Make):
@@ -27,12 +26,13 @@ def custom(make: Make):
     return lambda run, microbatches: Custom("interleaved", placement(run), microbatches, make=make)
 
 
-def shuffled(stage: int, stages: int, microbatches: int, seed: int = 3) -> list[Instruction]:
+def shuffled(lists: schedule.Schedule, stage: int, seed: int = 3) -> list[Instruction]:
     """Return all forwards in a random order that every stage shares, then all backwards in another: no cycle of waits."""
     generator = random.Random(seed)
+    microbatches = lists.microbatches
     forwards, backwards = (generator.sample(range(microbatches), microbatches) for _ in range(2))
     assert microbatches < 3 or forwards != sorted(forwards)
     order = [Instruction(FORWARD, m) for m in forwards] + [
         Instruction(BACKWARD, m) for m in backwards
     ]
-    return schedule.with_messages(Placement(stages), stage, order)
+    return schedule.with_messages(lists.placement, stage, order)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fugaku_megatron.cli.arguments import make_run
+from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import run_schedule
 from fugaku_megatron.costs.memory import (
@@ -15,6 +16,7 @@ from fugaku_megatron.costs.memory import (
     stage_memory,
     stage_units,
 )
+from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.optim import flat
 from fugaku_megatron.pipeline.instructions import InFlight
@@ -151,20 +153,14 @@ def test_a_checkpoint_loads_whatever_the_buckets_were(saved, loaded, tmp_path):
 # Overlap ------------------------------------------------------------------------------------------------------------------------
 
 
-class Checked:
-    """A communicator that checks that tensors do not change while they are summed."""
+def checked(comm: Comm) -> Observed:
+    """Return a communicator that checks that tensors do not change while they are summed."""
+    summed = {"iall_reduce": 0, "ireduce_scatter": 1}  # place among the arguments
 
-    def __init__(self, inner) -> None:
-        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+    def observe(verb, call, args, kwargs):
+        return Watched(call(*args, **kwargs), args[summed[verb]])
 
-    def __getattr__(self, name: str):
-        return getattr(self.inner, name)
-
-    def iall_reduce(self, tensor: torch.Tensor, op: str = "sum"):
-        return Watched(self.inner.iall_reduce(tensor, op), tensor)
-
-    def ireduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor):
-        return Watched(self.inner.ireduce_scatter(output, tensor), tensor)
+    return Observed(comm, tuple(summed), observe)
 
 
 class Watched:
@@ -186,7 +182,7 @@ def started_early(world, run, backend: str, make=run_schedule.build_schedule) ->
     """Return the buckets reduced during backward, and the buckets that could be, in two iterations."""
     torch.set_num_threads(1)
     groups = grid_groups(world, run)
-    groups = replace(groups, dp=Checked(groups.dp), embedding=Checked(groups.embedding))
+    groups = replace(groups, dp=checked(groups.dp), embedding=checked(groups.embedding))
     trainer = build_trainer(
         run, world, mock(run), groups=groups, ops=Ops.build(backend), make_schedule=make
     )

@@ -131,7 +131,6 @@ def refused_or_harmless(kind, **strategies):
     Hypothesis would also draw constants that it finds in the modules that other tests have loaded.
     """
     rules = settings(
-        settings.get_profile("ci"),
         max_examples=EXAMPLES[kind],
         suppress_health_check=list(HealthCheck),
     )

@@ -1,24 +1,33 @@
 """Work in other orders than 1F1B's: forwards and backwards of micro-batches, and weight gradients after input gradients."""
 
+import contextlib
+from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
+from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import FAMILIES, Ops, backward
 from fugaku_megatron.pipeline import schedule
-from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
-from fugaku_megatron.pipeline.placement import Placement
-from tests.checks.instruction_lists import (
-    custom,
-    shuffled,
+from fugaku_megatron.pipeline.instructions import (
+    BACKWARD,
+    FORWARD,
+    RECEIVES,
+    RECV_FORWARD,
+    SENDS,
+    Instruction,
 )
+from fugaku_megatron.pipeline.schedule_names import ZERO_BUBBLE_RECEIVES
+from tests.checks.instruction_lists import custom, shuffled
 from tests.helpers import (
     PP2,
     TP2,
     TP2PP2,
     flat_gradients,
+    grid_groups,
     make_trainer,
     small_run,
     train,
@@ -30,15 +39,16 @@ PP4, TP2PP2DP2 = (4, {"pipeline_model_parallel_size": 4}), (8, {**TP2PP2, "zero_
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 
 
-def ahead(stage: int, stages: int, microbatches: int, extra: int = 2) -> list[Instruction]:
+def ahead(lists: schedule.Schedule, stage: int, extra: int = 2) -> list[Instruction]:
     """1F1B whose forwards run `extra` micro-batches further ahead."""
-    fill = min(stages - stage - 1 + extra, microbatches)
+    microbatches = lists.microbatches
+    fill = min(lists.placement.stages - stage - 1 + extra, microbatches)
     order = [Instruction(FORWARD, m) for m in range(fill)]
     for m in range(microbatches):
         if fill + m < microbatches:
             order.append(Instruction(FORWARD, fill + m))
         order.append(Instruction(BACKWARD, m))
-    return schedule.with_messages(Placement(stages), stage, order)
+    return schedule.with_messages(lists.placement, stage, order)
 
 
 def micro_batch_losses(world, run, make) -> list[list[torch.Tensor]]:
@@ -100,6 +110,85 @@ def test_a_shuffled_order_has_the_same_gradients_but_for_rounding(ranks, layout)
         torch.testing.assert_close(
             ours[key], gradient, rtol=0, atol=1e-6 * gradient.abs().max().item()
         )
+
+
+# Messages ------------------------------------------------------------------------------------------------------------------------
+
+
+class MessageOrder:
+    """The micro-batches that a rank sends and receives on each channel, (sender, receiver, tag).
+
+    received: number of the irecv -> micro-batch of the instruction that takes its tensor
+    ahead: receives of a channel that are posted when one of its instructions begins
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.microbatch = 0
+        self.sent = defaultdict(list)
+        self.posted = defaultdict(list)
+        self.received = defaultdict(dict)
+        self.ahead = set()
+
+    def message(self, verb, call, args, kwargs):
+        tensor, other, tag = args
+        if verb == "isend":
+            self.sent[self.rank, other, tag].append(self.microbatch)
+        else:
+            self.posted[other, self.rank, tag].append(tensor)
+        return call(*args, **kwargs)
+
+    def watch(self, executor):
+        def receive(op, call, args, kwargs):
+            (instruction,) = args
+            other, tag = executor.placement.peer(self.rank, instruction)
+            posted = self.posted[other, self.rank, tag]
+            received = self.received[other, self.rank, tag]
+            self.ahead.add(len(posted) - len(received))
+            call(*args, **kwargs)
+            held = executor.inputs if op == RECV_FORWARD else executor.gradients
+            tensor = held[instruction.model_chunk, instruction.microbatch]
+            number = [each is tensor for each in posted].index(True)
+            received[number] = instruction.microbatch
+
+        def send(op, call, args, kwargs):
+            self.microbatch = args[0].microbatch
+            call(*args, **kwargs)
+
+        return Observed(Observed(executor, RECEIVES, receive), SENDS, send)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, {**PP2, "pipeline_schedule": "zb-h1"}),
+        (2, {**PP2, "pipeline_schedule": "zb-h1", "num_virtual_stages_per_pipeline_rank": 2}),
+        (4, {**PP4[1], "pipeline_schedule": "zb-h1", "zero_bubble_max_pending_backward": 6}),
+        (2, {**PP2, "pipeline_schedule": "zbv"}),
+    ],
+)
+def test_messages_arrive_in_the_order_of_their_receives(ranks, layout):
+    """Zero-bubble schedules post two receives of a channel ahead: message n must be the micro-batch of receive n."""
+    run = small_run(**layout, global_batch_size=8)
+
+    def step(world):
+        groups = grid_groups(world, run)
+        order = MessageOrder(groups.pp.rank)
+        groups = replace(groups, pp=Observed(groups.pp, ("isend", "irecv"), order.message))
+        with contextlib.closing(
+            make_trainer(world, run, groups=groups, watch=order.watch)
+        ) as trainer:
+            trainer.train_step()
+        return order
+
+    orders = ThreadWorld(ranks).run(step)
+    sent, received = {}, {}
+    for order in orders:
+        sent |= {channel: dict(enumerate(numbers)) for channel, numbers in order.sent.items()}
+        received |= order.received
+        assert max(order.ahead) == ZERO_BUBBLE_RECEIVES
+    assert sent == received and len(sent) >= 2 * (ranks - 1)
+    assert {len(numbers) for numbers in sent.values()} == {4}
 
 
 # Backward in two halves ---------------------------------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from fugaku_megatron.comm import two_level
-from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.engine import Engine
 from fugaku_megatron.comm.grid import Groups
 from fugaku_megatron.comm.two_level import TwoLevelComm, in_stages, split_levels, stage_ranks
+from fugaku_megatron.host.observed import Observed
 from tests.parallel import collective_checks
-from tests.recording import RecordingComm, record
+from tests.recording import record
 from tests.threads import ThreadWorld
 
 # The node of each rank: what a launcher does in blocks, in turn, or as it likes.
@@ -109,18 +109,14 @@ def test_a_node_sends_each_byte_once(verb, elements, engines):
     assert ThreadWorld(4).run(run) == [[(verb, between)]] * 4
 
 
-class Messages(RecordingComm):
-    """A counter of an all_to_all's messages: one to every other rank that receives rows."""
+def messages(comm, log):
+    """Return `comm`, which logs the rows of an all_to_all's messages: one to every other rank that receives rows."""
 
-    def iall_to_all(self, output, tensor, received, sent):
-        self.log += [
-            (self.name, "message", count)
-            for rank, count in enumerate(sent)
-            if count and rank != self.rank
-        ]
-        return self.inner.iall_to_all(output, tensor, received, sent)
+    def observe(verb, call, args, kwargs):
+        log.extend(count for rank, count in enumerate(args[-1]) if count and rank != comm.rank)
+        return call(*args, **kwargs)
 
-    all_to_all = Comm.all_to_all
+    return Observed(comm, ("all_to_all", "iall_to_all"), observe)
 
 
 @pytest.mark.parametrize("placement", ["blocks", "in turn", "three nodes", "three ranks a node"])
@@ -130,9 +126,10 @@ def test_one_message_for_each_pair_of_nodes(placement, engines):
 
     def run(world):
         levels = split_levels(world, world.split(nodes[world.rank], world.rank))
-        between = Messages(levels.between, "between")
+        flat_log, between_log = [], []
+        between = messages(levels.between, between_log)
         comm = TwoLevelComm(
-            Messages(world, "flat"), replace(levels, between=between), engines[world.rank]
+            messages(world, flat_log), replace(levels, between=between), engines[world.rank]
         )
         sent, received = (
             [a + 2 * b + 1 for a, b in pairs]
@@ -146,7 +143,7 @@ def test_one_message_for_each_pair_of_nodes(placement, engines):
         world.all_to_all(flat, rows, received, sent)
         comm.all_to_all(output, rows, received, sent)
         assert torch.equal(output, flat)
-        return comm.whole.log, [(nodes[world.rank], count) for *_, count in between.log]
+        return flat_log, [(nodes[world.rank], count) for count in between_log]
 
     flat, between = zip(*ThreadWorld(len(nodes)).run(run))
     expected = {

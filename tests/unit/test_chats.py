@@ -191,7 +191,8 @@ PHI_3 = (
     "{% if not add_generation_prompt %}{{ '</s>' }}{% endif %}"
 )
 STRIPPING = CHATML.replace("message['content']", "message['content'] | trim")
-START, END = "<|im_start|>", "<|im_end|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,8 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
 # Lists that hold the one before twice: comparing two takes 2**60 steps of one operation.
 COMPARED = """{% set n = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}
 {% endfor %}{{ n.x == n.y }}"""
-ENDED, MEMORY = "it did not end within 0.2 s; pass another template", "it takes more than 1024 MiB"
+ENDED = "it did not end within 0.2 s; pass another template"
+MEMORY = "it takes more than 1024 MiB"
 HOSTILE = [  # (template, message)
     (LOOP, ENDED),
     (COMPARED, ENDED),
@@ -491,7 +493,8 @@ def test_preprocess_writes_chats_and_which_tokens_are_trained(folder, tokenizer,
     ]
     write_lines(tmp_path / "in.jsonl", *records)
     assert preprocess(folder, tmp_path / "in.jsonl", tmp_path / "one", "--keep-order") == 0
-    files, template = ChatFiles(tmp_path / "one"), ChatTemplate(tokenizer)
+    files = ChatFiles(tmp_path / "one")
+    template = ChatTemplate(tokenizer)
     expected = [template.encode(Chat(record["messages"])) for record in records]
     written = [
         signed(files.get(i).astype(np.int32), files.trained(i, len(files.get(i))))
@@ -635,7 +638,7 @@ def test_other_mistakes_of_preprocess(folder, tmp_path, capsys):
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=20), min_size=1, max_size=20))
-@settings(settings.get_profile("ci"), max_examples=50)
+@settings(max_examples=50)
 def test_masks_are_read_as_they_were_written(tmp_path_factory, masks):
     prefix = tmp_path_factory.mktemp("chats") / "c"
     with ChatWriter(prefix, "<u2") as writer:
@@ -702,7 +705,8 @@ def test_chats_are_not_read_as_pretraining_data(tmp_path):
 @pytest.mark.parametrize("renamed", range(3))
 def test_files_of_a_killed_writer_do_not_look_whole(tmp_path, monkeypatch, renamed):
     write_chats(tmp_path / "a", [9, 8])
-    replace, done = os.replace, []
+    replace = os.replace
+    done = []
 
     def killed(source, target):
         if len(done) == renamed:
@@ -740,7 +744,7 @@ def fitted(lengths, size: int) -> list[int]:
         )
     )
 )
-@settings(settings.get_profile("ci"), max_examples=300)
+@settings(max_examples=300)
 def test_packing_is_best_fit_decreasing(case):
     size, lengths = case
     lengths = -np.sort(-np.array(lengths))
@@ -754,7 +758,7 @@ def test_packing_is_best_fit_decreasing(case):
     st.lists(st.integers(2, 17), min_size=1, max_size=30).filter(lambda lengths: max(lengths) > 2),
     st.integers(0, 2**32 - 1),
 )
-@settings(settings.get_profile("ci"), max_examples=25)
+@settings(max_examples=25)
 def test_samples_hold_whole_chats_and_each_epoch_has_every_chat_once(
     tmp_path_factory, lengths, seed
 ):
@@ -784,7 +788,8 @@ def test_samples_hold_whole_chats_and_each_epoch_has_every_chat_once(
             assert all(
                 place.tolist() == [0, 0, *[1] * len(place)][: len(place)] for place in places
             )
-            chats, counted = chats + own, counted + int((marks & COUNTED).sum())
+            chats += own
+            counted += int((marks & COUNTED).sum())
         assert sorted(chats) == [*range(len(lengths))]
     assert counted == 3 * data.num_trained == 3 * sum(length - 2 for length in lengths)
     fresh = ChatDataset(files, "train", range(len(lengths)), 3 * len(data), DatasetConfig(16, seed))
@@ -908,7 +913,8 @@ def test_flags_and_the_plan(tmp_path, tokenizer):
 
 
 def test_signs():
-    ids, trained = np.array([0, 7, 9]), np.array([True, False, True])
+    ids = np.array([0, 7, 9])
+    trained = np.array([True, False, True])
     assert [part.tolist() for part in unsigned(signed(ids, trained))] == [
         [0, 7, 9],
         [True, False, True],

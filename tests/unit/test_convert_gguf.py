@@ -81,7 +81,8 @@ def expected(model, kind):
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_tensor_is_read_back(tmp_path, kind):
     assert MODELS.keys() == KINDS.keys()
-    model, file = write_model(tmp_path / "hf", kind), tmp_path / "m.gguf"
+    model = write_model(tmp_path / "hf", kind)
+    file = tmp_path / "m.gguf"
     write_tokenizer(tmp_path / "hf")
     assert convert(tmp_path / "hf", file) == 0
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
@@ -106,14 +107,16 @@ def test_every_tensor_is_read_back(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
 def test_formats_of_matrices(tmp_path, kind):
-    model, file = write_model(tmp_path / "hf", "qwen2"), tmp_path / "m.gguf"
+    model = write_model(tmp_path / "hf", "qwen2")
+    file = tmp_path / "m.gguf"
     write_tokenizer(tmp_path / "hf")
     assert convert(tmp_path / "hf", file, "--gguf-type", kind) == 0
     reader = gguf.GGUFReader(file)
     assert value(reader, "general.file_type") == {"f16": 1, "bf16": 32, "q8_0": 7}[kind]
     wanted = expected(model, "qwen2")
     for tensor in reader.tensors:
-        right, vector = wanted[tensor.name].numpy(), len(tensor.shape) == 1
+        right = wanted[tensor.name].numpy()
+        vector = len(tensor.shape) == 1
         assert tensor.tensor_type.name == ("F32" if vector else kind.upper())
         got = gguf.quants.dequantize(np.asarray(tensor.data), tensor.tensor_type).reshape(
             right.shape
@@ -131,7 +134,8 @@ def test_formats_of_matrices(tmp_path, kind):
 
 def test_numbers_and_tokenizer(tmp_path):
     write_model(tmp_path / "hf", "qwen3_moe")
-    tokenizer, file = write_tokenizer(tmp_path / "hf"), tmp_path / "m.gguf"
+    tokenizer = write_tokenizer(tmp_path / "hf")
+    file = tmp_path / "m.gguf"
     assert convert(tmp_path / "hf", file) == 0
     reader = gguf.GGUFReader(file)
     numbers = {
@@ -153,10 +157,8 @@ def test_numbers_and_tokenizer(tmp_path):
         value(reader, "tokenizer.ggml.model") == "gpt2"
         and value(reader, "tokenizer.ggml.pre") == "gpt-2"
     )
-    tokens, kinds = (
-        value(reader, "tokenizer.ggml.tokens"),
-        value(reader, "tokenizer.ggml.token_type"),
-    )
+    tokens = value(reader, "tokenizer.ggml.tokens")
+    kinds = value(reader, "tokenizer.ggml.token_type")
     vocabulary = tokenizer.get_vocab()
     assert len(tokens) == len(kinds) == 320 and [tokens[i] for i in vocabulary.values()] == [
         *vocabulary

@@ -19,7 +19,9 @@ ROUNDS = 250  # damages to each kind of file
 
 def refusals(path, read, seed=0):
     """Return the number of damages to the file that `read` refuses; each refusal names the file. Puts the file back."""
-    content, rng, count = path.read_bytes(), random.Random(seed), 0
+    content = path.read_bytes()
+    rng = random.Random(seed)
+    count = 0
     for _ in range(ROUNDS):
         path.write_bytes(
             damaged(

@@ -79,10 +79,8 @@ def test_token_ids_are_checked_at_start_and_as_fetched(tmp_path, monkeypatch):
     ):
         build_datasets([prefix], "1", (10, 0, 0), Builder(16, 1, vocab_size=1049))
     monkeypatch.setattr(build, "CHECKED_AT_START", 400)  # the first document
-    dataset, failed = (
-        build_datasets([prefix], "1", (10, 0, 0), Builder(16, 1, vocab_size=1000))[0],
-        0,
-    )
+    dataset = build_datasets([prefix], "1", (10, 0, 0), Builder(16, 1, vocab_size=1000))[0]
+    failed = 0
     for i in range(len(dataset)):
         try:
             assert dataset[i].max() < 1000
@@ -213,7 +211,8 @@ def blending_indices(weights, num_samples):
 def walk_samples(lengths, document_index, seq_length):
     """The sample index by walking over the documents, as Megatron-core's build_sample_idx does (C++)."""
     samples = (int(lengths[document_index].sum()) - 1) // seq_length
-    place, offset = 0, 0
+    place = 0
+    offset = 0
     index = [(place, offset)]
     for _ in range(samples):
         remaining = seq_length + 1
@@ -224,7 +223,8 @@ def walk_samples(lengths, document_index, seq_length):
                 remaining = 0
             else:
                 remaining -= available
-                place, offset = place + 1, 0
+                place = place + 1
+                offset = 0
         index.append((place, offset))
     return index
 

@@ -22,7 +22,9 @@ protos = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
 
 FILES = make.HERE
 LLAMA_CPP = json.loads(make.TOKENS.read_text())
-BYTE_LEVEL, FALLBACK, PIECES = "byte_level_gpt-2", "fallback_prefix", "pieces_prefix"
+BYTE_LEVEL = "byte_level_gpt-2"
+FALLBACK = "fallback_prefix"
+PIECES = "pieces_prefix"
 
 
 def copied(folder: Path, name: str) -> Path:

@@ -101,10 +101,8 @@ def test_every_token_of_a_vocabulary_with_gaps_has_a_row(tmp_path):
     vocabulary = saved["model"]["vocab"]
     vocabulary[max(vocabulary, key=vocabulary.get)] = 400
     file.write_text(json.dumps(saved))
-    ours, theirs = (
-        HuggingFaceTokenizer(tmp_path),
-        transformers.AutoTokenizer.from_pretrained(tmp_path),
-    )
+    ours = HuggingFaceTokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert max(theirs.get_vocab().values()) == 400 and (len(theirs), ours.vocab_size) == (
         TOKENS,
         401,

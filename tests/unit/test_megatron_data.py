@@ -284,7 +284,8 @@ def test_a_run_reads_a_path_for_each_split(two):
         "--test-data-path",
         "--legacy-split has no effect without --data-path",
     ]
-    groups, layout = Grid(1, 1, 1).groups(SoloComm()), Layout.from_run(arguments.run, 1)
+    groups = Grid(1, 1, 1).groups(SoloComm())
+    layout = Layout.from_run(arguments.run, 1)
     train, valid = build_data(Plan(arguments.run, layout), groups)
     assert train.indexed.prefix == a and valid.indexed.prefix == b
     assert build_data(Plan(parse(words).run, layout), groups)[1] is None

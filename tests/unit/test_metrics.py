@@ -164,7 +164,8 @@ def test_the_end_of_a_run_flushes_an_interval_once(tmp_path):
 
 
 def test_a_full_disk_delays_the_history_and_ends_no_run(tmp_path, monkeypatch):
-    stream, path = io.StringIO(), tmp_path / "history.jsonl"
+    stream = io.StringIO()
+    path = tmp_path / "history.jsonl"
     writer = MetricsWriter(10, 1, LogOutputs(stream=stream, history=path))
 
     class Full(io.FileIO):

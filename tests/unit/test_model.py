@@ -11,7 +11,11 @@ from tests.checks.gpt2 import (
 from tests.helpers import make_trainer, small_run
 
 transformers = pytest.importorskip("transformers")
-LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 3, 48, 4, 20, 128
+LAYERS = 3
+HIDDEN = 48
+HEADS = 4
+SEQUENCE = 20
+VOCABULARY = 128
 
 
 def test_logits_loss_and_gradients():
@@ -50,7 +54,8 @@ def test_logits_loss_and_gradients():
     tokens, labels = torch.randint(
         0, VOCABULARY, (2, SEQUENCE, 2), generator=torch.Generator().manual_seed(3)
     )  # (s, b) each
-    chunk, at = trainer.stage.last, Pass(first_sample=0)
+    chunk = trainer.stage.last
+    at = Pass(first_sample=0)
     logits = chunk.logits(chunk.decode(chunk.embedding(tokens, at), at))
     expected = theirs(tokens.t()).logits.transpose(0, 1)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())

@@ -148,7 +148,8 @@ def test_files_of_another_kind_are_refused(tmp_path, place, value, message):
 
 def test_threads_between_and_beyond_the_curves():
     host = machine.load("a64fx")
-    own, other = host.gemm_curve(12), host.gemm_curve(48)
+    own = host.gemm_curve(12)
+    other = host.gemm_curve(48)
     between = host.gemm_curve(24)
     assert (
         between.half == pytest.approx((own.half * other.half) ** 0.5)

@@ -37,7 +37,8 @@ SEEDS_124M = (
 )
 
 
-SEARCH, FOUND = search.search, {}
+SEARCH = search.search
+FOUND = {}
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +86,8 @@ def test_claims_have_their_condition_above_the_figures(capsys):
 
 
 def test_12288_nodes(capsys, monkeypatch):
-    modelled, judge = [], search._judge
+    modelled = []
+    judge = search._judge
     monkeypatch.setattr(search, "_judge", lambda *layout: modelled.append(layout) or judge(*layout))
     text = printed(
         "plan --recipe 30b --nodes 12288 --micro-batch-size 1 --train-tokens 300e9", capsys
@@ -291,7 +293,9 @@ def test_a_stage_describes_its_layer_once(
     monkeypatch,
 ):  # per layer it took most of the search of a deep model
     args = _parsed("plan --recipe 30b --nodes 48")
-    run, calls, records = run_of(args, system_of(args), plan.OWN), [], accounting.layer_records
+    run = run_of(args, system_of(args), plan.OWN)
+    calls = []
+    records = accounting.layer_records
     monkeypatch.setattr(
         accounting,
         "layer_records",

@@ -336,7 +336,8 @@ def test_the_rule_refuses_the_next_digit_and_the_wrong_formula():
 
 def petaflops_agree(r: Row) -> bool:
     """Return whether the printed PetaFLOPs follow from the printed TFLOPs by the tables' own formula."""
-    value, step = float(r.cell("tflops")) * r.nodes / 1024, tables.unit(r.cell("petaflops"))
+    value = float(r.cell("tflops")) * r.nodes / 1024
+    step = tables.unit(r.cell("petaflops"))
     low, high = (0, step) if r.document == "002" else (-step / 2, step / 2)
     return low - 1e-9 <= value - r.petaflops <= high + 1e-9
 

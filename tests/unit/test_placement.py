@@ -254,7 +254,8 @@ def test_a_window_is_first_touched_by_the_rank_that_writes_it():
 
 
 def test_the_thread_that_calls_mpi_stays_near_the_ranks_cores(tmp_path):
-    cpu, found = min(os.sched_getaffinity(0)), []
+    cpu = min(os.sched_getaffinity(0))
+    found = []
 
     def work():
         runtime.apply_to_communication(Placement(1, (cpu,)), Node.read())

@@ -410,7 +410,8 @@ def test_names_are_replaced_and_words_that_contain_them_are_not():
 
 
 def test_files_are_whole_after_every_section_and_names_stay_on_request(tmp_path):
-    path, secret = tmp_path / "r.json", f"{getpass.getuser()} at {platform.node()} in {os.getcwd()}"
+    path = tmp_path / "r.json"
+    secret = f"{getpass.getuser()} at {platform.node()} in {os.getcwd()}"
     for names in (False, True):
         one = record.Record(
             path, record.Budget(1.0), {".txt": lambda data: f"complete: {data['complete']}"}, names

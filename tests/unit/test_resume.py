@@ -346,7 +346,8 @@ def test_skipped_steps_do_not_advance_the_schedule(tmp_path):
     torch.set_num_threads(1)
     run = small_run(**FP16, save=str(tmp_path), load=str(tmp_path))
     trainer = make_trainer(SoloComm(), run)
-    results, updates = steps(trainer, 26), 0
+    results = steps(trainer, 26)
+    updates = 0
     assert 3 < sum(result.skipped for result in results) < 24
     for result in results:
         assert result.learning_rate == trainer.param_schedule.learning_rate(16 * updates)

@@ -111,9 +111,17 @@ def lists_of(schedule: Schedule) -> list[list[Instruction]]:
     return [schedule.instructions(stage) for stage in range(schedule.placement.stages)]
 
 
+def made(name: str, stage: int, stages: int, microbatches: int, chunks: int = 1):
+    return build(name, stages, chunks, microbatches).instructions(stage)
+
+
+def forward_only(name: str, stage: int, stages: int, microbatches: int, chunks: int = 1):
+    return build(name, stages, chunks, microbatches).forward_only().instructions(stage)
+
+
 SMALL = [
     *(
-        (builders.one_f_one_b(stage, stages, microbatches), expected)
+        (made("1f1b", stage, stages, microbatches), expected)
         for stage, stages, microbatches, expected in (
             (0, 1, 3, "F0 B0 F1 B1 F2 B2"),
             (2, 3, 1, "rf0 F0 B0 sb0"),
@@ -131,37 +139,37 @@ SMALL = [
         )
     ),
     (
-        builders.interleaved(1, 2, 2, 2),
+        made("interleaved", 1, 2, 2, chunks=2),
         "rf0 F0 sf0 rf1 F1 sf1  rf0' F0' B0' sb0'  rf1' F1' B1' sb1'  rb0 B0 sb0 rb1 B1 sb1",
     ),
     (
-        builders.interleaved(0, 1, 2, 1),
+        made("interleaved", 0, 1, 1, chunks=2),
         "F0 F0' B0' B0",
     ),  # no messages where all parts share a stage
-    (builders.build("zb-h1", 2, 1, 2).instructions(1), "rf0 F0 I0 sb0 rf1 F1 I1 sb1 W0 W1"),
-    (builders.build("zb-h1", 2, 1, 2).instructions(0), "F0 sf0 F1 sf1 rb0 I0 W0 rb1 I1 W1"),
+    (made("zb-h1", 1, 2, 2), "rf0 F0 I0 sb0 rf1 F1 I1 sb1 W0 W1"),
+    (made("zb-h1", 0, 2, 2), "F0 sf0 F1 sf1 rb0 I0 W0 rb1 I1 W1"),
     (
-        builders.build("zbv", 2, 2, 1).instructions(1),
+        made("zbv", 1, 2, 1, chunks=2),
         "rf0 F0 F0' sf0' rb0' I0' I0 sb0 W0 W0'",
     ),  # no message at the V's bottom
-    (builders.build("zbv", 2, 2, 1).instructions(0), "F0 sf0 rf0' F0' I0' sb0' W0' rb0 I0 W0"),
-    (builders.forward_only(0, 1, 2), "F0 F1"),
-    (builders.forward_only(0, 2, 2), "F0 sf0 F1 sf1"),
-    (builders.forward_only(1, 3, 2), "rf0 F0 sf0 rf1 F1 sf1"),
+    (made("zbv", 0, 2, 1, chunks=2), "F0 sf0 rf0' F0' I0' sb0' W0' rb0 I0 W0"),
+    (forward_only("1f1b", 0, 1, 2), "F0 F1"),
+    (forward_only("1f1b", 0, 2, 2), "F0 sf0 F1 sf1"),
+    (forward_only("1f1b", 1, 3, 2), "rf0 F0 sf0 rf1 F1 sf1"),
 ]
 
 
 def test_small_cases():
     assert [given for given, expected in SMALL if given != read(expected)] == []
     assert (
-        work(builders.interleaved(0, 2, 2, 4))
+        work(made("interleaved", 0, 2, 4, chunks=2))
         == "F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3"
     )
     assert (
-        work(builders.interleaved(0, 2, 2, 3)) == "F0 F1 F0' F1' F2 B0' B1' F2' B0 B1 B2' B2"
+        work(made("interleaved", 0, 2, 3, chunks=2)) == "F0 F1 F0' F1' F2 B0' B1' F2' B0 B1 B2' B2"
     )  # the same without the fourth
-    assert work(builders.forward_only(0, 2, 4, 2)) == "F0 F1 F0' F1' F2 F3 F2' F3'"
-    assert work(builders.forward_only(0, 2, 4, 2, "v")) == "F0 F1 F0' F2 F1' F3 F2' F3'"
+    assert work(forward_only("interleaved", 0, 2, 4, chunks=2)) == "F0 F1 F0' F1' F2 F3 F2' F3'"
+    assert work(forward_only("zbv", 0, 2, 4, chunks=2)) == "F0 F1 F0' F2 F1' F3 F2' F3'"
 
 
 def test_1f1b_is_in_order_and_holds_little():
@@ -169,7 +177,7 @@ def test_1f1b_is_in_order_and_holds_little():
         (1, 2, 3, 4, 5, 8, 16), (0, 1, 2, 3, 4, 5, 7, 8, 16, 33)
     ):
         for stage in range(stages):
-            instructions = builders.one_f_one_b(stage, stages, microbatches)
+            instructions = made("1f1b", stage, stages, microbatches)
             order = {
                 op: [i.microbatch for i in instructions if i.op == op] for op in SHORT.values()
             }
@@ -179,7 +187,8 @@ def test_1f1b_is_in_order_and_holds_little():
 
 def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction]:
     """Return the instructions that must precede an instruction in the same list; a whole backward is called I."""
-    m, c = i.microbatch, i.model_chunk
+    m = i.microbatch
+    c = i.model_chunk
     if i.op in instructions_module.RECEIVES:
         return []
     if i.op in instructions_module.SENDS:
@@ -208,7 +217,8 @@ def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction
 @pytest.mark.parametrize(("name", "chunks", "stages"), FAMILIES)
 def test_everything_once_after_what_it_needs(name, chunks, stages):
     for schedule in schedules(name, chunks, stages):
-        placement, evaluates = schedule.placement, schedule.name == "forward-only"
+        placement = schedule.placement
+        evaluates = schedule.name == "forward-only"
         computed = [FORWARD]
         if not evaluates:
             computed.append(BACKWARD_INPUT)
@@ -252,14 +262,16 @@ def simulate(
     ahead n: a send blocks until its receive is posted, n receives of the same tag ahead of the receiver's list.
     Fail if no stage can continue, if a message is not the expected one, or if one is never received.
     """
-    places, most = [0] * len(lists), 0
+    places = [0] * len(lists)
+    most = 0
     sent: dict[tuple, list[int]] = defaultdict(list)  # (sender, receiver, tag) -> micro-batches
     received: dict[tuple, int] = defaultdict(int)
     under_way: list[deque[tuple[tuple, int]]] = [deque() for _ in lists]
 
     def receive(stage: int, i: Instruction) -> bool:
         other, tag = placement.peer(stage, i)
-        channel, number = (other, stage, tag), received[other, stage, tag]
+        channel = (other, stage, tag)
+        number = received[other, stage, tag]
         if number == len(sent[channel]):
             return False
         assert sent[channel][number] == i.microbatch, (stage, i)
@@ -317,10 +329,8 @@ def test_messages_of_a_tag_follow_the_order_of_the_microbatches(name, chunks, st
 def test_every_list_can_be_walked_whether_sends_block_or_not(name, chunks, stages):
     """Check also that its send queue never blocks a stage."""
     for schedule in schedules(name, chunks, stages):
-        lists, queues = (
-            lists_of(schedule),
-            [schedule.send_queue(stage) for stage in range(schedule.placement.stages)],
-        )
+        lists = lists_of(schedule)
+        queues = [schedule.send_queue(stage) for stage in range(schedule.placement.stages)]
         simulate(schedule.placement, lists, ahead=schedule_names.row(name).receives_ahead)
         under_way = simulate(schedule.placement, lists)
         if (
@@ -356,7 +366,8 @@ def test_held_and_run():
         def __getattr__(self, op):
             return lambda instruction: self.calls.append((op, instruction))
 
-    instructions, executor = builders.one_f_one_b(1, 3, 4), Executor()
+    instructions = made("1f1b", 1, 3, 4)
+    executor = Executor()
     builders.run(instructions, executor)
     assert executor.calls == [(i.op, i) for i in instructions]
 
@@ -364,7 +375,8 @@ def test_held_and_run():
 @pytest.mark.parametrize(("name", "chunks", "stages"), FAMILIES)
 def test_what_a_stage_holds(name, chunks, stages):
     for schedule in schedules(name, chunks, stages)[:8]:
-        p, v = schedule.placement.stages, schedule.placement.model_chunks
+        p = schedule.placement.stages
+        v = schedule.placement.model_chunks
         for stage, mine in enumerate(lists_of(schedule)):
             most = max(
                 (sum(h.activations) + sum(h.weight_inputs) for h in peaks_in_flight(mine, v)),
@@ -405,11 +417,9 @@ def made_for(
 
 def end(lists: Schedule, costs: cuts.VirtualStageCosts) -> float:
     """Return the end of all stages at these costs of virtual stages."""
-    place, stages, chunks = (
-        lists.placement,
-        range(lists.placement.stages),
-        range(lists.placement.model_chunks),
-    )
+    place = lists.placement
+    stages = range(lists.placement.stages)
+    chunks = range(lists.placement.model_chunks)
     return walk(
         lists,
         Costs(
@@ -426,7 +436,8 @@ def end(lists: Schedule, costs: cuts.VirtualStageCosts) -> float:
 
 def busy(lists: Schedule, costs: cuts.VirtualStageCosts) -> int:
     """Return the computation time of the busiest stage."""
-    place, stages = lists.placement, range(lists.placement.stages)
+    place = lists.placement
+    stages = range(lists.placement.stages)
     return lists.microbatches * max(
         sum(sum(costs[place.virtual_stage(stage, chunk)]) for chunk in range(place.model_chunks))
         for stage in stages
@@ -441,7 +452,8 @@ def most(moments: Sequence[InFlight], share: float = 1) -> float:
 @pytest.mark.parametrize(("costs", "gain"), [((6, 7, 5), 0.985), ((6, 12, 5), 0.88)])
 @pytest.mark.parametrize("stages", [4, 6, 8])
 def test_lists_made_for_the_costs_are_shorter(stages, costs, gain):
-    slots, own = build("zbv", stages, 2, 4 * stages), made_for(costs, stages, 4 * stages)
+    slots = build("zbv", stages, 2, 4 * stages)
+    own = made_for(costs, stages, 4 * stages)
     assert end(own, own.costs) <= gain * end(slots, own.costs)
     assert end(own, own.costs) <= (1 + 0.6 / 4) * busy(own, own.costs)
 

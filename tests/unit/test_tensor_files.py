@@ -51,15 +51,19 @@ def test_what_was_written_is_safetensors_with_the_files_checksums(saved):
 
 
 def test_checksums_do_not_depend_on_how_the_bytes_come():
-    content, rng = random.Random(0).randbytes(2 * BLOCK_BYTES + 5), random.Random(1)
+    content = random.Random(0).randbytes(2 * BLOCK_BYTES + 5)
+    rng = random.Random(1)
     for size in (BLOCK_BYTES, 2 * BLOCK_BYTES, len(content), 0):
-        whole, parts, done = BlockChecksums(), BlockChecksums(), 0
+        whole = BlockChecksums()
+        parts = BlockChecksums()
+        done = 0
         whole.add(memoryview(content[:size]))
         while done < size:
             step = rng.randint(1, 300_000)
             parts.add(memoryview(content[done : min(done + step, size)]))
             done += step
-        first, second = zlib.crc32(content[:100]), zlib.crc32(content[100 : 100 + size])
+        first = zlib.crc32(content[:100])
+        second = zlib.crc32(content[100 : 100 + size])
         assert (
             combine(first, second, size) == zlib.crc32(content[: 100 + size])
             or size > len(content) - 100
@@ -122,7 +126,9 @@ def test_a_flipped_bit_is_found_by_whoever_reads_its_block_or_its_file(saved):
 
 def test_damaged_headers_are_refused_in_one_line(tmp_path):
     """Also where nothing protects them: the entry is made after the damage."""
-    path, rng, refused = tmp_path / "x.safetensors", random.Random(0), 0
+    path = tmp_path / "x.safetensors"
+    rng = random.Random(0)
+    refused = 0
     write_tensors(path, {"w": torch.ones(4), "v": torch.zeros(2, 2)})
     content = path.read_bytes()
     headers = [
@@ -186,11 +192,14 @@ def elements(whole, piece):
 
 @pytest.mark.parametrize("shape", [(), (11,), (5, 6), (3, 4, 5)])
 def test_what_two_pieces_share_is_copied_from_one_to_the_other(shape):
-    rng, whole = random.Random(0), torch.arange(1, math.prod(shape) + 1).view(shape)
+    rng = random.Random(0)
+    whole = torch.arange(1, math.prod(shape) + 1).view(shape)
     for _ in range(300 if shape else 1):
         source, target = (drawn(shape, rng) for _ in range(2))
-        held, wanted = elements(whole, source), elements(whole, target)
-        filled, copied = torch.zeros_like(wanted), 0
+        held = elements(whole, source)
+        wanted = elements(whole, target)
+        filled = torch.zeros_like(wanted)
+        copied = 0
         for box in source.shared(target):
             for band in box.bands(2):
                 first, last = source.span(band)

@@ -93,7 +93,8 @@ def naive_bpe(vocab, ranks, data):
         word = [alphabet[byte] for byte in piece.encode("utf-8", "surrogateescape")]
         while known := [(ranks[pair], pair) for pair in zip(word, word[1:]) if pair in ranks]:
             left, right = min(known)[1]
-            merged, i = [], 0
+            merged = []
+            i = 0
             while i < len(word):
                 both = word[i : i + 2] == [left, right]
                 merged.append(left + right if both else word[i])
@@ -126,7 +127,8 @@ def test_any_merge_table_follows_the_definition(tmp_path):
     """Random merges over "ab", many of which make a token that another pair also makes."""
     rng = random.Random(17)
     for _ in range(150):
-        tokens, merges = ["a", "b"], []
+        tokens = ["a", "b"]
+        merges = []
         while len(merges) < 12:
             pair = (rng.choice(tokens), rng.choice(tokens))
             if pair not in merges and len("".join(pair)) < 7:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from pkgutil import resolve_name
 from typing import NamedTuple
 
@@ -85,7 +85,6 @@ SWIGLU = Functions(_swiglu, _in_fp32(_swiglu_gradient))
 GEGLU = Functions(_in_fp32(_geglu), _in_fp32(_geglu_gradient))
 
 
-@lru_cache
 def functions(activation: str) -> Functions:
     found: Functions = resolve_name(ACTIVATIONS[activation].functions)
     return found
