@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 EXTREMES = (
@@ -39,6 +41,14 @@ def damaged(content: bytes, kind: str, i: int, j: int, noise: bytes) -> bytes:
     else:
         data[i], data[j] = data[j], data[i]
     return bytes(data)
+
+
+def damages(content: bytes, count: int) -> Iterator[bytes]:
+    """Yield as many damaged contents, the same ones each time."""
+    rng = random.Random(0)
+    for _ in range(count):
+        places = (rng.randrange(len(content)), rng.randrange(len(content)))
+        yield damaged(content, rng.choice(DAMAGES), *places, rng.randbytes(rng.randrange(1, 40)))
 
 
 def replace(path: Path, kind: str) -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from fugaku_megatron.checkpoint.manifest import read_head
 from fugaku_megatron.checkpoint.schema import BlockChecksums
@@ -131,6 +133,20 @@ def test_any_header_and_any_length_of_it(written, header, length):
 )
 def test_a_file_that_is_all_header_is_refused_before_it_takes_memory(written, text):
     refused_or_inside(written[0], put_together(text.encode(), b""))
+
+
+@pytest.mark.parametrize(
+    ("shift", "added"), [(-24, 0), (0, 8), (8, 8)], ids=["overlapping", "trailing bytes", "a hole"]
+)
+def test_places_that_the_safetensors_library_refuses_are_refused(written, shift, added):
+    path, header, values = written
+    places = [place + shift for place in header["b"]["data_offsets"]]  # of the last tensor
+    changed = {**header, "b": {**header["b"], "data_offsets": places}}
+    content = put_together(json.dumps(changed).encode(), values + bytes(added))
+    with pytest.raises(ValueError, match="not a valid safetensors file: its header is damaged"):
+        opened(path, content)
+    with pytest.raises(SafetensorError):
+        load_file(path)
 
 
 # Pickled code -----------------------------------------------------------------------------------------------------------------

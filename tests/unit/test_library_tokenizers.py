@@ -219,7 +219,7 @@ def test_preprocess_with_workers(models, name, tmp_path, monkeypatch, capsys):
 def test_preprocess_numbers_and_a_model_without_an_end(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("3 1 4")
-    words = ["preprocess", "--input", "a.txt", "--output-prefix", "a", "--append-eod"]
+    words = "preprocess --input a.txt --output-prefix a --append-eod".split()
     assert program.main([*words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "10"]) == 0
     assert IndexedDataset("a_text_document")[0].tolist() == [3, 1, 4, 9]
     model = write_sentencepiece(tmp_path / "m", eos_id=-1)

@@ -218,7 +218,7 @@ def test_legacy_split_reaches_the_data(tmp_path):
             0
         ]
         assert sorted(train.document_index.tolist()) == list(range(count))
-    assert parse(["--recipe", "demo", "--data-path", "a", "--legacy-split"]).run.data.legacy_split
+    assert parse("--recipe demo --data-path a --legacy-split".split()).run.data.legacy_split
 
 
 def test_paths_without_weights(two):

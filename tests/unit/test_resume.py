@@ -297,18 +297,7 @@ def test_the_same_numbers_in_tokens():
         0.1 + 0.9 * (1 - (700 - 100.5) / (1200 - 100.5)), rel=1e-15
     )
     run = parse(
-        [
-            "--recipe",
-            "124m",
-            "--train-tokens",
-            "3e11",
-            "--train-samples",
-            "200000000",
-            "--lr-decay-tokens",
-            "26e10",
-            "--lr-warmup-tokens",
-            "3e9",
-        ]
+        "--recipe 124m --train-tokens 3e11 --train-samples 200000000 --lr-decay-tokens 26e10 --lr-warmup-tokens 3e9".split()
     ).run
     assert (
         run.training.train_iters,
@@ -408,7 +397,7 @@ def test_what_is_not_loaded_begins_anew(tmp_path, given):
 
 
 def test_the_names_of_forks():
-    words = ["--recipe", "demo", "--mock-data", "--load", "x"]
+    words = "--recipe demo --mock-data --load x".split()
     assert parse([*words, "--override-lr-scheduler"]).run.optimizer.override_opt_param_scheduler
     assert parse(
         [*words, "--use-checkpoint-lr-scheduler"]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from fugaku_megatron.checkpoint.schema import BLOCK_BYTES, BlockChecksums, combine, crc32
 from fugaku_megatron.checkpoint.shards import Piece, range_boxes
 from fugaku_megatron.checkpoint.tensor_files import BlockFile, read_header, write_tensors
-from tests.file_damage import DAMAGES, damaged
+from tests.file_damage import damages
 
 TENSORS = {
     "b": torch.arange(300_000.0),
@@ -127,23 +127,12 @@ def test_a_flipped_bit_is_found_by_whoever_reads_its_block_or_its_file(saved):
 def test_damaged_headers_are_refused_in_one_line(tmp_path):
     """Also where nothing protects them: the entry is made after the damage."""
     path = tmp_path / "x.safetensors"
-    rng = random.Random(0)
     refused = 0
     write_tensors(path, {"w": torch.ones(4), "v": torch.zeros(2, 2)})
     content = path.read_bytes()
-    headers = [
-        damaged(
-            content[:-32],
-            rng.choice(DAMAGES),
-            rng.randrange(len(content) - 32),
-            rng.randrange(len(content) - 32),
-            rng.randbytes(rng.randrange(1, 20)),
-        )
-        for _ in range(300)
-    ]
     nested = b"[" * 50_000
     for header in [
-        *headers,
+        *damages(content[:-32], 300),
         b"",
         b"abc",
         (2**63).to_bytes(8, "little"),
