@@ -58,15 +58,20 @@ def encode(line: str) -> list[int]:
     return list(line.encode())
 
 
-def echo(prompt, finished):
-    """The prompt in upper case, a token at a time."""
+def one_by_one(tokens, finished):
+    """Yield the tokens so far of the only sample."""
     ids = [[]]
-    for token in bytes(prompt).upper():
+    for token in tokens:
         ids[0].append(token)
         over = finished(0, ids[0])
         yield ids
         if over:
             return
+
+
+def echo(prompt, finished):
+    """Answer with the prompt in upper case."""
+    return one_by_one(bytes(prompt).upper(), finished)
 
 
 def test_lines_and_their_answers_as_they_come(talk):
@@ -76,13 +81,13 @@ def test_lines_and_their_answers_as_they_come(talk):
 
 def test_ctrl_c_ends_an_answer_and_not_the_program(talk):
     def interrupted(prompt, finished):
-        for number, ids in enumerate(echo(prompt, lambda *of: False)):
-            if number == 1 and prompt == [97, 98, 99]:
-                os.kill(os.getpid(), signal.SIGINT)
-            over = finished(0, ids[0])
-            yield ids
-            if over:
-                return
+        def tokens():
+            for number, token in enumerate(bytes(prompt).upper()):
+                if number == 1 and prompt == [97, 98, 99]:
+                    os.kill(os.getpid(), signal.SIGINT)
+                yield token
+
+        return one_by_one(tokens(), finished)
 
     before = signal.getsignal(signal.SIGINT)
     assert talk(["abc", "ab"], interrupted) == ["A", "B", "\n", "A", "B", "\n"]
@@ -123,13 +128,8 @@ def test_a_conversation_goes_on_and_its_answers_end_with_the_turn(talk, tmp_path
 
     def answer(prompt, finished):
         prompts.append(tokenizer.decode(prompt))
-        ids = [[]]
-        for token in [*tokenizer.encode(f"no. {len(prompts)}"), end, *tokenizer.encode("more")]:
-            ids[0].append(token)
-            over = finished(0, ids[0])
-            yield ids
-            if over:
-                return
+        said = tokenizer.encode(f"no. {len(prompts)}")
+        return one_by_one([*said, end, *tokenizer.encode("more")], finished)
 
     assert "".join(talk(["one?", "two?"], answer, chat=chat)) == "no. 1\nno. 2\n"
     begin = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"

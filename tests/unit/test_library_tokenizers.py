@@ -371,17 +371,6 @@ def test_generate_takes_the_tokenizer_of_the_run(models, tmp_path, capsys):
         write("--tokenizer-type", "HuggingFaceTokenizer")
 
 
-def test_flags_as_a_shell_reads_them():
-    owner = SimpleNamespace(
-        tokenizer_type="SentencePieceTokenizer", tokenizer_model="a b", vocab_file=None
-    )
-    assert (
-        TokenizerFlags.of(owner).words()
-        == "--tokenizer-type SentencePieceTokenizer --tokenizer-model 'a b'"
-    )
-    assert TokenizerFlags("GPT2BPETokenizer", "v", "m").words() == "--vocab-file v --merge-file m"
-
-
 # TikTokenizer and the Japanese SentencePiece ------------------------------------------------------------------------------------
 
 

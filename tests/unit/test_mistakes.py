@@ -297,6 +297,22 @@ FLAGS = {
         ("--vocab-file v", "--vocab-file is v and --merge-file is None: pass both or neither"),
         ("--mock-data --data-path a", "--mock-data and --data-path exclude each other"),
         (
+            "--data-path a --train-data-path b",
+            "--data-path and --train-data-path exclude each other",
+        ),
+        (
+            "--mock-data --train-data-path b",
+            "--mock-data and --train-data-path exclude each other",
+        ),
+        (
+            "--data-path a --valid-data-path b",
+            "--valid-data-path goes with --train-data-path",
+        ),
+        (
+            "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
+            "exclude each other",
+        ),
+        (
             "--mean-document-length 512",
             "--mean-document-length 512 is for runs whose attention ends with a document: pass",
         ),
