@@ -25,6 +25,7 @@ from fugaku_megatron.data.tokenizer import build_tokenizer
 from fugaku_megatron.observe.history import read_history
 from fugaku_megatron.observe.rank_table import read
 from fugaku_megatron.planner.machine import load
+from tests.file_damage import damages
 from tests.time_limit import time_limit
 
 TENSORS = {
@@ -126,6 +127,21 @@ def test_a_changed_field_is_refused_or_stays_inside(written, name, field, value,
 def test_any_header_and_any_length_of_it(written, header, length):
     path, _, values = written
     refused_or_inside(path, put_together(header, values, length))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"abc", (2**63).to_bytes(8, "little"), put_together(b"[]", b"")]
+)
+def test_a_file_without_a_header_is_refused(written, content):
+    with pytest.raises(ValueError, match="rank_00000.safetensors is not a valid safetensors file"):
+        opened(written[0], content)
+
+
+def test_damaged_headers_are_refused_or_stay_inside(written):
+    path, header, values = written
+    whole = json.dumps(header).encode()
+    for damaged in damages(whole, 300):
+        refused_or_inside(path, put_together(damaged, values, len(whole)))
 
 
 @pytest.mark.parametrize(

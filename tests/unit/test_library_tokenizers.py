@@ -155,15 +155,8 @@ def test_numbers_and_names():
 
 def test_mistakes(models, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "bad.model").write_text("nonsense")
-    (tmp_path / "zero.model").write_text("")
     for kind, model, message in (
         ("HuggingFaceTokenizer", tmp_path / "empty", "no folder with tokenizer_config.json or"),
-        ("HuggingFaceTokenizer", tmp_path, "tokenizer.json has no object named model"),
-        ("SentencePieceTokenizer", tmp_path, "cannot be read .it is a folder"),
-        ("SentencePieceTokenizer", tmp_path / "bad.model", "not a SentencePiece model"),
-        ("SentencePieceTokenizer", tmp_path / "zero.model", "not a SentencePiece model"),
         ("SentencePieceTokenizer", None, "SentencePieceTokenizer needs --tokenizer-model"),
         ("NullTokenizer", None, "NullTokenizer needs --vocab-size"),
         (
@@ -415,7 +408,6 @@ def test_tiktoken_files(tmp_path, pattern):
 @pytest.mark.parametrize(
     ("text", "size", "special", "message"),
     [
-        ("x", 300, 20, "not a JSON list of tokens"),
         ('[{"rank": 0}]', 300, 20, "not a JSON list of tokens"),
         ("[]", 300, 20, "not ranked"),
         (
