@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from .fields import cached_hash, check, check_numbers, check_positive, flag, option
+from .fields import cached_hash, check, check_fields, flag, option
 from .rules import check_rules
 from .sample_rules import Skips
 
@@ -28,20 +29,13 @@ class DataConfig:
     data_path: tuple[str, ...] | None = option(
         None,
         "prefix of .bin/.idx, or a blend: weight prefix weight prefix ...; without weights every data set is read once",
-        type=str,
-        nargs="+",
     )
-    train_data_path: tuple[str, ...] | None = option(
-        None, "as --data-path, for training only", type=str, nargs="+"
-    )
-    valid_data_path: tuple[str, ...] | None = option(
-        None, "as --data-path, for validation only", type=str, nargs="+"
-    )
-    data_args_path: str | None = option(None, "file with the words of --data-path", type=str)
+    train_data_path: tuple[str, ...] | None = option(None, "as --data-path, for training only")
+    valid_data_path: tuple[str, ...] | None = option(None, "as --data-path, for validation only")
+    data_args_path: str | None = option(None, "file with the words of --data-path")
     per_split_data_args_path: str | None = option(
         None,
         "JSON file with the words of --train-data-path as train, and of --valid-data-path as valid",
-        type=str,
     )
     split: str = option("969,30,1", "documents of --data-path for training, validation and test")
     legacy_split: bool = option(
@@ -50,7 +44,6 @@ class DataConfig:
     data_cache_path: str | None = option(
         None,
         "directory for the index of --data-path (default: next to the data, if it is large)",
-        type=str,
     )
     mock_data: bool = option(False, "random tokens instead of --data-path")
     reset_position_ids: bool = option(False, "restart positions at each document")
@@ -62,13 +55,10 @@ class DataConfig:
         None,
         "tokens per document, for estimates of time and FLOPs with "
         "--reset-attention-mask (default: --seq-length)",
-        type=int,
     )
     skip_samples: tuple[str, ...] | None = option(
         None,
         "samples excluded from training, as FIRST:END ..., without END; skipped samples count as consumed",
-        type=str,
-        nargs="+",
     )
     tokenizer_type: str = option(
         "GPT2BPETokenizer",
@@ -76,20 +66,17 @@ class DataConfig:
         "SentencePieceTokenizer, Llama2Tokenizer, JapaneseSentencePiece, TikTokenizer or NullTokenizer; "
         "without tokenizer files, the tokenizer of the initial model",
     )
-    vocab_file: str | None = option(
-        None, "vocab.json of the tokenizer, or a SentencePiece model", type=str
-    )
-    merge_file: str | None = option(None, "merges.txt of the tokenizer", type=str)
+    vocab_file: str | None = option(None, "vocab.json of the tokenizer, or a SentencePiece model")
+    merge_file: str | None = option(None, "merges.txt of the tokenizer")
     tokenizer_model: str | None = option(
         None,
         "directory of HuggingFaceTokenizer, .model file of SentencePiece, or .json file of "
         "TikTokenizer",
-        type=str,
     )
     tiktoken_pattern: str = option(
         "v2", "pattern by which TikTokenizer splits text", choices=("v1", "v2")
     )
-    tiktoken_num_special_tokens: int = option(1000, "special tokens of TikTokenizer")
+    tiktoken_num_special_tokens: int = option(1000, "special tokens of TikTokenizer", range=None)
     sft: bool = option(
         False,
         "fine-tune on chats: --data-path is from fugaku-megatron preprocess --chat, whole chats are packed into a sample, each "
@@ -98,14 +85,13 @@ class DataConfig:
     sft_truncate: bool = option(False, "truncate chats longer than a sample")
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_fields(self)
         check(
             self.tokenizer_type in SENTENCEPIECE_TYPES
             or (self.vocab_file is None) == (self.merge_file is None),
             f"--vocab-file is {self.vocab_file} and --merge-file is {self.merge_file}: pass both or neither",
         )
         Skips.parse(self.skip_samples)
-        check_positive(self, "mean_document_length")
         check(
             self.mean_document_length is None or self.masks_attention,
             f"--mean-document-length {self.mean_document_length} is "
@@ -126,33 +112,33 @@ class DataConfig:
             "follows the end of a text: leave one out",
         )
 
-    @property
+    @cached_property
     def marks_documents(self) -> str:
         """Flags that need the end-of-document token, except for chats, whose files have masks."""
         if self.sft:
             return ""
         return " ".join(flag(name) for name in MARKING if getattr(self, name))
 
-    @property
+    @cached_property
     def marked(self) -> bool:
         """True if samples have document or loss masks."""
         return self.sft or bool(self.marks_documents)
 
-    @property
+    @cached_property
     def masks_attention(self) -> bool:
         return self.sft or self.reset_attention_mask
 
-    @property
+    @cached_property
     def restarts_positions(self) -> bool:
         return self.sft or self.reset_position_ids
 
-    @property
+    @cached_property
     def has_tokenizer(self) -> bool:
         return bool(
             self.vocab_file or self.tokenizer_model or self.tokenizer_type == "NullTokenizer"
         )
 
-    @property
+    @cached_property
     def files(self) -> tuple[str, ...] | None:
         words = self.data_path or self.train_data_path
         if words:
@@ -160,12 +146,12 @@ class DataConfig:
         listed = self.data_args_path or self.per_split_data_args_path
         return (listed,) if listed else None
 
-    @property
+    @cached_property
     def cuts_chats(self) -> bool | None:
         """True: truncate chats that are too long; False: refuse them; None: not chats."""
         return self.sft_truncate if self.sft else None
 
-    @property
+    @cached_property
     def paths(self) -> dict[str, tuple[str, ...]]:
         given = {
             flag(name): getattr(self, name)

@@ -8,9 +8,10 @@ are named as in peft and as in Megatron-LM.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
-from .fields import cached_hash, check, check_fraction, check_numbers, check_positive, option
+from .fields import FRACTION, cached_hash, check, check_fields, option
 from .model import ModelConfig
 
 ALL_LINEAR = "all-linear"
@@ -39,11 +40,10 @@ class LoraConfig:
         None,
         "train only adapters of this rank; the model's weights come from "
         "--pretrained-checkpoint, or from --finetune --load (default: all weights are trained)",
-        type=int,
         maximum=2**16,
     )
     lora_alpha: float = option(8.0, "scale adapters by this / rank")
-    lora_dropout: float = option(0.0, "dropout of the adapters' input")
+    lora_dropout: float = option(0.0, "dropout of the adapters' input", range=FRACTION)
     lora_target: str = option(
         ALL_LINEAR,
         "matrices with an adapter, separated by commas: q_proj, k_proj, v_proj, o_proj, gate_proj, "
@@ -55,9 +55,7 @@ class LoraConfig:
     )
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_positive(self, "lora_rank", "lora_alpha")
-        check_fraction(self, "lora_dropout")
+        check_fields(self)
         names = self.targets
         unknown = next((name for name in names if name not in TARGETS), None)
         check(
@@ -79,22 +77,22 @@ class LoraConfig:
             f"--lora-target {self.lora_target}: all-linear goes alone",
         )
 
-    @property
+    @cached_property
     def on(self) -> bool:
         return self.lora_rank is not None
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """Adapter rank; the run must have adapters."""
         assert self.lora_rank is not None
         return self.lora_rank
 
-    @property
+    @cached_property
     def scale(self) -> float:
         divisor = self.rank**0.5 if self.lora_use_rslora else self.rank
         return self.lora_alpha / divisor
 
-    @property
+    @cached_property
     def targets(self) -> tuple[str, ...]:
         return tuple(name.strip() for name in self.lora_target.split(","))
 

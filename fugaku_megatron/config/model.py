@@ -8,21 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import repeat
 from typing import Any
 
 from .experts import BALANCE, CAPACITY, EXPERTS, ExpertFields, experts_in
-from .fields import (
-    cached_hash,
-    check,
-    check_choices,
-    check_fraction,
-    check_numbers,
-    check_positive,
-    flag,
-    option,
-    required,
-)
+from .fields import FRACTION, cached_hash, check, check_fields, flag, option, required
 from .rules import check_rules
 
 
@@ -122,16 +113,16 @@ class ModelConfig(ExpertFields):
         "number of attention heads; must divide --hidden-size", maximum=2**16
     )
     ffn_hidden_size: int = option(
-        None, "width of the MLP (default: 4 x hidden size)", type=int, maximum=2**22
+        None, "width of the MLP (default: 4 x hidden size)", maximum=2**22
     )
     seq_length: int = required(
         "tokens per sample, s", maximum=2**22, aliases=("--encoder-seq-length",)
     )
     max_position_embeddings: int = option(
-        None, "rows of the position embedding (default: --seq-length)", type=int, maximum=2**22
+        None, "rows of the position embedding (default: --seq-length)", maximum=2**22
     )
     vocab_size: int | None = option(
-        None, "vocabulary before padding (default: the tokenizer's)", type=int, maximum=2**26
+        None, "vocabulary before padding (default: the tokenizer's)", maximum=2**26
     )
     make_vocab_size_divisible_by: int = option(
         128, "pad the vocabulary to a multiple of this x tensor-parallel size"
@@ -139,7 +130,6 @@ class ModelConfig(ExpertFields):
     padded_vocab_size: int | None = option(
         None,
         "rows of the padded vocabulary, instead of --make-vocab-size-divisible-by",
-        type=int,
         maximum=2**26,
     )
     mask_vocab_padding: str = option(
@@ -159,8 +149,10 @@ class ModelConfig(ExpertFields):
     )
     disable_bias_linear: bool = option(False, "no biases in the linear layers of the blocks")
     layernorm_epsilon: float = option(1e-5, "epsilon of the norms", aliases=("--norm-epsilon",))
-    hidden_dropout: float = option(0.1, "dropout on embeddings and on the output of each sub-layer")
-    attention_dropout: float = option(0.1, "dropout on attention probabilities")
+    hidden_dropout: float = option(
+        0.1, "dropout on embeddings and on the output of each sub-layer", range=FRACTION
+    )
+    attention_dropout: float = option(0.1, "dropout on attention probabilities", range=FRACTION)
     swiglu: bool = option(
         False,
         "the MLP is W2 (silu(Wg x) * (Wv x)); --ffn-hidden-size is then 8/3 x hidden size by default",
@@ -175,7 +167,6 @@ class ModelConfig(ExpertFields):
         None,
         "the MLP's activation, by the name of a row that a program has added to ACTIVATIONS "
         "(docs/extending.md)",
-        type=str,
     )
     bias_gelu_fusion: bool = option(
         True,
@@ -190,10 +181,10 @@ class ModelConfig(ExpertFields):
     z_loss_strength: float = option(1e-4, "the factor of --use-z-loss", aliases=("--z-loss-coeff",))
     group_query_attention: bool = option(False, "groups of heads share a key and a value")
     num_query_groups: int | None = option(
-        None, "groups g of heads, for --group-query-attention (default: 1)", type=int, maximum=2**16
+        None, "groups g of heads, for --group-query-attention (default: 1)", maximum=2**16
     )
     kv_channels: int = option(
-        None, "size d of a head (default: hidden size / attention heads)", type=int, maximum=2**16
+        None, "size d of a head (default: hidden size / attention heads)", maximum=2**16
     )
     add_qkv_bias: bool = option(
         False, "biases of queries, keys and values, also with --disable-bias-linear"
@@ -224,7 +215,7 @@ class ModelConfig(ExpertFields):
         "rope rotates pairs of neighbouring elements, instead of elements half the rotated size apart",
     )
     rotary_seq_len_interpolation_factor: float | None = option(
-        None, "divide rope's positions by this (linear scaling)", type=float
+        None, "divide rope's positions by this (linear scaling)"
     )
     rotary_scaling_factor: float = option(1.0, "factor by which yarn lengthens long wavelengths")
     yarn_original_max_position_embeddings: int = option(
@@ -245,8 +236,9 @@ class ModelConfig(ExpertFields):
         1.0,
         "yarn multiplies queries and keys by (0.1 x this x ln(factor) + 1) / "
         "(0.1 x --mscale-all-dim x ln(factor) + 1)",
+        range=None,
     )
-    mscale_all_dim: float = option(0.0, "see --mscale")
+    mscale_all_dim: float = option(0.0, "see --mscale", range=None)
     use_rope_scaling: bool = option(
         False, "lengthen rope's long wavelengths as Llama 3.1 does, for longer sequences"
     )
@@ -266,7 +258,6 @@ class ModelConfig(ExpertFields):
         None,
         "dynamic NTK scaling: raise rope's base by this factor with the length beyond the original one; the length "
         "is that of the sequence, or of a chat or document with its own positions",
-        type=float,
     )
     untie_embeddings_and_output_weights: bool = option(
         False, "the logits have their own weight instead of the word embedding's"
@@ -274,7 +265,6 @@ class ModelConfig(ExpertFields):
     window_size: str | None = option(
         None,
         "LEFT,0: a token attends to itself and LEFT tokens before it (Mistral's window - 1), not to all",
-        type=str,
     )
 
     parallel_residual: bool = option(
@@ -289,25 +279,17 @@ class ModelConfig(ExpertFields):
     attention_multiplier: float | None = option(
         None,
         "multiply the attention scores by this (default: 1 / sqrt of the head size)",
-        type=float,
     )
     logits_scaling: float = option(1.0, "divide the logits by this")
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_choices(self)
+        check_fields(self)
         self._check_activation()
         self._derive()
-        numbers = (f.name for f in fields(self) if f.type in ("int", "int | None", "float"))
-        check_positive(
-            self, *(name for name in numbers if "dropout" not in name and "mscale" not in name)
-        )
-        check_positive(self, "padded_vocab_size", *SCALINGS[1:], "attention_multiplier")
         check(
             self.normalization in NORMS,
             f"--normalization is {self.normalization}: pass {' or '.join(NORMS)}",
         )
-        check_fraction(self, "hidden_dropout", "attention_dropout")
         check(
             self.max_position_embeddings >= self.seq_length,
             f"--max-position-embeddings {self.max_position_embeddings} "
@@ -424,7 +406,7 @@ class ModelConfig(ExpertFields):
             "it, or --kv-channels",
         )
 
-    @property
+    @cached_property
     def activation(self) -> str:
         if self.activation_func is not None:
             return self.activation_func
@@ -433,7 +415,7 @@ class ModelConfig(ExpertFields):
                 return name
         return "gelu" if self.bias_gelu_fusion and not self.disable_bias_linear else "gelu_exact"
 
-    @property
+    @cached_property
     def mlps(self) -> tuple[str, ...]:
         """Key in `ACTIVATIONS` for each layer, or MLP_OF_EXPERTS."""
         dense = self.activation
@@ -442,7 +424,7 @@ class ModelConfig(ExpertFields):
         experts = experts_in(self.moe_layer_freq, self.num_layers)
         return tuple(MLP_OF_EXPERTS if layer else dense for layer in experts)
 
-    @property
+    @cached_property
     def mlp_widths(self) -> tuple[int, ...]:
         """Widths f: dense MLP, expert, shared expert."""
         if not self.num_experts:
@@ -451,43 +433,43 @@ class ModelConfig(ExpertFields):
         widths = (dense, self.moe_ffn_hidden_size, self.moe_shared_expert_intermediate_size)
         return tuple(width for width in widths if width)
 
-    @property
+    @cached_property
     def gated(self) -> bool:
         return ACTIVATIONS[self.activation].gated
 
-    @property
+    @cached_property
     def fc1_widths(self) -> int:
         """Output width / f in an MLP's first matmul: 2 with a gate."""
         return 2 if self.gated else 1
 
-    @property
+    @cached_property
     def z_loss(self) -> float:
         return self.z_loss_strength if self.use_z_loss else 0.0
 
-    @property
+    @cached_property
     def rotary(self) -> bool:
         """True with rope or yarn."""
         return self.position_embedding_type in (ROPE, YARN)
 
-    @property
+    @cached_property
     def query_groups(self) -> int:
         return self.num_query_groups or self.num_attention_heads
 
-    @property
+    @cached_property
     def qkv_width(self) -> int:
         """Elements per token in queries, keys and values: g (n/g + 2) d."""
         return (self.num_attention_heads + 2 * self.query_groups) * self.kv_channels
 
-    @property
+    @cached_property
     def context_width(self) -> int:
         """Elements per token in the attention output: n d."""
         return self.num_attention_heads * self.kv_channels
 
-    @property
+    @cached_property
     def kernels_take_heads(self) -> bool:
         return self.kv_channels % HEAD_MULTIPLE == 0
 
-    @property
+    @cached_property
     def kernels_alone(self) -> bool:
         norm = NORMS[self.normalization].kernel
         norms = norm is not None and (norm == RMS_NORM or not self.qk_layernorm)
@@ -501,40 +483,40 @@ class ModelConfig(ExpertFields):
             and not self.qk_layernorm_all_heads
         )
 
-    @property
+    @cached_property
     def qkv_bias(self) -> bool:
         return self.add_qkv_bias or not self.disable_bias_linear
 
-    @property
+    @cached_property
     def learned_positions(self) -> bool:
         return self.position_embedding_type == LEARNED
 
-    @property
+    @cached_property
     def rotary_size(self) -> int:
         """Rotated elements per head."""
         return int(self.kv_channels * self.rotary_percent)
 
-    @property
+    @cached_property
     def yarn_attention_factor(self) -> float:
         """Yarn's factor for cosines and sines, attention_factor in transformers; 0 if undefined."""
         growth = 0.1 * math.log(max(self.rotary_scaling_factor, 1.0))
         return (self.mscale * growth + 1.0) / (self.mscale_all_dim * growth + 1.0 or math.inf)
 
-    @property
+    @cached_property
     def uses_rotary(self) -> bool:
         """True if queries and keys are rotated or normalised before attention."""
         return self.rotary or self.qk_layernorm
 
-    @property
+    @cached_property
     def masks_padding(self) -> bool:
         """True if the softmax excludes vocabulary padding; `run.resume` resolves "auto"."""
         return self.mask_vocab_padding == MASKED
 
-    @property
+    @cached_property
     def tied(self) -> bool:
         return not self.untie_embeddings_and_output_weights
 
-    @property
+    @cached_property
     def window(self) -> int | None:
         """Tokens that a token attends to, including itself; None: all before it."""
         return None if self.window_size is None else int(self.window_size.split(",")[0]) + 1

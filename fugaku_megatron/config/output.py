@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .fields import (
-    cached_hash,
-    check,
-    check_numbers,
-    check_positive,
-    flag,
-    is_unicode,
-    option,
-)
+from .fields import cached_hash, check, check_fields, flag, is_unicode, option
 from .rules import check_rules
 
 
@@ -21,9 +13,9 @@ from .rules import check_rules
 class OutputConfig:
     """Checkpoints and logs."""
 
-    save: str | None = option(None, "directory for checkpoints", type=str)
+    save: str | None = option(None, "directory for checkpoints")
     load: str | None = option(
-        None, "directory to resume from; without a checkpoint in it the run starts anew", type=str
+        None, "directory to resume from; without a checkpoint in it the run starts anew"
     )
     finetune: bool = option(
         False,
@@ -32,7 +24,6 @@ class OutputConfig:
     pretrained_checkpoint: str | None = option(
         None,
         "if --load has no checkpoint, start from the weights in this directory as with --finetune",
-        type=str,
     )
     exit_on_missing_checkpoint: bool = option(
         False,
@@ -42,18 +33,16 @@ class OutputConfig:
         False,
         "use the model of the checkpoint in --load instead of this command line's",
     )
-    ckpt_step: int | None = option(None, "load this iteration instead of the latest", type=int)
+    ckpt_step: int | None = option(None, "load this iteration instead of the latest")
     save_interval: int | None = option(
         None,
         "iterations between checkpoints (default: only at the end)",
-        type=int,
         aliases=("--persistent-save-interval",),
     )
     save_retain_interval: int | None = option(
         None,
         "keep checkpoints of iterations divisible by this, and the last one; others are "
         "removed after a save (default: all are kept)",
-        type=int,
     )
     no_save_optim: bool = option(
         False,
@@ -61,18 +50,16 @@ class OutputConfig:
         "--finetune",
     )
     save_interval_in_mins: float | None = option(
-        None, "minutes between checkpoints, by the clock of rank 0", type=float
+        None, "minutes between checkpoints, by the clock of rank 0"
     )
     keep_last: int | None = option(
         None,
         "checkpoints to keep in --save; older ones are removed after a save (default: all)",
-        type=int,
     )
     save_local: str | None = option(
         None,
         "directory on a local disk of each node: checkpoints are written there first and copied to --save "
         "during the run; the newest complete checkpoint of both is loaded",
-        type=str,
     )
     async_save: bool = option(False, "copy a checkpoint to memory and write it during training")
     log_interval: int = option(100, "iterations between log lines")
@@ -83,29 +70,26 @@ class OutputConfig:
         choices=("auto", "on", "off"),
     )
     log_file: str | None = option(
-        None, "file to which the run's log is appended, whether or not it is printed", type=str
+        None, "file to which the run's log is appended, whether or not it is printed"
     )
     log_ranks: str | None = option(
         None,
         "file for the time breakdown of every rank in each log interval, for "
         "fugaku-megatron log --ranks",
-        type=str,
     )
-    tensorboard_dir: str | None = option(None, "directory for TensorBoard events", type=str)
+    tensorboard_dir: str | None = option(None, "directory for TensorBoard events")
     wandb_project: str | None = option(
         None,
         "project of Weights & Biases for the metrics of the log; without a network they "
         "are stored for `wandb sync`",
-        type=str,
     )
     wandb_exp_name: str | None = option(
-        None, "name of the run in Weights & Biases", type=str, aliases=("--wandb-name",)
+        None, "name of the run in Weights & Biases", aliases=("--wandb-name",)
     )
-    wandb_entity: str | None = option(None, "user or team in Weights & Biases", type=str)
+    wandb_entity: str | None = option(None, "user or team in Weights & Biases")
     wandb_save_dir: str | None = option(
         None,
         "directory for files of Weights & Biases (default: below --save, or here)",
-        type=str,
     )
     log_params_norm: bool = option(False, "log the norm of the weights")
     log_num_zeros_in_grad: bool = option(False, "log the number of zero gradient elements")
@@ -114,30 +98,18 @@ class OutputConfig:
         "time every operation in some iterations: a table in the log, a trace for Perfetto in --profile-dir",
     )
     profile_step_start: int = option(3, "first profiled iteration after this start")
-    profile_step_end: int = option(5, "the iteration after the last profiled one")
+    profile_step_end: int = option(5, "the iteration after the last profiled one", range=None)
     profile_ranks: tuple[int, ...] = option(
         (0,),
         "ranks whose kernels and messages are profiled; the instructions of rank 0's pipeline "
         "always are",
-        type=int,
-        nargs="+",
     )
     profile_dir: str = option(
         "profile", "directory for traces: trace.json contains all profiled ranks"
     )
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_positive(
-            self,
-            "ckpt_step",
-            "save_interval",
-            "save_interval_in_mins",
-            "keep_last",
-            "save_retain_interval",
-            "log_interval",
-            "profile_step_start",
-        )
+        check_fields(self)
         directories = (
             "save",
             "load",

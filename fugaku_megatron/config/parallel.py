@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..pipeline.schedule_names import (
     AUTO,
@@ -14,16 +15,7 @@ from ..pipeline.schedule_names import (
     splitting_backward,
 )
 from .experts import ExpertRanks
-from .fields import (
-    RowNames,
-    cached_hash,
-    check,
-    check_choices,
-    check_numbers,
-    check_positive,
-    flag,
-    option,
-)
+from .fields import RowNames, cached_hash, check, check_fields, flag, option
 from .rules import check_rules
 
 # Values of --cp-comm-type; EITHER is resolved by the program.
@@ -48,10 +40,10 @@ class ParallelConfig(ExpertRanks):
         "even: equal numbers of layers",
     )
     decoder_first_pipeline_num_layers: int | None = option(
-        None, "layers of the first stage; the others share the rest", type=int
+        None, "layers of the first stage; the others share the rest"
     )
     decoder_last_pipeline_num_layers: int | None = option(
-        None, "layers of the last stage; the others share the rest", type=int
+        None, "layers of the last stage; the others share the rest"
     )
     pipeline_schedule: str | None = option(
         None,
@@ -59,20 +51,18 @@ class ParallelConfig(ExpertRanks):
         "per stage; zb-h1 and zbv split backward, so that weight gradients fill idle time; zbv has "
         "two model chunks per stage in a V; auto: the schedule with the least modelled time that fits "
         "into memory (default: interleaved with virtual stages, else 1f1b)",
-        type=str,
         choices=RowNames(SCHEDULES, AUTO),
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
-        None, "model chunks per stage of an interleaved or zb-h1 schedule", type=int
+        None, "model chunks per stage of an interleaved or zb-h1 schedule"
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "layers of a model chunk of an interleaved or zb-h1 schedule", type=int
+        None, "layers of a model chunk of an interleaved or zb-h1 schedule"
     )
     zero_bubble_max_pending_backward: int | None = option(
         None,
         "micro-batches with postponed weight gradients on a stage of zb-h1 or zbv: a larger number "
         "means less idle time and more memory (default: the number of stages, as 1f1b)",
-        type=int,
     )
     context_parallel_size: int = option(1, "ranks that share each sequence (CP)", maximum=2**16)
     cp_comm_type: tuple[str, ...] | None = option(
@@ -81,8 +71,6 @@ class ParallelConfig(ExpertRanks):
         "overlapped with attention; allgather, keys and values of all ranks at once; a2a, sequence blocks for heads; a2a+p2p, the "
         "program chooses (default: p2p if these ranks are on several nodes and attention is not restricted to documents; else a2a "
         "if TP x CP divides the heads, and one of CP and a rank's query groups divides the other; else p2p)",
-        type=str,
-        nargs="+",
     )
     sequence_parallel: bool = option(
         False, "norms, dropout and residuals on 1/TP of the sequence, to save activation memory"
@@ -97,6 +85,7 @@ class ParallelConfig(ExpertRanks):
         "gradients and weights are not sharded, and training is the same",
         choices=(0, 1, 2, 3),
         switches={"--use-distributed-optimizer": 1},
+        range=None,
     )
     overlap_grad_reduce: bool = option(
         False, "reduce gradients in buckets, overlapped with the backward of earlier layers"
@@ -108,7 +97,6 @@ class ParallelConfig(ExpertRanks):
         None,
         "minimum elements of a bucket (default: 40,000,000, or 1,000,000 x "
         "data-parallel size if that is more; without data parallelism one layer)",
-        type=int,
     )
     grad_reduce_in_bf16: bool = option(
         False,
@@ -116,22 +104,7 @@ class ParallelConfig(ExpertRanks):
     )
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_positive(
-            self,
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "expert_model_parallel_size",
-            "context_parallel_size",
-            "num_virtual_stages_per_pipeline_rank",
-            "num_layers_per_virtual_pipeline_stage",
-            "expert_tensor_parallel_size",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "zero_bubble_max_pending_backward",
-            "ddp_bucket_size",
-        )
-        check_choices(self)
+        check_fields(self)
         wrong = [
             value for value in self.cp_comm_type or () if value not in (*CP_COMM_TYPES, EITHER)
         ]
@@ -198,7 +171,7 @@ class ParallelConfig(ExpertRanks):
             f"--pipeline-schedule {' and '.join(splitting_backward())}, not {schedule or self.schedule}: leave one out",
         )
 
-    @property
+    @cached_property
     def schedule(self) -> str:
         """Training schedule's name; 1f1b while `auto` is not resolved."""
         if self.pipeline_schedule not in (None, AUTO):

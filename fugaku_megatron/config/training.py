@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .fields import (
-    cached_hash,
-    check,
-    check_choices,
-    check_not_negative,
-    check_numbers,
-    check_positive,
-    option,
-    required,
-)
+from .fields import NOT_NEGATIVE, cached_hash, check, check_fields, option, required
 from .rules import check_rules
 from .sample_rules import StepSizes
 
@@ -31,22 +22,19 @@ class BatchConfig:
     global_batch_size: int | None = option(
         None,
         "samples per iteration (default: micro-batch x data-parallel size)",
-        type=int,
         maximum=2**24,
     )
     rampup_batch_size: tuple[int, ...] | None = option(
-        None, "start size, increment, and length of the ramp in samples", type=int, nargs=3
+        None, "start size, increment, and length of the ramp in samples", nargs=3
     )
     step_batch_size_schedule: str | None = option(
         None,
         "batch sizes in steps, instead of --rampup-batch-size: TOKENS:SIZE ..., such "
         "as '0:768 250B:1536'; the last size is --global-batch-size",
-        type=str,
     )
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_positive(self, "micro_batch_size", "global_batch_size")
+        check_fields(self)
         check(
             self.rampup_batch_size is None or len(self.rampup_batch_size) == 3,
             f"--rampup-batch-size {self.rampup_batch_size}: pass three numbers, start, increment and samples",
@@ -71,34 +59,27 @@ class BatchConfig:
 class TrainingConfig:
     """Length of the run, evaluation, recompute and seed."""
 
-    train_iters: int | None = option(None, "iterations to train", type=int)
+    train_iters: int | None = option(None, "iterations to train", range=NOT_NEGATIVE)
     train_samples: int | None = option(
-        None, "samples to train (instead of --train-iters)", type=int, maximum=2**40
+        None, "samples to train (instead of --train-iters)", maximum=2**40
     )
     train_tokens: float | None = option(
         None,
         "tokens to train: the run ends with the iteration that reaches them, or earlier by "
         "--train-iters or --train-samples",
-        type=float,
     )
-    exit_interval: int | None = option(
-        None, "save and exit after an iteration divisible by this", type=int
-    )
-    exit_duration_in_mins: float | None = option(
-        None, "save and exit after this many minutes", type=float
-    )
+    exit_interval: int | None = option(None, "save and exit after an iteration divisible by this")
+    exit_duration_in_mins: float | None = option(None, "save and exit after this many minutes")
     eval_interval: int = option(1000, "iterations between evaluations on the validation split")
-    eval_iters: int = option(100, "batches per evaluation; 0: none")
+    eval_iters: int = option(100, "batches per evaluation; 0: none", range=NOT_NEGATIVE)
     eval_global_batch_size: int | None = option(
         None,
         "samples per evaluation batch (default: --global-batch-size)",
-        type=int,
         maximum=2**24,
     )
     eval_micro_batch_size: int | None = option(
         None,
         "samples per rank and forward pass in evaluations (default: --micro-batch-size)",
-        type=int,
         maximum=2**16,
     )
     full_validation: bool = option(
@@ -111,13 +92,14 @@ class TrainingConfig:
         "with --full-validation, each prefix of the validation data is a separate set "
         "with its own log line",
     )
-    start_eval_at_iter: int | None = option(None, "no evaluation before this iteration", type=int)
+    start_eval_at_iter: int | None = option(None, "no evaluation before this iteration", range=None)
     skip_train: bool = option(False, "do not train, only evaluate on the validation data")
-    seed: int = option(1234, "seed of initial weights, dropout and data order", maximum=2**32 - 1)
+    seed: int = option(
+        1234, "seed of initial weights, dropout and data order", maximum=2**32 - 1, range=None
+    )
     recompute_granularity: str | None = option(
         None,
         "recompute in backward: whole layers (full) or attention only (selective)",
-        type=str,
         choices=("full", "selective"),
         switches={"--checkpoint-activations": "full", "--recompute-activations": "selective"},
     )
@@ -134,8 +116,6 @@ class TrainingConfig:
     recompute_part_layers: tuple[int, ...] | None = option(
         None,
         "recomputed layers of each model chunk, in the model's order",
-        type=int,
-        nargs="+",
     )
     recompute_auto: bool = option(
         False, "recompute as few layers of each stage and chunk as fit into memory"
@@ -144,35 +124,20 @@ class TrainingConfig:
         None,
         "MiB per rank for choices that depend on memory (default: the rank's share of 90 % of "
         "the node's memory; in a dry run 90 % of this node's memory)",
-        type=int,
     )
     use_flush_denormal: bool = option(
         True, "flush denormals to zero in every thread (on by default)"
     )
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_positive(
-            self,
-            "train_samples",
-            "train_tokens",
-            "exit_interval",
-            "exit_duration_in_mins",
-            "eval_interval",
-            "eval_global_batch_size",
-            "eval_micro_batch_size",
-            "recompute_num_layers",
-            "memory_per_rank",
-        )
+        check_fields(self)
         # The range of numpy's generator.
         check(0 <= self.seed < 2**32, f"--seed is {self.seed}: pass a number from 0 to {2**32 - 1}")
-        check_not_negative(self, "train_iters", "eval_iters")
         check(
             self.train_iters is None or self.train_samples is None,
             "--train-iters and --train-samples exclude each other: pass one",
         )
         check_rules(self, "training")
-        check_choices(self)
         self._check_recompute()
 
     def _check_recompute(self) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from ..cli.parser import Parser
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
@@ -71,7 +73,7 @@ class Model:
         new_tokens: int,
         sampling: Sampling,
         words: Sequence[str],
-    ) -> list[list[int]]:
+    ) -> list[Tensor]:
         """Continue until a stop word or the end of text. Collective."""
         stop = (
             self.stop_condition(words) if self.tokenizers else None

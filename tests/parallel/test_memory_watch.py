@@ -222,10 +222,10 @@ def run(
     )
     for iteration in range(1, iterations + 1):
         kept.append(hold(int(leaks[world.rank] * MIB)))
-        watch.read(iteration)
+        watch.end(SimpleNamespace(seconds=30.0))
         if iteration % 20 == 0:
-            resident, shared = watch.finish_interval(iteration, 30.0)
-            assert 0 <= shared < resident
+            values = watch.finish_interval(iteration)
+            assert 0 <= values["shared_mib"] < values["resident_mib"]
     return said
 
 
@@ -264,11 +264,12 @@ def test_the_fastest_rank_is_named_and_its_node_counted(monkeypatch, every_itera
             lambda iteration, line: said.append(line),
         )
         watch._readings.append((1, int(rates[world.rank] * MIB)))
+        watch._seconds = 60.0
         for iteration in (100, 200):
-            watch._tell(iteration, 60.0, rates[world.rank] * MIB)
+            watch._tell(iteration, rates[world.rank] * MIB)
         monkeypatch.setattr(memory_module, "free_bytes", lambda: 190 * MIB)
         world.barrier()
-        watch._tell(300, 60.0, rates[world.rank] * MIB)
+        watch._tell(300, rates[world.rank] * MIB)
         return said
 
     for said in ThreadWorld(3).run(rank):

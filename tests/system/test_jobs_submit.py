@@ -430,7 +430,7 @@ def test_the_job_that_measures_nodes_is_a_script_without_mistakes(nodes, words, 
     check_scripts([file], [])
 
 
-@pytest.mark.parametrize("cluster", render.CLUSTERS, ids=lambda cluster: cluster.name)
+@pytest.mark.parametrize("cluster", render.CLUSTERS.values(), ids=lambda cluster: cluster.name)
 def test_the_same_for_slurm(cluster, tmp_path, capsys):
     file = tmp_path / "report.sbatch"
     assert (
