@@ -13,7 +13,7 @@ import os
 import struct
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -169,23 +169,21 @@ def _check_bin_size(prefix: str, size: int, tokens: int, dtype: np.dtype) -> Non
         )
 
 
+@dataclass(frozen=True)
 class StoredTokens:
     """Consecutive .bin tokens. Slicing reads nothing; numpy's asarray reads all."""
 
-    def __init__(self, data: IndexedDataset, place: range) -> None:
-        self._data = data
-        self._place = place
+    data: IndexedDataset
+    place: range
 
     def __len__(self) -> int:
-        return len(self._place)
+        return len(self.place)
 
     def __getitem__(self, part: slice) -> StoredTokens:
-        place = self._place[part]
-        assert place.step == 1
-        return StoredTokens(self._data, place)
+        return StoredTokens(self.data, self.place[part])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        tokens = self._data.read_tokens(self._place.start, len(self._place))
+        tokens = self.data.read_tokens(self.place.start, len(self.place))
         return tokens if dtype is None else tokens.astype(dtype)
 
 
@@ -363,22 +361,10 @@ class IndexedDatasetWriter:
     def writing(self) -> AbstractContextManager[None]:
         return writing(f"{self.prefix}.bin")
 
-    def add_document(
-        self, tokens: np.ndarray | Sequence[int], lengths: Iterable[int] | None = None
-    ) -> None:
-        """Append a document as one sequence, or as sequences with these `lengths` in tokens (none:
-        empty).
-        """
-        tokens = np.asarray(
-            tokens if isinstance(tokens, np.ndarray) else list(tokens),
-            None if len(tokens) else self.dtype,
-        )
-        lengths = [len(tokens)] if lengths is None else list(lengths)
-        if sum(lengths) != len(tokens) or any(length < 0 for length in lengths):
-            raise ValueError(
-                f"{self.prefix}: sequence lengths {lengths} do not add up to the document's {len(tokens)} tokens"
-            )
-        self._append(tokens, np.array(lengths, "i"), np.array([len(lengths)]))
+    def add_document(self, tokens: np.ndarray | Sequence[int]) -> None:
+        """Append a document as one sequence, which may be empty."""
+        ids = np.asarray(tokens, None if len(tokens) else self.dtype)
+        self._append(ids, np.array([len(ids)]), np.ones(1, np.int64))
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append one-sequence documents, `lengths` (documents,); length 0 has no sequence."""
