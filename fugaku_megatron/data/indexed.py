@@ -355,8 +355,14 @@ class IndexedDatasetWriter:
             self.prefix if folder is None else os.path.join(folder, os.path.basename(self.prefix))
         )
         self._temporary = {suffix: f"{aside}{suffix}.tmp{os.getpid()}" for suffix in self.SUFFIXES}
-        with self.writing():
-            self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115 - closed by finalize or discard
+        self._files: dict[str, BinaryIO] = {}
+        try:
+            with self.writing():
+                for suffix, path in self._temporary.items():
+                    self._files[suffix] = open(path, "wb")  # noqa: SIM115 - closed by finalize or discard
+        except ValueError:
+            self.discard()
+            raise
 
     def writing(self) -> AbstractContextManager[None]:
         return writing(f"{self.prefix}.bin")
@@ -377,7 +383,7 @@ class IndexedDatasetWriter:
                 f"{self.prefix}: token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}; use int32"
             )
         with self.writing():
-            self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
+            self._files[".bin"].write(np.ascontiguousarray(tokens, self.dtype).data)
         self._documents.frombytes((len(self._lengths) + ends).astype("q").tobytes())
         self._lengths.frombytes(lengths.astype("i").tobytes())
 
@@ -400,7 +406,8 @@ class IndexedDatasetWriter:
         lengths = np.asarray(self._lengths, "<i4")
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1] * np.int64(self.dtype.itemsize), out=pointers[1:])
-        with self.writing(), open(self._temporary[".idx"], "wb") as index:
+        index = self._files[".idx"]
+        with self.writing():
             index.write(
                 HEADER.pack(
                     MAGIC, VERSION, ELEMENT_CODES[self.dtype], len(lengths), len(self._documents)
@@ -408,9 +415,11 @@ class IndexedDatasetWriter:
             )
             for part in (lengths, pointers, np.asarray(self._documents, "<i8")):
                 index.write(part.data)
-            self._close(index)
-            self._close(self._bin)
             self.finish_parts()
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
         if os.path.exists(self.prefix + ".idx"):
             # an interruption between the renames then leaves no .idx, instead of one that belongs to another .bin
             os.remove(self.prefix + ".idx")
@@ -418,17 +427,12 @@ class IndexedDatasetWriter:
             os.replace(self._temporary[suffix], self.prefix + suffix)
 
     def finish_parts(self) -> None:
-        """Write and close a subclass's files; OSErrors are reported as .bin's."""
-
-    @staticmethod
-    def _close(stream: BinaryIO) -> None:
-        stream.flush()
-        os.fsync(stream.fileno())
-        stream.close()
+        """Complete a subclass's files; OSErrors are reported as .bin's."""
 
     def discard(self) -> None:
-        with suppress(OSError):  # its unwritten rest did not fit the disk
-            self._bin.close()
+        for file in self._files.values():
+            with suppress(OSError):  # its unwritten rest did not fit the disk
+                file.close()
         for path in self._temporary.values():
             if os.path.exists(path):
                 os.remove(path)
