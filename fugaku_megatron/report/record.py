@@ -23,11 +23,13 @@ from typing import Any
 from .. import __version__
 from ..config.fields import check
 from ..text.named_files import read_text
+from ..text.numbers import rounded
 from ..text.table import pipe_table
 
 LABEL = "model (extrapolated)"  # of what was not measured
 FORMAT = "fugaku-megatron report"
 VERSION = 1
+DIGITS = 5  # of numbers in the file
 PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+~-]+/)+[\w.+~-]*")
 SHARES = {
     "host": 2,
@@ -97,15 +99,6 @@ def without_names(value: Any, words: Mapping[str, str]) -> Any:
     return text
 
 
-def rounded(value: Any) -> Any:
-    """Round numbers to five significant digits."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {str(key): rounded(part) for key, part in value.items()}
-    return [rounded(part) for part in value] if isinstance(value, (list, tuple)) else value
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file; readers see the old or the new one. A signal handler may interrupt and write
     the same file.
@@ -151,7 +144,7 @@ class Record:
 
     def write(self) -> None:
         self.data["seconds"] = self.budget.used
-        data = rounded(self.data)
+        data = rounded(self.data, DIGITS)
         if not self._names:
             data = without_names(data, self._private)
         write_atomically(self.path, json.dumps(data, indent=1) + "\n")
