@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.load import Checkpoint, load_shards, open_checkpoint
-from ..checkpoint.manifest import Folders
+from ..checkpoint.manifest import Description, Folders
 from ..checkpoint.node_copy import node_first_steps
 from ..checkpoint.save import (
     BackgroundSave,
-    Description,
     Snapshot,
     Steps,
     run_steps,

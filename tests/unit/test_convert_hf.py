@@ -991,7 +991,7 @@ def test_flags_that_do_not_go_together(trained, sources, tmp_path, capsys, monke
             [*hf, *new, "--max-shard-size", "5 apples"],
             "--max-shard-size is '5 apples': pass a size such as 5GB",
         ),
-        ([*hf, *new, "--ckpt-step", "3"], "--ckpt-step is for --load"),
+        ([*hf, *new, "--ckpt-step", "3"], "--ckpt-step 3 is for --load"),
         ([*hf, *new, "--vocab-size", "3"], "--vocab-size 3 is for --from-megatron"),
         (
             [*hf, *new, "--tensor-model-parallel-size", "0"],

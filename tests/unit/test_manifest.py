@@ -97,7 +97,8 @@ IMPOSSIBLE = [
 def path(tmp_path):
     folder = tmp_path / "iter_0000100"
     folder.mkdir()
-    manifest.write_manifest(folder, 100, {"world_size": 1}, CONFIG, STATE, FILES)
+    description = manifest.Description(100, {"world_size": 1}, CONFIG, STATE)
+    manifest.write_manifest(folder, description, FILES)
     return folder / manifest.MANIFEST
 
 
