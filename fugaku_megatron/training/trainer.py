@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from ..checkpoint.save import (
     Steps,
     run_steps,
     save_steps,
-    shard_writer,
+    write_shards,
 )
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..checkpoint.trusted import REPLICAS, Fault, record_fault
@@ -440,7 +441,7 @@ class Trainer:
                 local, directory, shards, description, self.folders, wait=self._snapshot is None
             )
         return save_steps(
-            directory, shard_writer(self.world.rank, shards), description, self.folders
+            directory, partial(write_shards, self.world.rank, shards), description, self.folders
         )
 
     def _saved_shards(self) -> list[Shard]:
