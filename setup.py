@@ -73,8 +73,8 @@ class Target:
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 AVX512_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl")
-AVX512BF16 = (*AVX512, "-mavx512bf16")
-AVX512BF16_FEATURES = (*AVX512_FEATURES, "avx512bf16")
+AVX512BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")
+AVX512BF16_FEATURES = (*AVX512_FEATURES, "avx512bf16", "avx512vnni")
 SVE = "-march=armv8.2-a+sve"
 
 # Ordered from the slowest to the fastest: the last row that the CPU can run is the default. A name in _emulated is for tests alone.
@@ -94,16 +94,26 @@ TARGETS = (
     Target(
         "amx",
         "x86_64",
-        (*AVX512BF16, "-mamx-tile", "-mamx-bf16"),
+        (*AVX512BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
         64,
-        (*AVX512BF16_FEATURES, "amx_tile", "amx_bf16", "amx_state"),
+        (*AVX512BF16_FEATURES, "amx_tile", "amx_bf16", "amx_int8", "amx_state"),
         base="avx512bf16",
     ),
     Target("sve128", "aarch64", (SVE, "-msve-vector-bits=128"), 16, ("sve",)),
     Target("sve256", "aarch64", (SVE, "-msve-vector-bits=256"), 32, ("sve",)),
-    Target("sve128bf16", "aarch64", (f"{SVE}+bf16", "-msve-vector-bits=128"), 16, ("sve", "bf16")),
     Target(
-        "sve256bf16", "aarch64", (f"{SVE}+bf16", "-msve-vector-bits=256"), 32, ("sve", "svebf16")
+        "sve128bf16",
+        "aarch64",
+        (f"{SVE}+bf16+dotprod+i8mm", "-msve-vector-bits=128"),
+        16,
+        ("sve", "bf16", "i8mm"),
+    ),
+    Target(
+        "sve256bf16",
+        "aarch64",
+        (f"{SVE}+bf16+i8mm", "-msve-vector-bits=256"),
+        32,
+        ("sve", "svebf16", "svei8mm"),
     ),
     Target("sve512", "aarch64", ("-mcpu=a64fx", "-msve-vector-bits=512"), 64, ("sve",)),
 )

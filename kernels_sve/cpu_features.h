@@ -44,10 +44,11 @@ inline const std::string& tiles_refused() {
 inline bool has_feature(const std::string& feature, int) {
   if (feature == "amx_tile") return has_amx(24);
   if (feature == "amx_bf16") return has_amx(22);
+  if (feature == "amx_int8") return has_amx(25);
   if (feature == "amx_state") return tiles_refused().empty();
 #define FM_CPU(name) (feature == #name && __builtin_cpu_supports(#name))
   return FM_CPU(avx2) || FM_CPU(fma) || FM_CPU(f16c) || FM_CPU(avx512f) || FM_CPU(avx512bw) ||
-         FM_CPU(avx512dq) || FM_CPU(avx512vl) || FM_CPU(avx512bf16);
+         FM_CPU(avx512dq) || FM_CPU(avx512vl) || FM_CPU(avx512bf16) || FM_CPU(avx512vnni);
 #undef FM_CPU
 }
 #elif defined(__aarch64__)
@@ -57,7 +58,10 @@ inline const char* tiles_refused() { return ""; }
 inline bool has_feature(const std::string& feature, int vector_bytes) {
   constexpr unsigned long HWCAP_SVE_BIT = 1UL << 22;
   constexpr int PR_SVE_GET_VL_CODE = 51, PR_SVE_VL_LENGTH = 0xffff;
-  constexpr unsigned long HWCAP2_SVEBF16_BIT = 1UL << 12, HWCAP2_BF16_BIT = 1UL << 14;
+  constexpr unsigned long HWCAP2_SVEI8MM_BIT = 1UL << 9, HWCAP2_SVEBF16_BIT = 1UL << 12,
+                          HWCAP2_I8MM_BIT = 1UL << 13, HWCAP2_BF16_BIT = 1UL << 14;
+  if (feature == "svei8mm") return getauxval(AT_HWCAP2) & HWCAP2_SVEI8MM_BIT;
+  if (feature == "i8mm") return getauxval(AT_HWCAP2) & HWCAP2_I8MM_BIT;
   if (feature == "svebf16") return getauxval(AT_HWCAP2) & HWCAP2_SVEBF16_BIT;
   if (feature == "bf16") return getauxval(AT_HWCAP2) & HWCAP2_BF16_BIT;
   if (feature != "sve" || !(getauxval(AT_HWCAP) & HWCAP_SVE_BIT)) return false;

@@ -5,8 +5,39 @@
 
 namespace fm {
 
-// bf16x3: of the operands of a matmul alone, float32 that is multiplied as three bfloat16 (gemm_split.h).
-enum class DType : int32_t { f32, f64, bf16, f16, i32, i64, u8, b8, bf16x3 };
+// Of the operands of a matmul alone: bf16x3, float32 that is multiplied as three bfloat16 (gemm_split.h); int8_of_*, numbers of
+// that type that are quantized to eight bits (gemm_int8.h).
+enum class DType : int32_t {
+  f32,
+  f64,
+  bf16,
+  f16,
+  i32,
+  i64,
+  u8,
+  b8,
+  bf16x3,
+  int8_of_f32,
+  int8_of_bf16,
+  int8_of_f16
+};
+
+inline bool is_int8(DType operands) { return operands >= DType::int8_of_f32; }
+
+// The type of a matmul's operands in memory.
+inline DType stored_dtype(DType operands) {
+  switch (operands) {
+    case DType::bf16x3:
+    case DType::int8_of_f32:
+      return DType::f32;
+    case DType::int8_of_bf16:
+      return DType::bf16;
+    case DType::int8_of_f16:
+      return DType::f16;
+    default:
+      return operands;
+  }
+}
 
 // Storage of the 16-bit formats. No compiler type: GCC 12 has no _Float16 in C++ on aarch64.
 struct bf16 {

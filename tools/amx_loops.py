@@ -15,9 +15,9 @@ from fugaku_megatron.planner.cost import PARTIAL_MATMULS
 from tools.asm_loops import Instruction, Loop, functions, reached, successors
 
 # Intel 64 and IA-32 Architectures Optimization Reference Manual (248966), table 20-2, "Intel AMX instruction throughput and
-# latency": TDPBF16PS begins every 16 cycles and takes 52, TILELOADD every 8. The same manual on Golden Cove: a core renames 6
+# latency": TDPBF16PS and TDPBSSD begin every 16 cycles and take 52, TILELOADD every 8. The same manual on Golden Cove: a core renames 6
 # operations a cycle and has three load ports, two of them for 64 bytes.
-DOT = "tdpbf16ps"
+DOTS = ("tdpbf16ps", "tdpbssd")
 DOT_CYCLES = 16
 DOT_LATENCY = 52
 DOT_MULTIPLY_ADDS = 16 * 16 * 32  # of a TDPBF16PS
@@ -63,7 +63,7 @@ def shortest_cycle(start: int, after: list[set[int]]) -> list[int]:
 def tile_loops(assembly: str) -> Iterator[TileLoop]:
     """Every innermost loop that multiplies tiles."""
     for name, code, labels in functions(assembly):
-        products = [i for i, x in enumerate(code) if x.mnemonic == DOT]
+        products = [i for i, x in enumerate(code) if x.mnemonic in DOTS]
         if not products:
             continue
         after = successors(code, labels)
@@ -93,14 +93,14 @@ def memory_reads(body: tuple[Instruction, ...]) -> int:
 
 def waits(body: tuple[Instruction, ...]) -> int:
     """Cycles that the products of one sum wait for each other in a turn: they follow one another."""
-    sums = [i.operands[-1] for i in body if i.mnemonic == DOT]
+    sums = [i.operands[-1] for i in body if i.mnemonic in DOTS]
     return max((sums.count(one) for one in sums), default=0) * DOT_LATENCY
 
 
 def cycles(body: tuple[Instruction, ...]) -> float:
     """Return the cycles of a turn."""
     loads = count(body, *LOADS)
-    products = count(body, DOT)
+    products = count(body, *DOTS)
     operations = len(body) - loads + loads * TILE_OPERATIONS
     return max(
         products * DOT_CYCLES,
@@ -112,7 +112,7 @@ def cycles(body: tuple[Instruction, ...]) -> float:
 
 def share(body: tuple[Instruction, ...]) -> float:
     """Return the share of the matrix unit's rate."""
-    return count(body, DOT) * DOT_CYCLES / cycles(body)
+    return count(body, *DOTS) * DOT_CYCLES / cycles(body)
 
 
 def fp32_ratio(body: tuple[Instruction, ...]) -> float:
@@ -124,7 +124,7 @@ def faults(loop: TileLoop) -> list[str]:
     """Return what keeps the loop from the matrix unit's rate, one line each; empty when it is clean."""
     body = loop.loop.body
     loads = count(body, *LOADS)
-    products = count(body, DOT)
+    products = count(body, *DOTS)
     reasons = [f"a tile is stored in the loop: {i.text}" for i in body if i.mnemonic == STORE]
     reasons += [
         f"a tile on the stack: {i.text}" for i in body if i.mnemonic in LOADS and "(%rsp" in i.text

@@ -23,6 +23,8 @@ ACCUMULATOR = {
     "fmsb": 3,
     "fnmad": 3,
     "fnmsb": 3,
+    "sdot": 0,
+    "smmla": 0,
 }
 MIN_BETWEEN = 18  # other FMLAs between two on one accumulator: latency 9 on two pipes
 FILE = re.compile(r'\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]*)"')

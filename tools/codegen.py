@@ -3,7 +3,7 @@
     make arm-codegen                      (or: python -m tools.codegen arm)
     make amx-codegen                      (or: python -m tools.codegen amx)
 
-For ARM it reads every family of kernels for the A64FX, and the BF16 GEMM for Neoverse V1 (SVE of 256 bits) and V2 (128 bits). It
+For ARM it reads every family of kernels for the A64FX, and the BF16 and INT8 GEMM for Neoverse V1 (SVE of 256 bits) and V2 (128 bits). It
 prints which share of the FP16 peak remains when every chunk of FP16 sums is added in float32 (gemm_half.h), and the cycles a vector
 of the elementwise loops, each with a limit (tools/arm_vector_loops.py). It fails
 
@@ -12,7 +12,7 @@ of the elementwise loops, each with a limit (tools/arm_vector_loops.py). It fail
 - when any loop for the A64FX holds a vector divide, square root or INSR;
 - when an expected loop is not found.
 
-For AMX (target amx, Sapphire Rapids) it reads the BF16 GEMM and attention. It fails when a loop over k stores a tile, reads one
+For AMX (target amx, Sapphire Rapids) it reads the BF16 and INT8 GEMM and attention. It fails when a loop over k stores a tile, reads one
 from the stack, has fewer tile matmuls than tile loads, or falls below its share of the matrix unit's rate by Intel's published
 cycles, the GEMM's also with all that it can fetch (tools/amx_loops.py). For Neoverse and AMX it prints the rate of --fp32-matmul
 bf16x3 relative to FP32's.
@@ -54,7 +54,8 @@ MCA = ["llvm-mca-19", "-mtriple=aarch64-linux-gnu"]
 ITERATIONS = 400
 CHUNKS = (16, 32, 64, 128, 256)  # steps of k summed in FP16
 MIN_BF16X3 = 1.3  # times FP32's peak on AMX
-TILE_KERNELS = ("tiles_kernel<32, 1>", "tiles_kernel<32, 3>")  # BF16, and FP32 in three BF16 parts
+SPLIT_TILES = "tiles_kernel<SplitWords<TilePairs>, 32>"  # FP32 in three BF16 parts
+TILE_KERNELS = ("tiles_kernel<TilePairs, 32>", SPLIT_TILES, "tiles_kernel<Int8Tiles, 32>")
 
 
 @dataclass(frozen=True)
@@ -122,22 +123,36 @@ def hot_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
             sums,
             fetch_steps,
         ),
+        Kernel(
+            "GEMM INT8 k-loop",
+            "simd_sve.h|arm_sve.h",
+            rf"micro_kernel<.*Int8Words, {rows}>",
+            0.95,
+            sums,
+            fetch_steps,
+        ),
         # Tiles next to the diagonal have 8 or 16 sums, which wait for their own latency of 9 cycles.
         Kernel("attention inner products", "attention_tile.h", r"Singles", 0.95, 24),
     ]
 
 
-def bf16_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
-    """An instruction multiplies 2 x 4 by 4 x 2, so a tile of `tile` is a multiply-add for each of its registers, of two steps."""
+def matrix_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
+    """An instruction multiplies 2 x 4 by 4 x 2 (BF16) or 2 x 8 by 8 x 2 (INT8), so a tile of `tile` is a multiply-add for each of its registers, of two steps."""
     rows, vectors = tile
     files = r"gemm_quads\.h|simd_\w+\.h|arm_neon\.h"
     return [
         Kernel(
-            name, files, rf"quads_kernel<.*{words}, {rows}>", 0.9, rows * vectors, fetch_steps // 2
+            name,
+            files,
+            rf"quads_kernel<.*{words}, {rows}>",
+            share,
+            rows * vectors,
+            fetch_steps // 2,
         )
-        for name, words in (
-            ("GEMM BF16 k-loop", "Bf16Pairs"),
-            ("GEMM bf16x3 k-loop", r"Bf16Pairs ?>"),
+        for name, words, share in (
+            ("GEMM BF16 k-loop", "Bf16Pairs", 0.9),
+            ("GEMM bf16x3 k-loop", r"Bf16Pairs ?>", 0.9),
+            ("GEMM INT8 k-loop", "Int8Words", 0.95),
         )
     ]
 
@@ -319,7 +334,7 @@ def bf16x3_line(
 def machine_faults(machine: Machine, compilers: dict[str, str]) -> list[str]:
     """Prints the loops of a machine's code and returns what is wrong with them."""
     tile, steps = gemm_tuning(machine)
-    wanted = hot_kernels(tile, steps) if machine == A64FX else bf16_kernels(tile, steps)
+    wanted = hot_kernels(tile, steps) if machine == A64FX else matrix_kernels(tile, steps)
     print(
         f"{machine.name}, {machine.target}: model of LLVM 19 ({' '.join(machine.flags)}), all data in L1; not a measurement"
     )
@@ -381,8 +396,8 @@ def check_tiles(compiler: str, text: str) -> Iterator[tuple[str, list[str]]]:
     """(line, faults) of every loop over k of whole tiles in the code for AMX, alone and with what it fetches."""
     for loop in amx_loops.tile_loops(text):
         function = demangled([loop.loop.function])[0].split("(")[0].removeprefix("void ")
-        if function.startswith(
-            "tiles_kernel<16,"
+        if function.startswith("tiles_kernel") and function.endswith(
+            ", 16>"
         ):  # at the bottom of a matrix: a tile of A for two of B
             continue
         reasons = amx_loops.faults(loop)
@@ -392,7 +407,7 @@ def check_tiles(compiler: str, text: str) -> Iterator[tuple[str, list[str]]]:
             if amx_loops.share(loop.everything.body) < amx_loops.MIN_SHARE:
                 reasons.append("what is fetched takes longer than the matmuls of tiles")
         for name, body in parts:
-            products = amx_loops.count(body, amx_loops.DOT)
+            products = amx_loops.count(body, *amx_loops.DOTS)
             loads = amx_loops.count(body, *amx_loops.LOADS)
             yield (
                 (
@@ -427,7 +442,7 @@ def amx_faults(compilers: dict[str, str]) -> list[str]:
             (
                 amx_loops.fp32_ratio(loop.everything.body)
                 for loop in amx_loops.tile_loops(text)
-                if TILE_KERNELS[1] in demangled([loop.loop.function])[0]
+                if SPLIT_TILES in demangled([loop.loop.function])[0]
             ),
             default=0.0,
         )

@@ -41,8 +41,16 @@ int64_t checked_chunk(int64_t chunk, DType dtype) {
   return chunk;
 }
 
-// How operands of this type are multiplied: as they are, or with bf16x3 in bfloat16 parts.
-DType factors(DType dtype, bool bf16x3) {
+// How operands of this type are multiplied, `k` products to a sum: as they are, with bf16x3 in bfloat16 parts, with int8 quantized.
+DType factors(DType dtype, bool bf16x3, bool int8, int64_t k) {
+  if (int8) {
+    require(!bf16x3, "int8", "False with bf16x3", "True");
+    require(k <= INT8_MOST_K, "int8",
+            "at most " + std::to_string(INT8_MOST_K) + " products in a sum", std::to_string(k));
+    return dtype == DType::f32    ? DType::int8_of_f32
+           : dtype == DType::bf16 ? DType::int8_of_bf16
+                                  : DType::int8_of_f16;
+  }
   if (!bf16x3) return dtype;
   if (dtype != DType::f32)
     throw py::value_error("bf16x3: expected False for operands of " +
@@ -61,11 +69,11 @@ std::string describe(const char* target, int64_t rows, int64_t cols, DType dtype
 }
 
 void pack_weight(py::handle weight_object, py::handle packed_object, bool transposed,
-                 int64_t fp16_chunk, bool bf16x3) {
+                 int64_t fp16_chunk, bool bf16x3, bool int8) {
   TensorView weight("weight", weight_object), packed("packed", packed_object);
   weight.rank(2).floating().last_contiguous();
   checked_chunk(fp16_chunk, weight.dtype());
-  const DType type = factors(weight.dtype(), bf16x3);
+  const DType type = factors(weight.dtype(), bf16x3, int8, weight.size(transposed ? 0 : 1));
   packed.dtype({DType::u8})
       .shape({packed_bytes(weight.size(0), weight.size(1), type, transposed, fp16_chunk)})
       .contiguous();
@@ -143,13 +151,13 @@ void run(const GemmArgs& args) {
 void linear_forward(py::handle x_object, py::handle weight_object, py::handle out_object,
                     py::handle bias_object, const std::optional<std::string>& activation,
                     py::handle pre_object, py::handle residual_object, py::handle packed_object,
-                    int64_t fp16_chunk, bool bf16x3) {
+                    int64_t fp16_chunk, bool bf16x3, bool int8) {
   TensorView x("x", x_object), weight("weight", weight_object), out("out", out_object);
   weight.rank(2);
   check_operands(x, weight, out, weight.size(1), weight.size(0));
   GemmArgs args = {};
   args.m = x.size(0), args.n = weight.size(0), args.k = weight.size(1);
-  args.in_dtype = factors(x.dtype(), bf16x3), args.out_dtype = out.dtype(),
+  args.in_dtype = factors(x.dtype(), bf16x3, int8, args.k), args.out_dtype = out.dtype(),
   args.fp16_chunk = checked_chunk(fp16_chunk, x.dtype());
   args.a = x.data(), args.a_row = x.stride(0), args.a_col = 1;
   args.b = weight.data(), args.b_row = 1, args.b_col = weight.stride(0);
@@ -173,14 +181,14 @@ void linear_forward(py::handle x_object, py::handle weight_object, py::handle ou
 
 void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::handle out_object,
                           py::handle activation_input_object, const std::string& activation,
-                          py::handle packed_object, int64_t fp16_chunk, bool bf16x3) {
+                          py::handle packed_object, int64_t fp16_chunk, bool bf16x3, bool int8) {
   TensorView grad("grad_output", grad_object), weight("weight", weight_object),
       out("out", out_object);
   weight.rank(2);
   check_operands(grad, weight, out, weight.size(0), weight.size(1));
   GemmArgs args = {};
   args.m = grad.size(0), args.n = weight.size(1), args.k = weight.size(0);
-  args.in_dtype = factors(grad.dtype(), bf16x3), args.out_dtype = out.dtype();
+  args.in_dtype = factors(grad.dtype(), bf16x3, int8, args.k), args.out_dtype = out.dtype();
   args.fp16_chunk = checked_chunk(fp16_chunk, grad.dtype());
   args.a = grad.data(), args.a_row = grad.stride(0), args.a_col = 1;
   args.b = weight.data(), args.b_row = weight.stride(0), args.b_col = 1;
@@ -194,7 +202,7 @@ void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::
 
 void linear_weight_gradient(py::handle grad_object, py::handle x_object,
                             py::handle weight_gradient_object, py::handle bias_gradient_object,
-                            int64_t fp16_chunk, bool bf16x3) {
+                            int64_t fp16_chunk, bool bf16x3, bool int8) {
   TensorView grad("grad_output", grad_object), x("x", x_object),
       out("weight_gradient", weight_gradient_object);
   grad.rank(2).floating().last_contiguous();
@@ -203,7 +211,7 @@ void linear_weight_gradient(py::handle grad_object, py::handle x_object,
   distinct_rows(out);
   GemmArgs args = {};
   args.m = grad.size(1), args.n = x.size(1), args.k = grad.size(0);
-  args.in_dtype = factors(grad.dtype(), bf16x3), args.out_dtype = DType::f32,
+  args.in_dtype = factors(grad.dtype(), bf16x3, int8, args.k), args.out_dtype = DType::f32,
   args.accumulate = true;
   args.fp16_chunk = checked_chunk(fp16_chunk, grad.dtype());
   args.a = grad.data(), args.a_row = 1, args.a_col = grad.stride(0);
@@ -238,7 +246,7 @@ void run_grouped(const GroupedGemmArgs& args) {
 
 // out = x W^T of each group, or x W with `transposed`.
 void grouped_linear(const TensorView& x, py::handle weight_object, py::handle counts_object,
-                    py::handle out_object, bool transposed, int64_t fp16_chunk) {
+                    py::handle out_object, bool transposed, int64_t fp16_chunk, bool int8) {
   TensorView weight("weight", weight_object), out("out", out_object);
   weight.rank(3).floating().contiguous();
   const int64_t inputs = weight.size(transposed ? 1 : 2), outputs = weight.size(transposed ? 2 : 1);
@@ -251,7 +259,7 @@ void grouped_linear(const TensorView& x, py::handle weight_object, py::handle co
   distinct_rows(out);
   GemmArgs each = {};
   each.n = outputs, each.k = inputs;
-  each.in_dtype = each.out_dtype = x.dtype(),
+  each.in_dtype = factors(x.dtype(), false, int8, each.k), each.out_dtype = x.dtype(),
   each.fp16_chunk = checked_chunk(fp16_chunk, x.dtype());
   each.a = x.data(), each.a_row = x.stride(0), each.a_col = 1;
   each.b = weight.data(), (transposed ? each.b_row : each.b_col) = weight.size(2),
@@ -262,21 +270,21 @@ void grouped_linear(const TensorView& x, py::handle weight_object, py::handle co
 }
 
 void grouped_linear_forward(py::handle x_object, py::handle weight_object, py::handle counts_object,
-                            py::handle out_object, int64_t fp16_chunk) {
+                            py::handle out_object, int64_t fp16_chunk, bool int8) {
   grouped_linear(TensorView("x", x_object), weight_object, counts_object, out_object, false,
-                 fp16_chunk);
+                 fp16_chunk, int8);
 }
 
 void grouped_linear_data_gradient(py::handle grad_object, py::handle weight_object,
                                   py::handle counts_object, py::handle out_object,
-                                  int64_t fp16_chunk) {
+                                  int64_t fp16_chunk, bool int8) {
   grouped_linear(TensorView("grad_output", grad_object), weight_object, counts_object, out_object,
-                 true, fp16_chunk);
+                 true, fp16_chunk, int8);
 }
 
 void grouped_linear_weight_gradient(py::handle grad_object, py::handle x_object,
                                     py::handle counts_object, py::handle weight_gradient_object,
-                                    int64_t fp16_chunk) {
+                                    int64_t fp16_chunk, bool int8) {
   TensorView grad("grad_output", grad_object), x("x", x_object),
       out("weight_gradient", weight_gradient_object);
   grad.rank(2).floating().last_contiguous();
@@ -284,7 +292,8 @@ void grouped_linear_weight_gradient(py::handle grad_object, py::handle x_object,
   out.dtype({DType::f32}).shape({-1, grad.size(1), x.size(1)}).contiguous().disjoint({&grad, &x});
   GemmArgs each = {};
   each.m = grad.size(1), each.n = x.size(1);
-  each.in_dtype = grad.dtype(), each.out_dtype = DType::f32, each.accumulate = true;
+  each.in_dtype = factors(grad.dtype(), false, int8, grad.size(0)), each.out_dtype = DType::f32,
+  each.accumulate = true;
   each.fp16_chunk = checked_chunk(fp16_chunk, grad.dtype());
   each.a = grad.data(), each.a_row = 1, each.a_col = grad.stride(0);
   each.b = x.data(), each.b_row = x.stride(0), each.b_col = 1;
@@ -302,7 +311,7 @@ void either_contiguous(const TensorView& t) {
 }
 
 void plain_gemm(py::handle a_object, py::handle b_object, py::handle out_object, bool accumulate,
-                int64_t fp16_chunk, bool bf16x3) {
+                int64_t fp16_chunk, bool bf16x3, bool int8) {
   TensorView a("a", a_object), b("b", b_object), out("out", out_object);
   a.rank(2).floating();
   b.rank(2).shape({a.size(1), -1}).same_dtype(a);
@@ -313,7 +322,7 @@ void plain_gemm(py::handle a_object, py::handle b_object, py::handle out_object,
   distinct_rows(out);
   GemmArgs args = {};
   args.m = a.size(0), args.n = b.size(1), args.k = a.size(1);
-  args.in_dtype = factors(a.dtype(), bf16x3), args.out_dtype = out.dtype(),
+  args.in_dtype = factors(a.dtype(), bf16x3, int8, args.k), args.out_dtype = out.dtype(),
   args.accumulate = accumulate;
   args.fp16_chunk = checked_chunk(fp16_chunk, a.dtype());
   // A single row or column has an arbitrary stride; the other one is then 1.
@@ -339,19 +348,20 @@ FM_BIND(gemm) {
   module.def(
       "packed_weight_size",
       [](int64_t rows, int64_t cols, py::handle dtype, bool transposed, int64_t fp16_chunk,
-         bool bf16x3) {
+         bool bf16x3, bool int8) {
         if (rows < 0 || cols < 0)
           throw py::value_error("shape: expected sizes of 0 or more, got (" + std::to_string(rows) +
                                 ", " + std::to_string(cols) + ")");
         const DType type = dtype_of(dtype);
-        return packed_bytes(rows, cols, factors(type, bf16x3), transposed,
-                            checked_chunk(fp16_chunk, type));
+        return packed_bytes(rows, cols, factors(type, bf16x3, int8, transposed ? rows : cols),
+                            transposed, checked_chunk(fp16_chunk, type));
       },
       "rows"_a, "cols"_a, "dtype"_a, "transposed"_a = false, "fp16_chunk"_a = 0, "bf16x3"_a = false,
+      "int8"_a = false,
       "Bytes that pack_weight needs for a (rows, cols) weight of this torch dtype and the target "
       "in use.");
   module.def("pack_weight", &pack_weight, "weight"_a, "packed"_a, "transposed"_a = false,
-             "fp16_chunk"_a = 0, "bf16x3"_a = false,
+             "fp16_chunk"_a = 0, "bf16x3"_a = false, "int8"_a = false,
              "Packs weight (N, K), rows contiguous, into `packed`, a uint8 tensor of "
              "packed_weight_size bytes, for "
              "linear_forward or,\n"
@@ -360,7 +370,7 @@ FM_BIND(gemm) {
              "weight changes.");
   module.def(
       "gemm", &plain_gemm, "a"_a, "b"_a, "out"_a, "accumulate"_a = false, "fp16_chunk"_a = 0,
-      "bf16x3"_a = false,
+      "bf16x3"_a = false, "int8"_a = false,
       "out (M, N) = a (M, K) b (K, N), or += with accumulate and a float32 out. a and b have one "
       "floating "
       "dtype, out that dtype\n"
@@ -372,10 +382,13 @@ FM_BIND(gemm) {
       "they are added in float32; 0, the default, sums in float32 alone. bf16x3: of float32 "
       "operands and where "
       "has_bf16_arithmetic(),\n"
-      "multiplies each operand as three bfloat16 parts, about as exactly. See docs/numerics.md.");
+      "multiplies each operand as three bfloat16 parts, about as exactly. int8: quantizes rows of "
+      "a "
+      "and columns of b to eight\n"
+      "bits each, K up to 131072. See docs/numerics.md.");
   module.def("linear_forward", &linear_forward, "x"_a, "weight"_a, "out"_a, "bias"_a = none,
              "activation"_a = none, "pre"_a = none, "residual"_a = none, "packed"_a = none,
-             "fp16_chunk"_a = 0, "bf16x3"_a = false,
+             "fp16_chunk"_a = 0, "bf16x3"_a = false, "int8"_a = false,
              "out (M, N) = f(x (M, K) weight (N, K)^T + bias (N,)) + residual (M, N). activation: "
              "f as in activate, or None. pre "
              "(M, N) receives\n"
@@ -386,7 +399,7 @@ FM_BIND(gemm) {
              "in gemm.");
   module.def("linear_data_gradient", &linear_data_gradient, "grad_output"_a, "weight"_a, "out"_a,
              "activation_input"_a = none, "activation"_a = "gelu", "packed"_a = none,
-             "fp16_chunk"_a = 0, "bf16x3"_a = false,
+             "fp16_chunk"_a = 0, "bf16x3"_a = false, "int8"_a = false,
              "out (M, K) = grad_output (M, N) weight (N, K), times f'(activation_input (M, K)) "
              "where it is passed, which may be "
              "out. activation: f as in activate. dtypes and strides as in\n"
@@ -394,6 +407,7 @@ FM_BIND(gemm) {
              "bf16x3 as in gemm.");
   module.def("linear_weight_gradient", &linear_weight_gradient, "grad_output"_a, "x"_a,
              "weight_gradient"_a, "bias_gradient"_a = none, "fp16_chunk"_a = 0, "bf16x3"_a = false,
+             "int8"_a = false,
              "weight_gradient (N, K) += grad_output (M, N)^T x (M, K) and bias_gradient (N,) += "
              "column sums of "
              "grad_output, both\n"
@@ -401,18 +415,18 @@ FM_BIND(gemm) {
              "and bf16x3 as in gemm, for the "
              "matmul.");
   module.def("grouped_linear_forward", &grouped_linear_forward, "x"_a, "weight"_a, "counts"_a,
-             "out"_a, "fp16_chunk"_a = 0,
+             "out"_a, "fp16_chunk"_a = 0, "int8"_a = false,
              "out (M, N) = x (M, K) weight[i]^T for each group i of consecutive rows, counts[i] of "
              "them, which may be 0. weight "
              "(groups, N, K) and\n"
              "out have the floating dtype of x; counts (groups) is int64, on the CPU. fp16_chunk "
              "as in gemm.");
   module.def("grouped_linear_data_gradient", &grouped_linear_data_gradient, "grad_output"_a,
-             "weight"_a, "counts"_a, "out"_a, "fp16_chunk"_a = 0,
+             "weight"_a, "counts"_a, "out"_a, "fp16_chunk"_a = 0, "int8"_a = false,
              "out (M, K) = grad_output (M, N) weight[i] for each group of rows. Otherwise as "
              "grouped_linear_forward.");
   module.def("grouped_linear_weight_gradient", &grouped_linear_weight_gradient, "grad_output"_a,
-             "x"_a, "counts"_a, "weight_gradient"_a, "fp16_chunk"_a = 0,
+             "x"_a, "counts"_a, "weight_gradient"_a, "fp16_chunk"_a = 0, "int8"_a = false,
              "weight_gradient[i] (N, K) += grad_output^T x over the rows of group i, in float32; "
              "of a group without rows nothing "
              "is read or\n"

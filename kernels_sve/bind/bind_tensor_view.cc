@@ -77,8 +77,18 @@ std::vector<BindFunction>& bind_functions() {
 }
 
 const char* dtype_name(DType dtype) {
-  return dtype == DType::bf16x3 ? "float32 in three bfloat16 parts"
-                                : DTYPES[static_cast<size_t>(dtype)].name;
+  switch (dtype) {
+    case DType::bf16x3:
+      return "float32 in three bfloat16 parts";
+    case DType::int8_of_f32:
+      return "float32 as int8";
+    case DType::int8_of_bf16:
+      return "bfloat16 as int8";
+    case DType::int8_of_f16:
+      return "float16 as int8";
+    default:
+      return DTYPES[static_cast<size_t>(dtype)].name;
+  }
 }
 
 TensorView::TensorView(const char* name, py::handle tensor) : name_(name) {

@@ -70,6 +70,8 @@ struct Gemm {
   float* next_sums =
       nullptr;  // what the next tile fetches instead of its own sums: those of a later tile
   int64_t partial_row;
+  Scales a_scales,
+      b_scales;  // of the rows from rows.begin and of the columns from cols.begin on, where Words are INT8
 
   static int64_t words(int64_t depth) { return panel_words<Words>(depth); }
 
@@ -103,13 +105,41 @@ struct Gemm {
     b_panels = g.packed ? nullptr : buffer(1, words(depth) * (once ? group : width) / Words::WIDE);
     partial_row = in_place ? g.c_row : width;
     partial = whole ? nullptr : buffer(2, rows.size() * partial_row);
+    if constexpr (Words::INT8) find_places_of_scales(all_columns);
   }
+
+  // Rows beyond this thread's are read with the last panels, so the places of their scales exist.
+  void find_places_of_scales(int64_t all_columns) {
+    const int64_t row_count = rows.size() + (PACK_PANELS + 1) * ROWS;
+    const int64_t column_count = g.packed ? 0 : all_columns + GROUP;
+    float* place = buffer(3, 2 * row_count + 3 * column_count);
+    for (int64_t i = 0; i < 2 * row_count + 3 * column_count; ++i) place[i] = 0;
+    a_scales = {place, place + row_count};
+    place += 2 * row_count;
+    if (g.packed) {
+      b_scales = packed_scales(const_cast<void*>(g.packed), g.n);
+      b_scales.scale += cols.begin, b_scales.correction += cols.begin;
+    } else {
+      b_scales = {place, place + column_count,
+                  reinterpret_cast<int32_t*>(place + 2 * column_count)};
+    }
+  }
+
+  // The scales and corrections of a packed weight, before its panels.
+  static Scales packed_scales(void* packed, int64_t n) {
+    float* scale = static_cast<float*>(packed);
+    return {scale, nullptr, reinterpret_cast<int32_t*>(scale + padded_columns(n))};
+  }
+  static int64_t padded_columns(int64_t n) { return ceil_div(n, COLUMNS) * COLUMNS; }
+  static int64_t words_of_scales(int64_t n) { return Words::INT8 ? 2 * padded_columns(n) : 0; }
 
   static float* buffer(int slot, int64_t words) {
     return static_cast<float*>(scratch(slot, words * sizeof(float) + 256));
   }
 
-  bool sums_in_c() const { return g.out_dtype == DType::f32 && g.activation_input != g.c; }
+  bool sums_in_c() const {
+    return g.out_dtype == DType::f32 && g.activation_input != g.c && !(Words::INT8 && g.accumulate);
+  }
 
   void run() {
     if (!rows.size() || (!cols.size() && !first_cols)) return;
@@ -127,10 +157,13 @@ struct Gemm {
   void run_block(Span columns, int64_t p, int64_t deep) {
     const float* b = b_panels;
     if (g.packed)
-      b = static_cast<const float*>(g.packed) + words(p) * (ceil_div(g.n, COLUMNS) * NR) +
-          columns.begin / Words::WIDE * words(deep);
+      b = static_cast<const float*>(g.packed) + words_of_scales(g.n) +
+          words(p) * (ceil_div(g.n, COLUMNS) * NR) + columns.begin / Words::WIDE * words(deep);
     for (int64_t ic = rows.begin; ic < rows.end; ic += blocks.mc) {
       const Span some = {ic, min(rows.end, ic + blocks.mc)};
+      if constexpr (Words::INT8) {
+        if (p == 0 && columns.begin == cols.begin) find_row_scales(some);
+      }
       int64_t j = columns.begin;
       do {  // once without columns
         Span some_columns = {j, min(columns.end, j + group)};
@@ -150,7 +183,25 @@ struct Gemm {
 
   void pack_b(Span some, int64_t p, int64_t deep, float* panels) {
     const T* src = static_cast<const T*>(g.b) + p * g.b_row + some.begin * g.b_col;
-    pack<Words, COLUMNS>(src, g.b_col, g.b_row, some.begin, some.end, g.n, deep, panels);
+    const Scales scales = scales_from(b_scales, some.begin - cols.begin);
+    if constexpr (Words::INT8) {
+      if (p == 0) find_scales(src, g.b_col, g.b_row, some.size(), g.k, scales, nullptr);
+    }
+    pack<Words, COLUMNS>(src, g.b_col, g.b_row, some.begin, some.end, g.n, deep, panels,
+                         scales.inverse);
+    if constexpr (Words::INT8) add_correction(panels, words(deep), some.size(), scales.correction);
+  }
+
+  void find_row_scales(Span some) {
+    float* sums = g.a_sums && first_cols ? g.a_sums + some.begin : nullptr;
+    find_scales(a_at(some.begin, 0), g.a_row, g.a_col, some.size(), g.k,
+                scales_from(a_scales, some.begin - rows.begin), sums);
+  }
+
+  static Scales scales_from(const Scales& all, int64_t first) {
+    if (!Words::INT8) return {};
+    return {all.scale + first, all.inverse ? all.inverse + first : nullptr,
+            all.correction ? all.correction + first : nullptr};
   }
 
   // What pack_b reads next, from column j on or of the next block of k.
@@ -176,14 +227,16 @@ struct Gemm {
   // The tiles of one panel of B, each after its panel of A was packed.
   void pack_and_run_tiles(Span some, Span j, int64_t p, int64_t deep, const float* b) {
     const int64_t tiles = ceil_div(some.size(), ROWS), panel = A_ROW * words(deep);
-    const bool sums = g.a_sums && first_cols && j.begin == cols.begin;
+    [[maybe_unused]] const bool sums = g.a_sums && first_cols && j.begin == cols.begin;
     for (int64_t t = 0; t < tiles;) {
       const int64_t next = t + pack_a(some, t, p, deep);
       source = next < tiles ? source_of(tile_begin(some, next), p, deep) : Source();
       for (; t < next; ++t) {
         const Span i = {tile_begin(some, t), tile_begin(some, t + 1)};
         float* a = a_panels + t * panel;
-        if (sums) add_sums(a, words(deep), g.a_sums + i.begin, i.size());
+        if constexpr (!Words::INT8) {
+          if (sums) add_sums(a, words(deep), g.a_sums + i.begin, i.size());
+        }
         fetch_slice(b + words(deep) * NR, words(deep) * NR, t, tiles);
         if (few)
           next_sums =
@@ -198,13 +251,14 @@ struct Gemm {
     const int64_t last = ceil_div(some.size(), ROWS) - 1, begin = tile_begin(some, t),
                   end = t < last ? some.begin + last * ROWS : some.end;
     float* panels = a_panels + t * A_ROW * words(deep);
+    const float* inverse = scales_from(a_scales, begin - rows.begin).inverse;
 #ifdef FM_HAS_TILES
     if constexpr (Words::TILES)
       return pack_tile_panels<Words>(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin,
-                                     deep, panels);
+                                     deep, inverse, panels);
 #endif
     return pack_panels<Words, ROWS, true>(a_at(begin, p), g.a_row, g.a_col, end - begin,
-                                          g.m - begin, deep, panels);
+                                          g.m - begin, deep, inverse, panels);
   }
 
   // What pack_a reads next, as it lies in memory.
@@ -288,9 +342,10 @@ struct Gemm {
   void run_tile(Span i, Span j, int64_t first_col, int64_t p, int64_t deep, const float* a,
                 const float* b) {
     const Word* panel = reinterpret_cast<const Word*>(a);
-    const bool last = p + deep >= g.k, in_place = sums_in_c(), add = p > 0 || g.accumulate;
+    const bool last = p + deep >= g.k, in_place = sums_in_c(),
+               add = p > 0 || (g.accumulate && !Words::INT8);
     float* sums = sums_at(i.begin, j.begin, first_col);
-    const bool finish = last && (!in_place || has_epilogue(g));
+    const bool finish = last && (Words::INT8 || !in_place || has_epilogue(g));
     alignas(64) float tile[ROWS * COLUMNS];
     if constexpr (Words::WIDE == 2) {
       multiply_in_chunks(ceil_div(i.size(), ROW_STEP) * ROW_STEP, deep, g.fp16_chunk, panel, b,
@@ -309,12 +364,21 @@ struct Gemm {
       source = fetches.source;
       if (direct) return;
     }
-    if (finish) return finish_as(tile, add ? sums : nullptr, i, j);
+    if constexpr (Words::INT8) {
+      if (finish) {
+        scale_tile<COLUMNS>(tile, add ? sums : nullptr, partial_row, i.size(), j.size(),
+                            scales_from(a_scales, i.begin - rows.begin),
+                            scales_from(b_scales, j.begin - cols.begin));
+        const float* c = static_cast<const float*>(g.c) + i.begin * g.c_row + j.begin;
+        return finish_as(tile, g.accumulate ? c : nullptr, g.c_row, i, j);
+      }
+    }
+    if (finish) return finish_as(tile, add ? sums : nullptr, partial_row, i, j);
     for (int64_t r = 0; r < i.size(); ++r) {
       for_vectors(0, j.size(), [&](int64_t v, int lanes) {
         float* q = sums + r * partial_row + v;
         const vf t = load_aligned(tile + r * COLUMNS + v);
-        store_lanes(q, add ? load_lanes(q, lanes) + t : t, lanes);
+        store_lanes(q, add ? Words::add(load_lanes(q, lanes), t) : t, lanes);
       });
     }
   }
@@ -335,10 +399,10 @@ struct Gemm {
     return fetches;
   }
 
-  void finish_as(const float* tile, const float* sums, Span i, Span j) {
+  void finish_as(const float* tile, const float* sums, int64_t sums_row, Span i, Span j) {
     with_dtype(g.out_dtype, [&](auto element) {
       const auto finish = [&](auto f) {
-        finish_tile<decltype(f), decltype(element), COLUMNS>(g, tile, sums, partial_row, i.begin,
+        finish_tile<decltype(f), decltype(element), COLUMNS>(g, tile, sums, sums_row, i.begin,
                                                              i.size(), j.begin, j.size());
       };
       g.activation == Activation::none ? finish(NoActivation())
@@ -352,9 +416,13 @@ template <class F>
 FM_INLINE void with_words([[maybe_unused]] DType dtype, [[maybe_unused]] int64_t fp16_chunk,
                           const F& f) {
 #ifdef FM_HAS_TILES
+  if (is_int8(dtype))
+    return with_dtype(stored_dtype(dtype), [&](auto element) { f(Int8Tiles(), element); });
   if (dtype == DType::bf16x3) return f(SplitWords<TilePairs>(), float());
   f(TilePairs(), bf16());
 #else
+  if (is_int8(dtype))
+    return with_dtype(stored_dtype(dtype), [&](auto element) { f(Int8Words(), element); });
 #ifdef FM_HAS_HALF_ARITHMETIC
   if (fp16_chunk) return f(HalfWords(), f16());
 #endif
@@ -366,9 +434,9 @@ FM_INLINE void with_words([[maybe_unused]] DType dtype, [[maybe_unused]] int64_t
 #endif
 }
 
-// What is multiplied for operands of this type, which decides between a target with tiles and its base.
+// bf16 for operands that tiles multiply, others as they are: what decides between a target with tiles and its base.
 FM_INLINE DType factors_of(DType operands) {
-  return operands == DType::bf16x3 ? DType::bf16 : operands;
+  return operands == DType::bf16x3 || is_int8(operands) ? DType::bf16 : operands;
 }
 
 // Calls f(words, element, thread, threads) in every thread, whose tiles and denormals are as these words need them.
@@ -405,9 +473,12 @@ static bool has_fp16_arithmetic() {
 static int64_t packed_weight_size(int64_t n, int64_t k, DType dtype, int64_t fp16_chunk) {
   FM_LEAVE_TO_BASE(factors_of(dtype), packed_weight_size, n, k, dtype, fp16_chunk)
   int64_t bytes = 0;
-  with_words(dtype, fp16_chunk, [&](auto words, auto) {
+  with_words(dtype, fp16_chunk, [&](auto words, auto element) {
     using Words = decltype(words);
-    bytes = panel_words<Words>(k) * (ceil_div(n, NR * Words::WIDE) * NR) * 4;
+    using Work = Gemm<Words, decltype(element)>;
+    bytes =
+        (panel_words<Words>(k) * (ceil_div(n, NR * Words::WIDE) * NR) + Work::words_of_scales(n)) *
+        4;
   });
   return bytes;
 }
@@ -420,14 +491,27 @@ static void pack_weight(const GemmPackArgs& args) {
     constexpr int COLUMNS = NR * Words::WIDE;
     const int64_t depth = block_depth<Words>(args.k, args.fp16_chunk, false),
                   width = ceil_div(args.n, COLUMNS) * COLUMNS;
+    using Work = Gemm<Words, T>;
+    float* panels = static_cast<float*>(args.packed) + Work::words_of_scales(args.n);
     parallel_for(width, COLUMNS, [&](int64_t begin, int64_t end) {
+      Scales scales;
+      if constexpr (Words::INT8) {
+        scales = Work::scales_from(Work::packed_scales(args.packed, args.n), begin);
+        scales.inverse = static_cast<float*>(scratch(3, (end - begin + COLUMNS) * sizeof(float)));
+        for (int64_t j = 0; j < end - begin; ++j)
+          scales.scale[j] = scales.inverse[j] = 0, scales.correction[j] = 0;
+        find_scales(static_cast<const T*>(args.b) + begin * args.b_col, args.b_col, args.b_row,
+                    min(end, args.n) - begin, args.k, scales, nullptr);
+      }
       for (int64_t p = 0; p < args.k; p += depth) {
         const int64_t deep = min(depth, args.k - p), deep_words = panel_words<Words>(deep);
         float* block =
-            static_cast<float*>(args.packed) + panel_words<Words>(p) * width / Words::WIDE;
+            panels + panel_words<Words>(p) * width / Words::WIDE + begin / Words::WIDE * deep_words;
         const T* src = static_cast<const T*>(args.b) + p * args.b_row + begin * args.b_col;
-        pack<Words, COLUMNS>(src, args.b_col, args.b_row, begin, end, args.n, deep,
-                             block + begin / Words::WIDE * deep_words);
+        pack<Words, COLUMNS>(src, args.b_col, args.b_row, begin, end, args.n, deep, block,
+                             scales.inverse);
+        if constexpr (Words::INT8)
+          add_correction(block, deep_words, end - begin, scales.correction);
       }
     });
   });

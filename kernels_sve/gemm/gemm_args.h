@@ -4,9 +4,13 @@
 
 namespace fm {
 
+// Products of int8 numbers that an int32 sum holds, whatever they are: 127 x 127 x k < 2^31.
+constexpr int64_t INT8_MOST_K = 1 << 17;
+
 // C(m, n) (+)= A(m, k) B(k, n), then, in this order, whatever of the epilogue is not null.
 // A and B have the same element type; one of the two strides of each is 1. Accumulating needs a float32 C. in_dtype is bf16x3 for
-// float32 elements that are multiplied in bfloat16 parts, where has_bf16_arithmetic().
+// float32 elements that are multiplied in bfloat16 parts, where has_bf16_arithmetic(), and int8_of_* for elements that are quantized
+// to int8, where k is at most INT8_MOST_K.
 struct GemmArgs {
   int64_t m, n, k;
   DType in_dtype, out_dtype;

@@ -60,7 +60,7 @@ template <class Words, class T>
 struct FewRows {
   using Word = typename Words::Word;
   static constexpr bool EXISTS = Words::PARTS * Words::WIDE * Words::BESIDE == 1 && !Words::TILES &&
-                                 sizeof(T) * Words::STEP == sizeof(Word);
+                                 !Words::INT8 && sizeof(T) * Words::STEP == sizeof(Word);
   static constexpr int ROWS = MR, ROWS_OF_THREE = MR * NR_VECTORS / 3 / ROW_UNIT *
                                                   ROW_UNIT;  // of a tile; with three vectors in it
   const GemmArgs& g;

@@ -11,7 +11,7 @@ namespace fm::FM_TARGET {
 
 // The matmul of group `index`, whose rows begin at `start`.
 FM_INLINE GemmArgs group_gemm(const GroupedGemmArgs& all, int64_t index, int64_t start) {
-  const int64_t in_bytes = all.each.in_dtype == DType::f32 ? 4 : 2,
+  const int64_t in_bytes = stored_dtype(all.each.in_dtype) == DType::f32 ? 4 : 2,
                 out_bytes = all.each.out_dtype == DType::f32 ? 4 : 2;
   const auto moved = [](const void* p, int64_t bytes) {
     return static_cast<const char*>(p) + bytes;
@@ -55,7 +55,7 @@ struct GroupWalk {
 
 // C of every group with rows: see GroupedGemmArgs.
 static void grouped_linear_forward(const GroupedGemmArgs& all) {
-  FM_LEAVE_TO_BASE(all.each.in_dtype, grouped_linear_forward, all)
+  FM_LEAVE_TO_BASE(factors_of(all.each.in_dtype), grouped_linear_forward, all)
   double total = 0;
   for (int64_t index = 0, start = 0; index < all.groups; start += all.counts[index++])
     total += cost_of(group_gemm(all, index, start));

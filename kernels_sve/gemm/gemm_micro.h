@@ -21,6 +21,8 @@ struct VectorSums {
   static constexpr int TILE_ROWS = MR, ROW_STEP = ROW_UNIT;
   static constexpr bool TILES = false;  // of tiles.h
   static constexpr int PARTS = 1;       // of an element, each in a panel of its own: gemm_split.h
+  static constexpr bool INT8 = false;   // sums in int32 of quantized operands: gemm_int8.h
+  FM_INLINE vf add(vf a, vf b) { return a + b; }
 };
 
 // Elements as words: how they are read for packing and multiplied. A tile is TILE_ROWS rows and WIDE * NR columns, and so a
@@ -55,12 +57,19 @@ struct Bf16Pairs : VectorSums, StoredPairs {
   static constexpr int BESIDE = 1;
 #endif
   FM_INLINE vf multiply_add(Word x, vf b, vf sum) { return dot_pairs(sum, broadcast(x), (vu)b); }
+#ifdef FM_HAS_BF16_QUADS
+  FM_INLINE vf multiply_quads(vf sum, vu a, vu b) {
+    return fm::FM_TARGET::multiply_quads(sum, a, b);
+  }
+#endif
   FM_INLINE vf sum_words(const Word* p, int lanes, vf sum) {
     const vu words = (vu)load_n(reinterpret_cast<const float*>(p), lanes);
     return (sum + bf16_to_float(words & 0xffffu)) + (vf)(words & 0xffff0000u);
   }
 };
 #endif
+
+#include "gemm/gemm_int8.h"
 
 // Words of one part of a panel for `depth` elements of k, those beyond it zeros.
 template <class Words>
@@ -78,7 +87,9 @@ FM_INLINE int64_t panel_words(int64_t depth) {
 // Calls f(reader, place) for every part of an element: what reads it, as Words do, and its place in a panel of A or of B.
 template <class Words, bool IS_A, class F>
 FM_INLINE void for_parts(const F& f) {
-  if constexpr (Words::PARTS == 1) {
+  if constexpr (Words::INT8) {
+    f(Int8Reader<IS_A, Words::BESIDE>(), 0);
+  } else if constexpr (Words::PARTS == 1) {
     f(Words(), 0);
   } else {
     f(typename Words::template Part<IS_A ? 2 : 0>(), 0);
@@ -125,7 +136,7 @@ static __attribute__((noinline)) void micro_kernel(int64_t words, const typename
 #pragma GCC unroll 8
     for (int v = 0; v < NR_VECTORS; ++v) {
       float* p = c + r * ldc + v * VL;
-      store(p, Words::WIDE == 1 && add ? load(p) + sum[r][v] : sum[r][v]);
+      store(p, Words::WIDE == 1 && add ? Words::add(load(p), sum[r][v]) : sum[r][v]);
     }
   }
 }
@@ -150,7 +161,7 @@ FM_INLINE MicroKernel<Words> micro_kernel_for(int64_t rows) {
       return micro_kernel_for<Words, ROWS - Words::ROW_STEP>(rows);
   }
 #ifdef FM_HAS_TILES
-  if constexpr (Words::TILES) return &tiles_kernel<ROWS, Words::PARTS>;
+  if constexpr (Words::TILES) return &tiles_kernel<Words, ROWS>;
 #endif
 #ifdef FM_HAS_BF16_QUADS
   if constexpr (Words::BESIDE == 2) return &quads_kernel<Words, ROWS>;

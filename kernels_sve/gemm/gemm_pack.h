@@ -11,15 +11,16 @@ namespace fm::FM_TARGET {
 // them exist. `used` rows belong to the panel, of which `valid` exist.
 template <class Words, int WIDTH, bool WHOLE, class T>
 FM_INLINE void pack_block(const T* src, int64_t stride, int64_t used, int64_t valid,
-                          int64_t elements, int columns, float* out) {
+                          int64_t elements, int columns, const float* inverse, float* out) {
   vf block[VL];
 #pragma GCC unroll 32
   for (int i = 0; i < VL; ++i) {
     // Of the next panel: rows are too many and too short for the hardware to see their streams.
     if (WHOLE || (i < used && i + WIDTH < valid)) prefetch(src + (i + WIDTH) * stride);
-    block[i] = WHOLE || (i < used && i < valid)
-                   ? Words::along_k(src + i * stride, WHOLE ? VL * Words::STEP : elements)
-                   : vf{};
+    block[i] =
+        WHOLE || (i < used && i < valid)
+            ? along_k<Words>(src + i * stride, WHOLE ? VL * Words::STEP : elements, inverse + i)
+            : vf{};
   }
   transpose(block);
 #pragma GCC unroll 32
@@ -31,14 +32,14 @@ FM_INLINE void pack_block(const T* src, int64_t stride, int64_t used, int64_t va
 // Element (i, k) at src + i * stride + k; `valid` values of i exist. Whole blocks go along the rows, without a choice in between.
 template <class Words, int WIDTH, class T>
 FM_INLINE void pack_transposed(const T* src, int64_t stride, int64_t valid, int64_t depth,
-                               float* out) {
+                               const float* inverse, float* out) {
   constexpr int GROUPS = (WIDTH + VL - 1) / VL, STEPS = VL * Words::STEP;
   const int64_t words = words_of<Words>(depth),
                 whole = WIDTH % VL == 0 && valid >= WIDTH ? depth / STEPS * VL : 0;
   for (int g = 0; g < GROUPS; ++g) {
     for (int64_t k = 0; k < whole; k += VL) {
       pack_block<Words, WIDTH, true>(src + g * VL * stride + k * Words::STEP, stride, VL, VL, STEPS,
-                                     VL, out + k * WIDTH + g * VL);
+                                     VL, inverse + g * VL, out + k * WIDTH + g * VL);
     }
   }
   for (int64_t k = whole; k < words; k += VL) {
@@ -47,7 +48,7 @@ FM_INLINE void pack_transposed(const T* src, int64_t stride, int64_t valid, int6
          --g) {  // the last first: what it spills over is then overwritten
       pack_block<Words, WIDTH, false>(src + g * VL * stride + k * Words::STEP, stride,
                                       WIDTH - g * VL, valid - g * VL, depth - k * Words::STEP,
-                                      columns, out + k * WIDTH + g * VL);
+                                      columns, inverse + g * VL, out + k * WIDTH + g * VL);
     }
   }
 }
@@ -89,7 +90,7 @@ FM_INLINE void pack_transposed_pairs(const T* src, int64_t stride, int64_t valid
 // used.
 template <class Words, int WIDTH, int PANELS, class T>
 FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_t depth,
-                             float* out) {
+                             const float* inverse, float* out) {
   constexpr int ROW = WIDTH / Words::WIDE, GROUPS = (ROW + VL - 1) / VL, LANES = VL * Words::WIDE;
   constexpr int AHEAD = Tuning::PACK_AHEAD * Words::STEP;
   const int64_t words = words_of<Words>(depth), panel = panel_words<Words>(depth) * ROW;
@@ -112,7 +113,7 @@ FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_
       for (int g = 0; g < GROUPS; ++g) {
         const int64_t i = q * WIDTH + g * LANES, left = valid - i;
         const int lanes = inside || left >= LANES ? LANES : left > 0 ? static_cast<int>(left) : 0;
-        const vf words = Words::across_k(src + i, stride, depth - k, lanes);
+        const vf words = across_k<Words>(src + i, stride, depth - k, lanes, inverse + i);
         float* p = out + q * panel + g * VL;
         constexpr int REST = ROW - (GROUPS - 1) * VL;
         if (REST < VL && g == GROUPS - 1 &&
@@ -130,33 +131,33 @@ constexpr int PACK_PANELS = Tuning::PACK_PANELS;
 
 template <class Words, int WIDTH, class T>
 static int pack_as_stored(const T* src, int64_t i_stride, int64_t k_stride, int64_t left,
-                          int64_t valid, int64_t depth, float* out) {
+                          int64_t valid, int64_t depth, const float* inverse, float* out) {
   if (i_stride != 1) {
     if constexpr (Words::WIDE == 1) {
-      pack_transposed<Words, WIDTH>(src, i_stride, valid, depth, out);
+      pack_transposed<Words, WIDTH>(src, i_stride, valid, depth, inverse, out);
     } else {
       pack_transposed_pairs<Words, WIDTH>(src, i_stride, valid, depth, out);
     }
     return 1;
   }
   if (left >= PACK_PANELS * WIDTH) {
-    pack_straight<Words, WIDTH, PACK_PANELS>(src, k_stride, valid, depth, out);
+    pack_straight<Words, WIDTH, PACK_PANELS>(src, k_stride, valid, depth, inverse, out);
     return PACK_PANELS;
   }
-  pack_straight<Words, WIDTH, 1>(src, k_stride, valid, depth, out);
+  pack_straight<Words, WIDTH, 1>(src, k_stride, valid, depth, inverse, out);
   return 1;
 }
 
 // The panel that begins at src, or PACK_PANELS of them; returns how many it packed, given that `left` values of i are wanted
-// and `valid` exist.
+// and `valid` exist. inverse: of the first of them, where Words are INT8.
 template <class Words, int WIDTH, bool IS_A, class T>
 FM_INLINE int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left,
-                          int64_t valid, int64_t depth, float* out) {
+                          int64_t valid, int64_t depth, const float* inverse, float* out) {
   int packed = 0;
   for_parts<Words, IS_A>([&](auto reader, int p) FM_INLINE_LAMBDA {
     float* part = out + p * words_of<Words>(depth) * (WIDTH / Words::WIDE);
-    packed =
-        pack_as_stored<decltype(reader), WIDTH>(src, i_stride, k_stride, left, valid, depth, part);
+    packed = pack_as_stored<decltype(reader), WIDTH>(src, i_stride, k_stride, left, valid, depth,
+                                                     inverse, part);
   });
 #ifdef FM_HAS_BF16_QUADS
   if constexpr (Words::BESIDE == 2) words_beside<WIDTH>(out, packed * panel_words<Words>(depth));
@@ -167,12 +168,13 @@ FM_INLINE int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int6
 // Panels of B: [begin, end) of the index i, of which there are `count` in all; src is element (begin, 0).
 template <class Words, int WIDTH, class T>
 FM_INLINE void pack(const T* src, int64_t i_stride, int64_t k_stride, int64_t begin, int64_t end,
-                    int64_t count, int64_t depth, float* out) {
+                    int64_t count, int64_t depth, float* out, const float* inverse = nullptr) {
   const int64_t panel = panel_words<Words>(depth) * (WIDTH / Words::WIDE);
   for (int64_t i = begin; i < end;) {
-    const int packed =
-        pack_panels<Words, WIDTH, false>(src, i_stride, k_stride, end - i, count - i, depth, out);
+    const int packed = pack_panels<Words, WIDTH, false>(src, i_stride, k_stride, end - i, count - i,
+                                                        depth, inverse, out);
     i += packed * WIDTH;
+    if constexpr (Words::INT8) inverse += packed * WIDTH;
     src += packed * WIDTH * i_stride;
     out += packed * panel;
   }

@@ -1,5 +1,5 @@
-// The micro-kernel where an instruction multiplies 2 x 4 by 4 x 2 bfloat16 matrices in every 128 bits of a vector (Arm's
-// BFMMLA): four times the multiply-adds of a float32 one. Included by gemm_micro.h, inside its namespace.
+// The micro-kernel where an instruction multiplies 2 x 4 by 4 x 2 bfloat16 matrices, or 2 x 8 by 8 x 2 int8 matrices, in every 128
+// bits of a vector (Arm's BFMMLA and SMMLA): four or eight times the multiply-adds of a float32 one. Included by gemm_micro.h, inside its namespace.
 //
 // In a panel the pairs (k, k+1) and (k+2, k+3) of a row of A or a column of B lie side by side, so 128 bits hold two rows
 // or two columns of four k. A vector of B has VL/2 columns, two rows of A are loaded into every 128 bits, and a vector of
@@ -50,7 +50,7 @@ static __attribute__((noinline)) void quads_kernel(int64_t words, const uint32_t
           const vu rows = broadcast_quads(a + 4 * r);
 #pragma GCC unroll 8
           for (int v = 0; v < 2 * NR_VECTORS; ++v)
-            sum[r][v] = multiply_quads(sum[r][v], rows, column[v]);
+            sum[r][v] = Words::multiply_quads(sum[r][v], rows, column[v]);
         }
         a += 2 * MR;
         b += 2 * NR;
@@ -64,7 +64,7 @@ static __attribute__((noinline)) void quads_kernel(int64_t words, const uint32_t
       float* p = c + r * ldc + v * VL;
       const vf left = sum[r / 2][2 * v], right = sum[r / 2][2 * v + 1];
       const vf whole = r % 2 ? odd_doublewords(left, right) : even_doublewords(left, right);
-      store(p, add ? load(p) + whole : whole);
+      store(p, add ? Words::add(load(p), whole) : whole);
     }
   }
 }

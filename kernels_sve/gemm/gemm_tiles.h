@@ -1,4 +1,4 @@
-// The micro-kernel on tiles (tiles.h): 32 x 32 sums of bfloat16 products. B's panels are those of Bf16Pairs; A's are tiles. Included by
+// The micro-kernel on tiles (tiles.h): 32 x 32 sums of bfloat16 or int8 products. B's panels are those of Bf16Pairs; A's are tiles. Included by
 // gemm_micro.h, inside its namespace.
 #pragma once
 
@@ -10,8 +10,14 @@ struct TilePairs : Bf16Pairs {
   static constexpr bool TILES = true;
 };
 
+struct Int8Tiles : Int8Words {
+  static constexpr int TILE_ROWS = 2 * TILE, ROW_STEP = TILE;
+  static constexpr int BESIDE = TILE;
+  static constexpr bool TILES = true;
+};
+
 // micro_kernel for such panels. It does not add to C.
-template <int ROWS, int PARTS>
+template <class Words, int ROWS>
 static __attribute__((noinline)) void tiles_kernel(int64_t words, const uint32_t* a, const float* b,
                                                    float* c, int64_t ldc, bool, Fetches& fetches) {
   static_assert(TILE % Fetches::STEPS == 0, "whole turns in a step");
@@ -19,14 +25,14 @@ static __attribute__((noinline)) void tiles_kernel(int64_t words, const uint32_t
   local.begin(ROWS, words);
   zero_sums<ROWS / TILE>();
 #pragma GCC unroll 1
-  for (int run = 0; run < PARTS; ++run) {
-    const int64_t first = run * (words / PARTS);
-    multiply_tiles<ROWS / TILE>(a + first * TILE_COLUMNS, reinterpret_cast<const uint32_t*>(b),
-                                (words - first) / TILE, [&]() FM_INLINE_LAMBDA {
+  for (int run = 0; run < Words::PARTS; ++run) {
+    const int64_t first = run * (words / Words::PARTS);
+    multiply_tiles<ROWS / TILE, Words::INT8>(
+        a + first * TILE_COLUMNS, reinterpret_cast<const uint32_t*>(b), (words - first) / TILE,
+        [&]() FM_INLINE_LAMBDA {
 #pragma GCC unroll 4
-                                  for (int turn = 0; turn < TILE / Fetches::STEPS; ++turn)
-                                    local.turn();
-                                });
+          for (int turn = 0; turn < TILE / Fetches::STEPS; ++turn) local.turn();
+        });
   }
   fetches = local;
   store_sums<ROWS / TILE>(c, ldc * 4);
@@ -35,7 +41,7 @@ static __attribute__((noinline)) void tiles_kernel(int64_t words, const uint32_t
 // pack_panels of gemm_pack.h for A.
 template <class Words, class T>
 FM_INLINE int pack_tile_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left,
-                               int64_t valid, int64_t depth, float* out) {
+                               int64_t valid, int64_t depth, const float* inverse, float* out) {
   const int panels =
       i_stride == 1 && left >= Tuning::PACK_PANELS * TILE_COLUMNS ? Tuning::PACK_PANELS : 1;
   const int64_t part = words_of<Words>(depth) * TILE_COLUMNS;
@@ -43,8 +49,9 @@ FM_INLINE int pack_tile_panels(const T* src, int64_t i_stride, int64_t k_stride,
     const T* first = src + q * TILE_COLUMNS * i_stride;
     for_parts<Words, true>([&](auto reader, int p) FM_INLINE_LAMBDA {
       pack_tiles<decltype(reader)>(first, i_stride, k_stride, valid, depth,
-                                   out + (q * Words::PARTS + p) * part);
+                                   out + (q * Words::PARTS + p) * part, inverse);
     });
+    if constexpr (Words::INT8) inverse += TILE_COLUMNS;
   }
   return panels;
 }

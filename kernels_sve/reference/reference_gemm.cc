@@ -1,29 +1,80 @@
 // Scalar references of gemm.h: sums in double, in order of k; with fp16_chunk, of the chunks that were summed in FP16. The
 // packed form is B as [k][n] in its own type. Of bf16x3 they are those of float32: the parts only add up to its numbers.
 #include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <vector>
 
 #include "reference/reference.h"
 
 namespace fm::reference {
 namespace {
 
-DType stored(DType operands) { return operands == DType::bf16x3 ? DType::f32 : operands; }
-
-int64_t element_bytes(DType operands) { return stored(operands) == DType::f32 ? 4 : 2; }
+int64_t element_bytes(DType operands) { return stored_dtype(operands) == DType::f32 ? 4 : 2; }
 
 float b_element(const GemmArgs& g, int64_t p, int64_t j) {
-  if (g.packed) return get(g.packed, stored(g.in_dtype), p * g.n + j);
-  return get(g.b, stored(g.in_dtype), p * g.b_row + j * g.b_col);
+  if (g.packed) return get(g.packed, stored_dtype(g.in_dtype), p * g.n + j);
+  return get(g.b, stored_dtype(g.in_dtype), p * g.b_row + j * g.b_col);
 }
 
 float a_element(const GemmArgs& g, int64_t i, int64_t p) {
-  return get(g.a, stored(g.in_dtype), i * g.a_row + p * g.a_col);
+  return get(g.a, stored_dtype(g.in_dtype), i * g.a_row + p * g.a_col);
 }
 
 double chunk_in_fp16(const GemmArgs& g, int64_t i, int64_t j, int64_t begin, int64_t end) {
   float sum = 0;
   for (int64_t p = begin; p < end; ++p) sum = fma_half(a_element(g, i, p), b_element(g, p, j), sum);
   return sum;
+}
+
+// A row of A or a column of B as int8, by the definition of gemm_int8.h.
+struct Quantized {
+  float scale;
+  std::vector<int> q;
+};
+
+template <class F>
+Quantized quantize(int64_t k, const F& element) {
+  float most = 0;
+  bool finite = true;
+  for (int64_t p = 0; p < k; ++p) {
+    const float x = std::fabs(element(p));
+    finite = finite && x <= FLT_MAX;
+    most = std::max(most, x);
+  }
+  Quantized row = {std::nanf(""), std::vector<int>(k)};
+  if (!finite) return row;
+  const bool zero = most < 0x1p-100f;
+  row.scale = zero ? 0 : most / 127.0f;
+  const float inverse = zero ? 0 : 127.0f / most;
+  for (int64_t p = 0; p < k; ++p) {
+    const float scaled = element(p) * inverse;
+    row.q[p] = static_cast<int>(std::nearbyint(scaled));
+  }
+  return row;
+}
+
+using Rows = std::vector<Quantized>;
+
+Rows quantized_a(const GemmArgs& g) {
+  Rows rows;
+  for (int64_t i = 0; is_int8(g.in_dtype) && i < g.m; ++i)
+    rows.push_back(quantize(g.k, [&](int64_t p) { return a_element(g, i, p); }));
+  return rows;
+}
+
+Rows quantized_b(const GemmArgs& g) {
+  Rows columns;
+  for (int64_t j = 0; is_int8(g.in_dtype) && j < g.n; ++j)
+    columns.push_back(quantize(g.k, [&](int64_t p) { return b_element(g, p, j); }));
+  return columns;
+}
+
+float int8_product(const Quantized& a, const Quantized& b) {
+  int64_t sum = 0;
+  for (size_t p = 0; p < a.q.size(); ++p) sum += int64_t(a.q[p]) * b.q[p];
+  const float scaled = float(sum) * a.scale;
+  return scaled * b.scale;
 }
 
 double product(const GemmArgs& g, int64_t i, int64_t j) {
@@ -37,8 +88,9 @@ double product(const GemmArgs& g, int64_t i, int64_t j) {
   return sum;
 }
 
-void element(const GemmArgs& g, int64_t i, int64_t j) {
-  double v = product(g, i, j) + (g.accumulate ? get(g.c, g.out_dtype, i * g.c_row + j) : 0);
+// product: of the sum over k.
+void element(const GemmArgs& g, int64_t i, int64_t j, double product) {
+  double v = product + (g.accumulate ? get(g.c, g.out_dtype, i * g.c_row + j) : 0);
   if (g.bias) v += get(g.bias, g.out_dtype, j);
   if (g.pre) put(g.pre, g.out_dtype, i * g.pre_row + j, float(v));
   if (g.activation_input) {
@@ -54,8 +106,10 @@ void element(const GemmArgs& g, int64_t i, int64_t j) {
 }  // namespace
 
 void gemm(const GemmArgs& g) {
+  const Rows a = quantized_a(g), b = quantized_b(g);
   for (int64_t i = 0; i < g.m; ++i) {
-    for (int64_t j = 0; j < g.n; ++j) element(g, i, j);
+    for (int64_t j = 0; j < g.n; ++j)
+      element(g, i, j, is_int8(g.in_dtype) ? int8_product(a[i], b[j]) : product(g, i, j));
     if (!g.a_sums) continue;
     double sum = g.a_sums[i];
     for (int64_t p = 0; p < g.k; ++p) sum += a_element(g, i, p);
@@ -89,8 +143,8 @@ int64_t packed_weight_size(int64_t n, int64_t k, DType dtype, int64_t) {
 void pack_weight(const GemmPackArgs& args) {
   for (int64_t p = 0; p < args.k; ++p) {
     for (int64_t j = 0; j < args.n; ++j) {
-      put(args.packed, stored(args.dtype), p * args.n + j,
-          get(args.b, stored(args.dtype), p * args.b_row + j * args.b_col));
+      put(args.packed, stored_dtype(args.dtype), p * args.n + j,
+          get(args.b, stored_dtype(args.dtype), p * args.b_row + j * args.b_col));
     }
   }
 }

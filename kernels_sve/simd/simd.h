@@ -21,6 +21,12 @@
 //                                           bits from memory in all of them; every second doubleword of a, then of b
 //   fma_halves(a, b, sum) broadcast_half(h)   only where FM_HAS_HALF_ARITHMETIC: a b + sum on the two binary16 numbers in each
 //                                           lane of vu, rounded once to binary16; h in all of them
+//   to_int(v)                               to the nearest integer, halves to even; any value beyond int32 and of a NaN
+//   bytes_of(a, b, c, d) shorts_of(a, b)    the lanes of all in order as int8, or as int16, of lanes within their range
+//   dot_bytes(sum, a, b)                    only where FM_HAS_BYTE_DOTS: sum + each lane's four products of int8 numbers; those of a
+//                                           have BYTE_OFFSET added, which is 128 where the instruction takes them as unsigned
+//   dot_shorts(sum, a, b)                   the same of two int16
+//   multiply_byte_quads(sum, a, b)          only where FM_HAS_BYTE_QUADS: sum + a b^T of the 2 x 8 matrices of int8 in every 128 bits
 //   exp2_each(v[N]) reciprocal_each(v[N]) sqrt_each(v[N])   2^v for v <= 127 (0 below -127, NaN stays), reciprocal and root, in
 //                                           place; N chains side by side, written stage by stage: GCC keeps the order of the
 //                                           source on A64FX, whose window is too short to find the next chain
@@ -44,9 +50,9 @@
 #if defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == FM_VECTOR_BYTES * 8 && \
     FM_VECTOR_BYTES > 16
 #include <arm_sve.h>
-#elif defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+#elif defined(__aarch64__)
 #include <arm_neon.h>
-#elif defined(__AVX2__)
+#elif defined(__SSE2__)
 #include <immintrin.h>
 #endif
 

@@ -40,6 +40,27 @@ FM_INLINE float hmax(vf v) {
 FM_INLINE vf reciprocal(vf v) { return 1.0f / v; }
 FM_INLINE vf sqrt(vf v) { return (vf)_mm256_sqrt_ps((__m256)v); }
 FM_INLINE vf rsqrt(vf v) { return 1.0f / sqrt(v); }
+FM_INLINE vi to_int(vf v) { return (vi)_mm256_cvtps_epi32((__m256)v); }
+FM_INLINE vu bytes_of(vi a, vi b, vi c, vi d) {
+  const __m256i low = _mm256_packs_epi32((__m256i)a, (__m256i)b),
+                high = _mm256_packs_epi32((__m256i)c, (__m256i)d);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  return (vu)_mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+}
+FM_INLINE vu shorts_of(vi a, vi b) {
+  return (vu)_mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)a, (__m256i)b), 0xd8);
+}
+#define FM_HAS_DOT_SHORTS
+FM_INLINE vi dot_shorts(vi sum, vu a, vu b) {
+  return sum + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+}
+#ifdef __AVXVNNI__
+#define FM_HAS_BYTE_DOTS
+constexpr int BYTE_OFFSET = 128;
+FM_INLINE vi dot_bytes(vi sum, vu a, vu b) {
+  return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+}
+#endif
 FM_INLINE vu mul_high(vu v, uint32_t m) {
   const __m256i factor = _mm256_set1_epi32(static_cast<int>(m));
   const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32((__m256i)v, factor), 32);

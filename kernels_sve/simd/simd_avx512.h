@@ -54,6 +54,29 @@ FM_INLINE void exp2_each(vf (&v)[N]) {
   }
 }
 
+FM_INLINE vi to_int(vf v) { return (vi)_mm512_cvtps_epi32((__m512)v); }
+FM_INLINE vu bytes_of(vi a, vi b, vi c, vi d) {
+  const __m512i low = _mm512_packs_epi32((__m512i)a, (__m512i)b),
+                high = _mm512_packs_epi32((__m512i)c, (__m512i)d);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return (vu)_mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+}
+FM_INLINE vu shorts_of(vi a, vi b) {
+  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  return (vu)_mm512_permutexvar_epi64(order, _mm512_packs_epi32((__m512i)a, (__m512i)b));
+}
+#define FM_HAS_DOT_SHORTS
+FM_INLINE vi dot_shorts(vi sum, vu a, vu b) {
+  return sum + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+}
+#ifdef __AVX512VNNI__
+#define FM_HAS_BYTE_DOTS
+constexpr int BYTE_OFFSET = 128;
+FM_INLINE vi dot_bytes(vi sum, vu a, vu b) {
+  return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+}
+#endif
+
 #ifdef __AVX512BF16__
 // Pairs of bfloat16 in 32-bit lanes: the even element in the low half; denormal inputs and results count as 0.
 #define FM_HAS_BF16_PAIRS

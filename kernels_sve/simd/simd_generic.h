@@ -65,6 +65,35 @@ FM_INLINE vu fma_halves(vu a, vu b, vu sum) {
 }
 #endif
 
+#if defined(__aarch64__)
+FM_INLINE vi to_int(vf v) { return (vi)vcvtnq_s32_f32((float32x4_t)v); }
+#elif defined(__SSE2__)
+FM_INLINE vi to_int(vf v) { return (vi)_mm_cvtps_epi32((__m128)v); }
+#endif
+#ifdef __SSE2__
+FM_INLINE vu shorts_of(vi a, vi b) { return (vu)_mm_packs_epi32((__m128i)a, (__m128i)b); }
+#define FM_HAS_DOT_SHORTS
+FM_INLINE vi dot_shorts(vi sum, vu a, vu b) {
+  return sum + (vi)_mm_madd_epi16((__m128i)a, (__m128i)b);
+}
+#endif
+#ifdef __aarch64__
+FM_INLINE vu shorts_of(vi a, vi b) {
+  return (vu)vcombine_s16(vmovn_s32((int32x4_t)a), vmovn_s32((int32x4_t)b));
+}
+#endif
+#ifdef __ARM_FEATURE_DOTPROD
+#define FM_HAS_BYTE_DOTS
+constexpr int BYTE_OFFSET = 0;
+FM_INLINE vu bytes_of(vi a, vi b, vi c, vi d) {
+  const int16x8_t low = (int16x8_t)shorts_of(a, b), high = (int16x8_t)shorts_of(c, d);
+  return (vu)vcombine_s8(vmovn_s16(low), vmovn_s16(high));
+}
+FM_INLINE vi dot_bytes(vi sum, vu a, vu b) {
+  return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b);
+}
+#endif
+
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
 // As in simd_sve.h.
 #define FM_HAS_BF16_PAIRS
@@ -84,6 +113,10 @@ FM_INLINE vu to_row(vf low, vf high) {
 }
 FM_INLINE vf multiply_quads(vf sum, vu a, vu b) {
   return (vf)vbfmmlaq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
+#define FM_HAS_BYTE_QUADS
+FM_INLINE vi multiply_byte_quads(vi sum, vu a, vu b) {
+  return (vi)vmmlaq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b);
 }
 FM_INLINE vu broadcast_quads(const uint32_t* p) { return load(p); }
 FM_INLINE vf even_doublewords(vf a, vf b) { return (vf)vzip1q_f64((float64x2_t)a, (float64x2_t)b); }

@@ -4,6 +4,13 @@
 
 namespace fm::FM_TARGET {
 
+#ifndef FM_HAS_DOT_SHORTS
+FM_INLINE vi dot_shorts(vi sum, vu a, vu b) {
+  const vi even = ((vi)(a << 16) >> 16) * ((vi)(b << 16) >> 16);
+  return sum + even + ((vi)a >> 16) * ((vi)b >> 16);
+}
+#endif
+
 constexpr float LOG2_E = 1.44269504f;
 constexpr float EXP_LOW = -87.336545f;  // ln of the smallest normal number
 constexpr float EXP_HIGH = 88.722836f;  // ln of the largest number

@@ -29,6 +29,25 @@ FM_INLINE vu broadcast_half(f16 h) { return (vu)svreinterpret_u32_u16(svdup_n_u1
 FM_INLINE float hsum(vf v) { return svaddv_f32(svptrue_b32(), (svfloat32_t)v); }
 FM_INLINE float hmax(vf v) { return svmaxv_f32(svptrue_b32(), (svfloat32_t)v); }
 
+FM_INLINE vi to_int(vf v) {
+  const svfloat32_t whole = svrintn_f32_x(svptrue_b32(), (svfloat32_t)v);
+  return (vi)svcvt_s32_f32_x(svptrue_b32(), whole);
+}
+FM_INLINE vu shorts_of(vi a, vi b) {
+  const svint16_t low = svreinterpret_s16_s32((svint32_t)a),
+                  high = svreinterpret_s16_s32((svint32_t)b);
+  return (vu)svreinterpret_u32_s16(svuzp1_s16(low, high));
+}
+FM_INLINE svint8_t bytes(vu v) { return svreinterpret_s8_u32((svuint32_t)v); }
+FM_INLINE vu bytes_of(vi a, vi b, vi c, vi d) {
+  return (vu)svreinterpret_u32_s8(svuzp1_s8(bytes(shorts_of(a, b)), bytes(shorts_of(c, d))));
+}
+#define FM_HAS_BYTE_DOTS
+constexpr int BYTE_OFFSET = 0;
+FM_INLINE vi dot_bytes(vi sum, vu a, vu b) {
+  return (vi)svdot_s32((svint32_t)sum, bytes(a), bytes(b));
+}
+
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC  // with SVE: GCC 12 has the intrinsics, but not __ARM_FEATURE_SVE_BF16
 // Pairs of bfloat16 in 32-bit lanes, the even element in the low half; and 2 x 4 matrices of them in 128 bits, row by row.
 #define FM_HAS_BF16_PAIRS
@@ -57,6 +76,10 @@ FM_INLINE vf multiply_quads(vf sum, vu a, vu b) {
   return (vf)svbfmmla_f32((svfloat32_t)sum, bf16_elements(a), bf16_elements(b));
 }
 FM_INLINE vu broadcast_quads(const uint32_t* p) { return (vu)svld1rq_u32(svptrue_b32(), p); }
+#define FM_HAS_BYTE_QUADS  // every CPU with BFMMLA has SMMLA
+FM_INLINE vi multiply_byte_quads(vi sum, vu a, vu b) {
+  return (vi)svmmla_s32((svint32_t)sum, bytes(a), bytes(b));
+}
 FM_INLINE svfloat64_t doublewords(vf v) { return svreinterpret_f64_f32((svfloat32_t)v); }
 FM_INLINE vf even_doublewords(vf a, vf b) {
   return (vf)svreinterpret_f32_f64(svuzp1_f64(doublewords(a), doublewords(b)));

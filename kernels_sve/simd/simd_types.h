@@ -41,6 +41,7 @@ FM_INLINE vu load_pairs_n(const uint16_t* p, int n) {
 // Reads the pairs (k, k+1) of a bfloat16 matrix that a panel of pairs holds, a vector of them: those of one row from p on, of which
 // `elements` exist, and those of `lanes` rows side by side, `stride` elements from one k to the next, of which `left` exist.
 struct StoredPairs {
+  static constexpr int STEP = 2;
   FM_INLINE vf along_k(const bf16* p, int64_t elements) {
     if (elements >= 2 * VL) return (vf)load_pairs(&p->bits);
     return (vf)load_pairs_n(&p->bits, static_cast<int>(elements));
@@ -53,6 +54,25 @@ struct StoredPairs {
     return (vf)(low | (lanes == VL ? load_u16(next) : load_u16_n(next, lanes)) << 16);
   }
 };
+
+// along_k and across_k of a reader of words. inverse: for readers that quantize, of the row or of the first of the rows.
+template <class Reader>
+constexpr bool QUANTIZES = false;
+template <class Words, class T>
+FM_INLINE vf along_k(const T* p, int64_t elements, [[maybe_unused]] const float* inverse) {
+  if constexpr (QUANTIZES<Words>)
+    return Words::along_k(p, elements, *inverse);
+  else
+    return Words::along_k(p, elements);
+}
+template <class Words, class T>
+FM_INLINE vf across_k(const T* p, int64_t stride, int64_t left, int lanes,
+                      [[maybe_unused]] const float* inverse) {
+  if constexpr (QUANTIZES<Words>)
+    return Words::across_k(p, stride, left, lanes, inverse);
+  else
+    return Words::across_k(p, stride, left, lanes);
+}
 
 template <class T>
 FM_INLINE float load_scalar(const T* p) {

@@ -1,4 +1,4 @@
-// The hooks of tiles.h in plain C++, for tests on a CPU without AMX (target amx_emulated): the numbers of TDPBF16PS as Intel's
+// The hooks of tiles.h in plain C++, for tests on a CPU without AMX (target amx_emulated): the numbers of TDPBF16PS and TDPBSSD as Intel's
 // Software Developer's Manual (volume 2) defines it, denormals and the order of its sums included. A use of tiles between no
 // tiles_begin() and tiles_end() ends the process, as it does on the CPU.
 #pragma once
@@ -54,9 +54,21 @@ static __attribute__((noinline)) void emulated_dot(int sum, int a, int b) {
     tile_row(sum, r) = (vu)normal(normal((vf)tile_row(sum, r)) + normal(even + odd));
   }
 }
-template <int SUM, int A, int B>
+// TDPBSSD.
+static __attribute__((noinline)) void emulated_byte_dot(int sum, int a, int b) {
+  for (int r = 0; r < 16; ++r) {
+    vi total = (vi)tile_row(sum, r);
+    for (int k = 0; k < 16; ++k) {
+      const vu word = broadcast(tile_row(a, r)[k]);
+      for (int shift = 0; shift < 32; shift += 8)
+        total += ((vi)(word << shift) >> 24) * ((vi)(tile_row(b, k) << shift) >> 24);
+    }
+    tile_row(sum, r) = (vu)total;
+  }
+}
+template <bool INT8, int SUM, int A, int B>
 FM_INLINE void tile_dot() {
-  emulated_dot(SUM, A, B);
+  INT8 ? emulated_byte_dot(SUM, A, B) : emulated_dot(SUM, A, B);
 }
 
 }  // namespace fm::FM_TARGET

@@ -5,7 +5,8 @@
 // Hooks, in tile_amx.h and, where FM_EMULATED_TILES, in tile_emulated.h; p is any address, stride the bytes between two rows:
 //   tiles_begin() tiles_end()                  in each thread around its use of tiles: all eight become 16 rows of 64 bytes
 //   tile_zero<T>() tile_load<T>(p, stride) tile_store<T>(p, stride)
-//   tile_dot<C, A, B>()                        C (16 x 16 floats) += A (16 rows of 16 pairs of k) B (16 pairs of k, 16 columns)
+//   tile_dot<INT8, C, A, B>()                  C (16 x 16 floats) += A (16 rows of 16 pairs of k) B (16 pairs of k, 16 columns); with
+//                                              INT8, C (16 x 16 int32) += the same of four int8 of k to a word
 //
 // Operands are pairs of bfloat16 of neighbouring k in 32-bit words, in steps of 16 words of k, with zeros beyond the matrix:
 //   A   [step][2 tiles][16 rows][16 words of k]       pack_tiles
@@ -52,19 +53,19 @@ FM_INLINE void store_sums(float* c, int64_t stride) {
 }
 
 // sums += A B over `steps` steps of k; before() runs ahead of each.
-template <int ROWS, class F>
+template <int ROWS, bool INT8 = false, class F>
 FM_INLINE void multiply_tiles(const uint32_t* a, const uint32_t* b, int64_t steps,
                               const F& before) {
 #pragma GCC unroll 1
   for (; steps > 0; --steps, a += TILE_STEP, b += TILE_STEP) {
     before();
     tile_load<4>(a, 64), tile_load<6>(b, SUMS_ROW);
-    tile_dot<0, 4, 6>();
+    tile_dot<INT8, 0, 4, 6>();
     tile_load<7>(b + TILE, SUMS_ROW);
-    tile_dot<1, 4, 7>();
+    tile_dot<INT8, 1, 4, 7>();
     if constexpr (ROWS > 1) {
       tile_load<5>(a + TILE_WORDS, 64);
-      tile_dot<2, 5, 6>(), tile_dot<3, 5, 7>();
+      tile_dot<INT8, 2, 5, 6>(), tile_dot<INT8, 3, 5, 7>();
     }
   }
 }
@@ -73,18 +74,21 @@ FM_INLINE void multiply_tiles(const uint32_t* a, const uint32_t* b, int64_t step
 // `rows` of i and `depth` of k exist. Reader: StoredPairs of simd_types.h, or what reads other elements as pairs.
 template <class Reader, class T>
 FM_INLINE void pack_tile(const T* src, int64_t i_stride, int64_t k_stride, int64_t rows, int64_t k,
-                         int64_t depth, float* out) {
+                         int64_t depth, float* out, const float* inverse) {
+  constexpr int STEP = Reader::STEP;
   vf tile[TILE];
   if (k_stride == 1) {
 #pragma GCC unroll 16
     for (int r = 0; r < TILE; ++r)
-      tile[r] = r < rows ? Reader::along_k(src + r * i_stride + 2 * k, depth - 2 * k) : vf{};
+      tile[r] = r < rows
+                    ? along_k<Reader>(src + r * i_stride + STEP * k, depth - STEP * k, inverse + r)
+                    : vf{};
   } else {
     const int lanes = static_cast<int>(rows < 0 ? 0 : min(rows, TILE));
 #pragma GCC unroll 16
     for (int w = 0; w < TILE; ++w) {
-      const int64_t at = 2 * (k + w);
-      tile[w] = Reader::across_k(src + at * k_stride, k_stride, depth - at, lanes);
+      const int64_t at = STEP * (k + w);
+      tile[w] = across_k<Reader>(src + at * k_stride, k_stride, depth - at, lanes, inverse);
     }
     transpose(tile);
   }
@@ -95,18 +99,20 @@ FM_INLINE void pack_tile(const T* src, int64_t i_stride, int64_t k_stride, int64
 // Rows [0, 32) of A over `depth` of k, in whole steps.
 template <class Reader = StoredPairs, class T>
 static __attribute__((noinline)) void pack_tiles(const T* src, int64_t i_stride, int64_t k_stride,
-                                                 int64_t rows, int64_t depth, float* out) {
-  for (int64_t k = 0; 2 * k < depth; k += TILE, out += TILE_STEP) {
+                                                 int64_t rows, int64_t depth, float* out,
+                                                 const float* inverse = nullptr) {
+  constexpr int STEP = Reader::STEP;
+  for (int64_t k = 0; STEP * k < depth; k += TILE, out += TILE_STEP) {
     for (int64_t i = 0; k_stride == 1 && i < min(TILE_COLUMNS, rows - TILE_COLUMNS); ++i) {
       prefetch(src + (TILE_COLUMNS + i) * i_stride +
-               2 * k);  // rows of the next panel: too many and too short for the hardware
+               STEP * k);  // rows of the next panel: too many and too short for the hardware
     }
-    for (int64_t i = 0; k_stride != 1 && i < min(TILE_DEPTH, depth - 2 * k - TILE_DEPTH); ++i) {
-      prefetch(src + (2 * k + TILE_DEPTH + i) * k_stride);
+    for (int64_t i = 0; k_stride != 1 && i < min(STEP * TILE, depth - STEP * (k + TILE)); ++i) {
+      prefetch(src + (STEP * (k + TILE) + i) * k_stride);
     }
-    pack_tile<Reader>(src, i_stride, k_stride, rows, k, depth, out);
+    pack_tile<Reader>(src, i_stride, k_stride, rows, k, depth, out, inverse);
     pack_tile<Reader>(src + TILE * i_stride, i_stride, k_stride, rows - TILE, k, depth,
-                      out + TILE_WORDS);
+                      out + TILE_WORDS, inverse + TILE);
   }
 }
 

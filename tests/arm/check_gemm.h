@@ -27,7 +27,7 @@ Floats run_gemm(int form, int64_t m, int64_t n, int64_t k, DType dtype, bool pac
   GemmArgs g = gemm_layout(form, m, n, k);
   g.fp16_chunk = fp16_chunk;
   // No more numbers than there are elements: an emulator takes longer to make them than to multiply them.
-  const DType type = dtype == DType::bf16x3 ? DType::f32 : dtype;
+  const DType type = stored_dtype(dtype);
   const auto a = stored(random_floats(form == 2 ? k * g.a_col : m * g.a_row, 1), type);
   const auto b = stored(random_floats(form == 0 ? n * g.b_col : k * g.b_row, 2), type);
   const auto bias = stored(random_floats(n, 4), DType::f32),
@@ -59,8 +59,9 @@ Floats run_groups(int form, int64_t rows, int64_t n, int64_t k, DType dtype) {
   g.m = form == 2 ? n : rows, g.n = form == 0 ? n : k, g.k = form == 0 ? k : n;
   if (form == 2) g.k = rows;
   const int64_t out = form == 2 ? groups * weight : rows * g.n;
-  const auto a = stored(random_floats(rows * (form == 0 ? k : n), 1), dtype);
-  const auto b = stored(random_floats(form == 2 ? rows * k : groups * weight, 2), dtype);
+  const DType type = stored_dtype(dtype);
+  const auto a = stored(random_floats(rows * (form == 0 ? k : n), 1), type);
+  const auto b = stored(random_floats(form == 2 ? rows * k : groups * weight, 2), type);
   Floats c = random_floats(out, 3);
   g.a_row = form == 2 ? 1 : g.k, g.a_col = form == 2 ? n : 1;
   g.b_row = form == 0 ? 1 : g.n, g.b_col = form == 0 ? k : 1;
@@ -117,18 +118,59 @@ void check_bf16x3_errors() {
   }
 }
 
+// CRC-32 as in zlib, continued from `crc`.
+uint32_t crc32(uint32_t crc, const void* data, size_t bytes) {
+  crc = ~crc;
+  for (size_t i = 0; i < bytes; ++i) {
+    crc ^= static_cast<const uint8_t*>(data)[i];
+    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320u : 0);
+  }
+  return ~crc;
+}
+
+// Products in int8 have the same bits on every target. The formula of the operands, the order and the checksum are those of
+// tests/kernels/test_gemm_int8.py.
+void check_int8_checksum() {
+  const int64_t shapes[][3] = {{61, 131, 1009}, {97, 96, 256}};
+  for (const std::string& target : compared()) {
+    use(target);
+    uint32_t crc = 0;
+    for (const auto& [m, n, k] : shapes) {
+      Floats x(m * k), weight(n * k), out(m * n);
+      for (int64_t i = 0; i < m * k; ++i) x[i] = float(i * 7919 % 2003 - 1001) / 1024;
+      for (int64_t i = 0; i < n * k; ++i) weight[i] = float(i * 104729 % 1999 - 999) / 512;
+      for (DType operands : {DType::int8_of_f32, DType::int8_of_bf16}) {
+        const auto a = stored(x, stored_dtype(operands)),
+                   b = stored(weight, stored_dtype(operands));
+        GemmArgs g = {};
+        g.m = m, g.n = n, g.k = k, g.in_dtype = operands, g.out_dtype = DType::f32, g.a = a.data(),
+        g.b = b.data(), g.c = out.data();
+        g.a_row = k, g.a_col = 1, g.b_row = 1, g.b_col = k, g.c_row = n;
+        kernels().gemm(g);
+        crc = crc32(crc, out.data(), out.size() * sizeof(float));
+      }
+    }
+    if (crc == 2022273958u) continue;
+    std::printf("%s: checksum %u of products in int8\n", active(), crc), std::exit(1);
+  }
+}
+
 void check_gemm() {
   check_bf16x3_errors();
+  check_int8_checksum();
   for (int form = 0; form < 3; ++form) {
     for (DType dtype : {DType::f32, DType::bf16, DType::f16})
       compare("grouped gemm", 2e-5f, 3e-4f, [&] { return run_groups(form, 40, 37, 70, dtype); });
+    compare("grouped gemm in int8", 0, 0,
+            [&] { return run_groups(form, 40, 37, 70, DType::int8_of_f32); });
   }
   const int64_t shapes[][3] = {{1, 1, 1},  {12, 32, 16}, {13, 33, 17},
                                {5, 70, 0}, {61, 67, 71}, {14, 34, 700}};
   for (const auto& s : shapes) {
     check_fp16_chunks(s);
     for (int form = 0; form < 3; ++form) {
-      for (DType dtype : {DType::f32, DType::bf16, DType::f16, DType::bf16x3}) {
+      for (DType dtype : {DType::f32, DType::bf16, DType::f16, DType::bf16x3, DType::int8_of_f32,
+                          DType::int8_of_bf16}) {
         for (bool packed : {false, true}) {
           const float tolerance = 3e-7f * static_cast<float>(s[2] + 20);
           compare("gemm", 2e-5f, 8 * tolerance,

@@ -213,7 +213,7 @@ PRODUCTS = [
 
 
 def tiles_function(body, fetched=()):
-    """tiles_kernel<32, 1> as a compiler writes it: what is fetched lies after the loop, and the sums are stored after it."""
+    """tiles_kernel<TilePairs, 32> as a compiler writes it: what is fetched lies after the loop, and the sums are stored after it."""
     lines = [
         '.file 1 "tiles.h"',
         ".type f, @function",

@@ -59,7 +59,22 @@ void multiply(int sum, int a, int b) {
   std::memcpy(tiles.row[sum], result, sizeof result);
 }
 
-// A three-byte VEX instruction of map 0F38, W 0 and length 128, as Intel's manual lists them: 49 and 4B for tiles, 5C for TDPBF16PS.
+void multiply_bytes(int sum, int a, int b) {
+  for (int m = 0; m < 16; ++m) {
+    for (int n = 0; n < 16; ++n) {
+      int32_t total;
+      std::memcpy(&total, &tiles.row[sum][m][n], 4);
+      for (int k = 0; k < 16; ++k) {
+        int8_t x[4], y[4];
+        std::memcpy(x, &tiles.row[a][m][k], 4), std::memcpy(y, &tiles.row[b][k][n], 4);
+        for (int i = 0; i < 4; ++i) total += x[i] * y[i];
+      }
+      std::memcpy(&tiles.row[sum][m][n], &total, 4);
+    }
+  }
+}
+
+// A three-byte VEX instruction of map 0F38, W 0 and length 128, as Intel's manual lists them: 49 and 4B for tiles, 5C for TDPBF16PS, 5E for TDPBSSD.
 void step(int, siginfo_t*, void* context) {
   static const int REGISTERS[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP,
                                   REG_RSI, REG_RDI, REG_R8,  REG_R9,  REG_R10, REG_R11,
@@ -121,6 +136,8 @@ void step(int, siginfo_t*, void* context) {
     ++counts[prefix == 3 ? LOAD : STORE];
   } else if (opcode == 0x5c && prefix == 2 && mod == 3) {  // TDPBF16PS
     multiply(middle, low, ~code[2] >> 3 & 7), ++counts[PRODUCT];
+  } else if (opcode == 0x5e && prefix == 3 && mod == 3) {  // TDPBSSD
+    multiply_bytes(middle, low, ~code[2] >> 3 & 7), ++counts[PRODUCT];
   } else {
     unknown();
   }
@@ -150,10 +167,10 @@ void compare(const char* what, const F& f) {
 }
 
 // The three layouts of a linear layer, with the epilogues of each.
-std::vector<float> gemm(const KernelTable& table, int form, int64_t m, int64_t n, int64_t k,
-                        bool packed) {
+std::vector<float> gemm(const KernelTable& table, DType operands, int form, int64_t m, int64_t n,
+                        int64_t k, bool packed) {
   GemmArgs g = {};
-  g.m = m, g.n = n, g.k = k, g.in_dtype = DType::bf16, g.out_dtype = DType::f32;
+  g.m = m, g.n = n, g.k = k, g.in_dtype = operands, g.out_dtype = DType::f32;
   g.a_row = form == 2 ? 1 : k + 3, g.a_col = form == 2 ? m + 1 : 1;
   g.b_row = form == 0 ? 1 : n + 2, g.b_col = form == 0 ? k + 5 : 1;
   const auto a = random_halves(form == 2 ? k * g.a_col : m * g.a_row, 1),
@@ -168,10 +185,10 @@ std::vector<float> gemm(const KernelTable& table, int form, int64_t m, int64_t n
     g.activation = Activation::gelu, g.activation_input = other.data(), g.activation_input_row = n;
   if (form == 2) g.a_sums = out.data() + 2 * m * n;
   if (packed) {
-    panels.resize(table.packed_weight_size(n, k, DType::bf16, 0) / 4 + 64);
+    panels.resize(table.packed_weight_size(n, k, operands, 0) / 4 + 64);
     char* aligned =
         reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(panels.data()) + 255) / 256 * 256);
-    table.pack_weight({n, k, DType::bf16, b.data(), g.b_row, g.b_col, aligned});
+    table.pack_weight({n, k, operands, b.data(), g.b_row, g.b_col, aligned});
     g.packed = aligned;
   }
   table.gemm(g);
@@ -207,10 +224,13 @@ int main() {
                                {61, 67, 71}, {34, 40, 1100}, {200, 64, 64}};
   for (const auto& s : shapes) {
     for (int form = 0; form < 3; ++form) {
-      compare("gemm",
-              [&](const KernelTable& table) { return gemm(table, form, s[0], s[1], s[2], false); });
-      compare("gemm of a packed weight",
-              [&](const KernelTable& table) { return gemm(table, form, s[0], s[1], s[2], true); });
+      for (DType operands : {DType::bf16, DType::int8_of_bf16}) {
+        for (bool packed : {false, true}) {
+          compare(packed ? "gemm of a packed weight" : "gemm", [&](const KernelTable& table) {
+            return gemm(table, operands, form, s[0], s[1], s[2], packed);
+          });
+        }
+      }
     }
   }
   for (int64_t s : {1, 40, 131}) {
