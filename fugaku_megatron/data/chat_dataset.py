@@ -72,7 +72,7 @@ class ChatWriter(IndexedDatasetWriter):
         self._head = 0
         try:
             with self.writing():
-                self._mask = open(self._temporary[SUFFIX], "wb")  # noqa: SIM115 - closed by finalize or discard
+                self._mask = open(self._temporary[SUFFIX], "wb")  # closed by finalize or discard
         except ValueError:
             super().discard()
             raise

@@ -358,7 +358,7 @@ class IndexedDatasetWriter:
         )
         self._temporary = {suffix: f"{aside}{suffix}.tmp{os.getpid()}" for suffix in self.SUFFIXES}
         with self.writing():
-            self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115 - closed by finalize or discard
+            self._bin = open(self._temporary[".bin"], "wb")  # closed by finalize or discard
 
     def writing(self) -> AbstractContextManager[None]:
         return writing(f"{self.prefix}.bin")
