@@ -73,17 +73,6 @@ _OF_EXPERTS = {*EXPERTS, *(f.name for f in fields(ExpertRanks))}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """Checked command line: the run, and other options."""
-
-    run: RunConfig
-    recipe: str | None
-    dry_run: bool
-    world_size: int | None
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunFlags:
     """Parsed flags, not yet checked as a run. fields: values by field name."""
 
@@ -92,6 +81,13 @@ class RunFlags:
     dry_run: bool
     world_size: int | None
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(RunFlags):
+    """Checked command line: the flags, and the run that they describe."""
+
+    run: RunConfig
 
 
 def _add_field(group: argparse._ArgumentGroup, declared: Declaration) -> None:
@@ -345,13 +341,7 @@ def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) 
     )
     run, notes = checked_run(flags.recipe, flags.fields, passed)
     check_other_flags(values, run)
-    return Arguments(
-        run=run,
-        recipe=flags.recipe,
-        dry_run=flags.dry_run,
-        world_size=flags.world_size,
-        notes=flags.notes + notes,
-    )
+    return Arguments(**{**vars(flags), "notes": flags.notes + notes}, run=run)
 
 
 def check_other_flags(values: Mapping[str, Any], run: RunConfig) -> None:

@@ -8,10 +8,13 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ..config.fields import Refused
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MAX_MESSAGE = 400  # characters of a message that repeats a value
 
@@ -28,6 +31,22 @@ class Command:
 
     def load(self) -> Command:
         return self
+
+
+T = TypeVar("T", bound="DataclassInstance")
+
+
+def from_options(cls: type[T], options: argparse.Namespace, **others: Any) -> T:
+    """Build a dataclass from the flags with its fields' names; a list becomes a tuple.
+
+    others: fields that are not flags
+    """
+    values = dict(others)
+    for each in fields(cls):
+        if each.name not in others:
+            value = getattr(options, each.name)
+            values[each.name] = tuple(value) if isinstance(value, list) else value
+    return cls(**values)
 
 
 class Parser(argparse.ArgumentParser):

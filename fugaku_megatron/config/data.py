@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .fields import cached_hash, check, check_fields, flag, option
+from .fields import cached_hash, check, check_fields, flag, option, optional, switch
 from .rules import check_rules
 from .sample_rules import Skips
 
@@ -26,39 +26,32 @@ MARKING = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 class DataConfig:
     """Tokens and tokenizer."""
 
-    data_path: tuple[str, ...] | None = option(
-        None,
-        "prefix of .bin/.idx, or a blend: weight prefix weight prefix ...; without weights every data set is read once",
+    data_path: tuple[str, ...] | None = optional(
+        "prefix of .bin/.idx, or a blend: weight prefix weight prefix ...; without weights every data set is read once"
     )
-    train_data_path: tuple[str, ...] | None = option(None, "as --data-path, for training only")
-    valid_data_path: tuple[str, ...] | None = option(None, "as --data-path, for validation only")
-    data_args_path: str | None = option(None, "file with the words of --data-path")
-    per_split_data_args_path: str | None = option(
-        None,
-        "JSON file with the words of --train-data-path as train, and of --valid-data-path as valid",
+    train_data_path: tuple[str, ...] | None = optional("as --data-path, for training only")
+    valid_data_path: tuple[str, ...] | None = optional("as --data-path, for validation only")
+    data_args_path: str | None = optional("file with the words of --data-path")
+    per_split_data_args_path: str | None = optional(
+        "JSON file with the words of --train-data-path as train, and of --valid-data-path as valid"
     )
     split: str = option("969,30,1", "documents of --data-path for training, validation and test")
-    legacy_split: bool = option(
-        False, "round --split as Megatron-LM before Megatron-core 0.5, to resume such a run"
+    legacy_split: bool = switch(
+        "round --split as Megatron-LM before Megatron-core 0.5, to resume such a run"
     )
-    data_cache_path: str | None = option(
-        None,
-        "directory for the index of --data-path (default: next to the data, if it is large)",
+    data_cache_path: str | None = optional(
+        "directory for the index of --data-path (default: next to the data, if it is large)"
     )
-    mock_data: bool = option(False, "random tokens instead of --data-path")
-    reset_position_ids: bool = option(False, "restart positions at each document")
-    reset_attention_mask: bool = option(False, "restrict attention to a token's own document")
-    eod_mask_loss: bool = option(
-        False, "exclude predictions from the end-of-document token from the loss"
-    )
-    mean_document_length: int | None = option(
-        None,
+    mock_data: bool = switch("random tokens instead of --data-path")
+    reset_position_ids: bool = switch("restart positions at each document")
+    reset_attention_mask: bool = switch("restrict attention to a token's own document")
+    eod_mask_loss: bool = switch("exclude predictions from the end-of-document token from the loss")
+    mean_document_length: int | None = optional(
         "tokens per document, for estimates of time and FLOPs with "
-        "--reset-attention-mask (default: --seq-length)",
+        "--reset-attention-mask (default: --seq-length)"
     )
-    skip_samples: tuple[str, ...] | None = option(
-        None,
-        "samples excluded from training, as FIRST:END ..., without END; skipped samples count as consumed",
+    skip_samples: tuple[str, ...] | None = optional(
+        "samples excluded from training, as FIRST:END ..., without END; skipped samples count as consumed"
     )
     tokenizer_type: str = option(
         "GPT2BPETokenizer",
@@ -66,23 +59,21 @@ class DataConfig:
         "SentencePieceTokenizer, Llama2Tokenizer, JapaneseSentencePiece, TikTokenizer or NullTokenizer; "
         "without tokenizer files, the tokenizer of the initial model",
     )
-    vocab_file: str | None = option(None, "vocab.json of the tokenizer, or a SentencePiece model")
-    merge_file: str | None = option(None, "merges.txt of the tokenizer")
-    tokenizer_model: str | None = option(
-        None,
+    vocab_file: str | None = optional("vocab.json of the tokenizer, or a SentencePiece model")
+    merge_file: str | None = optional("merges.txt of the tokenizer")
+    tokenizer_model: str | None = optional(
         "directory of HuggingFaceTokenizer, .model file of SentencePiece, or .json file of "
-        "TikTokenizer",
+        "TikTokenizer"
     )
     tiktoken_pattern: str = option(
         "v2", "pattern by which TikTokenizer splits text", choices=("v1", "v2")
     )
     tiktoken_num_special_tokens: int = option(1000, "special tokens of TikTokenizer", range=None)
-    sft: bool = option(
-        False,
+    sft: bool = switch(
         "fine-tune on chats: --data-path is from fugaku-megatron preprocess --chat, whole chats are packed into a sample, each "
-        "with its own positions and attention, and the loss is over the assistant's tokens",
+        "with its own positions and attention, and the loss is over the assistant's tokens"
     )
-    sft_truncate: bool = option(False, "truncate chats longer than a sample")
+    sft_truncate: bool = switch("truncate chats longer than a sample")
 
     def __post_init__(self) -> None:
         check_fields(self)

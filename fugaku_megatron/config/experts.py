@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
-from .fields import NOT_NEGATIVE, check, check_positive, option
+from .fields import NOT_NEGATIVE, check, check_positive, option, optional, switch
 
 # Values of --moe-router-load-balancing-type.
 NO_BALANCE = "none"
@@ -27,8 +27,7 @@ MAX_PATTERN = 4096  # layers
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFields:
-    num_experts: int | None = option(
-        None,
+    num_experts: int | None = optional(
         "experts of a layer; each token is dispatched to --moe-router-topk experts (default: one MLP "
         "for all tokens)",
         maximum=2**12,
@@ -38,18 +37,16 @@ class ExpertFields:
         "layers with experts: every Nth from the first, or a list of 0 and 1 for all layers, such as "
         "([0]*1+[1]*23)",
     )
-    moe_ffn_hidden_size: int | None = option(
-        None, "width of each expert (default: --ffn-hidden-size)", maximum=2**22
+    moe_ffn_hidden_size: int | None = optional(
+        "width of each expert (default: --ffn-hidden-size)", maximum=2**22
     )
-    moe_shared_expert_intermediate_size: int | None = option(
-        None,
+    moe_shared_expert_intermediate_size: int | None = optional(
         "width of a shared expert, applied to every token (default: none)",
         maximum=2**22,
     )
-    moe_shared_expert_gate: bool = option(
-        False,
+    moe_shared_expert_gate: bool = switch(
         "multiply the shared expert's output by the sigmoid of a learned score per token, as in "
-        "Qwen2-MoE",
+        "Qwen2-MoE"
     )
     moe_router_topk: int = option(2, "number of experts per token", maximum=2**12)
     moe_router_score_function: str = option(
@@ -57,28 +54,24 @@ class ExpertFields:
         "function from the router's logits to scores",
         choices=(SOFTMAX, SIGMOID),
     )
-    moe_router_pre_softmax: bool = option(
-        False,
+    moe_router_pre_softmax: bool = switch(
         "softmax over all experts, without normalising the scores again over the chosen "
-        "experts; otherwise softmax over the chosen experts",
+        "experts; otherwise softmax over the chosen experts"
     )
-    moe_router_topk_scaling_factor: float | None = option(
-        None, "multiply the scores of the chosen experts by this", range=None
+    moe_router_topk_scaling_factor: float | None = optional(
+        "multiply the scores of the chosen experts by this", range=None
     )
-    moe_router_num_groups: int | None = option(
-        None,
+    moe_router_num_groups: int | None = optional(
         "groups of experts; the experts of a token are in its best --moe-router-group-topk groups",
         maximum=2**12,
     )
-    moe_router_group_topk: int | None = option(
-        None,
+    moe_router_group_topk: int | None = optional(
         "groups per token, with --moe-router-num-groups",
         maximum=2**12,
     )
-    moe_router_enable_expert_bias: bool = option(
-        False,
+    moe_router_enable_expert_bias: bool = switch(
         "choose experts by score + bias, and after each iteration raise the bias of experts with fewer "
-        "tokens than the mean: balance without a loss",
+        "tokens than the mean: balance without a loss"
     )
     moe_router_bias_update_rate: float = option(
         1e-3, "change of a bias per iteration, with --moe-router-enable-expert-bias"
@@ -89,13 +82,11 @@ class ExpertFields:
         "or sinkhorn, without a loss: training chooses experts evenly",
     )
     moe_aux_loss_coeff: tuple[float, ...] = option((0.0,), "factor of each balancing loss")
-    moe_z_loss_coeff: float | None = option(
-        None,
+    moe_z_loss_coeff: float | None = optional(
         "add this x the mean of (log of the router's softmax denominator)^2 to the loss",
         range=NOT_NEGATIVE,
     )
-    moe_expert_capacity_factor: float | None = option(
-        None,
+    moe_expert_capacity_factor: float | None = optional(
         "an expert processes at most this x the mean number of tokens per expert in a "
         "micro-batch and drops the rest (default: no limit)",
         range=None,
@@ -208,8 +199,7 @@ class ExpertRanks:
         "on return; data-parallel ranks, and with --expert-tensor-parallel-size 1 also tensor-parallel ranks",
         maximum=2**12,
     )
-    expert_tensor_parallel_size: int | None = option(
-        None,
+    expert_tensor_parallel_size: int | None = optional(
         "ranks that share each expert's matrices: 1, or the tensor-parallel size (default)",
         maximum=2**16,
     )

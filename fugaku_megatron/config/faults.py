@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .fields import NOT_NEGATIVE, cached_hash, check, check_fields, option
+from .fields import NOT_NEGATIVE, cached_hash, check, check_fields, option, optional, switch
 
 COMPARISON_INTERVAL = 100  # iterations
 
@@ -21,8 +21,7 @@ class NumbersConfig:
         "embeddings. They are also compared before every save. 0: never",
         range=NOT_NEGATIVE,
     )
-    rerun_on_spike: bool = option(
-        False,
+    rerun_on_spike: bool = switch(
         "rerun an iteration with a loss spike, Inf or NaN before its update, to distinguish a broken "
         "machine (different bits) from a bad batch (the same bits)",
         aliases=("--check-for-spiky-loss",),
@@ -32,11 +31,10 @@ class NumbersConfig:
         "a loss spike exceeds the median of the last 50 losses by more than this many standard "
         "deviations, and by 1 %",
     )
-    abft: tuple[str, ...] | None = option(
-        None,
+    abft: tuple[str, ...] | None = optional(
         "layers with checksums of their matmuls, experts included: numbers from 0, or all, which includes the "
         "logits and Muon; attention's own matmuls and routers are not checked. A rank with "
-        "wrong matmuls in three iterations of 100 ends the run",
+        "wrong matmuls in three iterations of 100 ends the run"
     )
 
     def __post_init__(self) -> None:

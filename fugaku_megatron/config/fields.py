@@ -78,6 +78,16 @@ def option(default: Any, help: str, **meta: Any) -> Any:
     return field(default=default, metadata={"help": help, **meta})
 
 
+def optional(help: str, **meta: Any) -> Any:
+    """Return a field that is None unless it is set or computed from others."""
+    return option(None, help, **meta)
+
+
+def switch(help: str, **meta: Any) -> Any:
+    """Return a field that is off by default."""
+    return option(False, help, **meta)
+
+
 def required(help: str, **meta: Any) -> Any:
     return field(metadata={"help": help, **meta})
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from .fields import FRACTION, cached_hash, check, check_fields, option
+from .fields import FRACTION, cached_hash, check, check_fields, option, optional, switch
 from .model import ModelConfig
 
 ALL_LINEAR = "all-linear"
@@ -36,8 +36,7 @@ TARGETS = (ALL_LINEAR, *_NAMES, *MATRICES)
 class LoraConfig:
     """Low-rank adapters: the model's weights are frozen, and small matrices next to them are trained."""
 
-    lora_rank: int | None = option(
-        None,
+    lora_rank: int | None = optional(
         "train only adapters of this rank; the model's weights come from "
         "--pretrained-checkpoint, or from --finetune --load (default: all weights are trained)",
         maximum=2**16,
@@ -50,9 +49,7 @@ class LoraConfig:
         "up_proj, down_proj as in peft; linear_qkv, linear_proj, linear_fc1, linear_fc2, with one adapter "
         "for all their matrices; or all-linear, all seven of peft's",
     )
-    lora_use_rslora: bool = option(
-        False, "scale adapters by alpha / sqrt(rank) instead of alpha / rank"
-    )
+    lora_use_rslora: bool = switch("scale adapters by alpha / sqrt(rank) instead of alpha / rank")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -13,7 +13,17 @@ from itertools import repeat
 from typing import Any
 
 from .experts import BALANCE, CAPACITY, EXPERTS, ExpertFields, experts_in
-from .fields import FRACTION, cached_hash, check, check_fields, flag, option, required
+from .fields import (
+    FRACTION,
+    cached_hash,
+    check,
+    check_fields,
+    flag,
+    option,
+    optional,
+    required,
+    switch,
+)
 from .rules import check_rules
 
 
@@ -112,23 +122,20 @@ class ModelConfig(ExpertFields):
     num_attention_heads: int = required(
         "number of attention heads; must divide --hidden-size", maximum=2**16
     )
-    ffn_hidden_size: int = option(
-        None, "width of the MLP (default: 4 x hidden size)", maximum=2**22
-    )
+    ffn_hidden_size: int = optional("width of the MLP (default: 4 x hidden size)", maximum=2**22)
     seq_length: int = required(
         "tokens per sample, s", maximum=2**22, aliases=("--encoder-seq-length",)
     )
-    max_position_embeddings: int = option(
-        None, "rows of the position embedding (default: --seq-length)", maximum=2**22
+    max_position_embeddings: int = optional(
+        "rows of the position embedding (default: --seq-length)", maximum=2**22
     )
-    vocab_size: int | None = option(
-        None, "vocabulary before padding (default: the tokenizer's)", maximum=2**26
+    vocab_size: int | None = optional(
+        "vocabulary before padding (default: the tokenizer's)", maximum=2**26
     )
     make_vocab_size_divisible_by: int = option(
         128, "pad the vocabulary to a multiple of this x tensor-parallel size"
     )
-    padded_vocab_size: int | None = option(
-        None,
+    padded_vocab_size: int | None = optional(
         "rows of the padded vocabulary, instead of --make-vocab-size-divisible-by",
         maximum=2**26,
     )
@@ -144,58 +151,49 @@ class ModelConfig(ExpertFields):
         "norm before attention, before the MLP and after the last layer; PlainLayerNorm has "
         "no weights",
     )
-    apply_layernorm_1p: bool = option(
-        False, "norms multiply by 1 + their weight, which starts at 0"
-    )
-    disable_bias_linear: bool = option(False, "no biases in the linear layers of the blocks")
+    apply_layernorm_1p: bool = switch("norms multiply by 1 + their weight, which starts at 0")
+    disable_bias_linear: bool = switch("no biases in the linear layers of the blocks")
     layernorm_epsilon: float = option(1e-5, "epsilon of the norms", aliases=("--norm-epsilon",))
     hidden_dropout: float = option(
         0.1, "dropout on embeddings and on the output of each sub-layer", range=FRACTION
     )
     attention_dropout: float = option(0.1, "dropout on attention probabilities", range=FRACTION)
-    swiglu: bool = option(
-        False,
-        "the MLP is W2 (silu(Wg x) * (Wv x)); --ffn-hidden-size is then 8/3 x hidden size by default",
+    swiglu: bool = switch(
+        "the MLP is W2 (silu(Wg x) * (Wv x)); --ffn-hidden-size is then 8/3 x hidden size by default"
     )
-    geglu: bool = option(
-        False,
+    geglu: bool = switch(
         "the MLP is W2 (gelu(Wg x) * (Wv x)) with the tanh form of the GELU; its default width is as with "
-        "--swiglu",
+        "--swiglu"
     )
-    squared_relu: bool = option(False, "the MLP is W2 relu(W1 x)^2, instead of the GELU")
-    activation_func: str | None = option(
-        None,
+    squared_relu: bool = switch("the MLP is W2 relu(W1 x)^2, instead of the GELU")
+    activation_func: str | None = optional(
         "the MLP's activation, by the name of a row that a program has added to ACTIVATIONS "
-        "(docs/extending.md)",
+        "(docs/extending.md)"
     )
     bias_gelu_fusion: bool = option(
         True,
         "the MLP's GELU is its tanh form, which Megatron-LM's fused kernel computes; without this flag, "
         "or with --disable-bias-linear, it is the exact GELU, as in Megatron-LM",
     )
-    openai_gelu: bool = option(False, "the MLP's GELU is its tanh form in any case")
-    use_z_loss: bool = option(
-        False,
-        "add --z-loss-strength x (log of the softmax's denominator)^2 to each token's training loss",
+    openai_gelu: bool = switch("the MLP's GELU is its tanh form in any case")
+    use_z_loss: bool = switch(
+        "add --z-loss-strength x (log of the softmax's denominator)^2 to each token's training loss"
     )
     z_loss_strength: float = option(1e-4, "the factor of --use-z-loss", aliases=("--z-loss-coeff",))
-    group_query_attention: bool = option(False, "groups of heads share a key and a value")
-    num_query_groups: int | None = option(
-        None, "groups g of heads, for --group-query-attention (default: 1)", maximum=2**16
+    group_query_attention: bool = switch("groups of heads share a key and a value")
+    num_query_groups: int | None = optional(
+        "groups g of heads, for --group-query-attention (default: 1)", maximum=2**16
     )
-    kv_channels: int = option(
-        None, "size d of a head (default: hidden size / attention heads)", maximum=2**16
+    kv_channels: int = optional(
+        "size d of a head (default: hidden size / attention heads)", maximum=2**16
     )
-    add_qkv_bias: bool = option(
-        False, "biases of queries, keys and values, also with --disable-bias-linear"
+    add_qkv_bias: bool = switch(
+        "biases of queries, keys and values, also with --disable-bias-linear"
     )
-    qk_layernorm: bool = option(
-        False, "normalise each query and each key over its head's d elements"
-    )
-    qk_layernorm_all_heads: bool = option(
-        False,
+    qk_layernorm: bool = switch("normalise each query and each key over its head's d elements")
+    qk_layernorm_all_heads: bool = switch(
         "the norms of --qk-layernorm are over the elements of all heads, with one weight per "
-        "element, as in OLMoE",
+        "element, as in OLMoE"
     )
     position_embedding_type: str = option(
         LEARNED,
@@ -210,12 +208,11 @@ class ModelConfig(ExpertFields):
     rotary_percent: float = option(
         1.0, "share of a head's elements that rope rotates, the first ones"
     )
-    rotary_interleaved: bool = option(
-        False,
-        "rope rotates pairs of neighbouring elements, instead of elements half the rotated size apart",
+    rotary_interleaved: bool = switch(
+        "rope rotates pairs of neighbouring elements, instead of elements half the rotated size apart"
     )
-    rotary_seq_len_interpolation_factor: float | None = option(
-        None, "divide rope's positions by this (linear scaling)"
+    rotary_seq_len_interpolation_factor: float | None = optional(
+        "divide rope's positions by this (linear scaling)"
     )
     rotary_scaling_factor: float = option(1.0, "factor by which yarn lengthens long wavelengths")
     yarn_original_max_position_embeddings: int = option(
@@ -239,8 +236,8 @@ class ModelConfig(ExpertFields):
         range=None,
     )
     mscale_all_dim: float = option(0.0, "see --mscale", range=None)
-    use_rope_scaling: bool = option(
-        False, "lengthen rope's long wavelengths as Llama 3.1 does, for longer sequences"
+    use_rope_scaling: bool = switch(
+        "lengthen rope's long wavelengths as Llama 3.1 does, for longer sequences"
     )
     rope_scaling_factor: float = option(8.0, "factor of --use-rope-scaling")
     rope_scaling_low_freq_factor: float = option(
@@ -254,31 +251,27 @@ class ModelConfig(ExpertFields):
         "sequence length of the model before --use-rope-scaling or --rope-dynamic-factor",
         maximum=2**22,
     )
-    rope_dynamic_factor: float | None = option(
-        None,
+    rope_dynamic_factor: float | None = optional(
         "dynamic NTK scaling: raise rope's base by this factor with the length beyond the original one; the length "
-        "is that of the sequence, or of a chat or document with its own positions",
+        "is that of the sequence, or of a chat or document with its own positions"
     )
-    untie_embeddings_and_output_weights: bool = option(
-        False, "the logits have their own weight instead of the word embedding's"
+    untie_embeddings_and_output_weights: bool = switch(
+        "the logits have their own weight instead of the word embedding's"
     )
-    window_size: str | None = option(
-        None,
-        "LEFT,0: a token attends to itself and LEFT tokens before it (Mistral's window - 1), not to all",
+    window_size: str | None = optional(
+        "LEFT,0: a token attends to itself and LEFT tokens before it (Mistral's window - 1), not to all"
     )
 
-    parallel_residual: bool = option(
-        False,
+    parallel_residual: bool = switch(
         "attention and the MLP both read the layer's input, each through its own norm, and "
-        "both results are added to that input",
+        "both results are added to that input"
     )
     embedding_multiplier: float = option(1.0, "multiply the word embeddings by this")
     residual_multiplier: float = option(
         1.0, "multiply the outputs of attention and the MLP by this"
     )
-    attention_multiplier: float | None = option(
-        None,
-        "multiply the attention scores by this (default: 1 / sqrt of the head size)",
+    attention_multiplier: float | None = optional(
+        "multiply the attention scores by this (default: 1 / sqrt of the head size)"
     )
     logits_scaling: float = option(1.0, "divide the logits by this")
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..cli.parser import from_options
 from ..comm.agreement import agree, everywhere, on_root
 from ..comm.agreement import describe as one_line
 from ..comm.base import Comm
@@ -83,12 +84,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_flags(parser)
     parser.add_argument(
         "--prompt",
+        dest="prompts",
         action="append",
+        default=[],
         metavar="TEXT",
         help="text to continue; repeated: a batch of texts",
     )
     parser.add_argument(
         "--prompts",
+        dest="file",
         metavar="FILE",
         help="texts to continue, one a line, or a JSON list in FILE.json",
     )
@@ -176,18 +180,11 @@ class Request:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Request:
-        return cls(
+        return from_options(
+            cls,
+            options,
             source=Source.of(options),
-            prompts=tuple(options.prompt or ()),
-            file=options.prompts,
-            interactive=options.interactive,
-            max_new_tokens=options.max_new_tokens,
-            stop=tuple(options.stop),
-            sampling=Sampling.of(options),
-            dry_run=options.dry_run,
-            chat=options.chat,
-            system=options.system,
-            chat_template=options.chat_template,
+            sampling=from_options(Sampling, options),
         )
 
     def all_prompts(self) -> list[Prompt]:

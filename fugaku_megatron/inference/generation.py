@@ -59,10 +59,6 @@ class Sampling:
             0 <= self.seed <= MAX_SEED, f"--seed is {self.seed}: pass a number from 0 to {MAX_SEED}"
         )
 
-    @staticmethod
-    def of(options: argparse.Namespace) -> Sampling:
-        return Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-
     def generator(self, sample: int) -> torch.Generator:
         """Return a random generator, independent of the number of samples."""
         return torch.Generator().manual_seed((self.seed + sample * NEXT_SAMPLE) % 2**63)

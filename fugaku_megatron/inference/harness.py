@@ -61,11 +61,8 @@ class Model:
         """Return a pair of `scoring.score` per request. Collective."""
         if not requests:
             return []
-        progress = evaluate.Progress(self.loaded.groups.world, "requests", len(requests))
-        return [
-            (pair[0], pair[1])
-            for pair in score(self.loaded, requests, self.batch, progress).tolist()
-        ]
+        scores = score(self.loaded, requests, self.batch, "requests")
+        return [(likelihood, hits) for likelihood, hits, _ in scores.tolist()]
 
     def generate(
         self,

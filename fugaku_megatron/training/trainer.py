@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from ..checkpoint.save import (
     Steps,
     run_steps,
     save_steps,
-    shard_writer,
+    write_shards,
 )
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..checkpoint.trusted import REPLICAS, Fault, record_fault
@@ -32,13 +33,14 @@ from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.batches import sizes_of
 from ..config.fields import check
-from ..config.layout import Layout, evaluation_run, sequence_shards
+from ..config.layout import Layout, evaluation_run
 from ..config.model import architecture, with_block
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..config.sample_rules import Skips
 from ..costs import run_schedule
 from ..costs.accounting import virtual_stage_sizes, zero_shards
+from ..costs.activations import sequence_shards
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset
 from ..data.marks import TokenCounts
 from ..data.sampler import ReaderGroup
@@ -215,7 +217,8 @@ class Trainer:
         count = tokens = None
         if work is not None:
             count = max(work.counted, 1) / microbatches
-            tokens = max(self._unpadded(work), 1) * self.layout.cp / microbatches
+            unpadded = work.samples * run.model.seq_length - work.padded
+            tokens = max(unpadded, 1) * self.layout.cp / microbatches
         shape = StepShape(
             activation=(sequence, run.batch.micro_batch_size, run.model.hidden_size),
             dtype=PARAMETER_DTYPES[run.precision.name],
@@ -232,9 +235,6 @@ class Trainer:
             stage or self.stage, self.groups.pp, window, shape, watch or self.watch
         )
         return executor.run(lists)
-
-    def _unpadded(self, work: TokenCounts) -> int:
-        return work.samples * self.run.model.seq_length - work.padded
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
         loss = torch.zeros((), dtype=torch.float64)
@@ -441,15 +441,18 @@ class Trainer:
                 local, directory, shards, description, self.folders, wait=self._snapshot is None
             )
         return save_steps(
-            directory, shard_writer(self.world.rank, shards), description, self.folders
+            directory, partial(write_shards, self.world.rank, shards), description, self.folders
         )
 
     def _saved_shards(self) -> list[Shard]:
-        shards = self.optimizer.checkpoint_shards(owned=True)
+        return self._shards(weights_only=self.run.output.no_save_optim)
+
+    def _shards(self, weights_only: bool) -> list[Shard]:
+        """Return this rank's shards of a checkpoint."""
         return [
             shard
-            for shard in shards
-            if not self.run.output.no_save_optim or shard.key.startswith(WEIGHTS)
+            for shard in self.optimizer.checkpoint_shards(owned=True)
+            if not weights_only or shard.key.startswith(WEIGHTS)
         ]
 
     def find_difference(self) -> Difference | None:
@@ -513,15 +516,10 @@ class Trainer:
         model = architecture(self.run.model, saved if weights_only else None)
         wanted = self.run.optimizer
         state = checkpoint.state
-        shards = [
-            shard
-            for shard in self.optimizer.checkpoint_shards(owned=True)
-            if not (weights_only or wanted.no_load_optim) or shard.key.startswith(WEIGHTS)
-        ]
         # New rows of the vocabulary begin as those of a new run.
         load_shards(
             checkpoint,
-            shards,
+            self._shards(weights_only or wanted.no_load_optim),
             self.folders,
             model,
             VOCABULARY,
@@ -598,11 +596,7 @@ class Trainer:
 
         Every rank reads its own shards. Raise ValueError on every rank if a rank cannot.
         """
-        shards = [
-            shard
-            for shard in self.optimizer.checkpoint_shards(owned=True)
-            if shard.key.startswith(WEIGHTS)
-        ]
+        shards = self._shards(weights_only=True)
         agree(self.world, lambda: fill_shards(shards, names, read))
         self.optimizer.after_load()
         self.replicas.reset()

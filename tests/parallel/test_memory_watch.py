@@ -16,6 +16,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import memory
 from fugaku_megatron.data.dataset import MockDataset
+from fugaku_megatron.host import cgroup
 from fugaku_megatron.host.allocator import free_bytes, node_bytes, usage
 from fugaku_megatron.observe import memory as memory_module
 from fugaku_megatron.observe.memory import FIRST_ITERATIONS, SPAN, MemoryWatch, steady_growth
@@ -199,17 +200,19 @@ def test_usage(tmp_path):
 def test_the_limit_of_a_job(tmp_path, monkeypatch, line, folder, files):
     machine = SimpleNamespace(available=10**9, total=2 * 10**9)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setattr(cgroup, "PROC", tmp_path / "cgroup")
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
     (tmp_path / "cgroup").write_text(line + "\n")
     (tmp_path / folder).mkdir(parents=True)
-    assert free_bytes(tmp_path / "cgroup", tmp_path) == machine.available
-    assert node_bytes(tmp_path / "cgroup", tmp_path) == machine.total
+    assert free_bytes() == machine.available
+    assert node_bytes() == machine.total
     for name, text in files.items():
         (tmp_path / folder / name).write_text(text)
-    assert free_bytes(tmp_path / "cgroup", tmp_path) == 1300000
-    assert node_bytes(tmp_path / "cgroup", tmp_path) == 5000000
+    assert free_bytes() == 1300000
+    assert node_bytes() == 5000000
     (tmp_path / folder / next(iter(files))).write_text("max")
-    assert free_bytes(tmp_path / "cgroup", tmp_path) == machine.available
-    assert node_bytes(tmp_path / "cgroup", tmp_path) == machine.total
+    assert free_bytes() == machine.available
+    assert node_bytes() == machine.total
 
 
 def run(

@@ -79,13 +79,12 @@ def test_lines_and_their_answers_as_they_come(talk):
 
 def test_ctrl_c_ends_an_answer_and_not_the_program(talk):
     def interrupted(prompt, finished):
-        for number, ids in enumerate(echo(prompt, lambda *of: False)):
-            if number == 1 and prompt == [97, 98, 99]:
+        def interrupting(sample, ids):
+            if len(ids) == 2 and prompt == [97, 98, 99]:
                 os.kill(os.getpid(), signal.SIGINT)
-            over = finished(0, ids[0])
-            yield ids
-            if over:
-                return
+            return finished(sample, ids)
+
+        return echo(prompt, interrupting)
 
     before = signal.getsignal(signal.SIGINT)
     assert talk(["abc", "ab"], interrupted) == ["A", "B", "\n", "A", "B", "\n"]

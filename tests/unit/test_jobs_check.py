@@ -269,7 +269,7 @@ def test_options_given_to_pjsub_replace_directives():
     assert parsed.get("--llio", "sio-read-cache").text == "off" and parsed.switches == {"-S": 1}
     assert script.add_options(parsed, ["-L", "elapse=20", "--bulk", "job.sh"], 0) == ["job.sh"]
     assert parsed.get("-L", "elapse").text == "20" and parsed.get("-L", "node").text == "12"
-    assert script.add_options(parsed, ["-x", "A=1,B=9,3", "job.sh", "-x", "C=1"], 0) == [
+    assert script.add_options(parsed, "-x A=1,B=9,3 job.sh -x C=1".split(), 0) == [
         "job.sh",
         "-x",
         "C=1",

@@ -20,18 +20,7 @@ from fugaku_megatron.planner import cost, model, plan, search, software
 from fugaku_megatron.planner.model import System
 
 PACKAGE = Path(features.__file__).resolve().parents[1]
-RUN = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "64",
-    "--micro-batch-size",
-    "1",
-]
+RUN = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --micro-batch-size 1".split()
 
 
 def test_a_feature_has_its_flag_and_its_file_and_is_modelled():
