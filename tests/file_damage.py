@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +54,20 @@ def damages(content: bytes, count: int) -> Iterator[bytes]:
         yield damaged(content, rng.choice(DAMAGES), *places, rng.randbytes(rng.randrange(1, 40)))
 
 
-def changed(contents: Any, where: Sequence[Any], value: Any) -> Any:
-    """Return a copy of JSON contents with `value` at a path, or without the entry there if it is MISSING."""
+def changed(contents: Any, path: str, value: Any) -> Any:
+    """Return a copy of JSON contents with `value` at a path, or without the entry there if it is MISSING.
+
+    path: keys and indices of arrays, such as shards/0/offset
+    """
     contents = copy.deepcopy(contents)
     owner = contents
-    for step in where[:-1]:
+    steps = [int(step) if step.isdigit() else step for step in path.split("/")]
+    for step in steps[:-1]:
         owner = owner[step]
     if value is MISSING:
-        del owner[where[-1]]
+        del owner[steps[-1]]
     else:
-        owner[where[-1]] = value
+        owner[steps[-1]] = value
     return contents
 
 
