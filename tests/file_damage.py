@@ -27,7 +27,7 @@ OTHER_KINDS = (
 
 
 def damaged(content: bytes, kind: str, i: int, j: int, noise: bytes) -> bytes:
-    """The content with one of DAMAGES at position i, and j for a swap. noise: bytes that come in; as many are taken out."""
+    """Damage a content at position i, and j for a swap. noise: bytes to insert, or as many to remove"""
     data = bytearray(content)
     if kind == "bit":
         data[i] ^= 1 << j % 8
@@ -72,7 +72,7 @@ def changed(contents: Any, path: str, value: Any) -> Any:
 
 
 def replace(path: Path, kind: str) -> None:
-    """Put something of another kind in the place of a file."""
+    """Replace a file by something of another kind."""
     remove(path)
     if kind == "a FIFO":
         os.mkfifo(path)
@@ -83,5 +83,5 @@ def replace(path: Path, kind: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Whatever is there."""
+    """Remove a file, a link or an empty directory, if there is any."""
     path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ BASE = shlex.split(
 
 
 def value(run: RunConfig, name: str) -> object:
-    """The value of a field, whichever group holds it."""
+    """Return the value of a field in any group."""
     return next(
         getattr(getattr(run, group), name)
         for group, config in GROUPS.items()

@@ -105,7 +105,7 @@ def path(tmp_path):
 
 
 def unsigned(contents):
-    """As the format version before checksums had it."""
+    """Return contents in the format version before checksums."""
     return {
         **{name: value for name, value in contents.items() if name != schema.CHECKSUM},
         "format_version": manifest.UNSIGNED_VERSION,

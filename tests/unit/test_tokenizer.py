@@ -241,7 +241,7 @@ CORPUS = "the cat and the dog trained on the nodes of the cluster, été 富岳 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """The command line in a folder with texts: words -> (exit code, lines on stdout, lines on stderr)."""
+    """Return a command line in a folder with texts: words -> (exit code, lines on stdout, lines on stderr)."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(CORPUS, encoding="utf-8")
