@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -88,20 +89,18 @@ class Adapter(nn.Module):
         self.lora: LoraConfig = context.lora
         self.stream = STREAMS + zlib.crc32(name.encode())
         rank = self.lora.rank
-        make = context.expert_parameter if experts else context.parameter
+        make = partial(context.parameter, experts=bool(experts), frozen=False)
         # The variance of peft's uniform initial values.
         self.lora_a = make(
             f"{name}.lora_A.weight",
             (*experts, len(parts), rank, inputs),
             len(experts) + 2 if split else None,
             (3.0 * inputs) ** -0.5,
-            frozen=False,
         )
         self.lora_b = make(
             f"{name}.lora_B.weight",
             (*experts, *outputs, rank),
             None if split else len(experts + outputs) - 1,
-            frozen=False,
         )
 
     @property

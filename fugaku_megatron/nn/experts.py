@@ -233,8 +233,8 @@ class ExpertLinear(nn.Module):
     ) -> None:
         super().__init__()
         experts = (context.model.num_experts or 0,)
-        self.weight = context.expert_parameter(
-            f"{name}.weight", (*experts, *outputs, inputs), len(outputs) + split, std
+        self.weight = context.parameter(
+            f"{name}.weight", (*experts, *outputs, inputs), len(outputs) + split, std, experts=True
         )
         self.adapter = context.adapter(name, inputs, outputs, split, experts)
 

@@ -140,16 +140,22 @@ class Context:
         *,
         fill: float = 0.0,
         init_name: str | None = None,
+        experts: bool = False,
         **traits: bool,
     ) -> nn.Parameter:
-        defaults = {"sequence_parallel": self.sequence is not None, "frozen": self.lora.on}
-        return make_parameter(
-            name,
-            shape,
-            Sharding(self.tp, partition_dim),
-            Init(std, fill, init_name),
-            **{**defaults, **traits},
-        )
+        """Make a parameter.
+
+        experts: (e, ...) of every expert. Partial gradients of a parameter replicated over `etp` are all-reduced there.
+        """
+        sharding = Sharding(self.tp, partition_dim)
+        shards_rows = self.sequence is not None
+        if experts:
+            shared = self.etp or self.tp
+            sharding = Sharding(shared, partition_dim, self.ep)
+            shards_rows = shared.size > 1
+        defaults = {"sequence_parallel": shards_rows, "frozen": self.lora.on}
+        init = Init(std, fill, init_name)
+        return make_parameter(name, shape, sharding, init, **{**defaults, **traits})
 
     def adapter(
         self,
@@ -165,25 +171,6 @@ class Context:
         if not parts:
             return None
         return Adapter(name, parts, inputs, outputs, split, self, experts)
-
-    def expert_parameter(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        partition_dim: int | None,
-        std: float | None = None,
-        **traits: bool,
-    ) -> nn.Parameter:
-        """Make a parameter (e, ...) of every expert. Partial gradients of a parameter replicated over `etp` are all-reduced there."""
-        shared = self.etp or self.tp
-        defaults = {"sequence_parallel": shared.size > 1, "frozen": self.lora.on}
-        return make_parameter(
-            name,
-            shape,
-            Sharding(shared, partition_dim, self.ep),
-            Init(std),
-            **{**defaults, **traits},
-        )
 
     @cached_property
     def _tables(self) -> dict[int, Angles | None]:
@@ -237,18 +224,27 @@ def hidden_dropout_key(
 
 
 class ColumnParallelLinear(nn.Module):
-    """Y = X W^T + bias with W's rows sharded over tensor-parallel ranks: whole input, sharded output."""
+    """Y = X W^T + bias with W's rows sharded over tensor-parallel ranks: whole input, sharded output.
+
+    outputs: (outputs,), or (2, f) for gate and value of an MLP, which are both sharded.
+    """
 
     def __init__(
-        self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True
+        self,
+        name: str,
+        inputs: int,
+        outputs: tuple[int, ...],
+        context: Context,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.context = context
+        dim = len(outputs) - 1
         self.weight = context.parameter(
-            f"{name}.weight", (outputs, inputs), 0, context.model.init_method_std
+            f"{name}.weight", (*outputs, inputs), dim, context.model.init_method_std
         )
-        self.bias = context.parameter(f"{name}.bias", (outputs,), 0) if bias else None
-        self.adapter = context.adapter(name, inputs, (outputs,))
+        self.bias = context.parameter(f"{name}.bias", outputs, dim) if bias else None
+        self.adapter = context.adapter(name, inputs, outputs)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Apply the layer, (s, b, inputs) -> (s, b, outputs / tp)."""
@@ -257,20 +253,6 @@ class ColumnParallelLinear(nn.Module):
             return context.ops.column_linear(x, self.weight, self.bias, context.blocks)
         y = context.ops.linear(context.into_matmul(x), self.weight, self.bias, context.sequence)
         return y if self.adapter is None else self.adapter.column(x, y, forward_pass)
-
-
-class GatedColumnParallelLinear(nn.Module):
-    """Parameters of two column-parallel matmuls, gate and value, as one tensor. Both outputs are sharded."""
-
-    def __init__(
-        self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True
-    ) -> None:
-        super().__init__()
-        self.weight = context.parameter(
-            f"{name}.weight", (2, outputs, inputs), 1, context.model.init_method_std
-        )
-        self.bias = context.parameter(f"{name}.bias", (2, outputs), 1) if bias else None
-        self.adapter = context.adapter(name, inputs, (2, outputs))
 
 
 class RowParallelLinear(nn.Module):

@@ -29,7 +29,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 LAYERS: dict[str, Callable[[layers.Context], nn.Module]] = {
     "layer_norm": lambda c: layers.LayerNorm("x", c),
-    "column": lambda c: layers.ColumnParallelLinear("x", H, 48, c),
+    "column": lambda c: layers.ColumnParallelLinear("x", H, (48,), c),
     "row": lambda c: layers.RowParallelLinear("x", H, 48, c),
     "words": lambda c: layers.VocabParallelEmbedding("x", 96, c),
     "positions": lambda c: layers.PositionEmbedding("x", c),
