@@ -27,7 +27,7 @@ from .layers import (
     Norm,
     RowParallelLinear,
     dropout_stream,
-    hidden_dropout_key,
+    hidden_dropout,
     multiplied,
 )
 from .ops import DropoutKey, recompute
@@ -250,7 +250,6 @@ class TransformerLayer(nn.Module):
         name = f"decoder.layers.{layer - 1}"
         model = context.model
         self.layer = layer
-        self.dropout = model.hidden_dropout
         self.context = context
         self.input_layernorm = make_norm(f"{name}.input_layernorm", context)
         self.self_attention = SelfAttention(f"{name}.self_attention", layer, context)
@@ -260,10 +259,6 @@ class TransformerLayer(nn.Module):
             mlp = resolve_name("fugaku_megatron.nn.experts:Experts")  # a module that imports this
         self.mlp: Any = mlp(f"{name}.mlp", context)
 
-    def _dropout(self, site: str, x: Tensor, forward_pass: Pass) -> Dropout:
-        key = hidden_dropout_key(self.context, self.layer, site, forward_pass.first_sample, x)
-        return Dropout(self.dropout if forward_pass.training else 0.0, key)
-
     def _attended(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
         """Return (x + attention, MLP input), both (s, b, h)."""
         attention = self.self_attention
@@ -272,7 +267,7 @@ class TransformerLayer(nn.Module):
             multiplied(attention(self.input_layernorm(x), forward_pass), model.residual_multiplier),
             attention.linear_proj.bias,
             x,
-            self._dropout("residual_1", x, forward_pass),
+            hidden_dropout(self.context, self.layer, "residual_1", x, forward_pass),
         )
         if model.parallel_residual:
             return self.context.ops.bias_dropout_add(*added), self.pre_mlp_layernorm(x)
@@ -285,6 +280,6 @@ class TransformerLayer(nn.Module):
             out,
             self.mlp.output_bias,
             x,
-            self._dropout("residual_2", x, forward_pass),
+            hidden_dropout(self.context, self.layer, "residual_2", x, forward_pass),
             forward_pass.needs_values,
         )

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from ..comm.autograd import (
     RowBlocks,
     copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
     gather_sequence,
     reduce_from_tensor_parallel,
     reduce_scatter_to_sequence_parallel,
@@ -186,6 +187,12 @@ class Context:
             self._tables[rows] = rotary_angles(self.model, torch.arange(rows), rows)
         return self._tables[rows]
 
+    def whole_sequence(self, x: Tensor) -> Tensor:
+        """Return x (s, b, ...) of the whole sequence, whose gradients are summed over tensor-parallel ranks."""
+        if self.sequence is None:
+            return copy_to_tensor_parallel(x, self.tp)
+        return gather_from_sequence_parallel(x, self.tp)
+
     def into_matmul(self, x: Tensor) -> Tensor:
         """Prepare a column-parallel matmul's input; with sequence parallelism the matmul gathers it itself."""
         return copy_to_tensor_parallel(x, self.tp) if self.sequence is None else x
@@ -215,12 +222,15 @@ def dropout_layer(stream: int) -> int:
     return stream // len(SITES)
 
 
-def hidden_dropout_key(
-    context: Context, layer: int, site: str, first_sample: int, x: Tensor
-) -> DropoutKey:
-    return DropoutKey.of_segments(
-        context.segments(x), context.seed, dropout_stream(layer, site), first_sample
+def hidden_dropout(
+    context: Context, layer: int, site: str, x: Tensor, forward_pass: Pass
+) -> Dropout:
+    """Return the dropout of x (s, b, h) at a site of a layer."""
+    stream = dropout_stream(layer, site)
+    key = DropoutKey.of_segments(
+        context.segments(x), context.seed, stream, forward_pass.first_sample
     )
+    return Dropout(context.model.hidden_dropout if forward_pass.training else 0.0, key)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -312,19 +322,15 @@ class PositionEmbedding(nn.Module):
         positions: (whole sequence, b), or (rows,) in generation; None: 0, 1, ...
         """
         ops = self.context.ops
-        first = self.context.first_position(x)
-        if self.context.cp.size > 1:
-            rows = own_positions(self.context.segments(x))
-            return x + ops.embedding(
-                rows.unsqueeze(1) if positions is None else positions[rows].long(), self.weight
-            )
-        if positions is None:
-            return ops.add_position(x, self.weight, first)
-        if positions.dim() == 1:
+        if positions is None and self.context.cp.size == 1:
+            return ops.add_position(x, self.weight, self.context.first_position(x))
+        if positions is not None and positions.dim() == 1:
             return ops.add_position(
                 x, ops.embedding(positions.unsqueeze(1), self.weight).squeeze(1)
             )
-        return x + ops.embedding(positions[first : first + len(x)].long(), self.weight)
+        rows = own_positions(self.context.segments(x))
+        places = rows.unsqueeze(1) if positions is None else positions[rows].long()
+        return x + ops.embedding(places, self.weight)
 
 
 class Norm(nn.Module):
