@@ -67,9 +67,9 @@ class Adapters:
 
     def parts(self, name: str) -> tuple[str, ...]:
         linear, kind = name.split(".")[-2:]
-        return (
-            self.lora.parts(linear, self.model) if linear in MATRICES and kind == "weight" else ()
-        )
+        if linear not in MATRICES or kind != "weight":
+            return ()
+        return self.lora.parts(linear, self.model)
 
     def of(self, name: str) -> tuple[Tensor, Tensor]:
         """Return A (p, r, in), for experts (e, p, r, in), and B with the weight's rows and r
@@ -114,14 +114,8 @@ class Weights:
     @property
     def precision(self) -> str:
         """Precision for a run: "fp32" only if all weights are."""
-        return next(
-            (
-                name
-                for name, dtype in DTYPES.items()
-                if dtype in self.dtypes.values() and name != "fp32"
-            ),
-            "fp32",
-        )
+        used = [name for name, dtype in DTYPES.items() if dtype in self.dtypes.values()]
+        return next((name for name in used if name != "fp32"), "fp32")
 
     def cast(self, dtype: torch.dtype | None) -> Weights:
         if dtype is None:
