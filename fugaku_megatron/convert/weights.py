@@ -46,6 +46,8 @@ from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import ParameterSpec, spec_of
 
+Shapes = dict[str, tuple[int, ...]]  # by global name, whole tensors
+
 BASE_FLAG = "--pretrained-checkpoint"  # the model that adapters belong to
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_ADAPTERS = LoraConfig()
@@ -133,7 +135,7 @@ class Weights:
         }
 
 
-def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def shapes(model: ModelConfig) -> Shapes:
     """Return global name -> shape for every weight in order, without vocabulary padding."""
     return {name: spec.shape for name, spec in specs(model).items()}
 
@@ -150,7 +152,7 @@ def specs(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Param
     return {spec.name: spec for spec in map(spec_of, stage.parameters())}
 
 
-def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> Shapes:
     return {name: spec.shape for name, spec in specs(model, lora).items() if not spec.frozen}
 
 
@@ -199,7 +201,7 @@ OpenBase = Callable[[str, int | None], Weights]
 @dataclass(frozen=True)
 class _Reader:
     path: Path
-    shapes: dict[str, tuple[int, ...]]
+    shapes: Shapes
     dtypes: dict[str, torch.dtype]
     files: dict[str, Files]
 
@@ -290,7 +292,7 @@ def fingerprint(weights: Weights) -> int:
     return sum(bits_number(name, weights.read(name)) for name in counted) % FINGERPRINTS
 
 
-def _reader(path: Path, manifest: Manifest, wanted: dict[str, tuple[int, ...]]) -> _Reader:
+def _reader(path: Path, manifest: Manifest, wanted: Shapes) -> _Reader:
     files: dict[str, Files] = defaultdict(lambda: defaultdict(lambda: {"shards": []}))
     dtypes: dict[str, torch.dtype] = {}
     for file, entry in manifest["files"].items():
