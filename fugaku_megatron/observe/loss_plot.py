@@ -14,6 +14,7 @@ from ..cli.output_files import shown
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting
+from ..text.named_files import StrPath
 from .history import read_history
 from .iteration_metrics import size_name
 
@@ -38,7 +39,7 @@ def describe(run: RunConfig, dp: int) -> str:
     return f"{size_name(accounting.parameters(run))}, {layout}, {run.precision.name}"
 
 
-def title(description: str, place: str | os.PathLike[str]) -> str:
+def title(description: str, place: StrPath) -> str:
     """Return the description, and the path's end on a second line."""
     path = os.fspath(place)
     if len(path) > WIDTH:
@@ -46,9 +47,7 @@ def title(description: str, place: str | os.PathLike[str]) -> str:
     return "\n".join(filter(None, (description, path)))
 
 
-def loss_curve(
-    path_png: str | os.PathLike[str], history: Records | str | os.PathLike[str], heading: str = ""
-) -> bool:
+def loss_curve(path_png: StrPath, history: Records | StrPath, heading: str = "") -> bool:
     """Plot a history (records or their file) into `path_png`.
 
     Print one line and return False without a loss or matplotlib, or on a file error: a plot never ends a run.
@@ -62,7 +61,7 @@ def loss_curve(
 
 
 def start_loss_curve(
-    path_png: str | os.PathLike[str], history: str | os.PathLike[str], heading: str = ""
+    path_png: StrPath, history: StrPath, heading: str = ""
 ) -> subprocess.Popen[Any]:
     return start_module("loss_plot", os.fspath(path_png), os.fspath(history), heading)
 
@@ -83,7 +82,7 @@ def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[A
 
 
 def loss_curves(
-    path_png: str | os.PathLike[str],
+    path_png: StrPath,
     runs: Mapping[str, Records],
     heading: str = "",
     x: str = "iteration",
@@ -117,7 +116,7 @@ def _with_loss(records: Records, kind: str) -> Records:
 
 
 def _draw(
-    path_png: str | os.PathLike[str],
+    path_png: StrPath,
     runs: Mapping[str, tuple[Records, Records]],
     heading: str,
     x: str,
