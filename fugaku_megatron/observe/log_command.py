@@ -372,7 +372,7 @@ def main(options: argparse.Namespace) -> int:
                 "history.jsonl"
             )
         check(
-            options.x == "iteration" or bool(log.last.consumed_tokens),
+            options.x == "iteration" or log.last.consumed_tokens,
             f"--x {options.x}: {log.path} does not say how many tokens were consumed: leave it out",
         )
     _write(options, logs)

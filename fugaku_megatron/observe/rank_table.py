@@ -166,7 +166,7 @@ def read(path: StrPath) -> list[Interval]:
             found.clear()
         found[interval.iteration] = interval
     check(
-        bool(found),
+        found,
         f"{path} is empty: pass a file that --log-ranks wrote, after the run's first log interval",
     )
     return [found[iteration] for iteration in sorted(found)]

@@ -414,7 +414,7 @@ def read_log(path: str | Path, job: Job | None = None, formula: str = "hardware"
     file.poll()
     summary = file.finish()
     check(
-        bool(summary.iterations),
+        summary.iterations,
         f"{path}: has no line of an iteration ('iteration 1/ 100 | ...'): pass a run's log",
     )
     return summary

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..text.named_files import StrPath
+from .heartbeat import stat_words
 from .iteration_metrics import IterationMetrics
 
 WIDTH = 79  # characters of a live line: ranks below mpiexec cannot query the terminal
@@ -48,7 +49,7 @@ def _launcher_terminal(otherwise: bool) -> bool:
                 return output.startswith(("/dev/pts/", "/dev/tty", "/dev/console"))
             if output != own:  # `sh -c "train | tee run.log"` as a rank
                 return otherwise
-        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        process = int(stat_words(process)[1])
     return otherwise
 
 

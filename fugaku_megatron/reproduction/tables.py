@@ -25,6 +25,7 @@ from typing import Any
 
 from ..cli.output_files import check_file, check_picture, picture, writing
 from ..costs import accounting
+from ..observe.iteration_metrics import or_dash
 from ..planner.model import Prediction
 from ..text.table import pipe_table, write_csv
 from .rows import DOCUMENTS, Erratum, Row, load, predict_row
@@ -218,19 +219,15 @@ def cells(comparison: Comparison) -> tuple[str, ...]:
     return (
         *row.cells,
         corrected or "-",
-        _number(comparison.recomputed, ".3f"),
-        _number(p.seconds if p else None, ".1f"),
+        or_dash(comparison.recomputed, ".3f"),
+        or_dash(p.seconds if p else None, ".1f"),
         between,
-        _number(comparison.model_tflops, ".3f"),
-        _number(p.memory_mib_max if p else None, ".0f"),
-        _number(comparison.time_error_percent, "+.1f"),
-        _number(comparison.memory_error_percent, "+.1f"),
+        or_dash(comparison.model_tflops, ".3f"),
+        or_dash(p.memory_mib_max if p else None, ".0f"),
+        or_dash(comparison.time_error_percent, "+.1f"),
+        or_dash(comparison.memory_error_percent, "+.1f"),
         ", ".join(comparison.remarks()) or "-",
     )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _errata(comparisons: Sequence[Comparison]) -> list[str]:
