@@ -128,20 +128,18 @@ def _draw(
     small = SMALL_PANELS
     if not any(r.get("watts") for train, _ in runs.values() for r in train):
         small = SMALL_PANELS[:2]
-    grid = figure.add_gridspec(
-        2 if loads is None else 3,
-        len(small),
-        height_ratios=(3, 1) if loads is None else (3, 1, 1.5),
-    )
-    panels = [
-        figure.add_subplot(grid[0, :]),
-        *(figure.add_subplot(grid[1, i]) for i in range(len(small))),
-    ]
+    rows: list[Any] = [["lm_loss" for _ in small], [field for field, _ in small]]
+    heights = [3.0, 1.0]
+    if loads is not None:
+        rows.append(["loads" for _ in small])
+        heights.append(1.5)
+    panels = figure.subplot_mosaic(rows, height_ratios=heights)
+    losses = panels["lm_loss"]
     for number, (name, (train, validation)) in enumerate(runs.items()):
         color = f"C{number % 10}"  # of a run in every panel
-        _line(panels[0], train, x, "lm_loss", label=shown(name) or "training", color=color)
+        _line(losses, train, x, "lm_loss", label=shown(name) or "training", color=color)
         _line(
-            panels[0],
+            losses,
             validation,
             x,
             "lm_loss",
@@ -150,16 +148,16 @@ def _draw(
             marker="o",
             linestyle="--",
         )
-        for panel, (field, _) in zip(panels[1:], small, strict=True):
-            _line(panel, train, x, field, color=color)
-    for panel, label in zip(panels, ("lm loss", *(label for _, label in small)), strict=True):
-        panel.set(xlabel=x, ylabel=label)
-        panel.grid(alpha=0.3)
+        for field, _ in small:
+            _line(panels[field], train, x, field, color=color)
+    for field, label in (("lm_loss", "lm loss"), *small):
+        panels[field].set(xlabel=x, ylabel=label)
+        panels[field].grid(alpha=0.3)
     validated = len(runs) > 1 and any(validation for _, validation in runs.values())
-    if panels[0].get_legend_handles_labels()[0]:
-        panels[0].legend(fontsize="small", title="dashed: validation" if validated else None)
+    if losses.get_legend_handles_labels()[0]:
+        losses.legend(fontsize="small", title="dashed: validation" if validated else None)
     if loads is not None:
-        _draw_loads(figure.add_subplot(grid[2, :]), loads)
+        _draw_loads(panels["loads"], loads)
     figure.suptitle(shown(heading), fontsize="medium")
     figure.savefig(path_png, dpi=120, format="png")
 
