@@ -27,7 +27,7 @@ from ..cli.parser import add_fields, from_options
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.job import run_or_abort
-from ..config.fields import check, check_fields, check_positive, flag, option, optional
+from ..config.fields import check, check_fields, flag, option, optional
 from ..config.model import ModelConfig
 from ..config.run_config import saved_run
 from ..data.chats import ChatTemplate, read_template
@@ -77,7 +77,7 @@ class Model:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_positive(self.source, "tensor_model_parallel_size", "pipeline_model_parallel_size")
+        check_fields(self.source)
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Model:
