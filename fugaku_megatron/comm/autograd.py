@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,23 +61,33 @@ def _shard_shape(tensor: Tensor, comm: Comm) -> tuple[int, ...]:
     return length // comm.size, *tensor.shape[1:]
 
 
-class _Mapping(Function):
+class _Conjugates(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        tensor: Tensor,
-        comm: Comm,
-        forward: Callable[..., Tensor],
-        backward: Callable[..., Tensor],
-    ) -> Tensor:
-        ctx.comm = comm
+        ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor
+    ) -> Any:
         ctx.conjugate = backward
-        return forward(tensor, comm)
+        return forward(*tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.conjugate(grad, ctx.comm), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = ctx.conjugate(*grads)
+        return None, None, *([found] if isinstance(found, Tensor) else found)
+
+
+def apply_conjugates(
+    forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor
+) -> Any:
+    """Return forward(*tensors), a tensor or a tuple; its backward is backward(*gradients)."""
+    return _Conjugates.apply(forward, backward, *tensors)  # type: ignore[no-untyped-call]
+
+
+def map_rows(
+    rows: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+) -> Tensor:
+    result: Tensor = apply_conjugates(forward, backward, rows)
+    return result
 
 
 class _SumInPlace(Function):
@@ -103,8 +114,7 @@ def _mapped(
 ) -> Tensor:
     if comm.size == 1:
         return tensor
-    result: Tensor = _Mapping.apply(tensor, comm, forward, backward)  # type: ignore[no-untyped-call]
-    return result
+    return map_rows(tensor, partial(forward, comm=comm), partial(backward, comm=comm))
 
 
 def copy_to_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:

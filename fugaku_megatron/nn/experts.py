@@ -16,9 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel, gather_sequence
+from ..comm.autograd import (
+    copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
+    gather_sequence,
+    map_rows,
+)
 from ..comm.base import Comm
-from ..comm.exchange import Exchange, GroupedExchange, copy_rows, map_rows, sum_copied_rows
+from ..comm.exchange import Exchange, GroupedExchange, copy_rows, sum_copied_rows
 from ..config.run_config import ModelConfig
 from ..costs.experts import exchanged_groups
 from .adapters import AdaptedExperts
