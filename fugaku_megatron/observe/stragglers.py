@@ -45,7 +45,7 @@ class RankTimes:
         self.work = [
             sum(
                 r.flops_forward + r.flops_backward
-                for _, r in accounting.stage_records(run, layout, stage)
+                for r in accounting.stage_records(run, layout, stage)
             )
             for stage in range(layout.pp)
         ]
