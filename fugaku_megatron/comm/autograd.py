@@ -90,17 +90,6 @@ def map_rows(
     return result
 
 
-class _SumInPlace(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, comm: Comm) -> Tensor:
-        ctx.mark_dirty(tensor)  # a backward that saved the partial sum then raises
-        return comm.all_reduce(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 def _identity(tensor: Tensor, comm: Comm) -> Tensor:
     return tensor.view_as(tensor)
 
@@ -122,15 +111,8 @@ def copy_to_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
     return _mapped(tensor, comm, _identity, _all_reduced)
 
 
-def reduce_from_tensor_parallel(tensor: Tensor, comm: Comm, inplace: bool = False) -> Tensor:
-    """Leave a row-parallel region: all-reduce forward, identity backward.
-
-    inplace: overwrite `tensor` (contiguous, not a leaf), which nobody else reads. RuntimeError in the backward of an earlier
-        operation that saved `tensor`.
-    """
-    if inplace and comm.size > 1:
-        result: Tensor = _SumInPlace.apply(tensor, comm)  # type: ignore[no-untyped-call]
-        return result
+def reduce_from_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
+    """Leave a row-parallel region: all-reduce forward, identity backward."""
     return _mapped(tensor, comm, _all_reduced, _identity)
 
 
