@@ -44,10 +44,9 @@ def pytest_addoption(parser):
 
 
 def old_library(folder):
-    """Why a kernel library of the folder cannot be tested, in one line: it is of other sources. Empty when there is none such."""
-    if (
-        importlib.util.find_spec("setuptools") is None
-    ):  # the emulated Python, whose library the Python that built it has checked
+    """Return a line if the folder has a kernel library of other sources than those in kernels_sve/ and setup.py."""
+    # The library of the emulated Python was checked by the Python that built it.
+    if importlib.util.find_spec("setuptools") is None:
         return ""
     import setup
 
@@ -63,9 +62,13 @@ def old_library(folder):
 
 
 def pytest_configure():
-    """Tests of an old library would say nothing of the sources."""
+    """Refuse an old library, and draw the same examples in every run, without a deadline on a busy machine."""
     if reason := old_library(PACKAGE):
         pytest.exit(reason, returncode=1)
+    if importlib.util.find_spec("hypothesis"):  # not in the emulated Python
+        from hypothesis import settings
+
+        settings.load_profile("ci")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

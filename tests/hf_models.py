@@ -15,10 +15,8 @@ from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.forward_context import Pass
 
-VOCABULARY, LENGTH = (
-    101,
-    24,
-)  # the first divides by nothing, so that rows of the vocabulary are added and taken away
+VOCABULARY = 101  # a prime, so that rows of the vocabulary are added and taken away
+LENGTH = 24
 
 
 def gpt2(n_layer: int = 3) -> torch.nn.Module:
@@ -127,6 +125,16 @@ MODELS = {
 
 def convert(*words: object) -> int:
     return program.main(["convert", *map(str, words)])
+
+
+def read_hf(source: Path, ours: Path, *more: object) -> None:
+    """Convert a directory of Hugging Face to a checkpoint."""
+    assert convert("--from-hf", source, "--save", ours, *more) == 0
+
+
+def write_hf(ours: Path, target: Path, *more: object) -> None:
+    """Convert a checkpoint to a directory of Hugging Face."""
+    assert convert("--load", ours, "--to-hf", target, *more) == 0
 
 
 def randomized(build) -> torch.nn.Module:

@@ -54,7 +54,8 @@ def theirs(family: str) -> Any:
     """The model of transformers, with random weights."""
     import transformers
 
-    ours, rope = FAMILIES[family], {"rope_type": "default"}
+    ours = FAMILIES[family]
+    rope = {"rope_type": "default"}
     if ours.get("use_rope_scaling"):
         rope = {
             "rope_type": "llama3",
@@ -84,10 +85,8 @@ def theirs(family: str) -> Any:
 
 def in_their_shape(ours: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     """Our named tensors under their names, in their shapes."""
-    row, model = (
-        next(row for row in ARCHITECTURES if row.model_type == family),
-        small_run(**FAMILIES[family]).model,
-    )
+    row = next(row for row in ARCHITECTURES if row.model_type == family)
+    model = small_run(**FAMILIES[family]).model
     made = hugging_face.parts(row, model).items()
     return {name: hugging_face.in_their_shape(ours[part.ours], part, model) for name, part in made}
 

@@ -35,7 +35,8 @@ def time_limit(
     def expire(*_: object) -> None:
         raise TakesTooLong(f"no answer within {seconds:g} s")
 
-    before, begin = signal.signal(signal.SIGALRM, expire), time.monotonic()
+    before = signal.signal(signal.SIGALRM, expire)
+    begin = time.monotonic()
     try:
         faulthandler.dump_traceback_later(seconds + uninterruptible, exit=True, file=sys.__stderr__)
         signal.setitimer(signal.ITIMER_REAL, seconds)

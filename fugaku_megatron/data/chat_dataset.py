@@ -14,7 +14,6 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ import numpy as np
 from ..comm.agreement import on_root
 from ..text.named_files import unreadable
 from .dataset import RELEASE_EVERY, DatasetConfig, TokenArrays, check_index, check_tokens
-from .files import ReadFile
+from .files import PathLike, ReadFile
 from .indexed import IndexedDataset, IndexedDatasetWriter
 from .marks import COUNTED, FIRST, PADDED
 
@@ -59,9 +58,9 @@ class ChatWriter(IndexedDatasetWriter):
 
     def __init__(
         self,
-        prefix: str | os.PathLike[str],
+        prefix: PathLike,
         dtype: np.dtype | str | type,
-        folder: str | os.PathLike[str] | None = None,
+        folder: PathLike | None = None,
     ):
         super().__init__(prefix, dtype, folder)
         self.trained = 0
@@ -70,13 +69,7 @@ class ChatWriter(IndexedDatasetWriter):
         self._crc_bits = 0
         self._crc_head = 0
         self._head = 0
-        try:
-            with self.writing():
-                self._mask = open(self._temporary[SUFFIX], "wb")  # noqa: SIM115 - closed by finalize or discard
-        except ValueError:
-            super().discard()
-            raise
-        self._mask.write(bytes(HEADER.size))
+        self._files[SUFFIX].write(bytes(HEADER.size))
 
     def _append(self, tokens: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> None:
         ids, trained = unsigned(tokens)
@@ -95,7 +88,7 @@ class ChatWriter(IndexedDatasetWriter):
         packed = np.packbits(bits, bitorder="little").tobytes()
         self._crc_bits = zlib.crc32(packed, self._crc_bits)
         with self.writing():
-            self._mask.write(packed)
+            self._files[SUFFIX].write(packed)
 
     def summary(self) -> str:
         return (
@@ -106,16 +99,11 @@ class ChatWriter(IndexedDatasetWriter):
     def finish_parts(self) -> None:
         self._write_bits(self._rest)
         lengths = zlib.crc32(np.asarray(self._lengths, "<i4").data)
-        self._mask.seek(0)
-        self._mask.write(
+        mask = self._files[SUFFIX]
+        mask.seek(0)
+        mask.write(
             HEADER.pack(MAGIC, VERSION, self.num_tokens, lengths, self._crc_head, self._crc_bits)
         )
-        self._close(self._mask)
-
-    def discard(self) -> None:
-        with suppress(OSError):  # its unwritten rest did not fit the disk
-            self._mask.close()
-        super().discard()
 
 
 class ChatFiles(IndexedDataset):
@@ -125,7 +113,7 @@ class ChatFiles(IndexedDataset):
     .mask is missing, damaged or belongs to other files.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], comm: Comm | None = None):
+    def __init__(self, prefix: PathLike, comm: Comm | None = None):
         super().__init__(prefix, comm)
         on_root(comm, self._check)
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from ..comm.agreement import agree, describe, on_root
 from .files import MappedFile
+from .json_values import JsonObject
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -33,18 +34,12 @@ BLOCK = 2**20  # documents or samples at a time
 
 
 def build_document_index(
-    documents: np.ndarray | range, num_epochs: int, separate_last: bool, rng: np.random.RandomState
+    documents: range, num_epochs: int, separate_last: bool, rng: np.random.RandomState
 ) -> np.ndarray:
     """Return shuffled document ids, int32 (epochs * documents,); `separate_last`: shuffle the last
     epoch separately.
     """
-    rows = np.empty((num_epochs, len(documents)), np.int32)
-    rows[:] = (
-        np.arange(documents.start, documents.stop, dtype=np.int32)
-        if isinstance(documents, range)
-        else documents
-    )
-    index = rows.reshape(-1)
+    index = np.tile(np.arange(documents.start, documents.stop, dtype=np.int32), num_epochs)
     together = len(index) - len(documents) * separate_last
     rng.shuffle(index[:together])
     if separate_last:
@@ -133,7 +128,7 @@ ADDED_DOCUMENTS = 1
 ADDED_SAMPLES = 2
 
 
-def added_documents(documents: np.ndarray | range, epochs: int, seed: int) -> Iterator[np.ndarray]:
+def added_documents(documents: range, epochs: int, seed: int) -> Iterator[np.ndarray]:
     """Yield each added epoch's document ids, int32 (documents,), for any number of epochs alike."""
     rng = np.random.RandomState([seed, ADDED_DOCUMENTS])
     for _ in range(epochs):
@@ -208,7 +203,7 @@ class IndexRequest(NamedTuple):
     prefix: str
     kind: str
     split: str
-    description: dict[str, Any]
+    description: JsonObject
     arrays: tuple[str, ...]
     size: int
 
@@ -258,7 +253,7 @@ class _Files:
         if self.path("description.txt").read_text() != self.text:
             raise ValueError(f"{self.path('description.txt')} describes another index")
         files = {name: MappedFile(self.path(f"{name}.npy")) for name in self.arrays}
-        return Index({name: file.npy() for name, file in files.items()}, tuple(files.values()))
+        return Index({name: file.array for name, file in files.items()}, tuple(files.values()))
 
     def build(self, build: Build) -> None:
         """Write all arrays, then the description, which validates them. Raises OSError."""
@@ -286,11 +281,9 @@ class _Files:
         self._write(f"{array.name}.npy", content(), header)
         file = MappedFile(self.path(f"{array.name}.npy"))
         self.mapped.append(file)
-        return file.npy()
+        return file.array
 
-    def _write(
-        self, name: str, blocks: Iterable[Any], header: dict[str, Any] | None = None
-    ) -> None:
+    def _write(self, name: str, blocks: Iterable[Any], header: JsonObject | None = None) -> None:
         path = self.path(name)
         aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:

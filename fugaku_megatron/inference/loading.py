@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ..checkpoint.load import load_weights
 from ..checkpoint.manifest import CARRIED
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..checkpoint.trusted import iteration_to_load
+from ..cli.parser import from_options
 from ..comm.agreement import on_root
 from ..comm.base import Comm, SoloComm
 from ..comm.grid import Grid, Groups
@@ -31,7 +32,6 @@ from ..data.tokenizer import (
     Tokenizer,
     TokenizerFlags,
     add_tokenizer_flags,
-    build_tokenizer,
     identity,
     mismatch,
     model_tokenizer,
@@ -94,12 +94,7 @@ class Source:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Source:
-        values = {
-            field.name: getattr(options, field.name)
-            for field in fields(cls)
-            if field.name != "tokenizer"
-        }
-        return cls(tokenizer=TokenizerFlags.of(options), **values)
+        return from_options(cls, options, tokenizer=TokenizerFlags.of(options))
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
@@ -261,7 +256,7 @@ def choose_tokenizer(
         f"the tokenizer is unknown, the checkpoint in {where} was trained without one: pass "
         "--vocab-file and --merge-file, or --tokenizer-type and --tokenizer-model",
     )
-    tokenizer = build_tokenizer(*flags)
+    tokenizer = flags.build()
     given = (
         f"--tokenizer-model {flags.tokenizer_model}"
         if flags.tokenizer_model
@@ -281,7 +276,7 @@ def _check_passed_type(named: TokenizerFlags, flags: TokenizerFlags, where: str)
     if named.named or passed == TokenizerFlags().tokenizer_type:
         return
     if passed not in TOKENIZERS:
-        build_tokenizer(*named)
+        named.build()
     comes = flags.named and TOKENIZERS.get(flags.tokenizer_type) is TOKENIZERS[passed]
     found = f"with {flags.tokenizer_type}" if flags.named else "without a tokenizer"
     check(

@@ -1,8 +1,9 @@
-"""Shared parts of the kernel tests: numbers, the same for the same shape and seed, comparisons, and tests of many cases."""
+"""Inputs, comparisons, refusals and matrices of cases for the kernel tests."""
 
 import functools
 import inspect
 import itertools
+import re
 
 import pytest
 import torch
@@ -23,8 +24,14 @@ def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
 
 
+def randoms(*shapes, dtype=torch.float32):
+    """Return one random tensor for each shape, an int or a tuple."""
+    sizes = (torch.Size([shape] if isinstance(shape, int) else shape) for shape in shapes)
+    return [random(*size, dtype=dtype, seed=seed) for seed, size in enumerate(sizes)]
+
+
 def packed(weight, transposed, **kind):
-    """The weight packed for linear_forward, or transposed for linear_data_gradient. kind: fp16_chunk or bf16x3."""
+    """Pack a weight for linear_forward, or transposed for linear_data_gradient. kind: fp16_chunk or bf16x3."""
     buffer = torch.empty(
         kernels.packed_weight_size(*weight.shape, weight.dtype, transposed, **kind),
         dtype=torch.uint8,
@@ -33,12 +40,15 @@ def packed(weight, transposed, **kind):
     return buffer
 
 
-def linear_forms(x, weight, grad, with_packed=False, make=torch.empty, dtype=torch.float32, **kind):
-    """(forward, data gradient), made with this dtype, and (weight gradient, bias gradient) added to ones. kind: as of `packed`."""
+def linear_forms(x, weight, grad, with_packed=False, make=torch.empty, dtype=None, **kind):
+    """Return (forward, data gradient) in `dtype`, and (weight gradient, bias gradient) added to ones.
+
+    dtype: by default the operands'; kind: as of `packed`
+    """
     m, k = x.shape
     n = len(weight)
-    out = make((m, n), dtype=dtype)
-    data = make((m, k), dtype=dtype)
+    out = make((m, n), dtype=dtype or x.dtype)
+    data = make((m, k), dtype=dtype or x.dtype)
     gradient = make((n, k))
     bias = make((n,))
     forward, backward = (
@@ -51,7 +61,7 @@ def linear_forms(x, weight, grad, with_packed=False, make=torch.empty, dtype=tor
 
 
 def having(arithmetic, emulated=False):
-    """Names of the targets with "fp16" or "bf16" arithmetic."""
+    """Return the targets with "fp16" or "bf16" arithmetic."""
     names = []
     for name in kernels.runnable_targets(emulated):
         with kernels.target(name):
@@ -60,7 +70,7 @@ def having(arithmetic, emulated=False):
 
 
 def assert_near(got, want, dtype, scale=1.0, terms=(), float32=2e-6):
-    """Within a few units of `dtype`, relative to each element and to the largest element or cancelling term."""
+    """Allow a few units of `dtype`, relative to each element and to the largest element or cancelling term."""
     tolerance = {torch.float32: float32, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype] * scale
     top = max((float(t.abs().max()) for t in (want, *terms) if t.numel()), default=0.0)
     torch.testing.assert_close(
@@ -69,7 +79,7 @@ def assert_near(got, want, dtype, scale=1.0, terms=(), float32=2e-6):
 
 
 def assert_slope(value, leaves, grads):
-    """The gradients are the central differences of value() through each leaf, which is changed in place."""
+    """Compare gradients with central differences of value() along each leaf, which is changed in place."""
     for leaf, grad in zip(leaves, grads, strict=True):
         direction = random(*leaf.shape, seed=9)
         values = []
@@ -83,16 +93,51 @@ def assert_slope(value, leaves, grads):
         )
 
 
-def assert_refused(cases, untouched=()):
-    """Each call, of (call, message), raises a ValueError with this message; these tensors of ones stay as they are."""
+def with_gradients(formula, leaves, gradient):
+    """Return the formula's value and the gradients of its leaves, in double precision."""
+    leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    value = formula(*leaves)
+    return value.detach(), *torch.autograd.grad(value, leaves, gradient.double())
+
+
+def assert_equal(got, want):
+    """Compare two sequences of tensors to the last bit; NaN equals NaN."""
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def argument_names(kernel):
+    return re.findall(r"(\w+): ", kernel.__doc__.splitlines()[0])
+
+
+def refuses(kernel, good, cases):
+    """Call a kernel with one wrong argument at a time: a ValueError, before a tensor is written.
+
+    good: arguments in the kernel's order
+    cases: message -> wrong value of the argument that the message begins with, or a dict of arguments
+    """
+    arguments = dict(zip(argument_names(kernel), good, strict=False))
+    tensors = [value for value in good if isinstance(value, torch.Tensor)]
+    before = [tensor.clone() for tensor in tensors]
+    for message, wrong in cases.items():
+        changes = wrong if isinstance(wrong, dict) else {message.partition(":")[0]: wrong}
+        with pytest.raises(ValueError, match=message):
+            kernel(**{**arguments, **changes})
+    assert_equal(tensors, before)
+
+
+def assert_refused(cases):
+    """Make calls, of (call, message), that raise a ValueError with the message."""
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
-    assert all(bool((t == 1).all()) for t in untouched)
 
 
 def for_each(**axes):
-    """Makes one test of all combinations of the values; a failure names its case. Thousands of small tests would cost minutes."""
+    """Make one test of all combinations of the values; a failure names its case.
+
+    Thousands of small tests would cost minutes.
+    """
 
     def decorate(test):
         @functools.wraps(test)

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import random
@@ -19,7 +20,7 @@ def test_triad(target, same_for_any_threads):
             kernels.bench_triad(out, x, y, 2.5)
             return out.clone()
 
-        torch.testing.assert_close(same_for_any_threads(triad), x + 2.5 * y)
+        assert_close(same_for_any_threads(triad), x + 2.5 * y)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (12, 32, 5), (13, 33, 64), (24, 32, 256)])
@@ -29,7 +30,7 @@ def test_gemm_panel_adds_its_sweeps(target, shape):
     b = random(k, n, seed=1)
     c = torch.empty(m, n)
     kernels.bench_gemm_panel(a, b, c, 3)
-    torch.testing.assert_close(c.double(), 3 * a.double() @ b.double(), rtol=1e-5, atol=1e-4)
+    assert_close(c.double(), 3 * a.double() @ b.double(), rtol=1e-5, atol=1e-4)
 
 
 def test_multiply_adds_are_counted_per_thread_and_lane(target, with_threads):

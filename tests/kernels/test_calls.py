@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import random
@@ -24,14 +25,14 @@ def test_calls_are_made_at_once_and_again_on_what_tensors_hold_then():
     calls = kernels.Calls()
     x = random(3, 1, 8)
     out = sums(calls, x, 2.0)
-    torch.testing.assert_close(out, 4 * x + 2)
+    assert_close(out, 4 * x + 2)
     gc.collect()
     others = [
         torch.full((64,), float("nan")) for _ in range(100)
     ]  # would take memory that was freed
     x.copy_(random(3, 1, 8, seed=5))
     calls()
-    torch.testing.assert_close(out, 4 * x + 2)
+    assert_close(out, 4 * x + 2)
     assert len(calls) == 2 and len(others) == 100
 
 

@@ -1,12 +1,13 @@
-"""Word and position embedding on every target this CPU runs, against torch.
+"""Word and position embedding on every target, against torch.
 
 Legend: s sequence, b micro-batch, h hidden.
 """
 
 import torch
+from torch.testing import assert_close
 
 from fugaku_megatron.host import kernels
-from tests.kernels.numbers import DTYPES, assert_refused, for_each, random
+from tests.kernels.numbers import DTYPES, for_each, random, refuses
 
 COLUMNS = [1, 15, 16, 17, 67, 131, 768]
 
@@ -33,7 +34,7 @@ def test_embedding_backward(every_target, h, dtype):
     grad = torch.ones(8, h)
     kernels.embedding_backward(tokens, dout, grad, first_row=7)
     want = torch.zeros(23, h).index_add_(0, tokens.flatten(), dout.float().flatten(0, 1))[7:15] + 1
-    torch.testing.assert_close(grad, want, rtol=1e-5, atol=1e-5)
+    assert_close(grad, want, rtol=1e-5, atol=1e-5)
 
 
 @for_each(dtype=DTYPES, h=COLUMNS)
@@ -45,7 +46,7 @@ def test_position(every_target, h, dtype):
     kernels.add_position(x, table, out)
     assert torch.equal(out, x + table[:37].unsqueeze(1))
     kernels.add_position_backward(x, grad)
-    torch.testing.assert_close(grad[:37], x.float().sum(1) + 1, rtol=1e-5, atol=1e-5)
+    assert_close(grad[:37], x.float().sum(1) + 1, rtol=1e-5, atol=1e-5)
     assert (grad[37:] == 1).all()
 
 
@@ -77,24 +78,22 @@ def test_wrong_arguments_leave_everything_untouched():
     tokens = torch.tensor([[0, 9]])
     table = torch.ones(5, 8)
     out = torch.ones(1, 2, 8)
-    assert_refused(
-        [
-            (
-                lambda: kernels.embedding(tokens, table, out, vocabulary=9),
-                "tokens: expected words from 0 to 8, got 9 at 1",
-            ),
-            (
-                lambda: kernels.embedding(tokens, table, out[:, :1].contiguous()),
-                "out: expected a row of 8 for each of 2 tokens",
-            ),
-            (
-                lambda: kernels.embedding_backward(tokens, out, table.half()),
-                "dtable: expected dtype float32",
-            ),
-            (
-                lambda: kernels.add_position(torch.ones(6, 1, 8), table, torch.ones(6, 1, 8)),
-                "table: expected at least 6 rows of 8",
-            ),
-        ],
-        untouched=(table, out),
+    refuses(
+        kernels.embedding,
+        (tokens, table, out),
+        {
+            "tokens: expected words from 0 to 8, got 9 at 1": {"vocabulary": 9},
+            "out: expected a row of 8 for each of 2 tokens": out[:, :1].contiguous(),
+        },
+    )
+    refuses(
+        kernels.embedding_backward,
+        (tokens, out, table),
+        {"dtable: expected dtype float32": table.half()},
+    )
+    long = torch.ones(6, 1, 8)
+    refuses(
+        kernels.add_position,
+        (long, torch.ones(6, 8), long.clone()),
+        {"table: expected at least 6 rows of 8": table},
     )

@@ -8,9 +8,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 from fugaku_megatron.host import kernels
-from tests.kernels.numbers import assert_refused, having, linear_forms, packed, random
+from tests.kernels.numbers import assert_equal, having, linear_forms, packed, random, refuses
 
 CHUNK = 16
 EDGES = (0, 1, 13, 37)
@@ -34,7 +35,7 @@ def half(*shape, seed=0):
 
 
 def strided(rows, cols, seed=0):
-    """A matrix whose rows are three elements apart from each other."""
+    """Return a matrix with three elements between its rows."""
     return half(rows, cols + 3, seed=seed)[:, :cols]
 
 
@@ -45,7 +46,7 @@ def matmul(a, b, chunk=CHUNK):
 
 
 def by_definition(a, b, chunk):
-    """Every multiply-add in double, where it is exact or all but, then rounded to FP16 once; the chunks' sums in double."""
+    """Round every multiply-add, in double, to FP16 once; add the chunks' sums in double."""
     a = a.double().numpy()
     b = b.double().numpy()
     total = np.zeros((a.shape[0], b.shape[1]))
@@ -58,27 +59,20 @@ def by_definition(a, b, chunk):
     return torch.from_numpy(total).float()
 
 
-@pytest.mark.parametrize(
-    "scale", [1.0, 2.0**-10, 2.0**6]
-)  # the second ends in denormals, the third overflows
+# The second scale ends in denormals, the third overflows.
+@pytest.mark.parametrize("scale", [1.0, 2.0**-10, 2.0**6])
 @pytest.mark.parametrize("chunk", [1, 8, 24, 300])
 def test_reference_is_the_definition(reference, chunk, scale):
     a = half(7, 100) * scale
     b = half(100, 9, seed=1) * scale
-    torch.testing.assert_close(
-        reference(lambda: matmul(a, b, chunk)),
-        by_definition(a, b, chunk),
-        rtol=0,
-        atol=0,
-        equal_nan=True,
-    )
+    assert_equal([reference(lambda: matmul(a, b, chunk))], [by_definition(a, b, chunk)])
 
 
 def forms(m, n, k, seed, with_packed):
     x = strided(m, k, seed)
     weight = strided(n, k, seed + 1)
     grad = strided(m, n, seed + 2)
-    return linear_forms(x, weight, grad, with_packed, fp16_chunk=CHUNK)
+    return linear_forms(x, weight, grad, with_packed, dtype=torch.float32, fp16_chunk=CHUNK)
 
 
 def test_forms_match_the_reference(target, reference):
@@ -87,7 +81,7 @@ def test_forms_match_the_reference(target, reference):
         exact = reference(lambda s=(m, n, k, index, False): forms(*s))
         for got, want, depth in zip(fast, exact, (k, n, m, m), strict=True):
             # The FP16 sums have the same bits; what differs is the rounding of their sum.
-            torch.testing.assert_close(got, want, rtol=1e-6, atol=2.0**-22 * (depth + 8))
+            assert_close(got, want, rtol=1e-6, atol=2.0**-22 * (depth + 8))
 
 
 def test_epilogue_and_half_output(target, reference):
@@ -97,30 +91,17 @@ def test_epilogue_and_half_output(target, reference):
     residual = strided(37, 70, 3)
 
     def run():
-        out = torch.empty(37, 70, dtype=torch.float16)
-        pre = torch.empty(37, 70, dtype=torch.float16)
-        kernels.linear_forward(
-            x,
-            weight,
-            out,
-            bias,
-            "gelu",
-            pre,
-            residual,
-            packed(weight, False, fp16_chunk=CHUNK),
-            CHUNK,
-        )
+        out, pre = torch.empty(2, 37, 70, dtype=torch.float16)
+        buffer = packed(weight, False, fp16_chunk=CHUNK)
+        kernels.linear_forward(x, weight, out, bias, "gelu", pre, residual, buffer, CHUNK)
         return out, pre
 
-    for fast, exact in zip(run(), reference(run), strict=True):
-        torch.testing.assert_close(fast, exact, rtol=2.0**-10, atol=2.0**-10)
+    assert_close(run(), reference(run), rtol=2.0**-10, atol=2.0**-10)
 
 
 @pytest.mark.parametrize("shape", [(61, 131, 509), (4, 300, 40), (1, 1, 600)])
 def test_threads_and_packing_do_not_change_the_bits(target, same_for_any_threads, shape):
-    one = same_for_any_threads(lambda: forms(*shape, 0, True))
-    for a, b in zip(one, forms(*shape, 0, False), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(same_for_any_threads(lambda: forms(*shape, 0, True)), forms(*shape, 0, False))
 
 
 @pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
@@ -128,7 +109,7 @@ def test_views(target, transposed):
     a = half(30, 41)
     b = half(41, 130, seed=1)
     views = (m.T.contiguous().T if t else m for m, t in zip((a, b), transposed, strict=True))
-    torch.testing.assert_close(matmul(*views), by_definition(a, b, CHUNK), rtol=1e-6, atol=1e-6)
+    assert_close(matmul(*views), by_definition(a, b, CHUNK), rtol=1e-6, atol=1e-6)
 
 
 def test_a_chunk_overflows_where_its_sum_does(target):
@@ -173,30 +154,33 @@ def test_denormals(target):
 def test_refusals(target):
     x = half(4, 6)
     weight = half(5, 6)
-    out = torch.empty(4, 5)
     for_chunk = packed(weight, False, fp16_chunk=CHUNK)
-    refused = [
-        (
-            "fp16_chunk: expected 0 for operands of float32, got 8",
-            lambda: matmul(torch.randn(2, 3), torch.randn(3, 4), 8),
-        ),
-        ("fp16_chunk: expected 0 to 65536, got -1", lambda: matmul(x, weight.T, -1)),
-        (
-            "packed: expected a weight .*fp16_chunk=8.* got .*fp16_chunk=16",
-            lambda: kernels.linear_forward(x, weight, out, packed=for_chunk, fp16_chunk=8),
-        ),
-        (
-            "packed: expected a weight .*fp16_chunk=0",
-            lambda: kernels.linear_forward(x, weight, out, packed=for_chunk),
-        ),
-    ]
-    assert_refused((call, message) for message, call in refused)
+    refuses(
+        kernels.gemm,
+        (x, weight.T, torch.empty(4, 5), False, CHUNK),
+        {
+            "fp16_chunk: expected 0 for operands of float32, got 16": {
+                "a": x.float(),
+                "b": weight.T.float(),
+            },
+            "fp16_chunk: expected 0 to 65536, got -1": -1,
+        },
+    )
+    refuses(
+        kernels.linear_forward,
+        (x, weight, torch.empty(4, 5)),
+        {
+            "packed: expected a weight .*fp16_chunk=8.* got .*fp16_chunk=16": {
+                "packed": for_chunk,
+                "fp16_chunk": 8,
+            },
+            "packed: expected a weight .*fp16_chunk=0": for_chunk,
+        },
+    )
 
 
 def test_a_target_without_fp16_arithmetic_refuses():
     for name in {*kernels.runnable_targets()} - {*having("fp16")}:
-        with (
-            kernels.target(name),
-            pytest.raises(ValueError, match=f"0 for target {name}, which has no FP16 arithmetic"),
-        ):
-            matmul(half(2, 3), half(3, 4), 8)
+        message = f"fp16_chunk: .* 0 for target {name}, which has no FP16 arithmetic"
+        with kernels.target(name):
+            refuses(kernels.gemm, (half(2, 3), half(3, 4), torch.empty(2, 4)), {message: 8})

@@ -1,18 +1,20 @@
-"""Routing to experts on every target this CPU runs: choice, scores and gradients, the order of pairs, rows there and back."""
+"""Routing to experts on every target: choice, scores and gradients, the order of pairs, rows there and back."""
 
 import math
 
-import pytest
 import torch
+from torch.testing import assert_close
 
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import (
     DTYPES,
     assert_near,
-    assert_refused,
     assert_slope,
     for_each,
     random,
+    randoms,
+    refuses,
+    with_gradients,
 )
 
 KINDS = ["softmax", "softmax_of_chosen", "sigmoid"]
@@ -63,35 +65,34 @@ def route(logits, k, kind, bias=None, **options):
     return scores, chosen
 
 
+def route_backward(dscores, logits, scores, chosen, kind, scaling=1.0):
+    dlogits = torch.empty_like(logits)
+    kept = scores if kind == "softmax_of_chosen" else logits
+    kernels.route_backward(dscores, kept, chosen, dlogits, kind, scaling)
+    return dlogits
+
+
 def check_route(logits, k, kind, bias=None, **options):
     scores, chosen = route(logits, k, kind, bias, **options)
-    leaf = logits.double().requires_grad_()
-    want, numbers = exact(leaf, k, kind, bias if bias is None else bias.double(), **options)
-    assert torch.equal(chosen, numbers)
-    torch.testing.assert_close(scores.double(), want.detach(), rtol=2e-6, atol=1e-7)
+    bias = bias if bias is None else bias.double()
+    assert torch.equal(chosen, exact(logits.double(), k, kind, bias, **options)[1])
     dscores = random(*scores.shape, seed=4)
-    dlogits = torch.empty_like(logits)
-    want.backward(dscores.double())
-    kept = scores if kind == "softmax_of_chosen" else logits
-    kernels.route_backward(dscores, kept, chosen, dlogits, kind, options.get("scaling", 1.0))
-    torch.testing.assert_close(dlogits.double(), leaf.grad, rtol=1e-5, atol=2e-6)
+    want, gradient = with_gradients(
+        lambda x: exact(x, k, kind, bias, **options)[0], [logits], dscores
+    )
+    assert_close(scores.double(), want, rtol=2e-6, atol=1e-7)
+    dlogits = route_backward(dscores, logits, scores, chosen, kind, options["scaling"])
+    assert_close(dlogits.double(), gradient, rtol=1e-5, atol=2e-6)
 
 
-@for_each(kind=KINDS, shape=SHAPES, scaling=[1.0, 2.5])
+@for_each(kind=[*KINDS, "biased sigmoid"], shape=[*SHAPES, *GROUPED], scaling=[1.0, 2.5])
 def test_experts_scores_and_gradients(every_target, shape, kind, scaling):
-    rows, experts, k = shape
-    check_route(random(rows, experts) * 3, k, kind, scaling=scaling)
-    if kind == "sigmoid":
-        check_route(random(rows, experts) * 3, k, kind, random(experts, seed=2), scaling=scaling)
-
-
-@for_each(kind=KINDS, shape=GROUPED)
-def test_experts_of_the_best_groups(every_target, shape, kind):
-    rows, experts, k, groups, group_topk = shape
-    options = {"groups": groups, "group_topk": group_topk, "scaling": 1.5}
-    check_route(random(rows, experts), k, kind, **options)
-    if kind == "sigmoid":
-        check_route(random(rows, experts), k, kind, random(experts, seed=2), **options)
+    """Also of the best groups."""
+    rows, experts, k, *groups = shape
+    options = dict(zip(("groups", "group_topk"), groups, strict=False), scaling=scaling)
+    spread = 1 if groups else 3
+    bias = random(experts, seed=2) if kind == "biased sigmoid" else None
+    check_route(random(rows, experts) * spread, k, kind.split()[-1], bias, **options)
 
 
 @for_each(kind=KINDS, groups=[0, 3])
@@ -115,19 +116,11 @@ def test_of_equal_numbers_the_first_comes_first(every_target, kind, groups):
 
 @for_each(kind=KINDS)
 def test_route_backward_is_the_slope(every_target, kind):
-    logits = 2 * random(5, 19)
-    dscores = random(5, 4, seed=1)
-    dlogits = torch.empty(5, 19)
-    scores, chosen = route(logits, 4, kind)
-    kernels.route_backward(
-        dscores, scores if kind == "softmax_of_chosen" else logits, chosen, dlogits, kind
-    )
-    with torch.no_grad():
-        gaps = (
-            logits.sort(-1, descending=True).values[:, 3]
-            - logits.sort(-1, descending=True).values[:, 4]
-        )
-    assert gaps.min() > 0.02, "no other expert is chosen nearby"
+    logits, dscores = randoms((5, 19), (5, 4))
+    logits *= 2
+    dlogits = route_backward(dscores, logits, *route(logits, 4, kind), kind)
+    descending = logits.sort(-1, descending=True).values
+    assert (descending[:, 3] - descending[:, 4]).min() > 0.02, "no other expert is chosen nearby"
     assert_slope(
         lambda: (route(logits, 4, kind)[0].double() * dscores.double()).sum(), [logits], [dlogits]
     )
@@ -161,20 +154,28 @@ def test_pairs_in_the_order_of_experts(every_target, shape, experts, drop):
     assert torch.equal(places.flatten(), want)
 
 
+def permute(x, pairs, k, make=torch.empty):
+    out = make((len(pairs), x.shape[1]), dtype=x.dtype)
+    kernels.permute(x, pairs, out, k)
+    return out
+
+
+def unpermute(x, places, make=torch.empty):
+    out = make((len(places), x.shape[1]), dtype=x.dtype)
+    kernels.unpermute(x, places, out)
+    return out
+
+
 @for_each(dtype=DTYPES, cols=[1, 15, 16, 67, 131, 768], k=[1, 3])
 def test_rows_in_the_order_of_experts_and_back(every_target, guarded, cols, dtype, k):
     x = random(37, cols, dtype=dtype)
     chosen = torch.randint(6, (37, k), generator=torch.Generator().manual_seed(3))
-    counts, pairs, places = sorted_pairs(
-        chosen.clamp(max=5), 5
-    )  # the pairs of expert 5 are dropped
+    counts, pairs, places = sorted_pairs(chosen, 5)  # the pairs of expert 5 are dropped
     pairs = pairs[: counts.sum()]
-    there = guarded((len(pairs), cols), dtype)
-    back = guarded((37, cols), dtype)
-    kernels.permute(x, pairs, there, k)
+    there = permute(x, pairs, k, guarded)
     assert torch.equal(there, x[pairs // k])
     there.copy_(random(len(pairs), cols, dtype=dtype, seed=6))
-    kernels.unpermute(there, places, back)
+    back = unpermute(there, places, guarded)
     table = torch.cat((there.double(), torch.zeros(1, cols, dtype=torch.float64)))
     assert_near(back, table[places].sum(1), dtype)
     if k == 1:
@@ -182,8 +183,7 @@ def test_rows_in_the_order_of_experts_and_back(every_target, guarded, cols, dtyp
 
 
 def test_same_bits_for_any_number_of_threads(every_target, same_for_any_threads):
-    logits = random(700, 67)
-    dscores = random(700, 4, seed=1)
+    logits, dscores = randoms((700, 67), (700, 4))
     x = random(700, 131, dtype=torch.bfloat16)
     chosen = torch.randint(9, (5000, 4), generator=torch.Generator().manual_seed(3))
 
@@ -191,22 +191,12 @@ def test_same_bits_for_any_number_of_threads(every_target, same_for_any_threads)
         results = []
         for kind in KINDS:
             scores, numbers = route(logits, 4, kind, scaling=1.7)
-            dlogits = torch.empty_like(logits)
-            kernels.route_backward(
-                dscores,
-                scores if kind == "softmax_of_chosen" else logits,
-                numbers,
-                dlogits,
-                kind,
-                1.7,
-            )
+            dlogits = route_backward(dscores, logits, scores, numbers, kind, 1.7)
             results += [scores, numbers, dlogits]
         counts, pairs, places = sorted_pairs(numbers, 67)
-        there = x.new_empty(len(pairs), 131)
-        back = torch.empty_like(x)
-        kernels.permute(x, pairs, there, 4)
-        kernels.unpermute(there, places, back)
-        return (*results, counts, pairs, places, there, back, *sorted_pairs(chosen, 8)[::2])
+        there = permute(x, pairs, 4)
+        results += [counts, pairs, places, there, unpermute(there, places)]
+        return (*results, *sorted_pairs(chosen, 8)[::2])
 
     same_for_any_threads(everything)
 
@@ -219,70 +209,51 @@ def test_wrong_arguments_leave_everything_untouched():
     counts = torch.ones(2, dtype=torch.int64)
     pairs = torch.ones(8, dtype=torch.int64)
     many = torch.ones(8, 8)
-    assert_refused(
-        [
-            (
-                lambda: kernels.route(logits, None, scores, chosen, "tanh"),
-                "kind: expected one of softmax, softmax_of_chosen, sigmoid",
-            ),
-            (
-                lambda: kernels.route(logits.double(), None, scores, chosen),
-                "logits: expected dtype float32, got float64",
-            ),
-            (
-                lambda: kernels.route(logits[:, :1].contiguous(), None, scores, chosen),
-                "scores: expected 1 to 1 columns, got 2",
-            ),
-            (
-                lambda: kernels.route(logits, logits[0], scores, chosen),
-                "bias: expected none but of sigmoid, got one of softmax_of_",
-            ),
-            (
-                lambda: kernels.route(logits, None, scores, chosen, groups=4, group_topk=2),
-                "groups: expected a divisor of 6 experts",
-            ),
-            (
-                lambda: kernels.route(logits, None, scores, chosen, groups=6, group_topk=1),
-                "best 1 have 2 in equal parts, got 6",
-            ),
-            (
-                lambda: kernels.route_backward(scores, logits, chosen, logits.clone()),
-                r"kept: expected shape \(4, 2\)",
-            ),
-            (
-                lambda: kernels.route_backward(scores, scores, chosen * 6, logits),
-                "chosen: expected numbers from 0 to 5, got 6 at 0",
-            ),
-            (
-                lambda: kernels.sort_pairs(chosen * 3, counts, pairs, chosen.clone()),
-                "chosen: expected numbers from 0 to 2, got 3 at 0",
-            ),
-            (
-                lambda: kernels.sort_pairs(chosen, counts, pairs, chosen),
-                "places: expected memory apart from chosen",
-            ),
-            (
-                lambda: kernels.permute(x, pairs * 8, many, 2),
-                "pairs: expected numbers from 0 to 7, got 8 at 0",
-            ),
-            (
-                lambda: kernels.permute(x, pairs, many.bfloat16(), 2),
-                "out: expected dtype float32 as x, got bfloat16",
-            ),
-            (
-                lambda: kernels.unpermute(many, chosen * 9, x),
-                "places: expected numbers from 0 to 8, got 9 at 0",
-            ),
-        ],
-        untouched=(logits, scores, chosen, x, counts, pairs, many),
+    refuses(
+        kernels.route,
+        (logits, None, scores, chosen),
+        {
+            "kind: expected one of softmax, softmax_of_chosen, sigmoid": "tanh",
+            "logits: expected dtype float32, got float64": logits.double(),
+            "scores: expected 1 to 1 columns, got 2": {"logits": logits[:, :1].contiguous()},
+            "bias: expected none but of sigmoid, got one of softmax_of_": logits[0],
+            "groups: expected a divisor of 6 experts": {"groups": 4, "group_topk": 2},
+            "best 1 have 2 in equal parts, got 6": {"groups": 6, "group_topk": 1},
+        },
+    )
+    refuses(
+        kernels.route_backward,
+        (scores, scores, chosen, logits),
+        {
+            r"kept: expected shape \(4, 2\)": logits + 1,
+            "chosen: expected numbers from 0 to 5, got 6 at 0": chosen * 6,
+        },
+    )
+    refuses(
+        kernels.sort_pairs,
+        (chosen, counts, pairs, chosen.clone()),
+        {
+            "chosen: expected numbers from 0 to 2, got 3 at 0": chosen * 3,
+            "places: expected memory apart from chosen": chosen,
+        },
+    )
+    refuses(
+        kernels.permute,
+        (x, pairs, many, 2),
+        {
+            "pairs: expected numbers from 0 to 7, got 8 at 0": pairs * 8,
+            "out: expected dtype float32 as x, got bfloat16": many.bfloat16(),
+        },
+    )
+    refuses(
+        kernels.unpermute,
+        (many, chosen, x),
+        {"places: expected numbers from 0 to 8, got 9 at 0": chosen * 9},
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@for_each(dtype=DTYPES[:2])
 def test_no_rows(every_target, dtype):
     nothing = torch.empty(0, 8, dtype=dtype)
-    none = torch.empty(0, dtype=torch.int64)
-    kernels.permute(nothing, none, nothing.clone(), 2)
-    out = torch.ones(3, 8, dtype=dtype)
-    kernels.unpermute(nothing, torch.zeros(3, 2, dtype=torch.int64), out)
-    assert not out.any()
+    assert permute(nothing, torch.empty(0, dtype=torch.int64), 2).shape == (0, 8)
+    assert not unpermute(nothing, torch.zeros(3, 2, dtype=torch.int64)).any()

@@ -309,7 +309,7 @@ def scored(trainer, tokens, marks):
 
 
 @given(st.data())
-@settings(settings.get_profile("ci"), max_examples=60)
+@settings(max_examples=60)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_document_does_not_see_others(models, kind, data):
     """Packed among others it scores as alone; and a token of another document moves none of its bits. Of its labels alone."""

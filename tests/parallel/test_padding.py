@@ -265,7 +265,7 @@ def test_dynamic_rope_follows_the_length_of_each_chat(backend, tmp_path):
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(0, 12))
-@settings(settings.get_profile("ci"), max_examples=50)
+@settings(max_examples=50)
 def test_angles_of_tokens_are_those_of_their_document_alone(lengths, padded):
     """Angles are right in two samples with the documents in both orders, and padding after the first."""
     model = run_of(8, **DYNAMIC).model

@@ -26,7 +26,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.data.build import Builder, build_datasets
 from fugaku_megatron.data.files import document_texts, input_files, read_documents
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
-from fugaku_megatron.data.tokenizer import build_tokenizer
+from fugaku_megatron.data.tokenizer import TokenizerFlags
 from fugaku_megatron.jobs import check, render
 from fugaku_megatron.observe import log_command, run_log
 from fugaku_megatron.planner import machine, model, software
@@ -132,7 +132,6 @@ def refused_or_harmless(kind, **strategies):
     Hypothesis would also draw constants that it finds in the modules that other tests have loaded.
     """
     rules = settings(
-        settings.get_profile("ci"),
         max_examples=EXAMPLES[kind],
         suppress_health_check=list(HealthCheck),
     )
@@ -195,10 +194,7 @@ def saved(tmp_path_factory):
     folder.mkdir()
     manifest.write_manifest(
         folder,
-        5,
-        {"world_size": 1},
-        {"model": {"num_layers": 1}},
-        STATE,
+        manifest.Description(5, {"world_size": 1}, {"model": {"num_layers": 1}}, STATE),
         {"rank_00000.safetensors": {"size": 4, "crc32": "0123abcd", "shards": [RECORD]}},
     )
     return folder / manifest.MANIFEST, json.loads((folder / manifest.MANIFEST).read_text())
@@ -342,7 +338,7 @@ def test_vocabularies_are_refused_or_encode(tmp_path):
     )
 
     def encoded():
-        tokenizer = build_tokenizer("GPT2BPETokenizer", str(vocab), str(merges))
+        tokenizer = TokenizerFlags("GPT2BPETokenizer", str(vocab), str(merges)).build()
         assert tokenizer.decode(tokenizer.encode("abc à b")) == "abc à b"
 
     @refused_or_harmless("vocabularies", text=contents, lines=lines)

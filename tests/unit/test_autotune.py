@@ -98,7 +98,8 @@ class UnitForBf16(TorchDispatchMode):
 def test_torchs_matmuls_are_taken_where_they_are_faster_whatever_the_cpu_says(
     monkeypatch, bf16, gemm
 ):
-    unit, run = UnitForBf16(), small_run(bf16=bf16)
+    unit = UnitForBf16()
+    run = small_run(bf16=bf16)
     monkeypatch.setattr(kernel_choice, "_seconds", unit.seconds)
     choice = choose_kernels(Plan(run, Layout.from_run(run, 1)), SoloComm())
     assert (choice.backends["gemm"], choice.backends["rowwise"]) == (gemm, "native")

@@ -119,7 +119,8 @@ def test_blends_keep_the_order_of_each_part(tmp_path):
 def test_validation_keeps_its_order_and_the_index_is_cached(tmp_path):
     write(tmp_path / "d")
     write(tmp_path / "v", 10)
-    paths, cache = ([str(tmp_path / "d")], [str(tmp_path / "v")], None), str(tmp_path / "cache")
+    paths = ([str(tmp_path / "d")], [str(tmp_path / "v")], None)
+    cache = str(tmp_path / "cache")
     for kept in (None, IndexCache(cache), IndexCache(cache)):
         begun = build_separate_datasets(paths, (10, 20, 0), Builder(LENGTH, 7, cache=kept))
         longer = build_separate_datasets(
@@ -145,7 +146,8 @@ def trained_by(pieces: list[int], documents: list[np.ndarray]) -> list[bytes]:
         eval_iters=0,
         kernels="native",
     )
-    trainer, read = fm.Trainer(config, documents), []
+    trainer = fm.Trainer(config, documents)
+    read = []
     for count in pieces:
         first = trainer._trainer.progress.consumed_samples
         steps = trainer.steps(count)
@@ -180,7 +182,8 @@ def data_of(run, order: DataOrder = NEW_ORDER):
 
 
 def test_a_checkpoint_has_the_order_that_its_run_began_with(tmp_path):
-    saved, begun = str(tmp_path / "saved"), run_of(tmp_path)
+    saved = str(tmp_path / "saved")
+    begun = run_of(tmp_path)
     trainer = make_trainer(SoloComm(), begun)
     trainer.order = DataOrder(160, 48)
     trainer.train_step()
@@ -189,7 +192,8 @@ def test_a_checkpoint_has_the_order_that_its_run_began_with(tmp_path):
     longer = run_of(tmp_path, train_iters=40, load=saved)
     resume = find_checkpoint(longer, SoloComm())
     assert resume.order == (160, 48) and resume.order.or_else(640, 144) == (160, 48)
-    first, second = data_of(begun), data_of(longer, resume.order)
+    first = data_of(begun)
+    second = data_of(longer, resume.order)
     for old, new, other in zip(first, second, data_of(longer)):
         assert len(new) > len(old)
         assert samples(new, 0, len(old)) == samples(old, 0, len(old))
@@ -224,5 +228,6 @@ def test_an_older_checkpoint_continues_in_the_order_of_the_flags_with_a_note(tmp
 
 def test_skip_train_evaluates_in_the_order_of_one_evaluation(tmp_path):
     run = run_of(tmp_path, skip_train=True)
-    alone, resumed = data_of(run)[1], data_of(run, DataOrder(160, 600))[1]
+    alone = data_of(run)[1]
+    resumed = data_of(run, DataOrder(160, 600))[1]
     assert samples(alone, 0, len(alone)) == samples(resumed, 0, len(alone))

@@ -37,7 +37,8 @@ def logits(decoder, new):
     ],
 )
 def test_a_repeated_step_has_the_bits_of_the_layers(family, changes, monkeypatch):
-    loaded, forwards = random_model(SoloComm(), family, 1, 1, **changes), []
+    loaded = random_model(SoloComm(), family, 1, 1, **changes)
+    forwards = []
     through = generation.through_stages
     monkeypatch.setattr(
         generation, "through_stages", lambda *args: forwards.append(args) or through(*args)
@@ -53,7 +54,8 @@ def test_a_repeated_step_has_the_bits_of_the_layers(family, changes, monkeypatch
 
 
 def test_other_heads_and_what_no_kernel_computes():
-    kernels, x = RecordingKernels(), torch.ones(3)
+    kernels = RecordingKernels()
+    x = torch.ones(3)
     with pytest.raises(AssertionError, match="computes something that no kernel does"):
         kernels.record(lambda: x + 1, (x,))
     assert len(kernels.record(lambda: x.new_empty(3).view(3, 1), (x,)).calls) == 0

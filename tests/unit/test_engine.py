@@ -12,7 +12,9 @@ class Library:
     """Requests like MPI's: started by name, complete once their name is in `complete`."""
 
     def __init__(self):
-        self.started, self.complete, self.threads = [], set(), set()
+        self.started = []
+        self.complete = set()
+        self.threads = set()
         self.tests = 0
         self.engine = Engine(self.test)
 
@@ -97,7 +99,8 @@ def test_an_error_is_raised_by_wait_and_the_channel_goes_on(library, place):
 @pytest.fixture
 def naps(library, monkeypatch):
     """Collect the seconds of every sleep that the thread begins; None: until it is woken."""
-    condition, begun = library.engine._wake, []
+    condition = library.engine._wake
+    begun = []
     wait = condition.wait
     monkeypatch.setattr(
         condition, "wait", lambda seconds=None: (begun.append(seconds), wait(seconds))
@@ -108,7 +111,8 @@ def naps(library, monkeypatch):
 def test_naps_while_nobody_waits_and_sleeps_with_nothing_under_way(library, naps):
     operation = library.operation("a")
     library.settle()
-    begin, before = len(naps), library.tests
+    begin = len(naps)
+    before = library.tests
     assert wait_until(lambda: library.tests >= before + 20)
     tests = library.tests - before
     assert tests <= len(naps) - begin + 2, "a nap before each test"

@@ -162,56 +162,15 @@ def test_arguments_are_read_from_a_dictionary_or_another_namespace(kind, tmp_pat
     assert program.main(command) == 0
 
 
-# Every field of an adapter_config.json that peft 0.21.2 writes for LoRA, with its default.
-PEFT = {
-    "alora_invocation_tokens": None,
-    "alpha_pattern": {},
-    "arrow_config": None,
-    "auto_mapping": None,
-    "base_model_name_or_path": "base",
-    "bias": "none",
-    "corda_config": None,
-    "ensure_weight_tying": False,
-    "eva_config": None,
-    "exclude_modules": None,
-    "fan_in_fan_out": False,
-    "inference_mode": True,
-    "init_lora_weights": True,
-    "kasa_config": None,
-    "layer_replication": None,
-    "layers_pattern": None,
-    "layers_to_transform": None,
-    "loftq_config": {},
-    "lora_alpha": 4,
-    "lora_bias": False,
-    "lora_dropout": 0.0,
-    "lora_ga_config": None,
-    "megatron_config": None,
-    "megatron_core": "megatron.core",
-    "modules_to_save": None,
-    "monteclora_config": None,
-    "peft_type": "LORA",
-    "peft_version": "0.21.2",
-    "qalora_group_size": 16,
-    "r": 2,
-    "rank_pattern": {},
-    "revision": None,
-    "target_modules": ["v_proj", "q_proj"],
-    "target_parameters": None,
-    "task_type": "CAUSAL_LM",
-    "trainable_token_indices": None,
-    "use_bdlora": None,
-    "use_dora": False,
-    "use_qalora": False,
-    "use_rslora": False,
-    "velora_config": None,
-}
+# Every field that peft 0.21.2 writes for LoRA
+PEFT = json.loads((FOREIGN / "peft" / "adapter_config.json").read_text())
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         {},
+        {"init_lora_weights": True},
         {"init_lora_weights": "gaussian"},
         {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}},
         {"use_rslora": True, "layers_to_transform": [0], "fan_in_fan_out": True},

@@ -176,11 +176,9 @@ def test_the_common_part_is_checked_as_if_it_stood_on_the_line_that_reads_it():
 def test_a_folder_from_which_the_job_would_not_find_the_common_part_is_a_problem(
     tmp_path, monkeypatch
 ):
-    text, checkout, own = (
-        (PJSUB / "run_124m.sh").read_text(),
-        PJSUB.parents[1],
-        tmp_path / "fugaku_megatron.tar",
-    )
+    text = (PJSUB / "run_124m.sh").read_text()
+    checkout = PJSUB.parents[1]
+    own = tmp_path / "fugaku_megatron.tar"
     own.touch()
     archive = ["-x", f"ARCHIVE={own}"]
     for folder in (checkout, PJSUB):
@@ -211,7 +209,8 @@ def test_a_group_and_variables_given_to_pjsub_are_those_that_are_checked(
     assert any("build.sh" in p.text for p in check.problems(text, group="hp1"))
     (tmp_path / "fugaku_megatron.tar").touch()
     assert check.problems(text, group="hp1") == []
-    text, archive = scripts["small"], tmp_path / "a.tar"
+    text = scripts["small"]
+    archive = tmp_path / "a.tar"
     archive.touch()
     assert check.problems(text, options=["-x", f"ARCHIVE={archive},DATA=my_text_document"]) == []
     elapse = ["-L", "elapse=00:40:00", "-x", "ELAPSE=2400,MARGIN=300"]
@@ -270,7 +269,7 @@ def test_options_given_to_pjsub_replace_directives():
     assert parsed.get("--llio", "sio-read-cache").text == "off" and parsed.switches == {"-S": 1}
     assert script.add_options(parsed, ["-L", "elapse=20", "--bulk", "job.sh"], 0) == ["job.sh"]
     assert parsed.get("-L", "elapse").text == "20" and parsed.get("-L", "node").text == "12"
-    assert script.add_options(parsed, ["-x", "A=1,B=9,3", "job.sh", "-x", "C=1"], 0) == [
+    assert script.add_options(parsed, "-x A=1,B=9,3 job.sh -x C=1".split(), 0) == [
         "job.sh",
         "-x",
         "C=1",
@@ -287,7 +286,7 @@ def test_options_given_to_pjsub_replace_directives():
         script.parse("echo\n#PJM -S\n")
     shown = "rscgrp: small\n  node: 1 - 200\n  elapse: 00:00:01 - 48:00:00\nrscgrp: odd\n  text\n"
     groups = limits.parse_pjacl(shown)
-    assert groups == {"small": limits.ResourceGroup(name="small", nodes=(1, 200), hours=48)}
+    assert groups == {"small": limits.ResourceGroup("small", 1, 200, hours=48)}
     assert (
         limits.seconds("24:00:00") == 86400
         and limits.seconds("90") == 90

@@ -32,7 +32,8 @@ FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
 def test_5000_samples_have_megatrons_masks_and_positions():
-    data, seen_flags = Texts(50, S, 5000, 1), set()
+    data = Texts(50, S, 5000, 1)
+    seen_flags = set()
     for first in range(0, 5000, 50):
         flags = {name: bool(first // 50 + 1 & 1 << bit) for bit, name in enumerate(FLAGS)}
         config = DataConfig(mock_data=True, **flags)
@@ -43,7 +44,8 @@ def test_5000_samples_have_megatrons_masks_and_positions():
         )
         seen_flags.add(tuple(flags.values()))
         tokens, marks = samples
-        documents, counted = documents_of(marks, config), labels(tokens, marks)
+        documents = documents_of(marks, config)
+        counted = labels(tokens, marks)
         for b in range(50):
             sample = data[first + b]
             assert np.array_equal(tokens[:, b], sample)

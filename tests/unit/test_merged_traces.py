@@ -54,7 +54,8 @@ def test_events_and_memory_of_all_traces_are_in_one_file(tmp_path):
 
 def recorded(lists, expected):
     """Write a trace of stages on ranks 0, 2, 4 ... with the spans `expected`, after a slower iteration."""
-    placement, events = lists.placement, []
+    placement = lists.placement
+    events = []
 
     def event(span, shift):
         events.append(
@@ -70,10 +71,8 @@ def recorded(lists, expected):
 
     for shift in (0.0, 1000.0):
         for stage in range(placement.stages):
-            clock, spans = (
-                0.0,
-                {(s.op, s.microbatch, s.model_chunk): s for s in expected if s.stage == stage},
-            )
+            clock = 0.0
+            spans = {(s.op, s.microbatch, s.model_chunk): s for s in expected if s.stage == stage}
             for i in lists.instructions(stage):
                 span = spans.get(
                     (i.op, i.microbatch, i.model_chunk),

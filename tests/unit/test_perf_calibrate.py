@@ -40,7 +40,8 @@ def test_the_curve_and_a_disturbed_clock():
 
 
 def described(tmp_path, between: Messages | None) -> machine.Machine:
-    team, inside = ((256, 120.0), (1024, 160.0)), Messages(alpha_us=1.0, gbs=10.0)
+    team = ((256, 120.0), (1024, 160.0))
+    inside = Messages(alpha_us=1.0, gbs=10.0)
     network = calibrate.NetworkRates(inside, between, 5.0)
     data = calibrate.describe("a test", [rank(), rank()], team, network, 64.0)
     (tmp_path / "host.json").write_text(calibrate.json.dumps(data))

@@ -32,10 +32,8 @@ def rank(
     ghz: float | None = None,
     **values: float,
 ) -> Rank:
-    system, parameters = (
-        System.from_names(machine, software, nodes, ranks_per_node, ghz),
-        Parameters(**values),
-    )
+    system = System.from_names(machine, software, nodes, ranks_per_node, ghz)
+    parameters = Parameters(**values)
     network = Network(
         machine=system.machine,
         parameters=parameters,
@@ -67,7 +65,8 @@ def test_sizes_of_a_matmul_on_the_curve():
     assert rank(ranks_per_node=4).seconds(layer).gemm < 4 * rank().seconds(layer).gemm * 0.85
     published = rank(software="fugaku_megatron")
     measured = replace(published, machine=replace(published.machine, native={"call_us": 5.0}))
-    thin, square = gemm(256, 4096, 4096), gemm(1625.5, 1625.5, 1625.5)  # as many multiply-adds
+    thin = gemm(256, 4096, 4096)
+    square = gemm(1625.5, 1625.5, 1625.5)  # as many multiply-adds
     assert published.seconds(thin).gemm == pytest.approx(published.seconds(square).gemm, rel=1e-3)
     assert measured.seconds(thin).gemm > 1.1 * measured.seconds(square).gemm
     assert measured.seconds(square).gemm == pytest.approx(published.seconds(square).gemm)
@@ -119,7 +118,8 @@ def test_dropout_costs_attention_what_the_cycle_model_says():
 
 
 def test_only_large_blocks_fault_and_cost_more_where_the_network_registered_them():
-    small, large = Work(allocations=((MMAP_BYTES, 5),)), Work(allocations=((10**8, 5),))
+    small = Work(allocations=((MMAP_BYTES, 5),))
+    large = Work(allocations=((10**8, 5),))
     values = {"fault_gbs": 10.0, "unmap_ms": 2.0}
     assert rank(**values).seconds(small).page_faults == 0.0
     assert rank(**values).seconds(large).page_faults == pytest.approx(0.05)
@@ -170,7 +170,8 @@ def test_fp32_matmuls_in_bf16_parts_take_six_of_bf16_or_what_was_measured():
         ("epyc-9655", 2 / 6),
     ):
         plain = rank(name, "fugaku_megatron")
-        split, done = replace(plain, splits_fp32=True), gemm(4096, 4096, 4096)
+        split = replace(plain, splits_fp32=True)
+        done = gemm(4096, 4096, 4096)
         assert plain.seconds(done).gemm / split.seconds(done).gemm == pytest.approx(rate)
         measured = replace(split, parameters=replace(split.parameters, bf16x3=0.3))
         assert plain.seconds(done).gemm / measured.seconds(done).gemm == pytest.approx(0.3)
@@ -190,10 +191,8 @@ def test_fp32_matmuls_in_bf16_parts_take_six_of_bf16_or_what_was_measured():
 
 def test_ranks_of_one_cmg_each_use_all_of_the_memory_and_one_rank_of_a_node_does_not():
     work = Work(moved=1e9)
-    spread, alone = (
-        rank(ranks_per_node=4).seconds(work).elementwise,
-        rank().seconds(work).elementwise,
-    )
+    spread = rank(ranks_per_node=4).seconds(work).elementwise
+    alone = rank().seconds(work).elementwise
     assert (
         spread
         == pytest.approx(alone)
@@ -273,7 +272,8 @@ def test_native_code_leaves_out_what_nobody_reads():
         work.phases(gpt_124m(), 1, native)["layer_forward"].moved
         < work.phases(gpt_124m(), 1, EAGER)["layer_forward"].moved / 5
     )
-    run, native = gpt_124m(), software.load("fugaku_megatron")
+    run = gpt_124m()
+    native = software.load("fugaku_megatron")
     rows = memory.logits_rows(run, Layout(1, 1, 1, 1))
     assert rows < run.model.seq_length
     for phase, number in (("head_forward", 1), ("head_backward", 2)):
@@ -405,11 +405,9 @@ def test_all_to_alls_send_once_for_each_pair_of_nodes():
 
 def test_rows_of_experts_are_exposed_at_both_ends():
     """Expose the first dispatch and the last combine of g groups, less half of the shared expert each; inside a node, everything."""
-    far, way, matmul = (
-        rank(software="fugaku_megatron"),
-        Collective("all_to_all", "ep", 64 * 10**6),
-        Matmul(m=4096, n=4096, k=4096),
-    )
+    far = rank(software="fugaku_megatron")
+    way = Collective("all_to_all", "ep", 64 * 10**6)
+    matmul = Matmul(m=4096, n=4096, k=4096)
     far = replace(
         far,
         network=replace(
@@ -486,14 +484,18 @@ PLAIN = MemoryParameters(base_mib=0, peer_mib=0)
 @pytest.mark.parametrize("tp", [1, 4])
 def test_sixteen_bits_keep_what_korthikanti_equation_2_says(tp):
     run = replace(gpt_30b(), precision=PrecisionConfig(bf16=True))
-    s, b, h, a = run.model.seq_length, 1, run.model.hidden_size, run.model.num_attention_heads
+    s = run.model.seq_length
+    b = 1
+    h = run.model.hidden_size
+    a = run.model.num_attention_heads
     assert perf_memory.layer_saved_bytes(run, tp) == pytest.approx(
         s * b * h * (10 + 24 / tp + 5 * a * s / (h * tp))
     )
 
 
 def test_memory_of_stages():
-    run, layout = gpt_124m(), Layout(1, 1, 1, 1)
+    run = gpt_124m()
+    layout = Layout(1, 1, 1, 1)
     used = perf_memory.stage_mib(run, layout, 0, software.load("fugaku_megatron"), 1, PLAIN)
     held = memory.stage_memory(run, layout, 0, [InFlight((1,), (0,))]).total
     assert used == pytest.approx((held + memory.attention_bytes(run, 1, 1)) / MIB)

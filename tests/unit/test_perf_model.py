@@ -53,7 +53,8 @@ def test_what_must_be_faster_is():
     assert seconds("torch1.10", run=gpt_124m()) < seconds("torch1.10")
     assert 2 * seconds("torch1.10", nodes=2) / seconds("torch1.10") > 1.15
     assert 2 * seconds("torch1.10+tcmalloc", nodes=2) / seconds("torch1.10+tcmalloc") < 1.02
-    system, layout = System.from_names("a64fx", "torch1.10", 192), Layout(192, 4, 48, 1)
+    system = System.from_names("a64fx", "torch1.10", 192)
+    layout = Layout(192, 4, 48, 1)
     values = fitted("a64fx").values
     whole, less = (
         step(RUN_30B, layout, system, values, without=cause) for cause in ("", "tensor_parallel")
@@ -90,10 +91,6 @@ def test_what_is_outside_the_fit_or_impossible_is_said():
     )
     assert any("never measured on fx700" in w for w in carried_over.warnings)
     assert any("not fitted" in w for w in carried_over.warnings)
-    with pytest.raises(ValueError, match="--nodes is 0"):
-        System.from_names("a64fx", "fugaku_megatron", 0)
-    with pytest.raises(ValueError, match="--ranks-per-node is 9: pass 1 to 8"):
-        System.from_names("a100", "megatron-a100", 1, 9)
 
 
 SYSTEM = System.from_names("a64fx", "fugaku_megatron", 13824, 1)
@@ -149,7 +146,8 @@ def test_the_pipeline_is_the_schedules_own_list(name, chunks):
 
 
 def test_split_backwards_and_chunks_shrink_the_bubble():
-    whole, halves = stepped("1f1b", 1).costs.of, stepped("zb-h1", 1).costs.of
+    whole = stepped("1f1b", 1).costs.of
+    halves = stepped("zb-h1", 1).costs.of
     for stage in range(8):
         assert halves[BACKWARD_INPUT][stage][0] + halves[BACKWARD_WEIGHT][stage][
             0

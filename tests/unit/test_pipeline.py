@@ -68,10 +68,8 @@ def test_owner_inverts_part_and_neighbours_follow_the_model(placement):
 def test_both_ends_of_a_message_agree_and_no_two_kinds_share_a_tag(placement):
     tags = []
     for part in range(placement.virtual_stages - 1):
-        (above, chunk_above), (below, chunk_below) = (
-            placement.owner(part),
-            placement.owner(part + 1),
-        )
+        above, chunk_above = placement.owner(part)
+        below, chunk_below = placement.owner(part + 1)
         ends = (above, chunk_above), (below, chunk_below)
         for send, receive, source, target in (
             (instructions.SEND_FORWARD, instructions.RECV_FORWARD, *ends),
@@ -131,7 +129,8 @@ def test_balanced(layers, placement, head, expected):
 )
 @pytest.mark.parametrize("head", [0, 30, 100])
 def test_no_cut_has_a_cheaper_costliest_stage(placement, head):
-    layers, head_stage = 10, placement.owner(placement.virtual_stages - 1)[0]
+    layers = 10
+    head_stage = placement.owner(placement.virtual_stages - 1)[0]
 
     def costliest(totals):
         return max(10 * n + head * (stage == head_stage) for stage, n in enumerate(totals))
@@ -182,7 +181,8 @@ def test_spans_of_a_small_case():
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 5), (4, 8), (8, 16), (8, 40)])
 def test_bubbles(stages, microbatches):
-    p, m = stages, microbatches
+    p = stages
+    m = microbatches
     assert slots("1f1b", p, 1, m) == 3 * (m + p - 1)
     assert slots("interleaved", p, 3, -(-m // p) * p) == pytest.approx(
         3 * -(-m // p) * p + (p - 1)

@@ -21,7 +21,8 @@ NAMES = ("stock", "tuned", "tcmalloc")
 def made(monkeypatch):
     """Collect the saved figures."""
     figure_module = pytest.importorskip("matplotlib.figure")
-    figures, save = [], figure_module.Figure.savefig
+    figures = []
+    save = figure_module.Figure.savefig
     monkeypatch.setattr(
         figure_module.Figure,
         "savefig",

