@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..config.fields import check
-from ..config.layout import Layout, cp_comm_types, placement, sequence_shards, stage_sizes
+from ..config.layout import Layout, cp_comm_types, placement, stage_sizes
 from ..config.model import LAYER_NORM, MLP_OF_EXPERTS, NORMS, ModelConfig
 from ..config.parallel import A2A, ParallelConfig
 from ..config.run_config import RunConfig
@@ -30,6 +30,7 @@ from .activations import (
     qkv_bytes,
     recompute_groups,
     residual_bytes,
+    sequence_shards,
     typical_cp_comm_type,
 )
 from .experts import expert_records, mlp_records, typical_mlp
@@ -231,6 +232,7 @@ def last_recomputed_records(run: RunConfig, tp: int) -> list[Record]:
     return [r for r in layer_records(run, tp) if r.name not in ("linear_fc2", "experts_sum")]
 
 
+@lru_cache(maxsize=64)
 def embedding_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
@@ -250,6 +252,7 @@ def embedding_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
     return adapted(run, tp, tuple(records))
 
 
+@lru_cache(maxsize=64)
 def head_records(run: RunConfig, tp: int, tied: bool) -> tuple[Record, ...]:
     """Return the final norm, the logits and the loss. tied: the embedding counts the weight."""
     model = run.model

@@ -289,7 +289,7 @@ def candidates(
     layers = model.num_layers
 
     def tried(field: str, values: Iterable[Any]) -> Sequence[Any]:
-        return (features.field_value(run, field),) if field in held else list(values)
+        return [run.values[field]] if field in held else list(values)
 
     cuts = range(1, layers + 1) if parallel.pipeline_split == "balanced" else _divisors(layers)
     switched = {
