@@ -26,20 +26,10 @@ RANKS = 4
 FEW = 2  # ranks of the usual test
 TIMEOUT = 4.0
 PATIENCE = 120.0  # s for a rank to come to a phase, and for the end
-FLAGS = [
-    "--log-interval",
-    "1000",
-    "--pipeline-model-parallel-size",
-    "2",
-    "--train-iters",
-    "1000000",
-    "--save-interval",
-    "5",
-    "--keep-last",
-    "2",
-    "--hang-timeout-in-secs",
-    str(TIMEOUT),
-]
+FLAGS = (
+    "--log-interval 1000 --pipeline-model-parallel-size 2 --train-iters 1000000 "
+    f"--save-interval 5 --keep-last 2 --hang-timeout-in-secs {TIMEOUT}"
+).split()
 # A phase, in the words of its heartbeat, and the one of RANKS ranks that is stopped in it.
 PHASES = {
     "the start": 3,
@@ -54,7 +44,7 @@ USUAL = {"mpich": "the start", "openmpi": "forward of"}
 
 def start(mpi: launch.MPI, ranks: int, directory: Path) -> subprocess.Popen:
     """A job that trains and saves for ever, with its output in directory/output."""
-    save = ["--save", str(directory / "save"), "--load", str(directory / "save")]
+    save = f"--save {directory / 'save'} --load {directory / 'save'}".split()
     with (directory / "output").open("w") as output:
         return subprocess.Popen(
             [*mpi.command(ranks), PROGRAM, *TINY, *FLAGS, *save],

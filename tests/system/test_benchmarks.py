@@ -106,7 +106,7 @@ for name, words in json.loads(sys.argv[2]):
         except SystemExit as error:
             print(error, file=sys.stderr)
 """
-ROUND = ("--recipe", "demo", "--rounds", "1")
+ROUND = tuple("--recipe demo --rounds 1".split())
 STEP = ("step", *ROUND, "--micro-batch-size", "2", "--global-batch-size", "4")
 # Commands that one process runs, because each start imports torch: name -> words
 TOGETHER = {
@@ -117,7 +117,7 @@ TOGETHER = {
 LONGER = {
     "attention bf16": ("attention", *ROUND, "--dtype", "bf16", "--mkl", "full"),
     "save": ("save", *ROUND, "--seq-length", "32"),
-    "watch": ("watch", "--recipe", "demo", "--rounds", "2", "--seq-length", "32"),
+    "watch": tuple("watch --recipe demo --rounds 2 --seq-length 32".split()),
     "decode": tuple(
         "decode --model tiny --prompt-length 9 --new-tokens 24 --rounds 1 --mkl shipped".split()
     ),
@@ -266,16 +266,7 @@ def test_openblas_takes_the_full_width_of_the_cpu(monkeypatch, targets, core):
 def test_experts_agree_with_their_opponents(dtype):
     """Every side computes the same but the dense one, which has the FLOPs alone; one expert gets half of the rows."""
     given = options(
-        "experts",
-        "--recipe",
-        "olmoe",
-        "--experts",
-        "3",
-        "--rows",
-        "5",
-        "--load",
-        "skewed",
-        "--dtype",
+        *"experts --recipe olmoe --experts 3 --rows 5 --load skewed --dtype".split(),
         dtype,
     )
     assert experts.counts_of(given, "skewed") == (4, 7, 4) and experts.counts_of(given, "even") == (
@@ -304,7 +295,7 @@ def test_experts_agree_with_their_opponents(dtype):
 
 def test_attention_counts_as_accounting_does():
     forward, both, *_ = attention.cases(
-        options("attention", "--recipe", "demo", "--micro-batch-size", "2")
+        options(*"attention --recipe demo --micro-batch-size 2".split())
     )
     heads, s, d = forward.shape
     flops = accounting.causal_attention_flops(2 * heads, s, d)
@@ -319,14 +310,7 @@ def test_attention_with_groups_and_a_window_agrees_with_torch(rival):
     """Torch's side computes the same, and the FLOPs are those inside the window."""
     torch.manual_seed(0)
     given = options(
-        "attention",
-        "--recipe",
-        "demo",
-        "--num-query-groups",
-        "2",
-        "--window-size",
-        "29,0",
-        "--rival",
+        *"attention --recipe demo --num-query-groups 2 --window-size 29,0 --rival".split(),
         rival,
     )
     forward, both, decode = attention.cases(given)
@@ -344,7 +328,7 @@ def test_attention_with_groups_and_a_window_agrees_with_torch(rival):
 def test_attention_over_documents_agrees_with_torch(length, window):
     """The last document is what is left of the sequence; the other side sees the whole of it."""
     flags = ("--window-size", window) if window else ()
-    given = options("attention", "--recipe", "demo", "--document-length", str(length), *flags)
+    given = options(*f"attention --recipe demo --document-length {length}".split(), *flags)
     forward, both = attention.cases(given)
     for case in (forward, both):
         case.run()
@@ -449,15 +433,7 @@ def test_a_baseline_trains_with_our_losses(baseline, block):
 
 def test_a_part_of_a_large_model_reaches_the_process():
     given = options(
-        "step",
-        "--recipe",
-        "qwen3-30b-a3b",
-        "--num-layers",
-        "1",
-        "--vocab-size",
-        "1024",
-        "--baseline",
-        "hf",
+        *"step --recipe qwen3-30b-a3b --num-layers 1 --vocab-size 1024 --baseline hf".split(),
     )
     sent = json.loads(json.dumps(asdict(step.task(given, "ours", []))))
     run = contestant.run_of(contestant.Task(**sent))
@@ -562,12 +538,7 @@ def test_the_step_against_either_mkl(monkeypatch, tmp_path, capsys, width, said)
     core.run(
         step,
         options(
-            "step",
-            "--recipe",
-            "demo",
-            "--rounds",
-            "1",
-            "--mkl",
+            *"step --recipe demo --rounds 1 --mkl".split(),
             width,
             "--json",
             str(tmp_path / "a.json"),
@@ -694,8 +665,8 @@ def test_layouts_of_four_ranks():
         ("DP4", 4, 1, 1, 4),
         ("PP4", 4, 1, 4, 1),
     ]
-    sizes = "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"
-    two = options("step", "--ranks", "2", "--threads", "2", "--schedules")
+    sizes = tuple("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split())
+    two = options(*"step --ranks 2 --threads 2 --schedules".split())
     pipelines = step.candidates(two)
     assert list(pipelines) == [
         "one rank",
@@ -707,11 +678,8 @@ def test_layouts_of_four_ranks():
     ]
     flags = {name: step.layout_job(two, cell).flags for name, cell in pipelines.items()}
     assert flags["PP2 zbv"][-2:] == ("--pipeline-schedule", "zbv")
-    assert flags["PP2 zbv of 3"][-4:] == (
-        "--pipeline-schedule",
-        "zbv",
-        "--zero-bubble-max-pending-backward",
-        "3",
+    assert flags["PP2 zbv of 3"][-4:] == tuple(
+        "--pipeline-schedule zbv --zero-bubble-max-pending-backward 3".split()
     )
     both = step.candidates(options("step", "--ranks", "4", *sizes))
     assert [(name, c.dp) for name, c in both.items()] == [("one rank", 1), ("TP2 x PP2", 1)]
@@ -762,7 +730,7 @@ def test_a_library_is_found_in_the_loaders_path_and_its_package_named(tmp_path, 
 
 def test_absent_libraries_are_skipped_by_name(monkeypatch, capsys):
     monkeypatch.setattr(preloads, "find", lambda name: None)
-    cells = alloc.cells(options("alloc", "--recipe", "demo", "--ranks", "1", "--threads", "2"))
+    cells = alloc.cells(options(*"alloc --recipe demo --ranks 1 --threads 2".split()))
     assert {cell.allocator for cell in cells} == {"stock", "tuned"} and len(cells) == 8
     printed = capsys.readouterr().out
     for name in preloads.LIBRARIES:
@@ -785,15 +753,7 @@ def test_allocators_are_measured_by_real_jobs(tmp_path):
     names = ["stock", "tuned", *(["tcmalloc"] if preloads.find("tcmalloc") else [])]
     measured, printed = result(
         tmp_path / "alloc.json",
-        "alloc",
-        "--quick",
-        "--kernels",
-        "torch",
-        "--ranks",
-        "1",
-        "--recompute",
-        "full",
-        "--allocators",
+        *"alloc --quick --kernels torch --ranks 1 --recompute full --allocators".split(),
         *names,
         "--png",
         str(tmp_path / "alloc.png"),
@@ -840,17 +800,10 @@ def test_layouts_of_a_long_sequence(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(jobs, "run", run)
     main(
-        [
-            "sequences",
-            "--seq-length",
-            "4096",
-            "--threads",
-            "2",
-            "--machine",
-            "epyc-2core",
-            "--json",
-            str(tmp_path / "a.json"),
-        ]
+        (
+            "sequences --seq-length 4096 --threads 2 --machine epyc-2core --json "
+            f"{tmp_path / 'a.json'}"
+        ).split()
     )
     rows = {row["layout"]: row for row in json.loads((tmp_path / "a.json").read_text())["rows"]}
     assert [(row["threads"], row["ratio"]) for row in rows.values()] == [(2, 1.0), *[(1, 2.0)] * 3]

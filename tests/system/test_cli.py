@@ -198,9 +198,9 @@ def test_words_for_another_program_are_kept_where_a_command_passes_them_on():
     parser = Parser()
     parser.add_argument("file")
     with pytest.raises(ValueError, match="unknown flag"):
-        parser.parse_args(["a", "--", "-x", "b"])
+        parser.parse_args("a -- -x b".split())
     parser.set_defaults(passed=[])
-    assert parser.parse_args(["a", "--", "-x", "b"]) == argparse.Namespace(
+    assert parser.parse_args("a -- -x b".split()) == argparse.Namespace(
         file="a", passed=["-x", "b"]
     )
     assert parser.parse_args(["a"]) == argparse.Namespace(file="a", passed=[])
@@ -220,7 +220,7 @@ def test_groups_of_commands_hold_commands(capsys):
 
 
 def test_a_picture_goes_with_a_dry_run(tmp_path, capsys):
-    words = ["train", "--recipe", "demo", "--mock-data", "--png"]
+    words = "train --recipe demo --mock-data --png".split()
     assert (
         program_module.main([*words, str(tmp_path / "p.png")]) == 2
         and "needs --dry-run" in capsys.readouterr().err

@@ -213,7 +213,7 @@ def not_ignored(checkout: Path) -> list[str]:
         name for name in files - set(tracked) if not name.startswith((".venv/", "my_texts/"))
     )
     ignored = subprocess.run(
-        ["git", "check-ignore", "--no-index", "--stdin"],
+        "git check-ignore --no-index --stdin".split(),
         cwd=ROOT,
         capture_output=True,
         text=True,

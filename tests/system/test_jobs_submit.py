@@ -141,11 +141,7 @@ def test_a_rendered_script_needs_no_other_file(tmp_path, capsys):
     assert (
         main(
             [
-                "render",
-                "--recipe",
-                "124m",
-                "--nodes",
-                "48",
+                *"render --recipe 124m --nodes 48".split(),
                 *HELD.split(),
                 "-o",
                 str(tmp_path / "own.sh"),
@@ -268,22 +264,19 @@ def data_flags(scheduler: str, **variables: str) -> list[str]:
 
 def test_a_script_names_the_tokenizer_that_was_packed():
     assert data_flags("pjsub", DATA="mock", TOKENIZER="llama") == ["--mock-data"]
-    assert data_flags("pjsub", DATA="d") == [
-        "--data-path",
-        "/local/data/d",
-        "--vocab-file",
-        "/local/data/vocab.json",
-        "--merge-file",
-        "/local/data/merges.txt",
-    ]
-    packed = ["--data-path", "/local/data/d", "--tokenizer-model", "/local/data/llama"]
+    assert (
+        data_flags("pjsub", DATA="d")
+        == (
+            "--data-path /local/data/d --vocab-file /local/data/vocab.json --merge-file "
+            "/local/data/merges.txt"
+        ).split()
+    )
+    packed = "--data-path /local/data/d --tokenizer-model /local/data/llama".split()
     assert data_flags("pjsub", DATA="d", TOKENIZER="llama") == packed
-    assert data_flags("slurm", DATA="/d", TOKENIZER="/llama") == [
-        "--data-path",
-        "/d",
-        "--tokenizer-model",
-        "/llama",
-    ]
+    assert (
+        data_flags("slurm", DATA="/d", TOKENIZER="/llama")
+        == "--data-path /d --tokenizer-model /llama".split()
+    )
 
 
 @pytest.mark.parametrize("model", ["llama", "pieces.model", ""])
@@ -365,19 +358,19 @@ def test_submit_calls_pjsub_and_chains_steps(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     file = str(FOLDER / "resume.sh")
     assert main(["submit", file, "--no-files"]) == 2 and not said.exists()  # no group
-    assert main(["submit", file, "--no-files", "-g", "hp1", "--steps", "3"]) == 0
+    assert main(["submit", file, *"--no-files -g hp1 --steps 3".split()]) == 0
     lines = said.read_text().splitlines()
     assert lines[0] == f"-g hp1 --step --sparam jnam=resume,sn=1 {file}"
     assert lines[2] == f"-g hp1 --step --sparam jid=4711,sn=3,sd=ec!=0:all:2 {file}"
-    assert main(["submit", file, "--no-files", "-g", "hp1", "--", "-x", "SAVE=/vol0004/a"]) == 0
+    assert main(["submit", file, *"--no-files -g hp1 -- -x SAVE=/vol0004/a".split()]) == 0
     assert said.read_text().splitlines()[3] == f"-g hp1 -x SAVE=/vol0004/a {file}"
     capfd.readouterr()
-    assert main(["submit", file, "--no-files", "-g", "hp1", "--", "-L", "freq=2200"]) == 2
+    assert main(["submit", file, *"--no-files -g hp1 -- -L freq=2200".split()]) == 2
     assert (
         f"{file}, options of pjsub: " in (err := capfd.readouterr().err)
         and "since April 2025" in err
     )
-    assert main(["submit", file, "--no-files", "-g", "hp1", "--", "-x", "A=b", "other.sh"]) == 2
+    assert main(["submit", file, *"--no-files -g hp1 -- -x A=b other.sh".split()]) == 2
     assert "other.sh" in capfd.readouterr().err and len(said.read_text().splitlines()) == 4
 
 
@@ -433,9 +426,7 @@ def test_the_job_that_measures_nodes_is_a_script_without_mistakes(nodes, words, 
 @pytest.mark.parametrize("cluster", render.CLUSTERS, ids=lambda cluster: cluster.name)
 def test_the_same_for_slurm(cluster, tmp_path, capsys):
     file = tmp_path / "report.sbatch"
-    assert (
-        main(["render", "--report", "--nodes", "3", "--slurm", cluster.name, "-o", str(file)]) == 0
-    )
+    assert main([*"render --report --nodes 3 --slurm".split(), cluster.name, "-o", str(file)]) == 0
     text = file.read_text()
     assert (
         f"--nodes=3\n#SBATCH --ntasks-per-node={cluster.ranks_per_node}\n" in text

@@ -92,11 +92,7 @@ def test_csv_and_picture_hold_the_same(logs, capsys):
             [
                 "log",
                 *paths,
-                "--csv",
-                str(logs / "t.csv"),
-                "--png",
-                str(logs / "t.png"),
-                "--markdown",
+                *f"--csv {logs / 't.csv'} --png {logs / 't.png'} --markdown".split(),
             ]
         )
         == 0
@@ -141,15 +137,10 @@ def test_a_history_makes_the_same_files(logs, capsys):
     (logs / "history.jsonl").write_text(history(OUR_LOG))
     assert (
         program.main(
-            [
-                "log",
-                str(logs / "history.jsonl"),
-                "--csv",
-                str(logs / "h.csv"),
-                "--per-iteration",
-                "--png",
-                str(logs / "h.png"),
-            ]
+            (
+                f"log {logs / 'history.jsonl'} --csv {logs / 'h.csv'} --per-iteration --png "
+                f"{logs / 'h.png'}"
+            ).split()
         )
         == 0
     )
@@ -170,7 +161,7 @@ def test_runs_are_compared_by_their_last_losses(logs, capsys, monkeypatch):
         parse_log(text.splitlines())[-1].lm_loss
         for text in (OUR_LOG, OUR_LOG.replace("lm loss: 6.25", "lm loss: 6.05"))
     ]
-    assert program.main(["log", "a", "b", "--png", "both.png", "--x", "tokens"]) == 0
+    assert program.main("log a b --png both.png --x tokens".split()) == 0
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| Run"))
     assert cells(lines[start]) == [
@@ -240,7 +231,7 @@ def test_the_command_follows_a_job_to_its_last_line(logs):
     path, head = logs / "live.log", OUR_LOG.index(" iteration        4/")
     path.write_text(OUR_LOG[:head])
     job = subprocess.Popen(
-        [*COMMAND, str(path), "--follow", "--interval", "0.1", "--csv", str(logs / "live.csv")],
+        [*COMMAND, *f"{path} --follow --interval 0.1 --csv {logs / 'live.csv'}".split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -65,15 +65,10 @@ def test_any_number_of_workers_gives_the_same_files(tmp_path, main, corpus):
     contents = []
     for workers in (1, 3):
         code, err, out = main(
-            "--input",
-            "corpus.jsonl",
-            "--output-prefix",
-            f"w{workers}",
-            "--json-keys",
-            "text",
-            "title",
-            "--append-eod",
-            "--workers",
+            *(
+                f"--input corpus.jsonl --output-prefix w{workers} --json-keys text title --append-eod "
+                "--workers"
+            ).split(),
             workers,
             "--log-interval",
             500,
@@ -108,12 +103,7 @@ def test_plain_text_files_and_raw_bytes(tmp_path, main):
     (tmp_path / "b.txt").write_text("second", encoding="utf-8")
     vocab_file, merge_file = gpt2_files()
     words = [
-        "--input",
-        "a.txt",
-        "empty.md",
-        "b.txt",
-        "--keep-order",
-        "--vocab-file",
+        *"--input a.txt empty.md b.txt --keep-order --vocab-file".split(),
         vocab_file,
         "--merge-file",
         merge_file,
@@ -143,9 +133,7 @@ def test_files_that_are_not_utf_8_are_named(tmp_path, main):
         ("c.txt", b"\xe4 \xff"),
     ):
         (tmp_path / name).write_bytes(content)
-    code, err, _ = main(
-        "--input", "a.txt", "b.txt", "c.txt", "--output-prefix", "x", "--workers", "2"
-    )
+    code, err, _ = main(*"--input a.txt b.txt c.txt --output-prefix x --workers 2".split())
     assert code == 0 and [line for line in err if line.startswith("warning")] == [
         "warning: 2 plain text files are not UTF-8 (a.txt: 3 bytes, c.txt: 2 bytes): these bytes are tokenized one by one or "
         "become U+FFFD; convert the files first, as with iconv -f LATIN1 -t UTF-8"
@@ -170,7 +158,7 @@ def test_a_folder_of_texts(tmp_path, main):
     (tmp_path / "more.jsonl").write_text('{"text": "fifth"}\n{"text": "sixth"}\n')
     (tmp_path / "last.txt").write_text("seventh")
     code, _, printed = main(
-        "--input", "texts", "more.jsonl", "last.txt", "--output-prefix", "out dir", "--keep-order"
+        *"--input texts more.jsonl last.txt --output-prefix".split(), "out dir", "--keep-order"
     )
     assert code == 0
     assert texts_of(tmp_path / "out dir_text_document") == [
@@ -221,7 +209,7 @@ def test_documents_are_shuffled_alike_for_every_key_and_number_of_workers(
 ):
     """A pile is what is shuffled in memory; input that is larger takes several."""
     monkeypatch.setattr(unfinished, "PILE_BYTES", pile_bytes)
-    words = ["--input", "sorted.jsonl", "--json-keys", "text", "title"]
+    words = "--input sorted.jsonl --json-keys text title".split()
     orders = {}
     for prefix, more in (("one", []), ("two", ["--workers", 2]), ("kept", ["--keep-order"])):
         assert main(*words, "--output-prefix", prefix, *more)[0] == 0

@@ -22,7 +22,7 @@ pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 zstandard = pytest.importorskip("zstandard")
 
-TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "60000"]
+TOKENIZER = "--tokenizer-type NullTokenizer --vocab-size 60000".split()
 OUTPUTS = ("bin", "idx")
 
 

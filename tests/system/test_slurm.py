@@ -167,14 +167,11 @@ def submit(cluster, folder: Path, launcher: str, *flags: str, **variables: str) 
     """Submit the x86 recipe on two ranks with a model of seconds; (job, log)."""
     log, more = folder / "job.log", "".join(f",{name}={value}" for name, value in variables.items())
     printed = cluster(
-        "sbatch",
-        "--nodes=1",
-        "--ntasks-per-node=2",
-        "--cpus-per-task=1",
-        f"--output={log}",
-        f"--chdir={folder}",
-        f"--export=ALL,LAUNCHER={launcher},PMI=pmi2,FUGAKU_MEGATRON={ROOT},PYTHON={sys.executable},SAVE={folder}/save{more}",
-        str(FOLDER / "x86" / "run_124m.sbatch"),
+        *(
+            f"sbatch --nodes=1 --ntasks-per-node=2 --cpus-per-task=1 --output={log} --chdir={folder} "
+            f"--export=ALL,LAUNCHER={launcher},PMI=pmi2,FUGAKU_MEGATRON={ROOT},PYTHON={sys.executable},SAVE={folder}/save{more} "
+            f"{FOLDER / 'x86' / 'run_124m.sbatch'}"
+        ).split(),
         *TINY,
         *flags,
     )
@@ -214,7 +211,7 @@ def test_a_job_trains_on_two_ranks_and_ends(cluster, launcher, tmp_path):
 def test_a_job_whose_rank_is_killed_goes_on_and_ends_with_the_same_bits(
     cluster, launcher, tmp_path
 ):
-    flags = ("--train-iters", "12", "--save-interval", "2")
+    flags = tuple("--train-iters 12 --save-interval 2".split())
     held = tmp_path / "held"
     killing = kill_held(held, 5)
     job, log = submit(

@@ -164,7 +164,7 @@ class Job:
         (folder / "down").touch()
 
     def words(self, *flags: str, launcher: bool = False, train: tuple[str, ...] = ()) -> list[str]:
-        save = ["--save", f"{self.folder}/save", "--load", f"{self.folder}/save"]
+        save = f"--save {self.folder}/save --load {self.folder}/save".split()
         trainer = ["fugaku-megatron", "train", *MODEL, *save, *train]
         how = ["--launcher", f"{self.launch} {self.folder} {{map}}"] if launcher else []
         direct = [] if launcher else [str(self.launch), str(self.folder), "-"]

@@ -21,18 +21,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-TRAIN = [
-    "train",
-    "--recipe",
-    "demo",
-    "--mock-data",
-    "--train-iters",
-    "2",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "1",
-]
+TRAIN = (
+    "train --recipe demo --mock-data --train-iters 2 --micro-batch-size 1 --global-batch-size 1"
+).split()
 
 
 def run(command: list[str | Path], folder: Path, **options) -> subprocess.CompletedProcess:
@@ -85,7 +76,7 @@ def names(wheel: Path) -> set[str]:
 
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
     tracked = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "fugaku_megatron"],
+        "git ls-files -co --exclude-standard fugaku_megatron".split(),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -121,7 +112,7 @@ def test_the_wheel_trains_without_the_checkout(bin_folder, tmp_path):
     assert Path(package).is_relative_to(bin_folder.parent) and not Path(torch).is_relative_to(
         bin_folder.parent
     )
-    quick = ["--vocab-size", "512", "--kernels", "native"]
+    quick = "--vocab-size 512 --kernels native".split()
     job = run(
         [bin_folder / "fugaku-megatron", *TRAIN, *quick, "--save", tmp_path / "checkpoint"],
         tmp_path,

@@ -48,13 +48,8 @@ class Layout:
     hosts: tuple[str, ...] = ()  # network namespaces, one for each rank
 
 
-ZERO = (
-    "--zero-stage",
-    "1",
-    "--overlap-grad-reduce",
-    "--overlap-param-gather",
-    "--ddp-bucket-size",
-    "4000",
+ZERO = tuple(
+    "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000".split()
 )
 LAYOUTS = (
     Layout("DP 2", 2),
@@ -63,7 +58,7 @@ LAYOUTS = (
     Layout("PP 2", 2, ("--pipeline-model-parallel-size", "2")),
     Layout("DP 2, async save", 2, ("--async-save",), True),
     Layout("DP 2, ZeRO-1, save local", 2, (*ZERO, "--async-save", "--save-local", "{local}"), True),
-    Layout("TP 2 x DP 2", 4, ("--tensor-model-parallel-size", "2", "--zero-stage", "1")),
+    Layout("TP 2 x DP 2", 4, tuple("--tensor-model-parallel-size 2 --zero-stage 1".split())),
 )
 
 

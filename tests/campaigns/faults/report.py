@@ -42,7 +42,7 @@ def counts(outcomes: Sequence[Outcome], seed: int) -> dict[str, dict[str, Any]]:
 def revision() -> str:
     """The commit of this checkout, with a + where files differ from it; "unknown" outside one."""
     found = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+        "git describe --always --dirty=+ --exclude=*".split(),
         cwd=DOCUMENT.parent,
         capture_output=True,
         text=True,

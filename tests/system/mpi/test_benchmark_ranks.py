@@ -132,7 +132,7 @@ def hosts():
     """The words of a quick job, where there can be two hosts."""
     if reason := two_hosts.why_not():
         pytest.skip(reason)
-    return ["two_hosts", "--seq-length", "64", "--micro-batches", "2", "--rounds", "1"]
+    return "two_hosts --seq-length 64 --micro-batches 2 --rounds 1".split()
 
 
 @pytest.mark.full
@@ -176,9 +176,7 @@ def test_a_sequence_of_two_hosts(measured, hosts):
     Keys and values: of one part from the first host, whose second part the second one does not see, and of both from the other;
     in backward again, and the gradients the other way.
     """
-    result, _ = measured(
-        *hosts, "--context-parallel", "--seq-length", "512", "--micro-batches", "1"
-    )
+    result, _ = measured(*hosts, *"--context-parallel --seq-length 512 --micro-batches 1".split())
     heads, keys = result["rows"]
     assert (heads["job"], keys["job"]) == ("a2a", "p2p") and result["what"] == "Keys and values"
     half = 8 * 2 * 4 * 256 // 2 * 256 * 4  # layers x ways x widths x rows x h x bytes
@@ -228,16 +226,10 @@ def test_documents_train_alike_on_two_hosts(hosts, mpich, tmp_path, layout):
         PROGRAM,
         *TINY,
         *layout,
-        "--train-iters",
-        "6",
-        "--reset-attention-mask",
-        "--reset-position-ids",
-        "--eod-mask-loss",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--hidden-dropout",
-        "0.1",
-        "--save",
+        *(
+            "--train-iters 6 --reset-attention-mask --reset-position-ids --eod-mask-loss "
+            "--tokenizer-type NullTokenizer --hidden-dropout 0.1 --save"
+        ).split(),
     ]
     one = mpich.run(2, *flags, str(tmp_path / "one"))
     assert one.returncode == 0, one.stderr

@@ -52,19 +52,10 @@ def test_a_mistake_is_told_once(mpich, name, words):
 
 @pytest.mark.smoke
 def test_ranks_train_by_the_command(mpich):
-    flags = [
-        "--recipe",
-        "demo",
-        "--mock-data",
-        "--train-iters",
-        "2",
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "2",
-        "--vocab-size",
-        "512",
-    ]
+    flags = (
+        "--recipe demo --mock-data --train-iters 2 --micro-batch-size 1 --global-batch-size 2 "
+        "--vocab-size 512"
+    ).split()
     job = mpich.run(2, *COMMAND, "train", *flags, "--kernels", "native")
     assert job.returncode == 0 and " iteration        2/" in job.stdout, job.stderr
 
@@ -117,12 +108,7 @@ def test_two_ranks_generate(mpich, tmp_path):
         str(tmp_path),
         *write_tokenizer(tmp_path),
         *prompts,
-        "--max-new-tokens",
-        str(NEW),
-        "--temperature",
-        "0",
-        "--tensor-model-parallel-size",
-        "2",
+        *f"--max-new-tokens {NEW} --temperature 0 --tensor-model-parallel-size 2".split(),
     )
     assert job.returncode == 0, job.stderr
     texts = [
@@ -168,19 +154,10 @@ def test_a_report_starts_its_own_ranks(mpich, tmp_path):
     command = [
         sys.executable,
         *COMMAND,
-        "report",
-        "--ranks",
-        "2",
-        "--shrunk",
-        "--only",
-        "kernels",
-        "communication",
-        "training",
-        "layers",
-        "--minutes",
-        "4",
-        "--output",
-        str(file),
+        *(
+            "report --ranks 2 --shrunk --only kernels communication training layers --minutes 4 "
+            f"--output {file}"
+        ).split(),
     ]
     job = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=mpich.variables()
@@ -226,12 +203,7 @@ def test_two_hosts_report_as_two_nodes(tmp_path):
     program = [
         sys.executable,
         *COMMAND,
-        "report",
-        "--shrunk",
-        "--minutes",
-        "4",
-        "--output",
-        str(file),
+        *f"report --shrunk --minutes 4 --output {file}".split(),
     ]
     with two_hosts.two_hosts("1gbit"):
         first, second = (two_hosts.on_host(host, program) for host in two_hosts.HOSTS)

@@ -27,7 +27,7 @@ def test_a_rank_slower_by_three_tenths_is_named_within_two_log_intervals(mpich, 
     assert (
         average.seconds["reductions"][3] > average.seconds["reductions"][2]
     )  # its tensor-parallel neighbour waits for it
-    assert program.main(["log", str(file), "--ranks", "--png", str(picture)]) == 0
+    assert program.main(f"log {file} --ranks --png {picture}".split()) == 0
     assert " computation | " in capsys.readouterr().out and picture.read_bytes().startswith(
         b"\x89PNG"
     )

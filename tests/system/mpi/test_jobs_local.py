@@ -175,10 +175,10 @@ def test_clocks_end_in_the_published_table(local, tmp_path, capsys):
 
 
 def test_a_script_is_checked_and_ends_at_its_elapse_limit(local, tmp_path):
-    refused = local("local_pjsub", "--scale", "2", "-L", "freq=2200", str(SCRIPTS / "run_124m.sh"))
+    refused = local(*f"local_pjsub --scale 2 -L freq=2200 {SCRIPTS / 'run_124m.sh'}".split())
     assert refused.returncode == 2 and "since April 2025" in refused.stderr
     ended = local(
-        "local_pjsub", "--no-check", "--wait", "-L", "elapse=1", script(tmp_path, "sleep 60\n")
+        *"local_pjsub --no-check --wait -L elapse=1".split(), script(tmp_path, "sleep 60\n")
     )
     stats = (tmp_path / "job.1.stats").read_text()
     assert (
@@ -190,7 +190,7 @@ def test_a_script_is_checked_and_ends_at_its_elapse_limit(local, tmp_path):
 
 def test_bulk_jobs_and_variables(local, tmp_path):
     body = 'echo "$PJM_BULKNUM of $PJM_JOBID in $PJM_SUBJOBID, $COLOUR $SHAPE"\necho oops >&2\n'
-    bulk = ["--bulk", "--sparam", "0-1", "-x", "COLOUR=red,SHAPE=9,3"]
+    bulk = "--bulk --sparam 0-1 -x COLOUR=red,SHAPE=9,3".split()
     done = local("local_pjsub", "--no-check", "--wait", *bulk, script(tmp_path, body))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "job.1[1].out").read_text() == "1 of 1 in 1[1], red 9,3\n"
@@ -200,18 +200,11 @@ def test_bulk_jobs_and_variables(local, tmp_path):
 def test_a_failed_step_drops_the_next(local, tmp_path):
     path = script(tmp_path, "exit 3\n")
     assert (
-        local(
-            "local_pjsub", "--no-check", "--wait", "--step", "--sparam", "jnam=c,sn=1", path
-        ).returncode
+        local(*"local_pjsub --no-check --wait --step --sparam jnam=c,sn=1".split(), path).returncode
         == 3
     )
     local(
-        "local_pjsub",
-        "--no-check",
-        "--wait",
-        "--step",
-        "--sparam",
-        "jid=1,sn=2,sd=ec!=0:all:1",
+        *"local_pjsub --no-check --wait --step --sparam jid=1,sn=2,sd=ec!=0:all:1".split(),
         path,
     )
     assert " RJT " in local("local_pjstat").stdout.splitlines()[-1]
@@ -268,11 +261,9 @@ def test_the_emulated_mpiexec(monkeypatch):
     monkeypatch.setenv("LOCAL_PJSUB_FLAGS", "--seed 7")
     monkeypatch.syspath_prepend(SCRIPTS)
     commands = importlib.import_module("local_commands")
-    options, command = commands.split(
-        ["-n", "8", "-mca", "a", "1", "--vcoordfile", "m", "bash", "-c", "x"]
-    )
+    options, command = commands.split("-n 8 -mca a 1 --vcoordfile m bash -c x".split())
     assert options["-mca"] == ["a", "1"] and command == ["bash", "-c", "x"]
-    words = commands.scaled(["python", "pretrain_gpt.py", "--cpu-frequency", "2.0", "--lr", "1"])
+    words = commands.scaled("python pretrain_gpt.py --cpu-frequency 2.0 --lr 1".split())
     assert (
         "--cpu-frequency" not in words
         and "2.0" not in words
@@ -285,9 +276,7 @@ def test_the_emulated_mpiexec(monkeypatch):
 
 def test_a_job_reports_its_nodes(local, tmp_path):
     assert (
-        program_module.main(
-            ["job", "render", "--report", "--nodes", "2", "-o", str(tmp_path / "report.sh")]
-        )
+        program_module.main(f"job render --report --nodes 2 -o {tmp_path / 'report.sh'}".split())
         == 0
     )
     done = local(

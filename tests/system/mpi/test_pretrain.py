@@ -32,33 +32,11 @@ from tests.system.mpi import launch
 
 pytestmark = pytest.mark.mpi
 PROGRAM = str(launch.TESTS.parent / "pretrain_gpt.py")
-TINY = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--vocab-size",
-    "96",
-    "--make-vocab-size-divisible-by",
-    "8",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "8",
-    "--lr",
-    "1e-3",
-    "--mock-data",
-    "--log-interval",
-    "1",
-    "--eval-iters",
-    "0",
-    "--kernels",
-    "native",
-]
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size "
+    "96 --make-vocab-size-divisible-by 8 --micro-batch-size 2 --global-batch-size 8 --lr "
+    "1e-3 --mock-data --log-interval 1 --eval-iters 0 --kernels native"
+).split()
 
 
 def losses(directory: Path) -> list[float]:
@@ -73,22 +51,11 @@ def test_trains_logs_and_resumes_to_the_same_bits(mpi, tmp_path, monkeypatch):
     monkeypatch.setenv("FUGAKU_MEGATRON_MPI_THREAD_LEVEL", level)
     flags = [
         *TINY,
-        "--train-iters",
-        "8",
-        "--zero-stage",
-        "1",
-        "--log-params-norm",
-        "--log-num-zeros-in-grad",
-        "--hidden-dropout",
-        "0.1",
-        "--lr-decay-style",
-        "cosine",
-        "--lr-warmup-iters",
-        "2",
-        "--checkpoint-activations",
-        "--profile",
-        "--profile-dir",
-        str(tmp_path / "profile"),
+        *(
+            "--train-iters 8 --zero-stage 1 --log-params-norm --log-num-zeros-in-grad "
+            "--hidden-dropout 0.1 --lr-decay-style cosine --lr-warmup-iters 2 "
+            f"--checkpoint-activations --profile --profile-dir {tmp_path / 'profile'}"
+        ).split(),
     ]
     profile_to_the_end = "--profile-ranks 1 --profile-step-start 7 --profile-step-end 50".split()
     whole = mpi.run(
@@ -116,12 +83,7 @@ def test_trains_logs_and_resumes_to_the_same_bits(mpi, tmp_path, monkeypatch):
         2,
         PROGRAM,
         *flags,
-        "--save",
-        str(tmp_path / "resumed"),
-        "--load",
-        str(tmp_path / "whole"),
-        "--ckpt-step",
-        "5",
+        *f"--save {tmp_path / 'resumed'} --load {tmp_path / 'whole'} --ckpt-step 5".split(),
         *profile_too_late,
     )
     assert resumed.returncode == 0 and "at iteration 5" in resumed.stdout, resumed.stderr
@@ -167,12 +129,7 @@ def test_paths_of_any_bytes_end_no_run(mpich, tmp_path, locale):
         place + b".log",
         "--log-ranks",
         place + b".ranks",
-        "--profile",
-        "--profile-step-start",
-        "2",
-        "--profile-step-end",
-        "3",
-        "--profile-dir",
+        *"--profile --profile-step-start 2 --profile-step-end 3 --profile-dir".split(),
         place + b".p",
     )
     assert (
@@ -220,14 +177,10 @@ def test_a_rank_whose_experts_get_all_tokens_is_named(mpich, tmp_path):
         2,
         PROGRAM,
         *flags,
-        "--mock-data",
-        "--swiglu",
-        "--disable-bias-linear",
-        "--moe-router-pre-softmax",
-        "--position-embedding-type",
-        "rope",
-        "--normalization",
-        "RMSNorm",
+        *(
+            "--mock-data --swiglu --disable-bias-linear --moe-router-pre-softmax "
+            "--position-embedding-type rope --normalization RMSNorm"
+        ).split(),
     )
     assert job.returncode == 0, job.stderr
     assert "computes 2.00 of the mean" in job.stdout
@@ -302,7 +255,7 @@ def ranks(job: subprocess.Popen) -> list[psutil.Process]:
 def test_another_layout_continues_with_the_same_curve(mpich, alone, tmp_path):
     """One rank, a pipeline of two, and one rank again."""
     flags = [*TINY, "--train-iters", "8", "--hidden-dropout", "0.1"]
-    directory = ["--save", str(tmp_path / "parts"), "--load", str(tmp_path / "parts")]
+    directory = f"--save {tmp_path / 'parts'} --load {tmp_path / 'parts'}".split()
     whole = alone(*flags, "--save", tmp_path / "whole")
     first = alone(*flags, *directory, "--exit-interval", 3)
     assert whole.returncode == first.returncode == 0, whole.stderr + first.stderr
@@ -314,11 +267,7 @@ def test_another_layout_continues_with_the_same_curve(mpich, alone, tmp_path):
         "--pipeline-model-parallel-size",
         "2",
         *directory,
-        "--exit-interval",
-        "6",
-        "--pipeline-schedule",
-        "auto",
-        "--recompute-auto",
+        *"--exit-interval 6 --pipeline-schedule auto --recompute-auto".split(),
     )
     assert second.returncode == 0, second.stderr
     third = alone(*flags, *directory)

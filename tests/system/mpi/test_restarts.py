@@ -27,75 +27,26 @@ from tests.time_limit import wait_until
 pytestmark = pytest.mark.mpi
 ROOT = launch.TESTS.parent
 LENGTH = 20  # iterations for each kill
-FLAGS = [
-    "--save-interval",
-    "2",
-    "--hidden-dropout",
-    "0.1",
-    "--lr-decay-iters",
-    "100",
-    "--zero-stage",
-    "1",
-    "--overlap-grad-reduce",
-    "--overlap-param-gather",
-    "--ddp-bucket-size",
-    "4000",
-    "--normalization",
-    "RMSNorm",
-    "--swiglu",
-    "--position-embedding-type",
-    "rope",
-    "--disable-bias-linear",
-    "--group-query-attention",
-    "--num-query-groups",
-    "2",
-    "--untie-embeddings-and-output-weights",
-    "--reset-attention-mask",
-    "--reset-position-ids",
-    "--eod-mask-loss",
-    "--tokenizer-type",
-    "NullTokenizer",
-]
+FLAGS = (
+    "--save-interval 2 --hidden-dropout 0.1 --lr-decay-iters 100 --zero-stage 1 "
+    "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000 --normalization "
+    "RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear "
+    "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights "
+    "--reset-attention-mask --reset-position-ids --eod-mask-loss --tokenizer-type "
+    "NullTokenizer"
+).split()
 SHORT = [*TINY, *FLAGS, "--train-iters", "12"]
-ZBV = [
-    "--save-interval",
-    "2",
-    "--hidden-dropout",
-    "0.1",
-    "--num-layers",
-    "4",
-    "--pipeline-model-parallel-size",
-    "2",
-    "--pipeline-schedule",
-    "zbv",
-]
-EXPERTS = [
-    "--save-interval",
-    "2",
-    "--num-experts",
-    "4",
-    "--expert-model-parallel-size",
-    "2",
-    "--swiglu",
-    "--disable-bias-linear",
-    "--moe-ffn-hidden-size",
-    "16",
-    "--moe-router-score-function",
-    "sigmoid",
-    "--moe-router-enable-expert-bias",
-    "--moe-router-bias-update-rate",
-    "0.1",
-    "--moe-aux-loss-coeff",
-    "0.1",
-    "--moe-expert-capacity-factor",
-    "1.25",
-    "--zero-stage",
-    "1",
-    "--overlap-grad-reduce",
-    "--overlap-param-gather",
-    "--ddp-bucket-size",
-    "4000",
-]
+ZBV = (
+    "--save-interval 2 --hidden-dropout 0.1 --num-layers 4 --pipeline-model-parallel-size 2 "
+    "--pipeline-schedule zbv"
+).split()
+EXPERTS = (
+    "--save-interval 2 --num-experts 4 --expert-model-parallel-size 2 --swiglu "
+    "--disable-bias-linear --moe-ffn-hidden-size 16 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1 --moe-aux-loss-coeff "
+    "0.1 --moe-expert-capacity-factor 1.25 --zero-stage 1 --overlap-grad-reduce "
+    "--overlap-param-gather --ddp-bucket-size 4000"
+).split()
 MODEL = [flag for flag in TINY if flag != "--mock-data"]
 
 
@@ -132,14 +83,9 @@ def test_kills_of_other_runs_cost_nothing(mpich, tmp_path, kills, kind):
     parts = ["1", "0", "0", "1"] if kind == "chats" else ["1"]
     again = ["--async-save", "--recompute-granularity", "full", "--recompute-part-layers", *parts]
     data = written_chats(tmp_path / "chats") if kind == "chats" else ["--mock-data"]
-    adapters = [
-        "--pretrained-checkpoint",
-        str(tmp_path / "base"),
-        "--lora-rank",
-        "4",
-        "--lora-dropout",
-        "0.1",
-    ]
+    adapters = (
+        f"--pretrained-checkpoint {tmp_path / 'base'} --lora-rank 4 --lora-dropout 0.1".split()
+    )
     kinds = {
         "chats": ZBV,
         "experts": EXPERTS,
@@ -182,15 +128,7 @@ def written_chats(prefix: Path) -> list[str]:
     with ChatWriter(prefix, "<u2") as writer:
         for length in rng.randint(3, 18, 30):
             writer.add_document(signed(rng.randint(0, 95, length), np.arange(length) > 1))
-    return [
-        "--sft",
-        "--data-path",
-        str(prefix),
-        "--split",
-        "100,0,0",
-        "--tokenizer-type",
-        "NullTokenizer",
-    ]
+    return f"--sft --data-path {prefix} --split 100,0,0 --tokenizer-type NullTokenizer".split()
 
 
 def kill_often(
@@ -294,12 +232,10 @@ def test_an_emulated_job_takes_its_spare_node_and_then_fewer(undisturbed, tmp_pa
     job = subprocess.run(
         [
             sys.executable,
-            str(ROOT / "scripts" / "pjsub" / "local_pjsub"),
-            "--no-check",
-            "--wait",
-            "-x",
-            f"PYTHONPATH={launch.PATH},OMP_NUM_THREADS=1",
-            str(script),
+            *(
+                f"{ROOT / 'scripts' / 'pjsub' / 'local_pjsub'} --no-check --wait -x "
+                f"PYTHONPATH={launch.PATH},OMP_NUM_THREADS=1 {script}"
+            ).split(),
         ],
         cwd=tmp_path,
         timeout=PATIENCE,

@@ -49,36 +49,12 @@ def test_no_file_of_a_job_is_opened_by_two_ranks_of_a_node(
         for _ in range(200):
             writer.add_document(rng.integers(0, 95, 100))
     flags = [
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "32",
-        "--num-attention-heads",
-        "4",
-        "--seq-length",
-        "16",
-        "--lr",
-        "1e-3",
-        "--make-vocab-size-divisible-by",
-        "8",
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "4",
-        "--kernels",
-        "native",
-        "--eval-iters",
-        "1",
-        "--eval-interval",
-        "2",
-        "--split",
-        "90,10",
-        "--data-path",
-        str(job / "corpus"),
-        "--save",
-        str(job / "save"),
-        "--load",
-        str(job / "save"),
+        *(
+            "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-3 "
+            "--make-vocab-size-divisible-by 8 --micro-batch-size 1 --global-batch-size 4 --kernels "
+            f"native --eval-iters 1 --eval-interval 2 --split 90,10 --data-path {job / 'corpus'} "
+            f"--save {job / 'save'} --load {job / 'save'}"
+        ).split(),
         *write_tokenizer(job),
     ]
     tensor_parallel = ["--tensor-model-parallel-size", str(tensor_ranks)]
@@ -94,12 +70,7 @@ def test_no_file_of_a_job_is_opened_by_two_ranks_of_a_node(
         PROGRAM,
         *flags,
         *tensor_parallel,
-        "--data-cache-path",
-        str(job / "cache"),
-        "--log-file",
-        str(job / "log.txt"),
-        "--train-iters",
-        "4",
+        *f"--data-cache-path {job / 'cache'} --log-file {job / 'log.txt'} --train-iters 4".split(),
     )
     assert done.returncode == 0, done.stderr
     opened = openers(traces, job)

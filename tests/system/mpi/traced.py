@@ -16,14 +16,7 @@ if __name__ == "__main__":
     os.execvp(
         "strace",
         [
-            "strace",
-            "-ff",
-            "-qq",
-            "--seccomp-bpf",
-            "-e",
-            "trace=open,openat,creat",
-            "-o",
-            f"{folder}/opened.{rank}",
+            *f"strace -ff -qq --seccomp-bpf -e trace=open,openat,creat -o {folder}/opened.{rank}".split(),
             sys.executable,
             *command,
         ],
