@@ -19,7 +19,8 @@ import pytest
 from fugaku_megatron.observe.heartbeat import Beat, Node, prefix
 from fugaku_megatron.start.exit_codes import ExitCode
 from tests.system.mpi import launch
-from tests.system.mpi.test_pretrain import PROGRAM, TINY
+from tests.system.mpi.launch import words
+from tests.system.mpi.pretraining import PROGRAM, TINY, resuming
 
 pytestmark = pytest.mark.mpi
 RANKS = 4
@@ -29,7 +30,7 @@ PATIENCE = 120.0  # s for a rank to come to a phase, and for the end
 FLAGS = (
     "--log-interval 1000 --pipeline-model-parallel-size 2 --train-iters 1000000 "
     f"--save-interval 5 --keep-last 2 --hang-timeout-in-secs {TIMEOUT}"
-).split()
+)
 # A phase, in the words of its heartbeat, and the one of RANKS ranks that is stopped in it.
 PHASES = {
     "the start": 3,
@@ -44,10 +45,9 @@ USUAL = {"mpich": "the start", "openmpi": "forward of"}
 
 def start(mpi: launch.MPI, ranks: int, directory: Path) -> subprocess.Popen:
     """A job that trains and saves for ever, with its output in directory/output."""
-    save = f"--save {directory / 'save'} --load {directory / 'save'}".split()
     with (directory / "output").open("w") as output:
         return subprocess.Popen(
-            [*mpi.command(ranks), PROGRAM, *TINY, *FLAGS, *save],
+            [*mpi.command(ranks), PROGRAM, *words(TINY, FLAGS, resuming(directory / "save"))],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

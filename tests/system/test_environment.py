@@ -49,7 +49,7 @@ def environment(checkout):
 
 
 def call(folder: Path, script: str) -> subprocess.CompletedProcess:
-    """Runs the script's --help on the Python below the tests' own, without any installed package (-S)."""
+    """Run the script's --help on the Python below the tests' own, without any installed package (-S)."""
     bare = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
     clean = {
         name: value
@@ -69,11 +69,8 @@ def call(folder: Path, script: str) -> subprocess.CompletedProcess:
 def test_a_script_without_an_environment_says_what_to_do(checkout, script):
     done = call(checkout, script)
     assert done.returncode == 1 and done.stdout == ""
-    assert (
-        done.stderr.count("\n") == 1
-        and "lacks numpy" in done.stderr
-        and "run `make setup` in " in done.stderr
-    )
+    assert done.stderr.count("\n") == 1 and "lacks numpy" in done.stderr
+    assert "run `make setup` in " in done.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -123,11 +123,11 @@ def test_the_wheel_trains_without_the_checkout(bin_folder, tmp_path):
 
 @pytest.mark.parametrize(
     "words, answer",
-    [
-        ("--help", "usage: fugaku-megatron COMMAND"),
-        ("tables --document 001", "001"),
-        ("predict --recipe 124m --nodes 4 --machine grace", "(model"),
-    ],
+    {
+        "--help": "usage: fugaku-megatron COMMAND",
+        "tables --document 001": "001",
+        "predict --recipe 124m --nodes 4 --machine grace": "(model",
+    }.items(),
 )
 def test_the_wheel_holds_its_data(bin_folder, tmp_path, words, answer):
     assert answer in run([bin_folder / "fugaku-megatron", *words.split()], tmp_path).stdout
