@@ -152,7 +152,7 @@ def our_side(loaded: LoadedModel, prompt: list[int]) -> Side:
 
     def write(count: int) -> list[int]:
         *_, (ids,) = steps(loaded, [prompt], count, GREEDY, lambda sample, ids: False)
-        return ids
+        return ids.tolist()
 
     return write
 

@@ -102,8 +102,8 @@ def watched_step(trainer: Trainer, watchdog: Watchdog, times: RankTimes) -> None
     with watchdog.heart.iteration(trainer.progress.iteration + 1):
         result = trainer.train_step()
     watchdog.measured(result.seconds)
-    times.end(result.seconds)
-    times.finish_interval(trainer.progress.iteration)
+    times.end(result)
+    times.report(trainer.progress.iteration)
 
 
 def nanoseconds(folder: str) -> float:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 EXTREMES = (
     b"\xff" * 8,
@@ -12,6 +16,7 @@ EXTREMES = (
     b"\xff" * 7 + b"\x7f",
     b"\x01" + b"\0" * 7,
 )
+MISSING = "(removed)"
 DAMAGES = ("bit", "cut", "append", "insert", "extreme", "remove", "swap")
 OTHER_KINDS = (
     "a FIFO",
@@ -39,6 +44,27 @@ def damaged(content: bytes, kind: str, i: int, j: int, noise: bytes) -> bytes:
     else:
         data[i], data[j] = data[j], data[i]
     return bytes(data)
+
+
+def damages(content: bytes, count: int) -> Iterator[bytes]:
+    """Yield as many damaged contents, the same ones each time."""
+    rng = random.Random(0)
+    for _ in range(count):
+        places = (rng.randrange(len(content)), rng.randrange(len(content)))
+        yield damaged(content, rng.choice(DAMAGES), *places, rng.randbytes(rng.randrange(1, 40)))
+
+
+def changed(contents: Any, where: Sequence[Any], value: Any) -> Any:
+    """Return a copy of JSON contents with `value` at a path, or without the entry there if it is MISSING."""
+    contents = copy.deepcopy(contents)
+    owner = contents
+    for step in where[:-1]:
+        owner = owner[step]
+    if value is MISSING:
+        del owner[where[-1]]
+    else:
+        owner[where[-1]] = value
+    return contents
 
 
 def replace(path: Path, kind: str) -> None:

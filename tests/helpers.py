@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.plain_gpt import PlainGPT
 from fugaku_megatron.checkpoint.load import load_shards, open_checkpoint
-from fugaku_megatron.checkpoint.manifest import Folders
-from fugaku_megatron.checkpoint.save import Description, run_steps, save_steps, shard_writer
+from fugaku_megatron.checkpoint.manifest import Description, Folders
+from fugaku_megatron.checkpoint.save import run_steps, save_steps, shard_writer
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import Comm, SoloComm

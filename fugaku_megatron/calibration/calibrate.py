@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cli.output_files import check_file, writing
 from ..config.fields import check
+from ..text.numbers import rounded
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -201,16 +202,33 @@ def measure_messages(world: Comm, partner: int) -> Messages:
     return Messages(alpha_us=small * 1e6, gbs=LARGE / max(large - small, large / 2) / 1e9)
 
 
-def all_reduce_gbs(world: Comm, bytes: int | None = None) -> float:
+def measure_network(world: Comm, places: Sequence[object], reduced: int) -> NetworkRates:
+    """Measure messages of rank 0 to a rank on its node and to a rank on another, and an all-reduce. Collective.
+
+    places: each rank's node
+    reduced: bytes of the all-reduce
+    """
+
+    def messages(inside: bool) -> Messages | None:
+        for rank in range(1, world.size):
+            if (places[rank] == places[0]) == inside:
+                return measure_messages(world, rank)
+        return None
+
+    inside = messages(inside=True)
+    between = messages(inside=False)
+    return NetworkRates(inside, between, all_reduce_gbs(world, reduced) if world.size > 1 else None)
+
+
+def all_reduce_gbs(world: Comm, bytes: int) -> float:
     """Return GB/s of a large all-reduce: vector bytes over time. Collective."""
     import torch
 
     from ..host.timing import best_seconds
 
-    size = bytes or REDUCED
-    vector = torch.zeros(size // 4)
+    vector = torch.zeros(bytes // 4)
     best = best_seconds([lambda: world.all_reduce(vector)], ROUNDS)
-    return size / best / 1e9
+    return bytes / best / 1e9
 
 
 def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, float]:
@@ -303,18 +321,10 @@ def describe(
         "title": name,
         "kind": "cpu",
         "constants": {
-            key: {"value": _short(value), "source": source}
+            key: {"value": rounded(value, 4), "source": source}
             for key, (value, source) in values.items()
         },
     }
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, list):
-        return [_short(v) for v in value]
-    return {k: _short(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def disturbances(ranks: Sequence[Compute], nominal_ghz: float) -> list[str]:
@@ -345,19 +355,13 @@ def calibrate(world: Comm, output: Path) -> None:
     )
     hosts = world.all_gather_object(socket.gethostname())
     world.barrier()
-    mine = measure_compute()
-    computed = world.all_gather_object(mine)
-    near = next((r for r in range(1, world.size) if hosts[r] == hosts[0]), None)
-    far = next((r for r in range(1, world.size) if hosts[r] != hosts[0]), None)
-    inside = None if near is None else measure_messages(world, near)
-    between = None if far is None else measure_messages(world, far)
-    reduce = all_reduce_gbs(world)
+    computed = world.all_gather_object(measure_compute())
+    network = measure_network(world, hosts, REDUCED)
     node = [c for host, c in zip(hosts, computed) if host == hosts[0]]
     threads = sum(c.threads for c in node)
     team = measure_team(world, threads)
     if world.rank:
         return
-    network = NetworkRates(inside, between, reduce)
     memory_gib = psutil.virtual_memory().total / 2**30
     data = describe(measured_name(threads), node, team, network, memory_gib)
     with writing("--output", output):

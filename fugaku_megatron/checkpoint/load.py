@@ -7,7 +7,6 @@ none.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,8 @@ from ..comm.base import Comm
 from .manifest import (
     FOLDER_FILES,
     TRACKER,
+    Directory,
+    Files,
     Folders,
     file_name,
     iteration_path,
@@ -33,12 +34,9 @@ from .manifest import (
     read_head,
     unsigned_note,
 )
+from .schema import Manifest
 from .shards import Search, Shard, check_model, read_shards
 from .trusted import refuse_suspect, suspects
-
-Files = dict[
-    str, dict[str, Any]
-]  # file's name, relative to the checkpoint -> its entry in a manifest
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Checkpoint:
     directory: Path
     path: Path
     iteration: int
-    head: dict[str, Any]
+    head: Manifest
     files: Files | None = field(default=None, repr=False)
     node: str | None = None
 
@@ -68,9 +66,7 @@ class Checkpoint:
         return config
 
 
-def open_checkpoint(
-    directory: str | os.PathLike[str], comm: Comm, iteration: int | None = None
-) -> Checkpoint:
+def open_checkpoint(directory: Directory, comm: Comm, iteration: int | None = None) -> Checkpoint:
     """Open the latest checkpoint, or the one at `iteration`, without tensors. Collective.
 
     Raises ValueError on all ranks for a missing, damaged or foreign tracker or manifest.
@@ -80,7 +76,7 @@ def open_checkpoint(
     prefix = f"--load {directory}: "
     iteration = on_root(comm, lambda: _iteration_to_load(directory, iteration), prefix)
 
-    def read() -> tuple[Path, dict[str, Any]]:
+    def read() -> tuple[Path, Manifest]:
         head = read_head(directory, iteration)
         files.append(head.pop("files", None))
         path = iteration_path(directory, iteration)
@@ -120,6 +116,13 @@ def load_shards(
         search.look(name, entry)
     if not checkpoint.node and comm.all_reduce(torch.tensor(int(not search.complete)), "max"):
         search = _search_all(checkpoint, comm, Search(shards, padded, converts), prefix, others)
+    return _read(search, path, comm, prefix=prefix, others=others)
+
+
+def _read(
+    search: Search, path: Path, comm: Comm, prefix: str, others: Callable[[], str] | None = None
+) -> int:
+    """Read the pieces that were found, and return the bytes read by this rank. Collective."""
     plan = agree(comm, lambda: search.plan(path), prefix)
     return agree(
         comm,
@@ -142,26 +145,22 @@ def _messages(checkpoint: Checkpoint) -> tuple[str, Callable[[], str]]:
 def _own_entry(checkpoint: Checkpoint, folders: Folders, prefix: str, others: Any) -> Files:
     """Return this rank's entry from the folder leader; {} if the rank count differs. Collective."""
     comm = folders.comm
-    name = file_name(folders.comm.rank)
-    if folders.name:
-        name = f"{folders.name}/{name}"
-    if checkpoint.head.get("ranks", comm.size) != comm.size or (
-        "folders" in checkpoint.head
-    ) != bool(folders.name):
+    head = checkpoint.head
+    if head.get("ranks", comm.size) != comm.size or ("folders" in head) != bool(folders.name):
         return {}
-    read = (
-        partial(read_folder, checkpoint.path, folders.name, checkpoint.head)
-        if folders.name
-        else lambda: checkpoint.files
-    )
-    entries = agree(comm, lambda: read() if folders.leads else None, prefix, others) or {}
-    first = comm.rank
-    members = range(first, first + folders.members.size)
+
+    def read() -> Files | None:
+        if folders.leads and folders.name:
+            return read_folder(checkpoint.path, folders.name, head)
+        return checkpoint.files
+
+    entries = agree(comm, read, prefix, others) or {}
+    members = range(comm.rank, comm.rank + folders.members.size)
     entry = scatter_object(
         folders.members,
         [entries.get(file_name(rank)) for rank in members] if folders.leads else None,
     )
-    return {name: entry} if entry else {}
+    return {str(Path(folders.name, file_name(comm.rank))): entry} if entry else {}
 
 
 def _search_all(
@@ -205,9 +204,9 @@ def _other_iterations(directory: Path, damaged: int) -> str:
 
 
 def load_weights(
-    directory: str | os.PathLike[str],
+    directory: Directory,
     iteration: int,
-    manifest: dict[str, Any],
+    manifest: Manifest,
     targets: list[Shard],
     comm: Comm,
     padded: Collection[str] = (),
@@ -225,9 +224,4 @@ def load_weights(
     search = Search(targets, padded, converts=("",))
     for name, entry in manifest["files"].items():
         search.look(name, entry)
-    plan = agree(comm, lambda: search.plan(path), prefix)
-    agree(
-        comm,
-        lambda: [read_shards(path / name, work) for name, work in plan.items()] and None,
-        prefix,
-    )
+    _read(search, path, comm, prefix=prefix)

@@ -25,7 +25,7 @@ import psutil
 
 from ..comm.agreement import describe, on_root
 from ..comm.base import Comm
-from .manifest import write_text
+from .manifest import Directory, write_text
 
 LOCK = ".lock"
 # seconds
@@ -92,7 +92,7 @@ def _kernel() -> str:
 
 @contextlib.contextmanager
 def hold(
-    directory: str | os.PathLike[str] | None, comm: Comm, alive: Callable[[], Any] = bool
+    directory: Directory | None, comm: Comm, alive: Callable[[], Any] = bool
 ) -> Iterator[None]:
     """Hold the lock of --save `directory`, if any, inside the block. Collective.
 

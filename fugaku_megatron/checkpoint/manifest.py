@@ -16,14 +16,18 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import schema
-from .schema import crc32, verify_file
+from .schema import Entry, Manifest, crc32, verify_file
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
+
+Files = dict[str, Entry]  # by name, relative to the checkpoint or its folder
+Directory = str | os.PathLike[str]  # of --save, --load or --save-local
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -45,7 +49,7 @@ MEGATRON_FILES = (
 FOLDER_FILES = 127  # files of ranks, or folders, in a directory; a manifest is one more. Records of 127 ranks take about 5 MiB
 
 
-def latest_iteration(directory: str | os.PathLike[str]) -> int | None:
+def latest_iteration(directory: Directory) -> int | None:
     """Return the tracker's iteration, or None without a checkpoint.
 
     A single checkpoint without a tracker is an interrupted first save. Raises ValueError if the
@@ -67,7 +71,9 @@ def latest_iteration(directory: str | os.PathLike[str]) -> int | None:
             raise ValueError(
                 f"{tracker} should hold an iteration, it holds {text[:40]!r}; choose one by --ckpt-step"
             )
-        if not line.endswith("\n") and (newer := newer_iterations(directory, int(text))):  # 1 of 12
+        if not line.endswith("\n") and (
+            newer := list_iterations(directory, after=int(text))
+        ):  # 1 of 12
             raise ValueError(
                 f"{tracker} holds {text!r} without an end of line and may be cut: checkpoints of iterations "
                 f"{join(newer)} are newer; choose one by --ckpt-step"
@@ -82,7 +88,7 @@ def latest_iteration(directory: str | os.PathLike[str]) -> int | None:
     return present[0] if present else None
 
 
-def missing(directory: str | os.PathLike[str], iteration: int) -> str | None:
+def missing(directory: Directory, iteration: int) -> str | None:
     if iteration_path(Path(directory), iteration).is_dir():
         return None
     return (
@@ -91,7 +97,7 @@ def missing(directory: str | os.PathLike[str], iteration: int) -> str | None:
     )
 
 
-def existing_iteration(directory: str | os.PathLike[str]) -> int | None:
+def existing_iteration(directory: Directory) -> int | None:
     """Return `latest_iteration`. Raises ValueError if its folder is missing."""
     iteration = latest_iteration(directory)
     if iteration is not None and (note := missing(directory, iteration)):
@@ -111,25 +117,22 @@ def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, i
     return (directory, iteration) if any(path.glob(f"iter_*/{MANIFEST}")) else None
 
 
-def list_iterations(directory: str | os.PathLike[str]) -> list[int]:
-    """Return iterations, ascending, with a readable manifest and the recorded file sizes.
+def list_iterations(directory: Directory, after: int = -1) -> list[int]:
+    """Return iterations above `after`, ascending, with a readable manifest and the recorded file sizes.
 
     In folders, which may have 100,000 files, only folder manifests are checked. Checksums are
     verified on load.
     """
-    return newer_iterations(directory, -1)
+    present = (iteration for iteration in saved_iterations(Path(directory)) if iteration > after)
+    return [iteration for iteration in present if _is_complete(Path(directory), iteration)]
 
 
-def newer_iterations(directory: str | os.PathLike[str], than: int) -> list[int]:
-    present = {
-        iteration
-        for iteration, suffix, _ in entries(Path(directory))
-        if suffix != ".tmp" and iteration > than
-    }
-    return [iteration for iteration in sorted(present) if _is_complete(Path(directory), iteration)]
+def saved_iterations(directory: Path) -> list[int]:
+    """Return iterations, ascending, complete or damaged."""
+    return sorted({iteration for iteration, suffix, _ in entries(directory) if suffix != ".tmp"})
 
 
-def read_manifest(directory: str | os.PathLike[str], iteration: int) -> dict[str, Any]:
+def read_manifest(directory: Directory, iteration: int) -> Manifest:
     """Return the manifest with the records of all files; names are relative to the checkpoint.
 
     Raises ValueError as `read_head`, also for folder manifests.
@@ -146,11 +149,11 @@ def read_manifest(directory: str | os.PathLike[str], iteration: int) -> dict[str
     return {**head, "files": files}
 
 
-def read_folder(path: Path, folder: str, head: dict[str, Any]) -> dict[str, Any]:
+def read_folder(path: Path, folder: str, head: Manifest) -> Files:
     """Return a folder's entries. Raises ValueError if its manifest was changed."""
     place = path / folder / MANIFEST
     verify_file(place, head["folders"][folder])
-    contents: dict[str, dict[str, Any]] = _read_json(place)
+    contents: dict[str, Files] = _read_json(place)
     try:
         schema.check_files(contents)
     except ValueError as error:
@@ -158,20 +161,20 @@ def read_folder(path: Path, folder: str, head: dict[str, Any]) -> dict[str, Any]
     return contents["files"]
 
 
-def write_folder(path: Path, files: dict[str, Any]) -> dict[str, Any]:
+def write_folder(path: Path, files: Files) -> Entry:
     write_text(path / MANIFEST, json.dumps({"files": files}, separators=(",", ":")))
     fsync(path)
     return {"size": (path / MANIFEST).stat().st_size, "crc32": crc32(path / MANIFEST)}
 
 
-def read_head(directory: str | os.PathLike[str], iteration: int) -> dict[str, Any]:
+def read_head(directory: Directory, iteration: int) -> Manifest:
     """Return the stored manifest, with "files", or with "folders" that have manifests of their own.
 
     Raises ValueError if it is missing, damaged, changed, or from another program or version.
     """
     path = iteration_path(Path(directory), iteration) / MANIFEST
     _refuse_megatron(path.parent)
-    manifest: dict[str, Any] = _read_json(path)
+    manifest: Manifest = _read_json(path)
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != FORMAT:
         raise ValueError(
@@ -220,7 +223,7 @@ def _read_json(path: Path) -> Any:
         raise ValueError(f"{path} is damaged: {error}: {_REMEDY}") from error
 
 
-def _check_checksum(manifest: dict[str, Any]) -> None:
+def _check_checksum(manifest: Manifest) -> None:
     saved = manifest.get(schema.CHECKSUM)
     if saved is None and manifest["format_version"] == UNSIGNED_VERSION:
         return
@@ -231,7 +234,7 @@ def _check_checksum(manifest: dict[str, Any]) -> None:
         )
 
 
-def unsigned_note(manifest: dict[str, Any], path: Path) -> str:
+def unsigned_note(manifest: Manifest, path: Path) -> str:
     if schema.CHECKSUM in manifest:
         return ""
     return (
@@ -240,16 +243,34 @@ def unsigned_note(manifest: dict[str, Any], path: Path) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Description:
+    """Checkpoint metadata. config and state are JSON values (tuples are loaded as lists).
+
+    keep: number of newest checkpoints to keep; None: all
+    retain: keep older checkpoints only if divisible by this; None: all
+
+    The newest checkpoint with agreeing replicas is always kept (`trusted`).
+    """
+
+    iteration: int
+    layout: dict[str, int | str]
+    config: dict[str, Any]
+    state: dict[str, Any]
+    keep: int | None = None
+    retain: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and self.keep < 1:
+            raise ValueError(
+                f"the number of checkpoints to keep must be at least 1, got {self.keep}"
+            )
+
+
 def write_manifest(
-    path: Path,
-    iteration: int,
-    layout: dict[str, int | str],
-    config: dict[str, Any],
-    state: dict[str, Any],
-    files: dict[str, Any],
-    ranks: int | None = None,
+    path: Path, description: Description, files: Files, ranks: int | None = None
 ) -> None:
-    """Write the manifest. Raises TypeError if config or state is not JSON.
+    """Write the manifest of the folder `path`. Raises TypeError if config or state is not JSON.
 
     files: name -> {"size", "crc32", "shards": records}; with `ranks` (rank count): folder ->
         {"size", "crc32"}
@@ -259,10 +280,10 @@ def write_manifest(
     manifest = {
         "format": FORMAT,
         "format_version": version,
-        "iteration": iteration,
-        "layout": layout,
-        "config": config,
-        "state": state,
+        "iteration": description.iteration,
+        "layout": description.layout,
+        "config": description.config,
+        "state": description.state,
         **where,
     }
     manifest = json.loads(
@@ -270,6 +291,7 @@ def write_manifest(
     )  # as a reader sees it: tuples are lists, keys are texts
     manifest[schema.CHECKSUM] = schema.checksum(manifest)
     write_text(path / MANIFEST, json.dumps(manifest, separators=(",", ":")))
+    fsync(path)
 
 
 def _is_complete(directory: Path, iteration: int) -> bool:
@@ -286,11 +308,9 @@ def _is_complete(directory: Path, iteration: int) -> bool:
 
 def entries(directory: Path) -> list[tuple[int, str, Path]]:
     """Return (iteration, "" | ".tmp" | ".old", path) for every iteration."""
-    names = (
-        [(_ITERATION_NAME.fullmatch(path.name), path) for path in directory.iterdir()]
-        if directory.is_dir()
-        else []
-    )
+    if not directory.is_dir():
+        return []
+    names = ((_ITERATION_NAME.fullmatch(path.name), path) for path in directory.iterdir())
     return [(int(name[1]), name[2] or "", path) for name, path in names if name]
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,6 +23,8 @@ from ..comm.agreement import agree, on_root
 from ..comm.base import Comm
 from .load import Checkpoint
 from .manifest import (
+    Description,
+    Directory,
     Folders,
     entries,
     fsync,
@@ -33,7 +34,8 @@ from .manifest import (
     write_manifest,
     write_text,
 )
-from .save import Description, Steps, Written, run_steps, save_steps, write_shards
+from .save import Steps, Written, run_steps, save_steps, write_shards
+from .schema import Manifest
 from .shards import Shard
 from .tensor_files import copy_verified
 
@@ -41,7 +43,7 @@ RUN = ".run"
 _NAME_LENGTH = 64
 
 
-def run_name(save: str | Path, comm: Comm, make: bool = False) -> str | None:
+def run_name(save: Directory, comm: Comm, make: bool = False) -> str | None:
     """Return the id of the run with checkpoints in `save`, if any. Collective."""
     return on_root(comm, partial(_run_name, Path(save) / RUN, make))
 
@@ -56,13 +58,13 @@ def _run_name(path: Path, make: bool) -> str | None:
         return file.read(_NAME_LENGTH)
 
 
-def own_folder(local: str | Path, comm: Comm) -> Path:
+def own_folder(local: Directory, comm: Comm) -> Path:
     return Path(local) / f"rank_{comm.rank:05d}"
 
 
 def node_first_steps(
-    local: str | Path,
-    directory: str | Path,
+    local: Directory,
+    directory: Directory,
     shards: list[Shard],
     description: Description,
     folders: Folders,
@@ -84,7 +86,7 @@ def node_first_steps(
 
 
 def local_steps(
-    local: str | Path, shards: list[Shard], description: Description, name: str | None, comm: Comm
+    local: Directory, shards: list[Shard], description: Description, name: str | None, comm: Comm
 ) -> Steps:
     """Write this rank's copy, remove older ones once all ranks have theirs, and return `Written`.
 
@@ -113,15 +115,7 @@ def _write(aside: Path, rank: int, shards: list[Shard], description: Description
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
     written = write_shards(aside, rank, shards)
-    write_manifest(
-        aside,
-        description.iteration,
-        description.layout,
-        description.config,
-        description.state,
-        dict([written] if written else []),
-    )
-    fsync(aside)
+    write_manifest(aside, description, files=dict([written] if written else []))
     return written
 
 
@@ -140,7 +134,7 @@ def _remove_others(own: Path, iteration: int) -> None:
 
 
 def copy_written(
-    local: str | Path, comm: Comm, iteration: int, written: Written, folder: Path
+    local: Directory, comm: Comm, iteration: int, written: Written, folder: Path
 ) -> Written:
     """Copy this rank's file into a shared folder, verifying every block."""
     if written:
@@ -151,30 +145,26 @@ def copy_written(
     return written
 
 
-def newest_everywhere(local: str | Path, comm: Comm, fits: Callable[[dict[str, Any]], bool]) -> int:
+def newest_everywhere(local: Directory, comm: Comm, fits: Callable[[Manifest], bool]) -> int:
     """Return the newest iteration with complete copies on every rank, or 0. Collective.
 
     fits: True for a manifest head from this run and layout
     """
     own = own_folder(local, comm)
     held = [number for number in list_iterations(own) if fits(read_head(own, number))]
-    bound = max(held, default=0)
-    while True:
-        low = int(
-            comm.all_reduce(
-                torch.tensor(max((number for number in held if number <= bound), default=0)), "min"
-            )
-        )
-        bound = int(
-            comm.all_reduce(
-                torch.tensor(max((number for number in held if number <= low), default=0)), "min"
-            )
-        )
-        if bound == low:
-            return low
+
+    def lowest(bound: int) -> int:
+        """Return the lowest of the ranks' newest iterations up to `bound`."""
+        newest = max((number for number in held if number <= bound), default=0)
+        return int(comm.all_reduce(torch.tensor(newest), "min"))
+
+    found = lowest(max(held, default=0))
+    while (lower := lowest(found)) != found:
+        found = lower
+    return found
 
 
-def open_copy(local: str | Path, comm: Comm, iteration: int) -> Checkpoint:
+def open_copy(local: Directory, comm: Comm, iteration: int) -> Checkpoint:
     own = own_folder(local, comm)
     head = read_head(own, iteration)
     return Checkpoint(

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from ..comm.agreement import agree, describe, on_root
 from ..comm.base import Comm
 from .manifest import (
     TRACKER,
+    Description,
+    Directory,
+    Files,
     Folders,
     all_folders,
     entries,
@@ -34,46 +37,24 @@ from .manifest import (
     join,
     list_iterations,
     read_head,
+    saved_iterations,
     write_folder,
     write_manifest,
     write_text,
 )
+from .schema import Entry
 from .shards import Shard, record_piece
 from .tensor_files import write_tensors
 from .trusted import forgive, kept_for_trust
 
 Written = (
-    tuple[str, dict[str, Any]] | None
+    tuple[str, Entry] | None
 )  # a file's name and its manifest entry; None for a rank that saves nothing
 WriteFile = Callable[[Path], Written]  # of a rank, into a folder
 Steps = Generator[Callable[[], Any], Callable[[], Any], Any]
 _CPUS = os.sched_getaffinity(
     0
 )  # the mask of the process before its main thread is pinned: a thread inherits its creator's mask
-
-
-@dataclass(frozen=True)
-class Description:
-    """Checkpoint metadata. config and state are JSON values (tuples are loaded as lists).
-
-    keep: number of newest checkpoints to keep; None: all
-    retain: keep older checkpoints only if divisible by this; None: all
-
-    The newest checkpoint with agreeing replicas is always kept (`trusted`).
-    """
-
-    iteration: int
-    layout: dict[str, int | str]
-    config: dict[str, Any]
-    state: dict[str, Any]
-    keep: int | None = None
-    retain: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.keep is not None and self.keep < 1:
-            raise ValueError(
-                f"the number of checkpoints to keep must be at least 1, got {self.keep}"
-            )
 
 
 def run_steps(steps: Steps) -> Any:
@@ -86,7 +67,7 @@ def run_steps(steps: Steps) -> Any:
 
 
 def save_steps(
-    directory: str | os.PathLike[str], write: WriteFile, description: Description, folders: Folders
+    directory: Directory, write: WriteFile, description: Description, folders: Folders
 ) -> Steps:
     """Write a checkpoint and return its directory.
 
@@ -116,7 +97,9 @@ def save_steps(
         files = _record(aside, folders, agree(comm, written, prefix, _untouched), prefix)
         on_root(
             comm,
-            lambda: _seal(aside, description, files, comm.size if folders.name else None),
+            lambda: write_manifest(
+                aside, description, files=files, ranks=comm.size if folders.name else None
+            ),
             prefix,
             _untouched,
         )
@@ -130,9 +113,7 @@ def save_steps(
     return directory / name
 
 
-def save_alone(
-    directory: Path, write: Callable[[Path], dict[str, Any]], description: Description
-) -> Path:
+def save_alone(directory: Path, write: Callable[[Path], Files], description: Description) -> Path:
     """Write a checkpoint into a new directory from this process alone and return its path.
 
     write: writes files into a folder and returns their entries by name, with shards
@@ -141,13 +122,13 @@ def save_alone(
     """
     path = directory / iteration_name(description.iteration)
     path.mkdir(parents=True)
-    _seal(path, description, write(path), None)
+    write_manifest(path, description, files=write(path))
     write_text(directory / TRACKER, f"{description.iteration}\n")
     fsync(directory)
     return path
 
 
-def _record(aside: Path, folders: Folders, own: Written, prefix: str) -> dict[str, Any]:
+def _record(aside: Path, folders: Folders, own: Written, prefix: str) -> Files:
     """Write the folder manifests and return, on rank 0, the checkpoint manifest's entries.
     Collective.
     """
@@ -164,7 +145,7 @@ def _record(aside: Path, folders: Folders, own: Written, prefix: str) -> dict[st
     return dict(zip(all_folders(comm.size), summaries or [], strict=True)) if comm.rank == 0 else {}
 
 
-def _unite(written: list[Any]) -> dict[str, Any]:
+def _unite(written: list[Any]) -> Files:
     files = dict(entry for entry in written if entry)
     owners: dict[tuple[Any, ...], str] = {}
     for name, entry in files.items():
@@ -175,7 +156,7 @@ def _unite(written: list[Any]) -> dict[str, Any]:
 
 
 def check_writable(
-    directory: str | os.PathLike[str],
+    directory: Directory,
     comm: Comm,
     name: str = "--save",
     ranks: Collection[int] | None = None,
@@ -204,8 +185,8 @@ def check_writable(
 
 
 def check_replaces(
-    save: str | os.PathLike[str],
-    load: str | os.PathLike[str] | None,
+    save: Directory,
+    load: Directory | None,
     loaded: int | None,
     comm: Comm,
 ) -> None:
@@ -217,8 +198,8 @@ def check_replaces(
     on_root(comm, lambda: _check_replaces(Path(save), load, loaded or 0))
 
 
-def _check_replaces(save: Path, load: str | os.PathLike[str] | None, loaded: int) -> None:
-    present = sorted({number for number, suffix, _ in entries(save) if suffix != ".tmp"})
+def _check_replaces(save: Path, load: Directory | None, loaded: int) -> None:
+    present = saved_iterations(save)
     if load is not None and Path(load).resolve() == save.resolve():
         for number in present:
             if number > loaded:
@@ -273,19 +254,6 @@ def write_shards(folder: Path, rank: int, shards: list[Shard]) -> Written:
     return path.name, {**entry, "shards": [shard.record() for shard in shards]}
 
 
-def _seal(aside: Path, description: Description, files: dict[str, Any], ranks: int | None) -> None:
-    write_manifest(
-        aside,
-        description.iteration,
-        description.layout,
-        description.config,
-        description.state,
-        files,
-        ranks,
-    )
-    fsync(aside)
-
-
 def _publish(directory: Path, iteration: int, aside: Path) -> None:
     final = directory / iteration_name(iteration)
     if final.exists():
@@ -313,9 +281,9 @@ def _set_aside(directory: Path, description: Description) -> list[Path]:
     if older:
         trusted = kept_for_trust(directory, description.state, numbers)
         older = [number for number in older if number != trusted]
-    obsolete = [replaced] * replaced.exists() + [
-        directory / iteration_name(number) for number in older
-    ]
+    obsolete = [directory / iteration_name(number) for number in older]
+    if replaced.exists():
+        obsolete.insert(0, replaced)
     aside = []
     for path in obsolete:
         with _warning(path):
@@ -327,22 +295,18 @@ def _remove(obsolete: list[Path], folders: Folders) -> Steps:
     """Remove renamed checkpoints, each folder by its leader. Failures only warn."""
     for path in obsolete:
         if folders.name:
-            removed = yield partial(_remove_folder, path / folders.name if folders.leads else None)
+            # another layout may have had other folders
+            remove = partial(shutil.rmtree, path / folders.name, ignore_errors=True)
+            removed = yield remove if folders.leads else list
             removed()
             folders.comm.barrier()
-        removed = yield partial(_remove_rest, path if folders.comm.rank == 0 else None)
+        removed = yield partial(_remove_rest, path) if folders.comm.rank == 0 else list
         removed()
 
 
-def _remove_folder(path: Path | None) -> None:
-    if path:
-        shutil.rmtree(path, ignore_errors=True)  # another layout may have had other folders
-
-
-def _remove_rest(path: Path | None) -> None:
-    if path:
-        with _warning(path.with_suffix("")):
-            shutil.rmtree(path)
+def _remove_rest(path: Path) -> None:
+    with _warning(path.with_suffix("")):
+        shutil.rmtree(path)
 
 
 @contextmanager

@@ -11,15 +11,18 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+Manifest = dict[str, Any]  # or the part of it that a folder has
+Entry = dict[str, Any]  # of a file or a folder, in a manifest
+Record = dict[str, Any]  # of a shard, in an entry
 
 CHECKSUM = "crc32"
 RECORD_FIELDS = ("global_shape", "offset", "slice_shape")
 DATA_ORDER = ("train", "valid")  # data sets whose first number of samples is kept
-RUN_STATE = ("progress", "scaler", "optimizer_steps")  # what a run cannot go on without
 MAX_BLOCK_BYTES = 1 << 30
 _HEXADECIMAL = "0123456789abcdef"
 _CRC32 = re.compile(r"[0-9a-f]{8}")
@@ -32,7 +35,7 @@ _ONE = 1 << 31
 _BYTE = 1 << 23
 
 
-def checksum(manifest: dict[str, Any]) -> str:
+def checksum(manifest: Manifest) -> str:
     """Return the CRC-32 of the manifest without its checksum, as JSON with sorted keys and no
     spaces.
     """
@@ -40,52 +43,90 @@ def checksum(manifest: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
-def check_contents(manifest: dict[str, Any]) -> None:
+class Kind(NamedTuple):
+    """Values that a field may have. words: for an error message"""
+
+    holds: Callable[[Any], Any]
+    words: str
+
+
+def is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+OBJECT = Kind(is_object, "an object")
+LIST = Kind(lambda value: isinstance(value, list), "a list")
+TEXT = Kind(is_text, "a string")
+COUNT = Kind(is_count, "a whole number from 0")
+POSITIVE = Kind(lambda value: is_count(value) and value > 0, "a whole number above 0")
+COUNTS = Kind(
+    lambda value: isinstance(value, list) and all(map(is_count, value)), "a list of whole numbers"
+)
+SIZE = Kind(  # a text: the layers of each pipeline stage
+    lambda value: is_text(value) or POSITIVE.holds(value), "a whole number above 0 or a string"
+)
+CRC32 = Kind(lambda value: is_text(value) and _CRC32.fullmatch(value), "8 hexadecimal digits")
+BLOCK_SIZE = Kind(
+    lambda value: POSITIVE.holds(value) and value <= MAX_BLOCK_BYTES, "a number of bytes"
+)
+RECORD = {
+    **dict.fromkeys(("key", "dtype"), TEXT),
+    **dict.fromkeys(RECORD_FIELDS, COUNTS),
+    **dict.fromkeys(("flat_start", "numel"), COUNT),
+}
+
+
+def check_contents(manifest: Manifest) -> None:
     """Raise ValueError naming the first field that is missing, mistyped or out of range.
 
     Records in folders are checked with their folder (`check_files`).
     """
-    _check(manifest, "iteration", is_count, "a whole number from 0")
-    for name in ("layout", "config", "state"):
-        _check(manifest, name, is_object, "an object")
-    for name in manifest["layout"]:
-        _check(manifest["layout"], name, _is_size, "a whole number above 0 or a string", "layout.")
+    _check(manifest, {"iteration": COUNT, "layout": OBJECT, "config": OBJECT, "state": OBJECT})
+    _check(manifest["layout"], dict.fromkeys(manifest["layout"], SIZE), "layout.")
     if "model" in manifest["config"]:
-        _check(manifest["config"], "model", is_object, "an object", "config.")
+        _check(manifest["config"], {"model": OBJECT}, "config.")
         _check_state(manifest["state"], manifest["iteration"])
     check_folders(manifest) if "folders" in manifest else check_files(manifest)
 
 
-def check_files(owner: dict[str, Any]) -> None:
-    _check(owner, "files", is_object, "an object")
+def check_files(owner: Manifest) -> None:
+    _check(owner, {"files": OBJECT})
     for name, entry in owner["files"].items():
         _require(
             bool(name) and "/" not in name and name not in (".", ".."),
             f"files.{name!r} is not a file's name",
         )
-        _check(owner["files"], name, is_object, "an object", "files.")
-        _check_file(entry, f"files.{name}.")
-        _check_shards(entry, f"files.{name}.")
+        _check(owner["files"], {name: OBJECT}, "files.")
+        where = f"files.{name}."
+        _check_file(entry, where)
+        _check(entry, {"shards": LIST}, where)
+        for number, record in enumerate(entry["shards"]):
+            place = f"{where}shards[{number}]"
+            _require(is_object(record), f"{place} is {record!r:.60}, not an object")
+            _check_record(record, f"{place}.")
 
 
-def check_folders(manifest: dict[str, Any]) -> None:
-    _check(manifest, "ranks", lambda value: is_count(value) and value > 0, "a whole number above 0")
-    _check(manifest, "folders", is_object, "an object")
-    for name in manifest["folders"]:
+def check_folders(manifest: Manifest) -> None:
+    _check(manifest, {"ranks": POSITIVE, "folders": OBJECT})
+    for name, entry in manifest["folders"].items():
         _require(_FOLDER.fullmatch(name), f"folders.{name!r} is not a folder's name")
-        _check(manifest["folders"], name, is_object, "an object", "folders.")
-        _check_file(manifest["folders"][name], f"folders.{name}.")
+        _check(manifest["folders"], {name: OBJECT}, "folders.")
+        _check_file(entry, f"folders.{name}.")
 
 
 def _check_state(state: dict[str, Any], iteration: int) -> None:
-    for name in RUN_STATE:
-        _require(name in state, f"state.{name} is missing")
-    _check(state, "progress", is_object, "an object", "state.")
-    _check(state, "scaler", is_object, "an object", "state.")
-    _check(state, "optimizer_steps", is_count, "a whole number from 0", "state.")
+    _check(state, {"progress": OBJECT, "scaler": OBJECT, "optimizer_steps": COUNT}, "state.")
     progress = state["progress"]
-    for name in {"iteration": 0, "consumed_samples": 0, **progress}:
-        _check(progress, name, is_count, "a whole number from 0", "state.progress.")
+    counts = dict.fromkeys(("iteration", "consumed_samples", *progress), COUNT)
+    _check(progress, counts, "state.progress.")
     _require(
         progress["iteration"] == iteration,
         f"state.progress.iteration is {progress['iteration']}, iteration is {iteration}",
@@ -94,89 +135,54 @@ def _check_state(state: dict[str, Any], iteration: int) -> None:
     _require(
         steps <= iteration, f"state.optimizer_steps is {steps}, above the {iteration} iterations"
     )
-    order = state.get("data_order")
-    if order is not None:
-        _check(state, "data_order", is_object, "an object", "state.")
-        for name in {**dict.fromkeys(DATA_ORDER), **order}:
+    if state.get("data_order") is not None:
+        _check(state, {"data_order": OBJECT}, "state.")
+        for name, count in state["data_order"].items():
             _require(name in DATA_ORDER, f"state.data_order.{name} is unknown")
             _require(
-                order.get(name) is None or is_count(order[name]),
-                f"state.data_order.{name} is {order.get(name)!r}: expected a whole number from 0",
+                count is None or is_count(count),
+                f"state.data_order.{name} is {count!r}: expected a whole number from 0",
             )
     files = state.get("data_files") or []
     _require(
         isinstance(files, list) and all(map(_is_data_file, files)),
         "state.data_files is not a list of files with path, documents and tokens",
     )
-    rng = state.get("rng")
-    samples = progress["consumed_samples"]
-    if rng is not None:
-        _check(state, "rng", is_object, "an object", "state.")
+    if state.get("rng") is not None:
+        _check(state, {"rng": OBJECT}, "state.")
+        sample = state["rng"].get("sample")
+        samples = progress["consumed_samples"]
         _require(
-            rng.get("sample") == samples,
-            f"state.rng.sample is {rng.get('sample')!r}, consumed_samples is {samples}",
+            sample == samples, f"state.rng.sample is {sample!r}, consumed_samples is {samples}"
         )
 
 
 def _is_data_file(value: Any) -> bool:
     return (
         is_object(value)
-        and isinstance(value.get("path"), str)
+        and is_text(value.get("path"))
         and is_count(value.get("documents"))
         and is_count(value.get("tokens"))
     )
 
 
-def _check_file(entry: dict[str, Any], where: str) -> None:
-    _check(entry, "size", is_count, "a whole number from 0", where)
-    _check(
-        entry,
-        "crc32",
-        lambda value: isinstance(value, str) and _CRC32.fullmatch(value),
-        "8 hexadecimal digits",
-        where,
-    )
+def _check_file(entry: Entry, where: str) -> None:
+    _check(entry, {"size": COUNT, "crc32": CRC32}, where)
     if "blocks" not in entry:
         return
-    _check(
-        entry,
-        "block_size",
-        lambda value: is_count(value) and 0 < value <= MAX_BLOCK_BYTES,
-        "a number of bytes",
-        where,
-    )
+    _check(entry, {"block_size": BLOCK_SIZE}, where)
     count = -(-entry["size"] // entry["block_size"])
-    _check(
-        entry,
-        "blocks",
+    blocks = Kind(
         lambda value: (
-            isinstance(value, str) and len(value) == 8 * count and not value.strip(_HEXADECIMAL)
+            is_text(value) and len(value) == DIGITS * count and not value.strip(_HEXADECIMAL)
         ),
         f"8 hexadecimal digits for each of {count:.6g} blocks",
-        where,
     )
+    _check(entry, {"blocks": blocks}, where)
 
 
-def _check_shards(entry: dict[str, Any], where: str) -> None:
-    _check(entry, "shards", lambda value: isinstance(value, list), "a list", where)
-    for number, record in enumerate(entry["shards"]):
-        _require(is_object(record), f"{where}shards[{number}] is {record!r:.60}, not an object")
-        _check_record(record, f"{where}shards[{number}].")
-
-
-def _check_record(record: dict[str, Any], where: str) -> None:
-    for name in ("key", "dtype"):
-        _check(record, name, lambda value: isinstance(value, str), "a string", where)
-    for name in RECORD_FIELDS:
-        _check(
-            record,
-            name,
-            lambda value: isinstance(value, list) and all(map(is_count, value)),
-            "a list of whole numbers",
-            where,
-        )
-    for name in ("flat_start", "numel"):
-        _check(record, name, is_count, "a whole number from 0", where)
+def _check_record(record: Record, where: str) -> None:
+    _check(record, RECORD, where)
     full, offset, part = (record[name] for name in RECORD_FIELDS)
     inside = len(full) == len(offset) == len(part) and all(
         o + p <= f for o, p, f in zip(offset, part, full)
@@ -190,25 +196,10 @@ def _check_record(record: dict[str, Any], where: str) -> None:
     )
 
 
-def is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_size(value: Any) -> bool:
-    return (
-        isinstance(value, str) or is_count(value) and value > 0
-    )  # a text: the layers of each pipeline stage
-
-
-def _check(
-    owner: dict[str, Any], name: str, test: Callable[[Any], Any], kind: str, where: str = ""
-) -> None:
-    _require(name in owner, f"{where}{name} is missing")
-    _require(test(owner[name]), f"{where}{name} is {owner[name]!r:.60}, not {kind}")
+def _check(owner: dict[str, Any], fields: Mapping[str, Kind], where: str = "") -> None:
+    for name, kind in fields.items():
+        _require(name in owner, f"{where}{name} is missing")
+        _require(kind.holds(owner[name]), f"{where}{name} is {owner[name]!r:.60}, not {kind.words}")
 
 
 def _require(condition: Any, message: str) -> None:
@@ -285,7 +276,7 @@ def _multiply(a: int, b: int) -> int:
     return result
 
 
-def check_size(path: Path, entry: dict[str, Any]) -> None:
+def check_size(path: Path, entry: Entry) -> None:
     if not path.exists():
         raise ValueError(f"{path} is missing")
     size = path.stat().st_size
@@ -295,7 +286,7 @@ def check_size(path: Path, entry: dict[str, Any]) -> None:
         raise ValueError(f"{path} is not a regular file")
 
 
-def verify_file(path: Path, entry: dict[str, Any]) -> None:
+def verify_file(path: Path, entry: Entry) -> None:
     check_size(path, entry)
     crc = crc32(path)
     if crc != entry["crc32"]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tensor_files import BlockFile, Entry, StoredTensor, read_header
+from .schema import Entry, Record
+from .tensor_files import BlockFile, StoredTensor, read_header
 
 Place = tuple[int, ...]  # an index, or an extent, in each dimension
-Record = dict[str, Any]  # of a shard, in a manifest
 READ_BYTES = 4 << 20  # of a tensor at once
 WEIGHT = "weight/"  # beginning of the key of a weight
 
@@ -30,9 +30,18 @@ class Box:
     begin: Place
     extent: Place
 
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
+        return Box((0,) * len(shape), tuple(shape))
+
     @property
     def numel(self) -> int:
         return math.prod(self.extent)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of this box in the global tensor."""
+        return tuple(slice(b, b + n) for b, n in zip(self.begin, self.extent, strict=True))
 
     def meet(self, other: Box) -> Box | None:
         begin = tuple(map(max, self.begin, other.begin))
@@ -156,6 +165,11 @@ class Shard:
         )
         assert 0 <= self.flat_start <= math.prod(self.slice_shape) - self.tensor.numel(), self.key
 
+    @classmethod
+    def whole(cls, key: str, tensor: Tensor) -> Shard:
+        shape = tuple(tensor.shape)
+        return cls(key, tensor, global_shape=shape, offset=(0,) * len(shape), slice_shape=shape)
+
     @property
     def piece(self) -> Piece:
         return Piece(
@@ -194,15 +208,9 @@ def fill_shards(
         by_name.setdefault(next(name for name in keys if name in names), []).append(shard)
     for name, same in by_name.items():
         whole = read(name)
-        there = Box((0,) * whole.dim(), tuple(whole.shape))
         for shard in same:
-            for box in filter(None, map(there.meet, shard.piece.boxes())):
-                part = whole[
-                    tuple(
-                        slice(first, first + length) for first, length in zip(box.begin, box.extent)
-                    )
-                ]
-                shard.piece.view(shard.tensor, box).copy_(part)
+            for box in filter(None, map(Box.whole(whole.shape).meet, shard.piece.boxes())):
+                shard.piece.view(shard.tensor, box).copy_(whole[box.slices])
 
 
 def check_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
@@ -268,10 +276,11 @@ class Search:
 
     @property
     def complete(self) -> bool:
-        return all(
-            found is not None and _held(shard, found) == _needed(shard, found)
-            for shard, found in ((shard, self._of(shard)) for shard in self.shards)
-        )
+        for shard in self.shards:
+            found = self._of(shard)
+            if found is None or _held(shard, found) != _needed(shard, found):
+                return False
+        return True
 
     def _of(self, shard: Shard) -> _Found | None:
         return self._found.get(shard.key) or self._found.get(shard.alias or "")
@@ -321,9 +330,9 @@ def _held(shard: Shard, found: _Found) -> int:
 
 def _needed(shard: Shard, found: _Found) -> int:
     """Count the shard's elements in the saved tensor, which may have fewer rows."""
-    whole = Box((0,) * len(found.global_shape), tuple(found.global_shape))
     if len(shard.offset) != len(found.global_shape):
         return -1  # another tensor, of which nothing is held
+    whole = Box.whole(found.global_shape)
     return sum(part.numel for part in map(whole.meet, shard.piece.boxes()) if part)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import describe
-from .schema import BLOCK_BYTES, DIGITS, BlockChecksums, check_size, digits, verify_file
+from .schema import BLOCK_BYTES, DIGITS, BlockChecksums, Entry, check_size, digits, verify_file
 
 DTYPES = {
     torch.float64: "F64",
@@ -57,8 +57,6 @@ _MAX_HEADER = 100_000_000  # the limit of the safetensors library
 # Parsed, a header takes up to 27 times its bytes: a large one is at most an eighth of its file.
 _SMALL_HEADER = 4 << 20
 _HEADER_SHARE = 8
-
-Entry = dict[str, Any]  # of a file, in a manifest
 
 
 def write_tensors(
@@ -176,12 +174,8 @@ class BlockFile:
     def block(self, index: int) -> memoryview:
         if index != self._last:
             first = index * self.block_size
-            data = memoryview(bytearray(min(self.block_size, self.entry["size"] - first)))
-            self._file.seek(first)
-            if fill(self._file, data) < len(data):
-                raise ValueError(
-                    f"{self.path} ends within its bytes {first} to {first + len(data)}: it was truncated"
-                )
+            data = memoryview(bytearray(min(self.block_size, self.size - first)))
+            read_into(data, self._file, first)
             self.read_bytes += len(data)
             self._verify(index, data)
             self._last = index
@@ -201,12 +195,17 @@ class BlockFile:
             )
 
 
-def fill(file: Any, buffer: memoryview) -> int:
-    """Read until the buffer is full or the file ends."""
+def read_into(data: memoryview, file: Any, start: int) -> None:
+    """Fill `data` with an unbuffered file's bytes from `start` on. Raises ValueError beyond the end."""
+    file.seek(start)
     done = 0
-    while done < len(buffer) and (count := file.readinto(buffer[done:])):
+    while done < len(data):
+        count = file.readinto(data[done:])
+        if not count:
+            raise ValueError(
+                f"{file.name} ends within its bytes {start} to {start + len(data)}: it was truncated"
+            )
         done += count
-    return done
 
 
 @dataclass(frozen=True)

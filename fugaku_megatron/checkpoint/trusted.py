@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .manifest import existing_iteration, join, list_iterations, read_head, write_text
+from .manifest import Directory, existing_iteration, join, list_iterations, read_head, write_text
 
 FAULT = "machine_fault.json"
 REPLICAS = "replicas"  # the field of a checkpoint's state
@@ -37,9 +36,7 @@ class Fault:
     suspect: tuple[int, ...]
 
 
-def record_fault(
-    directory: str | os.PathLike[str], iteration: int, why: str, suspect_from: int | None
-) -> Fault:
+def record_fault(directory: Directory, iteration: int, why: str, suspect_from: int | None) -> Fault:
     """Write a fault record into a checkpoint directory, if it exists, and return it.
 
     suspect_from: first iteration with a suspect checkpoint, if any
@@ -49,20 +46,18 @@ def record_fault(
     suspect = {number for number in present if number in before}
     if suspect_from is not None:
         suspect.update(number for number in present if number >= suspect_from)
-    trusted = [number for number in present if number not in suspect]
-    fault = Fault(iteration, why, _newest(directory, trusted), tuple(sorted(suspect)))
+    rest = [number for number in present if number not in suspect]
+    trusted = newest_agreed(directory, rest)
+    if trusted is None:
+        trusted = max(rest, default=None)
+    fault = Fault(iteration, why, trusted, tuple(sorted(suspect)))
     if Path(directory).is_dir():
         with contextlib.suppress(OSError):  # a full disk must not hide the fault
             write_text(Path(directory) / FAULT, json.dumps(asdict(fault)) + "\n")
     return fault
 
 
-def _newest(directory: str | os.PathLike[str], numbers: list[int]) -> int | None:
-    agreed = newest_agreed(directory, numbers)
-    return max(numbers, default=None) if agreed is None else agreed
-
-
-def newest_agreed(directory: str | os.PathLike[str], numbers: Iterable[int]) -> int | None:
+def newest_agreed(directory: Directory, numbers: Iterable[int]) -> int | None:
     """Return the newest iteration with replicas that were compared before the save and agreed."""
     for number in sorted(numbers, reverse=True):
         with contextlib.suppress(ValueError, OSError):  # a damaged one is no help
@@ -71,20 +66,19 @@ def newest_agreed(directory: str | os.PathLike[str], numbers: Iterable[int]) -> 
     return None
 
 
-def read_fault(directory: str | os.PathLike[str]) -> Fault | None:
+def read_fault(directory: Directory) -> Fault | None:
     """Return the fault record, if any. Raises ValueError if it is damaged."""
     path = Path(directory) / FAULT
     if not path.is_file():
         return None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        suspect = tuple(int(number) for number in values["suspect"])
         trusted = values["trusted"]
         return Fault(
             int(values["iteration"]),
             str(values["why"]),
-            None if trusted is None else int(trusted),
-            suspect,
+            trusted=None if trusted is None else int(trusted),
+            suspect=tuple(map(int, values["suspect"])),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
@@ -94,7 +88,7 @@ def read_fault(directory: str | os.PathLike[str]) -> Fault | None:
         ) from None
 
 
-def suspects(directory: str | os.PathLike[str]) -> tuple[int, ...]:
+def suspects(directory: Directory) -> tuple[int, ...]:
     try:
         fault = read_fault(directory)
     except ValueError:
@@ -102,7 +96,7 @@ def suspects(directory: str | os.PathLike[str]) -> tuple[int, ...]:
     return fault.suspect if fault else ()
 
 
-def refuse_suspect(directory: str | os.PathLike[str], iteration: int) -> None:
+def refuse_suspect(directory: Directory, iteration: int) -> None:
     """Raise ValueError for a suspect checkpoint not chosen by --ckpt-step."""
     fault = read_fault(directory)
     if fault is None or iteration not in fault.suspect:
@@ -119,7 +113,7 @@ def refuse_suspect(directory: str | os.PathLike[str], iteration: int) -> None:
     )
 
 
-def iteration_to_load(directory: str | os.PathLike[str]) -> int | None:
+def iteration_to_load(directory: Directory) -> int | None:
     """Return the tracker's iteration, if any. Raises ValueError for a missing or suspect
     checkpoint.
     """
@@ -129,7 +123,7 @@ def iteration_to_load(directory: str | os.PathLike[str]) -> int | None:
     return iteration
 
 
-def fault_note(directory: str | os.PathLike[str], iteration: int) -> str | None:
+def fault_note(directory: Directory, iteration: int) -> str | None:
     fault = read_fault(directory)
     if fault is None or iteration > fault.iteration:
         return None
@@ -140,7 +134,7 @@ def fault_note(directory: str | os.PathLike[str], iteration: int) -> str | None:
     )
 
 
-def forgive(directory: str | os.PathLike[str], iteration: int) -> None:
+def forgive(directory: Directory, iteration: int) -> None:
     """Remove `iteration`, just saved, from the suspects; remove the record with the last suspect."""
     path = Path(directory) / FAULT
     if not path.exists():
@@ -154,7 +148,7 @@ def forgive(directory: str | os.PathLike[str], iteration: int) -> None:
 
 
 def kept_for_trust(
-    directory: str | os.PathLike[str], state: dict[str, object], numbers: list[int]
+    directory: Directory, state: dict[str, object], numbers: list[int]
 ) -> int | None:
     """Return the newest checkpoint with agreeing replicas, exempt from --keep-last and
     --save-retain-interval.

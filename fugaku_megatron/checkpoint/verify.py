@@ -18,21 +18,20 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from .manifest import (
     MANIFEST,
-    entries,
     iteration_name,
     iteration_path,
     latest_iteration,
     missing,
     read_folder,
     read_head,
+    saved_iterations,
 )
-from .schema import check_size
+from .schema import Entry, Manifest, check_size
 from .shards import check_stored
-from .tensor_files import BlockFile, Entry, read_header
+from .tensor_files import BlockFile, read_header
 
 THREADS = 8  # at most, unless --threads says so
 # seconds between two lines of progress
@@ -101,7 +100,7 @@ def _iterations(directory: Path, wanted: int | None) -> list[int]:
         raise ValueError(
             f"{directory} is one iteration of a checkpoint: pass its parent {directory.parent} and --ckpt-step"
         )
-    present = sorted({iteration for iteration, suffix, _ in entries(directory) if suffix != ".tmp"})
+    present = saved_iterations(directory)
     if not present:
         raise ValueError(
             f"{directory} holds no checkpoint: it has no folder such as {iteration_name(1)}"
@@ -145,7 +144,7 @@ def _problems(count: int) -> str:
     return f"{count} problems" if count > 1 else f"{count} problem"
 
 
-def _files(path: Path, head: dict[str, Any], problems: list[str]) -> Iterator[tuple[str, Entry]]:
+def _files(path: Path, head: Manifest, problems: list[str]) -> Iterator[tuple[str, Entry]]:
     yield from head.get("files", {}).items()
     for folder in head.get("folders", ()):
         try:

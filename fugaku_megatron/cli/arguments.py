@@ -11,17 +11,25 @@ import argparse
 import numbers
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from typing import Any
 
 from ..config.experts import EXPERTS, ExpertRanks
-from ..config.fields import check, check_type, flag, flag_words, shortened
+from ..config.fields import (
+    Declaration,
+    check,
+    check_type,
+    declarations,
+    flag,
+    flag_words,
+    shortened,
+)
 from ..config.megatron_flags import OTHER_FLAGS
 from ..config.model import HEAD_MULTIPLE, ModelConfig
 from ..config.no_effect import no_effect_notes
 from ..config.recipes import RECIPES
-from ..config.run_config import GROUPS, RunConfig
+from ..config.run_config import GROUP_OF, GROUPS, RunConfig
 from .parser import Parser, nearest
 from .yaml_flags import complete_from_yaml
 
@@ -60,22 +68,8 @@ _GOES_WITH: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     },
 }
 
-# A field -> its group in RunConfig.
-_GROUP_OF = {f.name: group for group, config in GROUPS.items() for f in fields(config)}
-
 # Fields that --help lists last in their groups.
 _OF_EXPERTS = {*EXPERTS, *(f.name for f in fields(ExpertRanks))}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """Checked command line: the run, and other options."""
-
-    run: RunConfig
-    recipe: str | None
-    dry_run: bool
-    world_size: int | None
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,41 +83,43 @@ class RunFlags:
     notes: tuple[str, ...]
 
 
-def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
-    meta = field.metadata
-    help = meta["help"]
-    types = {"int": int, "float": float, "str": str, "bool": bool}
-    type_ = meta.get("type") or types[str(field.type)]
-    default = field.default
-    if default not in (MISSING, None) and type_ is not bool:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(RunFlags):
+    """Checked command line: the flags, and the run that they describe."""
+
+    run: RunConfig
+
+
+def _add_field(group: argparse._ArgumentGroup, declared: Declaration) -> None:
+    help = declared.help
+    default = declared.default
+    if default not in (MISSING, None) and declared.kind is not bool:
         words = default if isinstance(default, tuple) else (default,)
         help += f" (default: {' '.join(map(str, words))})"
-    help = help.replace("%", "%%")
-    names = (flag(field.name), *meta.get("aliases", ()))
-    if type_ is bool:
-        # A switch that is on by default gets a --no- flag.
-        action = argparse.BooleanOptionalAction if default else "store_true"
-        group.add_argument(
-            *names, dest=field.name, action=action, default=argparse.SUPPRESS, help=help
-        )
+    options: dict[str, Any] = {
+        "dest": declared.name,
+        "default": argparse.SUPPRESS,
+        "help": help.replace("%", "%%"),
+    }
+    if declared.kind is not bool:
+        options |= {
+            "type": declared.kind,
+            "nargs": declared.nargs,
+            "choices": declared.choices,
+        }
+    elif default:  # a switch that is on by default gets a --no- flag
+        options["action"] = argparse.BooleanOptionalAction
     else:
-        group.add_argument(
-            *names,
-            dest=field.name,
-            type=type_,
-            nargs=meta.get("nargs"),
-            help=help,
-            choices=meta.get("choices"),
-            default=argparse.SUPPRESS,
-        )
-    for name, value in meta.get("switches", {}).items():
+        options["action"] = "store_true"
+    group.add_argument(*declared.flags, **options)
+    for name, value in declared.switches.items():
         group.add_argument(
             name,
-            dest=field.name,
+            dest=declared.name,
             action="store_const",
             const=value,
             default=argparse.SUPPRESS,
-            help=f"the same as {flag(field.name)} {value}",
+            help=f"the same as {declared.flags[0]} {value}",
         )
 
 
@@ -169,8 +165,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         name: parser.add_argument_group(name, config.__doc__) for name, config in GROUPS.items()
     }
     for name, config in GROUPS.items():
-        for field in sorted(fields(config), key=lambda field: field.name in _OF_EXPERTS):
-            _add_field(groups[name], field)
+        for declared in sorted(declarations(config), key=lambda each: each.name in _OF_EXPERTS):
+            _add_field(groups[name], declared)
     groups["training"].add_argument(
         "--activations-checkpoint-method",
         dest="recompute_method",
@@ -245,11 +241,11 @@ def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
     once.
     """
     groups = _from_recipe(recipe)
-    assert values.keys() <= _GROUP_OF.keys(), f"no such fields: {values.keys() - _GROUP_OF.keys()}"
+    assert values.keys() <= GROUP_OF.keys(), f"no such fields: {values.keys() - GROUP_OF.keys()}"
     for dropped in (name for key in values for name in _DERIVED.get(key, ())):
-        groups[_GROUP_OF[dropped]].pop(dropped, None)
+        groups[GROUP_OF[dropped]].pop(dropped, None)
     for name, value in values.items():
-        groups[_GROUP_OF[name]][name] = value
+        groups[GROUP_OF[name]][name] = value
     missing = _missing(groups, {})
     check(
         not missing,
@@ -300,7 +296,7 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: tuple(v) if isinstance(v, list) else v
         for name, v in values.items()
-        if name in _GROUP_OF
+        if name in GROUP_OF
     }
 
 
@@ -345,13 +341,7 @@ def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) 
     )
     run, notes = checked_run(flags.recipe, flags.fields, passed)
     check_other_flags(values, run)
-    return Arguments(
-        run=run,
-        recipe=flags.recipe,
-        dry_run=flags.dry_run,
-        world_size=flags.world_size,
-        notes=flags.notes + notes,
-    )
+    return Arguments(**{**vars(flags), "notes": flags.notes + notes}, run=run)
 
 
 def check_other_flags(values: Mapping[str, Any], run: RunConfig) -> None:
@@ -385,15 +375,14 @@ def checked_run(
 # Python keywords
 
 
-def _keywords() -> dict[str, tuple[Field[Any], Any]]:
+def _keywords() -> dict[str, tuple[Declaration, Any]]:
     """Return keyword -> its field, and for a switch the value that it sets."""
-    found: dict[str, tuple[Field[Any], Any]] = {}
+    found: dict[str, tuple[Declaration, Any]] = {}
     for config in GROUPS.values():
-        for field in fields(config):
-            names = (flag(field.name), *field.metadata.get("aliases", ()))
-            values = {**field.metadata.get("switches", {}), **dict.fromkeys(names)}
+        for declared in declarations(config):
+            values = {**declared.switches, **dict.fromkeys(declared.flags)}
             for name, value in values.items():
-                found[name.removeprefix("--").replace("-", "_")] = (field, value)
+                found[name.removeprefix("--").replace("-", "_")] = (declared, value)
     return found
 
 
@@ -408,27 +397,28 @@ def field_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
         if name not in known:
             remedy = nearest(name, known, ": fugaku-megatron train --help lists the flags")
             raise ValueError(shortened(f"unknown keyword {name}{remedy}"))
-        field, switched = known[name]
+        declared, switched = known[name]
         if switched is None:
-            values[field.name] = _typed(field, name, given)
+            values[declared.name] = _typed(declared, name, given)
             continue
         check(isinstance(given, bool), f"{name} ({flag(name)}) is {given!r:.60}: expected bool")
         if given:
-            values[field.name] = switched
+            values[declared.name] = switched
     return values
 
 
-def _typed(field: Field[Any], name: str, given: Any) -> Any:
+def _typed(declared: Declaration, name: str, given: Any) -> Any:
     """Convert a path to str, a list to a tuple, numpy numbers to Python's, and check the type."""
     plain = _plain(given)
-    takes_words = str(field.type).startswith("tuple") and field.metadata.get("nargs") == "+"
-    if takes_words and isinstance(plain, str):
+    if declared.nargs == "+" and isinstance(plain, str):
         plain = (plain,)
     try:
-        check_type(field, plain)
+        check_type(declared, plain)
     except ValueError:
-        raise ValueError(f"{name} ({flag(name)}) is {given!r:.60}: expected {field.type}") from None
-    if isinstance(plain, int) and not isinstance(plain, bool) and "float" in str(field.type):
+        raise ValueError(
+            f"{name} ({flag(name)}) is {given!r:.60}: expected {declared.type}"
+        ) from None
+    if isinstance(plain, int) and declared.type.startswith("float"):
         return float(plain)
     return plain
 

@@ -8,8 +8,8 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn, TypeVar
 
 from ..config.fields import Refused
 
@@ -28,6 +28,22 @@ class Command:
 
     def load(self) -> Command:
         return self
+
+
+T = TypeVar("T")
+
+
+def from_options(cls: type[T], options: argparse.Namespace, **others: Any) -> T:
+    """Build a dataclass from the flags with its fields' names; a list becomes a tuple.
+
+    others: fields that are not flags
+    """
+    values = dict(others)
+    for each in fields(cls):  # type: ignore[arg-type]  # a dataclass
+        if each.name not in others:
+            value = getattr(options, each.name)
+            values[each.name] = tuple(value) if isinstance(value, list) else value
+    return cls(**values)
 
 
 class Parser(argparse.ArgumentParser):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from .fields import cached_hash, check, check_numbers, check_positive, flag, option
+from .fields import cached_hash, check, check_fields, flag, option, optional, switch
 from .rules import check_rules
 from .sample_rules import Skips
 
@@ -25,50 +26,32 @@ MARKING = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 class DataConfig:
     """Tokens and tokenizer."""
 
-    data_path: tuple[str, ...] | None = option(
-        None,
-        "prefix of .bin/.idx, or a blend: weight prefix weight prefix ...; without weights every data set is read once",
-        type=str,
-        nargs="+",
+    data_path: tuple[str, ...] | None = optional(
+        "prefix of .bin/.idx, or a blend: weight prefix weight prefix ...; without weights every data set is read once"
     )
-    train_data_path: tuple[str, ...] | None = option(
-        None, "as --data-path, for training only", type=str, nargs="+"
-    )
-    valid_data_path: tuple[str, ...] | None = option(
-        None, "as --data-path, for validation only", type=str, nargs="+"
-    )
-    data_args_path: str | None = option(None, "file with the words of --data-path", type=str)
-    per_split_data_args_path: str | None = option(
-        None,
-        "JSON file with the words of --train-data-path as train, and of --valid-data-path as valid",
-        type=str,
+    train_data_path: tuple[str, ...] | None = optional("as --data-path, for training only")
+    valid_data_path: tuple[str, ...] | None = optional("as --data-path, for validation only")
+    data_args_path: str | None = optional("file with the words of --data-path")
+    per_split_data_args_path: str | None = optional(
+        "JSON file with the words of --train-data-path as train, and of --valid-data-path as valid"
     )
     split: str = option("969,30,1", "documents of --data-path for training, validation and test")
-    legacy_split: bool = option(
-        False, "round --split as Megatron-LM before Megatron-core 0.5, to resume such a run"
+    legacy_split: bool = switch(
+        "round --split as Megatron-LM before Megatron-core 0.5, to resume such a run"
     )
-    data_cache_path: str | None = option(
-        None,
-        "directory for the index of --data-path (default: next to the data, if it is large)",
-        type=str,
+    data_cache_path: str | None = optional(
+        "directory for the index of --data-path (default: next to the data, if it is large)"
     )
-    mock_data: bool = option(False, "random tokens instead of --data-path")
-    reset_position_ids: bool = option(False, "restart positions at each document")
-    reset_attention_mask: bool = option(False, "restrict attention to a token's own document")
-    eod_mask_loss: bool = option(
-        False, "exclude predictions from the end-of-document token from the loss"
-    )
-    mean_document_length: int | None = option(
-        None,
+    mock_data: bool = switch("random tokens instead of --data-path")
+    reset_position_ids: bool = switch("restart positions at each document")
+    reset_attention_mask: bool = switch("restrict attention to a token's own document")
+    eod_mask_loss: bool = switch("exclude predictions from the end-of-document token from the loss")
+    mean_document_length: int | None = optional(
         "tokens per document, for estimates of time and FLOPs with "
-        "--reset-attention-mask (default: --seq-length)",
-        type=int,
+        "--reset-attention-mask (default: --seq-length)"
     )
-    skip_samples: tuple[str, ...] | None = option(
-        None,
-        "samples excluded from training, as FIRST:END ..., without END; skipped samples count as consumed",
-        type=str,
-        nargs="+",
+    skip_samples: tuple[str, ...] | None = optional(
+        "samples excluded from training, as FIRST:END ..., without END; skipped samples count as consumed"
     )
     tokenizer_type: str = option(
         "GPT2BPETokenizer",
@@ -76,36 +59,30 @@ class DataConfig:
         "SentencePieceTokenizer, Llama2Tokenizer, JapaneseSentencePiece, TikTokenizer or NullTokenizer; "
         "without tokenizer files, the tokenizer of the initial model",
     )
-    vocab_file: str | None = option(
-        None, "vocab.json of the tokenizer, or a SentencePiece model", type=str
-    )
-    merge_file: str | None = option(None, "merges.txt of the tokenizer", type=str)
-    tokenizer_model: str | None = option(
-        None,
+    vocab_file: str | None = optional("vocab.json of the tokenizer, or a SentencePiece model")
+    merge_file: str | None = optional("merges.txt of the tokenizer")
+    tokenizer_model: str | None = optional(
         "directory of HuggingFaceTokenizer, .model file of SentencePiece, or .json file of "
-        "TikTokenizer",
-        type=str,
+        "TikTokenizer"
     )
     tiktoken_pattern: str = option(
         "v2", "pattern by which TikTokenizer splits text", choices=("v1", "v2")
     )
-    tiktoken_num_special_tokens: int = option(1000, "special tokens of TikTokenizer")
-    sft: bool = option(
-        False,
+    tiktoken_num_special_tokens: int = option(1000, "special tokens of TikTokenizer", range=None)
+    sft: bool = switch(
         "fine-tune on chats: --data-path is from fugaku-megatron preprocess --chat, whole chats are packed into a sample, each "
-        "with its own positions and attention, and the loss is over the assistant's tokens",
+        "with its own positions and attention, and the loss is over the assistant's tokens"
     )
-    sft_truncate: bool = option(False, "truncate chats longer than a sample")
+    sft_truncate: bool = switch("truncate chats longer than a sample")
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_fields(self)
         check(
             self.tokenizer_type in SENTENCEPIECE_TYPES
             or (self.vocab_file is None) == (self.merge_file is None),
             f"--vocab-file is {self.vocab_file} and --merge-file is {self.merge_file}: pass both or neither",
         )
         Skips.parse(self.skip_samples)
-        check_positive(self, "mean_document_length")
         check(
             self.mean_document_length is None or self.masks_attention,
             f"--mean-document-length {self.mean_document_length} is "
@@ -126,33 +103,33 @@ class DataConfig:
             "follows the end of a text: leave one out",
         )
 
-    @property
+    @cached_property
     def marks_documents(self) -> str:
         """Flags that need the end-of-document token, except for chats, whose files have masks."""
         if self.sft:
             return ""
         return " ".join(flag(name) for name in MARKING if getattr(self, name))
 
-    @property
+    @cached_property
     def marked(self) -> bool:
         """True if samples have document or loss masks."""
         return self.sft or bool(self.marks_documents)
 
-    @property
+    @cached_property
     def masks_attention(self) -> bool:
         return self.sft or self.reset_attention_mask
 
-    @property
+    @cached_property
     def restarts_positions(self) -> bool:
         return self.sft or self.reset_position_ids
 
-    @property
+    @cached_property
     def has_tokenizer(self) -> bool:
         return bool(
             self.vocab_file or self.tokenizer_model or self.tokenizer_type == "NullTokenizer"
         )
 
-    @property
+    @cached_property
     def files(self) -> tuple[str, ...] | None:
         words = self.data_path or self.train_data_path
         if words:
@@ -160,12 +137,12 @@ class DataConfig:
         listed = self.data_args_path or self.per_split_data_args_path
         return (listed,) if listed else None
 
-    @property
+    @cached_property
     def cuts_chats(self) -> bool | None:
         """True: truncate chats that are too long; False: refuse them; None: not chats."""
         return self.sft_truncate if self.sft else None
 
-    @property
+    @cached_property
     def paths(self) -> dict[str, tuple[str, ...]]:
         given = {
             flag(name): getattr(self, name)

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .fields import RowNames
-
 LEARNING_RATE = "lr_decay_style"
 WSD = "lr_wsd_decay_style"
 WEIGHT_DECAY = "weight_decay_incr_style"
@@ -66,7 +64,3 @@ SHAPES = {
     "inverse-square-root": Shape(rate=_inverse_square_root, flags=(LEARNING_RATE,)),
     "WSD": Shape(final_decay=True, flags=(LEARNING_RATE,)),
 }
-
-
-def shapes_of(field: str) -> RowNames:
-    return RowNames(SHAPES, where=lambda shape: field in shape.flags)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
-from .fields import check, check_not_negative, check_positive, option
+from .fields import NOT_NEGATIVE, check, check_positive, option, optional, switch
 
 # Values of --moe-router-load-balancing-type.
 NO_BALANCE = "none"
@@ -27,11 +27,9 @@ MAX_PATTERN = 4096  # layers
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFields:
-    num_experts: int | None = option(
-        None,
+    num_experts: int | None = optional(
         "experts of a layer; each token is dispatched to --moe-router-topk experts (default: one MLP "
         "for all tokens)",
-        type=int,
         maximum=2**12,
     )
     moe_layer_freq: str = option(
@@ -39,19 +37,16 @@ class ExpertFields:
         "layers with experts: every Nth from the first, or a list of 0 and 1 for all layers, such as "
         "([0]*1+[1]*23)",
     )
-    moe_ffn_hidden_size: int | None = option(
-        None, "width of each expert (default: --ffn-hidden-size)", type=int, maximum=2**22
+    moe_ffn_hidden_size: int | None = optional(
+        "width of each expert (default: --ffn-hidden-size)", maximum=2**22
     )
-    moe_shared_expert_intermediate_size: int | None = option(
-        None,
+    moe_shared_expert_intermediate_size: int | None = optional(
         "width of a shared expert, applied to every token (default: none)",
-        type=int,
         maximum=2**22,
     )
-    moe_shared_expert_gate: bool = option(
-        False,
+    moe_shared_expert_gate: bool = switch(
         "multiply the shared expert's output by the sigmoid of a learned score per token, as in "
-        "Qwen2-MoE",
+        "Qwen2-MoE"
     )
     moe_router_topk: int = option(2, "number of experts per token", maximum=2**12)
     moe_router_score_function: str = option(
@@ -59,30 +54,24 @@ class ExpertFields:
         "function from the router's logits to scores",
         choices=(SOFTMAX, SIGMOID),
     )
-    moe_router_pre_softmax: bool = option(
-        False,
+    moe_router_pre_softmax: bool = switch(
         "softmax over all experts, without normalising the scores again over the chosen "
-        "experts; otherwise softmax over the chosen experts",
+        "experts; otherwise softmax over the chosen experts"
     )
-    moe_router_topk_scaling_factor: float | None = option(
-        None, "multiply the scores of the chosen experts by this", type=float
+    moe_router_topk_scaling_factor: float | None = optional(
+        "multiply the scores of the chosen experts by this", range=None
     )
-    moe_router_num_groups: int | None = option(
-        None,
+    moe_router_num_groups: int | None = optional(
         "groups of experts; the experts of a token are in its best --moe-router-group-topk groups",
-        type=int,
         maximum=2**12,
     )
-    moe_router_group_topk: int | None = option(
-        None,
+    moe_router_group_topk: int | None = optional(
         "groups per token, with --moe-router-num-groups",
-        type=int,
         maximum=2**12,
     )
-    moe_router_enable_expert_bias: bool = option(
-        False,
+    moe_router_enable_expert_bias: bool = switch(
         "choose experts by score + bias, and after each iteration raise the bias of experts with fewer "
-        "tokens than the mean: balance without a loss",
+        "tokens than the mean: balance without a loss"
     )
     moe_router_bias_update_rate: float = option(
         1e-3, "change of a bias per iteration, with --moe-router-enable-expert-bias"
@@ -91,22 +80,16 @@ class ExpertFields:
         (AUX,),
         "balancing losses per micro-batch: aux_loss, seq_aux_loss (per sequence) or none; "
         "or sinkhorn, without a loss: training chooses experts evenly",
-        type=str,
-        nargs="+",
     )
-    moe_aux_loss_coeff: tuple[float, ...] = option(
-        (0.0,), "factor of each balancing loss", type=float, nargs="+"
-    )
-    moe_z_loss_coeff: float | None = option(
-        None,
+    moe_aux_loss_coeff: tuple[float, ...] = option((0.0,), "factor of each balancing loss")
+    moe_z_loss_coeff: float | None = optional(
         "add this x the mean of (log of the router's softmax denominator)^2 to the loss",
-        type=float,
+        range=NOT_NEGATIVE,
     )
-    moe_expert_capacity_factor: float | None = option(
-        None,
+    moe_expert_capacity_factor: float | None = optional(
         "an expert processes at most this x the mean number of tokens per expert in a "
         "micro-batch and drops the rest (default: no limit)",
-        type=float,
+        range=None,
     )
     moe_token_drop_policy: str = option(
         "probs",
@@ -148,7 +131,6 @@ class ExpertFields:
             "bias needs --moe-router-score-function sigmoid, as in Megatron-LM: pass both",
         )
         check_positive(self, "moe_expert_capacity_factor")
-        check_not_negative(self, "moe_z_loss_coeff")
         self._check_groups(self.num_experts, self.moe_router_topk)
         self._check_balance()
         check(
@@ -192,11 +174,11 @@ class ExpertFields:
         )
         check(min(factors) >= 0, f"--moe-aux-loss-coeff is {min(factors)}: pass 0 or more")
 
-    @property
+    @cached_property
     def sinkhorn(self) -> bool:
         return SINKHORN in self.moe_router_load_balancing_type
 
-    @property
+    @cached_property
     def balances(self) -> tuple[tuple[str, float], ...]:
         """Kind and factor for each balancing loss with an effect."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff)
@@ -217,10 +199,8 @@ class ExpertRanks:
         "on return; data-parallel ranks, and with --expert-tensor-parallel-size 1 also tensor-parallel ranks",
         maximum=2**12,
     )
-    expert_tensor_parallel_size: int | None = option(
-        None,
+    expert_tensor_parallel_size: int | None = optional(
         "ranks that share each expert's matrices: 1, or the tensor-parallel size (default)",
-        type=int,
         maximum=2**16,
     )
 
@@ -238,14 +218,14 @@ class ExpertRanks:
             f"{tp} needs --sequence-parallel, so that every rank sends other tokens: pass it",
         )
 
-    @property
+    @cached_property
     def divides_experts(self) -> bool:
         """True if experts are sharded unlike the other matrices."""
         tp = self.tensor_model_parallel_size
         etp = self.expert_tensor_parallel_size
         return self.expert_model_parallel_size > 1 or etp not in (None, tp)
 
-    @property
+    @cached_property
     def dividing_flag(self) -> str:
         if self.expert_model_parallel_size > 1:
             return f"--expert-model-parallel-size {self.expert_model_parallel_size}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .fields import cached_hash, check, check_not_negative, check_numbers, check_positive, option
+from .fields import NOT_NEGATIVE, cached_hash, check, check_fields, option, optional, switch
 
 COMPARISON_INTERVAL = 100  # iterations
 
@@ -19,10 +19,9 @@ class NumbersConfig:
         "iterations between bitwise comparisons of replicated state: weights and, without --zero-stage 1, "
         "optimizer states of data-parallel ranks, parameters replicated over tensor-parallel ranks, and tied "
         "embeddings. They are also compared before every save. 0: never",
-        type=int,
+        range=NOT_NEGATIVE,
     )
-    rerun_on_spike: bool = option(
-        False,
+    rerun_on_spike: bool = switch(
         "rerun an iteration with a loss spike, Inf or NaN before its update, to distinguish a broken "
         "machine (different bits) from a bad batch (the same bits)",
         aliases=("--check-for-spiky-loss",),
@@ -32,22 +31,17 @@ class NumbersConfig:
         "a loss spike exceeds the median of the last 50 losses by more than this many standard "
         "deviations, and by 1 %",
     )
-    abft: tuple[str, ...] | None = option(
-        None,
+    abft: tuple[str, ...] | None = optional(
         "layers with checksums of their matmuls, experts included: numbers from 0, or all, which includes the "
         "logits and Muon; attention's own matmuls and routers are not checked. A rank with "
-        "wrong matmuls in three iterations of 100 ends the run",
-        type=str,
-        nargs="+",
+        "wrong matmuls in three iterations of 100 ends the run"
     )
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_positive(self, "loss_spike_deviations")
+        check_fields(self)
         name = "check_weight_hash_across_dp_replicas_interval"
         if getattr(self, name) is None:  # as saved by earlier versions
             object.__setattr__(self, name, COMPARISON_INTERVAL)
-        check_not_negative(self, name)
         for layer in self.abft or ():
             check(
                 layer == "all" or (layer.isascii() and layer.isdecimal()),

@@ -6,12 +6,11 @@ row's flag and module exist.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..pipeline import schedule_names
-from .run_config import GROUPS, RunConfig
+from .run_config import GROUP_OF, RunConfig
 
 BALANCED_SPLIT = "pipeline_split_balanced"
 SELECTIVE = "recompute_selective"
@@ -43,14 +42,6 @@ class Feature:
     place: str
     field: str | None = None
     value: Any = True
-
-    def used(self, run: RunConfig) -> bool:
-        if self.field is None:
-            return True
-        given = field_value(run, self.field)
-        if self.field == "pipeline_schedule":
-            given = run.parallel.schedule
-        return given in (self.value if isinstance(self.value, tuple) else (self.value,))
 
 
 FEATURES: dict[str, Feature] = {
@@ -145,17 +136,23 @@ SWITCHES = (
 )
 
 
-@cache
-def group_of(field: str) -> str | None:
-    for group, config in GROUPS.items():
-        if field in {f.name for f in fields(config)}:
-            return group
-    return None
+def used(run: RunConfig) -> frozenset[str]:
+    """Return the names of the features that a run uses."""
+    names = []
+    for name, feature in FEATURES.items():
+        values = feature.value if isinstance(feature.value, tuple) else (feature.value,)
+        if feature.field is None:
+            names.append(name)
+        elif feature.field == "pipeline_schedule":
+            if run.parallel.schedule in values:
+                names.append(name)
+        elif field_value(run, feature.field) in values:
+            names.append(name)
+    return frozenset(names)
 
 
-def field_value(run: RunConfig, field: str) -> Any:
-    group = group_of(field)
-    return None if group is None else getattr(getattr(run, group), field)
+def field_value(run: RunConfig, name: str) -> Any:
+    return getattr(getattr(run, GROUP_OF[name]), name)
 
 
 def field_of(name: str) -> str:
@@ -166,6 +163,5 @@ def field_of(name: str) -> str:
 
 def switched(run: RunConfig, name: str, on: bool = True) -> RunConfig:
     field = field_of(name)
-    group = group_of(field)
-    assert group is not None, name
+    group = GROUP_OF[field]
     return replace(run, **{group: replace(getattr(run, group), **{field: on})})

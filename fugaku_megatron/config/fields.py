@@ -3,58 +3,128 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import Field, field, fields
-from typing import Any
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 MAX_HALF = 450  # characters at the beginning and at the end of a message that repeats a value
 MAX_NUMBER = 2**31 - 1  # largest integer, unless a field has its own `maximum`
-TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 
 
-class RowNames(Collection[str]):
+class RowNames:
     """Names of a table's rows, also of rows added later, and other values: the choices of a flag.
 
-    where: row -> False if the flag does not accept the row
+    flag: name only the rows that list this field in `flags`
     """
 
-    def __init__(
-        self,
-        table: Mapping[str, Any],
-        *others: str,
-        where: Callable[[Any], bool] = lambda row: True,
-    ) -> None:
+    def __init__(self, table: Mapping[str, Any], *others: str, flag: str | None = None) -> None:
         self._table = table
         self._others = others
-        self._where = where
+        self._flag = flag
 
     def __iter__(self) -> Iterator[str]:
-        yield from (name for name, row in self._table.items() if self._where(row))
+        for name, row in self._table.items():
+            if self._flag is None or self._flag in row.flags:
+                yield name
         yield from self._others
 
-    def __contains__(self, name: object) -> bool:
-        return any(name == each for each in self)
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+class Range(NamedTuple):
+    """A range of numbers. remedy: end of the message about a number outside it"""
+
+    contains: Callable[[float], bool]
+    remedy: str
+
+
+POSITIVE = Range(lambda number: number > 0, "a number above 0")
+NOT_NEGATIVE = Range(lambda number: number >= 0, "0 or more")
+FRACTION = Range(lambda number: 0 <= number < 1, "a number from 0 to below 1")
+
+
+class Declaration(NamedTuple):
+    """A field as the command line and the checks see it.
+
+    type: annotation
+    kind: class of a value, or of a tuple's elements
+    default: MISSING for a required field
+    flags: the field's flag and its aliases
+    nargs: as in argparse; a field of type tuple takes one value or more
+    switches: flag without a value -> the value that it sets
+    maximum: of an integer
+    range: of a number; None: the class checks it
+    """
+
+    name: str
+    type: str
+    kind: Callable[[str], Any]
+    default: Any
+    flags: tuple[str, ...]
+    help: str
+    nargs: int | str | None = None
+    choices: Iterable[Any] | None = None
+    switches: Mapping[str, Any] = MappingProxyType({})
+    maximum: int = MAX_NUMBER
+    range: Range | None = POSITIVE
 
 
 def option(default: Any, help: str, **meta: Any) -> Any:
     """Return a dataclass field with its help text.
 
-    meta: choices, nargs, type, maximum, aliases (other flag names), switches (flag -> value)
+    meta: aliases (other flag names), and fields of `Declaration`
     """
     return field(default=default, metadata={"help": help, **meta})
+
+
+def optional(help: str, **meta: Any) -> Any:
+    """Return a field that is None unless it is set or computed from others."""
+    return option(None, help, **meta)
+
+
+def switch(help: str, **meta: Any) -> Any:
+    """Return a field that is off by default."""
+    return option(False, help, **meta)
 
 
 def required(help: str, **meta: Any) -> Any:
     return field(metadata={"help": help, **meta})
 
 
+def _element_type(annotation: str) -> str:
+    """Return the name of a tuple's element type."""
+    return annotation.removeprefix("tuple[").split(",")[0]
+
+
+@cache
+def declarations(config: type) -> tuple[Declaration, ...]:
+    """Return the declaration of every field in a group."""
+    found = []
+    for each in fields(config):
+        meta = dict(each.metadata)
+        annotation = str(each.type)
+        kind = annotation.removesuffix(" | None")
+        if kind.startswith("tuple"):
+            kind = _element_type(kind)
+            meta.setdefault("nargs", "+")
+        found.append(
+            Declaration(
+                name=each.name,
+                type=annotation,
+                kind=TYPES[kind],
+                default=each.default,
+                flags=(flag(each.name), *meta.pop("aliases", ())),
+                **meta,
+            )
+        )
+    return tuple(found)
+
+
 def cached_hash(cls: type) -> type:
     """Make a frozen dataclass compute its hash once, for use as a cache key.
 
-    The hash is not pickled, because other processes hash strings differently.
+    Only fields are pickled, because other processes hash strings differently.
     """
     fresh: Callable[[Any], int] = vars(cls)["__hash__"]
 
@@ -64,7 +134,7 @@ def cached_hash(cls: type) -> type:
         return int(self._hash)
 
     def __getstate__(self: Any) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     own = {
         "__hash__": __hash__,
@@ -111,58 +181,51 @@ def check(condition: object, message: str) -> None:
 
 def check_positive(config: Any, *names: str) -> None:
     for name in names:
-        value = getattr(config, name)
-        check(value is None or value > 0, f"{flag(name)} is {value}: pass a number above 0")
+        _check_range(name, getattr(config, name), POSITIVE)
 
 
-def check_not_negative(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        check(value is None or value >= 0, f"{flag(name)} is {value}: pass 0 or more")
+def _check_range(name: str, value: float | None, range: Range) -> None:
+    check(value is None or range.contains(value), f"{flag(name)} is {value}: pass {range.remedy}")
 
 
-def check_fraction(config: Any, *names: str) -> None:
-    """Raise ValueError unless every named field is None or in [0, 1)."""
-    for name in names:
-        value = getattr(config, name)
-        check(0.0 <= value < 1.0, f"{flag(name)} is {value}: pass a number from 0 to below 1")
-
-
-def check_choices(config: Any) -> None:
-    for f in fields(config):
-        choices = f.metadata.get("choices")
-        value = getattr(config, f.name)
+def check_fields(config: Any) -> None:
+    """Raise ValueError for a number out of range, or for a value that is no choice of its field."""
+    for declared in declarations(config.__class__):
+        value = getattr(config, declared.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            _check_size(declared, number)
+        if declared.kind in (int, float) and declared.range and not isinstance(value, tuple):
+            _check_range(declared.name, value, declared.range)
+        choices = declared.choices
         check(
-            choices is None or value in choices or value is f.default,
-            f"{flag(f.name)} is {value}: pass {' or '.join(map(str, choices or ()))}",
+            choices is None or value in choices or value is declared.default,
+            f"{flag(declared.name)} is {value}: pass {' or '.join(map(str, choices or ()))}",
         )
 
 
-def check_numbers(config: Any) -> None:
+def _check_size(declared: Declaration, number: Any) -> None:
     """Raise ValueError unless floats are finite, and integers at most their field's `maximum`."""
-    for f in fields(config):
-        value = getattr(config, f.name)
-        maximum = f.metadata.get("maximum", MAX_NUMBER)
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float):
-                check(math.isfinite(number), f"{flag(f.name)} is {number}: pass a finite number")
-            elif isinstance(number, int) and number > maximum:
-                digits = len(str(number))
-                shown = str(number) if digits <= 18 else f"a number of {digits} digits"
-                raise ValueError(f"{flag(f.name)} is {shown}: pass at most {maximum}")
+    name = flag(declared.name)
+    if isinstance(number, float):
+        check(math.isfinite(number), f"{name} is {number}: pass a finite number")
+    elif isinstance(number, int) and number > declared.maximum:
+        digits = len(str(number))
+        shown = str(number) if digits <= 18 else f"a number of {digits} digits"
+        raise ValueError(f"{name} is {shown}: pass at most {declared.maximum}")
 
 
-def check_type(f: Field[Any], value: Any) -> None:
+def check_type(f: Field[Any] | Declaration, value: Any) -> None:
     """Raise ValueError unless a value has its field's type; a list is accepted as a tuple."""
     if value is None and ("None" in f.type or f.default is None):
         return
-    kind = f.type.removesuffix(" | None")
+    name = f.type.removesuffix(" | None")
     values = [value]
-    if kind.startswith("tuple"):
+    if name.startswith("tuple"):
         values = value
-        kind = kind[len("tuple[") :].split(",")[0]
+        name = _element_type(name)
+    accepted = (int, float) if name == "float" else TYPES[name]
     right = isinstance(values, (list, tuple)) and all(
-        isinstance(item, TYPES[kind]) and (kind == "bool" or not isinstance(item, bool))
+        isinstance(item, accepted) and (name == "bool" or not isinstance(item, bool))
         for item in values
     )
     check(right, f"{f.name} is {value!r:.60}, not {f.type}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from ..pipeline.cuts import evenly
@@ -56,11 +57,11 @@ class Layout:
     model_chunks: int = 1
     placement_kind: str = LOOP
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
         return Placement(self.pp, self.model_chunks, self.placement_kind)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, int, int, int, int | None, int]:
         return self.world_size, self.tp, self.pp, self.ep, self.etp, self.cp
 
@@ -68,19 +69,19 @@ class Layout:
         text = f"DP {self.dp} x TP {self.tp} x PP {self.pp}"
         return f"{text} x CP {self.cp}" if self.cp > 1 else text
 
-    @property
+    @cached_property
     def words(self) -> str:
         context = f"context parallel {self.cp}, " if self.cp > 1 else ""
         return f"data parallel {self.dp}, pipeline parallel {self.pp}, {context}tensor parallel {self.tp}"
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """Ranks with the same weights, dp x cp: gradients are reduced, and ZeRO-1 states sharded,
         over them.
         """
         return self.dp * self.cp
 
-    @property
+    @cached_property
     def edp(self) -> int:
         """Ranks per stage with the same expert shard."""
         return self.replicas * self.tp // (self.ep * (self.etp or self.tp))

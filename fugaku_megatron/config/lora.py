@@ -8,9 +8,10 @@ are named as in peft and as in Megatron-LM.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
-from .fields import cached_hash, check, check_fraction, check_numbers, check_positive, option
+from .fields import FRACTION, cached_hash, check, check_fields, option, optional, switch
 from .model import ModelConfig
 
 ALL_LINEAR = "all-linear"
@@ -35,29 +36,23 @@ TARGETS = (ALL_LINEAR, *_NAMES, *MATRICES)
 class LoraConfig:
     """Low-rank adapters: the model's weights are frozen, and small matrices next to them are trained."""
 
-    lora_rank: int | None = option(
-        None,
+    lora_rank: int | None = optional(
         "train only adapters of this rank; the model's weights come from "
         "--pretrained-checkpoint, or from --finetune --load (default: all weights are trained)",
-        type=int,
         maximum=2**16,
     )
     lora_alpha: float = option(8.0, "scale adapters by this / rank")
-    lora_dropout: float = option(0.0, "dropout of the adapters' input")
+    lora_dropout: float = option(0.0, "dropout of the adapters' input", range=FRACTION)
     lora_target: str = option(
         ALL_LINEAR,
         "matrices with an adapter, separated by commas: q_proj, k_proj, v_proj, o_proj, gate_proj, "
         "up_proj, down_proj as in peft; linear_qkv, linear_proj, linear_fc1, linear_fc2, with one adapter "
         "for all their matrices; or all-linear, all seven of peft's",
     )
-    lora_use_rslora: bool = option(
-        False, "scale adapters by alpha / sqrt(rank) instead of alpha / rank"
-    )
+    lora_use_rslora: bool = switch("scale adapters by alpha / sqrt(rank) instead of alpha / rank")
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_positive(self, "lora_rank", "lora_alpha")
-        check_fraction(self, "lora_dropout")
+        check_fields(self)
         names = self.targets
         unknown = next((name for name in names if name not in TARGETS), None)
         check(
@@ -79,22 +74,22 @@ class LoraConfig:
             f"--lora-target {self.lora_target}: all-linear goes alone",
         )
 
-    @property
+    @cached_property
     def on(self) -> bool:
         return self.lora_rank is not None
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """Adapter rank; the run must have adapters."""
         assert self.lora_rank is not None
         return self.lora_rank
 
-    @property
+    @cached_property
     def scale(self) -> float:
         divisor = self.rank**0.5 if self.lora_use_rslora else self.rank
         return self.lora_alpha / divisor
 
-    @property
+    @cached_property
     def targets(self) -> tuple[str, ...]:
         return tuple(name.strip() for name in self.lora_target.split(","))
 

@@ -8,20 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import repeat
 from typing import Any
 
 from .experts import BALANCE, CAPACITY, EXPERTS, ExpertFields, experts_in
 from .fields import (
+    FRACTION,
     cached_hash,
     check,
-    check_choices,
-    check_fraction,
-    check_numbers,
-    check_positive,
+    check_fields,
     flag,
     option,
+    optional,
     required,
+    switch,
 )
 from .rules import check_rules
 
@@ -121,25 +122,21 @@ class ModelConfig(ExpertFields):
     num_attention_heads: int = required(
         "number of attention heads; must divide --hidden-size", maximum=2**16
     )
-    ffn_hidden_size: int = option(
-        None, "width of the MLP (default: 4 x hidden size)", type=int, maximum=2**22
-    )
+    ffn_hidden_size: int = optional("width of the MLP (default: 4 x hidden size)", maximum=2**22)
     seq_length: int = required(
         "tokens per sample, s", maximum=2**22, aliases=("--encoder-seq-length",)
     )
-    max_position_embeddings: int = option(
-        None, "rows of the position embedding (default: --seq-length)", type=int, maximum=2**22
+    max_position_embeddings: int = optional(
+        "rows of the position embedding (default: --seq-length)", maximum=2**22
     )
-    vocab_size: int | None = option(
-        None, "vocabulary before padding (default: the tokenizer's)", type=int, maximum=2**26
+    vocab_size: int | None = optional(
+        "vocabulary before padding (default: the tokenizer's)", maximum=2**26
     )
     make_vocab_size_divisible_by: int = option(
         128, "pad the vocabulary to a multiple of this x tensor-parallel size"
     )
-    padded_vocab_size: int | None = option(
-        None,
+    padded_vocab_size: int | None = optional(
         "rows of the padded vocabulary, instead of --make-vocab-size-divisible-by",
-        type=int,
         maximum=2**26,
     )
     mask_vocab_padding: str = option(
@@ -154,57 +151,49 @@ class ModelConfig(ExpertFields):
         "norm before attention, before the MLP and after the last layer; PlainLayerNorm has "
         "no weights",
     )
-    apply_layernorm_1p: bool = option(
-        False, "norms multiply by 1 + their weight, which starts at 0"
-    )
-    disable_bias_linear: bool = option(False, "no biases in the linear layers of the blocks")
+    apply_layernorm_1p: bool = switch("norms multiply by 1 + their weight, which starts at 0")
+    disable_bias_linear: bool = switch("no biases in the linear layers of the blocks")
     layernorm_epsilon: float = option(1e-5, "epsilon of the norms", aliases=("--norm-epsilon",))
-    hidden_dropout: float = option(0.1, "dropout on embeddings and on the output of each sub-layer")
-    attention_dropout: float = option(0.1, "dropout on attention probabilities")
-    swiglu: bool = option(
-        False,
-        "the MLP is W2 (silu(Wg x) * (Wv x)); --ffn-hidden-size is then 8/3 x hidden size by default",
+    hidden_dropout: float = option(
+        0.1, "dropout on embeddings and on the output of each sub-layer", range=FRACTION
     )
-    geglu: bool = option(
-        False,
+    attention_dropout: float = option(0.1, "dropout on attention probabilities", range=FRACTION)
+    swiglu: bool = switch(
+        "the MLP is W2 (silu(Wg x) * (Wv x)); --ffn-hidden-size is then 8/3 x hidden size by default"
+    )
+    geglu: bool = switch(
         "the MLP is W2 (gelu(Wg x) * (Wv x)) with the tanh form of the GELU; its default width is as with "
-        "--swiglu",
+        "--swiglu"
     )
-    squared_relu: bool = option(False, "the MLP is W2 relu(W1 x)^2, instead of the GELU")
-    activation_func: str | None = option(
-        None,
+    squared_relu: bool = switch("the MLP is W2 relu(W1 x)^2, instead of the GELU")
+    activation_func: str | None = optional(
         "the MLP's activation, by the name of a row that a program has added to ACTIVATIONS "
-        "(docs/extending.md)",
-        type=str,
+        "(docs/extending.md)"
     )
     bias_gelu_fusion: bool = option(
         True,
         "the MLP's GELU is its tanh form, which Megatron-LM's fused kernel computes; without this flag, "
         "or with --disable-bias-linear, it is the exact GELU, as in Megatron-LM",
     )
-    openai_gelu: bool = option(False, "the MLP's GELU is its tanh form in any case")
-    use_z_loss: bool = option(
-        False,
-        "add --z-loss-strength x (log of the softmax's denominator)^2 to each token's training loss",
+    openai_gelu: bool = switch("the MLP's GELU is its tanh form in any case")
+    use_z_loss: bool = switch(
+        "add --z-loss-strength x (log of the softmax's denominator)^2 to each token's training loss"
     )
     z_loss_strength: float = option(1e-4, "the factor of --use-z-loss", aliases=("--z-loss-coeff",))
-    group_query_attention: bool = option(False, "groups of heads share a key and a value")
-    num_query_groups: int | None = option(
-        None, "groups g of heads, for --group-query-attention (default: 1)", type=int, maximum=2**16
+    group_query_attention: bool = switch("groups of heads share a key and a value")
+    num_query_groups: int | None = optional(
+        "groups g of heads, for --group-query-attention (default: 1)", maximum=2**16
     )
-    kv_channels: int = option(
-        None, "size d of a head (default: hidden size / attention heads)", type=int, maximum=2**16
+    kv_channels: int = optional(
+        "size d of a head (default: hidden size / attention heads)", maximum=2**16
     )
-    add_qkv_bias: bool = option(
-        False, "biases of queries, keys and values, also with --disable-bias-linear"
+    add_qkv_bias: bool = switch(
+        "biases of queries, keys and values, also with --disable-bias-linear"
     )
-    qk_layernorm: bool = option(
-        False, "normalise each query and each key over its head's d elements"
-    )
-    qk_layernorm_all_heads: bool = option(
-        False,
+    qk_layernorm: bool = switch("normalise each query and each key over its head's d elements")
+    qk_layernorm_all_heads: bool = switch(
         "the norms of --qk-layernorm are over the elements of all heads, with one weight per "
-        "element, as in OLMoE",
+        "element, as in OLMoE"
     )
     position_embedding_type: str = option(
         LEARNED,
@@ -219,12 +208,11 @@ class ModelConfig(ExpertFields):
     rotary_percent: float = option(
         1.0, "share of a head's elements that rope rotates, the first ones"
     )
-    rotary_interleaved: bool = option(
-        False,
-        "rope rotates pairs of neighbouring elements, instead of elements half the rotated size apart",
+    rotary_interleaved: bool = switch(
+        "rope rotates pairs of neighbouring elements, instead of elements half the rotated size apart"
     )
-    rotary_seq_len_interpolation_factor: float | None = option(
-        None, "divide rope's positions by this (linear scaling)", type=float
+    rotary_seq_len_interpolation_factor: float | None = optional(
+        "divide rope's positions by this (linear scaling)"
     )
     rotary_scaling_factor: float = option(1.0, "factor by which yarn lengthens long wavelengths")
     yarn_original_max_position_embeddings: int = option(
@@ -245,10 +233,11 @@ class ModelConfig(ExpertFields):
         1.0,
         "yarn multiplies queries and keys by (0.1 x this x ln(factor) + 1) / "
         "(0.1 x --mscale-all-dim x ln(factor) + 1)",
+        range=None,
     )
-    mscale_all_dim: float = option(0.0, "see --mscale")
-    use_rope_scaling: bool = option(
-        False, "lengthen rope's long wavelengths as Llama 3.1 does, for longer sequences"
+    mscale_all_dim: float = option(0.0, "see --mscale", range=None)
+    use_rope_scaling: bool = switch(
+        "lengthen rope's long wavelengths as Llama 3.1 does, for longer sequences"
     )
     rope_scaling_factor: float = option(8.0, "factor of --use-rope-scaling")
     rope_scaling_low_freq_factor: float = option(
@@ -262,52 +251,38 @@ class ModelConfig(ExpertFields):
         "sequence length of the model before --use-rope-scaling or --rope-dynamic-factor",
         maximum=2**22,
     )
-    rope_dynamic_factor: float | None = option(
-        None,
+    rope_dynamic_factor: float | None = optional(
         "dynamic NTK scaling: raise rope's base by this factor with the length beyond the original one; the length "
-        "is that of the sequence, or of a chat or document with its own positions",
-        type=float,
+        "is that of the sequence, or of a chat or document with its own positions"
     )
-    untie_embeddings_and_output_weights: bool = option(
-        False, "the logits have their own weight instead of the word embedding's"
+    untie_embeddings_and_output_weights: bool = switch(
+        "the logits have their own weight instead of the word embedding's"
     )
-    window_size: str | None = option(
-        None,
-        "LEFT,0: a token attends to itself and LEFT tokens before it (Mistral's window - 1), not to all",
-        type=str,
+    window_size: str | None = optional(
+        "LEFT,0: a token attends to itself and LEFT tokens before it (Mistral's window - 1), not to all"
     )
 
-    parallel_residual: bool = option(
-        False,
+    parallel_residual: bool = switch(
         "attention and the MLP both read the layer's input, each through its own norm, and "
-        "both results are added to that input",
+        "both results are added to that input"
     )
     embedding_multiplier: float = option(1.0, "multiply the word embeddings by this")
     residual_multiplier: float = option(
         1.0, "multiply the outputs of attention and the MLP by this"
     )
-    attention_multiplier: float | None = option(
-        None,
-        "multiply the attention scores by this (default: 1 / sqrt of the head size)",
-        type=float,
+    attention_multiplier: float | None = optional(
+        "multiply the attention scores by this (default: 1 / sqrt of the head size)"
     )
     logits_scaling: float = option(1.0, "divide the logits by this")
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_choices(self)
+        check_fields(self)
         self._check_activation()
         self._derive()
-        numbers = (f.name for f in fields(self) if f.type in ("int", "int | None", "float"))
-        check_positive(
-            self, *(name for name in numbers if "dropout" not in name and "mscale" not in name)
-        )
-        check_positive(self, "padded_vocab_size", *SCALINGS[1:], "attention_multiplier")
         check(
             self.normalization in NORMS,
             f"--normalization is {self.normalization}: pass {' or '.join(NORMS)}",
         )
-        check_fraction(self, "hidden_dropout", "attention_dropout")
         check(
             self.max_position_embeddings >= self.seq_length,
             f"--max-position-embeddings {self.max_position_embeddings} "
@@ -424,7 +399,7 @@ class ModelConfig(ExpertFields):
             "it, or --kv-channels",
         )
 
-    @property
+    @cached_property
     def activation(self) -> str:
         if self.activation_func is not None:
             return self.activation_func
@@ -433,7 +408,7 @@ class ModelConfig(ExpertFields):
                 return name
         return "gelu" if self.bias_gelu_fusion and not self.disable_bias_linear else "gelu_exact"
 
-    @property
+    @cached_property
     def mlps(self) -> tuple[str, ...]:
         """Key in `ACTIVATIONS` for each layer, or MLP_OF_EXPERTS."""
         dense = self.activation
@@ -442,7 +417,7 @@ class ModelConfig(ExpertFields):
         experts = experts_in(self.moe_layer_freq, self.num_layers)
         return tuple(MLP_OF_EXPERTS if layer else dense for layer in experts)
 
-    @property
+    @cached_property
     def mlp_widths(self) -> tuple[int, ...]:
         """Widths f: dense MLP, expert, shared expert."""
         if not self.num_experts:
@@ -451,43 +426,43 @@ class ModelConfig(ExpertFields):
         widths = (dense, self.moe_ffn_hidden_size, self.moe_shared_expert_intermediate_size)
         return tuple(width for width in widths if width)
 
-    @property
+    @cached_property
     def gated(self) -> bool:
         return ACTIVATIONS[self.activation].gated
 
-    @property
+    @cached_property
     def fc1_widths(self) -> int:
         """Output width / f in an MLP's first matmul: 2 with a gate."""
         return 2 if self.gated else 1
 
-    @property
+    @cached_property
     def z_loss(self) -> float:
         return self.z_loss_strength if self.use_z_loss else 0.0
 
-    @property
+    @cached_property
     def rotary(self) -> bool:
         """True with rope or yarn."""
         return self.position_embedding_type in (ROPE, YARN)
 
-    @property
+    @cached_property
     def query_groups(self) -> int:
         return self.num_query_groups or self.num_attention_heads
 
-    @property
+    @cached_property
     def qkv_width(self) -> int:
         """Elements per token in queries, keys and values: g (n/g + 2) d."""
         return (self.num_attention_heads + 2 * self.query_groups) * self.kv_channels
 
-    @property
+    @cached_property
     def context_width(self) -> int:
         """Elements per token in the attention output: n d."""
         return self.num_attention_heads * self.kv_channels
 
-    @property
+    @cached_property
     def kernels_take_heads(self) -> bool:
         return self.kv_channels % HEAD_MULTIPLE == 0
 
-    @property
+    @cached_property
     def kernels_alone(self) -> bool:
         norm = NORMS[self.normalization].kernel
         norms = norm is not None and (norm == RMS_NORM or not self.qk_layernorm)
@@ -501,40 +476,40 @@ class ModelConfig(ExpertFields):
             and not self.qk_layernorm_all_heads
         )
 
-    @property
+    @cached_property
     def qkv_bias(self) -> bool:
         return self.add_qkv_bias or not self.disable_bias_linear
 
-    @property
+    @cached_property
     def learned_positions(self) -> bool:
         return self.position_embedding_type == LEARNED
 
-    @property
+    @cached_property
     def rotary_size(self) -> int:
         """Rotated elements per head."""
         return int(self.kv_channels * self.rotary_percent)
 
-    @property
+    @cached_property
     def yarn_attention_factor(self) -> float:
         """Yarn's factor for cosines and sines, attention_factor in transformers; 0 if undefined."""
         growth = 0.1 * math.log(max(self.rotary_scaling_factor, 1.0))
         return (self.mscale * growth + 1.0) / (self.mscale_all_dim * growth + 1.0 or math.inf)
 
-    @property
+    @cached_property
     def uses_rotary(self) -> bool:
         """True if queries and keys are rotated or normalised before attention."""
         return self.rotary or self.qk_layernorm
 
-    @property
+    @cached_property
     def masks_padding(self) -> bool:
         """True if the softmax excludes vocabulary padding; `run.resume` resolves "auto"."""
         return self.mask_vocab_padding == MASKED
 
-    @property
+    @cached_property
     def tied(self) -> bool:
         return not self.untie_embeddings_and_output_weights
 
-    @property
+    @cached_property
     def window(self) -> int | None:
         """Tokens that a token attends to, including itself; None: all before it."""
         return None if self.window_size is None else int(self.window_size.split(",")[0]) + 1

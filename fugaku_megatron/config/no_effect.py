@@ -25,11 +25,7 @@ class Requirement(NamedTuple):
 
 
 def _when_set(name: str, *names: str) -> Requirement:
-    def is_met(run: RunConfig) -> bool:
-        value = field_value(run, name)
-        return value is not None and value is not False
-
-    return Requirement(flag(name), is_met, names)
+    return Requirement(flag(name), lambda run: bool(field_value(run, name)), names)
 
 
 def _when_equal(name: str, value: str, *names: str) -> Requirement:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from .decay_shapes import LEARNING_RATE, SHAPES, WEIGHT_DECAY, WSD, shapes_of
+from .decay_shapes import LEARNING_RATE, SHAPES, WEIGHT_DECAY, WSD
 from .fields import (
+    FRACTION,
+    NOT_NEGATIVE,
     RowNames,
     cached_hash,
     check,
-    check_choices,
-    check_fraction,
-    check_not_negative,
-    check_numbers,
-    check_positive,
+    check_fields,
     flag,
     option,
+    optional,
+    switch,
 )
 from .rules import check_rules
 
@@ -68,12 +69,10 @@ class OptimizerConfig:
         "logits' weight, biases and norms; dist_muon: the same with --use-distributed-optimizer",
         choices=RowNames(OPTIMIZERS),
     )
-    muon_momentum: float = option(0.9, "decay of Muon's momentum")
-    muon_nesterov: bool = option(
-        False, "Nesterov momentum for Muon", aliases=("--muon-use-nesterov",)
-    )
-    muon_no_split_qkv: bool = option(
-        False, "treat a layer's queries, keys and values as one matrix for Muon"
+    muon_momentum: float = option(0.9, "decay of Muon's momentum", range=FRACTION)
+    muon_nesterov: bool = switch("Nesterov momentum for Muon", aliases=("--muon-use-nesterov",))
+    muon_no_split_qkv: bool = switch(
+        "treat a layer's queries, keys and values as one matrix for Muon"
     )
     muon_scale_mode: str = option(
         "spectral",
@@ -101,59 +100,63 @@ class OptimizerConfig:
         choices=("duplicated", "blockwise"),
     )
     lr: float = option(1e-4, "peak learning rate")
-    min_lr: float = option(0.0, "the learning rate never falls below this after warm-up")
-    decoupled_lr: float | None = option(
-        None,
-        "peak learning rate of the word embedding and of the logits' weight (default: --lr)",
-        type=float,
+    min_lr: float = option(
+        0.0, "the learning rate never falls below this after warm-up", range=NOT_NEGATIVE
     )
-    decoupled_min_lr: float | None = option(
-        None, "minimum of --decoupled-lr after warm-up (default: --min-lr)", type=float
+    decoupled_lr: float | None = optional(
+        "peak learning rate of the word embedding and of the logits' weight (default: --lr)"
     )
-    lr_decay_style: str = option("linear", "shape of the decay", choices=shapes_of(LEARNING_RATE))
-    lr_decay_iters: int | None = option(
-        None, "iterations until --min-lr (default: --train-iters)", type=int
+    decoupled_min_lr: float | None = optional(
+        "minimum of --decoupled-lr after warm-up (default: --min-lr)", range=NOT_NEGATIVE
     )
-    lr_decay_samples: int | None = option(
-        None, "samples until --min-lr (default: --train-samples)", type=int, maximum=2**40
+    lr_decay_style: str = option(
+        "linear", "shape of the decay", choices=RowNames(SHAPES, flag=LEARNING_RATE)
     )
-    lr_warmup_iters: int = option(0, "iterations of linear warm-up", aliases=("--warmup-iters",))
-    lr_warmup_samples: int = option(0, "samples of linear warm-up", maximum=2**40)
-    lr_warmup_fraction: float | None = option(
-        None, "warm-up as a fraction of the decay length", type=float
+    lr_decay_iters: int | None = optional("iterations until --min-lr (default: --train-iters)")
+    lr_decay_samples: int | None = optional(
+        "samples until --min-lr (default: --train-samples)", maximum=2**40
     )
-    lr_decay_tokens: float | None = option(
-        None, "tokens until --min-lr (default: --train-tokens)", type=float
+    lr_warmup_iters: int = option(
+        0, "iterations of linear warm-up", aliases=("--warmup-iters",), range=NOT_NEGATIVE
     )
-    lr_warmup_tokens: float = option(0.0, "tokens of linear warm-up")
-    lr_warmup_init: float = option(0.0, "learning rate at the start of warm-up")
+    lr_warmup_samples: int = option(
+        0, "samples of linear warm-up", maximum=2**40, range=NOT_NEGATIVE
+    )
+    lr_warmup_fraction: float | None = optional(
+        "warm-up as a fraction of the decay length", range=None
+    )
+    lr_decay_tokens: float | None = optional("tokens until --min-lr (default: --train-tokens)")
+    lr_warmup_tokens: float = option(0.0, "tokens of linear warm-up", range=NOT_NEGATIVE)
+    lr_warmup_init: float = option(0.0, "learning rate at the start of warm-up", range=NOT_NEGATIVE)
     lr_wsd_decay_style: str = option(
         "exponential",
         "shape of the decay at the end of --lr-decay-style WSD",
-        choices=shapes_of(WSD),
+        choices=RowNames(SHAPES, flag=WSD),
     )
-    lr_wsd_decay_iters: int | None = option(None, "iterations of that decay", type=int)
-    lr_wsd_decay_samples: int | None = option(
-        None, "samples of that decay", type=int, maximum=2**40
+    lr_wsd_decay_iters: int | None = optional("iterations of that decay")
+    lr_wsd_decay_samples: int | None = optional("samples of that decay", maximum=2**40)
+    weight_decay: float = option(
+        0.01, "decoupled weight decay, on matrices only", range=NOT_NEGATIVE
     )
-    weight_decay: float = option(0.01, "decoupled weight decay, on matrices only")
-    start_weight_decay: float | None = option(
-        None, "weight decay at the start (default: --weight-decay)", type=float
+    start_weight_decay: float | None = optional(
+        "weight decay at the start (default: --weight-decay)", range=NOT_NEGATIVE
     )
-    end_weight_decay: float | None = option(
-        None, "weight decay at the end (default: --weight-decay)", type=float
+    end_weight_decay: float | None = optional(
+        "weight decay at the end (default: --weight-decay)", range=NOT_NEGATIVE
     )
     weight_decay_incr_style: str = option(
         "constant",
         "path from --start-weight-decay to --end-weight-decay",
-        choices=shapes_of(WEIGHT_DECAY),
+        choices=RowNames(SHAPES, flag=WEIGHT_DECAY),
     )
-    clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping")
-    adam_beta1: float = option(0.9, "decay of the first moment")
-    adam_beta2: float = option(0.999, "decay of the second moment")
+    clip_grad: float = option(
+        1.0, "largest global gradient norm; 0: no clipping", range=NOT_NEGATIVE
+    )
+    adam_beta1: float = option(0.9, "decay of the first moment", range=FRACTION)
+    adam_beta2: float = option(0.999, "decay of the second moment", range=FRACTION)
     adam_eps: float = option(1e-8, "added to the root of the second moment")
-    use_precision_aware_optimizer: bool = option(
-        False, "store AdamW's moments in the formats of --exp-avg-dtype and --exp-avg-sq-dtype"
+    use_precision_aware_optimizer: bool = switch(
+        "store AdamW's moments in the formats of --exp-avg-dtype and --exp-avg-sq-dtype"
     )
     main_params_dtype: str = option(
         "fp32",
@@ -172,55 +175,25 @@ class OptimizerConfig:
         "the same for the second moment, rounded stochastically, but equally in every layout",
         choices=MOMENT_DTYPES,
     )
-    override_opt_param_scheduler: bool = option(
-        False,
+    override_opt_param_scheduler: bool = switch(
         "on resuming, learning rate and weight decay follow this command line; also the "
         "default, with a note of differences from the checkpoint",
         aliases=("--override-opt_param-scheduler", "--override-lr-scheduler"),
     )
-    use_checkpoint_opt_param_scheduler: bool = option(
-        False,
+    use_checkpoint_opt_param_scheduler: bool = switch(
         "on resuming, learning rate and weight decay follow the checkpoint's "
         "schedule instead of this command line",
         aliases=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
     )
-    no_load_lr_state: bool = option(
-        False, "on resuming, restart the schedules of learning rate and weight decay"
+    no_load_lr_state: bool = switch(
+        "on resuming, restart the schedules of learning rate and weight decay"
     )
-    no_load_optim: bool = option(
-        False, "on resuming, load only the weights: moments, loss scale and schedule restart"
+    no_load_optim: bool = switch(
+        "on resuming, load only the weights: moments, loss scale and schedule restart"
     )
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_positive(
-            self,
-            "lr",
-            "decoupled_lr",
-            "lr_decay_iters",
-            "lr_decay_samples",
-            "lr_decay_tokens",
-            "lr_wsd_decay_iters",
-            "lr_wsd_decay_samples",
-            "adam_eps",
-            "muon_num_ns_steps",
-            "muon_extra_scale_factor",
-        )
-        check_fraction(self, "adam_beta1", "adam_beta2", "muon_momentum")
-        check_not_negative(
-            self,
-            "min_lr",
-            "decoupled_min_lr",
-            "weight_decay",
-            "start_weight_decay",
-            "end_weight_decay",
-            "clip_grad",
-            "lr_warmup_iters",
-            "lr_warmup_samples",
-            "lr_warmup_tokens",
-            "lr_warmup_init",
-        )
-        check_choices(self)
+        check_fields(self)
         check_rules(self, "optimizer")
         self._check_learning_rate()
         self._check_weight_decay()
@@ -297,15 +270,15 @@ class OptimizerConfig:
             f"{self.optimizer}: pass bf16",
         )
 
-    @property
+    @cached_property
     def muon(self) -> bool:
         return OPTIMIZERS[self.optimizer].matrices is not None
 
-    @property
+    @cached_property
     def adamw(self) -> bool:
         return OPTIMIZERS[self.optimizer] == OptimizerPart()
 
-    @property
+    @cached_property
     def moment_bytes(self) -> float:
         return MOMENT_BYTES[self.exp_avg_dtype] + MOMENT_BYTES[self.exp_avg_sq_dtype]
 

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .fields import (
-    cached_hash,
-    check,
-    check_numbers,
-    check_positive,
-    flag,
-    is_unicode,
-    option,
-)
+from .fields import cached_hash, check, check_fields, flag, is_unicode, option, optional, switch
 from .rules import check_rules
 
 
@@ -21,60 +13,46 @@ from .rules import check_rules
 class OutputConfig:
     """Checkpoints and logs."""
 
-    save: str | None = option(None, "directory for checkpoints", type=str)
-    load: str | None = option(
-        None, "directory to resume from; without a checkpoint in it the run starts anew", type=str
+    save: str | None = optional("directory for checkpoints")
+    load: str | None = optional(
+        "directory to resume from; without a checkpoint in it the run starts anew"
     )
-    finetune: bool = option(
-        False,
-        "load only the weights of --load: iteration 0, new optimizer state, data from the start",
+    finetune: bool = switch(
+        "load only the weights of --load: iteration 0, new optimizer state, data from the start"
     )
-    pretrained_checkpoint: str | None = option(
-        None,
-        "if --load has no checkpoint, start from the weights in this directory as with --finetune",
-        type=str,
+    pretrained_checkpoint: str | None = optional(
+        "if --load has no checkpoint, start from the weights in this directory as with --finetune"
     )
-    exit_on_missing_checkpoint: bool = option(
-        False,
-        "exit if --load has no checkpoint, even if it is also --save, which a first start fills",
+    exit_on_missing_checkpoint: bool = switch(
+        "exit if --load has no checkpoint, even if it is also --save, which a first start fills"
     )
-    use_checkpoint_args: bool = option(
-        False,
-        "use the model of the checkpoint in --load instead of this command line's",
+    use_checkpoint_args: bool = switch(
+        "use the model of the checkpoint in --load instead of this command line's"
     )
-    ckpt_step: int | None = option(None, "load this iteration instead of the latest", type=int)
-    save_interval: int | None = option(
-        None,
+    ckpt_step: int | None = optional("load this iteration instead of the latest")
+    save_interval: int | None = optional(
         "iterations between checkpoints (default: only at the end)",
-        type=int,
         aliases=("--persistent-save-interval",),
     )
-    save_retain_interval: int | None = option(
-        None,
+    save_retain_interval: int | None = optional(
         "keep checkpoints of iterations divisible by this, and the last one; others are "
-        "removed after a save (default: all are kept)",
-        type=int,
+        "removed after a save (default: all are kept)"
     )
-    no_save_optim: bool = option(
-        False,
+    no_save_optim: bool = switch(
         "save the weights without optimizer state: loading the checkpoint needs --no-load-optim or "
-        "--finetune",
+        "--finetune"
     )
-    save_interval_in_mins: float | None = option(
-        None, "minutes between checkpoints, by the clock of rank 0", type=float
+    save_interval_in_mins: float | None = optional(
+        "minutes between checkpoints, by the clock of rank 0"
     )
-    keep_last: int | None = option(
-        None,
-        "checkpoints to keep in --save; older ones are removed after a save (default: all)",
-        type=int,
+    keep_last: int | None = optional(
+        "checkpoints to keep in --save; older ones are removed after a save (default: all)"
     )
-    save_local: str | None = option(
-        None,
+    save_local: str | None = optional(
         "directory on a local disk of each node: checkpoints are written there first and copied to --save "
-        "during the run; the newest complete checkpoint of both is loaded",
-        type=str,
+        "during the run; the newest complete checkpoint of both is loaded"
     )
-    async_save: bool = option(False, "copy a checkpoint to memory and write it during training")
+    async_save: bool = switch("copy a checkpoint to memory and write it during training")
     log_interval: int = option(100, "iterations between log lines")
     log_live: str = option(
         "auto",
@@ -82,62 +60,43 @@ class OutputConfig:
         "below mpiexec",
         choices=("auto", "on", "off"),
     )
-    log_file: str | None = option(
-        None, "file to which the run's log is appended, whether or not it is printed", type=str
+    log_file: str | None = optional(
+        "file to which the run's log is appended, whether or not it is printed"
     )
-    log_ranks: str | None = option(
-        None,
+    log_ranks: str | None = optional(
         "file for the time breakdown of every rank in each log interval, for "
-        "fugaku-megatron log --ranks",
-        type=str,
+        "fugaku-megatron log --ranks"
     )
-    tensorboard_dir: str | None = option(None, "directory for TensorBoard events", type=str)
-    wandb_project: str | None = option(
-        None,
+    tensorboard_dir: str | None = optional("directory for TensorBoard events")
+    wandb_project: str | None = optional(
         "project of Weights & Biases for the metrics of the log; without a network they "
-        "are stored for `wandb sync`",
-        type=str,
+        "are stored for `wandb sync`"
     )
-    wandb_exp_name: str | None = option(
-        None, "name of the run in Weights & Biases", type=str, aliases=("--wandb-name",)
+    wandb_exp_name: str | None = optional(
+        "name of the run in Weights & Biases", aliases=("--wandb-name",)
     )
-    wandb_entity: str | None = option(None, "user or team in Weights & Biases", type=str)
-    wandb_save_dir: str | None = option(
-        None,
-        "directory for files of Weights & Biases (default: below --save, or here)",
-        type=str,
+    wandb_entity: str | None = optional("user or team in Weights & Biases")
+    wandb_save_dir: str | None = optional(
+        "directory for files of Weights & Biases (default: below --save, or here)"
     )
-    log_params_norm: bool = option(False, "log the norm of the weights")
-    log_num_zeros_in_grad: bool = option(False, "log the number of zero gradient elements")
-    profile: bool = option(
-        False,
-        "time every operation in some iterations: a table in the log, a trace for Perfetto in --profile-dir",
+    log_params_norm: bool = switch("log the norm of the weights")
+    log_num_zeros_in_grad: bool = switch("log the number of zero gradient elements")
+    profile: bool = switch(
+        "time every operation in some iterations: a table in the log, a trace for Perfetto in --profile-dir"
     )
     profile_step_start: int = option(3, "first profiled iteration after this start")
-    profile_step_end: int = option(5, "the iteration after the last profiled one")
+    profile_step_end: int = option(5, "the iteration after the last profiled one", range=None)
     profile_ranks: tuple[int, ...] = option(
         (0,),
         "ranks whose kernels and messages are profiled; the instructions of rank 0's pipeline "
         "always are",
-        type=int,
-        nargs="+",
     )
     profile_dir: str = option(
         "profile", "directory for traces: trace.json contains all profiled ranks"
     )
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_positive(
-            self,
-            "ckpt_step",
-            "save_interval",
-            "save_interval_in_mins",
-            "keep_last",
-            "save_retain_interval",
-            "log_interval",
-            "profile_step_start",
-        )
+        check_fields(self)
         directories = (
             "save",
             "load",

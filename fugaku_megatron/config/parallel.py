@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..pipeline.schedule_names import (
     AUTO,
@@ -14,16 +15,7 @@ from ..pipeline.schedule_names import (
     splitting_backward,
 )
 from .experts import ExpertRanks
-from .fields import (
-    RowNames,
-    cached_hash,
-    check,
-    check_choices,
-    check_numbers,
-    check_positive,
-    flag,
-    option,
-)
+from .fields import RowNames, cached_hash, check, check_fields, flag, option, optional, switch
 from .rules import check_rules
 
 # Values of --cp-comm-type; EITHER is resolved by the program.
@@ -47,49 +39,41 @@ class ParallelConfig(ExpertRanks):
         "layers of each stage, such as 9,3; balanced: stages of equal cost, the logits counted; "
         "even: equal numbers of layers",
     )
-    decoder_first_pipeline_num_layers: int | None = option(
-        None, "layers of the first stage; the others share the rest", type=int
+    decoder_first_pipeline_num_layers: int | None = optional(
+        "layers of the first stage; the others share the rest"
     )
-    decoder_last_pipeline_num_layers: int | None = option(
-        None, "layers of the last stage; the others share the rest", type=int
+    decoder_last_pipeline_num_layers: int | None = optional(
+        "layers of the last stage; the others share the rest"
     )
-    pipeline_schedule: str | None = option(
-        None,
+    pipeline_schedule: str | None = optional(
         "order of forwards and backwards: 1f1b; interleaved over several model chunks "
         "per stage; zb-h1 and zbv split backward, so that weight gradients fill idle time; zbv has "
         "two model chunks per stage in a V; auto: the schedule with the least modelled time that fits "
         "into memory (default: interleaved with virtual stages, else 1f1b)",
-        type=str,
         choices=RowNames(SCHEDULES, AUTO),
     )
-    num_virtual_stages_per_pipeline_rank: int | None = option(
-        None, "model chunks per stage of an interleaved or zb-h1 schedule", type=int
+    num_virtual_stages_per_pipeline_rank: int | None = optional(
+        "model chunks per stage of an interleaved or zb-h1 schedule"
     )
-    num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "layers of a model chunk of an interleaved or zb-h1 schedule", type=int
+    num_layers_per_virtual_pipeline_stage: int | None = optional(
+        "layers of a model chunk of an interleaved or zb-h1 schedule"
     )
-    zero_bubble_max_pending_backward: int | None = option(
-        None,
+    zero_bubble_max_pending_backward: int | None = optional(
         "micro-batches with postponed weight gradients on a stage of zb-h1 or zbv: a larger number "
-        "means less idle time and more memory (default: the number of stages, as 1f1b)",
-        type=int,
+        "means less idle time and more memory (default: the number of stages, as 1f1b)"
     )
     context_parallel_size: int = option(1, "ranks that share each sequence (CP)", maximum=2**16)
-    cp_comm_type: tuple[str, ...] | None = option(
-        None,
+    cp_comm_type: tuple[str, ...] | None = optional(
         "communication of attention between context-parallel ranks, one value or one per layer: p2p, a ring of keys and values, "
         "overlapped with attention; allgather, keys and values of all ranks at once; a2a, sequence blocks for heads; a2a+p2p, the "
         "program chooses (default: p2p if these ranks are on several nodes and attention is not restricted to documents; else a2a "
-        "if TP x CP divides the heads, and one of CP and a rank's query groups divides the other; else p2p)",
-        type=str,
-        nargs="+",
+        "if TP x CP divides the heads, and one of CP and a rank's query groups divides the other; else p2p)"
     )
-    sequence_parallel: bool = option(
-        False, "norms, dropout and residuals on 1/TP of the sequence, to save activation memory"
+    sequence_parallel: bool = switch(
+        "norms, dropout and residuals on 1/TP of the sequence, to save activation memory"
     )
-    tp_comm_overlap: bool = option(
-        False,
-        "with --sequence-parallel: send activations in blocks, overlapped with their matmuls",
+    tp_comm_overlap: bool = switch(
+        "with --sequence-parallel: send activations in blocks, overlapped with their matmuls"
     )
     zero_stage: int = option(
         0,
@@ -97,41 +81,24 @@ class ParallelConfig(ExpertRanks):
         "gradients and weights are not sharded, and training is the same",
         choices=(0, 1, 2, 3),
         switches={"--use-distributed-optimizer": 1},
+        range=None,
     )
-    overlap_grad_reduce: bool = option(
-        False, "reduce gradients in buckets, overlapped with the backward of earlier layers"
+    overlap_grad_reduce: bool = switch(
+        "reduce gradients in buckets, overlapped with the backward of earlier layers"
     )
-    overlap_param_gather: bool = option(
-        False, "gather ZeRO-1's weight shards in buckets, overlapped with the next forward"
+    overlap_param_gather: bool = switch(
+        "gather ZeRO-1's weight shards in buckets, overlapped with the next forward"
     )
-    ddp_bucket_size: int | None = option(
-        None,
+    ddp_bucket_size: int | None = optional(
         "minimum elements of a bucket (default: 40,000,000, or 1,000,000 x "
-        "data-parallel size if that is more; without data parallelism one layer)",
-        type=int,
+        "data-parallel size if that is more; without data parallelism one layer)"
     )
-    grad_reduce_in_bf16: bool = option(
-        False,
-        "send gradients in BF16, half the bytes; accumulate and reduce them in FP32",
+    grad_reduce_in_bf16: bool = switch(
+        "send gradients in BF16, half the bytes; accumulate and reduce them in FP32"
     )
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_positive(
-            self,
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "expert_model_parallel_size",
-            "context_parallel_size",
-            "num_virtual_stages_per_pipeline_rank",
-            "num_layers_per_virtual_pipeline_stage",
-            "expert_tensor_parallel_size",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "zero_bubble_max_pending_backward",
-            "ddp_bucket_size",
-        )
-        check_choices(self)
+        check_fields(self)
         wrong = [
             value for value in self.cp_comm_type or () if value not in (*CP_COMM_TYPES, EITHER)
         ]
@@ -198,7 +165,7 @@ class ParallelConfig(ExpertRanks):
             f"--pipeline-schedule {' and '.join(splitting_backward())}, not {schedule or self.schedule}: leave one out",
         )
 
-    @property
+    @cached_property
     def schedule(self) -> str:
         """Training schedule's name; 1f1b while `auto` is not resolved."""
         if self.pipeline_schedule not in (None, AUTO):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from .fields import cached_hash, check_numbers, check_positive, option
+from .fields import cached_hash, check_fields, option, optional, switch
 from .rules import check_rules
 
 
@@ -13,29 +14,19 @@ from .rules import check_rules
 class PrecisionConfig:
     """Number format for weights and activations; master weights and gradients are always FP32."""
 
-    bf16: bool = option(False, "weights and activations in BF16, FP32 master weights")
-    fp16: bool = option(False, "weights and activations in FP16, FP32 master weights, loss scaling")
-    loss_scale: float | None = option(
-        None, "fixed loss scale for FP16 (default: dynamic)", type=float
-    )
+    bf16: bool = switch("weights and activations in BF16, FP32 master weights")
+    fp16: bool = switch("weights and activations in FP16, FP32 master weights, loss scaling")
+    loss_scale: float | None = optional("fixed loss scale for FP16 (default: dynamic)")
     initial_loss_scale: float = option(2.0**32, "initial dynamic loss scale")
     min_loss_scale: float = option(1.0, "minimum of the dynamic loss scale")
     loss_scale_window: int = option(1000, "iterations without overflow before the scale doubles")
     hysteresis: int = option(2, "overflows before the scale halves")
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_positive(
-            self,
-            "loss_scale",
-            "initial_loss_scale",
-            "min_loss_scale",
-            "loss_scale_window",
-            "hysteresis",
-        )
+        check_fields(self)
         check_rules(self, "precision")
 
-    @property
+    @cached_property
     def name(self) -> str:
         if self.bf16:
             return "bf16"

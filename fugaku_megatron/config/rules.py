@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import check, flag
+from .fields import flag, shortened
 
 
 @dataclass(frozen=True)
@@ -154,5 +154,5 @@ RULES: dict[str, tuple[Rule, ...]] = {
 def check_rules(config: Any, group: str) -> None:
     """Raise ValueError for the group's first broken rule."""
     for rule in RULES[group]:
-        mistake = rule.mistake(config)
-        check(mistake is None, mistake or "")
+        if mistake := rule.mistake(config):
+            raise ValueError(shortened(mistake))

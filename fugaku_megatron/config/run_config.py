@@ -6,7 +6,8 @@ checks that need the world size or the disk. Errors: ValueError with flag, value
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from .data import DataConfig
@@ -165,7 +166,21 @@ class RunConfig:
             f"--tensor-model-parallel-size {tp} does not leave: change one of them",
         )
 
-    @property
+    @cached_property
+    def tokens_per_microbatch(self) -> int:
+        """Tokens s b / c of a micro-batch on each of c context-parallel ranks."""
+        return (
+            self.model.seq_length
+            * self.batch.micro_batch_size
+            // self.parallel.context_parallel_size
+        )
+
+    @cached_property
+    def element_bytes(self) -> int:
+        """Bytes of a weight or an activation."""
+        return 4 if self.precision.name == "fp32" else 2
+
+    @cached_property
     def masters(self) -> bool:
         return self.precision.name != "fp32" and self.optimizer.main_params_dtype == "fp32"
 
@@ -197,6 +212,9 @@ GROUPS: dict[str, type] = {
     "numbers": NumbersConfig,
     "lora": LoraConfig,
 }
+
+# A field -> its group in RunConfig.
+GROUP_OF = {field.name: group for group, config in GROUPS.items() for field in fields(config)}
 
 
 def saved_run(manifest: dict[str, Any], sizes: tuple[int, int] | None = None) -> RunConfig:

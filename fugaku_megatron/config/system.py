@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from .fields import cached_hash, check, check_choices, check_numbers, check_positive, option
+from .fields import cached_hash, check, check_fields, option, optional, switch
 
 FP16_SUM_LENGTH = 64  # half the error of BF16 operands, at 1.7 times FP32's rate (docs/numerics.md)
 MAX_FP16_SUM_LENGTH = 65536
@@ -20,12 +21,11 @@ class SystemConfig:
         "native: the C++ kernels; torch: torch's kernels; auto: the faster ones for this run's shapes",
         choices=("auto", "native", "torch"),
     )
-    fp16_accumulation_chunk: int | None = option(
-        None,
+    fp16_accumulation_chunk: int | None = optional(
         "with --fp16, sum this many terms of a linear layer in FP16 before adding in FP32: faster if the CPU has FP16 "
         "arithmetic (A64FX, SVE), less exact (default: sums in FP32)",
-        type=int,
         switches={"--fp16-accumulation": FP16_SUM_LENGTH},
+        range=None,
     )
     fp32_matmul: str = option(
         "ieee",
@@ -33,10 +33,9 @@ class SystemConfig:
         "six BF16 matmuls, as exact as FP32, faster only on AMX",
         choices=("ieee", "bf16x3"),
     )
-    cache_packed_weights: bool = option(
-        False,
+    cache_packed_weights: bool = switch(
         "cache the packed weights of the matrix kernels between optimizer steps: "
-        "faster with several micro-batches per step, at the cost of two more copies of the weights",
+        "faster with several micro-batches per step, at the cost of two more copies of the weights"
     )
     allocator: str = option(
         "tuned",
@@ -50,23 +49,18 @@ class SystemConfig:
         "pin on nodes of several NUMA domains",
         choices=("auto", "pin", "none"),
     )
-    cpu_frequency: float | None = option(
-        None,
-        "clock in GHz: set if the system permits; the run is refused if the cores run at another clock",
-        type=float,
+    cpu_frequency: float | None = optional(
+        "clock in GHz: set if the system permits; the run is refused if the cores run at another clock"
     )
-    hang_timeout_in_secs: float | None = option(
-        None,
+    hang_timeout_in_secs: float | None = optional(
         "seconds without progress before a rank is reported as hung and the job "
         "ends; 0: never (default: 10 times the slowest iteration, or EP times above EP 10, "
         "at least 60; 600 at the start and in a save)",
-        type=float,
+        range=None,
     )
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_choices(self)
-        check_positive(self, "cpu_frequency")
+        check_fields(self)
         timeout = self.hang_timeout_in_secs
         chunk = self.fp16_accumulation_chunk
         check(
@@ -78,7 +72,7 @@ class SystemConfig:
             f"--fp16-accumulation-chunk is {chunk}: pass a number from 1 to {MAX_FP16_SUM_LENGTH}",
         )
 
-    @property
+    @cached_property
     def splits_fp32(self) -> bool:
         """True if FP32 matmul operands are split into three BF16 numbers."""
         return self.fp32_matmul == "bf16x3"

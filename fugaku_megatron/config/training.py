@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .fields import (
+    NOT_NEGATIVE,
     cached_hash,
     check,
-    check_choices,
-    check_not_negative,
-    check_numbers,
-    check_positive,
+    check_fields,
     option,
+    optional,
     required,
+    switch,
 )
 from .rules import check_rules
 from .sample_rules import StepSizes
@@ -28,25 +28,20 @@ class BatchConfig:
     micro_batch_size: int = required(
         "samples per rank and forward pass", aliases=("--batch-size",), maximum=2**16
     )
-    global_batch_size: int | None = option(
-        None,
+    global_batch_size: int | None = optional(
         "samples per iteration (default: micro-batch x data-parallel size)",
-        type=int,
         maximum=2**24,
     )
-    rampup_batch_size: tuple[int, ...] | None = option(
-        None, "start size, increment, and length of the ramp in samples", type=int, nargs=3
+    rampup_batch_size: tuple[int, ...] | None = optional(
+        "start size, increment, and length of the ramp in samples", nargs=3
     )
-    step_batch_size_schedule: str | None = option(
-        None,
+    step_batch_size_schedule: str | None = optional(
         "batch sizes in steps, instead of --rampup-batch-size: TOKENS:SIZE ..., such "
-        "as '0:768 250B:1536'; the last size is --global-batch-size",
-        type=str,
+        "as '0:768 250B:1536'; the last size is --global-batch-size"
     )
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_positive(self, "micro_batch_size", "global_batch_size")
+        check_fields(self)
         check(
             self.rampup_batch_size is None or len(self.rampup_batch_size) == 3,
             f"--rampup-batch-size {self.rampup_batch_size}: pass three numbers, start, increment and samples",
@@ -71,53 +66,41 @@ class BatchConfig:
 class TrainingConfig:
     """Length of the run, evaluation, recompute and seed."""
 
-    train_iters: int | None = option(None, "iterations to train", type=int)
-    train_samples: int | None = option(
-        None, "samples to train (instead of --train-iters)", type=int, maximum=2**40
+    train_iters: int | None = optional("iterations to train", range=NOT_NEGATIVE)
+    train_samples: int | None = optional(
+        "samples to train (instead of --train-iters)", maximum=2**40
     )
-    train_tokens: float | None = option(
-        None,
+    train_tokens: float | None = optional(
         "tokens to train: the run ends with the iteration that reaches them, or earlier by "
-        "--train-iters or --train-samples",
-        type=float,
+        "--train-iters or --train-samples"
     )
-    exit_interval: int | None = option(
-        None, "save and exit after an iteration divisible by this", type=int
-    )
-    exit_duration_in_mins: float | None = option(
-        None, "save and exit after this many minutes", type=float
-    )
+    exit_interval: int | None = optional("save and exit after an iteration divisible by this")
+    exit_duration_in_mins: float | None = optional("save and exit after this many minutes")
     eval_interval: int = option(1000, "iterations between evaluations on the validation split")
-    eval_iters: int = option(100, "batches per evaluation; 0: none")
-    eval_global_batch_size: int | None = option(
-        None,
+    eval_iters: int = option(100, "batches per evaluation; 0: none", range=NOT_NEGATIVE)
+    eval_global_batch_size: int | None = optional(
         "samples per evaluation batch (default: --global-batch-size)",
-        type=int,
         maximum=2**24,
     )
-    eval_micro_batch_size: int | None = option(
-        None,
+    eval_micro_batch_size: int | None = optional(
         "samples per rank and forward pass in evaluations (default: --micro-batch-size)",
-        type=int,
         maximum=2**16,
     )
-    full_validation: bool = option(
-        False,
+    full_validation: bool = switch(
         "evaluate on the whole validation data once, regardless of --eval-iters; samples "
-        "that do not fill the last batch are excluded",
+        "that do not fill the last batch are excluded"
     )
-    multiple_validation_sets: bool = option(
-        False,
+    multiple_validation_sets: bool = switch(
         "with --full-validation, each prefix of the validation data is a separate set "
-        "with its own log line",
+        "with its own log line"
     )
-    start_eval_at_iter: int | None = option(None, "no evaluation before this iteration", type=int)
-    skip_train: bool = option(False, "do not train, only evaluate on the validation data")
-    seed: int = option(1234, "seed of initial weights, dropout and data order", maximum=2**32 - 1)
-    recompute_granularity: str | None = option(
-        None,
+    start_eval_at_iter: int | None = optional("no evaluation before this iteration", range=None)
+    skip_train: bool = switch("do not train, only evaluate on the validation data")
+    seed: int = option(
+        1234, "seed of initial weights, dropout and data order", maximum=2**32 - 1, range=None
+    )
+    recompute_granularity: str | None = optional(
         "recompute in backward: whole layers (full) or attention only (selective)",
-        type=str,
         choices=("full", "selective"),
         switches={"--checkpoint-activations": "full", "--recompute-activations": "selective"},
     )
@@ -131,48 +114,29 @@ class TrainingConfig:
         "uniform: layers per group; block: recomputed layers per model chunk",
         aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
     )
-    recompute_part_layers: tuple[int, ...] | None = option(
-        None,
-        "recomputed layers of each model chunk, in the model's order",
-        type=int,
-        nargs="+",
+    recompute_part_layers: tuple[int, ...] | None = optional(
+        "recomputed layers of each model chunk, in the model's order"
     )
-    recompute_auto: bool = option(
-        False, "recompute as few layers of each stage and chunk as fit into memory"
+    recompute_auto: bool = switch(
+        "recompute as few layers of each stage and chunk as fit into memory"
     )
-    memory_per_rank: int | None = option(
-        None,
+    memory_per_rank: int | None = optional(
         "MiB per rank for choices that depend on memory (default: the rank's share of 90 % of "
-        "the node's memory; in a dry run 90 % of this node's memory)",
-        type=int,
+        "the node's memory; in a dry run 90 % of this node's memory)"
     )
     use_flush_denormal: bool = option(
         True, "flush denormals to zero in every thread (on by default)"
     )
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_positive(
-            self,
-            "train_samples",
-            "train_tokens",
-            "exit_interval",
-            "exit_duration_in_mins",
-            "eval_interval",
-            "eval_global_batch_size",
-            "eval_micro_batch_size",
-            "recompute_num_layers",
-            "memory_per_rank",
-        )
+        check_fields(self)
         # The range of numpy's generator.
         check(0 <= self.seed < 2**32, f"--seed is {self.seed}: pass a number from 0 to {2**32 - 1}")
-        check_not_negative(self, "train_iters", "eval_iters")
         check(
             self.train_iters is None or self.train_samples is None,
             "--train-iters and --train-samples exclude each other: pass one",
         )
         check_rules(self, "training")
-        check_choices(self)
         self._check_recompute()
 
     def _check_recompute(self) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -33,21 +32,22 @@ from .rules import (
 # head size.
 
 Shape = tuple[int, ...]
-Arrangement = Callable[[Tensor, int, ModelConfig], tuple[list[Tensor], Shape]]
+Arranged = tuple[list[Tensor], Shape]
+Arrangement = Callable[[Tensor, int, ModelConfig], Arranged]
 """(our tensor, number of theirs among those that make it, model) -> (views of ours, whose elements one view after another are those
 of theirs; their shape)."""
 
 
-def whole(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def whole(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     return [ours], tuple(ours.shape)
 
 
-def transposed(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def transposed(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return GPT-2's Conv1D weight (inputs, outputs)."""
     return [ours.t()], tuple(ours.t().shape)
 
 
-def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return GPT-2's c_attn (h, 3 n d), all queries, keys, values; ours (n 3 d, h) is per head."""
     heads = ours.view(model.num_attention_heads, 3, -1, *ours.shape[1:]).transpose(
         0, 1
@@ -56,7 +56,7 @@ def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[l
     return [theirs], (*ours.shape[1:], len(ours))
 
 
-def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return queries (n d, h), keys or values (g d, h); ours has queries, key and value per group."""
     queries = model.num_attention_heads // model.query_groups
     groups = ours.view(model.query_groups, queries + 2, model.kv_channels, *ours.shape[1:])
@@ -66,29 +66,27 @@ def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[T
     return [theirs], (theirs.shape[0] * theirs.shape[1] * theirs.shape[2], *ours.shape[1:])
 
 
-def stacked(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gate or value (f, h) from ours (2, f, h)."""
     return [ours[part]], tuple(ours.shape[1:])
 
 
-def fused_query_key_value(
-    ours: Tensor, part: int, model: ModelConfig
-) -> tuple[list[Tensor], Shape]:
+def fused_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return all queries, keys, values ((n + 2 g) d, h)."""
     return [query_key_value(ours, number, model)[0][0] for number in range(3)], tuple(ours.shape)
 
 
-def fused_stacked(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def fused_stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gate and value (2 f, h) from ours (2, f, h)."""
     return [ours], (2 * ours.shape[1], *ours.shape[2:])
 
 
-def of_expert(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def of_expert(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return expert `part` (h, f) from ours (experts, h, f)."""
     return [ours[part]], tuple(ours.shape[1:])
 
 
-def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gate 0 (f, h), value 0, gate 1 ... by `part` from ours (experts, 2, f, h)."""
     return [ours[part // 2, part % 2]], tuple(ours.shape[2:])
 
@@ -113,6 +111,13 @@ class Field:
     default: Any = REQUIRED
 
 
+class Place(NamedTuple):
+    """Their names for one of our tensors, without the architecture's prefix, and the arrangement."""
+
+    names: tuple[str, ...]
+    arranged: Arrangement = whole
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """A row in ARCHITECTURES.
@@ -122,7 +127,7 @@ class Architecture:
     fields: with a counterpart in ModelConfig; rules: the others
     only: their field -> supported values; the first is written, and is the default
     block: required ModelConfig values
-    places: our place -> their names without the prefix, and the arrangement
+    places: by our name without "weight" or "bias"
     unused: stored tensors that are not weights
     own_head_size: the head size may differ from h / n
     also: further conditions
@@ -136,7 +141,7 @@ class Architecture:
     rules: tuple[Rule, ...]
     only: Mapping[str, tuple[Any, ...]]
     block: Mapping[str, Any]
-    places: Mapping[str, tuple[tuple[str, ...], Arrangement]]
+    places: Mapping[str, Place]
     unused: re.Pattern[str] = field(default=re.compile(r".*\.rotary_emb\.inv_freq"))
     own_head_size: bool = True
     also: Callable[[ModelConfig], bool] = lambda model: True
@@ -144,12 +149,12 @@ class Architecture:
 
     @property
     def head(self) -> str:
-        return f"{self.places[OUTPUT][0][0]}.weight"
+        return f"{self.places[OUTPUT].names[0]}.weight"
 
     @property
     def embedding(self) -> str:
         """Their word embedding's name, without the prefix."""
-        return f"{self.places['embedding.word_embeddings'][0][0]}.weight"
+        return f"{self.places[_WORDS].names[0]}.weight"
 
     @property
     def without_head(self) -> str:
@@ -158,19 +163,36 @@ class Architecture:
 
     def fits(self, model: ModelConfig) -> bool:
         divided = model.kv_channels * model.num_attention_heads == model.hidden_size
-        turned = _POSITIONS not in self.places
-        right = (
+        return (
             (divided or self.own_head_size)
             and self.also(model)
-            and model.rotary == turned
+            and model.rotary == (_POSITIONS not in self.places)
             and not model.sinkhorn
+            and all(getattr(model, name) == value for name, value in self.block.items())
         )
-        return right and all(getattr(model, name) == value for name, value in self.block.items())
 
 
-_LAYER = "decoder.layers.{}."
 OUTPUT = "output_layer"
+_WORDS = "embedding.word_embeddings"
 _POSITIONS = "embedding.position_embeddings"
+_FINAL_NORM = "decoder.final_layernorm"
+
+
+def _places(
+    prefix: str, layer: Mapping[str, str | Place], outside: Mapping[str, str] = {}
+) -> dict[str, Place]:
+    """Return an architecture's places. A name alone: their tensor equals ours.
+
+    prefix: of their names in a layer
+    """
+    places = {ours: Place((theirs,)) for ours, theirs in outside.items()}
+    for ours, theirs in layer.items():
+        names, arranged = Place((theirs,)) if isinstance(theirs, str) else theirs
+        names = tuple(prefix + name for name in names)
+        places[f"decoder.layers.{{}}.{ours}"] = Place(names, arranged)
+    return places
+
+
 _PLAIN = {
     **MULTIPLIERS,
     "attention_multiplier": None,
@@ -179,7 +201,9 @@ _PLAIN = {
     "activation_func": None,
     "apply_layernorm_1p": False,
     "num_experts": None,
+    "qk_layernorm": False,
     "qk_layernorm_all_heads": False,
+    "window_size": None,
 }
 GPT2 = Architecture(
     name="GPT2LMHeadModel",
@@ -213,43 +237,42 @@ GPT2 = Architecture(
         "squared_relu": False,
         "bias_gelu_fusion": True,
         "group_query_attention": False,
-        "qk_layernorm": False,
-        "window_size": None,
     },
-    places={
-        "embedding.word_embeddings": (("wte",), whole),
-        _POSITIONS: (("wpe",), whole),
-        _LAYER + "input_layernorm": (("h.{}.ln_1",), whole),
-        _LAYER + "self_attention.linear_qkv": (("h.{}.attn.c_attn",), conv_query_key_value),
-        _LAYER + "self_attention.linear_proj": (("h.{}.attn.c_proj",), transposed),
-        _LAYER + "pre_mlp_layernorm": (("h.{}.ln_2",), whole),
-        _LAYER + "mlp.linear_fc1": (("h.{}.mlp.c_fc",), transposed),
-        _LAYER + "mlp.linear_fc2": (("h.{}.mlp.c_proj",), transposed),
-        "decoder.final_layernorm": (("ln_f",), whole),
-        OUTPUT: (("lm_head",), whole),
-    },
+    places=_places(
+        "h.{}.",
+        {
+            "input_layernorm": "ln_1",
+            "self_attention.linear_qkv": Place(("attn.c_attn",), conv_query_key_value),
+            "self_attention.linear_proj": Place(("attn.c_proj",), transposed),
+            "pre_mlp_layernorm": "ln_2",
+            "mlp.linear_fc1": Place(("mlp.c_fc",), transposed),
+            "mlp.linear_fc2": Place(("mlp.c_proj",), transposed),
+        },
+        outside={_WORDS: "wte", _POSITIONS: "wpe", _FINAL_NORM: "ln_f", OUTPUT: "lm_head"},
+    ),
     unused=re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"),  # causal masks
     own_head_size=False,
 )
 
-_DECODER_FIELDS = (
+# Architectures near to Llama's, which differ from it in some values.
+_FIELDS = (
     Field("num_hidden_layers", "num_layers"),
     Field("hidden_size", "hidden_size"),
     Field("num_attention_heads", "num_attention_heads"),
-    Field("intermediate_size", "ffn_hidden_size"),
-    Field("max_position_embeddings", "max_position_embeddings"),
     Field("vocab_size", "vocab_size"),
     Field("initializer_range", "init_method_std", 0.02),
     Field("attention_dropout", "attention_dropout", 0.0),
 )
-
-
-def _with_epsilon(theirs: str, default: float) -> tuple[Field, ...]:
-    return (*_DECODER_FIELDS, Field(theirs, "layernorm_epsilon", default))
-
-
+_DECODER_FIELDS = (
+    *_FIELDS,
+    Field("intermediate_size", "ffn_hidden_size"),
+    Field("max_position_embeddings", "max_position_embeddings"),
+)
+_EPSILON = Field("rms_norm_eps", "layernorm_epsilon", 1e-6)
+_LARGER_EPSILON = Field("rms_norm_eps", "layernorm_epsilon", 1e-5)
+_DECODER_RULES = (HEADS, ROTARY, tied(False), NO_DROPOUT)
 _SILU = {"hidden_act": ("silu", "swish")}
-_NO_WINDOW = {**_SILU, "use_sliding_window": (False,)}
+_NO_WINDOW = {"use_sliding_window": (False,)}
 _DECODER_BLOCK = {
     **_PLAIN,
     "normalization": "RMSNorm",
@@ -258,125 +281,137 @@ _DECODER_BLOCK = {
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
     "add_qkv_bias": False,
-    "qk_layernorm": False,
 }
-_DECODER_PLACES = {
-    "embedding.word_embeddings": (("embed_tokens",), whole),
-    _LAYER + "input_layernorm": (("layers.{}.input_layernorm",), whole),
-    _LAYER + "self_attention.linear_qkv": (
-        tuple(f"layers.{{}}.self_attn.{part}_proj" for part in "qkv"),
-        query_key_value,
-    ),
-    _LAYER + "self_attention.q_layernorm": (("layers.{}.self_attn.q_norm",), whole),
-    _LAYER + "self_attention.k_layernorm": (("layers.{}.self_attn.k_norm",), whole),
-    _LAYER + "self_attention.linear_proj": (("layers.{}.self_attn.o_proj",), whole),
-    _LAYER + "pre_mlp_layernorm": (("layers.{}.post_attention_layernorm",), whole),
-    _LAYER + "mlp.linear_fc1": (("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"), stacked),
-    _LAYER + "mlp.linear_fc2": (("layers.{}.mlp.down_proj",), whole),
-    "decoder.final_layernorm": (("norm",), whole),
-    OUTPUT: (("lm_head",), whole),
-}
-_decoder = functools.partial(
-    Architecture,
-    prefix="model.",
-    fields=_with_epsilon("rms_norm_eps", 1e-6),
-    places=_DECODER_PLACES,
+_DECODER_PLACES = _places(
+    "layers.{}.",
+    {
+        "input_layernorm": "input_layernorm",
+        "self_attention.linear_qkv": Place(
+            tuple(f"self_attn.{part}_proj" for part in "qkv"), query_key_value
+        ),
+        "self_attention.q_layernorm": "self_attn.q_norm",
+        "self_attention.k_layernorm": "self_attn.k_norm",
+        "self_attention.linear_proj": "self_attn.o_proj",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "mlp.linear_fc1": Place(("mlp.gate_proj", "mlp.up_proj"), stacked),
+        "mlp.linear_fc2": "mlp.down_proj",
+    },
+    outside={_WORDS: "embed_tokens", _FINAL_NORM: "norm", OUTPUT: "lm_head"},
 )
+
+
+def _decoder(
+    only: Mapping[str, tuple[Any, ...]] = {},
+    block: Mapping[str, Any] = {},
+    free: Collection[str] = (),
+    **others: Any,
+) -> Architecture:
+    """Build a row near to LLAMA.
+
+    only, block: next to Llama's values, or in place of them
+    free: ModelConfig values that need not be Llama's
+    others: as in `Architecture`, Llama's by default
+    """
+    llama = {name: value for name, value in _DECODER_BLOCK.items() if name not in free}
+    row = {
+        "prefix": "model.",
+        "fields": (*_DECODER_FIELDS, _EPSILON),
+        "rules": _DECODER_RULES,
+        "places": _DECODER_PLACES,
+        **others,
+    }
+    return Architecture(only={**_SILU, **only}, block={**llama, **block}, **row)
+
 
 LLAMA = _decoder(
     name="LlamaForCausalLM",
     model_type="llama",
-    rules=(HEADS, ROTARY, tied(False), NO_DROPOUT),
-    only={**_SILU, "attention_bias": (False,), "mlp_bias": (False,)},
-    block={**_DECODER_BLOCK, "window_size": None},
+    only={"attention_bias": (False,), "mlp_bias": (False,)},
 )
 MISTRAL = _decoder(
     name="MistralForCausalLM",
     model_type="mistral",
     defaults={"num_key_value_heads": 8},
-    rules=(HEADS, ROTARY, window(4096), tied(False), NO_DROPOUT),
-    only=_SILU,
-    block=_DECODER_BLOCK,
+    rules=(*_DECODER_RULES, window(4096)),
+    free=("window_size",),
 )
 QWEN2 = _decoder(
     name="Qwen2ForCausalLM",
     model_type="qwen2",
     defaults={"num_key_value_heads": 32},
-    rules=(HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT),
+    rules=(*_DECODER_RULES, FULL_ATTENTION),
     only=_NO_WINDOW,
-    block={**_DECODER_BLOCK, "window_size": None, "add_qkv_bias": True},
+    block={"add_qkv_bias": True},
 )
 QWEN3 = _decoder(
     name="Qwen3ForCausalLM",
     model_type="qwen3",
     defaults={"num_key_value_heads": 32, "head_dim": 128},
-    rules=(HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT),
+    rules=(*_DECODER_RULES, FULL_ATTENTION),
     only={**_NO_WINDOW, "attention_bias": (False,)},
-    block={**_DECODER_BLOCK, "window_size": None, "qk_layernorm": True},
+    block={"qk_layernorm": True},
 )
-_PARTLY_TURNED = {name: value for name, value in _DECODER_BLOCK.items() if name != "rotary_percent"}
-_LAYER_NORM = {name: value for name, value in _PARTLY_TURNED.items() if name != "add_qkv_bias"} | {
-    "normalization": "LayerNorm",
-    "window_size": None,
-}
 PHI3 = _decoder(
     name="Phi3ForCausalLM",
     model_type="phi3",
     rules=(HEADS, rotary(1.0, ("default",)), window(None), tied(False), no_padding(32000)),
-    fields=(*_with_epsilon("rms_norm_eps", 1e-5), Field("resid_pdrop", "hidden_dropout", 0.0)),
-    only={**_SILU, "embd_pdrop": (0.0,)},
-    block={**_PARTLY_TURNED, "position_embedding_type": ROPE, **dict.fromkeys(SCALINGS)}
-    | {"use_rope_scaling": False},
-    places={
-        **_DECODER_PLACES,
-        _LAYER + "self_attention.linear_qkv": (
-            ("layers.{}.self_attn.qkv_proj",),
-            fused_query_key_value,
-        ),
-        _LAYER + "mlp.linear_fc1": (("layers.{}.mlp.gate_up_proj",), fused_stacked),
+    fields=(*_DECODER_FIELDS, _LARGER_EPSILON, Field("resid_pdrop", "hidden_dropout", 0.0)),
+    only={"embd_pdrop": (0.0,)},
+    block={
+        "position_embedding_type": ROPE,
+        **dict.fromkeys(SCALINGS),
+        "use_rope_scaling": False,
     },
+    free=("rotary_percent", "window_size"),
+    places=_DECODER_PLACES
+    | _places(
+        "layers.{}.",
+        {
+            "self_attention.linear_qkv": Place(("self_attn.qkv_proj",), fused_query_key_value),
+            "mlp.linear_fc1": Place(("mlp.gate_up_proj",), fused_stacked),
+        },
+    ),
 )
 STABLELM = _decoder(
     name="StableLmForCausalLM",
     model_type="stablelm",
     defaults={"num_key_value_heads": 32},
     rules=(HEADS, rotary(0.25), tied(False), NO_DROPOUT),
-    fields=(*_with_epsilon("layer_norm_eps", 1e-5), Field("use_qkv_bias", "add_qkv_bias", False)),
+    fields=(
+        *_DECODER_FIELDS,
+        Field("layer_norm_eps", "layernorm_epsilon", 1e-5),
+        Field("use_qkv_bias", "add_qkv_bias", False),
+    ),
     only={
-        **_SILU,
         "use_parallel_residual": (False,),
         "qk_layernorm": (False,),
         "hidden_dropout": (0.0,),
     },
-    block=_LAYER_NORM,
+    block={"normalization": "LayerNorm"},
+    free=("rotary_percent", "add_qkv_bias"),
     own_head_size=False,
 )
 OLMO = _decoder(
     name="OlmoForCausalLM",
     model_type="olmo",
-    rules=(HEADS, ROTARY, tied(False), NO_DROPOUT),
     fields=_DECODER_FIELDS,
-    only={**_SILU, "attention_bias": (False,), "clip_qkv": (None,)},
-    block={
-        **_DECODER_BLOCK,
-        "normalization": "PlainLayerNorm",
-        "layernorm_epsilon": 1e-5,
-        "window_size": None,
-    },
+    only={"attention_bias": (False,), "clip_qkv": (None,)},
+    block={"normalization": "PlainLayerNorm", "layernorm_epsilon": 1e-5},
 )
-GPT_NEOX = Architecture(
+GPT_NEOX = _decoder(
     name="GPTNeoXForCausalLM",
     model_type="gpt_neox",
     prefix="gpt_neox.",
     fields=(
-        *_with_epsilon("layer_norm_eps", 1e-5),
+        *_DECODER_FIELDS,
+        Field("layer_norm_eps", "layernorm_epsilon", 1e-5),
         Field("hidden_dropout", "hidden_dropout", 0.0),
         Field("use_parallel_residual", "parallel_residual", True),
     ),
     rules=(rotary(0.25, names=("rotary_emb_base", "rotary_pct")), tied(False)),
     only={"hidden_act": ("gelu",), "attention_bias": (True,)},
     block={
-        **{name: value for name, value in _LAYER_NORM.items() if name != "parallel_residual"},
+        "normalization": "LayerNorm",
         "disable_bias_linear": False,
         "swiglu": False,
         "squared_relu": False,
@@ -384,17 +419,19 @@ GPT_NEOX = Architecture(
         "openai_gelu": False,
         "group_query_attention": False,
     },
-    places={
-        "embedding.word_embeddings": (("embed_in",), whole),
-        _LAYER + "input_layernorm": (("layers.{}.input_layernorm",), whole),
-        _LAYER + "self_attention.linear_qkv": (("layers.{}.attention.query_key_value",), whole),
-        _LAYER + "self_attention.linear_proj": (("layers.{}.attention.dense",), whole),
-        _LAYER + "pre_mlp_layernorm": (("layers.{}.post_attention_layernorm",), whole),
-        _LAYER + "mlp.linear_fc1": (("layers.{}.mlp.dense_h_to_4h",), whole),
-        _LAYER + "mlp.linear_fc2": (("layers.{}.mlp.dense_4h_to_h",), whole),
-        "decoder.final_layernorm": (("final_layer_norm",), whole),
-        OUTPUT: (("embed_out",), whole),
-    },
+    free=("rotary_percent", "add_qkv_bias", "parallel_residual"),
+    places=_places(
+        "layers.{}.",
+        {
+            "input_layernorm": "input_layernorm",
+            "self_attention.linear_qkv": "attention.query_key_value",
+            "self_attention.linear_proj": "attention.dense",
+            "pre_mlp_layernorm": "post_attention_layernorm",
+            "mlp.linear_fc1": "mlp.dense_h_to_4h",
+            "mlp.linear_fc2": "mlp.dense_4h_to_h",
+        },
+        outside={_WORDS: "embed_in", _FINAL_NORM: "final_layer_norm", OUTPUT: "embed_out"},
+    ),
     unused=re.compile(
         r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
     ),
@@ -403,14 +440,9 @@ GPT_NEOX = Architecture(
 GRANITE = _decoder(
     name="GraniteForCausalLM",
     model_type="granite",
-    rules=(HEADS, ROTARY, tied(False), NO_DROPOUT, MULTIPLIED),
-    only={**_SILU, "attention_bias": (False,), "mlp_bias": (False,)},
-    block={
-        name: value
-        for name, value in _DECODER_BLOCK.items()
-        if name not in (*MULTIPLIERS, "attention_multiplier")
-    }
-    | {"window_size": None},
+    rules=(*_DECODER_RULES, MULTIPLIED),
+    only={"attention_bias": (False,), "mlp_bias": (False,)},
+    free=(*MULTIPLIERS, "attention_multiplier"),
 )
 GEMMA = _decoder(
     name="GemmaForCausalLM",
@@ -423,14 +455,8 @@ GEMMA = _decoder(
         "attention_bias": (False,),
         "use_bidirectional_attention": (None, False),
     },
-    block={name: value for name, value in _DECODER_BLOCK.items() if name != "embedding_multiplier"}
-    | {
-        "normalization": "RMSNorm",
-        "apply_layernorm_1p": True,
-        "swiglu": False,
-        "geglu": True,
-        "window_size": None,
-    },
+    block={"apply_layernorm_1p": True, "swiglu": False, "geglu": True},
+    free=("embedding_multiplier",),
     also=lambda model: model.embedding_multiplier == model.hidden_size**0.5,
 )
 FALCON = Architecture(
@@ -438,11 +464,8 @@ FALCON = Architecture(
     model_type="falcon",
     prefix="transformer.",
     fields=(
-        *(
-            row
-            for row in _with_epsilon("layer_norm_epsilon", 1e-5)
-            if row.theirs not in ("intermediate_size", "max_position_embeddings")
-        ),
+        *_FIELDS,
+        Field("layer_norm_epsilon", "layernorm_epsilon", 1e-5),
         Field("ffn_hidden_size", "ffn_hidden_size", None),
         Field("max_position_embeddings", "max_position_embeddings", 2048),
     ),
@@ -458,48 +481,48 @@ FALCON = Architecture(
     block={
         **_DECODER_BLOCK,
         "normalization": "LayerNorm",
-        "window_size": None,
         "swiglu": False,
         "squared_relu": False,
         "openai_gelu": False,
         "parallel_residual": True,
     },
-    places={
-        "embedding.word_embeddings": (("word_embeddings",), whole),
-        _LAYER + "input_layernorm": (("h.{}.ln_attn",), whole),
-        _LAYER + "self_attention.linear_qkv": (("h.{}.self_attention.query_key_value",), whole),
-        _LAYER + "self_attention.linear_proj": (("h.{}.self_attention.dense",), whole),
-        _LAYER + "pre_mlp_layernorm": (("h.{}.ln_mlp",), whole),
-        _LAYER + "mlp.linear_fc1": (("h.{}.mlp.dense_h_to_4h",), whole),
-        _LAYER + "mlp.linear_fc2": (("h.{}.mlp.dense_4h_to_h",), whole),
-        "decoder.final_layernorm": (("ln_f",), whole),
-        OUTPUT: (("lm_head",), whole),
-    },
+    places=_places(
+        "h.{}.",
+        {
+            "input_layernorm": "ln_attn",
+            "self_attention.linear_qkv": "self_attention.query_key_value",
+            "self_attention.linear_proj": "self_attention.dense",
+            "pre_mlp_layernorm": "ln_mlp",
+            "mlp.linear_fc1": "mlp.dense_h_to_4h",
+            "mlp.linear_fc2": "mlp.dense_4h_to_h",
+        },
+        outside={_WORDS: "word_embeddings", _FINAL_NORM: "ln_f", OUTPUT: "lm_head"},
+    ),
     own_head_size=False,
 )
 
-# The expert's gate and what it multiplies are two tensors of each expert.
-_EXPERT_BLOCK = {name: value for name, value in _DECODER_BLOCK.items() if name != "num_experts"} | {
+_EXPERT_BLOCK = {
     "moe_router_score_function": "softmax",
     "moe_router_topk_scaling_factor": None,
     "moe_router_num_groups": None,
     "moe_router_enable_expert_bias": False,
 }
-_EXPERT_PLACES = {
-    **_DECODER_PLACES,
-    _LAYER + "mlp.router": (("layers.{}.mlp.gate",), whole),
-    _LAYER + "mlp.experts.linear_fc1": (
-        tuple(f"layers.{{}}.mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up")),
-        stacked_of_expert,
-    ),
-    _LAYER + "mlp.experts.linear_fc2": (("layers.{}.mlp.experts.{expert}.down_proj",), of_expert),
-    _LAYER + "mlp.shared_experts.linear_fc1": (
-        tuple(f"layers.{{}}.mlp.shared_expert.{part}_proj" for part in ("gate", "up")),
-        stacked,
-    ),
-    _LAYER + "mlp.shared_experts.linear_fc2": (("layers.{}.mlp.shared_expert.down_proj",), whole),
-    _LAYER + "mlp.shared_experts.gate": (("layers.{}.mlp.shared_expert_gate",), whole),
-}
+# The expert's gate and what it multiplies are two tensors of each expert.
+_EXPERT_PLACES = _DECODER_PLACES | _places(
+    "layers.{}.mlp.",
+    {
+        "mlp.router": "gate",
+        "mlp.experts.linear_fc1": Place(
+            ("experts.{expert}.gate_proj", "experts.{expert}.up_proj"), stacked_of_expert
+        ),
+        "mlp.experts.linear_fc2": Place(("experts.{expert}.down_proj",), of_expert),
+        "mlp.shared_experts.linear_fc1": Place(
+            ("shared_expert.gate_proj", "shared_expert.up_proj"), stacked
+        ),
+        "mlp.shared_experts.linear_fc2": "shared_expert.down_proj",
+        "mlp.shared_experts.gate": "shared_expert_gate",
+    },
+)
 _NO_SHARED = {"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
 _OF_A_TOKEN = Field("num_experts_per_tok", "moe_router_topk")
 _OF_AN_EXPERT = Field("moe_intermediate_size", "moe_ffn_hidden_size")
@@ -507,31 +530,30 @@ MIXTRAL = _decoder(
     name="MixtralForCausalLM",
     model_type="mixtral",
     defaults={"num_key_value_heads": 8, "rope_theta": 1e6},
-    rules=(HEADS, ROTARY, window(None), tied(False), NO_DROPOUT),
+    rules=(*_DECODER_RULES, window(None)),
     fields=(
-        *_with_epsilon("rms_norm_eps", 1e-5),
+        *_DECODER_FIELDS,
+        _LARGER_EPSILON,
         _OF_A_TOKEN,
         Field("num_local_experts", "num_experts"),
     ),
-    only={**_SILU, "router_jitter_noise": (0.0,)},
+    only={"router_jitter_noise": (0.0,)},
     block={**_EXPERT_BLOCK, **_NO_SHARED, "moe_router_pre_softmax": False, "moe_layer_freq": "1"},
+    free=("num_experts", "window_size"),
     also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
-    places={
-        **_EXPERT_PLACES,
-        _LAYER + "mlp.router": (("layers.{}.block_sparse_moe.gate",), whole),
-        _LAYER + "mlp.experts.linear_fc1": (
-            tuple(
-                f"layers.{{}}.block_sparse_moe.experts.{{expert}}.{part}" for part in ("w1", "w3")
+    places=_EXPERT_PLACES
+    | _places(
+        "layers.{}.block_sparse_moe.",
+        {
+            "mlp.router": "gate",
+            "mlp.experts.linear_fc1": Place(
+                ("experts.{expert}.w1", "experts.{expert}.w3"), stacked_of_expert
             ),
-            stacked_of_expert,
-        ),
-        _LAYER + "mlp.experts.linear_fc2": (
-            ("layers.{}.block_sparse_moe.experts.{expert}.w2",),
-            of_expert,
-        ),
-    },
+            "mlp.experts.linear_fc2": Place(("experts.{expert}.w2",), of_expert),
+        },
+    ),
 )
-_SPARSE_RULES = (HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT, EXPERTS, SPARSE_LAYERS)
+_SPARSE_RULES = (*_DECODER_RULES, FULL_ATTENTION, EXPERTS, SPARSE_LAYERS)
 QWEN2_MOE = _decoder(
     name="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
@@ -539,18 +561,15 @@ QWEN2_MOE = _decoder(
     rules=_SPARSE_RULES,
     places=_EXPERT_PLACES,
     fields=(
-        *_with_epsilon("rms_norm_eps", 1e-6),
+        *_DECODER_FIELDS,
+        _EPSILON,
         _OF_A_TOKEN,
         _OF_AN_EXPERT,
         Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     ),
     only={**_NO_WINDOW, "qkv_bias": (True,)},
-    block={
-        **_EXPERT_BLOCK,
-        "moe_shared_expert_gate": True,
-        "window_size": None,
-        "add_qkv_bias": True,
-    },
+    block={**_EXPERT_BLOCK, "moe_shared_expert_gate": True, "add_qkv_bias": True},
+    free=("num_experts",),
 )
 QWEN3_MOE = _decoder(
     name="Qwen3MoeForCausalLM",
@@ -558,25 +577,26 @@ QWEN3_MOE = _decoder(
     defaults={"num_key_value_heads": 4},
     rules=_SPARSE_RULES,
     places=_EXPERT_PLACES,
-    fields=(*_with_epsilon("rms_norm_eps", 1e-6), _OF_A_TOKEN, _OF_AN_EXPERT),
+    fields=(*_DECODER_FIELDS, _EPSILON, _OF_A_TOKEN, _OF_AN_EXPERT),
     only={**_NO_WINDOW, "attention_bias": (False,)},
-    block={**_EXPERT_BLOCK, **_NO_SHARED, "window_size": None, "qk_layernorm": True},
+    block={**_EXPERT_BLOCK, **_NO_SHARED, "qk_layernorm": True},
+    free=("num_experts",),
 )
 OLMOE = _decoder(
     name="OlmoeForCausalLM",
     model_type="olmoe",
     places=_EXPERT_PLACES,
-    rules=(HEADS, ROTARY, tied(False), NO_DROPOUT, EXPERTS),
-    fields=(*_with_epsilon("rms_norm_eps", 1e-5), _OF_A_TOKEN),
-    only={**_SILU, "attention_bias": (False,), "clip_qkv": (None,)},
+    rules=(*_DECODER_RULES, EXPERTS),
+    fields=(*_DECODER_FIELDS, _LARGER_EPSILON, _OF_A_TOKEN),
+    only={"attention_bias": (False,), "clip_qkv": (None,)},
     block={
         **_EXPERT_BLOCK,
         **_NO_SHARED,
-        "window_size": None,
         "qk_layernorm": True,
         "qk_layernorm_all_heads": True,
         "moe_layer_freq": "1",
     },
+    free=("num_experts",),
     also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
     own_head_size=False,
 )
@@ -599,28 +619,18 @@ ARCHITECTURES = [
     QWEN3_MOE,
     OLMOE,
 ]
-# model_type of an architecture that is near to these -> what it has that the block does not build.
-_AFTER, _EXPERTS, _SLOPES, _COMPRESSED = (
-    f"{what} not supported"
-    for what in (
-        "norms after attention and after the MLP are",
-        "this variant of experts is",
-        "positions as a slope of each head (ALiBi) are",
-        "keys and values compressed into a latent vector (MLA) are",
-    )
-)
+# What the block does not build -> model_types that are near to these.
+_NOT_SUPPORTED = {
+    "norms after attention and after the MLP are": ("olmo2", "olmo3"),
+    "soft-capped logits are": ("gemma2",),
+    "windows in some layers only are": ("gemma3_text",),
+    "images are": ("gemma3",),
+    "a bias of the output layer is": ("phi",),
+    "keys and values compressed into a latent vector (MLA) are": ("deepseek_v2", "deepseek_v3"),
+    "attention sinks, clamped gates and biases of experts, and MXFP4 weights, are": ("gpt_oss",),
+    "this variant of experts is": ("phimoe", "granitemoe"),
+    "positions as a slope of each head (ALiBi) are": ("bloom", "mpt"),
+}
 REFUSED = {
-    "olmo2": _AFTER,
-    "olmo3": _AFTER,
-    "gemma2": "soft-capped logits are not supported",
-    "gemma3_text": "windows in some layers only are not supported",
-    "gemma3": "images are not supported",
-    "phi": "a bias of the output layer is not supported",
-    "deepseek_v2": _COMPRESSED,
-    "deepseek_v3": _COMPRESSED,
-    "gpt_oss": "attention sinks, clamped gates and biases of experts, and MXFP4 weights, are not supported",
-    "phimoe": _EXPERTS,
-    "granitemoe": _EXPERTS,
-    "bloom": _SLOPES,
-    "mpt": _SLOPES,
+    kind: f"{what} not supported" for what, kinds in _NOT_SUPPORTED.items() for kind in kinds
 }

@@ -6,9 +6,8 @@ refused unless off (null, false or empty).
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..config.fields import check, is_off
+from ..data.json_values import JsonObject
 from .architectures import ONLY, Architecture
 from .rules import FILE
 
@@ -134,7 +133,7 @@ def read_fields(architecture: Architecture) -> frozenset[str]:
     )
 
 
-def check_fields(architecture: Architecture, config: dict[str, Any]) -> None:
+def check_fields(architecture: Architecture, config: JsonObject) -> None:
     known = read_fields(architecture) | _EVERYWHERE
     known |= frozenset(IGNORED_OF.get(architecture.model_type, ()))
     for name, value in config.items():

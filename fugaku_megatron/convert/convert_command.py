@@ -33,7 +33,7 @@ from ..checkpoint.manifest import (
 )
 from ..cli.arguments import model_flags
 from ..comm.agreement import describe
-from ..config.fields import check, flag, flag_words
+from ..config.fields import check, check_positive, flag, flag_words
 from ..host import allocator
 from ..start import environment
 from .gguf_file import TYPES, save_gguf
@@ -191,17 +191,13 @@ def _prefix(final: Path) -> str:
 
 def _abandoned(final: Path) -> list[Path]:
     prefix = _prefix(final)
-    siblings = final.parent.iterdir() if final.parent.is_dir() else ()
-    ours = (
-        (path, path.name.removeprefix(prefix).split(".")[0])
-        for path in siblings
-        if path.name.startswith(prefix)
-    )
-    return [
-        path
-        for path, process in ours
-        if process.isdecimal() and not psutil.pid_exists(int(process))
-    ]
+    found = []
+    for path in final.parent.glob(".*"):
+        process = path.name.removeprefix(prefix).split(".")[0]
+        if path.name.startswith(prefix) and process.isdecimal():
+            if not psutil.pid_exists(int(process)):
+                found.append(path)
+    return found
 
 
 TRANSFORMER_ENGINE = "transformer_engine"
@@ -223,6 +219,14 @@ SOURCES: dict[str, Callable[[argparse.Namespace], Weights]] = {
     ),
 }
 
+# Sources to which a flag belongs.
+SOURCES_OF = {
+    "ckpt_step": ("load", "from_megatron"),
+    "vocab_size": ("from_megatron",),
+    "ignore_saved_arguments": ("from_megatron",),
+    "pretrained_checkpoint": ("load",),
+}
+
 
 def _save(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
     save_own(weights, directory, None if options.merge else weights.adapters)
@@ -231,20 +235,13 @@ def _save(weights: Weights, directory: Path, options: argparse.Namespace) -> Non
 
 
 def _flags(weights: Weights, options: argparse.Namespace) -> list[str]:
-    lora = None if weights.adapters is None or options.merge else weights.adapters.lora
-    given = (
-        {}
-        if lora is None
-        else {
-            f.name: getattr(lora, f.name)
-            for f in fields(lora)
-            if getattr(lora, f.name) != f.default
-        }
-    )
-    return [
-        *model_flags(weights.model),
-        *(word for name, value in given.items() for word in flag_words(name, value)),
-    ]
+    words = model_flags(weights.model)
+    if weights.adapters is not None and not options.merge:
+        lora = weights.adapters.lora
+        for f in fields(lora):
+            if (value := getattr(lora, f.name)) != f.default:
+                words += flag_words(f.name, value)
+    return words
 
 
 def _save_megatron(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
@@ -428,41 +425,36 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
     )
     source = _one(options, SOURCES, "from")
     destination = _one(options, DESTINATIONS, "to")
-    _check_adapters(options, source, destination)
+    check(
+        options.from_peft is None or source == "load" or options.merge or destination != "save",
+        "--from-peft with --save writes "
+        f"adapters of a checkpoint of this program, and the model is that of {flag(source)}: convert the model first and pass "
+        "--load, or pass --merge",
+    )
+    check(
+        destination != "to_peft" or (source == "load" and options.from_peft is None),
+        "--to-peft writes the adapters of --load: leave out the others",
+    )
     adapts = options.merge or options.from_peft is not None
     check(
         adapts or (source, destination) != ("load", "save"),
         "--load and --save are both this program's own checkpoints: pass "
         "--to-hf, or do not convert, because a checkpoint loads into any layout",
     )
-    check(
-        options.ckpt_step is None or source != "from_hf",
-        "--ckpt-step is for --load and --from-megatron, not --from-hf: leave it out",
-    )
-    check(
-        options.vocab_size is None or source == "from_megatron",
-        f"--vocab-size {options.vocab_size} is for --from-megatron, "
-        f"not {flag(source)}: leave it out",
-    )
-    check(
-        options.ignore_saved_arguments is None or source == "from_megatron",
-        f"--ignore-saved-arguments is for --from-megatron, not {flag(source)}: leave it out",
-    )
-    check(
-        options.pretrained_checkpoint is None or source == "load",
-        f"{BASE_FLAG} {options.pretrained_checkpoint} is for --load, not {flag(source)}: leave "
-        "it out",
-    )
+    for name, sources in SOURCES_OF.items():
+        value = getattr(options, name)
+        given = " ".join(flag_words(name, tuple(value) if isinstance(value, list) else value))
+        check(
+            value is None or source in sources,
+            f"{given} is for {' and '.join(map(flag, sources))}, not {flag(source)}: leave it out",
+        )
     size(options.max_shard_size)
-    for name in (
+    check_positive(
+        options,
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
         "make_vocab_size_divisible_by",
-    ):
-        check(
-            getattr(options, name) > 0,
-            f"{flag(name)} is {getattr(options, name)}: pass a number above 0",
-        )
+    )
     check(
         options.chat_template is None or destination != "to_megatron",
         "--chat-template is for --save, --to-hf and --to-gguf: leave it out",
@@ -483,19 +475,6 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
     )
     check_new(flag(destination), getattr(options, destination), destination == "to_gguf")
     return source, destination
-
-
-def _check_adapters(options: argparse.Namespace, source: str, destination: str) -> None:
-    check(
-        options.from_peft is None or source == "load" or options.merge or destination != "save",
-        "--from-peft with --save writes "
-        f"adapters of a checkpoint of this program, and the model is that of {flag(source)}: convert the model first and pass "
-        "--load, or pass --merge",
-    )
-    check(
-        destination != "to_peft" or (source == "load" and options.from_peft is None),
-        "--to-peft writes the adapters of --load: leave out the others",
-    )
 
 
 def _with_peft(weights: Weights, options: argparse.Namespace) -> Weights:
@@ -538,11 +517,9 @@ def main(options: argparse.Namespace) -> int:
     alone = weights.adapters is not None and (
         destination == "to_peft" or destination == "save" and not options.merge
     )
-    sizes = (
-        adapter_shapes(weights.model, weights.adapters.lora)
-        if alone and weights.adapters
-        else shapes(weights.model)
-    )
+    sizes = shapes(weights.model)
+    if alone and weights.adapters:
+        sizes = adapter_shapes(weights.model, weights.adapters.lora)
     parameters = sum(map(math.prod, sizes.values()))
     print(f"{flag(source)} {getattr(options, source)}: {parameters:,} parameters are in {target}")
     if destination == "save":

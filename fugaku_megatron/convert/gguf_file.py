@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -108,18 +108,15 @@ def save_gguf(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     tokenizer.write(writer)
     tensors = _tensors(gguf, weights, architecture, row)
+    types = {name: _type(gguf, name, tensor.shape, kind) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
-        _add_info(gguf, writer, name, tensor.shape, _type(gguf, name, tensor.shape, kind))
+        _add_info(gguf, writer, name, tensor.shape, types[name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, tensor in tensors.items():
-        values = tensor.read().float().numpy()
-        writer.write_tensor_data(
-            gguf.quants.quantize(
-                np.ascontiguousarray(values), _type(gguf, name, tensor.shape, kind)
-            )
-        )
+        values = np.ascontiguousarray(tensor.read().float().numpy())
+        writer.write_tensor_data(gguf.quants.quantize(values, types[name]))
     writer.close()
     return tokenizer.differences
 
@@ -132,39 +129,33 @@ def _row(architecture: Architecture, model: ModelConfig) -> Kind:
             f"{name} is not converted to GGUF, only {', '.join(KINDS)}: pass --to-hf, and llama.cpp's "
             "convert_hf_to_gguf.py may know it"
         )
-    check(
-        model.window is None,
-        f"{name} with a window of {model.window} tokens is not what llama.cpp computes",
-    )
-    check(
-        row.scaled or not model.use_rope_scaling,
-        f"{name} with --use-rope-scaling is not what llama.cpp computes",
-    )
-    check(
-        model.rope_dynamic_factor is None,
-        f"{name} with --rope-dynamic-factor is not what llama.cpp computes",
-    )
-    for f in fields(model) if model.position_embedding_type == YARN else ():
-        same = f.name not in YARN_SCALING[2:] or getattr(model, f.name) == f.default
-        check(
-            same,
-            f"{name} with {flag(f.name)} {getattr(model, f.name)} is not what llama.cpp computes, which is {f.default}",
-        )
-    check(
-        model.num_experts is None or {*model.mlps} == {"experts"},
-        f"{name} with layers without experts is not what llama.cpp computes",
-    )
-    check(
-        row.grouped or model.query_groups == model.num_attention_heads,
-        f"{name} with {model.query_groups} groups of {model.num_attention_heads} heads is not what llama.cpp computes, "
-        "which is as many groups as heads",
-    )
-    for field, value in row.only:
-        check(
-            getattr(model, field) == value,
-            f"{name} with {field} {getattr(model, field)} is not what llama.cpp computes",
-        )
+    for part, instead in _differences(row, model):
+        which = f", which is {instead}" if instead else ""
+        raise ValueError(f"{name} with {part} is not what llama.cpp computes{which}")
     return row
+
+
+def _differences(row: Kind, model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield (part of the model that llama.cpp lacks, value that llama.cpp has instead, or "")."""
+    if model.window is not None:
+        yield f"a window of {model.window} tokens", ""
+    if model.use_rope_scaling and not row.scaled:
+        yield "--use-rope-scaling", ""
+    if model.rope_dynamic_factor is not None:
+        yield "--rope-dynamic-factor", ""
+    if model.position_embedding_type == YARN:
+        for f in fields(model):
+            value = getattr(model, f.name)
+            if f.name in YARN_SCALING[2:] and value != f.default:
+                yield f"{flag(f.name)} {value}", str(f.default)
+    if model.num_experts and {*model.mlps} != {"experts"}:
+        yield "layers without experts", ""
+    if not row.grouped and model.query_groups != model.num_attention_heads:
+        heads = f"{model.query_groups} groups of {model.num_attention_heads} heads"
+        yield heads, "as many groups as heads"
+    for name, needed in row.only:
+        if getattr(model, name) != needed:
+            yield f"{name} {getattr(model, name)}", ""
 
 
 def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:

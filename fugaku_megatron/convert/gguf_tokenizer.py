@@ -17,6 +17,7 @@ from typing import Any
 
 from ..config.fields import check
 from ..data.formats import library
+from ..data.json_values import JsonObject
 from ..data.library_tokenizers import (
     CHAT_TEMPLATE,
     PIECES,
@@ -177,7 +178,9 @@ def read_tokenizer(
         )
     if _only_pieces(folder):
         found = _of_pieces(folder / PIECES)
-        found.template = _template_file(folder)
+        template = folder / CHAT_TEMPLATE
+        if template.is_file():
+            found.template = read_text(template, "--hf-files")
     else:
         found = _of_library(folder)
     where = f"--to-gguf: the tokenizer in {folder}"
@@ -214,11 +217,6 @@ def _only_pieces(folder: Path) -> bool:
     return (folder / PIECES).is_file() and not any((folder / name).is_file() for name in others)
 
 
-def _template_file(folder: Path) -> str | None:
-    file = folder / CHAT_TEMPLATE
-    return read_text(file, "--hf-files") if file.is_file() else None
-
-
 def _check_texts(found: GgufTokenizer, where: str) -> None:
     """Raise ValueError for duplicate texts, which make llama.cpp abort; note texts with a built-in
     meaning.
@@ -246,7 +244,8 @@ def _of_pieces(path: Path) -> GgufTokenizer:
         processor, contents = load_pieces(path, "--to-gguf")
     except ValueError as error:
         raise ValueError(str(error).replace("--tokenizer-model", "--to-gguf:", 1)) from None
-    proto = _proto(contents)
+    protos: Any = library("sentencepiece.sentencepiece_model_pb2", "sentencepiece", "--to-gguf")
+    proto = protos.ModelProto.FromString(contents)
     trainer = proto.trainer_spec
     normalizer = proto.normalizer_spec
     name = MODEL_TYPES.get(trainer.model_type, f"type {trainer.model_type}")
@@ -291,16 +290,8 @@ def _of_pieces(path: Path) -> GgufTokenizer:
         )
     differences += _overlaps(added)
     differences += _reached(tokens)
-    special = {
-        key: token
-        for key, token in (
-            ("bos", processor.bos_id()),
-            ("eos", processor.eos_id()),
-            ("unk", processor.unk_id()),
-            ("pad", processor.pad_id()),
-        )
-        if token >= 0
-    }
+    ids = {key: getattr(processor, f"{key}_id")() for key in ("bos", "eos", "unk", "pad")}
+    special = {key: token for key, token in ids.items() if token >= 0}
     return GgufTokenizer(
         "llama",
         "default",
@@ -309,13 +300,6 @@ def _of_pieces(path: Path) -> GgufTokenizer:
         special=special,
         differences=differences,
     )
-
-
-def _proto(contents: bytes) -> Any:
-    protos: Any = library("sentencepiece.sentencepiece_model_pb2", "sentencepiece", "--to-gguf")
-    model = protos.ModelProto()
-    model.ParseFromString(contents)
-    return model
 
 
 def _check_bytes(tokens: list[tuple[str, int, float]], where: str) -> None:
@@ -459,13 +443,13 @@ def _of_byte_level(
     )
 
 
-def _normalizer_steps(normalizer: dict[str, Any] | None) -> list[Any]:
+def _normalizer_steps(normalizer: JsonObject | None) -> list[Any]:
     if normalizer is None:
         return []
     return normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
 
 
-def _normalizer_differences(normalizer: dict[str, Any] | None, where: str) -> list[str]:
+def _normalizer_differences(normalizer: JsonObject | None, where: str) -> list[str]:
     """Return NFC's difference, in few texts. Raise ValueError for other normalizers."""
     steps = _normalizer_steps(normalizer)
     check(
@@ -518,11 +502,11 @@ _BEGINS = f"it puts no space before a text that begins with a space or {SPACE} (
 _FIRST = "and after a special token (prepend_scheme first)"
 
 
-def _metaspace(scheme: str) -> dict[str, Any]:
+def _metaspace(scheme: str) -> JsonObject:
     return {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": False}
 
 
-def _sequence(*steps: dict[str, Any]) -> dict[str, Any]:
+def _sequence(*steps: JsonObject) -> JsonObject:
     return {"type": "Sequence", "normalizers": list(steps)}
 
 

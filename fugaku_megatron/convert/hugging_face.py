@@ -7,14 +7,15 @@ side.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +25,15 @@ from ..checkpoint.tensor_files import (
     StoredTensor,
     UnsupportedFormat,
     as_bytes,
-    fill,
     read_header,
+    read_into,
     write_tensors,
 )
 from ..comm.agreement import describe
 from ..config.fields import check, check_type
 from ..config.model import MASKED, ModelConfig
 from ..config.model import architecture as shape_values
+from ..data.json_values import JsonObject
 from ..data.library_tokenizers import CHAT_TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
 from ..text.named_files import unreadable
 from .architectures import (
@@ -69,12 +71,7 @@ class PlainFile:
 
     def read_into(self, data: memoryview, start: int) -> None:
         with open(self.path, "rb", buffering=0) as file:
-            file.seek(start)
-            end = start + len(data)
-            check(
-                fill(file, data) == len(data),
-                f"{self.path} ends within its bytes {start} to {end}: it was truncated",
-            )
+            read_into(data, file, start)
 
 
 @dataclass(frozen=True)
@@ -105,11 +102,11 @@ class TensorDirectory:
         return tensor
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Read a JSON object. Raise ValueError, one line."""
     check(path.is_file(), f"{path} is missing")
     try:
-        contents: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        contents: JsonObject = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {describe(error)}") from error
     check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not an object")
@@ -166,7 +163,7 @@ def write(
         write_tensors(directory / file, part, values)
     if len(parts) > 1:
         weight_map = {name: file for file, part in zip(files, parts) for name in part}
-        total = sum(map(_size, like.values()))
+        total = sum(tensor.nbytes for tensor in like.values())
         (directory / INDEX).write_text(
             json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
             + "\n"
@@ -175,16 +172,15 @@ def write(
 
 def _parts(like: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
     part: dict[str, Tensor] = {}
+    size = 0
     for name, tensor in like.items():
-        if part and sum(map(_size, part.values())) + _size(tensor) > max_bytes:
+        size += tensor.nbytes
+        if part and size > max_bytes:
             yield part
             part = {}
+            size = tensor.nbytes
         part[name] = tensor
     yield part
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 # What belongs to a model in addition to its weights, as patterns of names: the files of every tokenizer of transformers, and of others.
@@ -228,25 +224,26 @@ class Part:
     arranged: Arrangement
 
 
-def theirs_of(architecture: Architecture, name: str, model: ModelConfig) -> list[str]:
-    place, kind = place_of(name)
-    check(place in architecture.places, f"{architecture.name} has no place for {name}")
-    names, _ = architecture.places[place]
-    prefix = "" if place == OUTPUT else architecture.prefix
-    experts = range(model.num_experts or 1) if "{expert}" in names[0] else (0,)
-    return [
-        f"{prefix}{their.format(layer_of(name), expert=expert)}.{kind}"
-        for expert in experts
-        for their in names
-    ]
-
-
 def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
-    return {
-        theirs: Part(name, number, architecture.places[place_of(name)[0]][1])
-        for name in shapes(model)
-        for number, theirs in enumerate(theirs_of(architecture, name, model))
-    }
+    """Return the parts by their names, piece after piece of our tensors in the model's order."""
+    found = {}
+    for ours in shapes(model):
+        place, kind = place_of(ours)
+        check(place in architecture.places, f"{architecture.name} has no place for {ours}")
+        names, arranged = architecture.places[place]
+        prefix = "" if place == OUTPUT else architecture.prefix
+        experts = range(model.num_experts or 1) if "{expert}" in names[0] else (0,)
+        for number, (expert, name) in enumerate(itertools.product(experts, names)):
+            theirs = name.format(layer_of(ours), expert=expert)
+            found[f"{prefix}{theirs}.{kind}"] = Part(ours, number, arranged)
+    return found
+
+
+def copy_flat(theirs: Tensor, views: list[Tensor]) -> None:
+    """Fill views of ours, one after another, with the elements of their tensor."""
+    elements = theirs.flatten().split([view.numel() for view in views])
+    for view, values in zip(views, elements, strict=True):
+        view.copy_(values.view(view.shape))
 
 
 # From Hugging Face ------------------------------------------------------------------------------------------------------------
@@ -264,10 +261,10 @@ def open_hugging_face(directory: str) -> Weights:
         reader = _reader(TensorDirectory.open(path), architecture, model)
     except ValueError as error:
         raise ValueError(f"--from-hf {directory}: {error}") from error
-    return Weights(model, {name: reader.dtype(name) for name in reader.ours}, reader, path)
+    return Weights(model, {name: reader.dtype(name) for name in reader.shapes}, reader, path)
 
 
-def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
+def read_config(config: JsonObject) -> tuple[Architecture, ModelConfig]:
     """Return a config.json's model. Raise ValueError with field and value if it is unsupported."""
     known = {row.model_type: row for row in ARCHITECTURES}
     kind = config.get("model_type")
@@ -302,8 +299,8 @@ def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
         raise ValueError(f"{FILE}: {error}") from error
 
 
-def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+def _fields(architecture: Architecture, config: JsonObject) -> JsonObject:
+    values: JsonObject = {}
     ours = {f.name: f for f in fields(ModelConfig)}
     for row in architecture.fields:
         value = config.get(row.theirs, row.default)
@@ -322,54 +319,47 @@ def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any
 class _Reader:
     """Reader that builds our tensors.
 
-    stored: names in `parts` -> names in the files
+    stored: our names -> parts by their names in the files
     """
 
     files: TensorDirectory
-    architecture: Architecture
     model: ModelConfig
-    ours: dict[str, Shape]
-    stored: dict[str, str]
+    shapes: dict[str, Shape]
+    stored: dict[str, dict[str, Part]]
 
     def dtype(self, name: str) -> torch.dtype:
-        return widest(
-            self.files.tensors[self.stored[their]][1].dtype
-            for their in theirs_of(self.architecture, name, self.model)
-        )
+        return widest(self.files.tensors[their][1].dtype for their in self.stored[name])
 
     def __call__(self, name: str) -> Tensor:
-        theirs = theirs_of(self.architecture, name, self.model)
-        arranged = self.architecture.places[place_of(name)[0]][1]
-        if arranged is whole:
-            return self.files.read(self.stored[theirs[0]])
-        ours = torch.empty(self.ours[name], dtype=self.dtype(name))
-        for number, their in enumerate(theirs):
-            views, _ = arranged(ours, number, self.model)
-            flat = self.files.read(self.stored[their]).flatten()
-            stored = torch.split(flat, [view.numel() for view in views])
-            for view, elements in zip(views, stored, strict=True):
-                view.copy_(elements.view(view.shape))
+        ours = torch.empty(self.shapes[name], dtype=self.dtype(name))
+        for their, part in self.stored[name].items():
+            if part.arranged is whole:
+                return self.files.read(their)
+            views, _ = part.arranged(ours, part.number, self.model)
+            copy_flat(self.files.read(their), views)
         return ours
 
 
 def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConfig) -> _Reader:
     ours = shapes(model)
-    stored = _stored_names(files, architecture, list(parts(architecture, model)))
-    for name, shape in ours.items():
-        for number, their in enumerate(theirs_of(architecture, name, model)):
-            empty = torch.empty(shape, device="meta")
-            _, expected = architecture.places[place_of(name)[0]][1](empty, number, model)
-            file, found = files.tensors[stored[their]]
-            check(
-                found.shape == expected,
-                f"{their} has shape {list(found.shape)}, and {FILE} says {list(expected)}",
-            )
-            check(
-                found.dtype.is_floating_point,
-                f"{file.path}: {their} has the format {DTYPES[found.dtype]}, which is not "
-                f"supported for weights: {SAVE_AS}",
-            )
-    return _Reader(files, architecture, model, ours, stored)
+    table = parts(architecture, model)
+    names = _stored_names(files, architecture, list(table))
+    stored: dict[str, dict[str, Part]] = defaultdict(dict)
+    for their, part in table.items():
+        empty = torch.empty(ours[part.ours], device="meta")
+        _, expected = part.arranged(empty, part.number, model)
+        file, found = files.tensors[names[their]]
+        check(
+            found.shape == expected,
+            f"{their} has shape {list(found.shape)}, and {FILE} says {list(expected)}",
+        )
+        check(
+            found.dtype.is_floating_point,
+            f"{file.path}: {their} has the format {DTYPES[found.dtype]}, which is not "
+            f"supported for weights: {SAVE_AS}",
+        )
+        stored[part.ours][names[their]] = part
+    return _Reader(files, model, ours, stored)
 
 
 def _stored_names(
@@ -444,7 +434,7 @@ def in_their_shape(ours: Tensor, part: Part, model: ModelConfig) -> Tensor:
     return joined.reshape(shape).contiguous()
 
 
-def architecture_of(model: ModelConfig, before: dict[str, Any]) -> Architecture:
+def architecture_of(model: ModelConfig, before: JsonObject) -> Architecture:
     """Return the original model's architecture, or else the first that fits."""
     fitting = [row for row in ARCHITECTURES if row.fits(model)]
     check(
@@ -454,18 +444,18 @@ def architecture_of(model: ModelConfig, before: dict[str, Any]) -> Architecture:
     return next((row for row in fitting if row.model_type == before.get("model_type")), fitting[0])
 
 
-def carried_config(carried: Path | None) -> dict[str, Any]:
+def carried_config(carried: Path | None) -> JsonObject:
     return read_json(carried / FILE) if carried and (carried / FILE).exists() else {}
 
 
 def config_of(
-    architecture: Architecture, model: ModelConfig, dtypes: set[torch.dtype], before: dict[str, Any]
-) -> dict[str, Any]:
+    architecture: Architecture, model: ModelConfig, dtypes: set[torch.dtype], before: JsonObject
+) -> JsonObject:
     """Return a model's config.json. before: the original, whose other fields are kept."""
     if before.get("model_type") != architecture.model_type:
         before = {}
     config = dict(before)
-    if not before or not _same(read_config(before)[1], model):
+    if not before or shape_values(read_config(before)[1]) != shape_values(model):
         config |= {row.theirs: getattr(model, row.ours) for row in architecture.fields}
         config.pop(
             "rope_parameters", None
@@ -479,14 +469,9 @@ def config_of(
         }
     config |= {"architectures": [architecture.name], "model_type": architecture.model_type}
     if len(dtypes) == 1:
-        config |= {
-            name: _DTYPE_NAMES.get(*dtypes) for name in ("torch_dtype", "dtype") if name in before
-        } or {"torch_dtype": _DTYPE_NAMES.get(*dtypes)}
+        names = [name for name in ("torch_dtype", "dtype") if name in before]
+        config |= dict.fromkeys(names or ["torch_dtype"], _DTYPE_NAMES.get(*dtypes))
     return config
-
-
-def _same(one: ModelConfig, other: ModelConfig) -> bool:
-    return shape_values(one) == shape_values(other)
 
 
 def carried_files(source: Path | None) -> list[Path]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from ..checkpoint.manifest import TRACKER, write_text
+from ..checkpoint.shards import Box
 from ..config.fields import check
 from ..config.model import ModelConfig
 from ..costs.accounting import round_up
@@ -129,9 +130,7 @@ class _DistReader:
         whole = torch.empty(shape, dtype=self.tensors[key].properties.dtype)
         filled = 0
         for offsets, piece in self._pieces(key, layer):
-            whole[
-                tuple(slice(first, first + length) for first, length in zip(offsets, piece.shape))
-            ] = piece
+            whole[Box(offsets, piece.shape).slices] = piece
             filled += piece.numel()
         check(
             filled == whole.numel(),

@@ -23,6 +23,7 @@ from ..checkpoint.tensor_files import write_tensors
 from ..config.fields import check, is_off
 from ..config.lora import FC1, FC2, MATRICES, LoraConfig
 from ..config.model import ModelConfig
+from ..data.json_values import JsonObject
 from ..nn.adapters import expanded, row_mask
 from .architectures import (
     Architecture,
@@ -36,6 +37,7 @@ from .hugging_face import (
     TensorDirectory,
     architecture_of,
     carried_config,
+    copy_flat,
     header,
     in_their_shape,
     parts,
@@ -134,6 +136,11 @@ def places(architecture: Architecture, model: ModelConfig) -> Iterator[Place]:
             yield Place(theirs.removesuffix(".weight"), part.ours, target, part, expert)
 
 
+def _key(module: str, kind: str) -> str:
+    """Return the name of a module's A or B in the file."""
+    return f"{PREFIX}{module}.lora_{kind}.weight"
+
+
 def _of_experts(rows: list[Place], linears: list[str]) -> dict[str, str]:
     weights = dict.fromkeys(row.ours for row in rows if row.expert is not None)
     both = linears == [FC1, FC2]
@@ -162,9 +169,7 @@ def save_peft(weights: Weights, directory: Path) -> None:
     for ours, module in _of_experts(
         rows, [name for name in PARAMETERS if adapters.lora.parts(name, model)]
     ).items():
-        tensors |= zip(
-            (f"{PREFIX}{module}.lora_{kind}.weight" for kind in "AB"), _fused(adapters, ours)
-        )
+        tensors |= zip((_key(module, kind) for kind in "AB"), _fused(adapters, ours))
         parameters.add(f"mlp.experts.{PARAMETERS[ours.split('.')[-2]]}")
     for place in (row for row in rows if row.expert is None):
         names = adapters.parts(place.ours)
@@ -179,8 +184,8 @@ def save_peft(weights: Weights, directory: Path) -> None:
         a, b = adapters.of(place.ours)
         own = _matrix(b, place.part, model)
         number = names.index(place.target) if place.target in names else 0
-        tensors[f"{PREFIX}{place.module}.lora_A.weight"] = a[number].contiguous()
-        tensors[f"{PREFIX}{place.module}.lora_B.weight"] = own
+        tensors[_key(place.module, "A")] = a[number].contiguous()
+        tensors[_key(place.module, "B")] = own
         if (
             model.num_experts and linear in PARAMETERS
         ):  # which peft takes for an expert's where it is a module
@@ -217,20 +222,18 @@ def _fused(adapters: Adapters, ours: str) -> tuple[Tensor, Tensor]:
     ).flatten(1).contiguous()
 
 
-def _patterns(config: dict[str, Any], several: int) -> dict[str, Any]:
+def _patterns(config: JsonObject, several: int) -> JsonObject:
     """Return rank and alpha for the experts' first parameter; their scale equals the others'."""
+    if several < 2:
+        return {}
     factor = several**0.5 if config["use_rslora"] else several
-    return (
-        {}
-        if several < 2
-        else {
-            "rank_pattern": {PATTERN: config["r"] * several},
-            "alpha_pattern": {PATTERN: config["lora_alpha"] * factor},
-        }
-    )
+    return {
+        "rank_pattern": {PATTERN: config["r"] * several},
+        "alpha_pattern": {PATTERN: config["lora_alpha"] * factor},
+    }
 
 
-def _config(lora: LoraConfig, modules: list[str], turned: bool, base: Any) -> dict[str, Any]:
+def _config(lora: LoraConfig, modules: list[str], turned: bool, base: Any) -> JsonObject:
     alpha = int(lora.lora_alpha) if lora.lora_alpha == int(lora.lora_alpha) else lora.lora_alpha
     return {
         "peft_type": "LORA",
@@ -249,7 +252,7 @@ def _config(lora: LoraConfig, modules: list[str], turned: bool, base: Any) -> di
     }
 
 
-def open_peft(directory: str, weights: Weights, base: dict[str, Any]) -> Weights:
+def open_peft(directory: str, weights: Weights, base: JsonObject) -> Weights:
     """Add a peft directory's adapters. base: model that an adapter checkpoint names."""
     path = Path(directory)
     check(
@@ -262,7 +265,7 @@ def open_peft(directory: str, weights: Weights, base: dict[str, Any]) -> Weights
         raise ValueError(f"--from-peft {directory}: {error}") from error
 
 
-def check_config(config: dict[str, Any]) -> None:
+def check_config(config: JsonObject) -> None:
     """Raise ValueError for an unknown field, or one that changes plain LoRA."""
     harmless = {*READ, *itertools.chain(*IGNORED.values())}
     check("peft_type" in config, f"{CONFIG}: peft_type is missing: pass a directory of peft's LoRA")
@@ -281,7 +284,7 @@ def check_config(config: dict[str, Any]) -> None:
             )
 
 
-def _open(path: Path, weights: Weights, base: dict[str, Any]) -> Weights:
+def _open(path: Path, weights: Weights, base: JsonObject) -> Weights:
     config = read_json(path / CONFIG)
     model = weights.model
     check_config(config)
@@ -294,13 +297,13 @@ def _open(path: Path, weights: Weights, base: dict[str, Any]) -> Weights:
     check((path / TENSORS).is_file(), f"{path / TENSORS} is missing")
     files = TensorDirectory(path, header(path / TENSORS))
     rows = [*places(architecture_of(model, carried_config(weights.carried)), model)]
-    there = [row for row in rows if f"{PREFIX}{row.module}.lora_A.weight" in files.tensors]
+    there = [row for row in rows if _key(row.module, "A") in files.tensors]
     adapted = str(config.get("target_parameters") or "")
     fused = _of_experts(
         rows, [name for name, parameter in PARAMETERS.items() if f"experts.{parameter}'" in adapted]
     )
     known = {
-        f"{PREFIX}{module}.lora_{kind}.weight"
+        _key(module, kind)
         for module in (*(row.module for row in rows), *fused.values())
         for kind in "AB"
     }
@@ -321,28 +324,25 @@ def _open(path: Path, weights: Weights, base: dict[str, Any]) -> Weights:
     lora.check_model(model)
     wanted = adapter_shapes(model, lora)
 
+    def stored(module: str, kind: str) -> tuple[str, Tensor]:
+        name = _key(module, kind)
+        check(name in files.tensors, f"{TENSORS} does not hold {name}")
+        return name, files.read(name)
+
     def read(name: str) -> Tensor:
-        kind = name.split(".")[-2].removeprefix("lora_")
-        ours = f"{name.rsplit('.', 2)[0]}.weight"
+        place, adapter, _ = name.rsplit(".", 2)
+        kind = adapter.removeprefix("lora_")
+        ours = f"{place}.weight"
         tensor = torch.zeros(wanted[name])
         if ours in fused:
-            theirs = f"{PREFIX}{fused[ours]}.lora_{kind}.weight"
-            check(theirs in files.tensors, f"{TENSORS} does not hold {theirs}")
-            _fill_fused(tensor, files.read(theirs), theirs, kind, lora)
+            _fill_fused(tensor, *stored(fused[ours], kind), kind, lora)
         for row in (row for row in there if row.ours == ours):
-            theirs = f"{PREFIX}{row.module}.lora_{kind}.weight"
-            check(theirs in files.tensors, f"{TENSORS} does not hold {theirs}")
-            number = lora.parts(ours.split(".")[-2], model).index(row.target)
+            number = lora.parts(place.split(".")[-1], model).index(row.target)
             of_expert = kind == "A" and row.expert is not None
-            _fill(
-                tensor[row.expert] if of_expert else tensor,
-                number,
-                files.read(theirs),
-                row.part,
-                model,
-                theirs,
-                kind,
-            )
+            target = tensor[row.expert] if of_expert else tensor
+            if kind == "A":
+                target = target[number]
+            _fill(target, *stored(row.module, kind), kind, row.part, model)
         return tensor
 
     adapters = Adapters(lora, model, read, base)
@@ -353,7 +353,7 @@ def _open(path: Path, weights: Weights, base: dict[str, Any]) -> Weights:
     return adapters.added_to(weights)
 
 
-def _adapters_of_gates(config: dict[str, Any], apart: bool) -> int:
+def _adapters_of_gates(config: JsonObject, apart: bool) -> int:
     """Return the adapters for expert gates and values: 2 if theirs has twice the rank.
 
     apart: other matrices in the file have two
@@ -368,7 +368,7 @@ def _adapters_of_gates(config: dict[str, Any], apart: bool) -> int:
     return 2 if apart or given["rank_pattern"] else 1
 
 
-def _fill_fused(ours: Tensor, theirs: Tensor, name: str, kind: str, lora: LoraConfig) -> None:
+def _fill_fused(ours: Tensor, name: str, theirs: Tensor, kind: str, lora: LoraConfig) -> None:
     """Copy their A (e R, in) or B (out, R e) into ours, A (e, p, r, in) or B (e, out or 2, f, r)."""
     experts = len(ours)
     r = lora.rank
@@ -398,20 +398,17 @@ def _fill_fused(ours: Tensor, theirs: Tensor, name: str, kind: str, lora: LoraCo
 
 
 def _fill(
-    ours: Tensor, number: int, theirs: Tensor, part: Part, model: ModelConfig, name: str, kind: str
+    ours: Tensor, name: str, theirs: Tensor, kind: str, part: Part, model: ModelConfig
 ) -> None:
-    if kind == "A":
-        views = [ours[number]]
-        shape = tuple(ours[number].shape)
-    else:
+    """Copy their A, or their B into the rows of ours that are theirs."""
+    views = [ours]
+    shape = tuple(ours.shape)
+    turned = kind == "B" and part.arranged in TURNED
+    if kind == "B":
         views, shape = part.arranged(ours, part.number, model)
-        shape = shape[::-1] if part.arranged in TURNED else shape
+        shape = shape[::-1] if turned else shape
     check(
-        tuple(theirs.shape) == tuple(shape),
+        tuple(theirs.shape) == shape,
         f"{name} has shape {list(theirs.shape)}, and this model needs {list(shape)}",
     )
-    values = theirs.t() if kind == "B" and part.arranged in TURNED else theirs
-    begin = 0
-    for view in views:
-        view.copy_(values.reshape(-1)[begin : begin + view.numel()].view(view.shape))
-        begin += view.numel()
+    copy_flat(theirs.t() if turned else theirs, views)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config.fields import check, is_off
 from ..config.model import ROPE, YARN, ModelConfig
+from ..data.json_values import JsonObject
 
 FILE = "config.json"
 POSITIONS = "original_max_position_embeddings"
@@ -59,12 +60,12 @@ class Rule:
     names: fields that `read` uses
     """
 
-    read: Callable[[dict[str, Any]], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    read: Callable[[JsonObject], JsonObject]
+    write: Callable[[ModelConfig], JsonObject]
     names: tuple[str, ...] = ()
 
 
-def number(config: dict[str, Any], name: str, default: float | None, whole: bool = False) -> Any:
+def number(config: JsonObject, name: str, default: float | None, whole: bool = False) -> Any:
     """Return a number above 0 or null. Raise ValueError for anything else. whole: an integer"""
     value = config.get(name, default)
     kinds = (int,) if whole else (int, float)
@@ -79,33 +80,39 @@ def number(config: dict[str, Any], name: str, default: float | None, whole: bool
     return default if value is None else value
 
 
+def boolean(config: JsonObject, name: str, default: bool | None = None) -> bool:
+    value = config.get(name, default)
+    check(isinstance(value, bool), f"{FILE}: {name} is {value!r:.60}, not bool")
+    return bool(value)
+
+
 def tied(default: bool) -> Rule:
     name = "tie_word_embeddings"
-
-    def read(config: dict[str, Any]) -> dict[str, Any]:
-        value = config.get(name, default)
-        check(isinstance(value, bool), f"{FILE}: {name} is {value!r:.60}, not bool")
-        return {"untie_embeddings_and_output_weights": not value}
-
-    return Rule(read, lambda model: {name: model.tied}, (name,))
+    return Rule(
+        lambda config: {"untie_embeddings_and_output_weights": not boolean(config, name, default)},
+        lambda model: {name: model.tied},
+        (name,),
+    )
 
 
-def _read_heads(config: dict[str, Any]) -> dict[str, Any]:
+def _read_groups(config: JsonObject, name: str) -> JsonObject:
     heads = config.get("num_attention_heads")
-    groups = number(config, "num_key_value_heads", heads, whole=True)
-    shared = {"group_query_attention": True, "num_query_groups": groups} if groups != heads else {}
-    return {**shared, "kv_channels": number(config, "head_dim", None, whole=True)}
+    groups = number(config, name, heads, whole=True)
+    return {"group_query_attention": True, "num_query_groups": groups} if groups != heads else {}
 
 
-def _read_new_falcon(config: dict[str, Any]) -> dict[str, Any]:
+def _read_heads(config: JsonObject) -> JsonObject:
+    channels = number(config, "head_dim", None, whole=True)
+    return {**_read_groups(config, "num_key_value_heads"), "kv_channels": channels}
+
+
+def _read_new_falcon(config: JsonObject) -> JsonObject:
     new = config.get("new_decoder_architecture", False)
     check(
         new is True,
         f"{FILE}: new_decoder_architecture is {new!r:.40}, and the block computes True: two norms in a layer",
     )
-    heads = config.get("num_attention_heads")
-    groups = number(config, "num_kv_heads", heads, whole=True)
-    return {"group_query_attention": True, "num_query_groups": groups} if groups != heads else {}
+    return _read_groups(config, "num_kv_heads")
 
 
 NEW_FALCON = Rule(
@@ -132,7 +139,7 @@ def rotary(
     names: base and share outside rope_parameters
     """
 
-    def read(config: dict[str, Any]) -> dict[str, Any]:
+    def read(config: JsonObject) -> JsonObject:
         given = {
             ours: config[theirs]
             for ours, theirs in zip(("rope_theta", "partial_rotary_factor"), names)
@@ -140,16 +147,14 @@ def rotary(
         }
         return _read_rope({**config, **given}, share, kinds)
 
-    def write(model: ModelConfig) -> dict[str, Any]:
+    def write(model: ModelConfig) -> JsonObject:
         partial = {} if share is None else {names[1]: model.rotary_percent}
         return {names[0]: model.rotary_base, **_write_scaling(model), **partial}
 
     return Rule(read, write, (*names, *ROPE_FIELDS))
 
 
-def _read_rope(
-    config: dict[str, Any], share: float | None, kinds: Collection[str]
-) -> dict[str, Any]:
+def _read_rope(config: JsonObject, share: float | None, kinds: Collection[str]) -> JsonObject:
     """Read rope_scaling, or else transformers 5's rope_parameters; their base precedes rope_theta."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     check(isinstance(rope, dict), f"{FILE}: rope_parameters is {rope!r:.60}, not an object")
@@ -183,23 +188,16 @@ def _read_rope(
     }
 
 
-def _read_scaling(kind: str, rope: dict[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+def _read_scaling(kind: str, rope: JsonObject) -> JsonObject:
+    values: JsonObject = {}
     for name, ours in SCALINGS[kind].items():
-        given = rope.get(name)
-        check(given is not None, f"{FILE}: rope_scaling of type {kind} has no {name}")
-        check(
-            name != "truncate" or isinstance(given, bool),
-            f"{FILE}: truncate is {given!r:.60}, not bool",
-        )
-        size = name in (POSITIONS, MAXIMUM)
-        values[ours] = (
-            given
-            if name == "truncate"
-            else number(rope, name, None, True)
-            if size
-            else float(number(rope, name, None))
-        )
+        check(rope.get(name) is not None, f"{FILE}: rope_scaling of type {kind} has no {name}")
+        if name == "truncate":
+            values[ours] = boolean(rope, name)
+        elif name in (POSITIONS, MAXIMUM):
+            values[ours] = number(rope, name, None, whole=True)
+        else:
+            values[ours] = float(number(rope, name, None))
     if kind == "llama3":
         values["use_rope_scaling"] = True
     elif kind == "yarn":
@@ -210,7 +208,7 @@ def _read_scaling(kind: str, rope: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _read_mscale(rope: dict[str, Any], factor: float) -> dict[str, float]:
+def _read_mscale(rope: JsonObject, factor: float) -> dict[str, float]:
     both = [number(rope, name, None) for name in ("mscale", "mscale_all_dim")]
     attention = number(rope, "attention_factor", None)
     if attention is None:
@@ -226,7 +224,7 @@ def _read_mscale(rope: dict[str, Any], factor: float) -> dict[str, float]:
     }
 
 
-def _write_scaling(model: ModelConfig) -> dict[str, Any]:
+def _write_scaling(model: ModelConfig) -> JsonObject:
     kinds = {
         "yarn": model.position_embedding_type == YARN,
         "llama3": model.use_rope_scaling,
@@ -257,7 +255,7 @@ def window(default: int | None) -> Rule:
     missing.
     """
 
-    def read(config: dict[str, Any]) -> dict[str, Any]:
+    def read(config: JsonObject) -> JsonObject:
         given = config.get("sliding_window", default)
         size = None if given is None else number(config, "sliding_window", default, whole=True)
         _check_layers(config, "full_attention" if size is None else "sliding_attention")
@@ -268,7 +266,7 @@ def window(default: int | None) -> Rule:
     )
 
 
-def _check_layers(config: dict[str, Any], kind: str) -> None:
+def _check_layers(config: JsonObject, kind: str) -> None:
     kinds = sorted({*map(str, config.get("layer_types") or [kind])})
     check(
         kinds == [kind],
@@ -276,7 +274,7 @@ def _check_layers(config: dict[str, Any], kind: str) -> None:
     )
 
 
-def _read_full(config: dict[str, Any]) -> dict[str, Any]:
+def _read_full(config: JsonObject) -> JsonObject:
     _check_layers(config, "full_attention")
     return {}
 
@@ -293,7 +291,7 @@ SCALED_WORDS = Rule(
 MULTIPLIERS = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
 
 
-def _read_multipliers(config: dict[str, Any]) -> dict[str, Any]:
+def _read_multipliers(config: JsonObject) -> JsonObject:
     return {
         name: float(number(config, name, 1.0)) for name in (*MULTIPLIERS, "attention_multiplier")
     }
@@ -317,9 +315,8 @@ def no_padding(default: int) -> Rule:
     )
 
 
-def _read_experts(config: dict[str, Any]) -> dict[str, Any]:
-    normalized = config.get("norm_topk_prob", False)
-    check(isinstance(normalized, bool), f"{FILE}: norm_topk_prob is {normalized!r:.60}, not bool")
+def _read_experts(config: JsonObject) -> JsonObject:
+    normalized = boolean(config, "norm_topk_prob", False)
     names = [
         name for name in ("num_experts", "num_local_experts") if name in config
     ]  # transformers 5 writes either
@@ -340,7 +337,7 @@ EXPERTS = Rule(
 )
 
 
-def _read_sparse_layers(config: dict[str, Any]) -> dict[str, Any]:
+def _read_sparse_layers(config: JsonObject) -> JsonObject:
     layers = number(config, "num_hidden_layers", None, whole=True) or 0
     dense = config.get("mlp_only_layers") or []
     step = number(config, "decoder_sparse_step", 1, whole=True)
@@ -350,7 +347,7 @@ def _read_sparse_layers(config: dict[str, Any]) -> dict[str, Any]:
     return {"moe_layer_freq": "1" if all(experts) else f"[{','.join(map(str, experts))}]"}
 
 
-def _write_sparse_layers(model: ModelConfig) -> dict[str, Any]:
+def _write_sparse_layers(model: ModelConfig) -> JsonObject:
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer, mlp in enumerate(model.mlps) if mlp != "experts"],

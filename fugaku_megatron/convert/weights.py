@@ -22,10 +22,13 @@ from torch import Tensor
 from ..checkpoint.manifest import (
     CARRIED,
     FOLDER_FILES,
+    Description,
+    Files,
     iteration_path,
     read_manifest,
 )
-from ..checkpoint.save import Description, save_alone
+from ..checkpoint.save import save_alone
+from ..checkpoint.schema import Entry, Manifest
 from ..checkpoint.shards import WEIGHT, Search, Shard, check_model, read_shards
 from ..checkpoint.tensor_files import write_tensors
 from ..checkpoint.trusted import iteration_to_load
@@ -204,13 +207,12 @@ class _Reader:
     path: Path
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
-    files: dict[str, dict[str, dict[str, Any]]]
+    files: dict[str, Files]
 
     def __call__(self, name: str) -> Tensor:
         key = WEIGHT + name
-        shape = self.shapes[name]
-        tensor = torch.zeros(shape, dtype=self.dtypes[name])
-        search = Search([Shard(key, tensor, shape, (0,) * len(shape), shape)], VOCABULARY)
+        tensor = torch.zeros(self.shapes[name], dtype=self.dtypes[name])
+        search = Search([Shard.whole(key, tensor)], VOCABULARY)
         for file, entry in self.files[key].items():
             search.look(file, entry)
         for file, work in search.plan(self.path).items():
@@ -294,10 +296,8 @@ def fingerprint(weights: Weights) -> int:
     return sum(bits_number(name, weights.read(name)) for name in counted) % FINGERPRINTS
 
 
-def _reader(path: Path, manifest: dict[str, Any], wanted: dict[str, tuple[int, ...]]) -> _Reader:
-    files: dict[str, dict[str, dict[str, Any]]] = defaultdict(
-        lambda: defaultdict(lambda: {"shards": []})
-    )
+def _reader(path: Path, manifest: Manifest, wanted: dict[str, tuple[int, ...]]) -> _Reader:
+    files: dict[str, Files] = defaultdict(lambda: defaultdict(lambda: {"shards": []}))
     dtypes: dict[str, torch.dtype] = {}
     for file, entry in manifest["files"].items():
         for record in entry["shards"]:
@@ -345,24 +345,17 @@ def save_own(weights: Weights, directory: Path, adapters: Adapters | None = None
 
 def _write_parts(
     weights: Weights, like: dict[str, Tensor], path: Path
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, Entry]]:
     parts: dict[int, dict[str, Tensor]] = defaultdict(dict)
     layers = weights.model.num_layers
     for name, tensor in like.items():
         layer = layer_of(name)
         each = -(-layers // (FOLDER_FILES - 2))
-        parts[0 if layer is None else 1 + layer // each][name] = tensor
+        parts[0 if layer is None else 1 + layer // each][WEIGHT + name] = tensor
     for number, part in parts.items():
         file = f"part_{number:05d}.safetensors"
         entry = write_tensors(
-            path / file,
-            {WEIGHT + name: tensor for name, tensor in part.items()},
-            lambda key: weights.read(key.removeprefix(WEIGHT)),
+            path / file, part, values=lambda key: weights.read(key.removeprefix(WEIGHT))
         )
-        records = [
-            Shard(
-                WEIGHT + name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape)
-            ).record()
-            for name, tensor in part.items()
-        ]
+        records = [Shard.whole(key, tensor).record() for key, tensor in part.items()]
         yield file, {**entry, "shards": records}

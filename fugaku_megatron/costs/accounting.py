@@ -26,12 +26,10 @@ from .activations import (
     all_reduce,
     attention_messages,
     context_bytes,
-    element_bytes,
     linear,
     qkv_bytes,
     recompute_groups,
     residual_bytes,
-    tokens_per_microbatch,
     typical_cp_comm_type,
 )
 from .experts import expert_records, typical_mlp
@@ -69,7 +67,7 @@ def zero_shards(run: RunConfig, layout: Layout) -> int:
 
 def _norm(name: str, run: RunConfig, tp: int) -> Record:
     norm = NORMS[run.model.normalization]
-    rows = tokens_per_microbatch(run) // sequence_shards(run, tp)
+    rows = run.tokens_per_microbatch // sequence_shards(run, tp)
     parameters = norm.vectors * run.model.hidden_size
     return Record(
         name=name,
@@ -107,7 +105,7 @@ def _attention(run: RunConfig, tp: int, cp_comm_type: str) -> Record:
     model = run.model
     cp = run.parallel.context_parallel_size
     each = document_length(run)
-    rows = tokens_per_microbatch(run) * (model.num_attention_heads // tp)
+    rows = run.tokens_per_microbatch * (model.num_attention_heads // tp)
     d = model.kv_channels
     flops = 4 * rows * each * d  # Q K^T and P V over the full square, as Megatron counts it
     side = each  # of the squares that a kernel call computes
@@ -146,8 +144,8 @@ def _rotary(run: RunConfig, tp: int, cp_comm_type: str) -> tuple[Record, ...]:
     if NORMS[model.normalization].kernel == LAYER_NORM or together:
         # queries, keys, and the mean and deviation of each head or of all heads
         statistics = 2 if together else 2 * heads
-        saved = tokens_per_microbatch(run) * (
-            heads * model.kv_channels * element_bytes(run) + statistics * FP32_BYTES
+        saved = run.tokens_per_microbatch * (
+            heads * model.kv_channels * run.element_bytes + statistics * FP32_BYTES
         )
     normed = heads if together else 2
     weights = normed * NORMS[model.normalization].vectors * model.kv_channels
@@ -171,7 +169,7 @@ def selective_recompute_bytes(run: RunConfig, tp: int) -> int:
 
 def softmax_bytes(run: RunConfig, tp: int) -> int:
     """Return the softmax statistics' bytes: one FP32 number per row and head."""
-    return tokens_per_microbatch(run) * run.model.num_attention_heads // tp * FP32_BYTES
+    return run.tokens_per_microbatch * run.model.num_attention_heads // tp * FP32_BYTES
 
 
 @lru_cache(maxsize=64)  # searches repeat the same runs
@@ -186,7 +184,7 @@ def layer_records(
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
     h = model.hidden_size
-    rows = tokens_per_microbatch(run)
+    rows = run.tokens_per_microbatch
     qkv = model.qkv_width // tp
     context = model.context_width // tp
     bias = 0 if model.disable_bias_linear else h
@@ -228,7 +226,7 @@ def _dense_mlp(run: RunConfig, tp: int) -> tuple[Record, ...]:
     around = MatmulCollectives.from_run(run, tp)
     h = model.hidden_size
     f = model.ffn_hidden_size // tp
-    rows = tokens_per_microbatch(run)
+    rows = run.tokens_per_microbatch
     fc1 = model.fc1_widths * f
     bias = 0 if model.disable_bias_linear else h
     return (
@@ -240,7 +238,7 @@ def _dense_mlp(run: RunConfig, tp: int) -> tuple[Record, ...]:
             forward=around.into,
             backward=around.into_backward,
         ),
-        Record(name=model.activation, saved_bytes=rows * fc1 * element_bytes(run)),
+        Record(name=model.activation, saved_bytes=rows * fc1 * run.element_bytes),
         linear(
             "linear_fc2",
             (rows, h, f),
@@ -290,7 +288,7 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
     """Return the final norm, the logits and the loss. tied: the embedding counts the weight."""
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
-    rows = tokens_per_microbatch(run)
+    rows = run.tokens_per_microbatch
     # The head keeps its whole input, which becomes its gradient: nothing is gathered again in backward.
     logits = linear(
         "logits",
@@ -442,14 +440,14 @@ def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
 def layer_flops(run: RunConfig) -> tuple[float, float]:
     """Return the mean layer's forward FLOPs per sample: (linear layers, attention over the full square)."""
     linear, attention = _rank_flops(run)  # of a micro-batch
-    samples = tokens_per_microbatch(run) / run.model.seq_length
+    samples = run.tokens_per_microbatch / run.model.seq_length
     return linear / samples, attention / samples
 
 
 def expert_flops(run: RunConfig) -> float:
     """Return the mean layer's forward FLOPs per sample in routed experts' matmuls."""
     layers = run.model.mlps
-    samples = tokens_per_microbatch(run) / run.model.seq_length
+    samples = run.tokens_per_microbatch / run.model.seq_length
     flops = 0.0
     for mlp in dict.fromkeys(layers):
         grouped = sum(r.flops_forward for r in layer_records(run, 1, mlp) if r.grouped)
@@ -520,5 +518,5 @@ def frozen_flops(run: RunConfig) -> float:
     """Return the weight-gradient FLOPs per sample, logits included, that adapter training skips."""
     records = (*layer_records(run, 1) * run.model.num_layers, *head_records(run, 1, tied=False))
     return sum(r.flops_forward for r in records if r.frozen) / (
-        tokens_per_microbatch(run) / run.model.seq_length
+        run.tokens_per_microbatch / run.model.seq_length
     )

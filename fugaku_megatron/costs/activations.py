@@ -88,15 +88,6 @@ def linear(
     )
 
 
-def tokens_per_microbatch(run: RunConfig) -> int:
-    """Return s b / c for c context-parallel ranks."""
-    return run.model.seq_length * run.batch.micro_batch_size // run.parallel.context_parallel_size
-
-
-def element_bytes(run: RunConfig) -> int:
-    return 4 if run.precision.name == "fp32" else 2
-
-
 def typical_cp_comm_type(run: RunConfig) -> str:
     """Return the most frequent --cp-comm-type."""
     ways = cp_comm_types(run)
@@ -111,11 +102,11 @@ def qkv_bytes(run: RunConfig, tp: int, cp_comm_type: str | None = None) -> int:
     if (cp_comm_type or typical_cp_comm_type(run)) == A2A:
         copies = group_copies(groups, run.parallel.context_parallel_size)
     width = (model.num_attention_heads // tp + 2 * groups * copies) * model.kv_channels
-    return tokens_per_microbatch(run) * width * element_bytes(run)
+    return run.tokens_per_microbatch * width * run.element_bytes
 
 
 def key_elements(run: RunConfig, tp: int) -> int:
-    return tokens_per_microbatch(run) * 2 * run.model.query_groups // tp * run.model.kv_channels
+    return run.tokens_per_microbatch * 2 * run.model.query_groups // tp * run.model.kv_channels
 
 
 def segment_numbers(rank: int, ranks: int) -> tuple[int, int]:
@@ -183,23 +174,23 @@ def attention_messages(
         )
         return exchanges, exchanges[::-1]
     if cp_comm_type == ALLGATHER:
-        gather = Collective("all_gather", "cp", elements * element_bytes(run))
+        gather = Collective("all_gather", "cp", elements * run.element_bytes)
         return (gather,), (gather, Collective("reduce_scatter", "cp", cp * elements * FP32_BYTES))
     each = elements * cp // run.model.seq_length  # of one position, all samples
     sent, received = (
         max(row) * each // (cp - 1)
         for row in zip(*p2p_keys(run.model.seq_length, cp, run.model.window))
     )
-    keys = (Collective("send", "cp", sent * element_bytes(run)),) * (cp - 1)
+    keys = (Collective("send", "cp", sent * run.element_bytes),) * (cp - 1)
     return keys, (*keys, *(Collective("send", "cp", received * FP32_BYTES),) * (cp - 1))
 
 
 def context_bytes(run: RunConfig, tp: int) -> int:
-    return tokens_per_microbatch(run) * run.model.context_width * element_bytes(run) // tp
+    return run.tokens_per_microbatch * run.model.context_width * run.element_bytes // tp
 
 
 def activation_bytes(run: RunConfig) -> int:
-    return tokens_per_microbatch(run) * run.model.hidden_size * element_bytes(run)
+    return run.tokens_per_microbatch * run.model.hidden_size * run.element_bytes
 
 
 def key_working_bytes(run: RunConfig, tp: int) -> int:
@@ -214,7 +205,7 @@ def key_working_bytes(run: RunConfig, tp: int) -> int:
     if cp == 1 or not ways:
         return 0
     own = key_elements(run, tp)
-    low = element_bytes(run)
+    low = run.element_bytes
     gathered = low + FP32_BYTES + cp * (low + 2 * FP32_BYTES)
     passed = 2 * low + FP32_BYTES + (cp - 1) * 3 * FP32_BYTES // 2
     around = (
@@ -329,7 +320,7 @@ def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
             _of_experts(run, tp, record, down, width * inputs, not is_row_parallel),
             _of_experts(run, tp, record, up, outputs * rank, is_row_parallel),
         )
-    saved = rows * width * element_bytes(run)
+    saved = rows * width * run.element_bytes
     around = MatmulCollectives.from_run(run, tp, saved)
     shards = sequence_shards(run, tp)
     if is_row_parallel:
@@ -393,4 +384,4 @@ def cache_bytes(run: RunConfig, samples: int, positions: int, layers: int, tp: i
     elements = (
         samples * cache_slots(model, positions) * model.query_groups // tp * model.kv_channels
     )
-    return 2 * layers * elements * element_bytes(run)
+    return 2 * layers * elements * run.element_bytes

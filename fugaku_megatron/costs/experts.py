@@ -19,10 +19,8 @@ from .activations import (
     Record,
     activation_bytes,
     all_reduce,
-    element_bytes,
     linear,
     residual_bytes,
-    tokens_per_microbatch,
 )
 
 
@@ -67,7 +65,7 @@ class Division:
     @staticmethod
     def of(run: RunConfig, tp: int) -> Division:
         parallel = run.parallel
-        pairs = tokens_per_microbatch(run) * run.model.moe_router_topk
+        pairs = run.tokens_per_microbatch * run.model.moe_router_topk
         etp = parallel.expert_tensor_parallel_size or tp
         return Division(
             ep=parallel.expert_model_parallel_size,
@@ -88,13 +86,13 @@ class PairBytes(NamedTuple):
 
 def _pair_bytes(run: RunConfig, tp: int) -> PairBytes:
     model = run.model
-    width = element_bytes(run)
+    width = run.element_bytes
     division = Division.of(run, tp)
     shared = model.moe_shared_expert_intermediate_size or 0
     return PairBytes(
         hidden=division.here * model.hidden_size * width,
         inner=division.here * (model.moe_ffn_hidden_size or 0) * width // division.etp,
-        shared=tokens_per_microbatch(run) * shared * width // tp,
+        shared=run.tokens_per_microbatch * shared * width // tp,
     )
 
 
@@ -160,7 +158,7 @@ def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
             divided=size if division.divided else 0,
         )
 
-    activation_bytes = division.here * model.fc1_widths * f * element_bytes(run)
+    activation_bytes = division.here * model.fc1_widths * f * run.element_bytes
     return (
         _router(run, tp),
         Record(
@@ -181,7 +179,7 @@ def _router(run: RunConfig, tp: int) -> Record:
     model = run.model
     e = model.num_experts or 0
     shards = sequence_shards(run, tp)
-    rows = tokens_per_microbatch(run) // shards
+    rows = run.tokens_per_microbatch // shards
     parameters = e * model.hidden_size
     if model.moe_router_enable_expert_bias:
         parameters += e
@@ -224,7 +222,7 @@ def _balance_collectives(run: RunConfig, shards: int) -> tuple[Collective, ...]:
     if shards == 1:
         return ()
     if run.model.sinkhorn:
-        logits = tokens_per_microbatch(run) // shards * experts * FP32_BYTES
+        logits = run.tokens_per_microbatch // shards * experts * FP32_BYTES
         return (Collective("all_gather", "tp", logits),)
     samples = {"aux_loss": 1, "seq_aux_loss": run.batch.micro_batch_size}
     return tuple(
@@ -236,7 +234,7 @@ def _balance_collectives(run: RunConfig, shards: int) -> tuple[Collective, ...]:
 def _expert_collectives(run: RunConfig, tp: int) -> MatmulCollectives:
     around = MatmulCollectives.from_run(run, tp)
     whole = activation_bytes(run)
-    pairs = tokens_per_microbatch(run) * run.model.moe_router_topk
+    pairs = run.tokens_per_microbatch * run.model.moe_router_topk
     if sequence_shards(run, tp) == 1:
         return replace(
             around,
@@ -257,7 +255,7 @@ def _expert_collectives(run: RunConfig, tp: int) -> MatmulCollectives:
 
 def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollectives:
     model = run.model
-    row = run.model.hidden_size * element_bytes(run)
+    row = run.model.hidden_size * run.element_bytes
     e = run.model.num_experts or 0
     chosen = division.chosen
     here = division.here
@@ -270,7 +268,7 @@ def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollective
 
     capacity = (
         model.moe_expert_capacity_factor is not None
-        and chosen < tokens_per_microbatch(run) * model.moe_router_topk
+        and chosen < run.tokens_per_microbatch * model.moe_router_topk
     )
     counts = []
     if capacity:
@@ -294,17 +292,17 @@ def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollective
 def _shared_expert(run: RunConfig, tp: int) -> tuple[Record, ...]:
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
-    rows = tokens_per_microbatch(run)
+    rows = run.tokens_per_microbatch
     h = model.hidden_size
     f = (model.moe_shared_expert_intermediate_size or 0) // tp
     fc1 = model.fc1_widths * f
     records = [
         linear("shared_fc1", (rows, fc1, h), forward=around.into, backward=around.into_backward),
-        Record(name=model.activation, saved_bytes=rows * fc1 * element_bytes(run)),
+        Record(name=model.activation, saved_bytes=rows * fc1 * run.element_bytes),
         linear("shared_fc2", (rows, h, f), forward=around.out, backward=around.out_backward),
     ]
     if model.moe_shared_expert_gate:
         own = rows // sequence_shards(run, tp)
-        saved = residual_bytes(run, tp) + own * (FP32_BYTES + element_bytes(run) % FP32_BYTES)
+        saved = residual_bytes(run, tp) + own * (FP32_BYTES + run.element_bytes % FP32_BYTES)
         records.append(linear("shared_gate", (own, 1, h), saved_bytes=saved, replicated=h))
     return tuple(records)

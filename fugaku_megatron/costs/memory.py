@@ -41,11 +41,9 @@ from .activations import (
     Collective,
     activation_bytes,
     context_bytes,
-    element_bytes,
     key_working_bytes,
     qkv_bytes,
     residual_bytes,
-    tokens_per_microbatch,
 )
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
 from .int8_moments import scales, unit_segments
@@ -276,7 +274,7 @@ def _bucket_collectives(
         return [Collective("all_reduce", group, elements * size)]
     return [
         Collective("reduce_scatter", group, elements * size),
-        Collective("all_gather", group, elements // replicas * element_bytes(run)),
+        Collective("all_gather", group, elements // replicas * run.element_bytes),
     ]
 
 
@@ -406,7 +404,7 @@ def _attention_bytes(run: RunConfig, tp: int, threads: int, cp_comm_type: str) -
 
 def inner_bytes(run: RunConfig, tp: int) -> int:
     """Return the bytes of this rank's shard of one (s, b, f) tensor."""
-    return tokens_per_microbatch(run) * mlp_width(run.model) * element_bytes(run) // tp
+    return run.tokens_per_microbatch * mlp_width(run.model) * run.element_bytes // tp
 
 
 def live_bytes(run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]) -> int:
@@ -483,7 +481,7 @@ def logits_rows(run: RunConfig, layout: Layout) -> int:
     """
     placement = layout.placement
     vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
-    rows = tokens_per_microbatch(run)
+    rows = run.tokens_per_microbatch
     free = run.training.recompute_part_layers is not None
     kept = sum(
         layers_kept_bytes(

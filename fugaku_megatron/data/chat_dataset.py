@@ -24,7 +24,7 @@ import numpy as np
 from ..comm.agreement import on_root
 from ..text.named_files import unreadable
 from .dataset import RELEASE_EVERY, DatasetConfig, TokenArrays, check_index, check_tokens
-from .files import ReadFile
+from .files import PathLike, ReadFile
 from .indexed import IndexedDataset, IndexedDatasetWriter
 from .marks import COUNTED, FIRST, PADDED
 
@@ -59,9 +59,9 @@ class ChatWriter(IndexedDatasetWriter):
 
     def __init__(
         self,
-        prefix: str | os.PathLike[str],
+        prefix: PathLike,
         dtype: np.dtype | str | type,
-        folder: str | os.PathLike[str] | None = None,
+        folder: PathLike | None = None,
     ):
         super().__init__(prefix, dtype, folder)
         self.trained = 0
@@ -125,7 +125,7 @@ class ChatFiles(IndexedDataset):
     .mask is missing, damaged or belongs to other files.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], comm: Comm | None = None):
+    def __init__(self, prefix: PathLike, comm: Comm | None = None):
         super().__init__(prefix, comm)
         on_root(comm, self._check)
 

@@ -23,6 +23,7 @@ from ..text.named_files import read_text
 from .chat_dataset import ChatFiles, signed, unsigned
 from .files import Document, read_record
 from .formats import CHAT
+from .json_values import JsonObject
 from .library_tokenizers import HuggingFaceTokenizer, clean
 from .template_limits import (
     LARGEST_TEMPLATE,
@@ -73,7 +74,8 @@ OUR_OPTIONS = {
     "tokenizer_kwargs",
 }
 
-Messages = list[dict[str, Any]]
+Messages = list[JsonObject]
+Trained = tuple[np.ndarray, np.ndarray]  # token ids, and True for those that are trained
 
 # Published templates without markers that are changed before chats are rendered for training, as trl does: the pattern of a part,
 # and what stands there instead. All parts of a row must be in a template, once each. Qwen3's leaves out what the assistant thought
@@ -132,18 +134,20 @@ def training_form(
 class Chat:
     """Chat from one line.
 
-    whole: messages or text; `begin`: start of the completion; None: train the assistant
+    begin: number of the completion's first message; None: train the assistant
     tools, options: further template arguments
     where: file and line
     unread: ignored fields
+    texts: prompt and completion as texts, in place of messages
     """
 
-    whole: Messages | tuple[str, str]
+    messages: Messages
     begin: int | None = None
     tools: list[Any] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: JsonObject = field(default_factory=dict)
     where: str = "chat"
     unread: frozenset[str] = frozenset()
+    texts: tuple[str, str] | None = None
 
 
 def read_chat(document: Document) -> Chat:
@@ -159,7 +163,7 @@ def read_chat(document: Document) -> Chat:
     return chat_of(record, where)
 
 
-def chat_of(record: dict[str, Any], where: str) -> Chat:
+def chat_of(record: JsonObject, where: str) -> Chat:
     """Build a chat from a JSON object. Raises ValueError that begins with `where`."""
     try:
         for key in WEIGHTS:
@@ -173,7 +177,7 @@ def chat_of(record: dict[str, Any], where: str) -> Chat:
     return replace(chat, unread=frozenset(record.keys() - set(CHAT.names)))
 
 
-def _read(record: dict[str, Any], where: str) -> Chat:
+def _read(record: JsonObject, where: str) -> Chat:
     tools = record.get("tools")
     options = record.get("chat_template_kwargs") or {}
     try:
@@ -199,14 +203,14 @@ def _read(record: dict[str, Any], where: str) -> Chat:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise ValueError("completion is empty, so that nothing of it would be trained")
-        return Chat((prompt, completion), where=where)
+        return Chat([], where=where, texts=(prompt, completion))
     before = check_messages(prompt, "prompt")
     return Chat(
         [*before, *_answered(completion, "completion")], len(before), tools or None, options, where
     )
 
 
-def user_turn(text: str) -> dict[str, Any]:
+def user_turn(text: str) -> JsonObject:
     return {"role": "user", "content": text}
 
 
@@ -262,7 +266,7 @@ def _check_message(message: Any, name: str) -> None:
         raise ValueError(f"{name}: its content is {type(content).__name__}, not text")
 
 
-def _called(message: dict[str, Any]) -> list[str]:
+def _called(message: JsonObject) -> list[str]:
     calls = message.get("tool_calls")
     functions = [call.get("function", call) for call in calls or [] if isinstance(call, dict)]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
@@ -330,7 +334,8 @@ class ChatTemplate:
     def _renders_alike(self, changed: str, template: str) -> bool:
         chat = Chat([user_turn("Hello"), {"role": ASSISTANT, "content": "Hello!"}])
         try:
-            return self._text(chat, changed, chat.whole) == self._text(chat, template, chat.whole)
+            one, other = (self._text(chat, chat.messages, form) for form in (changed, template))
+            return one == other
         except ValueError:
             return False
 
@@ -366,10 +371,7 @@ class ChatTemplate:
     def prompt(self, messages: Messages) -> list[int]:
         """Tokenize messages and generation prompt. Raises ValueError if the template refuses."""
         chat = self._as_taken(Chat(messages))
-        assert isinstance(chat.whole, list)
-        return list(
-            self._rendered(chat, self.text, chat.whole, add_generation_prompt=True)["input_ids"]
-        )
+        return list(self._rendered(chat, chat.messages, add_generation_prompt=True)["input_ids"])
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -379,8 +381,7 @@ class ChatTemplate:
         return frozenset(ends - {None})
 
     def unread(self, chat: Chat) -> frozenset[str]:
-        messages = [] if isinstance(chat.whole, tuple) else chat.whole
-        names = {name for message in messages for name in message if name not in self.text}
+        names = {name for message in chat.messages for name in message if name not in self.text}
         names -= {"role", "content", *WEIGHTS}
         if any(name in self.text for name in REASONING):
             names -= {*REASONING}
@@ -393,7 +394,7 @@ class ChatTemplate:
         for content in ("Hello", [{"type": "text", "text": "Hello"}]):
             chat = Chat([{"role": "user", "content": content}])
             try:
-                texts.append(self._text(chat, self.text, chat.whole))
+                texts.append(self._text(chat, chat.messages))
             except ValueError:
                 return False
         return texts[0] == texts[1]
@@ -403,9 +404,7 @@ class ChatTemplate:
 
         Raises ValueError if tool calls without content would be lost.
         """
-        if isinstance(chat.whole, tuple):
-            return chat
-        whole = list(chat.whole)
+        whole = list(chat.messages)
         contents = [message.get("content") for message in whole]
         if any(isinstance(content, list) for content in contents) and not self._takes_parts:
             for number, content in enumerate(contents):
@@ -414,40 +413,40 @@ class ChatTemplate:
                 whole[number] = {**whole[number], "content": content}
         empty = [number for number, content in enumerate(contents) if content is None]
         if not empty:
-            return replace(chat, whole=whole)
+            return replace(chat, messages=whole)
         try:
-            text = self._text(chat, self.text, whole)
+            text = self._text(chat, whole)
         except ValueError:
             for number in empty:
                 whole[number] = {**whole[number], "content": ""}
-            text = self._text(chat, self.text, whole)
+            text = self._text(chat, whole)
         for number, message in enumerate(whole, start=1):
             if not message.get("content") and not all(name in text for name in _called(message)):
                 raise ValueError(
                     f"message {number} has tool calls and no content, and the chat template does not render tool calls: pass "
                     "another one as --chat-template FILE"
                 )
-        return replace(chat, whole=whole)
+        return replace(chat, messages=whole)
 
-    def _encode(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
+    def _encode(self, chat: Chat) -> Trained:
+        if chat.texts:
+            return self._encode_texts(*chat.texts)
         chat = self._as_taken(chat)
-        if isinstance(chat.whole, tuple):
-            return self._encode_texts(*chat.whole)
         if chat.begin is None:
             return self._encode_messages(chat)
-        only_answers = all(message["role"] == ASSISTANT for message in chat.whole[chat.begin :])
+        only_answers = all(message["role"] == ASSISTANT for message in chat.messages[chat.begin :])
         template = self.text if only_answers else self._for_training
-        prompt = chat.whole[: chat.begin]
-        before = self._ids(chat, template, prompt, prompt=True)
+        prompt = chat.messages[: chat.begin]
+        before = self._ids(chat, prompt, template, prompt=True)
         if only_answers:
-            ids = self._ids(chat, template, chat.whole)
+            ids = self._ids(chat, chat.messages)
             trained = np.ones(len(ids), bool)
         else:
             ids, trained = self._encode_messages(chat)
         begin = len(before)
         if only_answers and not np.array_equal(before, ids[:begin]):  # a token holds text of both
-            text = self._text(chat, template, prompt, add_generation_prompt=True)
-            whole = self._text(chat, template, chat.whole)
+            text = self._text(chat, prompt, add_generation_prompt=True)
+            whole = self._text(chat, chat.messages)
             _, ends = self._offsets(ids, whole)
             if whole.startswith(text):
                 before = ids[: np.searchsorted(ends, len(text), side="right")]
@@ -455,7 +454,7 @@ class ChatTemplate:
         trained[: len(before)] = False
         return ids, trained
 
-    def _encode_texts(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_texts(self, prompt: str, completion: str) -> Trained:
         """Tokenize as trl: the completion begins at the first token that differs from the prompt's."""
         eos = self._library.eos_token
         if eos is None:
@@ -471,41 +470,40 @@ class ChatTemplate:
         differing = np.flatnonzero(before[:shorter] != ids[:shorter])
         return ids, np.arange(len(ids)) >= (differing[0] if len(differing) else shorter)
 
-    def _encode_messages(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
-        assert isinstance(chat.whole, list)
+    def _encode_messages(self, chat: Chat) -> Trained:
         if self.marked or self.form:
             found = self._rendered(
-                chat, self._for_training, chat.whole, return_assistant_tokens_mask=True
+                chat, chat.messages, self._for_training, return_assistant_tokens_mask=True
             )
             return np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
-        ids = self._ids(chat, self.text, chat.whole)
+        ids = self._ids(chat, chat.messages)
         try:
-            return ids, self._trained_by_prefixes(chat, chat.whole, ids)
+            return ids, self._trained_by_prefixes(chat, ids)
         except ValueError:  # parts of a chat that differ from the whole, or cannot be rendered
-            return ids, self._trained_by_text(chat, chat.whole, ids)
+            return ids, self._trained_by_text(chat, ids)
 
-    def _trained_by_prefixes(self, chat: Chat, whole: Messages, ids: np.ndarray) -> np.ndarray:
+    def _trained_by_prefixes(self, chat: Chat, ids: np.ndarray) -> np.ndarray:
         trained = np.zeros(len(ids), bool)
-        for number, message in enumerate(whole):
+        for number, message in enumerate(chat.messages):
             if message["role"] == ASSISTANT:
-                before = self._ids(chat, self.text, whole[:number], prompt=True)
-                after = self._ids(chat, self.text, whole[: number + 1])
+                before = self._ids(chat, chat.messages[:number], prompt=True)
+                after = self._ids(chat, chat.messages[: number + 1])
                 self._check_prefix(before, ids, f"what is before message {number + 1}")
                 self._check_prefix(after, ids, f"the chat up to message {number + 1}")
                 trained[len(before) : len(after)] = True
         return trained
 
-    def _trained_by_text(self, chat: Chat, whole: Messages, ids: np.ndarray) -> np.ndarray:
+    def _trained_by_text(self, chat: Chat, ids: np.ndarray) -> np.ndarray:
         """Return bool (n,): answers, found in the rendered text if tokens cross their borders.
 
         As in transformers' assistant mask, an answer's outer tokens may contain adjacent text.
         """
-        text = self._text(chat, self.text, whole)
+        text = self._text(chat, chat.messages)
         begins, ends = self._offsets(ids, text)
         trained = np.zeros(len(ids), bool)
-        for number, message in enumerate(whole):
+        for number, message in enumerate(chat.messages):
             if message["role"] == ASSISTANT:
-                begin, end = self._answer(chat, whole, number, text)
+                begin, end = self._answer(chat, number, text)
                 trained |= (ends > begin) & (begins < end)
         return trained
 
@@ -517,22 +515,23 @@ class ChatTemplate:
         places = np.array(found["offset_mapping"]).reshape(-1, 2)
         return places[:, 0], places[:, 1]
 
-    def _answer(self, chat: Chat, whole: Messages, number: int, text: str) -> tuple[int, int]:
+    def _answer(self, chat: Chat, number: int, text: str) -> tuple[int, int]:
         """Return begin and end for a message in the rendered chat, including the end-of-turn token.
 
         Compare the renderings before and up to the message. If the template renders earlier turns
         differently, search around a placeholder.
         """
+        whole = chat.messages
         if number:
-            before = self._text(chat, self.text, whole[:number], add_generation_prompt=True)
-            after = self._text(chat, self.text, whole[: number + 1])
+            before = self._text(chat, whole[:number], add_generation_prompt=True)
+            after = self._text(chat, whole[: number + 1])
             if text.startswith(before) and text.startswith(after):
                 return len(before), len(after)
         marked = [
             {**message, "content": MARK} if place == number else message
             for place, message in enumerate(whole)
         ]
-        head, mark, tail = self._text(chat, self.text, marked).partition(MARK)
+        head, mark, tail = self._text(chat, marked).partition(MARK)
         is_around = text.startswith(head) and text.endswith(tail)
         end_of_turn = self._end_of_turn(tail)
         if not (mark and is_around and len(head) + len(tail) <= len(text) and end_of_turn):
@@ -546,25 +545,25 @@ class ChatTemplate:
         return space + max(map(len, found)) if found else 0
 
     def _ids(
-        self, chat: Chat, template: str, messages: Messages, prompt: bool = False
+        self, chat: Chat, messages: Messages, template: str | None = None, prompt: bool = False
     ) -> np.ndarray:
-        return np.array(
-            self._rendered(chat, template, messages, add_generation_prompt=prompt)["input_ids"],
-            np.int32,
-        )
+        found = self._rendered(chat, messages, template, add_generation_prompt=prompt)
+        return np.array(found["input_ids"], np.int32)
 
-    def _text(self, chat: Chat, template: str, messages: Any, **how: Any) -> str:
-        return str(
-            self._rendered(chat, template, messages, tokenize=False, return_dict=False, **how)
-        )
+    def _text(self, chat: Chat, messages: Messages, template: str | None = None, **how: Any) -> str:
+        how |= {"tokenize": False, "return_dict": False}
+        return str(self._rendered(chat, messages, template, **how))
 
-    def _rendered(self, chat: Chat, template: str, messages: Messages, **how: Any) -> Any:
+    def _rendered(
+        self, chat: Chat, messages: Messages, template: str | None = None, **how: Any
+    ) -> Any:
+        """Render messages of a chat. template: None: the one for chats that are not trained"""
         try:
             return apply_chat_template(
                 self._library,
                 messages,
                 tools=chat.tools,
-                chat_template=template,
+                chat_template=template or self.text,
                 **{"return_dict": True, **how},
                 **chat.options,
             )

@@ -40,6 +40,7 @@ from .index_cache import (
     shuffle_index_dtype,
 )
 from .indexed import IndexedDataset
+from .json_values import JsonObject
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -454,7 +455,7 @@ class TokenArrays:
     def __len__(self) -> int:
         return len(self.documents)
 
-    def description(self) -> dict[str, Any]:
+    def description(self) -> JsonObject:
         return {
             "class": "GPTDataset",
             "dataset_path": self.prefix,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import mmap
 import os
 import re
@@ -18,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -31,7 +30,7 @@ from .formats import (
     VALUES,
     Columns,
     Form,
-    MissingPackage,
+    NeverSkipped,
     check_table,
     form_of,
     head_of,
@@ -40,47 +39,34 @@ from .formats import (
     saved_files,
     text_blocks,
 )
-from .json_values import values
+from .json_values import JsonObject, values
+
+T = TypeVar("T")
+PathLike = str | os.PathLike[str]
 
 
 class MappedFile:
-    """File opened and mapped once. Raises OSError or ValueError."""
+    """Array of a .npy file, opened and mapped once. Raises OSError, or ValueError for another or truncated file."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.fspath(path)
-        with open(path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._advise("MADV_RANDOM")
-
-    def _advise(self, advice: str, *place: int) -> None:
-        if hasattr(mmap, advice):
-            self._map.madvise(getattr(mmap, advice), *place)
-
-    @property
-    def size(self) -> int:
-        return len(self._map)
-
-    def array(self, dtype: np.dtype | str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
-        return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
-
-    def npy(self) -> np.ndarray:
-        """Return a .npy file's array. Raises ValueError for another or truncated file."""
-        self._map.seek(0)
-        np.lib.format.read_magic(self._map)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(self._map)
-        return self.array(dtype, shape, self._map.tell())
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        mapped = np.lib.format.open_memmap(path, mode="r")
+        self.array = np.asarray(mapped)
+        self._map = cast(mmap.mmap, mapped.base)
+        self._map.madvise(mmap.MADV_RANDOM)
 
     def check(self) -> None:
         """Raise ValueError if the file was truncated: reading beyond its end would raise SIGBUS."""
-        if self._map.size() < self.size:
+        size = self._map.size()
+        if size < len(self._map):
             raise ValueError(
-                f"{self._path}: {self._map.size()} bytes, and {self.size} when it was opened: it was cut while it was read; "
+                f"{self._path}: {size} bytes, and {len(self._map)} when it was opened: it was cut while it was read; "
                 "start again, and leave the file alone"
             )
 
     def release(self) -> None:
         """Release the pages read so far; access maps them again."""
-        self._advise("MADV_DONTNEED")
+        self._map.madvise(mmap.MADV_DONTNEED)
 
 
 class Status(NamedTuple):
@@ -110,10 +96,10 @@ def _clock(nanoseconds: int) -> str:
 
 def check_status(path: str, before: Status) -> None:
     try:
-        now = Status.of(os.stat(path))
+        change = before.change(Status.of(os.stat(path)))
     except OSError as error:
-        raise changed(path, f"it is not there any more ({error.strerror})") from None
-    if change := before.change(now):
+        change = f"it is not there any more ({error.strerror})"
+    if change:
         raise changed(path, change)
 
 
@@ -130,7 +116,7 @@ class ReadFile:
     Not mapped: truncating a mapped file ends the process by SIGBUS, without a message.
     """
 
-    def __init__(self, path: str | os.PathLike[str], expected: Status | None = None) -> None:
+    def __init__(self, path: PathLike, expected: Status | None = None) -> None:
         self.path = os.fspath(path)
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
@@ -168,6 +154,11 @@ class ReadFile:
         """
         if change := self.status.change(self._now()):
             raise changed(self.path, change)
+
+
+def say(line: str) -> None:
+    """Print a line on stderr, next to a command's results on stdout."""
+    print(line, file=sys.stderr, flush=True)
 
 
 # Texts ---------------------------------------------------------------------------------------------------------------------------
@@ -236,22 +227,25 @@ class Skipped:
         self.add_reasons([str(error).removeprefix("--input ")])
 
     def read(
-        self,
-        read: Callable[[Document, Sequence[str]], list[str | bytes]],
-        document: Document,
-        keys: Sequence[str],
-    ) -> list[str | bytes]:
-        """Return a document's texts; count it and return [] if it is invalid. Raises ValueError
-        without the flag.
+        self, documents: Iterable[Document], read: Callable[[Document], T], kind: str
+    ) -> Iterator[T]:
+        """Yield the contents of documents; count those that are invalid. Raises ValueError without
+        the flag.
+
+        kind: of documents, for the message
         """
-        try:
-            return read(document, keys)
-        except ValueError as error:
-            if not self.enabled:
-                raise ValueError(f"{error}; {SKIP} leaves such lines out") from None
-            self.records += 1
-            self.add_reasons([str(error)])
-            return []
+        for document in documents:
+            try:
+                found = read(document)
+            except NeverSkipped:
+                raise
+            except ValueError as error:
+                if not self.enabled:
+                    raise ValueError(f"{error}; {SKIP} leaves such {kind} out") from None
+                self.records += 1
+                self.add_reasons([str(error)])
+            else:
+                yield found
 
     def add_reasons(self, reasons: Sequence[str]) -> None:
         self.reasons += reasons[: max(0, NAMED - len(self.reasons))]
@@ -337,7 +331,7 @@ def _is_text(
     try:
         forms[path] = _checked_form(path, name, columns)
         return True
-    except MissingPackage:
+    except NeverSkipped:
         raise
     except ValueError as error:
         if skipped is None:
@@ -371,11 +365,9 @@ def _preferred(
     chosen = [path for path in files if is_preferred(path)]
     others = [path for path in files if not is_preferred(path)]
     if chosen and others:
-        print(
+        say(
             f"note: --input {folder} has {kinds[0]}, so {len(others)} {kinds[1]} files in it are not read, such as "
-            f"{others[0]}",
-            file=sys.stderr,
-            flush=True,
+            f"{others[0]}"
         )
     return chosen or files
 
@@ -444,7 +436,7 @@ def read_documents(
                 raise
             skipped.add_file(error)
     if foreign:
-        print(_warning(foreign), file=sys.stderr, flush=True)
+        say(_warning(foreign))
 
 
 def _records(
@@ -492,7 +484,7 @@ def _warning(foreign: dict[str, int]) -> str:
     )
 
 
-def read_record(document: Document, expected: str) -> tuple[str, dict[str, Any]]:
+def read_record(document: Document, expected: str) -> tuple[str, JsonObject]:
     """Return (file and line, JSON object). Raises ValueError, with file and line."""
     where = document.where
     try:

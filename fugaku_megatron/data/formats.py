@@ -37,7 +37,11 @@ Record = tuple[
 ]  # number from 1, content, bytes of the file that were read up to its end
 
 
-class MissingPackage(ValueError):
+class NeverSkipped(ValueError):
+    """Error that --skip-invalid does not skip, because every document would have it."""
+
+
+class MissingPackage(NeverSkipped):
     """Optional package that is not installed."""
 
 

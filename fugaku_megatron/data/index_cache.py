@@ -25,6 +25,7 @@ import numpy as np
 
 from ..comm.agreement import agree, describe, on_root
 from .files import MappedFile
+from .json_values import JsonObject
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -208,7 +209,7 @@ class IndexRequest(NamedTuple):
     prefix: str
     kind: str
     split: str
-    description: dict[str, Any]
+    description: JsonObject
     arrays: tuple[str, ...]
     size: int
 
@@ -258,7 +259,7 @@ class _Files:
         if self.path("description.txt").read_text() != self.text:
             raise ValueError(f"{self.path('description.txt')} describes another index")
         files = {name: MappedFile(self.path(f"{name}.npy")) for name in self.arrays}
-        return Index({name: file.npy() for name, file in files.items()}, tuple(files.values()))
+        return Index({name: file.array for name, file in files.items()}, tuple(files.values()))
 
     def build(self, build: Build) -> None:
         """Write all arrays, then the description, which validates them. Raises OSError."""
@@ -286,11 +287,9 @@ class _Files:
         self._write(f"{array.name}.npy", content(), header)
         file = MappedFile(self.path(f"{array.name}.npy"))
         self.mapped.append(file)
-        return file.npy()
+        return file.array
 
-    def _write(
-        self, name: str, blocks: Iterable[Any], header: dict[str, Any] | None = None
-    ) -> None:
+    def _write(self, name: str, blocks: Iterable[Any], header: JsonObject | None = None) -> None:
         path = self.path(name)
         aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:

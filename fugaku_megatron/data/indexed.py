@@ -23,8 +23,9 @@ import numpy as np
 
 from ..comm.agreement import on_root
 from ..text.named_files import unreadable
-from .files import ReadFile, Status, check_status
+from .files import PathLike, ReadFile, Status, check_status
 from .index_cache import BLOCK
+from .json_values import JsonObject
 
 if TYPE_CHECKING:  # reading and writing tokens needs no torch
     from ..comm.base import Comm
@@ -196,7 +197,7 @@ class IndexedDataset:
     every rank if a file is missing, truncated, invalid or changed, or the two disagree.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], comm: Comm | None = None):
+    def __init__(self, prefix: PathLike, comm: Comm | None = None):
         self.prefix = os.fspath(prefix)
         self._files: list[ReadFile] = []
         self._statuses: dict[str, Status] = {}  # by path, of the files that must not change
@@ -216,7 +217,7 @@ class IndexedDataset:
     def __len__(self) -> int:
         return self.header.sequences
 
-    def description(self) -> dict[str, Any]:
+    def description(self) -> JsonObject:
         """Return the data that determines the sample order, independent of the folder's path."""
         return {
             "class": "GPTDataset",
@@ -226,7 +227,7 @@ class IndexedDataset:
             "lengths_crc32": self.header.lengths_crc32,
         }
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         return {
             "path": self.prefix,
             "documents": len(self),
@@ -340,9 +341,9 @@ class IndexedDatasetWriter:
 
     def __init__(
         self,
-        prefix: str | os.PathLike[str],
+        prefix: PathLike,
         dtype: np.dtype | str | type,
-        folder: str | os.PathLike[str] | None = None,
+        folder: PathLike | None = None,
     ):
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")

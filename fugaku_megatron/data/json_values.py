@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+JsonObject = dict[str, Any]
+
 LINE_LAYOUT = "a line each"
 VALUE_LAYOUT = "over lines"
 UNKNOWN = "more bytes are needed"
@@ -63,7 +65,7 @@ def _has_no_kind(suffix: str) -> bool:
     return not suffix or PARTS.fullmatch(suffix[1:]) is not None
 
 
-def _object(line: str) -> dict[str, Any] | None:
+def _object(line: str) -> JsonObject | None:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

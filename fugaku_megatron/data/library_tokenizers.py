@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -320,6 +320,63 @@ def check_range(ids: list[int], vocab_size: int, remedy: str) -> None:
         raise ValueError(f"token id {wrong} is outside the vocabulary of {vocab_size}: {remedy}")
 
 
+CACHE_ENTRIES = 2**17  # pieces (words) whose tokens are cached ...
+CACHE_PIECE = 64  # ... if they have at most this many characters, which limits the bytes too
+
+
+class ByteLevelBPE:
+    """Base of byte-level BPE: a text is cut at special tokens, then into pieces, whose bytes are merged.
+
+    token_bytes: by id; none for a token that stands for no text
+    special: id by name
+    """
+
+    remedy = MODEL_REMEDY
+
+    def __init__(self, token_bytes: list[bytes], special: Mapping[str, int], pieces: regex.Pattern):
+        self.vocab_size = len(token_bytes)
+        self._token_bytes = token_bytes
+        self._special = special
+        self._special_in_text = regex.compile("|".join(map(regex.escape, special)))
+        self._pieces = pieces
+        self._cached_merge = lru_cache(CACHE_ENTRIES)(self._merge)
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """Tokenize; names of special tokens become these tokens."""
+        text = self._text(text)
+        ids: list[int] = []
+        end = 0
+        for match in self._special_in_text.finditer(text):
+            ids += [*self._encode_part(text[end : match.start()]), self._special[match[0]]]
+            end = match.end()
+        return ids + self._encode_part(text[end:])
+
+    def _encode_part(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in self._pieces.findall(text):
+            ids += self._cached_merge(piece) if len(piece) <= CACHE_PIECE else self._merge(piece)
+        return ids
+
+    def _text(self, text: str | bytes) -> str:
+        return clean(text)
+
+    def _merge(self, piece: str) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Decode to the exact bytes. Raises ValueError for an invalid id."""
+        ids = list(map(int, ids))
+        check_range(ids, self.vocab_size, self.remedy)
+        return b"".join(map(self._token_bytes.__getitem__, ids))
+
+    def count_bytes(self, ids: Iterable[int]) -> int:
+        return len(self.decode_bytes(ids))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decode, with U+FFFD for incomplete UTF-8 characters (as GPT-2's decoder)."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+
 # TikTokenizer: byte-level BPE of a JSON list of tokens, as megatron/core/tokenizers/text/libraries/tiktoken_tokenizer.py has it.
 # The first ids are special tokens, which stand for no text. The file's tokens follow, in the order in which they are merged.
 
@@ -338,10 +395,9 @@ PATTERNS = {
         ]
     ),
 }
-CACHE_ENTRIES = 2**16
 
 
-class TikTokenizer:
+class TikTokenizer(ByteLevelBPE):
     """Tiktoken BPE of `vocab_size` tokens, `special` of them without text; `eod` is the id of
     "</s>".
 
@@ -359,42 +415,29 @@ class TikTokenizer:
         pattern: str = "v2",
         special: int = 1000,
     ):
-        self.vocab_size = vocab_size or DEFAULT_SIZE
-        if not len(SPECIAL) <= special < self.vocab_size:
+        size = vocab_size or DEFAULT_SIZE
+        if not len(SPECIAL) <= special < size:
             raise ValueError(
                 f"--tiktoken-num-special-tokens is {special}: pass a number from {len(SPECIAL)} to below the "
-                f"vocabulary size, {self.vocab_size}"
+                f"vocabulary size, {size}"
             )
         names = [*SPECIAL, *(f"<SPECIAL_{i}>" for i in range(len(SPECIAL), special))]
-        self._special = {name: i for i, name in enumerate(names)}
-        self._tokens = _read_tokens(path, self.vocab_size - special)
-        self._ids = {token: special + i for i, token in enumerate(self._tokens)}
-        self._pieces = regex.compile(PATTERNS[pattern])
+        tokens = _read_tokens(path, size - special)
+        self._ids = {token: special + i for i, token in enumerate(tokens)}
         self.eod = SPECIAL.index("</s>")
-        self._special_in_text = regex.compile("|".join(map(regex.escape, names)))
-        self.checksum = zlib.crc32(repr((self._tokens, special, pattern)).encode())
-        self._merged = lru_cache(CACHE_ENTRIES)(self._merge)
+        self.checksum = zlib.crc32(repr((tokens, special, pattern)).encode())
+        super().__init__(
+            [*(b"" for _ in names), *tokens],
+            {name: i for i, name in enumerate(names)},
+            regex.compile(PATTERNS[pattern]),
+        )
 
-    def encode(self, text: str | bytes) -> list[int]:
-        """Tokenize; names of special tokens become these tokens."""
-        text = clean(text)
-        ids = []
-        end = 0
-        for match in self._special_in_text.finditer(text):
-            ids += [*self._encode_part(text[end : match.start()]), self._special[match[0]]]
-            end = match.end()
-        return ids + self._encode_part(text[end:])
-
-    def _encode_part(self, text: str) -> list[int]:
-        return [
-            token for piece in self._pieces.findall(text) for token in self._merged(piece.encode())
-        ]
-
-    def _merge(self, piece: bytes) -> tuple[int, ...]:
+    def _merge(self, piece: str) -> tuple[int, ...]:
         """Apply BPE: merge the pair that forms the file's first token, until none does."""
-        parts = [piece[i : i + 1] for i in range(len(piece))]
-        if piece in self._ids:
-            return (self._ids[piece],)
+        whole = piece.encode()
+        parts = [whole[i : i + 1] for i in range(len(whole))]
+        if whole in self._ids:
+            return (self._ids[whole],)
         while len(parts) > 1:
             made = [self._ids.get(a + b, self.vocab_size) for a, b in zip(parts, parts[1:])]
             first = min(range(len(made)), key=made.__getitem__)
@@ -402,19 +445,6 @@ class TikTokenizer:
                 break
             parts[first : first + 2] = [parts[first] + parts[first + 1]]
         return tuple(self._ids[part] for part in parts)
-
-    def _bytes(self, ids: Iterable[int]) -> bytes:
-        special = self.vocab_size - len(self._tokens)
-        ids = list(map(int, ids))
-        check_range(ids, self.vocab_size, MODEL_REMEDY)
-        return b"".join(self._tokens[token - special] for token in ids if token >= special)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Decode without special tokens. Raises ValueError for an invalid id."""
-        return self._bytes(ids).decode("utf-8", "replace")
-
-    def count_bytes(self, ids: Iterable[int]) -> int:
-        return len(self._bytes(ids))
 
 
 def _read_tokens(path: str | Path, count: int) -> list[bytes]:

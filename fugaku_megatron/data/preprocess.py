@@ -25,7 +25,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -42,8 +42,6 @@ from .build import parse_split, split_documents
 from .chat_dataset import ChatFiles, ChatWriter
 from .chats import ChatTemplate, examples, read_chat, read_template, unread_note
 from .files import (
-    NAMED,
-    SKIP,
     Document,
     Place,
     Skipped,
@@ -51,11 +49,11 @@ from .files import (
     document_texts,
     input_files,
     read_documents,
+    say,
 )
 from .formats import CHAT, Columns
 from .indexed import IndexedDatasetWriter, best_dtype
 from .library_tokenizers import HuggingFaceTokenizer
-from .template_limits import TemplateLimit
 from .tokenizer import (
     GPT2BPETokenizer,
     TokenizerFlags,
@@ -65,7 +63,7 @@ from .tokenizer import (
     identity,
     write_identity,
 )
-from .unfinished import Unfinished
+from .unfinished import Documents, Unfinished
 
 BATCH_BYTES = (
     2**18
@@ -103,17 +101,15 @@ class Encoded:
     position.
 
     read: bytes of the last file read
-    skipped: number of skipped documents, and first reasons
     unread: ignored fields of chats
     """
 
-    texts: list[tuple[np.ndarray, np.ndarray]]
+    texts: list[Documents]
     size: int
     after: Place
     read: int
-    skipped: int = 0
-    reasons: tuple[str, ...] = ()
-    unread: frozenset[str] = frozenset()
+    skipped: Skipped
+    unread: frozenset[str]
 
 
 class Encoder:
@@ -132,20 +128,12 @@ class Encoder:
         """Tokenize at least one document. Raises ValueError for an unreadable one, unless it may be
         skipped.
         """
-        read = self._chat if self.template else partial(document_texts, keys=self.job.keys)
-        found = []
-        reasons = []
+        skipped = Skipped(self.job.skip_invalid)
         self._unread.clear()
-        for document in documents:
-            try:
-                found.append(read(document))
-            except TemplateLimit:  # every chat would take as long
-                raise
-            except ValueError as error:
-                if not self.job.skip_invalid:
-                    kind = "chats" if self.job.chat else "documents"
-                    raise ValueError(f"{error}; {SKIP} leaves such {kind} out") from None
-                reasons.append(str(error))
+        read: Callable[[Document], list[Any]] = partial(document_texts, keys=self.job.keys)
+        if self.template:
+            read = self._chat
+        found = [*skipped.read(documents, read, kind="chats" if self.template else "documents")]
         of_keys: list[Any] = [[] for _ in self.job.keys]
         if found:
             of_keys = [*zip(*found)]
@@ -162,9 +150,8 @@ class Encoder:
             sum(len(document.raw) for document in documents),
             documents[-1].after,
             documents[-1].read,
-            len(reasons),
-            tuple(reasons[:NAMED]),
-            frozenset(self._unread),
+            skipped=skipped,
+            unread=frozenset(self._unread),
         )
 
     def _chat(self, document: Document) -> list[np.ndarray]:
@@ -274,7 +261,7 @@ class Progress:
             self._bar.update(self._read - before)
         elif documents >= self._due:
             self._due = (documents // self._interval + 1) * self._interval
-            print(self.line(), file=sys.stderr, flush=True)
+            say(self.line())
 
     def line(self) -> str:
         now = self._work.journal
@@ -309,7 +296,13 @@ def check_numbers(args: argparse.Namespace) -> None:
 def preprocess(args: argparse.Namespace) -> None:
     """Run the job. Raises ValueError for bad input and then leaves no output."""
     check_numbers(args)
-    _check_chat(args)
+    if args.chat_template and not args.chat:
+        raise ValueError(f"--chat-template {args.chat_template} goes with --chat: pass both")
+    if args.chat and (args.append_eod or args.json_keys != ["text"]):
+        raise ValueError(
+            "--append-eod and --json-keys do not go with --chat, whose template ends a chat and whose keys are "
+            "messages, or prompt and completion: leave them out"
+        )
     skipped = Skipped(args.skip_invalid)
     files = input_files(args.input, args.json_keys, CHAT if args.chat else None, skipped)
     if not files:
@@ -341,9 +334,8 @@ def preprocess(args: argparse.Namespace) -> None:
             work.finish(writers, not args.keep_order)
         for writer in writers:
             write_identity(writer.prefix, encoder.tokenizer)
-    print(progress.line(), file=sys.stderr)
-    for line in filter(None, (left_out, unread_note(unread))):
-        print(line, file=sys.stderr)
+    for line in filter(None, (progress.line(), left_out, unread_note(unread))):
+        say(line)
     if encoder.template:
         print(
             *examples(ChatFiles(args.output_prefix), encoder.tokenizer.decode, sys.stdout.isatty()),
@@ -366,8 +358,8 @@ def tokenize(
     with ExitStack() as stack:
         stack.callback(progress.close)
         for batch in encode_all(job, files, workers, work.journal.place, skipped):
-            work.add(batch.texts, batch.after, batch.size, batch.skipped)
-            skipped.add_reasons(batch.reasons)
+            work.add(batch.texts, batch.after, batch.size, batch.skipped.records)
+            skipped.add_reasons(batch.skipped.reasons)
             unread |= batch.unread
             progress.update(batch)
     return unread
@@ -392,16 +384,6 @@ def _job(args: argparse.Namespace) -> Job:
     )
 
 
-def _check_chat(args: argparse.Namespace) -> None:
-    if args.chat_template and not args.chat:
-        raise ValueError(f"--chat-template {args.chat_template} goes with --chat: pass both")
-    if args.chat and (args.append_eod or args.json_keys != ["text"]):
-        raise ValueError(
-            "--append-eod and --json-keys do not go with --chat, whose template ends a chat and whose keys are "
-            "messages, or prompt and completion: leave them out"
-        )
-
-
 def _writers(args: argparse.Namespace, dtype: np.dtype, folder: Path) -> list[IndexedDatasetWriter]:
     if args.chat:
         return [ChatWriter(args.output_prefix, dtype, folder)]
@@ -417,19 +399,15 @@ def split_for(documents: int) -> str:
 
 
 def summary(writers: list[IndexedDatasetWriter], job: Job) -> list[str]:
-    lines = [writer.summary() for writer in writers]
-    filled = [writer for writer in writers if writer.num_tokens]
     start = "--sft " if job.chat else ""
     end = "--pretrained-checkpoint CHECKPOINTS" if job.chat else "--recipe demo"
-    return [
-        *lines,
-        *map(validation, filled),
-        *(
-            f"next: fugaku-megatron train {start}--data-path {shlex.quote(writer.prefix)} --split "
-            f"{split_for(writer.num_documents)} {job.flags.words()} {end}"
-            for writer in filled
-        ),
+    filled = [writer for writer in writers if writer.num_tokens]
+    commands = [
+        f"next: fugaku-megatron train {start}--data-path {shlex.quote(writer.prefix)} --split "
+        f"{split_for(writer.num_documents)} {job.flags.words()} {end}"
+        for writer in filled
     ]
+    return [*(writer.summary() for writer in writers), *map(validation, filled), *commands]
 
 
 def validation(writer: IndexedDatasetWriter) -> str:

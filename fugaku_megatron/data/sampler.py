@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -75,9 +76,16 @@ def micro_batches(
     Ends before the first incomplete global batch.
     """
     for batch in global_batches(dataset, consumed, global_batch_size, samples):
-        for m in range(len(batch) // (micro_batch_size * dp_size)):
-            first = first_sample(0, m, micro_batch_size, dp_rank, dp_size)
-            yield fetch(dataset, batch[first : first + micro_batch_size])
+        yield from own_micro_batches(dataset, batch, micro_batch_size, dp_rank, dp_size)
+
+
+def own_micro_batches(
+    dataset: Dataset, batch: Sequence[int], micro_batch_size: int, dp_rank: int, dp_size: int
+) -> Iterator[np.ndarray]:
+    """Yield a data-parallel rank's micro-batches of a global batch, given as sample numbers."""
+    for m in range(len(batch) // (micro_batch_size * dp_size)):
+        first = first_sample(0, m, micro_batch_size, dp_rank, dp_size)
+        yield fetch(dataset, batch[first : first + micro_batch_size])
 
 
 _CPUS = os.sched_getaffinity(
@@ -95,55 +103,43 @@ class Prefetcher(Generic[T]):
     def __init__(self, source: Iterable[T], depth: int = 2):
         assert depth >= 1
         self._source = iter(source)
-        self._depth = depth
-        self._ready: deque[T] = deque()
-        self._changed = threading.Condition()
+        self._room = threading.Semaphore(depth)
+        self._ready: SimpleQueue[Future[T]] = SimpleQueue()
         self._closed = False
-        self._ended: BaseException | None = (
-            None  # what ended the source: StopIteration or its error
-        )
         self._thread = threading.Thread(target=self._run, name="data-prefetch", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         os.sched_setaffinity(0, _CPUS)
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
-                if self._closed:
-                    return
-            try:
-                item = next(self._source)
-            except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
-                with self._changed:
-                    self._ended = error
-                    self._changed.notify_all()
+        ended = False
+        while not ended:
+            self._room.acquire()
+            if self._closed:
                 return
-            with self._changed:
-                self._ready.append(item)
-                self._changed.notify_all()
+            item: Future[T] = Future()
+            try:
+                item.set_result(next(self._source))
+            except BaseException as error:  # noqa: BLE001 - StopIteration, or the caller's to handle
+                item.set_exception(error)
+                ended = True
+            self._ready.put(item)
 
     def __iter__(self) -> Prefetcher[T]:
         return self
 
     def __next__(self) -> T:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._ended is not None or self._closed)
-            if self._closed:
-                raise ValueError("this Prefetcher was closed; make a new one to go on")
-            if self._ready:
-                item = self._ready.popleft()
-                self._changed.notify_all()
-                return item
-            if self._ended is None or isinstance(self._ended, StopIteration):
-                raise StopIteration
-            raise self._ended
+        if self._closed:
+            raise ValueError("this Prefetcher was closed; make a new one to go on")
+        item = self._ready.get()
+        if item.exception() is None:
+            self._room.release()
+        else:
+            self._ready.put(item)  # for the next call
+        return item.result()
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._ready.clear()
-            self._changed.notify_all()
+        self._closed = True
+        self._room.release()
         self._thread.join()
 
     def __enter__(self) -> Prefetcher[T]:
@@ -214,15 +210,10 @@ class ReaderBatches:
         self, dataset: Dataset, batches: Iterator[Sequence[int]]
     ) -> Iterator[list[np.ndarray]]:
         for batch in batches:
-            count = len(batch) // (self.micro_batch_size * self.dp_size)
             parts: dict[int, np.ndarray] = {}
             for dp_rank in set(self.readers.dp_ranks):
-                firsts = (
-                    first_sample(0, m, self.micro_batch_size, dp_rank, self.dp_size)
-                    for m in range(count)
-                )
-                fetched = (
-                    fetch(dataset, batch[first : first + self.micro_batch_size]) for first in firsts
+                fetched = own_micro_batches(
+                    dataset, batch, self.micro_batch_size, dp_rank, self.dp_size
                 )
                 parts[dp_rank] = np.stack([each.astype(np.int32) for each in fetched])
             yield [parts[dp_rank] for dp_rank in self.readers.dp_ranks]

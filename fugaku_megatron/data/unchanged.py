@@ -10,8 +10,9 @@ from typing import Any
 
 from .dataset import Dataset
 from .indexed import IndexedDataset
+from .json_values import JsonObject
 
-Record = dict[str, Any]  # what a checkpoint says of the files of a prefix: `IndexedDataset.record`
+Record = JsonObject  # what a checkpoint says of the files of a prefix: `IndexedDataset.record`
 
 
 def _sources(dataset: Any) -> Iterator[IndexedDataset]:

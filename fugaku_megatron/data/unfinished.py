@@ -11,21 +11,22 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .files import UNFINISHED, Place
+from .files import UNFINISHED, Place, say
 from .indexed import IndexedDatasetWriter, writing
+
+Documents = tuple[np.ndarray, np.ndarray]  # token ids of some documents, and how many each has
 
 JOURNAL_SECONDS = 5.0  # between two records
 # of tokens that are shuffled in memory at a time, and how many files that takes at most
@@ -74,7 +75,7 @@ class TokenFiles:
             file.flush()
             os.fsync(file.fileno())
 
-    def contents(self) -> tuple[np.ndarray, np.ndarray]:
+    def contents(self) -> Documents:
         tokens, lengths = self._paths
         size = tokens.stat().st_size
         ids = np.memmap(tokens, self.dtype, "r") if size else np.empty(0, self.dtype)
@@ -108,7 +109,6 @@ class Unfinished:
         self._made_with = json.loads(json.dumps(made_with))
         self._stats = [(path, (stat := os.stat(path)).st_size, stat.st_mtime_ns) for path in files]
         self._starts = [0, *accumulate(size for _, size, _ in self._stats)]
-        self._recorded = False
         self._due = time.monotonic() + JOURNAL_SECONDS
         with self._writing():
             self.folder.mkdir(exist_ok=True)
@@ -153,18 +153,12 @@ class Unfinished:
             return None
         same = journal.made_with == self._made_with and len(journal.tokens) == outputs
         if same and self._checksum(journal.place) == journal.inputs:
-            print(
-                f"going on after {journal.documents} documents that {self.folder} holds",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"going on after {journal.documents} documents that {self.folder} holds")
             return journal
-        what = (
-            "its input files have changed"
-            if same
-            else "it was made with another tokenizer or other flags"
-        )
-        print(f"note: {self.folder} is begun anew: {what}", file=sys.stderr, flush=True)
+        reason = "it was made with another tokenizer or other flags"
+        if same:
+            reason = "its input files have changed"
+        say(f"note: {self.folder} is begun anew: {reason}")
         return None
 
     def _opened(self, dtype: np.dtype) -> list[TokenFiles]:
@@ -179,7 +173,7 @@ class Unfinished:
         except OSError as error:
             if not self._recorded:
                 raise
-            print(f"note: {self.folder} is begun anew: {error}", file=sys.stderr, flush=True)
+            say(f"note: {self.folder} is begun anew: {error}")
             self.journal = self._empty(len(self.journal.tokens))
             self._recorded = False
             return opened()
@@ -189,7 +183,7 @@ class Unfinished:
 
     def add(
         self,
-        texts: Sequence[tuple[np.ndarray, np.ndarray]],
+        texts: Sequence[Documents],
         place: Place,
         size: int,
         skipped: int = 0,
@@ -199,14 +193,13 @@ class Unfinished:
             for file, (tokens, lengths) in zip(self._files, texts, strict=True):
                 file.add(tokens, lengths)
         old = self.journal
-        self.journal = Journal(
-            self._made_with,
-            0,
-            place,
-            old.documents + len(texts[0][1]),
-            tuple(n + len(tokens) for n, (tokens, _) in zip(old.tokens, texts)),
-            old.size + size,
-            old.skipped + skipped,
+        self.journal = replace(
+            old,
+            place=place,
+            documents=old.documents + len(texts[0][1]),
+            tokens=tuple(n + len(tokens) for n, (tokens, _) in zip(old.tokens, texts)),
+            size=old.size + size,
+            skipped=old.skipped + skipped,
         )
         if time.monotonic() >= self._due:
             self.record()
@@ -255,17 +248,13 @@ class Unfinished:
                 f"{error}; the documents before are in {self.folder}: the same command goes on after them"
             ) from None
         if error is not None and self._recorded:
-            print(
-                f"the same command goes on with what {self.folder} holds",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"the same command goes on with what {self.folder} holds")
 
 
-# From the order of the input to that of the data set: token ids of some documents, and (documents,) how many each has -------------
+# From the order of the input to that of the data set ---------------------------------------------------------------------------
 
 
-def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[Documents]:
     ends = np.cumsum(lengths, dtype=np.int64)
     start = 0
     limit = PILE_BYTES // tokens.itemsize
@@ -278,7 +267,7 @@ def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarr
 
 def shuffled(
     tokens: np.ndarray, lengths: np.ndarray, piles: int, folder: Path
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+) -> Iterator[Documents]:
     """Yield all documents in a random order that depends only on their number and `piles`.
 
     Documents are distributed at random to piles in temporary files, and each pile is shuffled in

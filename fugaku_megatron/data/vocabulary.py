@@ -14,8 +14,9 @@ import argparse
 import json
 import os
 import shlex
-import sys
 from collections.abc import Iterable
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from .files import (
     document_texts,
     input_files,
     read_documents,
+    say,
 )
 from .formats import Columns, library
 from .tokenizer import EOD_TOKEN, bytes_to_unicode
@@ -117,10 +119,11 @@ def main(args: argparse.Namespace) -> int:
     check_options(args)
     skipped = Skipped(args.skip_invalid)
     files = input_files(args.input, args.json_keys, skipped=skipped)
+    documents = read_documents(files, Columns(tuple(args.json_keys)), skipped=skipped)
+    found = skipped.read(documents, partial(document_texts, keys=args.json_keys), kind="lines")
     texts = (
         text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        for document in read_documents(files, Columns(tuple(args.json_keys)), skipped=skipped)
-        for text in skipped.read(document_texts, document, args.json_keys)
+        for text in chain.from_iterable(found)
     )
     try:
         tokens = train_vocabulary(texts, args.vocab_size, args.output)
@@ -130,7 +133,7 @@ def main(args: argparse.Namespace) -> int:
     sources = f"{len(files)} files" if len(files) > 1 else "1 file"
     print(f"wrote {vocab_file} and {merge_file}: {tokens} tokens from {sources}")
     if line := skipped.line("documents"):
-        print(line, file=sys.stderr)
+        say(line)
     if tokens < args.vocab_size:
         print(f"note: the text has no more than these, --vocab-size is {args.vocab_size}")
     words = ["--input", *args.input]

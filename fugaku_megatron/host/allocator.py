@@ -20,7 +20,8 @@ from typing import Any
 
 import psutil
 
-from . import kernels
+from . import cgroup, kernels
+from .cgroup import read_text
 
 # Library in /proc/self/maps -> allocator. A preloaded library replaces the malloc of libmpg (Fujitsu's large pages), so it is last.
 _LIBRARIES = {
@@ -39,11 +40,6 @@ _MALLOPT = {
 }
 RESERVED_PER_RAM = 2  # address space of the arena over installed memory; allows for fragmentation
 _FIELD = re.compile(rb"^(VmRSS|RssFile|RssShmem|HugetlbPages):\s+(\d+) kB", re.MULTILINE)
-# cgroup version -> files with limit and use, field of memory.stat with the reclaimable use
-_FILES = {
-    2: ("memory.max", "memory.current", "inactive_file"),
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
 
 
 def allocator_name(maps: str | None = None) -> str:
@@ -144,77 +140,13 @@ def usage(status: str | os.PathLike[str] = "/proc/self/status") -> Usage:
     return Usage(resident, fields.get(b"RssShmem", 0), resident - fields.get(b"RssFile", 0))
 
 
-def node_bytes(
-    proc_cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
-    root: str | os.PathLike[str] = "/sys/fs/cgroup",
-) -> int:
+def node_bytes() -> int:
     """Return the machine's memory or a smaller cgroup limit."""
-    limits = [
-        _number(folder / _FILES[version][0])
-        for version, folder in cgroup_folders("memory", proc_cgroup, root)
-    ]
-    total: int = psutil.virtual_memory().total
-    return min([total, *(n for n in limits if n is not None)])
+    return min([psutil.virtual_memory().total, *cgroup.memory_limits()])
 
 
-def free_bytes(
-    proc_cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
-    root: str | os.PathLike[str] = "/sys/fs/cgroup",
-) -> int:
-    left = [
-        _left(folder, *_FILES[version])
-        for version, folder in cgroup_folders("memory", proc_cgroup, root)
-    ]
-    available: int = psutil.virtual_memory().available
-    return min([available, *(n for n in left if n is not None)])
-
-
-def cgroup_folders(
-    controller: str,
-    proc_cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
-    root: str | os.PathLike[str] = "/sys/fs/cgroup",
-) -> list[tuple[int, Path]]:
-    folders: list[tuple[int, Path]] = []
-    for line in (read_text(Path(proc_cgroup)) or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            folders += [(2, folder) for folder in _ancestors(Path(root), path)]
-        elif controller in controllers.split(","):
-            # A version 1 mount is named "cpu,cpuacct" or has a link "cpu".
-            mounts = [Path(root) / name for name in (controllers, controller)]
-            folders += [(1, folder) for mount in mounts for folder in _ancestors(mount, path)]
-    return folders
-
-
-def _ancestors(mount: Path, path: str) -> list[Path]:
-    """Return the cgroup's directory and parents. In a container the path may be the host's, and only the mount exists."""
-    folder = Path(path.lstrip("/"))
-    return [mount / part for part in (folder, *folder.parents)]
-
-
-def read_text(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
-
-
-def _left(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
-    most = _number(folder / limit)
-    now = _number(folder / used)
-    if most is None or now is None:
-        return None
-    stat = re.search(rf"^{reclaimable} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
-    if stat:
-        now -= int(stat[1])
-    return max(0, most - now)
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
+def free_bytes() -> int:
+    return min([psutil.virtual_memory().available, *cgroup.memory_left()])
 
 
 def peak_memory_mib() -> float:

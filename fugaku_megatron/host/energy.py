@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .allocator import read_text
+from .cgroup import read_text
 
 POWER_API = "libpwr.so"
 # The library's constants differ between sites and are read from the site's header.

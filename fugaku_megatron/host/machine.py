@@ -15,9 +15,9 @@ import psutil
 import torch
 
 from . import allocator, kernels
-from .allocator import read_text
+from .cgroup import cpu_quota, read_text
 from .energy import Counters
-from .placement import Node, Placement, cpu_quota
+from .placement import Node, Placement
 from .timing import best_seconds, seconds
 
 # (CPU implementer, CPU part) of /proc/cpuinfo on AArch64, which has no model name

@@ -19,14 +19,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from .allocator import cgroup_folders, read_text
+from . import cgroup
+from .cgroup import read_text
 
 T = TypeVar("T")
 SAVE = (
     "cp --parents /sys/devices/system/node/node*/{cpulist,meminfo} "
     "/sys/devices/system/cpu/cpu*/topology/{thread_siblings_list,physical_package_id} DIR"
 )
-_CPUSET = {2: "cpuset.cpus.effective", 1: "cpuset.effective_cpus"}  # by version of the cgroup
 
 
 def parse_list(text: str) -> list[int]:
@@ -165,39 +165,10 @@ def _domain(
     return Domain(number, tuple(map(tuple, together.values())), memory_gib)
 
 
-def cpu_quota(
-    proc_cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
-    root: str | os.PathLike[str] = "/sys/fs/cgroup",
-) -> float | None:
-    """Return the smallest CPU limit of this process's cgroup (version 1 or 2) and its ancestors."""
-    folders = cgroup_folders("cpu", proc_cgroup, root)
-    limits = (
-        _limit_v2(folder) if version == 2 else _limit_v1(folder) for version, folder in folders
-    )
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _limit_v2(folder: Path) -> float | None:
-    words = (read_text(folder / "cpu.max") or "max").split()
-    return None if words[0] == "max" else int(words[0]) / int(words[1])
-
-
-def _limit_v1(folder: Path) -> float | None:
-    quota = int(read_text(folder / "cpu.cfs_quota_us") or -1)
-    period = int(read_text(folder / "cpu.cfs_period_us") or 0)
-    return quota / period if quota > 0 and period > 0 else None
-
-
-def cpuset(
-    proc_cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
-    root: str | os.PathLike[str] = "/sys/fs/cgroup",
-) -> set[int] | None:
-    """Return the CPUs of this process's cgroup, independent of the launcher's mask."""
-    texts = (
-        read_text(folder / _CPUSET[version])
-        for version, folder in cgroup_folders("cpuset", proc_cgroup, root)
-    )
-    return next((set(parse_list(text)) for text in texts if text), None)
+def cpuset() -> set[int] | None:
+    """Return the CPUs of this process's cgroup."""
+    text = cgroup.cpuset()
+    return set(parse_list(text)) if text else None
 
 
 def allowed_memory() -> set[int] | None:

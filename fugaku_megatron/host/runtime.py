@@ -18,13 +18,13 @@ from ..comm.base import Comm
 from ..comm.job import describe
 from ..comm.mpi import MPIComm
 from . import allocator, kernels, machine
+from .cgroup import cpu_quota
 from .energy import Counters
 from .placement import (
     Node,
     Placement,
     Rank,
     allowed_memory,
-    cpu_quota,
     cpuset,
     mapping,
     place,

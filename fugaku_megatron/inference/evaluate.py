@@ -16,15 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
-import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..cli.output_files import check_file, check_picture, writing
+from ..cli.parser import from_options
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.job import run_or_abort
@@ -55,7 +54,6 @@ from .scoring import (
     windows,
 )
 
-PROGRESS_SECONDS = 10.0
 DECODED = 2**20  # tokens whose bytes are counted at a time
 
 
@@ -89,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chats",
         metavar="FILE",
         nargs="+",
+        default=(),
         help="mean loss of the assistant's tokens in each of these .jsonl files of chats",
     )
     add(
@@ -105,6 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--needle-lengths",
         type=int,
         nargs="+",
+        default=(),
         metavar="N",
         help="tokens of the prompts of --needle (default: a quarter, a half, and all of a window)",
     )
@@ -112,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--needle-depths",
         type=int,
         nargs="+",
+        default=(),
         metavar="PERCENT",
         help=f"share of the text before the sentence (default: {' '.join(map(str, DEPTHS))})",
     )
@@ -149,11 +150,7 @@ class Model:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Model:
-        return cls(
-            source=Source.of(options),
-            seq_length=options.seq_length,
-            micro_batch_size=options.micro_batch_size,
-        )
+        return from_options(cls, options, source=Source.of(options))
 
     def window(self, model: ModelConfig) -> int:
         """Return --seq-length or the model's. ValueError beyond learned positions."""
@@ -211,15 +208,7 @@ class Request:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Request:
-        values = {
-            field.name: getattr(options, field.name)
-            for field in fields(cls)
-            if field.name != "model"
-        }
-        lists = {
-            name: tuple(values[name] or ()) for name in ("chats", "needle_lengths", "needle_depths")
-        }
-        return cls(model=Model.of(options), **{**values, **lists})
+        return from_options(cls, options, model=Model.of(options))
 
 
 @dataclass(frozen=True)
@@ -351,27 +340,6 @@ def read_chats(request: Request, tokenizer: Tokenizer, window: int) -> tuple[Cha
     return tuple(read_chat_file(path, template, window) for path in request.chats)
 
 
-class Progress:
-    """Progress line on stderr, every `PROGRESS_SECONDS`."""
-
-    def __init__(self, world: Comm, what: str, total: int) -> None:
-        self._shown = world.rank == 0
-        self._what = what
-        self._total = total
-        self._began = self._last = time.monotonic()
-
-    def __call__(self, done: int) -> None:
-        now = time.monotonic()
-        if self._shown and now - self._last >= PROGRESS_SECONDS:
-            self._last = now
-            left = (now - self._began) / done * (self._total - done)
-            print(
-                f"{done} of {self._total} {self._what}, {left:.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
-
-
 def perplexity(total: float, texts: Inputs) -> dict[str, Any]:
     """Return figures from a total log-likelihood; per byte only if the text has bytes."""
     tokens = sum(request.scored for request in texts.requests)
@@ -399,34 +367,24 @@ def _exp(value: float) -> float:
 def evaluated(loaded: LoadedModel, texts: Inputs, batch: int) -> dict[str, Any]:
     """Return all figures. Collective."""
     result: dict[str, Any] = {}
-    world = loaded.groups.world
     if texts.requests:
-        scores = score(
-            loaded, texts.requests, batch, Progress(world, "windows", len(texts.requests))
-        )
+        scores = score(loaded, texts.requests, batch, "windows")
         result |= perplexity(float(scores[:, 0].sum()), texts)
     if texts.questions:
         requests = [request for question in texts.questions for request in question.requests]
-        scores = score(loaded, requests, batch, Progress(world, "choices", len(requests)))
+        scores = score(loaded, requests, batch, "choices")
         result |= accuracies(texts.questions, scores[:, 0].tolist())
     if texts.chats:
         result["chats"] = [chat_loss(loaded, file, batch) for file in texts.chats]
     if needles := texts.needles:
-        scores = score(
-            loaded, needles.requests, batch, Progress(world, "needles", len(needles.requests))
-        )
+        scores = score(loaded, needles.requests, batch, "needles")
         result["needle"] = needle_figures(needles, scores)
     return result
 
 
 def chat_loss(loaded: LoadedModel, file: ChatFile, batch: int) -> dict[str, Any]:
     """Return one file's figures. Collective."""
-    scores = score(
-        loaded,
-        file.requests,
-        batch,
-        Progress(loaded.groups.world, f"chats of {file.path}", len(file.requests)),
-    )
+    scores = score(loaded, file.requests, batch, f"chats of {file.path}")
     tokens = sum(request.scored for request in file.requests)
     loss = -float(scores[:, 0].sum()) / tokens
     return {

@@ -24,6 +24,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from torch import Tensor
+
+from ..cli.parser import from_options
 from ..comm.agreement import agree, everywhere, on_root
 from ..comm.agreement import describe as one_line
 from ..comm.base import Comm
@@ -38,6 +41,7 @@ from ..data.tokenizer import Tokenizer
 from ..host import allocator
 from .generation import (
     Conversation,
+    Finished,
     Prompt,
     PromptEncoder,
     Sampling,
@@ -51,6 +55,8 @@ from .loading import LoadedModel, Source, add_source_flags, load_model, tokenize
 
 MIB = 2**20
 
+Answer = Callable[[list[int], Finished], Iterator[list[Tensor]]]  # prompt -> as `steps`
+
 
 def describe(run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> str:
     """Describe parameters, layout, and any rank's largest weights and cache."""
@@ -58,9 +64,9 @@ def describe(run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: i
     pp = run.parallel.pipeline_model_parallel_size
     layout = Layout(tp * pp, tp, pp, 1).placed(run)
     stages = range(pp)
-    weights = max(
-        accounting.stage_parameters(run, layout, stage) for stage in stages
-    ) * activations.element_bytes(run)
+    weights = (
+        max(accounting.stage_parameters(run, layout, stage) for stage in stages) * run.element_bytes
+    )
     positions = max(map(len, prompts)) + max_new_tokens
     layers = max(
         sum(map(len, accounting.stage_layers(run, layout.placement, stage))) for stage in stages
@@ -78,12 +84,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_flags(parser)
     parser.add_argument(
         "--prompt",
+        dest="prompts",
         action="append",
+        default=[],
         metavar="TEXT",
         help="text to continue; repeated: a batch of texts",
     )
     parser.add_argument(
         "--prompts",
+        dest="file",
         metavar="FILE",
         help="texts to continue, one a line, or a JSON list in FILE.json",
     )
@@ -171,18 +180,11 @@ class Request:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Request:
-        return cls(
+        return from_options(
+            cls,
+            options,
             source=Source.of(options),
-            prompts=tuple(options.prompt or ()),
-            file=options.prompts,
-            interactive=options.interactive,
-            max_new_tokens=options.max_new_tokens,
-            stop=tuple(options.stop),
-            sampling=Sampling.of(options),
-            dry_run=options.dry_run,
-            chat=options.chat,
-            system=options.system,
-            chat_template=options.chat_template,
+            sampling=from_options(Sampling, options),
         )
 
     def all_prompts(self) -> list[Prompt]:
@@ -276,15 +278,13 @@ def continue_prompts(request: Request, world: Comm) -> None:
     return None
 
 
-def _never(sample: int, ids: list[int]) -> bool:
+def _never(sample: int, ids: Tensor) -> bool:
     """Let the first rank decide."""
     return False
 
 
 def _converse(request: Request, loaded: LoadedModel, encoder: PromptEncoder | None) -> None:
-    def answer(
-        prompt: list[int], finished: Callable[[int, list[int]], bool]
-    ) -> Iterator[list[list[int]]]:
+    def answer(prompt: list[int], finished: Finished) -> Iterator[list[Tensor]]:
         return steps(loaded, [prompt], request.max_new_tokens, request.sampling, finished)
 
     world = loaded.groups.world
@@ -337,7 +337,7 @@ def converse(
     world: Comm,
     encode: Callable[[str], list[int]] | None,
     stop: StopCondition | None,
-    answer: Callable[[list[int], Callable[[int, list[int]], bool]], Iterator[list[list[int]]]],
+    answer: Answer,
     answered: Callable[[str], None] | None = None,
 ) -> None:
     """Continue line after line. Collective.
@@ -351,7 +351,7 @@ def converse(
             if answered:
                 answered(text)
         else:
-            for _ in answer(prompt, lambda sample, ids: False):
+            for _ in answer(prompt, _never):
                 pass
 
 
@@ -365,12 +365,9 @@ def _next_prompt(encode: Callable[[str], list[int]]) -> list[int] | None:
     return None
 
 
-def _show(
-    prompt: list[int], stop: StopCondition, answer: Callable[..., Iterator[list[list[int]]]]
-) -> str:
+def _show(prompt: list[int], stop: StopCondition, answer: Answer) -> str:
     interrupt = Interrupt()
     written = 0
-    ids = []
     with interrupt.noted():
         for (ids,) in answer(prompt, lambda sample, ids: interrupt.pressed or stop.is_met(ids)):
             text = stop.stable_text(ids)

@@ -59,10 +59,6 @@ class Sampling:
             0 <= self.seed <= MAX_SEED, f"--seed is {self.seed}: pass a number from 0 to {MAX_SEED}"
         )
 
-    @staticmethod
-    def of(options: argparse.Namespace) -> Sampling:
-        return Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-
     def generator(self, sample: int) -> torch.Generator:
         """Return a random generator, independent of the number of samples."""
         return torch.Generator().manual_seed((self.seed + sample * NEXT_SAMPLE) % 2**63)
@@ -147,6 +143,8 @@ class StopCondition:
 
     decode: ids -> text
     more: end tokens besides `eod`
+
+    Tokens of an answer are int64 (tokens,).
     """
 
     def __init__(
@@ -160,17 +158,17 @@ class StopCondition:
         self.ends = {eod, *more} - {None}
         self.words = tuple(words)
 
-    def text(self, ids: Sequence[int]) -> str:
-        text = self.decode([i for i in ids if i not in self.ends])
+    def text(self, ids: Tensor) -> str:
+        text = self.decode([token for token in ids.tolist() if token not in self.ends])
         ends = [place for word in self.words if (place := text.find(word)) >= 0]
         return text[: min(ends)] if ends else text
 
-    def is_met(self, ids: Sequence[int]) -> bool:
-        if ids[-1] in self.ends:
+    def is_met(self, ids: Tensor) -> bool:
+        if int(ids[-1]) in self.ends:
             return True
-        return bool(self.words) and any(word in self.decode(ids) for word in self.words)
+        return bool(self.words) and any(word in self.decode(ids.tolist()) for word in self.words)
 
-    def stable_text(self, ids: Sequence[int]) -> str:
+    def stable_text(self, ids: Tensor) -> str:
         """Decode without a partial stop word or character at the end."""
         text = self.text(ids).rstrip("\N{REPLACEMENT CHARACTER}")
         held = max(
@@ -358,7 +356,7 @@ class PromptEncoder:
         check_lengths(self.model, ids, self.max_new_tokens)
         return ids
 
-    def finished(self, sample: int, ids: list[int]) -> bool:
+    def finished(self, sample: int, ids: Tensor) -> bool:
         return self.stop_condition.is_met(ids)
 
 
@@ -381,40 +379,44 @@ class Conversation:
         self._said = [*self._asked, {"role": ASSISTANT, "content": text}]
 
 
+Finished = Callable[[int, Tensor], bool]  # (sample, its generated tokens) -> True at the end
+
+
 def steps(
     loaded: LoadedModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: Sampling,
-    finished: Callable[[int, list[int]], bool],
-) -> Iterator[list[list[int]]]:
-    """Yield every prompt's generated tokens after each step, at least once. Collective.
+    finished: Finished,
+) -> Iterator[list[Tensor]]:
+    """Yield every prompt's generated tokens, int64, after each step, at least once. Collective.
 
-    finished: (sample, generated tokens) -> True; called on the world's first rank
+    finished: called on the world's first rank
 
-    The yielded lists are updated in place. Finished samples are computed no further.
+    Finished samples are computed no further.
     """
-    ids: list[list[int]] = [[] for _ in prompts]
+    generated = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64)
     if max_new_tokens == 0:
-        yield ids
+        yield [*generated]
         return
+    counts = torch.zeros(len(prompts), dtype=torch.int64)
     decoder = Decoder(loaded, [len(prompt) + max_new_tokens for prompt in prompts])
     generators = [sampling.generator(sample) for sample in range(len(prompts))]
     samples = torch.arange(len(prompts))
     lengths = [len(prompt) for prompt in prompts]
     tokens = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64)
-    for _ in range(max_new_tokens):
+    for count in range(1, max_new_tokens + 1):
         logits = decoder.logits(samples, lengths, tokens)
         numbers = samples.tolist()
         tokens = _sample(loaded, logits, sampling, [generators[sample] for sample in numbers])
-        for sample, token in zip(numbers, tokens.tolist(), strict=True):
-            ids[sample].append(token)
-        running = _running(loaded, numbers, ids, finished)
+        generated[samples, count - 1] = tokens
+        counts[samples] = count
+        running = _running(loaded, numbers, generated[:, :count], finished)
         if not running.all():
             tokens = tokens[running]
             samples = samples[running]
         lengths = [1] * len(samples)
-        yield ids
+        yield [own[:length] for own, length in zip(generated, counts.tolist(), strict=True)]
         if not len(samples):
             return
 
@@ -436,12 +438,12 @@ def _sample(
 def _running(
     loaded: LoadedModel,
     samples: Sequence[int],
-    ids: Sequence[list[int]],
-    finished: Callable[[int, list[int]], bool],
+    generated: Tensor,
+    finished: Finished,
 ) -> Tensor:
     """Return bool (samples,): continue, as the world's first rank decides."""
     world = loaded.groups.world
     running = torch.ones(len(samples), dtype=torch.int64)
     if world.rank == 0:
-        running = torch.tensor([int(not finished(sample, ids[sample])) for sample in samples])
+        running = torch.tensor([int(not finished(each, generated[each])) for each in samples])
     return world.broadcast(running).bool()

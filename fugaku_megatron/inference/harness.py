@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from ..cli.parser import Parser
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
@@ -59,11 +61,8 @@ class Model:
         """Return a pair of `scoring.score` per request. Collective."""
         if not requests:
             return []
-        progress = evaluate.Progress(self.loaded.groups.world, "requests", len(requests))
-        return [
-            (pair[0], pair[1])
-            for pair in score(self.loaded, requests, self.batch, progress).tolist()
-        ]
+        scores = score(self.loaded, requests, self.batch, "requests")
+        return [(likelihood, hits) for likelihood, hits, _ in scores.tolist()]
 
     def generate(
         self,
@@ -71,7 +70,7 @@ class Model:
         new_tokens: int,
         sampling: Sampling,
         words: Sequence[str],
-    ) -> list[list[int]]:
+    ) -> list[Tensor]:
         """Continue until a stop word or the end of text. Collective."""
         stop = (
             self.stop_condition(words) if self.tokenizers else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ..checkpoint.load import load_weights
 from ..checkpoint.manifest import CARRIED
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..checkpoint.trusted import iteration_to_load
+from ..cli.parser import from_options
 from ..comm.agreement import on_root
 from ..comm.base import Comm, SoloComm
 from ..comm.grid import Grid, Groups
@@ -94,12 +95,7 @@ class Source:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Source:
-        values = {
-            field.name: getattr(options, field.name)
-            for field in fields(cls)
-            if field.name != "tokenizer"
-        }
-        return cls(tokenizer=TokenizerFlags.of(options), **values)
+        return from_options(cls, options, tokenizer=TokenizerFlags.of(options))
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:

@@ -6,7 +6,9 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..cli.output_files import shown, writing
+from ..cli.output_files import picture, shown
 from ..comm.autograd import gather_from_tensor_parallel
 from ..config.fields import check
 from ..config.model import ModelConfig
@@ -31,6 +33,7 @@ from ..text.table import pipe_table
 from .loading import LoadedModel, through_stages
 
 EVALUATION = Pass(first_sample=0, training=False)
+PROGRESS_SECONDS = 10.0
 LOGITS_BYTES = 2**26  # of the FP32 logits that are held at a time, or one row of them
 
 
@@ -47,11 +50,28 @@ class Request(NamedTuple):
     others: np.ndarray | None = None
 
 
+class Progress:
+    """Progress line on stderr, every `PROGRESS_SECONDS`. noun: None for no line"""
+
+    def __init__(self, total: int, noun: str | None) -> None:
+        self._total = total
+        self._noun = noun
+        self._began = self._last = time.monotonic()
+
+    def __call__(self, done: int) -> None:
+        now = time.monotonic()
+        if self._noun and now - self._last >= PROGRESS_SECONDS:
+            self._last = now
+            left = (now - self._began) / done * (self._total - done)
+            text = f"{done} of {self._total} {self._noun}, {left:.0f} s left"
+            print(text, file=sys.stderr, flush=True)
+
+
 def score(
     loaded: LoadedModel,
     requests: Sequence[Request],
     batch: int,
-    progress: Callable[[int], None] | None = None,
+    noun: str | None = None,
 ) -> Tensor:
     """Score requests: FP64 (requests, 3), the same on every rank. Collective over the model's
     world.
@@ -60,20 +80,20 @@ def score(
     likelier than all their `others`.
 
     batch: requests per forward pass
-    progress: receives the number of requests done in this replica
+    noun: of the requests, for a line of progress; None: no line
     """
     # its tensor-parallel ranks have the same
     dp = loaded.groups.dp
     saves = loaded.groups.tp.rank == 0
     scores = torch.zeros(len(requests), 3, dtype=torch.float64)
+    progress = Progress(len(requests), noun if loaded.groups.world.rank == 0 else None)
     done = 0
     for numbers in list(_batches(requests, batch))[dp.rank :: dp.size]:
         found = _score_batch(loaded, [requests[number] for number in numbers])
         if found is not None and saves:
             scores[numbers] = found
         done += len(numbers)
-        if progress:
-            progress(min(done * dp.size, len(requests)))
+        progress(min(done * dp.size, len(requests)))
     return loaded.groups.world.all_reduce(scores)
 
 
@@ -497,29 +517,23 @@ def needle_lines(figures: dict[str, Any]) -> list[str]:
 
 def draw_needles(path: str | os.PathLike[str], figures: dict[str, Any], place: str) -> None:
     """Draw heat maps (lengths across, depths down) as PNG. Raises ValueError naming --png."""
-    from matplotlib.backends.backend_agg import (
-        FigureCanvasAgg,
-    )  # no window, and pyplot's global state untouched
-    from matplotlib.figure import Figure
-
     lengths = figures["lengths"]
     depths = figures["depths"]
-    figure = Figure(figsize=(5 + 0.9 * len(lengths), 1.8 + 0.4 * len(depths)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, name, label in zip(
-        panels, ("exact", "likelier"), ("greedy answer is right", "tokens likelier than others")
-    ):
-        image = axes.imshow(
-            np.array(figures[name]).T, vmin=0, vmax=1, cmap="viridis", aspect="auto"
+    with picture(path, 5 + 0.9 * len(lengths), 1.8 + 0.4 * len(depths)) as figure:
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, name, label in zip(
+            panels,
+            ("exact", "likelier"),
+            ("greedy answer is right", "tokens likelier than others"),
+        ):
+            image = axes.imshow(
+                np.array(figures[name]).T, vmin=0, vmax=1, cmap="viridis", aspect="auto"
+            )
+            axes.set(xticks=range(len(lengths)), xticklabels=lengths, xlabel="tokens", title=label)
+        panels[0].set(
+            yticks=range(len(depths)),
+            yticklabels=[f"{depth} %" for depth in depths],
+            ylabel="depth of the sentence",
         )
-        axes.set(xticks=range(len(lengths)), xticklabels=lengths, xlabel="tokens", title=label)
-    panels[0].set(
-        yticks=range(len(depths)),
-        yticklabels=[f"{depth} %" for depth in depths],
-        ylabel="depth of the sentence",
-    )
-    figure.colorbar(image, ax=panels, label="share")
-    figure.suptitle(f"needle in a haystack\n{shown(place)[-TITLE:]}", fontsize="medium")
-    with writing("--png", os.fspath(path)):
-        figure.savefig(path, dpi=120, format="png")
+        figure.colorbar(image, ax=panels, label="share")
+        figure.suptitle(f"needle in a haystack\n{shown(place)[-TITLE:]}", fontsize="medium")

@@ -17,6 +17,10 @@ from . import limits, torus
 from .job import MARGIN, interpret, start_up
 from .script import READS_COMMON, Request, add_options, parse, requested
 
+MISSING = "missing"
+RANKS = '"$RANKS_PER_NODE"'
+# Arguments of the rank map: shape, ranks per node, TP, PP, and CP unless 1.
+MAP = re.compile(r"(?:RANK_MAP=\(|fugaku_megatron\.jobs\.torus )(\S+ \S+ \d+ \d+(?: \d+)?)")
 PRELOADED = ("TCMALLOC", "LD_PRELOAD")  # variables with libraries to preload
 
 
@@ -28,11 +32,8 @@ class Problem:
     text: str
 
     def located(self, file: str) -> str:
-        return (
-            f"{file}:{self.line}: {self.text}"
-            if self.line
-            else f"{file}, options of pjsub: {self.text}"
-        )
+        where = f":{self.line}" if self.line else ", options of pjsub"
+        return f"{file}{where}: {self.text}"
 
 
 def problems(
@@ -62,84 +63,73 @@ def _shape(request: Request) -> Iterator[Problem]:
     best = torus.best_shape(request.nodes)
     near = " or ".join(map(str, torus.nearest(request.nodes)))
     remedy = f"write node={torus.text(best)}:torus" if best else f"request {near} nodes"
-    if request.nodes > limits.TORUS_ABOVE and (
-        shape is None or "torus" not in request.script.text("-L", "node")
-    ):
+    large = request.nodes > limits.TORUS_ABOVE
+    is_torus = "torus" in request.script.text("-L", "node")
+    if large and not (shape and is_torus):
         yield Problem(
             line,
             f"{request.nodes} nodes: above {limits.TORUS_ABOVE} nodes a job must request a torus of 2x3x2 units: "
             + remedy,
         )
-    if (
-        shape is None
-        or request.nodes <= limits.TORUS_ABOVE
-        and "torus" not in request.script.text("-L", "node")
-    ):
+    if shape is None or not (large or is_torus):
         return
+    node = f"node={torus.text(shape)}"
     for axis, size, unit, maximum in zip("XYZ", shape, torus.UNIT, torus.WHOLE):
         if size % unit:
             yield Problem(
                 line,
-                f"node={torus.text(shape)}: {axis}={size} is not a multiple of {unit} (units are 2x3x2): {remedy}",
+                f"{node}: {axis}={size} is not a multiple of {unit} (units are 2x3x2): {remedy}",
             )
         if size > maximum:
             yield Problem(
-                line,
-                f"node={torus.text(shape)}: {axis}={size} is above {maximum}, the whole machine: {remedy}",
+                line, f"{node}: {axis}={size} is above {maximum}, the whole machine: {remedy}"
             )
 
 
 def _resource_group(request: Request) -> Iterator[Problem]:
-    groups, source = limits.resource_groups()
-    group_setting = request.script.get("-L", "rscgrp")
     script = request.script
-    if group_setting is None or group_setting.text not in groups:
-        yield Problem(
-            script.line("-L", "rscgrp"),
-            f"rscgrp={group_setting.text if group_setting else 'missing'}: write one of "
-            f"{', '.join(groups)} ({source})",
-        )
+    groups, source = limits.resource_groups()
+    name = script.text("-L", "rscgrp", MISSING)
+    line = script.line("-L", "rscgrp")
+    if name not in groups:
+        yield Problem(line, f"rscgrp={name}: write one of {', '.join(groups)} ({source})")
         return
-    group = groups[group_setting.text]
-    low, high = group.nodes
-    if not low <= request.nodes <= high:
-        fits = [g.name for g in groups.values() if g.nodes[0] <= request.nodes <= g.nodes[1]]
+    group = groups[name]
+    if not group.accepts(request.nodes):
+        fits = [other.name for other in groups.values() if other.accepts(request.nodes)]
         yield Problem(
-            group_setting.line,
-            f"rscgrp={group.name} accepts {low} to {high} nodes, but node requests {request.nodes} "
+            line,
+            f"rscgrp={name} accepts {group.smallest} to {group.largest} nodes, but node requests {request.nodes} "
             f"({source}): " + (f"write rscgrp={fits[0]}" if fits else "request fewer nodes"),
         )
     if request.elapse > group.hours * limits.HOUR:
         yield Problem(
             script.line("-L", "elapse"),
             f"elapse={limits.clock(request.elapse)} is above {group.hours:g} h, the limit "
-            f"of {group.name} ({source}): write elapse={limits.clock(group.hours * limits.HOUR)} and submit a chain "
+            f"of {name} ({source}): write elapse={limits.clock(group.hours * limits.HOUR)} and submit a chain "
             "with --steps",
         )
 
 
 def _processes(request: Request) -> Iterator[Problem]:
     script = request.script
-    setting = script.get("--mpi", "proc")
-    value = request.nodes * request.ranks_per_node
-    if setting is None or setting.text != str(value):
+    proc = script.text("--mpi", "proc", MISSING)
+    ranks = request.nodes * request.ranks_per_node
+    if proc != str(ranks):
         yield Problem(
             script.line("--mpi", "proc"),
-            f"proc={setting.text if setting else 'missing'}, but {request.nodes} nodes x "
-            f"{request.ranks_per_node} ranks are {value}: write proc={value}",
+            f"proc={proc}, but {request.nodes} nodes x {request.ranks_per_node} ranks are {ranks}: write proc={ranks}",
         )
-    for name, value in (
-        ("RANKS_PER_NODE", request.ranks_per_node),
-        ("NODES", request.nodes - request.spares),
+    spare = f" and {request.spares} spare nodes" if request.spares else ""
+    for name, value, more in (
+        ("RANKS_PER_NODE", request.ranks_per_node, ""),
+        ("NODES", request.nodes - request.spares, spare),
     ):
         setting = script.variables.get(name)
         if setting and setting.text != str(value):
-            spare = (
-                f" and {request.spares} spare nodes" if request.spares and name == "NODES" else ""
-            )
             yield Problem(
                 setting.line,
-                f"{name}={setting.text}, but the directives request {value}{spare}: write {name}={value}",
+                f"{name}={setting.text}, but the directives request {value}{more}: write {name}={value}",
             )
         elif setting is None and (line := script.find(name)):
             yield Problem(line, f"{name} is used but not set: write {name}={value}")
@@ -147,28 +137,23 @@ def _processes(request: Request) -> Iterator[Problem]:
 
 def _power(request: Request) -> Iterator[Problem]:
     script = request.script
-    freq = script.get("-L", "freq")
-    eco = script.get("-L", "eco_state")
-    for name, setting in (
-        ("freq", freq),
-        ("eco_state", eco),
-        ("retention_state", script.get("-L", "retention_state")),
-    ):
-        if setting is None:
-            line = given.line if (given := freq or eco) else script.line("-L")
+    given = script.settings.get("-L", {})
+    for name in ("freq", "eco_state", "retention_state"):
+        if name not in given:
+            near = given.get("freq") or given.get("eco_state")
             yield Problem(
-                line,
+                near.line if near else script.line("-L"),
                 f"{name} is not set, and the site's default is Boost-Eco, which uses one "
                 f"floating-point pipe: add {name}={limits.MODES['normal-2.0'].states[name]}",
             )
-    retention = script.get("-L", "retention_state")
-    if retention and retention.text != "0" and request.nodes > limits.RETENTION_NODES:
+    retention = script.text("-L", "retention_state", "0")
+    if retention != "0" and request.nodes > limits.RETENTION_NODES:
         yield Problem(
-            retention.line,
-            f"retention_state={retention.text} is not allowed above {limits.RETENTION_NODES} nodes: "
+            script.line("-L", "retention_state"),
+            f"retention_state={retention} is not allowed above {limits.RETENTION_NODES} nodes: "
             "write retention_state=0",
         )
-    for name, setting in script.settings.get("-L", {}).items():
+    for name, setting in given.items():
         values = limits.STATES.get(name)
         if values and name not in ("freq", "eco_state") and setting.text not in map(str, values):
             yield Problem(setting.line, f"{name}={setting.text}: write {values[0]} to {values[-1]}")
@@ -183,57 +168,45 @@ def _clock(request: Request) -> Iterator[Problem]:
     eco = script.get("-L", "eco_state")
     if freq is None or eco is None:
         return
-    mode = next(
-        (
-            m
-            for m in limits.MODES.values()
-            if (str(m.freq), str(m.eco_state)) == (freq.text, eco.text)
-        ),
-        None,
-    )
-    if mode is None or mode.refused:
-        yield Problem(
-            freq.line,
-            mode.refused
-            if mode
-            else f"freq={freq.text},eco_state={eco.text} is not a valid mode: write "
-            + " or ".join(
-                f"freq={m.freq},eco_state={m.eco_state}"
-                for m in limits.MODES.values()
-                if not m.refused
-            ),
-        )
+    written = f"freq={freq.text},eco_state={eco.text}"
+    modes = {f"freq={m.freq},eco_state={m.eco_state}": m for m in limits.MODES.values()}
+    mode = modes.get(written)
+    if mode is None:
+        valid = " or ".join(name for name, other in modes.items() if not other.refused)
+        yield Problem(freq.line, f"{written} is not a valid mode: write {valid}")
+        return
+    if mode.refused:
+        yield Problem(freq.line, mode.refused)
         return
     if "--cpu-frequency" in script.flags[:-1]:  # a flag without its value is a problem of _run
         clock = script.flags[script.flags.index("--cpu-frequency") + 1]
-        clock_text = f"{mode.ghz:.1f}"
+        expected = f"{mode.ghz:.1f}"
         variable = script.get("-x", "CPU_GHZ")
-        if variable and variable.text != clock_text:
+        if variable and variable.text != expected:
             yield Problem(
                 variable.line,
-                f"-x CPU_GHZ={variable.text}, but freq={mode.freq}: pass -x CPU_GHZ={clock_text}",
+                f"-x CPU_GHZ={variable.text}, but freq={mode.freq}: pass -x CPU_GHZ={expected}",
             )
-        elif variable is None and clock != clock_text:
+        elif variable is None and clock != expected:
+            passed = f", or pass -x CPU_GHZ={expected}" if "CPU_GHZ" in script.variables else ""
             yield Problem(
                 script.flag_lines["--cpu-frequency"],
-                f"--cpu-frequency {clock}, but freq={mode.freq}: write "
-                f"--cpu-frequency {clock_text}"
-                + (f", or pass -x CPU_GHZ={clock_text}" if "CPU_GHZ" in script.variables else ""),
+                f"--cpu-frequency {clock}, but freq={mode.freq}: write --cpu-frequency {expected}{passed}",
             )
 
 
 def _account(request: Request) -> Iterator[Problem]:
-    in_script = request.script.get("-g")
-    group = request.group or (in_script and in_script.text)
-    if group and not limits.is_name(group):
-        yield Problem(
-            in_script.line if in_script and not request.group else 0,
-            f"group {group!r:.60} is not a valid name: use letters, digits, '.', '_' and '-'",
-        )
+    script = request.script
+    group = request.group or script.text("-g")
     if not group:
         yield Problem(
-            request.script.last_directive,
+            script.last_directive,
             "no group to charge: add #PJM -g GROUP, pass -g or set FUGAKU_GROUP",
+        )
+    elif not limits.is_name(group):
+        yield Problem(
+            0 if request.group else script.line("-g"),
+            f"group {group!r:.60} is not a valid name: use letters, digits, '.', '_' and '-'",
         )
 
 
@@ -243,15 +216,12 @@ def _run(request: Request) -> Iterator[Problem]:
     try:
         run = interpret(script.flags)
         layout = Layout.from_run(run, request.processes)
-        microbatches = layout.microbatches(run, layout.global_batch_size(run))
-        assert microbatches
+        layout.microbatches(run, layout.global_batch_size(run))
     except ValueError as error:
-        named = min(
-            (flag for flag in script.flag_lines if flag in str(error)),
-            key=str(error).index,
-            default="",
-        )
-        yield Problem(script.flag_lines.get(named, line), str(error))
+        text = str(error)
+        named = [flag for flag in script.flag_lines if flag in text]
+        first = min(named, key=text.index, default="")
+        yield Problem(script.flag_lines.get(first, line), text)
         return
     tensor = script.flag_lines.get("--tensor-model-parallel-size", line)
     try:
@@ -272,37 +242,23 @@ def _rank_map(request: Request, layout: Layout, tensor: int) -> Iterator[Problem
     """Check the rank map; warn of distant tensor-parallel ranks without a map."""
     if request.shape and not torus.whole(request.shape):
         return  # a problem of _shape
-    form = f"{torus.text(request.shape)} {{}} {torus.sizes(layout)}" if request.shape else ""
-    expected = form.format('"$RANKS_PER_NODE"')
-    maps = [
-        (number, match[1])
-        for number, line in request.script.body
-        if (
-            match := re.search(
-                r"(?:RANK_MAP=\(|fugaku_megatron\.jobs\.torus )(\S+ \S+ \d+ \d+(?: \d+)?)", line
-            )
-        )
-    ]
+    script = request.script
+    remedy = "write node=XxYxZ:torus, or remove RANK_MAP"
+    valid = []
+    if request.shape:
+        form = f"{torus.text(request.shape)} {{}} {torus.sizes(layout)}"
+        remedy = f"write {form.format(RANKS)}"
+        valid = [form.format(ranks) for ranks in ("$RANKS_PER_NODE", request.ranks_per_node)]
+    maps = [(number, match[1]) for number, line in script.body if (match := MAP.search(line))]
     for number, arguments in maps:
-        if arguments.replace('"', "") not in (
-            form.format("$RANKS_PER_NODE"),
-            form.format(request.ranks_per_node),
-        ):
-            yield Problem(
-                number,
-                f"the rank map is for {arguments}: "
-                + (
-                    f"write {expected}"
-                    if expected
-                    else "write node=XxYxZ:torus, or remove RANK_MAP"
-                ),
-            )
-    another = request.script.find("--vcoordfile") and not request.script.find('--vcoordfile "$MAP"')
+        if arguments.replace('"', "") not in valid:
+            yield Problem(number, f"the rank map is for {arguments}: {remedy}")
+    another = script.find("--vcoordfile") and not script.find('--vcoordfile "$MAP"')
     if request.shape and layout.tp > request.ranks_per_node and not maps and not another:
         yield Problem(
             tensor,
             f"no rank map keeps tensor-parallel groups of {layout.tp} inside a 2x3x2 unit: write "
-            f"RANK_MAP=({expected})",
+            f"RANK_MAP=({form.format(RANKS)})",
         )
 
 
@@ -324,7 +280,8 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterat
             ", or add --checkpoint-activations or --zero-stage 1",
         )
     needed = start_up(request.nodes) + step(run, layout, system, fitted.values).seconds
-    seconds, margin = (script.value(name, {}) for name in ("ELAPSE", "MARGIN"))
+    seconds = script.value("ELAPSE", {})
+    margin = script.value("MARGIN", {})
     if seconds and seconds.text != str(request.elapse):
         yield Problem(
             seconds.line,
@@ -353,37 +310,34 @@ def _volumes(request: Request) -> Iterator[Problem]:
             "#PJM -x PJM_LLIO_GFSCACHE=/vol0004",
         )
         return
+    written = f"PJM_LLIO_GFSCACHE={setting.text}"
     volumes = set(setting.text.split(":"))
-    for volume in sorted(v for v in volumes if not re.fullmatch(r"/vol\w+", v)):
-        yield Problem(
-            setting.line,
-            f"PJM_LLIO_GFSCACHE={setting.text}: {volume!r} is not a volume: write names such as /vol0004, "
-            "joined by colons (realpath . shows yours)",
-        )
+    for volume in sorted(volumes):
+        if not re.fullmatch(r"/vol\w+", volume):
+            yield Problem(
+                setting.line,
+                f"{written}: {volume!r} is not a volume: write names such as /vol0004, "
+                "joined by colons (realpath . shows yours)",
+            )
     for name in ("ARCHIVE", "SAVE", "OUT", *PRELOADED):
         path = script.value(name)
-        if not path or not path.text:
-            continue
-        mount = re.match(r"/vol\d+", os.path.realpath(path.text))
-        if mount and mount[0] not in volumes:
+        mount = path and path.text and re.match(r"/vol\d+", os.path.realpath(path.text))
+        if path and mount and mount[0] not in volumes:
             yield Problem(
                 setting.line,
                 f"{name}={path.text} is on {mount[0]}, which PJM_LLIO_GFSCACHE does not name: "
-                f"write PJM_LLIO_GFSCACHE={setting.text}:{mount[0]}",
+                f"write {written}:{mount[0]}",
             )
 
 
 def _common_part(request: Request) -> Iterator[Problem]:
     """Check that a script of the checkout finds the common part."""
     line = request.script.find(READS_COMMON)
-    passed = request.script.get("-x", "FUGAKU_MEGATRON")
-    folder = Path(passed.text if passed else os.getcwd())
+    if not line or not request.files:
+        return
+    folder = Path(request.script.text("-x", "FUGAKU_MEGATRON", os.getcwd()))
     name = "fugaku_megatron/jobs/pjsub.sh"
-    if (
-        line
-        and request.files
-        and not any((folder / parent / name).is_file() for parent in ("", "../.."))
-    ):
+    if not any((folder / parent / name).is_file() for parent in ("", "../..")):
         yield Problem(
             line,
             f"the job would not find {name} in {folder}: submit from the checkout, or pass -x "
@@ -394,25 +348,22 @@ def _common_part(request: Request) -> Iterator[Problem]:
 def _archive(request: Request) -> Iterator[Problem]:
     script = request.script
     archive = script.value("ARCHIVE")
-    path = archive.text if archive else ""
-    if request.files and archive and not Path(path).is_file():
+    path = Path(archive.text if archive else "")
+    if request.files and archive and not path.is_file():
         yield Problem(
             archive.line,
-            f"ARCHIVE {path} does not exist: create it with scripts/build.sh, or set ARCHIVE=FILE",
+            f"ARCHIVE {archive.text} does not exist: create it with scripts/build.sh, or set ARCHIVE=FILE",
         )
-    size = script.text("--llio", "localtmp-size")
-    size_line = script.line("--llio", "localtmp-size")
+    size = script.text("--llio", "localtmp-size", MISSING)
+    line = script.line("--llio", "localtmp-size")
     amount = re.fullmatch(r"(\d+)Gi", size)
     if amount is None or not 0 < int(amount[1]) <= limits.LOCAL_TMP_GIB:
         yield Problem(
-            size_line,
-            f"localtmp-size={size or 'missing'}: the archive is unpacked there: "
-            f"write 1Gi to {limits.LOCAL_TMP_GIB}Gi",
+            line,
+            f"localtmp-size={size}: the archive is unpacked there: write 1Gi to {limits.LOCAL_TMP_GIB}Gi",
         )
-    elif (
-        request.files and Path(path).is_file() and Path(path).stat().st_size > int(amount[1]) << 30
-    ):
-        yield Problem(size_line, f"localtmp-size={size} is smaller than {path}: raise it")
+    elif request.files and path.is_file() and path.stat().st_size > int(amount[1]) << 30:
+        yield Problem(line, f"localtmp-size={size} is smaller than {path}: raise it")
 
 
 def _packed_files(request: Request) -> Iterator[Problem]:
@@ -478,11 +429,11 @@ def _shared_files(request: Request) -> Iterator[Problem]:
 
 def _output(request: Request) -> Iterator[Problem]:
     """Check that many ranks' output is split into directories."""
+    if request.processes <= limits.SPLIT_OUTPUT_ABOVE:
+        return
     for number, line in request.script.body:
         paths = re.findall(r"-(?:std(?:out|err)?|of)-proc (\S+)", line)
-        if request.processes > limits.SPLIT_OUTPUT_ABOVE and any(
-            "/1000r/" not in path for path in paths
-        ):
+        if any("/1000r/" not in path for path in paths):
             yield Problem(
                 number,
                 f"{request.processes} processes would write into one directory: split it above "

@@ -72,11 +72,9 @@ def placeable(plan: search.Plan, shape: torus.Shape | None) -> bool:
     """Return True if every tensor-parallel group fits into a node or torus unit."""
     tp = plan.layout.tp
     ranks = plan.system.ranks_per_node
-    return (
-        ranks in limits.RANKS_PER_NODE
-        and torus.tensor_fits(tp, ranks)
-        and (shape is not None or ranks % tp == 0)
-    )
+    if ranks not in limits.RANKS_PER_NODE or not torus.tensor_fits(tp, ranks):
+        return False
+    return shape is not None or ranks % tp == 0
 
 
 def choose(
@@ -93,18 +91,16 @@ def choose(
         + "; ".join(f"{n} x {why}" for why, n in result.dropped.most_common())
         + ": change --nodes, --global-batch-size or the parallel sizes",
     )
-    best = next((p for p in result.plans if placeable(p, shape)), None)
-    inside = (
-        "a node or a 2x3x2 unit"
-        if shape
-        else "a node (a job with a multiple of 12 --nodes is a torus with units of 2x3x2)"
+    for plan in result.plans:
+        if placeable(plan, shape):
+            return plan
+    inside = "a node (a job with a multiple of 12 --nodes is a torus with units of 2x3x2)"
+    if shape:
+        inside = "a node or a 2x3x2 unit"
+    raise ValueError(
+        f"no layout keeps tensor-parallel groups inside {inside}: change --tensor-model-parallel-size, "
+        "--ranks-per-node or --nodes"
     )
-    if best is None:
-        raise ValueError(
-            f"no layout keeps tensor-parallel groups inside {inside}: change --tensor-model-parallel-size, "
-            "--ranks-per-node or --nodes"
-        )
-    return best
 
 
 def node_shape(nodes: int) -> torus.Shape | None:
@@ -139,15 +135,13 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.
     run = run_of(args, system, own, {"micro_batch_size": 1})
     if run.batch.global_batch_size is None:
         raise ValueError("--global-batch-size is missing: the layout depends on it")
-    held = frozenset(
-        name for name, value in vars(args).items() if value is not None and name not in own
-    )
+    chosen_here = {*own} - {"ranks_per_node"}
+    held = {name for name, value in vars(args).items() if value is not None} - chosen_here
     asked = _elapse(args.elapse, group)
-    best = choose(run, system, held | ({"ranks_per_node"} if args.ranks_per_node else set()), shape)
+    best = choose(run, system, frozenset(held), shape)
     iterations, _ = batches.run_length(best.run, run.batch.global_batch_size)
     whole = start_up(args.nodes) + iterations * best.seconds + MARGIN
     elapse = asked or min(int(group.hours * HOUR), 60 * math.ceil(whole / 60))
-    flags = _flags(best, args, mode)
     job = Job(
         name=args.name or f"gpt_{args.recipe or 'run'}".replace(".", "_"),
         nodes=args.nodes,
@@ -158,7 +152,7 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.
         mode=mode,
         volumes=tuple(args.volumes.split(":")),
         group=args.group,
-        flags=flags,
+        flags=_flags(best, args, mode),
         kind=args.kind,
         layout=best.layout,
         seconds=best.seconds,
@@ -177,10 +171,9 @@ def _group(args: argparse.Namespace, groups: dict[str, ResourceGroup]) -> Resour
         f"--resource-group {args.resource_group} is unknown: pass one of {', '.join(groups)}",
     )
     group = groups[args.resource_group]
-    low, high = group.nodes
     check(
-        low <= args.nodes <= high,
-        f"--resource-group {group.name} accepts {low} to {high} nodes, but --nodes is {args.nodes}: "
+        group.accepts(args.nodes),
+        f"--resource-group {group.name} accepts {group.smallest} to {group.largest} nodes, but --nodes is {args.nodes}: "
         "change one of them",
     )
     return group
@@ -228,15 +221,12 @@ def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
     batch = best.run.batch
     global_batch = best.layout.global_batch_size(best.run)
     prediction = best.predict()
-    place = (
-        "is inside a node"
-        if job.ranks_per_node % tp == 0
-        else f"is on {tp // job.ranks_per_node} nodes of a 2x3x2 unit"
-    )
-    lines = [
-        f"{job.nodes} nodes"
-        + (f" as {torus.text(job.shape)} torus" if job.shape else "")
-        + f" x {job.ranks_per_node} ranks = {job.layout}; each tensor-parallel group {place}",
+    shape = f" as {torus.text(job.shape)} torus" if job.shape else ""
+    place = "inside a node"
+    if job.ranks_per_node % tp:
+        place = f"on {tp // job.ranks_per_node} nodes of a 2x3x2 unit"
+    return [
+        f"{job.nodes} nodes{shape} x {job.ranks_per_node} ranks = {job.layout}; each tensor-parallel group is {place}",
         f"micro-batch {batch.micro_batch_size}, global batch {global_batch}: "
         f"{global_batch // dp // batch.micro_batch_size} micro-batches; recompute {recompute_name(best.run)}, "
         f"ZeRO {best.run.parallel.zero_stage}",
@@ -248,27 +238,24 @@ def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
         f"{limits.clock(start + training + MARGIN)} (model), {math.ceil(training / in_a_job)} jobs in a row; each job saves and "
         f"exits {MARGIN // 60} minutes before its end",
     ]
-    return lines
 
 
 def rank_map(job: Job) -> torus.RankMap | None:
     layout = job.layout
-    return (
-        torus.RankMap.from_layout(job.shape, job.ranks_per_node, layout.tp, layout.pp, layout.cp)
-        if job.shape
-        else None
+    if job.shape is None:
+        return None
+    return torus.RankMap.from_layout(job.shape, job.ranks_per_node, layout.tp, layout.pp, layout.cp)
+
+
+def hops_line(rank_map: torus.RankMap) -> str:
+    hops = ", ".join(
+        f"{kind.upper()} {mean:.2f}, {maximum}"
+        for kind, (mean, maximum) in rank_map.statistics().items()
     )
-
-
-def hop_lines(rank_map: torus.RankMap) -> list[str]:
-    statistics = rank_map.statistics()
-    return [
+    return (
         f"rank map: the replicas of a stage fill a box of {torus.text(rank_map.box)} tensor-parallel groups; hops between "
-        "neighbours of a ring (mean, maximum): "
-        + ", ".join(
-            f"{kind.upper()} {mean:.2f}, {maximum}" for kind, (mean, maximum) in statistics.items()
-        )
-    ]
+        f"neighbours of a ring (mean, maximum): {hops}"
+    )
 
 
 def interpret(flags: list[str]) -> Any:

@@ -153,12 +153,10 @@ def job_from(args: argparse.Namespace) -> jobs.Job:
 
 def plan(args: argparse.Namespace) -> int:
     job = job_from(args)
-    ranks = jobs.rank_map(job)
-    print(
-        "\n".join(
-            [*job.why, *(jobs.hop_lines(ranks) if ranks else []), "flags: " + " ".join(job.flags)]
-        )
-    )
+    lines = [*job.why]
+    if ranks := jobs.rank_map(job):
+        lines.append(jobs.hops_line(ranks))
+    print(*lines, f"flags: {' '.join(job.flags)}", sep="\n")
     return 0
 
 
@@ -196,9 +194,9 @@ def add_render_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--slurm",
-        choices=[cluster.name for cluster in render.CLUSTERS],
+        choices=render.CLUSTERS,
         metavar="CLUSTER",
-        help=f"with --report: for Slurm on nodes such as {', '.join(cluster.name for cluster in render.CLUSTERS)}",
+        help=f"with --report: for Slurm on nodes such as {', '.join(render.CLUSTERS)}",
     )
     parser.add_argument(
         "--all",
@@ -221,61 +219,51 @@ def make(args: argparse.Namespace) -> int:
         "--report needs --nodes: pass the number of nodes to measure",
     )
     if args.slurm:
-        return _write_slurm_report(args)
+        cluster = render.CLUSTERS[args.slurm]
+        return _output(args, render.render_slurm_report(cluster, args.nodes))
     job = report_job(args) if args.report else job_from(args)
     text = render.self_contained(render.render(job))
     left = [
         f"to fill in: {problem.located(args.output or 'the script')}"
         for problem in checks.problems(text, os.environ.get(GROUP_VARIABLE))
     ]
-    if not args.output:
-        sys.stdout.write(text)
-        for line in left:
-            print(line, file=sys.stderr)
+    return _output(args, text, job.why, left)
+
+
+def _output(
+    args: argparse.Namespace, text: str, why: Sequence[str] = (), left: Sequence[str] = ()
+) -> int:
+    """Write a script into --output or to standard output. left: lines about what is to fill in"""
+    if args.output:
+        _write(Path(args.output), text, "-o ")
+        print(*why, f"wrote {args.output}", *left, sep="\n")
         return 0
-    _write(Path(args.output), text, "-o ")
-    print("\n".join([*job.why, f"wrote {args.output}", *left]))
+    sys.stdout.write(text)
+    for line in left:
+        print(line, file=sys.stderr)
     return 0
 
 
 def report_job(args: argparse.Namespace) -> jobs.Job:
     """Return the Fugaku job that measures its nodes with one rank per CMG."""
+    ranks = args.ranks_per_node or max(limits.RANKS_PER_NODE)
     given = {
+        "--nodes": args.nodes,
+        "--ranks-per-node": ranks,
+        "--kind": "report",
+        "--name": args.name or "report",
+        "--elapse": args.elapse or render.REPORT_TIME,
+        "--global-batch-size": args.nodes * ranks,
         "--mode": args.mode,
         "--group": args.group,
         "--volumes": args.volumes,
         "--resource-group": args.resource_group,
     }
-    ranks = args.ranks_per_node or max(limits.RANKS_PER_NODE)
-    words = [
-        "--nodes",
-        str(args.nodes),
-        "--ranks-per-node",
-        str(ranks),
-        "--kind",
-        "report",
-        "--name",
-        args.name or "report",
-        "--elapse",
-        args.elapse or render.REPORT_TIME,
-        *render.REPORT_FLAGS,
-        "--global-batch-size",
-        str(args.nodes * ranks),
-    ]
-    return job_from_words(
-        [*words, *(word for name, value in given.items() if value for word in (name, value))]
-    )
-
-
-def _write_slurm_report(args: argparse.Namespace) -> int:
-    cluster = next(cluster for cluster in render.CLUSTERS if cluster.name == args.slurm)
-    text = render.render_slurm_report(cluster, args.nodes)
-    if not args.output:
-        sys.stdout.write(text)
-        return 0
-    _write(Path(args.output), text, "-o ")
-    print(f"wrote {args.output}")
-    return 0
+    words = render.REPORT_FLAGS.split()
+    for name, value in given.items():
+        if value:
+            words += [name, str(value)]
+    return job_from_words(words)
 
 
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..config.fields import check
 from ..planner.machine import unknown
@@ -26,28 +26,31 @@ LOCAL_TMP_GIB = 87  # a node's share of the SSD
 RETENTION_NODES = 9216  # larger jobs must not request retention_state=1
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResourceGroup:
-    """A resource group. nodes: smallest and largest job. hours: maximum elapse time."""
+class ResourceGroup(NamedTuple):
+    """A resource group. smallest, largest: nodes of a job. hours: maximum elapse time"""
 
     name: str
-    nodes: tuple[int, int]
+    smallest: int
+    largest: int
     hours: float
+
+    def accepts(self, nodes: int) -> bool:
+        return self.smallest <= nodes <= self.largest
 
 
 GROUPS = {
-    g.name: g
-    for g in (
-        ResourceGroup(name="small", nodes=(1, 384), hours=72),
-        ResourceGroup(name="small-torus", nodes=(1, 384), hours=72),
-        ResourceGroup(name="small-s1", nodes=(1, 384), hours=72),
-        ResourceGroup(name="large", nodes=(385, 12288), hours=24),
-        ResourceGroup(name="huge", nodes=(12289, 82944), hours=8),
-        ResourceGroup(name="int", nodes=(1, 384), hours=6),
-        ResourceGroup(name="f-pt", nodes=(1, 12288), hours=24),
-        ResourceGroup(name="spot-int", nodes=(1, 384), hours=4),
-        ResourceGroup(name="spot-small", nodes=(1, 384), hours=4),
-        ResourceGroup(name="spot-large", nodes=(385, 12288), hours=4),
+    group.name: group
+    for group in (
+        ResourceGroup("small", 1, 384, hours=72),
+        ResourceGroup("small-torus", 1, 384, hours=72),
+        ResourceGroup("small-s1", 1, 384, hours=72),
+        ResourceGroup("large", 385, 12288, hours=24),
+        ResourceGroup("huge", 12289, 82944, hours=8),
+        ResourceGroup("int", 1, 384, hours=6),
+        ResourceGroup("f-pt", 1, 12288, hours=24),
+        ResourceGroup("spot-int", 1, 384, hours=4),
+        ResourceGroup("spot-small", 1, 384, hours=4),
+        ResourceGroup("spot-large", 385, 12288, hours=4),
     )
 }
 
@@ -63,8 +66,7 @@ STATES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mode:
+class Mode(NamedTuple):
     """A clock and power mode. freq: MHz. refused: the site's reason, or ""."""
 
     name: str
@@ -79,14 +81,7 @@ class Mode:
     @property
     def states(self) -> dict[str, int]:
         """Every power state's value; a job sets all, because the site's defaults have changed."""
-        return {
-            "freq": self.freq,
-            "eco_state": self.eco_state,
-            "retention_state": 0,
-            "throttling_state": 0,
-            "issue_state": 0,
-            "ex_pipe_state": 0,
-        }
+        return dict.fromkeys(STATES, 0) | {"freq": self.freq, "eco_state": self.eco_state}
 
     @property
     def directive(self) -> str:
@@ -95,18 +90,18 @@ class Mode:
 
 
 MODES = {
-    m.name: m
-    for m in (
-        Mode(name="normal-2.0", freq=2000, eco_state=0),
+    mode.name: mode
+    for mode in (
+        Mode("normal-2.0", 2000, eco_state=0),
         Mode(
-            name="boost-2.2",
-            freq=2200,
+            "boost-2.2",
+            2200,
             eco_state=0,
             refused="Fugaku has refused freq=2200,eco_state=0 since April 2025: use "
             "--mode normal-2.0 (freq=2000,eco_state=0), which has both floating-point pipes at 2.0 GHz",
         ),
-        Mode(name="boost-eco-2.2", freq=2200, eco_state=2),
-        Mode(name="eco-2.0", freq=2000, eco_state=2),
+        Mode("boost-eco-2.2", 2200, eco_state=2),
+        Mode("eco-2.0", 2000, eco_state=2),
     )
 }
 
@@ -136,9 +131,7 @@ def parse_pjacl(text: str) -> dict[str, ResourceGroup]:
         elapse = re.search(r"\belapse\b[^\d\n]*(?:[\d:]+\s*[-,]\s*)?(\d+):(\d\d):(\d\d)", block)
         if name and nodes and elapse:
             hours = int(elapse[1]) + int(elapse[2]) / 60 + int(elapse[3]) / HOUR
-            groups[name[1]] = ResourceGroup(
-                name=name[1], nodes=(int(nodes[1]), int(nodes[2])), hours=hours
-            )
+            groups[name[1]] = ResourceGroup(name[1], int(nodes[1]), int(nodes[2]), hours)
     return groups
 
 
@@ -159,11 +152,10 @@ def resource_groups() -> tuple[dict[str, ResourceGroup], str]:
 def smallest(nodes: int, groups: dict[str, ResourceGroup]) -> ResourceGroup:
     """Return the usual group. ValueError if none accepts `nodes`."""
     for name in ("small", "large", "huge"):
-        if name in groups and groups[name].nodes[0] <= nodes <= groups[name].nodes[1]:
+        if name in groups and groups[name].accepts(nodes):
             return groups[name]
-    maximum = max(g.nodes[1] for g in groups.values())
-    check(False, f"--nodes {nodes}: no resource group accepts this number: pass 1 to {maximum}")
-    raise AssertionError
+    maximum = max(group.largest for group in groups.values())
+    raise ValueError(f"--nodes {nodes}: no resource group accepts this number: pass 1 to {maximum}")
 
 
 def seconds(clock: str, name: str = "elapse=") -> int:

@@ -8,10 +8,11 @@ system.
 
 from __future__ import annotations
 
+import re
 import shlex
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..cli.arguments import parse
 from ..config.fields import check
@@ -63,16 +64,7 @@ launch report bash -c "$(declare -f local_rank use_local run_rank); run_rank \"\
     -m fugaku_megatron report --output "$OUT/report.json" --save "$SAVE" ${MORE:-}
 echo "text, page and figures: $OUT/report.txt, report.html, report.json"''',
 }
-REPORT_FLAGS = (
-    "--recipe",
-    "124m",
-    "--micro-batch-size",
-    "1",
-    "--train-iters",
-    "20",
-    "--eval-iters",
-    "0",
-)
+REPORT_FLAGS = "--recipe 124m --micro-batch-size 1 --train-iters 20 --eval-iters 0"
 REPORT_TIME = "00:30:00"
 SLURM_REPORT = r"""#!/bin/bash
 #SBATCH --job-name=report
@@ -109,7 +101,7 @@ SLURM_TEMPLATE = r"""#!/bin/bash
 #SBATCH --output=%x.%j.log
 # Written by fugaku-megatron job slurm scripts/slurm. Pass the site's own options to sbatch: --partition, --account
 #
-@COMMENTS@
+# @COMMENTS@
 #
 # @LAYOUT@
 set -euo pipefail
@@ -185,11 +177,7 @@ def other_clocks(job: Job) -> str:
 
 
 def render(job: Job) -> str:
-    run = (
-        RUNS[job.kind]
-        .replace("@OTHERS@", other_clocks(job))
-        .replace("@GHZ@", f"{job.mode.ghz:.1f}")
-    )
+    run = RUNS[job.kind].replace("@OTHERS@", other_clocks(job))
     lines = [
         "#!/bin/bash",
         *directives(job),
@@ -201,7 +189,7 @@ def render(job: Job) -> str:
         *values(job),
         "",
         FIND_COMMON,
-        run,
+        run.replace("@GHZ@", f"{job.mode.ghz:.1f}"),
     ]
     return "\n".join(lines) + "\n"
 
@@ -211,8 +199,24 @@ def self_contained(text: str) -> str:
     return text.replace(FIND_COMMON, COMMON.read_text().removeprefix("#!/bin/bash\n"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Recipe(NamedTuple):
+    """A model on a cluster. flags: further flags of the trainer"""
+
+    recipe: str
+    nodes: int
+    tp: int
+    pp: int
+    flags: str = ""
+
+    @property
+    def words(self) -> list[str]:
+        parallel = (
+            f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp}"
+        )
+        return f"--recipe {self.recipe} {parallel} {self.flags}".split()
+
+
+class Cluster(NamedTuple):
     """A kind of node. gib: its memory. comments: lines such as modules to load."""
 
     name: str
@@ -220,140 +224,78 @@ class Cluster:
     ranks_per_node: int
     gib: int
     comments: tuple[str, ...]
+    recipes: tuple[Recipe, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    recipe: str
-    nodes: int
-    tp: int
-    pp: int
-    flags: tuple[str, ...] = ()
-
-
-CLUSTERS = (
-    Cluster(
-        name="a64fx",
-        cores=48,
-        ranks_per_node=4,
-        gib=32,
-        comments=(
-            "A64FX (Ookami, Deucalion): four core memory groups of 12 cores and 8 GiB, one rank on each",
-            "module load gcc openmpi            # names differ between sites, see `module avail`",
+FP32_LARGE = "--recompute-granularity full --zero-stage 1"
+BF16 = "--bf16 --zero-stage 1"
+BF16_LARGE = "--bf16 --zero-stage 1 --recompute-granularity full"
+CLUSTERS = {
+    cluster.name: cluster
+    for cluster in (
+        Cluster(
+            "a64fx",
+            cores=48,
+            ranks_per_node=4,
+            gib=32,
+            comments=(
+                "A64FX (Ookami, Deucalion): four core memory groups of 12 cores and 8 GiB, one rank on each",
+                "module load gcc openmpi            # names differ between sites, see `module avail`",
+            ),
+            recipes=(
+                Recipe("124m", nodes=16, tp=1, pp=1),
+                Recipe("1.3b", nodes=32, tp=4, pp=1, flags=FP32_LARGE),
+                Recipe("13b", nodes=96, tp=4, pp=8, flags=FP32_LARGE),
+                Recipe("30b", nodes=256, tp=4, pp=32, flags=FP32_LARGE),
+            ),
         ),
-    ),
-    Cluster(
-        name="grace",
-        cores=144,
-        ranks_per_node=2,
-        gib=480,
-        comments=(
-            "NVIDIA Grace CPU Superchip: two processors of 72 cores, one rank on each",
-            "module load gcc openmpi",
+        Cluster(
+            "grace",
+            cores=144,
+            ranks_per_node=2,
+            gib=480,
+            comments=(
+                "NVIDIA Grace CPU Superchip: two processors of 72 cores, one rank on each",
+                "module load gcc openmpi",
+            ),
+            recipes=(
+                Recipe("124m", nodes=4, tp=1, pp=1, flags="--micro-batch-size 4"),
+                Recipe("1.3b", nodes=8, tp=1, pp=1, flags=BF16),
+                Recipe("13b", nodes=16, tp=2, pp=2, flags=BF16_LARGE),
+                Recipe("30b", nodes=32, tp=2, pp=4, flags=BF16_LARGE),
+            ),
         ),
-    ),
-    Cluster(
-        name="x86",
-        cores=128,
-        ranks_per_node=8,
-        gib=256,
-        comments=(
-            "x86-64, two sockets of 64 cores; for others change --ntasks-per-node x --cpus-per-task, one rank for each NUMA node",
-            "module load gcc openmpi            # or the site's MPICH or Intel MPI",
+        Cluster(
+            "x86",
+            cores=128,
+            ranks_per_node=8,
+            gib=256,
+            comments=(
+                "x86-64, two sockets of 64 cores; for others change --ntasks-per-node x --cpus-per-task, one rank for each NUMA node",
+                "module load gcc openmpi            # or the site's MPICH or Intel MPI",
+            ),
+            recipes=(
+                Recipe("124m", nodes=4, tp=1, pp=1, flags="--micro-batch-size 2"),
+                Recipe("1.3b", nodes=8, tp=2, pp=1, flags=BF16),
+                Recipe("13b", nodes=24, tp=4, pp=4, flags=BF16_LARGE),
+                Recipe("30b", nodes=48, tp=8, pp=6, flags=BF16_LARGE),
+            ),
         ),
-    ),
-)
-RECIPES = {
-    "a64fx": (
-        Recipe(recipe="124m", nodes=16, tp=1, pp=1),
-        Recipe(
-            recipe="1.3b",
-            nodes=32,
-            tp=4,
-            pp=1,
-            flags=("--recompute-granularity", "full", "--zero-stage", "1"),
-        ),
-        Recipe(
-            recipe="13b",
-            nodes=96,
-            tp=4,
-            pp=8,
-            flags=("--recompute-granularity", "full", "--zero-stage", "1"),
-        ),
-        Recipe(
-            recipe="30b",
-            nodes=256,
-            tp=4,
-            pp=32,
-            flags=("--recompute-granularity", "full", "--zero-stage", "1"),
-        ),
-    ),
-    "grace": (
-        Recipe(recipe="124m", nodes=4, tp=1, pp=1, flags=("--micro-batch-size", "4")),
-        Recipe(recipe="1.3b", nodes=8, tp=1, pp=1, flags=("--bf16", "--zero-stage", "1")),
-        Recipe(
-            recipe="13b",
-            nodes=16,
-            tp=2,
-            pp=2,
-            flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full"),
-        ),
-        Recipe(
-            recipe="30b",
-            nodes=32,
-            tp=2,
-            pp=4,
-            flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full"),
-        ),
-    ),
-    "x86": (
-        Recipe(recipe="124m", nodes=4, tp=1, pp=1, flags=("--micro-batch-size", "2")),
-        Recipe(recipe="1.3b", nodes=8, tp=2, pp=1, flags=("--bf16", "--zero-stage", "1")),
-        Recipe(
-            recipe="13b",
-            nodes=24,
-            tp=4,
-            pp=4,
-            flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full"),
-        ),
-        Recipe(
-            recipe="30b",
-            nodes=48,
-            tp=8,
-            pp=6,
-            flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full"),
-        ),
-    ),
-}
-SLURM_RECIPES = [job.recipe for job in RECIPES["x86"]]
-
-
-def recipe_flags(job: Recipe) -> tuple[str, ...]:
-    return (
-        "--recipe",
-        job.recipe,
-        "--tensor-model-parallel-size",
-        str(job.tp),
-        "--pipeline-model-parallel-size",
-        str(job.pp),
-        *job.flags,
     )
+}
+SLURM_RECIPES = [recipe.recipe for recipe in CLUSTERS["x86"].recipes]
 
 
 def slurm_memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
     """Return the layout and the fullest rank's modelled MiB. ValueError if the recipe does not fit."""
-    run = parse(["--mock-data", *recipe_flags(job)]).run
+    run = parse(["--mock-data", *job.words]).run
     layout = Layout.from_run(run, job.nodes * cluster.ranks_per_node)
-    batches = layout.microbatches(run, layout.global_batch_size(run))
-    mib = (
-        max(
-            memory.stage_memory(
-                run, layout, stage, run_schedule.build_schedule(run, batches).in_flight(stage)
-            ).total
-            for stage in range(job.pp)
-        )
-        / 2**20
+    schedule = run_schedule.full_batch_schedule(run, layout)
+    largest = max(
+        memory.stage_memory(run, layout, stage, schedule.in_flight(stage)).total
+        for stage in range(job.pp)
     )
+    mib = largest / 2**20
     usable = USABLE * cluster.gib * 1024 / cluster.ranks_per_node
     check(
         mib <= usable,
@@ -363,45 +305,40 @@ def slurm_memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
     return layout, mib
 
 
+def fill(template: str, cluster: Cluster, **values: object) -> str:
+    """Replace each @NAME@ by the value `name` or by the cluster's."""
+    values |= {
+        "ranks": cluster.ranks_per_node,
+        "cpus": cluster.cores // cluster.ranks_per_node,
+        "cluster": cluster.name,
+        "comments": "\n# ".join(cluster.comments),
+    }
+    return re.sub("@([A-Z]+)@", lambda mark: str(values[mark[1].lower()]), template)
+
+
 def render_slurm(cluster: Cluster, job: Recipe) -> str:
     """Return the script. ValueError if the recipe does not fit on the cluster."""
     layout, mib = slurm_memory_mib(cluster, job)
-    filled = {
-        "NAME": f"gpt_{job.recipe.replace('.', '_')}",
-        "NODES": job.nodes,
-        "RANKS": cluster.ranks_per_node,
-        "CPUS": cluster.cores // cluster.ranks_per_node,
-        "LEAVE": LEAVE_SECONDS,
-        "FLAGS": "\n".join(flag_lines(recipe_flags(job))),
-        "COMMENTS": "\n".join(f"# {line}" for line in cluster.comments),
-        "LAYOUT": f"{layout}; {mib:.0f} MiB on the fullest rank (model)",
-    }
-    text = SLURM_TEMPLATE
-    for mark, value in filled.items():
-        text = text.replace(f"@{mark}@", str(value))
-    return text
+    return fill(
+        SLURM_TEMPLATE,
+        cluster,
+        name=f"gpt_{job.recipe.replace('.', '_')}",
+        nodes=job.nodes,
+        leave=LEAVE_SECONDS,
+        flags="\n".join(flag_lines(job.words)),
+        layout=f"{layout}; {mib:.0f} MiB on the fullest rank (model)",
+    )
 
 
 def render_slurm_report(cluster: Cluster, nodes: int) -> str:
-    filled = {
-        "NODES": nodes,
-        "RANKS": cluster.ranks_per_node,
-        "CPUS": cluster.cores // cluster.ranks_per_node,
-        "TIME": REPORT_TIME,
-        "CLUSTER": cluster.name,
-        "COMMENTS": "\n# ".join(cluster.comments),
-    }
-    text = SLURM_REPORT
-    for mark, value in filled.items():
-        text = text.replace(f"@{mark}@", str(value))
-    return text
+    return fill(SLURM_REPORT, cluster, nodes=nodes, time=REPORT_TIME)
 
 
 def slurm_scripts(recipe: str | None = None) -> dict[str, str]:
     """Return path under scripts/slurm -> text."""
     return {
         f"{cluster.name}/run_{job.recipe}.sbatch": render_slurm(cluster, job)
-        for cluster in CLUSTERS
-        for job in RECIPES[cluster.name]
+        for cluster in CLUSTERS.values()
+        for job in cluster.recipes
         if recipe in (None, job.recipe)
     }

@@ -6,6 +6,7 @@ the line that reads it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -51,6 +52,9 @@ VALUED = {
     "-m": "-m",
     "--mail-list": "--mail-list",
 }
+NODES = re.compile(
+    r"[1-9]\d{0,8}(x[1-9]\d{0,8}){0,2}(:(torus|mesh|noncont))?(:strict(-io)?)?", re.ASCII
+)
 _COMMA = re.compile(r",(?=[\w-]+(?:=|$|,))")  # between settings, not inside a value
 _COMMA_X = re.compile(
     r",(?=[A-Za-z_]\w*=)"
@@ -87,9 +91,9 @@ class Script:
     def get(self, option: str, name: str = "") -> Value | None:
         return self.settings.get(option, {}).get(name)
 
-    def text(self, option: str, name: str = "") -> str:
+    def text(self, option: str, name: str = "", missing: str = "") -> str:
         value = self.get(option, name)
-        return value.text if value else ""
+        return value.text if value else missing
 
     def line(self, option: str, name: str = "") -> int:
         """Return the setting's line, its option's, or the last directive's."""
@@ -187,13 +191,13 @@ def parse(text: str) -> Script:
         elif in_flags or line.startswith("FLAGS=("):
             words = _words(line.removeprefix("FLAGS=("), number)
             in_flags = ")" not in words
-            for word in words[: words.index(")")] if ")" in words else words:
-                name, equals, value = (
-                    word.partition("=") if word.startswith("--") else (word, "", "")
-                )
+            for word in itertools.takewhile(lambda word: word != ")", words):
+                if not word.startswith("--"):
+                    script.flags.append(word)
+                    continue
+                name, equals, value = word.partition("=")
                 script.flags += [name, value] if equals else [name]
-                if word.startswith("--"):
-                    script.flag_lines[name] = number
+                script.flag_lines[name] = number
         elif line.strip() and not line.startswith("#"):
             in_body = True
             script.body.append((number, line))
@@ -247,49 +251,42 @@ class Request:
 
 def requested(script: Script, group: str | None, files: bool) -> Request:
     """Return the request. ValueError begins with "line N:"."""
-    node = script.get("-L", "node")
-    if node is None:
+    node = script.text("-L", "node")
+    line = script.line("-L", "node")
+    check(
+        bool(node),
+        f'line {line}: the script requests no nodes: add #PJM -L "node=XxYxZ:torus"',
+    )
+    if not NODES.fullmatch(node):
         raise ValueError(
-            f'line {script.line("-L")}: the script requests no nodes: add #PJM -L "node=XxYxZ:torus"'
-        )
-    if not re.fullmatch(
-        r"[1-9]\d{0,8}(x[1-9]\d{0,8}){0,2}(:(torus|mesh|noncont))?(:strict(-io)?)?",
-        node.text,
-        re.ASCII,
-    ):
-        raise ValueError(
-            f"line {node.line}: node={node.text}: write a number or XxYxZ, optionally followed by :torus:strict-io, "
+            f"line {line}: node={node}: write a number or XxYxZ, optionally followed by :torus:strict-io, "
             ":torus, :mesh or :noncont"
         )
-    sizes = tuple(map(int, node.text.split(":")[0].split("x")))
-    if math.prod(sizes) > torus.NODES:
-        raise ValueError(
-            f"line {node.line}: node={node.text} is more than the whole machine, {torus.NODES} nodes: request fewer"
-        )
-    ranks = script.get("--mpi", "max-proc-per-node")
-    if (
-        ranks is None
-        or not limits.is_number(ranks.text)
-        or int(ranks.text) not in limits.RANKS_PER_NODE
-    ):
-        raise ValueError(
-            f"line {script.line('--mpi')}: max-proc-per-node={ranks.text if ranks else 'missing'}: write 1, 2 or 4, "
-            "so that each rank has whole CMGs"
-        )
-    elapse = script.get("-L", "elapse")
-    if elapse is None:
-        raise ValueError(f"line {script.line('-L')}: no elapse time: add elapse=HH:MM:SS")
-    try:
-        seconds = limits.min_seconds(elapse.text)
-    except ValueError as error:
-        raise ValueError(f"line {elapse.line}: {error}") from error
+    sizes = tuple(map(int, node.split(":")[0].split("x")))
     nodes = math.prod(sizes)
+    check(
+        nodes <= torus.NODES,
+        f"line {line}: node={node} is more than the whole machine, {torus.NODES} nodes: request fewer",
+    )
+    ranks = script.text("--mpi", "max-proc-per-node", "missing")
+    check(
+        limits.is_number(ranks) and int(ranks) in limits.RANKS_PER_NODE,
+        f"line {script.line('--mpi')}: max-proc-per-node={ranks}: write 1, 2 or 4, "
+        "so that each rank has whole CMGs",
+    )
+    elapse = script.text("-L", "elapse")
+    line = script.line("-L", "elapse")
+    check(bool(elapse), f"line {line}: no elapse time: add elapse=HH:MM:SS")
+    try:
+        seconds = limits.min_seconds(elapse)
+    except ValueError as error:
+        raise ValueError(f"line {line}: {error}") from error
     return Request(
         script=script,
         nodes=nodes,
         spares=_spares(script, nodes),
         shape=sizes if len(sizes) == 3 else None,
-        ranks_per_node=int(ranks.text),
+        ranks_per_node=int(ranks),
         elapse=seconds,
         group=group,
         files=files,
@@ -301,8 +298,8 @@ def _spares(script: Script, nodes: int) -> int:
     setting = script.value("SPARE_NODES")
     if setting is None:
         return 0
-    if not setting.text.isdecimal() or not int(setting.text) < nodes:
-        raise ValueError(
-            f"line {setting.line}: SPARE_NODES={setting.text} of node={nodes}: write a number from 0 to {nodes - 1}"
-        )
+    check(
+        setting.text.isdecimal() and int(setting.text) < nodes,
+        f"line {setting.line}: SPARE_NODES={setting.text} of node={nodes}: write a number from 0 to {nodes - 1}",
+    )
     return int(setting.text)

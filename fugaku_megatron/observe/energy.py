@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..comm.agreement import Nodes
 from ..comm.base import Comm
 from ..host.energy import Counters
+from ..training.trainer import IterationResult
+from .observer import Observer
 
 
-class EnergyWatch:
+class EnergyWatch(Observer):
     """Energy of all nodes, if every node has a counter. Construction is collective."""
 
     def __init__(self, world: Comm, nodes: Nodes, counters: Counters) -> None:
@@ -23,22 +27,24 @@ class EnergyWatch:
         if self.active and self._counters:
             self._counters.joules()
 
-    def end(self, seconds: float) -> None:
-        self._seconds += seconds
+    def end(self, result: IterationResult) -> dict[str, Any]:
+        self._seconds += result.seconds
         if self.active and self._counters:
             passed = self._counters.joules()
             self._joules += float("nan") if passed is None else passed
+        return {}
 
-    def finish_interval(self) -> float | None:
-        """Return the interval's mean power, all nodes, watts; None without every counter. Collective."""
+    def finish_interval(self, iteration: int) -> dict[str, Any]:
+        """Return the interval's mean power, all nodes, watts; None without every counter."""
         if not self.active:
-            return None
-        joules = self._joules
-        seconds = self._seconds
+            return {}
+        joules = self.world.all_reduce(torch.tensor(self._joules, dtype=torch.float64)).item()
+        watts = None
+        if joules > 0 and self._seconds > 0:  # joules may be NaN
+            watts = joules / self._seconds
         self._joules = 0.0
         self._seconds = 0.0
-        together = self.world.all_reduce(torch.tensor(joules, dtype=torch.float64)).item()
-        return together / seconds if together > 0 and seconds > 0 else None  # or NaN
+        return {"watts": watts}
 
 
 def short_seconds(value: float) -> str:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ..config.model import ModelConfig
+from ..training.trainer import IterationResult
 from .metrics_writer import MetricsWriter
+from .observer import Observer
 
 # Shapes: l layers of the model, e experts per layer.
 
@@ -21,18 +23,21 @@ def _mean_tokens(counts: Tensor) -> Tensor:
     return mean.masked_fill(mean == 0, 1.0)
 
 
-class ExpertWatch:
+class ExpertWatch(Observer):
     """Tokens of every expert since the last report, (layers with experts, e)."""
 
-    def __init__(self, model: ModelConfig, ep: int = 1) -> None:
+    def __init__(self, model: ModelConfig, writer: MetricsWriter, ep: int = 1) -> None:
         self.model = model
+        self.writer = writer
         self.ep = ep
         self.layers = [layer for layer, mlp in enumerate(model.mlps) if mlp == "experts"]
         self.tokens = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.float64)
 
-    def add(self, table: Tensor) -> dict[str, Any]:
-        """Count an iteration's table (l, e + 2); return its values for `IterationMetrics`."""
-        own = table[self.layers]
+    def end(self, result: IterationResult) -> dict[str, Any]:
+        """Count an iteration's table (l, e + 2); return its values."""
+        if result.experts is None:
+            return {}
+        own = result.experts[self.layers]
         counts = own[:, :-2]
         self.tokens += counts
         values = {"largest_load": (counts.amax(1) / _mean_tokens(counts).flatten()).max().item()}
@@ -42,10 +47,10 @@ class ExpertWatch:
             values["router_z_loss"] = own[:, -1].mean().item()
         return values
 
-    def report(self, writer: MetricsWriter, iteration: int) -> None:
+    def report(self, iteration: int) -> None:
         """Write every expert's load; print extremes and idle experts."""
         loads = self.tokens / _mean_tokens(self.tokens)
-        writer.record(
+        self.writer.record(
             "experts",
             iteration=iteration,
             layers=self.layers,
@@ -53,7 +58,7 @@ class ExpertWatch:
         )
         most = f"{self._named(loads.argmax())} {loads.max().item():.2f}"
         least = f"{self._named(loads.argmin())} {loads.min().item():.2f}"
-        writer.print(
+        self.writer.print(
             f"load of the experts, 1 being the mean: {most} at most, {least} at least{self._ranks()}"
         )
         idle = (self.tokens == 0).flatten().nonzero().flatten()
@@ -61,7 +66,7 @@ class ExpertWatch:
             named = ", ".join(map(self._named, idle[:IDLE_NAMED]))
             if len(idle) > IDLE_NAMED:
                 named += f" and {len(idle) - IDLE_NAMED} more"
-            writer.event(
+            self.writer.event(
                 iteration,
                 f"without a token since the last report: {named}: raise "
                 "--moe-aux-loss-coeff, or pass --moe-router-enable-expert-bias",

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -20,6 +21,8 @@ from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import memory, run_schedule
 from ..host.allocator import free_bytes, node_bytes, usage
+from ..training.trainer import IterationResult
+from .observer import Observer
 
 SPAN = 50  # iterations of a steady growth, at least
 FEWEST = 25  # readings in them, at least
@@ -54,7 +57,7 @@ def steady_growth(readings: Sequence[tuple[int, int]]) -> float:
     return rate if rises and rate * SPAN >= LEAST else 0.0
 
 
-class MemoryWatch:
+class MemoryWatch(Observer):
     """Memory readings, compared over all ranks. say: writes (iteration, text) to the log."""
 
     def __init__(self, world: Comm, nodes: Nodes, say: Callable[[int, str], None]) -> None:
@@ -63,36 +66,34 @@ class MemoryWatch:
         self.say = say
         self._readings: deque[tuple[int, int]] = deque(maxlen=SPAN)
         self._iterations = 0
+        self._seconds = 0.0  # of the last iteration
         self._new = 0
         self._next = 0.0
         self._told = float("inf")
 
-    def read(self, iteration: int) -> None:
+    def end(self, result: IterationResult) -> dict[str, Any]:
+        self._seconds = result.seconds
         self._iterations += 1
         if self._iterations > FIRST_ITERATIONS and time.perf_counter() >= self._next:
-            self._readings.append((iteration, usage().held))
+            self._readings.append((self._iterations, usage().held))
             self._new += 1
             self._next = time.perf_counter() + READ_EVERY
+        return {}
 
-    def _rate(self) -> float:
-        """Return growth in bytes per iteration; 0 with too few new readings."""
-        if self._new < NEW:
-            return 0.0
-        self._new = 0
-        return steady_growth(list(self._readings))
-
-    def finish_interval(self, iteration: int, seconds: float) -> tuple[float, float]:
-        """Return the largest rank's resident and shared MiB; report growth. seconds: per iteration. Collective."""
+    def finish_interval(self, iteration: int) -> dict[str, Any]:
+        """Return the largest rank's resident and shared MiB; report growth."""
         now = usage()
-        rate = self._rate()
-        largest = self.world.all_reduce(
-            torch.tensor([now.resident, now.shared, rate], dtype=torch.float64), "max"
-        ).tolist()
-        if largest[2]:
-            self._tell(iteration, seconds, rate)
-        return largest[0] / 2**20, largest[1] / 2**20
+        rate = 0.0
+        if self._new >= NEW:
+            self._new = 0
+            rate = steady_growth(list(self._readings))
+        own = torch.tensor([now.resident, now.shared, rate], dtype=torch.float64)
+        resident, shared, fastest = self.world.all_reduce(own, "max").tolist()
+        if fastest:
+            self._tell(iteration, rate)
+        return {"resident_mib": resident / 2**20, "shared_mib": shared / 2**20}
 
-    def _tell(self, iteration: int, seconds: float, rate: float) -> None:
+    def _tell(self, iteration: int, rate: float) -> None:
         """Report the fastest-growing rank and the time until its node is full. Collective."""
         together = self.here.all_reduce(torch.tensor(rate, dtype=torch.float64)).item()
         rank = first_rank(self.world, (2**50 - int(rate),) if rate else None, 1)
@@ -101,9 +102,8 @@ class MemoryWatch:
         left = float("inf")
         if together:
             left = free / together
-        left, text = self.world.broadcast_object(
-            (left, self._text(rate, together, free, left * seconds)), root=rank
-        )
+        own = (left, self._text(rate, together, free, left * self._seconds))
+        left, text = self.world.broadcast_object(own, root=rank)
         if left < self._told:
             self.say(iteration, f"memory grows: {text}, which is {left:.0f} iterations")
             self._told = AGAIN * left
@@ -120,15 +120,10 @@ class MemoryWatch:
 def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
     """Return a rank's peak bytes: the --dry-run model and the process itself."""
     stage = Grid(*layout.sizes).coords(rank)[1]
-    lists = run_schedule.build_schedule(
-        run, layout.microbatches(run, layout.global_batch_size(run))
-    )
+    in_flight = run_schedule.full_batch_schedule(run, layout).in_flight(stage)
+    tensors = memory.stage_memory(run, layout, stage, in_flight).total
     attention = memory.attention_bytes(run, layout.tp, torch.get_num_threads())
-    return (
-        memory.stage_memory(run, layout, stage, lists.in_flight(stage)).total
-        + attention
-        + PROCESS_BYTES
-    )
+    return tensors + attention + PROCESS_BYTES
 
 
 def check_memory(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes | None = None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from ..config.run_config import RunConfig
 from ..costs import accounting
 from ..data.marks import TokenCounts
 from ..host.observed import PHASES, Phases
+from ..training.trainer import IterationResult
+from .observer import Observer
 from .rank_table import NAMED, Interval, Straggler, find
 from .screen import append
 
@@ -25,7 +28,7 @@ JUDGED_SECONDS = 5.0  # in a judgement, at least
 ATTENTION_COST = 2.0  # seconds per FLOP of attention, relative to a linear layer (measured)
 
 
-class RankTimes:
+class RankTimes(Observer):
     """Phase times per iteration, compared over all ranks. say: prints a line on rank 0"""
 
     def __init__(
@@ -59,8 +62,10 @@ class RankTimes:
     def begin(self) -> None:
         self.phases.begin()
 
-    def end(self, seconds: float, work: TokenCounts | None = None) -> None:
-        self._rows.append([*self.phases.of_iteration(seconds), *self._share(work)])
+    def end(self, result: IterationResult) -> dict[str, Any]:
+        seconds = self.phases.of_iteration(result.seconds)
+        self._rows.append([*seconds, *self._share(result.work)])
+        return {}
 
     def _share(self, work: TokenCounts | None) -> list[float]:
         """Return computation relative to the data-parallel mean; empty if documents do not affect attention."""
@@ -76,8 +81,8 @@ class RankTimes:
         )
         return [(linear + attention * work.share) / (linear + attention)]
 
-    def finish_interval(self, iteration: int) -> None:
-        """Log phase times and slow ranks. Collective."""
+    def report(self, iteration: int) -> None:
+        """Log phase times and slow ranks."""
         own = torch.tensor(self._rows).mean(0)
         everyone = torch.empty(self.world.size, len(own))
         self.world.all_gather(everyone, own)

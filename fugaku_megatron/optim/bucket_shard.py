@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,11 @@ class BucketShard:
     @property
     def in_bf16(self) -> bool:
         return self.master.dtype == torch.bfloat16
+
+    def shared_blocks(self) -> list[Blocks]:
+        """Return the 8-bit blocks that other ZeRO-1 shards continue."""
+        blocks = chain.from_iterable(block.blocks for block in self.adamw_blocks)
+        return [each for each in blocks if each.shared is not None]
 
     def round_weights(self, at: slice) -> None:
         if self.model_weights is not None:

@@ -182,29 +182,6 @@ def _order(matrices_first: bool, parameter: nn.Parameter) -> tuple[bool, bool, b
     )
 
 
-def _range(start: int, end: int, spec: ParameterSpec, matrices_first: bool) -> Range:
-    return Range(
-        start,
-        end,
-        decayed=spec.decayed,
-        counted=spec.counted,
-        decoupled=spec.decoupled,
-        balances=spec.balances,
-        orthogonal=matrices_first and spec.orthogonal,
-    )
-
-
-def _merge(ranges: list[Range]) -> list[Range]:
-    merged: list[Range] = []
-    for r in ranges:
-        last = merged[-1] if merged else None
-        if last and replace(last, start=r.start, end=r.end) == r and last.end == r.start:
-            merged[-1] = replace(r, start=last.start)
-        else:
-            merged.append(r)
-    return merged
-
-
 class FlatParameters:
     """Parameter memory: flat `values` in the model's dtype, and `gradients`, in buckets padded for ZeRO-1 shards.
 
@@ -235,12 +212,6 @@ class FlatParameters:
         self.numel = self.buckets[-1].end
         self.values = torch.zeros(self.numel, dtype=dtype)
         self.gradients = Gradients(self.buckets)
-        self._ranges = _merge(
-            [
-                _range(start, start + p.numel(), spec_of(p), matrices_first)
-                for start, p in zip(self.starts, declared, strict=True)
-            ]
-        )
         self._seed = seed
         self._kernels = kernels
         self.parameters = self._replace(stage, declared)
@@ -272,15 +243,27 @@ class FlatParameters:
 
     def ranges(self, start: int, end: int) -> list[Range]:
         """Return the ranges inside elements [start, end), counted from `start`, without padding."""
-        inside = [(r, max(r.start, start), min(r.end, end)) for r in self._ranges]
-        return [replace(r, start=a - start, end=b - start) for r, a, b in inside if a < b]
+        merged: list[Range] = []
+        for r, _ in self.pieces(start, end):
+            if merged and merged[-1] == replace(r, start=merged[-1].start, end=r.start):
+                r = replace(r, start=merged.pop().start)
+            merged.append(r)
+        return merged
 
     def pieces(self, start: int, end: int) -> list[tuple[Range, Place]]:
         """Return `ranges` cut at parameter boundaries, each with its place."""
         pieces = []
         for parameter, begin, first, last in self.overlaps(start, end):
-            at = begin + first - start
-            piece = _range(at, at + last - first, parameter.spec, self._matrices_first)
+            spec = parameter.spec
+            piece = Range(
+                begin + first - start,
+                begin + last - start,
+                decayed=spec.decayed,
+                counted=spec.counted,
+                decoupled=spec.decoupled,
+                balances=spec.balances,
+                orthogonal=self._matrices_first and spec.orthogonal,
+            )
             pieces.append((piece, place_of(parameter, first)))
         return pieces
 
@@ -339,12 +322,9 @@ class FlatParameters:
     def initial_shard(self, start: int, end: int) -> Tensor:
         """Return the FP32 initial weights of elements [start, end), not rounded."""
         shard = torch.zeros(end - start)
-        for parameter, begin in zip(self.parameters, self.starts, strict=True):
-            first = max(start, begin)
-            last = min(end, begin + parameter.numel())
-            if first < last:
-                initial = initial_values(parameter, self._seed, self._kernels).flatten()
-                shard[first - start : last - start] = initial[first - begin : last - begin]
+        for parameter, begin, first, last in self.overlaps(start, end):
+            initial = initial_values(parameter, self._seed, self._kernels).flatten()
+            shard[begin + first - start : begin + last - start] = initial[first:last]
         return shard
 
     def shards(self, kind: str, tensor: Tensor, start: int, owned: bool) -> list[Shard]:
@@ -352,14 +332,11 @@ class FlatParameters:
 
         owned: skip replicated parameters except on the first tensor-parallel rank
         """
-        shards = []
-        for parameter, begin in zip(self.parameters, self.starts, strict=True):
-            first = max(start, begin)
-            last = min(start + tensor.numel(), begin + parameter.numel())
-            if first < last and (parameter.spec.owned or not owned):
-                own = tensor[first - start : last - start]
-                shards.append(_shard(kind, parameter, tensor=own, first=first - begin))
-        return shards
+        return [
+            _shard(kind, parameter, tensor[begin + first - start : begin + last - start], first)
+            for parameter, begin, first, last in self.overlaps(start, start + tensor.numel())
+            if parameter.spec.owned or not owned
+        ]
 
     def frozen_shards(self) -> list[Shard]:
         """Return the checkpoint records of frozen weights that this rank reads for its replicas."""

@@ -100,7 +100,7 @@ class Optimizer:
             for bucket, starts in zip(self.flat.buckets, cut, strict=True)
         ]
         self._eight_bit_shards = [
-            (self.buckets.replicas(bucket), len(starts), _shared_blocks(shard))
+            (self.buckets.replicas(bucket), len(starts), shard.shared_blocks())
             for bucket, starts, shard in zip(self.flat.buckets, cut, self.shards, strict=True)
         ]
         self._matrices: Muon | None = None
@@ -383,29 +383,24 @@ class Optimizer:
         return records
 
     def _saved(self, kind: str, index: int) -> Tensor:
+        """Return the tensor that is saved and loaded: stored, or an FP32 copy until the next step."""
         shard = self.shards[index]
+        if (kind, index) in self._expanded:
+            return self._expanded[kind, index]
         if kind == "weight":
-            stored = shard.master
-            expands = shard.in_bf16
+            if not shard.in_bf16:
+                return shard.master
+            expanded = shard.master.float()
+        elif shard.eight_bit is None:
+            return shard.exp_avg if kind == "exp_avg" else shard.exp_avg_sq
         else:
-            stored = shard.exp_avg if kind == "exp_avg" else shard.exp_avg_sq
-            expands = shard.eight_bit is not None
-        if not expands:
-            return stored
-        if (kind, index) not in self._expanded:
-            self._expanded[kind, index] = self._expand(shard, kind)
-        return self._expanded[kind, index]
-
-    def _expand(self, shard: BucketShard, kind: str) -> Tensor:
-        if kind == "weight":
-            return shard.master.float()
-        assert shard.eight_bit is not None
-        first, second = shard.eight_bit
-        moment = first if kind == "exp_avg" else second
-        values = torch.zeros(len(shard.master))
-        for block in shard.adamw_blocks:
-            values[block.start : block.end] = moment.read(block.blocks)
-        return values
+            first, second = shard.eight_bit
+            moment = first if kind == "exp_avg" else second
+            expanded = torch.zeros(len(shard.master))
+            for block in shard.adamw_blocks:
+                expanded[block.start : block.end] = moment.read(block.blocks)
+        self._expanded[kind, index] = expanded
+        return expanded
 
     def after_load(self) -> None:
         """Broadcast loaded weights and moments to the ranks that share them, and round to the model's formats. Collective."""
@@ -453,13 +448,3 @@ class Optimizer:
                     shard.eight_bit, values, largest[index], strict=True
                 ):
                     moment.write(block.blocks, own, shared=shared)
-
-
-def _shared_blocks(shard: BucketShard) -> list[Blocks]:
-    """Return the 8-bit blocks that other ZeRO-1 shards continue."""
-    return [
-        blocks
-        for block in shard.adamw_blocks
-        for blocks in block.blocks
-        if blocks.shared is not None
-    ]

@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..config import features
 from ..config.fields import check
 from ..config.layout import Layout
 from ..costs import accounting
 from ..costs.activations import Collective
-from .machine import GB, Machine
+from .machine import GB, GemmCurve, Machine
 from .software import Parameters, Software
 from .work import Exchange, ExpertExchange, Matmul, Work
 
@@ -279,12 +280,12 @@ class Rank:
     ranks_per_node: int
     splits_fp32: bool = False  # --fp32-matmul bf16x3
 
-    @property
+    @cached_property
     def _peak(self) -> float:
         precision = self.software.counts["computes_in"] or self.precision
         return self.machine.peak_tflops[precision] * 1e12 * self.machine.clock / self.ranks_per_node
 
-    @property
+    @cached_property
     def _matmul_share(self) -> float:
         """Matmul rate outside attention relative to the run's precision. ValueError without BF16."""
         if not self.splits_fp32 or self.software.style != "native":
@@ -298,7 +299,7 @@ class Rank:
         )
         return measured or ratio / PARTIAL_MATMULS
 
-    @property
+    @cached_property
     def _slowness(self) -> float:
         return (self.parameters.old_torch if self.software.old_torch else 1.0) / self.machine.clock
 
@@ -420,9 +421,17 @@ class Rank:
             flops *= p.visible * (again / 2 if p.backward else 1.0)
         return flops / self._peak * (1 / share + dropped)
 
+    @cached_property
+    def _curve(self) -> GemmCurve:
+        return self.machine.gemm_curve(self.machine.threads // self.ranks_per_node)
+
+    @cached_property
+    def _is_measured(self) -> bool:
+        return self.software.measured_on(self.machine)
+
     def _cpu(self, p: Matmul) -> float:
-        curve = self.machine.gemm_curve(self.machine.threads // self.ranks_per_node)
-        if self.software.measured_on(self.machine):  # by elements moved per multiplication
+        curve = self._curve
+        if self._is_measured:  # by elements moved per multiplication
             n = 3 / (1 / p.m + 1 / p.n + 1 / p.k)
         else:
             n = (p.m * p.n * p.k) ** (1 / 3)

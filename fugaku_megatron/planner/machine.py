@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ class Machine:
         None  # of a ring's link in an all-reduce inside a node; None: intra_gbs
     )
 
-    @property
+    @cached_property
     def clock(self) -> float:
         """Speed relative to the nominal clock."""
         return min(self.ghz / self.nominal_ghz, self.clock_gain_limit)

@@ -303,9 +303,10 @@ def candidates(
     )
     micro = _choices(run.batch.micro_batch_size, MICRO_BATCHES, "micro_batch_size" in held)
     zero = _choices(parallel.zero_stage, choices.zero_stages, "zero_stage" in held)
+    used = features.used(run)
     tried = {
         name: _choices(
-            features.FEATURES[name].used(run),
+            name in used,
             values if name in choices.names else (False,),
             features.FEATURES[name].field in held,
         )

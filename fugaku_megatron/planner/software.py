@@ -206,12 +206,12 @@ class Software:
 
     def active(self, run: RunConfig) -> frozenset[str]:
         """Return the features that the run uses."""
-        return frozenset(name for name in self.choices.names if features.FEATURES[name].used(run))
+        return self.choices.names & features.used(run)
 
     def lacking(self, run: RunConfig) -> list[str]:
         """Return the features that the run needs and the software lacks."""
-        switches = [name for name in features.SWITCHES if features.FEATURES[name].used(run)]
-        return [name for name in switches if name not in self.choices.names]
+        missing = features.used(run) - self.choices.names
+        return [name for name in features.SWITCHES if name in missing]
 
     def without(self, name: str) -> Software:
         return replace(

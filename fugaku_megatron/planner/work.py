@@ -115,7 +115,7 @@ def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
 def tensors(run: RunConfig, tp: int) -> dict[str, int]:
     """Return the bytes per tensor kind. mlp: mean over an activation's argument and result."""
     model = run.model
-    rows = activations.tokens_per_microbatch(run) * activations.element_bytes(run)
+    rows = run.tokens_per_microbatch * run.element_bytes
     return {
         "hidden": rows * model.hidden_size,
         "qkv": activations.qkv_bytes(run, tp),
@@ -167,7 +167,7 @@ def _once(collectives: tuple[Collective, ...]) -> tuple[tuple[Collective, int], 
 def _chunks(run: RunConfig, tp: int) -> int:
     pp = run.parallel.pipeline_model_parallel_size
     return -(
-        -activations.tokens_per_microbatch(run)
+        -run.tokens_per_microbatch
         // memory.logits_rows(run, Layout(tp * pp, tp, pp, 1).placed(run))
     )
 
@@ -359,7 +359,7 @@ def weight_gradients(
 ) -> Work:
     """Return the work for writing and accumulating `parameters` gradients."""
     counts = software.counts["weights"]
-    bytes = parameters * activations.element_bytes(run)
+    bytes = parameters * run.element_bytes
     allocations = (
         ((bytes // tensors, tensors * counts["allocated"]),) if counts["allocated"] else ()
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .record import LABEL, clock
+from .record import LABEL, clock, rows_of
 
 Sections = dict[str, Any]
 CLOCK_SHARE = 0.9  # of the nominal clock
@@ -64,18 +64,12 @@ def _on_nodes(numbers: list[int]) -> str:
 
 
 def _nodes(sections: Sections) -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = sections.get("host", {}).get("nodes", [])
-    return nodes
-
-
-def _kernels(sections: Sections) -> dict[str, Any]:
-    kernels: dict[str, Any] = sections.get("kernels", {})
-    return kernels
+    return rows_of(sections, "host", "nodes")
 
 
 def wrong_kernels(sections: Sections) -> Iterator[Finding]:
-    checks = _kernels(sections).get("checks", [])
-    ranks = _kernels(sections).get("differing_ranks", [])
+    checks = rows_of(sections, "kernels", "checks")
+    ranks = rows_of(sections, "kernels", "differing_ranks")
     bad = [row for row in checks if not row["good"]]
     if bad:
         worst = max(bad, key=lambda row: row["difference"])
@@ -98,7 +92,7 @@ def wrong_kernels(sections: Sections) -> Iterator[Finding]:
 
 
 def slow_clocks(sections: Sections) -> Iterator[Finding]:
-    ranks = _kernels(sections).get("ranks", [])
+    ranks = rows_of(sections, "kernels", "ranks")
     nodes = _nodes(sections)
     if not ranks or not nodes:
         return
@@ -132,7 +126,7 @@ def slow_clocks(sections: Sections) -> Iterator[Finding]:
 
 
 def busy_cores(sections: Sections) -> Iterator[Finding]:
-    ranks = _kernels(sections).get("ranks", [])
+    ranks = rows_of(sections, "kernels", "ranks")
     for number, node in enumerate(_nodes(sections)):
         cores = node["cores"]
         own = [rank["threads"] for rank in ranks if rank["node"] == number]
@@ -156,10 +150,10 @@ def busy_cores(sections: Sections) -> Iterator[Finding]:
 
 def mapping(sections: Sections) -> Iterator[Finding]:
     for number, node in enumerate(_nodes(sections)):
-        for line in (
-            line.removeprefix("note: ") for line in node["mapping"] if line.startswith("note: ")
-        ):
-            problem, _, remedy = line.partition(": ")
+        for line in node["mapping"]:
+            if not line.startswith("note: "):
+                continue
+            problem, _, remedy = line.removeprefix("note: ").partition(": ")
             yield Finding(
                 node=number,
                 what="ranks and cores do not fit",
@@ -199,7 +193,7 @@ def memory_set_up(sections: Sections) -> Iterator[Finding]:
 
 def slow_kernels(sections: Sections) -> Iterator[Finding]:
     """Check shares of the peak and of STREAM's triad."""
-    kernels = _kernels(sections)
+    kernels = sections.get("kernels")
     if not kernels or kernels["shrunk"]:
         return
     n, gflops, share = max(kernels["gemm"], key=lambda row: row[0])
@@ -220,10 +214,8 @@ def slow_kernels(sections: Sections) -> Iterator[Finding]:
         )
     slow = [row for row in kernels["elementwise"] if row["of_triad"] < TRIAD_SHARE]
     if slow:
-        shown = ", ".join(
-            f"{row['kernel']} {row['of_triad']:.0%}"
-            for row in sorted(slow, key=lambda row: row["of_triad"])[:3]
-        )
+        slowest = sorted(slow, key=lambda row: row["of_triad"])[:3]
+        shown = ", ".join(f"{row['kernel']} {row['of_triad']:.0%}" for row in slowest)
         yield Finding(
             what=f"{len(slow)} element-wise kernels are below the memory's rate",
             measured=f"{shown} of the triad",
@@ -231,11 +223,10 @@ def slow_kernels(sections: Sections) -> Iterator[Finding]:
             remedy="a rank with one thread cannot draw the memory's rate; else send this report",
         )
     widest = {"amx_bf16": "amx", "avx512f": "avx512", "sve": "sve"}
-    features = _nodes(sections)[0]["features"] if _nodes(sections) else []
+    features = [name for node in _nodes(sections)[:1] for name in node["features"]]
     for feature, target in widest.items():
-        if feature in features and not kernels["target"].startswith(
-            (target, "amx")
-        ):  # AMX includes AVX-512
+        # AMX includes AVX-512.
+        if feature in features and not kernels["target"].startswith((target, "amx")):
             yield Finding(
                 what="the kernels do not use this CPU's vectors",
                 measured=f"target {kernels['target']}",
@@ -263,7 +254,7 @@ def communication(sections: Sections) -> Iterator[Finding]:
         )
     slow = [
         row
-        for row in found.get("collectives", [])
+        for row in rows_of(sections, "communication", "collectives")
         if row["bytes"] >= FEW_BYTES and row["to_model"] > TO_MODEL
     ]
     if slow:
@@ -277,13 +268,10 @@ def communication(sections: Sections) -> Iterator[Finding]:
 
 
 def training(sections: Sections) -> Iterator[Finding]:
-    rows = [row for row in sections.get("training", {}).get("rows", []) if "tokens_per_s" in row]
+    rows = [row for row in rows_of(sections, "training") if "tokens_per_s" in row]
     if len(rows) > 1:
-        share = (
-            rows[-1]["tokens_per_s"]
-            / rows[-1]["ranks"]
-            / (rows[0]["tokens_per_s"] / rows[0]["ranks"])
-        )
+        alone, *_, together = (row["tokens_per_s"] / row["ranks"] for row in rows)
+        share = together / alone
         if share < SCALING:
             yield Finding(
                 what="ranks slow each other down",
@@ -292,9 +280,7 @@ def training(sections: Sections) -> Iterator[Finding]:
                 remedy="one rank for each NUMA domain; more micro-batches for each all-reduce",
             )
     left_out = [
-        row["ranks"]
-        for row in sections.get("training", {}).get("rows", [])
-        if row.get("left_out") == "memory"
+        row["ranks"] for row in rows_of(sections, "training") if row.get("left_out") == "memory"
     ]
     if left_out:
         yield Finding(
@@ -387,7 +373,7 @@ def summary(sections: Sections) -> list[str]:
         "storage": storage_line,
     }
     lines = [make(sections[name]) for name, make in makers.items() if name in sections]
-    rows = [row for row in sections.get("training", {}).get("rows", []) if row.get("watts")]
+    rows = [row for row in rows_of(sections, "training") if row.get("watts")]
     if rows:
         watts = rows[-1]["watts"]
         efficiency = rows[-1]["tokens_per_joule"]
@@ -429,24 +415,21 @@ def communication_line(found: dict[str, Any]) -> str:
         for where in ("inside", "between")
         if (m := found[where])
     ]
-    reduced = (
-        f"; large all-reduce {found['all_reduce_gbs']:.2f} GB/s" if found["all_reduce_gbs"] else ""
-    )
-    return (
-        f"communication: {found['library']}; "
-        + (", ".join(parts) or "one rank, nothing measured")
-        + reduced
-    )
+    line = f"communication: {found['library']}; "
+    line += ", ".join(parts) or "one rank, nothing measured"
+    if found["all_reduce_gbs"]:
+        line += f"; large all-reduce {found['all_reduce_gbs']:.2f} GB/s"
+    return line
 
 
 def training_line(found: dict[str, Any]) -> str:
-    done = [
-        f"{row['ranks']}: {row['tokens_per_s']:.0f} (model {row['model_seconds'] / row['seconds']:.2f} x)"
-        if row["model_seconds"]
-        else f"{row['ranks']}: {row['tokens_per_s']:.0f}"
-        for row in found["rows"]
-        if "seconds" in row
-    ]
+    done = []
+    for row in found["rows"]:
+        if "seconds" in row:
+            text = f"{row['ranks']}: {row['tokens_per_s']:.0f}"
+            if row["model_seconds"]:
+                text += f" (model {row['model_seconds'] / row['seconds']:.2f} x)"
+            done.append(text)
     return "124M, tokens/s by ranks: " + (", ".join(done) or "left out")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..calibration import calibrate, host_kernels
-from ..calibration.calibrate import Compute, Messages
+from ..calibration.calibrate import Compute, NetworkRates
 from ..comm.base import Comm
 from ..comm.job import describe
 from ..comm.node import share_node
@@ -366,31 +367,25 @@ def communication_section(context: Context) -> dict[str, Any]:
     """Measure messages and collectives; describe the machine. Collective."""
     world = context.world
     found = {
-        "library": describe(context.world),
-        "ranks": context.world.size,
+        "library": describe(world),
+        "ranks": world.size,
         "nodes": context.nodes.count,
     }
     numbers = world.all_gather_object(context.nodes.number)
-    near = next((r for r in range(1, world.size) if numbers[r] == numbers[0]), None)
-    far = next((r for r in range(1, world.size) if numbers[r] != numbers[0]), None)
-    inside = None if near is None else calibrate.measure_messages(world, near)
-    between = None if far is None else calibrate.measure_messages(world, far)
-    reduced = calibrate.all_reduce_gbs(world, context.scale.reduced) if world.size > 1 else None
-    context.machine = describe_machine(context, inside, between, reduced)
+    network = calibrate.measure_network(world, numbers, context.scale.reduced)
+    context.machine = describe_machine(context, network)
     rows = list(collective_rows(context)) if world.size > 1 else []
-    for name, messages in (("inside", inside), ("between", between)):
-        found[name] = messages and {"alpha_us": messages.alpha_us, "gbs": messages.gbs}
     return {
         **found,
+        "inside": network.inside and asdict(network.inside),
+        "between": network.between and asdict(network.between),
         "thread_level": getattr(world, "thread_level", None),
-        "all_reduce_gbs": reduced,
+        "all_reduce_gbs": network.reduce_gbs,
         "collectives": rows,
     }
 
 
-def describe_machine(
-    context: Context, inside: Messages | None, between: Messages | None, reduced: float | None
-) -> dict[str, Any]:
+def describe_machine(context: Context, network: NetworkRates) -> dict[str, Any]:
     """Return the machine in calibrate's format. Collective."""
     if not context.compute:  # --only without the section of kernels
         measure_rates(context)
@@ -418,7 +413,6 @@ def describe_machine(
         )
     data = None
     if context.world.rank == 0:
-        network = calibrate.NetworkRates(inside, between, reduced)
         name = measured_name(threads)
         data = calibrate.describe(name, here, team, network, node_bytes() / 2**30, "report")
     agreed: dict[str, Any] = context.agreed(data)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .findings import heading, labelled, summary
-from .record import LABEL
+from .record import LABEL, rows_of
 
 Points = Sequence[tuple[float, float]]
 # a plot's size and margins, pixels
@@ -102,14 +102,13 @@ def hours_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def tables(sections: dict[str, Any]) -> list[str]:
-    kernels = sections.get("kernels", {})
     found = []
     for title, rows in (
-        ("Kernels against the scalar reference", kernels.get("checks")),
-        ("Collectives", sections.get("communication", {}).get("collectives")),
-        ("124M", sections.get("training", {}).get("rows")),
-        ("Two layers", sections.get("layers", {}).get("rows")),
-        ("Ranks", kernels.get("ranks")),
+        ("Kernels against the scalar reference", rows_of(sections, "kernels", "checks")),
+        ("Collectives", rows_of(sections, "communication", "collectives")),
+        ("124M", rows_of(sections, "training")),
+        ("Two layers", rows_of(sections, "layers")),
+        ("Ranks", rows_of(sections, "kernels", "ranks")),
     ):
         if rows:
             head = list(dict.fromkeys(name for row in rows for name in row))
@@ -117,10 +116,9 @@ def tables(sections: dict[str, Any]) -> list[str]:
                 f"<h2>{title}</h2>",
                 table(head, [[row.get(name) for name in head] for row in rows]),
             ]
-    facts = sections.get("host", {}).get("nodes", [])[:1]
-    return found + [
-        f"<h2>Node 0</h2>{table(('fact', 'value'), list(node.items()))}" for node in facts
-    ]
+    for node in rows_of(sections, "host", "nodes")[:1]:
+        found.append(f"<h2>Node 0</h2>{table(('fact', 'value'), list(node.items()))}")
+    return found
 
 
 # Plots ----------------------------------------------------------------------------------------------------------------------------
@@ -150,7 +148,7 @@ def plots(sections: dict[str, Any], hours: Sequence[dict[str, Any]]) -> list[str
                 [(row["kernel"], row["of_triad"]) for row in kernels["elementwise"]],
             )
         )
-    rows = sections.get("communication", {}).get("collectives", [])
+    rows = rows_of(sections, "communication", "collectives")
     for where in dict.fromkeys(row["where"] for row in rows):
         chosen = [row for row in rows if row["where"] == where and row["verb"] == "all_reduce"]
         series = {
@@ -162,23 +160,16 @@ def plots(sections: dict[str, Any], hours: Sequence[dict[str, Any]]) -> list[str
             )
         }
         found.append(lines(f"All-reduce {where} nodes, seconds", "bytes", series, log_y=True))
-    steps = [row for row in sections.get("training", {}).get("rows", []) if "tokens_per_s" in row]
+    steps = [
+        (row["ranks"], row["tokens_per_s"])
+        for row in rows_of(sections, "training")
+        if "tokens_per_s" in row
+    ]
     if steps:
-        ideal = [
-            (row["ranks"], steps[0]["tokens_per_s"] * row["ranks"] / steps[0]["ranks"])
-            for row in steps
-        ]
-        found.append(
-            lines(
-                "124M, tokens/s",
-                "ranks",
-                {
-                    "measured": [(row["ranks"], row["tokens_per_s"]) for row in steps],
-                    "proportional": ideal,
-                },
-                from_zero=True,
-            )
-        )
+        first_ranks, first_rate = steps[0]
+        ideal = [(ranks, first_rate * ranks / first_ranks) for ranks, _ in steps]
+        series = {"measured": steps, "proportional": ideal}
+        found.append(lines("124M, tokens/s", "ranks", series, from_zero=True))
     if hours:
         found.append(
             bars(f"Hours for 10 M tokens, {LABEL}", [(row["model"], row["hours"]) for row in hours])

@@ -23,11 +23,13 @@ from typing import Any
 from .. import __version__
 from ..config.fields import check
 from ..text.named_files import read_text
+from ..text.numbers import rounded
 from ..text.table import pipe_table
 
 LABEL = "model (extrapolated)"  # of what was not measured
 FORMAT = "fugaku-megatron report"
 VERSION = 1
+DIGITS = 5  # of numbers in the file
 PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+~-]+/)+[\w.+~-]*")
 SHARES = {
     "host": 2,
@@ -97,15 +99,6 @@ def without_names(value: Any, words: Mapping[str, str]) -> Any:
     return text
 
 
-def rounded(value: Any) -> Any:
-    """Round numbers to five significant digits."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {str(key): rounded(part) for key, part in value.items()}
-    return [rounded(part) for part in value] if isinstance(value, (list, tuple)) else value
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file; readers see the old or the new one. A signal handler may interrupt and write
     the same file.
@@ -151,8 +144,9 @@ class Record:
 
     def write(self) -> None:
         self.data["seconds"] = self.budget.used
-        data = rounded(self.data)
-        data = data if self._names else without_names(data, self._private)
+        data = rounded(self.data, DIGITS)
+        if not self._names:
+            data = without_names(data, self._private)
         write_atomically(self.path, json.dumps(data, indent=1) + "\n")
         for suffix, page in self._pages.items():
             write_atomically(self.path.with_suffix(suffix), page(data))
@@ -165,6 +159,12 @@ class Record:
         """Write the end. how: reason if the run did not complete"""
         self.data |= {"ended": how, "complete": complete}
         self.write()
+
+
+def rows_of(sections: dict[str, Any], name: str, rows: str = "rows") -> list[dict[str, Any]]:
+    """Return a section's rows; [] without the section."""
+    found: list[dict[str, Any]] = sections.get(name, {}).get(rows, [])
+    return found
 
 
 def progress(text: str) -> None:
@@ -231,11 +231,11 @@ def figures(data: dict[str, Any]) -> dict[tuple[str, str], float]:
         (f"{row['verb']} {row['where']}, {row['bytes']} bytes, {row['ranks']} ranks", "s"): row[
             "seconds"
         ]
-        for row in communication.get("collectives", [])
+        for row in rows_of(sections, "communication", "collectives")
     }
     found |= {
         (f"124M, {row['ranks']} ranks", "tokens/s"): row["tokens_per_s"]
-        for row in sections.get("training", {}).get("rows", [])
+        for row in rows_of(sections, "training")
         if "tokens_per_s" in row
     }
     if storage := sections.get("storage"):
@@ -253,21 +253,15 @@ def compared(first: Path, second: Path) -> str:
     """Return the table. ValueError for a file that is not a report."""
     one = read("--compare", first)
     two = read("--compare", second)
-    lines = [f"{letter}: {title(data)}" for letter, data in (("A", one), ("B", two))]
     a = figures(one)
     b = figures(two)
     rows = [["", "unit", "A", "B", "B is x as fast"]]
-    for name, unit in dict.fromkeys([*a, *b]):
-        values = a.get((name, unit)), b.get((name, unit))
-        rows.append(
-            [
-                name,
-                unit,
-                *("-" if value is None else f"{value:.4g}" for value in values),
-                ratio(unit, *values),
-            ]
-        )
-    return "\n".join([*lines, "", *pipe_table(rows), "", same_bits(one, two)])
+    for name, unit in a | b:
+        values = [data.get((name, unit)) for data in (a, b)]
+        shown = ["-" if value is None else f"{value:.4g}" for value in values]
+        rows.append([name, unit, *shown, ratio(unit, *values)])
+    lines = [f"A: {title(one)}", f"B: {title(two)}", "", *pipe_table(rows), ""]
+    return "\n".join([*lines, same_bits(one, two)])
 
 
 def ratio(unit: str, first: float | None, second: float | None) -> str:
@@ -278,22 +272,20 @@ def ratio(unit: str, first: float | None, second: float | None) -> str:
 
 
 def title(data: dict[str, Any]) -> str:
-    nodes = data["sections"].get("host", {}).get("nodes", [])
-    what = (
-        f"{len(nodes)} x {nodes[0]['cpu']}, {nodes[0]['cores']} cores"
-        if nodes
-        else "an unknown machine"
-    )
-    return f"{what}, {data['date']}" + ("" if data["complete"] else f", PARTIAL: {data['ended']}")
+    what = "an unknown machine"
+    if nodes := rows_of(data["sections"], "host", "nodes"):
+        what = f"{len(nodes)} x {nodes[0]['cpu']}, {nodes[0]['cores']} cores"
+    state = "" if data["complete"] else f", PARTIAL: {data['ended']}"
+    return f"{what}, {data['date']}{state}"
 
 
 def same_bits(first: dict[str, Any], second: dict[str, Any]) -> str:
-    sums = [
+    one, two = (
         {
             (row["kernel"], row["dtype"]): row["checksum"]
-            for row in data["sections"].get("kernels", {}).get("checks", [])
+            for row in rows_of(data["sections"], "kernels", "checks")
         }
         for data in (first, second)
-    ]
-    both = sums[0].keys() & sums[1].keys()
-    return f"{sum(sums[0][key] == sums[1][key] for key in both)} of {len(both)} kernels compute the same bits"
+    )
+    both = one.keys() & two.keys()
+    return f"{len(one.items() & two.items())} of {len(both)} kernels compute the same bits"

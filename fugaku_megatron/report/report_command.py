@@ -126,11 +126,11 @@ def default_ranks() -> int:
     """Return a rank for each NUMA domain with cores of this process, or a power of two on one
     domain, as memory allows.
     """
-    from ..host import allocator, placement
+    from ..host import allocator, cgroup, placement
 
     node = placement.Node.read()
     mask = sorted(os.sched_getaffinity(0))
-    quota = placement.cpu_quota()
+    quota = cgroup.cpu_quota()
     cores = len(node.cores(mask))
     limit = min(cores, int(quota or cores), int(allocator.free_bytes() / 2**30 / GIB_OF_RANK))
     if len(node.parts(mask)) > 1:

@@ -26,12 +26,13 @@ from ..config.run_config import RunConfig
 from ..costs import accounting, memory, run_schedule
 from ..data.dataset import MockDataset
 from ..host import kernels
+from ..host.cgroup import read_text
 from ..host.timing import seconds
 from ..nn.ops import Ops
 from ..planner import machine, model, software
 from ..training.trainer import Trainer
 from .context import Context
-from .record import LABEL
+from .record import LABEL, rows_of
 
 # What every measured run has: random tokens, no dropout, no evaluation, a constant learning rate.
 PLAIN = {
@@ -84,10 +85,8 @@ def trainer_of(run: RunConfig, comm: Comm) -> Iterator[Trainer]:
 
 def rank_bytes(run: RunConfig, ranks: int) -> float:
     layout = Layout.from_run(run, ranks)
-    batches = layout.microbatches(run, layout.global_batch_size(run))
-    return memory.stage_memory(
-        run, layout, 0, run_schedule.build_schedule(run, batches).in_flight(0)
-    ).total
+    in_flight = run_schedule.full_batch_schedule(run, layout).in_flight(0)
+    return memory.stage_memory(run, layout, 0, in_flight).total
 
 
 def repeated(comm: Comm, call: Callable[[], object], limit: float) -> tuple[float, int]:
@@ -324,13 +323,14 @@ def saved(context: Context, comm: Comm) -> dict[str, Any]:
 
 def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
     """Return a file system's type, such as ext4, lustre or tmpfs."""
-    found = ("", "unknown")
-    with contextlib.suppress(OSError):
-        for line in mounts.read_text().splitlines():
-            point, kind = line.split()[1:3]
-            if folder.resolve().is_relative_to(point) and len(point) > len(found[0]):
-                found = point, kind
-    return found[1]
+    longest = ""
+    found = "unknown"
+    for line in (read_text(mounts) or "").splitlines():
+        point, kind = line.split()[1:3]
+        if folder.resolve().is_relative_to(point) and len(point) > len(longest):
+            longest = point
+            found = kind
+    return found
 
 
 # Hours for 10 million tokens of whole models, from two measured layers (model) ----------------------------------------------------
@@ -363,19 +363,15 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def hours(sections: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each model, from its own shape's layers or else the other's."""
     measured = {
-        row["shape"]: row
-        for row in sections.get("layers", {}).get("rows", [])
-        if "gradient_seconds" in row
+        row["shape"]: row for row in rows_of(sections, "layers") if "gradient_seconds" in row
     }
-    rows = []
-    for name, (shape, recipe, changes) in MODELS.items():
-        if measured:
-            rows.append(
-                whole_model(
-                    name, measured.get(shape) or [*measured.values()][-1], recipe, changes, sections
-                )
-            )
-    return rows
+    if not measured:
+        return []
+    last = [*measured.values()][-1]
+    return [
+        whole_model(name, measured.get(shape, last), recipe, changes, sections)
+        for name, (shape, recipe, changes) in MODELS.items()
+    ]
 
 
 def whole_model(
@@ -391,7 +387,7 @@ def whole_model(
     if reduce_gbs and row["groups"] > 1:
         update += 4 * parameters / row["tp"] / reduce_gbs / 1e9
     seconds = TOKENS / (row["groups"] * tokens / sample) + TOKENS / UPDATE_TOKENS * update
-    nodes = sections.get("host", {}).get("nodes", [])
+    nodes = rows_of(sections, "host", "nodes")
     gib = sum(node["job_memory_gib"] for node in nodes)
     need = BYTES * parameters / 2**30
     return {

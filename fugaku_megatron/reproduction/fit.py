@@ -22,6 +22,7 @@ from ..config.run_config import RunConfig
 from ..planner import memory, model
 from ..planner.model import System
 from ..planner.software import FITTED, MemoryParameters, Parameters
+from ..text.numbers import rounded
 from .rows import Row, known, load, row_system
 
 PRIORS_FILE = FITTED.parent / "priors.json"
@@ -397,20 +398,23 @@ def as_json(report: Report) -> dict[str, Any]:
         spread = np.sqrt(np.diag(solution.covariance))
         return {
             p.name: {
-                "value": _short(v),
-                "low": _short(v * np.exp(-1.645 * s)),
-                "high": _short(v * np.exp(1.645 * s)),
+                "value": value,
+                "low": float(value * np.exp(-1.645 * s)),
+                "high": float(value * np.exp(1.645 * s)),
                 "unit": p.unit,
                 "meaning": p.meaning,
             }
-            for p, v, s in zip(priors, solution.values.values(), spread)
+            for p, value, s in zip(priors, solution.values.values(), spread)
         }
 
-    return {
+    fitted = {
         "parameters": table(report.time, PRIORS[report.group]),
         "memory": table(report.memory, MEMORY_PRIORS[report.group]),
-        "covariance": [[_short(v) for v in row] for row in report.time.covariance],
-        "noise": _short(rms(report.time.residuals)),
+        "covariance": report.time.covariance.tolist(),
+        "noise": rms(report.time.residuals),
+    }
+    return {
+        **rounded(fitted, 5),
         "ranges": report.ranges,
         "tensor_parallel": tensor_parallel(time_rows(report.group)),
         "errors": {e.name: round(100 * e.mean, 2) for e in report.in_sample},
@@ -418,10 +422,6 @@ def as_json(report: Report) -> dict[str, Any]:
         "memory_error": round(100 * report.memory_error.mean, 2),
         "spearman": round(report.spearman, 4),
     }
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
 
 
 def text(report: Report) -> str:

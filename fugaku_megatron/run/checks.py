@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,9 @@ def check_same_run(run: RunConfig, world: Comm) -> list[str]:
     Raise ValueError on every rank, with flag, values and ranks, if a flag must not differ.
     """
     values = {
-        flag(name): value
-        for group in GROUPS
-        for name, value in vars(getattr(run, group)).items()
-        if name[0] != "_"
+        flag(field.name): getattr(getattr(run, group), field.name)
+        for group, config in GROUPS.items()
+        for field in fields(config)
     }
     own = {flag(name) for name in RANK_FIELDS}
     text = differing(world, {name: value for name, value in values.items() if name not in own})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,18 +47,24 @@ def choose_kernels(plan: Plan, world: Comm, saved: dict[str, str] | None = None)
     saved: the checkpoint's choice, which an automatic choice keeps: other kernels have other last bits.
     """
     choice = _choose_backends(plan, world, saved)
-    return _with_checksums(plan.config, _with_special_sums(plan.config, choice))
-
-
-def _with_checksums(run: RunConfig, choice: Choice) -> Choice:
-    """Move matmuls to the C++ kernels, which alone have --abft's checksums."""
-    if not run.numbers.abft:
+    reasons = [*_native_matmuls(plan.config)]
+    if not reasons:
         return choice
-    return _with_native_matmuls(choice, f"kernels: gemm native, {checked_matmuls(run)}")
+    lines = [f"kernels: gemm native, {reason}" for reason in reasons]
+    return Choice({**choice.backends, "gemm": "native"}, choice.lines + lines)
 
 
-def _with_native_matmuls(choice: Choice, line: str) -> Choice:
-    return Choice({**choice.backends, "gemm": "native"}, [*choice.lines, line])
+def _native_matmuls(run: RunConfig) -> Iterator[str]:
+    """Yield the log's words about matmuls that only the C++ kernels have."""
+    if run.system.splits_fp32:
+        yield (
+            "each FP32 operand as three BF16 numbers, six BF16 matmuls added up in FP32 "
+            "(faster than FP32 units on AMX only)"
+        )
+    elif length := run.system.fp16_accumulation_chunk:
+        yield f"partial sums of {length} terms in FP16, added up in FP32"
+    if run.numbers.abft:
+        yield checked_matmuls(run)
 
 
 def checked_matmuls(run: RunConfig) -> str:
@@ -101,28 +107,12 @@ def _choose_backends(plan: Plan, world: Comm, saved: dict[str, str] | None) -> C
     return Choice(backends, [title, *kernel_table(measured)])
 
 
-def _with_special_sums(run: RunConfig, choice: Choice) -> Choice:
-    """Move matmuls to the C++ kernels, which alone sum in FP16 or multiply FP32 as BF16."""
-    length = run.system.fp16_accumulation_chunk
-    if run.system.splits_fp32:
-        line = (
-            "kernels: gemm native, each FP32 operand as three BF16 numbers, six BF16 matmuls added up in FP32 "
-            "(faster than FP32 units on AMX only)"
-        )
-        return _with_native_matmuls(choice, line)
-    if length:
-        line = f"kernels: gemm native, partial sums of {length} terms in FP16, added up in FP32"
-        return _with_native_matmuls(choice, line)
-    return choice
-
-
 # Which kernels are faster ---------------------------------------------------------------------------------------------------------
 
 REPEATS = 3
 MARGIN = 1.1  # by which torch must be faster, so that noise does not change a run's last bits
-LAYER_TOKENS = (
-    4096  # rows that are timed at most, because longer attention takes as long as iterations
-)
+# Rows that are timed at most, because longer attention takes as long as iterations.
+LAYER_TOKENS = 4096
 
 
 @dataclass(frozen=True)

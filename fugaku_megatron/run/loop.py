@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,15 +16,13 @@ from ..costs import accounting
 from ..host import allocator, machine, runtime
 from ..observe import loss_plot
 from ..observe.abft import Checksums
-from ..observe.energy import EnergyWatch
 from ..observe.expert_load import ExpertWatch
 from ..observe.history import HISTORY
 from ..observe.iteration_metrics import IterationMetrics
-from ..observe.memory import MemoryWatch
 from ..observe.metrics_writer import MetricsWriter
 from ..observe.nonfinite import find_nonfinite
+from ..observe.observer import Observer
 from ..observe.profile import Profile
-from ..observe.stragglers import RankTimes
 from ..observe.watchdog import Watchdog
 from ..start.exit_codes import ExitCode
 from ..start.signals import StopSignals
@@ -47,9 +46,7 @@ class Session:
     iterations: int
     valid_sizes: tuple[int, ...]
     profile: Profile | None = None
-    rank_times: RankTimes | None = None
-    memory: MemoryWatch | None = None
-    energy: EnergyWatch | None = None
+    observers: Sequence[Observer] = ()
     watchdog: Watchdog = field(default_factory=Watchdog.off)
     checksums: Checksums | None = None
     signals: StopSignals = field(default_factory=StopSignals)
@@ -66,7 +63,9 @@ class Session:
 
     def __post_init__(self) -> None:
         model = self.trainer.run.model
-        self.experts = ExpertWatch(model, self.trainer.layout.ep) if model.num_experts else None
+        if model.num_experts:
+            experts = ExpertWatch(model, self.writer, self.trainer.layout.ep)
+            self.observers = (*self.observers, experts)
         self._await_save()
 
     def run(self) -> None:
@@ -79,12 +78,8 @@ class Session:
             self.writer.print(f"nothing left to train: at iteration {saved} of {self.iterations}")
         end = saved if self._asked_to_leave() else self.iterations
         while progress.iteration < end:
-            faults, system_seconds = allocator.page_faults()
-            result = self._step()
-            after = allocator.page_faults()
-            self._log(result, after[0] - faults, after[1] - system_seconds)
-            if self.rank_times and self._logs(progress.iteration):
-                self.rank_times.finish_interval(progress.iteration)
+            result, values = self._step()
+            self._log(result, values)
             self._report_checksums(progress.iteration)
             self._check_divergence(result)
             self._check_weights(progress.iteration)
@@ -130,41 +125,43 @@ class Session:
             self.writer.print("leaving before the first iteration: a signal asked to stop")
         return asked
 
-    def _step(self) -> IterationResult:
-        if self.rank_times:
-            self.rank_times.begin()
-        if self.energy:
-            self.energy.begin()
+    def _step(self) -> tuple[IterationResult, dict[str, Any]]:
+        """Train an iteration; return its result, and the observers' values for `IterationMetrics`."""
+        for observer in self.observers:
+            observer.begin()
+        faults, system_seconds = allocator.page_faults()
         profiled = self.profile.iteration(self.writer.print) if self.profile else nullcontext()
         with self.watchdog.heart.iteration(self.trainer.progress.iteration + 1), profiled:
             result = self.trainer.train_step()
-        if self.energy:
-            self.energy.end(result.seconds)
+        after = allocator.page_faults()
+        values = {
+            "minor_faults": after[0] - faults,
+            "system_seconds": after[1] - system_seconds,
+        }
+        for observer in self.observers:
+            values |= observer.end(result)
         self.watchdog.measured(result.seconds)
-        if self.rank_times:
-            self.rank_times.end(result.seconds, result.work)
-        return result
+        return result, values
 
     def _logs(self, iteration: int) -> bool:
         return iteration % self.trainer.run.output.log_interval == 0 or iteration == self.iterations
 
-    def _log(self, result: IterationResult, minor_faults: int, system_seconds: float) -> None:
+    def _log(self, result: IterationResult, values: dict[str, Any]) -> None:
         trainer = self.trainer
         run = trainer.run
         progress = trainer.progress
         norm = trainer.optimizer.params_norm() if run.output.log_params_norm else None
-        resident, shared = self._memory(progress.iteration, result.seconds)
         logs = self._logs(progress.iteration)
-        watts = self.energy.finish_interval() if self.energy and logs else None
-        printed = self.writer.printing and logs
+        if logs:
+            for observer in self.observers:
+                values |= observer.finish_interval(progress.iteration)
+            if self.writer.printing:
+                values["clock_ghz"] = machine.clock_ghz()
         work = result.work
         squares = work.squares if work and run.data.masks_attention else None
         padded = work.padded if work else 0
         flops = accounting.hardware_flops(run, result.global_batch_size, squares, padded)
         rank_flops = flops / trainer.world.size
-        experts = {}
-        if self.experts and result.experts is not None:
-            experts = self.experts.add(result.experts)
         self.writer.add(
             IterationMetrics(
                 progress.iteration,
@@ -182,31 +179,18 @@ class Session:
                 params_norm=norm,
                 skipped=int(result.skipped),
                 tflops=rank_flops / result.seconds / 1e12,
-                minor_faults=minor_faults,
-                system_seconds=system_seconds,
-                clock_ghz=machine.clock_ghz() if printed else None,
-                resident_mib=resident,
-                shared_mib=shared,
-                watts=watts,
                 counted_tokens=work.counted if work else None,
-                **experts,
+                **values,
             )
         )
         if result.nothing_counted:
             self.uncounted += 1
             self.writer.event(progress.iteration, uncounted_line(progress.iteration, result))
-        if self.experts and logs:
-            self.experts.report(self.writer, progress.iteration)
         if progress.iteration == self.iterations:
             self.writer.flush()
-
-    def _memory(self, iteration: int, seconds: float) -> tuple[float | None, float | None]:
-        if self.memory is None:
-            return None, None
-        self.memory.read(iteration)
-        if self._logs(iteration):
-            return self.memory.finish_interval(iteration, seconds)
-        return None, None
+        if logs:
+            for observer in self.observers:
+                observer.report(progress.iteration)
 
     def _report_checksums(self, iteration: int) -> None:
         """Log a wrong matmul. SystemExit(REPLICAS_DIFFER) without a save if a rank repeats it."""

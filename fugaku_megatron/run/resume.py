@@ -19,7 +19,7 @@ from ..checkpoint.manifest import (
     TRACKER,
     join,
     latest_iteration,
-    newer_iterations,
+    list_iterations,
 )
 from ..checkpoint.node_copy import newest_everywhere, open_copy, run_name
 from ..checkpoint.trusted import FAULT, fault_note, refuse_suspect, suspects
@@ -477,7 +477,7 @@ def _tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
         excluded = suspects(directory)
         return [
             number
-            for number in newer_iterations(directory, checkpoint.iteration)
+            for number in list_iterations(directory, after=checkpoint.iteration)
             if number not in excluded
         ]
 

@@ -228,9 +228,11 @@ def start(plan: Plan, notes: Sequence[str], world: Comm, watchdog: Watchdog) -> 
         iterations=plan.length.iterations,
         valid_sizes=sizes,
         profile=observers.profile,
-        rank_times=RankTimes(run, plan.layout, world, observers.phases, writer.print),
-        memory=MemoryWatch(world, nodes, writer.event),
-        energy=EnergyWatch(world, nodes, Counters.find()),
+        observers=(
+            EnergyWatch(world, nodes, Counters.find()),  # first, so that joules end with the step
+            MemoryWatch(world, nodes, writer.event),
+            RankTimes(run, plan.layout, world, observers.phases, writer.print),
+        ),
         watchdog=watchdog,
         checksums=observers.checksums,
     )

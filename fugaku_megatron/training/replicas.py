@@ -27,7 +27,7 @@ from ..comm.grid import Groups
 from ..config.run_config import RunConfig
 from ..costs.memory import holds_tied_copy
 from ..nn.model import Stage
-from ..nn.parameter import ParameterSpec, spec_of
+from ..nn.parameter import spec_of
 from ..optim.bucket_shard import BucketShard
 from ..optim.optimizer import Optimizer
 from ..start.exit_codes import ExitCode
@@ -35,17 +35,12 @@ from ..start.exit_codes import ExitCode
 FLAG = "--check-weight-hash-across-dp-replicas-interval"
 WEIGHTS, STATES = "weights", "optimizer states"
 WORDS = 4096  # columns whose sums are hashed, of 8 bytes each
-PLACES = {
-    "dp": "replica",
-    "edp": "replica",
-    "tp": "tensor-parallel rank",
-    "embedding": "copy of the tied embedding",
-}
-PLURALS = {
-    "dp": "replicas",
-    "edp": "replicas",
-    "tp": "tensor-parallel ranks",
-    "embedding": "copies of the tied embedding",
+# A group of ranks with copies -> one of them, several.
+COPIES = {
+    "dp": ("replica", "replicas"),
+    "edp": ("replica", "replicas"),
+    "tp": ("tensor-parallel rank", "tensor-parallel ranks"),
+    "embedding": ("copy of the tied embedding", "copies of the tied embedding"),
 }
 
 
@@ -151,7 +146,7 @@ class Replicas:
         if not self.exist or self.agreed == iteration:
             return None
         self._optimizer.buckets.await_weights()
-        found = [deviation for group in PLACES if (deviation := self._differ(group))]
+        found = [deviation for group in COPIES if (deviation := self._differ(group))]
         world = self._groups.world
         count = sum(each.others for each in found)
         most = int(world.all_reduce(torch.tensor(count), "max"))
@@ -180,23 +175,21 @@ class Replicas:
             return None
         index = int(differs.nonzero()[0])
         hashes = comm.all_gather_object(int(own[index]))
+        copy, copies = COPIES[group]
         places = comm.all_gather_object(
-            f"rank {self._groups.world.rank} (node {platform.node()}, {PLACES[group]} {comm.rank})"
+            f"rank {self._groups.world.rank} (node {platform.node()}, {copy} {comm.rank})"
         )
-        return Deviation(
-            held[index].kind, held[index].name, comm.rank, hashes, places, PLURALS[group]
-        )
+        return Deviation(held[index].kind, held[index].name, comm.rank, hashes, places, copies)
 
     def _held(self, group: str) -> Iterator[Replica]:
         """Yield the tensors with copies in a group, in the same order on all ranks."""
-        parameters = (*self._optimizer.flat.parameters, *self._optimizer.flat.frozen)
-        for parameter in parameters:
+        optimizer = self._optimizer
+        for parameter in (*optimizer.flat.parameters, *optimizer.flat.frozen):
             if self._alike(group, parameter):
                 yield Replica(WEIGHTS, spec_of(parameter).name, parameter)
-        optimizer = self._optimizer
         for bucket, shard in zip(optimizer.flat.buckets, optimizer.shards, strict=True):
             if group in ("dp", "edp"):
-                if (group == "edp") == bucket.expert and not self._optimizer.sharded:
+                if (group == "edp") == bucket.expert and not optimizer.sharded:
                     yield from self._state(shard, group, by_block=True)
             else:
                 yield from self._state(shard, group, by_block=False)
@@ -207,9 +200,6 @@ class Replicas:
             return spec.expert == (group == "edp")
         if group == "embedding":
             return parameter is self._stage.tied_copy
-        return self._unsplit(spec)
-
-    def _unsplit(self, spec: ParameterSpec) -> bool:
         return spec.partition_dim is None and (not spec.expert or self._groups.etp.size > 1)
 
     def _state(self, shard: BucketShard, group: str, by_block: bool) -> Iterator[Replica]:

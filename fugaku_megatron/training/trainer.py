@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.load import Checkpoint, load_shards, open_checkpoint
-from ..checkpoint.manifest import Folders
+from ..checkpoint.manifest import Description, Folders
 from ..checkpoint.node_copy import node_first_steps
 from ..checkpoint.save import (
     BackgroundSave,
-    Description,
     Snapshot,
     Steps,
     run_steps,
@@ -216,7 +215,8 @@ class Trainer:
         count = tokens = None
         if work is not None:
             count = max(work.counted, 1) / microbatches
-            tokens = max(self._unpadded(work), 1) * self.layout.cp / microbatches
+            unpadded = work.samples * run.model.seq_length - work.padded
+            tokens = max(unpadded, 1) * self.layout.cp / microbatches
         shape = StepShape(
             activation=(sequence, run.batch.micro_batch_size, run.model.hidden_size),
             dtype=PARAMETER_DTYPES[run.precision.name],
@@ -233,9 +233,6 @@ class Trainer:
             stage or self.stage, self.groups.pp, window, shape, watch or self.watch
         )
         return executor.run(lists)
-
-    def _unpadded(self, work: TokenCounts) -> int:
-        return work.samples * self.run.model.seq_length - work.padded
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
         loss = torch.zeros((), dtype=torch.float64)
@@ -446,11 +443,14 @@ class Trainer:
         )
 
     def _saved_shards(self) -> list[Shard]:
-        shards = self.optimizer.checkpoint_shards(owned=True)
+        return self._shards(weights_only=self.run.output.no_save_optim)
+
+    def _shards(self, weights_only: bool) -> list[Shard]:
+        """Return this rank's shards of a checkpoint."""
         return [
             shard
-            for shard in shards
-            if not self.run.output.no_save_optim or shard.key.startswith(WEIGHTS)
+            for shard in self.optimizer.checkpoint_shards(owned=True)
+            if not weights_only or shard.key.startswith(WEIGHTS)
         ]
 
     def find_difference(self) -> Difference | None:
@@ -514,15 +514,10 @@ class Trainer:
         model = architecture(self.run.model, saved if weights_only else None)
         wanted = self.run.optimizer
         state = checkpoint.state
-        shards = [
-            shard
-            for shard in self.optimizer.checkpoint_shards(owned=True)
-            if not (weights_only or wanted.no_load_optim) or shard.key.startswith(WEIGHTS)
-        ]
         # New rows of the vocabulary begin as those of a new run.
         load_shards(
             checkpoint,
-            shards,
+            self._shards(weights_only or wanted.no_load_optim),
             self.folders,
             model,
             VOCABULARY,
@@ -599,11 +594,7 @@ class Trainer:
 
         Every rank reads its own shards. Raise ValueError on every rank if a rank cannot.
         """
-        shards = [
-            shard
-            for shard in self.optimizer.checkpoint_shards(owned=True)
-            if shard.key.startswith(WEIGHTS)
-        ]
+        shards = self._shards(weights_only=True)
         agree(self.world, lambda: fill_shards(shards, names, read))
         self.optimizer.after_load()
         self.replicas.reset()

@@ -103,7 +103,7 @@ def continued(loaded: LoadedModel) -> list[int]:
     *_, ids = steps(
         loaded, [PROMPT], NEW_TOKENS, Sampling(1.0, 0, 0.0, 1), lambda sample, tokens: False
     )
-    return ids[0]
+    return ids[0].tolist()
 
 
 def main(world: Comm) -> None:

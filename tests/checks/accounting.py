@@ -180,7 +180,7 @@ def check_kept(run: RunConfig) -> None:
     ):  # of int64, which `held_bytes` leaves out
         layers -= (
             run.model.num_layers
-            * accounting.tokens_per_microbatch(run)
+            * run.tokens_per_microbatch
             * run.model.moe_router_topk
             * experts.NUMBER_BYTES
         )

@@ -3,6 +3,7 @@
 import json
 import zlib
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -114,10 +115,17 @@ def our_tokens(
     """Return generated tokens. ends: the number of tokens after which a sample is finished"""
     manifest = read_manifest(directory, 3)
     loaded = load_model(saved_run(manifest, sizes), world, str(directory), 3, manifest)
+    return tokens_of(loaded, prompts, NEW, ends=ends or {})
+
+
+def tokens_of(
+    loaded, prompts, count, sampling=GREEDY, ends=MappingProxyType({})
+) -> list[list[int]]:
+    """Return `count` generated tokens for each prompt. ends: as in `our_tokens`"""
     *_, ids = steps(
-        loaded, prompts, NEW, GREEDY, lambda sample, ids: len(ids) == (ends or {}).get(sample)
+        loaded, prompts, count, sampling, lambda sample, ids: len(ids) == ends.get(sample)
     )
-    return ids
+    return [own.tolist() for own in ids]
 
 
 def random_model(world, family: str, tp: int, pp: int, **changes) -> LoadedModel:

@@ -260,7 +260,7 @@ def test_bytes_are_those_communicated(world, model, changes):
 def test_keys_that_are_passed_are_those_counted(world, changes):
     """Every rank passes as many keys as the formula says; a record has the keys of the rank that sends most."""
     run = small_run(**changes, **P2P)
-    layout, model, e = Layout.from_run(run, world), run.model, accounting.element_bytes(run)
+    layout, model, e = Layout.from_run(run, world), run.model, run.element_bytes
     passed = activations.p2p_keys(model.seq_length, layout.cp, model.window)
     of_key = run.batch.micro_batch_size * 2 * model.query_groups // layout.tp * model.kv_channels
     microbatches = layout.microbatches(run, layout.global_batch_size(run)) * model.num_layers

@@ -166,7 +166,7 @@ def test_logits_are_computed_for_some_rows_at_a_time_and_progress_is_told(
         "gather_from_tensor_parallel",
         lambda x, comm: rows.append(len(x)) or gather(x, comm),
     )
-    monkeypatch.setattr(evaluate, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(scoring, "PROGRESS_SECONDS", 0.0)
     found = result(flags, "--text", str(folder / "text.txt"), "--micro-batch-size", "3")
     assert max(rows) == 10 and sum(rows) == found["tokens"]
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -349,11 +350,11 @@ def test_the_log_names_the_rank_with_most_tokens(capsys):
             "moe_router_pre_softmax": True,
         }
     )
-    watch = expert_load.ExpertWatch(run.model, 4)
+    watch = expert_load.ExpertWatch(run.model, MetricsWriter(1, 1), 4)
     table = torch.zeros(4, 10, dtype=torch.float64)
     table[:, 5] = 256
-    watch.add(table)
-    watch.report(MetricsWriter(1, 1), 1)
+    watch.end(SimpleNamespace(experts=table))
+    watch.report(1)
     assert "the rank with experts 4 to 5 computes 4.00 of the mean" in capsys.readouterr().out
 
 

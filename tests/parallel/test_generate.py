@@ -12,11 +12,10 @@ from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.costs import activations
 from fugaku_megatron.data.tokenizer import gpt2_files
 from fugaku_megatron.inference import generate, generation
-from fugaku_megatron.inference.generation import Decoder, Sampling, steps
+from fugaku_megatron.inference.generation import Decoder, Sampling
 from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.forward_context import Pass
 from tests.checks.generation import (
-    GREEDY,
     NEW,
     TEXT,
     TEXTS,
@@ -25,6 +24,7 @@ from tests.checks.generation import (
     random_model,
     save_trained,
     their_model,
+    tokens_of,
     write_tokenizer,
 )
 from tests.llama_models import FAMILIES, copy_to, theirs
@@ -142,14 +142,8 @@ def test_sampled_texts_do_not_depend_on_the_layout(trained):
 
     def continued(world, *sizes: int) -> list[list[int]]:
         loaded = load_model(saved_run(manifest, sizes), world, str(trained[0]), 80, manifest)
-        *_, ids = steps(
-            loaded,
-            [list(b"to be"), list(b"or not to"), list(b"q")],
-            12,
-            sampled,
-            lambda sample, ids: False,
-        )
-        return ids
+        prompts = [list(b"to be"), list(b"or not to"), list(b"q")]
+        return tokens_of(loaded, prompts, 12, sampled)
 
     alone = continued(SoloComm(), 1, 1)
     assert list(map(len, alone)) == [12] * 3
@@ -235,10 +229,7 @@ def test_greedy_tokens_are_those_of_transformers(pair, sizes):
 
 
 def family_tokens(world, family: str, tp: int, pp: int, count: int) -> list[list[int]]:
-    *_, ids = steps(
-        random_model(world, family, tp, pp), SHORT, count, GREEDY, lambda sample, ids: False
-    )
-    return ids
+    return tokens_of(random_model(world, family, tp, pp), SHORT, count)
 
 
 def likeliest(family: str, ids: list[list[int]]) -> list[list[int]]:
@@ -297,7 +288,7 @@ def test_greedy_tokens_of_families_that_people_train(family):
 def test_tokens_with_kept_keys_are_those_of_whole_sequences(changes):
     """Each token of models that torch computes in part is the likeliest after one forward of all tokens before it."""
     model = random_model(SoloComm(), "gpt", 1, 1, **changes)
-    *_, ids = steps(model, SHORT, 6, GREEDY, lambda sample, ids: False)
+    ids = tokens_of(model, SHORT, 6)
     chunk, at = model.stage.last, Pass(first_sample=0, training=False)
     for prompt, own in zip(SHORT, ids, strict=True):
         tokens = torch.tensor(prompt + own)[:, None]  # (s, 1)

@@ -407,7 +407,7 @@ def test_pages_go_back_and_come_again(tmp_path):
     values = np.arange(4_000_000)
     np.save(tmp_path / "values.npy", values)
     file = MappedFile(tmp_path / "values.npy")
-    array = file.npy()
+    array = file.array
 
     def resident():
         with open("/proc/self/statm") as statm:

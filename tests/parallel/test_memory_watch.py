@@ -16,6 +16,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import memory
 from fugaku_megatron.data.dataset import MockDataset
+from fugaku_megatron.host import cgroup
 from fugaku_megatron.host.allocator import free_bytes, node_bytes, usage
 from fugaku_megatron.observe import memory as memory_module
 from fugaku_megatron.observe.memory import FIRST_ITERATIONS, SPAN, MemoryWatch, steady_growth
@@ -199,17 +200,19 @@ def test_usage(tmp_path):
 def test_the_limit_of_a_job(tmp_path, monkeypatch, line, folder, files):
     machine = SimpleNamespace(available=10**9, total=2 * 10**9)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setattr(cgroup, "PROC", tmp_path / "cgroup")
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
     (tmp_path / "cgroup").write_text(line + "\n")
     (tmp_path / folder).mkdir(parents=True)
-    assert free_bytes(tmp_path / "cgroup", tmp_path) == machine.available
-    assert node_bytes(tmp_path / "cgroup", tmp_path) == machine.total
+    assert free_bytes() == machine.available
+    assert node_bytes() == machine.total
     for name, text in files.items():
         (tmp_path / folder / name).write_text(text)
-    assert free_bytes(tmp_path / "cgroup", tmp_path) == 1300000
-    assert node_bytes(tmp_path / "cgroup", tmp_path) == 5000000
+    assert free_bytes() == 1300000
+    assert node_bytes() == 5000000
     (tmp_path / folder / next(iter(files))).write_text("max")
-    assert free_bytes(tmp_path / "cgroup", tmp_path) == machine.available
-    assert node_bytes(tmp_path / "cgroup", tmp_path) == machine.total
+    assert free_bytes() == machine.available
+    assert node_bytes() == machine.total
 
 
 def run(
@@ -222,10 +225,10 @@ def run(
     )
     for iteration in range(1, iterations + 1):
         kept.append(hold(int(leaks[world.rank] * MIB)))
-        watch.read(iteration)
+        watch.end(SimpleNamespace(seconds=30.0))
         if iteration % 20 == 0:
-            resident, shared = watch.finish_interval(iteration, 30.0)
-            assert 0 <= shared < resident
+            values = watch.finish_interval(iteration)
+            assert 0 <= values["shared_mib"] < values["resident_mib"]
     return said
 
 
@@ -264,11 +267,12 @@ def test_the_fastest_rank_is_named_and_its_node_counted(monkeypatch, every_itera
             lambda iteration, line: said.append(line),
         )
         watch._readings.append((1, int(rates[world.rank] * MIB)))
+        watch._seconds = 60.0
         for iteration in (100, 200):
-            watch._tell(iteration, 60.0, rates[world.rank] * MIB)
+            watch._tell(iteration, rates[world.rank] * MIB)
         monkeypatch.setattr(memory_module, "free_bytes", lambda: 190 * MIB)
         world.barrier()
-        watch._tell(300, 60.0, rates[world.rank] * MIB)
+        watch._tell(300, rates[world.rank] * MIB)
         return said
 
     for said in ThreadWorld(3).run(rank):

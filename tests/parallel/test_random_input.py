@@ -193,10 +193,7 @@ def saved(tmp_path_factory):
     folder.mkdir()
     manifest.write_manifest(
         folder,
-        5,
-        {"world_size": 1},
-        {"model": {"num_layers": 1}},
-        STATE,
+        manifest.Description(5, {"world_size": 1}, {"model": {"num_layers": 1}}, STATE),
         {"rank_00000.safetensors": {"size": 4, "crc32": "0123abcd", "shards": [RECORD]}},
     )
     return folder / manifest.MANIFEST, json.loads((folder / manifest.MANIFEST).read_text())

@@ -36,8 +36,8 @@ def intervals(world, computation, data=None, iterations=10, works=None, **change
             c, d = computes[world.rank] + change, waiting[world.rank]
             own.of_iteration = lambda seconds, c=c, d=d: [c, d, 0.0, 0.0, seconds - c - d]
             times.begin()
-            times.end(SECONDS, works and works[world.rank])
-        times.finish_interval(iterations * number)
+            times.end(SimpleNamespace(seconds=SECONDS, work=works and works[world.rank]))
+        times.report(iterations * number)
     return said
 
 

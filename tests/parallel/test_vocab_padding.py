@@ -21,11 +21,11 @@ from fugaku_megatron.config.run_config import RunConfig, saved_run
 from fugaku_megatron.convert.hugging_face import open_hugging_face
 from fugaku_megatron.costs.accounting import padded_vocab_size
 from fugaku_megatron.inference.evaluate import Inputs, evaluated
-from fugaku_megatron.inference.generation import Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel, load_model
 from fugaku_megatron.inference.scoring import windows
 from fugaku_megatron.run.resume import Resume, resume_training, with_padding
 from fugaku_megatron.training.trainer import Trainer
+from tests.checks.generation import tokens_of
 from tests.helpers import (
     PP2,
     TP2,
@@ -211,12 +211,12 @@ def check_inference(case: Case, directory: Path, ranks: int, run: RunConfig) -> 
         loaded: LoadedModel = load_model(
             saved_run(manifest, sizes), world, str(directory), STEPS, manifest
         )
-        *_, ids = steps(loaded, [prompt], 8, Sampling(0.0, 0, 0.0, 1), lambda sample, ids: False)
+        (ids,) = tokens_of(loaded, [prompt], 8)
         requests = windows(text.numpy().astype(np.int32), LENGTH, LENGTH)
         texts = Inputs(
             requests, tokens=len(text), predicted=len(text) - 1, bytes=0, questions=[], note=""
         )
-        return ids[0], evaluated(loaded, texts, 2)["perplexity"]
+        return ids, evaluated(loaded, texts, 2)["perplexity"]
 
     ids, perplexity = ThreadWorld(ranks).run(read)[0]
     with torch.no_grad():

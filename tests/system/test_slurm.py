@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,12 +93,12 @@ def test_only_a_folder_that_is_there_is_written(command, name, tmp_path, monkeyp
 
 
 def test_a_recipe_that_cannot_run_is_refused():
-    cluster = render.CLUSTERS[0]
-    job = render.RECIPES["a64fx"][3]
+    cluster = render.CLUSTERS["a64fx"]
+    job = cluster.recipes[3]
     with pytest.raises(ValueError, match="a64fx, 30b: .* MiB per rank .*raise nodes, TP or PP"):
-        render.render_slurm(cluster, replace(job, pp=4))
+        render.render_slurm(cluster, job._replace(pp=4))
     with pytest.raises(ValueError, match="is not divisible by --tensor-model-parallel-size"):
-        render.render_slurm(cluster, replace(job, tp=5))
+        render.render_slurm(cluster, job._replace(tp=5))
 
 
 def two_ports() -> int:

@@ -286,29 +286,6 @@ def test_a_rank_that_dies_of_the_request_ends_the_job_in_order(planned):
     assert code == 0 and said.endswith("supervise: asked to stop; exit code 0\n")
 
 
-TRAIN = f"-- pretrain_gpt.py {MODEL} {SAME}"
-
-
-@pytest.mark.parametrize(
-    "words, answer",
-    {
-        "": "pass the command after --",
-        "-- mpiexec sleep 1": "does not start pretrain_gpt.py or fugaku-megatron train",
-        f"-- fugaku-megatron train {MODEL} --save x": "--save x and --load None: pass the same folder to both",
-        f"-- fugaku-megatron train {MODEL} {SAME} --ckpt-step 4": "--ckpt-step 4: every restart",
-        "--hosts a -- x": "--hosts and --launcher belong together",
-        "--spare-nodes 1 -- x": "--spare-nodes 1 needs --hosts",
-        "--max-restarts -1 -- x": "--max-restarts -1: pass 0 or more",
-        f"--hosts a --launcher nowhere {TRAIN}": "nowhere: No such file or directory: pass the launcher",
-        f"--hosts a,b,c --launcher x {TRAIN}": "--global-batch-size 8 is not divisible",
-        f"--hosts a,b --spare-nodes 2 --launcher x {TRAIN}": "--spare-nodes 2 of 2 --hosts: pass 0 to 1",
-    }.items(),
-)
-def test_mistakes_are_one_line(command, words, answer, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    command("supervise", words, code=2).mistake(answer)
-
-
 def test_hosts_come_from_a_list_or_a_file(tmp_path):
     (tmp_path / "map").write_text("(0)\n(0)\n(1)\n(1)\n")
     assert read_hosts("a,b") == ["a", "b"] and read_hosts(f"@{tmp_path}/map") == ["(0)", "(1)"]

@@ -61,7 +61,7 @@ def test_a_value_arrives_in_its_field_and_takes_the_place_of_a_recipes(pair):
         "max_position_embeddings",
         "hysteresis",
     ):
-        more = ["--max-position-embeddings", "2048", "--save", "d", "--min-lr", "0"]
+        more = "--max-position-embeddings 2048 --save d --min-lr 0".split()
         assert value(parse(["--recipe", "124m", *more, flag, text]).run, name) == parsed
 
 
@@ -193,7 +193,7 @@ def test_missing_flags_and_misspelled_fields_are_named():
 
 
 def test_ranges_of_samples_are_joined():
-    run = parse(["--recipe", "demo", "--skip-samples", "10:20,15:30", "2:3"]).run
+    run = parse("--recipe demo --skip-samples 10:20,15:30 2:3".split()).run
     assert str(Skips.parse(run.data.skip_samples)) == "2:3,10:30"
 
 

@@ -486,6 +486,11 @@ def test_texts_of_any_kind_are_printed_without_commands_for_the_terminal(tokeniz
 GOOD = {"messages": TALK}
 
 
+def signed_chats(files: ChatFiles) -> list[np.ndarray]:
+    chats = [files.get(i).astype(np.int32) for i in range(len(files))]
+    return [signed(chat, files.trained(i, len(chat))) for i, chat in enumerate(chats)]
+
+
 def test_preprocess_writes_chats_and_which_tokens_are_trained(folder, tokenizer, tmp_path, capsys):
     records = [
         {"messages": [user(f"q{i}" * (i % 7)), assistant(f"a{i}" * (1 + i % 5))]}
@@ -496,11 +501,7 @@ def test_preprocess_writes_chats_and_which_tokens_are_trained(folder, tokenizer,
     files = ChatFiles(tmp_path / "one")
     template = ChatTemplate(tokenizer)
     expected = [template.encode(Chat(record["messages"])) for record in records]
-    written = [
-        signed(files.get(i).astype(np.int32), files.trained(i, len(files.get(i))))
-        for i in range(200)
-    ]
-    assert all(map(np.array_equal, written, expected))
+    assert all(map(np.array_equal, signed_chats(files), expected))
     trained = sum(int((tokens < 0).sum()) for tokens in expected)
     assert files.count_trained(0, files.sequence_lengths).sum() == trained
     said = capsys.readouterr().out
@@ -522,14 +523,9 @@ def test_preprocess_writes_chats_and_which_tokens_are_trained(folder, tokenizer,
         )
     for suffix in (".bin", ".idx", ".mask", ".tokenizer.json"):
         assert (tmp_path / f"w1{suffix}").read_bytes() == (tmp_path / f"w2{suffix}").read_bytes()
-    files = ChatFiles(tmp_path / "w1")
-    shuffled = [
-        signed(files.get(i).astype(np.int32), files.trained(i, len(files.get(i)))).tolist()
-        for i in range(200)
-    ]
-    assert shuffled != [tokens.tolist() for tokens in expected] and sorted(shuffled) == sorted(
-        t.tolist() for t in expected
-    )
+    shuffled = [tokens.tolist() for tokens in signed_chats(ChatFiles(tmp_path / "w1"))]
+    in_order = [tokens.tolist() for tokens in expected]
+    assert shuffled != in_order and sorted(shuffled) == sorted(in_order)
 
 
 def test_a_chat_that_cannot_be_read_is_left_out_on_request(folder, tmp_path, capsys):
@@ -637,24 +633,25 @@ def test_other_mistakes_of_preprocess(folder, tmp_path, capsys):
 # The three files -----------------------------------------------------------------------------------------------------------------
 
 
+def write_masks(prefix: Path, masks: list[list[bool]]) -> ChatFiles:
+    """Chats with these trained tokens."""
+    with ChatWriter(prefix, "<u2") as writer:
+        for mask in masks:
+            writer.add_document(signed(np.arange(len(mask)), np.array(mask)))
+    return ChatFiles(prefix)
+
+
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=20), min_size=1, max_size=20))
 @settings(max_examples=50)
 def test_masks_are_read_as_they_were_written(tmp_path_factory, masks):
     prefix = tmp_path_factory.mktemp("chats") / "c"
-    with ChatWriter(prefix, "<u2") as writer:
-        for mask in masks:
-            writer.add_document(signed(np.arange(len(mask)), np.array(mask)))
-    files = ChatFiles(prefix)
-    assert [files.trained(i, len(mask)).tolist() for i, mask in enumerate(masks)] == masks
-    assert [files.get(i).tolist() for i in range(len(masks))] == [
-        [*range(len(mask))] for mask in masks
-    ]
-    assert writer.trained == sum(map(sum, masks)) and os.path.getsize(f"{prefix}.mask") == 36 + -(
-        -sum(map(len, masks)) // 8
-    )
-    assert files.count_trained(0, np.array([*map(len, masks)])).sum() == sum(
-        sum(mask[1:]) for mask in masks
-    )
+    files = write_masks(prefix, masks)
+    written = [unsigned(chat) for chat in signed_chats(files)]
+    assert [trained.tolist() for _, trained in written] == masks
+    assert [ids.tolist() for ids, _ in written] == [[*range(len(mask))] for mask in masks]
+    assert os.path.getsize(f"{prefix}.mask") == 36 + -(-sum(map(len, masks)) // 8)
+    counted = files.count_trained(0, np.array([*map(len, masks)]))
+    assert counted.sum() == sum(sum(mask[1:]) for mask in masks)
 
 
 def test_a_mask_that_does_not_fit_is_refused(tmp_path):
@@ -834,14 +831,6 @@ def test_chats_that_are_too_long(tmp_path):
         ChatDataset(files, "valid", range(0), 1, DatasetConfig(16, 1))
 
 
-def write_masks(prefix: Path, masks: list[list[bool]]) -> ChatFiles:
-    """Chats with these trained tokens."""
-    with ChatWriter(prefix, "<u2") as writer:
-        for mask in masks:
-            writer.add_document(signed(np.arange(len(mask)), np.array(mask)))
-    return ChatFiles(prefix)
-
-
 def test_chats_without_a_trained_token_are_counted_and_refused_if_they_are_all(tmp_path):
     late = [False] * 20 + [True] * 5
     early = [False] * 5 + [True] * 5
@@ -910,12 +899,3 @@ def test_flags_and_the_plan(tmp_path, tokenizer):
     )
     with pytest.raises(ValueError, match="chat 1, counted from 0, has 6 tokens"):
         report(make_run("demo", {**values, "seq_length": 4}), 1)
-
-
-def test_signs():
-    ids = np.array([0, 7, 9])
-    trained = np.array([True, False, True])
-    assert [part.tolist() for part in unsigned(signed(ids, trained))] == [
-        [0, 7, 9],
-        [True, False, True],
-    ]

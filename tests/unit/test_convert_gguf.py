@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,27 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
 THETA = {"rope_theta": 10000.0}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """written(kind) writes a model and its tokenizer into `hf`, and returns both."""
+
+    def write(kind):
+        return write_model(tmp_path / "hf", kind), write_tokenizer(tmp_path / "hf")
+
+    return write
+
+
+@pytest.fixture
+def converted(tmp_path):
+    """converted(flags) converts `hf`, and returns a reader of the file."""
+
+    def read(*flags):
+        assert convert(tmp_path / "hf", tmp_path / "m.gguf", *flags) == 0
+        return gguf.GGUFReader(tmp_path / "m.gguf")
+
+    return read
 
 
 def value(reader, name):
@@ -79,13 +101,10 @@ def expected(model, kind):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_tensor_is_read_back(tmp_path, kind):
+def test_every_tensor_is_read_back(written, converted, kind):
     assert MODELS.keys() == KINDS.keys()
-    model = write_model(tmp_path / "hf", kind)
-    file = tmp_path / "m.gguf"
-    write_tokenizer(tmp_path / "hf")
-    assert convert(tmp_path / "hf", file) == 0
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    model, _ = written(kind)
+    tensors = {tensor.name: tensor for tensor in converted().tensors}
     factors = tensors.pop("rope_freqs.weight", None)
     wanted = expected(model, kind)
     assert tensors.keys() == wanted.keys()
@@ -106,12 +125,9 @@ def test_every_tensor_is_read_back(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
-def test_formats_of_matrices(tmp_path, kind):
-    model = write_model(tmp_path / "hf", "qwen2")
-    file = tmp_path / "m.gguf"
-    write_tokenizer(tmp_path / "hf")
-    assert convert(tmp_path / "hf", file, "--gguf-type", kind) == 0
-    reader = gguf.GGUFReader(file)
+def test_formats_of_matrices(written, converted, kind):
+    model, _ = written("qwen2")
+    reader = converted("--gguf-type", kind)
     assert value(reader, "general.file_type") == {"f16": 1, "bf16": 32, "q8_0": 7}[kind]
     wanted = expected(model, "qwen2")
     for tensor in reader.tensors:
@@ -132,12 +148,9 @@ def test_formats_of_matrices(tmp_path, kind):
             )
 
 
-def test_numbers_and_tokenizer(tmp_path):
-    write_model(tmp_path / "hf", "qwen3_moe")
-    tokenizer = write_tokenizer(tmp_path / "hf")
-    file = tmp_path / "m.gguf"
-    assert convert(tmp_path / "hf", file) == 0
-    reader = gguf.GGUFReader(file)
+def test_numbers_and_tokenizer(tmp_path, written, converted):
+    _, tokenizer = written("qwen3_moe")
+    reader = converted()
     numbers = {
         "block_count": 2,
         "context_length": 64,
@@ -175,34 +188,22 @@ def test_numbers_and_tokenizer(tmp_path):
         value(reader, "tokenizer.ggml.eos_token_id") == 0
         and value(reader, "tokenizer.chat_template") == TEMPLATE
     )
+    (tmp_path / "m.gguf").unlink()
     (tmp_path / "t.jinja").write_text("another")
-    assert (
-        convert(tmp_path / "hf", tmp_path / "t.gguf", "--chat-template", str(tmp_path / "t.jinja"))
-        == 0
-    )
-    assert value(gguf.GGUFReader(tmp_path / "t.gguf"), "tokenizer.chat_template") == "another"
+    again = converted("--chat-template", str(tmp_path / "t.jinja"))
+    assert value(again, "tokenizer.chat_template") == "another"
 
 
-def test_a_checkpoint_and_the_model_that_it_came_from_become_the_same_file(tmp_path):
-    write_model(tmp_path / "hf", "qwen3")
-    write_tokenizer(tmp_path / "hf")
-    assert convert(tmp_path / "hf", tmp_path / "direct.gguf") == 0
-    assert (
-        program.main(
-            ["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "start")]
-        )
-        == 0
-    )
-    assert (
-        program.main(
-            ["convert", "--load", str(tmp_path / "start"), "--to-gguf", str(tmp_path / "own.gguf")]
-        )
-        == 0
-    )
-    assert (tmp_path / "own.gguf").read_bytes() == (tmp_path / "direct.gguf").read_bytes()
+def test_a_checkpoint_and_the_model_that_it_came_from_become_the_same_file(tmp_path, written):
+    written("qwen3")
+    hf, ours, direct, own = (str(tmp_path / name) for name in ("hf", "ours", "a.gguf", "b.gguf"))
+    assert program.main(["convert", "--from-hf", hf, "--to-gguf", direct]) == 0
+    assert program.main(["convert", "--from-hf", hf, "--save", ours]) == 0
+    assert program.main(["convert", "--load", ours, "--to-gguf", own]) == 0
+    assert Path(own).read_bytes() == Path(direct).read_bytes()
 
 
-def test_pieces_of_sentencepiece(tmp_path):
+def test_pieces_of_sentencepiece(tmp_path, converted):
     sentencepiece = pytest.importorskip("sentencepiece")
     write_model(tmp_path / "hf", "llama")
     (tmp_path / "text").write_text("the model is the model that the user of the model has\n" * 20)
@@ -220,8 +221,7 @@ def test_pieces_of_sentencepiece(tmp_path):
     model = sentencepiece.SentencePieceProcessor(
         model_file=str(tmp_path / "hf" / "tokenizer.model")
     )
-    assert convert(tmp_path / "hf", tmp_path / "m.gguf") == 0
-    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    reader = converted()
     pieces = range(len(model))
     assert value(reader, "tokenizer.ggml.model") == "llama"
     assert value(reader, "tokenizer.ggml.tokens")[: len(pieces)] == [
@@ -248,21 +248,19 @@ def test_pieces_of_sentencepiece(tmp_path):
         ),
     ],
 )
-def test_linear_scaling_and_yarn(tmp_path, rope, keys):
+def test_linear_scaling_and_yarn(tmp_path, converted, rope, keys):
     torch.manual_seed(1)
     transformers.AutoModelForCausalLM.from_config(
         transformers.Qwen2Config(**SIZES, rope_scaling=rope)
     ).save_pretrained(tmp_path / "hf")
     write_tokenizer(tmp_path / "hf")
-    assert convert(tmp_path / "hf", tmp_path / "m.gguf") == 0
-    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    reader = converted()
     assert {name: value(reader, f"qwen2.rope.scaling.{name}") for name in keys} == keys
     assert value(reader, "qwen2.rope.freq_base") == 10000.0
 
 
-def test_a_tokenizer_that_is_read_differently_needs_a_flag(tmp_path, capsys):
-    write_model(tmp_path / "hf", "qwen2")
-    write_tokenizer(tmp_path / "hf")
+def test_a_tokenizer_that_is_read_differently_needs_a_flag(tmp_path, capsys, written):
+    written("qwen2")
     words = ["convert", "--from-hf", str(tmp_path / "hf"), "--to-gguf", str(tmp_path / "m.gguf")]
     capsys.readouterr()
     assert program.main(words) == 2 and not (tmp_path / "m.gguf").exists()
@@ -346,9 +344,10 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path, capsys, kind, change,
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_files_are_not_replaced_and_a_missing_package_is_named(tmp_path, capsys, monkeypatch):
-    write_model(tmp_path / "hf", "qwen2")
-    write_tokenizer(tmp_path / "hf")
+def test_files_are_not_replaced_and_a_missing_package_is_named(
+    tmp_path, capsys, monkeypatch, written
+):
+    written("qwen2")
     (tmp_path / "m.gguf").write_text("mine")
     capsys.readouterr()
     assert (
@@ -356,20 +355,8 @@ def test_files_are_not_replaced_and_a_missing_package_is_named(tmp_path, capsys,
         and (tmp_path / "m.gguf").read_text() == "mine"
     )
     assert "m.gguf exists: pass a new file, so that nothing is replaced" in capsys.readouterr().err
-    assert (
-        program.main(
-            [
-                "convert",
-                "--from-hf",
-                str(tmp_path / "hf"),
-                "--save",
-                str(tmp_path / "s"),
-                "--gguf-type",
-                "f16",
-            ]
-        )
-        == 2
-    )
+    words = ["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "s")]
+    assert program.main([*words, "--gguf-type", "f16"]) == 2
     assert "--gguf-type f16 is for --to-gguf: pass both" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert convert(tmp_path / "hf", tmp_path / "n.gguf") == 2

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -167,10 +168,10 @@ def test_watts_of_all_nodes(tmp_path):
         watch = EnergyWatch(world, nodes, counting(30.0 if world.rank < 2 else 50.0))
         for _ in range(3):
             watch.begin()
-            watch.end(2.0)
-        return watch.finish_interval(), watch.finish_interval()
+            watch.end(SimpleNamespace(seconds=2.0))
+        return [watch.finish_interval(3)["watts"] for _ in range(2)]
 
-    assert ThreadWorld(4).run(work) == [(pytest.approx((30 + 50) / 2), None)] * 4
+    assert ThreadWorld(4).run(work) == [[pytest.approx((30 + 50) / 2), None]] * 4
 
 
 def test_watts_need_a_counter_of_every_node():
@@ -178,16 +179,16 @@ def test_watts_need_a_counter_of_every_node():
         nodes = find_nodes(world, str(world.rank))
         watch = EnergyWatch(world, nodes, counting(30.0) if world.rank else Counters(""))
         watch.begin()
-        watch.end(2.0)
-        return watch.finish_interval()
+        watch.end(SimpleNamespace(seconds=2.0))
+        return watch.finish_interval(1).get("watts")
 
     assert ThreadWorld(2).run(work) == [None, None]
     failing = Counters("test", [Counter("package-0", iter([1.0, None, 2.0]).__next__)])
     world = SoloComm()
     watch = EnergyWatch(world, find_nodes(world), failing)
     watch.begin()
-    watch.end(1.0)
-    assert watch.finish_interval() is None
+    watch.end(SimpleNamespace(seconds=1.0))
+    assert watch.finish_interval(1)["watts"] is None
 
 
 def record(iteration, watts):

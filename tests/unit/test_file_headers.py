@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from fugaku_megatron.checkpoint.manifest import read_head
 from fugaku_megatron.checkpoint.schema import BlockChecksums
@@ -23,6 +25,7 @@ from fugaku_megatron.data.tokenizer import build_tokenizer
 from fugaku_megatron.observe.history import read_history
 from fugaku_megatron.observe.rank_table import read
 from fugaku_megatron.planner.machine import load
+from tests.file_damage import damages
 from tests.time_limit import time_limit
 
 TENSORS = {
@@ -127,10 +130,39 @@ def test_any_header_and_any_length_of_it(written, header, length):
 
 
 @pytest.mark.parametrize(
+    "content", [b"", b"abc", (2**63).to_bytes(8, "little"), put_together(b"[]", b"")]
+)
+def test_a_file_without_a_header_is_refused(written, content):
+    with pytest.raises(ValueError, match="rank_00000.safetensors is not a valid safetensors file"):
+        opened(written[0], content)
+
+
+def test_damaged_headers_are_refused_or_stay_inside(written):
+    path, header, values = written
+    whole = json.dumps(header).encode()
+    for damaged in damages(whole, 300):
+        refused_or_inside(path, put_together(damaged, values, len(whole)))
+
+
+@pytest.mark.parametrize(
     "text", ["[" + "{}," * 1_500_000 + "{}]", '{"a":[' + "[]," * 1_500_000 + "[]]}"]
 )
 def test_a_file_that_is_all_header_is_refused_before_it_takes_memory(written, text):
     refused_or_inside(written[0], put_together(text.encode(), b""))
+
+
+@pytest.mark.parametrize(
+    ("shift", "added"), [(-24, 0), (0, 8), (8, 8)], ids=["overlapping", "trailing bytes", "a hole"]
+)
+def test_places_that_the_safetensors_library_refuses_are_refused(written, shift, added):
+    path, header, values = written
+    places = [place + shift for place in header["b"]["data_offsets"]]  # of the last tensor
+    changed = {**header, "b": {**header["b"], "data_offsets": places}}
+    content = put_together(json.dumps(changed).encode(), values + bytes(added))
+    with pytest.raises(ValueError, match="not a valid safetensors file: its header is damaged"):
+        opened(path, content)
+    with pytest.raises(SafetensorError):
+        load_file(path)
 
 
 # Pickled code -----------------------------------------------------------------------------------------------------------------

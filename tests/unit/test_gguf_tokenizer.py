@@ -98,12 +98,15 @@ def test_keys_of_the_stored_tokenizers():
     assert {*saved.template} == {"default", "tool_use", "rag"}
 
 
-def set_model(**values):
-    return lambda contents: contents["model"].update(values)
+def at(*path, **values):
+    """Return a change of a tokenizer.json: these values of the object at a path."""
 
+    def change(contents):
+        for step in path:
+            contents = contents[step]
+        contents.update(values)
 
-def set_part(part, value):
-    return lambda contents: contents.update({part: value})
+    return change
 
 
 def set_added(**values):
@@ -123,16 +126,8 @@ def add_token(content, **values):
     return change
 
 
-def set_split(**values):
-    return lambda contents: contents["pre_tokenizer"].update(values)
-
-
 def without_byte(contents):
     del contents["model"]["vocab"]["\u0100"]
-
-
-def with_text(text):
-    return lambda contents: contents["model"]["vocab"].update({text: 400})
 
 
 def metaspace(scheme, split=False):
@@ -165,55 +160,63 @@ def around(*names):
 
 
 REFUSED = [  # tokenizer, change of its tokenizer.json, message
-    (BYTE_LEVEL, set_split(add_prefix_space=True), r"pre_tokenizer ByteLevel, add_prefix_space"),
     (
         BYTE_LEVEL,
-        set_part("normalizer", {"type": "Lowercase"}),
+        at("pre_tokenizer", add_prefix_space=True),
+        r"pre_tokenizer ByteLevel, add_prefix_space",
+    ),
+    (
+        BYTE_LEVEL,
+        at(normalizer={"type": "Lowercase"}),
         r"normalizes a text by .*Lowercase",
     ),
-    (BYTE_LEVEL, set_part("normalizer", {"type": "NFKC"}), r"normalizes a text by .*NFKC"),
+    (BYTE_LEVEL, at(normalizer={"type": "NFKC"}), r"normalizes a text by .*NFKC"),
     (
         BYTE_LEVEL,
-        set_part("normalizer", {"type": "Strip", "strip_left": True, "strip_right": True}),
+        at(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}),
         r"normalizes a text by .*Strip",
     ),
     (
         BYTE_LEVEL,
-        set_part("normalizer", {"type": "Replace", "pattern": {"String": "a"}, "content": "b"}),
+        at(normalizer={"type": "Replace", "pattern": {"String": "a"}, "content": "b"}),
         r"normalizes a text by .*Replace",
     ),
     (
         BYTE_LEVEL,
-        set_part("normalizer", {"type": "Prepend", "prepend": "a"}),
+        at(normalizer={"type": "Prepend", "prepend": "a"}),
         r"normalizes a text by .*Prepend",
     ),
     (
         BYTE_LEVEL,
-        set_part("pre_tokenizer", {"type": "Whitespace"}),
+        at(pre_tokenizer={"type": "Whitespace"}),
         r"\(pre_tokenizer\), which has no name",
     ),
-    (BYTE_LEVEL, set_part("pre_tokenizer", None), r"\(pre_tokenizer\), which has no name"),
+    (BYTE_LEVEL, at(pre_tokenizer=None), r"\(pre_tokenizer\), which has no name"),
     (
         BYTE_LEVEL,
-        set_model(ignore_merges=True),
+        at("model", ignore_merges=True),
         r"ignore_merges true, and llama.cpp's split gpt-2 has not",
     ),
-    (BYTE_LEVEL, set_model(dropout=0.5), r"drops merges at random \(dropout\)"),
+    (BYTE_LEVEL, at("model", dropout=0.5), r"drops merges at random \(dropout\)"),
     (
         BYTE_LEVEL,
-        set_model(end_of_word_suffix="</w>"),
+        at("model", end_of_word_suffix="</w>"),
         r"end_of_word_suffix|makes no token of the text",
     ),
     (BYTE_LEVEL, without_byte, r"no token for 1 of the 256 bytes"),
-    (BYTE_LEVEL, with_text("[PAD500]"), r"tokens 400 and 500 are both '\[PAD500\]'"),
+    (
+        BYTE_LEVEL,
+        at("model", "vocab", **{"[PAD500]": 400}),
+        r"tokens 400 and 500 are both '\[PAD500\]'",
+    ),
     (BYTE_LEVEL, around("<s>", "<s>", None), r"\(post_processor\), and llama.cpp knows no others"),
     (FALLBACK, metaspace("always", split=True), r"prepares a text by .*Metaspace"),
-    (FALLBACK, set_part("normalizer", {"type": "NFC"}), r"prepares a text by .*NFC"),
-    (FALLBACK, set_model(ignore_merges=True), r"ignore_merges true"),
+    (FALLBACK, at(normalizer={"type": "NFC"}), r"prepares a text by .*NFC"),
+    (FALLBACK, at("model", ignore_merges=True), r"ignore_merges true"),
     (FALLBACK, lambda c: c["model"]["vocab"].pop("<0x41>"), r"no piece for 1 of the 256 bytes"),
 ]
 INEXACT = [  # what is refused unless --gguf-inexact-tokenizer is passed
-    (BYTE_LEVEL, set_part("normalizer", {"type": "NFC"}), r"normalizes a text to NFC"),
+    (BYTE_LEVEL, at(normalizer={"type": "NFC"}), r"normalizes a text to NFC"),
     (BYTE_LEVEL, set_added(lstrip=True), r"added token 'extra' has lstrip"),
     (BYTE_LEVEL, set_added(rstrip=True), r"added token 'extra' has rstrip"),
     (BYTE_LEVEL, set_added(single_word=True), r"added token 'extra' has single_word"),
@@ -223,7 +226,11 @@ INEXACT = [  # what is refused unless --gguf-inexact-tokenizer is passed
         add_token("xtr"),
         r"added token 'xtr' is sought before 'extra', which contains it",
     ),
-    (BYTE_LEVEL, with_text("<|endoftext|>"), r"'<\|endoftext\|>', is ordinary text, and llama.cpp"),
+    (
+        BYTE_LEVEL,
+        at("model", "vocab", **{"<|endoftext|>": 400}),
+        r"'<\|endoftext\|>', is ordinary text, and llama.cpp",
+    ),
     (FALLBACK, metaspace("always"), r"no space before a text that begins with a space"),
     (FALLBACK, metaspace("first"), r"and after a special token \(prepend_scheme first\)"),
     (
@@ -250,14 +257,18 @@ def test_what_llama_cpp_computes_differently_is_refused(tmp_path, name, change, 
 @pytest.mark.parametrize(
     "change",
     [
-        set_split(trim_offsets=False),
-        set_part(
-            "truncation",
-            {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+        at("pre_tokenizer", trim_offsets=False),
+        at(
+            truncation={
+                "direction": "Right",
+                "max_length": 4,
+                "strategy": "LongestFirst",
+                "stride": 0,
+            },
         ),
-        set_part("decoder", None),
-        set_part("normalizer", {"type": "Sequence", "normalizers": []}),
-        set_model(fuse_unk=True),
+        at(decoder=None),
+        at(normalizer={"type": "Sequence", "normalizers": []}),
+        at("model", fuse_unk=True),
         add_token("extraordinary"),
         add_token("    "),
     ],
@@ -266,39 +277,43 @@ def test_what_changes_no_token_is_written(tmp_path, change):
     assert read(changed(tmp_path / "changed", BYTE_LEVEL, change)).split == "gpt-2"
 
 
-def set_normalizer(**values):
-    return lambda model: [setattr(model.normalizer_spec, *item) for item in values.items()]
+def of(*path, **values):
+    """Return a change of a model of SentencePiece: these values of the part at a path."""
 
+    def change(model):
+        for step in path:
+            model = model[step] if isinstance(step, int) else getattr(model, step)
+        for name, value in values.items():
+            setattr(model, name, value)
 
-def set_trainer(**values):
-    return lambda model: [setattr(model.trainer_spec, *item) for item in values.items()]
-
-
-def set_piece(number, **values):
-    return lambda model: [setattr(model.pieces[number], *item) for item in values.items()]
+    return change
 
 
 @pytest.mark.parametrize(
     ("change", "message", "inexact"),
     [
         (
-            set_trainer(model_type=1),
+            of("trainer_spec", model_type=1),
             "of type unigram, and llama.cpp merges pieces as type bpe",
             False,
         ),
-        (set_trainer(model_type=3), "of type word", False),
-        (set_trainer(model_type=4), "of type char", False),
-        (set_trainer(treat_whitespace_as_suffix=True), "treat_whitespace_as_suffix", False),
-        (set_normalizer(escape_whitespaces=False), "escape_whitespaces", False),
-        (set_piece(300, type=5), "has unused pieces", False),
-        (set_normalizer(remove_extra_whitespaces=True), "remove_extra_whitespaces", True),
+        (of("trainer_spec", model_type=3), "of type word", False),
+        (of("trainer_spec", model_type=4), "of type char", False),
+        (of("trainer_spec", treat_whitespace_as_suffix=True), "treat_whitespace_as_suffix", False),
+        (of("normalizer_spec", escape_whitespaces=False), "escape_whitespaces", False),
+        (of("pieces", 300, type=5), "has unused pieces", False),
+        (of("normalizer_spec", remove_extra_whitespaces=True), "remove_extra_whitespaces", True),
         (
-            set_piece(300, type=4),
+            of("pieces", 300, type=4),
             r"after a user-defined piece such as .* \(add_dummy_prefix\)",
             True,
         ),
-        (set_piece(300, piece="<eos>"), "'<eos>', is ordinary text", True),
-        (set_piece(1, piece="zq"), "its pieces merge to 'zq' in llama.cpp", True),
+        (of("pieces", 300, piece="<eos>"), "'<eos>', is ordinary text", True),
+        (
+            of("pieces", 1, piece="zq"),
+            "its pieces merge to 'zq' in llama.cpp",
+            True,
+        ),
     ],
 )
 def test_models_of_sentencepiece_that_are_refused(tmp_path, change, message, inexact):

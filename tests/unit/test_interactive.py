@@ -58,15 +58,18 @@ def encode(line: str) -> list[int]:
     return list(line.encode())
 
 
-def echo(prompt, finished):
-    """The prompt in upper case, a token at a time."""
-    ids = [[]]
-    for token in bytes(prompt).upper():
-        ids[0].append(token)
-        over = finished(0, ids[0])
-        yield ids
+def written(tokens, finished):
+    """The tokens one after another, until `finished`."""
+    ids = torch.tensor(tokens)
+    for count in range(1, len(ids) + 1):
+        over = finished(0, ids[:count])
+        yield [ids[:count]]
         if over:
             return
+
+
+def echo(prompt, finished):
+    return written(list(bytes(prompt).upper()), finished)
 
 
 def test_lines_and_their_answers_as_they_come(talk):
@@ -76,13 +79,12 @@ def test_lines_and_their_answers_as_they_come(talk):
 
 def test_ctrl_c_ends_an_answer_and_not_the_program(talk):
     def interrupted(prompt, finished):
-        for number, ids in enumerate(echo(prompt, lambda *of: False)):
-            if number == 1 and prompt == [97, 98, 99]:
+        def interrupting(sample, ids):
+            if len(ids) == 2 and prompt == [97, 98, 99]:
                 os.kill(os.getpid(), signal.SIGINT)
-            over = finished(0, ids[0])
-            yield ids
-            if over:
-                return
+            return finished(sample, ids)
+
+        return echo(prompt, interrupting)
 
     before = signal.getsignal(signal.SIGINT)
     assert talk(["abc", "ab"], interrupted) == ["A", "B", "\n", "A", "B", "\n"]
@@ -97,13 +99,15 @@ def test_stop_words_and_characters_of_several_bytes(talk):
 
     def answer(prompt, finished):
         for count in (1, 2, 3):
-            yield [list("aé".encode())[:count]]
+            yield [torch.tensor(list("aé".encode())[:count])]
 
     assert talk(["x"], answer) == ["a", "é", "\n"]
     end = StopCondition(decode, 0, ("or", "be"))
-    assert end.text(list(b"to be or not")) == "to " and end.text(list(b"to")) == "to"
-    assert end.is_met(list(b"to be")) and not end.is_met(list(b"to b"))
-    assert end.is_met([97, 0]) and end.text([97, 0]) == "a", "the end of text is not text"
+    ids = torch.tensor(list(b"to be or not"))
+    assert end.text(ids) == "to " and end.text(ids[:2]) == "to"
+    assert end.is_met(ids[:5]) and not end.is_met(ids[:4])
+    ids = torch.tensor([97, 0])
+    assert end.is_met(ids) and end.text(ids) == "a", "the end of text is not text"
 
 
 def test_a_conversation_goes_on_and_its_answers_end_with_the_turn(talk, tmp_path):
@@ -123,13 +127,8 @@ def test_a_conversation_goes_on_and_its_answers_end_with_the_turn(talk, tmp_path
 
     def answer(prompt, finished):
         prompts.append(tokenizer.decode(prompt))
-        ids = [[]]
-        for token in [*tokenizer.encode(f"no. {len(prompts)}"), end, *tokenizer.encode("more")]:
-            ids[0].append(token)
-            over = finished(0, ids[0])
-            yield ids
-            if over:
-                return
+        tokens = [*tokenizer.encode(f"no. {len(prompts)}"), end, *tokenizer.encode("more")]
+        return written(tokens, finished)
 
     assert "".join(talk(["one?", "two?"], answer, chat=chat)) == "no. 1\nno. 2\n"
     begin = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"

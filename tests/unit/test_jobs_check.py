@@ -269,7 +269,7 @@ def test_options_given_to_pjsub_replace_directives():
     assert parsed.get("--llio", "sio-read-cache").text == "off" and parsed.switches == {"-S": 1}
     assert script.add_options(parsed, ["-L", "elapse=20", "--bulk", "job.sh"], 0) == ["job.sh"]
     assert parsed.get("-L", "elapse").text == "20" and parsed.get("-L", "node").text == "12"
-    assert script.add_options(parsed, ["-x", "A=1,B=9,3", "job.sh", "-x", "C=1"], 0) == [
+    assert script.add_options(parsed, "-x A=1,B=9,3 job.sh -x C=1".split(), 0) == [
         "job.sh",
         "-x",
         "C=1",
@@ -286,7 +286,7 @@ def test_options_given_to_pjsub_replace_directives():
         script.parse("echo\n#PJM -S\n")
     shown = "rscgrp: small\n  node: 1 - 200\n  elapse: 00:00:01 - 48:00:00\nrscgrp: odd\n  text\n"
     groups = limits.parse_pjacl(shown)
-    assert groups == {"small": limits.ResourceGroup(name="small", nodes=(1, 200), hours=48)}
+    assert groups == {"small": limits.ResourceGroup("small", 1, 200, hours=48)}
     assert (
         limits.seconds("24:00:00") == 86400
         and limits.seconds("90") == 90

@@ -155,15 +155,8 @@ def test_numbers_and_names():
 
 def test_mistakes(models, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "bad.model").write_text("nonsense")
-    (tmp_path / "zero.model").write_text("")
     for kind, model, message in (
         ("HuggingFaceTokenizer", tmp_path / "empty", "no folder with tokenizer_config.json or"),
-        ("HuggingFaceTokenizer", tmp_path, "tokenizer.json has no object named model"),
-        ("SentencePieceTokenizer", tmp_path, "cannot be read .it is a folder"),
-        ("SentencePieceTokenizer", tmp_path / "bad.model", "not a SentencePiece model"),
-        ("SentencePieceTokenizer", tmp_path / "zero.model", "not a SentencePiece model"),
         ("SentencePieceTokenizer", None, "SentencePieceTokenizer needs --tokenizer-model"),
         ("NullTokenizer", None, "NullTokenizer needs --vocab-size"),
         (
@@ -219,7 +212,7 @@ def test_preprocess_with_workers(models, name, tmp_path, monkeypatch, capsys):
 def test_preprocess_numbers_and_a_model_without_an_end(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("3 1 4")
-    words = ["preprocess", "--input", "a.txt", "--output-prefix", "a", "--append-eod"]
+    words = "preprocess --input a.txt --output-prefix a --append-eod".split()
     assert program.main([*words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "10"]) == 0
     assert IndexedDataset("a_text_document")[0].tolist() == [3, 1, 4, 9]
     model = write_sentencepiece(tmp_path / "m", eos_id=-1)
@@ -371,17 +364,6 @@ def test_generate_takes_the_tokenizer_of_the_run(models, tmp_path, capsys):
         write("--tokenizer-type", "HuggingFaceTokenizer")
 
 
-def test_flags_as_a_shell_reads_them():
-    owner = SimpleNamespace(
-        tokenizer_type="SentencePieceTokenizer", tokenizer_model="a b", vocab_file=None
-    )
-    assert (
-        TokenizerFlags.of(owner).words()
-        == "--tokenizer-type SentencePieceTokenizer --tokenizer-model 'a b'"
-    )
-    assert TokenizerFlags("GPT2BPETokenizer", "v", "m").words() == "--vocab-file v --merge-file m"
-
-
 # TikTokenizer and the Japanese SentencePiece ------------------------------------------------------------------------------------
 
 
@@ -426,7 +408,6 @@ def test_tiktoken_files(tmp_path, pattern):
 @pytest.mark.parametrize(
     ("text", "size", "special", "message"),
     [
-        ("x", 300, 20, "not a JSON list of tokens"),
         ('[{"rank": 0}]', 300, 20, "not a JSON list of tokens"),
         ("[]", 300, 20, "not ranked"),
         (

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from fugaku_megatron.checkpoint import manifest, schema
+from tests.file_damage import MISSING, changed
 
 RECORD = {
     "key": "layer.weight",
@@ -26,7 +27,6 @@ STATE = {
 FILES = {"rank_00000.safetensors": {"size": 4, "crc32": "0123abcd", "shards": [RECORD]}}
 CONFIG = {"model": {"num_layers": 1, "norm_epsilon": 1e-5}, "shape": (1, 2)}
 RECORD_PATH = ("files", "rank_00000.safetensors", "shards", 0)
-MISSING = "(removed)"
 # what is changed -> what it is changed to; the second part is found even where the manifest has no checksum
 CHANGES = [
     (("iteration",), 99),
@@ -97,21 +97,9 @@ IMPOSSIBLE = [
 def path(tmp_path):
     folder = tmp_path / "iter_0000100"
     folder.mkdir()
-    manifest.write_manifest(folder, 100, {"world_size": 1}, CONFIG, STATE, FILES)
+    description = manifest.Description(100, {"world_size": 1}, CONFIG, STATE)
+    manifest.write_manifest(folder, description, FILES)
     return folder / manifest.MANIFEST
-
-
-def changed(contents, where, value):
-    """The contents with the entry at `where` set to `value`, or removed."""
-    contents = json.loads(json.dumps(contents))
-    owner = contents
-    for name in where[:-1]:
-        owner = owner[name]
-    if value is MISSING:
-        del owner[where[-1]]
-    else:
-        owner[where[-1]] = value
-    return contents
 
 
 def unsigned(contents):

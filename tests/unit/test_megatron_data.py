@@ -9,7 +9,6 @@ from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.config.batches import RampUp, length, requested_samples, run_length
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.param_schedule import ParamSchedule
-from fugaku_megatron.config.run_config import DataConfig
 from fugaku_megatron.config.sample_rules import Skips, StepSizes
 from fugaku_megatron.config.training import TrainingConfig
 from fugaku_megatron.data.build import (
@@ -218,7 +217,7 @@ def test_legacy_split_reaches_the_data(tmp_path):
             0
         ]
         assert sorted(train.document_index.tolist()) == list(range(count))
-    assert parse(["--recipe", "demo", "--data-path", "a", "--legacy-split"]).run.data.legacy_split
+    assert parse("--recipe demo --data-path a --legacy-split".split()).run.data.legacy_split
 
 
 def test_paths_without_weights(two):
@@ -289,19 +288,3 @@ def test_a_run_reads_a_path_for_each_split(two):
     train, valid = build_data(Plan(arguments.run, layout), groups)
     assert train.indexed.prefix == a and valid.indexed.prefix == b
     assert build_data(Plan(parse(words).run, layout), groups)[1] is None
-    for given, message in (
-        (
-            {"data_path": ("a",), "train_data_path": ("b",)},
-            "--data-path and --train-data-path exclude each other",
-        ),
-        (
-            {"mock_data": True, "train_data_path": ("b",)},
-            "--mock-data and --train-data-path exclude each other",
-        ),
-        (
-            {"data_path": ("a",), "valid_data_path": ("b",)},
-            "--valid-data-path goes with --train-data-path",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            DataConfig(**given)

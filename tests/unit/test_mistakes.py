@@ -297,6 +297,22 @@ FLAGS = {
         ("--vocab-file v", "--vocab-file is v and --merge-file is None: pass both or neither"),
         ("--mock-data --data-path a", "--mock-data and --data-path exclude each other"),
         (
+            "--data-path a --train-data-path b",
+            "--data-path and --train-data-path exclude each other",
+        ),
+        (
+            "--mock-data --train-data-path b",
+            "--mock-data and --train-data-path exclude each other",
+        ),
+        (
+            "--data-path a --valid-data-path b",
+            "--valid-data-path goes with --train-data-path",
+        ),
+        (
+            "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
+            "exclude each other",
+        ),
+        (
             "--mean-document-length 512",
             "--mean-document-length 512 is for runs whose attention ends with a document: pass",
         ),
@@ -594,7 +610,7 @@ COMMANDS = {
         ("--train-tokens inf", "--train-tokens is inf"),
     ],
     "plan --recipe 124m --nodes 1": [
-        ("--against torch1 --explain", "--against torch1 is unknown"),
+        ("--against torch1 --explain", "--against torch1 is unknown ... did you mean torch1.7"),
         (
             "--against torch1.10 --explain --pipeline-split 12",
             "--pipeline-split 12: torch1.10 cuts",
@@ -602,9 +618,10 @@ COMMANDS = {
     ],
     PREDICT: [
         ("--machine a64", "did you mean a64fx"),
+        ("--machine missing.json", "pass one of"),
         ("--software torch", "--software torch is unknown"),
         ("--softwear x", "unknown flag --softwear: did you mean --software"),
-        ("--ghz 3", "--ghz 3.0 is not a clock"),
+        ("--ghz 3", "--ghz 3.0 is not a clock of a64fx: pass 2.0 or 2.2"),
         (
             "--tensor-model-parallel-size 3",
             "world size 16 is not divisible by --tensor-model-parallel-size 3 x "

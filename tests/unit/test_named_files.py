@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,10 @@ from fugaku_megatron.observe import rank_table, trace
 from fugaku_megatron.planner import machine
 from fugaku_megatron.report import record
 from fugaku_megatron.text.named_files import FIRST_BYTES, read_text
+from tests.time_limit import time_limit
+from tests.tokenizer_files import make
 
+VOCABULARY = make.HERE / "two_files" / "vocab.json"
 NULL = build_tokenizer("NullTokenizer", None, None, None, vocab_size=16)
 READERS: dict[str, Callable[[str], object]] = {
     "--yaml-cfg": lambda path: read_yaml(path, "--yaml-cfg"),
@@ -33,6 +37,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "--data-args-path": lambda path: listed_data(path, None),
     "--per-split-data-args-path": lambda path: listed_data(None, path),
     "--vocab-file": lambda path: build_tokenizer("GPT2BPETokenizer", path, path, None),
+    "--merge-file": lambda path: build_tokenizer("GPT2BPETokenizer", VOCABULARY, path, None),
     "--tokenizer-model": lambda path: load_pieces(path, "--tokenizer-type"),
     "--hosts": lambda path: read_hosts(f"@{path}"),
     "--machine": machine.load,
@@ -55,8 +60,14 @@ def test_what_is_no_file_is_refused_at_once(flag, tmp_path):
     folder.mkdir()
     pointer = tmp_path / "pointer.json"
     pointer.write_bytes(FIRST_BYTES + b"v1\noid sha256:0\nsize 9\n")
-    for path in (fifo, device, folder, pointer, tmp_path / "a\0b.json", tmp_path / "gone.json"):
-        with pytest.raises(ValueError) as refused:
+    loop = tmp_path / "loop.json"
+    loop.symlink_to(loop)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(tmp_path / "socket.json"))
+    listening.close()
+    names = ("socket.json", "a\0b.json", "gone.json")
+    for path in (fifo, device, folder, pointer, loop, *(tmp_path / name for name in names)):
+        with time_limit(), pytest.raises(ValueError) as refused:
             READERS[flag](str(path))
         assert len(str(refused.value).splitlines()) == 1
         assert path.name.replace("\0", "") in str(refused.value).replace("\0", "")

@@ -1,6 +1,5 @@
 """Machines and software as data: sources, counts, clocks, and unknown names or damaged files that are refused."""
 
-import functools
 import json
 import math
 from dataclasses import replace
@@ -8,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fugaku_megatron.planner import machine, software
-
-MISSING = object()  # the entry is taken out
+from tests.file_damage import MISSING, changed
 
 
 @pytest.mark.parametrize("name", machine.names())
@@ -48,15 +46,6 @@ def test_clocks_modes_and_a_base():
     assert node.peak_tflops["fp32"] == pytest.approx(48 * 2 * 16 * 2 * 2.0e9 / 1e12)
     assert node.at(2.2).clock == pytest.approx(1.10)
     assert node.at(2.2, eco=True).peak_tflops["fp32"] == pytest.approx(node.peak_tflops["fp32"] / 2)
-    with pytest.raises(ValueError, match="--ghz 3.0 is not a clock of a64fx: pass 2.0 or 2.2"):
-        node.at(3.0)
-    for name, message in (
-        ("a64", "did you mean a64fx"),
-        ("nonsense", "pass one of"),
-        ("missing.json", "pass one of"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            machine.load(name)
     with pytest.raises(ValueError, match="no eco mode"):
         machine.load("grace").at(eco=True)
     assert (
@@ -134,12 +123,7 @@ def test_broken_files_are_refused(tmp_path, content):
 )
 def test_files_of_another_kind_are_refused(tmp_path, place, value, message):
     data = json.loads((machine.FOLDER / "a64fx.json").read_text())
-    owner = functools.reduce(lambda part, key: part[key], place[:-1], data)
-    if value is MISSING:
-        del owner[place[-1]]
-    else:
-        owner[place[-1]] = value
-    (tmp_path / "host.json").write_text(json.dumps(data))
+    (tmp_path / "host.json").write_text(json.dumps(changed(data, place, value)))
     with pytest.raises(
         ValueError, match=f"--machine .*host.json is not a machine's description .{message}"
     ):
@@ -189,5 +173,3 @@ def test_names_of_software():
     assert (
         software.load("this") == software.load("fugaku_megatron") and "this" not in software.names()
     )
-    with pytest.raises(ValueError, match="--software torch1 is unknown.*did you mean torch1.7"):
-        software.load("torch1")

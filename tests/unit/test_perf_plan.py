@@ -11,6 +11,7 @@ from fugaku_megatron.cli import arguments, program
 from fugaku_megatron.cli.output_files import check_file, writing
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.planner import plan, search
 from fugaku_megatron.planner.model import System
@@ -60,8 +61,26 @@ def printed(command: str, capsys) -> str:
     return capsys.readouterr().out
 
 
+def parsed(command: str):
+    parser = Parser(prog="plan")
+    plan.add_arguments(parser)
+    return parser.parse_args(shlex.split(command)[1:])
+
+
+def searched(command: str) -> tuple[RunConfig, System, frozenset[str], search.Search]:
+    args = parsed(command)
+    system = system_of(args)
+    run = run_of(args, system, plan.OWN)
+    held = search.held_fields(args)
+    return run, system, held, search.search(run, system, held)
+
+
+def plans_of(command: str, capsys) -> list[dict]:
+    return json.loads(printed(f"{command} --json", capsys))["plans"]
+
+
 def test_the_tables_winner_on_48_a100_nodes_is_within_the_first_five(capsys):
-    plans = json.loads(printed(A100_181B + " --json", capsys))["plans"]
+    plans = plans_of(A100_181B, capsys)
     chosen = [(p["tp"], p["pp"], p["micro_batch_size"], p["recompute"]) for p in plans]
     assert (4, 12, 2, "full") in chosen[:5]
     assert all(p["dp"] % 4 == 0 for p in plans)
@@ -99,7 +118,7 @@ def test_12288_nodes(capsys, monkeypatch):
 
 
 def test_the_command_line_is_the_trainers_own(capsys):
-    best = json.loads(printed(f"{SMALL_30B} --json", capsys))["plans"][0]
+    best = plans_of(SMALL_30B, capsys)[0]
     words = shlex.split(best["command"])
     run = arguments.parse(words[words.index("train") + 1 :]).run
     layout = Layout.from_run(run, int(words[words.index("-n") + 1]))
@@ -108,18 +127,14 @@ def test_the_command_line_is_the_trainers_own(capsys):
         run.batch.micro_batch_size == best["micro_batch_size"]
         and run.parallel.zero_stage == best["zero_stage"]
     )
-    best = json.loads(
-        printed(
-            "plan --recipe 124m --nodes 1 --micro-batch-size 1 --train-tokens 1e9 --json", capsys
-        )
-    )["plans"][0]
+    best = plans_of("plan --recipe 124m --nodes 1 --micro-batch-size 1 --train-tokens 1e9", capsys)[
+        0
+    ]
     assert "--train-iters 954 " in best["command"] + " "
     assert best["days"] == pytest.approx(954 * best["seconds_per_iteration"] / 86400)
     free = "plan --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --global-batch-size 8 --nodes 1"
     assert "start the first with, and --train-iters or --train-samples" in printed(free, capsys)
-    best = json.loads(
-        printed("plan --recipe demo --nodes 1 --data-path '0.5' 'my text' --json", capsys)
-    )["plans"][0]
+    best = plans_of("plan --recipe demo --nodes 1 --data-path '0.5' 'my text'", capsys)[0]
     assert arguments.parse(shlex.split(best["command"])[5:]).run.data.data_path == (
         "0.5",
         "my text",
@@ -129,29 +144,22 @@ def test_the_command_line_is_the_trainers_own(capsys):
 def test_flags_machine_and_software_limit_the_search(capsys):
     command = (
         "plan --recipe 30b --nodes 384 --tensor-model-parallel-size 8 --checkpoint-activations --micro-batch-size 1 "
-        "--ranks-per-node 1 --zero-stage 1 --pipeline-schedule 1f1b --json"
+        "--ranks-per-node 1 --zero-stage 1 --pipeline-schedule 1f1b"
     )
-    plans = json.loads(printed(command, capsys))["plans"]
+    plans = plans_of(command, capsys)
     assert {p["tp"] for p in plans} == {8} and {p["recompute"] for p in plans} == {"full"}
     assert len({p["pp"] for p in plans}) > 1
-    plans = json.loads(
-        printed("plan --recipe 30b --nodes 384 --software torch1.10 --json", capsys)
-    )["plans"]
+    plans = plans_of("plan --recipe 30b --nodes 384 --software torch1.10", capsys)
     assert {p["zero_stage"] for p in plans} == {0} and {p["ranks_per_node"] for p in plans} == {1}
-    plans = json.loads(
-        printed(
-            "plan --recipe demo --nodes 3 --machine epyc-2core --global-batch-size 24 --json",
-            capsys,
-        )
-    )["plans"]
+    plans = plans_of(
+        "plan --recipe demo --nodes 3 --machine epyc-2core --global-batch-size 24", capsys
+    )
     assert {p["ranks_per_node"] for p in plans} <= {1, 2}
-    args = _parsed("plan --recipe 124m --nodes 4 --ranks-per-node 4 --micro-batch-size 1")
-    system = system_of(args)
-    result = search.search(run_of(args, system, plan.OWN), system, search.held_fields(args))
-    assert isinstance(system, System) and {p.system.ranks_per_node for p in result.plans} == {4}
+    *_, result = searched("plan --recipe 124m --nodes 4 --ranks-per-node 4 --micro-batch-size 1")
+    assert {p.system.ranks_per_node for p in result.plans} == {4}
 
 
-LONG_8B = "--recipe llama-3.1-8b --seq-length 131072 --machine {} --nodes {} --global-batch-size 4 --micro-batch-size 1 --json "
+LONG_8B = "--recipe llama-3.1-8b --seq-length 131072 --machine {} --nodes {} --global-batch-size 4 --micro-batch-size 1 "
 
 
 SEQUENCE_1F1B = "--pipeline-schedule 1f1b --sequence-parallel "
@@ -159,9 +167,9 @@ SEQUENCE_1F1B = "--pipeline-schedule 1f1b --sequence-parallel "
 
 def test_long_sequences_are_shared_among_ranks(capsys):
     for machine, nodes, flags in (("a64fx", 32, SEQUENCE_1F1B), ("grace", 4, "")):
-        plans = json.loads(
-            printed("plan " + LONG_8B.format(machine, nodes) + flags + "--zero-stage 1", capsys)
-        )["plans"]
+        plans = plans_of(
+            "plan " + LONG_8B.format(machine, nodes) + flags + "--zero-stage 1", capsys
+        )
         assert all(
             p["dp"] * p["tp"] * p["pp"] * p["cp"] == nodes * p["ranks_per_node"] for p in plans
         )
@@ -172,30 +180,24 @@ def test_long_sequences_are_shared_among_ranks(capsys):
         assert (
             plans[0]["cp_comm_type"] == "p2p" and "--cp-comm-type p2p" in plans[0]["command"]
         )  # hidden by attention
-    held = json.loads(
-        printed(
-            "plan " + LONG_8B.format("a64fx", 32) + SEQUENCE_1F1B + "--context-parallel-size 4",
-            capsys,
-        )
-    )["plans"]
+    held = plans_of(
+        "plan " + LONG_8B.format("a64fx", 32) + SEQUENCE_1F1B + "--context-parallel-size 4", capsys
+    )
     assert {p["cp"] for p in held} == {4}
-    given = json.loads(
-        printed(
-            "plan " + LONG_8B.format("grace", 4) + SEQUENCE_1F1B + "--cp-comm-type allgather",
-            capsys,
-        )
-    )["plans"]
+    given = plans_of(
+        "plan " + LONG_8B.format("grace", 4) + SEQUENCE_1F1B + "--cp-comm-type allgather", capsys
+    )
     assert {p["cp_comm_type"] for p in given} == {"allgather", None}
 
 
 def test_experts_are_divided_over_ranks_that_share_a_sequence(capsys):
     words = (
-        "plan --json --recipe qwen3-30b-a3b --nodes 64 --ranks-per-node 4 --seq-length 32768 --global-batch-size 64 "
+        "plan --recipe qwen3-30b-a3b --nodes 64 --ranks-per-node 4 --seq-length 32768 --global-batch-size 64 "
         "--micro-batch-size 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 --zero-stage 1 --bf16 "
         "--pipeline-schedule 1f1b --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
         "--cp-comm-type p2p"
     )
-    best = json.loads(printed(words, capsys))["plans"][0]
+    best = plans_of(words, capsys)[0]
     assert (
         best["cp"] == 64 and "--expert-model-parallel-size 64" in best["command"]
     )  # of the 4 ranks of one data-parallel rank
@@ -209,7 +211,9 @@ def test_four_ranks_to_a_sequence_are_nearly_four_times_as_fast(way, capsys):
         "--context-parallel-size {} --cp-comm-type " + way
     )
     one, four = (
-        json.loads(printed("predict " + LONG_8B.format("a64fx", 8 * cp) + flags.format(cp), capsys))
+        json.loads(
+            printed("predict --json " + LONG_8B.format("a64fx", 8 * cp) + flags.format(cp), capsys)
+        )
         for cp in (1, 4)
     )
     assert 0.85 < one["seconds_per_iteration"] / four["seconds_per_iteration"] / 4 < 1
@@ -217,24 +221,15 @@ def test_four_ranks_to_a_sequence_are_nearly_four_times_as_fast(way, capsys):
 
 
 def test_no_plan_runs_out_of_memory_and_reasons_are_counted():
-    args = _parsed(
+    run, system, held, result = searched(
         "plan --recipe 30b --nodes 384 --micro-batch-size 1 --tensor-model-parallel-size 4 --zero-stage 1 "
         "--pipeline-schedule 1f1b"
     )
-    system = system_of(args)
-    held = search.held_fields(args)
-    result = search.search(run_of(args, system, plan.OWN), system, held)
     assert all(p.memory_mib <= 28.5 * 1024 / p.system.ranks_per_node for p in result.plans)
     layouts = sum(p.run.parallel.schedule == "1f1b" for p in result.plans)
     assert result.dropped["out of memory"] > 0 and layouts + sum(result.dropped.values()) == len(
-        list(search.candidates(run_of(args, system, plan.OWN), system, held))
+        list(search.candidates(run, system, held))
     )
-
-
-def _parsed(command: str):
-    parser = Parser(prog="plan")
-    plan.add_arguments(parser)
-    return parser.parse_args(shlex.split(command)[1:])
 
 
 @pytest.mark.parametrize("command, start", [(PIPELINE_124M, None), (SEEDS_124M, 1020.3)])
@@ -243,7 +238,7 @@ def test_explain_names_every_change_from_the_tables_software(command, start, cap
     named = ("fewer faults", "native kernels", "ranks per CMG", "schedule and layout", "model")
     assert "not in the trainer" not in text
     assert all(name in text for name in named)
-    args = _parsed(command)
+    args = parsed(command)
     system = system_of(args)
     run = run_of(args, system, plan.OWN)
     best = search.search(run, system, frozenset()).plans[0]
@@ -281,18 +276,15 @@ def test_text_json_and_gains(capsys):
         and "native kernels" not in text
         and "ranks per CMG" not in text
     )
-    args = _parsed(SMALL_30B)
-    best = search.search(
-        run_of(args, system_of(args), plan.OWN), system_of(args), search.held_fields(args)
-    ).plans[0]
-    gains = plan.gains(best)
+    *_, result = searched(SMALL_30B)
+    gains = plan.gains(result.plans[0])
     assert min(gains.values()) >= 0 and gains["gemm"] == max(gains.values())
 
 
 def test_a_stage_describes_its_layer_once(
     monkeypatch,
 ):  # per layer it took most of the search of a deep model
-    args = _parsed("plan --recipe 30b --nodes 48")
+    args = parsed("plan --recipe 30b --nodes 48")
     run = run_of(args, system_of(args), plan.OWN)
     calls = []
     records = accounting.layer_records
@@ -304,7 +296,7 @@ def test_a_stage_describes_its_layer_once(
     assert accounting.stage_parameters(run, Layout.from_run(run, 48), 0) > 29e9 and len(calls) == 1
 
 
-ONE_NODE = ["plan", "--recipe", "demo", "--nodes", "1", "--ranks-per-node", "1"]
+ONE_NODE = "plan --recipe demo --nodes 1 --ranks-per-node 1".split()
 
 
 @pytest.mark.parametrize(
@@ -367,25 +359,10 @@ def test_a_fifo_is_refused_without_waiting_for_a_reader(tmp_path, capsys):
         check_file("--csv", tmp_path / "a.csv")
     with time_limit():
         os.mkfifo(tmp_path / "a.sh")
-        assert (
-            program.main(
-                [
-                    "job",
-                    "render",
-                    "--recipe",
-                    "124m",
-                    "--nodes",
-                    "12",
-                    "--ranks-per-node",
-                    "4",
-                    "--micro-batch-size",
-                    "1",
-                    "-o",
-                    str(tmp_path / "a.sh"),
-                ]
-            )
-            == 2
+        words = (
+            "job render --recipe 124m --nodes 12 --ranks-per-node 4 --micro-batch-size 1 -o".split()
         )
+        assert program.main([*words, str(tmp_path / "a.sh")]) == 2
     assert "is a FIFO, which would wait for a reader" in capsys.readouterr().err
 
 

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from fugaku_megatron.comm import node as shared_node
-from fugaku_megatron.host import kernels, placement, runtime
+from fugaku_megatron.host import cgroup, kernels, placement, runtime
 from fugaku_megatron.host.allocator import usage
 from fugaku_megatron.host.placement import (
     Node,
     Placement,
     Rank,
-    cpu_quota,
     format_list,
     map_ranks,
     mapping,
@@ -268,7 +267,7 @@ def test_the_thread_that_calls_mpi_stays_near_the_ranks_cores(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "cgroup, files, quota",
+    "groups, files, quota",
     [
         (
             "0::/job/step\n",
@@ -303,12 +302,15 @@ def test_the_thread_that_calls_mpi_stays_near_the_ranks_cores(tmp_path):
         ),
     ],
 )
-def test_cpu_quota_of_both_cgroup_versions(tmp_path, cgroup, files, quota):
-    _write(tmp_path / "proc_cgroup", cgroup)
+def test_cpu_quota_of_both_cgroup_versions(tmp_path, monkeypatch, groups, files, quota):
+    _write(tmp_path / "proc_cgroup", groups)
     for name, text in files.items():
         _write(tmp_path / "sys" / name, text)
-    assert cpu_quota(tmp_path / "proc_cgroup", tmp_path / "sys") == quota
-    assert cpu_quota(tmp_path / "absent", tmp_path) is None
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path / "sys")
+    monkeypatch.setattr(cgroup, "PROC", tmp_path / "proc_cgroup")
+    assert cgroup.cpu_quota() == quota
+    monkeypatch.setattr(cgroup, "PROC", tmp_path / "absent")
+    assert cgroup.cpu_quota() is None
 
 
 @pytest.fixture

@@ -26,110 +26,14 @@ from fugaku_megatron.host.energy import Counter, Counters
 from fugaku_megatron.planner import machine
 from fugaku_megatron.report import context, findings, kernel_rates, page, record, training
 from tests.checks.calibration import rank as calibrated_rank
+from tests.helpers import RECORDED
 
-NODE = {
-    "cpu": "A CPU",
-    "cpus": 8,
-    "allowed_cpus": 8,
-    "cores": 8,
-    "features": ["avx2", "avx512f"],
-    "domains": [{"cores": 4, "allowed": 4, "gib": 32.0}] * 2,
-    "topology": "2 NUMA domains of 4 cores",
-    "energy": "no energy counter",
-    "mapping": ["cores: of ranks"],
-    "quota_cpus": None,
-    "memory_gib": 64.0,
-    "job_memory_gib": 64.0,
-    "free_gib": 60.0,
-    "governor": "performance",
-    "nominal_ghz": 3.0,
-    "load": 0.1,
-    "numa_balancing": "0",
-    "torch": "2",
-    "huge_pages": {"transparent": "madvise", "reserved": {}, "xos": {}},
-}
-RANK = {"node": 0, "threads": 4, "clock_ghz": 3.0, "fma_gflops": 300.0, "triad_gbs": 50.0}
-COLLECTIVE = {
-    "verb": "all_reduce",
-    "where": "inside",
-    "ranks": 2,
-    "bytes": 1 << 26,
-    "seconds": 0.02,
-    "mpi_seconds": 0.03,
-    "model_seconds": 0.02,
-    "to_model": 1.0,
-}
-LAYERS = {
-    "tp": 1,
-    "groups": 2,
-    "seq_length": 1024,
-    "gradient_seconds": 2.0,
-    "update_seconds": 0.5,
-    "parameters": 10**8,
-    "flops": 4e11,
-    "rounds": 2,
-}
-HEALTHY = {
-    "host": {"nodes": [NODE]},
-    "kernels": {
-        "target": "avx512",
-        "checks": [
-            {
-                "kernel": "gelu",
-                "dtype": "float32",
-                "checksum": "a" * 12,
-                "reference": "b" * 12,
-                "difference": 1e-7,
-                "good": True,
-            }
-        ],
-        "differing_ranks": [],
-        "ranks": [RANK, RANK],
-        "shrunk": False,
-        "peak_gflops": 300.0,
-        "triad_gbs": 50.0,
-        "gemm": [[128, 200.0, 0.67], [2048, 280.0, 0.93]],
-        "gemm_bf16": [[2048, 500.0, 1.67]],
-        "attention": [[2048, 180.0, 170.0, 0.6, 0.57]],
-        "elementwise": [{"kernel": "gelu", "gbs": 45.0, "of_triad": 0.9}],
-    },
-    "communication": {
-        "library": "MPICH",
-        "ranks": 2,
-        "nodes": 1,
-        "thread_level": "serialized",
-        "inside": {"alpha_us": 1.0, "gbs": 9.0},
-        "between": None,
-        "all_reduce_gbs": 3.0,
-        "collectives": [COLLECTIVE, {**COLLECTIVE, "bytes": 1 << 20}],
-    },
-    "training": {
-        "model": "124M",
-        "micro_batches": 4,
-        "seq_length": 1024,
-        "rows": [
-            {
-                "ranks": n,
-                "seconds": 4.0,
-                "rounds": 2,
-                "tokens_per_s": 1000.0 * n,
-                "model_seconds": 4.1,
-                "watts": None,
-                "tokens_per_joule": None,
-            }
-            for n in (1, 2)
-        ],
-    },
-    "layers": {"rows": [{"shape": "1B", **LAYERS}, {"shape": "8B", **LAYERS, "flops": 2e12}]},
-    "storage": {
-        "write_gbs": 1.0,
-        "read_gbs": 2.0,
-        "bytes": 1 << 28,
-        "file_system": "ext4",
-        "place": "--save",
-        "ranks": 2,
-    },
-}
+# Sections of a report on a node without faults
+HEALTHY = json.loads((RECORDED / "report.json").read_text())
+(NODE,) = HEALTHY["host"]["nodes"]
+RANK = HEALTHY["kernels"]["ranks"][0]
+COLLECTIVE = HEALTHY["communication"]["collectives"][0]
+LAYERS = HEALTHY["layers"]["rows"][0]
 
 
 def changed(*path, **values):
@@ -388,7 +292,7 @@ def test_every_model_has_hours_and_the_large_one_names_the_nodes_it_needs():
     )  # 120 GiB on nodes of 64, of which 0.8 are used
     left_out = {"shape": "8B", "left_out": "time"}
     assert training.hours({"layers": {"rows": [left_out]}}) == []
-    rows = training.hours({"layers": {"rows": [{"shape": "1B", **LAYERS}, left_out]}})
+    rows = training.hours({"layers": {"rows": [LAYERS, left_out]}})
     assert [row["from"] for row in rows] == ["two layers of 1B"] * 4 and rows[3]["hours"] > rows[1][
         "hours"
     ] > 0

@@ -121,6 +121,11 @@ WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"}
             ("--lr-warmup-iters 12", "--lr-decay-iters 10"),
         ),
         ({"lr_warmup_fraction": 1.0}, ("--lr-warmup-fraction 1", "--train-iters 30")),
+        ({"lr_warmup_iters": 30, "lr_decay_style": "constant"}, ("--lr-warmup-iters 30",)),
+        (
+            {"train_iters": None, "train_samples": 480, "lr_warmup_samples": 480},
+            ("--lr-warmup-samples 480", "--train-samples 480"),
+        ),
     ],
 )
 def test_lengths_that_do_not_fit_together_are_one_line(ramp, changes, words):

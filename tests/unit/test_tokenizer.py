@@ -9,6 +9,7 @@ import unicodedata
 import pytest
 
 from fugaku_megatron.cli import program
+from fugaku_megatron.data import library_tokenizers
 from fugaku_megatron.data import tokenizer as module
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.tokenizer import (
@@ -161,9 +162,9 @@ def test_every_byte_and_lone_surrogates(ours):
     )  # minutes if merging were quadratic
     assert ours.decode(ours.encode(text)) == text
     before = ours._cached_merge.cache_info()
-    ours.encode("x" * (module.CACHE_PIECE + 1))
+    ours.encode("x" * (library_tokenizers.CACHE_PIECE + 1))
     after = ours._cached_merge.cache_info()
-    assert after.maxsize == module.CACHE_ENTRIES and after.currsize == before.currsize
+    assert after.maxsize == library_tokenizers.CACHE_ENTRIES and after.currsize == before.currsize
     ours.encode(" zyxwvu")
     assert ours._cached_merge.cache_info().currsize == before.currsize + 1
 

@@ -175,16 +175,6 @@ def test_damaged_models_are_refused_in_one_line(tmp_path, kind, contents, messag
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("lost", ["vocab.json", "merges.txt"])
-def test_pointers_instead_of_two_files_are_named(tmp_path, lost):
-    shutil.copytree(FILES / "two_files", tmp_path / "two")
-    (tmp_path / "two" / lost).write_bytes(POINTER)
-    with pytest.raises(ValueError, match=rf"{lost}: cannot be read \(it is a Git LFS pointer"):
-        build_tokenizer(
-            "GPT2BPETokenizer", tmp_path / "two/vocab.json", tmp_path / "two/merges.txt"
-        )
-
-
 def test_a_chat_with_tools_is_rendered_by_the_template_for_them(tmp_path):
     folder = tmp_path / "folder"
     shutil.copytree(FILES / "saved_by_transformers", folder)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 import sys
 
@@ -94,20 +92,6 @@ def test_merge_keys_numbers_and_quoted_text_are_read(tmp_path):
         "i": "1e-3",
         "j": True,
     }
-
-
-def test_what_is_no_file_is_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(tmp_path / "socket"))
-        for path, kind in {
-            tmp_path / "fifo": "a FIFO",
-            tmp_path / "socket": "a socket",
-            tmp_path: "a folder",
-            "/dev/zero": "a device",
-        }.items():
-            with pytest.raises(ValueError, match=f"cannot be read .it is {kind}, not a regular"):
-                read_yaml(str(path), "--yaml-cfg")
 
 
 def test_a_command_with_a_broken_file_ends_with_code_2(tmp_path):

@@ -102,7 +102,7 @@ def slow(world: Comm, log: Writer, file: str) -> None:
         watch=lambda executor: phases.watch(Observed(executor, ("forward", "backward"), compute)),
     )
     times = RankTimes(run, trainer.layout, world, phases, log.print)
-    Session(trainer, log, run.training.train_iters, (), rank_times=times).run()
+    Session(trainer, log, run.training.train_iters, (), observers=[times]).run()
     trainer.close()
 
 

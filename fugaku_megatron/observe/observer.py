@@ -1,0 +1,25 @@
+"""Life cycle of what observes a run's iterations: memory, energy, slow ranks, experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..training.trainer import IterationResult
+
+
+class Observer:
+    """An observer on every rank. `finish_interval` and `report` end a log interval; all methods are collective."""
+
+    def begin(self) -> None:
+        """Begin an iteration."""
+
+    def end(self, result: IterationResult) -> dict[str, Any]:
+        """End an iteration; return values for `IterationMetrics`."""
+        return {}
+
+    def finish_interval(self, iteration: int) -> dict[str, Any]:
+        """Return further values for the metrics of an interval's last iteration."""
+        return {}
+
+    def report(self, iteration: int) -> None:
+        """Write lines below the interval's line."""
