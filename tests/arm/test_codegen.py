@@ -79,7 +79,7 @@ def test_the_inner_loop_is_found_with_its_source_file():
 
 
 def test_what_runs_between_two_runs_of_a_loop_is_found_wherever_it_lies():
-    """Not what comes before and after it, nor what returns."""
+    """Neither the code around it nor a return."""
     text = function(LOADS + CLEAN).replace(
         "mov x3, 0", "mov x3, 0\n\tb .L2\n.L9:\n\tprfm PLDL2KEEP, [x7]\n\tb .L3"
     )
@@ -151,7 +151,8 @@ def test_missing_loop_is_a_fault():
 @needs_model
 def test_the_model_sees_a_slow_loop():
     kernel = codegen.hot_kernels((12, 2), 8)[0]
-    fast, slow = only_loop(LOADS + CLEAN), only_loop(LOADS + CLEAN + ["mov z26.d, z27.d"] * 60)
+    fast = only_loop(LOADS + CLEAN)
+    slow = only_loop(LOADS + CLEAN + ["mov z26.d, z27.d"] * 60)
     assert codegen.row("GCC", "f", kernel, fast)[1] == []
     assert "of the peak in the model, 98 % needed" in codegen.row("GCC", "f", kernel, slow)[1][0]
 
@@ -181,7 +182,7 @@ def elementwise(*bodies):
 
 
 def test_the_loop_of_whole_groups_of_vectors_is_taken():
-    """The hot loop is neither the loop of single vectors after it nor the loop of an edge, which branches."""
+    """The hot loop is neither the loop over single vectors after it nor an edge's loop, which branches."""
     edge = ["cbz x9, .L77", *EXP * 6]
     loop = arm_vector_loops.hot_loop(elementwise(EXP, EXP * 4, edge), GELU)
     assert loop.label == ".L13" and GELU.vectors_of(loop) == 4
@@ -213,7 +214,7 @@ PRODUCTS = [
 
 
 def tiles_function(body, fetched=()):
-    """tiles_kernel<32, 1> as a compiler writes it: what is fetched lies after the loop, and the sums are stored after it."""
+    """tiles_kernel<32, 1> as a compiler writes it: data after the loop, and the sums are stored after it."""
     lines = [
         '.file 1 "tiles.h"',
         ".type f, @function",
@@ -309,7 +310,7 @@ def test_kernels_pass_the_gate():
 @builds.needs_compiler
 @needs_model
 def test_a_chunk_of_fp16_sums_costs_a_share_of_the_peak():
-    """From the real kernels: a step of k takes half a cycle per accumulator, a chunk less than its steps from 32 on."""
+    """From the real kernels: a step takes half a cycle per accumulator, a chunk less than its steps from 32 on."""
     text = codegen.assembly(codegen.GCC, "GCC 12")
     step, per_chunk = codegen.chunk_costs(text, (12, 2))
     assert step == pytest.approx(12, rel=0.02)

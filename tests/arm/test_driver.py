@@ -1,4 +1,4 @@
-"""tools/kernel_driver: every op has the reference's checksum, here and on the emulated A64FX. Built from what is built already."""
+"""tools/kernel_driver: every op has the reference's checksum, here and on the emulated A64FX. Built from existing objects."""
 
 import os
 import re
@@ -50,12 +50,12 @@ def run(program, *arguments):
 
 
 def listed(program):
-    """(op, kernel, sizes) of every line of the program's own list."""
+    """Return (op, kernel, sizes) from every line in the program's own list."""
     return re.findall(r"^  (\w+) +(\w+) +([A-Z_ ]+?) +default", run(program).stdout, re.MULTILINE)
 
 
 def ops(program):
-    """Op -> how many sizes it takes."""
+    """Return the number of sizes that each op takes."""
     return {name: len(sizes.split()) for name, _, sizes in listed(program)}
 
 
@@ -66,7 +66,7 @@ def checksum(program, *arguments):
 
 
 def test_every_kernel_of_the_table_has_an_op(native):
-    """But for those that move nothing, and the plain matmul, which the layers' three are forms of."""
+    """Except kernels that move nothing, and the plain matmul, from which the layers' three are made."""
     rows = {row["name"]: row for row in kernels.table.rows()}
     assert {kernel for _, kernel, _ in listed(native)} >= {
         name for name, row in rows.items() if row["bytes"] != "0"
@@ -119,7 +119,7 @@ def test_every_op_agrees_with_the_reference(program):
 @builds.needs_compiler
 @pytest.mark.parametrize("rows", ["2", "16"])
 def test_norms_of_one_row_and_of_blocks_of_rows_take_the_whole_precision(arm, rows):
-    """A block of rows shares one reciprocal square root: an estimate of 8 bits, which alone is 0.2 % off, and two Newton steps."""
+    """A block of rows shares one reciprocal square root: an 8-bit estimate, 0.2 % off by itself, and two Newton steps."""
     for norm in ("layer_norm", "rms_norm"):
         exact = checksum(arm, norm, rows, "768", "--target", "reference")
         assert checksum(arm, norm, rows, "768") == pytest.approx(exact, rel=1e-6, abs=2e-5)

@@ -73,7 +73,7 @@ def expected(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """One process on the emulated A64FX: tests of kernels, then training."""
+    """One process on the emulated A64FX: kernel tests, then training."""
     output = tmp_path_factory.mktemp("arm") / "losses.json"
     return run(output, str(builds.PYTHON), [KERNEL_TESTS, "-k", f"not ({' or '.join(TOO_SLOW)})"])
 
@@ -106,7 +106,7 @@ def test_losses_and_tokens_are_those_of_this_machine(emulated, expected):
 
 @pytest.mark.slow
 def test_bf16_of_sve_is_as_near_to_fp32_as_that_of_this_machine(tmp_path, expected):
-    """BFMMLA and BFDOT on an emulated CPU with SVE of 256 bits; x86-64's own, where this machine has it."""
+    """BFMMLA and BFDOT on an emulated CPU with 256-bit SVE; x86-64's own, if this machine has it."""
     cpu = "max,sve-default-vector-length=32"
     result, _ = run(tmp_path / "losses.json", str(builds.PYTHON), [], QEMU_CPU=cpu)
     assert result["target"] == "sve256bf16"
@@ -123,7 +123,7 @@ def test_bf16_of_sve_is_as_near_to_fp32_as_that_of_this_machine(tmp_path, expect
 
 
 def test_two_ranks_train_over_open_mpi(tmp_path, expected):
-    """This machine's mpirun starts emulated ranks, which use arm64 Open MPI, as Fugaku's MPI is one."""
+    """This machine's mpirun starts emulated ranks with arm64 Open MPI, the base of Fugaku's MPI."""
     root = {f"OMPI_ALLOW_RUN_AS_ROOT{suffix}": "1" for suffix in ("", "_CONFIRM")}
     command = [builds.MPIRUN, "--oversubscribe", "-n", "2", str(builds.PYTHON)]
     result, _ = run(tmp_path / "losses.json", *command, [], **root)

@@ -1,4 +1,4 @@
-"""A real rank that is stopped by SIGSTOP is named with what it did, which its heartbeat tells, and the job ends as a hang.
+"""A real rank stopped by SIGSTOP is named with its heartbeat's phase, and the job ends as a hang.
 
 make test-full stops one in every phase. A phase may be over when the signal arrives. Then the rank continues, and is stopped again
 when it comes there once more.
@@ -56,7 +56,7 @@ def start(mpi: launch.MPI, ranks: int, directory: Path) -> subprocess.Popen:
 
 
 def heartbeats(job: subprocess.Popen, ranks: int) -> Iterator[list[Beat]]:
-    """The heartbeats of a job's processes, again and again until it ends. TimeoutError after PATIENCE seconds."""
+    """Yield the heartbeats of a job's processes until it ends. Raise TimeoutError after PATIENCE seconds."""
     end = time.monotonic() + PATIENCE
     nodes = []
     processes = set()
@@ -76,7 +76,7 @@ def heartbeats(job: subprocess.Popen, ranks: int) -> Iterator[list[Beat]]:
 
 
 def stop(job: subprocess.Popen, ranks: int, rank: int, phase: str) -> Beat:
-    """Stop a rank in a phase; its heartbeat. RuntimeError where the job ends before."""
+    """Stop a rank in a phase and return its heartbeat. Raise RuntimeError if the job ends before."""
     beats_of_job = heartbeats(job, ranks)
     for beats in beats_of_job:
         beat = next((beat for beat in beats if beat.rank == rank), None)

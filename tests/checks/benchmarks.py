@@ -1,4 +1,4 @@
-"""Commands of python -m benchmarks with sizes and waits that take no time, each in a process."""
+"""Quick commands of python -m benchmarks, each in a process."""
 
 import json
 import os
@@ -27,7 +27,7 @@ needs_mpi = pytest.mark.skipif(
 
 
 def options(command: str):
-    """Return the parsed options of a command."""
+    """Return a command's parsed options."""
     return make_parser().parse_args(command.split())
 
 

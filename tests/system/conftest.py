@@ -1,4 +1,4 @@
-"""Fixtures of tests that start runs."""
+"""Fixtures for tests that start runs."""
 
 import shlex
 import subprocess
@@ -12,7 +12,7 @@ from tests.system.mpi import launch
 
 @pytest.fixture
 def alone(capsys, monkeypatch):
-    """Train on one rank in this process, which keeps its memory, cores and threads, and check the exit code."""
+    """Train on one rank in this process and check the exit code. Memory, cores and threads stay."""
     import torch
 
     from fugaku_megatron.cli.arguments import parse

@@ -1,4 +1,4 @@
-"""The malloc in use, the tensor arena and its reuse of memory."""
+"""The malloc in use, the tensor arena and its reuse."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The tables measured on this host: which rows, the run of each, text, CSV and picture; one real sweep of a tiny model."""
+"""Tables measured on this host: rows and their runs, text, CSV and picture; one real sweep with a tiny model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def table_options(flags: str = ""):
 
 
 def measured_rows(*cells: tables.Cell) -> list[dict]:
-    """Rows as `measure` leaves them, from a recorded iteration instead of a job."""
+    """Return rows as `measure` leaves them, from a recorded iteration instead of a job."""
     recorded = {
         "seconds": 7.64,
         "tflops": 0.43,

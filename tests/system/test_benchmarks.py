@@ -1,6 +1,6 @@
-"""Every benchmark command on the demo model, one round: what is measured and written, not how fast. Also the baselines' parity.
+"""Every benchmark command on the demo model, one round: measurements and files, not speed. Also the baselines' parity.
 
-Those that measure MPI itself: tests/system/mpi/test_benchmark_ranks.py
+MPI itself: tests/system/mpi/test_benchmark_ranks.py
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ LONGER = {
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """Run the commands of `TOGETHER`; return a function from a name to the JSON result and the output."""
+    """Run the commands in `TOGETHER`; return a function from a name to the JSON result and the output."""
     yield from run_together(tmp_path_factory.mktemp("together"), TOGETHER)
 
 
 @pytest.fixture(scope="module")
 def longer(tmp_path_factory):
-    """Run the commands of `LONGER`, as `together`."""
+    """Run the commands in `LONGER`, as `together`."""
     yield from run_together(tmp_path_factory.mktemp("longer"), LONGER)
 
 
@@ -190,7 +190,7 @@ def test_openblas_takes_the_full_width_of_the_cpu(monkeypatch, targets, core):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_experts_agree_with_their_opponents(dtype):
-    """Every side computes the same but the dense one, which has the FLOPs alone; one expert gets half of the rows."""
+    """Every side but the dense one, which only has the FLOPs, computes the same; one expert gets half the rows."""
     given = options(f"experts --recipe olmoe --experts 3 --rows 5 --load skewed --dtype {dtype}")
     skewed = experts.counts_of(given, "skewed")
     assert skewed == (4, 7, 4) and experts.counts_of(given, "even") == (5, 5, 5)
@@ -239,7 +239,7 @@ def test_attention_with_groups_and_a_window_agrees_with_torch(rival):
 
 @pytest.mark.parametrize("length, flags", [(16, ""), (23, ""), (48, "--window-size 9,0")])
 def test_attention_over_documents_agrees_with_torch(length, flags):
-    """The last document is what is left of the sequence; the other side sees the whole of it."""
+    """The last document is the rest of the sequence; the other side attends over the whole sequence."""
     given = options(f"attention --recipe demo --document-length {length} {flags}")
     forward, both = attention.cases(given)
     for case in (forward, both):
@@ -279,10 +279,8 @@ def test_plain_gpt_has_the_same_loss_and_gradients():
     plain = PlainGPT(model, accounting.padded_vocab_size(model, 1))
     plain.load_state_dict({p.spec.name: p.data for p in trainer.optimizer.flat.parameters})
     trainer.optimizer.zero_grad()
-    loss, expected = (
-        trainer.stage.chunks[0](tokens, labels, Pass(first_sample=0)),
-        plain(tokens.t(), labels.t()),
-    )
+    loss = trainer.stage.chunks[0](tokens, labels, Pass(first_sample=0))
+    expected = plain(tokens.t(), labels.t())
     loss.backward()
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
@@ -420,7 +418,7 @@ class Timed:
 
 @pytest.fixture
 def wide_mkl(monkeypatch, tmp_path):
-    """A CPU on which MKL is narrower than it could be, and the library that widens MKL."""
+    """A CPU with an MKL that is narrower than possible; path of the library that widens MKL."""
     library = tmp_path / preloads.MKL_NAME
     monkeypatch.setattr(preloads, "narrowed", lambda: True)
     monkeypatch.setattr(preloads, "mkl_library", lambda: library)
@@ -493,7 +491,7 @@ def test_the_library_that_widens_mkl_answers_and_is_built_once(tmp_path, monkeyp
 
 
 def test_sides_that_do_not_fit_together_take_turns_apart(monkeypatch):
-    """Each turn has a process of its own, which ends after its second step."""
+    """Each turn has its own process for two steps."""
     events = []
 
     class Logged(Timed):
@@ -645,7 +643,7 @@ def test_allocators_are_measured_by_real_jobs(tmp_path):
 
 
 def test_layouts_of_a_long_sequence(monkeypatch, tmp_path, capsys):
-    """The jobs themselves are pretrain_gpt.py's, which `full` tests of allocators start."""
+    """The `full` tests for allocators start such jobs."""
     started = []
 
     def run(job: jobs.Job) -> jobs.Measured:

@@ -28,7 +28,7 @@ def test_the_page_says_when_to_use_which(command):
 
 
 def test_a_command_is_imported_without_the_garbage_collector(tmp_path, monkeypatch):
-    """It takes a seventh of torch's import and finds nothing; afterwards it works again, also where the import fails."""
+    """It takes a seventh of torch's import and finds nothing; afterwards it works again, also after a failed import."""
     (tmp_path / "first.py").write_text("import gc\nENABLED = gc.isenabled()\n")
     (tmp_path / "second.py").write_text("raise ImportError('no second module')\n")
     monkeypatch.setattr(program_module.sys.modules["fugaku_megatron"], "__path__", [str(tmp_path)])

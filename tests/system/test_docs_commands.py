@@ -1,10 +1,10 @@
-"""The commands of README.md and docs/*.md work as they stand.
+"""The commands in README.md and docs/*.md work unchanged.
 
     make docs      runs them all, document by document, each in a copy of the checkout (marked `docs`; up to 5 minutes);
-                   also the examples, alone and under mpiexec, and the Python of the documents in PYTHON_DOCUMENTS
+                   also the examples, alone and under mpiexec, and the Python in PYTHON_DOCUMENTS
 
-`make test` holds that every program, file, make target and flag that they name exists, by the commands' own parsers. What is
-changed before a command is run here stands with its reason in tests/system/doc_commands.py.
+`make test` checks that every named program, file, make target and flag exists, by the commands' own parsers. Changes
+before a run are in tests/system/doc_commands.py with their reasons.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FAILURES = re.compile(r"Traceback|command not found|No such file or directory|er
 
 
 def parse(words: list[str]) -> None:
-    """Parse the words of fugaku-megatron by the command's own parser. Raise ValueError for an unknown word."""
+    """Parse fugaku-megatron's words by the command's own parser. Raise ValueError for an unknown word."""
     command: object = program
     while hasattr(command, "COMMANDS"):
         if words[0] == "--help":
@@ -64,7 +64,7 @@ def parse(words: list[str]) -> None:
 
 
 def check_python(words: list[str]) -> None:
-    """Check a script or module of this project that python starts."""
+    """Check a script or module that python starts."""
     stands_for = {
         "pretrain_gpt.py": ["train"],
         "scripts/submit.py": ["job"],
@@ -92,7 +92,7 @@ def check_python(words: list[str]) -> None:
 
 
 def check_command(words: list[str]) -> None:
-    """Raise KeyError, ValueError or AssertionError for a command that names what does not exist."""
+    """Raise KeyError, ValueError or AssertionError if a command names anything that does not exist."""
     while re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
     if words[0] in ("mpiexec", "srun"):
@@ -140,7 +140,7 @@ def git(*words: str, **options) -> list[str]:
 
 
 def copy_checkout(folder: Path) -> None:
-    """Copy what a clone has after `make setup`: tracked files, built kernels, and this environment as its .venv."""
+    """Make a clone as after `make setup`: tracked files, built kernels, and this environment as its .venv."""
     kernels = (ROOT / "fugaku_megatron").glob("_kernels*.so")
     for name in [*filter(None, git("ls-files")), *(path.relative_to(ROOT) for path in kernels)]:
         if (ROOT / name).exists():
@@ -151,7 +151,7 @@ def copy_checkout(folder: Path) -> None:
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the checkout in which the documents' make targets have nothing to set up."""
+    """A copy of the checkout. The documents' make targets have nothing to set up there."""
     folder = tmp_path / "clone"
     copy_checkout(folder)
     # Otherwise the documents' `make` would install the copy into the environment of this checkout.
@@ -162,7 +162,7 @@ def checkout(tmp_path):
 
 
 def own_text(folder: Path) -> None:
-    """The reader's own text, which the documents start from."""
+    """Write the reader's own text, with which the documents start."""
     (folder / "my_texts").mkdir()
     for name in ("cli/program.py", "pipeline/schedule.py"):
         source = ROOT / "fugaku_megatron" / name
@@ -179,7 +179,7 @@ def not_ignored(checkout: Path) -> list[str]:
 
 
 def run_document(document: str, checkout: Path) -> None:
-    """In a shell without an activated environment: README activates it."""
+    """Run in a shell without an activated environment: README activates it."""
     own = str(Path(sys.executable).parent)
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if p != own)
     clean = {
@@ -264,7 +264,7 @@ def test_the_changes_of_extending_fit_the_sources():
 
 
 def test_api_pages_document_every_public_name():
-    """Every name of a page exists, and the library's page has all names of `fugaku_megatron`."""
+    """Every name on a page exists, and the library's page has all names of `fugaku_megatron`."""
     named = {
         page.name: re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
         for page in (ROOT / "docs" / "api").glob("*.md")
@@ -295,6 +295,6 @@ def test_the_flag_of_extending_works(tmp_path):
 @pytest.mark.docs
 @pytest.mark.parametrize("document", PYTHON_DOCUMENTS)
 def test_python_of_the_documents_runs(document, tmp_path):
-    """All blocks of a document, one after another, as a notebook runs its cells."""
+    """All blocks in a document, one after another, as in a notebook."""
     code = "\n".join(blocks(document, "python"))
     run_python(tmp_path, "-W", "error::UserWarning", "-c", code)

@@ -1,4 +1,4 @@
-"""Scripts of a checkout called by a Python that has none of the packages: they use .venv, or say in one line what to do."""
+"""Scripts called by a Python without the packages: they use .venv, or print one line with the remedy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def checkout(tmp_path_factory):
 
 @pytest.fixture
 def environment(checkout):
-    """A .venv whose Python is a script: it prints its PATH, then starts the Python of the tests."""
+    """A .venv with a script as Python: it prints its PATH, then starts the tests' Python."""
     folder = checkout / ".venv" / "bin"
     folder.mkdir(parents=True)
     (folder / "python").write_text(f'#!/bin/sh\necho "PATH $PATH"\nexec {sys.executable} "$@"\n')

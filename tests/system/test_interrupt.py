@@ -84,7 +84,7 @@ def test_a_full_disk_is_one_line_and_a_reader_that_leaves_is_not_an_error(words,
 
 @pytest.mark.parametrize("closed", [pytest.param("2>&-", marks=pytest.mark.full), "<&- >&- 2>&-"])
 def test_closed_streams_leave_the_result_as_it_is(tmp_path, closed):
-    """The exit code is 0 for a run that fits, 1 for a damaged checkpoint, 2 for a mistake of the call."""
+    """The exit code is 0 for a run that fits, 1 for a damaged checkpoint, 2 for a mistake."""
     path = tmp_path / "iter_0000001"
     path.mkdir()
     (path / "manifest.json").write_text("{")
@@ -141,7 +141,7 @@ COMMAND = ("-m", "fugaku_megatron", "train", *TRAIN.split())
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_processes_that_torchrun_started_do_not_train_alone(rank):
-    """torchrun, accelerate and deepspeed set these variables; one process of them reports."""
+    """torchrun, accelerate and deepspeed set these variables; one process reports."""
     done = run_python(*COMMAND, code=2, WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank)
     assert "world size" not in done.stdout and done.stderr.count("\n") == (rank == "0")
 

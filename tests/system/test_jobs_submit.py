@@ -1,4 +1,4 @@
-"""The job command: the committed scripts are what it renders, bash and shellcheck read them, mistakes are reported, pjsub runs."""
+"""The job command: it renders the committed scripts, bash and shellcheck read them, pjsub runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LARGE = (
 
 @pytest.fixture(scope="module", autouse=True)
 def each_search_once():
-    """Several tests ask for the same plans, which take seconds."""
+    """Cache plans, which several tests search for seconds."""
     known = {}
     search_all = search.search
 
@@ -52,7 +52,7 @@ def main(words):
 
 
 def hold_layout(monkeypatch, text: str) -> None:
-    """Search only plans with the sizes of the script; everything else is still chosen."""
+    """Search only plans with the script's sizes; everything else is still chosen."""
     parsed = script.parse(text)
     search_all = search.search
     asked = interpret(parsed.flags)
@@ -105,7 +105,7 @@ def test_bash_and_shellcheck_accept_the_scripts(tmp_path):
     [("", None, True), ("scripts/pjsub", None, True), ("docs", None, False), ("docs", ROOT, True)],
 )
 def test_a_script_finds_the_common_part(below, passed, found):
-    """From the checkout, from scripts/pjsub and elsewhere with FUGAKU_MEGATRON; then it misses only what pjsub sets."""
+    """From the checkout, from scripts/pjsub and elsewhere with FUGAKU_MEGATRON; then it misses only pjsub's variables."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -175,7 +175,7 @@ def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
 
 
 def data_flags(scheduler: str, **variables: str) -> list[str]:
-    """The flags for the data that the common part of a scheduler's scripts sets with these variables."""
+    """Return the data flags that a scheduler's common script sets with these variables."""
     text = (ROOT / "fugaku_megatron" / "jobs" / f"{scheduler}.sh").read_text()
     choice = re.search(r'^if \[ "\$DATA" = mock \]; then$.*?^fi$', text, re.MULTILINE | re.DOTALL)[
         0
@@ -203,7 +203,7 @@ def test_a_script_names_the_tokenizer_that_was_packed():
 
 @pytest.mark.parametrize("model", ["llama", "pieces.model", ""])
 def test_the_archive_holds_the_tokenizer_and_no_weights(model, tmp_path):
-    """The function of build.sh that packs, without the build around it."""
+    """The packing function in build.sh, without the build around it."""
     tree = tmp_path / "tree"
     python = tmp_path / "venv" / "bin" / "python"
     for folder in (tree / "data", python.parent, tmp_path / "llama"):

@@ -1,4 +1,4 @@
-"""Reports and waiting times of run_or_abort, without MPI; the ends of real jobs are tested in tests/system/mpi."""
+"""Reports and waits in run_or_abort, without MPI; tests/system/mpi ends real jobs."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ def alone(monkeypatch):
 
 
 def end(error, rank=0):
-    """Exit code of a rank whose main raises `error`."""
+    """Return a rank's exit code if its main raises `error`."""
 
     def main(comm):
         raise error

@@ -153,7 +153,7 @@ def test_a_mistake_is_one_line(logs, command, flags, message):
 
 
 def follow(logs, words, **options):
-    """Start the command, which follows a log, in the folder of the logs."""
+    """Follow a log from the logs' folder."""
     return subprocess.Popen(
         [*COMMAND, *f"{words} --follow --interval 0.1".split()],
         cwd=logs,
@@ -186,7 +186,7 @@ def test_following_says_tokens_per_second_and_the_time_left(logs, command):
 
 
 def heed_interrupts():
-    """Restore SIGINT, which a shell ignores in background jobs."""
+    """Restore SIGINT: a shell ignores it in background jobs."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -158,7 +158,7 @@ def test_a_split_leaves_every_part_that_it_names_some_documents(documents, split
 
 @pytest.fixture
 def sorted_texts(tmp_path):
-    """300 documents in the order of their lengths, two keys each, with which document it is."""
+    """300 documents sorted by length, with two keys each, both with the document's number."""
     with open(tmp_path / "sorted.jsonl", "w", encoding="utf-8") as stream:
         for i in range(300):
             words = "".join(repeat("word ", i))
@@ -170,7 +170,7 @@ def sorted_texts(tmp_path):
 def test_documents_are_shuffled_alike_for_every_key_and_number_of_workers(
     tmp_path, preprocess_files, monkeypatch, sorted_texts, pile_bytes
 ):
-    """A pile is what is shuffled in memory; input that is larger takes several."""
+    """A pile is shuffled in memory; larger input takes several."""
     monkeypatch.setattr(unfinished, "PILE_BYTES", pile_bytes)
     orders = {}
     for prefix, more in {"one": "", "two": "--workers 2", "kept": "--keep-order"}.items():
@@ -207,7 +207,7 @@ def test_it_says_how_much_validation_gets(tmp_path, preprocess_files, sorted_tex
 
 
 def test_readme_and_preprocess_name_the_same_split():
-    """The README's first training command has the --split that preprocess prints for the documents of a folder."""
+    """README's first training command has the --split that preprocess prints for such a folder."""
     readme = (ROOT / "README.md").read_text()
     command = re.search(r"train --recipe demo\b.*?(?=\n\S)", readme, re.DOTALL)[0]
     split = re.search(r"--split (\S+)", command)[1]

@@ -1,4 +1,4 @@
-"""preprocess on compressed files, tables and folders of these, and what is left of a run that was killed."""
+"""preprocess on compressed files, tables and folders, and after a killed run."""
 
 import gzip
 import itertools
@@ -104,7 +104,7 @@ def refused(errors, *said):
 
 @pytest.fixture
 def short_batches(monkeypatch):
-    """Small batches, each of which is recorded."""
+    """Small batches, each recorded."""
     monkeypatch.setattr(preprocess, "BATCH_BYTES", 5000)
     monkeypatch.setattr(unfinished, "JOURNAL_SECONDS", 0.0)
 
@@ -419,7 +419,7 @@ def test_a_missing_package_is_named(tmp_path, run, monkeypatch, package, source)
 
 
 def test_rows_that_were_read_are_skipped(tmp_path):
-    """The places of a table and of lines agree, whatever its row groups are."""
+    """Places in tables and lines agree for any row groups."""
     some = [text or "7" for text in texts(300)]
     write_all_forms(tmp_path, some)
     for name in [*FORMS, "plain.jsonl"]:

@@ -1,4 +1,4 @@
-"""Whole runs of the report with shrunk shapes: alone, without MPI, and killed half-way. Two ranks: tests/system/mpi/test_cli.py."""
+"""Whole reports with shrunk shapes: alone, without MPI, and killed half-way. Two ranks: tests/system/mpi/test_cli.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The Slurm scripts: committed as rendered, accepted by bash and shellcheck, and, where Slurm is installed, run on one node.
+"""The Slurm scripts: committed as rendered, accepted by bash and shellcheck, and run on one node if Slurm is installed.
 
-The cluster needs root and `apt-get install -y slurm-wlm munge`, which no test installs.
+The cluster needs root and `apt-get install -y slurm-wlm munge`; no test installs it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_a_recipe_that_cannot_run_is_refused():
 
 
 def two_ports() -> int:
-    """A free port whose next one is free too: slurmctld's and slurmd's."""
+    """Return a free port with a free next port: slurmctld's and slurmd's."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("", 0))
@@ -114,7 +114,7 @@ def two_ports() -> int:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A Slurm of this machine; yields a function that runs a command in it."""
+    """A Slurm on this machine, as a function that runs a command there."""
     path = os.environ["PATH"] + ":/usr/sbin"
     missing = [name for name in DAEMONS if shutil.which(name, path=path) is None]
     if missing:
@@ -146,7 +146,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(params=["srun", "mpiexec"])
 def launcher(request):
-    """LAUNCHER of the script. The wheel's MPICH knows both ways."""
+    """The script's LAUNCHER. The wheel's MPICH knows both."""
     mpich = launch.mpich()
     if mpich is None:
         pytest.skip(launch.MISSING["mpich"])
@@ -154,7 +154,7 @@ def launcher(request):
 
 
 def submit(cluster, folder: Path, launcher: str, flags: str, **variables: str) -> tuple[str, Path]:
-    """Submit the x86 recipe on two ranks with a model of seconds; return the job and its log."""
+    """Submit the x86 recipe on two ranks with a tiny model; return the job and its log."""
     log = folder / "job.log"
     exported = {
         "LAUNCHER": launcher,

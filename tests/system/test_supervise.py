@@ -1,4 +1,4 @@
-"""Automatic restarts: how a run ended, which nodes are used next, when restarting stops, how signals are forwarded.
+"""Automatic restarts: endings, choice of nodes, last restart, forwarded signals.
 
 The runs are a shell script that replaces the launcher and the trainer. Real ranks: tests/system/mpi/test_restarts.py.
 """
@@ -156,7 +156,7 @@ exit "$code"
 
 
 class Job:
-    """A supervised run whose starts end as planned."""
+    """A supervised run with planned endings."""
 
     def __init__(self, folder: Path, capfd, *plan: str):
         self.folder = folder

@@ -1,4 +1,4 @@
-"""The tools that draw and measure, and mistakes of those who call tools and benchmarks: one line, no usage block, no traceback."""
+"""Tools that draw and measure, and mistakes in calls to tools and benchmarks: one line, no usage block, no traceback."""
 
 from __future__ import annotations
 

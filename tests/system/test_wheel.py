@@ -1,7 +1,7 @@
-"""The wheel: it holds what a run needs, names no folder of the machine that built it, and trains without the checkout.
+"""The wheel is complete, names no folder on the build machine, and trains without the checkout.
 
-The quick tests build it once from the objects of `make setup`. The slow one is `make wheel-test`: `pip install .` as a newcomer
-calls it, in an empty environment.
+The quick tests build it once from the objects that `make setup` left. The slow one is `make wheel-test`: `pip install .`
+in an empty environment.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def bin_folder(wheel, tmp_path_factory) -> Path:
-    """The programs of an environment with the wheel; this environment's packages, but not the checkout, stand on its path."""
+    """Programs in an environment with the wheel; its path has this environment's packages, but not the checkout."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, symlinks=True)
     site = next(folder.glob("lib/python*/site-packages"))
@@ -135,14 +135,16 @@ def test_the_wheel_holds_its_data(bin_folder, tmp_path, words, answer):
 
 @pytest.mark.slow
 def test_pip_install_in_an_empty_environment(tmp_path):
-    """With build isolation, from a copy of the sources without anything built, that is gone before the first run."""
-    source, environment = tmp_path / "source", tmp_path / "environment"
+    """With build isolation, from unbuilt sources that are gone before the first run."""
+    source = tmp_path / "source"
+    environment = tmp_path / "environment"
     left_out = shutil.ignore_patterns(
         "build", "dist", "demo", "bench", "*.so", "*.egg-info", "__pycache__", ".*"
     )
     shutil.copytree(ROOT, source, ignore=left_out)
     venv.create(environment, with_pip=True, symlinks=True)
-    python, program = environment / "bin" / "python", environment / "bin" / "fugaku-megatron"
+    python = environment / "bin" / "python"
+    program = environment / "bin" / "fugaku-megatron"
     pip = [python, *PIP[1:], "install"]
     run([*pip, "."], source, timeout=3000)
     shutil.rmtree(source)

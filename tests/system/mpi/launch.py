@@ -25,13 +25,13 @@ OPENMPI_VARIABLE = "FUGAKU_MEGATRON_OPENMPI"
 
 
 def words(*parts: object) -> list[str]:
-    """Split a command line, given as pieces of text and paths, at blanks."""
+    """Split a command line, given in pieces, at blanks."""
     return " ".join(map(str, parts)).split()
 
 
 @dataclass(frozen=True)
 class Result:
-    """End of a job. `returncode` is mpiexec's."""
+    """A job's end. `returncode` is mpiexec's."""
 
     returncode: int
     stdout: str
@@ -53,7 +53,7 @@ class Result:
 
 @dataclass(frozen=True)
 class MPI:
-    """One installed MPI: its mpiexec, and what its jobs need of the environment."""
+    """One installed MPI: its mpiexec, and variables for its jobs."""
 
     name: str
     mpiexec: Path
@@ -66,7 +66,7 @@ class MPI:
         return [str(self.mpiexec), *self.options, "-n", str(n), sys.executable]
 
     def variables(self) -> dict[str, str]:
-        """Return the environment of a job, in which no losses are drawn."""
+        """Return a job's environment. No losses are drawn in it."""
         inherited = {name: value for name, value in os.environ.items() if name not in self.removed}
         return {**inherited, **self.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH}
 
@@ -110,7 +110,7 @@ def read(file) -> str:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process with all its descendants, also those in sessions of their own (launchers start such)."""
+    """Kill a process with all its descendants, also in other sessions, which launchers start."""
     tree: list[psutil.Process] = []
     try:
         parent = psutil.Process(pid)

@@ -1,4 +1,4 @@
-"""Small runs of pretrain_gpt.py: flags, start, ranks of a running job, losses."""
+"""Small runs of pretrain_gpt.py: flags, start, ranks, losses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pretrain(mpi: launch.MPI, ranks: int, *flags: object, code: int = 0) -> laun
 
 
 def resuming(directory: Path) -> str:
-    """Return the flags of a run that saves into a directory and continues from there."""
+    """Return the flags to save into a directory and continue from there."""
     return f"--save {directory} --load {directory}"
 
 
@@ -58,9 +58,9 @@ def wait_for_lines(job: subprocess.Popen, count: int) -> bool:
 
 
 def ranks(job: subprocess.Popen) -> list[psutil.Process]:
-    """Return the rank processes of a running job.
+    """Return a running job's rank processes.
 
-    A rank's child, which draws losses, has the rank's command line for a moment.
+    A rank's child that draws losses has the rank's command line for a moment.
     """
     found = {}
     for process in psutil.Process(job.pid).children(recursive=True):

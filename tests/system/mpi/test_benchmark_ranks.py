@@ -23,7 +23,7 @@ PNG = b"\x89PNG"
 
 @pytest.fixture
 def measured(tmp_path, capsys):
-    """Run a benchmark, which draws a picture; return its JSON and its output."""
+    """Run a benchmark that draws a picture; return its JSON and its output."""
     pytest.importorskip("matplotlib")
 
     def run(*command: object) -> tuple[dict, str]:
@@ -51,7 +51,7 @@ def test_collectives(measured):
 
 
 def test_defaults_fit_the_cores():
-    """Four ranks on two cores did not end in a quarter of an hour."""
+    """Four ranks on two cores did not end within 15 minutes."""
     for cores, ranks in {1: [2], 2: [2], 3: [2], 4: [2, 4], 48: [2, 4]}.items():
         assert comm.default_ranks(cores) == ranks
 
@@ -85,9 +85,10 @@ def test_rows_are_printed_one_by_one(monkeypatch, capsys):
 
 
 def idle(plan, spans: list[Span]) -> list[float]:
-    """Seconds between the moment in which a stage has what its next computation needs and the begin of that, in order of size."""
+    """Return the idle seconds before each computation, sorted: from the arrival of its inputs to its begin."""
     ends = {_result(plan.placement, span.stage, span): span.end for span in spans} | {None: 0.0}
-    found, free = [], dict.fromkeys(range(plan.placement.stages), 0.0)
+    found = []
+    free = dict.fromkeys(range(plan.placement.stages), 0.0)
     for span in sorted(spans, key=lambda span: span.start):
         ready = max(free[span.stage], ends[_source(plan.placement, span.stage, span)])
         found.append(span.start - ready)
@@ -96,7 +97,7 @@ def idle(plan, spans: list[Span]) -> list[float]:
 
 
 def test_every_schedule_follows_its_list(measured):
-    """Sleepers wake late on a busy machine. The next one begins soon after, in four of five cases."""
+    """Sleepers wake late on a busy machine. Four times in five the next computation begins soon after."""
     command = "schedule --stages 2 --microbatches 4 --slot-ms 50 --chunks 3"
     rows = measured(command)[0]["rows"]
     assert [(row["schedule"], row["chunks"]) for row in rows] == [
@@ -120,7 +121,7 @@ def test_every_schedule_follows_its_list(measured):
 
 @pytest.fixture
 def hosts():
-    """Command of a quick job, if there can be two hosts."""
+    """A quick job's command, if there can be two hosts."""
     if reason := two_hosts.why_not():
         pytest.skip(reason)
     return "two_hosts --seq-length 64 --micro-batches 2 --rounds 1"
@@ -150,7 +151,7 @@ def test_bytes_and_seconds_of_a_link(measured, hosts):
 
 @pytest.mark.full
 def test_rows_between_matmuls(measured, hosts):
-    """Tensor-parallel hosts send as many bytes overlapped as blocking. What is not gathered has any values."""
+    """Tensor-parallel hosts send as many bytes overlapped as blocking."""
     rows = {row["job"]: row for row in measured(hosts, "--tensor-parallel")[0]["rows"]}
     exchanges = 2 * (
         2 * 10 + 2 + 2
@@ -178,7 +179,7 @@ def test_a_sequence_of_two_hosts(measured, hosts):
 
 @pytest.mark.full
 def test_rows_of_experts(measured, hosts):
-    """There and back, and gradients the same ways: half of two rows of each token, and as many bytes in groups as at once."""
+    """There and back, and gradients the same ways: half a token's two rows, and as many bytes in groups as at once."""
     result, _ = measured(hosts, "--experts")
     rows = {row["job"]: row for row in result["rows"]}
     assert list(rows) == ["blocking", "overlapped"] and result["what"] == "Rows of experts"
@@ -190,7 +191,7 @@ def test_rows_of_experts(measured, hosts):
 
 
 def run_on_hosts(mpich, rate: str, *program: object) -> str:
-    """Run a Python program with a rank on each host and return what it prints."""
+    """Run a Python program with a rank on each host and return its output."""
     with two_hosts.two_hosts(rate):
         first, second = (
             two_hosts.on_host(host, words(sys.executable, *program)) for host in two_hosts.HOSTS
@@ -224,7 +225,8 @@ def test_documents_train_alike_on_two_hosts(hosts, mpich, tmp_path, layout):
 @pytest.mark.full
 def test_rows_in_groups_hide_most_of_a_slow_link(hosts, mpich):
     """Experts compute, or sleep, as long as their rows need on the link, in forward and twice as long in backward."""
-    rows, rate = 1600, 20e6
+    rows = 1600
+    rate = 20e6
     wire = 2 * rows * slow_link.WIDTH * 4 * 8 / rate  # there and back
 
     def exposed(groups: int) -> float:

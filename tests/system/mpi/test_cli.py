@@ -1,6 +1,6 @@
-"""Commands under a launcher: help and mistakes come out once, and what they compute on two ranks is what one rank computes.
+"""Commands under a launcher: help and mistakes are printed once, and two ranks compute the results of one.
 
-The results of one rank are compared with transformers in tests/parallel/test_evaluate.py and tests/parallel/test_generate.py.
+tests/parallel/test_evaluate.py and test_generate.py compare one rank's results with transformers.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_two_ranks_calibrate_and_one_is_refused(mpich, tmp_path):
 
 
 def test_a_report_starts_its_own_ranks(mpich, tmp_path):
-    """Each measures, one writes; the sums of the trainer and MPI's own are next to the model's."""
+    """Each measures, one writes; the trainer's sums and MPI's are next to the model's."""
     file = tmp_path / "here.json"
     only = "--only kernels communication training layers"
     job = subprocess.run(
@@ -159,7 +159,7 @@ def test_a_report_starts_its_own_ranks(mpich, tmp_path):
 
 @pytest.mark.skipif(launch.mpich() is None, reason=launch.MISSING["mpich"])
 def test_two_hosts_report_as_two_nodes(tmp_path):
-    """Two network namespaces, and the end by a signal to the launcher: what was measured stays."""
+    """Two network namespaces; after a signal to the launcher the measurements stay."""
     if reason := two_hosts.why_not():
         pytest.skip(reason)
     file = tmp_path / "two.json"

@@ -33,7 +33,7 @@ SECOND_STEP = "--step --sparam jid=1,sn=2,sd=ec!=0:all:1"
 
 @pytest.fixture
 def local(tmp_path, monkeypatch, capsys):
-    """Run a command of the emulator in this process, which saves its start. Jobs are separate processes."""
+    """Run the emulator in this process, without a start. Jobs are separate processes."""
     if launch.mpich() is None:
         pytest.skip(launch.MISSING["mpich"])
     monkeypatch.syspath_prepend(SCRIPTS)
@@ -47,7 +47,7 @@ def local(tmp_path, monkeypatch, capsys):
     scheduler = importlib.import_module("local_scheduler")
 
     def run(command: str, *more: str, code: int = 0) -> launch.Result:
-        """Run a command: its name and options as text, which a shell would split, then more words."""
+        """Run a command: name and options as in a shell, then more words."""
         program, *options = shlex.split(command)
         ended = scheduler.main(program, [*options, *more])
         return launch.Result(ended, *capsys.readouterr(), seconds=0.0).check(code)
@@ -62,7 +62,7 @@ def script(folder: Path, body: str) -> str:
 
 
 def archive(folder: Path) -> Path:
-    """The emulator's archive, with what lets ranks wait to be killed and draws no losses."""
+    """Return the emulator's archive, with the code that lets ranks wait for a kill and draws no losses."""
     path = importlib.import_module("local_commands").archive(folder)
     link = tarfile.TarInfo("site")
     link.type = tarfile.SYMTYPE
@@ -108,7 +108,7 @@ def rows(table: str) -> list[str]:
 
 
 def trained(local, tmp_path: Path, options: str, file: Path) -> str:
-    """Return rank 0's training log of a short job."""
+    """Return rank 0's training log from a short job."""
     local(f"local_pjsub {options} -x ARCHIVE={archive(tmp_path)} {file}")
     logs = (tmp_path / "output").glob("*/*/0/0/stdout.1.0")
     (log,) = (path for path in logs if path.parts[-4] != "stage")

@@ -1,4 +1,4 @@
-"""The library on two ranks: they share a run, and an exception of one ends both."""
+"""The library on two ranks: they share a run, and one rank's exception ends both."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The MPI communicator on real ranks, and the ways a job ends, under the MPI that --mpi names.
 
-Each rank imports torch, so one job runs all parts of tests/parallel/collective_checks.py. The endings are in endings.py.
+Each rank imports torch, so one job runs all of tests/parallel/collective_checks.py. The endings are in endings.py.
 """
 
 import json
@@ -20,7 +20,7 @@ LARGE_GB = 14
 
 
 def test_verbs_agree_with_torch(mpi):
-    """Between processes, and in the memory that ranks of a node share."""
+    """Between processes, and in a node's shared memory."""
     job = mpi.run(3, VERBS, "verbs", "node", OMP_NUM_THREADS="2")
     *passed, description = job.stdout.splitlines()
     expected = [
@@ -37,7 +37,7 @@ def test_verbs_agree_with_torch(mpi):
 
 
 def test_nodes_add_up_inside_and_then_between(mpi):
-    """After 250 random orders of nonblocking operations among blocking ones, by one thread of an MPI that allows one."""
+    """After 250 random orders of nonblocking and blocking operations, from one thread, with an MPI that allows one."""
     job = mpi.run(4, VERBS, "orders", "levels", FUGAKU_MEGATRON_MPI_THREAD_LEVEL="funneled")
     assert job.stdout.startswith("ok orders 250\n")
     assert "MPI_THREAD_FUNNELED" in job.stdout
@@ -90,7 +90,7 @@ run_or_abort(body)
 
 
 def test_ranks_of_a_node_hold_one_copy_of_a_tensor(mpi):
-    """MiB of floats, and the frozen weights of adapters; or copies, where the first rank or the second may not open its file."""
+    """MiB of floats, and adapters' frozen weights; or copies, if the first or the second rank may not open its file."""
     job = mpi.run(2, "-c", FROZEN)
     shared, *apart = (json.loads(line) for line in job.stdout.splitlines())
     assert [rank[:4] for rank in shared] == [[2, True, 1.0, True], [2, False, 1.0, True]]

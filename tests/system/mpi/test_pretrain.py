@@ -1,6 +1,6 @@
 """pretrain_gpt.py as a user starts it: trains, logs, saves, resumes, and refuses mistakes with one line.
 
-What one rank shows, runs in this process, which saves its start. Killed ranks: test_restarts.py
+Tests with one rank run in this process, without a start. Killed ranks: test_restarts.py
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def iterations(job):
 
 
 def test_trains_logs_and_resumes_to_the_same_bits(mpi, tmp_path, monkeypatch):
-    """The second start ends within a log interval of TFLOPs and a profile, which are written all the same."""
+    """The second start ends within a log interval and a profile; both are written all the same."""
     level = {"mpich": "serialized", "openmpi": "funneled"}[mpi.name]
     monkeypatch.setenv("FUGAKU_MEGATRON_MPI_THREAD_LEVEL", level)
     flags = (
@@ -94,7 +94,7 @@ def check_tflops(flags, log, line):
     ],
 )
 def test_paths_of_any_bytes_end_no_run(mpich, tmp_path, locale):
-    """No path ends a run: neither --save, --log-file and --profile-dir nor the picture's, whose title has the paths."""
+    """No path ends a run: --save, --log-file, --profile-dir, and the picture's, with paths in its title."""
     place = os.fsencode(tmp_path) + b"/\xff\xc3\xa9"
 
     def run(flags):
@@ -160,7 +160,7 @@ def test_exit_duration_saves_logs_and_leaves_with_zero(alone, tmp_path):
 
 @pytest.mark.full
 def test_another_layout_continues_with_the_same_curve(mpich, alone, tmp_path):
-    """One rank, a pipeline of two, and one rank again."""
+    """One rank, a pipeline on two, and one rank again."""
     flags = f"{TINY} --train-iters 8 --hidden-dropout 0.1"
     parts = resuming(tmp_path / "parts")
     alone(flags, f"--save {tmp_path}/whole")
@@ -181,7 +181,7 @@ def test_another_layout_continues_with_the_same_curve(mpich, alone, tmp_path):
 
 
 def test_a_converted_model_keeps_its_padding_out_of_the_loss(alone, tmp_path):
-    """Its logits are near -60, so that a row of padding would have all of the softmax, as it has where the flag says no."""
+    """Logits are near -60, so that a padding row would have the whole softmax, as it has if the flag says no."""
     padding = pytest.importorskip("tests.parallel.test_vocab_padding")
     model = padding.shifted_gpt2(503)
     own = tmp_path / "own"
@@ -214,7 +214,7 @@ def contents(folder):
 
 
 def test_what_may_not_be_loaded_or_replaced_is_refused(alone, tmp_path):
-    """A truncated shard, after which the previous checkpoint loads; and a forgotten --load, after which every file is as before."""
+    """A forgotten --load changes no file. With a truncated shard the previous checkpoint loads."""
     flags = f"{TINY} --save {tmp_path} --save-interval 2"
     alone(flags, "--train-iters 4")
     before = contents(tmp_path)
@@ -230,7 +230,7 @@ def test_what_may_not_be_loaded_or_replaced_is_refused(alone, tmp_path):
 
 def test_resumes_with_another_batch_size_and_seed(alone, tmp_path):
     def consumed(flags) -> tuple[list[int], str]:
-        """Return the consumed samples of every iteration in the log, and the log."""
+        """Return the consumed samples after every iteration, and the log."""
         job = alone(TINY, resuming(tmp_path), flags)
         return [line.consumed_samples for line in iterations(job)], job.stdout
 

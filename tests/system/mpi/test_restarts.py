@@ -1,4 +1,4 @@
-"""A job whose rank is killed continues by itself and ends with the bits of an undisturbed one: plain mpiexec, and pjsub's emulator.
+"""A job with a killed rank continues by itself and ends with an undisturbed run's bits: mpiexec, and pjsub's emulator.
 
 A rendered script with a killed rank: tests/system/mpi/test_jobs_local.py. Slurm: tests/system/test_slurm.py.
 Decisions: tests/system/test_supervise.py
@@ -65,12 +65,12 @@ def train_undisturbed(mpi: launch.MPI, folder: Path, kills: int, *flags: object)
 
 @pytest.fixture(scope="module")
 def undisturbed(mpich, kills, tmp_path_factory):
-    """Losses of two ranks that nobody disturbs."""
+    """Losses of two undisturbed ranks."""
     return train_undisturbed(mpich, tmp_path_factory.mktemp("whole"), kills, TINY, FLAGS)
 
 
 def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, undisturbed):
-    """Starts take turns in how they save: disks of nodes have the checkpoint first, or the run waits, or it does not wait."""
+    """Starts save in turn to nodes' disks first, or with a wait, or without."""
     ways = [f"--async-save --save-local {tmp_path}/local", "", "--async-save"]
     assert kill_often(mpich, tmp_path / "killed", kills, f"{TINY} {FLAGS}", ways) == undisturbed
 
@@ -80,7 +80,7 @@ def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, undisturbe
 def test_kills_of_other_runs_cost_nothing(mpich, tmp_path, kills, kind):
     """Kill a pipeline on chats, expert parallelism, ring attention and adapters. Each run recomputes differently.
 
-    The 8 samples of an iteration are more than half an epoch of the chats.
+    An iteration's 8 samples are more than half an epoch.
     """
     adapters = f"--pretrained-checkpoint {tmp_path}/base --lora-rank 4 --lora-dropout 0.1"
     kinds = {
@@ -100,7 +100,7 @@ def test_kills_of_other_runs_cost_nothing(mpich, tmp_path, kills, kind):
 
 
 def written_chats(prefix: Path) -> str:
-    """Return the flags of a run on 30 chats of 3 to 17 random tokens, trained after the first two."""
+    """Write 30 chats with 3 to 17 random tokens, trained after the first two; return flags."""
     rng = np.random.RandomState(1)
     with ChatWriter(prefix, "<u2") as writer:
         for length in rng.randint(3, 18, 30):

@@ -1,4 +1,4 @@
-"""Which rank opens which file of a job: one rank of a node each, seen by strace."""
+"""One rank per node opens each file, seen by strace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPENED = re.compile(r'\b(?:open|openat|creat)\((?:AT_FDCWD, )?"([^"]+)".* = \d+$
 
 
 def openers(folder: Path, job: Path) -> dict[str, set[str]]:
-    """Return the ranks that opened each file or directory of the job."""
+    """Return the ranks that opened each file or directory in the job."""
     ranks: dict[str, set[str]] = defaultdict(set)
     for trace in folder.glob("opened.*"):
         for line in trace.read_text(errors="replace").splitlines():
@@ -41,7 +41,7 @@ def test_no_file_of_a_job_is_opened_by_two_ranks_of_a_node(
 ):
     """Resume on twice as many ranks as saved the checkpoint, evaluate and save.
 
-    The tensor-parallel ranks are as many as before: in another layout several ranks read pieces of a file.
+    Tensor-parallel ranks are as many as before: in another layout several ranks read pieces of a file.
     """
     job = tmp_path / "job"
     traces = tmp_path / "traces"

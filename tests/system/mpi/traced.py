@@ -1,4 +1,4 @@
-"""A rank under strace: `mpiexec -n 4 python traced.py FOLDER program flags`; FOLDER/opened.r.t is what thread t of rank r opens."""
+"""A rank under strace: `mpiexec -n 4 python traced.py FOLDER program flags`; FOLDER/opened.r.t: files that thread t opens."""
 
 from __future__ import annotations
 
