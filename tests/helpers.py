@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from benchmarks.plain_gpt import PlainGPT
 from fugaku_megatron.checkpoint.load import load_shards, open_checkpoint
 from fugaku_megatron.checkpoint.manifest import Description, Folders
-from fugaku_megatron.checkpoint.save import run_steps, save_steps, shard_writer
+from fugaku_megatron.checkpoint.save import run_steps, save_steps, write_shards
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import Comm, SoloComm
@@ -166,7 +167,10 @@ def save_checkpoint(
     description = Description(iteration, layout, config, state, keep)
     return run_steps(
         save_steps(
-            directory, shard_writer(comm.rank, shards), description, folders or Folders(comm)
+            directory,
+            partial(write_shards, comm.rank, shards),
+            description,
+            folders or Folders(comm),
         )
     )
 

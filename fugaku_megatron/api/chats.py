@@ -12,7 +12,6 @@ from ..config.run_config import RunConfig
 from ..data.chat_dataset import ChatArrays, signed
 from ..data.chats import ChatTemplate, chat_of, unread_note
 from ..data.dataset import Documents
-from ..data.tokenizer import build_tokenizer
 from ..run.tokenizer import find_tokenizer
 
 
@@ -54,7 +53,7 @@ def _template(run: RunConfig) -> ChatTemplate:
             "model with a tokenizer as pretrained_checkpoint, or pairs of token ids and what is "
             "trained of them"
         )
-    return ChatTemplate(build_tokenizer(*found))
+    return ChatTemplate(found.build())
 
 
 def _marked(chat: Any, where: str) -> np.ndarray:

@@ -114,7 +114,7 @@ def _write(aside: Path, rank: int, shards: list[Shard], description: Description
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
-    written = write_shards(aside, rank, shards)
+    written = write_shards(rank, shards, aside)
     write_manifest(aside, description, files=dict([written] if written else []))
     return written
 

@@ -74,7 +74,7 @@ def save_steps(
     Generator: yields work and receives its outcome, or a function returning it. Work operates on
         large files and never communicates; code between two yields is collective.
 
-    write: writes this rank's file, such as `shard_writer`
+    write: writes this rank's file, such as `write_shards` of its shards
 
     Raises ValueError on all ranks if any rank fails; earlier checkpoints stay loadable.
     """
@@ -238,13 +238,11 @@ def _check_ours(directory: Path, iteration: int) -> None:
         ) from error
 
 
-def shard_writer(rank: int, shards: list[Shard]) -> WriteFile:
-    """Return a writer of a rank's file. Pass each replicated shard on one rank only."""
-    return lambda folder: write_shards(folder, rank, shards)
+def write_shards(rank: int, shards: list[Shard], folder: Path) -> Written:
+    """Write a rank's file; return its name and manifest entry, or None without shards.
 
-
-def write_shards(folder: Path, rank: int, shards: list[Shard]) -> Written:
-    """Write this rank's file; return its name and manifest entry, or None without shards."""
+    shards: each replicated shard on one rank only
+    """
     tensors = {shard.key: shard.tensor.detach() for shard in shards}
     assert len(tensors) == len(shards), "a rank saves two shards of one key"
     if not shards:

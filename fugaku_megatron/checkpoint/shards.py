@@ -230,6 +230,7 @@ class Source:
     file: str
     entry: Entry
     record: Record
+    piece: Piece
 
 
 @dataclass
@@ -272,7 +273,7 @@ class Search:
                 len(piece.shape) == len(other.shape) and next(piece.shared(other), None)
                 for other in wanted
             ):
-                found.sources.append(Source(name, bare, record))
+                found.sources.append(Source(name, bare, record, piece))
 
     @property
     def complete(self) -> bool:
@@ -290,7 +291,7 @@ class Search:
         plan: dict[str, list[tuple[Shard, Source]]] = {}
         for shard in self.shards:
             for source in self._checked(shard, path).sources:
-                if next(record_piece(source.record).shared(shard.piece), None):
+                if next(source.piece.shared(shard.piece), None):
                     plan.setdefault(source.file, []).append((shard, source))
         return plan
 
@@ -322,10 +323,7 @@ class Search:
 
 
 def _held(shard: Shard, found: _Found) -> int:
-    piece = shard.piece
-    return sum(
-        box.numel for source in found.sources for box in record_piece(source.record).shared(piece)
-    )
+    return sum(box.numel for source in found.sources for box in source.piece.shared(shard.piece))
 
 
 def _needed(shard: Shard, found: _Found) -> int:
@@ -350,7 +348,7 @@ def read_shards(path: Path, work: list[tuple[Shard, Source]]) -> int:
     with BlockFile(path, work[0][1].entry) as file:
         stored = read_header(file)
         placed = [
-            (check_stored(stored, source.record, path), shard, record_piece(source.record))
+            (check_stored(stored, source.record, path), shard, source.piece)
             for shard, source in work
         ]
         for tensor, shard, piece in sorted(placed, key=lambda part: part[0].start):

@@ -14,6 +14,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -132,9 +133,10 @@ def check_iteration(directory: Path, iteration: int, threads: int) -> tuple[list
     files = dict(_files(path, head, problems))
     progress = Progress(sum(entry["size"] for entry in files.values()))
     with ThreadPoolExecutor(threads) as pool:
-        for lines, size in pool.map(lambda name: check_file(path / name, files[name]), files):
+        checks = pool.map(lambda name: check_file(path / name, files[name]), files)
+        for entry, lines in zip(files.values(), checks, strict=True):
             problems += lines
-            progress.add(size)
+            progress.add(entry["size"])
     problems += _gaps(path, files)
     result = _problems(len(problems)) if problems else "whole"
     return problems, f"{path}: {len(files)} files, {progress.total / GIB:.3f} GiB: {result}"
@@ -158,20 +160,19 @@ def _files(path: Path, head: Manifest, problems: list[str]) -> Iterator[tuple[st
             )
 
 
-def check_file(path: Path, entry: Entry) -> tuple[list[str], int]:
-    """Verify every block, and the header against the records; return problems and file size."""
+def check_file(path: Path, entry: Entry) -> list[str]:
+    """Verify every block, and the header against the records; return problems."""
     try:
         check_size(path, entry)
         with BlockFile(path, entry) as file:
-            damaged = list(_damaged(file))
-            if damaged:
-                return damaged, entry["size"]
+            if damaged := list(_damaged(file)):
+                return damaged
             stored = read_header(file)
             for record in entry["shards"]:
                 check_stored(stored, record, path)
     except (OSError, ValueError) as error:
-        return [str(error)], entry["size"]
-    return [], entry["size"]
+        return [str(error)]
+    return []
 
 
 def _damaged(file: BlockFile) -> Iterator[str]:
@@ -214,12 +215,12 @@ def _names(file: BlockFile, start: int, end: int) -> str:
 
 
 def _gaps(path: Path, files: dict[str, Entry]) -> Iterator[str]:
-    held: dict[str, int] = {}
-    shapes: dict[str, list[int]] = {}
+    held: Counter[str] = Counter()
+    needed: dict[str, int] = {}
     for entry in files.values():
         for record in entry["shards"]:
-            held[record["key"]] = held.get(record["key"], 0) + record["numel"]
-            shapes.setdefault(record["key"], record["global_shape"])
-    for key, count in held.items():
-        if count != math.prod(shapes[key]):
-            yield f"{path}: the files hold {count} elements of {key}, which has {math.prod(shapes[key])}"
+            held[record["key"]] += record["numel"]
+            needed.setdefault(record["key"], math.prod(record["global_shape"]))
+    for key, count in needed.items():
+        if held[key] != count:
+            yield f"{path}: the files hold {held[key]} elements of {key}, which has {count}"

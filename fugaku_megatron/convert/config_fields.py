@@ -12,107 +12,45 @@ from .architectures import ONLY, Architecture
 from .rules import FILE
 
 # Reason -> fields of every architecture.
-IGNORED: dict[str, tuple[str, ...]] = {
-    "it describes the file, or the program that wrote it": (
-        "_commit_hash",
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "dtype",
-        "is_llama_config",
-        "model_type",
-        "name_or_path",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers.js_config",
-        "transformers_version",
-        "unsloth_fixed",
-        "unsloth_version",
-    ),
-    "it is about tokens, of which the tokenizer's files and the generation config say more": (
-        "bos_token_id",
-        "decoder_start_token_id",
-        "eos_token_id",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "pad_token_id",
-        "prefix",
-        "sep_token_id",
-    ),
-    "it describes generation, which has flags of its own": (
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "diversity_penalty",
-        "do_sample",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "exponential_decay_length_penalty",
-        "length_penalty",
-        "max_length",
-        "max_new_tokens",
-        "min_length",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "suppress_tokens",
-        "task_specific_params",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-    ),
-    "it says what a call of transformers returns or keeps": (
-        "gradient_checkpointing",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "output_scores",
-        "return_dict",
-        "return_dict_in_generate",
-        "torchscript",
-        "use_cache",
-        "use_return_dict",
-    ),
-    "it chooses a kernel of the same function": (
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_attn_implementation_internal",
-        "_experts_implementation",
-        "_flash_attn_2_enabled",
-        "attn_implementation",
-        "chunk_size_feed_forward",
-        "experts_implementation",
-        "reorder_and_upcast_attn",
-        "use_flash_attention_2",
-    ),
-    "it describes other heads than the language model's": (
-        "classifier_activation",
-        "classifier_dropout",
-        "finetuning_task",
-        "id2label",
-        "is_decoder",
-        "label2id",
-        "num_labels",
-        "problem_type",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-    ),
-    "it is about training, where flags say it": (
-        "embd_pdrop",
-        "router_aux_loss_coef",
-    ),
-    "transformers' class of this model_type does not read it": (
-        "max_sequence_length",
-        "max_window_layers",  # of windows, which use_sliding_window must have switched off
-        "multi_query",  # of Falcon before new_decoder_architecture
-        "n_ctx",
-    ),
+IGNORED = {
+    reason: tuple(names.split())
+    for reason, names in {
+        "it describes the file, or the program that wrote it": (
+            "_commit_hash _name_or_path architectures auto_map dtype is_llama_config model_type name_or_path "
+            "tokenizer_class torch_dtype transformers.js_config transformers_version unsloth_fixed unsloth_version"
+        ),
+        "it is about tokens, of which the tokenizer's files and the generation config say more": (
+            "bos_token_id decoder_start_token_id eos_token_id forced_bos_token_id forced_eos_token_id pad_token_id "
+            "prefix sep_token_id"
+        ),
+        "it describes generation, which has flags of its own": (
+            "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping "
+            "encoder_no_repeat_ngram_size exponential_decay_length_penalty length_penalty max_length "
+            "max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences "
+            "remove_invalid_values repetition_penalty suppress_tokens task_specific_params temperature top_k "
+            "top_p typical_p"
+        ),
+        "it says what a call of transformers returns or keeps": (
+            "gradient_checkpointing output_attentions output_hidden_states output_router_logits output_scores "
+            "return_dict return_dict_in_generate torchscript use_cache use_return_dict"
+        ),
+        "it chooses a kernel of the same function": (
+            "_attn_implementation _attn_implementation_autoset _attn_implementation_internal "
+            "_experts_implementation _flash_attn_2_enabled attn_implementation chunk_size_feed_forward "
+            "experts_implementation reorder_and_upcast_attn use_flash_attention_2"
+        ),
+        "it describes other heads than the language model's": (
+            "classifier_activation classifier_dropout finetuning_task id2label is_decoder label2id num_labels "
+            "problem_type summary_activation summary_first_dropout summary_proj_to_labels summary_type "
+            "summary_use_proj"
+        ),
+        "it is about training, where flags say it": "embd_pdrop router_aux_loss_coef",
+        # max_window_layers: of windows, which use_sliding_window must have switched off; multi_query: of Falcon before
+        # new_decoder_architecture
+        "transformers' class of this model_type does not read it": (
+            "max_sequence_length max_window_layers multi_query n_ctx"
+        ),
+    }.items()
 }
 # model_type -> fields that this architecture alone does not read.
 IGNORED_OF = {

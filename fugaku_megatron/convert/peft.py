@@ -26,7 +26,6 @@ from ..config.model import ModelConfig
 from ..data.json_values import JsonObject
 from ..nn.adapters import expanded, row_mask
 from .architectures import (
-    Architecture,
     conv_query_key_value,
     of_expert,
     stacked_of_expert,
@@ -116,23 +115,21 @@ class Place:
     expert: int | None = None
 
 
-def places(architecture: Architecture, model: ModelConfig) -> Iterator[Place]:
-    table = parts(architecture, model)
+def places(weights: Weights) -> Iterator[Place]:
+    architecture = architecture_of(weights.model, carried_config(weights.carried))
+    table = parts(architecture, weights.model)
     each = {stacked_of_expert: 2, of_expert: 1}
     several = {part.ours for part in table.values() if part.number}
     for theirs, part in table.items():
         linear, kind = part.ours.split(".")[-2:]
         if linear in MATRICES and kind == "weight" and layer_of(part.ours) is not None:
-            expert, number = (
-                divmod(part.number, each[part.arranged])
-                if part.arranged in each
-                else (None, part.number)
-            )
-            target = (
-                MATRICES[linear][number]
-                if part.ours in several or len(MATRICES[linear]) == 1
-                else linear
-            )
+            expert = None
+            number = part.number
+            if part.arranged in each:
+                expert, number = divmod(part.number, each[part.arranged])
+            target = linear
+            if part.ours in several or len(MATRICES[linear]) == 1:
+                target = MATRICES[linear][number]
             yield Place(theirs.removesuffix(".weight"), part.ours, target, part, expert)
 
 
@@ -165,7 +162,7 @@ def save_peft(weights: Weights, directory: Path) -> None:
     modules = set()
     parameters = set()
     turned = False
-    rows = [*places(architecture_of(model, carried_config(weights.carried)), model)]
+    rows = [*places(weights)]
     for ours, module in _of_experts(
         rows, [name for name in PARAMETERS if adapters.lora.parts(name, model)]
     ).items():
@@ -182,13 +179,14 @@ def save_peft(weights: Weights, directory: Path) -> None:
         if place.target not in names and linear not in names:
             continue
         a, b = adapters.of(place.ours)
-        own = _matrix(b, place.part, model)
+        own = in_their_shape(b, place.part, model)  # B's rows for their matrix, (out, r)
+        if place.part.arranged in TURNED:
+            own = own.t().contiguous()
         number = names.index(place.target) if place.target in names else 0
         tensors[_key(place.module, "A")] = a[number].contiguous()
         tensors[_key(place.module, "B")] = own
-        if (
-            model.num_experts and linear in PARAMETERS
-        ):  # which peft takes for an expert's where it is a module
+        # peft takes a module of this name for an expert's
+        if model.num_experts and linear in PARAMETERS:
             parameters.add(".".join([*place.module.split(".")[3:], "weight"]))
         else:
             modules.add(place.module.rsplit(".", 1)[-1])
@@ -204,12 +202,6 @@ def save_peft(weights: Weights, directory: Path) -> None:
     (directory / CONFIG).write_text(
         json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
     )
-
-
-def _matrix(b: Tensor, part: Part, model: ModelConfig) -> Tensor:
-    """Return B's rows for their matrix, (out, r)."""
-    own = in_their_shape(b, part, model)
-    return own.t().contiguous() if part.arranged in TURNED else own
 
 
 def _fused(adapters: Adapters, ours: str) -> tuple[Tensor, Tensor]:
@@ -296,7 +288,7 @@ def _open(path: Path, weights: Weights, base: JsonObject) -> Weights:
         )
     check((path / TENSORS).is_file(), f"{path / TENSORS} is missing")
     files = TensorDirectory(path, header(path / TENSORS))
-    rows = [*places(architecture_of(model, carried_config(weights.carried)), model)]
+    rows = [*places(weights)]
     there = [row for row in rows if _key(row.module, "A") in files.tensors]
     adapted = str(config.get("target_parameters") or "")
     fused = _of_experts(

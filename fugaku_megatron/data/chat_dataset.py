@@ -14,7 +14,6 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -70,13 +69,7 @@ class ChatWriter(IndexedDatasetWriter):
         self._crc_bits = 0
         self._crc_head = 0
         self._head = 0
-        try:
-            with self.writing():
-                self._mask = open(self._temporary[SUFFIX], "wb")  # noqa: SIM115 - closed by finalize or discard
-        except ValueError:
-            super().discard()
-            raise
-        self._mask.write(bytes(HEADER.size))
+        self._files[SUFFIX].write(bytes(HEADER.size))
 
     def _append(self, tokens: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> None:
         ids, trained = unsigned(tokens)
@@ -95,7 +88,7 @@ class ChatWriter(IndexedDatasetWriter):
         packed = np.packbits(bits, bitorder="little").tobytes()
         self._crc_bits = zlib.crc32(packed, self._crc_bits)
         with self.writing():
-            self._mask.write(packed)
+            self._files[SUFFIX].write(packed)
 
     def summary(self) -> str:
         return (
@@ -106,16 +99,11 @@ class ChatWriter(IndexedDatasetWriter):
     def finish_parts(self) -> None:
         self._write_bits(self._rest)
         lengths = zlib.crc32(np.asarray(self._lengths, "<i4").data)
-        self._mask.seek(0)
-        self._mask.write(
+        mask = self._files[SUFFIX]
+        mask.seek(0)
+        mask.write(
             HEADER.pack(MAGIC, VERSION, self.num_tokens, lengths, self._crc_head, self._crc_bits)
         )
-        self._close(self._mask)
-
-    def discard(self) -> None:
-        with suppress(OSError):  # its unwritten rest did not fit the disk
-            self._mask.close()
-        super().discard()
 
 
 class ChatFiles(IndexedDataset):

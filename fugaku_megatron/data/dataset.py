@@ -8,7 +8,6 @@ samples; .idx and .bin are read, not mapped.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import zlib
 from bisect import bisect_right
@@ -147,7 +146,7 @@ class GPTDataset:
         self,
         indexed: IndexedDataset | TokenArrays,
         name: str,
-        documents: np.ndarray | range,
+        documents: range,
         num_samples: int | None,
         config: DatasetConfig,
         begun: int | None = None,
@@ -166,16 +165,13 @@ class GPTDataset:
             self._index.arrays[name] for name in GPT_ARRAYS
         )
 
-    def _count_tokens(self, documents: np.ndarray | range, num_samples: int | None) -> int:
+    def _count_tokens(self, documents: range, num_samples: int | None) -> int:
         s = self.config.seq_length
-        if isinstance(documents, range):
-            blocks = (documents[i : i + BLOCK] for i in range(0, len(documents), BLOCK))
-            per_epoch = sum(
-                int(self.indexed.read_lengths(block.start, block.stop).sum(dtype=np.int64))
-                for block in blocks
-            )
-        else:
-            per_epoch = int(self.indexed.sequence_lengths[documents].sum(dtype=np.int64))
+        blocks = (documents[i : i + BLOCK] for i in range(0, len(documents), BLOCK))
+        per_epoch = sum(
+            int(self.indexed.read_lengths(block.start, block.stop).sum(dtype=np.int64))
+            for block in blocks
+        )
         if s < 1 or (num_samples is not None and num_samples < 1):
             raise ValueError(
                 f"{self.name} data: --seq-length {s} and {num_samples} samples must be >= 1"
@@ -210,7 +206,7 @@ class GPTDataset:
         used = first - count_samples((epochs - 1) * per_epoch, s)  # of the last epoch
         return Epochs(epochs, epochs > 1 and used < threshold, max(0, needed - epochs))
 
-    def _build(self, documents: np.ndarray | range) -> Index:
+    def _build(self, documents: range) -> Index:
         s = self.config.seq_length
         seed = self.config.seed
         epochs = self._epochs
@@ -225,8 +221,8 @@ class GPTDataset:
             blocks: Iterable[np.ndarray]
             blocks = chain(shuffled, added_documents(documents, epochs.added, seed))
             document_index = store(ArrayBlocks("document_index", np.int32, (count,), blocks))
-            lengths, first = self._lengths(documents)
-            blocks = sample_blocks(lengths, document_index, s, first)
+            lengths = self.indexed.read_lengths(documents.start, documents.stop)
+            blocks = sample_blocks(lengths, document_index, s, documents.start)
             store(ArrayBlocks("sample_index", sample_dtype, (total + 1, 2), blocks))
             del lengths, blocks
             shuffled = [build_shuffle_index(bounds[0], begun, rng)]
@@ -235,17 +231,10 @@ class GPTDataset:
 
         sample_dtype = np.dtype(sample_index_dtype(count))
         shuffle_dtype = np.dtype(shuffle_index_dtype(total))
-        if isinstance(documents, range):
-            described: dict[str, int | str] = {
-                "first_document": documents.start,
-                "documents": len(documents),
-            }
-        else:
-            contents = np.ascontiguousarray(documents).data
-            described = {"documents": hashlib.md5(contents, usedforsecurity=False).hexdigest()}
         description = {
             **self.indexed.description(),
-            **described,
+            "first_document": documents.start,
+            "documents": len(documents),
             "num_epochs": epochs.begun,
             "separate_last_epoch": epochs.separate_last,
             "index_split": self.name,
@@ -259,11 +248,6 @@ class GPTDataset:
             self.indexed.prefix, "GPTDataset", self.name, description, GPT_ARRAYS, size
         )
         return provide(self.config.cache, request, build, self.config.comm)
-
-    def _lengths(self, documents: np.ndarray | range) -> tuple[np.ndarray, int]:
-        if not isinstance(documents, range):
-            documents = range(len(self.indexed))
-        return self.indexed.read_lengths(documents.start, documents.stop), documents.start
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
@@ -376,14 +360,14 @@ class ValidationSets:
         return self.datasets[number][index - ([0, *self._ends][number])]
 
 
+@dataclass
 class MockDataset:
     """Samples for --mock-data: a pure function (seed, i), uniform over the vocabulary."""
 
-    def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int):
-        self.vocab_size = vocab_size
-        self.seq_length = seq_length
-        self.num_samples = num_samples
-        self.seed = seed
+    vocab_size: int
+    seq_length: int
+    num_samples: int
+    seed: int
 
     def __len__(self) -> int:
         return self.num_samples

@@ -15,7 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
@@ -209,16 +209,16 @@ class Document:
         return Place(self.number, self.line) if self.line else Place(self.number + 1)
 
 
+@dataclass
 class Skipped:
     """Counts and first reasons for documents dropped by --skip-invalid. Without the flag errors are
     raised and name it.
     """
 
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
-        self.files = 0
-        self.records = 0
-        self.reasons: list[str] = []
+    enabled: bool
+    files: int = 0
+    records: int = 0
+    reasons: list[str] = field(default_factory=list)
 
     def add_file(self, error: ValueError) -> None:
         if not self.enabled:

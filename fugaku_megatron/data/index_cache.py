@@ -34,18 +34,12 @@ BLOCK = 2**20  # documents or samples at a time
 
 
 def build_document_index(
-    documents: np.ndarray | range, num_epochs: int, separate_last: bool, rng: np.random.RandomState
+    documents: range, num_epochs: int, separate_last: bool, rng: np.random.RandomState
 ) -> np.ndarray:
     """Return shuffled document ids, int32 (epochs * documents,); `separate_last`: shuffle the last
     epoch separately.
     """
-    rows = np.empty((num_epochs, len(documents)), np.int32)
-    rows[:] = (
-        np.arange(documents.start, documents.stop, dtype=np.int32)
-        if isinstance(documents, range)
-        else documents
-    )
-    index = rows.reshape(-1)
+    index = np.tile(np.arange(documents.start, documents.stop, dtype=np.int32), num_epochs)
     together = len(index) - len(documents) * separate_last
     rng.shuffle(index[:together])
     if separate_last:
@@ -134,7 +128,7 @@ ADDED_DOCUMENTS = 1
 ADDED_SAMPLES = 2
 
 
-def added_documents(documents: np.ndarray | range, epochs: int, seed: int) -> Iterator[np.ndarray]:
+def added_documents(documents: range, epochs: int, seed: int) -> Iterator[np.ndarray]:
     """Yield each added epoch's document ids, int32 (documents,), for any number of epochs alike."""
     rng = np.random.RandomState([seed, ADDED_DOCUMENTS])
     for _ in range(epochs):

@@ -13,7 +13,7 @@ import os
 import struct
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -169,23 +169,21 @@ def _check_bin_size(prefix: str, size: int, tokens: int, dtype: np.dtype) -> Non
         )
 
 
+@dataclass(frozen=True)
 class StoredTokens:
     """Consecutive .bin tokens. Slicing reads nothing; numpy's asarray reads all."""
 
-    def __init__(self, data: IndexedDataset, place: range) -> None:
-        self._data = data
-        self._place = place
+    data: IndexedDataset
+    place: range
 
     def __len__(self) -> int:
-        return len(self._place)
+        return len(self.place)
 
     def __getitem__(self, part: slice) -> StoredTokens:
-        place = self._place[part]
-        assert place.step == 1
-        return StoredTokens(self._data, place)
+        return StoredTokens(self.data, self.place[part])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        tokens = self._data.read_tokens(self._place.start, len(self._place))
+        tokens = self.data.read_tokens(self.place.start, len(self.place))
         return tokens if dtype is None else tokens.astype(dtype)
 
 
@@ -357,28 +355,22 @@ class IndexedDatasetWriter:
             self.prefix if folder is None else os.path.join(folder, os.path.basename(self.prefix))
         )
         self._temporary = {suffix: f"{aside}{suffix}.tmp{os.getpid()}" for suffix in self.SUFFIXES}
-        with self.writing():
-            self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115 - closed by finalize or discard
+        self._files: dict[str, BinaryIO] = {}
+        try:
+            with self.writing():
+                for suffix, path in self._temporary.items():
+                    self._files[suffix] = open(path, "wb")  # noqa: SIM115 - closed by finalize or discard
+        except ValueError:
+            self.discard()
+            raise
 
     def writing(self) -> AbstractContextManager[None]:
         return writing(f"{self.prefix}.bin")
 
-    def add_document(
-        self, tokens: np.ndarray | Sequence[int], lengths: Iterable[int] | None = None
-    ) -> None:
-        """Append a document as one sequence, or as sequences with these `lengths` in tokens (none:
-        empty).
-        """
-        tokens = np.asarray(
-            tokens if isinstance(tokens, np.ndarray) else list(tokens),
-            None if len(tokens) else self.dtype,
-        )
-        lengths = [len(tokens)] if lengths is None else list(lengths)
-        if sum(lengths) != len(tokens) or any(length < 0 for length in lengths):
-            raise ValueError(
-                f"{self.prefix}: sequence lengths {lengths} do not add up to the document's {len(tokens)} tokens"
-            )
-        self._append(tokens, np.array(lengths, "i"), np.array([len(lengths)]))
+    def add_document(self, tokens: np.ndarray | Sequence[int]) -> None:
+        """Append a document as one sequence, which may be empty."""
+        ids = np.asarray(tokens, None if len(tokens) else self.dtype)
+        self._append(ids, np.array([len(ids)]), np.ones(1, np.int64))
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append one-sequence documents, `lengths` (documents,); length 0 has no sequence."""
@@ -391,7 +383,7 @@ class IndexedDatasetWriter:
                 f"{self.prefix}: token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}; use int32"
             )
         with self.writing():
-            self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
+            self._files[".bin"].write(np.ascontiguousarray(tokens, self.dtype).data)
         self._documents.frombytes((len(self._lengths) + ends).astype("q").tobytes())
         self._lengths.frombytes(lengths.astype("i").tobytes())
 
@@ -414,7 +406,8 @@ class IndexedDatasetWriter:
         lengths = np.asarray(self._lengths, "<i4")
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1] * np.int64(self.dtype.itemsize), out=pointers[1:])
-        with self.writing(), open(self._temporary[".idx"], "wb") as index:
+        index = self._files[".idx"]
+        with self.writing():
             index.write(
                 HEADER.pack(
                     MAGIC, VERSION, ELEMENT_CODES[self.dtype], len(lengths), len(self._documents)
@@ -422,9 +415,11 @@ class IndexedDatasetWriter:
             )
             for part in (lengths, pointers, np.asarray(self._documents, "<i8")):
                 index.write(part.data)
-            self._close(index)
-            self._close(self._bin)
             self.finish_parts()
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
         if os.path.exists(self.prefix + ".idx"):
             # an interruption between the renames then leaves no .idx, instead of one that belongs to another .bin
             os.remove(self.prefix + ".idx")
@@ -432,17 +427,12 @@ class IndexedDatasetWriter:
             os.replace(self._temporary[suffix], self.prefix + suffix)
 
     def finish_parts(self) -> None:
-        """Write and close a subclass's files; OSErrors are reported as .bin's."""
-
-    @staticmethod
-    def _close(stream: BinaryIO) -> None:
-        stream.flush()
-        os.fsync(stream.fileno())
-        stream.close()
+        """Complete a subclass's files; OSErrors are reported as .bin's."""
 
     def discard(self) -> None:
-        with suppress(OSError):  # its unwritten rest did not fit the disk
-            self._bin.close()
+        for file in self._files.values():
+            with suppress(OSError):  # its unwritten rest did not fit the disk
+                file.close()
         for path in self._temporary.values():
             if os.path.exists(path):
                 os.remove(path)

@@ -129,22 +129,17 @@ def _check_readable(folder: Path, name: str, where: str) -> None:
 
 
 def _check_json(path: Path, where: str) -> None:
+    reason = ""
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(contents, dict):
+            reason = f"holds a {type(contents).__name__}, not an object"
+        elif path.name == TOKENIZER_JSON and not isinstance(contents.get("model"), dict):
+            reason = "has no object named model, so that the package tokenizers did not write it"
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{where}: {path.name} is not JSON ({error}): copy it again, or pass the right file"
-        ) from None
-    if not isinstance(contents, dict):
-        raise ValueError(
-            f"{where}: {path.name} holds a {type(contents).__name__}, not an object: copy it again, or "
-            "pass the right file"
-        )
-    if path.name == TOKENIZER_JSON and not isinstance(contents.get("model"), dict):
-        raise ValueError(
-            f"{where}: {path.name} has no object named model, so that the package tokenizers did not "
-            "write it: copy it again, or pass the right file"
-        )
+        reason = f"is not JSON ({error})"
+    if reason:
+        raise ValueError(f"{where}: {path.name} {reason}: copy it again, or pass the right file")
 
 
 def _named_code(folder: Path) -> str | None:
@@ -175,6 +170,8 @@ class HuggingFaceTokenizer:
     """
 
     name = "HuggingFaceTokenizer"
+    needs = ("tokenizer_model",)  # of the flags
+    options: tuple[str, ...] = ()
 
     def __init__(self, folder: str | Path):
         path = Path(folder)
@@ -239,6 +236,8 @@ class SentencePieceTokenizer:
     """
 
     name = "SentencePieceTokenizer"
+    needs = ("tokenizer_model",)
+    options: tuple[str, ...] = ()
 
     def __init__(self, path: str | Path):
         if reason := unreadable(path):
@@ -288,6 +287,8 @@ class NullTokenizer:
     """
 
     name = "NullTokenizer"
+    needs = ("vocab_size",)
+    options: tuple[str, ...] = ()
     checksum = 0  # every one of a size is the same
 
     def __init__(self, vocab_size: int):
@@ -331,6 +332,7 @@ class ByteLevelBPE:
     special: id by name
     """
 
+    options: tuple[str, ...] = ()
     remedy = MODEL_REMEDY
 
     def __init__(self, token_bytes: list[bytes], special: Mapping[str, int], pieces: regex.Pattern):
@@ -407,13 +409,15 @@ class TikTokenizer(ByteLevelBPE):
     """
 
     name = "TikTokenizer"
+    needs = ("tokenizer_model",)
+    options = ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens")
 
     def __init__(
         self,
         path: str | Path,
-        vocab_size: int | None = None,
-        pattern: str = "v2",
-        special: int = 1000,
+        vocab_size: int | None,
+        pattern: str,
+        special: int,
     ):
         size = vocab_size or DEFAULT_SIZE
         if not len(SPECIAL) <= special < size:

@@ -23,6 +23,7 @@ FIRST = 2  # this token begins a document
 PADDED = 4  # nothing is predicted from this token: it is padding, or the last one of a chat
 
 
+@dataclass
 class MarkedDataset:
     """Samples with marks, int64 (2, s + 1). Other attributes are the data set's.
 
@@ -30,10 +31,9 @@ class MarkedDataset:
     masks_loss: mask the label after it
     """
 
-    def __init__(self, dataset: Dataset, eod: int, masks_loss: bool):
-        self.dataset = dataset
-        self.eod = eod
-        self.masks_loss = masks_loss
+    dataset: Dataset
+    eod: int
+    masks_loss: bool
 
     def __len__(self) -> int:
         return len(self.dataset)

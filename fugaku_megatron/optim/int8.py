@@ -177,13 +177,11 @@ class EightBitMoment:
         """
         x = values.clone()
         for blocks in chunk:
-            own = values[blocks.start - chunk[0].start : blocks.end - chunk[0].start]
-            rows = self._scales_of(blocks)
-            for view, which in blocks.views(own):
-                rows[:, which] = largest(view)
-            if blocks.shared is not None and shared is not None:
-                rows.fill_(shared[blocks.shared])
             for view, scales in self._views(x, chunk, blocks):
+                if blocks.shared is None or shared is None:
+                    scales.copy_(largest(view).unsqueeze(-1))
+                else:
+                    scales.fill_(shared[blocks.shared])
                 view.div_(scales.clamp(min=torch.finfo(torch.float32).tiny))
         if self.signed:
             codes = x.abs().sqrt_().mul_(SIGNED).round_().mul_(x.sign())
@@ -191,14 +189,12 @@ class EightBitMoment:
             codes = _squares_code(x, chunk, at_random)
         self.codes[chunk[0].start : chunk[-1].end] = codes
 
-    def _scales_of(self, blocks: Blocks) -> Tensor:
-        scales = self.scales[blocks.first_scale : blocks.first_scale + blocks.scales]
-        return scales.view(blocks.segments, -1)
-
     def _views(
         self, values: Tensor, chunk: Sequence[Blocks], blocks: Blocks
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        rows = self._scales_of(blocks)
+        """Yield views of the blocks' elements among `values`, those of `chunk`, and of their scales."""
+        scales = self.scales[blocks.first_scale : blocks.first_scale + blocks.scales]
+        rows = scales.view(blocks.segments, -1)
         own = values[blocks.start - chunk[0].start : blocks.end - chunk[0].start]
         for view, which in blocks.views(own):
             yield view, rows[:, which].unsqueeze(-1)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Comm, SoloComm
-from ..config.layout import sequence_shards
 from ..config.model import NORMS, RMS_NORM, ModelConfig
 from ..config.run_config import RunConfig
 from ..costs import accounting
+from ..costs.activations import sequence_shards
 from ..host import kernels
 from ..host.timing import timings
 from ..nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops

@@ -17,7 +17,6 @@ from ..config.run_config import RunConfig
 from ..data.build import parse_data_path
 from ..data.tokenizer import (
     TokenizerFlags,
-    build_tokenizer,
     identity,
     mismatch,
     model_tokenizer,
@@ -47,7 +46,7 @@ def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
         needed = run.model.vocab_size is None or bool(run.data.marks_documents)
         if flags.named or (needed and not run.data.mock_data):
             found = find_tokenizer(run)
-            return identity(build_tokenizer(*found)) if found else None
+            return identity(found.build()) if found else None
         return None
 
     return on_root(world, read)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from ..checkpoint.save import (
     Steps,
     run_steps,
     save_steps,
-    shard_writer,
+    write_shards,
 )
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..checkpoint.trusted import REPLICAS, Fault, record_fault
@@ -32,13 +33,14 @@ from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.batches import sizes_of
 from ..config.fields import check
-from ..config.layout import Layout, evaluation_run, sequence_shards
+from ..config.layout import Layout, evaluation_run
 from ..config.model import architecture, with_block
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..config.sample_rules import Skips
 from ..costs import run_schedule
 from ..costs.accounting import virtual_stage_sizes, zero_shards
+from ..costs.activations import sequence_shards
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset
 from ..data.marks import TokenCounts
 from ..data.sampler import ReaderGroup
@@ -439,7 +441,7 @@ class Trainer:
                 local, directory, shards, description, self.folders, wait=self._snapshot is None
             )
         return save_steps(
-            directory, shard_writer(self.world.rank, shards), description, self.folders
+            directory, partial(write_shards, self.world.rank, shards), description, self.folders
         )
 
     def _saved_shards(self) -> list[Shard]:

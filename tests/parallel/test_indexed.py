@@ -61,9 +61,7 @@ def test_files_byte_for_byte(prefix):
 def test_int32_and_documents_of_several_sequences(tmp_path):
     prefix = str(tmp_path / "wide")
     with IndexedDatasetWriter(prefix, best_dtype(100_000)) as writer:
-        writer.add_document(np.array([99_999, 1, 2]), lengths=[1, 2])
-        writer.add_document([], lengths=[])
-        writer.add_document([3])
+        writer._append(np.array([99_999, 1, 2, 3]), np.array([1, 2, 1]), np.array([2, 2, 3]))
     data = IndexedDataset(prefix)
     assert data.dtype == np.int32 and [data[i].tolist() for i in range(3)] == [
         [99_999],
@@ -189,11 +187,6 @@ def test_writer_errors(tmp_path):
         IndexedDatasetWriter(tmp_path / "no" / "folder", "<u2")
     with pytest.raises(ValueError, match="cannot be stored as uint32"):
         IndexedDatasetWriter(tmp_path / "x", np.uint32)
-    with (
-        pytest.raises(ValueError, match="do not add up"),
-        IndexedDatasetWriter(tmp_path / "x", "<u2") as writer,
-    ):
-        writer.add_document([1, 2], lengths=[1])
     assert os.listdir(tmp_path) == []
 
 
@@ -220,10 +213,9 @@ def corpus(tmp_path):
     return write_corpus(tmp_path / "corpus", lengths)
 
 
-def build(corpus, cache=None, samples=1000, seed=1, comm=None, documents=None):
-    documents = range(5, 95) if documents is None else documents
+def build(corpus, cache=None, samples=1000, seed=1, comm=None):
     config = DatasetConfig(16, seed, comm=comm, cache=cache)
-    return GPTDataset(IndexedDataset(corpus, comm), "train", documents, samples, config)
+    return GPTDataset(IndexedDataset(corpus, comm), "train", range(5, 95), samples, config)
 
 
 def arrays(dataset):
@@ -244,7 +236,7 @@ def folder(corpus):
 @pytest.mark.parametrize("samples", [None, 10, 300, 1000])
 @pytest.mark.parametrize("block", [7, 2**20])
 def test_files_hold_what_memory_would(corpus, samples, block, monkeypatch):
-    in_memory = build(corpus, samples=samples, documents=np.arange(5, 95))
+    in_memory = build(corpus, samples=samples)
     for module in (index_cache, dataset_module):
         monkeypatch.setattr(module, "BLOCK", block)
     mapped = build(corpus, MAPPED, samples)

@@ -26,7 +26,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.data.build import Builder, build_datasets
 from fugaku_megatron.data.files import document_texts, input_files, read_documents
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
-from fugaku_megatron.data.tokenizer import build_tokenizer
+from fugaku_megatron.data.tokenizer import TokenizerFlags
 from fugaku_megatron.jobs import check, render
 from fugaku_megatron.observe import log_command, run_log
 from fugaku_megatron.planner import machine, model, software
@@ -339,7 +339,7 @@ def test_vocabularies_are_refused_or_encode(tmp_path):
     )
 
     def encoded():
-        tokenizer = build_tokenizer("GPT2BPETokenizer", str(vocab), str(merges))
+        tokenizer = TokenizerFlags("GPT2BPETokenizer", str(vocab), str(merges)).build()
         assert tokenizer.decode(tokenizer.encode("abc à b")) == "abc à b"
 
     @refused_or_harmless("vocabularies", text=contents, lines=lines)

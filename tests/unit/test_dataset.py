@@ -28,7 +28,7 @@ def indexed(tmp_path):
 @pytest.mark.parametrize("num_samples", [None, 10, 300, 1000])
 def test_samples_cut_the_documents_laid_end_to_end(indexed, num_samples):
     dataset, other = (
-        GPTDataset(indexed, "train", np.arange(5, 95), num_samples, DatasetConfig(16, seed))
+        GPTDataset(indexed, "train", range(5, 95), num_samples, DatasetConfig(16, seed))
         for seed in (1234, 1)
     )
     flat = np.concatenate([indexed[i] for i in dataset.document_index])
@@ -48,7 +48,7 @@ def test_an_index_of_one_and_of_many_documents_and_its_last_epoch(tmp_path):
     dataset = GPTDataset(
         IndexedDataset(write(tmp_path / "long", [1000])),
         "train",
-        np.arange(1),
+        range(1),
         None,
         DatasetConfig(10, 0),
     )
@@ -57,14 +57,14 @@ def test_an_index_of_one_and_of_many_documents_and_its_last_epoch(tmp_path):
         dataset[i].tolist() == list(range(dataset[i][0], dataset[i][0] + 11)) for i in range(99)
     )
     indexed = IndexedDataset(write(tmp_path / "one", [5, 0, 6]))
-    assert len(GPTDataset(indexed, "train", np.arange(3), None, DatasetConfig(10, 0))) == 1
+    assert len(GPTDataset(indexed, "train", range(3), None, DatasetConfig(10, 0))) == 1
     with pytest.raises(
         ValueError, match=r"train data of .*one: 11 tokens in 3 documents.*--seq-length 11 \+ 1"
     ):
-        GPTDataset(indexed, "train", np.arange(3), None, DatasetConfig(11, 0))
+        GPTDataset(indexed, "train", range(3), None, DatasetConfig(11, 0))
     indexed = IndexedDataset(write(tmp_path / "even", [16] * 100))
     few, many = (
-        GPTDataset(indexed, "train", np.arange(100), n, DatasetConfig(16, 5)) for n in (210, 290)
+        GPTDataset(indexed, "train", range(100), n, DatasetConfig(16, 5)) for n in (210, 290)
     )
     assert few.num_epochs == many.num_epochs == 3
     assert sorted(few.document_index[200:]) == list(range(100)) != sorted(many.document_index[200:])
@@ -209,7 +209,7 @@ def blending_indices(weights, num_samples):
 
 
 def walk_samples(lengths, document_index, seq_length):
-    """The sample index by walking over the documents, as Megatron-core's build_sample_idx does (C++)."""
+    """Build the sample index by walking over the documents, as Megatron-core's build_sample_idx (C++)."""
     samples = (int(lengths[document_index].sum()) - 1) // seq_length
     place = 0
     offset = 0
@@ -243,17 +243,16 @@ def test_sample_index_equals_the_walk(seed):
 
 
 def test_document_and_shuffle_indices():
-    documents = np.arange(10, 60)
+    documents = range(10, 60)
     index = build_document_index(documents, 3, False, np.random.RandomState(1))
     expected = np.tile(documents, 3)
     np.random.RandomState(1).shuffle(expected)
     assert index.tolist() == expected.tolist() and index.dtype == np.int32
-    assert set(index[:50].tolist()) != set(documents.tolist())  # epochs are mixed
+    assert set(index[:50].tolist()) != set(documents)  # epochs are mixed
     apart = build_document_index(documents, 3, True, np.random.RandomState(1))
-    assert (
-        sorted(apart[:100]) == sorted(np.tile(documents, 2))
-        and sorted(apart[100:]) == documents.tolist()
-    )
+    assert sorted(apart[:100]) == sorted(np.tile(documents, 2)) and sorted(apart[100:]) == [
+        *documents
+    ]
     assert (
         apart[:100].tolist()
         == build_document_index(documents, 2, False, np.random.RandomState(1)).tolist()

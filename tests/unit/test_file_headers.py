@@ -21,7 +21,7 @@ from fugaku_megatron.checkpoint.manifest import read_head
 from fugaku_megatron.checkpoint.schema import BlockChecksums
 from fugaku_megatron.checkpoint.tensor_files import BlockFile, read_header, write_tensors
 from fugaku_megatron.data.indexed import IndexedDataset
-from fugaku_megatron.data.tokenizer import build_tokenizer
+from fugaku_megatron.data.tokenizer import TokenizerFlags
 from fugaku_megatron.observe.history import read_history
 from fugaku_megatron.observe.rank_table import read
 from fugaku_megatron.planner.machine import load
@@ -189,9 +189,9 @@ READERS = {
     "index": ("data.idx", lambda folder: IndexedDataset(folder / "data")),
     "vocabulary": (
         "vocab.json",
-        lambda folder: build_tokenizer(
+        lambda folder: TokenizerFlags(
             "GPT2BPETokenizer", str(folder / "vocab.json"), str(folder / "vocab.json")
-        ),
+        ).build(),
     ),
     "history": ("history.jsonl", lambda folder: read_history(folder / "history.jsonl")),
     "ranks": ("ranks.jsonl", lambda folder: read(folder / "ranks.jsonl")),

@@ -244,7 +244,7 @@ REQUIRED = {
 
 
 def short_config(row) -> dict:
-    """The shortest config.json of an architecture."""
+    """Return the shortest config.json of an architecture."""
     given = {name: value for name, value in REQUIRED.items() if name in read_fields(row)}
     given.pop("num_experts" if row.model_type == "mixtral" else "num_local_experts", None)
     return {"model_type": row.model_type, **given}

@@ -27,7 +27,6 @@ from fugaku_megatron.data.tokenizer import (
     SUFFIX,
     TOKENIZERS,
     TokenizerFlags,
-    build_tokenizer,
     identity,
     mismatch,
     read_identity,
@@ -166,7 +165,7 @@ def test_mistakes(models, tmp_path, monkeypatch):
         ),
     ):
         with pytest.raises(ValueError, match=message) as refused:
-            build_tokenizer(kind, None, None, model)
+            TokenizerFlags(kind, None, None, model).build()
         assert "\n" not in str(refused.value)
     for package, kind, extra in (
         ("transformers", "HuggingFaceTokenizer", "huggingface"),
@@ -177,7 +176,7 @@ def test_mistakes(models, tmp_path, monkeypatch):
             ValueError,
             match=f"--tokenizer-type {kind} needs the Python package {package} .*its extra .{extra}.$",
         ):
-            build_tokenizer(kind, None, None, models[kind])
+            TokenizerFlags(kind, None, None, models[kind]).build()
 
 
 @pytest.mark.parametrize("name", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
@@ -196,7 +195,7 @@ def test_preprocess_with_workers(models, name, tmp_path, monkeypatch, capsys):
     ]
     assert program.main([*words, "one"]) == program.main([*words, "two", "--workers", "2"]) == 0
     one, two = (Path(f"{prefix}_text_document.bin").read_bytes() for prefix in ("one", "two"))
-    tokenizer = build_tokenizer(name, None, None, models[name])
+    tokenizer = TokenizerFlags(name, None, None, models[name]).build()
     assert one == two and IndexedDataset("one_text_document")[1].tolist() == [
         *tokenizer.encode(TEXTS[1]),
         tokenizer.eod,
@@ -263,7 +262,9 @@ def test_a_run_takes_the_tokenizer_of_the_model_that_it_starts_from(models, tmp_
 
 def test_other_tokenizers_are_told(models, tmp_path):
     ours = identity(
-        build_tokenizer("SentencePieceTokenizer", None, None, models["SentencePieceTokenizer"])
+        TokenizerFlags(
+            "SentencePieceTokenizer", None, None, models["SentencePieceTokenizer"]
+        ).build()
     )
     other = identity(
         SentencePieceTokenizer(write_sentencepiece(tmp_path / "other.model", PIECES - 1))
@@ -368,7 +369,7 @@ def test_generate_takes_the_tokenizer_of_the_run(models, tmp_path, capsys):
 
 
 def write_tiktoken(path: Path) -> Path:
-    """Megatron-LM's form: the 256 bytes, then tokens that merges of two make, in the order in which they are merged."""
+    """Write Megatron-LM's form: the 256 bytes, then tokens merged from two, in the order of the merges."""
     merged = [
         b"th",
         b"the",
@@ -391,7 +392,7 @@ def write_tiktoken(path: Path) -> Path:
 def test_tiktoken_files(tmp_path, pattern):
     path = write_tiktoken(tmp_path / "tokens.json")
     flags = TokenizerFlags("TikTokenizer", None, None, str(path), 267 + 20, pattern, 20)
-    tokenizer = build_tokenizer(*flags)
+    tokenizer = flags.build()
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.name) == (287, 2, "TikTokenizer")
     assert tokenizer.encode("the thing") == [20 + 257, 20 + ord(" "), 20 + 256, 20 + 261]
     assert tokenizer.encode("日本") == [20 + 266] and tokenizer.encode("</s>日") == [2, 20 + 263]
@@ -424,16 +425,16 @@ def test_damaged_tiktoken_files(tmp_path, text, size, special, message):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        build_tokenizer("TikTokenizer", None, None, path, size, "v2", special)
+        TokenizerFlags("TikTokenizer", None, None, path, size, "v2", special).build()
 
 
 def test_the_fork_of_fugaku_gives_its_sentencepiece_model_as_a_vocab_file(tmp_path):
     model = write_sentencepiece(tmp_path / "sp.model")
-    plain = build_tokenizer("SentencePieceTokenizer", None, None, model)
+    plain = TokenizerFlags("SentencePieceTokenizer", None, None, model).build()
     for kind in ("JapaneseSentencePiece", "Llama2Tokenizer", "SentencePieceTokenizer"):
-        tokenizer = build_tokenizer(kind, model, None)
+        tokenizer = TokenizerFlags(kind, model, None).build()
         assert (tokenizer.vocab_size, tokenizer.eod) == (plain.vocab_size, plain.eod)
-    japanese = build_tokenizer("JapaneseSentencePiece", model, None)
+    japanese = TokenizerFlags("JapaneseSentencePiece", model, None).build()
     assert (
         japanese.encode("a\r\nb") == japanese.encode("a\nb")
         and japanese.name == "JapaneseSentencePiece"

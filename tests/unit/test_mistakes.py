@@ -563,6 +563,11 @@ CONTEXT_PARALLEL = (
     "predict --recipe llama-3.1-8b --global-batch-size 4 --micro-batch-size 1 --nodes 64 --ranks-per-node 1 "
     "--context-parallel-size"
 )
+HELD = (
+    "--ranks-per-node 4 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 3 "
+    "--micro-batch-size 1"
+)
+RUN = f"{SMALL} --global-batch-size 8 --lr 1e-3 --mock-data"
 # Words of a command -> rows of (further words, the line that refuses them)
 COMMANDS = {
     "": [
@@ -659,6 +664,72 @@ COMMANDS = {
         ("LOG", "line 1: not a record of --log-ranks"),
         ("LOG --csv x.csv", "--ranks writes no CSV file"),
         ("LOG LOG --png x.png", "--png x.png draws the ranks of one file, and there are 2"),
+    ],
+    "job plan --recipe 30b --nodes": [
+        ("6000 --mode boost-2.2", "--mode normal-2.0"),
+        ("512", "pass 504 or 528"),
+        ("200000", "--nodes 200000: no resource group accepts this number: pass 1 to 82944"),
+        (
+            "384 --ranks-per-node 1 --tensor-model-parallel-size 8 "
+            "--pipeline-model-parallel-size 12 --micro-batch-size 1 --recompute-granularity full --pipeline-schedule 1f1b",
+            "--tensor-model-parallel-size",
+        ),
+        ("384 --mode fast", "--mode fast is unknown"),
+        ("384 --nods 3", "did you mean"),
+    ],
+    "job": [
+        ("plan --recipe 124m --nodes 13", "--nodes 13: no layout runs"),
+        (
+            f"render --recipe 124m --nodes 48 {HELD} -o nowhere/a.sh",
+            "-o nowhere/a.sh: No such file or directory",
+        ),
+        (f"render --recipe 124m --nodes 48 {HELD} -o .", "-o .: Is a directory"),
+        ("check nowhere.sh", "nowhere.sh is not a file"),
+        ("sumbit x", "job: command sumbit is unknown: did you mean submit?"),
+        ("quux x", "job: command quux is unknown: pass plan or render or check or submit or slurm"),
+        ("render --all nowhere", "--all nowhere: pass an existing folder"),
+    ],
+    "job plan --recipe 124m --nodes 48": [
+        ("--resource-group large", "group large accepts 385 to 12288 nodes, but --nodes is 48"),
+        ("--elapse 0", "--elapse 0: small allows at most 72:00:00"),
+        ("--elapse 80:00:00", "--elapse 80:00:00: small allows at most 72:00:00"),
+        ("--elapse soon", "--elapse soon: write HH:MM:SS"),
+        (f"{HELD} --elapse 00:05:00", "elapse=00:05:00 ends before the first iteration"),
+        ("--cpu-frequency 1.8", "--cpu-frequency 1.8, but --mode normal-2.0 is 2.0 GHz"),
+        ("--save here", "--save here: the script sets it: set SAVE"),
+        ("--data-path text", "--data-path text: the script sets it: set DATA"),
+        (
+            "--tokenizer-model a.model",
+            "--tokenizer-model a.model: the script sets it: set TOKENIZER",
+        ),
+        ("--name a}b", "--name 'a}b': "),
+    ],
+    "supervise": [
+        ("", "pass the command after --"),
+        ("-- mpiexec sleep 1", "does not start pretrain_gpt.py or fugaku-megatron train"),
+        (
+            f"-- fugaku-megatron train {RUN} --save x",
+            "--save x and --load None: pass the same folder to both",
+        ),
+        (
+            f"-- fugaku-megatron train {RUN} --save x --load x --ckpt-step 4",
+            "--ckpt-step 4: every restart",
+        ),
+        ("--hosts a -- x", "--hosts and --launcher belong together"),
+        ("--spare-nodes 1 -- x", "--spare-nodes 1 needs --hosts"),
+        ("--max-restarts -1 -- x", "--max-restarts -1: pass 0 or more"),
+        (
+            f"--hosts a --launcher nowhere -- pretrain_gpt.py {RUN} --save x --load x",
+            "nowhere: No such file or directory: pass the launcher",
+        ),
+        (
+            f"--hosts a,b,c --launcher x -- pretrain_gpt.py {RUN} --save x --load x",
+            "--global-batch-size 8 is not divisible",
+        ),
+        (
+            f"--hosts a,b --spare-nodes 2 --launcher x -- pretrain_gpt.py {RUN} --save x --load x",
+            "--spare-nodes 2 of 2 --hosts: pass 0 to 1",
+        ),
     ],
     "job render --recipe 124m --nodes": [
         ("1000000000000", "--nodes 1000000000000: no resource group accepts this number"),

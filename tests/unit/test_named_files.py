@@ -15,7 +15,7 @@ from fugaku_megatron.data.build import listed_data
 from fugaku_megatron.data.chats import read_template
 from fugaku_megatron.data.library_tokenizers import load_pieces
 from fugaku_megatron.data.template_limits import LARGEST_TEMPLATE
-from fugaku_megatron.data.tokenizer import build_tokenizer
+from fugaku_megatron.data.tokenizer import TokenizerFlags
 from fugaku_megatron.inference.generation import prompts_of
 from fugaku_megatron.inference.scoring import read_questions
 from fugaku_megatron.jobs import script
@@ -28,7 +28,7 @@ from tests.time_limit import time_limit
 from tests.tokenizer_files import make
 
 VOCABULARY = make.HERE / "two_files" / "vocab.json"
-NULL = build_tokenizer("NullTokenizer", None, None, None, vocab_size=16)
+NULL = TokenizerFlags("NullTokenizer", None, None, None, vocab_size=16).build()
 READERS: dict[str, Callable[[str], object]] = {
     "--yaml-cfg": lambda path: read_yaml(path, "--yaml-cfg"),
     "--chat-template": read_template,
@@ -36,8 +36,8 @@ READERS: dict[str, Callable[[str], object]] = {
     "--choices": lambda path: read_questions(path, NULL, 8),
     "--data-args-path": lambda path: listed_data(path, None),
     "--per-split-data-args-path": lambda path: listed_data(None, path),
-    "--vocab-file": lambda path: build_tokenizer("GPT2BPETokenizer", path, path, None),
-    "--merge-file": lambda path: build_tokenizer("GPT2BPETokenizer", VOCABULARY, path, None),
+    "--vocab-file": lambda path: TokenizerFlags("GPT2BPETokenizer", path, path, None).build(),
+    "--merge-file": lambda path: TokenizerFlags("GPT2BPETokenizer", VOCABULARY, path).build(),
     "--tokenizer-model": lambda path: load_pieces(path, "--tokenizer-type"),
     "--hosts": lambda path: read_hosts(f"@{path}"),
     "--machine": machine.load,
@@ -81,7 +81,7 @@ def test_a_fifo_in_the_folder_of_a_tokenizer_is_refused_at_once(name, tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     os.mkfifo(tmp_path / name)
     with pytest.raises(ValueError, match=f"{name} cannot be read .it is a FIFO, not a regular"):
-        build_tokenizer("HuggingFaceTokenizer", None, None, tmp_path)
+        TokenizerFlags("HuggingFaceTokenizer", None, None, tmp_path).build()
 
 
 def test_a_text_has_a_largest_size(tmp_path):

@@ -37,7 +37,7 @@ LAYERS = HEALTHY["layers"]["rows"][0]
 
 
 def changed(*path, **values):
-    """The healthy sections with values changed at a place in them."""
+    """Return the healthy sections with values changed at a place."""
     sections = copy.deepcopy(HEALTHY)
     place = sections
     for step in path:

@@ -10,7 +10,7 @@ import pytest
 
 from fugaku_megatron.data.chat_dataset import unsigned
 from fugaku_megatron.data.chats import Chat, ChatTemplate, user_turn
-from fugaku_megatron.data.tokenizer import build_tokenizer
+from fugaku_megatron.data.tokenizer import TokenizerFlags
 from fugaku_megatron.text.named_files import FIRST_BYTES
 from tests.tokenizer_files import make
 
@@ -45,11 +45,15 @@ def test_a_file_of_each_program_is_read(name):
     folder = FILES / name
     text = "the model 富岳"
     if (folder / "vocab.json").is_file():
-        ours = build_tokenizer("GPT2BPETokenizer", folder / "vocab.json", folder / "merges.txt")
+        ours = TokenizerFlags(
+            "GPT2BPETokenizer", folder / "vocab.json", folder / "merges.txt"
+        ).build()
     elif name.startswith("pieces"):
-        ours = build_tokenizer("SentencePieceTokenizer", None, None, folder / "tokenizer.model")
+        ours = TokenizerFlags(
+            "SentencePieceTokenizer", None, None, folder / "tokenizer.model"
+        ).build()
     else:
-        ours = build_tokenizer("HuggingFaceTokenizer", None, None, folder)
+        ours = TokenizerFlags("HuggingFaceTokenizer", None, None, folder).build()
     ids = ours.encode(text)
     assert len(ids) < len(text.encode()) + 3
     if name != "pieces_unigram":  # which has no bytes
@@ -60,7 +64,7 @@ def test_a_file_of_tiktoken_is_read_by_transformers(tmp_path):
     pytest.importorskip("tiktoken")
     config = '{"tokenizer_class": "Qwen2Tokenizer"}'
     folder = write(tmp_path / "t", {"tokenizer.model": RANKS, "tokenizer_config.json": config})
-    ours = build_tokenizer("HuggingFaceTokenizer", None, None, folder)
+    ours = TokenizerFlags("HuggingFaceTokenizer", None, None, folder).build()
     assert ours.encode("the model") == [257, 262]  # "the" and " model" of the file's ranks
 
 
@@ -144,7 +148,7 @@ DAMAGED = [  # files, a part of the message
 def test_damaged_folders_are_refused_in_one_line(tmp_path, files, message):
     folder = write(tmp_path / "folder", files)
     with pytest.raises(ValueError) as refused:
-        build_tokenizer("HuggingFaceTokenizer", None, None, folder)
+        TokenizerFlags("HuggingFaceTokenizer", None, None, folder).build()
     text = str(refused.value)
     assert text.startswith(f"--tokenizer-model {folder}") and message in text, text
     assert "\n" not in text
@@ -171,14 +175,14 @@ def test_damaged_folders_are_refused_in_one_line(tmp_path, files, message):
 def test_damaged_models_are_refused_in_one_line(tmp_path, kind, contents, message):
     (tmp_path / "file").write_bytes(contents)
     with pytest.raises(ValueError) as refused:
-        build_tokenizer(kind, None, None, tmp_path / "file")
+        TokenizerFlags(kind, None, None, tmp_path / "file").build()
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_chat_with_tools_is_rendered_by_the_template_for_them(tmp_path):
     folder = tmp_path / "folder"
     shutil.copytree(FILES / "saved_by_transformers", folder)
-    ours = build_tokenizer("HuggingFaceTokenizer", None, None, folder)
+    ours = TokenizerFlags("HuggingFaceTokenizer", None, None, folder).build()
     template = ChatTemplate(ours)
     messages = [user_turn("hi"), {"role": "assistant", "content": "the model"}]
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -198,12 +202,12 @@ def test_a_chat_with_tools_is_rendered_by_the_template_for_them(tmp_path):
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<|end|>", "chat_template": rows})
     )
-    listed = ChatTemplate(build_tokenizer("HuggingFaceTokenizer", None, None, folder))
+    listed = ChatTemplate(TokenizerFlags("HuggingFaceTokenizer", None, None, folder).build())
     assert ours.decode(unsigned(listed.encode(Chat(messages, None, tools)))[0]).startswith("Thi")
     settings = {"eos_token": "<|end|>", "chat_template": rows[1:]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="templates named tool_use, and none named default: pass"):
-        ChatTemplate(build_tokenizer("HuggingFaceTokenizer", None, None, folder))
+        ChatTemplate(TokenizerFlags("HuggingFaceTokenizer", None, None, folder).build())
 
 
 # Code in a folder --------------------------------------------------------------------------------------------------------------
@@ -250,7 +254,7 @@ def test_code_in_a_folder_never_runs_and_nothing_is_asked(
         files["config.json"] = json.dumps(model)
     folder = write(tmp_path / "folder", files)
     try:
-        build_tokenizer("HuggingFaceTokenizer", None, None, folder)
+        TokenizerFlags("HuggingFaceTokenizer", None, None, folder).build()
     except ValueError as error:
         assert (
             refused
