@@ -314,7 +314,8 @@ class Interrupt:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Record Ctrl-C instead of raising KeyboardInterrupt."""
-        self.pressed, before = False, signal.signal(signal.SIGINT, self)
+        self.pressed = False
+        before = signal.signal(signal.SIGINT, self)
         try:
             yield
         finally:

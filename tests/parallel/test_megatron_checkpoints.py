@@ -195,7 +195,8 @@ def evaluated(
         writer.print = lines.append
         session = Session(trainer, writer, 9, sizes)
         session.evaluate_only()
-        session._print_validation(4, 3)  # of a resumed run: the same samples again
+        trainer.progress.iteration = 4
+        session._print_validation(3)  # of a resumed run: the same samples again
     return lines, sizes
 
 
