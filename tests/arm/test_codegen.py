@@ -1,5 +1,6 @@
 """The gate on hot loops: its parser on written-out loops, good and bad, and the real kernels under both compilers."""
 
+import itertools
 import platform
 import re
 import shutil
@@ -59,36 +60,30 @@ def only_loop(body, **names):
 
 def test_the_inner_loop_is_found_with_its_source_file():
     loop = only_loop(LOADS + CLEAN)
-    assert (loop.label, loop.file, len(loop.multiply_adds), len(loop.body)) == (
-        ".L3",
-        "gemm_micro.h",
-        24,
-        29,
-    )
+    assert (loop.label, loop.file) == (".L3", "gemm_micro.h")
+    assert (len(loop.multiply_adds), len(loop.body)) == (24, 29)
     assert faults(loop) == []
     assert shortest_gap(loop) == ACCUMULATORS - 1
     text = function(LOADS + CLEAN)
-    assert [i.text for i in outside_loops(text, only_loop(LOADS + CLEAN).function).body] == [
-        "mov x3, 0",
-        "str z0, [x4]",
-    ]
-    text = function(LOADS + CLEAN).replace(
+    outside = [i.text for i in outside_loops(text, loop.function).body]
+    assert outside == ["mov x3, 0", "str z0, [x4]"]
+    renamed = text.replace(
         '"kernels_sve" "gemm_micro.h" md5 0x0', '"/src/kernels_sve/gemm_micro.h"'
     )
-    assert innermost_loops(text)[0].file == "gemm_micro.h"
+    assert innermost_loops(renamed)[0].file == "gemm_micro.h"
 
 
 def test_what_runs_between_two_runs_of_a_loop_is_found_wherever_it_lies():
     """Neither the code around it nor a return."""
-    text = function(LOADS + CLEAN).replace(
-        "mov x3, 0", "mov x3, 0\n\tb .L2\n.L9:\n\tprfm PLDL2KEEP, [x7]\n\tb .L3"
-    )
-    text = text.replace("str z0, [x4]", "str z0, [x4]\n\tcbz x8, .L9\n\tcbz x9, .L8")
-    text = text.replace("\tret", ".L8:\n\tadd x1, x1, 8\n\tret")
-    assert [i.text for i in around_loop(text, only_loop(LOADS + CLEAN)).body] == [
-        "prfm PLDL2KEEP, [x7]",
-        "str z0, [x4]",
-    ]
+    text = function(LOADS + CLEAN)
+    for line, longer in {
+        "mov x3, 0": "mov x3, 0\n\tb .L2\n.L9:\n\tprfm PLDL2KEEP, [x7]\n\tb .L3",
+        "str z0, [x4]": "str z0, [x4]\n\tcbz x8, .L9\n\tcbz x9, .L8",
+        "\tret": ".L8:\n\tadd x1, x1, 8\n\tret",
+    }.items():
+        text = text.replace(line, longer)
+    around = [i.text for i in around_loop(text, only_loop(LOADS + CLEAN)).body]
+    assert around == ["prfm PLDL2KEEP, [x7]", "str z0, [x4]"]
 
 
 @pytest.mark.parametrize(
@@ -239,18 +234,17 @@ def tiles_function(body, fetched=()):
 
 
 def test_the_loop_of_tiles_is_found_with_what_it_fetches():
-    (loop,) = amx_loops.tile_loops(
-        tiles_function(TILE_LOADS + PRODUCTS, ["prefetcht0 (%rax)"] * 60)
-    )
+    def loop_with(fetches):
+        fetched = list(repeat("prefetcht0 (%rax)", fetches))
+        (loop,) = amx_loops.tile_loops(tiles_function(TILE_LOADS + PRODUCTS, fetched))
+        return loop
+
+    loop = loop_with(60)
+    whole = loop.everything.body
     assert amx_loops.faults(loop) == [] and amx_loops.cycles(loop.loop.body) == 64
-    assert (
-        amx_loops.count(loop.everything.body, "prefetcht0") == 60
-        and amx_loops.count(loop.everything.body, "tilestored") == 0
-    )
-    (slow,) = amx_loops.tile_loops(
-        tiles_function(TILE_LOADS + PRODUCTS, ["prefetcht0 (%rax)"] * 120)
-    )
-    assert amx_loops.cycles(slow.everything.body) == 4 * 8 + 120 / 3
+    assert amx_loops.count(whole, "prefetcht0") == 60
+    assert amx_loops.count(whole, "tilestored") == 0
+    assert amx_loops.cycles(loop_with(120).everything.body) == 4 * 8 + 120 / 3
 
 
 @pytest.mark.parametrize(
@@ -273,38 +267,31 @@ def test_a_loop_that_wastes_the_matrix_unit_is_named(body, message):
     assert any(message in fault for fault in amx_loops.faults(loop))
 
 
+def gate(machine):
+    """Return the gate's output after a pass."""
+    words = [sys.executable, "-m", "tools.codegen", machine]
+    done = subprocess.run(words, cwd=builds.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ for x86-64"
 )
 def test_kernels_for_amx_pass_the_gate():
-    gate = subprocess.run(
-        [sys.executable, "-m", "tools.codegen", "amx"],
-        cwd=builds.ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert gate.returncode == 0, gate.stdout + gate.stderr
-    assert all(f"{name} with what is fetched" in gate.stdout for name in codegen.TILE_KERNELS)
-    assert gate.stdout.count("block_gradients") >= 3
+    printed = gate("amx")
+    assert all(f"{name} with what is fetched" in printed for name in codegen.TILE_KERNELS)
+    assert printed.count("block_gradients") >= 3
 
 
 @builds.needs_compiler
 def test_kernels_pass_the_gate():
-    gate = subprocess.run(
-        [sys.executable, "-m", "tools.codegen", "arm"],
-        cwd=builds.ROOT,
-        capture_output=True,
-        text=True,
-    )
-    print(gate.stdout)
-    assert gate.returncode == 0, gate.stdout + gate.stderr
-    for compiler in (
-        name for name, cxx in codegen.COMPILERS.items() if shutil.which(cxx.split()[0])
-    ):
-        for name in ("BF16", "bf16x3"):
-            assert len(
-                re.findall(rf"^{compiler} +GEMM {name} k-loop:", gate.stdout, re.MULTILINE)
-            ) == len(codegen.NEOVERSES)
+    printed = gate("arm")
+    print(printed)
+    compilers = [name for name, cxx in codegen.COMPILERS.items() if shutil.which(cxx.split()[0])]
+    for compiler, name in itertools.product(compilers, ("BF16", "bf16x3")):
+        lines = re.findall(rf"^{compiler} +GEMM {name} k-loop:", printed, re.MULTILINE)
+        assert len(lines) == len(codegen.NEOVERSES)
 
 
 @builds.needs_compiler
@@ -317,8 +304,5 @@ def test_a_chunk_of_fp16_sums_costs_a_share_of_the_peak():
     assert 24 < per_chunk < 32 * step
     line = codegen.chunk_line("GCC 12", text, (12, 2))
     shares = [int(share) for share in re.findall(r"\d+: (\d+)", line)]
-    assert (
-        len(shares) == len(codegen.CHUNKS)
-        and shares == sorted(shares)
-        and 0 < shares[0] < shares[-1] <= 100
-    )
+    assert len(shares) == len(codegen.CHUNKS) and shares == sorted(shares)
+    assert 0 < shares[0] < shares[-1] <= 100

@@ -182,11 +182,13 @@ def test_another_layout_continues_with_the_same_curve(mpich, alone, tmp_path):
 
 def test_a_converted_model_keeps_its_padding_out_of_the_loss(alone, tmp_path):
     """Logits are near -60, so that a padding row would have the whole softmax, as it has if the flag says no."""
-    padding = pytest.importorskip("tests.parallel.test_vocab_padding")
-    model = padding.shifted_gpt2(503)
+    pytest.importorskip("transformers")
+    from tests.hf_models import convert, shifted_gpt2
+
+    model = shifted_gpt2(503, 16, -60.0)
     own = tmp_path / "own"
     model.save_pretrained(tmp_path / "theirs")
-    assert padding.convert("--from-hf", tmp_path / "theirs", "--save", tmp_path / "ours") == 0
+    assert convert("--from-hf", tmp_path / "theirs", "--save", tmp_path / "ours") == 0
     converted = (tmp_path / "ours" / "model.flags").read_text()
     assert "--mask-vocab-padding yes" in " ".join(converted.split())
     flags = (
