@@ -97,8 +97,7 @@ class Session:
             reason, due, written = self._reason_to_leave(timer)
             if self.saving and written:
                 self._advance_save(self.saving)
-            if due or self._ends(self.config.output.save_interval):
-                self.save_due = True
+            self.save_due |= due or self._ends(self.config.output.save_interval)
             if reason:
                 self.writer.flush()
             # Diverged weights must not replace good ones.

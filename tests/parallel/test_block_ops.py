@@ -1,12 +1,16 @@
 """More of the operations of Llama's, Mistral's and Qwen's blocks, whose formulas are in test_ops.py."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from fugaku_megatron.host import kernels
+from fugaku_megatron.nn.dropout_key import Dropout
 from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import BACKENDS, DropoutKey, Ops, recompute
+from fugaku_megatron.nn.ops.mlp import MLPWeights
 from fugaku_megatron.nn.ops.rotary import HeadNorms, Rotary
 from tests.checks.ops import (
     DTYPES,
@@ -32,7 +36,7 @@ def wide_gated_mlp(ops, dtype, put_off=False):
     w1, b1, w2 = (
         parameter(random(*shape, dtype=dtype)) for shape in ((2, 1100, H), (2, 1100), (H, 1100))
     )
-    y = ops.mlp(x, w1, b1, w2, activation="swiglu")
+    y = ops.mlp(x, MLPWeights(w1, b1, w2, "swiglu"))
     if put_off:
         with ops.weight_gradients.put_off() as waiting:
             y.backward(dy)
@@ -149,7 +153,13 @@ def test_native_attention_equals_torchs_over_many_tiles(heads, groups, window, d
     qkv, dout, found = random(s, 2, (heads + 2 * groups) * d), random(s, 2, heads * d, seed=3), []
     for backend in BACKENDS:
         ops, leaf = Ops.build(backend), qkv.clone().requires_grad_()
-        out = recompute(lambda x, ops=ops: ops.attention(x, d, 0.2, key, groups, window), leaf)
+        attention = partial(
+            ops.attention,
+            heads=Heads(heads, groups, d),
+            dropped=Dropout(0.2, key),
+            window=window,
+        )
+        out = recompute(attention, leaf)
         out.backward(dout)
         found.append((out.detach(), leaf.grad))
     for native, other in zip(*found):
@@ -165,5 +175,5 @@ def test_packed_copies_of_a_gated_weight_are_kept():
         parameter(random(H, F_WIDTH)),
     )
     for _ in range(3):
-        ops.mlp(x, w1, None, w2, activation="swiglu").sum().backward()
+        ops.mlp(x, MLPWeights(w1, None, w2, "swiglu")).sum().backward()
     assert len(ops.weight_cache._entries) == 4  # two weights, forward and backward
