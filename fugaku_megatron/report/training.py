@@ -30,6 +30,7 @@ from ..host.cgroup import read_text
 from ..host.timing import seconds
 from ..nn.ops import Ops
 from ..planner import machine, model, software
+from ..planner.system import System
 from ..training.trainer import Trainer
 from .context import Context
 from .record import LABEL, rows_of
@@ -190,7 +191,7 @@ def modelled_step(context: Context, run: RunConfig, ranks: int) -> float | None:
     if context.machine is None or ranks % per_node:
         return None
     host = machine.from_data("here", context.machine)
-    system = model.System(
+    system = System(
         machine=host,
         software=software.load(software.THIS_PROJECT),
         nodes=ranks // per_node,
