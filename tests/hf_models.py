@@ -35,7 +35,7 @@ def gpt2(n_layer: int = 3) -> torch.nn.Module:
 
 
 def decoder(kind: str, **changes):
-    """A function that builds a small model of Llama's family: grouped heads, and a head of its own unless `changes` tie it."""
+    """Return a function that builds a small model of Llama's family: grouped heads, untied unless `changes` tie it."""
 
     def build() -> torch.nn.Module:
         config = getattr(transformers, f"{kind}Config")(
@@ -138,7 +138,7 @@ def write_hf(ours: Path, target: Path, *more: object) -> None:
 
 
 def randomized(build) -> torch.nn.Module:
-    """Biases and norms start at constants: make them random as well."""
+    """Build a model with random weights, biases and norms included."""
     torch.manual_seed(1)
     model = build()
     with torch.no_grad():
@@ -148,7 +148,7 @@ def randomized(build) -> torch.nn.Module:
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a directory, each once."""
+    """Return all tensors of a directory, each once."""
     return {
         name: tensor
         for file in sorted(directory.glob("*.safetensors"))

@@ -9,9 +9,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ..config.fields import Refused
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MAX_MESSAGE = 400  # characters of a message that repeats a value
 
@@ -30,7 +33,7 @@ class Command:
         return self
 
 
-T = TypeVar("T")
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def from_options(cls: type[T], options: argparse.Namespace, **others: Any) -> T:
@@ -39,7 +42,7 @@ def from_options(cls: type[T], options: argparse.Namespace, **others: Any) -> T:
     others: fields that are not flags
     """
     values = dict(others)
-    for each in fields(cls):  # type: ignore[arg-type]  # a dataclass
+    for each in fields(cls):
         if each.name not in others:
             value = getattr(options, each.name)
             values[each.name] = tuple(value) if isinstance(value, list) else value

@@ -10,17 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .base import Comm, Handle
 
 GATHER_TAG = 0
 SUM_TAG = 1  # a gathering and a sum may be in progress at the same time
+
+Result = TypeVar("Result")
+
+
+class Function(torch.autograd.Function, Generic[Result]):
+    """Torch's autograd function with a typed result: `class Scale(Function[Tensor])`."""
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def apply(cls, *args: Any) -> Result: ...
 
 
 def _all_reduced(tensor: Tensor, comm: Comm) -> Tensor:
@@ -60,7 +70,7 @@ def _shard_shape(tensor: Tensor, comm: Comm) -> tuple[int, ...]:
     return length // comm.size, *tensor.shape[1:]
 
 
-class _Mapping(Function):
+class _Mapping(Function[Tensor]):
     @staticmethod
     def forward(
         ctx: Any,
@@ -79,7 +89,7 @@ class _Mapping(Function):
         return ctx.conjugate(grad, ctx.comm), None, None, None
 
 
-class _SumInPlace(Function):
+class _SumInPlace(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Comm) -> Tensor:
         ctx.mark_dirty(tensor)  # a backward that saved the partial sum then raises
@@ -103,8 +113,7 @@ def _mapped(
 ) -> Tensor:
     if comm.size == 1:
         return tensor
-    result: Tensor = _Mapping.apply(tensor, comm, forward, backward)  # type: ignore[no-untyped-call]
-    return result
+    return _Mapping.apply(tensor, comm, forward, backward)
 
 
 def copy_to_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
@@ -119,8 +128,7 @@ def reduce_from_tensor_parallel(tensor: Tensor, comm: Comm, inplace: bool = Fals
         operation that saved `tensor`.
     """
     if inplace and comm.size > 1:
-        result: Tensor = _SumInPlace.apply(tensor, comm)  # type: ignore[no-untyped-call]
-        return result
+        return _SumInPlace.apply(tensor, comm)
     return _mapped(tensor, comm, _all_reduced, _identity)
 
 

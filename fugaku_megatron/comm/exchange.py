@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from .autograd import Function
 from .base import DONE, Comm, Handle, rank_order_sum
 
 
@@ -63,7 +63,7 @@ class Exchange:
         return rows.new_empty(1).expand(self.sent[0], *rows.shape[1:])
 
 
-class _Mapping(Function):
+class _Mapping(Function[Tensor]):
     @staticmethod
     def forward(
         ctx: Any,
@@ -83,8 +83,7 @@ class _Mapping(Function):
 def map_rows(
     rows: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    result: Tensor = _Mapping.apply(rows, forward, backward)  # type: ignore[no-untyped-call]
-    return result
+    return _Mapping.apply(rows, forward, backward)
 
 
 def copy_rows(rows: Tensor, exchange: Exchange) -> Tensor:
@@ -135,22 +134,18 @@ class GroupedExchange:
 
     def dispatch(self, *rows: Tensor) -> Tensor:
         """Start to send rows (n, ...); return a token for `dispatched`."""
-        token: Tensor = _Dispatch.apply(self, *rows)  # type: ignore[no-untyped-call]
-        return token
+        return _Dispatch.apply(self, *rows)
 
     def dispatched(self, i: int, token: Tensor) -> tuple[Tensor, ...]:
         """Wait for group i; return its rows (m, ...), a tensor for each sent."""
-        rows: tuple[Tensor, ...] = _Dispatched.apply(self, i, token)  # type: ignore[no-untyped-call]
-        return rows
+        return _Dispatched.apply(self, i, token)
 
     def combine(self, i: int, rows: Tensor, needs_values: bool = True) -> Tensor:
         """Start to send group i's rows (m, ...) back; return a token for `combined`."""
-        token: Tensor = _Combine.apply(self, i, rows, needs_values)  # type: ignore[no-untyped-call]
-        return token
+        return _Combine.apply(self, i, rows, needs_values)
 
     def combined(self, tokens: Sequence[Tensor]) -> Tensor:
-        rows: Tensor = _Combined.apply(self, *tokens)  # type: ignore[no-untyped-call]
-        return rows
+        return _Combined.apply(self, *tokens)
 
     # Steps of the autograd functions below ----------------------------------------------------------------------------------------
 
@@ -192,7 +187,7 @@ def _complete(in_flight: list[tuple[Tensor, Handle]]) -> tuple[Tensor, ...]:
     return tuple(result for result, _ in in_flight)
 
 
-class _Dispatch(Function):
+class _Dispatch(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, grouped: GroupedExchange, *rows: Tensor) -> Tensor:
         ctx.grouped = grouped
@@ -205,7 +200,7 @@ class _Dispatch(Function):
         return None, *ctx.grouped.wait_combine()
 
 
-class _Dispatched(Function):
+class _Dispatched(Function[tuple[Tensor, ...]]):
     @staticmethod
     def forward(ctx: Any, grouped: GroupedExchange, i: int, token: Tensor) -> tuple[Tensor, ...]:
         ctx.grouped = grouped
@@ -219,7 +214,7 @@ class _Dispatched(Function):
         return None, None, torch.empty(0)
 
 
-class _Combine(Function):
+class _Combine(Function[Tensor]):
     @staticmethod
     def forward(
         ctx: Any, grouped: GroupedExchange, i: int, rows: Tensor, needs_values: bool
@@ -235,7 +230,7 @@ class _Combine(Function):
         return None, None, *ctx.grouped.wait_dispatch(ctx.i), None
 
 
-class _Combined(Function):
+class _Combined(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, grouped: GroupedExchange, *tokens: Tensor) -> Tensor:
         ctx.grouped = grouped

@@ -146,13 +146,9 @@ def used(run: RunConfig) -> frozenset[str]:
         elif feature.field == "pipeline_schedule":
             if run.parallel.schedule in values:
                 names.append(name)
-        elif field_value(run, feature.field) in values:
+        elif run.values[feature.field] in values:
             names.append(name)
     return frozenset(names)
-
-
-def field_value(run: RunConfig, name: str) -> Any:
-    return getattr(getattr(run, GROUP_OF[name]), name)
 
 
 def field_of(name: str) -> str:

@@ -11,8 +11,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from ..pipeline.cuts import evenly
-from ..pipeline.placement import LOOP, Placement, placement_of
-from ..pipeline.schedule_names import SCHEDULES
+from ..pipeline.placement import Placement, placement_of
+from ..pipeline.schedule_names import LOOP, SCHEDULES
 from .batches import sizes_of
 from .fields import check, flag
 from .parallel import A2A, EITHER, P2P
@@ -117,9 +117,10 @@ class Layout:
                 value % tp == 0,
                 f"--{name} {value} is not divisible by --tensor-model-parallel-size {tp}: change one of them",
             )
-        _check_context(run, cp, tp)
+        shards = tp if run.parallel.sequence_parallel else 1  # of the sequence, between matmuls
+        _check_context(run, cp, tp, shards)
         check(
-            model.seq_length % sequence_shards(run, tp) == 0,
+            model.seq_length % shards == 0,
             f"--seq-length {model.seq_length} is not divisible by "
             f"--tensor-model-parallel-size {tp}, into which --sequence-parallel cuts it: change one, or leave the flag out",
         )
@@ -192,14 +193,14 @@ class Layout:
         return global_batch_size // each
 
 
-def _check_context(run: RunConfig, cp: int, tp: int) -> None:
+def _check_context(run: RunConfig, cp: int, tp: int, shards: int) -> None:
     if cp == 1:
         return
     model = run.model
     ranks = f"--context-parallel-size {cp}"
-    if sequence_shards(run, tp) > 1:
+    if shards > 1:
         ranks += f" x --tensor-model-parallel-size {tp}"
-    blocks = 2 * cp * sequence_shards(run, tp)
+    blocks = 2 * cp * shards
     check(
         model.seq_length % blocks == 0,
         f"--seq-length {model.seq_length} is not divisible by {blocks}, two parts for each of {ranks}: change one",
@@ -373,8 +374,3 @@ def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
     layers = run.model.num_layers - sum(before) - sum(after)
     between = evenly(layers, stages) if stages else ()
     return (*before, *between, *after)
-
-
-def sequence_shards(run: RunConfig, tp: int) -> int:
-    """Return the sequence shards between tensor-parallel matmuls."""
-    return tp if run.parallel.sequence_parallel else 1

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from ..pipeline.schedule_names import AUTO
 from .data import TIKTOKEN
 from .experts import EXPERTS
-from .features import field_value
 from .fields import flag
 from .model import ROPE, ROPE_SCALING, SCALINGS, YARN, YARN_SCALING
 from .optimizer import MUON_FLAGS
@@ -25,13 +24,11 @@ class Requirement(NamedTuple):
 
 
 def _when_set(name: str, *names: str) -> Requirement:
-    return Requirement(flag(name), lambda run: bool(field_value(run, name)), names)
+    return Requirement(flag(name), lambda run: bool(run.values[name]), names)
 
 
 def _when_equal(name: str, value: str, *names: str) -> Requirement:
-    return Requirement(
-        f"{flag(name)} {value}", lambda run: bool(field_value(run, name) == value), names
-    )
+    return Requirement(f"{flag(name)} {value}", lambda run: bool(run.values[name] == value), names)
 
 
 REQUIREMENTS = (

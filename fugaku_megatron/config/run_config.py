@@ -167,6 +167,15 @@ class RunConfig:
         )
 
     @cached_property
+    def values(self) -> dict[str, Any]:
+        """Values of all fields in all groups, by name."""
+        return {
+            field.name: getattr(getattr(self, group), field.name)
+            for group, config in GROUPS.items()
+            for field in fields(config)
+        }
+
+    @cached_property
     def tokens_per_microbatch(self) -> int:
         """Tokens s b / c of a micro-batch on each of c context-parallel ranks."""
         return (

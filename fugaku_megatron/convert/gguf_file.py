@@ -144,10 +144,7 @@ def _differences(row: Kind, model: ModelConfig) -> Iterator[tuple[str, str]]:
     if model.rope_dynamic_factor is not None:
         yield "--rope-dynamic-factor", ""
     if model.position_embedding_type == YARN:
-        for f in fields(model):
-            value = getattr(model, f.name)
-            if f.name in YARN_SCALING[2:] and value != f.default:
-                yield f"{flag(f.name)} {value}", str(f.default)
+        yield from _yarn_differences(model)
     if model.num_experts and {*model.mlps} != {"experts"}:
         yield "layers without experts", ""
     if not row.grouped and model.query_groups != model.num_attention_heads:
@@ -156,6 +153,13 @@ def _differences(row: Kind, model: ModelConfig) -> Iterator[tuple[str, str]]:
     for name, needed in row.only:
         if getattr(model, name) != needed:
             yield f"{name} {getattr(model, name)}", ""
+
+
+def _yarn_differences(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    for f in fields(model):
+        value = getattr(model, f.name)
+        if f.name in YARN_SCALING[2:] and value != f.default:
+            yield f"{flag(f.name)} {value}", str(f.default)
 
 
 def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:

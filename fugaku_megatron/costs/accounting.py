@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..config.fields import check
-from ..config.layout import Layout, cp_comm_types, placement, sequence_shards, stage_sizes
+from ..config.layout import Layout, cp_comm_types, placement, stage_sizes
 from ..config.model import LAYER_NORM, NORMS, ModelConfig
 from ..config.parallel import A2A, ParallelConfig
 from ..config.run_config import RunConfig
@@ -30,6 +30,7 @@ from .activations import (
     qkv_bytes,
     recompute_groups,
     residual_bytes,
+    sequence_shards,
     typical_cp_comm_type,
 )
 from .experts import expert_records, typical_mlp
@@ -265,7 +266,8 @@ def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
     ]
 
 
-def embedding_records(run: RunConfig, tp: int) -> list[Record]:
+@lru_cache(maxsize=64)
+def embedding_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
     records = [
@@ -281,10 +283,11 @@ def embedding_records(run: RunConfig, tp: int) -> list[Record]:
         records.append(
             Record(name="position_embeddings", parameters=positions, replicated=positions)
         )
-    return [*adapted(run, tp, tuple(records))]
+    return adapted(run, tp, tuple(records))
 
 
-def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
+@lru_cache(maxsize=64)
+def head_records(run: RunConfig, tp: int, tied: bool) -> tuple[Record, ...]:
     """Return the final norm, the logits and the loss. tied: the embedding counts the weight."""
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
@@ -300,7 +303,7 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
     if tied and model.tied:
         logits = replace(logits, parameters=0)
     loss = Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, tp))
-    return [*adapted(run, tp, (_norm("final_layernorm", run, tp), logits, loss))]
+    return adapted(run, tp, (_norm("final_layernorm", run, tp), logits, loss))
 
 
 def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..config.layout import cp_comm_types, group_copies, sequence_shards
+from ..config.layout import cp_comm_types, group_copies
 from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV
 from ..config.model import ModelConfig
 from ..config.parallel import A2A, ALLGATHER, P2P
@@ -214,6 +214,11 @@ def key_working_bytes(run: RunConfig, tp: int) -> int:
         + qkv_bytes(run, tp, P2P) // low * FP32_BYTES
     )
     return around + own * (gathered if ALLGATHER in ways else passed)
+
+
+def sequence_shards(run: RunConfig, tp: int) -> int:
+    """Return the sequence shards between tensor-parallel matmuls."""
+    return tp if run.parallel.sequence_parallel else 1
 
 
 def residual_bytes(run: RunConfig, tp: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..config.layout import sequence_shards
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.run_config import RunConfig
 from .activations import (
@@ -21,6 +20,7 @@ from .activations import (
     all_reduce,
     linear,
     residual_bytes,
+    sequence_shards,
 )
 
 

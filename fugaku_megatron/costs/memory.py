@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config.layout import Layout, cp_comm_types, group_copies, sequence_shards
+from ..config.layout import Layout, cp_comm_types, group_copies
 from ..config.model import ACTIVATIONS
 from ..config.optimizer import MOMENT_BYTES
 from ..config.parallel import A2A, P2P
@@ -44,6 +44,7 @@ from .activations import (
     key_working_bytes,
     qkv_bytes,
     residual_bytes,
+    sequence_shards,
 )
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
 from .int8_moments import scales, unit_segments

@@ -59,7 +59,7 @@ class TokenFiles:
         self._paths = (path.with_suffix(".tokens"), path.with_suffix(".lengths"))
         self._files = []
         for name, size in zip(self._paths, (tokens * dtype.itemsize, documents * 4), strict=True):
-            file = open(name, "r+b" if size else "wb")  # noqa: SIM115 - closed by close
+            file = open(name, "r+b" if size else "wb")  # closed by close
             self._files.append(file)
             if os.fstat(file.fileno()).st_size < size:
                 raise OSError(f"{name} has less than {size} bytes")
@@ -112,7 +112,7 @@ class Unfinished:
         self._due = time.monotonic() + JOURNAL_SECONDS
         with self._writing():
             self.folder.mkdir(exist_ok=True)
-            self._lock = open(self.folder / LOCK, "w")  # noqa: SIM115 - closed by __exit__
+            self._lock = open(self.folder / LOCK, "w")  # closed by __exit__
         self._acquire()
         self.journal = self._found(outputs) or self._empty(outputs)
         self._recorded = self.journal.documents > 0

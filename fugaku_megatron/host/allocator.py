@@ -142,11 +142,11 @@ def usage(status: str | os.PathLike[str] = "/proc/self/status") -> Usage:
 
 def node_bytes() -> int:
     """Return the machine's memory or a smaller cgroup limit."""
-    return min([psutil.virtual_memory().total, *cgroup.memory_limits()])
+    return min([int(psutil.virtual_memory().total), *cgroup.memory_limits()])
 
 
 def free_bytes() -> int:
-    return min([psutil.virtual_memory().available, *cgroup.memory_left()])
+    return min([int(psutil.virtual_memory().available), *cgroup.memory_left()])
 
 
 def peak_memory_mib() -> float:

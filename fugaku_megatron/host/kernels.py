@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 try:
-    from .._kernels import *  # noqa: F403
+    from .._kernels import *  # noqa: F403  # bindings of C++
     from .._kernels import active as active
     from .._kernels import table as _rows
     from .._kernels import targets, use
@@ -105,7 +105,9 @@ class _Row:
 
 
 def _factor(word: str) -> Factor:
-    plus, times, symbol = re.fullmatch(r"(?:(\w+)\+(\d+))?(\w+)", word).groups()  # type: ignore[union-attr]
+    found = re.fullmatch(r"(?:(\w+)\+(\d+))?(\w+)", word)
+    assert found, word
+    plus, times, symbol = found.groups()
     return plus or "0", int(times or 1), symbol
 
 

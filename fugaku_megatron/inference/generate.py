@@ -255,7 +255,7 @@ def continue_prompts(request: Request, world: Comm) -> None:
     if request.dry_run:
         if encoder:
             print(describe(run, prompts, request.max_new_tokens))
-        return None
+        return
     loaded = load_model(run, world, source.load, iteration, manifest)
     if encoder:
         note = tokenizer_note(encoder.tokenizer, manifest)
@@ -264,18 +264,19 @@ def continue_prompts(request: Request, world: Comm) -> None:
         brackets = "" if request.interactive else ", prompt in brackets"
         print(f"--- iteration {iteration}{brackets} ---", flush=True)
     if request.interactive:
-        return _converse(request, loaded, encoder)
-    *_, ids = steps(
-        loaded,
-        prompts,
-        request.max_new_tokens,
-        request.sampling,
-        encoder.finished if encoder else _never,
-    )
+        _converse(request, loaded, encoder)
+    else:
+        _print_continuations(request, loaded, encoder, prompts)
+
+
+def _print_continuations(
+    request: Request, loaded: LoadedModel, encoder: PromptEncoder | None, prompts: list[list[int]]
+) -> None:
+    finished = encoder.finished if encoder else _never
+    *_, ids = steps(loaded, prompts, request.max_new_tokens, request.sampling, finished)
     if encoder:
         for prompt, own in zip(prompts, ids, strict=True):
             print(f"[{encoder.tokenizer.decode(prompt)}]{encoder.stop_condition.text(own)}")
-    return None
 
 
 def _never(sample: int, ids: Tensor) -> bool:
@@ -314,7 +315,8 @@ class Interrupt:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Record Ctrl-C instead of raising KeyboardInterrupt."""
-        self.pressed, before = False, signal.signal(signal.SIGINT, self)
+        self.pressed = False
+        before = signal.signal(signal.SIGINT, self)
         try:
             yield
         finally:

@@ -206,7 +206,7 @@ def _give_memory(stage: nn.Module, dtype: torch.dtype) -> None:
     new: dict[nn.Parameter, nn.Parameter] = {}
     for meta in stage.parameters():
         new[meta] = nn.Parameter(torch.zeros(meta.shape, dtype=dtype), requires_grad=False)
-        new[meta].spec = spec_of(meta)  # type: ignore[attr-defined]
+        new[meta].spec = spec_of(meta)  # type: ignore[attr-defined]  # as in nn.parameter
     for module in stage.modules():
         for name, meta in list(module.named_parameters(recurse=False)):
             setattr(module, name, new[meta])
@@ -322,7 +322,7 @@ class RecordingKernels:
         """
         self._calls = calls = kernels.Calls()
         try:
-            with _KernelsAlone():
+            with _KernelsAlone():  # type: ignore[no-untyped-call]  # torch's class has no types
                 result = step()
         finally:
             self._calls = None

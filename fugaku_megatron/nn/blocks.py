@@ -17,6 +17,7 @@ from ..config.layout import group_copies
 from ..config.model import LAYER_NORM, MLP_OF_EXPERTS, NORMS
 from ..config.parallel import A2A
 from .adapters import activated_linear
+from .dropout_key import Dropout
 from .forward_context import Pass
 from .heads import Angles, Heads
 from .layers import (
@@ -31,6 +32,7 @@ from .layers import (
     multiplied,
 )
 from .ops import DropoutKey, recompute
+from .ops.mlp import MLPWeights
 from .ops.rotary import HeadNorms, Rotary
 from .parameter_views import matrix
 from .sequence_ranks import copy_groups, own_segments, positions, to_heads, to_rows
@@ -140,10 +142,8 @@ class SelfAttention(nn.Module):
         documents = forward_pass.documents
         attention = partial(
             ops.attention,
-            head_size=model.kv_channels,
-            p=dropout,
-            key=key,
-            groups=self.groups,
+            heads=Heads(self.heads, self.groups, model.kv_channels),
+            dropped=Dropout(dropout, key),
             window=model.window,
             starts=documents.starts,
         )
@@ -184,8 +184,7 @@ class SelfAttention(nn.Module):
         call = SharedCall(
             Heads(self.heads, self.groups, model.kv_channels),
             AttentionMask(s, model.window, documents.starts),
-            model.attention_dropout if forward_pass.training else 0.0,
-            key,
+            Dropout(model.attention_dropout if forward_pass.training else 0.0, key),
         )
         return context.ops.shared_attention(qkv, call, context.cp, self.cp_comm_type)
 
@@ -197,7 +196,8 @@ class SelfAttention(nn.Module):
             context = recompute(self.attend, qkv, forward_pass)
         else:
             context = self.attend(qkv, forward_pass)
-        return self.linear_proj(context, forward_pass)
+        projected: Tensor = self.linear_proj(context, forward_pass)
+        return projected
 
 
 class MLP(nn.Module):
@@ -225,26 +225,14 @@ class MLP(nn.Module):
         context = self.context
         if fc1.adapter is not None or fc2.adapter is not None:
             return self._adapted(x, forward_pass)
+        weights = MLPWeights(fc1.weight, fc1.bias, fc2.weight, context.model.activation)
+        needs_values = forward_pass.needs_values
         if context.blocks is not None:
-            return context.ops.overlapped_mlp(
-                x,
-                fc1.weight,
-                fc1.bias,
-                fc2.weight,
-                needs_values=forward_pass.needs_values,
-                blocks=context.blocks,
-                activation=context.model.activation,
-            )
+            return context.ops.overlapped_mlp(x, weights, needs_values, context.blocks)
         partial_sum = context.ops.mlp(
-            context.into_matmul(x),
-            fc1.weight,
-            fc1.bias,
-            fc2.weight,
-            needs_values=forward_pass.needs_values,
-            sequence=context.sequence,
-            activation=context.model.activation,
+            context.into_matmul(x), weights, needs_values, context.sequence
         )
-        return context.out_of_matmul(partial_sum, forward_pass.needs_values)
+        return context.out_of_matmul(partial_sum, needs_values)
 
     def _adapted(self, x: Tensor, forward_pass: Pass) -> Tensor:
         fc1 = self.linear_fc1
@@ -284,9 +272,9 @@ class TransformerLayer(nn.Module):
             mlp = resolve_name("fugaku_megatron.nn.experts:Experts")  # a module that imports this
         self.mlp: Any = mlp(f"{name}.mlp", context)
 
-    def _dropout(self, site: str, x: Tensor, forward_pass: Pass) -> tuple[float, DropoutKey]:
+    def _dropout(self, site: str, x: Tensor, forward_pass: Pass) -> Dropout:
         key = hidden_dropout_key(self.context, self.layer, site, forward_pass.first_sample, x)
-        return self.dropout if forward_pass.training else 0.0, key
+        return Dropout(self.dropout if forward_pass.training else 0.0, key)
 
     def _attended(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
         """Return (x + attention, MLP input), both (s, b, h)."""
@@ -296,7 +284,7 @@ class TransformerLayer(nn.Module):
             multiplied(attention(self.input_layernorm(x), forward_pass), model.residual_multiplier),
             attention.linear_proj.bias,
             x,
-            *self._dropout("residual_1", x, forward_pass),
+            self._dropout("residual_1", x, forward_pass),
         )
         if model.parallel_residual:
             return self.context.ops.bias_dropout_add(*added), self.pre_mlp_layernorm(x)
@@ -309,6 +297,6 @@ class TransformerLayer(nn.Module):
             out,
             self.mlp.output_bias,
             x,
-            *self._dropout("residual_2", x, forward_pass),
+            self._dropout("residual_2", x, forward_pass),
             forward_pass.needs_values,
         )

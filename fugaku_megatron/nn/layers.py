@@ -25,14 +25,15 @@ from ..comm.autograd import (
 from ..comm.base import Comm
 from ..comm.grid import ALONE
 from ..config.lora import LoraConfig
-from ..config.model import LAYER_NORM, NORMS
+from ..config.model import LAYER_NORM, NORMS, ModelConfig
 from ..config.parallel import A2A
-from ..config.run_config import ModelConfig
 from ..costs import activations
 from .adapters import Adapter
+from .dropout_key import Dropout
 from .forward_context import Pass
 from .heads import Angles
 from .ops import DropoutKey, Ops
+from .ops.norm import LayerNormArguments
 from .parameter import Init, Sharding, make_parameter, spec_of
 from .parameter_views import derived
 from .positions import rotary_angles
@@ -158,6 +159,8 @@ class Context:
         split: bool = False,
         experts: tuple[int, ...] = (),
     ) -> Adapter | None:
+        if not self.lora.on:
+            return None
         parts = self.lora.parts(name.rsplit(".", 1)[-1], self.model)
         if not parts:
             return None
@@ -209,7 +212,7 @@ class Context:
     @property
     def output_std(self) -> float:
         """Standard deviation of matrices that write to the residual stream, as in Megatron-LM."""
-        return self.model.init_method_std / (2.0 * self.model.num_layers) ** 0.5
+        return float(self.model.init_method_std / (2.0 * self.model.num_layers) ** 0.5)
 
 
 def multiplied(x: Tensor, factor: float) -> Tensor:
@@ -357,10 +360,10 @@ class Norm(nn.Module):
         raise NotImplementedError
 
     def add_and_normalize(
-        self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, dropped: Dropout
     ) -> tuple[Tensor, Tensor]:
         """Return (sum, norm of the sum) with sum = residual + dropout(x + bias), both (s, b, h). bias (h)."""
-        total = self.ops.bias_dropout_add(x, bias, residual, p, key)
+        total = self.ops.bias_dropout_add(x, bias, residual, dropped)
         return total, self(total)
 
     def scale(self) -> Tensor:
@@ -385,11 +388,10 @@ class LayerNorm(Norm):
         return self.ops.layer_norm(x, self.scale(), self.bias, self.epsilon)
 
     def add_and_normalize(
-        self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, dropped: Dropout
     ) -> tuple[Tensor, Tensor]:
-        return self.ops.bias_dropout_add_layer_norm(
-            x, bias, residual, p, key, self.scale(), self.bias, self.epsilon
-        )
+        norm = LayerNormArguments(self.scale(), self.bias, self.epsilon)
+        return self.ops.bias_dropout_add_layer_norm(x, bias, residual, dropped, norm)
 
 
 class RMSNorm(Norm):
@@ -405,10 +407,10 @@ class RMSNorm(Norm):
         return self.ops.rms_norm(x, self.scale(), self.epsilon)
 
     def add_and_normalize(
-        self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, dropped: Dropout
     ) -> tuple[Tensor, Tensor]:
         return self.ops.bias_dropout_add_rms_norm(
-            x, bias, residual, p, key, self.scale(), self.epsilon
+            x, bias, residual, dropped, self.scale(), self.epsilon
         )
 
 

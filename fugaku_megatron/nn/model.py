@@ -18,6 +18,7 @@ from ..config.layout import Layout, cp_comm_types
 from ..config.run_config import RunConfig
 from ..costs import accounting, memory
 from .blocks import TransformerLayer, make_norm
+from .dropout_key import Dropout
 from .forward_context import Pass
 from .layers import (
     Context,
@@ -27,6 +28,7 @@ from .layers import (
     multiplied,
 )
 from .ops import Ops, recompute
+from .ops.loss import HeadLoss
 from .parameter import spec_of
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # global name of the tied weight
@@ -113,9 +115,8 @@ class Embedding(nn.Module):
         x = multiplied(self.word_embeddings(tokens), context.model.embedding_multiplier)
         x = self.position_embeddings(x, positions) if self.position_embeddings else x
         key = hidden_dropout_key(context, 0, "embedding", forward_pass.first_sample, x)
-        return context.ops.dropout(
-            x, context.model.hidden_dropout if forward_pass.training else 0.0, key
-        )
+        p = context.model.hidden_dropout if forward_pass.training else 0.0
+        return context.ops.dropout(x, Dropout(p, key))
 
 
 class Chunk(nn.Module):
@@ -230,12 +231,14 @@ class Chunk(nn.Module):
             self.head_input(x),
             weight,
             labels,
-            self.tp,
-            first_row=spec_of(weight).offset[0],
-            factor=factor,
-            rows_at_once=self.logits_rows,
-            unpadded_rows=self.unpadded_rows,
-            z_loss=z_loss,
-            count=forward_pass.count,
-            z_sum=z_sum,
+            HeadLoss(
+                self.tp,
+                spec_of(weight).offset[0],
+                factor,
+                rows_at_once=self.logits_rows,
+                unpadded_rows=self.unpadded_rows,
+                z_loss=z_loss,
+                divisor=forward_pass.count,
+                z_sum=z_sum,
+            ),
         )

@@ -210,7 +210,7 @@ def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
     collectives = tuple(c for c, _ in work.collectives)
     if any(c.group == "cp" for c in collectives):
         return _passed(run, work, collectives)
-    if features.TP_COMM_OVERLAP not in software.active(run) or not collectives or not work.matmuls:
+    if not collectives or not work.matmuls or features.TP_COMM_OVERLAP not in software.active(run):
         return work
     data, *weight = work.matmuls
     reduced = any(c.verb == "reduce_scatter" for c in collectives)

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ..config.layout import sequence_shards
 from ..config.parallel import ParallelConfig
 from ..config.run_config import RunConfig
 from ..costs import accounting, memory
+from ..costs.activations import sequence_shards
 from ..costs.run_schedule import recompute_name
 from ..data.chat_dataset import lost_lines, packing_lines
 from ..host.machine import fma_peak_gflops

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..comm.agreement import Nodes, agree, differing, everywhere, on_root
 from ..comm.base import Comm
 from ..config import batches
 from ..config.fields import check, flag
-from ..config.run_config import GROUPS, RANK_FIELDS, RunConfig
+from ..config.run_config import RANK_FIELDS, RunConfig
 from ..config.training import RECOMPUTE
 from ..data.build import listed_data, parse_data_path
 from ..data.chat_dataset import check_mask_file
@@ -30,14 +30,9 @@ def check_same_run(run: RunConfig, world: Comm) -> list[str]:
 
     Raise ValueError on every rank, with flag, values and ranks, if a flag must not differ.
     """
-    values = {
-        flag(field.name): getattr(getattr(run, group), field.name)
-        for group, config in GROUPS.items()
-        for field in fields(config)
-    }
-    own = {flag(name) for name in RANK_FIELDS}
-    text = differing(world, {name: value for name, value in values.items() if name not in own})
-    recompute = {flag(name): values[flag(name)] for name in RECOMPUTE}
+    shared = {flag(name): value for name, value in run.values.items() if name not in RANK_FIELDS}
+    text = differing(world, shared)
+    recompute = {flag(name): run.values[name] for name in RECOMPUTE}
     among = differing(world, recompute)
     tp = run.parallel.tensor_model_parallel_size
     if text is None and among is not None and world.size % tp == 0:

@@ -33,7 +33,8 @@ from ..optim.optimizer import Optimizer
 from ..start.exit_codes import ExitCode
 
 FLAG = "--check-weight-hash-across-dp-replicas-interval"
-WEIGHTS, STATES = "weights", "optimizer states"
+WEIGHTS = "weights"
+STATES = "optimizer states"
 WORDS = 4096  # columns whose sums are hashed, of 8 bytes each
 # A group of ranks with copies -> one of them, several.
 COPIES = {

@@ -33,13 +33,14 @@ from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.batches import sizes_of
 from ..config.fields import check
-from ..config.layout import Layout, evaluation_run, sequence_shards
+from ..config.layout import Layout, evaluation_run
 from ..config.model import architecture, with_block
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..config.sample_rules import Skips
 from ..costs import run_schedule
 from ..costs.accounting import virtual_stage_sizes, zero_shards
+from ..costs.activations import sequence_shards
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset
 from ..data.marks import TokenCounts
 from ..data.sampler import ReaderGroup

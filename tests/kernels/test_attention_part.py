@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from fugaku_megatron.host import kernels
-from fugaku_megatron.nn.dropout_key import DropoutKey
+from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
 from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.shared_attention import (
+    AttentionGradients,
     AttentionMask,
     Block,
     Result,
@@ -144,7 +145,7 @@ def test_torch_makes_the_same_of_a_block(target, dtype):
     key = DropoutKey(seed, stream, first_sample, 0, first_head * case.s)
     mask = AttentionMask(case.s, **case.mask())
     lies = Heads(heads, 2, 16)
-    call = SharedCall(lies, mask, p, key)
+    call = SharedCall(lies, mask, Dropout(p, key))
     part = block(range(60, 100), range(20, 80))
     backend = Ops.build("torch")
     whole = keys_and_values(qkv, lies)
@@ -154,10 +155,13 @@ def test_torch_makes_the_same_of_a_block(target, dtype):
     out, lse = forward(part, qkv, whole, heads, case.s, **options)
     want = backend.attend_block(call, part, *tensors)
     torch.testing.assert_close((out, lse), want, rtol=0, atol=2 * TOLERANCE[dtype])
-    tensors += out, lse.masked_fill(lse == -math.inf, 1.0), dout[part.rows]
+    lse = lse.masked_fill(lse == -math.inf, 1.0)
     got, want = ((torch.ones(40, *qkv.shape[1:]), torch.ones(kv.shape)) for _ in range(2))
-    kernels.attention_part_backward(*tensors, *got, case.s, 60, 20, **options)
-    backend.add_block_gradients(call, part, *tensors, *want)
+    kernels.attention_part_backward(
+        *tensors, out, lse, dout[part.rows], *got, case.s, 60, 20, **options
+    )
+    gradients = AttentionGradients(qkv[part.rows], out, lse, dout[part.rows], want[0])
+    backend.add_block_gradients(call, part, gradients, kv, want[1])
     torch.testing.assert_close(got, want, rtol=0, atol=4 * TOLERANCE[dtype])
 
 

@@ -1,12 +1,16 @@
-"""More operations for Llama's, Mistral's and Qwen's blocks. Their formulas are in test_ops.py."""
+"""More of the operations of Llama's, Mistral's and Qwen's blocks, whose formulas are in test_ops.py."""
+
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from fugaku_megatron.host import kernels
+from fugaku_megatron.nn.dropout_key import Dropout
 from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import BACKENDS, DropoutKey, Ops, recompute
+from fugaku_megatron.nn.ops.mlp import MLPWeights
 from fugaku_megatron.nn.ops.rotary import HeadNorms, Rotary
 from tests.checks.ops import (
     DTYPES,
@@ -29,13 +33,13 @@ POSITIONS = 9
 
 
 def wide_gated_mlp(ops, dtype, put_off=False):
-    """Return the gradients of a gated MLP with several column blocks in the native backward."""
+    """Gradients of a gated MLP whose width takes several of the parts in which the native backward goes through it."""
     x = random(S, B, H, dtype=dtype).requires_grad_()
     dy = random(S, B, H, seed=9, dtype=dtype)
     w1, b1, w2 = (
         parameter(random(*shape, dtype=dtype)) for shape in ((2, 1100, H), (2, 1100), (H, 1100))
     )
-    y = ops.mlp(x, w1, b1, w2, activation="swiglu")
+    y = ops.mlp(x, MLPWeights(w1, b1, w2, "swiglu"))
     if put_off:
         with ops.weight_gradients.put_off() as waiting:
             y.backward(dy)
@@ -59,7 +63,7 @@ def test_a_wide_gated_mlp_by_parts_of_its_columns(dtype, tolerance):
 
 
 def test_a_gated_mlp_sums_in_fp16_on_request():
-    """Eight terms at a time, in every matmul. The bias gradient alone is another sum."""
+    """Eight terms at a time, in all of its matmuls; only the bias's gradient is another sum, of what they left."""
     with kernels.target("portable"):
         chunked, again, exact = (
             wide_gated_mlp(Ops.build(fp16_sum_length=chunk), torch.float16, put_off)
@@ -157,7 +161,13 @@ def test_native_attention_equals_torchs_over_many_tiles(heads, groups, window, d
     for backend in BACKENDS:
         ops = Ops.build(backend)
         leaf = qkv.clone().requires_grad_()
-        out = recompute(lambda x, ops=ops: ops.attention(x, d, 0.2, key, groups, window), leaf)
+        attention = partial(
+            ops.attention,
+            heads=Heads(heads, groups, d),
+            dropped=Dropout(0.2, key),
+            window=window,
+        )
+        out = recompute(attention, leaf)
         out.backward(dout)
         found.append((out.detach(), leaf.grad))
     for native, other in zip(*found):
@@ -165,11 +175,11 @@ def test_native_attention_equals_torchs_over_many_tiles(heads, groups, window, d
 
 
 def test_packed_copies_of_a_gated_weight_are_kept():
-    """The matmul has both matrices as one view, the same at every call."""
+    """The matmul takes the two matrices as one, which is the same one at every call."""
     ops = Ops.build(keep_packed_weights=True)
     x = random(S, B, H).requires_grad_()
     w1 = parameter(random(2, F_WIDTH, H))
     w2 = parameter(random(H, F_WIDTH))
     for _ in range(3):
-        ops.mlp(x, w1, None, w2, activation="swiglu").sum().backward()
+        ops.mlp(x, MLPWeights(w1, None, w2, "swiglu")).sum().backward()
     assert len(ops.weight_cache._entries) == 4  # two weights, forward and backward

@@ -138,7 +138,7 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_its_own_batches():
 
 @pytest.mark.parametrize("layout", ["tp1", "dp2", "tp2 pp2"])
 def test_an_evaluation_has_its_own_micro_batch_size(layout):
-    def work(world, run):
+    def work(world, run, size):
         shapes = []
         with closing(make_trainer(world, run)) as trainer:
             loss = trainer.evaluate(trainer.valid, 0, 2)
@@ -148,15 +148,13 @@ def test_an_evaluation_has_its_own_micro_batch_size(layout):
                 execute(samples),
             )[1]
             trainer.evaluate(trainer.valid, 0, 1)
-            return (
-                loss,
-                trainer.train_step().loss,
-                set(shapes[: shapes.index(2)] if run.batch.eval_micro_batch_size else ()),
-            )
+            evaluated = shapes[: shapes.index(2)] if size else ()
+            return loss, trainer.train_step().loss, set(evaluated)
 
     flags = {"num_layers": 2, "eval_global_batch_size": 8}
     plain, *others = (
-        run_layout(layout, work, {**flags, "eval_micro_batch_size": size}) for size in (None, 1, 4)
+        run_layout(layout, work, {**flags, "eval_micro_batch_size": size}, size)
+        for size in (None, 1, 4)
     )
     for size, other in zip((1, 4), others):
         assert [found[:2] for found in other] == [
@@ -201,7 +199,8 @@ def evaluated(
         writer.print = lines.append
         session = Session(trainer, writer, 9, sizes)
         session.evaluate_only()
-        session._print_validation(4, 3)  # of a resumed run: the same samples again
+        trainer.progress.iteration = 4
+        session._print_validation(3)  # of a resumed run: the same samples again
     return lines, sizes
 
 

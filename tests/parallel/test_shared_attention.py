@@ -5,7 +5,7 @@ import torch
 
 from fugaku_megatron.config.layout import Layout, cp_comm_types
 from fugaku_megatron.costs.activations import rank_segments
-from fugaku_megatron.nn.dropout_key import DropoutKey
+from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
 from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.sequence_ranks import to_heads, to_rank_order, to_rows, to_sequence_order
@@ -129,10 +129,10 @@ def tensors(dtype=torch.float32):
 )
 def test_ranks_make_what_one_rank_makes(ranks, way, name, backend):
     ops = NATIVE if backend == "native" else Ops.build("torch")
-    (qkv, dout) = tensors()
-    call = SharedCall(HEADS, MASKS[name], 0.25, KEY)
+    qkv, dout = tensors()
+    call = SharedCall(HEADS, MASKS[name], Dropout(0.25, KEY))
     leaf = qkv.clone().requires_grad_()
-    want = ops.attention(leaf, 8, 0.25, KEY, 2, call.mask.window, call.mask.starts)
+    want = ops.attention(leaf, HEADS, call.dropped, call.mask.window, call.mask.starts)
     want.backward(dout)
     for found, _ in ThreadWorld(ranks).run(computed, qkv, dout, call, ops, way):
         torch.testing.assert_close(found[0], want.detach(), rtol=0, atol=2e-6)
@@ -141,10 +141,10 @@ def test_ranks_make_what_one_rank_makes(ranks, way, name, backend):
 
 @pytest.mark.parametrize("way", ["p2p", "allgather"])
 def test_ranks_in_bf16(way):
-    (qkv, dout) = tensors(torch.bfloat16)
-    call = SharedCall(HEADS, MASKS["both"], 0.0, KEY)
+    qkv, dout = tensors(torch.bfloat16)
+    call = SharedCall(HEADS, MASKS["both"], Dropout(0.0, KEY))
     leaf = qkv.clone().requires_grad_()
-    want = NATIVE.attention(leaf, 8, 0.0, KEY, 2, call.mask.window, call.mask.starts)
+    want = NATIVE.attention(leaf, HEADS, call.dropped, call.mask.window, call.mask.starts)
     want.backward(dout)
     for found, _ in ThreadWorld(4).run(computed, qkv, dout, call, NATIVE, way):
         torch.testing.assert_close(found[0], want.detach(), rtol=0, atol=0.03)
@@ -165,8 +165,8 @@ class Watched:
 
 def test_gradients_of_others_keys_leave_before_the_last_own_part():
     """Each as soon as it is made. Own keys that the same queries hold come first, while the others' are on their way."""
-    (qkv, dout) = tensors()
-    call = SharedCall(HEADS, MASKS["causal"], 0.0, KEY)
+    qkv, dout = tensors()
+    call = SharedCall(HEADS, MASKS["causal"], Dropout(0.0, KEY))
     part = S // 4
 
     def backward(comm):
@@ -189,8 +189,8 @@ def test_gradients_of_others_keys_leave_before_the_last_own_part():
 
 def sent_by_ranks(ranks, starts):
     """Bytes that each rank sends with p2p, forward and backward."""
-    (qkv, dout) = tensors()
-    call = SharedCall(HEADS, AttentionMask(S, None, starts), 0.0, KEY)
+    qkv, dout = tensors()
+    call = SharedCall(HEADS, AttentionMask(S, None, starts), Dropout(0.0, KEY))
     return [
         sent.get("send", 0)
         for _, sent in ThreadWorld(ranks).run(computed, qkv, dout, call, NATIVE, "p2p")

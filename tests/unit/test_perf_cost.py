@@ -214,7 +214,7 @@ def flops(counted: work.Work) -> int:
 
 
 def expected(run: RunConfig, recompute: str | None) -> float:
-    """accounting's count; the whole square of attention is computed here, not half of it."""
+    """Return accounting's count, with the whole square of attention instead of half of it."""
     model_config = run.model
     square = model_config.num_layers * model_config.seq_length**2 * model_config.hidden_size
     if recompute == "full":

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...comm.autograd import Function
 from .backend import Backend
 
 
@@ -21,7 +22,7 @@ def embedding(ops: Backend, tokens: Tensor, weight: Tensor, first_row: int = 0) 
     return _TorchEmbedding.apply(tokens, weight, first_row)
 
 
-class _NativeEmbedding(torch.autograd.Function):
+class _NativeEmbedding(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, kernels: Any, tokens: Tensor, weight: Tensor, first_row: int) -> Tensor:
         ctx.kernels = kernels
@@ -40,7 +41,7 @@ class _NativeEmbedding(torch.autograd.Function):
         return None, None, None, None
 
 
-class _TorchEmbedding(torch.autograd.Function):
+class _TorchEmbedding(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, first_row: int) -> Tensor:
         rows = tokens - first_row
@@ -64,7 +65,7 @@ def add_position(ops: Backend, x: Tensor, weight: Tensor, first: int = 0) -> Ten
     return _TorchAddPosition.apply(x, weight, first)
 
 
-class _NativeAddPosition(torch.autograd.Function):
+class _NativeAddPosition(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, kernels: Any, x: Tensor, weight: Tensor, first: int) -> Tensor:
         x = x.contiguous()
@@ -81,7 +82,7 @@ class _NativeAddPosition(torch.autograd.Function):
         return None, dout, None, None
 
 
-class _TorchAddPosition(torch.autograd.Function):
+class _TorchAddPosition(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, first: int) -> Tensor:
         ctx.weight = weight

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...comm.autograd import gather_sequence, reduce_scatter_sequence
+from ...comm.autograd import Function, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
 from ..gradients import accumulate, as_rows, gradient_of, is_frozen, parts
 from ..parameter_views import matrix_of
@@ -118,7 +118,7 @@ def row_count(x: Tensor, sequence: Comm | None) -> int:
     return rows if sequence is None else rows * sequence.size
 
 
-class _NativeLinear(torch.autograd.Function):
+class _NativeLinear(Function[Tensor]):
     @staticmethod
     def forward(
         ctx: Any,
@@ -158,7 +158,7 @@ class _NativeLinear(torch.autograd.Function):
         return None, reduce_scatter_sequence(dx.view(ctx.shape), sequence), None, None, None
 
 
-class _TorchLinear(torch.autograd.Function):
+class _TorchLinear(Function[Tensor]):
     @staticmethod
     def forward(
         ctx: Any,

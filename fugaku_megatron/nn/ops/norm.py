@@ -5,12 +5,13 @@ s sequence, b micro-batch, h hidden.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..dropout_key import DropoutKey
+from ...comm.autograd import Function
+from ..dropout_key import Dropout
 from ..gradients import accumulate, as_rows, gradient_of, vector_gradient
 from .backend import Backend
 from .dropout import bias_dropout_add, call_rowwise
@@ -22,7 +23,7 @@ def layer_norm(ops: Backend, x: Tensor, weight: Tensor, bias: Tensor, epsilon: f
     return _TorchLayerNorm.apply(x, weight, bias, epsilon)
 
 
-class _NativeLayerNorm(torch.autograd.Function):
+class _NativeLayerNorm(Function[Tensor]):
     @staticmethod
     def forward(
         ctx: Any, kernels: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float
@@ -54,7 +55,7 @@ class _NativeLayerNorm(torch.autograd.Function):
         return None, dx, None, None, None
 
 
-class _TorchLayerNorm(torch.autograd.Function):
+class _TorchLayerNorm(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         y, mean, rstd = torch.native_layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
@@ -81,7 +82,7 @@ def rms_norm(ops: Backend, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return _TorchRMSNorm.apply(x, weight, epsilon)
 
 
-class _NativeRMSNorm(torch.autograd.Function):
+class _NativeRMSNorm(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, kernels: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         x = x.contiguous()
@@ -103,7 +104,7 @@ class _NativeRMSNorm(torch.autograd.Function):
         return None, dx, None, None
 
 
-class _TorchRMSNorm(torch.autograd.Function):
+class _TorchRMSNorm(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         y, rstd = normalized(x, weight, epsilon)
@@ -134,24 +135,29 @@ def norm_gradients(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple
     return dx.to(x.dtype), as_rows(dy * unit).sum(0)
 
 
+class LayerNormArguments(NamedTuple):
+    """Weight and bias (h) of a layer norm."""
+
+    weight: Tensor
+    bias: Tensor
+    epsilon: float
+
+
 def bias_dropout_add_layer_norm(
     ops: Backend,
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor,
-    p: float,
-    key: DropoutKey,
-    weight: Tensor,
-    norm_bias: Tensor,
-    epsilon: float,
+    dropped: Dropout,
+    norm: LayerNormArguments,
 ) -> tuple[Tensor, Tensor]:
     """Return (`bias_dropout_add`, its `layer_norm`), both (s, b, h)."""
     if ops.is_native("rowwise"):
         return _BiasDropoutAddNorm.apply(
-            ops.kernels, x, bias, residual, p, key, epsilon, weight, norm_bias
+            ops.kernels, x, bias, residual, dropped, norm.epsilon, norm.weight, norm.bias
         )
-    total = bias_dropout_add(ops, x, bias, residual, p, key)
-    return total, layer_norm(ops, total, weight, norm_bias, epsilon)
+    total = bias_dropout_add(ops, x, bias, residual, dropped)
+    return total, layer_norm(ops, total, *norm)
 
 
 def bias_dropout_add_rms_norm(
@@ -159,19 +165,18 @@ def bias_dropout_add_rms_norm(
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor,
-    p: float,
-    key: DropoutKey,
+    dropped: Dropout,
     weight: Tensor,
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     """Return (`bias_dropout_add`, its `rms_norm`), both (s, b, h)."""
     if ops.is_native("rowwise"):
-        return _BiasDropoutAddNorm.apply(ops.kernels, x, bias, residual, p, key, epsilon, weight)
-    total = bias_dropout_add(ops, x, bias, residual, p, key)
+        return _BiasDropoutAddNorm.apply(ops.kernels, x, bias, residual, dropped, epsilon, weight)
+    total = bias_dropout_add(ops, x, bias, residual, dropped)
     return total, rms_norm(ops, total, weight, epsilon)
 
 
-class _BiasDropoutAddNorm(torch.autograd.Function):
+class _BiasDropoutAddNorm(Function[tuple[Tensor, Tensor]]):
     """Layer norm with weight and bias, RMS norm with the weight alone."""
 
     @staticmethod
@@ -181,8 +186,7 @@ class _BiasDropoutAddNorm(torch.autograd.Function):
         x: Tensor,
         bias: Tensor | None,
         residual: Tensor,
-        p: float,
-        key: DropoutKey,
+        dropped: Dropout,
         epsilon: float,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -197,8 +201,7 @@ class _BiasDropoutAddNorm(torch.autograd.Function):
         statistics = x.new_empty(len(parameters), *x.shape[:2], dtype=torch.float32).unbind()
         call_rowwise(
             kernel,
-            p,
-            key,
+            dropped,
             x,
             bias,
             residual.contiguous(),
@@ -213,22 +216,20 @@ class _BiasDropoutAddNorm(torch.autograd.Function):
         ctx.is_layer_norm = is_layer_norm
         ctx.bias = bias
         ctx.parameters = parameters
-        ctx.p = p
-        ctx.key = key
+        ctx.dropped = dropped
         return total, y
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         total, *statistics = ctx.saved_tensors
         dresidual = torch.empty_like(total)
-        dx = torch.empty_like(total) if ctx.p else None
+        dx = torch.empty_like(total) if ctx.dropped.p else None
         kernel = ctx.kernels.bias_dropout_add_rms_norm_backward
         if ctx.is_layer_norm:
             kernel = ctx.kernels.bias_dropout_add_layer_norm_backward
         call_rowwise(
             kernel,
-            ctx.p,
-            ctx.key,
+            ctx.dropped,
             dy.contiguous(),
             dtotal.contiguous(),
             total,
@@ -242,4 +243,4 @@ class _BiasDropoutAddNorm(torch.autograd.Function):
         if dx is None:
             dx = dresidual
         parameter_gradients = (None for _ in ctx.parameters)
-        return None, dx, None, dresidual, None, None, None, *parameter_gradients
+        return None, dx, None, dresidual, None, None, *parameter_gradients

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...comm.autograd import Function
 from ..gradients import accumulate, vector_gradient
 from ..heads import Angles, Heads
 from .backend import Backend
@@ -58,7 +59,7 @@ def _heads(qkv: Tensor, call: Rotary) -> Tensor:
     return qkv.view(*qkv.shape[:2], -1, call.heads.head_size)
 
 
-class _NativeRotary(torch.autograd.Function):
+class _NativeRotary(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, kernels: Any, qkv: Tensor, call: Rotary) -> Tensor:
         qkv = qkv.contiguous()
@@ -93,7 +94,7 @@ class _NativeRotary(torch.autograd.Function):
         return None, dqkv, None
 
 
-class _NativeRotaryNorm(torch.autograd.Function):
+class _NativeRotaryNorm(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, kernels: Any, qkv: Tensor, call: Rotary) -> Tensor:
         qkv = qkv.contiguous()
@@ -140,7 +141,7 @@ class _NativeRotaryNorm(torch.autograd.Function):
         return None, dqkv, None
 
 
-class _TorchRotary(torch.autograd.Function):
+class _TorchRotary(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, call: Rotary) -> Tensor:
         qkv = qkv.contiguous()
