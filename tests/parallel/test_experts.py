@@ -203,8 +203,8 @@ def test_both_backends_choose_the_same_of_equal_scores(variant):
     logits = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).mul_(2).round_()
     bias = torch.arange(16.0).remainder_(3).div_(4) if model.moe_router_enable_expert_bias else None
     native, plain = (Ops.build(name) for name in ("native", "torch"))
-    (ours, chosen) = native.route(logits, bias, model)
-    (theirs, expected) = plain.route(logits, bias, model)
+    ours, chosen = native.route(logits, bias, model)
+    theirs, expected = plain.route(logits, bias, model)
     assert (
         torch.equal(chosen, expected) and sum(len(set(row)) < 16 for row in logits.tolist()) == 64
     )

@@ -148,8 +148,9 @@ def test_an_evaluation_has_its_own_micro_batch_size(layout):
                 execute(samples),
             )[1]
             trainer.evaluate(trainer.valid, 0, 1)
+            trained = trainer.train_step().loss  # its micro-batches have two samples
             evaluated = shapes[: shapes.index(2)] if size else ()
-            return loss, trainer.train_step().loss, set(evaluated)
+            return loss, trained, set(evaluated)
 
     flags = {"num_layers": 2, "eval_global_batch_size": 8}
     plain, *others = (
