@@ -67,7 +67,7 @@ def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
 
 
 def stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
-    """Return gate or value (f, h) from ours (2, f, h)."""
+    """Return gate or value (f, h) from ours (2, f, h), or an expert (h, f) from ours (experts, h, f)."""
     return [ours[part]], tuple(ours.shape[1:])
 
 
@@ -79,11 +79,6 @@ def fused_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arrang
 def fused_stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gate and value (2 f, h) from ours (2, f, h)."""
     return [ours], (2 * ours.shape[1], *ours.shape[2:])
-
-
-def of_expert(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
-    """Return expert `part` (h, f) from ours (experts, h, f)."""
-    return [ours[part]], tuple(ours.shape[1:])
 
 
 def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
@@ -515,7 +510,7 @@ _EXPERT_PLACES = _DECODER_PLACES | _places(
         "mlp.experts.linear_fc1": Place(
             ("experts.{expert}.gate_proj", "experts.{expert}.up_proj"), stacked_of_expert
         ),
-        "mlp.experts.linear_fc2": Place(("experts.{expert}.down_proj",), of_expert),
+        "mlp.experts.linear_fc2": Place(("experts.{expert}.down_proj",), stacked),
         "mlp.shared_experts.linear_fc1": Place(
             ("shared_expert.gate_proj", "shared_expert.up_proj"), stacked
         ),
@@ -549,7 +544,7 @@ MIXTRAL = _decoder(
             "mlp.experts.linear_fc1": Place(
                 ("experts.{expert}.w1", "experts.{expert}.w3"), stacked_of_expert
             ),
-            "mlp.experts.linear_fc2": Place(("experts.{expert}.w2",), of_expert),
+            "mlp.experts.linear_fc2": Place(("experts.{expert}.w2",), stacked),
         },
     ),
 )

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from ..text.named_files import StrPath
 from . import cgroup, kernels
 from .cgroup import read_text
 
@@ -130,7 +131,7 @@ class Usage:
     held: int
 
 
-def usage(status: str | os.PathLike[str] = "/proc/self/status") -> Usage:
+def usage(status: StrPath = "/proc/self/status") -> Usage:
     try:
         fields = {name: int(kib) * 1024 for name, kib in _FIELD.findall(Path(status).read_bytes())}
     except OSError:

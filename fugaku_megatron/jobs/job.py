@@ -86,7 +86,7 @@ def choose(
     """
     result = search.search(run, system, held)
     check(
-        bool(result.plans),
+        result.plans,
         f"--nodes {system.nodes}: no layout runs: "
         + "; ".join(f"{n} x {why}" for why, n in result.dropped.most_common())
         + ": change --nodes, --global-batch-size or the parallel sizes",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agreement import first_rank
+from ..comm.agreement import first_text
 from ..comm.autograd import Function
 from ..data.sampler import first_sample
 from ..host.observed import Arguments, Keywords, Observed
@@ -236,14 +236,9 @@ class Search:
 def _first_finding(trainer: Trainer, finding: Finding | None) -> str | None:
     """Return all ranks' first finding, with rank and node. Collective."""
     world = trainer.world
-    rank = first_rank(world, finding.key if finding else None, KEY_LENGTH)
-    if rank is None:
-        return None
-    text = ""
-    if finding and rank == world.rank:
-        text = f"rank {rank} (node {platform.node()}), {finding.text}"
-    found: str = world.broadcast_object(text, root=rank)
-    return found
+    key = finding.key if finding else None
+    place = f"rank {world.rank} (node {platform.node()})"
+    return first_text(world, key, KEY_LENGTH, lambda: f"{place}, {finding and finding.text}")
 
 
 def _nonfinite_weight(trainer: Trainer) -> Finding | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
@@ -21,6 +20,7 @@ from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, F
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
 from ..pipeline.timeline import Span, spans
+from ..text.named_files import StrPath
 from . import memory
 from .model import Prediction, System, step
 from .search import Plan, Search
@@ -259,7 +259,7 @@ def draw(
     run: RunConfig,
     layout: Layout,
     system: System,
-    file: str | os.PathLike[str],
+    file: StrPath,
     memory: Sequence[float],
 ) -> None:
     """Draw the pipeline over time as PNG. Raise ValueError if `file` cannot be written.

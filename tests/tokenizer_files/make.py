@@ -241,7 +241,7 @@ def write_tiktoken(folder: Path) -> None:
 def written(tokenizer: GgufTokenizer) -> int:
     """Return the CRC-32 of what the tokens of a text depend on."""
     parts = (
-        *(tokenizer.algorithm, tokenizer.split, tokenizer.tokens, tokenizer.merges),
+        *(tokenizer.algorithm, tokenizer.split, [*map(tuple, tokenizer.tokens)], tokenizer.merges),
         *(tokenizer.add_space_prefix, tokenizer.add_bos, tokenizer.add_eos),
     )
     return zlib.crc32(repr(parts).encode())

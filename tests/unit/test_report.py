@@ -323,7 +323,8 @@ def test_files_are_whole_after_every_section_and_names_stay_on_request(tmp_path)
         one = record.Record(
             path, record.Budget(1.0), {".txt": lambda data: f"complete: {data['complete']}"}, names
         )
-        one.section("host", {"error": secret, "x": 1.23456789})
+        one.data["sections"]["host"] = {"error": secret, "x": 1.23456789}
+        one.write()
         data = json.loads(path.read_text())
         assert data["complete"] is False and data["sections"]["host"]["x"] == 1.2346
         assert path.with_suffix(".txt").read_text() == "complete: False"
