@@ -21,9 +21,10 @@ from ..comm.autograd import (
     copy_to_tensor_parallel,
     gather_from_sequence_parallel,
     gather_sequence,
+    map_rows,
 )
 from ..comm.base import Comm
-from ..comm.exchange import Exchange, GroupedExchange, copy_rows, map_rows, sum_copied_rows
+from ..comm.exchange import Exchange, GroupedExchange, copy_rows, sum_copied_rows
 from ..config.model import ModelConfig
 from ..costs.experts import exchanged_groups
 from .adapters import AdaptedExperts

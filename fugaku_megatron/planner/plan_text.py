@@ -22,8 +22,9 @@ from ..pipeline.schedule_names import row
 from ..pipeline.timeline import Span, spans
 from ..text.named_files import StrPath
 from . import memory
-from .model import Prediction, System, step
+from .model import Prediction, step
 from .search import Plan, Search
+from .system import System
 
 # of the picture, in characters and lines
 WIDTH = 100
@@ -229,7 +230,7 @@ def png(plan: Plan, file: str) -> None:
             stage,
             system.software,
             system.nodes,
-            system.software.memory(system.machine),
+            system.memory,
         )
         for stage in range(plan.layout.pp)
     ]

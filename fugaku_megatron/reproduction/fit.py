@@ -20,8 +20,8 @@ from ..cli.output_files import check_file, writing
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..planner import memory, model
-from ..planner.model import System
 from ..planner.software import FITTED, MemoryParameters, Parameters
+from ..planner.system import System
 from ..text.numbers import rounded
 from .rows import Row, known, load, row_system
 
@@ -256,10 +256,7 @@ def fit_time(group: str, rows: Sequence[Row], start: Values | None = None) -> So
 
 def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
     parameters = MemoryParameters(**{"peer_mib": 0.0, **values})
-    return [
-        memory.peak_mib(run, layout, system.software, system.nodes, parameters)
-        for run, layout, system in row_cases
-    ]
+    return [memory.peak_mib(run, layout, system, parameters) for run, layout, system in row_cases]
 
 
 def fit_memory(group: str, rows: Sequence[Row]) -> Solution:
@@ -324,8 +321,7 @@ def wrong_ooms(group: str, values: Values) -> tuple[list[str], int]:
     wrong = []
     for row, (_, _, system), mib_used in zip(rows, row_cases, mib(row_cases, values)):
         fails = row.status == "oom" or (row.table.id, row.line) == OVERFULL
-        limit = memory.limit_mib(system.machine, system.software, system.ranks_per_node)
-        if fails != (mib_used > limit):
+        if fails != (mib_used > system.limit_mib):
             wrong.append(f"{row.table.id} line {row.line} ({mib_used:.0f} MiB)")
     return wrong, len(rows)
 

@@ -24,7 +24,8 @@ from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig, TrainingConfig
 from ..observe.iteration_metrics import HEADERS
-from ..planner.model import Prediction, System, predict
+from ..planner.model import Prediction, predict
+from ..planner.system import System
 
 
 @dataclass(frozen=True)

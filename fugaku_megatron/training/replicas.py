@@ -25,7 +25,7 @@ from ..comm.agreement import first_rank
 from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.run_config import RunConfig
-from ..costs.memory import holds_tied_copy
+from ..costs.units import holds_tied_copy
 from ..nn.model import Stage
 from ..nn.parameter import spec_of
 from ..optim.bucket_shard import BucketShard

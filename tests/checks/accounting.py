@@ -55,16 +55,16 @@ def check_flops(run: RunConfig) -> None:
     forward = counter.get_total_flops()
     with counter:
         loss.backward()
-    records = [r for _, r in accounting.stage_records(run, Layout.from_run(run, 1), 0)]
+    records = list(accounting.stage_records(run, Layout.from_run(run, 1), 0))
     assert (forward, counter.get_total_flops()) == (
         sum(r.flops_forward for r in records),
         sum(r.flops_backward for r in records),
     )
 
 
-def by_blocks(run, place: str, collectives: tuple[Collective, ...]) -> list[Collective]:
+def by_blocks(run, collectives: tuple[Collective, ...]) -> list[Collective]:
     """Return the messages that replace a layer's collectives with --tp-comm-overlap, with the bytes that reach other ranks."""
-    if place != "layer" or not run.parallel.tp_comm_overlap:
+    if not run.parallel.tp_comm_overlap:
         return list(collectives)
     tp = run.parallel.tensor_model_parallel_size
     bytes = {
@@ -80,15 +80,20 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
     """Return an iteration's bytes per (verb, group), except the few bytes for norms and losses."""
     expected: dict[tuple[str, str], int] = {}
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
-    records = list(accounting.stage_records(run, layout, stage))
-    per_microbatch = [
-        c for place, r in records for c in by_blocks(run, place, (*r.forward, *r.backward))
+    ends = [
+        r
+        for virtual_stage in layout.placement.virtual_stages_of(stage)
+        for r in accounting.end_records(run, layout, virtual_stage)
     ]
+    per_microbatch = []
+    for r in accounting.stage_records(run, layout, stage):
+        collectives = (*r.forward, *r.backward)
+        per_microbatch += collectives if r in ends else by_blocks(run, collectives)
     if run.training.recompute_granularity == "full":  # groups of one layer
         again = [
             c
-            for r in accounting.recomputed_records(run, layout.tp, last=True)
-            for c in by_blocks(run, "layer", r.forward)
+            for r in accounting.last_recomputed_records(run, layout.tp)
+            for c in by_blocks(run, r.forward)
         ]
         per_microbatch += again * sum(
             map(len, accounting.stage_layers(run, layout.placement, stage))
@@ -173,7 +178,9 @@ def check_kept(run: RunConfig) -> None:
     groups = accounting.virtual_stage_recompute_groups(run, layout.placement, 0)
     layers = memory.layers_kept_bytes(run, tp, run.model.num_layers, groups)[0]
     outside = sum(
-        r.saved_bytes for place, r in accounting.stage_records(run, layout, 0) if place != "layer"
+        r.saved_bytes
+        for virtual_stage in layout.placement.virtual_stages_of(0)
+        for r in accounting.end_records(run, layout, virtual_stage)
     )
     if (
         run.model.num_experts and run.training.recompute_granularity != "full"

@@ -13,7 +13,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import accounting, activations, memory
 from fugaku_megatron.host import kernels
 from fugaku_megatron.planner import search, software, work
-from fugaku_megatron.planner.model import System
+from fugaku_megatron.planner.system import System
 from tests.checks.accounting import (
     check_bytes,
     check_flops,

@@ -31,7 +31,7 @@ def randn(*shape, seed, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("kind", ["copies", "copies in place", "parts of the sequence"])
+@pytest.mark.parametrize("kind", ["copies", "parts of the sequence"])
 def test_a_parallel_mlp_equals_the_whole_one(size, kind):
     shapes = [(12, B, H), (H, H), (H, H)]
     parts = kind == "parts of the sequence"
@@ -60,7 +60,7 @@ def test_a_parallel_mlp_equals_the_whole_one(size, kind):
         out = (
             reduce_scatter_to_sequence_parallel(part, comm)
             if parts
-            else reduce_from_tensor_parallel(part, comm, inplace="in place" in kind)
+            else reduce_from_tensor_parallel(part, comm)
         ).sin()
         out.square().sum().backward()
         return out.detach(), own.grad, up.grad, down.grad
@@ -147,14 +147,6 @@ def test_expanded_and_transposed_tensors_are_taken():
 
     for grad in ThreadWorld(2).run(fn):
         assert torch.equal(grad, torch.full((6, 4), 2.0 + 1 + 1 + 2 + 1, dtype=torch.float64))
-
-
-def test_in_place_copies_nothing():
-    def fn(comm):
-        part = torch.ones(3, requires_grad=True) * 2
-        return reduce_from_tensor_parallel(part, comm, inplace=True).data_ptr() == part.data_ptr()
-
-    assert ThreadWorld(2).run(fn) == [True, True]
 
 
 ROWS = 12

@@ -24,7 +24,7 @@ from fugaku_megatron.optim.loss_scaler import LossScaler
 from fugaku_megatron.optim.muon import COEFFICIENTS, orthogonalized
 from fugaku_megatron.optim.rounding import round_at_random
 from fugaku_megatron.planner import model as perf_model
-from fugaku_megatron.planner.model import System
+from fugaku_megatron.planner.system import System
 from fugaku_megatron.run.resume import resume_training
 from fugaku_megatron.training.trainer import Trainer
 from tests.checks.allocations import plan_memory

@@ -30,6 +30,7 @@ from fugaku_megatron.data.tokenizer import TokenizerFlags
 from fugaku_megatron.jobs import check, render
 from fugaku_megatron.observe import log_command, run_log
 from fugaku_megatron.planner import machine, model, software
+from fugaku_megatron.planner.system import System
 from fugaku_megatron.run.dry_run import report
 from tests.checks.generation import write_tokenizer
 from tests.file_damage import DAMAGES, OTHER_KINDS, damaged, remove, replace
@@ -257,9 +258,7 @@ def test_machine_files_are_refused_or_predict(tmp_path):
     run = small_run()
 
     def predicted():
-        prediction = model.predict(
-            run, model.System.from_names(str(path), software.THIS_PROJECT, 1, 1)
-        )
+        prediction = model.predict(run, System.from_names(str(path), software.THIS_PROJECT, 1, 1))
         assert 0 < prediction.seconds < math.inf and 0 < prediction.memory_mib_max < math.inf
 
     @refused_or_harmless(

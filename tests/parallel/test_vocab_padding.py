@@ -39,7 +39,7 @@ from tests.threads import ThreadWorld
 
 transformers = pytest.importorskip("transformers")
 
-from tests.hf_models import convert, randomized, tensors  # noqa: E402
+from tests.hf_models import convert, shifted_gpt2, tensors  # noqa: E402
 
 LENGTH = 16
 STEPS = 10
@@ -50,29 +50,6 @@ LR, EPSILON = (
 )  # Adam's epsilon is above the rounding of gradients, which it would make as large as the others
 WORDS = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-
-
-def shifted_gpt2(vocabulary: int) -> torch.nn.Module:
-    """Return a random GPT-2 with logits lower by 60. Each word has one more element for the shift."""
-    model = randomized(
-        lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=vocabulary,
-                n_positions=LENGTH,
-                n_embd=16,
-                n_layer=2,
-                n_head=4,
-                initializer_range=0.2,
-                bos_token_id=1,
-                eos_token_id=2,
-            )
-        )
-    )
-    with torch.no_grad():
-        model.transformer.wte.weight[:, 0] = 1.0
-        model.transformer.ln_f.weight[0] = 0.0
-        model.transformer.ln_f.bias[0] = SHIFT
-    return model
 
 
 class Case(NamedTuple):
@@ -138,7 +115,7 @@ def their_training(model: torch.nn.Module, run: RunConfig) -> list[float]:
 @pytest.fixture(scope="module")
 def case(request, tmp_path_factory) -> Case:
     directory = tmp_path_factory.mktemp(str(request.param))
-    model = shifted_gpt2(request.param)
+    model = shifted_gpt2(request.param, LENGTH, SHIFT)
     model.save_pretrained(directory / "theirs")
     assert convert(*f"--from-hf {directory}/theirs --save {directory}/ours".split()) == 0
     with torch.no_grad():
@@ -272,7 +249,7 @@ def lines_of(
 def ours(tmp_path_factory) -> Path:
     """A converted model."""
     directory = tmp_path_factory.mktemp("padded")
-    shifted_gpt2(503).save_pretrained(directory / "theirs")
+    shifted_gpt2(503, LENGTH, SHIFT).save_pretrained(directory / "theirs")
     assert open_hugging_face(str(directory / "theirs")).model.masks_padding
     assert convert(*f"--from-hf {directory}/theirs --save {directory}/ours".split()) == 0
     return directory / "ours"

@@ -17,7 +17,7 @@ from fugaku_megatron.config.run_config import GROUP_OF, ParallelConfig
 from fugaku_megatron.costs import memory
 from fugaku_megatron.costs.activations import Collective
 from fugaku_megatron.planner import cost, model, plan, search, software
-from fugaku_megatron.planner.model import System
+from fugaku_megatron.planner.system import System
 
 PACKAGE = Path(features.__file__).resolve().parents[1]
 RUN = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --micro-batch-size 1".split()
@@ -153,9 +153,9 @@ def test_without_a_feature_the_best_plan_is_not_faster():
     )
     parallel = replace(run.parallel, tensor_model_parallel_size=4, pipeline_model_parallel_size=12)
     run = replace(run, parallel=parallel, batch=replace(run.batch, micro_batch_size=1))
-    table = plan.feature_rows(run, system, held)
-    assert table[0].plan.seconds <= min(
-        row.plan.seconds for row in table if row.plan and row.name.startswith("without")
+    best = plan.feature_plans(run, system, held)
+    assert best["all"].seconds <= min(
+        found.seconds for name, found in best.items() if found and name.startswith("without")
     )
     assert not any(
         p.run.parallel.zero_stage

@@ -327,7 +327,9 @@ def test_every_list_can_be_walked_whether_sends_block_or_not(name, chunks, stage
     """Check also that its send queue never blocks a stage."""
     for schedule in schedules(name, chunks, stages):
         lists = lists_of(schedule)
-        queues = [schedule.send_queue(stage) for stage in range(schedule.placement.stages)]
+        queues = [
+            builders.send_queue(schedule, stage) for stage in range(schedule.placement.stages)
+        ]
         simulate(schedule.placement, lists, ahead=schedule_names.row(name).receives_ahead)
         under_way = simulate(schedule.placement, lists)
         if (
@@ -340,7 +342,8 @@ def test_every_list_can_be_walked_whether_sends_block_or_not(name, chunks, stage
 def test_the_send_queue_does_not_grow_with_the_batch():
     for name, chunks in KINDS:
         few, many = (
-            [build(name, 4, chunks, m).send_queue(stage) for stage in range(4)] for m in (24, 96)
+            [builders.send_queue(build(name, 4, chunks, m), stage) for stage in range(4)]
+            for m in (24, 96)
         )
         assert many == few and max(few) <= 4 * 4 * chunks
 
