@@ -116,14 +116,14 @@ def variables() -> dict[str, str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def same_environment_variables():
-    """A variable that stays set changes the programs that later files start, and the compiler that they build with."""
+    """Refuse a file that leaves a variable set: later files start programs and compilers with it."""
     before = variables()
     yield
     assert variables() == before
 
 
 def installed(name: str) -> launch.MPI:
-    """An MPI; the test is skipped with the reason where it is missing."""
+    """Return an MPI, or skip the test with the reason why it is missing."""
     found = launch.FIND[name]()
     if found is None:
         pytest.skip(f"{name}: {launch.MISSING[name]}")
@@ -132,7 +132,7 @@ def installed(name: str) -> launch.MPI:
 
 @pytest.fixture(scope="session")
 def mpi(request):
-    """The MPI that --mpi names."""
+    """Return the MPI of --mpi."""
     return installed(request.config.getoption("--mpi"))
 
 
@@ -143,5 +143,5 @@ def mpich():
 
 @pytest.fixture(scope="session")
 def kills(request):
-    """Number of times that the kill-and-restart test kills a job: --kills N."""
+    """Return how often the kill-and-restart test kills a job: --kills N."""
     return request.config.getoption("--kills")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ OTHER_KINDS = (
 
 
 def damaged(content: bytes, kind: str, i: int, j: int, noise: bytes) -> bytes:
-    """The content with one of DAMAGES at position i, and j for a swap. noise: bytes that come in; as many are taken out."""
+    """Damage a content at position i, and j for a swap. noise: bytes to insert, or as many to remove"""
     data = bytearray(content)
     if kind == "bit":
         data[i] ^= 1 << j % 8
@@ -54,21 +54,25 @@ def damages(content: bytes, count: int) -> Iterator[bytes]:
         yield damaged(content, rng.choice(DAMAGES), *places, rng.randbytes(rng.randrange(1, 40)))
 
 
-def changed(contents: Any, where: Sequence[Any], value: Any) -> Any:
-    """Return a copy of JSON contents with `value` at a path, or without the entry there if it is MISSING."""
+def changed(contents: Any, path: str, value: Any) -> Any:
+    """Return a copy of JSON contents with `value` at a path, or without the entry there if it is MISSING.
+
+    path: keys and indices of arrays, such as shards/0/offset
+    """
     contents = copy.deepcopy(contents)
     owner = contents
-    for step in where[:-1]:
+    steps = [int(step) if step.isdigit() else step for step in path.split("/")]
+    for step in steps[:-1]:
         owner = owner[step]
     if value is MISSING:
-        del owner[where[-1]]
+        del owner[steps[-1]]
     else:
-        owner[where[-1]] = value
+        owner[steps[-1]] = value
     return contents
 
 
 def replace(path: Path, kind: str) -> None:
-    """Put something of another kind in the place of a file."""
+    """Replace a file by something of another kind."""
     remove(path)
     if kind == "a FIFO":
         os.mkfifo(path)
@@ -79,5 +83,5 @@ def replace(path: Path, kind: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Whatever is there."""
+    """Remove a file, a link or an empty directory, if there is any."""
     path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)

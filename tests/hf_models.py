@@ -35,7 +35,7 @@ def gpt2(n_layer: int = 3) -> torch.nn.Module:
 
 
 def decoder(kind: str, **changes):
-    """A function that builds a small model of Llama's family: grouped heads, and a head of its own unless `changes` tie it."""
+    """Return a function that builds a small model of Llama's family: grouped heads, untied unless `changes` tie it."""
 
     def build() -> torch.nn.Module:
         config = getattr(transformers, f"{kind}Config")(
@@ -138,7 +138,7 @@ def write_hf(ours: Path, target: Path, *more: object) -> None:
 
 
 def randomized(build) -> torch.nn.Module:
-    """Biases and norms start at constants: make them random as well."""
+    """Build a model with random weights, biases and norms included."""
     torch.manual_seed(1)
     model = build()
     with torch.no_grad():
@@ -147,8 +147,31 @@ def randomized(build) -> torch.nn.Module:
     return model.eval()
 
 
+def shifted_gpt2(vocabulary: int, length: int, shift: float) -> torch.nn.Module:
+    """Return a random GPT-2 with shifted logits: the head's bias is one more element in each word."""
+    model = randomized(
+        lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=vocabulary,
+                n_positions=length,
+                n_embd=16,
+                n_layer=2,
+                n_head=4,
+                initializer_range=0.2,
+                bos_token_id=1,
+                eos_token_id=2,
+            )
+        )
+    )
+    with torch.no_grad():
+        model.transformer.wte.weight[:, 0] = 1.0
+        model.transformer.ln_f.weight[0] = 0.0
+        model.transformer.ln_f.bias[0] = shift
+    return model
+
+
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a directory, each once."""
+    """Return all tensors of a directory, each once."""
     return {
         name: tensor
         for file in sorted(directory.glob("*.safetensors"))

@@ -51,7 +51,7 @@ CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Q
 
 
 def theirs(family: str) -> Any:
-    """The model of transformers, with random weights."""
+    """Build the model of transformers with random weights."""
     import transformers
 
     ours = FAMILIES[family]
@@ -84,7 +84,7 @@ def theirs(family: str) -> Any:
 
 
 def in_their_shape(ours: dict[str, Tensor], family: str) -> dict[str, Tensor]:
-    """Our named tensors under their names, in their shapes."""
+    """Return named tensors with the names and shapes of transformers."""
     row = next(row for row in ARCHITECTURES if row.model_type == family)
     model = small_run(**FAMILIES[family]).model
     made = hugging_face.parts(row, model).items()

@@ -77,7 +77,7 @@ def main(options: argparse.Namespace) -> int:
     check_file("--output", options.output)
     pairs = [text.partition("=") for text in options.tables]
     for (label, _, path), text in zip(pairs, options.tables, strict=True):
-        check(bool(label and path), f"{text}: pass LABEL=FILE")
+        check(label and path, f"{text}: pass LABEL=FILE")
     draw({label: read_table(Path(path)) for label, _, path in pairs}, options.output)
     return 0
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -31,8 +31,35 @@ from ..inference.loading import choose_tokenizer, model_of, through_stages
 from ..inference.scoring import EVALUATION, rolling, score
 from .config import Config
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 SHARD_BYTES = 5 * 10**9  # of a safetensors file, as Hugging Face writes them
 SIDE_BY_SIDE = 4  # windows of a text that are scored together
+
+
+class TokenizerFiles(TypedDict, total=False):
+    """Keywords of `load` for a tokenizer."""
+
+    tokenizer_type: str | None
+    vocab_file: str | os.PathLike[str] | None
+    merge_file: str | os.PathLike[str] | None
+    tokenizer_model: str | os.PathLike[str] | None
+
+
+def _tokenizer_flags(
+    tokenizer_type: str | None = None,
+    vocab_file: str | os.PathLike[str] | None = None,
+    merge_file: str | os.PathLike[str] | None = None,
+    tokenizer_model: str | os.PathLike[str] | None = None,
+) -> TokenizerFlags:
+    if tokenizer_type is None and tokenizer_model is not None:
+        tokenizer_type = (
+            "HuggingFaceTokenizer" if Path(tokenizer_model).is_dir() else "SentencePieceTokenizer"
+        )
+    files = {"vocab_file": vocab_file, "merge_file": merge_file, "tokenizer_model": tokenizer_model}
+    given = {name: os.fspath(value) for name, value in files.items() if value is not None}
+    return TokenizerFlags.of(SimpleNamespace(tokenizer_type=tokenizer_type, **given))
 
 
 def load(
@@ -41,11 +68,8 @@ def load(
     ckpt_step: int | None = None,
     pretrained_checkpoint: str | os.PathLike[str] | None = None,
     dtype: str | None = None,
-    tokenizer_type: str | None = None,
-    vocab_file: str | os.PathLike[str] | None = None,
-    merge_file: str | os.PathLike[str] | None = None,
-    tokenizer_model: str | os.PathLike[str] | None = None,
     vocab_size: int | None = None,
+    **tokenizer: Unpack[TokenizerFiles],
 ) -> Model:
     """Load the weights of a checkpoint of this program or Megatron-LM, or of a directory of Hugging Face.
 
@@ -55,20 +79,14 @@ def load(
     ckpt_step: iteration; None: the latest.
     pretrained_checkpoint: place of the adapters' model, if it has moved.
     dtype: "fp32", "bf16" or "fp16" of weights and activations; None: as saved.
+    vocab_size: tokens, if a checkpoint of Megatron-LM has the padded number alone.
     vocab_file and merge_file, or tokenizer_model (a folder of Hugging Face or a file of SentencePiece) and perhaps
     tokenizer_type: replace the tokenizer that came with the model.
-    vocab_size: tokens, if a checkpoint of Megatron-LM has the padded number alone.
     """
     check(dtype is None or dtype in DTYPES, f"dtype is {dtype!r:.40}: pass {' or '.join(DTYPES)}")
+    flags = _tokenizer_flags(**tokenizer)
     base = None if pretrained_checkpoint is None else os.fspath(pretrained_checkpoint)
     weights = open_weights(os.fspath(path), ckpt_step, vocab_size, base)
-    if tokenizer_type is None and tokenizer_model is not None:
-        tokenizer_type = (
-            "HuggingFaceTokenizer" if Path(tokenizer_model).is_dir() else "SentencePieceTokenizer"
-        )
-    files = {"vocab_file": vocab_file, "merge_file": merge_file, "tokenizer_model": tokenizer_model}
-    given = {name: os.fspath(value) for name, value in files.items() if value is not None}
-    flags = TokenizerFlags.of(SimpleNamespace(tokenizer_type=tokenizer_type, **given))
     model = Model(weights, dtype, flags, os.fspath(path))
     if flags.named:
         _ = model.tokenizer  # raises now for a mistake in the flags

@@ -112,7 +112,8 @@ class Trainer:
         self, config: Config, data: Source | None = None, valid: Source | None = None
     ) -> None:
         check(isinstance(config, Config), f"config is a {type(config).__name__}: expected Config")
-        self.config, self._world = config, world()
+        self.config = config
+        self._world = world()
         self._length_given = any(
             (config.train_iters is not None, config.train_samples, config.train_tokens)
         )
@@ -149,7 +150,8 @@ class Trainer:
     def _warn(self, *notes: str) -> None:
         if self._world.rank > 0:
             return
-        level, frame = 0, inspect.currentframe()
+        level = 0
+        frame = inspect.currentframe()
         while frame is not None and frame.f_globals.get("__name__", "").startswith(PACKAGE):
             level += 1
             frame = frame.f_back

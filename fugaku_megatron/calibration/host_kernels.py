@@ -14,7 +14,8 @@ from ..cli.arguments import make_run
 from ..comm.base import SoloComm
 from ..comm.grid import Grid
 from ..config.layout import Layout
-from ..config.run_config import ModelConfig, RunConfig
+from ..config.model import ModelConfig
+from ..config.run_config import RunConfig
 from ..costs import accounting
 from ..data.dataset import MockDataset
 from ..host import kernels

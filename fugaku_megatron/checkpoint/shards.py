@@ -120,20 +120,18 @@ def range_boxes(shape: Place, start: int, end: int) -> Iterator[tuple[Place, Pla
     rest = (0,) * (len(shape) - 1)
     row = start // inner
     whole = end // inner
+
+    def in_row(row: int, start: int, end: int) -> Iterator[tuple[Place, Place]]:
+        for begin, extent in range_boxes(shape[1:], start, end):
+            yield (row, *begin), (1, *extent)
+
     if start % inner:
-        stop = min(end, (row + 1) * inner)
-        yield from (
-            ((row, *begin), (1, *extent))
-            for begin, extent in range_boxes(shape[1:], start % inner, stop - row * inner)
-        )
+        yield from in_row(row, start % inner, min(end - row * inner, inner))
         row += 1
     if row < whole:
         yield (row, *rest), (whole - row, *shape[1:])
-    if row <= whole and end % inner:
-        yield from (
-            ((whole, *begin), (1, *extent))
-            for begin, extent in range_boxes(shape[1:], 0, end % inner)
-        )
+    if row <= whole:
+        yield from in_row(whole, 0, end % inner)
 
 
 @dataclass(frozen=True)

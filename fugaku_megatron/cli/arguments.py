@@ -30,7 +30,7 @@ from ..config.model import HEAD_MULTIPLE, ModelConfig
 from ..config.no_effect import no_effect_notes
 from ..config.recipes import RECIPES
 from ..config.run_config import GROUP_OF, GROUPS, RunConfig
-from .parser import Parser, nearest
+from .parser import Parser, add_field, nearest
 from .yaml_flags import complete_from_yaml
 
 _OTHER = "other "  # prefix of parsed flags that are not fields of config
@@ -90,39 +90,6 @@ class Arguments(RunFlags):
     run: RunConfig
 
 
-def _add_field(group: argparse._ArgumentGroup, declared: Declaration) -> None:
-    help = declared.help
-    default = declared.default
-    if default not in (MISSING, None) and declared.kind is not bool:
-        words = default if isinstance(default, tuple) else (default,)
-        help += f" (default: {' '.join(map(str, words))})"
-    options: dict[str, Any] = {
-        "dest": declared.name,
-        "default": argparse.SUPPRESS,
-        "help": help.replace("%", "%%"),
-    }
-    if declared.kind is not bool:
-        options |= {
-            "type": declared.kind,
-            "nargs": declared.nargs,
-            "choices": declared.choices,
-        }
-    elif default:  # a switch that is on by default gets a --no- flag
-        options["action"] = argparse.BooleanOptionalAction
-    else:
-        options["action"] = "store_true"
-    group.add_argument(*declared.flags, **options)
-    for name, value in declared.switches.items():
-        group.add_argument(
-            name,
-            dest=declared.name,
-            action="store_const",
-            const=value,
-            default=argparse.SUPPRESS,
-            help=f"the same as {declared.flags[0]} {value}",
-        )
-
-
 def build_parser() -> Parser:
     """Build a parser. A flag that is not passed leaves no attribute, so that a recipe's value
     stays.
@@ -166,7 +133,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     }
     for name, config in GROUPS.items():
         for declared in sorted(declarations(config), key=lambda each: each.name in _OF_EXPERTS):
-            _add_field(groups[name], declared)
+            add_field(groups[name], declared)
     groups["training"].add_argument(
         "--activations-checkpoint-method",
         dest="recompute_method",

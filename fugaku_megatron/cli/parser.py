@@ -8,10 +8,13 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NoReturn, TypeVar
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ..config.fields import Refused
+from ..config.fields import Declaration, Refused, declarations
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MAX_MESSAGE = 400  # characters of a message that repeats a value
 
@@ -30,7 +33,49 @@ class Command:
         return self
 
 
-T = TypeVar("T")
+T = TypeVar("T", bound="DataclassInstance")
+
+
+def add_field(group: argparse._ActionsContainer, declared: Declaration) -> None:
+    """Add a field's flags. A flag that is not passed leaves no attribute."""
+    help = declared.help
+    default = declared.default
+    if default not in (MISSING, None, ()) and declared.kind is not bool:
+        words = default if isinstance(default, tuple) else (default,)
+        help += f" (default: {' '.join(map(str, words))})"
+    options: dict[str, Any] = {
+        "dest": declared.name,
+        "default": argparse.SUPPRESS,
+        "help": help.replace("%", "%%"),
+    }
+    if declared.kind is bool:
+        # A switch that is on by default gets a --no- flag.
+        options["action"] = argparse.BooleanOptionalAction if default else "store_true"
+    elif declared.repeated:
+        options |= {"action": "append", "metavar": declared.metavar}
+    else:
+        options |= {
+            "type": declared.kind,
+            "nargs": declared.nargs,
+            "choices": declared.choices,
+            "metavar": declared.metavar,
+        }
+    group.add_argument(*declared.flags, **options)
+    for name, value in declared.switches.items():
+        group.add_argument(
+            name,
+            dest=declared.name,
+            action="store_const",
+            const=value,
+            default=argparse.SUPPRESS,
+            help=f"the same as {declared.flags[0]} {value}",
+        )
+
+
+def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Add the flags of a dataclass, for `from_options`."""
+    for declared in declarations(cls):
+        add_field(parser, declared)
 
 
 def from_options(cls: type[T], options: argparse.Namespace, **others: Any) -> T:
@@ -39,8 +84,8 @@ def from_options(cls: type[T], options: argparse.Namespace, **others: Any) -> T:
     others: fields that are not flags
     """
     values = dict(others)
-    for each in fields(cls):  # type: ignore[arg-type]  # a dataclass
-        if each.name not in others:
+    for each in fields(cls):
+        if each.name not in others and hasattr(options, each.name):
             value = getattr(options, each.name)
             values[each.name] = tuple(value) if isinstance(value, list) else value
     return cls(**values)

@@ -115,6 +115,20 @@ def first_rank(comm: Comm, key: tuple[int, ...] | None, length: int) -> int | No
     return None if rank == comm.size else rank
 
 
+def first_text(
+    comm: Comm, key: tuple[int, ...] | None, length: int, text: Callable[[], str]
+) -> str | None:
+    """Return the text of the first rank with the smallest key, or None without keys. Collective.
+
+    key, length: see `first_rank`
+    """
+    rank = first_rank(comm, key, length)
+    if rank is None:
+        return None
+    found: str = comm.broadcast_object(text() if rank == comm.rank else "", root=rank)
+    return found
+
+
 def on_root(
     comm: Comm | None,
     work: Callable[[], T],

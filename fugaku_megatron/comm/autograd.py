@@ -10,17 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .base import Comm, Handle
 
 GATHER_TAG = 0
 SUM_TAG = 1  # a gathering and a sum may be in progress at the same time
+
+Result = TypeVar("Result")
+
+
+class Function(torch.autograd.Function, Generic[Result]):
+    """Torch's autograd function with a typed result: `class Scale(Function[Tensor])`."""
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def apply(cls, *args: Any) -> Result: ...
 
 
 def _all_reduced(tensor: Tensor, comm: Comm) -> Tensor:
@@ -60,34 +71,33 @@ def _shard_shape(tensor: Tensor, comm: Comm) -> tuple[int, ...]:
     return length // comm.size, *tensor.shape[1:]
 
 
-class _Mapping(Function):
+class _Conjugates(Function[Any]):
     @staticmethod
     def forward(
-        ctx: Any,
-        tensor: Tensor,
-        comm: Comm,
-        forward: Callable[..., Tensor],
-        backward: Callable[..., Tensor],
-    ) -> Tensor:
-        ctx.comm = comm
+        ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor
+    ) -> Any:
         ctx.conjugate = backward
-        return forward(tensor, comm)
+        return forward(*tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.conjugate(grad, ctx.comm), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = ctx.conjugate(*grads)
+        return None, None, *([found] if isinstance(found, Tensor) else found)
 
 
-class _SumInPlace(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, comm: Comm) -> Tensor:
-        ctx.mark_dirty(tensor)  # a backward that saved the partial sum then raises
-        return comm.all_reduce(tensor)
+def apply_conjugates(
+    forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor
+) -> Any:
+    """Return forward(*tensors), a tensor or a tuple; its backward is backward(*gradients)."""
+    return _Conjugates.apply(forward, backward, *tensors)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+
+def map_rows(
+    rows: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+) -> Tensor:
+    result: Tensor = apply_conjugates(forward, backward, rows)
+    return result
 
 
 def _identity(tensor: Tensor, comm: Comm) -> Tensor:
@@ -103,8 +113,7 @@ def _mapped(
 ) -> Tensor:
     if comm.size == 1:
         return tensor
-    result: Tensor = _Mapping.apply(tensor, comm, forward, backward)  # type: ignore[no-untyped-call]
-    return result
+    return map_rows(tensor, partial(forward, comm=comm), partial(backward, comm=comm))
 
 
 def copy_to_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
@@ -112,15 +121,8 @@ def copy_to_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
     return _mapped(tensor, comm, _identity, _all_reduced)
 
 
-def reduce_from_tensor_parallel(tensor: Tensor, comm: Comm, inplace: bool = False) -> Tensor:
-    """Leave a row-parallel region: all-reduce forward, identity backward.
-
-    inplace: overwrite `tensor` (contiguous, not a leaf), which nobody else reads. RuntimeError in the backward of an earlier
-        operation that saved `tensor`.
-    """
-    if inplace and comm.size > 1:
-        result: Tensor = _SumInPlace.apply(tensor, comm)  # type: ignore[no-untyped-call]
-        return result
+def reduce_from_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:
+    """Leave a row-parallel region: all-reduce forward, identity backward."""
     return _mapped(tensor, comm, _all_reduced, _identity)
 
 

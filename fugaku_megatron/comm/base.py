@@ -42,7 +42,7 @@ DONE: Handle = _Done()
 class Comm(Protocol):
     """A communicator: `size` ranks numbered from 0; this process (or thread) is `rank`.
 
-    By default a blocking collective starts its nonblocking form and waits.
+    By default a blocking verb starts its nonblocking form and waits.
 
     inside_node: all ranks share memory, and the caller of a blocking collective does its work
 
@@ -106,9 +106,14 @@ class Comm(Protocol):
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send `tensor` (any shape) to rank `dst`; blocks."""
+        assert dst != self.rank, "a blocking send to oneself never returns"
+        self.isend(tensor, dst, tag).wait()
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0) -> Tensor:
         """Receive from rank `src` into `tensor` (as many elements as were sent) and return it; blocks."""
+        assert src != self.rank, "a blocking receive from oneself never returns"
+        self.irecv(tensor, src, tag).wait()
+        return tensor
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle:
         """Start a send."""
@@ -195,77 +200,51 @@ def rank_order_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
     return total
 
 
-class SoloComm:
+class SoloComm(Comm):
     """Rank `rank` of `size` without the other ranks: no traffic, plausible values. Exact for size 1.
 
     all_reduce and broadcast are the identity, all_gather repeats this rank's tensor, reduce_scatter keeps this rank's slice,
     all_to_all repeats this rank's rows, recv fills with zeros.
     """
 
-    inside_node = False
-
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self.rank = rank
         self.size = size
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        assert op in OPS, op
-        return check(tensor)
-
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        shard = tensor.detach().clone()  # may be a view of the output
-        rows(output, tensor, self.size).copy_(shard.view(1, -1).expand(self.size, -1))
-        return output
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
-        output.detach().view(-1).copy_(rows(tensor, output, self.size)[self.rank])
-        return output
-
-    def all_to_all(
-        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> Tensor:
-        check_exchange(output, tensor, received, sent, self.size)
-        if len(output) and not len(tensor):
-            output.detach().zero_()
-        elif len(output):
-            output.detach().copy_(tensor.detach()[torch.arange(len(output)) % len(tensor)])
-        return output
-
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
-        self.all_reduce(tensor, op)
+        assert op in OPS, op
+        check(tensor)
         return DONE
 
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        self.all_gather(output, tensor)
+        shard = tensor.detach().clone()  # may be a view of the output
+        rows(output, tensor, self.size).copy_(shard.view(1, -1).expand(self.size, -1))
         return DONE
 
     def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
-        self.reduce_scatter(output, tensor)
+        output.detach().view(-1).copy_(rows(tensor, output, self.size)[self.rank])
         return DONE
 
     def iall_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Handle:
-        self.all_to_all(output, tensor, received, sent)
+        check_exchange(output, tensor, received, sent, self.size)
+        if len(output) and not len(tensor):
+            output.detach().zero_()
+        elif len(output):
+            output.detach().copy_(tensor.detach()[torch.arange(len(output)) % len(tensor)])
         return DONE
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         return check(tensor)
-
-    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        check(tensor)
-
-    def recv(self, tensor: Tensor, src: int, tag: int = 0) -> Tensor:
-        check(tensor).detach().zero_()
-        return tensor
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle:
         check(tensor)
         return DONE
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Handle:
-        self.recv(tensor, src, tag)
+        check(tensor).detach().zero_()
         return DONE
 
     def barrier(self) -> None:

@@ -9,15 +9,14 @@ Shapes: n rows of this rank, m rows received, h hidden
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from .autograd import apply_conjugates, map_rows
 from .base import DONE, Comm, Handle, rank_order_sum
 
 
@@ -61,30 +60,6 @@ class Exchange:
     def unread_sum(self, rows: Tensor) -> Tensor:
         """Return a placeholder for an unread `sum_copies`: (m, ...) -> (n, ...)."""
         return rows.new_empty(1).expand(self.sent[0], *rows.shape[1:])
-
-
-class _Mapping(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        forward: Callable[[Tensor], Tensor],
-        backward: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        ctx.conjugate = backward
-        return forward(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.conjugate(grad), None, None
-
-
-def map_rows(
-    rows: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-) -> Tensor:
-    result: Tensor = _Mapping.apply(rows, forward, backward)  # type: ignore[no-untyped-call]
-    return result
 
 
 def copy_rows(rows: Tensor, exchange: Exchange) -> Tensor:
@@ -135,50 +110,63 @@ class GroupedExchange:
 
     def dispatch(self, *rows: Tensor) -> Tensor:
         """Start to send rows (n, ...); return a token for `dispatched`."""
-        token: Tensor = _Dispatch.apply(self, *rows)  # type: ignore[no-untyped-call]
+        token: Tensor = apply_conjugates(
+            self._start_dispatch, lambda _: self._wait_combine(), *rows
+        )
         return token
 
     def dispatched(self, i: int, token: Tensor) -> tuple[Tensor, ...]:
         """Wait for group i; return its rows (m, ...), a tensor for each sent."""
-        rows: tuple[Tensor, ...] = _Dispatched.apply(self, i, token)  # type: ignore[no-untyped-call]
+        rows: tuple[Tensor, ...] = apply_conjugates(
+            lambda _: self._wait_dispatch(i), partial(self._start_combine, i), token
+        )
         return rows
 
     def combine(self, i: int, rows: Tensor, needs_values: bool = True) -> Tensor:
         """Start to send group i's rows (m, ...) back; return a token for `combined`."""
-        token: Tensor = _Combine.apply(self, i, rows, needs_values)  # type: ignore[no-untyped-call]
+        token: Tensor = apply_conjugates(
+            partial(self._start_combine, i, needs_values=needs_values),
+            lambda _: self._wait_dispatch(i),
+            rows,
+        )
         return token
 
     def combined(self, tokens: Sequence[Tensor]) -> Tensor:
-        rows: Tensor = _Combined.apply(self, *tokens)  # type: ignore[no-untyped-call]
+        def backward(gradient: Tensor) -> list[Tensor]:
+            self._start_dispatch(gradient, last_first=True)
+            return [torch.empty(0) for _ in tokens]
+
+        rows: Tensor = apply_conjugates(lambda *_: self._wait_combine()[0], backward, *tokens)
         return rows
 
-    # Steps of the autograd functions below ----------------------------------------------------------------------------------------
+    # Steps of forward and backward; a start returns a token ------------------------------------------------------------------------
 
-    def start_dispatch(self, rows: Sequence[Tensor], last_first: bool = False) -> None:
+    def _start_dispatch(self, *rows: Tensor, last_first: bool = False) -> Tensor:
         groups = list(zip(*(each.split(self._sizes) for each in rows), strict=True))
-        sequence = reversed(self.sequence) if last_first else self.sequence
-        for i in sequence:
+        for i in reversed(self.sequence) if last_first else self.sequence:
             exchange = self.exchanges[i]
             self._in_flight[i] = [
                 exchange.start(each, blocking=not self.overlaps) for each in groups[i]
             ]
+        return torch.empty(0)
 
-    def wait_dispatch(self, i: int) -> tuple[Tensor, ...]:
+    def _wait_dispatch(self, i: int) -> tuple[Tensor, ...]:
         return _complete(self._in_flight.pop(i))
 
-    def start_combine(self, i: int, rows: Sequence[Tensor], needs_values: bool = True) -> None:
+    def _start_combine(self, i: int, *rows: Tensor, needs_values: bool = True) -> Tensor:
         n = sum(self._sizes)
         exchange = self.exchanges[i].back
         if not needs_values:
             self._returned = [each.new_empty(1).expand(n, *each.shape[1:]) for each in rows]
-            return
+            return torch.empty(0)
         self._returned = self._returned or [each.new_empty(n, *each.shape[1:]) for each in rows]
         self._in_flight[i] = [
             exchange.start(each, result.split(self._sizes)[i], not self.overlaps)
             for each, result in zip(rows, self._returned, strict=True)
         ]
+        return torch.empty(0)
 
-    def wait_combine(self) -> tuple[Tensor, ...]:
+    def _wait_combine(self) -> tuple[Tensor, ...]:
         _complete([each for group in self._in_flight.values() for each in group])
         results = tuple(self._returned)
         self._returned = []
@@ -190,60 +178,3 @@ def _complete(in_flight: list[tuple[Tensor, Handle]]) -> tuple[Tensor, ...]:
     for _, handle in in_flight:
         handle.wait()
     return tuple(result for result, _ in in_flight)
-
-
-class _Dispatch(Function):
-    @staticmethod
-    def forward(ctx: Any, grouped: GroupedExchange, *rows: Tensor) -> Tensor:
-        ctx.grouped = grouped
-        grouped.start_dispatch(rows)
-        return torch.empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.grouped.wait_combine()
-
-
-class _Dispatched(Function):
-    @staticmethod
-    def forward(ctx: Any, grouped: GroupedExchange, i: int, token: Tensor) -> tuple[Tensor, ...]:
-        ctx.grouped = grouped
-        ctx.i = i
-        return grouped.wait_dispatch(i)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
-        ctx.grouped.start_combine(ctx.i, grads)
-        return None, None, torch.empty(0)
-
-
-class _Combine(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, grouped: GroupedExchange, i: int, rows: Tensor, needs_values: bool
-    ) -> Tensor:
-        ctx.grouped = grouped
-        ctx.i = i
-        grouped.start_combine(i, (rows,), needs_values)
-        return torch.empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[None, None, Tensor, None]:
-        return None, None, *ctx.grouped.wait_dispatch(ctx.i), None
-
-
-class _Combined(Function):
-    @staticmethod
-    def forward(ctx: Any, grouped: GroupedExchange, *tokens: Tensor) -> Tensor:
-        ctx.grouped = grouped
-        ctx.groups = len(tokens)
-        return grouped.wait_combine()[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.grouped.start_dispatch((grad,), last_first=True)
-        return None, *(torch.empty(0) for _ in range(ctx.groups))

@@ -277,15 +277,6 @@ class MPIComm(Comm):
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Handle:
         return self._message(self.mpi_comm.Irecv, tensor, src, tag)
 
-    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        assert dst != self.rank, "a blocking send to oneself never returns"
-        self.isend(tensor, dst, tag).wait()
-
-    def recv(self, tensor: Tensor, src: int, tag: int = 0) -> Tensor:
-        assert src != self.rank, "a blocking receive from oneself never returns"
-        self.irecv(tensor, src, tag).wait()
-        return tensor
-
     # Objects and set-up -----------------------------------------------------------------------------------------------------------
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:

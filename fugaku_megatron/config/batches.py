@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .fields import check
 from .run_config import RunConfig
 from .sample_rules import Skips, StepSizes
-from .training import BatchConfig, TrainingConfig
+from .training import TrainingConfig
 
 NO_SKIPS = Skips()
 MAX_SIZES = 2**16  # in a ramp, because each one is checked
@@ -28,12 +28,6 @@ class RampUp:
     increment: int
     ramp_samples: int
     global_batch_size: int
-
-    @staticmethod
-    def from_batch(batch: BatchConfig, global_batch_size: int) -> RampUp:
-        """Build the ramp; without --rampup-batch-size the size is constant."""
-        start, increment, samples = batch.rampup_batch_size or (global_batch_size, 1, 0)
-        return RampUp(start, increment, samples, global_batch_size)
 
     def __post_init__(self) -> None:
         flag = f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples}"
@@ -80,10 +74,11 @@ Sizes = RampUp | StepSizes
 
 
 def sizes_of(run: RunConfig, global_batch_size: int) -> Sizes:
-    steps = run.batch.step_batch_size_schedule
-    if steps:
+    """Return the schedule or ramp of the flags, or else a constant size."""
+    if steps := run.batch.step_batch_size_schedule:
         return StepSizes.parse(steps, run.model.seq_length)
-    return RampUp.from_batch(run.batch, global_batch_size)
+    start, increment, samples = run.batch.rampup_batch_size or (global_batch_size, 1, 0)
+    return RampUp(start, increment, samples, global_batch_size)
 
 
 def length(

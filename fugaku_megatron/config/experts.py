@@ -262,18 +262,26 @@ def _value(node: ast.expr) -> int | Sequence[int]:
         if all(isinstance(number, int) for number in numbers):
             return [number for number in numbers if isinstance(number, int)]
     if isinstance(node, ast.BinOp):
-        left = _value(node.left)
-        right = _value(node.right)
-        if isinstance(node.op, ast.Mult) and isinstance(right, int):
-            left, right = right, left
-        if not isinstance(right, int):
-            if isinstance(node.op, ast.Mult) and isinstance(left, int):
-                if 0 <= left * len(right) <= MAX_PATTERN:
-                    return list(right) * left
-            if isinstance(node.op, ast.Add) and not isinstance(left, int):
-                if len(left) + len(right) <= MAX_PATTERN:
-                    return [*left, *right]
+        combined = _combined(node.op, _value(node.left), _value(node.right))
+        if combined is not None:
+            return combined
     raise ValueError(ast.dump(node))
+
+
+def _combined(
+    operator: ast.operator, left: int | Sequence[int], right: int | Sequence[int]
+) -> list[int] | None:
+    """Return the sum of two lists or the repetition of a list, None if it is neither or too long."""
+    if isinstance(left, int):
+        left, right = right, left
+    if isinstance(left, int):
+        return None
+    if isinstance(right, int):
+        if isinstance(operator, ast.Mult) and 0 <= len(left) * right <= MAX_PATTERN:
+            return list(left) * right
+    elif isinstance(operator, ast.Add) and len(left) + len(right) <= MAX_PATTERN:
+        return [*left, *right]
+    return None
 
 
 EXPERTS = tuple(field.name for field in fields(ExpertFields))

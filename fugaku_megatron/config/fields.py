@@ -51,7 +51,8 @@ class Declaration(NamedTuple):
     kind: class of a value, or of a tuple's elements
     default: MISSING for a required field
     flags: the field's flag and its aliases
-    nargs: as in argparse; a field of type tuple takes one value or more
+    nargs, metavar: as in argparse; a field of type tuple takes one value or more
+    repeated: True for a field of type tuple whose flag takes one value, and may be repeated
     switches: flag without a value -> the value that it sets
     maximum: of an integer
     range: of a number; None: the class checks it
@@ -64,6 +65,8 @@ class Declaration(NamedTuple):
     flags: tuple[str, ...]
     help: str
     nargs: int | str | None = None
+    metavar: str | None = None
+    repeated: bool = False
     choices: Iterable[Any] | None = None
     switches: Mapping[str, Any] = MappingProxyType({})
     maximum: int = MAX_NUMBER
@@ -99,9 +102,11 @@ def _element_type(annotation: str) -> str:
 
 @cache
 def declarations(config: type) -> tuple[Declaration, ...]:
-    """Return the declaration of every field in a group."""
+    """Return the declaration of every field with a help text."""
     found = []
     for each in fields(config):
+        if not each.metadata:
+            continue
         meta = dict(each.metadata)
         annotation = str(each.type)
         kind = annotation.removesuffix(" | None")

@@ -11,8 +11,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from ..pipeline.cuts import evenly
-from ..pipeline.placement import LOOP, Placement, placement_of
-from ..pipeline.schedule_names import SCHEDULES
+from ..pipeline.placement import Placement, placement_of
+from ..pipeline.schedule_names import LOOP, SCHEDULES
 from .batches import sizes_of
 from .fields import check, flag
 from .parallel import A2A, EITHER, P2P

@@ -144,10 +144,7 @@ def _differences(row: Kind, model: ModelConfig) -> Iterator[tuple[str, str]]:
     if model.rope_dynamic_factor is not None:
         yield "--rope-dynamic-factor", ""
     if model.position_embedding_type == YARN:
-        for f in fields(model):
-            value = getattr(model, f.name)
-            if f.name in YARN_SCALING[2:] and value != f.default:
-                yield f"{flag(f.name)} {value}", str(f.default)
+        yield from _yarn_differences(model)
     if model.num_experts and {*model.mlps} != {"experts"}:
         yield "layers without experts", ""
     if not row.grouped and model.query_groups != model.num_attention_heads:
@@ -156,6 +153,13 @@ def _differences(row: Kind, model: ModelConfig) -> Iterator[tuple[str, str]]:
     for name, needed in row.only:
         if getattr(model, name) != needed:
             yield f"{name} {getattr(model, name)}", ""
+
+
+def _yarn_differences(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    for f in fields(model):
+        value = getattr(model, f.name)
+        if f.name in YARN_SCALING[2:] and value != f.default:
+            yield f"{flag(f.name)} {value}", str(f.default)
 
 
 def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:
@@ -167,11 +171,10 @@ def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:
     writer.add_head_count(model.num_attention_heads)
     writer.add_head_count_kv(model.query_groups)
     writer.add_vocab_size(model.vocab_size)
-    (
-        writer.add_layer_norm_rms_eps
-        if NORMS[model.normalization].kernel == RMS_NORM
-        else writer.add_layer_norm_eps
-    )(model.layernorm_epsilon)
+    if NORMS[model.normalization].kernel == RMS_NORM:
+        writer.add_layer_norm_rms_eps(model.layernorm_epsilon)
+    else:
+        writer.add_layer_norm_eps(model.layernorm_epsilon)
     if model.rotary:
         _add_scaling(writer, model)
         writer.add_rope_freq_base(model.rotary_base)
@@ -195,15 +198,14 @@ def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:
 
 def _add_scaling(writer: Any, model: ModelConfig) -> None:
     """Write linear scaling or yarn; Llama 3's scaling is a tensor (`rope_factors`)."""
-    yarn = model.position_embedding_type == YARN
-    linear = model.rotary_seq_len_interpolation_factor
-    if not (yarn or linear):
-        return
     kinds = library("gguf", "gguf", "--to-gguf").RopeScalingType
-    writer.add_rope_scaling_type(kinds.YARN if yarn else kinds.LINEAR)
-    writer.add_rope_scaling_factor(model.rotary_scaling_factor if yarn else linear)
-    if yarn:
+    if model.position_embedding_type == YARN:
+        writer.add_rope_scaling_type(kinds.YARN)
+        writer.add_rope_scaling_factor(model.rotary_scaling_factor)
         writer.add_rope_scaling_orig_ctx_len(model.yarn_original_max_position_embeddings)
+    elif model.rotary_seq_len_interpolation_factor:
+        writer.add_rope_scaling_type(kinds.LINEAR)
+        writer.add_rope_scaling_factor(model.rotary_seq_len_interpolation_factor)
 
 
 @dataclass(frozen=True)
@@ -229,16 +231,10 @@ def _tensors(
 
     def tensor(name: str, group: list[str]) -> _Tensor:
         def values(source: Callable[[str], Tensor]) -> Tensor:
-            found = [
-                _arranged(
-                    in_their_shape(source(table[their].ours), table[their], model),
-                    name,
-                    their,
-                    model,
-                    row,
-                )
-                for their in group
-            ]
+            found = []
+            for their in group:
+                part = in_their_shape(source(table[their].ours), table[their], model)
+                found.append(_arranged(part, name, their, model=model, row=row))
             return torch.stack(found) if _EXPERT.search(group[0]) else found[0]
 
         return _Tensor(tuple(values(like.__getitem__).shape), lambda: values(read))
@@ -281,9 +277,7 @@ def _type(gguf: Any, name: str, shape: tuple[int, ...], kind: str) -> Any:
 
 
 def _add_info(gguf: Any, writer: Any, name: str, shape: tuple[int, ...], quantization: Any) -> None:
-    stored = shape
     kinds = {gguf.GGMLQuantizationType.F32: np.float32, gguf.GGMLQuantizationType.F16: np.float16}
     dtype = np.dtype(kinds.get(quantization, np.uint8))
-    if dtype == np.uint8:
-        stored = gguf.quant_shape_to_byte_shape(shape, quantization)
+    stored = gguf.quant_shape_to_byte_shape(shape, quantization) if dtype == np.uint8 else shape
     writer.add_tensor_info(name, stored, dtype, math.prod(stored) * dtype.itemsize, quantization)

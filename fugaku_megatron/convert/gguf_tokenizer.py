@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config.fields import check
 from ..data.formats import library
@@ -116,6 +116,19 @@ KNOWN_SWITCHES = frozenset(name for names in SWITCHES.values() for name in names
 OLDER_FIELDS = frozenset({"str_rep", "add_prefix_space", "max_input_chars_per_word"})
 
 
+class Token(NamedTuple):
+    text: str
+    kind: int
+    score: float
+
+
+def unused(token: int) -> Token:
+    return Token(f"[PAD{token}]", UNUSED, MISSING_SCORE)
+
+
+Merges = list[tuple[str, ...]]
+
+
 @dataclass
 class GgufTokenizer:
     """Tokenizer for a GGUF file.
@@ -128,7 +141,7 @@ class GgufTokenizer:
 
     algorithm: str
     split: str
-    tokens: list[tuple[str, int, float]]
+    tokens: list[Token]
     merges: list[str] | None = None
     add_bos: bool = False
     add_eos: bool = False
@@ -189,7 +202,7 @@ def read_tokenizer(
         f"{where} has {len(found.tokens)} tokens, and the model {rows}: pass the model's with --hf-files",
     )
     for token in range(len(found.tokens), rows):
-        found.tokens.append((f"[PAD{token}]", UNUSED, MISSING_SCORE))
+        found.tokens.append(unused(token))
     _check_texts(found, where)
     if chat_template is not None and isinstance(found.template, dict):
         found.template = {**found.template, "default": chat_template}
@@ -255,7 +268,9 @@ def _of_pieces(path: Path) -> GgufTokenizer:
         "train the tokenizer with --model_type=bpe, or pass --to-hf",
     )
     kinds = {2: UNKNOWN, 3: CONTROL, 4: USER, 5: UNUSED, 6: BYTE}  # of sentencepiece_model.proto
-    tokens = [(piece.piece, kinds.get(piece.type, NORMAL), piece.score) for piece in proto.pieces]
+    tokens = [
+        Token(piece.piece, kinds.get(piece.type, NORMAL), piece.score) for piece in proto.pieces
+    ]
     _check_bytes(tokens, where)
     check(
         normalizer.escape_whitespaces and not trainer.treat_whitespace_as_suffix,
@@ -263,7 +278,7 @@ def _of_pieces(path: Path) -> GgufTokenizer:
         "llama.cpp does",
     )
     check(
-        all(kind != UNUSED for _, kind, _ in tokens),
+        all(token.kind != UNUSED for token in tokens),
         f"{where} has unused pieces, which llama.cpp uses: pass --to-hf",
     )
     check(
@@ -278,7 +293,7 @@ def _of_pieces(path: Path) -> GgufTokenizer:
         )
     if proto.denormalizer_spec.precompiled_charsmap:
         differences.append("it changes a decoded text (denormalizer_spec), and llama.cpp does not")
-    added = [text for text, kind, _ in tokens if kind == USER]
+    added = [token.text for token in tokens if token.kind == USER]
     if added and normalizer.add_dummy_prefix:
         differences.append(
             f"after a user-defined piece such as {added[0]!r} it puts no space (add_dummy_prefix), and llama.cpp does"
@@ -302,9 +317,9 @@ def _of_pieces(path: Path) -> GgufTokenizer:
     )
 
 
-def _check_bytes(tokens: list[tuple[str, int, float]], where: str) -> None:
+def _check_bytes(tokens: list[Token], where: str) -> None:
     """Raise ValueError unless every byte is a piece: llama.cpp fails at other unknown characters."""
-    found = {text for text, kind, _ in tokens if kind == BYTE}
+    found = {token.text for token in tokens if token.kind == BYTE}
     missing = [text for text in BYTE_PIECES if text not in found]
     check(
         not missing,
@@ -313,14 +328,18 @@ def _check_bytes(tokens: list[tuple[str, int, float]], where: str) -> None:
     )
 
 
-def _reached(tokens: list[tuple[str, int, float]]) -> list[str]:
+def _halves(text: str) -> Iterator[tuple[str, str]]:
+    return ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+
+
+def _reached(tokens: list[Token]) -> list[str]:
     """Return a difference if llama.cpp merges to a control piece or a byte."""
-    normal = {text for text, kind, _ in tokens if kind in (NORMAL, USER)}
+    normal = {token.text for token in tokens if token.kind in (NORMAL, USER)}
     for text, kind, _ in tokens:
         if kind not in (CONTROL, BYTE, UNKNOWN):
             continue
-        for cut in range(1, len(text)):
-            if all(len(half) == 1 or half in normal for half in (text[:cut], text[cut:])):
+        for pair in _halves(text):
+            if all(len(half) == 1 or half in normal for half in pair):
                 return [f"its pieces merge to {text!r} in llama.cpp, and not in SentencePiece"]
     return []
 
@@ -406,26 +425,23 @@ def _add_around(found: GgufTokenizer, theirs: Any, where: str) -> None:
     )
 
 
-def _tokens(parts: Mapping[str, Any], kinds: Mapping[str, int], scores: Mapping[str, float]) -> Any:
+def _tokens(
+    parts: Mapping[str, Any], kinds: Mapping[str, int], scores: Mapping[str, float]
+) -> list[Token]:
     """Return all tokens in id order; a missing id is an unused token."""
     tokens = {
-        token: (text, kinds.get(text, NORMAL), scores.get(text, 0.0))
+        token: Token(text, kinds.get(text, NORMAL), scores.get(text, 0.0))
         for text, token in parts["model"]["vocab"].items()
     }
     for added in parts["added_tokens"]:
-        _, kind, score = tokens.get(added["id"], ("", NORMAL, -1000.0))
+        _, kind, score = tokens.get(added["id"], Token("", NORMAL, -1000.0))
         if kind != UNKNOWN:
             kind = CONTROL if added["special"] else USER
-        tokens[added["id"]] = (added["content"], kind, score)
-    return [
-        tokens.get(token, (f"[PAD{token}]", UNUSED, MISSING_SCORE))
-        for token in range(max(tokens) + 1)
-    ]
+        tokens[added["id"]] = Token(added["content"], kind, score)
+    return [tokens.get(token) or unused(token) for token in range(max(tokens) + 1)]
 
 
-def _of_byte_level(
-    parts: Mapping[str, Any], merges: list[tuple[str, ...]], where: str
-) -> GgufTokenizer:
+def _of_byte_level(parts: Mapping[str, Any], merges: Merges, where: str) -> GgufTokenizer:
     vocabulary = parts["model"]["vocab"]
     missing = [byte for byte, letter in enumerate(bytes_to_unicode()) if letter not in vocabulary]
     check(
@@ -520,9 +536,7 @@ SPACES: tuple[tuple[Any, Any, bool, str | None], ...] = (
 )
 
 
-def _of_fallback(
-    parts: Mapping[str, Any], merges: list[tuple[str, ...]], where: str
-) -> GgufTokenizer:
+def _of_fallback(parts: Mapping[str, Any], merges: Merges, where: str) -> GgufTokenizer:
     model = parts["model"]
     check(
         not model.get("ignore_merges"), f"{where} has ignore_merges true, which llama.cpp has not"
@@ -553,20 +567,19 @@ def _of_fallback(
 
 
 def _merge_differences(
-    tokens: list[tuple[str, int, float]],
-    merges: list[tuple[str, ...]],
+    tokens: list[Token],
+    merges: Merges,
     ranks: Mapping[str, float],
 ) -> list[str]:
     """Return a difference if merges are limited to a list; llama.cpp merges any pair that forms a
     token.
     """
     listed = {*merges}
-    texts = {text for text, _, _ in tokens}
+    texts = {token.text for token in tokens}
     for text, kind, _ in tokens:
         if kind in (USER, UNUSED):
             continue
-        for cut in range(1, len(text)):
-            pair = (text[:cut], text[cut:])
+        for pair in _halves(text):
             possible = all(len(half) == 1 or half in texts for half in pair)
             if possible and pair not in listed:
                 return [

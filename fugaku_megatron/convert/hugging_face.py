@@ -84,14 +84,11 @@ class TensorDirectory:
         """Read the headers. Raise ValueError for a missing, truncated or foreign file."""
         if (path / INDEX).exists():
             return TensorDirectory(path, _indexed(path, _weight_map(path / INDEX)))
-        pickled = next(
-            (file.name for pattern in _PICKLED for file in sorted(path.glob(pattern))), None
-        )
-        also = f", but {pickled}, which is pickled, may hold code and is not read: save the model as safetensors"
-        check(
-            (path / SINGLE).exists(),
-            f"{path} holds neither {SINGLE} nor {INDEX}{also if pickled else ''}",
-        )
+        pickled = [file.name for pattern in _PICKLED for file in sorted(path.glob(pattern))]
+        also = ""
+        if pickled:
+            also = f", but {pickled[0]}, which is pickled, may hold code and is not read: save the model as safetensors"
+        check((path / SINGLE).exists(), f"{path} holds neither {SINGLE} nor {INDEX}{also}")
         return TensorDirectory(path, header(path / SINGLE))
 
     def read(self, name: str) -> Tensor:
@@ -381,11 +378,9 @@ def _stored_names(
     lacking = next((name for name in names if name not in stored), None)
     check(lacking is None, f"{files.path} holds no tensor {lacking}, which {FILE} asks for")
     others = set(files.tensors) - set(stored.values())
-    if architecture.head in others:
-        _check_tied(files, architecture.head, next(iter(stored.values())))
-    rest = sorted(
-        name for name in others - {architecture.head} if not architecture.unused.fullmatch(name)
-    )
+    if head in others:
+        _check_tied(files, head, next(iter(stored.values())))
+    rest = sorted(name for name in others - {head} if not architecture.unused.fullmatch(name))
     check(
         not rest,
         f"{files.path} holds {len(rest)} tensors that {architecture.name} does not have here, such as {rest[:1]}",

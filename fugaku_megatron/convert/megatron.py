@@ -48,6 +48,15 @@ _LAYER = "decoder.layers."
 Names = dict[str, Tensor]  # our names, of a rank's part of a chunk
 
 
+def _model(
+    path: Path, args: Any, rows: int, vocab_size: int | None, ignored: Collection[str]
+) -> ModelConfig:
+    try:
+        return model_of(args, rows, vocab_size, ignored)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 # torch_dist ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -64,11 +73,8 @@ def open_dist(file: Path, vocab_size: int | None, ignored: Collection[str] = ())
     }
     stored = {name: key for key in tensors if "optimizer" not in key and (name := our_name(key))}
     check(WORD_EMBEDDINGS in stored, f"{path} holds no {WORD_EMBEDDINGS}")
-    try:
-        rows = tensors[stored[WORD_EMBEDDINGS]].size[0]
-        model = model_of(common["args"], rows, vocab_size, ignored)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    rows = tensors[stored[WORD_EMBEDDINGS]].size[0]
+    model = _model(path, common["args"], rows, vocab_size, ignored)
     reader = _DistReader(path, metadata.storage_data, tensors, specs(model), stored)
     reader.check({OUTPUT} if model.tied else set())
     return Weights(model, {name: reader.dtype(name) for name in reader.specs}, reader)
@@ -129,7 +135,14 @@ class _DistReader:
         shape = self._shape(key, layer)
         whole = torch.empty(shape, dtype=self.tensors[key].properties.dtype)
         filled = 0
-        for offsets, piece in self._pieces(key, layer):
+        for chunk in self.tensors[key].chunks:
+            offsets = tuple(chunk.offsets)
+            if layer is not None and not offsets[0] <= layer < offsets[0] + chunk.sizes[0]:
+                continue
+            piece = self._piece(key, chunk.offsets).view(tuple(chunk.sizes))
+            if layer is not None:
+                piece = piece[layer - offsets[0]]
+                offsets = offsets[1:]
             whole[Box(offsets, piece.shape).slices] = piece
             filled += piece.numel()
         check(
@@ -137,15 +150,6 @@ class _DistReader:
             f"{self.path}: the pieces of {key} hold {filled} of its {whole.numel()} elements",
         )
         return whole
-
-    def _pieces(self, key: str, layer: int | None) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        for chunk in self.tensors[key].chunks:
-            offsets = tuple(chunk.offsets)
-            sizes = tuple(chunk.sizes)
-            if layer is None:
-                yield offsets, self._piece(key, chunk.offsets).view(sizes)
-            elif offsets[0] <= layer < offsets[0] + sizes[0]:
-                yield offsets[1:], self._piece(key, chunk.offsets).view(sizes)[layer - offsets[0]]
 
     def _piece(self, key: str, offsets: torch.Size) -> Tensor:
         place = self.places.get(MetadataIndex(key, offsets))
@@ -182,15 +186,8 @@ def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = (
     )
     version = float(first.get("checkpoint_version", 0))
     chunks = list(_chunks(path, stages))
-    rows = (
-        sum(len(rank[WORD_EMBEDDINGS]) for rank in chunks[0])
-        if WORD_EMBEDDINGS in chunks[0][0]
-        else 0
-    )
-    try:
-        model = model_of(first["args"], rows, vocab_size, ignored)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    rows = sum(len(rank.get(WORD_EMBEDDINGS, ())) for rank in chunks[0])
+    model = _model(path, first["args"], rows, vocab_size, ignored)
     reader = _LegacyReader(path, model, version, specs(model), _numbered(chunks))
     reader.check()
     return Weights(
@@ -249,9 +246,8 @@ def _numbered(chunks: list[list[Names]]) -> dict[str, list[Tensor]]:
                 else name.replace(f"{_LAYER}{local}.", f"{_LAYER}{before + local}.", 1)
             )
             ranks.setdefault(number, [rank[name] for rank in chunk if name in rank])
-        before += 1 + max(
-            (layer for layer in map(layer_of, chunk[0]) if layer is not None), default=-1
-        )
+        layers = (layer_of(name) for name in chunk[0])
+        before += max((1 + layer for layer in layers if layer is not None), default=0)
     return ranks
 
 

@@ -27,8 +27,6 @@ from ..data.json_values import JsonObject
 from ..nn.adapters import expanded, row_mask
 from .architectures import (
     conv_query_key_value,
-    of_expert,
-    stacked_of_expert,
     transposed,
 )
 from .hugging_face import (
@@ -118,15 +116,14 @@ class Place:
 def places(weights: Weights) -> Iterator[Place]:
     architecture = architecture_of(weights.model, carried_config(weights.carried))
     table = parts(architecture, weights.model)
-    each = {stacked_of_expert: 2, of_expert: 1}
     several = {part.ours for part in table.values() if part.number}
     for theirs, part in table.items():
         linear, kind = part.ours.split(".")[-2:]
         if linear in MATRICES and kind == "weight" and layer_of(part.ours) is not None:
             expert = None
             number = part.number
-            if part.arranged in each:
-                expert, number = divmod(part.number, each[part.arranged])
+            if ".mlp.experts." in part.ours:
+                expert, number = divmod(part.number, len(MATRICES[linear]))
             target = linear
             if part.ours in several or len(MATRICES[linear]) == 1:
                 target = MATRICES[linear][number]

@@ -46,6 +46,8 @@ from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import ParameterSpec, spec_of
 
+Shapes = dict[str, tuple[int, ...]]  # by global name, whole tensors
+
 BASE_FLAG = "--pretrained-checkpoint"  # the model that adapters belong to
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_ADAPTERS = LoraConfig()
@@ -67,9 +69,9 @@ class Adapters:
 
     def parts(self, name: str) -> tuple[str, ...]:
         linear, kind = name.split(".")[-2:]
-        return (
-            self.lora.parts(linear, self.model) if linear in MATRICES and kind == "weight" else ()
-        )
+        if linear not in MATRICES or kind != "weight":
+            return ()
+        return self.lora.parts(linear, self.model)
 
     def of(self, name: str) -> tuple[Tensor, Tensor]:
         """Return A (p, r, in), for experts (e, p, r, in), and B with the weight's rows and r
@@ -114,14 +116,8 @@ class Weights:
     @property
     def precision(self) -> str:
         """Precision for a run: "fp32" only if all weights are."""
-        return next(
-            (
-                name
-                for name, dtype in DTYPES.items()
-                if dtype in self.dtypes.values() and name != "fp32"
-            ),
-            "fp32",
-        )
+        used = [name for name, dtype in DTYPES.items() if dtype in self.dtypes.values()]
+        return next((name for name in used if name != "fp32"), "fp32")
 
     def cast(self, dtype: torch.dtype | None) -> Weights:
         if dtype is None:
@@ -139,7 +135,7 @@ class Weights:
         }
 
 
-def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def shapes(model: ModelConfig) -> Shapes:
     """Return global name -> shape for every weight in order, without vocabulary padding."""
     return {name: spec.shape for name, spec in specs(model).items()}
 
@@ -156,7 +152,7 @@ def specs(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Param
     return {spec.name: spec for spec in map(spec_of, stage.parameters())}
 
 
-def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> Shapes:
     return {name: spec.shape for name, spec in specs(model, lora).items() if not spec.frozen}
 
 
@@ -205,7 +201,7 @@ OpenBase = Callable[[str, int | None], Weights]
 @dataclass(frozen=True)
 class _Reader:
     path: Path
-    shapes: dict[str, tuple[int, ...]]
+    shapes: Shapes
     dtypes: dict[str, torch.dtype]
     files: dict[str, Files]
 
@@ -296,7 +292,7 @@ def fingerprint(weights: Weights) -> int:
     return sum(bits_number(name, weights.read(name)) for name in counted) % FINGERPRINTS
 
 
-def _reader(path: Path, manifest: Manifest, wanted: dict[str, tuple[int, ...]]) -> _Reader:
+def _reader(path: Path, manifest: Manifest, wanted: Shapes) -> _Reader:
     files: dict[str, Files] = defaultdict(lambda: defaultdict(lambda: {"shards": []}))
     dtypes: dict[str, torch.dtype] = {}
     for file, entry in manifest["files"].items():

@@ -6,13 +6,13 @@ t tensor-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
 from ..config.fields import check
 from ..config.layout import Layout, cp_comm_types, placement, stage_sizes
-from ..config.model import LAYER_NORM, NORMS, ModelConfig
+from ..config.model import LAYER_NORM, MLP_OF_EXPERTS, NORMS, ModelConfig
 from ..config.parallel import A2A, ParallelConfig
 from ..config.run_config import RunConfig
 from ..pipeline.cuts import balanced_cut, cut_of_stages, even_cut
@@ -33,7 +33,7 @@ from .activations import (
     sequence_shards,
     typical_cp_comm_type,
 )
-from .experts import expert_records, typical_mlp
+from .experts import expert_records, mlp_records, typical_mlp
 
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
 
@@ -192,78 +192,44 @@ def layer_records(
     mlp_norm = _norm("pre_mlp_layernorm", run, tp)
     if model.parallel_residual:  # both norms read the same input
         mlp_norm = replace(mlp_norm, saved_bytes=mlp_norm.saved_bytes - residual_bytes(run, tp))
-    is_experts = (mlp or typical_mlp(model)) == "experts"
+    if (mlp or typical_mlp(model)) == MLP_OF_EXPERTS:
+        mlp_of_layer = expert_records(run, tp)
+    else:
+        width = model.ffn_hidden_size
+        mlp_of_layer = mlp_records(run, tp, "linear", width, residual_bytes(run, tp))
     return adapted(
         run,
         tp,
         (
             _norm("input_layernorm", run, tp),
-            linear(
+            around.column(
                 "linear_qkv",
                 (rows, qkv, h),
                 bias=qkv if model.qkv_bias else 0,
                 saved_bytes=residual_bytes(run, tp),
-                forward=around.into,
-                backward=around.into_backward,
             ),
             *_rotary(run, tp, cp_comm_type),
             _attention(run, tp, cp_comm_type),
-            linear(
-                "linear_proj",
-                (rows, h, context),
-                bias=bias,
-                forward=around.out,
-                backward=around.out_backward,
-                replicated=bias,
-            ),
+            around.row("linear_proj", (rows, h, context), bias=bias, replicated=bias),
             mlp_norm,
-            *(expert_records(run, tp) if is_experts else _dense_mlp(run, tp)),
+            *mlp_of_layer,
         ),
     )
 
 
-def _dense_mlp(run: RunConfig, tp: int) -> tuple[Record, ...]:
-    model = run.model
-    around = MatmulCollectives.from_run(run, tp)
-    h = model.hidden_size
-    f = model.ffn_hidden_size // tp
-    rows = run.tokens_per_microbatch
-    fc1 = model.fc1_widths * f
-    bias = 0 if model.disable_bias_linear else h
-    return (
-        linear(
-            "linear_fc1",
-            (rows, fc1, h),
-            bias=0 if model.disable_bias_linear else fc1,
-            saved_bytes=residual_bytes(run, tp),
-            forward=around.into,
-            backward=around.into_backward,
-        ),
-        Record(name=model.activation, saved_bytes=rows * fc1 * run.element_bytes),
-        linear(
-            "linear_fc2",
-            (rows, h, f),
-            bias=bias,
-            forward=around.out,
-            backward=around.out_backward,
-            replicated=bias,
-        ),
-    )
+def of_layers(run: RunConfig, value: Callable[[str], int]) -> tuple[int, ...]:
+    """Return value(mlp) of every layer. mlp: as in `ModelConfig.mlps`."""
+    values = {mlp: value(mlp) for mlp in set(run.model.mlps)}
+    return tuple(values[mlp] for mlp in run.model.mlps)
 
 
 def layer_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
-    sizes = {
-        mlp: sum(record.parameters for record in layer_records(run, tp, mlp))
-        for mlp in set(run.model.mlps)
-    }
-    return tuple(sizes[mlp] for mlp in run.model.mlps)
+    return of_layers(run, lambda mlp: sum(r.parameters for r in layer_records(run, tp, mlp)))
 
 
-def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
-    """Return the operations that full recompute repeats. A group's last layer skips the matmul whose result is not read again."""
-    return [
-        r for r in layer_records(run, tp) if not (last and r.name in ("linear_fc2", "experts_sum"))
-    ]
+def last_recomputed_records(run: RunConfig, tp: int) -> list[Record]:
+    """Return the operations that full recompute repeats in a group's last layer, whose result is not read again."""
+    return [r for r in layer_records(run, tp) if r.name not in ("linear_fc2", "experts_sum")]
 
 
 @lru_cache(maxsize=64)
@@ -352,35 +318,27 @@ def virtual_stage_recompute_groups(
     return recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
 
 
-def virtual_stage_records(
-    run: RunConfig, layout: Layout, virtual_stage: int
-) -> Iterator[tuple[str, Record]]:
-    """Yield (place, record) for all operations on one micro-batch; place: embedding, layer or head."""
-    for layer in virtual_stage_layers(run, layout.placement, virtual_stage):
-        yield from (
-            ("layer", r)
-            for r in layer_records(run, layout.tp, run.model.mlps[layer], cp_comm_types(run)[layer])
-        )
-    yield from end_records(run, layout, virtual_stage)
-
-
-def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> Iterator[tuple[str, Record]]:
-    """Yield the `virtual_stage_records` outside layers."""
+def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> Iterator[Record]:
+    """Yield the operations outside layers: the embedding's and the head's."""
     placement = layout.placement
     if virtual_stage == 0:
-        yield from (("embedding", r) for r in embedding_records(run, layout.tp))
+        yield from embedding_records(run, layout.tp)
     if virtual_stage == placement.virtual_stages - 1:
         tied = placement.owner(virtual_stage)[0] == placement.owner(0)[0]
-        yield from (("head", r) for r in head_records(run, layout.tp, tied=tied))
+        yield from head_records(run, layout.tp, tied=tied)
 
 
-def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[str, Record]]:
+def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[Record]:
+    """Yield all operations on one micro-batch."""
     for virtual_stage in layout.placement.virtual_stages_of(stage):
-        yield from virtual_stage_records(run, layout, virtual_stage)
+        for layer in virtual_stage_layers(run, layout.placement, virtual_stage):
+            mlp = run.model.mlps[layer]
+            yield from layer_records(run, layout.tp, mlp, cp_comm_types(run)[layer])
+        yield from end_records(run, layout, virtual_stage)
 
 
 def virtual_stage_parameters(run: RunConfig, layout: Layout, virtual_stage: int) -> int:
-    ends = sum(record.parameters for _, record in end_records(run, layout, virtual_stage))
+    ends = sum(record.parameters for record in end_records(run, layout, virtual_stage))
     layers = virtual_stage_layers(run, layout.placement, virtual_stage)
     return sum(layer_parameters(run, layout.tp)[layers.start : layers.stop]) + ends
 

@@ -249,6 +249,14 @@ class MatmulCollectives:
     out: tuple[Collective, ...]
     out_backward: tuple[Collective, ...]
 
+    def column(self, name: str, gemm: tuple[int, int, int], **more: int) -> Record:
+        """Return a `linear` whose outputs are sharded."""
+        return linear(name, gemm, forward=self.into, backward=self.into_backward, **more)
+
+    def row(self, name: str, gemm: tuple[int, int, int], **more: int) -> Record:
+        """Return a `linear` whose inputs are sharded."""
+        return linear(name, gemm, forward=self.out, backward=self.out_backward, **more)
+
     @staticmethod
     def from_run(run: RunConfig, tp: int, whole: int | None = None) -> MatmulCollectives:
         """Return all-reduces, or with sequence parallelism gathers and scatters; backward gathers once more for weight gradients.
@@ -329,12 +337,7 @@ def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
     around = MatmulCollectives.from_run(run, tp, saved)
     shards = sequence_shards(run, tp)
     if is_row_parallel:
-        down = linear(
-            f"{name}_lora_A",
-            (rows, width, inputs),
-            forward=around.out,
-            backward=around.out_backward,
-        )
+        down = around.row(f"{name}_lora_A", (rows, width, inputs))
         up = linear(
             f"{name}_lora_B",
             (rows // shards, outputs, width),

@@ -159,6 +159,7 @@ def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
         )
 
     activation_bytes = division.here * model.fc1_widths * f * run.element_bytes
+    shared = model.moe_shared_expert_intermediate_size
     return (
         _router(run, tp),
         Record(
@@ -171,7 +172,7 @@ def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
         Record(name=model.activation, saved_bytes=activation_bytes),
         grouped("linear_fc2", h, f),
         Record(name="experts_sum", forward=around.out, backward=around.out_backward),
-        *(_shared_expert(run, tp) if model.moe_shared_expert_intermediate_size else ()),
+        *(_shared_expert(run, tp, shared) if shared else ()),
     )
 
 
@@ -289,20 +290,32 @@ def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollective
     )
 
 
-def _shared_expert(run: RunConfig, tp: int) -> tuple[Record, ...]:
+def mlp_records(
+    run: RunConfig, tp: int, name: str, width: int, saved_bytes: int = 0
+) -> tuple[Record, ...]:
+    """Return both matmuls of an MLP, named `name`_fc1 and `name`_fc2, and its activation.
+
+    width: of all ranks. saved_bytes: of the input.
+    """
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
     rows = run.tokens_per_microbatch
     h = model.hidden_size
-    f = (model.moe_shared_expert_intermediate_size or 0) // tp
+    f = width // tp
     fc1 = model.fc1_widths * f
-    records = [
-        linear("shared_fc1", (rows, fc1, h), forward=around.into, backward=around.into_backward),
+    biases = (0, 0) if model.disable_bias_linear else (fc1, h)
+    return (
+        around.column(f"{name}_fc1", (rows, fc1, h), bias=biases[0], saved_bytes=saved_bytes),
         Record(name=model.activation, saved_bytes=rows * fc1 * run.element_bytes),
-        linear("shared_fc2", (rows, h, f), forward=around.out, backward=around.out_backward),
-    ]
-    if model.moe_shared_expert_gate:
-        own = rows // sequence_shards(run, tp)
-        saved = residual_bytes(run, tp) + own * (FP32_BYTES + run.element_bytes % FP32_BYTES)
-        records.append(linear("shared_gate", (own, 1, h), saved_bytes=saved, replicated=h))
-    return tuple(records)
+        around.row(f"{name}_fc2", (rows, h, f), bias=biases[1], replicated=biases[1]),
+    )
+
+
+def _shared_expert(run: RunConfig, tp: int, width: int) -> tuple[Record, ...]:
+    records = mlp_records(run, tp, "shared", width)
+    if not run.model.moe_shared_expert_gate:
+        return records
+    own = run.tokens_per_microbatch // sequence_shards(run, tp)
+    h = run.model.hidden_size
+    saved = residual_bytes(run, tp) + own * (FP32_BYTES + run.element_bytes % FP32_BYTES)
+    return *records, linear("shared_gate", (own, 1, h), saved_bytes=saved, replicated=h)

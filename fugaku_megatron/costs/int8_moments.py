@@ -17,8 +17,9 @@ from ..config.lora import FC1, FC2, PROJ, QKV
 from ..config.model import NORMS, ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
 from ..config.run_config import RunConfig
-from .accounting import padded_vocab_size, stage_layers
+from .accounting import padded_vocab_size
 from .experts import Division
+from .units import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, units
 
 Segments = list[tuple[int, int]]  # (how many a rank holds, elements of each)
 
@@ -137,37 +138,30 @@ def layer_segments(run: RunConfig, tp: int, mlp: str) -> tuple[Segments, Segment
 
 
 def unit_segments(
-    run: RunConfig, layout: Layout, stage: int, tied: bool
-) -> list[tuple[Segments, Segments]]:
-    """Return the `layer_segments` of each unit in `memory.stage_units`."""
+    run: RunConfig, layout: Layout, stage: int
+) -> dict[Unit, tuple[Segments, Segments]]:
+    """Return the `layer_segments` of each unit."""
     model = run.model
-    placement = layout.placement
-    first = placement.owner(0)[0] == stage
-    last = placement.last_stage == stage
-    vocabulary = padded_vocab_size(model, layout.tp)
-    unit = undivided_rows(model, vocabulary, vocabulary=True)
-    table = (vocabulary // layout.tp // unit, unit * model.hidden_size)
-    head: Segments = []
-    embedding: Segments = []
+    others: dict[str, Segments] = {HEAD: [], EMBEDDING: []}
     if not run.lora.on:
-        head.append((NORMS[model.normalization].vectors, model.hidden_size))
+        vocabulary = padded_vocab_size(model, layout.tp)
+        rows = undivided_rows(model, vocabulary, vocabulary=True)
+        table = (vocabulary // layout.tp // rows, rows * model.hidden_size)
+        others[TIED] = [table]
+        others[HEAD] = [(NORMS[model.normalization].vectors, model.hidden_size)]
         if not model.tied:
-            head.append(table)
-        if not tied:
-            embedding.append(table)
+            others[HEAD].append(table)
+        if not holds_tied_copy(run, layout.placement, stage):
+            others[EMBEDDING].append(table)
         if model.learned_positions:
-            embedding.append((1, model.max_position_embeddings * model.hidden_size))
-    units: list[tuple[Segments, Segments]] = []
-    if last:
-        units.append(([], head))
-    for model_chunk in reversed(stage_layers(run, placement, stage)):
-        for layer in reversed(model_chunk):
-            units.append(layer_segments(run, layout.tp, model.mlps[layer]))
-    if first:
-        units.append(([], embedding))
-    if tied:
-        units.append(([], [table]))
-    return units
+            others[EMBEDDING].append((1, model.max_position_embeddings * model.hidden_size))
+    segments: dict[Unit, tuple[Segments, Segments]] = {}
+    for unit in units(run, layout, stage):
+        if isinstance(unit, int):
+            segments[unit] = layer_segments(run, layout.tp, model.mlps[unit])
+        else:
+            segments[unit] = ([], others[unit])
+    return segments
 
 
 def scales(segments: Iterable[tuple[int, int]], elements: int) -> int:

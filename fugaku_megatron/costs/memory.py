@@ -1,12 +1,11 @@
 """Memory of one rank at the peak of a step: weights, gradients, optimizer state, activations and logits, in bytes. No torch.
 
-A stage's parameters form units in the order in which backward finishes them: final norm (with an untied head), layers from last to
-first, embeddings. A gradient bucket is a range of whole units.
 Left out: MPI's buffers and other software (`planner.memory`), and in `stage_memory` `attention_bytes`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +16,6 @@ from ..config.optimizer import MOMENT_BYTES
 from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
 from ..pipeline.instructions import InFlight
-from ..pipeline.placement import Placement
 from ..pipeline.schedule_names import row
 from .accounting import (
     FLAT_ALIGNMENT,
@@ -26,6 +24,7 @@ from .accounting import (
     head_records,
     layer_parameters,
     layer_records,
+    of_layers,
     padded_vocab_size,
     round_up,
     selective_recompute_bytes,
@@ -49,6 +48,7 @@ from .activations import (
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
 from .int8_moments import scales, unit_segments
 from .muon import matrix_elements
+from .units import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, units
 
 # Megatron's default of --ddp-bucket-size, large enough for rings over many ranks
 BUCKET_ELEMENTS = 40_000_000
@@ -83,63 +83,46 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
     return [*buckets, range(end, len(units))] if tied else buckets
 
 
-def holds_tied_copy(run: RunConfig, placement: Placement, stage: int) -> bool:
-    """Return whether this stage has one of two trained word embeddings."""
-    first = placement.owner(0)[0]
-    last = placement.last_stage
-    return run.model.tied and not run.lora.on and first != last and stage in (first, last)
-
-
 def adapter_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
     """Return every layer's adapter parameters on one rank."""
-    sizes = {
-        mlp: sum(record.parameters for record in layer_records(run, tp, mlp) if record.adapts)
-        for mlp in set(run.model.mlps)
-    }
-    return tuple(sizes[mlp] for mlp in run.model.mlps)
+    return of_layers(
+        run, lambda mlp: sum(r.parameters for r in layer_records(run, tp, mlp) if r.adapts)
+    )
 
 
 def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
     if not run.lora.on:
         return 0
-    return stage_parameters(run, layout, stage) - sum(stage_units(run, layout, stage))
+    return stage_parameters(run, layout, stage) - sum(unit_elements(run, layout, stage).values())
 
 
-def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Return each unit's trained elements; a tied copy is the last."""
+def unit_elements(run: RunConfig, layout: Layout, stage: int) -> dict[Unit, int]:
+    """Return each unit's trained elements, in order."""
     tp = layout.tp
-    placement = layout.placement
-    is_first = stage == placement.owner(0)[0]
-    is_last = stage == placement.last_stage
     per_layer = adapter_parameters(run, tp) if run.lora.on else layer_parameters(run, tp)
-    layers = [per_layer[layer] for layer in _backward_layers(run, placement, stage)]
-    if run.lora.on:
-        return [*([0] if is_last else []), *layers, *([0] if is_first else [])]
-    tied = holds_tied_copy(run, placement, stage)
-    table = padded_vocab_size(run.model, tp) // tp * run.model.hidden_size
-    units = []
-    if is_last:
-        units.append(sum(r.parameters for r in head_records(run, tp, tied=True)))
-    units += layers
-    if is_first:
+    others = {HEAD: 0, EMBEDDING: 0}
+    if not run.lora.on:
+        table = padded_vocab_size(run.model, tp) // tp * run.model.hidden_size
         embedding = sum(r.parameters for r in embedding_records(run, tp))
-        units.append(embedding - table if tied else embedding)
-    if tied:
-        units.append(table)
-    return units
+        others = {
+            HEAD: sum(r.parameters for r in head_records(run, tp, tied=True)),
+            EMBEDDING: embedding,
+            TIED: table,
+        }
+        if holds_tied_copy(run, layout.placement, stage):
+            others[EMBEDDING] -= table
+    return {
+        unit: per_layer[unit] if isinstance(unit, int) else others[unit]
+        for unit in units(run, layout, stage)
+    }
 
 
-def _backward_layers(run: RunConfig, placement: Placement, stage: int) -> list[int]:
-    chunks = stage_layers(run, placement, stage)
-    return [layer for chunk in reversed(chunks) for layer in reversed(chunk)]
-
-
-def bucket_units(
-    run: RunConfig, layout: Layout, stage: int, units: list[int] | None = None
-) -> list[range]:
-    units = stage_units(run, layout, stage) if units is None else units
-    tied = holds_tied_copy(run, layout.placement, stage)
-    return cut(units, bucket_minimum(run, layout.replicas), tied)
+def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[list[Unit]]:
+    elements = unit_elements(run, layout, stage)
+    minimum = bucket_minimum(run, layout.replicas)
+    names = list(elements)
+    buckets = cut(list(elements.values()), minimum, tied=TIED in elements)
+    return [names[bucket.start : bucket.stop] for bucket in buckets]
 
 
 @lru_cache(maxsize=64)
@@ -148,19 +131,12 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
 
     Divided experts in the same units form their own bucket.
     """
-    divided_of_mlp = {
-        mlp: sum(r.divided for r in layer_records(run, layout.tp, mlp))
-        for mlp in set(run.model.mlps)
-    }
-    head = [0] if stage == layout.placement.last_stage else []
-    backward_layers = _backward_layers(run, layout.placement, stage)
-    layers = [divided_of_mlp[run.model.mlps[layer]] for layer in backward_layers]
-    experts = [*head, *layers, 0, 0]
-    units = stage_units(run, layout, stage)
+    experts = of_layers(run, lambda mlp: sum(r.divided for r in layer_records(run, layout.tp, mlp)))
+    elements = unit_elements(run, layout, stage)
     sizes = []
-    for bucket in bucket_units(run, layout, stage, units):
-        divided = sum(experts[i] for i in bucket)
-        others = sum(units[i] for i in bucket) - divided
+    for bucket in bucket_units(run, layout, stage):
+        divided = sum(experts[unit] for unit in bucket if isinstance(unit, int))
+        others = sum(elements[unit] for unit in bucket) - divided
         sizes.append(
             (
                 round_up(others, layout.replicas * FLAT_ALIGNMENT),
@@ -185,37 +161,25 @@ def updated_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
 
 def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
     shards = zero_shards(run, layout)
-    layers = _backward_layers(run, layout.placement, stage)
     matrices = matrix_elements(run, layout.tp)
-    head = 1 if stage == layout.placement.last_stage else 0
+    sizes = bucket_elements(run, layout, stage)
     elements = 0
-    for size, units in zip(
-        bucket_elements(run, layout, stage), bucket_units(run, layout, stage), strict=True
-    ):
-        without = sum(
-            matrices[layers[unit - head]] for unit in units if head <= unit < head + len(layers)
-        )
+    for size, bucket in zip(sizes, bucket_units(run, layout, stage), strict=True):
+        without = sum(matrices[unit] for unit in bucket if isinstance(unit, int))
         elements += min(size // shards, size - without)
     return elements
 
 
 def _scales(run: RunConfig, layout: Layout, stage: int) -> int:
     """Return the most scales per 8-bit moment on a rank; with ZeRO-1 an upper limit."""
-    tied = holds_tied_copy(run, layout.placement, stage)
-    units = unit_segments(run, layout, stage, tied)
-    expert_shards = layout.edp if run.parallel.zero_stage else 1
+    segments = unit_segments(run, layout, stage)
+    updated = updated_elements(run, layout, stage)
+    buckets = bucket_units(run, layout, stage)
     found = 0
-    for bucket, (others, divided) in zip(
-        bucket_units(run, layout, stage), bucket_sizes(run, layout, stage), strict=True
-    ):
-        found += scales(
-            (each for unit in bucket for each in units[unit][1]),
-            others // zero_shards(run, layout),
-        )
-        found += scales(
-            (each for unit in bucket for each in units[unit][0]),
-            divided // expert_shards,
-        )
+    for i, bucket in enumerate(buckets):
+        experts, others = zip(*(segments[unit] for unit in bucket), strict=True)
+        found += scales(itertools.chain(*others), updated[i])
+        found += scales(itertools.chain(*experts), updated[len(buckets) + i])
     return found
 
 
@@ -234,10 +198,6 @@ def moment_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
     return both, both
 
 
-def flat_elements(run: RunConfig, layout: Layout, stage: int) -> int:
-    return sum(bucket_elements(run, layout, stage))
-
-
 def gradient_bytes(run: RunConfig) -> int:
     return BF16_BYTES if run.parallel.grad_reduce_in_bf16 else FP32_BYTES
 
@@ -252,7 +212,7 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
             Collective("all_reduce", "embedding", vocabulary * run.model.hidden_size * size)
         )
     if layout.tp > 1:
-        records = [record for _, record in stage_records(run, layout, stage)]
+        records = stage_records(run, layout, stage)
         if sequence_shards(run, layout.tp) > 1:
             partial = sum(record.replicated for record in records)
         else:
@@ -507,24 +467,22 @@ def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
         return 0
     sizes = bucket_elements(run, layout, stage)
     layers = sum(map(len, stage_layers(run, layout.placement, stage)))
-    head = 1 if stage == layout.placement.last_stage else 0
     tied_first = run.model.tied and layout.pp == 1
     peak = 0
     allocated = sizes[-1] if tied_first else 0
-    for index, (size, units) in enumerate(
-        zip(sizes, bucket_units(run, layout, stage), strict=True)
-    ):
+    left = layers
+    for index, bucket in enumerate(bucket_units(run, layout, stage)):
         if not tied_first or index < len(sizes) - 1:
-            allocated += size
-        left = layers - min(max(units.start - head, 0), layers)
+            allocated += sizes[index]
         peak = max(peak, FP32_BYTES * allocated + live * left // layers)
+        left -= sum(isinstance(unit, int) for unit in bucket)
     return FP32_BYTES * sum(sizes) + live - peak
 
 
 def stage_memory(
     run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]
 ) -> Memory:
-    elements = flat_elements(run, layout, stage)
+    elements = sum(bucket_elements(run, layout, stage))
     is_fp32 = run.precision.name == "fp32"
     weight_bytes = FP32_BYTES if is_fp32 else BF16_BYTES
     copies = 1.0
@@ -544,7 +502,7 @@ def stage_memory(
     outside = sum(
         record.saved_bytes
         for virtual_stage in placement.virtual_stages_of(stage)
-        for _, record in end_records(run, layout, virtual_stage)
+        for record in end_records(run, layout, virtual_stage)
     )
     # the head runs while no layer does
     working = max(working_bytes(run, layout.tp), outside + logits) - logits

@@ -11,7 +11,7 @@ from collections import Counter
 from ..config.layout import Layout
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
-from .accounting import stage_layers
+from .accounting import of_layers, stage_layers
 
 Matrices = list[tuple[int, int, int]]  # (how many, rows, columns)
 
@@ -53,18 +53,16 @@ def _replicated(model: ModelConfig, mlp: str) -> Matrices:
 
 def matrix_elements(run: RunConfig, tp: int) -> tuple[int, ...]:
     """Return every layer's Muon matrix elements on one rank; zeros with AdamW."""
-
     if not run.optimizer.muon:
         return tuple(0 for _ in run.model.mlps)
 
     def total(matrices: Matrices) -> int:
         return sum(count * rows * columns for count, rows, columns in matrices)
 
-    sizes = {
-        mlp: total(layer_matrices(run, mlp)) // tp + total(_replicated(run.model, mlp))
-        for mlp in set(run.model.mlps)
-    }
-    return tuple(sizes[mlp] for mlp in run.model.mlps)
+    return of_layers(
+        run,
+        lambda mlp: total(layer_matrices(run, mlp)) // tp + total(_replicated(run.model, mlp)),
+    )
 
 
 def orthogonalized(run: RunConfig, layout: Layout, stage: int) -> Counter[tuple[int, int]]:

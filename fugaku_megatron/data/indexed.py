@@ -359,7 +359,7 @@ class IndexedDatasetWriter:
         try:
             with self.writing():
                 for suffix, path in self._temporary.items():
-                    self._files[suffix] = open(path, "wb")  # noqa: SIM115 - closed by finalize or discard
+                    self._files[suffix] = open(path, "wb")  # closed by finalize or discard
         except ValueError:
             self.discard()
             raise

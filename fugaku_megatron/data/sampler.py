@@ -119,7 +119,7 @@ class Prefetcher(Generic[T]):
             item: Future[T] = Future()
             try:
                 item.set_result(next(self._source))
-            except BaseException as error:  # noqa: BLE001 - StopIteration, or the caller's to handle
+            except BaseException as error:  # StopIteration, or the caller's to handle
                 item.set_exception(error)
                 ended = True
             self._ready.put(item)

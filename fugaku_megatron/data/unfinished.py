@@ -26,7 +26,7 @@ import numpy as np
 from .files import UNFINISHED, Place, say
 from .indexed import IndexedDatasetWriter, writing
 
-Documents = tuple[np.ndarray, np.ndarray]  # token ids of some documents, and how many each has
+DocumentTokens = tuple[np.ndarray, np.ndarray]  # token ids of some documents, and how many each has
 
 JOURNAL_SECONDS = 5.0  # between two records
 # of tokens that are shuffled in memory at a time, and how many files that takes at most
@@ -59,7 +59,7 @@ class TokenFiles:
         self._paths = (path.with_suffix(".tokens"), path.with_suffix(".lengths"))
         self._files = []
         for name, size in zip(self._paths, (tokens * dtype.itemsize, documents * 4), strict=True):
-            file = open(name, "r+b" if size else "wb")  # noqa: SIM115 - closed by close
+            file = open(name, "r+b" if size else "wb")  # closed by close
             self._files.append(file)
             if os.fstat(file.fileno()).st_size < size:
                 raise OSError(f"{name} has less than {size} bytes")
@@ -75,7 +75,7 @@ class TokenFiles:
             file.flush()
             os.fsync(file.fileno())
 
-    def contents(self) -> Documents:
+    def contents(self) -> DocumentTokens:
         tokens, lengths = self._paths
         size = tokens.stat().st_size
         ids = np.memmap(tokens, self.dtype, "r") if size else np.empty(0, self.dtype)
@@ -112,7 +112,7 @@ class Unfinished:
         self._due = time.monotonic() + JOURNAL_SECONDS
         with self._writing():
             self.folder.mkdir(exist_ok=True)
-            self._lock = open(self.folder / LOCK, "w")  # noqa: SIM115 - closed by __exit__
+            self._lock = open(self.folder / LOCK, "w")  # closed by __exit__
         self._acquire()
         self.journal = self._found(outputs) or self._empty(outputs)
         self._recorded = self.journal.documents > 0
@@ -183,7 +183,7 @@ class Unfinished:
 
     def add(
         self,
-        texts: Sequence[Documents],
+        texts: Sequence[DocumentTokens],
         place: Place,
         size: int,
         skipped: int = 0,
@@ -254,7 +254,7 @@ class Unfinished:
 # From the order of the input to that of the data set ---------------------------------------------------------------------------
 
 
-def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[Documents]:
+def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[DocumentTokens]:
     ends = np.cumsum(lengths, dtype=np.int64)
     start = 0
     limit = PILE_BYTES // tokens.itemsize
@@ -267,7 +267,7 @@ def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[Documents]:
 
 def shuffled(
     tokens: np.ndarray, lengths: np.ndarray, piles: int, folder: Path
-) -> Iterator[Documents]:
+) -> Iterator[DocumentTokens]:
     """Yield all documents in a random order that depends only on their number and `piles`.
 
     Documents are distributed at random to piles in temporary files, and each pile is shuffled in

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from ..text.named_files import StrPath
 from . import cgroup, kernels
 from .cgroup import read_text
 
@@ -130,7 +131,7 @@ class Usage:
     held: int
 
 
-def usage(status: str | os.PathLike[str] = "/proc/self/status") -> Usage:
+def usage(status: StrPath = "/proc/self/status") -> Usage:
     try:
         fields = {name: int(kib) * 1024 for name, kib in _FIELD.findall(Path(status).read_bytes())}
     except OSError:
@@ -142,11 +143,11 @@ def usage(status: str | os.PathLike[str] = "/proc/self/status") -> Usage:
 
 def node_bytes() -> int:
     """Return the machine's memory or a smaller cgroup limit."""
-    return min([psutil.virtual_memory().total, *cgroup.memory_limits()])
+    return min([int(psutil.virtual_memory().total), *cgroup.memory_limits()])
 
 
 def free_bytes() -> int:
-    return min([psutil.virtual_memory().available, *cgroup.memory_left()])
+    return min([int(psutil.virtual_memory().available), *cgroup.memory_left()])
 
 
 def peak_memory_mib() -> float:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..comm.grid import Groups
+from ..text.named_files import StrPath
 from ..text.table import Column, text_table
 from . import kernels
 from .machine import fma_peak_gflops
@@ -280,7 +280,7 @@ class Profiler:
         }
 
     def write_trace(
-        self, path: str | os.PathLike[str], rank: int, stage: int = 0, peak_mib: float | None = None
+        self, path: StrPath, rank: int, stage: int = 0, peak_mib: float | None = None
     ) -> None:
         """Write Chrome's trace format: microseconds from `begin`, a process per rank, a thread per track."""
         begin = self.begin

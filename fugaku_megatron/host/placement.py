@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+from ..text.named_files import StrPath
 from . import cgroup
 from .cgroup import read_text
 
@@ -67,7 +68,7 @@ class Node:
     sockets: int
 
     @classmethod
-    def read(cls, root: str | os.PathLike[str] = "/") -> Node:
+    def read(cls, root: StrPath = "/") -> Node:
         """Return the node of root/sys. ValueError for a folder without CPUs.
 
         Domains with less than half the largest domain's cores are ignored (Fugaku's assistant cores).

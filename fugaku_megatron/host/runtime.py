@@ -17,6 +17,7 @@ from ..comm.agreement import Nodes, differing, everywhere, find_nodes
 from ..comm.base import Comm
 from ..comm.job import describe
 from ..comm.mpi import MPIComm
+from ..text.named_files import StrPath
 from . import allocator, kernels, machine
 from .cgroup import cpu_quota
 from .energy import Counters
@@ -145,9 +146,7 @@ class ExitTimer:
         return self._end is not None and self._clock() >= self._end
 
 
-def set_clock(
-    ghz: float, cpus: Iterable[int], root: str | os.PathLike[str] = "/sys/devices/system/cpu"
-) -> bool:
+def set_clock(ghz: float, cpus: Iterable[int], root: StrPath = "/sys/devices/system/cpu") -> bool:
     """Fix the CPUs' clock through Linux's cpufreq; False if absent or denied."""
     try:
         for cpu in cpus:

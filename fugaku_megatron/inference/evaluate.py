@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from ..cli.output_files import check_file, check_picture, writing
-from ..cli.parser import from_options
+from ..cli.parser import add_fields, from_options
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.job import run_or_abort
-from ..config.fields import check, check_positive, flag
+from ..config.fields import check, check_fields, flag, option, optional
 from ..config.model import ModelConfig
 from ..config.run_config import saved_run
 from ..data.chats import ChatTemplate, read_template
@@ -59,94 +59,25 @@ DECODED = 2**20  # tokens whose bytes are counted at a time
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_flags(parser)
-    add = parser.add_argument
-    add("--seq-length", type=int, help="tokens of a window (default: the model's)")
-    add(
-        "--micro-batch-size",
-        type=int,
-        default=4,
-        help="windows side by side (default: %(default)s)",
-    )
+    add_fields(parser, Model)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    add = parser.add_argument
-    add("--input", "--text", metavar="FILE", help="perplexity of this text")
-    add(
-        "--data-path",
-        metavar="PREFIX",
-        help="perplexity of a data set, its documents one after another: PREFIX.bin and .idx",
-    )
-    add(
-        "--choices",
-        metavar="FILE",
-        help='questions: a JSON list of {"context": TEXT, "choices": [TEXT, ...], "answer": NUMBER}',
-    )
-    add(
-        "--chats",
-        metavar="FILE",
-        nargs="+",
-        default=(),
-        help="mean loss of the assistant's tokens in each of these .jsonl files of chats",
-    )
-    add(
-        "--chat-template",
-        metavar="FILE",
-        help="jinja template of --chats (default: the tokenizer's)",
-    )
-    add(
-        "--needle",
-        metavar="FILE",
-        help="hide a sentence in this text, and test whether the model finds it",
-    )
-    add(
-        "--needle-lengths",
-        type=int,
-        nargs="+",
-        default=(),
-        metavar="N",
-        help="tokens of the prompts of --needle (default: a quarter, a half, and all of a window)",
-    )
-    add(
-        "--needle-depths",
-        type=int,
-        nargs="+",
-        default=(),
-        metavar="PERCENT",
-        help=f"share of the text before the sentence (default: {' '.join(map(str, DEPTHS))})",
-    )
-    add(
-        "--needle-samples",
-        type=int,
-        metavar="N",
-        help=f"prompts of each length and depth (default: {SAMPLES})",
-    )
-    add("--png", metavar="FILE", help="heat map of --needle (needs matplotlib)")
-    add("--json", metavar="FILE", help="write the result here")
-    add(
-        "--stride",
-        type=int,
-        help="tokens from one window to the next, each scored once (default: a window, without overlap)",
-    )
-    add("--max-windows", type=int, help="no more windows than these, from the beginning")
+    add_fields(parser, Request)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Checkpoint and window sizes. Raises ValueError for values out of range.
-
-    seq_length: tokens of a window; None: the model's
-    micro_batch_size: windows per forward pass
-    """
+    """Checkpoint and window sizes. Raises ValueError for values out of range."""
 
     source: Source
-    seq_length: int | None = None
-    micro_batch_size: int = 4
+    seq_length: int | None = optional("tokens of a window (default: the model's)")
+    micro_batch_size: int = option(4, "windows side by side")
 
     def __post_init__(self) -> None:
-        check_positive(self, "seq_length", "micro_batch_size")
-        check_positive(self.source, "tensor_model_parallel_size", "pipeline_model_parallel_size")
+        check_fields(self)
+        check_fields(self.source)
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Model:
@@ -169,19 +100,45 @@ class Request:
     """Evaluations. Raises ValueError for values out of range."""
 
     model: Model
-    input: str | None = None
-    data_path: str | None = None
-    choices: str | None = None
-    chats: tuple[str, ...] = ()
-    chat_template: str | None = None
-    needle: str | None = None
-    needle_lengths: tuple[int, ...] = ()
-    needle_depths: tuple[int, ...] = ()
-    needle_samples: int | None = None
-    png: str | None = None
-    json: str | None = None
-    stride: int | None = None
-    max_windows: int | None = None
+    input: str | None = optional("perplexity of this text", aliases=("--text",), metavar="FILE")
+    data_path: str | None = optional(
+        "perplexity of a data set, its documents one after another: PREFIX.bin and .idx",
+        metavar="PREFIX",
+    )
+    choices: str | None = optional(
+        'questions: a JSON list of {"context": TEXT, "choices": [TEXT, ...], "answer": NUMBER}',
+        metavar="FILE",
+    )
+    chats: tuple[str, ...] = option(
+        (),
+        "mean loss of the assistant's tokens in each of these .jsonl files of chats",
+        metavar="FILE",
+    )
+    chat_template: str | None = optional(
+        "jinja template of --chats (default: the tokenizer's)", metavar="FILE"
+    )
+    needle: str | None = optional(
+        "hide a sentence in this text, and test whether the model finds it", metavar="FILE"
+    )
+    needle_lengths: tuple[int, ...] = option(
+        (),
+        "tokens of the prompts of --needle (default: a quarter, a half, and all of a window)",
+        metavar="N",
+    )
+    needle_depths: tuple[int, ...] = option(
+        (),
+        f"share of the text before the sentence (default: {' '.join(map(str, DEPTHS))})",
+        metavar="PERCENT",
+    )
+    needle_samples: int | None = optional(
+        f"prompts of each length and depth (default: {SAMPLES})", metavar="N"
+    )
+    png: str | None = optional("heat map of --needle (needs matplotlib)", metavar="FILE")
+    json: str | None = optional("write the result here", metavar="FILE")
+    stride: int | None = optional(
+        "tokens from one window to the next, each scored once (default: a window, without overlap)"
+    )
+    max_windows: int | None = optional("no more windows than these, from the beginning")
 
     def __post_init__(self) -> None:
         check(
@@ -203,7 +160,7 @@ class Request:
             not (self.input and self.data_path),
             "--input and --data-path exclude each other: pass one",
         )
-        check_positive(self, "stride", "max_windows")
+        check_fields(self)
         check_file("--json", self.json)
 
     @classmethod

@@ -26,12 +26,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..cli.parser import from_options
+from ..cli.parser import add_fields, from_options
 from ..comm.agreement import agree, everywhere, on_root
 from ..comm.agreement import describe as one_line
 from ..comm.base import Comm
 from ..comm.job import run_or_abort
-from ..config.fields import check, flag
+from ..config.fields import check, flag, option, optional, switch
 from ..config.layout import Layout
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig, saved_run
@@ -46,7 +46,6 @@ from .generation import (
     PromptEncoder,
     Sampling,
     StopCondition,
-    add_sampling_arguments,
     check_request,
     prompts_of,
     steps,
@@ -82,80 +81,39 @@ def describe(run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: i
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_flags(parser)
-    parser.add_argument(
-        "--prompt",
-        dest="prompts",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="text to continue; repeated: a batch of texts",
-    )
-    parser.add_argument(
-        "--prompts",
-        dest="file",
-        metavar="FILE",
-        help="texts to continue, one a line, or a JSON list in FILE.json",
-    )
-    parser.add_argument(
-        "--interactive",
-        action="store_true",
-        help="continue line after line; Ctrl-C ends an answer, Ctrl-D all",
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        "--tokens",
-        "--num-tokens-to-generate",
-        dest="max_new_tokens",
-        type=int,
-        default=100,
-        help="tokens to add (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="an answer ends before this text; may be repeated",
-    )
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="prompts are the user's turns, rendered with the tokenizer's chat "
-        "template, and the answer ends where the template ends a turn; FILE.json may hold lists of messages, and "
-        "--interactive is one conversation",
-    )
-    parser.add_argument("--system", metavar="TEXT", help="what the system says first, with --chat")
-    parser.add_argument(
-        "--chat-template",
-        metavar="FILE",
-        help="jinja template of --chat (default: the tokenizer's)",
-    )
-    add_sampling_arguments(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print what a rank would hold, in any layout, and stop",
-    )
+    add_fields(parser, Request)
+    add_fields(parser, Sampling)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Prompts and settings. Raises ValueError for values out of range.
-
-    file: --prompts
-    """
+    """Prompts and settings. Raises ValueError for values out of range."""
 
     source: Source
-    prompts: tuple[str, ...] = ()
-    file: str | None = None
-    interactive: bool = False
-    max_new_tokens: int = 100
-    stop: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
-    dry_run: bool = False
-    chat: bool = False
-    system: str | None = None
-    chat_template: str | None = None
+    prompt: tuple[str, ...] = option(
+        (), "text to continue; repeated: a batch of texts", repeated=True, metavar="TEXT"
+    )
+    prompts: str | None = optional(
+        "texts to continue, one a line, or a JSON list in FILE.json", metavar="FILE"
+    )
+    interactive: bool = switch("continue line after line; Ctrl-C ends an answer, Ctrl-D all")
+    max_new_tokens: int = option(
+        100, "tokens to add", aliases=("--tokens", "--num-tokens-to-generate")
+    )
+    stop: tuple[str, ...] = option(
+        (), "an answer ends before this text; may be repeated", repeated=True, metavar="TEXT"
+    )
+    chat: bool = switch(
+        "prompts are the user's turns, rendered with the tokenizer's chat "
+        "template, and the answer ends where the template ends a turn; FILE.json may hold lists of messages, and "
+        "--interactive is one conversation"
+    )
+    system: str | None = optional("what the system says first, with --chat", metavar="TEXT")
+    chat_template: str | None = optional(
+        "jinja template of --chat (default: the tokenizer's)", metavar="FILE"
+    )
+    dry_run: bool = switch("print what a rank would hold, in any layout, and stop")
 
     def __post_init__(self) -> None:
         for name in ("system", "chat_template"):
@@ -164,7 +122,7 @@ class Request:
                 f"{flag(name)} goes with --chat: pass both",
             )
         check_request(self.max_new_tokens, self.stop)
-        given = bool(self.prompts) or self.file is not None
+        given = bool(self.prompt) or self.prompts is not None
         check(
             given or self.interactive,
             "nothing to continue: pass --prompt TEXT, --prompts FILE or --interactive",
@@ -189,7 +147,8 @@ class Request:
 
     def all_prompts(self) -> list[Prompt]:
         """Return all prompts. Raises ValueError for a file without prompts."""
-        return [*self.prompts, *(prompts_of(self.file, self.chat) if self.file is not None else [])]
+        listed = [] if self.prompts is None else prompts_of(self.prompts, self.chat)
+        return [*self.prompt, *listed]
 
     def encoder(self, tokenizer: Tokenizer, model: ModelConfig) -> PromptEncoder:
         """Raise ValueError if a chat template is needed and there is none."""
@@ -255,7 +214,7 @@ def continue_prompts(request: Request, world: Comm) -> None:
     if request.dry_run:
         if encoder:
             print(describe(run, prompts, request.max_new_tokens))
-        return None
+        return
     loaded = load_model(run, world, source.load, iteration, manifest)
     if encoder:
         note = tokenizer_note(encoder.tokenizer, manifest)
@@ -264,18 +223,19 @@ def continue_prompts(request: Request, world: Comm) -> None:
         brackets = "" if request.interactive else ", prompt in brackets"
         print(f"--- iteration {iteration}{brackets} ---", flush=True)
     if request.interactive:
-        return _converse(request, loaded, encoder)
-    *_, ids = steps(
-        loaded,
-        prompts,
-        request.max_new_tokens,
-        request.sampling,
-        encoder.finished if encoder else _never,
-    )
+        _converse(request, loaded, encoder)
+    else:
+        _print_continuations(request, loaded, encoder, prompts)
+
+
+def _print_continuations(
+    request: Request, loaded: LoadedModel, encoder: PromptEncoder | None, prompts: list[list[int]]
+) -> None:
+    finished = encoder.finished if encoder else _never
+    *_, ids = steps(loaded, prompts, request.max_new_tokens, request.sampling, finished)
     if encoder:
         for prompt, own in zip(prompts, ids, strict=True):
             print(f"[{encoder.tokenizer.decode(prompt)}]{encoder.stop_condition.text(own)}")
-    return None
 
 
 def _never(sample: int, ids: Tensor) -> bool:
@@ -314,7 +274,8 @@ class Interrupt:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Record Ctrl-C instead of raising KeyboardInterrupt."""
-        self.pressed, before = False, signal.signal(signal.SIGINT, self)
+        self.pressed = False
+        before = signal.signal(signal.SIGINT, self)
         try:
             yield
         finally:

@@ -4,7 +4,6 @@ logits.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm.autograd import gather_from_tensor_parallel
-from ..config.fields import check
+from ..config.fields import check, option
 from ..config.model import ModelConfig
 from ..costs import activations
 from ..data.chats import ASSISTANT, ChatTemplate, Messages, check_messages, user_turn
@@ -37,10 +36,16 @@ class Sampling:
     first token.
     """
 
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.0
-    seed: int = 1234
+    temperature: float = option(0.8, "0: always the likeliest token")
+    top_k: int = option(
+        40, "choose among the likeliest tokens, this many; 0: all", aliases=("--top_k",)
+    )
+    top_p: float = option(
+        0.0,
+        "choose among the likeliest tokens that together have this probability; 0: all",
+        aliases=("--top_p",),
+    )
+    seed: int = option(1234, f"seed of the choice among tokens, from 0 to {MAX_SEED}")
 
     def __post_init__(self) -> None:
         temperature = self.temperature
@@ -77,37 +82,6 @@ class Sampling:
             cumulative, torch.rand(1, generator=generator) * cumulative[-1], right=True
         )
         return int(tokens[min(int(place), len(cumulative) - 1)])
-
-
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--temperature",
-        type=float,
-        default=Sampling.temperature,
-        help="0: always the likeliest token (default: %(default)s)",
-    )
-    add(
-        "--top-k",
-        "--top_k",
-        type=int,
-        default=Sampling.top_k,
-        help="choose among the likeliest tokens, this many; 0: all (default: %(default)s)",
-    )
-    add(
-        "--top-p",
-        "--top_p",
-        type=float,
-        default=Sampling.top_p,
-        help="choose among the likeliest tokens that together have this "
-        "probability; 0: all (default: %(default)s)",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=Sampling.seed,
-        help=f"seed of the choice among tokens, from 0 to {MAX_SEED} (default: %(default)s)",
-    )
 
 
 Prompt = str | Messages

@@ -31,7 +31,7 @@ THEIRS = (
 )  # what the harness adds to --model_args, from flags of its own
 
 
-class MegatronLM(LM):
+class MegatronLM(LM):  # type: ignore[misc]  # the harness is optional, and not typed
     """lm-eval model. world: ranks that share it; others run `harness.serve`"""
 
     def __init__(self, world: Comm | None = None, **values: Any) -> None:

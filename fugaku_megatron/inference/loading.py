@@ -18,11 +18,11 @@ from ..checkpoint.load import load_weights
 from ..checkpoint.manifest import CARRIED
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..checkpoint.trusted import iteration_to_load
-from ..cli.parser import from_options
+from ..cli.parser import add_fields, from_options
 from ..comm.agreement import on_root
 from ..comm.base import Comm, SoloComm
 from ..comm.grid import Grid, Groups
-from ..config.fields import check
+from ..config.fields import check, optional
 from ..config.layout import Layout
 from ..config.lora import LoraConfig
 from ..config.model import ModelConfig
@@ -87,10 +87,14 @@ class Source:
     """
 
     load: str
-    ckpt_step: int | None = None
     tokenizer: TokenizerFlags = TokenizerFlags()
-    tensor_model_parallel_size: int | None = None
-    pipeline_model_parallel_size: int | None = None
+    ckpt_step: int | None = optional("iteration to load (default: the latest)", range=None)
+    tensor_model_parallel_size: int | None = optional(
+        "tensor-parallel ranks of this command (default: the checkpoint's)"
+    )
+    pipeline_model_parallel_size: int | None = optional(
+        "pipeline stages of this command (default: the checkpoint's)"
+    )
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Source:
@@ -118,14 +122,8 @@ class Source:
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", required=True, help="directory of checkpoints")
-    parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
     add_tokenizer_flags(parser, "the tokenizer that the model of --load was trained with")
-    for kind, what in (("tensor", "tensor-parallel ranks"), ("pipeline", "pipeline stages")):
-        parser.add_argument(
-            f"--{kind}-model-parallel-size",
-            type=int,
-            help=f"{what} of this command (default: the checkpoint's)",
-        )
+    add_fields(parser, Source)
 
 
 def load_model(
@@ -206,7 +204,7 @@ def _give_memory(stage: nn.Module, dtype: torch.dtype) -> None:
     new: dict[nn.Parameter, nn.Parameter] = {}
     for meta in stage.parameters():
         new[meta] = nn.Parameter(torch.zeros(meta.shape, dtype=dtype), requires_grad=False)
-        new[meta].spec = spec_of(meta)  # type: ignore[attr-defined]
+        new[meta].spec = spec_of(meta)  # type: ignore[attr-defined]  # as in nn.parameter
     for module in stage.modules():
         for name, meta in list(module.named_parameters(recurse=False)):
             setattr(module, name, new[meta])
@@ -322,7 +320,7 @@ class RecordingKernels:
         """
         self._calls = calls = kernels.Calls()
         try:
-            with _KernelsAlone():
+            with _KernelsAlone():  # type: ignore[no-untyped-call]  # torch's class has no types
                 result = step()
         finally:
             self._calls = None

@@ -12,7 +12,8 @@ from pathlib import Path
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..planner import memory, search, software
-from ..planner.model import System, step
+from ..planner.model import step
+from ..planner.system import System
 from . import limits, torus
 from .job import MARGIN, interpret, start_up
 from .script import READS_COMMON, Request, add_options, parse, requested
@@ -270,8 +271,8 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterat
     )
     fitted = system.software.fitted
     run, _ = search.resolve(run, layout, system)
-    used = memory.peak_mib(run, layout, system.software, request.nodes, fitted.memory)
-    limit = memory.limit_mib(system.machine, system.software, request.ranks_per_node)
+    used = memory.peak_mib(run, layout, system, fitted.memory)
+    limit = system.limit_mib
     if used > limit:
         yield Problem(
             script.flag_lines.get("--micro-batch-size", line),

@@ -18,8 +18,8 @@ from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
 from ..costs.run_schedule import recompute_name
 from ..planner import plan_text, search, software
-from ..planner.model import System
 from ..planner.predict import run_of
+from ..planner.system import System
 from . import limits, torus
 from .limits import HOUR, Mode, ResourceGroup
 
@@ -86,7 +86,7 @@ def choose(
     """
     result = search.search(run, system, held)
     check(
-        bool(result.plans),
+        result.plans,
         f"--nodes {system.nodes}: no layout runs: "
         + "; ".join(f"{n} x {why}" for why, n in result.dropped.most_common())
         + ": change --nodes, --global-batch-size or the parallel sizes",

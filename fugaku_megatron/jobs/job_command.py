@@ -315,7 +315,7 @@ def submit(args: argparse.Namespace) -> int:
     check(not rest, f"{' '.join(rest)!r} after -- is not an option of pjsub: pass FILE before --")
     check(args.steps is None or args.steps > 0, f"--steps is {args.steps}: pass a number above 0")
     check(
-        bool(shutil.which("pjsub")),
+        shutil.which("pjsub"),
         "pjsub is not on the PATH: submit on a login node of Fugaku, or try the job here with "
         "scripts/pjsub/local_pjsub",
     )

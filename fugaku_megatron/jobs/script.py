@@ -130,7 +130,7 @@ def add_options(script: Script, words: Sequence[str], line: int) -> list[str]:
             continue
         name, _, value = word.partition("=") if word.startswith("--") else (word, "", "")
         check(name in VALUED, f"{where}pjsub option {word} is unknown")
-        check(bool(value or words), f"{where}pjsub option {word} needs a value")
+        check(value or words, f"{where}pjsub option {word} needs a value")
         _enter(script, VALUED[name], value or words.pop(0), line)
     return words
 
@@ -254,7 +254,7 @@ def requested(script: Script, group: str | None, files: bool) -> Request:
     node = script.text("-L", "node")
     line = script.line("-L", "node")
     check(
-        bool(node),
+        node,
         f'line {line}: the script requests no nodes: add #PJM -L "node=XxYxZ:torus"',
     )
     if not NODES.fullmatch(node):
@@ -276,7 +276,7 @@ def requested(script: Script, group: str | None, files: bool) -> Request:
     )
     elapse = script.text("-L", "elapse")
     line = script.line("-L", "elapse")
-    check(bool(elapse), f"line {line}: no elapse time: add elapse=HH:MM:SS")
+    check(elapse, f"line {line}: no elapse time: add elapse=HH:MM:SS")
     try:
         seconds = limits.min_seconds(elapse)
     except ValueError as error:

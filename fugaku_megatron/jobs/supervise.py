@@ -318,14 +318,14 @@ def read_hosts(text: str) -> list[str]:
     else:
         words = text.split(",")
     hosts = list(dict.fromkeys(filter(None, words)))
-    check(bool(hosts), f"--hosts {text} names no host: pass a,b,c or @FILE")
+    check(hosts, f"--hosts {text} names no host: pass a,b,c or @FILE")
     return hosts
 
 
 def supervisor(args: argparse.Namespace, stop: Stop) -> Supervisor:
     """Build the supervisor. ValueError for a command that cannot be restarted."""
     check(
-        bool(args.passed),
+        args.passed,
         "pass the command after --: fugaku-megatron supervise -- mpiexec -n 4 fugaku-megatron train ...",
     )
     check(args.max_restarts >= 0, f"--max-restarts {args.max_restarts}: pass 0 or more")

@@ -12,15 +12,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel
+from ..comm.autograd import Function
 from ..config.lora import DROPOUT_COLUMNS, FC1, MATRICES, QKV, LoraConfig
 from ..config.model import ModelConfig
-from .dropout_key import DropoutKey
+from .dropout_key import Dropout, DropoutKey
 from .forward_context import Pass
 from .gradients import as_rows, gradient_of
 from .ops import Ops
@@ -30,7 +31,7 @@ from .ops.mlp import argument_gradient
 from .parameter_views import matrix
 from .sequence_ranks import own_segments
 
-Dropout = tuple[float, DropoutKey, int | None]  # probability, mask, first column of a shard
+InputDropout = tuple[float, DropoutKey, int | None]  # probability, mask, first column of a shard
 STREAMS = 1 << 32  # first dropout stream; other masks have smaller numbers
 MAX_COLUMNS = 1 << 24  # of a sharded input
 FINGERPRINTS = 1 << 36  # of frozen weights; sums over any number of ranks are exact in FP64
@@ -44,7 +45,7 @@ def bits_number(name: str, weight: Tensor) -> int:
     return zlib.crc32(name.encode()) * total
 
 
-def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
+def _dropped(kernels: Any, x: Tensor, dropout: InputDropout | None) -> Tensor:
     """Apply dropout to x (s, b, in) or its gradient, by global position.
 
     A sharded last dimension is masked in samples of DROPOUT_COLUMNS columns.
@@ -53,12 +54,12 @@ def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
         return x
     p, key, first_column = dropout
     if first_column is None:
-        return masked(kernels, x, p, key)
+        return masked(kernels, x, Dropout(p, key))
     blocks = x.unflatten(-1, (-1, DROPOUT_COLUMNS))  # (s, b, in / columns, columns)
     made = []
     for number, sample in enumerate(blocks.unbind(1), key.first_sample):
         own = replace(key, first_sample=(number * MAX_COLUMNS + first_column) // DROPOUT_COLUMNS)
-        made.append(masked(kernels, sample, p, own))
+        made.append(masked(kernels, sample, Dropout(p, own)))
     return torch.stack(made, 1).view(x.shape)
 
 
@@ -88,31 +89,30 @@ class Adapter(nn.Module):
         self.lora: LoraConfig = context.lora
         self.stream = STREAMS + zlib.crc32(name.encode())
         rank = self.lora.rank
-        make = context.expert_parameter if experts else context.parameter
+        make = partial(context.parameter, experts=bool(experts), frozen=False)
         # The variance of peft's uniform initial values.
         self.lora_a = make(
             f"{name}.lora_A.weight",
             (*experts, len(parts), rank, inputs),
             len(experts) + 2 if split else None,
             (3.0 * inputs) ** -0.5,
-            frozen=False,
         )
         self.lora_b = make(
             f"{name}.lora_B.weight",
             (*experts, *outputs, rank),
             None if split else len(experts + outputs) - 1,
-            frozen=False,
         )
 
     @property
     def ops(self) -> Ops:
-        return self.context.ops.unpacked()
+        ops: Ops = self.context.ops
+        return ops.unpacked()
 
     def mask(self) -> Tensor | None:
         mask = row_mask(self.linear, self.parts, self.lora_a, self.lora_b, self.context.model)
         return None if mask is None else mask.to(self.lora_b.dtype)
 
-    def dropout(self, x: Tensor, forward_pass: Pass) -> Dropout | None:
+    def dropout(self, x: Tensor, forward_pass: Pass) -> InputDropout | None:
         p = self.lora.lora_dropout
         context = self.context
         if not p or not forward_pass.training:
@@ -125,11 +125,7 @@ class Adapter(nn.Module):
     def column(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
         """Add a column-parallel layer's adapters to y (whole sequence, b, out / tp). x (s, b, in)"""
         t = _Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
-        context = self.context
-        enter = (
-            copy_to_tensor_parallel if context.sequence is None else gather_from_sequence_parallel
-        )
-        return self.up(y, enter(t, context.tp))
+        return self.up(y, self.context.whole_sequence(t))
 
     def row(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
         """Add a row-parallel layer's adapters to y (s, b, out). x (whole sequence, b, in / tp)"""
@@ -178,11 +174,11 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, scale: flo
     return (weight.float() + delta.view(weight.shape)).to(weight.dtype)
 
 
-class _Down(torch.autograd.Function):
+class _Down(Function[Tensor]):
     """dropout(x) A^T."""
 
     @staticmethod
-    def forward(ctx: Any, ops: Ops, x: Tensor, a: Tensor, dropout: Dropout | None) -> Tensor:
+    def forward(ctx: Any, ops: Ops, x: Tensor, a: Tensor, dropout: InputDropout | None) -> Tensor:
         rows = as_rows(_dropped(ops.kernels, x, dropout))
         stacked = matrix(a)
         t = rows.new_empty(len(rows), len(stacked))
@@ -207,7 +203,14 @@ class _Down(torch.autograd.Function):
         return None, _dropped(ops.kernels, dx, ctx.dropout), None, None
 
 
-class _Up(torch.autograd.Function):
+def _accumulate_up(b: Tensor, total: Tensor, mask: Tensor | None, scale: float) -> None:
+    """Add the gradient of `expanded` (out, p r) to the gradient of B."""
+    if mask is not None:
+        total = (total.unflatten(1, (-1, b.shape[-1])) * mask).sum(1)
+    gradient_of(b).add_(total.view(b.shape), alpha=scale)
+
+
+class _Up(Function[Tensor]):
     """y + scale t B^T."""
 
     @staticmethod
@@ -235,10 +238,7 @@ class _Up(torch.autograd.Function):
         rows_dy = as_rows(dy)
 
         def gradient() -> None:
-            total = ops.outer_sum(rows_dy, rows)  # (out, p r)
-            parts = total.unflatten(1, (-1, b.shape[-1]))
-            total = total if mask is None else (parts * mask).sum(1)
-            gradient_of(b).add_(total.view(b.shape), alpha=scale)
+            _accumulate_up(b, ops.outer_sum(rows_dy, rows), mask, scale)
 
         ops.weight_gradients.add(gradient)
         dt = torch.empty_like(rows)
@@ -263,29 +263,29 @@ def activated_linear(
     if adapter is not None:
         a = adapter.lora_a
         dropout = adapter.dropout(pre[..., : weight.shape[1]], forward_pass)
-    return _ActivatedLinear.apply(
-        context.ops, activation, pre, weight, a, dropout, forward_pass.needs_values
-    )
+    call = _Activated(activation, weight, dropout, forward_pass.needs_values)
+    return _ActivatedLinear.apply(context.ops, pre, a, call)
 
 
-class _ActivatedLinear(torch.autograd.Function):
+class _Activated(NamedTuple):
+    """Arguments of `_ActivatedLinear` without gradients."""
+
+    activation: str
+    weight: Tensor
+    dropout: InputDropout | None
+    needs_values: bool
+
+
+class _ActivatedLinear(Function[tuple[Tensor, Tensor | None]]):
     @staticmethod
     def forward(
-        ctx: Any,
-        ops: Ops,
-        activation: str,
-        pre: Tensor,
-        weight: Tensor,
-        a: Tensor | None,
-        dropout: Dropout | None,
-        needs_values: bool,
+        ctx: Any, ops: Ops, pre: Tensor, a: Tensor | None, call: _Activated
     ) -> tuple[Tensor, Tensor | None]:
+        activation, weight, dropout, needs_values = call
         ctx.save_for_backward(pre)
         ctx.ops = ops
-        ctx.activation = activation
-        ctx.weight = weight
         ctx.a = a
-        ctx.dropout = dropout
+        ctx.call = call
         rows = as_rows(pre)
         lead = pre.shape[:-1]
         t = None
@@ -307,8 +307,7 @@ class _ActivatedLinear(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dt: Tensor | None) -> tuple[Tensor | None, ...]:
         (pre,) = ctx.saved_tensors
         ops = ctx.ops
-        weight = ctx.weight
-        activation = ctx.activation
+        activation, weight, dropout, _ = ctx.call
         rows = as_rows(pre)
         lead = pre.shape[:-1]
         total = _inner_gradient(ops, as_rows(dout), weight, rows, activation)
@@ -317,19 +316,17 @@ class _ActivatedLinear(torch.autograd.Function):
             plain = ops.unpacked()
             dt = as_rows(dt)
             inner = ops.activate(rows, activation).view(*lead, -1)
-            plain.weight_gradient(
-                dt, as_rows(_dropped(ops.kernels, inner, ctx.dropout)), stacked, None
-            )
+            plain.weight_gradient(dt, as_rows(_dropped(ops.kernels, inner, dropout)), stacked, None)
             del inner
             plain = replace(plain, fp16_sum_length=ops.fp16_sum_length)
             added = _inner_gradient(plain, dt, stacked, rows, activation)
-            total.add_(_dropped(ops.kernels, added.view(*lead, -1), ctx.dropout).view_as(total))
+            total.add_(_dropped(ops.kernels, added.view(*lead, -1), dropout).view_as(total))
             del added
         if not is_fused(ops, activation):
             dpre = torch.empty_like(rows)
             ops.activation_gradient(total, rows, dpre, activation)
             total = dpre
-        return None, None, total.view(pre.shape), None, None, None, None
+        return None, total.view(pre.shape), None, None
 
 
 def _inner_gradient(ops: Ops, dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> Tensor:
@@ -376,15 +373,12 @@ class AdaptedExperts:
             return
 
         def gradients() -> None:
-            b = adapter.lora_b
-            mask = adapter.mask()
             ops = adapter.ops
             t = _grouped(adapter, x, adapter.lora_a, counts)
             dt = _grouped_back(adapter, dy, _up_matrices(adapter), counts)
             ops.grouped_weight_gradient(dt, x, adapter.lora_a, counts)
-            total = ops.grouped_outer_sum(dy, t, counts).flatten(0, 1)  # (e out, p r)
-            total = total if mask is None else (total.unflatten(1, (-1, b.shape[-1])) * mask).sum(1)
-            gradient_of(b).add_(total.view(b.shape), alpha=adapter.lora.scale)
+            total = ops.grouped_outer_sum(dy, t, counts).flatten(0, 1)
+            _accumulate_up(adapter.lora_b, total, adapter.mask(), adapter.lora.scale)
 
         self.ops.weight_gradients.add(gradients)
 

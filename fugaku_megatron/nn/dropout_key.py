@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -40,3 +41,10 @@ class DropoutKey:
         else:
             yield slice(self.cut), replace(self, cut=None)
             yield slice(self.cut, None), replace(self, row0=self.after_cut, cut=None)
+
+
+class Dropout(NamedTuple):
+    """A dropout probability and the mask."""
+
+    p: float
+    key: DropoutKey

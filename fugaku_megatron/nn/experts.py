@@ -16,16 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel, gather_sequence
+from ..comm.autograd import (
+    Function,
+    gather_sequence,
+    map_rows,
+)
 from ..comm.base import Comm
-from ..comm.exchange import Exchange, GroupedExchange, copy_rows, map_rows, sum_copied_rows
-from ..config.run_config import ModelConfig
+from ..comm.exchange import Exchange, GroupedExchange, copy_rows, sum_copied_rows
+from ..config.model import ModelConfig
 from ..costs.experts import exchanged_groups
 from .adapters import AdaptedExperts
 from .blocks import MLP
 from .forward_context import Pass
 from .gradients import as_rows
 from .layers import Context
+from .ops import Ops
+from .ops.mlp import MLPWeights
 from .router import Router, SmallLinear
 
 
@@ -39,13 +45,13 @@ class Order:
     places: (rows, k), index in `pairs`, n if dropped.
     """
 
-    ops: Any
+    ops: Ops
     pairs: Tensor
     counts: tuple[int, ...]
     places: Tensor
 
     @staticmethod
-    def of(ops: Any, chosen: Tensor, experts: int, keep: Tensor | None = None) -> Order:
+    def of(ops: Ops, chosen: Tensor, experts: int, keep: Tensor | None = None) -> Order:
         """Sort the pairs of experts chosen (rows, k). keep: False for dropped pairs."""
         counts, pairs, places = ops.sort_pairs(
             chosen if keep is None else chosen.masked_fill(~keep, experts), experts
@@ -115,7 +121,7 @@ class Route:
 
     @staticmethod
     def of(
-        ops: Any, counts: tuple[int, ...], groups: int, ep: Comm, etp: Comm
+        ops: Ops, counts: tuple[int, ...], groups: int, ep: Comm, etp: Comm
     ) -> tuple[list[Route], list[int]]:
         """Build every expert group's route, and the order in which groups are processed. Collective over ep and etp.
 
@@ -152,7 +158,7 @@ def in_turn(rows: Sequence[int]) -> list[int]:
     return ascending[::2] + ascending[1::2][::-1]
 
 
-class _Experts(torch.autograd.Function):
+class _Experts(Function[Tensor]):
     """Sum of score x expert: x (s, b, h), scores (rows, k), weight1 (e, 2, f, h) or (e, f, h), weight2 (e, h, f) -> (rows, h).
 
     Scores multiply the second matmul's input.
@@ -162,14 +168,13 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any,
         ops: Any,
-        activation: str,
         x: Tensor,
         scores: Tensor,
         order: Order,
-        weights: tuple[Tensor, Tensor],
+        weights: MLPWeights,
         needs_values: bool,
     ) -> Tensor:
-        weight1, weight2 = weights
+        weight1, _, weight2, activation = weights
         rows = as_rows(x)
         factors = scores.detach().flatten()[order.pairs]  # (n,)
         inputs = order.dispatch(rows)
@@ -177,7 +182,6 @@ class _Experts(torch.autograd.Function):
         ops.grouped_matmul(inputs, weight1, order.counts, pre)
         ctx.save_for_backward(x, pre, factors)
         ctx.ops = ops
-        ctx.activation = activation
         ctx.order = order
         ctx.weights = weights
         if not needs_values:
@@ -190,7 +194,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, pre, factors = ctx.saved_tensors
-        weight1, weight2 = ctx.weights
+        weight1, _, weight2, activation = ctx.weights
         ops = ctx.ops
         order = ctx.order
         dout = order.dispatch(as_rows(dy))  # (n, h)
@@ -199,7 +203,7 @@ class _Experts(torch.autograd.Function):
         ops.grouped_data_gradient(dout, weight2, order.counts, inner)
         dscores = torch.zeros(order.places.numel())
         dscores[order.pairs] = ops.scaled_gate_gradient(
-            inner, pre, factors, dpre, ctx.activation
+            inner, pre, factors, dpre, activation
         )  # inner then has its value
         ops.grouped_weight_gradient(dout, inner, weight2, order.counts)
         del dout, inner
@@ -208,7 +212,7 @@ class _Experts(torch.autograd.Function):
         ops.grouped_weight_gradient(dpre, inputs, weight1, order.counts)
         ops.grouped_data_gradient(dpre, weight1, order.counts, dinputs)
         dx = order.combine(dinputs).view_as(x)
-        return None, None, dx, dscores.view_as(order.places), None, None, None
+        return None, dx, dscores.view_as(order.places), None, None, None
 
 
 class ExpertLinear(nn.Module):
@@ -228,8 +232,8 @@ class ExpertLinear(nn.Module):
     ) -> None:
         super().__init__()
         experts = (context.model.num_experts or 0,)
-        self.weight = context.expert_parameter(
-            f"{name}.weight", (*experts, *outputs, inputs), len(outputs) + split, std
+        self.weight = context.parameter(
+            f"{name}.weight", (*experts, *outputs, inputs), len(outputs) + split, std, experts=True
         )
         self.adapter = context.adapter(name, inputs, outputs, split, experts)
 
@@ -277,7 +281,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Apply the MLP, (s, b, h) -> (s, b, h), without overwriting x."""
-        y = self.mlp(x, replace(forward_pass, needs_values=True))
+        y: Tensor = self.mlp(x, replace(forward_pass, needs_values=True))
         if self.gate_weight is None:
             return y
         gate = torch.sigmoid(SmallLinear.apply(self.context.ops, x, self.gate_weight))
@@ -304,7 +308,9 @@ class Experts(nn.Module):
         scores, chosen = self.router(x, forward_pass)
         if context.ep is not None and context.etp is not None:
             return self._exchanged(x, scores, chosen, forward_pass, context.ep, context.etp)
-        whole, scores, chosen = self._whole(x, scores, chosen)
+        whole = context.whole_sequence(x)
+        scores = context.whole_sequence(scores)
+        chosen = gather_sequence(chosen, context.sequence)
         order = Order.of(
             self.context.ops, chosen, self._experts, self._kept(scores, chosen, forward_pass, None)
         )
@@ -332,15 +338,15 @@ class Experts(nn.Module):
 
     def _computed(self, x: Tensor, scores: Tensor, order: Order, forward_pass: Pass) -> Tensor:
         """Return the sum of score x expert (rows, h) for this rank's expert shard."""
-        return _Experts.apply(
-            self.experts.ops(self.context.ops),
+        experts = self.experts
+        weights = MLPWeights(
+            experts.linear_fc1.weight,
+            None,
+            experts.linear_fc2.weight,
             self.context.model.activation,
-            x,
-            scores,
-            order,
-            (self.experts.linear_fc1.weight, self.experts.linear_fc2.weight),
-            forward_pass.needs_values,
         )
+        ops = experts.ops(self.context.ops)
+        return _Experts.apply(ops, x, scores, order, weights, forward_pass.needs_values)
 
     def _exchanged(
         self, x: Tensor, scores: Tensor, chosen: Tensor, forward_pass: Pass, ep: Comm, etp: Comm
@@ -389,13 +395,3 @@ class Experts(nn.Module):
         if self.shared_experts is None:
             return []
         return [self.shared_experts(segment, forward_pass) for segment in segments]
-
-    def _whole(self, x: Tensor, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        context = self.context
-        if context.sequence is None:
-            x = copy_to_tensor_parallel(x, context.tp)
-            scores = copy_to_tensor_parallel(scores, context.tp)
-            return x, scores, chosen
-        x = gather_from_sequence_parallel(x, context.tp)
-        scores = gather_from_sequence_parallel(scores, context.tp)
-        return x, scores, gather_sequence(chosen, context.sequence)

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..config.run_config import ModelConfig
+from ..config.model import ModelConfig
 from .heads import Angles
 from .kv_cache import KeyValueCache
 from .ops import Ops

@@ -127,7 +127,7 @@ def make_parameter(
 
 
 def spec_of(parameter: torch.Tensor) -> ParameterSpec:
-    return parameter.spec  # type: ignore[attr-defined]
+    return parameter.spec  # type: ignore[attr-defined, no-any-return]  # as above
 
 
 PARAMETER_DTYPES = {

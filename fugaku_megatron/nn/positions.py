@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..config.model import YARN
-from ..config.run_config import ModelConfig
+from ..config.model import YARN, ModelConfig
 from .heads import Angles
 
 
@@ -85,7 +84,7 @@ def yarn_frequencies(model: ModelConfig) -> Tensor:
 def concentration(model: ModelConfig) -> float:
     """Return the factor on queries and keys: YaRN's, from --attention-multiplier, or 1."""
     if model.attention_multiplier is not None:
-        return (model.attention_multiplier * model.kv_channels**0.5) ** 0.5
+        return float((model.attention_multiplier * model.kv_channels**0.5) ** 0.5)
     return model.yarn_attention_factor if model.position_embedding_type == YARN else 1.0
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.autograd import Function
+
 
 def backward(y: Tensor, dy: Tensor | None) -> None:
     """Run torch.autograd.backward(y, dy) without its import of sympy, 32 MiB a rank. dy: None means ones."""
@@ -17,7 +19,7 @@ def backward(y: Tensor, dy: Tensor | None) -> None:
     )
 
 
-class _Recompute(torch.autograd.Function):
+class _Recompute(Function[Tensor]):
     @staticmethod
     def forward(
         ctx: Any,

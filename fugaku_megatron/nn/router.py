@@ -13,18 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..comm.autograd import Function
 from ..config.experts import SEQUENCE_AUX, SIGMOID
-from ..config.run_config import ModelConfig
+from ..config.model import ModelConfig
 from .forward_context import Pass
 from .gradients import accumulate, as_rows
 from .layers import Context
+from .ops import Ops
 from .ops.experts import NORMALIZER
 
 SINKHORN_TOLERANCE = 1e-4  # as in Megatron-LM
 SINKHORN_ROUNDS = 1000
 
 
-class SmallLinear(torch.autograd.Function):
+class SmallLinear(Function[Tensor]):
     """A linear layer with few outputs, computed in FP32."""
 
     @staticmethod
@@ -44,7 +46,7 @@ class SmallLinear(torch.autograd.Function):
         return None, (dy @ weight.detach().float()).to(x.dtype).view_as(x), None
 
 
-class _Counted(torch.autograd.Function):
+class _Counted(Function[Tensor]):
     """Identity of the scores; backward adds each expert's tokens beyond the mean, (e,), to the bias gradient."""
 
     @staticmethod
@@ -60,7 +62,7 @@ class _Counted(torch.autograd.Function):
         return None, dscores, None, None
 
 
-class _WithLoss(torch.autograd.Function):
+class _WithLoss(Function[Tensor]):
     """Identity of the scores; backward adds `factor` to the gradient of `loss` ()."""
 
     @staticmethod
@@ -74,7 +76,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 def route(
-    ops: Any, logits: Tensor, bias: Tensor | None, model: ModelConfig, ranks: Tensor | None = None
+    ops: Ops, logits: Tensor, bias: Tensor | None, model: ModelConfig, ranks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's experts. Return (scores, expert numbers), both (rows, k). logits (rows, e), bias (e,).
 

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..comm.autograd import map_rows
 from ..comm.base import Comm
-from ..comm.exchange import Exchange, map_rows
+from ..comm.exchange import Exchange
 from ..costs.activations import rank_segments, segment_numbers
 from .heads import Heads
 

@@ -10,7 +10,7 @@ in `Heads`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..comm.autograd import Function
 from ..comm.base import DONE, Comm, Handle
 from ..config.parallel import ALLGATHER
 from ..costs.activations import rank_segments, span, visible_keys
-from .dropout_key import DropoutKey
+from .dropout_key import Dropout
 from .heads import Heads
 from .sequence_ranks import to_rank_order, to_sequence_order
 
@@ -60,12 +61,11 @@ class AttentionMask:
 
 
 class SharedCall(NamedTuple):
-    """Arguments shared by all blocks of an attention call. dropout: probability."""
+    """Arguments shared by all blocks of an attention call."""
 
     heads: Heads
     mask: AttentionMask
-    dropout: float
-    key: DropoutKey
+    dropped: Dropout
 
 
 class Block(NamedTuple):
@@ -110,24 +110,26 @@ class Result:
         before.copy_(after)
 
 
-class _Gradients:
-    """Query gradients of this rank, accumulated over blocks in dqkv."""
+class AttentionGradients(NamedTuple):
+    """Attention of queries to all keys, out and lse as from `attend_block`, and its gradients.
 
-    def __init__(
-        self, ops: Any, call: SharedCall, qkv: Tensor, out: Tensor, lse: Tensor, dout: Tensor
-    ) -> None:
-        self._ops = ops
-        self._call = call
-        self._tensors = (qkv, out, dout)
-        self._lse = lse
-        self.dqkv = torch.zeros(qkv.shape)
+    dqkv: in FP32, accumulated over blocks.
+    """
 
-    def add(self, block: Block, kv: Tensor, dkv: Tensor) -> None:
-        qkv, out, dout = (tensor[block.rows] for tensor in self._tensors)
-        lse = self._lse[..., block.rows].contiguous()
-        self._ops.add_block_gradients(
-            self._call, block, qkv, kv, out, lse, dout, self.dqkv[block.rows], dkv
+    qkv: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dqkv: Tensor
+
+    def of_rows(self, rows: slice) -> AttentionGradients:
+        lse = self.lse[..., rows].contiguous()
+        return AttentionGradients(
+            self.qkv[rows], self.out[rows], lse, self.dout[rows], self.dqkv[rows]
         )
+
+
+AddGradients = Callable[[Block, Tensor, Tensor], None]  # block, kv, dkv
 
 
 def keys_of(qkv: Tensor, heads: Heads) -> Tensor:
@@ -144,22 +146,21 @@ class _Gathered:
 
     def __init__(self, cp: Comm, call: SharedCall, kv: Tensor) -> None:
         self._cp = cp
-        self._keys = range(call.mask.length)
         self._own = kv
         whole = cp.all_gather(kv.new_empty(cp.size, *kv.shape), kv)
         self._whole = to_sequence_order(whole.flatten(0, 1), cp.size)
-        self._blocks = list(
-            visible_blocks(call.mask, rank_segments(cp.rank, cp.size, call.mask.length), self._keys)
-        )
+        length = call.mask.length
+        segments = rank_segments(cp.rank, cp.size, length)
+        self._blocks = list(visible_blocks(call.mask, segments, range(length)))
 
     def __iter__(self) -> Iterator[tuple[Block, Tensor]]:
         for block in self._blocks:
             yield block, self._whole[_places(block, 0)]
 
-    def gradients(self, made: _Gradients) -> Tensor:
+    def gradients(self, add: AddGradients) -> Tensor:
         dkv = torch.zeros(self._whole.shape)
         for block, kv in self:
-            made.add(block, kv, dkv[_places(block, 0)])
+            add(block, kv, dkv[_places(block, 0)])
         return self._cp.reduce_scatter(
             torch.empty(self._own.shape), to_rank_order(dkv, self._cp.size)
         )
@@ -226,11 +227,7 @@ class _Passed:
             yield step, coming
 
     def _visible_blocks(self, keys: range) -> Iterator[Block]:
-        return (
-            visible_blocks(self._call.mask, self._segments[self._cp.rank], keys)
-            if keys
-            else iter(())
-        )
+        return visible_blocks(self._call.mask, self._segments[self._cp.rank], keys)
 
     def _all_sent(self) -> None:
         for handle in self._sent:
@@ -246,7 +243,7 @@ class _Passed:
                     yield block, kv[_places(block, keys.start)]
         self._all_sent()
 
-    def gradients(self, made: _Gradients) -> Tensor:
+    def gradients(self, add: AddGradients) -> Tensor:
         """Return the FP32 gradient of kv (r, b, 2 g d), in step order; blocks of own keys seen by the other own segment are last."""
         cp = self._cp
         total = torch.zeros(self._own.shape)
@@ -265,15 +262,15 @@ class _Passed:
                 dkv = torch.zeros(kv.shape) if step else total[self._rows(number, keys)]
                 for block in self._visible_blocks(keys):
                     places = _places(block, keys.start)
-                    add = partial(made.add, block, kv[places], dkv[places])
+                    work = partial(add, block, kv[places], dkv[places])
                     if step or block.queries.start < keys.stop:
-                        add()
+                        work()
                     else:
-                        last.append(add)
+                        last.append(work)
                 if step and keys:
                     self._sent.append(cp.isend(dkv, source, GRADIENTS + number))
-        for add in last:
-            add()
+        for work in last:
+            work()
         for rows, tensor, handle in returning:
             handle.wait()
             total[rows] += tensor
@@ -281,7 +278,7 @@ class _Passed:
         return total
 
 
-class _SharedAttention(torch.autograd.Function):
+class _SharedAttention(Function[Tensor]):
     @staticmethod
     def forward(
         ctx: Any, ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, cp_comm_type: str
@@ -302,13 +299,16 @@ class _SharedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         qkv, out, lse = ctx.saved_tensors
-        heads = ctx.call.heads
-        made = _Gradients(ctx.ops, ctx.call, qkv, out, lse, dout.contiguous())
-        dkv = ctx.kind(ctx.cp, ctx.call, keys_of(qkv, heads).flatten(2).contiguous()).gradients(
-            made
-        )
-        keys_of(made.dqkv, heads).copy_(dkv.view(*dkv.shape[:2], heads.groups, 2, heads.head_size))
-        return None, made.dqkv.to(qkv.dtype), None, None, None
+        call = ctx.call
+        heads = call.heads
+        whole = AttentionGradients(qkv, out, lse, dout.contiguous(), torch.zeros(qkv.shape))
+
+        def add(block: Block, kv: Tensor, dkv: Tensor) -> None:
+            ctx.ops.add_block_gradients(call, block, whole.of_rows(block.rows), kv, dkv)
+
+        dkv = ctx.kind(ctx.cp, call, keys_of(qkv, heads).flatten(2).contiguous()).gradients(add)
+        keys_of(whole.dqkv, heads).copy_(dkv.view(*dkv.shape[:2], heads.groups, 2, heads.head_size))
+        return None, whole.dqkv.to(qkv.dtype), None, None, None
 
 
 def shared_attention(

@@ -7,7 +7,6 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from ..comm.base import Comm
 from ..host.observed import Arguments, Keywords, Observed
 from ..host.placement import format_list
 from ..optim.flat import FlatParameters
+from .heartbeat import stat_words
 
 RESULT = "result"
 INPUT = "gradient of the input"
@@ -148,11 +148,9 @@ def cores() -> str:
     """Name a single thread's current core, or all cores that this rank's threads may use."""
     try:
         if torch.get_num_threads() == 1:
-            after_name = Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()
-            return f"core {after_name[36]}"
-        allowed = set()
-        for task in os.listdir("/proc/self/task"):
-            allowed |= os.sched_getaffinity(int(task))
+            return f"core {stat_words('thread-self')[36]}"
+        tasks = map(int, os.listdir("/proc/self/task"))
+        allowed = set().union(*map(os.sched_getaffinity, tasks))
         return f"cores {format_list(allowed)}"
     except OSError:
         return f"cores {format_list(os.sched_getaffinity(0))}"

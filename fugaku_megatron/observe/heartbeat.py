@@ -15,6 +15,7 @@ import faulthandler
 import mmap
 import os
 import platform
+import re
 import shutil
 import signal
 import struct
@@ -96,7 +97,7 @@ def node_folder() -> Path:
     return folder
 
 
-def stat_words(process: int) -> list[str]:
+def stat_words(process: int | str) -> list[str]:
     """Return the words of /proc/PROCESS/stat from the state on. OSError without the process."""
     return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
 
@@ -354,12 +355,9 @@ def state(process: int) -> str:
     """Return the process state, and the kernel function in which it waits, if shown."""
     words = []
     with contextlib.suppress(OSError):
-        words += [
-            line.split(maxsplit=1)[1]
-            for line in Path(f"/proc/{process}/status").read_text().splitlines()
-            if line.startswith("State:")
-        ]
-        words += [Path(f"/proc/{process}/wchan").read_text().strip("0")]
+        status = Path(f"/proc/{process}/status").read_text()
+        words += re.findall(r"^State:\s*(.*)$", status, re.MULTILINE)
+        words.append(Path(f"/proc/{process}/wchan").read_text().strip("0"))
     return " ".join(filter(None, words)) or "unknown"
 
 

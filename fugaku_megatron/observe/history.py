@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, TextIO
+
+from ..text.named_files import StrPath
 
 HISTORY = "history.jsonl"  # in the directory of --save
 
 
-def read_history(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_history(path: StrPath) -> list[dict[str, Any]]:
     """Return a history file's records, without an incomplete last line.
 
     "kind" is "train", "validation", "event" or "experts".

@@ -272,7 +272,7 @@ def size_name(parameters: int) -> str:
     return f"{parameters / unit:.{decimals}f}{letter}"
 
 
-def _or_dash(value: float | None, form: str, unit: str = "") -> str:
+def or_dash(value: float | None, form: str, unit: str = "") -> str:
     return UNKNOWN if value is None else format(value, form) + unit
 
 
@@ -318,18 +318,18 @@ class PublishedRow:
 
     def cells(self) -> tuple[str, ...]:
         return (
-            _or_dash(self.nodes, "d"),
-            _or_dash(self.ghz, ".1f", "GHz"),
+            or_dash(self.nodes, "d"),
+            or_dash(self.ghz, ".1f", "GHz"),
             self.size,
-            _or_dash(self.dp, "d"),
-            _or_dash(self.tp, "d"),
-            _or_dash(self.pp, "d"),
-            _or_dash(self.mbs, "d"),
-            _or_dash(self.gbs, "d"),
-            _or_dash(self.memory_mib, ".1f", " MiB"),
+            or_dash(self.dp, "d"),
+            or_dash(self.tp, "d"),
+            or_dash(self.pp, "d"),
+            or_dash(self.mbs, "d"),
+            or_dash(self.gbs, "d"),
+            or_dash(self.memory_mib, ".1f", " MiB"),
             seconds_text(self.seconds),
             rate_text(self.tflops),
-            _or_dash(self.petaflops, ".4f"),
+            or_dash(self.petaflops, ".4f"),
             self.notes,
         )
 

@@ -29,6 +29,7 @@ from ..cli import arguments
 from ..cli.output_files import check_file, writing
 from ..config.fields import check
 from ..costs import accounting
+from ..text.named_files import StrPath
 from ..text.table import pipe_table, write_csv
 from . import loss_plot, rank_table
 from .history import HISTORY
@@ -217,7 +218,7 @@ def iteration_records(logs: Sequence[LogSummary]) -> Iterator[dict[str, Any]]:
             yield {"log": log.path, **asdict(iteration)}
 
 
-def draw(path: str | os.PathLike[str], logs: Sequence[LogSummary], x: str = "iteration") -> bool:
+def draw(path: StrPath, logs: Sequence[LogSummary], x: str = "iteration") -> bool:
     """Plot loss, learning rate and TFLOPs over `x` (a key of loss_plot.AXES); print why if nothing is drawn."""
     if len(logs) == 1:
         (log,) = logs
@@ -371,7 +372,7 @@ def main(options: argparse.Namespace) -> int:
                 "history.jsonl"
             )
         check(
-            options.x == "iteration" or bool(log.last.consumed_tokens),
+            options.x == "iteration" or log.last.consumed_tokens,
             f"--x {options.x}: {log.path} does not say how many tokens were consumed: leave it out",
         )
     _write(options, logs)

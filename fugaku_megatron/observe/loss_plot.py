@@ -14,6 +14,7 @@ from ..cli.output_files import shown
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting
+from ..text.named_files import StrPath
 from .history import read_history
 from .iteration_metrics import size_name
 
@@ -38,7 +39,7 @@ def describe(run: RunConfig, dp: int) -> str:
     return f"{size_name(accounting.parameters(run))}, {layout}, {run.precision.name}"
 
 
-def title(description: str, place: str | os.PathLike[str]) -> str:
+def title(description: str, place: StrPath) -> str:
     """Return the description, and the path's end on a second line."""
     path = os.fspath(place)
     if len(path) > WIDTH:
@@ -46,9 +47,7 @@ def title(description: str, place: str | os.PathLike[str]) -> str:
     return "\n".join(filter(None, (description, path)))
 
 
-def loss_curve(
-    path_png: str | os.PathLike[str], history: Records | str | os.PathLike[str], heading: str = ""
-) -> bool:
+def loss_curve(path_png: StrPath, history: Records | StrPath, heading: str = "") -> bool:
     """Plot a history (records or their file) into `path_png`.
 
     Print one line and return False without a loss or matplotlib, or on a file error: a plot never ends a run.
@@ -62,7 +61,7 @@ def loss_curve(
 
 
 def start_loss_curve(
-    path_png: str | os.PathLike[str], history: str | os.PathLike[str], heading: str = ""
+    path_png: StrPath, history: StrPath, heading: str = ""
 ) -> subprocess.Popen[Any]:
     return start_module("loss_plot", os.fspath(path_png), os.fspath(history), heading)
 
@@ -83,7 +82,7 @@ def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[A
 
 
 def loss_curves(
-    path_png: str | os.PathLike[str],
+    path_png: StrPath,
     runs: Mapping[str, Records],
     heading: str = "",
     x: str = "iteration",
@@ -117,7 +116,7 @@ def _with_loss(records: Records, kind: str) -> Records:
 
 
 def _draw(
-    path_png: str | os.PathLike[str],
+    path_png: StrPath,
     runs: Mapping[str, tuple[Records, Records]],
     heading: str,
     x: str,
@@ -129,20 +128,18 @@ def _draw(
     small = SMALL_PANELS
     if not any(r.get("watts") for train, _ in runs.values() for r in train):
         small = SMALL_PANELS[:2]
-    grid = figure.add_gridspec(
-        2 if loads is None else 3,
-        len(small),
-        height_ratios=(3, 1) if loads is None else (3, 1, 1.5),
-    )
-    panels = [
-        figure.add_subplot(grid[0, :]),
-        *(figure.add_subplot(grid[1, i]) for i in range(len(small))),
-    ]
+    rows: list[Any] = [["lm_loss" for _ in small], [field for field, _ in small]]
+    heights = [3.0, 1.0]
+    if loads is not None:
+        rows.append(["loads" for _ in small])
+        heights.append(1.5)
+    panels = figure.subplot_mosaic(rows, height_ratios=heights)
+    losses = panels["lm_loss"]
     for number, (name, (train, validation)) in enumerate(runs.items()):
         color = f"C{number % 10}"  # of a run in every panel
-        _line(panels[0], train, x, "lm_loss", label=shown(name) or "training", color=color)
+        _line(losses, train, x, "lm_loss", label=shown(name) or "training", color=color)
         _line(
-            panels[0],
+            losses,
             validation,
             x,
             "lm_loss",
@@ -151,16 +148,16 @@ def _draw(
             marker="o",
             linestyle="--",
         )
-        for panel, (field, _) in zip(panels[1:], small, strict=True):
-            _line(panel, train, x, field, color=color)
-    for panel, label in zip(panels, ("lm loss", *(label for _, label in small)), strict=True):
-        panel.set(xlabel=x, ylabel=label)
-        panel.grid(alpha=0.3)
+        for field, _ in small:
+            _line(panels[field], train, x, field, color=color)
+    for field, label in (("lm_loss", "lm loss"), *small):
+        panels[field].set(xlabel=x, ylabel=label)
+        panels[field].grid(alpha=0.3)
     validated = len(runs) > 1 and any(validation for _, validation in runs.values())
-    if panels[0].get_legend_handles_labels()[0]:
-        panels[0].legend(fontsize="small", title="dashed: validation" if validated else None)
+    if losses.get_legend_handles_labels()[0]:
+        losses.legend(fontsize="small", title="dashed: validation" if validated else None)
     if loads is not None:
-        _draw_loads(figure.add_subplot(grid[2, :]), loads)
+        _draw_loads(panels["loads"], loads)
     figure.suptitle(shown(heading), fontsize="medium")
     figure.savefig(path_png, dpi=120, format="png")
 

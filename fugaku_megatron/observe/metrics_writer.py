@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..text.named_files import StrPath
 from .history import open_history
 from .iteration_metrics import METRICS, IterationMetrics
 from .screen import Screen, open_screen
@@ -56,9 +57,9 @@ class LogOutputs:
 
     stream: TextIO | None = None
     live: str = "auto"
-    log_file: str | os.PathLike[str] | None = None
-    history: str | os.PathLike[str] | None = None
-    tensorboard_dir: str | os.PathLike[str] | None = None
+    log_file: StrPath | None = None
+    history: StrPath | None = None
+    tensorboard_dir: StrPath | None = None
     wandb: WandbRun | None = None
 
     def check_installed(self) -> None:

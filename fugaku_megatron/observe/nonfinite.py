@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agreement import first_rank
+from ..comm.agreement import first_text
+from ..comm.autograd import Function
 from ..data.sampler import first_sample
 from ..host.observed import Arguments, Keywords, Observed
 from ..nn.layers import dropout_layer
@@ -62,7 +63,7 @@ class Finding:
     text: str
 
 
-class _Tap(torch.autograd.Function):
+class _Tap(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, x: Tensor, observe: Callable[[Tensor], None]) -> Tensor:
         ctx.observe = observe
@@ -78,8 +79,7 @@ def _tap(x: Tensor, observe: Callable[[Tensor], None]) -> Tensor:
     """Return `x`; pass its gradient to `observe`."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    tapped: Tensor = _Tap.apply(x, observe)  # type: ignore[no-untyped-call]
-    return tapped
+    return _Tap.apply(x, observe)
 
 
 @dataclass
@@ -106,12 +106,17 @@ def _name(operation: str, arguments: dict[str, Any], previous: str) -> str:
     """
     if operation == "head_loss":
         return f"{operation}, output_layer"
-    weight = arguments.get("weight", arguments.get("weight1"))
+    weight = arguments.get("weight")
+    if "weights" in arguments:  # of an MLP
+        weight = arguments["weights"].weight1
+    elif "norm" in arguments:
+        weight = arguments["norm"].weight
     if weight is not None:
         return f"{operation}, {weight.spec.name.removesuffix('.weight')}"
-    if "key" not in arguments:  # rotary has neither weight nor key
+    dropped = arguments.get("dropped")
+    if dropped is None:  # rotary has neither weight nor dropout
         return f"{operation}, after {previous}"
-    layer = dropout_layer(arguments["key"].stream)
+    layer = dropout_layer(dropped.key.stream)
     if layer == 0:
         return f"{operation}, embedding"
     return f"{operation}, decoder.layers.{layer - 1}"  # Megatron's names count from 0
@@ -231,14 +236,9 @@ class Search:
 def _first_finding(trainer: Trainer, finding: Finding | None) -> str | None:
     """Return all ranks' first finding, with rank and node. Collective."""
     world = trainer.world
-    rank = first_rank(world, finding.key if finding else None, KEY_LENGTH)
-    if rank is None:
-        return None
-    text = ""
-    if finding and rank == world.rank:
-        text = f"rank {rank} (node {platform.node()}), {finding.text}"
-    found: str = world.broadcast_object(text, root=rank)
-    return found
+    key = finding.key if finding else None
+    place = f"rank {world.rank} (node {platform.node()})"
+    return first_text(world, key, KEY_LENGTH, lambda: f"{place}, {finding and finding.text}")
 
 
 def _nonfinite_weight(trainer: Trainer) -> Finding | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..cli.output_files import picture, shown
 from ..config.fields import check
-from ..text.named_files import read_text
+from ..text.named_files import StrPath, read_text
 from ..text.table import pipe_table
 from .loss_plot import title
 
@@ -148,7 +148,7 @@ def _usual_of(interval: Interval) -> str:
     return f"the work of its stage, which has {count}, takes {pace}"
 
 
-def read(path: str | os.PathLike[str]) -> list[Interval]:
+def read(path: StrPath) -> list[Interval]:
     """Return a file's intervals with the last layout, in order; the last if repeated.
 
     ValueError, with file and line, for another file.
@@ -166,7 +166,7 @@ def read(path: str | os.PathLike[str]) -> list[Interval]:
             found.clear()
         found[interval.iteration] = interval
     check(
-        bool(found),
+        found,
         f"{path} is empty: pass a file that --log-ranks wrote, after the run's first log interval",
     )
     return [found[iteration] for iteration in sorted(found)]
@@ -182,7 +182,7 @@ def mean(intervals: Sequence[Interval]) -> Interval:
     return replace(counted[-1], seconds=seconds)
 
 
-def text(path: str | os.PathLike[str], intervals: Sequence[Interval]) -> str:
+def text(path: StrPath, intervals: Sequence[Interval]) -> str:
     average = mean(intervals)
     rows = [list(COLUMNS)]
     for phase, row in average.seconds.items():
@@ -195,9 +195,7 @@ def text(path: str | os.PathLike[str], intervals: Sequence[Interval]) -> str:
     return "\n".join([*pipe_table(rows), "", basis])
 
 
-def draw(
-    path: str | os.PathLike[str], source: str | os.PathLike[str], intervals: Sequence[Interval]
-) -> None:
+def draw(path: StrPath, source: StrPath, intervals: Sequence[Interval]) -> None:
     """Write a PNG heat map per phase: ranks down, log intervals across. ValueError on failure."""
     phases = list(intervals[0].seconds)
     heading = title("Where the time of every rank went, measured", os.path.abspath(source))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agreement import first_rank
+from ..comm.agreement import first_rank, first_text
 from ..training.trainer import Trainer
 from .abft import cores
 
@@ -110,7 +110,8 @@ def first_difference(one: dict[Key, int], other: dict[Key, int]) -> Key | None:
     return min((key for key in keys if one.get(key) != other.get(key)), default=None)
 
 
-def _describe(key: Key) -> str:
+def _describe(key: Key | None) -> str:
+    assert key is not None
     sample, kind, part = key
     if kind == WEIGHT_GRADIENT:
         return "the weight gradients"
@@ -169,18 +170,15 @@ class Rerun:
         world = self.trainer.world
         tp = self.trainer.groups.tp.size
         key = first_difference(first, again)
-        rank = first_rank(world, _search_key(key), 3)
-        if rank is None:
-            return None
-        text = ""
-        if key and rank == world.rank:
-            ranks = f"rank {rank}"
+
+        def text() -> str:
+            ranks = f"rank {world.rank}"
             if tp > 1:
-                begin = rank // tp * tp
+                begin = world.rank // tp * tp
                 ranks = f"ranks {begin} to {begin + tp - 1}, which share their layers"
-            text = f"{_describe(key)}, on {ranks} (node {platform.node()})"
-        found: str = world.broadcast_object(text, root=rank)
-        return found
+            return f"{_describe(key)}, on {ranks} (node {platform.node()})"
+
+        return first_text(world, _search_key(key), 3, text)
 
     def _same_bits(self, consumed: int, first: dict[Key, int], again: float) -> tuple[float, str]:
         """Find out if a core repeats its mistake; return (loss to use, verdict). Collective."""
@@ -243,11 +241,10 @@ class Rerun:
         trainer = self.trainer
         world = trainer.world
         dp = trainer.groups.dp
-        rank = first_rank(world, _search_key(key), 3)
-        assert rank is not None, "a difference was found"
         places = dp.all_gather_object(f"rank {world.rank} (node {platform.node()}, {cores()})")
-        text = ""
-        if key and rank == world.rank:
+
+        def text() -> str:
+            assert key is not None
             own = places[dp.rank]
             other = places[(dp.rank - trainer.groups.cp.size) % dp.size]
             values = [each[key] for each in computed]
@@ -256,8 +253,10 @@ class Rerun:
                 suspect = own
             elif len(values) == 3 and values[2] == values[0]:
                 suspect = other
-            text = f"{_describe(key)}, on {suspect}"
-        found: str = world.broadcast_object(text, root=rank)
+            return f"{_describe(key)}, on {suspect}"
+
+        found = first_text(world, _search_key(key), 3, text)
+        assert found is not None, "a difference was found"
         return found
 
 

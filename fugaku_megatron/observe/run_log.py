@@ -38,6 +38,14 @@ _GROUPS = {
     "batch": BatchConfig,
     "parallel": ParallelConfig,
     "precision": PrecisionConfig,
+    "training": TrainingConfig,
+}
+# Fields of the `run:` line: name -> group of the configuration, field.
+_LOGGED = {
+    f.name: (group, f)
+    for group, config in _GROUPS.items()
+    for f in fields(config)
+    if group != "training" or f.name in _RECOMPUTE
 }
 FORMULAS: dict[str, Callable[[RunConfig, int], float]] = {
     "hardware": accounting.hardware_flops,
@@ -131,16 +139,9 @@ class Job:
 def format_run(run: RunConfig, layout: Layout, nodes: int) -> str:
     """Return the `run:` line: JSON of nodes, ranks and relevant fields that are not at their defaults."""
     values = {
-        f.name: value
-        for group in _GROUPS
-        for f in fields(_GROUPS[group])
-        if (value := getattr(getattr(run, group), f.name)) != f.default
-    }
-    default = {f.name: f.default for f in fields(run.training)}
-    values |= {
         name: value
-        for name in _RECOMPUTE
-        if (value := getattr(run.training, name)) != default[name]
+        for name, (group, f) in _LOGGED.items()
+        if (value := getattr(getattr(run, group), name)) != f.default
     }
     values["global_batch_size"] = layout.global_batch_size(run)
     return _RUN + json.dumps({"nodes": nodes, "world_size": layout.world_size, **values})
@@ -154,11 +155,7 @@ def parse_run(line: str) -> Job:
         ranks = values.pop("world_size")
     except (ValueError, KeyError, RecursionError):
         raise ValueError(f"not a run line: {line.strip()[:80]!r}") from None
-    unknown = sorted(
-        values.keys()
-        - {f.name for group in _GROUPS.values() for f in fields(group)}
-        - {*_RECOMPUTE}
-    )
+    unknown = sorted(values.keys() - _LOGGED.keys())
     check(
         not unknown,
         f"the run line has {', '.join(unknown)}, which this version does not know: read it with the version that "
@@ -182,10 +179,8 @@ def _check_job(job: Job) -> None:
             type(number) is int and 0 < number < 2**31,
             f"{name} is {number!r:.60}, not a whole number from 1 to 2147483647",
         )
-    for group in (*_GROUPS.values(), TrainingConfig):
-        for f in fields(group):
-            if f.name in job.values:
-                check_type(f, job.values[f.name])
+    for name, value in job.values.items():
+        check_type(_LOGGED[name][1], value)
     job.check()
 
 
@@ -419,7 +414,7 @@ def read_log(path: str | Path, job: Job | None = None, formula: str = "hardware"
     file.poll()
     summary = file.finish()
     check(
-        bool(summary.iterations),
+        summary.iterations,
         f"{path}: has no line of an iteration ('iteration 1/ 100 | ...'): pass a run's log",
     )
     return summary

@@ -10,6 +10,7 @@ from typing import Any
 from ..cli.output_files import picture
 from ..pipeline import instructions
 from ..pipeline.timeline import Span
+from ..text.named_files import StrPath
 from .loss_plot import title
 from .trace import measured_memory, measured_spans, read_trace
 
@@ -27,7 +28,7 @@ Kinds = dict[str, str]  # label -> colour
 
 
 def draw(
-    path: str | os.PathLike[str],
+    path: StrPath,
     spans: Sequence[Span],
     memory: Sequence[float],
     heading: str,
@@ -50,9 +51,7 @@ def draw(
         _legend(figure, kinds, columns=len(KINDS) + 1)
 
 
-def compare(
-    path: str | os.PathLike[str], rows: Sequence[tuple[str, Sequence[Span], Sequence[Span]]]
-) -> None:
+def compare(path: StrPath, rows: Sequence[tuple[str, Sequence[Span], Sequence[Span]]]) -> None:
     """Write a PNG with rows of (name, planned spans, measured spans). ValueError, with --png, on failure."""
     stages = 1 + max(span.stage for _, planned, _ in rows for span in planned)
     kinds: Kinds = {}

@@ -8,6 +8,8 @@ from collections import deque
 from pathlib import Path
 from typing import TextIO
 
+from ..text.named_files import StrPath
+from .heartbeat import stat_words
 from .iteration_metrics import IterationMetrics
 
 WIDTH = 79  # characters of a live line: ranks below mpiexec cannot query the terminal
@@ -47,7 +49,7 @@ def _launcher_terminal(otherwise: bool) -> bool:
                 return output.startswith(("/dev/pts/", "/dev/tty", "/dev/console"))
             if output != own:  # `sh -c "train | tee run.log"` as a rank
                 return otherwise
-        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        process = int(stat_words(process)[1])
     return otherwise
 
 
@@ -60,7 +62,7 @@ def duration_text(seconds: float) -> str:
     return f"{whole} s"
 
 
-def append(log_file: str | os.PathLike[str] | None, *lines: str) -> None:
+def append(log_file: StrPath | None, *lines: str) -> None:
     """Append to --log-file, if given. OSError if not writable."""
     if log_file is not None and lines:
         # surrogateescape: a path in a line may have any byte.
@@ -110,7 +112,7 @@ class Screen:
         self,
         stream: TextIO,
         live: LiveLine | None = None,
-        log_file: str | os.PathLike[str] | None = None,
+        log_file: StrPath | None = None,
     ) -> None:
         self._stream = stream
         self._live = live
@@ -166,7 +168,7 @@ def open_screen(
     live: str,
     train_iters: int,
     start_iteration: int = 0,
-    log_file: str | os.PathLike[str] | None = None,
+    log_file: StrPath | None = None,
 ) -> Screen:
     """Return the screen for --log-live `live`; print a hint if nothing gets the log lines."""
     if live != "on" and not (live == "auto" and on_terminal(stream)):

@@ -48,7 +48,7 @@ class RankTimes(Observer):
         self.work = [
             sum(
                 r.flops_forward + r.flops_backward
-                for _, r in accounting.stage_records(run, layout, stage)
+                for r in accounting.stage_records(run, layout, stage)
             )
             for stage in range(layout.pp)
         ]

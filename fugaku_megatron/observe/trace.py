@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..pipeline import instructions
 from ..pipeline import placement as placement_module
 from ..pipeline.timeline import COMPUTATIONS, Span
-from ..text.named_files import read_text
+from ..text.named_files import StrPath, read_text
 
 Trace = dict[str, Any]
 
 
-def read_trace(path: str | os.PathLike[str]) -> Trace:
+def read_trace(path: StrPath) -> Trace:
     """Read Chrome's format. ValueError for a damaged trace."""
     remedy = "pass a trace of a run with --profile"
     text = read_text(path, "", remedy)
@@ -77,10 +77,10 @@ def measured_spans(trace: Trace) -> list[Span]:
             _, tag = placement.peer(span.stage, _message(span))
             start = max(span.start, sent.get((span.stage, tag, span.microbatch), span.start))
             if start < span.end:
-                found.append(_between(span, start, span.end))
+                found.append(replace(span, start=start))
     begin = min((span.start for span in found), default=0.0)
     return [
-        _between(span, span.start - begin, span.end - begin)
+        replace(span, start=span.start - begin, end=span.end - begin)
         for span in sorted(found, key=lambda s: (s.stage, s.start))
     ]
 
@@ -102,10 +102,6 @@ def _instructions(trace: Trace) -> Iterator[Span]:
 
 def _message(span: Span) -> instructions.Instruction:
     return instructions.Instruction(span.op, span.microbatch, span.model_chunk)
-
-
-def _between(span: Span, start: float, end: float) -> Span:
-    return Span(span.stage, span.op, span.microbatch, span.model_chunk, start, end)
 
 
 def measured_memory(trace: Trace) -> list[float]:

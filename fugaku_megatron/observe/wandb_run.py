@@ -53,7 +53,7 @@ class WandbRun:
                 config=self.config,
                 mode=mode,  # type: ignore[arg-type]  # wandb checks WANDB_MODE
             )
-        except Exception as error:  # noqa: BLE001 - wandb's own errors have no common class
+        except Exception as error:  # wandb's own errors have no common class
             reason = [*str(error).splitlines(), type(error).__name__][0]
             say(f"note: --wandb-project {self.project}: {reason}; the run continues without it")
             return None

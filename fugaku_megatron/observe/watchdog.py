@@ -34,6 +34,7 @@ from .heartbeat import (
     write_of,
     write_own,
 )
+from .screen import append
 
 SHORTEST = 60.0  # s, smallest default limit
 ITERATIONS = 10.0  # default limit in units of the slowest iteration
@@ -295,11 +296,7 @@ class Watchdog:
         with contextlib.suppress(OSError):
             os.write(2, f"{line}\n".encode(errors="surrogateescape"))
         with contextlib.suppress(OSError):
-            if self.settings.log_file:
-                with open(
-                    self.settings.log_file, "a", encoding="utf-8", errors="surrogateescape"
-                ) as log:
-                    log.write(f"{line}\n")
+            append(self.settings.log_file, line)
 
     def _read_end(self) -> Message:
         end: Message = json.loads((self._here.folder / END).read_text())
@@ -321,13 +318,7 @@ class Watchdog:
         self.heart.look(written=True)
         if leads:
             self._write_stuck(directory, end["stuck"], begin + STACKS)
-            self._await(
-                lambda: all(
-                    beat.written or time.monotonic() - beat.looked > hang_verdict.ASLEEP
-                    for beat in self._here.read()
-                ),
-                begin + STACKS + LOOK,
-            )
+            self._await(self._all_written, begin + STACKS + LOOK)
             others = 0.0  # s for the stacks of other nodes
             if self.link:
                 others = SPREAD if end["speaks"] else PATIENCE
@@ -340,22 +331,18 @@ class Watchdog:
             self._kill(end["stuck"])
         os._exit(end["code"])
 
+    def _all_written(self) -> bool:
+        """Return True if every awake rank of the node has written its stacks."""
+        latest = time.monotonic() - hang_verdict.ASLEEP
+        return all(beat.written or beat.looked < latest for beat in self._here.read())
+
     def _write_stuck(self, directory: Path, ranks: list[int], until: float) -> None:
-        stuck = [
-            b
-            for b in self._here.read()
-            if b.rank in ranks and b.rank != self.heart.rank and lives(b.process)
-        ]
+        others = {*ranks} - {self.heart.rank}
+        stuck = [b for b in self._here.read() if b.rank in others and lives(b.process)]
         with ThreadPoolExecutor(max(1, len(stuck))) as pool:
             for beat in stuck:
-                pool.submit(
-                    write_of,
-                    directory,
-                    beat.rank,
-                    beat.process,
-                    requested(self._here.folder, beat.process),
-                    until,
-                )
+                file = requested(self._here.folder, beat.process)
+                pool.submit(write_of, directory, beat.rank, beat.process, file, until)
 
     def _await(self, condition: Callable[[], bool], until: float) -> None:
         while time.monotonic() < until and not condition():

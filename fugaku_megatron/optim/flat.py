@@ -144,7 +144,7 @@ class FrozenParameter(nn.Parameter):
 
 
 def stage_units(stage: Stage) -> list[list[nn.Parameter]]:
-    """Return a stage's trained parameters by unit, as `costs.memory.stage_units`."""
+    """Return a stage's trained parameters by unit, in the order of `costs.units.units`."""
     tied = [] if stage.tied_copy is None else [stage.tied_copy]
     units = [
         [p for p in _trained(module) if not any(p is t for t in tied)]

@@ -188,16 +188,13 @@ class Schedule:
             return (InFlight((min(self.placement.stages - stage, self.microbatches),), (0,)),)
         return peaks_in_flight(self.shortened().instructions(stage), self.placement.model_chunks)
 
-    def send_queue(self, stage: int) -> int:
-        """Return a stage's most concurrent sends: to start one more, it waits for the oldest.
-
-        A send is complete when a later message from its receiver arrives.
-        """
-        return _send_queue(self, stage)
-
 
 @lru_cache(maxsize=8)  # needed in every iteration, from the lists of all neighbours
-def _send_queue(schedule: Schedule, stage: int) -> int:
+def send_queue(schedule: Schedule, stage: int) -> int:
+    """Return a stage's most concurrent sends: to start one more, it waits for the oldest.
+
+    A send is complete when a later message from its receiver arrives.
+    """
     here = schedule.instructions(stage)
     others = {schedule.placement.peer(stage, i)[0] for i in here if _is_message(i)}
     position = {other: _positions(schedule, other) for other in others}

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,13 +19,13 @@ from .instructions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
-    RECEIVES,
-    SENDS,
+    RECV_BACKWARD,
+    RECV_FORWARD,
     Instruction,
 )
 from .placement import Placement
 from .schedule import Schedule
-from .schedule_names import row
+from .schedule_names import row as schedule_row
 from .zero_bubble import shortened_microbatches
 
 COMPUTATIONS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
@@ -38,14 +39,12 @@ class Costs:
     transfer: float = 0.0
 
     @staticmethod
-    def alike(schedule: Schedule, slot: float = 1.0, transfer: float = 0.0) -> Costs:
-        """Return equal costs: a slot for F, I or W over a stage's chunks, two for B."""
+    def alike(schedule: Schedule, transfer: float = 0.0) -> Costs:
+        """Return equal costs: a second for F, I or W over a stage's chunks, two for B."""
         p = schedule.placement.stages
         v = schedule.placement.model_chunks
-        slots = {op: 2 if op == BACKWARD else 1 for op in COMPUTATIONS}
-        costs = {
-            op: [[slot / v * n for _ in range(v)] for _ in range(p)] for op, n in slots.items()
-        }
+        seconds = {op: (2.0 if op == BACKWARD else 1.0) / v for op in COMPUTATIONS}
+        costs = {op: [[each] * v for _ in range(p)] for op, each in seconds.items()}
         return Costs(costs, transfer)
 
 
@@ -71,60 +70,31 @@ def spans(schedule: Schedule, costs: Costs) -> list[Span]:
 
     Sends are free; a receiver is idle, without a span, until its message is sent.
     """
-    stages = range(schedule.placement.stages)
-    lists = [schedule.instructions(stage) for stage in stages]
-    arrived = dict[tuple[int, int, int], float]()
-    clock = [0.0 for _ in stages]
-    places = [0 for _ in stages]
-    result: list[Span] = []
-    while any(places[stage] < len(lists[stage]) for stage in stages):
-        before = sum(places)
-        for stage in stages:
-            while places[stage] < len(lists[stage]):
-                i = lists[stage][places[stage]]
-                span = _execute(schedule, costs, stage, i, clock[stage], arrived)
-                if span is None:
-                    break
-                clock[stage] = span.end
-                if span.end > span.start or i.op in COMPUTATIONS:
-                    result.append(span)
-                places[stage] += 1
-        assert sum(places) > before, "the schedule deadlocks"
-    return result
-
-
-def _execute(
-    schedule: Schedule,
-    costs: Costs,
-    stage: int,
-    i: Instruction,
-    now: float,
-    arrived: dict[tuple[int, int, int], float],
-) -> Span | None:
-    """Return an instruction's span, or None if its message has not been sent.
-
-    arrived: (receiver, tag, micro-batch) -> arrival time.
-    """
-    start = end = now
-    if i.op in SENDS:
-        other, tag = schedule.placement.peer(stage, i)
-        arrived[other, tag, i.microbatch] = now + costs.transfer
-    elif i.op in RECEIVES:
-        _, tag = schedule.placement.peer(stage, i)
-        if (stage, tag, i.microbatch) not in arrived:
-            return None
-        end = max(now, arrived[stage, tag, i.microbatch])
-        start = max(now, end - costs.transfer)
-    else:
-        end = now + costs.of[i.op][stage][i.model_chunk]
-    return Span(stage, i.op, i.microbatch, i.model_chunk, start, end)
+    place = schedule.placement
+    clock = [0.0 for _ in range(place.stages)]
+    ended = dict[Result, float]()
+    found: list[Span] = []
+    for row in _ordered(schedule):
+        stage = row.stage
+        i = row.instruction
+        if row.source is not None and _waits_for_message(place, row):
+            arrival = max(clock[stage], ended[row.source] + costs.transfer)
+            start = max(clock[stage], arrival - costs.transfer)
+            if arrival > start:
+                receive = RECV_FORWARD if i.op == FORWARD else RECV_BACKWARD
+                found.append(Span(stage, receive, i.microbatch, i.model_chunk, start, arrival))
+            clock[stage] = arrival
+        start = clock[stage]
+        clock[stage] = ended[row.result] = start + costs.of[i.op][stage][i.model_chunk]
+        found.append(Span(stage, i.op, i.microbatch, i.model_chunk, start, clock[stage]))
+    return found
 
 
 def makespan(schedule: Schedule, costs: Costs) -> float:
     """Return the result of `walk`; within a hundredth for long schedules other than 1F1B."""
     p = schedule.placement.stages
     m = schedule.microbatches
-    if row(schedule.name).is_1f1b:
+    if schedule_row(schedule.name).is_1f1b:
         forward, backward = ([seconds for (seconds,) in costs.of[op]] for op in (FORWARD, BACKWARD))
         return one_f_one_b(forward, backward, costs.transfer, m)
     first = shortened_microbatches(p, m)
@@ -178,47 +148,61 @@ def _source(place: Placement, stage: int, i: Instruction) -> Result | None:
     return (forward, i.microbatch, before) if 0 <= before < place.virtual_stages else None
 
 
+class Computation(NamedTuple):
+    """A computation on a stage, its result and the result that it needs. level: from 1, after that of the computations it waits for"""
+
+    level: int
+    stage: int
+    instruction: Instruction
+    result: Result
+    source: Result | None
+
+
 @lru_cache(maxsize=128)
 def _levels(schedule: Schedule) -> Levels:
     place = schedule.placement
     rows = _ordered(schedule)
-    number = {result: n for n, (_, _, _, result, _) in enumerate(rows)} | {None: len(rows)}
-    operations = tuple(sorted({row[2].op for row in rows}))
+    number = {row.result: n for n, row in enumerate(rows)} | {None: len(rows)}
+    operations = tuple(sorted({row.instruction.op for row in rows}))
     cost = [
-        (operations.index(i.op) * place.stages + stage) * place.model_chunks + i.model_chunk
-        for _, stage, i, _, _ in rows
-    ]
-    message = [
-        source is not None and place.owner(source[2])[0] != stage for _, stage, _, _, source in rows
+        (operations.index(row.instruction.op) * place.stages + row.stage) * place.model_chunks
+        + row.instruction.model_chunk
+        for row in rows
     ]
     return Levels(
         operations=operations,
-        stage=np.array([row[1] for row in rows], int),
+        stage=np.array([row.stage for row in rows], int),
         cost=np.array(cost, int),
-        message=np.array(message, bool),
-        source=np.array([number[row[4]] for row in rows], int),
-        ends=tuple(np.cumsum(np.bincount([row[0] for row in rows])[1:]).tolist()),
+        message=np.array([_waits_for_message(place, row) for row in rows], bool),
+        source=np.array([number[row.source] for row in rows], int),
+        ends=tuple(np.cumsum(np.bincount([row.level for row in rows])[1:]).tolist()),
     )
 
 
-def _ordered(schedule: Schedule) -> list[tuple[int, int, Instruction, Result, Result | None]]:
-    """Return (level, stage, computation, its result, the result it needs) for all stages, ordered by level, from 1."""
+def _waits_for_message(place: Placement, row: Computation) -> bool:
+    return row.source is not None and place.owner(row.source[2])[0] != row.stage
+
+
+def _ordered(schedule: Schedule) -> list[Computation]:
+    """Return the computations of all stages, ordered by level."""
     place = schedule.placement
     stages = range(place.stages)
     todo = [
         deque(i for i in schedule.instructions(stage) if i.op in COMPUTATIONS) for stage in stages
     ]
     level: dict[Result | None, int] = {None: 0}
-    last = [0 for _ in range(place.stages)]
-    rows = []
+    last = [0 for _ in stages]
+    rows: list[Computation] = []
     while any(todo):
+        before = len(rows)
         for stage, mine in enumerate(todo):
             while mine and (source := _source(place, stage, mine[0])) in level:
                 i = mine.popleft()
                 result = _result(place, stage, i)
                 last[stage] = level[result] = 1 + max(last[stage], level[source])
-                rows.append((last[stage], stage, i, result, source))
-    return sorted(rows, key=lambda row: row[0])
+                rows.append(Computation(last[stage], stage, i, result, source))
+        assert len(rows) > before, "the schedule deadlocks"
+    return sorted(rows, key=lambda row: row.level)
 
 
 def _walk_levels(levels: Levels, costs: Costs) -> float:

@@ -131,25 +131,16 @@ class Network:
             if ranks < sharing:
                 return layout.replicas, max(1, ranks // layout.tp)
             return layout.replicas, layout.cp * max(1, ranks // (sharing * layout.pp))
-        below = {
-            "tp": 1,
-            "etp": 1,
-            "cp": layout.tp,
-            "pp": sharing,
-            "embedding": sharing * (layout.pp - 1),
-            "ep": layout.tp * layout.pp,
-            "edp": layout.pp * layout.ep * etp,
+        members, distance = {  # ranks, and between two of them in the world
+            "tp": (layout.tp, 1),
+            "etp": (etp, 1),
+            "cp": (layout.cp, layout.tp),
+            "pp": (layout.pp, sharing),
+            "embedding": (min(2, layout.pp), sharing * (layout.pp - 1)),
+            "ep": (layout.ep, layout.tp * layout.pp),
+            "edp": (layout.edp, layout.pp * layout.ep * etp),
         }[group]
-        members = {
-            "tp": layout.tp,
-            "etp": etp,
-            "pp": layout.pp,
-            "embedding": 2 if layout.pp > 1 else 1,
-            "cp": layout.cp,
-            "ep": layout.ep,
-            "edp": layout.edp,
-        }[group]
-        return members, max(1, ranks // max(1, below))
+        return members, max(1, ranks // max(1, distance))
 
     def _inside_rate(self, shared: bool) -> float:
         """Return a ring link's GB/s inside a node. shared: reduced in memory that the ranks share."""

@@ -20,8 +20,9 @@ from ..pipeline.instructions import InFlight
 from ..pipeline.placement import Placement
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
-from .machine import MIB, Machine
+from .machine import MIB
 from .software import MemoryParameters, Software
+from .system import System
 from .work import tensors
 
 PEERS = 256  # peers that get a large receive buffer (common_tofu_max_fastmode_procs)
@@ -50,9 +51,7 @@ def virtual_stage_kinds(run: RunConfig, placement: Placement) -> tuple[int, ...]
     return tuple(map(features.index, features))
 
 
-@lru_cache(maxsize=4096)
-def _in_flight(lists: Schedule, stage: int) -> tuple[InFlight, ...]:
-    return lists.in_flight(stage)
+_in_flight = lru_cache(maxsize=4096)(Schedule.in_flight)
 
 
 def layer_saved_bytes(run: RunConfig, tp: int) -> float:
@@ -136,42 +135,36 @@ def _fixed_mib(
     return fixed if code.page_faults == "none" else fixed + glibc
 
 
-def with_recompute(
-    run: RunConfig, layout: Layout, machine: Machine, code: Software, nodes: int
-) -> RunConfig:
+def with_recompute(run: RunConfig, layout: Layout, system: System) -> RunConfig:
     """Return the run with --recompute-auto resolved for the machine's memory or --memory-per-rank."""
     if not run.training.recompute_auto:
         return run
     plain = replace(run, training=replace(run.training, recompute_auto=False))
-    space = tensor_room(run, layout, machine, code, nodes)
-    fixed = _fixed_mib(run, layout, code, nodes, code.memory(machine))
-    if (peak_mib(plain, layout, code, nodes, code.memory(machine)) - fixed) * MIB <= space:
+    space = tensor_room(run, layout, system)
+    fixed = _fixed_mib(run, layout, system.software, system.nodes, system.memory)
+    if (peak_mib(plain, layout, system) - fixed) * MIB <= space:
         return plain  # checks one stage of each kind, not all as `run_schedule.with_recompute`
     lists = run_schedule.full_batch_schedule(run, layout)
     return run_schedule.with_recompute(run, layout, space, lambda stage: _in_flight(lists, stage))
 
 
-def tensor_room(
-    run: RunConfig, layout: Layout, machine: Machine, code: Software, nodes: int
-) -> float:
+def tensor_room(run: RunConfig, layout: Layout, system: System) -> float:
     """Return the bytes for a rank's tensors in the machine's memory or --memory-per-rank."""
-    limit = run.training.memory_per_rank or limit_mib(machine, code, layout.world_size // nodes)
-    return (limit - _fixed_mib(run, layout, code, nodes, code.memory(machine))) * MIB
+    limit = run.training.memory_per_rank or system.limit_mib
+    return (limit - _fixed_mib(run, layout, system.software, system.nodes, system.memory)) * MIB
 
 
 def peak_mib(
-    run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters
+    run: RunConfig, layout: Layout, system: System, parameters: MemoryParameters | None = None
 ) -> float:
-    """Return the MiB on the fullest rank. If backward is whole, each kind's first stage is fullest."""
+    """Return the MiB on the fullest rank. If backward is whole, each kind's first stage is fullest.
+
+    parameters: None: the software's
+    """
+    parameters = parameters or system.memory
     stages: Collection[int] = range(layout.pp)
     if not row(run.parallel.schedule).splits_backward:
         stages = set(kinds(run, layout.placement))
-    return max(stage_mib(run, layout, stage, code, nodes, parameters) for stage in stages)
-
-
-def limit_mib(machine: Machine, code: Software, ranks_per_node: int) -> float:
-    """Return the MiB at which a rank is out of memory; caching allocators first return unused
-    blocks.
-    """
-    room: float = 1 - code.counts["reclaimed"]
-    return machine.node_memory_bytes / MIB / ranks_per_node / room
+    return max(
+        stage_mib(run, layout, stage, system.software, system.nodes, parameters) for stage in stages
+    )

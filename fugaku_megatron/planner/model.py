@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..config.fields import check, flag
+from ..config.fields import flag
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting, activations, run_schedule
@@ -22,10 +22,10 @@ from ..costs.activations import Collective
 from ..pipeline import schedule
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..pipeline.timeline import Costs, makespan
-from . import machine, memory, software, work
+from . import memory, software, work
 from .cost import Network, Rank, Seconds, exposed
-from .machine import Machine
 from .software import Parameters, Software
+from .system import System
 
 NOISE_FLOOR = 0.08  # of a time's logarithm: campaigns of the same run differ by 5 to 13 %
 
@@ -42,42 +42,6 @@ UNSEEN = 0.72
 
 
 FAR = 2.0  # doublings of group size and bytes from which a fitted row gives no information
-
-
-@dataclass(frozen=True, kw_only=True)
-class System:
-    machine: Machine
-    software: Software
-    nodes: int
-    ranks_per_node: int
-
-    @staticmethod
-    def from_names(
-        machine_name: str,
-        software_name: str,
-        nodes: int,
-        ranks_per_node: int | None = None,
-        ghz: float | None = None,
-        eco: bool = False,
-    ) -> System:
-        """Raise ValueError for unknown names and impossible numbers."""
-        host = machine.load(machine_name).at(ghz, eco)
-        code = software.load(software_name)
-        ranks = host.ranks_per_node if ranks_per_node is None else ranks_per_node
-        check(nodes >= 1, f"--nodes is {nodes}: pass a number above 0")
-        check(
-            1 <= ranks <= host.max_ranks,
-            f"--ranks-per-node is {ranks}: pass 1 to {host.max_ranks}, what a node of {host.name} has",
-        )
-        return System(machine=host, software=code, nodes=nodes, ranks_per_node=ranks)
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-    @property
-    def parameters(self) -> Parameters:
-        return self.software.parameters(self.machine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +136,7 @@ def virtual_stage_work(
     return forward, backward, [(phases["layer_weights"], layers)]
 
 
-@lru_cache(maxsize=4096)
-def held_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return `accounting.stage_parameters`, cached."""
-    return accounting.stage_parameters(run, layout, stage)
+stage_parameters = lru_cache(maxsize=4096)(accounting.stage_parameters)
 
 
 @lru_cache(maxsize=4096)
@@ -338,7 +299,7 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     saved_bytes = 2 * activations.FP32_BYTES - run.optimizer.moment_bytes
     if run.optimizer.main_params_dtype == "bf16":
         saved_bytes += 2
-    parameters = max(held_parameters(run, layout, stage) for stage in kinds)
+    parameters = max(stage_parameters(run, layout, stage) for stage in kinds)
     layers = max(
         sum(map(len, accounting.stage_layers(run, layout.placement, stage))) for stage in kinds
     )
@@ -417,7 +378,7 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
     run = system.software.cut(run)
     layout = Layout.from_run(run, system.world_size)
     fitted = system.software.fitted
-    run = memory.with_recompute(run, layout, system.machine, system.software, system.nodes)
+    run = memory.with_recompute(run, layout, system)
     modelled = step(run, layout, system, system.parameters)
     width = 1.0
     if with_band:
@@ -433,9 +394,7 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
                 fitted.tensor_parallel,
             )
         )
-    used = memory.peak_mib(
-        run, layout, system.software, system.nodes, system.software.memory(system.machine)
-    )
+    used = memory.peak_mib(run, layout, system)
     tflops = (
         accounting.hardware_flops(run, layout.global_batch_size(run))
         / modelled.seconds
@@ -449,7 +408,7 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
         slow_network=step(run, layout, system, system.parameters, slow=True).seconds,
         tflops_per_node=tflops,
         memory_mib_max=used,
-        oom=used > memory.limit_mib(system.machine, system.software, system.ranks_per_node),
+        oom=used > system.limit_mib,
         bubble_fraction=modelled.bubble_fraction,
         breakdown=modelled.breakdown(),
         warnings=(

@@ -26,11 +26,12 @@ from ..costs.run_schedule import recompute_name
 from ..text.table import pipe_table
 from . import plan_text, software
 from .cost import Seconds
-from .model import Prediction, System, step
+from .model import Prediction, step
 from .plan_text import schedule_name
 from .predict import add_system_arguments, as_json, run_of, system_of
 from .search import RAMP_BATCH, RAMP_DP, SWITCHED, VARIED, Plan, Search, held_fields, search
 from .software import Parameters
+from .system import System
 
 SHOWN = 10  # plans in the table
 
@@ -102,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
     )
     run = _with_length(run)
     if args.features:
-        print(features_text(feature_rows(run, system, held_fields(args))))
+        print(features_text(feature_plans(run, system, held_fields(args))))
         return 0
     result = search(
         run, system, frozenset() if args.against else held_fields(args), args.ramp_divisible
@@ -152,19 +153,6 @@ def _print_text(
 FEATURES_HEADER = ("feature", "sec/it", "slow network", "against all", "best layout")
 
 
-@dataclass(frozen=True, kw_only=True)
-class FeatureRow:
-    name: str
-    plan: Plan | None
-
-    @property
-    def slow_seconds(self) -> float:
-        """Seconds with large all-reduces at the pessimistic rate."""
-        plan = self.plan
-        assert plan is not None, self.name
-        return step(plan.run, plan.layout, plan.system, plan.system.parameters, slow=True).seconds
-
-
 def feature_variants(run: RunConfig, system: System) -> Iterator[tuple[str, RunConfig, System]]:
     """Yield (name, run, system) with all features, without each, and with each further feature."""
     yield "all", run, system
@@ -177,30 +165,31 @@ def feature_variants(run: RunConfig, system: System) -> Iterator[tuple[str, RunC
             yield f"with {name}", switched(run, name), system
 
 
-def feature_rows(run: RunConfig, system: System, held: frozenset[str]) -> list[FeatureRow]:
-    found = []
+def feature_plans(run: RunConfig, system: System, held: frozenset[str]) -> dict[str, Plan | None]:
+    """Return the best plan of each variant."""
+    found: dict[str, Plan | None] = {}
     for name, variant, on in feature_variants(run, system):
-        plans = search(variant, on, held).plans
-        found.append(FeatureRow(name=name, plan=plans[0] if plans else None))
+        found[name] = next(iter(search(variant, on, held).plans), None)
     return found
 
 
-def features_text(table: list[FeatureRow]) -> str:
-    """Format the rows as Markdown."""
-    whole = table[0].plan
-    return "\n".join(pipe_table([FEATURES_HEADER, *(_feature_cells(row, whole) for row in table)]))
+def features_text(plans: dict[str, Plan | None]) -> str:
+    """Format the plans as Markdown."""
+    rows = [_feature_cells(name, plan, plans["all"]) for name, plan in plans.items()]
+    return "\n".join(pipe_table([FEATURES_HEADER, *rows]))
 
 
-def _feature_cells(row: FeatureRow, whole: Plan | None) -> tuple[str, ...]:
-    plan = row.plan
+def _feature_cells(name: str, plan: Plan | None, whole: Plan | None) -> tuple[str, ...]:
     if plan is None:
-        return row.name, "-", "-", "-", "no layout runs"
+        return name, "-", "-", "-", "no layout runs"
+    parameters = plan.system.parameters
+    slow = step(plan.run, plan.layout, plan.system, parameters, slow=True).seconds
     change = "" if whole is None or plan is whole else f"{plan.seconds / whole.seconds - 1:+.1%}"
     layout = plan.layout
     return (
-        row.name,
+        name,
         f"{plan.seconds:.4g}",
-        f"{row.slow_seconds:.4g}",
+        f"{slow:.4g}",
         change,
         f"{plan.system.ranks_per_node} ranks a node, {layout}, "
         f"MBS {plan.run.batch.micro_batch_size}, recompute {recompute_name(plan.run)}, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
@@ -21,9 +20,11 @@ from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, F
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
 from ..pipeline.timeline import Span, spans
+from ..text.named_files import StrPath
 from . import memory
-from .model import Prediction, System, step
+from .model import Prediction, step
 from .search import Plan, Search
+from .system import System
 
 # of the picture, in characters and lines
 WIDTH = 100
@@ -229,7 +230,7 @@ def png(plan: Plan, file: str) -> None:
             stage,
             system.software,
             system.nodes,
-            system.software.memory(system.machine),
+            system.memory,
         )
         for stage in range(plan.layout.pp)
     ]
@@ -259,7 +260,7 @@ def draw(
     run: RunConfig,
     layout: Layout,
     system: System,
-    file: str | os.PathLike[str],
+    file: StrPath,
     memory: Sequence[float],
 ) -> None:
     """Draw the pipeline over time as PNG. Raise ValueError if `file` cannot be written.

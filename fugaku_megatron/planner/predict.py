@@ -23,7 +23,8 @@ from ..config.layout import Layout
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
 from . import machine, memory, search, software
-from .model import Prediction, System, predict
+from .model import Prediction, predict
+from .system import System
 
 OWN = (
     "machine",
@@ -191,12 +192,10 @@ def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
                 ),
             )
             layout = Layout.from_run(other, world)
-            used = memory.peak_mib(
-                other, layout, system.software, system.nodes, system.software.memory(system.machine)
-            )
+            used = memory.peak_mib(other, layout, system)
         except ValueError:
             continue
-        if used <= memory.limit_mib(system.machine, system.software, system.ranks_per_node):
+        if used <= system.limit_mib:
             yield layout
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ..config import features
 from ..config.layout import Layout, check_split
@@ -28,8 +29,9 @@ from ..costs.memory import stage_memory
 from ..pipeline.schedule_names import AUTO, ONE_F_ONE_B, row
 from ..pipeline.zero_bubble import NoList
 from . import memory
-from .model import Prediction, System, predict, step
+from .model import Prediction, predict, step
 from .software import Choices, with_schedule
+from .system import System
 
 LONGEST = 512  # stages x micro-batches up to which several zero-bubble lists are tried; each is slow to make
 
@@ -127,7 +129,7 @@ def resolve(
     If no schedule fits, use 1F1B, which needs least memory.
     """
     if space is None:
-        space = memory.tensor_room(run, layout, system.machine, system.software, system.nodes)
+        space = memory.tensor_room(run, layout, system)
     recompute_auto = run.training.recompute_auto
     if run.parallel.pipeline_schedule != AUTO or layout.pp == 1:
         if not recompute_auto:
@@ -152,9 +154,6 @@ def _fastest(found: list[Candidate], system: System) -> tuple[RunConfig, str]:
     if tight:
         line += f"; no memory for {', '.join(c.name for c in tight)}"
     return best.run, f"{line} (model, {system.machine.name})"
-
-
-T = TypeVar("T", int, bool)
 
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -287,42 +286,28 @@ def candidates(
     choices = system.software.choices
     model = run.model
     parallel = run.parallel
-    ranks = (system.ranks_per_node,) if "ranks_per_node" in held else choices.ranks_per_node
-    tensor = _choices(
-        parallel.tensor_model_parallel_size,
-        _divisors(model.query_groups),
-        "tensor_model_parallel_size" in held,
-    )
-    cuts = (
-        tuple(range(1, model.num_layers + 1))
-        if parallel.pipeline_split == "balanced"
-        else _divisors(model.num_layers)
-    )
-    stages = _choices(
-        parallel.pipeline_model_parallel_size, cuts, "pipeline_model_parallel_size" in held
-    )
-    micro = _choices(run.batch.micro_batch_size, MICRO_BATCHES, "micro_batch_size" in held)
-    zero = _choices(parallel.zero_stage, choices.zero_stages, "zero_stage" in held)
-    used = features.used(run)
-    tried = {
-        name: _choices(
-            name in used,
-            values if name in choices.names else (False,),
-            features.FEATURES[name].field in held,
-        )
+    layers = model.num_layers
+
+    def tried(field: str, values: Iterable[Any]) -> Sequence[Any]:
+        return [run.values[field]] if field in held else list(values)
+
+    cuts = range(1, layers + 1) if parallel.pipeline_split == "balanced" else _divisors(layers)
+    switched = {
+        name: tried(features.field_of(name), values if name in choices.names else (False,))
         for name, values in SWITCHED.items()
     }
-    contexts = list(_contexts(run, choices, held))
-    for pp in stages:
-        for training in _recomputes(run, model.num_layers // pp, held, choices.recompute):
-            for tp, (cp, cp_comm_type), mbs, stage, number in (
-                (t, c, m, z, r)
-                for t in tensor
-                for c in contexts
-                for m in micro
-                for z in zero
-                for r in ranks
-            ):
+    combined = list(
+        itertools.product(
+            tried("tensor_model_parallel_size", _divisors(model.query_groups)),
+            _contexts(run, choices, held),
+            tried("micro_batch_size", MICRO_BATCHES),
+            tried("zero_stage", choices.zero_stages),
+            (system.ranks_per_node,) if "ranks_per_node" in held else choices.ranks_per_node,
+        )
+    )
+    for pp in tried("pipeline_model_parallel_size", cuts):
+        for training in _recomputes(run, layers // pp, held, choices.recompute):
+            for tp, (cp, cp_comm_type), mbs, stage, number in combined:
                 host = replace(system, ranks_per_node=number)
                 batch = replace(run.batch, micro_batch_size=mbs)
                 dp, rest = divmod(host.world_size, tp * pp * cp)
@@ -330,7 +315,7 @@ def candidates(
                     host, dp, rest, cp, stage, batch, ramp_divisible
                 )  # of a shape with a rest once
                 for switches in _divided(
-                    run, _switches(tried, 1 if rest else tp, stage, number), tp, dp * cp, held
+                    run, _switches(switched, 1 if rest else tp, stage, number), tp, dp * cp, held
                 ):
                     yield reason or (
                         replace(
@@ -361,8 +346,10 @@ def _contexts(
 ) -> Iterator[tuple[int, tuple[str, ...] | None]]:
     given = run.parallel.cp_comm_type
     shared = choices.names and run.model.seq_length >= LONG
-    sizes = tuple(2**i for i in range(SHARERS.bit_length())) if shared else (1,)
-    for cp in _choices(run.parallel.context_parallel_size, sizes, "context_parallel_size" in held):
+    sizes = [2**i for i in range(SHARERS.bit_length())] if shared else [1]
+    if "context_parallel_size" in held:
+        sizes = [run.parallel.context_parallel_size]
+    for cp in sizes:
         each = "cp_comm_type" not in held and cp > 1
         yield from ((cp, (kind,)) for kind in CP_COMM_TYPES) if each else [(cp, given)]
 
@@ -413,7 +400,7 @@ SWITCHED: dict[str, tuple[bool, ...]] = {
 
 
 def _switches(
-    tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, ranks_per_node: int
+    tried: dict[str, Sequence[bool]], tp: int, zero_stage: int, ranks_per_node: int
 ) -> Iterator[dict[str, Any]]:
     """Yield every meaningful combination of SWITCHED flags, by field.
 
@@ -459,10 +446,6 @@ def _divided(
                         "expert_model_parallel_size": ep,
                         "expert_tensor_parallel_size": 1 if tp > 1 else None,
                     }
-
-
-def _choices(value: T, values: tuple[T, ...], held: bool) -> tuple[T, ...]:
-    return (value,) if held else values
 
 
 def _divisors(number: int) -> tuple[int, ...]:
@@ -514,13 +497,11 @@ def _judge(asked: RunConfig, system: System) -> Plan | str:
     except ValueError:
         return "heads, MLP or layers do not divide"
     try:
-        run = memory.with_recompute(asked, layout, system.machine, system.software, system.nodes)
-        used = memory.peak_mib(
-            run, layout, system.software, system.nodes, system.software.memory(system.machine)
-        )
+        run = memory.with_recompute(asked, layout, system)
+        used = memory.peak_mib(run, layout, system)
     except NoList:
         return "no list for the schedule"
-    if used > memory.limit_mib(system.machine, system.software, system.ranks_per_node):
+    if used > system.limit_mib:
         return "out of memory"
     modelled = step(run, layout, system, system.parameters)
     return Plan(

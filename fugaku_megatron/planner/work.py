@@ -89,14 +89,7 @@ class Work:
     exchanges: tuple[tuple[Exchange | ExpertExchange, int], ...] = ()
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            matmuls=self.matmuls + other.matmuls,
-            moved=self.moved + other.moved,
-            calls=self.calls + other.calls,
-            allocations=self.allocations + other.allocations,
-            collectives=self.collectives + other.collectives,
-            exchanges=self.exchanges + other.exchanges,
-        )
+        return Work(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
@@ -334,7 +327,7 @@ def recomputed_layers(run: RunConfig, tp: int, groups: list[range], software: So
     whole = phases(run, tp, software)["layer_forward"]
     if not software.counts["recompute_ends_early"]:
         return repeat(whole, sum(map(len, groups)))
-    records = accounting.recomputed_records(run, tp, last=True)
+    records = accounting.last_recomputed_records(run, tp)
     sizes = _elementwise_tensors(run, tp, software)
     pieces = (_layer(run, tp, software, records, partial(_forward, chunks=1)), _rotary(run, sizes))
     last = sum(pieces, _elementwise(software, "layer_forward", sizes))

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -63,134 +64,89 @@ class Numbers:
         return torch.from_numpy(self._random.integers(0, limit, count))
 
 
-Arguments = tuple[Any, ...]
-Cases = dict[str, Callable[[], Arguments]]
-zeros = torch.zeros
+# kernel -> its arguments, by name of `Operands`
+CASES = {
+    "layer_norm": "rows columns columns rows zeros_r zeros_r epsilon",
+    "layer_norm_backward": "rows rows zeros_r ones_r columns rows zeros_c zeros_c",
+    "rms_norm": "rows columns rows zeros_r epsilon",
+    "rms_norm_backward": "rows rows ones_r columns rows zeros_c",
+    "bias_dropout_add": "rows columns rows rows dropout",
+    "bias_dropout_add_layer_norm": "rows columns rows rows columns columns rows zeros_r zeros_r epsilon dropout",
+    "dropout": "rows rows dropout",
+    "activate": "matrix none matrix",
+    "gate": "pairs matrix",
+    "gate_backward": "matrix pairs pairs",
+    "embedding": "tokens table matrix",
+    "embedding_backward": "tokens matrix zeros_table",
+    "rotary": "heads cos sin heads one",
+    "cross_entropy_forward": "logits tokens zeros_r zeros_r zeros_r",
+    "cross_entropy_backward": "logits zeros_r sums tokens zero mean zeros_logits",
+    "adamw": "vector vector vector squares adamw",
+    "squared_norm": "elements",
+    "linear_forward": "x weight y",
+    "linear_data_gradient": "y weight x",
+    "linear_weight_gradient": "y x zeros_weight",
+    "attention_forward": "qkv context zeros_lse",
+    "attention_backward": "qkv context lse context qkv",
+}
 
 
-def _norms(t: Numbers, z: Sizes) -> Cases:
+def operands(numbers: Numbers, z: Sizes) -> dict[str, Callable[[], Any]]:
+    """Return name -> function that builds an argument, or a tuple of arguments."""
     r = z.rows
     c = z.cols
-
-    def rows(count: int) -> list[Tensor]:
-        return [t.normal(r, 1, c) for _ in range(count)]
-
-    return {
-        "layer_norm": lambda: (
-            *rows(1),
-            t.normal(c),
-            t.normal(c),
-            *rows(1),
-            zeros(r),
-            zeros(r),
-            EPSILON,
-        ),
-        "layer_norm_backward": lambda: (
-            *rows(2),
-            zeros(r),
-            torch.ones(r),
-            t.normal(c),
-            *rows(1),
-            zeros(c),
-            zeros(c),
-        ),
-        "rms_norm": lambda: (*rows(1), t.normal(c), *rows(1), zeros(r), EPSILON),
-        "rms_norm_backward": lambda: (*rows(2), torch.ones(r), t.normal(c), *rows(1), zeros(c)),
-        "bias_dropout_add": lambda: (*rows(1), t.normal(c), *rows(2), *DROPOUT),
-        "bias_dropout_add_layer_norm": lambda: (
-            *rows(1),
-            t.normal(c),
-            *rows(2),
-            t.normal(c),
-            t.normal(c),
-            *rows(1),
-            zeros(r),
-            zeros(r),
-            EPSILON,
-            *DROPOUT,
-        ),
-        "dropout": lambda: (*rows(2), *DROPOUT),
-    }
-
-
-def _activations(t: Numbers, z: Sizes) -> Cases:
-    r = z.rows
-    c = z.cols
-    heads = 3 * z.heads
-
-    def angles() -> Tensor:
-        return torch.arange(r * z.d // 2).view(r, -1) / 100
-
-    return {
-        "activate": lambda: (t.normal(r, c), None, t.normal(r, c)),
-        "gate": lambda: (t.normal(r, 2, c), t.normal(r, c)),
-        "gate_backward": lambda: (t.normal(r, c), t.normal(r, 2, c), t.normal(r, 2, c)),
-        "embedding": lambda: (t.below(z.words, r), t.normal(z.words, c), t.normal(r, c)),
-        "embedding_backward": lambda: (t.below(z.words, r), t.normal(r, c), zeros(z.words, c)),
-        "rotary": lambda: (
-            t.normal(r, 1, heads, z.d),
-            angles().cos(),
-            angles().sin(),
-            t.normal(r, 1, heads, z.d),
-            1,
-        ),
-    }
-
-
-def _loss_and_update(t: Numbers, z: Sizes) -> Cases:
-    r = z.rows
-    n = z.rows * z.cols
-    return {
-        "cross_entropy_forward": lambda: (
-            t.single(r, z.words),
-            t.below(z.words, r),
-            zeros(r),
-            zeros(r),
-            zeros(r),
-        ),
-        "cross_entropy_backward": lambda: (
-            t.single(r, z.words),
-            zeros(r),
-            torch.full((r,), 99.0),
-            t.below(z.words, r),
-            0,
-            torch.full((r,), 1 / r),
-            zeros(r, z.words),
-        ),
-        "adamw": lambda: (t.single(n), t.single(n), t.single(n), t.single(n).square(), *ADAMW),
-        "squared_norm": lambda: (t.normal(n),),
-    }
-
-
-def _matmuls(t: Numbers, z: Sizes) -> Cases:
-    m = z.m
-    n = z.n
-    k = z.k
     width = z.heads * z.d
+    # Each takes a shape, and returns a function that builds the tensor.
+    normal = partial(partial, numbers.normal)
+    single = partial(partial, numbers.single)
+    zeros = partial(partial, torch.zeros)
+    full = partial(partial, torch.full)
+    angles = torch.arange(r * z.d // 2).view(r, -1) / 100
     return {
-        "linear_forward": lambda: (t.normal(m, k), t.normal(n, k), t.normal(m, n)),
-        "linear_data_gradient": lambda: (t.normal(m, n), t.normal(n, k), t.normal(m, k)),
-        "linear_weight_gradient": lambda: (t.normal(m, n), t.normal(m, k), zeros(n, k)),
-        "attention_forward": lambda: (
-            t.normal(z.s, 1, 3 * width),
-            t.normal(z.s, 1, width),
-            zeros(1, z.heads, z.s),
-        ),
-        "attention_backward": lambda: (
-            t.normal(z.s, 1, 3 * width),
-            t.normal(z.s, 1, width),
-            torch.full((1, z.heads, z.s), LSE),
-            t.normal(z.s, 1, width),
-            t.normal(z.s, 1, 3 * width),
-        ),
+        "rows": normal(r, 1, c),
+        "columns": normal(c),
+        "matrix": normal(r, c),
+        "pairs": normal(r, 2, c),
+        "elements": normal(r * c),
+        "heads": normal(r, 1, 3 * z.heads, z.d),
+        "table": normal(z.words, c),
+        "tokens": partial(numbers.below, z.words, r),
+        "logits": single(r, z.words),
+        "vector": single(r * c),
+        "squares": lambda: numbers.single(r * c).square(),
+        "x": normal(z.m, z.k),
+        "weight": normal(z.n, z.k),
+        "y": normal(z.m, z.n),
+        "qkv": normal(z.s, 1, 3 * width),
+        "context": normal(z.s, 1, width),
+        "zeros_r": zeros(r),
+        "zeros_c": zeros(c),
+        "zeros_table": zeros(z.words, c),
+        "zeros_logits": zeros(r, z.words),
+        "zeros_weight": zeros(z.n, z.k),
+        "zeros_lse": zeros(1, z.heads, z.s),
+        "ones_r": full((r,), 1.0),
+        "sums": full((r,), 99.0),
+        "mean": full((r,), 1 / r),
+        "lse": full((1, z.heads, z.s), LSE),
+        "cos": angles.cos,
+        "sin": angles.sin,
+        "none": lambda: None,
+        "zero": lambda: 0,
+        "one": lambda: 1,
+        "epsilon": lambda: EPSILON,
+        "dropout": lambda: DROPOUT,
+        "adamw": lambda: ADAMW,
     }
 
 
-def cases(dtype: torch.dtype, sizes: Sizes) -> Cases:
-    """Return kernel -> function that builds its arguments."""
-    found: Cases = {}
-    for family in (_norms, _activations, _loss_and_update, _matmuls):
-        found |= family(Numbers(dtype), sizes)
+def arguments(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Any]:
+    """Build a kernel's arguments."""
+    build = operands(Numbers(dtype), sizes)
+    found: list[Any] = []
+    for word in CASES[name].split():
+        argument = build[word]()
+        found += argument if isinstance(argument, tuple) else [argument]
     return found
 
 
@@ -210,9 +166,9 @@ ELEMENTWISE = (
 
 def result(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
     """Return a call's floating operands and the number that it returns."""
-    arguments = cases(dtype, sizes)[name]()
-    value = getattr(kernels, name)(*arguments)
-    tensors = [a for a in arguments if isinstance(a, Tensor) and a.is_floating_point()]
+    call = arguments(name, dtype, sizes)
+    value = getattr(kernels, name)(*call)
+    tensors = [a for a in call if isinstance(a, Tensor) and a.is_floating_point()]
     return tensors + ([torch.tensor([value])] if isinstance(value, float) else [])
 
 
@@ -240,7 +196,7 @@ def compared(sizes: Sizes | None = None) -> list[dict[str, Any]]:
     rows = []
     sizes = sizes or Sizes()
     for dtype, limit in TOLERANCE.items():
-        for name in cases(dtype, sizes):
+        for name in CASES:
             if dtype != torch.float32 and name in ONLY_FP32:
                 continue
             ours = result(name, dtype, sizes)
@@ -263,12 +219,11 @@ def compared(sizes: Sizes | None = None) -> list[dict[str, Any]]:
 def elementwise_rates(sizes: Sizes, triad_gbs: float, rounds: int) -> list[dict[str, Any]]:
     """Measure GB/s of memory-bound FP32 kernels, and their share of the triad."""
     rows = []
-    made = cases(torch.float32, sizes)
     for name in ELEMENTWISE:
-        arguments = made[name]()
+        given = arguments(name, torch.float32, sizes)
         call = getattr(kernels, name)
-        seconds = best_seconds([partial(call, *arguments)], rounds)
-        rate = kernels.table.bytes(name, *arguments) / seconds / 1e9
+        seconds = best_seconds([partial(call, *given)], rounds)
+        rate = kernels.table.bytes(name, *given) / seconds / 1e9
         rows.append({"kernel": name, "gbs": rate, "of_triad": rate / triad_gbs})
     return rows
 
@@ -320,9 +275,9 @@ def measure_rates(context: Context) -> dict[str, Any]:
     process = peak_memory_mib()
     threads = torch.get_num_threads()
     probe = fma_peak_gflops(3, 20_000)
-    context.scale = scale = (
-        SHRUNK if context.agreed(probe < SHRUNK_GFLOPS * threads) else context.scale
-    )
+    if context.agreed(probe < SHRUNK_GFLOPS * threads):
+        context.scale = SHRUNK
+    scale = context.scale
     steps = max(20_000, int(2_000_000 * min(1.0, probe / threads / 50)))
     fma = max(probe, fma_peak_gflops(1 + scale.rounds, steps))
     clock = clock_ghz(25 * steps)
@@ -424,10 +379,10 @@ def collective_rows(context: Context) -> Iterator[dict[str, Any]]:
     assert context.machine is not None
     host = machine.from_data("here", context.machine)
     code = software.load(software.THIS_PROJECT)
-    places: list[tuple[str, Comm]] = (
-        [("inside", context.nodes.ranks)] if context.nodes.count > 1 else []
-    )
-    for place, comm in [*places, ("between" if places else "inside", context.world)]:
+    places = {"inside": context.world}
+    if context.nodes.count > 1:
+        places = {"inside": context.nodes.ranks, "between": context.world}
+    for place, comm in places.items():
         if context.world.all_reduce(torch.tensor(comm.size), "min") < 2:
             continue
         shared = share_node(comm, kernels)
@@ -437,27 +392,25 @@ def collective_rows(context: Context) -> Iterator[dict[str, Any]]:
             layout=Layout(comm.size, 1, 1, comm.size),
             ranks_per_node=context.nodes.ranks.size,
         )
-        for size in context.scale.messages:
-            for verb in VERBS:
-                if not context.agreed(context.left > 0):
-                    return
-                calls = [
-                    collective(each, verb, size // 4 // comm.size * comm.size)
-                    for each in (shared, comm)
-                ]
-                seconds, by_mpi = (timed(context.world, call) for call in calls)
-                own = size // comm.size if verb == "all_gather" else size
-                modelled = network.seconds(verb, "dp", own)
-                yield {
-                    "verb": verb,
-                    "where": place,
-                    "ranks": comm.size,
-                    "bytes": size,
-                    "seconds": seconds,
-                    "mpi_seconds": by_mpi,
-                    "model_seconds": modelled,
-                    "to_model": seconds / modelled,
-                }
+        for size, verb in product(context.scale.messages, VERBS):
+            if not context.agreed(context.left > 0):
+                return
+            elements = size // 4 // comm.size * comm.size
+            seconds, by_mpi = (
+                timed(context.world, collective(each, verb, elements)) for each in (shared, comm)
+            )
+            own = size // comm.size if verb == "all_gather" else size
+            modelled = network.seconds(verb, "dp", own)
+            yield {
+                "verb": verb,
+                "where": place,
+                "ranks": comm.size,
+                "bytes": size,
+                "seconds": seconds,
+                "mpi_seconds": by_mpi,
+                "model_seconds": modelled,
+                "to_model": seconds / modelled,
+            }
 
 
 def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:

@@ -54,13 +54,10 @@ def page(data: dict[str, Any]) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return a table; headings are aligned like the values below them."""
-    names = (
-        f"<th{_side(*(row[i] for row in rows))}>{html.escape(name)}</th>"
-        for i, name in enumerate(head)
-    )
-    cells = ["<tr>" + "".join(names) + "</tr>"]
-    cells += ["<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in rows]
-    return "<table>" + "".join(cells) + "</table>"
+    columns = zip(head, zip(*rows))
+    lines = ["".join(f"<th{_side(*column)}>{html.escape(name)}</th>" for name, column in columns)]
+    lines += ["".join(map(_cell, row)) for row in rows]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _cell(value: Any) -> str:

@@ -151,10 +151,6 @@ class Record:
         for suffix, page in self._pages.items():
             write_atomically(self.path.with_suffix(suffix), page(data))
 
-    def section(self, name: str, result: dict[str, Any]) -> None:
-        self.data["sections"][name] = result
-        self.write()
-
     def end(self, how: str, complete: bool) -> None:
         """Write the end. how: reason if the run did not complete"""
         self.data |= {"ended": how, "complete": complete}

@@ -141,14 +141,15 @@ def default_ranks() -> int:
 def restart_with_ranks(args: argparse.Namespace) -> None:
     """Become mpiexec with this command; return for one rank or without a working MPI."""
     ranks = default_ranks() if args.ranks is None else args.ranks
-    mpiexec = shutil.which(
-        "mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    mpiexec = shutil.which("mpiexec", path=path)
     if ranks == 1 or mpiexec is None:
-        record.progress(
-            "one rank: "
-            + ("--ranks 1" if args.ranks else "one core" if ranks == 1 else "no mpiexec was found")
-        )
+        why = "no mpiexec was found"
+        if args.ranks:
+            why = "--ranks 1"
+        elif ranks == 1:
+            why = "one core"
+        record.progress(f"one rank: {why}")
         return
     start = [mpiexec, *launcher_options(mpiexec)]
     try:
@@ -167,10 +168,8 @@ def restart_with_ranks(args: argparse.Namespace) -> None:
         )
         record.progress("one rank: mpiexec does not start ranks with mpi4py here")
         return
-    package = Path(__file__).parents[2]
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (str(package), os.environ.get("PYTHONPATH")))
-    )
+    paths = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     record.progress(f"starting {ranks} ranks by mpiexec")
     os.execv(
         mpiexec,
@@ -234,12 +233,9 @@ def measure(world: Comm, args: argparse.Namespace) -> None:
     from .training import hours
 
     budget = record.Budget(args.minutes)
-    report = (
-        record.Record(args.output, budget, {".html": page, ".txt": text}, args.with_names)
-        if world.rank == 0
-        else None
-    )
-    if report:
+    report = None
+    if world.rank == 0:
+        report = record.Record(args.output, budget, {".html": page, ".txt": text}, args.with_names)
         report.write()
         end_with_signal(report)
     context = make_context(world, args)
@@ -247,19 +243,17 @@ def measure(world: Comm, args: argparse.Namespace) -> None:
     for number, name in enumerate(chosen):
         result = one_section(context, budget, chosen, number)
         if report:
-            report.data["sections"][name] = result
-            report.data |= {
-                "findings": findings(report.data["sections"]),
-                "hours": hours(report.data["sections"]),
-            }
-            report.data |= {"machine": context.machine} if context.machine else {}
+            found = report.data["sections"]
+            found[name] = result
+            report.data |= {"findings": findings(found), "hours": hours(found)}
+            if context.machine:
+                report.data["machine"] = context.machine
             report.write()
     if report:
         report.end("finished", complete=True)
-        print(args.output.with_suffix(".txt").read_text(encoding="utf-8"), end="")
-        print(
-            f"wrote {args.output}, {args.output.with_suffix('.html')} and {args.output.with_suffix('.txt')}"
-        )
+        shown = args.output.with_suffix(".txt")
+        print(shown.read_text(encoding="utf-8"), end="")
+        print(f"wrote {args.output}, {args.output.with_suffix('.html')} and {shown}")
 
 
 def make_context(world: Comm, args: argparse.Namespace) -> Context:

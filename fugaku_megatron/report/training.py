@@ -8,6 +8,7 @@ trains two layers at the same time, without data-parallel sums; whole models are
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 import tempfile
@@ -30,6 +31,7 @@ from ..host.cgroup import read_text
 from ..host.timing import seconds
 from ..nn.ops import Ops
 from ..planner import machine, model, software
+from ..planner.system import System
 from ..training.trainer import Trainer
 from .context import Context
 from .record import LABEL, rows_of
@@ -190,7 +192,7 @@ def modelled_step(context: Context, run: RunConfig, ranks: int) -> float | None:
     if context.machine is None or ranks % per_node:
         return None
     host = machine.from_data("here", context.machine)
-    system = model.System(
+    system = System(
         machine=host,
         software=software.load(software.THIS_PROJECT),
         nodes=ranks // per_node,
@@ -230,14 +232,12 @@ def chosen_layers(context: Context, shape: str, seconds: float) -> RunConfig | N
     """Return the run on the fewest ranks, with the longest sequence that fits, or None."""
     here = context.nodes.ranks.size
     least = USABLE * context.free / here
-    for s in context.scale.sequences:
-        for tp in TENSOR_PARALLEL:
-            if here % tp:
-                continue
-            run = two_layers(context, shape, tp, s)
-            quick = 4 * accounting.model_flops(run, 1) / (tp * context.training_flops) < seconds
-            if quick and rank_bytes(run, tp) < least:
-                return run
+    sizes = [tp for tp in TENSOR_PARALLEL if here % tp == 0]
+    for s, tp in itertools.product(context.scale.sequences, sizes):
+        run = two_layers(context, shape, tp, s)
+        quick = 4 * accounting.model_flops(run, 1) / (tp * context.training_flops) < seconds
+        if quick and rank_bytes(run, tp) < least:
+            return run
     return None
 
 
@@ -254,7 +254,7 @@ def layers_row(context: Context, shape: str, seconds: float) -> dict[str, Any]:
         whole, rounds = repeated(group, trainer.train_step, seconds / 2)
         gradients, _ = repeated(group, lambda: trainer.repeat(0, 1.0), seconds / 4)
     everyone = context.world.all_gather_object((whole, gradients))
-    whole, gradients = (statistics.fmean(times) for times in zip(*everyone, strict=True))
+    whole, gradients = map(statistics.fmean, zip(*everyone, strict=True))
     return {
         "tp": tp,
         "groups": context.world.size // tp,

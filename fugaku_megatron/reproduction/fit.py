@@ -20,8 +20,8 @@ from ..cli.output_files import check_file, writing
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..planner import memory, model
-from ..planner.model import System
 from ..planner.software import FITTED, MemoryParameters, Parameters
+from ..planner.system import System
 from ..text.numbers import rounded
 from .rows import Row, known, load, row_system
 
@@ -106,9 +106,8 @@ def solve(
         weight = np.minimum(1, HUBER * noise / np.maximum(np.abs(r), 1e-12)) / noise**2
         normal = jacobian.T @ (weight[:, None] * jacobian) + np.diag(spread**-2.0)
         gradient = jacobian.T @ (weight * r) + (x - centre) / spread**2
-        held = ((x <= low) & (gradient > 0)) | (
-            (x >= high) & (gradient < 0)
-        )  # at a bound and pushed against it
+        # At a bound and pushed against it.
+        held = ((x <= low) & (gradient > 0)) | ((x >= high) & (gradient < 0))
         damped = (normal + damping * np.diag(np.diag(normal)))[np.ix_(~held, ~held)]
         trial = x.copy()
         trial[~held] = np.clip(
@@ -257,10 +256,7 @@ def fit_time(group: str, rows: Sequence[Row], start: Values | None = None) -> So
 
 def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
     parameters = MemoryParameters(**{"peer_mib": 0.0, **values})
-    return [
-        memory.peak_mib(run, layout, system.software, system.nodes, parameters)
-        for run, layout, system in row_cases
-    ]
+    return [memory.peak_mib(run, layout, system, parameters) for run, layout, system in row_cases]
 
 
 def fit_memory(group: str, rows: Sequence[Row]) -> Solution:
@@ -319,15 +315,13 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 def wrong_ooms(group: str, values: Values) -> tuple[list[str], int]:
     """Return (wrong predictions, compared rows)."""
     rows = [
-        r for r in load() if r.machine == group and (r.status in ("ran", "oom")) and not r.problem()
+        r for r in load() if r.machine == group and r.status in ("ran", "oom") and not r.problem()
     ]
     row_cases = cases(rows)
     wrong = []
     for row, (_, _, system), mib_used in zip(rows, row_cases, mib(row_cases, values)):
         fails = row.status == "oom" or (row.table.id, row.line) == OVERFULL
-        if fails != (
-            mib_used > memory.limit_mib(system.machine, system.software, system.ranks_per_node)
-        ):
+        if fails != (mib_used > system.limit_mib):
             wrong.append(f"{row.table.id} line {row.line} ({mib_used:.0f} MiB)")
     return wrong, len(rows)
 

@@ -24,7 +24,8 @@ from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig, TrainingConfig
 from ..observe.iteration_metrics import HEADERS
-from ..planner.model import Prediction, System, predict
+from ..planner.model import Prediction, predict
+from ..planner.system import System
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,8 @@ def _match(pattern: str, cell: str) -> re.Match[str]:
 
 def _memory_mib(cell: str) -> float:
     number, unit = _match(r"([\d.]+) ?(MiB|GB)", cell).groups()
-    return float(number) * (
-        1024 if unit == "GB" else 1
-    )  # an A100 of "80GB" has 81920 MiB: the tables' GB are GiB
+    # An A100 of "80GB" has 81920 MiB: the tables' GB are GiB.
+    return float(number) * (1024 if unit == "GB" else 1)
 
 
 def _ghz(cell: str) -> float:
@@ -239,6 +239,7 @@ TABLE_COLUMNS = (
     "assumed",
 )
 _FACTS = TABLE_COLUMNS[5:-1]
+OPTIONAL = ("freq", "size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +256,30 @@ class Table:
     def columns(self) -> tuple[str, ...]:
         """Names for the printed columns, in order."""
         return tuple(HEADERS[name] for name in self.header)
+
+
+# Values that repeated printings of a run share.
+IDENTITY = (
+    "machine",
+    "software",
+    "precision",
+    "ranks",
+    "ghz",
+    "layers",
+    "hidden",
+    "heads",
+    "seq",
+    "dp",
+    "tp",
+    "pp",
+    "mbs",
+    "gbs",
+    "recompute",
+    "zero",
+    "synchronous",
+    "seconds",
+    "tflops",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,21 +357,15 @@ class Row:
 
     @property
     def fit_time(self) -> bool:
-        return (
-            self.status == "ran"
-            and self.seconds is not None
-            and self.duplicate_of is None
-            and not self.unfit("time")
-        )
+        return self._fits("time", self.seconds)
 
     @property
     def fit_memory(self) -> bool:
-        return (
-            self.status == "ran"
-            and self.memory_mib is not None
-            and self.duplicate_of is None
-            and not self.unfit("memory")
-        )
+        return self._fits("memory", self.memory_mib)
+
+    def _fits(self, purpose: str, value: float | None) -> bool:
+        measured = self.status == "ran" and value is not None
+        return measured and self.duplicate_of is None and not self.unfit(purpose)
 
     def run(self) -> RunConfig:
         """Raise ValueError for impossible sizes."""
@@ -380,28 +399,7 @@ class Row:
         return None
 
     def identity(self) -> tuple[Any, ...]:
-        """Values that repeated printings share."""
-        return (
-            self.machine,
-            self.software,
-            self.precision,
-            self.ranks,
-            self.ghz,
-            self.layers,
-            self.hidden,
-            self.heads,
-            self.seq,
-            self.dp,
-            self.tp,
-            self.pp,
-            self.mbs,
-            self.gbs,
-            self.recompute,
-            self.zero,
-            self.synchronous,
-            self.seconds,
-            self.tflops,
-        )
+        return tuple(getattr(self, name) for name in IDENTITY)
 
 
 def known(value: float | None) -> float:
@@ -508,53 +506,39 @@ def _row(record: Record, tables: dict[str, Any], records: Sequence[Erratum]) -> 
 
 def _facts(record: Record, values: dict[str, str]) -> dict[str, Any]:
     facts = {name: record.convert(name, *PARSERS[name], values[name]) for name in PARSERS}
-    clock = re.search(r"\(([\d.]+GHz)\)", values["nodes"])
-    facts["ghz"] = _ghz(clock.group(1)) if clock else facts.pop("freq")
-    facts.pop("freq", None)
-    for name in (
-        "machine",
-        "software",
-        "precision",
-        "formula",
-        "seq",
-        "vocabulary",
-        "layers",
-        "hidden",
-        "heads",
-        "ac",
-        "zero",
-        "tp",
-        "pp",
-        "mbs",
-        "gbs",
-    ):
-        record.expect(facts[name] is not None, name, PARSERS[name][1], values[name])
+    for name in _FACTS:
+        record.expect(
+            facts[name] is not None or name in OPTIONAL, name, PARSERS[name][1], values[name]
+        )
     each = facts.pop("ranks_per_node") or RANKS_PER_NODE[facts["machine"]]
     gpus = facts.pop("gpus")
     record.expect(facts["nodes"] or gpus, "nodes", PARSERS["nodes"][1], values["nodes"])
-    facts["nodes"] = facts["nodes"] or gpus // each
-    facts["ranks"] = gpus or facts["nodes"] * each
-    facts["dp"] = facts["dp"] or facts["ranks"] // (
-        facts["tp"] * facts["pp"]
-    )  # not printed: what the other sizes leave
+    nodes = facts["nodes"] or gpus // each
+    ranks = gpus or nodes * each
+    clock = re.search(r"\(([\d.]+GHz)\)", values["nodes"])
+    ghz = facts.pop("freq")
     renamed = {
+        "ghz": _ghz(clock[1]) if clock else ghz,
         "recompute": facts.pop("ac"),
         "memory_mib": facts.pop("mem"),
         "synchronous": facts.pop("async") == "no",
     }
-    return {**facts, **renamed, "size": facts["size"] or "", "notes": facts["notes"] or ""}
+    # Not printed: what the other sizes leave.
+    dp = facts["dp"] or ranks // (facts["tp"] * facts["pp"])
+    found = {"nodes": nodes, "ranks": ranks, "dp": dp}
+    texts = {name: facts[name] or "" for name in ("size", "notes")}
+    return facts | renamed | found | texts
 
 
 def _mark_duplicates(rows: Sequence[Row]) -> tuple[Row, ...]:
     first: dict[tuple[Any, ...], int] = {}
     marked = []
     for row in rows:
-        line = (
-            first.setdefault(row.identity(), row.line)
-            if row.status == "ran" and row.seconds is not None
-            else row.line
-        )
-        marked.append(row if line == row.line else replace(row, duplicate_of=line))
+        if row.status == "ran" and row.seconds is not None:
+            line = first.setdefault(row.identity(), row.line)
+            if line != row.line:
+                row = replace(row, duplicate_of=line)
+        marked.append(row)
     return tuple(marked)
 
 

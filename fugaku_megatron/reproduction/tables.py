@@ -16,14 +16,16 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ..cli.output_files import check_file, check_picture, picture, writing
 from ..costs import accounting
+from ..observe.iteration_metrics import or_dash
 from ..planner.model import Prediction
 from ..text.table import pipe_table, write_csv
 from .rows import DOCUMENTS, Erratum, Row, load, predict_row
@@ -131,14 +133,23 @@ class Comparison:
             remarks.append("model: out of memory")
         if self.row.duplicate_of is not None:
             remarks.append(f"as line {self.row.duplicate_of}")
-        return [part for part in remarks if part] + list(
-            dict.fromkeys(e.id for e in self.row.errata if e.line is not None)
-        )
+        remarks += dict.fromkeys(e.id for e in self.row.errata if e.line is not None)
+        return [*filter(None, remarks)]
 
 
 def compare(rows: Sequence[Row], predict: Callable[[Row], Prediction]) -> list[Comparison]:
     """Compute all values, or the reason why a row has none."""
-    return [_compare(row, predict) for row in _with_progress(rows)]
+    found = []
+    for row in _with_progress(rows):
+        prediction = None
+        problem = row.problem()
+        if not problem:
+            try:
+                prediction = predict(row)
+            except ValueError as error:
+                problem = str(error)
+        found.append(Comparison(row=row, prediction=prediction, problem=problem or ""))
+    return found
 
 
 def _with_progress(rows: Sequence[Row]) -> Iterable[Row]:
@@ -149,15 +160,6 @@ def _with_progress(rows: Sequence[Row]) -> Iterable[Row]:
 
     shown: Iterable[Row] = tqdm(rows, unit="row", leave=False)
     return shown
-
-
-def _compare(row: Row, predict: Callable[[Row], Prediction]) -> Comparison:
-    if problem := row.problem():
-        return Comparison(row=row, prediction=None, problem=problem)
-    try:
-        return Comparison(row=row, prediction=predict(row))
-    except ValueError as error:
-        return Comparison(row=row, prediction=None, problem=str(error))
 
 
 OUR_HEADER = (
@@ -189,22 +191,21 @@ def text(comparisons: Sequence[Comparison], markdown: bool = False) -> str:
 
 def _table(comparisons: Sequence[Comparison], markdown: bool) -> str:
     table = comparisons[0].row.table
-    title = ("### " if markdown else "") + f"{table.id} {table.title}"
-    assumed = (
-        [f"assumed, not printed: {', '.join(comparisons[0].row.assumed)}"]
-        if comparisons[0].row.assumed
-        else []
-    )
-    problems = [
-        f"line {c.row.line} {'cannot run' if c.row.status == 'impossible' else 'is not modelled'}: {c.problem}"
-        for c in comparisons
-        if c.problem
-    ]
-    notes = [
-        ("- " if markdown else "  ") + note for note in assumed + problems + _errata(comparisons)
-    ]
-    lines = pipe_table([(*table.header, *OUR_HEADER), *map(cells, comparisons)])
-    return "\n".join([title, "", *lines, *([""] if notes else []), *notes])
+    heading = "### " if markdown else ""
+    bullet = "- " if markdown else "  "
+    notes = []
+    if assumed := comparisons[0].row.assumed:
+        notes.append(f"assumed, not printed: {', '.join(assumed)}")
+    for c in comparisons:
+        if c.problem:
+            what = "cannot run" if c.row.status == "impossible" else "is not modelled"
+            notes.append(f"line {c.row.line} {what}: {c.problem}")
+    notes += _errata(comparisons)
+    lines = [f"{heading}{table.id} {table.title}", ""]
+    lines += pipe_table([(*table.header, *OUR_HEADER), *map(cells, comparisons)])
+    if notes:
+        lines += ["", *(bullet + note for note in notes)]
+    return "\n".join(lines)
 
 
 def cells(comparison: Comparison) -> tuple[str, ...]:
@@ -215,35 +216,28 @@ def cells(comparison: Comparison) -> tuple[str, ...]:
         f"{names.get(column, column)} {cell}" for column, cell in comparison.corrections().items()
     )
     between = f"{p.lower:.1f} to {p.upper:.1f}" if p else "-"
-    errors = (
-        _number(comparison.time_error_percent, "+.1f"),
-        _number(comparison.memory_error_percent, "+.1f"),
-    )
     return (
         *row.cells,
         corrected or "-",
-        _number(comparison.recomputed, ".3f"),
-        _number(p.seconds if p else None, ".1f"),
+        or_dash(comparison.recomputed, ".3f"),
+        or_dash(p.seconds if p else None, ".1f"),
         between,
-        _number(comparison.model_tflops, ".3f"),
-        _number(p.memory_mib_max if p else None, ".0f"),
-        *errors,
+        or_dash(comparison.model_tflops, ".3f"),
+        or_dash(p.memory_mib_max if p else None, ".0f"),
+        or_dash(comparison.time_error_percent, "+.1f"),
+        or_dash(comparison.memory_error_percent, "+.1f"),
         ", ".join(comparison.remarks()) or "-",
     )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _errata(comparisons: Sequence[Comparison]) -> list[str]:
     """Return one line per erratum, with its document lines."""
     lines: dict[tuple[str, str, str], list[str]] = {}
-    names = dict(zip(comparisons[0].row.table.columns, comparisons[0].row.table.header))
+    table = comparisons[0].row.table
+    names = dict(zip(table.columns, table.header))
     for erratum in dict.fromkeys(e for c in comparisons for e in c.row.errata):
-        lines.setdefault(
-            (erratum.id, names.get(erratum.column, erratum.column), erratum.why), []
-        ).append(_place(erratum))
+        key = (erratum.id, names.get(erratum.column, erratum.column), erratum.why)
+        lines.setdefault(key, []).append(_place(erratum))
     return [
         f"{id} {column}, {'; '.join(places)}: {why}"
         for (id, column, why), places in sorted(lines.items(), key=_by_number)
@@ -255,34 +249,25 @@ def _by_number(item: tuple[tuple[str, str, str], list[str]]) -> tuple[str, int]:
 
 
 def _place(erratum: Erratum) -> str:
-    where = "every row" if erratum.line is None else f"line {erratum.line}"
-    change = (
-        f", {erratum.printed or '(nothing)'} -> {erratum.corrected}" if erratum.corrected else ""
-    )
-    return where + change
+    place = "every row" if erratum.line is None else f"line {erratum.line}"
+    if erratum.corrected:
+        place += f", {erratum.printed or '(nothing)'} -> {erratum.corrected}"
+    return place
 
 
 def summary(document: str, comparisons: Sequence[Comparison]) -> str:
     """Format errors on fitted rows; errors on unseen runs are larger (see `fit`)."""
-    times = [
-        abs(error)
-        for c in comparisons
-        if (error := c.time_error_percent) is not None and c.row.fit_time
-    ]
-    memory = [
-        abs(error)
-        for c in comparisons
-        if (error := c.memory_error_percent) is not None and c.row.fit_memory
-    ]
-    sentences = [
-        f"model against {len(errors)} printed {name}: mean absolute error {sum(errors) / len(errors):.1f} % in sample, "
-        f"largest {max(errors):.1f} %"
-        for name, errors in (("times", times), ("memory sizes", memory))
-        if errors
-    ]
-    return f"{document}: {len(comparisons)} rows; " + (
-        "; ".join(sentences) or "the model has no row to be compared with"
-    )
+    times = [c.time_error_percent for c in comparisons if c.row.fit_time]
+    memory = [c.memory_error_percent for c in comparisons if c.row.fit_memory]
+    sentences = []
+    for name, values in (("times", times), ("memory sizes", memory)):
+        if errors := [abs(error) for error in values if error is not None]:
+            sentences.append(
+                f"model against {len(errors)} printed {name}: mean absolute error {fmean(errors):.1f} % in sample, "
+                f"largest {max(errors):.1f} %"
+            )
+    found = "; ".join(sentences) or "the model has no row to be compared with"
+    return f"{document}: {len(comparisons)} rows; {found}"
 
 
 BAND = 0.1  # part of the printed time: the grey band around the diagonal
@@ -355,7 +340,7 @@ def _title(document: str, comparisons: Sequence[Comparison], pairs: Sequence[Com
     errors = [abs(error) for c in pairs if (error := c.time_error_percent) is not None]
     if not errors:
         return f"{name}\n{sum(c.row.seconds is not None for c in comparisons)} printed times, none of them modelled"
-    return f"{name}\n{len(pairs)} rows, mean error {sum(errors) / len(errors):.1f} %"
+    return f"{name}\n{len(pairs)} rows, mean error {fmean(errors):.1f} %"
 
 
 def _diagonal(panel: Any, times: Sequence[float]) -> None:
@@ -372,34 +357,18 @@ def _diagonal(panel: Any, times: Sequence[float]) -> None:
     panel.set(xlim=ends, ylim=ends, aspect="equal")
 
 
+_NO_COLUMNS = (
+    "table",
+    "cells",
+    "synchronous",
+    "petaflops",
+    "assumed",
+    "errata",
+    "duplicate_of",
+)
 _FIELDS = (
     "document",
-    "line",
-    "status",
-    "machine",
-    "software",
-    "precision",
-    "size",
-    "nodes",
-    "ranks",
-    "ghz",
-    "layers",
-    "hidden",
-    "heads",
-    "seq",
-    "vocabulary",
-    "dp",
-    "tp",
-    "pp",
-    "mbs",
-    "gbs",
-    "recompute",
-    "zero",
-    "formula",
-    "seconds",
-    "tflops",
-    "memory_mib",
-    "notes",
+    *(f.name for f in fields(Row) if f.name not in _NO_COLUMNS),
     "fit_time",
     "fit_memory",
     "duplicate_of",

@@ -85,7 +85,8 @@ def open_data(
     train, valid = _open(plan, groups, samples, readers, arrays or {}, order)
     if not run.data.marks_documents:
         return train, valid
-    eod, masks_loss = end_of_document(run.data, tokenizer), run.data.eod_mask_loss
+    eod = end_of_document(run.data, tokenizer)
+    masks_loss = run.data.eod_mask_loss
     return mark(train, eod, masks_loss), mark(valid, eod, masks_loss)
 
 
@@ -103,7 +104,8 @@ def _open(
     if not reads:
         return None, None
     if run.data.mock_data:
-        model, seed = run.model, run.training.seed
+        model = run.model
+        seed = run.training.seed
         assert model.vocab_size is not None, "with_vocabulary sets it"
         train, valid = (
             MockDataset(model.vocab_size, model.seq_length, count, seed + number) if count else None

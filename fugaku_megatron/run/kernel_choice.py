@@ -17,7 +17,12 @@ from ..costs import accounting
 from ..costs.activations import sequence_shards
 from ..host import kernels
 from ..host.timing import timings
+from ..nn.dropout_key import Dropout
+from ..nn.heads import Heads
 from ..nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops
+from ..nn.ops.loss import HeadLoss
+from ..nn.ops.mlp import MLPWeights
+from ..nn.ops.norm import LayerNormArguments
 from ..nn.parameter import PARAMETER_DTYPES
 from ..observe.abft import ALL
 from ..text.table import Column, text_table
@@ -156,20 +161,15 @@ def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Calla
     table = _weight(rows, h, dtype=dtype)
     tokens = torch.randint(0, rows, (s, b))
     scores = DropoutKey(1, 1, 0, sample_dim=0)
+    heads = Heads(model.num_attention_heads // tp, model.query_groups // tp, model.kv_channels)
+    head = HeadLoss(SoloComm(), 0, 1.0, z_loss=model.z_loss)
     return {
         "gemm": _mlp(model, x, tp),
         "attention": lambda ops: ops.attention(
-            qkv,
-            model.kv_channels,
-            model.attention_dropout,
-            scores,
-            model.query_groups // tp,
-            model.window,
+            qkv, heads, Dropout(model.attention_dropout, scores), model.window
         ).sum(),
         "rowwise": _add_and_normalize(model, residual),
-        "loss": lambda ops: ops.head_loss(
-            x, table, tokens, SoloComm(), 0, 1.0, z_loss=model.z_loss
-        ),
+        "loss": lambda ops: ops.head_loss(x, table, tokens, head),
         "embedding": lambda ops: ops.embedding(tokens, table).sum(),
     }
 
@@ -181,20 +181,19 @@ def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
     fc1 = _weight(*gates, f, h, dtype=x.dtype)
     bias = _weight(*gates, f, dtype=x.dtype)
     fc2 = _weight(h, f, dtype=x.dtype)
-    return lambda ops: ops.mlp(x, fc1, bias, fc2, activation=model.activation).sum()
+    weights = MLPWeights(fc1, bias, fc2, model.activation)
+    return lambda ops: ops.mlp(x, weights).sum()
 
 
 def _add_and_normalize(model: ModelConfig, x: Tensor) -> Callable[[Ops], Tensor]:
     """Return the norm of x + dropout(x + bias), x (s, b, h)."""
     add, norm, norm_bias = (_weight(model.hidden_size, dtype=x.dtype) for _ in range(3))
-    more = (model.hidden_dropout, DropoutKey(1, 0, 0, sample_dim=1), norm)
+    dropped = Dropout(model.hidden_dropout, DropoutKey(1, 0, 0, sample_dim=1))
+    epsilon = model.layernorm_epsilon
     if NORMS[model.normalization].kernel == RMS_NORM:
-        return lambda ops: ops.bias_dropout_add_rms_norm(x, add, x, *more, model.layernorm_epsilon)[
-            1
-        ].sum()
-    return lambda ops: ops.bias_dropout_add_layer_norm(
-        x, add, x, *more, norm_bias, model.layernorm_epsilon
-    )[1].sum()
+        return lambda ops: ops.bias_dropout_add_rms_norm(x, add, x, dropped, norm, epsilon)[1].sum()
+    layer_norm = LayerNormArguments(norm, norm_bias, epsilon)
+    return lambda ops: ops.bias_dropout_add_layer_norm(x, add, x, dropped, layer_norm)[1].sum()
 
 
 def _seconds(case: Callable[[Ops], Tensor], ops: Ops) -> float:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..checkpoint.save import BackgroundSave
+from ..config.run_config import RunConfig
 from ..costs import accounting
 from ..host import allocator, machine, runtime
 from ..observe import loss_plot
@@ -62,59 +63,68 @@ class Session:
     picture_is_old: bool = False  # a later save has more losses
 
     def __post_init__(self) -> None:
-        model = self.trainer.run.model
+        model = self.config.model
         if model.num_experts:
             experts = ExpertWatch(model, self.writer, self.trainer.layout.ep)
             self.observers = (*self.observers, experts)
         self._await_save()
 
+    @property
+    def iteration(self) -> int:
+        """Last finished iteration."""
+        return self.trainer.progress.iteration
+
+    @property
+    def config(self) -> RunConfig:
+        return self.trainer.run
+
     def run(self) -> None:
         """Train until the end or a reason to leave. Collective."""
-        progress = self.trainer.progress
-        output = self.trainer.run.output
-        timer = runtime.ExitTimer(self.trainer.run.training.exit_duration_in_mins)
-        saved = progress.iteration
+        save = self.config.output.save
+        timer = runtime.ExitTimer(self.config.training.exit_duration_in_mins)
+        saved = self.iteration
         if saved >= self.iterations:
             self.writer.print(f"nothing left to train: at iteration {saved} of {self.iterations}")
         end = saved if self._asked_to_leave() else self.iterations
-        while progress.iteration < end:
+        while self.iteration < end:
             result, values = self._step()
             self._log(result, values)
-            self._report_checksums(progress.iteration)
+            self._report_checksums()
             self._check_divergence(result)
-            self._check_weights(progress.iteration)
-            self._evaluate(progress.iteration)
-            reason, due, written = self._reason_to_leave(progress.iteration, timer)
+            if self._ends(self.config.numbers.check_weight_hash_across_dp_replicas_interval):
+                self._compare_replicas()
+            self._evaluate()
+            reason, due, written = self._reason_to_leave(timer)
             if self.saving and written:
                 self._advance_save(self.saving)
-            self.save_due = self.save_due or due or self._is_due(progress.iteration)
+            self.save_due |= due or self._ends(self.config.output.save_interval)
             if reason:
                 self.writer.flush()
             # Diverged weights must not replace good ones.
-            if output.save and (reason or self.save_due and not self.skipped_in_a_row):
-                self._check_data(progress.iteration)
-                self._save(output.save)
-                saved = progress.iteration
+            if save and (reason or self.save_due and not self.skipped_in_a_row):
+                self._check_data()
+                self._save(save)
+                saved = self.iteration
             if reason:
-                self.writer.print(f"leaving after iteration {progress.iteration}: {reason}")
+                self.writer.print(f"leaving after iteration {self.iteration}: {reason}")
                 break
-        self._check_data(progress.iteration)
-        self._check_trained(progress.iteration)
-        if output.save and saved != progress.iteration:
-            self._save(output.save)
+        self._check_data()
+        self._check_trained()
+        if save and saved != self.iteration:
+            self._save(save)
         self._finish_save()
         if self.profile:
             self.profile.end(self.writer.print)
         self._await_picture()
 
-    def _is_due(self, iteration: int) -> bool:
-        interval = self.trainer.run.output.save_interval
-        return interval is not None and iteration % interval == 0
+    def _ends(self, interval: int | None) -> bool:
+        """Return True if the last iteration ends an interval; None and 0 have no end."""
+        return bool(interval and self.iteration % interval == 0)
 
     def evaluate_only(self) -> None:
         """Evaluate the first validation samples for --skip-train; save nothing. Collective."""
         if self.valid_sizes:
-            self._print_validation(self.trainer.progress.iteration, 0)
+            self._print_validation(0)
         self.writer.print("--skip-train: nothing is trained")
 
     def _asked_to_leave(self) -> bool:
@@ -131,7 +141,7 @@ class Session:
             observer.begin()
         faults, system_seconds = allocator.page_faults()
         profiled = self.profile.iteration(self.writer.print) if self.profile else nullcontext()
-        with self.watchdog.heart.iteration(self.trainer.progress.iteration + 1), profiled:
+        with self.watchdog.heart.iteration(self.iteration + 1), profiled:
             result = self.trainer.train_step()
         after = allocator.page_faults()
         values = {
@@ -143,18 +153,15 @@ class Session:
         self.watchdog.measured(result.seconds)
         return result, values
 
-    def _logs(self, iteration: int) -> bool:
-        return iteration % self.trainer.run.output.log_interval == 0 or iteration == self.iterations
-
     def _log(self, result: IterationResult, values: dict[str, Any]) -> None:
         trainer = self.trainer
-        run = trainer.run
-        progress = trainer.progress
+        run = self.config
+        consumed = trainer.progress.consumed_samples
         norm = trainer.optimizer.params_norm() if run.output.log_params_norm else None
-        logs = self._logs(progress.iteration)
+        logs = self._ends(run.output.log_interval) or self.iteration == self.iterations
         if logs:
             for observer in self.observers:
-                values |= observer.finish_interval(progress.iteration)
+                values |= observer.finish_interval(self.iteration)
             if self.writer.printing:
                 values["clock_ghz"] = machine.clock_ghz()
         work = result.work
@@ -164,10 +171,10 @@ class Session:
         rank_flops = flops / trainer.world.size
         self.writer.add(
             IterationMetrics(
-                progress.iteration,
+                self.iteration,
                 self.iterations,
-                consumed_samples=progress.consumed_samples,
-                consumed_tokens=progress.consumed_samples * run.model.seq_length,
+                consumed_samples=consumed,
+                consumed_tokens=consumed * run.model.seq_length,
                 elapsed_seconds=result.seconds,
                 learning_rate=result.learning_rate,
                 global_batch_size=result.global_batch_size,
@@ -185,20 +192,21 @@ class Session:
         )
         if result.nothing_counted:
             self.uncounted += 1
-            self.writer.event(progress.iteration, uncounted_line(progress.iteration, result))
-        if progress.iteration == self.iterations:
+            self.writer.event(self.iteration, uncounted_line(self.iteration, result))
+        if self.iteration == self.iterations:
             self.writer.flush()
         if logs:
             for observer in self.observers:
-                observer.report(progress.iteration)
+                observer.report(self.iteration)
 
-    def _report_checksums(self, iteration: int) -> None:
+    def _report_checksums(self) -> None:
         """Log a wrong matmul. SystemExit(REPLICAS_DIFFER) without a save if a rank repeats it."""
         if self.checksums is None:
             return
         text = self.checksums.report(self.trainer.world)
         if not text:
             return
+        iteration = self.iteration
         self.writer.event(iteration, f"wrong matmul in iteration {iteration}: {text}")
         if self.checksums.persistent is None:
             return
@@ -206,7 +214,7 @@ class Session:
         why = f"{self.checksums.persistent}, up to iteration {iteration}"
         since = self.checksums.stayed_since
         trusted = None
-        if save := self.trainer.run.output.save:
+        if save := self.config.output.save:
             suspect_from = None if since is None else iteration - since
             trusted = self.trainer.record_fault(save, why, suspect_from).trusted
         advice = (
@@ -214,7 +222,10 @@ class Session:
             if trusted is None
             else f"continue from a checkpoint of iteration {trusted} or before"
         )
-        self._leave_faulty(f"faulty core: {why}. Nothing is saved: {advice}, without that node")
+        self._leave(
+            ExitCode.REPLICAS_DIFFER,
+            f"faulty core: {why}. Nothing is saved: {advice}, without that node",
+        )
 
     def _check_divergence(self, result: IterationResult) -> None:
         """Raise SystemExit(ExitCode.DIVERGED) after DIVERGED_STEPS skipped steps in a row without a falling loss scale.
@@ -231,10 +242,10 @@ class Session:
             return
         self._finish_save()  # of a checkpoint from before
         self.writer.flush()
-        save = self.trainer.run.output.save
+        save = self.config.output.save
         place = f" in {save}" if save else ""
         self.writer.print(
-            f"diverged: the gradients of the last {DIVERGED_STEPS} iterations up to {self.trainer.progress.iteration} "
+            f"diverged: the gradients of the last {DIVERGED_STEPS} iterations up to {self.iteration} "
             "held an Inf or NaN, and no update was made. Nothing is saved: continue from the last checkpoint"
             f"{place} with a lower --lr, or with --clip-grad"
         )
@@ -245,59 +256,50 @@ class Session:
         if self.explained == EXPLAINED_AT_MOST:
             return
         self.explained += 1
-        progress = self.trainer.progress
         text = find_nonfinite(self.trainer, result.consumed, result.loss_scale)
         self.writer.event(
-            progress.iteration,
-            f"Inf or NaN in the gradients of iteration {progress.iteration}: {text}",
+            self.iteration, f"Inf or NaN in the gradients of iteration {self.iteration}: {text}"
         )
-
-    def _check_weights(self, iteration: int) -> None:
-        interval = self.trainer.run.numbers.check_weight_hash_across_dp_replicas_interval
-        if interval and iteration % interval == 0:
-            self._compare_replicas()
 
     def _compare_replicas(self) -> None:
         """Raise SystemExit(REPLICAS_DIFFER) if replicas differ, after the current save."""
         if found := self.trainer.find_difference():
             self._finish_save()
-            save = self.trainer.run.output.save
-            self._leave_faulty(self.trainer.describe_difference(found, save))
+            save = self.config.output.save
+            self._leave(ExitCode.REPLICAS_DIFFER, self.trainer.describe_difference(found, save))
 
-    def _leave_faulty(self, text: str) -> NoReturn:
-        """Raise SystemExit(REPLICAS_DIFFER) after a line in log and history."""
+    def _leave(self, code: ExitCode, text: str) -> NoReturn:
+        """Raise SystemExit after a line in log and history."""
         self.writer.flush()
-        self.writer.event(self.trainer.progress.iteration, text)
-        raise SystemExit(ExitCode.REPLICAS_DIFFER)
+        self.writer.event(self.iteration, text)
+        raise SystemExit(code) from None
 
-    def _check_data(self, iteration: int) -> None:
+    def _check_data(self) -> None:
         """Raise SystemExit(USER_ERROR) without a save if a data file changed: the last checkpoint is from before."""
-        if iteration == self.checked_iteration:
+        if self.iteration == self.checked_iteration:
             return
         try:
             self.trainer.check_data()
         except ValueError as error:
             self._finish_save()
-            self.writer.flush()
-            self.writer.event(iteration, f"leaving after iteration {iteration}: {error}")
-            raise SystemExit(ExitCode.USER_ERROR) from None
-        self.checked_iteration = iteration
+            self._leave(ExitCode.USER_ERROR, f"leaving after iteration {self.iteration}: {error}")
+        self.checked_iteration = self.iteration
 
-    def _check_trained(self, iteration: int) -> None:
+    def _check_trained(self) -> None:
         """Raise SystemExit(USER_ERROR) at the end of a run without a counted label."""
+        iteration = self.iteration
         if iteration < self.iterations or self.uncounted < iteration or not iteration:
             return
         self._finish_save()
-        self.writer.flush()
-        self.writer.event(
-            iteration,
+        self._leave(
+            ExitCode.USER_ERROR,
             f"nothing was trained: no label of {iteration} iterations counts in the loss. The last weights are not saved: pass "
             "data with other labels",
         )
-        raise SystemExit(ExitCode.USER_ERROR)
 
-    def _evaluate(self, iteration: int) -> None:
-        training = self.trainer.run.training
+    def _evaluate(self) -> None:
+        training = self.config.training
+        iteration = self.iteration
         last = iteration == self.iterations
         start = training.start_eval_at_iter or 0
         if (
@@ -307,25 +309,24 @@ class Session:
         ):
             return
         left_out = max(0, -(-start // training.eval_interval) - 1)
-        self._print_validation(iteration, -(-iteration // training.eval_interval) - 1 - left_out)
+        self._print_validation(-(-iteration // training.eval_interval) - 1 - left_out)
 
-    def _print_validation(self, iteration: int, number: int) -> None:
+    def _print_validation(self, number: int) -> None:
         """Evaluate every validation set. number: of the evaluation, from 0."""
-        self._check_data(iteration)
+        self._check_data()
         trainer = self.trainer
-        several = trainer.run.training.multiple_validation_sets
-        sets = trainer.layout.evaluated(trainer.run, self.valid_sizes, number)
+        iteration = self.iteration
+        several = self.config.training.multiple_validation_sets
+        sets = trainer.layout.evaluated(self.config, self.valid_sizes, number)
         for index, (first, iterations) in enumerate(sets):
             with self.watchdog.heart.phase(f"evaluation after iteration {iteration}"):
                 loss = trainer.evaluate(trainer.valid, first, iterations)
             suffix = f"-{index}" if several else ""
             self.writer.validation(iteration, loss, trainer.progress.consumed_samples, suffix)
 
-    def _reason_to_leave(
-        self, iteration: int, timer: runtime.ExitTimer
-    ) -> tuple[str | None, bool, bool]:
+    def _reason_to_leave(self, timer: runtime.ExitTimer) -> tuple[str | None, bool, bool]:
         """Return (reason to leave, --save-interval-in-mins is over on rank 0, no rank writes), equal on every rank."""
-        interval = self.trainer.run.training.exit_interval
+        interval = self.config.training.exit_interval
         world = self.trainer.world
         writes = self.saving is not None and not self.saving.done
         flags = [
@@ -337,7 +338,7 @@ class Session:
         reduced = world.all_reduce(torch.tensor(flags, dtype=torch.int32), "max")
         signalled, late, due, writing = reduced.tolist()
         reason = None
-        if interval and iteration % interval == 0:
+        if self._ends(interval):
             reason = f"--exit-interval {interval}"
         elif signalled:
             reason = "a signal asked to stop"
@@ -346,7 +347,7 @@ class Session:
         return reason, bool(due), not writing
 
     def _await_save(self) -> None:
-        self.save_timer = runtime.ExitTimer(self.trainer.run.output.save_interval_in_mins)
+        self.save_timer = runtime.ExitTimer(self.config.output.save_interval_in_mins)
 
     def _save(self, directory: str) -> None:
         """Save, or begin to with --async-save or --save-local, after the previous save and a comparison of replicas."""
@@ -354,8 +355,9 @@ class Session:
         self._compare_replicas()
         self.save_due = False
         self._await_save()
-        self.saved_iteration = self.trainer.progress.iteration
-        if self.trainer.run.output.async_save or self.trainer.run.output.save_local:
+        self.saved_iteration = self.iteration
+        output = self.config.output
+        if output.async_save or output.save_local:
             with self._saves():
                 self.saving = self.trainer.save_in_background(directory)
         else:
@@ -379,7 +381,7 @@ class Session:
             self._advance_save(self.saving)
 
     def _report_save(self) -> None:
-        directory = self.trainer.run.output.save
+        directory = self.config.output.save
         self.writer.print(f"saved checkpoint of iteration {self.saved_iteration} to {directory}")
         if directory and self.writer.printing:
             self._draw(directory)
@@ -388,7 +390,7 @@ class Session:
         """Start to draw the losses, unless an earlier picture is being drawn."""
         self.picture_is_old = self.picture is not None and self.picture.poll() is None
         if not self.picture_is_old:
-            description = loss_plot.describe(self.trainer.run, self.trainer.layout.dp)
+            description = loss_plot.describe(self.config, self.trainer.layout.dp)
             heading = loss_plot.title(description, os.path.abspath(directory))
             picture = os.path.join(directory, LOSS_CURVE)
             history = os.path.join(directory, HISTORY)
@@ -397,7 +399,7 @@ class Session:
     def _await_picture(self) -> None:
         if self.picture:
             self.picture.wait()
-            directory = self.trainer.run.output.save
+            directory = self.config.output.save
             if directory and self.picture_is_old:
                 self._draw(directory)
                 self.picture.wait()

@@ -20,7 +20,7 @@ from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import AUTO
 
 if TYPE_CHECKING:
-    from ..planner.model import System
+    from ..planner.system import System
 
 T = TypeVar("T")
 
@@ -194,8 +194,8 @@ class Plan:
 
 def modelled_system(layout: Layout) -> System:
     """Return nodes of one rank each, a model of any machine."""
-    from ..planner.model import System
     from ..planner.software import THIS_PROJECT
+    from ..planner.system import System
 
     return System.from_names(MACHINE, THIS_PROJECT, layout.world_size, 1)
 

@@ -217,25 +217,23 @@ def _adapting(
 ) -> Resume:
     """Open a model alone, or adapters with their model. Collective."""
     output = run.output
+    named = output.pretrained_checkpoint
     saved = None if checkpoint is None else checkpoint.state.get("lora")
     if checkpoint is not None and saved is None:  # with --finetune
         with everywhere():
             check(
-                not output.pretrained_checkpoint,
-                f"--finetune --load {output.load} and --pretrained-checkpoint "
-                f"{output.pretrained_checkpoint} "
+                not named,
+                f"--finetune --load {output.load} and --pretrained-checkpoint {named} "
                 "both name the model of new adapters: pass one of them",
             )
-        return Resume(checkpoint, config=checkpoint.config, finetune=True, base=checkpoint)
+        return _finetune(checkpoint, base=checkpoint)
+    recorded = saved or {}
     with everywhere():
         check(
-            saved is not None or output.pretrained_checkpoint,
+            saved is not None or named,
             f"--lora-rank {run.lora.rank} needs the weights of a model: pass its checkpoint as "
             "--pretrained-checkpoint DIR, or --finetune --load DIR",
         )
-    recorded = saved or {}
-    named = output.pretrained_checkpoint
-    with everywhere():
         check(
             bool(named or "base" in recorded),
             f"--load {output.load} holds adapters and does not name their model: pass its place as "
@@ -270,9 +268,9 @@ def _adapting(
     if checkpoint is None:
         if isinstance(base, ForeignModel):
             return Resume(base=base)
-        return Resume(base, config=base.config, finetune=True, base=base)
+        return _finetune(base, base=base)
     if output.finetune:
-        return Resume(checkpoint, config=checkpoint.config, finetune=True, base=base)
+        return _finetune(checkpoint, base=base)
     return Resume(checkpoint, checkpoint.state, checkpoint.config, base=base)
 
 
@@ -302,8 +300,8 @@ def _saved_padding(resume: Resume) -> str:
     return COUNTED
 
 
-def _finetune(checkpoint: Checkpoint) -> Resume:
-    return Resume(checkpoint, config=checkpoint.config, finetune=True)
+def _finetune(checkpoint: Checkpoint, base: Checkpoint | ForeignModel | None = None) -> Resume:
+    return Resume(checkpoint, config=checkpoint.config, finetune=True, base=base)
 
 
 def _resumed(plan: Plan, directory: str, world: Comm) -> Checkpoint | None:

@@ -67,7 +67,8 @@ def connect(plan: Plan, world: Comm, nodes: Nodes) -> Communicators:
 def configure_process(plan: Plan, world: Comm, nodes: Nodes | None = None) -> str:
     """Set up allocator, threads and clock before the first large tensor; return the log's lines. Collective."""
     run = plan.config
-    system, parallel = run.system, run.parallel
+    system = run.system
+    parallel = run.parallel
     several_nodes = nodes is not None and nodes.count > 1
     overlaps = (
         parallel.tp_comm_overlap

@@ -156,7 +156,7 @@ def open_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            null = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115 - never closed
+            null = open(os.devnull, "r" if name == "stdin" else "w")  # never closed
             setattr(sys, name, null)
             setattr(sys, f"__{name}__", null)
     # Path bytes that are invalid in the locale's encoding are surrogates.

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterable
 from typing import Any
 
+StrPath = str | os.PathLike[str]
 FIRST_BYTES = b"version https://git-lfs.github.com/spec/"
 
 POINTER = "it is a Git LFS pointer: run git lfs pull"
@@ -25,13 +26,13 @@ KINDS = {
 }
 
 
-def is_pointer(path: str | os.PathLike[str]) -> bool:
+def is_pointer(path: StrPath) -> bool:
     """Return True for a Git LFS pointer. Raises OSError if the file cannot be read."""
     with open(path, "rb") as file:
         return file.read(len(FIRST_BYTES)) == FIRST_BYTES
 
 
-def unreadable(path: str | os.PathLike[str]) -> str | None:
+def unreadable(path: StrPath) -> str | None:
     """Return the reason why `path` cannot be read as a regular file, or None."""
     try:
         mode = os.stat(path).st_mode
@@ -45,7 +46,7 @@ def unreadable(path: str | os.PathLike[str]) -> str | None:
 
 
 def read_text(
-    path: str | os.PathLike[str],
+    path: StrPath,
     flag: str,
     remedy: str = "pass the path of an existing file",
     largest: int = LARGEST,

@@ -6,12 +6,13 @@ A Markdown table is as wide as its cells. Rows in fixed columns can be printed o
 from __future__ import annotations
 
 import csv
-import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from .named_files import StrPath
 
 
 def pipe_table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -55,9 +56,7 @@ def _blank(form: str, text: str = "") -> str:
     return format(text, re.findall("[<>][0-9]+", form)[0])
 
 
-def write_csv(
-    path: str | os.PathLike[str], columns: Sequence[str], records: Iterable[Mapping[str, Any]]
-) -> None:
+def write_csv(path: StrPath, columns: Sequence[str], records: Iterable[Mapping[str, Any]]) -> None:
     """Write another file and rename it: a reader never sees half a file."""
     aside = Path(f"{path}.tmp")
     with open(aside, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:

@@ -25,7 +25,7 @@ from ..comm.agreement import first_rank
 from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.run_config import RunConfig
-from ..costs.memory import holds_tied_copy
+from ..costs.units import holds_tied_copy
 from ..nn.model import Stage
 from ..nn.parameter import spec_of
 from ..optim.bucket_shard import BucketShard
@@ -33,7 +33,8 @@ from ..optim.optimizer import Optimizer
 from ..start.exit_codes import ExitCode
 
 FLAG = "--check-weight-hash-across-dp-replicas-interval"
-WEIGHTS, STATES = "weights", "optimizer states"
+WEIGHTS = "weights"
+STATES = "optimizer states"
 WORDS = 4096  # columns whose sums are hashed, of 8 bytes each
 # A group of ranks with copies -> one of them, several.
 COPIES = {

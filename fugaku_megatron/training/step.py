@@ -75,7 +75,7 @@ class StepExecutor:
     def run(self, lists: Schedule) -> list[Tensor]:
         """Run this rank's instructions; return micro-batch losses () in data order, on the last stage; empty elsewhere."""
         instructions = lists.instructions(self.pp.rank)
-        self._sends_under_way = lists.send_queue(self.pp.rank)
+        self._sends_under_way = schedule.send_queue(lists, self.pp.rank)
         self._to_receive = {
             tag: deque(waiting) for tag, waiting in schedule.receives(instructions).items()
         }

@@ -40,7 +40,7 @@ def addmm_flops(out, a, b, **_) -> int:
 
 
 def check_flops(run: RunConfig) -> None:
-    """Compare FLOPs with torch's counter, in the forward and the backward of one sample."""
+    """Compare FLOPs with torch's counter, for one sample forward and backward."""
     trainer = make_trainer(
         SoloComm(), run, Ops.build("torch")
     )  # torch counts the FLOPs of its own kernels only
@@ -55,16 +55,16 @@ def check_flops(run: RunConfig) -> None:
     forward = counter.get_total_flops()
     with counter:
         loss.backward()
-    records = [r for _, r in accounting.stage_records(run, Layout.from_run(run, 1), 0)]
+    records = list(accounting.stage_records(run, Layout.from_run(run, 1), 0))
     assert (forward, counter.get_total_flops()) == (
         sum(r.flops_forward for r in records),
         sum(r.flops_backward for r in records),
     )
 
 
-def by_blocks(run, place: str, collectives: tuple[Collective, ...]) -> list[Collective]:
+def by_blocks(run, collectives: tuple[Collective, ...]) -> list[Collective]:
     """Return the messages that replace a layer's collectives with --tp-comm-overlap, with the bytes that reach other ranks."""
-    if place != "layer" or not run.parallel.tp_comm_overlap:
+    if not run.parallel.tp_comm_overlap:
         return list(collectives)
     tp = run.parallel.tensor_model_parallel_size
     bytes = {
@@ -77,18 +77,23 @@ def by_blocks(run, place: str, collectives: tuple[Collective, ...]) -> list[Coll
 
 
 def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
-    """Return an iteration's bytes per (verb, group), without the few bytes of norms and losses."""
+    """Return an iteration's bytes per (verb, group), except the few bytes for norms and losses."""
     expected: dict[tuple[str, str], int] = {}
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
-    records = list(accounting.stage_records(run, layout, stage))
-    per_microbatch = [
-        c for place, r in records for c in by_blocks(run, place, (*r.forward, *r.backward))
+    ends = [
+        r
+        for virtual_stage in layout.placement.virtual_stages_of(stage)
+        for r in accounting.end_records(run, layout, virtual_stage)
     ]
+    per_microbatch = []
+    for r in accounting.stage_records(run, layout, stage):
+        collectives = (*r.forward, *r.backward)
+        per_microbatch += collectives if r in ends else by_blocks(run, collectives)
     if run.training.recompute_granularity == "full":  # groups of one layer
         again = [
             c
-            for r in accounting.recomputed_records(run, layout.tp, last=True)
-            for c in by_blocks(run, "layer", r.forward)
+            for r in accounting.last_recomputed_records(run, layout.tp)
+            for c in by_blocks(run, r.forward)
         ]
         per_microbatch += again * sum(
             map(len, accounting.stage_layers(run, layout.placement, stage))
@@ -118,7 +123,7 @@ def tallies(run: RunConfig, world: int) -> list[dict[tuple[str, str], tuple[int,
 
 
 def check_bytes(run: RunConfig, world: int, stages: Collection[int] | None = None) -> None:
-    """Compare an iteration's traffic on every rank, or on the ranks of some stages, with accounting."""
+    """Compare an iteration's traffic with accounting, on every rank or on some stages."""
     layout = Layout.from_run(run, world)
     loads = (
         run.model.num_layers * (run.model.num_experts + 2) * 8 if run.model.num_experts else 0
@@ -173,7 +178,9 @@ def check_kept(run: RunConfig) -> None:
     groups = accounting.virtual_stage_recompute_groups(run, layout.placement, 0)
     layers = memory.layers_kept_bytes(run, tp, run.model.num_layers, groups)[0]
     outside = sum(
-        r.saved_bytes for place, r in accounting.stage_records(run, layout, 0) if place != "layer"
+        r.saved_bytes
+        for virtual_stage in layout.placement.virtual_stages_of(0)
+        for r in accounting.end_records(run, layout, virtual_stage)
     )
     if (
         run.model.num_experts and run.training.recompute_granularity != "full"

@@ -1,4 +1,4 @@
-"""Attention of blocks of a sequence, merged, against the whole sequence in double precision.
+"""Attention by blocks, merged, against the whole sequence in double precision.
 
 Shapes: qkv (q, b, (heads + 2 groups) d), kv (k, b, 2 groups d), out (q, b, heads d), lse (b, heads, q).
 """
@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from fugaku_megatron.host import kernels
-from fugaku_megatron.nn.dropout_key import DropoutKey
+from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
 from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.shared_attention import (
+    AttentionGradients,
     AttentionMask,
     Block,
     Result,
@@ -38,7 +39,7 @@ FAST_DTYPES = [torch.float32, torch.bfloat16]
 
 
 def cuts_of(s, seed):
-    """Cut the positions of a sequence anywhere into up to four ranges."""
+    """Cut a sequence anywhere into up to four ranges."""
     chosen = sorted(random.Random(seed).sample(range(1, s), min(s - 1, 1 + seed % 3)))
     return [range(*bounds) for bounds in itertools.pairwise([0, *chosen, s])]
 
@@ -52,7 +53,7 @@ def block(queries, keys):
 
 
 def forward(part, qkv, kv, heads, s, **options):
-    """Return out and lse of a block, full of NaN before."""
+    """Return a block's out and lse, full of NaN before."""
     queries = qkv[part.rows]
     rows, b, width = queries.shape
     out = qkv.new_full((rows, b, width - kv.shape[2]), math.nan)
@@ -64,7 +65,7 @@ def forward(part, qkv, kv, heads, s, **options):
 
 
 def in_blocks(qkv, dout, heads, ranges, every=False, window=None, starts=None, **dropout):
-    """Return (out, lse, dqkv) from blocks of all pairs of ranges. every: also of pairs without a visible key"""
+    """Return (out, lse, dqkv) from blocks for all pairs in `ranges`. every: also pairs without a visible key"""
     s, b, width = qkv.shape
     d = dout.shape[2] // heads
     lies = Heads(heads, (width // d - heads) // 2, d)
@@ -144,7 +145,7 @@ def test_torch_makes_the_same_of_a_block(target, dtype):
     key = DropoutKey(seed, stream, first_sample, 0, first_head * case.s)
     mask = AttentionMask(case.s, **case.mask())
     lies = Heads(heads, 2, 16)
-    call = SharedCall(lies, mask, p, key)
+    call = SharedCall(lies, mask, Dropout(p, key))
     part = block(range(60, 100), range(20, 80))
     backend = Ops.build("torch")
     whole = keys_and_values(qkv, lies)
@@ -154,10 +155,13 @@ def test_torch_makes_the_same_of_a_block(target, dtype):
     out, lse = forward(part, qkv, whole, heads, case.s, **options)
     want = backend.attend_block(call, part, *tensors)
     torch.testing.assert_close((out, lse), want, rtol=0, atol=2 * TOLERANCE[dtype])
-    tensors += out, lse.masked_fill(lse == -math.inf, 1.0), dout[part.rows]
+    lse = lse.masked_fill(lse == -math.inf, 1.0)
     got, want = ((torch.ones(40, *qkv.shape[1:]), torch.ones(kv.shape)) for _ in range(2))
-    kernels.attention_part_backward(*tensors, *got, case.s, 60, 20, **options)
-    backend.add_block_gradients(call, part, *tensors, *want)
+    kernels.attention_part_backward(
+        *tensors, out, lse, dout[part.rows], *got, case.s, 60, 20, **options
+    )
+    gradients = AttentionGradients(qkv[part.rows], out, lse, dout[part.rows], want[0])
+    backend.add_block_gradients(call, part, gradients, kv, want[1])
     torch.testing.assert_close(got, want, rtol=0, atol=4 * TOLERANCE[dtype])
 
 

@@ -10,9 +10,14 @@ from torch.nn import functional as F
 from fugaku_megatron.comm.autograd import copy_to_tensor_parallel
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import kernels
+from fugaku_megatron.nn.dropout_key import Dropout
+from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops
 from fugaku_megatron.nn.ops.activation import functions
 from fugaku_megatron.nn.ops.dropout import add_bias
+from fugaku_megatron.nn.ops.loss import HeadLoss
+from fugaku_megatron.nn.ops.mlp import MLPWeights
+from fugaku_megatron.nn.ops.norm import LayerNormArguments
 from tests.checks.ops import (
     DTYPES,
     OUT,
@@ -52,7 +57,8 @@ def plain_attention(
     s, b, width = qkv.shape
     groups = groups or width // (3 * d)
     each = width // (groups * d) - 2
-    slots, heads = qkv.view(s, b, groups, each + 2, d), []
+    slots = qkv.view(s, b, groups, each + 2, d)
+    heads = []
     distance = torch.arange(s)[:, None] - torch.arange(s)
     for head in range(groups * each):
         group, query = divmod(head, each)
@@ -76,10 +82,14 @@ def norm(x: Tensor, *weights: Tensor) -> Tensor:
 
 
 NATIVE, P = Ops.build(), 0.4  # dropout's masks are the same on both backends
-KEEP = NATIVE.dropout(torch.ones(S, B, H), P, KEY).double()
+KEEP = NATIVE.dropout(torch.ones(S, B, H), Dropout(P, KEY)).double()
 PLACE = DropoutKey(5, 9, 40, sample_dim=0, row0=S)
-KEPT_SCORES = NATIVE.dropout(torch.ones(B, 4, S, S), P, PLACE).double()
-X, W1, W2, B1, GATED = (S, B, H), (4 * H, H), (H, 4 * H), (4 * H,), (2, 20, H)
+KEPT_SCORES = NATIVE.dropout(torch.ones(B, 4, S, S), Dropout(P, PLACE)).double()
+X = (S, B, H)
+W1 = (4 * H, H)
+W2 = (H, 4 * H)
+B1 = (4 * H,)
+GATED = (2, 20, H)
 OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights, how many roundings more than one)
     "linear": (lambda o, *a: o.linear(*a), F.linear, [X], [(OUT, H), (OUT,)], 1),
     "linear, no bias": (lambda o, *a: o.linear(*a), F.linear, [X], [(OUT, H)], 1),
@@ -88,91 +98,99 @@ OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights
     "gelu": (lambda o, x: functions("gelu").value(x), plain_gelu, [X], [], 1),
     "add bias": (lambda o, *a: add_bias(*a), torch.add, [X], [(H,)], 1),
     "mlp": (
-        lambda o, *a: o.mlp(*a),
+        lambda o, x, *w: o.mlp(x, MLPWeights(*w)),
         lambda x, w1, b1, w2: plain_gelu(x @ w1.t() + b1) @ w2.t(),
         [X],
         [W1, B1, W2],
         3,
     ),
     "mlp, no bias": (
-        lambda o, x, w1, w2: o.mlp(x, w1, None, w2),
+        lambda o, x, w1, w2: o.mlp(x, MLPWeights(w1, None, w2)),
         lambda x, w1, w2: plain_gelu(x @ w1.t()) @ w2.t(),
         [X],
         [W1, W2],
         3,
     ),
     "mlp, exact gelu": (
-        lambda o, *a: o.mlp(*a, activation="gelu_exact"),
+        lambda o, x, *w: o.mlp(x, MLPWeights(*w, activation="gelu_exact")),
         lambda x, w1, b1, w2: F.gelu(x @ w1.t() + b1) @ w2.t(),
         [X],
         [W1, B1, W2],
         3,
     ),
     "mlp, squared relu": (
-        lambda o, *a: o.mlp(*a, activation="squared_relu"),
+        lambda o, x, *w: o.mlp(x, MLPWeights(*w, activation="squared_relu")),
         lambda x, w1, b1, w2: F.relu(x @ w1.t() + b1).square() @ w2.t(),
         [X],
         [W1, B1, W2],
         6,
     ),
     "mlp, gated gelu": (
-        lambda o, x, w1, w2, b1: o.mlp(x, w1, b1, w2, activation="geglu"),
+        lambda o, x, w1, w2, b1: o.mlp(x, MLPWeights(w1, b1, w2, "geglu")),
         lambda *a: plain_gated_mlp(*a, function=plain_gelu),
         [X],
         [GATED, (H, 20), (2, 20)],
         4,
     ),
     "gated mlp": (
-        lambda o, x, w1, w2, b1: o.mlp(x, w1, b1, w2, activation="swiglu"),
+        lambda o, x, w1, w2, b1: o.mlp(x, MLPWeights(w1, b1, w2, "swiglu")),
         plain_gated_mlp,
         [X],
         [GATED, (H, 20), (2, 20)],
         4,
     ),
     "gated mlp, no bias": (
-        lambda o, x, w1, w2: o.mlp(x, w1, None, w2, activation="swiglu"),
+        lambda o, x, w1, w2: o.mlp(x, MLPWeights(w1, None, w2, "swiglu")),
         plain_gated_mlp,
         [X],
         [GATED, (H, 20)],
         4,
     ),
     "residual": (
-        lambda o, x, r, b: o.bias_dropout_add(x, b, r, P, KEY),
+        lambda o, x, r, b: o.bias_dropout_add(x, b, r, Dropout(P, KEY)),
         lambda x, r, b: r + (x + b) * KEEP,
         [X, X],
         [(H,)],
         2,
     ),
     "residual, no bias": (
-        lambda o, x, r: o.bias_dropout_add(x, None, r, P, KEY),
+        lambda o, x, r: o.bias_dropout_add(x, None, r, Dropout(P, KEY)),
         lambda x, r: r + x * KEEP,
         [X, X],
         [],
         2,
     ),
     "residual and layer norm": (
-        lambda o, x, r, b, w, c: both(o.bias_dropout_add_layer_norm(x, b, r, P, KEY, w, c, 1e-3)),
+        lambda o, x, r, b, w, c: both(
+            o.bias_dropout_add_layer_norm(x, b, r, Dropout(P, KEY), LayerNormArguments(w, c, 1e-3))
+        ),
         lambda x, r, b, *w: both((total := r + (x + b) * KEEP, norm(total, *w))),
         [X, X],
         [(H,), (H,), (H,)],
         4,
     ),
     "residual and layer norm, no bias, no dropout": (
-        lambda o, x, r, w, c: both(o.bias_dropout_add_layer_norm(x, None, r, 0.0, KEY, w, c, 1e-3)),
+        lambda o, x, r, w, c: both(
+            o.bias_dropout_add_layer_norm(
+                x, None, r, Dropout(0.0, KEY), LayerNormArguments(w, c, 1e-3)
+            )
+        ),
         lambda x, r, *w: both((x + r, norm(x + r, *w))),
         [X, X],
         [(H,), (H,)],
         4,
     ),
     "residual and rms norm": (
-        lambda o, x, r, b, w: both(o.bias_dropout_add_rms_norm(x, b, r, P, KEY, w, 1e-3)),
+        lambda o, x, r, b, w: both(o.bias_dropout_add_rms_norm(x, b, r, Dropout(P, KEY), w, 1e-3)),
         lambda x, r, b, w: both((total := r + (x + b) * KEEP, plain_rms_norm(total, w))),
         [X, X],
         [(H,), (H,)],
         4,
     ),
     "residual and rms norm, no bias, no dropout": (
-        lambda o, x, r, w: both(o.bias_dropout_add_rms_norm(x, None, r, 0.0, KEY, w, 1e-3)),
+        lambda o, x, r, w: both(
+            o.bias_dropout_add_rms_norm(x, None, r, Dropout(0.0, KEY), w, 1e-3)
+        ),
         lambda x, r, w: both((x + r, plain_rms_norm(x + r, w))),
         [X, X],
         [(H,)],
@@ -186,42 +204,42 @@ OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights
         1,
     ),
     "attention": (
-        lambda o, x: o.attention(x, 4, 0.0, PLACE),
+        lambda o, x: o.attention(x, Heads(H // 4, H // 4, 4), Dropout(0.0, PLACE)),
         lambda x: plain_attention(x, 4),
         [(S, B, 3 * H)],
         [],
         2,
     ),
     "attention, dropout": (
-        lambda o, x: o.attention(x, 4, P, PLACE),
+        lambda o, x: o.attention(x, Heads(4, 4, 4), Dropout(P, PLACE)),
         lambda x: plain_attention(x, 4, keep=KEPT_SCORES),
         [(S, B, 3 * 16)],
         [],
         4,
     ),
     "attention, groups": (
-        lambda o, x: o.attention(x, 8, P, PLACE, 2),
+        lambda o, x: o.attention(x, Heads(4, 2, 8), Dropout(P, PLACE)),
         lambda x: plain_attention(x, 8, 2, None, KEPT_SCORES),
         [(S, B, 8 * 8)],
         [],
         4,
     ),
     "attention, one group and a window": (
-        lambda o, x: o.attention(x, 8, P, PLACE, 1, 3),
+        lambda o, x: o.attention(x, Heads(4, 1, 8), Dropout(P, PLACE), 3),
         lambda x: plain_attention(x, 8, 1, 3, KEPT_SCORES),
         [(S, B, 6 * 8)],
         [],
         4,
     ),
     "attention, a window of one": (
-        lambda o, x: o.attention(x, 8, 0.0, PLACE, 2, 1),
+        lambda o, x: o.attention(x, Heads(2, 2, 8), Dropout(0.0, PLACE), 1),
         lambda x: plain_attention(x, 8, 2, 1),
         [(S, B, 6 * 8)],
         [],
         4,
     ),
     "attention, a window beyond": (
-        lambda o, x: o.attention(x, 8, 0.0, PLACE, 3, 7),
+        lambda o, x: o.attention(x, Heads(3, 3, 8), Dropout(0.0, PLACE), 7),
         lambda x: plain_attention(x, 8, 3),
         [(S, B, 9 * 8)],
         [],
@@ -248,22 +266,16 @@ def head_losses(
     """(loss, gradient of x, gradient of its part of the table (16, H)) of each rank."""
 
     def part(tp):
-        own, first_row = parameter(table.chunk(tp.size)[tp.rank].clone()), tp.rank * 16 // tp.size
-        leaf, own_words = (
-            x.clone().requires_grad_(),
-            None if words is None else min(max(0, words - first_row), len(own)),
-        )
+        own = parameter(table.chunk(tp.size)[tp.rank].clone())
+        first_row = tp.rank * 16 // tp.size
+        leaf = x.clone().requires_grad_()
+        own_words = None if words is None else min(max(0, words - first_row), len(own))
         loss = (
             ops.head_loss(
                 copy_to_tensor_parallel(leaf, tp),
                 own,
                 labels,
-                tp,
-                first_row,
-                0.25,
-                rows_at_once,
-                own_words,
-                **options,
+                HeadLoss(tp, first_row, 0.25, rows_at_once, own_words, **options),
             )
             * 0.25
         )
@@ -282,8 +294,11 @@ def test_head_loss(ops, name, ranks, words, rows_at_once):
     """The words' logits are near -60, so that the other 16 - words rows would have all of the softmax; some
     ranks have no word at all."""
     dtype, tolerance = DTYPES[name]
-    x, table = random(S, B, H, dtype=dtype), random(16, H, seed=1, dtype=dtype)
-    x[..., 0], table[:words, 0], table[words:, 0] = 1.0, -60.0, 0.0
+    x = random(S, B, H, dtype=dtype)
+    table = random(16, H, seed=1, dtype=dtype)
+    x[..., 0] = 1.0
+    table[:words, 0] = -60.0
+    table[words:, 0] = 0.0
     labels = torch.randint(0, words, (S, B), generator=torch.Generator().manual_seed(1))
     exact = [t.double().requires_grad_() for t in (x, table)]
     expected = (
@@ -311,10 +326,12 @@ def test_head_loss(ops, name, ranks, words, rows_at_once):
 def test_head_loss_of_some_rows(ops, name, ranks, rows_at_once, count, z_loss):
     """Rows with a label of -1 count nothing, even where their logits are infinite; the sum is divided by `count`."""
     dtype, tolerance = DTYPES[name]
-    x, table = random(S, B, H, dtype=dtype), random(16, H, seed=1, dtype=dtype)
+    x = random(S, B, H, dtype=dtype)
+    table = random(16, H, seed=1, dtype=dtype)
     labels = torch.randint(0, 16, (S, B), generator=torch.Generator().manual_seed(1))
     ignored = torch.zeros(S, B, dtype=torch.bool)
-    ignored[1:], ignored[2, -1] = True, False
+    ignored[1:] = True
+    ignored[2, -1] = False
     exact = [t.double().requires_grad_() for t in (x, table)]
     logits = (exact[0] @ exact[1].t())[~ignored]
     rows = (
@@ -333,7 +350,7 @@ def test_head_loss_of_some_rows(ops, name, ranks, rows_at_once, count, z_loss):
         labels.masked_fill(ignored, -1),
         rows_at_once,
         z_loss=z_loss,
-        count=count,
+        divisor=count,
     )
     tolerance *= 10 if ops.choice["loss"] == "torch" else 4  # torch's logits are in the dtype of x
     for loss, grad, _ in results:
@@ -345,10 +362,14 @@ def test_head_loss_of_some_rows(ops, name, ranks, rows_at_once, count, z_loss):
 
 def test_the_count_of_a_head_loss_is_its_rows_by_default(ops):
     def loss(count):
-        x, table = random(S, B, H).requires_grad_(), parameter(random(16, H, seed=1))
+        x = random(S, B, H).requires_grad_()
+        table = parameter(random(16, H, seed=1))
         value = (
             ops.head_loss(
-                x, table, torch.arange(S * B).view(S, B) % 16, SoloComm(), 0, 0.3, count=count
+                x,
+                table,
+                torch.arange(S * B).view(S, B) % 16,
+                HeadLoss(SoloComm(), 0, 0.3, divisor=count),
             )
             * 0.3
         )
@@ -359,9 +380,12 @@ def test_the_count_of_a_head_loss_is_its_rows_by_default(ops):
 
 
 def test_head_loss_without_gradients(ops):
-    x, table = random(S, B, H), parameter(random(16, H, seed=1))
+    x = random(S, B, H)
+    table = parameter(random(16, H, seed=1))
     with torch.no_grad():
-        loss = ops.head_loss(x, table, torch.zeros(S, B, dtype=torch.int64), SoloComm(), 0, 1.0)
+        loss = ops.head_loss(
+            x, table, torch.zeros(S, B, dtype=torch.int64), HeadLoss(SoloComm(), 0, 1.0)
+        )
     assert math.isfinite(loss) and torch.equal(table.main_grad, torch.full((16, H), 0.5))
 
 
@@ -401,7 +425,8 @@ def results(ops: Ops, dtype: torch.dtype) -> list[Tensor]:
         for i, shape in enumerate([(H, H), (H,), (f, H), (f,), (H, f)])
     ]
     x = random(S, B, H, dtype=dtype).requires_grad_()
-    y, z = ops.linear(x, *weights[:2]), ops.mlp(x, *weights[2:])
+    y = ops.linear(x, *weights[:2])
+    z = ops.mlp(x, MLPWeights(*weights[2:]))
     (y.sum() + z.sum()).backward()
     return [y.detach(), z.detach(), x.grad, *(w.main_grad for w in weights)]
 
@@ -426,7 +451,9 @@ def test_logits_are_summed_in_fp32(portable):
     def loss(ops: Ops) -> Tensor:
         weight = parameter(random(16, H, seed=1, dtype=torch.float16))
         x = random(S, B, H, dtype=torch.float16).requires_grad_()
-        value = ops.head_loss(x, weight, torch.arange(S * B).view(S, B), SoloComm(), 0, 1.0)
+        value = ops.head_loss(
+            x, weight, torch.arange(S * B).view(S, B), HeadLoss(SoloComm(), 0, 1.0)
+        )
         value.backward()
         return torch.cat(
             [value.detach().view(1), x.grad.float().flatten(), weight.main_grad.flatten()]
@@ -436,7 +463,8 @@ def test_logits_are_summed_in_fp32(portable):
 
 
 def test_packed_weights_follow_the_optimizer_and_the_target():
-    ops, weight = Ops.build(keep_packed_weights=True), parameter(random(OUT, H))
+    ops = Ops.build(keep_packed_weights=True)
+    weight = parameter(random(OUT, H))
     x = random(S, B, H)
     for change in range(2):
         with torch.no_grad():
@@ -467,14 +495,15 @@ def test_each_family_has_its_backend():
 def mask(p: float, *, shape: tuple[int, ...] = (32, 8, 512), **place) -> Tensor:
     """1 where an element is kept."""
     return (
-        NATIVE.dropout(torch.ones(shape), p, DropoutKey(**{**vars(KEY), **place})) != 0
+        NATIVE.dropout(torch.ones(shape), Dropout(p, DropoutKey(**{**vars(KEY), **place}))) != 0
     ).double()
 
 
 @pytest.mark.parametrize("p", [0.1, 0.9])
 def test_dropout_keeps_and_scales(ops, p):
     x = random(32, 8, 512) + 10.0
-    y, kept = ops.dropout(x, p, KEY), mask(p)
+    y = ops.dropout(x, Dropout(p, KEY))
+    kept = mask(p)
     torch.testing.assert_close(y, x / (1 - p) * kept.float(), rtol=1e-6, atol=0)
     n = kept.numel()
     assert abs(kept.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n), "the share that is kept"
@@ -485,18 +514,20 @@ def test_dropout_keeps_and_scales(ops, p):
 
 def test_dropout_backward_has_the_same_mask_and_p_0_is_the_identity(ops):
     x = random(32, 8, 512).requires_grad_()
-    ops.dropout(x, 0.3, KEY).sum().backward()
+    ops.dropout(x, Dropout(0.3, KEY)).sum().backward()
     assert torch.equal(x.grad, mask(0.3).float() / torch.tensor(0.7))
-    assert ops.dropout(x, 0.0, KEY) is x
+    assert ops.dropout(x, Dropout(0.0, KEY)) is x
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    a, b = a - a.mean(), b - b.mean()
+    a = a - a.mean()
+    b = b - b.mean()
     return ((a * b).mean() / (a.std() * b.std())).item()
 
 
 def test_masks_of_seeds_streams_samples_and_rows_are_independent():
-    first, limit = mask(0.5), 5 / math.sqrt(32 * 8 * 512)
+    first = mask(0.5)
+    limit = 5 / math.sqrt(32 * 8 * 512)
     for other in ({"seed": 6}, {"stream": 10}, {"stream": 8}, {"first_sample": 48}, {"row0": 32}):
         assert abs(correlation(first, mask(0.5, **other))) < limit, other
     assert abs(correlation(first[:, :-1], first[:, 1:])) < limit, "samples"

@@ -17,7 +17,7 @@ from fugaku_megatron.costs.memory import attention_bytes, stage_memory
 from fugaku_megatron.observe import memory as memory_module
 from fugaku_megatron.pipeline.schedule_names import AUTO
 from fugaku_megatron.planner import memory, search
-from fugaku_megatron.planner.model import System
+from fugaku_megatron.planner.system import System
 from fugaku_megatron.run import limits
 from fugaku_megatron.run.dry_run import report
 from fugaku_megatron.run.limits import MachineLimits
@@ -40,7 +40,7 @@ def auto(name: str) -> tuple[RunConfig, Layout]:
 
 
 def totals(run: RunConfig, layout: Layout) -> list[int]:
-    """Bytes of a rank of each stage."""
+    """Return a rank's bytes in each stage."""
     lists = run_schedule.build_schedule(run, MICROBATCHES)
     return [
         stage_memory(run, layout, stage, lists.in_flight(stage)).total for stage in range(STAGES)
@@ -74,10 +74,8 @@ def test_as_few_layers_as_fit(name, share):
     chosen = settled(run, layout, limit)
     assert max(totals(chosen, layout)) <= limit and not chosen.training.recompute_auto
     for stage in range(STAGES):
-        again, held = (
-            run_schedule.recomputed_layers(chosen, layout.placement, stage),
-            run_schedule.build_schedule(run, MICROBATCHES).in_flight(stage),
-        )
+        again = run_schedule.recomputed_layers(chosen, layout.placement, stage)
+        held = run_schedule.build_schedule(run, MICROBATCHES).in_flight(stage)
         assert (none[stage] <= limit) == (not any(again)), "a stage that fits recomputes nothing"
         if sum(again) > 1:
             parts = list(chosen.training.recompute_part_layers)
@@ -175,7 +173,7 @@ def test_it_is_the_planners_schedule(auto):
         }
     )
     plans = search.search(run, SYSTEM, held).plans
-    room = memory.tensor_room(run, layout, SYSTEM.machine, SYSTEM.software, SYSTEM.nodes)
+    room = memory.tensor_room(run, layout, SYSTEM)
     found = [c for c in search.scheduled(run, layout, SYSTEM, room) if c.fits]
     assert [c.seconds for c in found] == pytest.approx([plan.seconds for plan in plans])
     assert chosen == found[0].run == plans[0].run and not chosen.training.recompute_auto
@@ -187,15 +185,13 @@ def test_it_is_the_planners_schedule(auto):
 
 def test_what_does_not_fit_is_not_taken():
     run, layout = medium()
-    room = memory.tensor_room(run, layout, SYSTEM.machine, SYSTEM.software, SYSTEM.nodes)
+    room = memory.tensor_room(run, layout, SYSTEM)
     found = search.scheduled(run, layout, SYSTEM, room)
     limits = [
         memory.peak_mib(
             c.run,
             layout.placed(c.run),
-            SYSTEM.software,
-            SYSTEM.nodes,
-            SYSTEM.software.memory(SYSTEM.machine),
+            SYSTEM,
         )
         for c in found
     ]
@@ -260,7 +256,7 @@ print(Plan.of(run, 2).resolve(MachineLimits()).choices[0], [name for name in sys
     ],
 )
 def test_keys_are_passed_between_nodes(given, hosts, documents, ways):
-    """By default, where not every pair of ranks with a sequence of its own is on one node, and no documents divide its work."""
+    """The default, if ranks that share a sequence are on different nodes, and no documents divide the work."""
     run = small_run(
         num_layers=2,
         num_attention_heads=8,

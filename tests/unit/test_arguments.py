@@ -1,24 +1,25 @@
 """The command line: Megatron-LM's flags, flags of its CPU forks, recipes, and what is said about mistakes."""
 
-import shlex
 from dataclasses import fields
 
 import pytest
 
-from fugaku_megatron.cli.arguments import build_parser, make_run, model_flags, parse
+from fugaku_megatron.cli.arguments import Arguments, build_parser, make_run, model_flags, parse
 from fugaku_megatron.config.megatron_flags import OTHER_FLAGS
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import GROUPS, RunConfig
 from fugaku_megatron.config.sample_rules import Skips
 from fugaku_megatron.costs.accounting import parameters
 
-BASE = shlex.split(
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --vocab-size 96"
-)
+BASE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --vocab-size 96"
+
+
+def parsed(flags: str) -> Arguments:
+    return parse(f"{BASE} {flags}".split())
 
 
 def value(run: RunConfig, name: str) -> object:
-    """The value of a field, whichever group holds it."""
+    """Return the value of a field in any group."""
     return next(
         getattr(getattr(run, group), name)
         for group, config in GROUPS.items()
@@ -52,8 +53,8 @@ VALUES = """
 def test_a_value_arrives_in_its_field_and_takes_the_place_of_a_recipes(pair):
     flag, text = pair.split()
     name = flag[2:].replace("-", "_")
-    parsed = value(parse([*BASE, "--save", "d", flag, text]).run, name)
-    assert type(parsed)(text) == parsed and not isinstance(parsed, bool)
+    found = value(parsed(f"--save d {flag} {text}").run, name)
+    assert type(found)(text) == found and not isinstance(found, bool)
     if name not in (
         "num_attention_heads",
         "hidden_size",
@@ -62,34 +63,29 @@ def test_a_value_arrives_in_its_field_and_takes_the_place_of_a_recipes(pair):
         "hysteresis",
     ):
         more = "--max-position-embeddings 2048 --save d --min-lr 0".split()
-        assert value(parse(["--recipe", "124m", *more, flag, text]).run, name) == parsed
+        assert value(parse(["--recipe", "124m", *more, flag, text]).run, name) == found
 
 
 def test_several_values_switches_and_old_names():
-    plain = parse([*BASE, "--dry-run", "--world-size", "512"])
+    plain = parsed("--dry-run --world-size 512")
     assert (
         plain.dry_run
         and plain.world_size == 512
         and plain.recipe is None
         and plain.notes == ()
-        and not parse(BASE).dry_run
+        and not parsed("").dry_run
     )
     assert [
-        parse([*BASE, *flags]).run.training.use_flush_denormal
-        for flags in ([], ["--use-flush-denormal"], ["--no-use-flush-denormal"])
+        parsed(flag).run.training.use_flush_denormal
+        for flag in ("", "--use-flush-denormal", "--no-use-flush-denormal")
     ] == [True, True, False]
     assert [
-        parse(["--recipe", "124m", "--fp16", *flags]).run.system.fp16_accumulation_chunk
-        for flags in ([], ["--fp16-accumulation"], ["--fp16-accumulation-chunk", "128"])
+        parsed(f"--fp16 {flag}").run.system.fp16_accumulation_chunk
+        for flag in ("", "--fp16-accumulation", "--fp16-accumulation-chunk 128")
     ] == [None, 64, 128]
-    run = parse(
-        [
-            *BASE,
-            *shlex.split(
-                "--rampup-batch-size 4 4 100 --global-batch-size 16 --data-path 0.3 a 0.7 b --vocab-file v --merge-file m --bf16 "
-                "--use-distributed-optimizer --checkpoint-activations --log-params-norm --log-num-zeros-in-grad"
-            ),
-        ]
+    run = parsed(
+        "--rampup-batch-size 4 4 100 --global-batch-size 16 --data-path 0.3 a 0.7 b --vocab-file v --merge-file m --bf16 "
+        "--use-distributed-optimizer --checkpoint-activations --log-params-norm --log-num-zeros-in-grad"
     ).run
     assert run.batch.rampup_batch_size == (4, 4, 100) and run.data.data_path == (
         "0.3",
@@ -100,14 +96,9 @@ def test_several_values_switches_and_old_names():
     assert (run.data.vocab_file, run.data.merge_file) == ("v", "m") and run.precision.bf16
     assert run.parallel.zero_stage == 1 and run.training.recompute_granularity == "full"
     assert run.output.log_params_norm and run.output.log_num_zeros_in_grad
-    old = parse(
-        [
-            *BASE,
-            *shlex.split(
-                "--batch-size 8 --model-parallel-size 2 --pipe-parallel-size 2 --warmup-iters 3 --fp16 "
-                "--checkpoint-num-layers 2 --recompute-activations"
-            ),
-        ]
+    old = parsed(
+        "--batch-size 8 --model-parallel-size 2 --pipe-parallel-size 2 --warmup-iters 3 --fp16 "
+        "--checkpoint-num-layers 2 --recompute-activations"
     ).run
     assert (old.batch.micro_batch_size, old.parallel.tensor_model_parallel_size) == (8, 2)
     assert (old.parallel.pipeline_model_parallel_size, old.optimizer.lr_warmup_iters) == (2, 3)
@@ -133,19 +124,19 @@ def test_several_values_switches_and_old_names():
     ],
 )
 def test_a_flag_without_effect_gets_a_note(given, more, needed):
-    assert parse([*BASE, *given.split(), *more.split()]).notes == (
+    assert parsed(f"{given} {more}").notes == (
         f"{given.split()[0]} has no effect without {needed}",
     )
     full = (
         "--fp16 --checkpoint-activations --profile --vocab-file v --merge-file m --save s --load l "
         "--tensor-model-parallel-size 2"
-    ).split()
-    assert parse([*BASE, *given.split(), *full]).notes == ()
+    )
+    assert parsed(f"{given} {full}").notes == ()
 
 
 def test_the_launch_line_of_a_cpu_fork_parses():
     arguments = parse(
-        shlex.split("""
+        """
         --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 12 --hidden-size 768 --num-attention-heads 12
         --micro-batch-size 1 --global-batch-size 1024 --seq-length 1024 --max-position-embeddings 1024 --train-iters 500000
         --lr-decay-iters 320000 --lr 0.00015 --min-lr 1.0e-5 --lr-decay-style cosine --lr-warmup-fraction .01 --weight-decay 1e-2
@@ -154,7 +145,7 @@ def test_the_launch_line_of_a_cpu_fork_parses():
         --log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --no-cuda --checkpoint-activations
         --use-cpu-initialization --num-workers 0 --cpu-optimizer --cpu-torch-adam --use-flush-denormal
         --tensorboard-dir tensorboard --log-params-norm
-    """)
+        """.split()
     )
     run = arguments.run
     assert (run.model.num_layers, run.batch.global_batch_size, run.optimizer.lr) == (
@@ -164,22 +155,12 @@ def test_the_launch_line_of_a_cpu_fork_parses():
     )
     assert (run.training.recompute_granularity, run.optimizer.lr_warmup_fraction) == ("full", 0.01)
     noted = (
-        "--data-impl",
-        "--distributed-backend",
-        "--DDP-impl",
-        "--local_rank",
-        "--no-cuda",
-        "--use-cpu-initialization",
-        "--num-workers",
-        "--cpu-optimizer",
-        "--cpu-torch-adam",
-    )
+        "--data-impl --distributed-backend --DDP-impl --local_rank --no-cuda --use-cpu-initialization --num-workers "
+        "--cpu-optimizer --cpu-torch-adam"
+    ).split()
     assert set(arguments.notes) == {f"{name}: {OTHER_FLAGS[name].note}" for name in noted}
     for name in ("--no-cuda", "--cpu-optimizer", "--use-flash-attn"):
-        assert (
-            parse([*BASE, name]).run == parse(BASE).run
-            and "\n" not in parse([*BASE, name]).notes[0]
-        )
+        assert parsed(name).run == parsed("").run and "\n" not in parsed(name).notes[0]
 
 
 def test_missing_flags_and_misspelled_fields_are_named():
@@ -213,10 +194,8 @@ def test_recipes_have_their_published_sizes():
 def test_a_recipe_alone_is_the_recipe_and_its_flags_make_the_model_again(name):
     recipe = RECIPES[name]()
     assert make_run(name, {}) == recipe == parse(["--recipe", name.upper()]).run
-    words = shlex.split(
-        f"--seq-length {recipe.model.seq_length} --micro-batch-size 1 --train-iters 1"
-    )
-    assert parse([*model_flags(recipe.model), *words]).run.model == recipe.model
+    sizes = f"--seq-length {recipe.model.seq_length} --micro-batch-size 1 --train-iters 1"
+    assert parse([*model_flags(recipe.model), *sizes.split()]).run.model == recipe.model
 
 
 def test_a_flag_drops_what_the_recipe_derived_from_the_old_value():

@@ -11,7 +11,7 @@ from tests.time_limit import time_limit
 
 
 def walked(size, iterations):
-    """Samples consumed after 0, 1, 2 ... iterations."""
+    """Return the samples consumed after 0, 1, 2 ... iterations."""
     consumed = [0]
     for _ in range(iterations):
         consumed.append(consumed[-1] + size(consumed[-1]))

@@ -47,7 +47,7 @@ def empty(path: Path) -> None:
 
 
 def overwrite(path: Path) -> None:
-    """Another content of the same size in the same file, as cp writes it."""
+    """Write another content of the same size into the file, as cp does."""
     content = path.read_bytes()
     path.write_bytes(content[::-1])
     later = path.stat().st_mtime_ns + 10**9
@@ -55,7 +55,7 @@ def overwrite(path: Path) -> None:
 
 
 def replace(path: Path) -> None:
-    """Another file of the same size and time, as a rename leaves it."""
+    """Rename another file of the same size and time to this name."""
     aside = path.with_name("aside")
     shutil.copy2(path, aside)
     aside.rename(path)
@@ -163,7 +163,7 @@ def run_of(tmp_path: Path, **changes) -> RunConfig:
 
 
 def trainer_of(world: Comm, tmp_path: Path, run: RunConfig):
-    """A trainer on files, which its first rank reads."""
+    """Build a trainer whose first rank reads files."""
     trainer = make_trainer(world, run)
     if world.rank == 0:
         paths = [str(tmp_path / "d")]

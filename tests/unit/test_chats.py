@@ -133,7 +133,7 @@ def tokenizer(folder) -> HuggingFaceTokenizer:
 
 
 def rendered(tokenizer, template: str | None, record: dict) -> str:
-    """The text of a chat with [+ and +] around what is trained."""
+    """Return the text of a chat with [+ and +] around trained tokens."""
     tokens = ChatTemplate(tokenizer, template).encode(
         read_chat(Document("a.jsonl", 1, json.dumps(record).encode()))
     )
@@ -634,7 +634,7 @@ def test_other_mistakes_of_preprocess(folder, tmp_path, capsys):
 
 
 def write_masks(prefix: Path, masks: list[list[bool]]) -> ChatFiles:
-    """Chats with these trained tokens."""
+    """Write chats with these trained tokens."""
     with ChatWriter(prefix, "<u2") as writer:
         for mask in masks:
             writer.add_document(signed(np.arange(len(mask)), np.array(mask)))

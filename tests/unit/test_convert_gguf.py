@@ -29,7 +29,7 @@ THETA = {"rope_theta": 10000.0}
 
 @pytest.fixture
 def written(tmp_path):
-    """written(kind) writes a model and its tokenizer into `hf`, and returns both."""
+    """Return a function that writes a model of a kind and its tokenizer into `hf`."""
 
     def write(kind):
         return write_model(tmp_path / "hf", kind), write_tokenizer(tmp_path / "hf")
@@ -39,7 +39,7 @@ def written(tmp_path):
 
 @pytest.fixture
 def converted(tmp_path):
-    """converted(flags) converts `hf`, and returns a reader of the file."""
+    """Return a function that converts `hf` with some flags, and returns a reader of the file."""
 
     def read(*flags):
         assert convert(tmp_path / "hf", tmp_path / "m.gguf", *flags) == 0

@@ -132,7 +132,7 @@ def test_validation_keeps_its_order_and_the_index_is_cached(tmp_path):
 
 
 def trained_by(pieces: list[int], documents: list[np.ndarray]) -> list[bytes]:
-    """The samples of calls of `steps`."""
+    """Return the samples of calls of `steps`."""
     config = fm.Config(
         num_layers=1,
         hidden_size=16,

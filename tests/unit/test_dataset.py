@@ -209,7 +209,7 @@ def blending_indices(weights, num_samples):
 
 
 def walk_samples(lengths, document_index, seq_length):
-    """The sample index by walking over the documents, as Megatron-core's build_sample_idx does (C++)."""
+    """Build the sample index by walking over the documents, as Megatron-core's build_sample_idx (C++)."""
     samples = (int(lengths[document_index].sum()) - 1) // seq_length
     place = 0
     offset = 0

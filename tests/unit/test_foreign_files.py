@@ -89,31 +89,31 @@ def test_names_that_could_run_code_are_refused(value, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("name", "value", "named"),
     [
-        ({"qk_l2_norm": True}, "qk_l2_norm is True: this form of attention"),
-        ({"no_rope_freq": [0, 1]}, "no_rope_freq is [0, 1]: rope holds for all layers"),
-        ({"window_attn_skip_freq": 4}, "window_attn_skip_freq is 4"),
-        ({"softmax_type": "learnable"}, "softmax_type is 'learnable'"),
-        ({"attention_output_gate": True}, "attention_output_gate is True"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers is 1"),
-        ({"use_mup": True}, "use_mup is True"),
-        ({"hybrid_layer_pattern": "*-*-"}, "hybrid_layer_pattern is"),
-        ({"multi_latent_attention": True}, "multi_latent_attention is True"),
-        ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant is 'dsa'"),
-        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post"),
-        ({"glu_linear_offset": 1.0}, "glu_linear_offset is 1.0"),
-        ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value is 7.0"),
-        ({"heterogeneous_layers_config_path": "a.json"}, "heterogeneous_layers_config_path is"),
-        ({"retro_add_retriever": True}, "retro_add_retriever is True: no text is retrieved"),
-        ({"spec": ["megatron.core", "mamba"]}, "spec is ['megatron.core', 'mamba']"),
-        ({"num_experts": 8}, "num_experts is 8"),
-        ({"some_fork_s_attention": 3}, "some_fork_s_attention (3) are unknown"),
+        ("qk_l2_norm", True, "qk_l2_norm is True: this form of attention"),
+        ("no_rope_freq", [0, 1], "no_rope_freq is [0, 1]: rope holds for all layers"),
+        ("window_attn_skip_freq", 4, "window_attn_skip_freq is 4"),
+        ("softmax_type", "learnable", "softmax_type is 'learnable'"),
+        ("attention_output_gate", True, "attention_output_gate is True"),
+        ("mtp_num_layers", 1, "mtp_num_layers is 1"),
+        ("use_mup", True, "use_mup is True"),
+        ("hybrid_layer_pattern", "*-*-", "hybrid_layer_pattern is"),
+        ("multi_latent_attention", True, "multi_latent_attention is True"),
+        ("experimental_attention_variant", "dsa", "experimental_attention_variant is 'dsa'"),
+        ("apply_residual_connection_post_layernorm", True, "apply_residual_connection_post"),
+        ("glu_linear_offset", 1.0, "glu_linear_offset is 1.0"),
+        ("activation_func_clamp_value", 7.0, "activation_func_clamp_value is 7.0"),
+        ("heterogeneous_layers_config_path", "a.json", "heterogeneous_layers_config_path is"),
+        ("retro_add_retriever", True, "retro_add_retriever is True: no text is retrieved"),
+        ("spec", ["megatron.core", "mamba"], "spec is ['megatron.core', 'mamba']"),
+        ("num_experts", 8, "num_experts is 8"),
+        ("some_fork_s_attention", 3, "some_fork_s_attention (3) are unknown"),
     ],
 )
-def test_saved_arguments_that_change_the_model_are_refused(arguments, named):
+def test_saved_arguments_that_change_the_model_are_refused(name, value, named):
     with pytest.raises(ValueError, match=re.escape(named)):
-        megatron_files.check_saved(arguments)
+        megatron_files.check_saved({name: value})
 
 
 def test_saved_arguments_that_describe_a_run_are_read():
@@ -181,36 +181,35 @@ def test_plain_lora_of_peft_is_read(changed):
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("name", "value"),
     [
-        {"init_lora_weights": "pissa"},
-        {"init_lora_weights": "pissa_niter_16"},
-        {"init_lora_weights": "olora"},
-        {"init_lora_weights": "corda"},
-        {"init_lora_weights": "loftq"},
-        {"init_lora_weights": "lora_ga"},
-        {"init_lora_weights": "one of tomorrow"},
-        {"alora_invocation_tokens": [10, 43]},
-        {"trainable_token_indices": [1]},
-        {"use_dora": True},
-        {"use_qalora": True},
-        {"lora_bias": True},
-        {"bias": "all"},
-        {"modules_to_save": ["lm_head"]},
-        {"layer_replication": [[0, 1]]},
-        {"loftq_config": {"loftq_bits": 4}},
-        {"corda_config": {"corda_method": "kpm"}},
-        {"arrow_config": {"top_k": 3}},
-        {"kasa_config": {"beta": 1e-4}},
-        {"use_bdlora": {"nblocks": 2}},
-        {"megatron_config": {"a": 1}},
-        {"peft_type": "LOHA"},
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "pissa_niter_16"),
+        ("init_lora_weights", "olora"),
+        ("init_lora_weights", "corda"),
+        ("init_lora_weights", "loftq"),
+        ("init_lora_weights", "lora_ga"),
+        ("init_lora_weights", "one of tomorrow"),
+        ("alora_invocation_tokens", [10, 43]),
+        ("trainable_token_indices", [1]),
+        ("use_dora", True),
+        ("use_qalora", True),
+        ("lora_bias", True),
+        ("bias", "all"),
+        ("modules_to_save", ["lm_head"]),
+        ("layer_replication", [[0, 1]]),
+        ("loftq_config", {"loftq_bits": 4}),
+        ("corda_config", {"corda_method": "kpm"}),
+        ("arrow_config", {"top_k": 3}),
+        ("kasa_config", {"beta": 1e-4}),
+        ("use_bdlora", {"nblocks": 2}),
+        ("megatron_config", {"a": 1}),
+        ("peft_type", "LOHA"),
     ],
 )
-def test_adapters_that_are_not_plain_lora_are_refused(changed):
-    (name,) = changed
+def test_adapters_that_are_not_plain_lora_are_refused(name, value):
     with pytest.raises(ValueError, match=f"adapter_config.json: {name} is"):
-        peft.check_config({**PEFT, **changed})
+        peft.check_config({**PEFT, name: value})
 
 
 @given(
@@ -244,7 +243,7 @@ REQUIRED = {
 
 
 def short_config(row) -> dict:
-    """The shortest config.json of an architecture."""
+    """Return the shortest config.json of an architecture."""
     given = {name: value for name, value in REQUIRED.items() if name in read_fields(row)}
     given.pop("num_experts" if row.model_type == "mixtral" else "num_local_experts", None)
     return {"model_type": row.model_type, **given}

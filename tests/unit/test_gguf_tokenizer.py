@@ -370,7 +370,7 @@ VALUES = st.one_of(st.booleans(), st.integers(-9, 9), st.text(max_size=4), st.ju
 
 
 def make_fields() -> set[str]:
-    """Names of fields that a stored tokenizer.json has anywhere."""
+    """Return the names of all fields in a stored tokenizer.json."""
     return {*re.findall(r'"(\w+)":', (FILES / BYTE_LEVEL / "tokenizer.json").read_text())}
 
 

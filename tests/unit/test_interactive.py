@@ -27,7 +27,7 @@ def decode(ids) -> str:
 
 @pytest.fixture
 def talk(monkeypatch, capsys):
-    """talk(lines, answer, words) -> (what was printed, piece by piece, and the errors); a line is a text or an exception."""
+    """Return a function that enters lines, texts or exceptions, and returns the printed pieces."""
 
     def call(lines, answer, *words, chat=None):
         entered = iter([*lines, EOFError()])
@@ -59,7 +59,7 @@ def encode(line: str) -> list[int]:
 
 
 def written(tokens, finished):
-    """The tokens one after another, until `finished`."""
+    """Yield the first 1, 2, 3 ... tokens, until `finished`."""
     ids = torch.tensor(tokens)
     for count in range(1, len(ids) + 1):
         over = finished(0, ids[:count])

@@ -369,7 +369,7 @@ def test_generate_takes_the_tokenizer_of_the_run(models, tmp_path, capsys):
 
 
 def write_tiktoken(path: Path) -> Path:
-    """Megatron-LM's form: the 256 bytes, then tokens that merges of two make, in the order in which they are merged."""
+    """Write Megatron-LM's form: the 256 bytes, then tokens merged from two, in the order of the merges."""
     merged = [
         b"th",
         b"the",

@@ -28,7 +28,7 @@ from tests.helpers import SMALL
 
 @pytest.fixture
 def two(tmp_path):
-    """50 and 20 documents of 40 tokens; the second's tokens count from 100,000."""
+    """Write 50 and 20 documents of 40 tokens; tokens of the second data set count from 100,000."""
     return write(tmp_path / "a", [40] * 50), write(tmp_path / "b", [40] * 20, first_token=100_000)
 
 

@@ -94,7 +94,7 @@ def recorded(lists, expected):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_that_was_run_as_planned_looks_as_planned(name):
     lists = schedule.build(name, 3, {"interleaved": 2, "zbv": 2}.get(name, 1), 4)
-    expected = planned(lists, Costs.alike(lists, 1.0, 0.25))
+    expected = planned(lists, Costs.alike(lists, transfer=0.25))
     found = trace_module.measured_spans(recorded(lists, expected))
     assert {round_to_ms(span) for span in found} == {round_to_ms(span) for span in expected}
 

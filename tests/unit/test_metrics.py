@@ -362,43 +362,23 @@ def test_other_lines_and_fields():
 
 
 def test_an_interval_has_the_rates_of_its_time():
-    one = IterationMetrics(
-        3,
-        9,
-        consumed_samples=8,
-        elapsed_seconds=2.0,
-        global_batch_size=8,
-        lm_loss=10.0,
-        skipped=0,
-        tflops=1.5,
-    )
+    one = _step(3, consumed_tokens=None)
     assert IterationMetrics.from_interval([one]) == dataclasses.replace(
         one, nans=0, samples_per_second=4.0
     )
     parts = [
-        IterationMetrics(
-            i,
-            9,
-            elapsed_seconds=seconds,
-            global_batch_size=size,
-            lm_loss=1.0,
-            skipped=0,
-            tflops=rate,
-        )
-        for i, seconds, size, rate in ((1, 1.0, 4, 2.0), (2, 3.0, 8, 6.0))
+        _step(1, elapsed_seconds=1.0, global_batch_size=4, tflops=2.0),
+        _step(2, elapsed_seconds=3.0, global_batch_size=8, tflops=6.0),
     ]
     whole = IterationMetrics.from_interval(parts)
     assert (whole.elapsed_seconds, whole.samples_per_second, whole.tflops) == (2.0, 3.0, 5.0)
     parts = [
-        IterationMetrics(
+        _step(
             i,
-            9,
             consumed_samples=4 * i,
             consumed_tokens=4096 * i,
             elapsed_seconds=seconds,
             global_batch_size=4,
-            lm_loss=1.0,
-            skipped=0,
             tflops=0.0123,
         )
         for i, seconds in ((1, 1.0), (2, 3.0))

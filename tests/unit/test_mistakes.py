@@ -1,6 +1,7 @@
 """Wrong flags and arguments that need no file to be refused: each is one line, before any work."""
 
 import shlex
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from fugaku_megatron.cli import program
 from fugaku_megatron.cli.arguments import build_parser, interpret, make_run
 from fugaku_megatron.config.fields import flag
+from fugaku_megatron.config.run_config import GROUPS
 from fugaku_megatron.run.plan import Plan
 
 PARSER = build_parser()
@@ -770,9 +772,7 @@ def test_wrong_flags_of_a_run_are_refused(run, words, line):
     assert matches(str(refused.value), line)
 
 
-CHOICES = """
-zero_stage lr_decay_style lr_wsd_decay_style weight_decay_incr_style recompute_granularity recompute_method fp32_matmul
-""".split()
+CHOICES = [f.name for group in GROUPS.values() for f in fields(group) if "choices" in f.metadata]
 
 
 @pytest.mark.parametrize(

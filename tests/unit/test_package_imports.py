@@ -25,7 +25,7 @@ WITHOUT_TORCH = "start text config cli costs pipeline planner jobs reproduction"
 
 
 def module_name(path: Path, package: Path) -> str:
-    """config.run_config for config/run_config.py of the package."""
+    """Return config.run_config for config/run_config.py of the package."""
     return ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__")
 
 

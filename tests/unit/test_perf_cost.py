@@ -19,8 +19,8 @@ from fugaku_megatron.planner import machine, model, software, work
 from fugaku_megatron.planner import memory as perf_memory
 from fugaku_megatron.planner.cost import MMAP_BYTES, Network, Rank
 from fugaku_megatron.planner.machine import MIB, load
-from fugaku_megatron.planner.model import System
 from fugaku_megatron.planner.software import MemoryParameters, Parameters
+from fugaku_megatron.planner.system import System
 from fugaku_megatron.planner.work import ExpertExchange, Matmul, Work, phases
 
 
@@ -214,7 +214,7 @@ def flops(counted: work.Work) -> int:
 
 
 def expected(run: RunConfig, recompute: str | None) -> float:
-    """accounting's count; the whole square of attention is computed here, not half of it."""
+    """Return accounting's count, with the whole square of attention instead of half of it."""
     model_config = run.model
     square = model_config.num_layers * model_config.seq_length**2 * model_config.hidden_size
     if recompute == "full":
@@ -325,11 +325,16 @@ def network(
     )
 
 
+def all_reduce(net: Network, group: str) -> float:
+    """Return the seconds of an all-reduce of 1 GB."""
+    return net.seconds("all_reduce", group, 10**9)
+
+
 def test_a_ring():
     """A group of one is free, an all-reduce is two passes, and latency grows with the logarithm of the ranks."""
     assert network(Layout(8, 1, 1, 8)).seconds("all_reduce", "tp", 1 << 20) == 0.0
     net = network(Layout(4, 4, 1, 1), reduce_gbs=2.0)
-    assert net.seconds("all_reduce", "tp", 10**9) == pytest.approx(2 * 3 / 4 / 2.0, rel=1e-3)
+    assert all_reduce(net, "tp") == pytest.approx(2 * 3 / 4 / 2.0, rel=1e-3)
     assert net.seconds("reduce_scatter", "tp", 10**9) == pytest.approx(3 / 4 / 2.0, rel=1e-3)
     net = network(Layout(8, 1, 1, 8), reduce_gbs=1.0)
     assert net.seconds("all_gather", "dp", 1 << 20) == pytest.approx(
@@ -341,9 +346,7 @@ def test_a_ring():
     )
     assert many / few == pytest.approx(11 / 10, rel=1e-3)
     own = machine.load("a64fx").large_allreduce_gbs
-    assert network(Layout(512, 1, 1, 512)).seconds("all_reduce", "dp", 10**9) == pytest.approx(
-        1 / own, rel=0.01
-    )
+    assert all_reduce(network(Layout(512, 1, 1, 512)), "dp") == pytest.approx(1 / own, rel=0.01)
 
 
 def test_ranks_of_a_node_use_its_links():
@@ -355,13 +358,13 @@ def test_ranks_of_a_node_use_its_links():
     ]
     assert seconds[0] == seconds[1]
     flat = network(Layout(16, 1, 1, 16), ranks_per_node=4, reduce_gbs=2.0, intra_reduce_gbs=0.5)
-    assert flat.seconds("all_reduce", "dp", 10**9) == pytest.approx(2 * 15 / 16 / 0.5, rel=1e-3)
+    assert all_reduce(flat, "dp") == pytest.approx(2 * 15 / 16 / 0.5, rel=1e-3)
     shared = replace(
         flat, active=frozenset({features.NODE_SUMS})
     )  # a group over several nodes does not use it
-    assert shared.seconds("all_reduce", "dp", 10**9) == flat.seconds("all_reduce", "dp", 10**9)
+    assert all_reduce(shared, "dp") == all_reduce(flat, "dp")
     inside_first = replace(flat, active=frozenset({features.TWO_LEVEL_SUMS}))
-    assert inside_first.seconds("all_reduce", "dp", 10**9) == pytest.approx(
+    assert all_reduce(inside_first, "dp") == pytest.approx(
         2 * 3 / 4 / 0.5 + 2 * 3 / 4 / 4 / 2, rel=1e-2
     )
     alone = network(Layout(16, 8, 2, 1), ranks_per_node=1, name="a100").seconds("send", "pp", 10**9)
@@ -374,12 +377,12 @@ def test_ranks_of_a_node_use_its_links():
 def test_sums_in_two_levels_and_in_shared_memory():
     uneven = network(Layout(6, 6, 1, 1), ranks_per_node=4, reduce_gbs=2.0)
     active = replace(uneven, active=frozenset({features.TWO_LEVEL_SUMS, features.NODE_SUMS}))
-    assert active.seconds("all_reduce", "tp", 10**9) == uneven.seconds("all_reduce", "tp", 10**9)
+    assert all_reduce(active, "tp") == all_reduce(uneven, "tp")
     even = replace(active, layout=Layout(8, 8, 1, 1))
-    assert even.seconds("all_reduce", "tp", 10**9) < uneven.seconds("all_reduce", "tp", 10**9) / 2
+    assert all_reduce(even, "tp") < all_reduce(uneven, "tp") / 2
     by_mpi = network(Layout(4, 4, 1, 1), ranks_per_node=4)
     shared = replace(by_mpi, active=frozenset({features.NODE_SUMS}))
-    ratio = by_mpi.seconds("all_reduce", "tp", 10**9) / shared.seconds("all_reduce", "tp", 10**9)
+    ratio = all_reduce(by_mpi, "tp") / all_reduce(shared, "tp")
     assert ratio == pytest.approx(
         by_mpi.machine.intra_gbs / by_mpi.machine.intra_reduce_gbs, rel=1e-2
     )
@@ -517,5 +520,6 @@ def test_memory_of_stages():
     assert (alone - eight) * MIB == pytest.approx(
         12 * 7 / 8 * accounting.stage_parameters(run, Layout(1, 1, 1, 1), 0)
     )
-    assert perf_memory.limit_mib(load("a64fx"), EAGER, 1) == pytest.approx(28.5 * 1024)
-    assert perf_memory.limit_mib(load("a64fx"), EAGER, 4) == pytest.approx(28.5 * 256)
+    for ranks in (1, 4):
+        system = System(machine=load("a64fx"), software=EAGER, nodes=1, ranks_per_node=ranks)
+        assert system.limit_mib == pytest.approx(28.5 * 1024 / ranks)

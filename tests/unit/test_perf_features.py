@@ -17,10 +17,14 @@ from fugaku_megatron.config.run_config import GROUP_OF, ParallelConfig
 from fugaku_megatron.costs import memory
 from fugaku_megatron.costs.activations import Collective
 from fugaku_megatron.planner import cost, model, plan, search, software
-from fugaku_megatron.planner.model import System
+from fugaku_megatron.planner.system import System
 
 PACKAGE = Path(features.__file__).resolve().parents[1]
 RUN = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --micro-batch-size 1".split()
+
+
+def ours(nodes: int, ranks_per_node: int | None = 1) -> System:
+    return System.from_names("a64fx", "fugaku_megatron", nodes, ranks_per_node)
 
 
 def test_a_feature_has_its_flag_and_its_file_and_is_modelled():
@@ -57,7 +61,7 @@ GATHER = frozenset({features.OVERLAP_PARAM_GATHER})
 
 def test_without_overlap_all_communication_is_waited_for():
     run = replace(gpt_124m(), parallel=ParallelConfig(zero_stage=1))
-    system = System.from_names("a64fx", "fugaku_megatron", 64, 1)
+    system = ours(64)
     layout = Layout(64, 1, 1, 64)
     bare = replace(
         system,
@@ -108,7 +112,7 @@ def test_what_overlap_leaves_exposed(collectives, forward, backward, active, sec
 
 
 def test_the_pessimistic_network_slows_large_sums_only():
-    system = System.from_names("a64fx", "fugaku_megatron", 64, 1)
+    system = ours(64)
     run = gpt_124m()
     layout = Layout(64, 1, 1, 64)
     fast, slow = (
@@ -117,7 +121,7 @@ def test_the_pessimistic_network_slows_large_sums_only():
     assert slow.data_parallel / fast.data_parallel == pytest.approx(1.22 / 0.6, rel=0.1)
     assert slow.seconds - fast.seconds == pytest.approx(slow.data_parallel - fast.data_parallel)
     assert model.predict(run, system, with_band=False).slow_network == pytest.approx(slow.seconds)
-    inside = System.from_names("a64fx", "fugaku_megatron", 1, 4)
+    inside = ours(1, 4)
     assert (
         model.step(run, Layout(4, 4, 1, 1), inside, inside.parameters, slow=True).data_parallel
         == 0.0
@@ -138,7 +142,7 @@ def test_the_table_has_every_feature(capsys, flag):
 
 def test_without_a_feature_the_best_plan_is_not_faster():
     run = gpt_30b()
-    system = System.from_names("a64fx", "fugaku_megatron", 384)
+    system = ours(384, None)
     held = frozenset(
         {
             "tensor_model_parallel_size",
@@ -149,9 +153,9 @@ def test_without_a_feature_the_best_plan_is_not_faster():
     )
     parallel = replace(run.parallel, tensor_model_parallel_size=4, pipeline_model_parallel_size=12)
     run = replace(run, parallel=parallel, batch=replace(run.batch, micro_batch_size=1))
-    table = plan.feature_rows(run, system, held)
-    assert table[0].plan.seconds <= min(
-        row.plan.seconds for row in table if row.plan and row.name.startswith("without")
+    best = plan.feature_plans(run, system, held)
+    assert best["all"].seconds <= min(
+        found.seconds for name, found in best.items() if found and name.startswith("without")
     )
     assert not any(
         p.run.parallel.zero_stage
@@ -181,7 +185,7 @@ def test_overlapped_exchanges_wait_for_their_first_block_at_least():
             tensor_model_parallel_size=4, pipeline_model_parallel_size=6, sequence_parallel=True
         ),
     )
-    system = System.from_names("a64fx", "fugaku_megatron", 24, 1)
+    system = ours(24)
     layout = Layout(24, 4, 6, 1)
     overlapped = features.switched(run, features.TP_COMM_OVERLAP)
     waits = {}
@@ -211,7 +215,7 @@ def test_overlapped_exchanges_are_tried_between_nodes_only():
         (1, {1: {False}, 2: {True}, 4: {True}}),
         (2, {1: {False}, 2: {False}, 4: {False, True}}),
     ):
-        system = System.from_names("a64fx", "fugaku_megatron", 384, ranks)
+        system = ours(384, ranks)
         made = {}
         for candidate, _ in runnable(run, system, held | {"ranks_per_node"}):
             parallel = candidate.parallel
@@ -232,7 +236,7 @@ def runnable(run, system, held: frozenset[str]) -> list:
 
 def test_sequence_parallelism_is_tried_where_there_is_tensor_parallelism():
     run = gpt_30b()
-    system = System.from_names("a64fx", "fugaku_megatron", 384, 1)
+    system = ours(384)
     held = frozenset(
         {
             "micro_batch_size",

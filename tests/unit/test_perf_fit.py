@@ -7,8 +7,9 @@ import pytest
 
 from fugaku_megatron.cli import program
 from fugaku_megatron.cli.arguments import parse
-from fugaku_megatron.planner.model import System, extrapolation, predict
+from fugaku_megatron.planner.model import extrapolation, predict
 from fugaku_megatron.planner.software import fitted
+from fugaku_megatron.planner.system import System
 from fugaku_megatron.reproduction import fit
 from fugaku_megatron.reproduction.fit import MEMORY_PRIORS, PRIORS, Prior, solve
 

@@ -77,48 +77,48 @@ def test_broken_files_are_refused(tmp_path, content):
 @pytest.mark.parametrize(
     "place, value, message",
     [
-        (("kind",), "toaster", "kind is 'toaster', not cpu or gpu"),
-        (("title",), MISSING, "'title'"),
+        ("kind", "toaster", "kind is 'toaster', not cpu or gpu"),
+        ("title", MISSING, "'title'"),
         (
-            ("constants", "stream_gbs", "value"),
+            "constants/stream_gbs/value",
             "fast",
             "stream_gbs is 'fast', not a number above 0",
         ),
-        (("constants", "stream_gbs", "value"), 0, "stream_gbs is 0"),
-        (("constants", "stream_gbs", "value"), math.nan, "stream_gbs is nan"),
-        (("constants", "stream_gbs", "value"), {"fp32": -1}, "stream_gbs fp32 is -1"),
+        ("constants/stream_gbs/value", 0, "stream_gbs is 0"),
+        ("constants/stream_gbs/value", math.nan, "stream_gbs is nan"),
+        ("constants/stream_gbs/value", {"fp32": -1}, "stream_gbs fp32 is -1"),
         (
-            ("constants", "stream_gbs", "value"),
+            "constants/stream_gbs/value",
             1e300,
             r"stream_gbs is 1e\+300, not a number above 0",
         ),
         (
-            ("constants", "stream_gbs", "value"),
+            "constants/stream_gbs/value",
             1e-300,
             "stream_gbs is 1e-300, not a number above 0",
         ),
         (
-            ("constants", "gemm_curves", "value"),
+            "constants/gemm_curves/value",
             [],
             r"gemm_curves is \[\], which is empty or of another kind",
         ),
         (
-            ("constants", "gemm_curves", "value", 0, "exponent"),
+            "constants/gemm_curves/value/0/exponent",
             1e9,
             r"gemm_curves has exponent 1000000000.0, above 16",
         ),
         (
-            ("constants", "gemm_curves", "value", 0, "maximum"),
+            "constants/gemm_curves/value/0/maximum",
             3,
             "gemm_curves has maximum 3, above 2",
         ),
         (
-            ("constants", "gemm_curves", "value"),
+            "constants/gemm_curves/value",
             5,
             "gemm_curves is 5, which is empty or of another kind",
         ),
-        (("constants", "peak_tflops", "value", "fp32"), MISSING, "peak_tflops has no fp32"),
-        (("constants", "threads", "value"), 2.5, "threads is 2.5, not a whole number"),
+        ("constants/peak_tflops/value/fp32", MISSING, "peak_tflops has no fp32"),
+        ("constants/threads/value", 2.5, "threads is 2.5, not a whole number"),
     ],
 )
 def test_files_of_another_kind_are_refused(tmp_path, place, value, message):

@@ -16,8 +16,9 @@ from fugaku_megatron.config.training import TrainingConfig
 from fugaku_megatron.pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 from fugaku_megatron.pipeline.timeline import walk
 from fugaku_megatron.planner import model, plan_text, search
-from fugaku_megatron.planner.model import System, outside, predict, step
+from fugaku_megatron.planner.model import outside, predict, step
 from fugaku_megatron.planner.software import fitted, with_schedule
+from fugaku_megatron.planner.system import System
 from fugaku_megatron.reproduction.rows import load, predict_row
 
 AC = TrainingConfig(recompute_granularity="full")

@@ -14,8 +14,8 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.planner import plan, search
-from fugaku_megatron.planner.model import System
 from fugaku_megatron.planner.predict import run_of, system_of
+from fugaku_megatron.planner.system import System
 from fugaku_megatron.reproduction import fit
 from tests.time_limit import time_limit
 

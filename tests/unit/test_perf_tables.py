@@ -15,7 +15,7 @@ TABLES = Path(__file__).resolve().parents[2] / "docs" / "tables.md"
 
 
 def slow(row):
-    """Predictions in place of the model's: half a TFLOPs per rank, and memory too small by a tenth where some is printed."""
+    """Predict half a TFLOPs per rank, and a tenth less memory than printed."""
     seconds = tables.flops(row) / row.ranks / 0.5e12
     return SimpleNamespace(
         seconds=seconds,
@@ -31,7 +31,7 @@ def cells(line: str) -> list[str]:
 
 
 def printed_lines(output: str) -> list[list[str]]:
-    """The cells of every table line, without headers and rules."""
+    """Return the cells of every table line, without headers and rules."""
     rows = [cells(line) for line in output.splitlines() if line.startswith("|")]
     return [
         r

@@ -84,6 +84,10 @@ VALIDATION = [
 ]
 
 
+def write_history(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 def test_the_loss_is_drawn_where_the_numbers_say(tmp_path, made):
     assert loss_plot.loss_curve(tmp_path / "loss.png", TRAIN + VALIDATION) is True
     assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -92,7 +96,7 @@ def test_the_loss_is_drawn_where_the_numbers_say(tmp_path, made):
     assert list(loss.lines[0].get_ydata()) == [r["lm_loss"] for r in TRAIN]
     assert list(loss.lines[1].get_xdata()) == [4, 8]
     some = [{**TRAIN[0], "lm_loss": None, "tflops": None}, TRAIN[1]]
-    (tmp_path / "history.jsonl").write_text("\n".join(map(json.dumps, some)))
+    write_history(tmp_path / "history.jsonl", some)
     assert loss_plot.loss_curve(tmp_path / "some.png", tmp_path / "history.jsonl") is True, (
         "a history without some values"
     )
@@ -112,9 +116,7 @@ def test_the_load_of_every_expert_is_drawn(tmp_path, made):
         for i in (4, 8)
     ]
     train = [{**record, "largest_load": 1.5, "train_iters": 8} for record in TRAIN]
-    (tmp_path / "history.jsonl").write_text(
-        "".join(json.dumps(record) + "\n" for record in train + loads)
-    )
+    write_history(tmp_path / "history.jsonl", train + loads)
     log = read_log(tmp_path / "history.jsonl")
     assert loss_plot.loss_curve(
         tmp_path / "loss.png", tmp_path / "history.jsonl"
@@ -190,9 +192,7 @@ def test_curves_of_runs_of_different_lengths_over_tokens(tmp_path, made):
         ]
         records.append({"kind": "validation", "iteration": iterations, "lm_loss": 2.5})
         (tmp_path / name).mkdir()
-        (tmp_path / name / "history.jsonl").write_text(
-            "".join(json.dumps(record) + "\n" for record in records)
-        )
+        write_history(tmp_path / name / "history.jsonl", records)
     logs = [read_log(tmp_path / name / "history.jsonl") for name in ("small", "large")]
     assert log_command.draw(tmp_path / "t.png", logs, "tokens") and log_command.draw(
         tmp_path / "i.png", logs
@@ -234,7 +234,7 @@ def test_files_in_the_way_and_nothing_to_draw_are_lines_and_no_errors(
 def test_a_process_of_its_own_draws_the_same(tmp_path, capfd, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in TRAIN))
+    write_history(tmp_path / "history.jsonl", TRAIN)
     assert (
         loss_plot.start_loss_curve(
             tmp_path / "loss.png", tmp_path / "history.jsonl", "124M\n/here"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import getpass
 import html.parser
 import json
@@ -26,6 +25,7 @@ from fugaku_megatron.host.energy import Counter, Counters
 from fugaku_megatron.planner import machine
 from fugaku_megatron.report import context, findings, kernel_rates, page, record, training
 from tests.checks.calibration import rank as calibrated_rank
+from tests.file_damage import changed
 from tests.helpers import RECORDED
 
 # Sections of a report on a node without faults
@@ -34,16 +34,6 @@ HEALTHY = json.loads((RECORDED / "report.json").read_text())
 RANK = HEALTHY["kernels"]["ranks"][0]
 COLLECTIVE = HEALTHY["communication"]["collectives"][0]
 LAYERS = HEALTHY["layers"]["rows"][0]
-
-
-def changed(*path, **values):
-    """The healthy sections with values changed at a place in them."""
-    sections = copy.deepcopy(HEALTHY)
-    place = sections
-    for step in path:
-        place = place[step]
-    place.update(values)
-    return sections
 
 
 def report(sections=HEALTHY, complete=True, **more):
@@ -95,7 +85,7 @@ def test_a_kernel_that_computes_something_else_is_found(monkeypatch):
     monkeypatch.setattr(kernels, "activate", wrong)
     rows = kernel_rates.compared()
     assert [row["kernel"] for row in rows if not row["good"]][0] == "activate"
-    found = findings.findings(changed("kernels", checks=rows))
+    found = findings.findings(changed(HEALTHY, "kernels/checks", rows))
     assert (
         found[0]["severe"]
         and "activate" in found[0]["measured"]
@@ -130,85 +120,96 @@ def test_a_healthy_machine_has_no_findings():
 
 
 @pytest.mark.parametrize(
-    "sections, words",
+    "place, value, words",
     [
         (
-            changed("kernels", differing_ranks=[1]),
+            "kernels/differing_ranks",
+            [1],
             "ranks compute different bits: ranks 1 and rank 0",
         ),
         (
-            changed("kernels", ranks=[{**RANK, "clock_ghz": 2.0}] * 2),
+            "kernels/ranks",
+            [{**RANK, "clock_ghz": 2.0}] * 2,
             "clock falls under load: 2.00 GHz; 3.00 GHz",
         ),
         (
-            changed("kernels", ranks=[RANK, RANK, {**RANK, "clock_ghz": 2.0, "threads": 0}]),
+            "kernels/ranks",
+            [RANK, RANK, {**RANK, "clock_ghz": 2.0, "threads": 0}],
             "rank 2 on node 0: 2.00 GHz; 3.00 GHz",
         ),
         (
-            changed("host", "nodes", 0, governor="powersave"),
+            "host/nodes/0/governor",
+            "powersave",
             "governor powersave; performance; cpupower",
         ),
-        (changed("host", "nodes", 0, load=9.0), "other processes compute on node 0: load 9.0"),
+        ("host/nodes/0/load", 9.0, "other processes compute on node 0: load 9.0"),
         (
-            changed(
-                "host",
-                "nodes",
-                0,
-                mapping=[
-                    "cores: a",
-                    "note: ranks 0-1 compute with 8 threads on 4 cores: start fewer ranks",
-                ],
-            ),
+            "host/nodes/0/mapping",
+            [
+                "cores: a",
+                "note: ranks 0-1 compute with 8 threads on 4 cores: start fewer ranks",
+            ],
             "SEVERE: ranks and cores do not fit on node 0: ranks 0-1 compute with 8 threads on 4 cores; one rank with",
         ),
         (
-            changed("host", "nodes", 0, cores=16),
+            "host/nodes/0/cores",
+            16,
             "idle cores on node 0: 8 threads; 16 cores; set OMP_NUM_THREADS",
         ),
         (
-            changed("host", "nodes", 0, "huge_pages", transparent="never"),
+            "host/nodes/0/huge_pages/transparent",
+            "never",
             "transparent_hugepage is never; madvise",
         ),
-        (changed("host", "nodes", 0, numa_balancing="1"), "numa_balancing is 1; 0; sysctl"),
-        (changed("host", "nodes", 0, free_gib=10.0), "10.0 GiB are free"),
+        ("host/nodes/0/numa_balancing", "1", "numa_balancing is 1; 0; sysctl"),
+        ("host/nodes/0/free_gib", 10.0, "10.0 GiB are free"),
         (
-            changed("kernels", gemm=[[128, 10.0, 0.03], [2048, 90.0, 0.3]]),
+            "kernels/gemm",
+            [[128, 10.0, 0.03], [2048, 90.0, 0.3]],
             "matmuls are slow: 90 GFLOP/s at 2048, 30% of the FMA peak; 75%",
         ),
         (
-            changed("kernels", attention=[[2048, 60.0, 60.0, 0.2, 0.2]]),
+            "kernels/attention",
+            [[2048, 60.0, 60.0, 0.2, 0.2]],
             "attention is slow: 20% and 20%",
         ),
         (
-            changed("kernels", elementwise=[{"kernel": "gelu", "gbs": 5.0, "of_triad": 0.1}]),
+            "kernels/elementwise",
+            [{"kernel": "gelu", "gbs": 5.0, "of_triad": 0.1}],
             "1 element-wise kernels are below",
         ),
-        (changed("kernels", target="avx2"), "target avx2; avx512; unset FUGAKU_MEGATRON_TARGET"),
+        ("kernels/target", "avx2", "target avx2; avx512; unset FUGAKU_MEGATRON_TARGET"),
         (
-            {**HEALTHY, "host": {"nodes": [{**NODE, "features": ["avx512f", "amx_bf16"]}]}},
+            "host/nodes/0/features",
+            ["avx512f", "amx_bf16"],
             "target avx512; amx; unset",
         ),
-        (changed("communication", ranks=1), "communication was not measured: one rank, MPICH"),
+        ("communication/ranks", 1, "communication was not measured: one rank, MPICH"),
         (
-            changed("communication", thread_level="funneled"),
+            "communication/thread_level",
+            "funneled",
             "MPI_THREAD_FUNNELED; MPI_THREAD_SERIALIZED",
         ),
         (
-            changed("communication", collectives=[{**COLLECTIVE, "seconds": 0.1, "to_model": 5.0}]),
+            "communication/collectives",
+            [{**COLLECTIVE, "seconds": 0.1, "to_model": 5.0}],
             "collectives inside nodes are slow: all_reduce of 64 MiB takes 100 ms; 20 ms in the model",
         ),
         (
-            changed("training", "rows", 1, tokens_per_s=1200.0),
+            "training/rows/1/tokens_per_s",
+            1200.0,
             "2 ranks: 60% of one rank's tokens/s each; 80%",
         ),
-        (changed("training", "rows", 1, left_out="memory"), "124M does not fit"),
+        ("training/rows/1/left_out", "memory", "124M does not fit"),
         (
-            changed("storage", write_gbs=0.05),
+            "storage/write_gbs",
+            0.05,
             "checkpoints are slow: 0.05 GB/s on ext4; 0.3 GB/s; --async-save",
         ),
     ],
 )
-def test_each_problem_is_found_with_a_remedy(sections, words):
+def test_each_problem_is_found_with_a_remedy(place, value, words):
+    sections = changed(HEALTHY, place, value)
     assert words in findings.text(report(sections)), findings.text(report(sections))
     assert all(
         all(found[name] for name in ("what", "measured", "expected", "remedy"))
@@ -237,13 +238,14 @@ def test_a_virtual_machines_clock_and_shrunk_shapes_are_no_findings():
     assert (
         findings.findings(
             {
-                **changed("kernels", ranks=[{**RANK, "clock_ghz": 2.0}] * 2),
+                **changed(HEALTHY, "kernels/ranks", [{**RANK, "clock_ghz": 2.0}] * 2),
                 "host": {"nodes": [{**NODE, "features": ["avx512f", "hypervisor"]}]},
             }
         )
         == []
     )
-    shrunk = changed("kernels", gemm=[[32, 1.0, 0.01]], shrunk=True)
+    shrunk = changed(HEALTHY, "kernels/shrunk", True)
+    shrunk["kernels"]["gemm"] = [[32, 1.0, 0.01]]
     assert findings.findings(shrunk) == [] and "SHRUNK SHAPES" in findings.text(report(shrunk))
 
 
@@ -260,7 +262,8 @@ def test_a_part_of_the_sections_is_a_text_and_a_page(names):
 
 
 def test_the_text_has_about_thirty_lines():
-    sections = changed("kernels", target="avx2", gemm=[[2048, 90.0, 0.3]])
+    sections = changed(HEALTHY, "kernels/target", "avx2")
+    sections["kernels"]["gemm"] = [[2048, 90.0, 0.3]]
     sections["host"]["nodes"][0] |= {"load": 9.0, "free_gib": 10.0, "governor": "powersave"}
     assert 15 <= len(findings.text(report(sections)).splitlines()) <= 32
 
@@ -320,7 +323,8 @@ def test_files_are_whole_after_every_section_and_names_stay_on_request(tmp_path)
         one = record.Record(
             path, record.Budget(1.0), {".txt": lambda data: f"complete: {data['complete']}"}, names
         )
-        one.section("host", {"error": secret, "x": 1.23456789})
+        one.data["sections"]["host"] = {"error": secret, "x": 1.23456789}
+        one.write()
         data = json.loads(path.read_text())
         assert data["complete"] is False and data["sections"]["host"]["x"] == 1.2346
         assert path.with_suffix(".txt").read_text() == "complete: False"
@@ -398,11 +402,11 @@ def test_the_page_needs_no_other_file_and_has_plots():
         and set(re.findall(r"https?://[^\"]*", text)) == {"http://www.w3.org/2000/svg"}
     )
     assert "model (extrapolated)" in text and "nan" not in text
-    assert "&lt;b&gt;" in page.page(report(changed("host", "nodes", 0, cpu="<b>")))
+    assert "&lt;b&gt;" in page.page(report(changed(HEALTHY, "host/nodes/0/cpu", "<b>")))
 
 
 def test_two_reports_are_compared_with_ratios(tmp_path, capsys):
-    faster = changed("kernels", ranks=[{**RANK, "fma_gflops": 600.0}] * 2)
+    faster = changed(HEALTHY, "kernels/ranks", [{**RANK, "fma_gflops": 600.0}] * 2)
     faster["communication"]["inside"]["alpha_us"] = 0.5
     del faster["storage"]
     for name, data in (("a", report()), ("b", report(faster, complete=False))):
@@ -538,7 +542,7 @@ def test_power_is_what_the_counters_of_the_nodes_passed_over(counted, watts):
 def test_the_text_shows_power_or_why_not():
     rows = HEALTHY["training"]["rows"]
     with_power = changed(
-        "training", rows=[*rows[:1], {**rows[1], "watts": 250.0, "tokens_per_joule": 8.0}]
+        HEALTHY, "training/rows", [*rows[:1], {**rows[1], "watts": 250.0, "tokens_per_joule": 8.0}]
     )
     assert "power: 250 W on all nodes while 124M trains, 8 tokens per joule" in findings.text(
         report(with_power)

@@ -139,7 +139,7 @@ def test_only_an_empty_load_that_is_also_save_starts_anew(tmp_path):
 
 @pytest.fixture
 def two(tmp_path):
-    """A directory with checkpoints of iterations 3 and 4; the tracker names 4."""
+    """Save checkpoints of iterations 3 and 4; the tracker names 4."""
     checkpoints(tmp_path, 3, 4)
     return tmp_path
 
@@ -172,7 +172,7 @@ BY_SAMPLES = {"train_iters": None, "train_samples": 1600}
 
 
 def schedule(**changes) -> ParamSchedule:
-    """100 iterations of 16 samples, rate 1 to 0.1."""
+    """Build the schedule of 100 iterations of 16 samples, rate 1 to 0.1."""
     return ParamSchedule.from_run(
         small_run(**{"train_iters": 100, "lr": 1.0, "min_lr": 0.1, **changes}), 16
     )

@@ -14,13 +14,18 @@ from fugaku_megatron.config.run_config import ParallelConfig
 from fugaku_megatron.costs.accounting import layer_and_head_flops, virtual_stage_sizes
 from fugaku_megatron.costs.run_schedule import build_schedule, split_costs
 from fugaku_megatron.pipeline import cuts, schedule_names, zero_bubble
-from fugaku_megatron.pipeline import instructions as instructions_module
 from fugaku_megatron.pipeline import schedule as builders
 from fugaku_megatron.pipeline.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
+    RECEIVES,
+    RECV_BACKWARD,
+    RECV_FORWARD,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    SENDS,
     InFlight,
     Instruction,
 )
@@ -49,10 +54,10 @@ SHORT = {
     "B": BACKWARD,
     "I": BACKWARD_INPUT,
     "W": BACKWARD_WEIGHT,
-    "rf": instructions_module.RECV_FORWARD,
-    "sf": instructions_module.SEND_FORWARD,
-    "rb": instructions_module.RECV_BACKWARD,
-    "sb": instructions_module.SEND_BACKWARD,
+    "rf": RECV_FORWARD,
+    "sf": SEND_FORWARD,
+    "rb": RECV_BACKWARD,
+    "sb": SEND_BACKWARD,
 }
 LONG = {op: name for name, op in SHORT.items()}
 
@@ -79,7 +84,7 @@ def work(instructions: Sequence[Instruction]) -> str:
     return " ".join(
         "".join((LONG[i.op], str(i.microbatch), *repeat("'", i.model_chunk)))
         for i in instructions
-        if i.op not in instructions_module.SENDS + instructions_module.RECEIVES
+        if i.op not in SENDS + RECEIVES
     )
 
 
@@ -189,14 +194,10 @@ def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction
     """Return the instructions that must precede an instruction in the same list; a whole backward is called I."""
     m = i.microbatch
     c = i.model_chunk
-    if i.op in instructions_module.RECEIVES:
+    if i.op in RECEIVES:
         return []
-    if i.op in instructions_module.SENDS:
-        return [
-            Instruction(
-                FORWARD if i.op == instructions_module.SEND_FORWARD else BACKWARD_INPUT, m, c
-            )
-        ]
+    if i.op in SENDS:
+        return [Instruction(FORWARD if i.op == SEND_FORWARD else BACKWARD_INPUT, m, c)]
     if i.op == BACKWARD_WEIGHT:
         return [Instruction(BACKWARD_INPUT, m, c)]
     forward = i.op == FORWARD
@@ -208,9 +209,7 @@ def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction
         return [*first, Instruction(i.op, m, source[1])]
     return [
         *first,
-        Instruction(
-            instructions_module.RECV_FORWARD if forward else instructions_module.RECV_BACKWARD, m, c
-        ),
+        Instruction(RECV_FORWARD if forward else RECV_BACKWARD, m, c),
     ]
 
 
@@ -239,11 +238,9 @@ def test_everything_once_after_what_it_needs(name, chunks, stages):
                 for m in range(schedule.microbatches)
                 for c in range(placement.model_chunks)
             }
-            assert own == {
-                i
-                for i in mine
-                if i.op not in instructions_module.SENDS + instructions_module.RECEIVES
-            } and len(set(mine)) == len(mine)
+            assert own == {i for i in mine if i.op not in SENDS + RECEIVES} and len(
+                set(mine)
+            ) == len(mine)
             seen: set[Instruction] = set()
             for i in mine:
                 assert set(needed(placement, stage, i)) <= seen, (stage, i)
@@ -291,9 +288,9 @@ def simulate(
         for stage, mine in enumerate(lists):
             while places[stage] < len(mine) and free(stage):
                 i = mine[places[stage]]
-                if i.op in instructions_module.RECEIVES and not receive(stage, i):
+                if i.op in RECEIVES and not receive(stage, i):
                     break
-                if i.op in instructions_module.SENDS:
+                if i.op in SENDS:
                     other, tag = placement.peer(stage, i)
                     under_way[stage].append(((stage, other, tag), len(sent[stage, other, tag])))
                     sent[stage, other, tag].append(i.microbatch)
@@ -314,12 +311,12 @@ def test_messages_of_a_tag_follow_the_order_of_the_microbatches(name, chunks, st
         for stage, mine in enumerate(lists_of(schedule)):
             by_tag = defaultdict(list)
             for i in mine:
-                if i.op in instructions_module.SENDS + instructions_module.RECEIVES:
+                if i.op in SENDS + RECEIVES:
                     by_tag[i.op, schedule.placement.peer(stage, i)].append(i.microbatch)
             assert all(
                 messages == list(range(schedule.microbatches)) for messages in by_tag.values()
             )
-            posted = {(i.op, i.model_chunk) for i in mine if i.op in instructions_module.RECEIVES}
+            posted = {(i.op, i.model_chunk) for i in mine if i.op in RECEIVES}
             assert {
                 tag: [i.microbatch for i in found] for tag, found in builders.receives(mine).items()
             } == dict.fromkeys(posted, list(range(schedule.microbatches)))
@@ -330,7 +327,9 @@ def test_every_list_can_be_walked_whether_sends_block_or_not(name, chunks, stage
     """Check also that its send queue never blocks a stage."""
     for schedule in schedules(name, chunks, stages):
         lists = lists_of(schedule)
-        queues = [schedule.send_queue(stage) for stage in range(schedule.placement.stages)]
+        queues = [
+            builders.send_queue(schedule, stage) for stage in range(schedule.placement.stages)
+        ]
         simulate(schedule.placement, lists, ahead=schedule_names.row(name).receives_ahead)
         under_way = simulate(schedule.placement, lists)
         if (
@@ -343,7 +342,8 @@ def test_every_list_can_be_walked_whether_sends_block_or_not(name, chunks, stage
 def test_the_send_queue_does_not_grow_with_the_batch():
     for name, chunks in KINDS:
         few, many = (
-            [build(name, 4, chunks, m).send_queue(stage) for stage in range(4)] for m in (24, 96)
+            [builders.send_queue(build(name, 4, chunks, m), stage) for stage in range(4)]
+            for m in (24, 96)
         )
         assert many == few and max(few) <= 4 * 4 * chunks
 

@@ -29,7 +29,7 @@ def size_of(run: RunConfig) -> int:
 
 
 def rates(run: RunConfig, iterations: int = 31) -> list[float]:
-    """The rate of each iteration; the last one is that after the run."""
+    """Return the rate of each iteration, and the rate after the run."""
     size = size_of(run)
     schedule = ParamSchedule.from_run(run, size)
     sizes = sizes_of(run, size)

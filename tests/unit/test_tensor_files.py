@@ -138,7 +138,7 @@ def test_boxes_hold_the_elements_of_the_range_in_order(shape):
 
 
 def drawn(shape, rng):
-    """A piece of a tensor of this shape."""
+    """Draw a piece of a tensor of this shape."""
     offset = tuple(rng.randrange(n) for n in shape)
     part = tuple(rng.randint(1, n - o) for n, o in zip(shape, offset))
     start = rng.randrange(math.prod(part))
@@ -146,7 +146,7 @@ def drawn(shape, rng):
 
 
 def elements(whole, piece):
-    """The values that a piece holds, (n,)."""
+    """Return the values of a piece, (n,)."""
     part = whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))]
     return part.reshape(-1)[piece.start : piece.start + piece.numel].clone()
 

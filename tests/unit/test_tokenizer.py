@@ -241,15 +241,15 @@ CORPUS = "the cat and the dog trained on the nodes of the cluster, été 富岳 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """The command line in a folder with texts: words -> (exit code, lines on stdout, lines on stderr)."""
+    """Return a command line in a folder with texts: command -> (exit code, lines on stdout, lines on stderr)."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(CORPUS, encoding="utf-8")
     (tmp_path / "texts" / "b.txt").write_bytes(b"raw \xff bytes")
     (tmp_path / "c.jsonl").write_text(json.dumps({"text": CORPUS, "title": "A title"}) + "\n")
 
-    def call(*words):
-        code = program.main([*map(str, words)])
+    def call(command):
+        code = program.main(shlex.split(command))
         out, err = capsys.readouterr()
         return code, out.splitlines(), err.splitlines()
 
@@ -258,14 +258,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 def test_from_text_to_tokens(run, tmp_path):
     code, printed, errors = run(
-        "vocabulary",
-        "--input",
-        "texts",
-        "c.jsonl",
-        "--vocab-size",
-        300,
-        "--output",
-        "my vocabulary",
+        "vocabulary --input texts c.jsonl --vocab-size 300 --output 'my vocabulary'"
     )
     assert (
         code == 0
@@ -287,7 +280,7 @@ def test_from_text_to_tokens(run, tmp_path):
     first, command = printed[1].split(": ")
     words = shlex.split(command)
     assert len(printed) == 2 and first == "next" and words[0] == "fugaku-megatron"
-    code, printed, _ = run(*words[1:])
+    code, printed, _ = run(shlex.join(words[1:]))
     data = IndexedDataset("my_data_text_document")
     assert code == 0 and printed[0].endswith(f": 3 documents, {data.num_tokens} tokens")
     assert ours.decode(data[0][:-1]) == CORPUS and data[0][-1] == ours.eod
@@ -296,16 +289,14 @@ def test_from_text_to_tokens(run, tmp_path):
 def test_a_text_gives_the_same_files_again_and_perhaps_fewer_tokens(run, tmp_path):
     contents = []
     for _ in range(2):
-        assert run("vocabulary", "--input", "texts", "--vocab-size", 280, "--output", "v")[0] == 0
+        assert run("vocabulary --input texts --vocab-size 280 --output v")[0] == 0
         contents.append(
             [(tmp_path / "v" / name).read_bytes() for name in ("vocab.json", "merges.txt")]
         )
     assert contents[0] == contents[1] and sorted(
         path.name for path in (tmp_path / "v").iterdir()
     ) == ["merges.txt", "vocab.json"]
-    code, printed, _ = run(
-        "vocabulary", "--input", "c.jsonl", "--json-keys", "title", "--output", "v"
-    )
+    code, printed, _ = run("vocabulary --input c.jsonl --json-keys title --output v")
     tokens = GPT2BPETokenizer("v/vocab.json", "v/merges.txt").vocab_size
     assert (
         code == 0 and printed[0].endswith(f": {tokens} tokens from 1 file") and 257 <= tokens < 300
@@ -317,24 +308,24 @@ def test_a_text_gives_the_same_files_again_and_perhaps_fewer_tokens(run, tmp_pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--vocab-size", "256"], "--vocab-size is 256: pass a number from 257"),
-        (["--vocab-size", "9" * 30], "--vocab-size is 9"),
-        (["--output", "c.jsonl"], "--output c.jsonl: exists and is not a folder"),
-        (["--output", "c.jsonl/v"], "--output c.jsonl/v: cannot be written (Not a directory)"),
-        (["--input", "none"], "--input none: no such file"),
-        (["--input", "empty.txt"], "no text to train a vocabulary on"),
+        ("--vocab-size 256", "--vocab-size is 256: pass a number from 257"),
+        (f"--vocab-size {'9' * 30}", "--vocab-size is 9"),
+        ("--output c.jsonl", "--output c.jsonl: exists and is not a folder"),
+        ("--output c.jsonl/v", "--output c.jsonl/v: cannot be written (Not a directory)"),
+        ("--input none", "--input none: no such file"),
+        ("--input empty.txt", "no text to train a vocabulary on"),
         (
-            ["--input", "c.jsonl", "--json-keys", "body"],
+            "--input c.jsonl --json-keys body",
             "c.jsonl:1: expected text under key 'body'",
         ),
-        (["--input", "deep.jsonl"], "deep.jsonl:1: not JSON"),
+        ("--input deep.jsonl", "deep.jsonl:1: not JSON"),
     ],
 )
 def test_mistakes_of_the_vocabulary_command(run, tmp_path, words, message):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "deep.jsonl").write_text("[" * 200_000)
     (tmp_path / "texts" / "b.txt").unlink()
-    code, printed, errors = run("vocabulary", "--input", "texts", "--output", "v", *words)
+    code, printed, errors = run(f"vocabulary --input texts --output v {words}")
     assert code == 2 and printed == [] and len(errors) == 1
     assert errors[0].startswith("fugaku-megatron vocabulary: ") and message in errors[0]
     assert not (tmp_path / "v").exists()
@@ -342,7 +333,7 @@ def test_mistakes_of_the_vocabulary_command(run, tmp_path, words, message):
 
 def test_without_the_library_one_line_says_what_to_install(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    code, _, errors = run("vocabulary", "--input", "texts", "--output", "v")
+    code, _, errors = run("vocabulary --input texts --output v")
     assert code == 2 and len(errors) == 1
     assert errors[0].startswith(
         "fugaku-megatron vocabulary: training a vocabulary needs the Python package tokenizers ("

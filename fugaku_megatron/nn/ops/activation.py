@@ -43,7 +43,8 @@ def _squared_relu_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    return torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
+    gradient: Tensor = torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
+    return gradient
 
 
 def _exact_gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:

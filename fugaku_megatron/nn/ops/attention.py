@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..dropout_key import DropoutKey
+from ...comm.autograd import Function
+from ..dropout_key import Dropout
 from ..gradients import as_rows
 from ..heads import Heads
-from ..shared_attention import Block, SharedCall
+from ..shared_attention import AttentionGradients, Block, SharedCall
 from .backend import Backend
 from .dropout import dropout
 
@@ -25,38 +26,27 @@ from .dropout import dropout
 def attention(
     ops: Backend,
     qkv: Tensor,
-    head_size: int,
-    p: float,
-    key: DropoutKey,
-    groups: int | None = None,
+    heads: Heads,
+    dropped: Dropout,
     window: int | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
     """Attend from each token to the tokens before it, qkv -> (s, b, n d).
 
-    p: dropout probability.
-    groups: g; None: n.
     window: token i attends to tokens j with i - window < j <= i.
     starts: int32 (b, s), first visible token of each token's document.
     """
-    heads = Heads.of(qkv, head_size, groups)
     if ops.is_native("attention"):
         mask = {"window": window, "starts": starts}
-        return _NativeAttention.apply(ops.kernels, qkv, heads, p, key, mask)
-    drop = partial(dropout, ops, p=p, key=key) if p else None
+        return _NativeAttention.apply(ops.kernels, qkv, heads, dropped, mask)
+    drop = partial(dropout, ops, dropped=dropped) if dropped.p else None
     return _torch_attention(qkv, heads, window, drop, starts)
 
 
-class _NativeAttention(torch.autograd.Function):
+class _NativeAttention(Function[Tensor]):
     @staticmethod
     def forward(
-        ctx: Any,
-        kernels: Any,
-        qkv: Tensor,
-        heads: Heads,
-        p: float,
-        key: DropoutKey,
-        mask: dict[str, Any],
+        ctx: Any, kernels: Any, qkv: Tensor, heads: Heads, dropped: Dropout, mask: dict[str, Any]
     ) -> Tensor:
         qkv = qkv.contiguous()
         s, b, _ = qkv.shape
@@ -64,19 +54,20 @@ class _NativeAttention(torch.autograd.Function):
         lse = qkv.new_empty(b, heads.heads, s, dtype=torch.float32)
         ctx.kernels = kernels
         ctx.mask = mask
-        ctx.dropout = (p, key.seed, key.stream, key.first_sample, key.row0 // s)
-        kernels.attention_forward(qkv, out, lse, *ctx.dropout, **mask)
+        key = dropped.key
+        ctx.dropped = (dropped.p, key.seed, key.stream, key.first_sample, key.row0 // s)
+        kernels.attention_forward(qkv, out, lse, *ctx.dropped, **mask)
         ctx.save_for_backward(qkv, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None, None, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None, None, None]:
         qkv, out, lse = ctx.saved_tensors
         dqkv = torch.empty_like(qkv)
         ctx.kernels.attention_backward(
-            qkv, out, lse, dout.contiguous(), dqkv, *ctx.dropout, **ctx.mask
+            qkv, out, lse, dout.contiguous(), dqkv, *ctx.dropped, **ctx.mask
         )
-        return None, dqkv, None, None, None, None
+        return None, dqkv, None, None, None
 
 
 def _visible_keys(s: int, window: int | None, starts: Tensor | None) -> Tensor | None:
@@ -176,18 +167,12 @@ def add_block_gradients(
     ops: Backend,
     call: SharedCall,
     block: Block,
-    qkv: Tensor,
+    gradients: AttentionGradients,
     kv: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dqkv: Tensor,
     dkv: Tensor,
 ) -> None:
-    """Add a block's gradients to dqkv and dkv, in FP32.
-
-    out, lse: attention of the block's queries to all keys, as from `attend_block`.
-    """
+    """Add a block's gradients to `gradients.dqkv` and dkv, in FP32."""
+    qkv, out, lse, dout, dqkv = gradients
     if ops.is_native("attention"):
         ops.kernels.attention_part_backward(
             qkv, kv, out, lse, dout, dqkv, dkv, *_block_arguments(call, block)
@@ -214,12 +199,12 @@ def add_block_gradients(
 
 def _block_arguments(call: SharedCall, block: Block) -> tuple[Any, ...]:
     mask = call.mask
-    key = call.key
+    p, key = call.dropped
     return (
         mask.length,
         block.queries.start,
         block.keys.start,
-        call.dropout,
+        p,
         key.seed,
         key.stream,
         key.first_sample,
@@ -252,12 +237,13 @@ def _block_scores(
 
 def _block_dropout(ops: Backend, call: SharedCall, block: Block, samples: int) -> Tensor | float:
     """Return dropout factors (b, n, q, k), numbered as in the whole sequence."""
-    if not call.dropout:
+    p, key = call.dropped
+    if not p:
         return 1.0
     ones = torch.ones(samples, len(block.queries), block.keys.stop)
     masks = []
     for head in range(call.heads.heads):
-        row0 = call.key.row0 + head * call.mask.length + block.queries.start
-        mask = dropout(ops, ones, call.dropout, replace(call.key, row0=row0))
+        row0 = key.row0 + head * call.mask.length + block.queries.start
+        mask = dropout(ops, ones, Dropout(p, replace(key, row0=row0)))
         masks.append(mask[..., block.keys.start :])
     return torch.stack(masks, 1)

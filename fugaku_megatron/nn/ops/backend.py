@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..deferred_gradients import WeightGradients
 from ..packed_weights import WeightCache
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 FAMILIES = ("gemm", "attention", "rowwise", "loss", "embedding")
 BACKENDS = ("native", "torch")

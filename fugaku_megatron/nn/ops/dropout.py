@@ -8,20 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dropout_key import DropoutKey
+from ...comm.autograd import Function
+from ..dropout_key import Dropout
 from ..gradients import accumulate, gradient_of
 from .backend import Backend
 
 
-def dropout(ops: Backend, x: Tensor, p: float, key: DropoutKey) -> Tensor:
+def dropout(ops: Backend, x: Tensor, dropped: Dropout) -> Tensor:
     """Zero elements of x (any shape) with probability p and scale the others by 1 / (1 - p).
 
-    Both backends use the C++ kernel, so a mask depends on `key` alone.
+    Both backends use the C++ kernel, so a mask depends on the key alone.
     """
-    return x if p == 0.0 else _Dropout.apply(ops.kernels, x, p, key)
+    return x if dropped.p == 0.0 else _Dropout.apply(ops.kernels, x, dropped)
 
 
-def masked(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
+def masked(kernels: Any, x: Tensor, dropped: Dropout) -> Tensor:
+    p, key = dropped
     x = x.contiguous()
     out = torch.empty_like(x)
     for rows, own in key.row_ranges():
@@ -33,17 +35,16 @@ def masked(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
     return out
 
 
-class _Dropout(torch.autograd.Function):
+class _Dropout(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Any, kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
+    def forward(ctx: Any, kernels: Any, x: Tensor, dropped: Dropout) -> Tensor:
         ctx.kernels = kernels
-        ctx.p = p
-        ctx.key = key
-        return masked(kernels, x, p, key)
+        ctx.dropped = dropped
+        return masked(kernels, x, dropped)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, masked(ctx.kernels, dy, ctx.p, ctx.key), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
+        return None, masked(ctx.kernels, dy, ctx.dropped), None
 
 
 def bias_dropout_add(
@@ -51,8 +52,7 @@ def bias_dropout_add(
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor,
-    p: float,
-    key: DropoutKey,
+    dropped: Dropout,
     needs_values: bool = True,
 ) -> Tensor:
     """Return residual + dropout(x + bias). x (s, b, h), bias (h) -> (s, b, h).
@@ -60,19 +60,19 @@ def bias_dropout_add(
     needs_values: False if a backward follows and the result is not read; the native backend then leaves it unset.
     """
     if ops.is_native("rowwise"):
-        return _BiasDropoutAdd.apply(ops.kernels, x, bias, residual, p, key, needs_values)
-    return residual + dropout(ops, x if bias is None else add_bias(x, bias), p, key)
+        return _BiasDropoutAdd.apply(ops.kernels, x, bias, residual, dropped, needs_values)
+    return residual + dropout(ops, x if bias is None else add_bias(x, bias), dropped)
 
 
-def call_rowwise(kernel: Callable[..., Any], p: float, key: DropoutKey, *args: Any) -> None:
+def call_rowwise(kernel: Callable[..., Any], dropped: Dropout, *args: Any) -> None:
     """Call a fused dropout kernel for each range of consecutive rows.
 
     args: tensors (s, b, h) and statistics (s, b) are cut by rows, others are passed on.
     """
-    assert key.sample_dim == 1
-    for rows, own in key.row_ranges():
+    assert dropped.key.sample_dim == 1
+    for rows, own in dropped.key.row_ranges():
         cut = [_rows_of(x, rows) for x in args]
-        kernel(*cut, p, own.seed, own.stream, own.first_sample, own.row0)
+        kernel(*cut, dropped.p, own.seed, own.stream, own.first_sample, own.row0)
 
 
 def _rows_of(x: Any, rows: slice | None) -> Any:
@@ -83,7 +83,7 @@ def _rows_of(x: Any, rows: slice | None) -> Any:
     return x if x.dim() == 3 else x.flatten()
 
 
-class _BiasDropoutAdd(torch.autograd.Function):
+class _BiasDropoutAdd(Function[Tensor]):
     @staticmethod
     def forward(
         ctx: Any,
@@ -91,36 +91,34 @@ class _BiasDropoutAdd(torch.autograd.Function):
         x: Tensor,
         bias: Tensor | None,
         residual: Tensor,
-        p: float,
-        key: DropoutKey,
+        dropped: Dropout,
         needs_values: bool,
     ) -> Tensor:
         ctx.kernels = kernels
         ctx.bias = bias
-        ctx.p = p
-        ctx.key = key
+        ctx.dropped = dropped
         if not needs_values:
             return residual.new_empty(1).expand_as(residual)
         x = x.contiguous()
         out = torch.empty_like(x)
-        call_rowwise(kernels.bias_dropout_add, p, key, x, bias, residual.contiguous(), out)
+        call_rowwise(kernels.bias_dropout_add, dropped, x, bias, residual.contiguous(), out)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         dout = dout.contiguous()
-        dx = torch.empty_like(dout) if ctx.p else None
+        dx = torch.empty_like(dout) if ctx.dropped.p else None
         dbias = gradient_of(ctx.bias)
         if dx is not None or dbias is not None:
-            call_rowwise(ctx.kernels.bias_dropout_add_backward, ctx.p, ctx.key, dout, dx, dbias)
-        return None, dout if dx is None else dx, None, dout, None, None, None
+            call_rowwise(ctx.kernels.bias_dropout_add_backward, ctx.dropped, dout, dx, dbias)
+        return None, dout if dx is None else dx, None, dout, None, None
 
 
 def add_bias(x: Tensor, bias: Tensor) -> Tensor:
     return _AddBias.apply(x, bias)
 
 
-class _AddBias(torch.autograd.Function):
+class _AddBias(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
         ctx.bias = bias

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...comm.autograd import Function
 from ...config.experts import SIGMOID
-from ...config.model import ACTIVATIONS
-from ...config.run_config import ModelConfig
+from ...config.model import ACTIVATIONS, ModelConfig
 from .activation import activate, activation_gradient, as_gates, kernel
 from .backend import Backend
 
@@ -76,7 +76,7 @@ def _chosen(wish: Tensor, model: ModelConfig) -> Tensor:
     return _best(wish, k)
 
 
-class _NativeRoute(torch.autograd.Function):
+class _NativeRoute(Function[tuple[Tensor, Tensor]]):
     @staticmethod
     def forward(
         ctx: Any, kernels: Any, logits: Tensor, bias: Tensor | None, model: ModelConfig

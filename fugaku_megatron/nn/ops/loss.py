@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...comm.autograd import Function
 from ...comm.base import Comm
 from ..deferred_gradients import WeightGradients
 from ..gradients import gradient_of, is_frozen
@@ -20,84 +21,65 @@ from .backend import Backend
 from .gemm import data_gradient, linear, matmul
 
 
-class _Vocabulary(NamedTuple):
-    """This rank's shard of the vocabulary, and the z-loss coefficient."""
+class HeadLoss(NamedTuple):
+    """Arguments of `head_loss`.
+
+    tp: ranks that shard the vocabulary.
+    first_row: this rank's first row of the vocabulary.
+    factor: gradient of the loss in backward, because the native backend accumulates weight gradients in forward.
+    rows_at_once: rows of a logits block; None: all.
+    unpadded_rows: rows of the weight in the softmax; the others get no gradient. None: all.
+    z_loss: coefficient of (log sum exp)^2, added to a row's loss as in PaLM (Chowdhery et al. 2022, section 5).
+    divisor: of the summed losses; None: the number of all rows.
+    z_sum: (), receives the sum of the z-loss.
+    """
 
     tp: Comm
     first_row: int
-    unpadded_rows: int | None
-    z_loss: float
+    factor: float
+    rows_at_once: int | None = None
+    unpadded_rows: int | None = None
+    z_loss: float = 0.0
+    divisor: float | None = None
+    z_sum: Tensor | None = None
 
 
-def head_loss(
-    ops: Backend,
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    tp: Comm,
-    first_row: int,
-    factor: float,
-    rows_at_once: int | None = None,
-    unpadded_rows: int | None = None,
-    z_loss: float = 0.0,
-    count: float | None = None,
-    z_sum: Tensor | None = None,
-) -> Tensor:
-    """Return the cross-entropy of logits x W^T, summed over rows with a label >= 0 and divided by `count`.
+def head_loss(ops: Backend, x: Tensor, weight: Tensor, labels: Tensor, call: HeadLoss) -> Tensor:
+    """Return the cross-entropy of logits x W^T, summed over rows with a label >= 0 and divided by `call.divisor`.
 
     The softmax is in FP32. The gradient of a row with a label of -1 is exactly 0, whatever its logits are.
 
     x: (s, b, h). The native backend overwrites x with its gradient, if needed.
     weight: (v, h)
     labels: (s, b)
-    first_row: this rank's first row of the vocabulary.
-    factor: gradient of the loss in backward, because the native backend accumulates weight gradients in forward.
-    rows_at_once: rows of a logits block; None: all.
-    unpadded_rows: rows of the weight in the softmax; the others get no gradient. None: all.
-    z_loss: coefficient of (log sum exp)^2, added to a row's loss as in PaLM (Chowdhery et al. 2022, section 5).
-    count: None: the number of all rows.
-    z_sum: (), receives the sum of the z-loss.
     """
-    vocabulary = _Vocabulary(tp, first_row, unpadded_rows, z_loss)
-    divisor = count or labels.numel()
     native = ops.is_native("loss")
     # The head's matmuls are on the backend of the loss, and the logits are summed in FP32.
     ops = replace(
         ops, choice={**ops.choice, "gemm": "native" if native else "torch"}, fp16_sum_length=0
     )
     if native:
-        block = rows_at_once or labels.numel()
-        return _NativeHeadLoss.apply(
-            ops, x, weight, labels, vocabulary, factor, block, divisor, z_sum
-        )
+        return _NativeHeadLoss.apply(ops, x, weight, labels, call)
     # The weight gradient is not postponed, so that a tied weight gets it before the embedding's, as in the native backend.
     logits = linear(replace(ops, weight_gradients=WeightGradients()), x, weight)
-    if unpadded_rows is not None:
-        logits[..., unpadded_rows:] = -math.inf
-    z_part = None if z_sum is None else torch.zeros(())
-    losses = _TorchCrossEntropy.apply(logits, labels, vocabulary, z_part)
-    if z_sum is not None and z_part is not None:
-        z_sum += z_part / divisor
+    divisor = call.divisor or labels.numel()
+    z_part = torch.zeros(())
+    losses = _TorchCrossEntropy.apply(logits, labels, call, z_part)
+    if call.z_sum is not None:
+        call.z_sum.add_(z_part / divisor)
     return losses.sum() / divisor
 
 
-class _NativeHeadLoss(torch.autograd.Function):
+class _NativeHeadLoss(Function[Tensor]):
     @staticmethod
     def forward(
-        ctx: Any,
-        ops: Backend,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        vocabulary: _Vocabulary,
-        factor: float,
-        block: int,
-        divisor: float,
-        z_sum: Tensor | None,
+        ctx: Any, ops: Backend, x: Tensor, weight: Tensor, labels: Tensor, call: HeadLoss
     ) -> Tensor:
         rows = x.contiguous().view(-1, x.shape[-1])
         labels = labels.reshape(-1)
-        ctx.factor = factor
+        divisor = call.divisor or len(labels)
+        block = call.rows_at_once or len(labels)
+        ctx.factor = call.factor
         ctx.shape = x.shape
         total = 0.0
         z_total = 0.0
@@ -113,10 +95,10 @@ class _NativeHeadLoss(torch.autograd.Function):
             logits = logits_block[: len(rows[part])]
             dlogits = None if gradient_block is None else gradient_block[: len(logits)]
             matmul(ops, rows[part], weight, logits)
-            if vocabulary.unpadded_rows is not None:
-                logits[:, vocabulary.unpadded_rows :] = -math.inf
+            if call.unpadded_rows is not None:
+                logits[:, call.unpadded_rows :] = -math.inf
             loss, z_part = _block_loss(
-                ops.kernels, logits, labels[part], vocabulary, factor / divisor, dlogits
+                ops.kernels, logits, labels[part], call, call.factor / divisor, dlogits
             )
             total += loss
             z_total += z_part
@@ -127,8 +109,8 @@ class _NativeHeadLoss(torch.autograd.Function):
                 data_gradient(ops, dlogits, weight, rows[part])
         if needs_gradient:
             ctx.save_for_backward(rows)
-        if z_sum is not None:
-            z_sum += z_total / divisor
+        if call.z_sum is not None:
+            call.z_sum.add_(z_total / divisor)
         return torch.tensor(total / divisor, dtype=torch.float32)
 
     @staticmethod
@@ -136,67 +118,58 @@ class _NativeHeadLoss(torch.autograd.Function):
         expected = torch.tensor(ctx.factor, dtype=torch.float32).item()
         assert dloss.item() == expected, (dloss.item(), ctx.factor)
         dx = ctx.saved_tensors[0].view(ctx.shape)
-        return None, dx, None, None, None, None, None, None, None
+        return None, dx, None, None, None
 
 
 def _block_loss(
     kernels: Any,
     logits: Tensor,
     labels: Tensor,
-    vocabulary: _Vocabulary,
+    call: HeadLoss,
     factor: float,
     dlogits: Tensor | None,
 ) -> tuple[float, float]:
     """Return the summed loss and z-loss; write the gradient to dlogits, which may be logits."""
-    tp = vocabulary.tp
+    tp = call.tp
     row_max, sum_exp, target_logit = torch.empty(3, len(labels))
     if tp.size == 1:
         kernels.cross_entropy_forward(logits, labels, row_max, sum_exp, target_logit)
     else:
         kernels.cross_entropy_max(logits, row_max)
         tp.all_reduce(row_max, "max")
-        kernels.cross_entropy_sum(
-            logits, row_max, labels, vocabulary.first_row, sum_exp, target_logit
-        )
+        kernels.cross_entropy_sum(logits, row_max, labels, call.first_row, sum_exp, target_logit)
         tp.all_reduce(sum_exp)
         tp.all_reduce(target_logit)
     if dlogits is not None:
         factors = torch.full_like(sum_exp, factor)
         kernels.cross_entropy_backward(
-            logits,
-            row_max,
-            sum_exp,
-            labels,
-            vocabulary.first_row,
-            factors,
-            dlogits,
-            vocabulary.z_loss,
+            logits, row_max, sum_exp, labels, call.first_row, factors, dlogits, call.z_loss
         )
     log_sum = torch.log(sum_exp)
     z = log_sum + row_max
-    added = vocabulary.z_loss * z * z
+    added = call.z_loss * z * z
     losses = (log_sum - target_logit + added).masked_fill_(labels < 0, 0.0)
     z_part = 0.0
-    if vocabulary.z_loss:
+    if call.z_loss:
         z_part = added.masked_fill_(labels < 0, 0.0).sum(dtype=torch.float64).item()
     return losses.sum(dtype=torch.float64).item(), z_part
 
 
-class _TorchCrossEntropy(torch.autograd.Function):
+class _TorchCrossEntropy(Function[Tensor]):
     """The gradient overwrites the saved probabilities: backward runs once."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, vocabulary: _Vocabulary, z_sum: Tensor | None
-    ) -> Tensor:
-        tp = vocabulary.tp
-        z_loss = vocabulary.z_loss
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, call: HeadLoss, z_sum: Tensor) -> Tensor:
+        tp = call.tp
+        z_loss = call.z_loss
         ctx.dtype = logits.dtype
         logits = logits.float()  # (s, b, v)
+        if call.unpadded_rows is not None:
+            logits[..., call.unpadded_rows :] = -math.inf
         row_max = tp.all_reduce(logits.amax(-1), "max")  # (s, b)
         exponentials = torch.exp(logits - row_max.unsqueeze(-1))
         sum_exp = tp.all_reduce(exponentials.sum(-1))
-        rows = labels - vocabulary.first_row
+        rows = labels - call.first_row
         elsewhere = (rows < 0) | (rows >= logits.shape[-1])
         rows = rows.masked_fill(elsewhere, 0).unsqueeze(-1)
         target_logit = tp.all_reduce(
@@ -211,8 +184,7 @@ class _TorchCrossEntropy(torch.autograd.Function):
         probabilities[ignored] = 0.0
         ctx.save_for_backward(probabilities, rows, elsewhere)
         added = z_loss * z * z
-        if z_sum is not None:
-            z_sum += added.masked_fill(ignored, 0.0).sum()
+        z_sum += added.masked_fill(ignored, 0.0).sum()
         return (log_sum - target_logit + added).masked_fill_(ignored, 0.0)
 
     @staticmethod

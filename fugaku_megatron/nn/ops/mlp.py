@@ -6,12 +6,12 @@ s sequence, b micro-batch, h hidden, f MLP width, rows = s b; shapes with a gate
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...comm.autograd import gather_sequence, reduce_scatter_sequence
+from ...comm.autograd import Function, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
 from ...config.model import ACTIVATIONS
 from ..gradients import as_rows, gradient_of, is_frozen
@@ -25,47 +25,61 @@ COLUMN_BLOCKS = 4
 MIN_COLUMNS = 512
 
 
+class MLPWeights(NamedTuple):
+    """Weights of an MLP, and its activation.
+
+    weight1, bias1: (f, h) and (f), or with a gate (2, f, h) and (2, f).
+    weight2: (h, f)
+    """
+
+    weight1: Tensor
+    bias1: Tensor | None
+    weight2: Tensor
+    activation: str = "gelu"
+
+    def as_matrices(self) -> MLPWeights:
+        if not ACTIVATIONS[self.activation].gated:
+            return self
+        return self._replace(weight1=matrix(self.weight1), bias1=matrix(self.bias1))
+
+
 def mlp(
     ops: Backend,
     x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
+    weights: MLPWeights,
     needs_values: bool = True,
     sequence: Comm | None = None,
-    activation: str = "gelu",
 ) -> Tensor:
     """Return f(x W1^T + b1) W2^T, (s, b, h) -> (s, b, h).
 
-    weight1, bias1: (f, h) and (f), or with a gate (2, f, h) and (2, f).
     needs_values: False if a backward follows and neither the result nor x is read again; backward may then overwrite x.
     sequence: as in `linear`.
     """
-    if ACTIVATIONS[activation].gated:
-        weight1 = matrix(weight1)
-        bias1 = matrix(bias1)
-    return _MLP.apply(ops, activation, x, weight1, bias1, weight2, needs_values, sequence)
+    return _MLP.apply(ops, x, weights.as_matrices(), needs_values, sequence)
 
 
-class _MLP(torch.autograd.Function):
+class _MLP(Function[Tensor]):
     @staticmethod
     def forward(
         ctx: Any,
         ops: Backend,
-        activation: str,
         x: Tensor,
-        weight1: Tensor,
-        bias1: Tensor | None,
-        weight2: Tensor,
+        weights: MLPWeights,
         needs_values: bool,
         sequence: Comm | None,
     ) -> Tensor:
+        weight1, bias1, weight2, activation = weights
         pre = x.new_empty(row_count(x, sequence), len(weight1))
         whole = gather_sequence(x, sequence)
         rows = as_rows(whole)
         if needs_values:
             out = x.new_empty(len(rows), len(weight2))
-            inner = first_matmul(ops, rows, weight1, bias1, pre, activation)
+            if is_fused(ops, activation):
+                inner = torch.empty_like(pre)
+                matmul(ops, rows, weight1, inner, bias1, ACTIVATIONS[activation].kernel, pre)
+            else:
+                matmul(ops, rows, weight1, pre, bias1)
+                inner = activate(ops, pre, activation)
             matmul(ops, inner, weight2, out)
         else:
             out = x.new_empty(1).expand(len(rows), len(weight2))
@@ -73,8 +87,7 @@ class _MLP(torch.autograd.Function):
         # The inner tensor is cheaper to recompute than to save.
         ctx.save_for_backward(rows if sequence is None else x, pre)
         ctx.ops = ops
-        ctx.activation = activation
-        ctx.parameters = (weight1, bias1, weight2)
+        ctx.weights = weights
         ctx.shape = whole.shape
         ctx.sequence = sequence
         ctx.overwrites_input = ops.is_native("gemm") and (not needs_values or sequence is not None)
@@ -84,15 +97,15 @@ class _MLP(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ops = ctx.ops
         x, pre = ctx.saved_tensors
-        weight1, bias1, weight2 = ctx.parameters
+        weight1, bias1, weight2, activation = ctx.weights
         dy = as_rows(dy)
-        if kernel(ops, ctx.activation) is not None and not ops.weight_gradients.waits:
-            _overwrite_with_gradient(ops, dy, pre, weight2, ctx.activation)
+        if kernel(ops, activation) is not None and not ops.weight_gradients.waits:
+            _overwrite_with_gradient(ops, dy, pre, weight2, activation)
             dpre = pre
         else:
-            add_second_weight_gradient(ops, dy, pre, weight2, ctx.activation)
+            add_second_weight_gradient(ops, dy, pre, weight2, activation)
             dpre = torch.empty_like(pre)
-            argument_gradient(ops, dy, weight2, pre, dpre, ctx.activation)
+            argument_gradient(ops, dy, weight2, pre, dpre, activation)
         if is_frozen(weight1) and ctx.sequence is not None:
             dx = dpre.new_empty(len(dpre), x.shape[-1])
         else:
@@ -102,19 +115,7 @@ class _MLP(torch.autograd.Function):
             dx = rows if reusable else torch.empty_like(rows)
         data_gradient(ops, dpre, weight1, dx)
         dx = reduce_scatter_sequence(dx.view(ctx.shape), ctx.sequence)
-        return None, None, dx, None, None, None, None, None
-
-
-def first_matmul(
-    ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, activation: str
-) -> Tensor:
-    """Write x weight^T + bias to pre, and return its activation."""
-    if not is_fused(ops, activation):
-        matmul(ops, x, weight, pre, bias)
-        return activate(ops, pre, activation)
-    inner = torch.empty_like(pre)
-    matmul(ops, x, weight, inner, bias, ACTIVATIONS[activation].kernel, pre)
-    return inner
+        return None, dx, None, None, None
 
 
 def argument_gradient(

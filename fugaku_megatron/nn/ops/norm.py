@@ -5,56 +5,61 @@ s sequence, b micro-batch, h hidden.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..dropout_key import DropoutKey
+from ...comm.autograd import Function
+from ..dropout_key import Dropout
 from ..gradients import accumulate, as_rows, gradient_of, vector_gradient
 from .backend import Backend
 from .dropout import bias_dropout_add, call_rowwise
 
+# The native norms differ in the number of their parameters: weight and bias, or the weight alone.
+_NAMES = {1: "rms_norm", 2: "layer_norm"}
+
 
 def layer_norm(ops: Backend, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     if ops.is_native("rowwise"):
-        return _NativeLayerNorm.apply(ops.kernels, x, weight, bias, epsilon)
+        return _NativeNorm.apply(ops.kernels, x, epsilon, weight, bias)
     return _TorchLayerNorm.apply(x, weight, bias, epsilon)
 
 
-class _NativeLayerNorm(torch.autograd.Function):
+def rms_norm(ops: Backend, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + epsilon) * weight, computed in FP32. x (..., h)"""
+    if ops.is_native("rowwise"):
+        return _NativeNorm.apply(ops.kernels, x, epsilon, weight)
+    return _TorchRMSNorm.apply(x, weight, epsilon)
+
+
+class _NativeNorm(Function[Tensor]):
     @staticmethod
-    def forward(
-        ctx: Any, kernels: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float
-    ) -> Tensor:
+    def forward(ctx: Any, kernels: Any, x: Tensor, epsilon: float, *parameters: Tensor) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
-        mean, rstd = x.new_empty(2, x.numel() // x.shape[-1], dtype=torch.float32)
-        kernels.layer_norm(x, weight, bias, y, mean, rstd, epsilon)
-        ctx.save_for_backward(x, mean, rstd)
+        rows = x.numel() // x.shape[-1]
+        # rstd, after the mean of a layer norm.
+        statistics = x.new_empty(len(parameters), rows, dtype=torch.float32).unbind()
+        kernel = getattr(kernels, _NAMES[len(parameters)])
+        kernel(x, *parameters, y, *statistics, epsilon)
+        ctx.save_for_backward(x, *statistics)
         ctx.kernels = kernels
-        ctx.weight = weight
-        ctx.bias = bias
+        ctx.parameters = parameters
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, None]:
-        x, mean, rstd = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        parameters = ctx.parameters
+        x, *statistics = ctx.saved_tensors
         dx = torch.empty_like(x)
-        ctx.kernels.layer_norm_backward(
-            dy.contiguous(),
-            x,
-            mean,
-            rstd,
-            ctx.weight,
-            dx,
-            vector_gradient(ctx.weight),
-            vector_gradient(ctx.bias),
-        )
-        return None, dx, None, None, None
+        kernel = getattr(ctx.kernels, f"{_NAMES[len(parameters)]}_backward")
+        gradients = map(vector_gradient, parameters)
+        kernel(dy.contiguous(), x, *statistics, parameters[0], dx, *gradients)
+        return None, dx, None, *(None for _ in parameters)
 
 
-class _TorchLayerNorm(torch.autograd.Function):
+class _TorchLayerNorm(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         y, mean, rstd = torch.native_layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
@@ -74,36 +79,7 @@ class _TorchLayerNorm(torch.autograd.Function):
         return dx, None, None, None
 
 
-def rms_norm(ops: Backend, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + epsilon) * weight, computed in FP32. x (..., h)"""
-    if ops.is_native("rowwise"):
-        return _NativeRMSNorm.apply(ops.kernels, x, weight, epsilon)
-    return _TorchRMSNorm.apply(x, weight, epsilon)
-
-
-class _NativeRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kernels: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
-        kernels.rms_norm(x, weight, y, rstd, epsilon)
-        ctx.save_for_backward(x, rstd)
-        ctx.kernels = kernels
-        ctx.weight = weight
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
-        x, rstd = ctx.saved_tensors
-        dx = torch.empty_like(x)
-        ctx.kernels.rms_norm_backward(
-            dy.contiguous(), x, rstd, ctx.weight, dx, vector_gradient(ctx.weight)
-        )
-        return None, dx, None, None
-
-
-class _TorchRMSNorm(torch.autograd.Function):
+class _TorchRMSNorm(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         y, rstd = normalized(x, weight, epsilon)
@@ -134,24 +110,29 @@ def norm_gradients(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple
     return dx.to(x.dtype), as_rows(dy * unit).sum(0)
 
 
+class LayerNormArguments(NamedTuple):
+    """Weight and bias (h) of a layer norm."""
+
+    weight: Tensor
+    bias: Tensor
+    epsilon: float
+
+
 def bias_dropout_add_layer_norm(
     ops: Backend,
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor,
-    p: float,
-    key: DropoutKey,
-    weight: Tensor,
-    norm_bias: Tensor,
-    epsilon: float,
+    dropped: Dropout,
+    norm: LayerNormArguments,
 ) -> tuple[Tensor, Tensor]:
     """Return (`bias_dropout_add`, its `layer_norm`), both (s, b, h)."""
     if ops.is_native("rowwise"):
         return _BiasDropoutAddNorm.apply(
-            ops.kernels, x, bias, residual, p, key, epsilon, weight, norm_bias
+            ops.kernels, x, bias, residual, dropped, norm.epsilon, norm.weight, norm.bias
         )
-    total = bias_dropout_add(ops, x, bias, residual, p, key)
-    return total, layer_norm(ops, total, weight, norm_bias, epsilon)
+    total = bias_dropout_add(ops, x, bias, residual, dropped)
+    return total, layer_norm(ops, total, *norm)
 
 
 def bias_dropout_add_rms_norm(
@@ -159,21 +140,18 @@ def bias_dropout_add_rms_norm(
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor,
-    p: float,
-    key: DropoutKey,
+    dropped: Dropout,
     weight: Tensor,
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     """Return (`bias_dropout_add`, its `rms_norm`), both (s, b, h)."""
     if ops.is_native("rowwise"):
-        return _BiasDropoutAddNorm.apply(ops.kernels, x, bias, residual, p, key, epsilon, weight)
-    total = bias_dropout_add(ops, x, bias, residual, p, key)
+        return _BiasDropoutAddNorm.apply(ops.kernels, x, bias, residual, dropped, epsilon, weight)
+    total = bias_dropout_add(ops, x, bias, residual, dropped)
     return total, rms_norm(ops, total, weight, epsilon)
 
 
-class _BiasDropoutAddNorm(torch.autograd.Function):
-    """Layer norm with weight and bias, RMS norm with the weight alone."""
-
+class _BiasDropoutAddNorm(Function[tuple[Tensor, Tensor]]):
     @staticmethod
     def forward(
         ctx: Any,
@@ -181,24 +159,17 @@ class _BiasDropoutAddNorm(torch.autograd.Function):
         x: Tensor,
         bias: Tensor | None,
         residual: Tensor,
-        p: float,
-        key: DropoutKey,
+        dropped: Dropout,
         epsilon: float,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
         total = torch.empty_like(x)
         y = torch.empty_like(x)
-        is_layer_norm = len(parameters) == 2
-        kernel = kernels.bias_dropout_add_rms_norm
-        if is_layer_norm:
-            kernel = kernels.bias_dropout_add_layer_norm
-        # rstd, after the mean of a layer norm.
         statistics = x.new_empty(len(parameters), *x.shape[:2], dtype=torch.float32).unbind()
         call_rowwise(
-            kernel,
-            p,
-            key,
+            getattr(kernels, f"bias_dropout_add_{_NAMES[len(parameters)]}"),
+            dropped,
             x,
             bias,
             residual.contiguous(),
@@ -210,25 +181,20 @@ class _BiasDropoutAddNorm(torch.autograd.Function):
         )
         ctx.save_for_backward(total, *statistics)
         ctx.kernels = kernels
-        ctx.is_layer_norm = is_layer_norm
         ctx.bias = bias
         ctx.parameters = parameters
-        ctx.p = p
-        ctx.key = key
+        ctx.dropped = dropped
         return total, y
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         total, *statistics = ctx.saved_tensors
         dresidual = torch.empty_like(total)
-        dx = torch.empty_like(total) if ctx.p else None
-        kernel = ctx.kernels.bias_dropout_add_rms_norm_backward
-        if ctx.is_layer_norm:
-            kernel = ctx.kernels.bias_dropout_add_layer_norm_backward
+        dx = torch.empty_like(total) if ctx.dropped.p else None
+        name = _NAMES[len(ctx.parameters)]
         call_rowwise(
-            kernel,
-            ctx.p,
-            ctx.key,
+            getattr(ctx.kernels, f"bias_dropout_add_{name}_backward"),
+            ctx.dropped,
             dy.contiguous(),
             dtotal.contiguous(),
             total,
@@ -241,5 +207,4 @@ class _BiasDropoutAddNorm(torch.autograd.Function):
         )
         if dx is None:
             dx = dresidual
-        parameter_gradients = (None for _ in ctx.parameters)
-        return None, dx, None, dresidual, None, None, None, *parameter_gradients
+        return None, dx, None, dresidual, None, None, *(None for _ in ctx.parameters)

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Gathering, RowBlocks, Summing
+from ...comm.autograd import Function, Gathering, RowBlocks, Summing
 from ...config.model import ACTIVATIONS
 from ..gradients import as_rows
-from ..parameter_views import matrix
 from .activation import activate, is_fused
 from .backend import Backend
 from .gemm import data_gradient, matmul, weight_gradient
-from .mlp import add_second_weight_gradient, argument_gradient
+from .mlp import MLPWeights, add_second_weight_gradient, argument_gradient
 
 
 def column_linear(
@@ -38,20 +37,10 @@ def row_linear(ops: Backend, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Te
 
 
 def overlapped_mlp(
-    ops: Backend,
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    needs_values: bool,
-    blocks: RowBlocks,
-    activation: str = "gelu",
+    ops: Backend, x: Tensor, weights: MLPWeights, needs_values: bool, blocks: RowBlocks
 ) -> Tensor:
     """Return this rank's shard of the sum of `mlp` over ranks, (s / t, b, h) -> (s / t, b, h)."""
-    if ACTIVATIONS[activation].gated:
-        weight1 = matrix(weight1)
-        bias1 = matrix(bias1)
-    return _OverlappedMLP.apply(ops, activation, x, weight1, bias1, weight2, needs_values, blocks)
+    return _OverlappedMLP.apply(ops, x, weights.as_matrices(), needs_values, blocks)
 
 
 def _data_gradient_sum(ops: Backend, dy: Tensor, weight: Tensor, blocks: RowBlocks) -> Summing:
@@ -66,7 +55,7 @@ def _gathered_rows(gathering: Gathering) -> Tensor:
     return gathering.rows
 
 
-class _ColumnLinear(torch.autograd.Function):
+class _ColumnLinear(Function[Tensor]):
     @staticmethod
     def forward(
         ctx: Any, ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks
@@ -94,7 +83,7 @@ class _ColumnLinear(torch.autograd.Function):
         return None, total.wait().view(x.shape), None, None, None
 
 
-class _RowLinear(torch.autograd.Function):
+class _RowLinear(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Tensor:
         x_rows = as_rows(x)
@@ -119,19 +108,17 @@ class _RowLinear(torch.autograd.Function):
         return None, dx.view(ctx.shape), None, None
 
 
-class _OverlappedMLP(torch.autograd.Function):
+class _OverlappedMLP(Function[Tensor]):
     @staticmethod
     def forward(
         ctx: Any,
         ops: Backend,
-        activation: str,
         x: Tensor,
-        weight1: Tensor,
-        bias1: Tensor | None,
-        weight2: Tensor,
+        weights: MLPWeights,
         needs_values: bool,
         blocks: RowBlocks,
     ) -> Tensor:
+        weight1, bias1, weight2, activation = weights
         gathering = blocks.gather(x)
         pre = x.new_empty(len(gathering.rows), len(weight1))
         inner = None
@@ -146,8 +133,7 @@ class _OverlappedMLP(torch.autograd.Function):
         gathering.wait()
         ctx.save_for_backward(x, pre)
         ctx.ops = ops
-        ctx.activation = activation
-        ctx.parameters = (weight1, bias1, weight2)
+        ctx.weights = weights
         ctx.blocks = blocks
         if not needs_values:
             return x.new_empty(1).expand(x.shape)
@@ -161,15 +147,13 @@ class _OverlappedMLP(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ops = ctx.ops
         x, pre = ctx.saved_tensors
-        weight1, bias1, weight2 = ctx.parameters
+        weight1, bias1, weight2, activation = ctx.weights
         gradient = ctx.blocks.gather(dy)
         inputs = ctx.blocks.gather(x)
         dpre = torch.empty_like(pre)
         for rows in gradient:
-            argument_gradient(
-                ops, gradient.rows[rows], weight2, pre[rows], dpre[rows], ctx.activation
-            )
+            argument_gradient(ops, gradient.rows[rows], weight2, pre[rows], dpre[rows], activation)
         total = _data_gradient_sum(ops, dpre, weight1, ctx.blocks)
-        add_second_weight_gradient(ops, _gathered_rows(gradient), pre, weight2, ctx.activation)
+        add_second_weight_gradient(ops, _gathered_rows(gradient), pre, weight2, activation)
         weight_gradient(ops, dpre, _gathered_rows(inputs), weight1, bias1)
-        return None, None, total.wait().view(x.shape), None, None, None, None, None
+        return None, total.wait().view(x.shape), None, None, None

@@ -1,0 +1,34 @@
+"""Units of a stage's parameters, in the order in which backward finishes them; a gradient bucket has whole units. No torch."""
+
+from __future__ import annotations
+
+from ..config.layout import Layout
+from ..config.run_config import RunConfig
+from ..pipeline.placement import Placement
+from .accounting import stage_layers
+
+HEAD = "final norm, with an untied head"
+EMBEDDING = "embeddings"
+TIED = "word embedding that another stage also has"
+Unit = int | str  # a layer's number, or one of these
+
+
+def holds_tied_copy(run: RunConfig, placement: Placement, stage: int) -> bool:
+    """Return True if this stage has one of two trained word embeddings."""
+    first = placement.owner(0)[0]
+    last = placement.last_stage
+    return run.model.tied and not run.lora.on and first != last and stage in (first, last)
+
+
+def units(run: RunConfig, layout: Layout, stage: int) -> list[Unit]:
+    placement = layout.placement
+    found: list[Unit] = []
+    if stage == placement.last_stage:
+        found.append(HEAD)
+    for model_chunk in reversed(stage_layers(run, placement, stage)):
+        found += reversed(model_chunk)
+    if stage == placement.owner(0)[0]:
+        found.append(EMBEDDING)
+    if holds_tied_copy(run, placement, stage):
+        found.append(TIED)
+    return found

@@ -1,0 +1,56 @@
+"""Nodes of a machine with a software, on which a run is modelled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config.fields import check
+from . import machine, software
+from .machine import MIB, Machine
+from .software import MemoryParameters, Parameters, Software
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    machine: Machine
+    software: Software
+    nodes: int
+    ranks_per_node: int
+
+    @staticmethod
+    def from_names(
+        machine_name: str,
+        software_name: str,
+        nodes: int,
+        ranks_per_node: int | None = None,
+        ghz: float | None = None,
+        eco: bool = False,
+    ) -> System:
+        """Raise ValueError for unknown names and impossible numbers."""
+        host = machine.load(machine_name).at(ghz, eco)
+        code = software.load(software_name)
+        ranks = host.ranks_per_node if ranks_per_node is None else ranks_per_node
+        check(nodes >= 1, f"--nodes is {nodes}: pass a number above 0")
+        check(
+            1 <= ranks <= host.max_ranks,
+            f"--ranks-per-node is {ranks}: pass 1 to {host.max_ranks}, what a node of {host.name} has",
+        )
+        return System(machine=host, software=code, nodes=nodes, ranks_per_node=ranks)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def parameters(self) -> Parameters:
+        return self.software.parameters(self.machine)
+
+    @property
+    def memory(self) -> MemoryParameters:
+        return self.software.memory(self.machine)
+
+    @property
+    def limit_mib(self) -> float:
+        """MiB at which a rank is out of memory; caching allocators first return unused blocks."""
+        room: float = 1 - self.software.counts["reclaimed"]
+        return self.machine.node_memory_bytes / MIB / self.ranks_per_node / room
