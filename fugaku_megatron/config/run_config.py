@@ -101,9 +101,15 @@ class RunConfig:
             not splits or experts is None,
             f"--fp32-matmul bf16x3 is not supported with --num-experts {experts}: leave it out",
         )
-        native = "--fp32-matmul bf16x3" if splits else f"--fp16-accumulation-chunk {chunk}"
+        self._check_int8()
+        native = f"--fp16-accumulation-chunk {chunk}"
+        if splits:
+            native = "--fp32-matmul bf16x3"
+        elif self.system.int8:
+            native = "--int8"
         check(
-            (chunk is None and not splits) or self.system.kernels != "torch",
+            (chunk is None and not splits and not self.system.int8)
+            or self.system.kernels != "torch",
             f"{native} is for the C++ kernels, and --kernels is torch: "
             "pass native or auto, or leave it out",
         )
@@ -113,6 +119,23 @@ class RunConfig:
             "--main-params-dtype bf16 is for AdamW with --bf16 and "
             "--use-precision-aware-optimizer: pass them, or fp32",
         )
+
+    def _check_int8(self) -> None:
+        system = self.system
+        for flag in ("int8_wgrad", "int8_head"):
+            check(
+                system.int8 or not getattr(system, flag),
+                f"--{flag.replace('_', '-')} is for --int8: pass --int8 too, or leave it out",
+            )
+        if not system.int8:
+            return
+        others = {
+            "--fp32-matmul bf16x3": system.splits_fp32,
+            "--fp16-accumulation-chunk": system.fp16_accumulation_chunk is not None,
+            "--abft": bool(self.numbers.abft),
+        }
+        for flag, given in others.items():
+            check(not given, f"--int8 does not work with {flag}: leave one of them out")
 
     def _check_abft(self) -> None:
         layers = self.numbers.abft or ()

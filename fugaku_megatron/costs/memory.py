@@ -488,6 +488,8 @@ def stage_memory(
     copies = 1.0
     if run.system.cache_packed_weights:
         copies += 2 * (1.5 if run.system.splits_fp32 else 1.0)  # bf16x3: three BF16 per FP32
+    if run.system.int8:
+        copies += 2 / weight_bytes  # an INT8 copy for forward and one for data gradients
     sent = 0  # copies for communication, at worst of all buckets
     if run.parallel.grad_reduce_in_bf16 and layout.replicas > 1:
         sent = BF16_BYTES

@@ -198,7 +198,7 @@ class Chunk(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return this rank's logits (whole sequence, b, v)."""
-        return self.ops.linear(self.head_input(x), self.output_weight)
+        return self.ops.for_head().linear(self.head_input(x), self.output_weight)
 
     def forward(
         self, x: Tensor, labels: Tensor | None, forward_pass: Pass, factor: float = 1.0

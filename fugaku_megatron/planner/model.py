@@ -499,6 +499,7 @@ def unmodelled(run: RunConfig) -> list[str]:
         "--kernels torch": run.system.kernels == "torch",
         "--allocator stock": run.system.allocator == "stock",
         "--fp16-accumulation-chunk": run.system.fp16_accumulation_chunk is not None,
+        "--int8": run.system.int8,
         "--cache-packed-weights": run.system.cache_packed_weights,
     }
     return [name for name, active in flags.items() if active]

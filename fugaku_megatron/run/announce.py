@@ -110,6 +110,8 @@ def _layout_text(plan: Plan) -> str:
     precision = run.precision.name
     if run.system.splits_fp32:
         precision += " with bf16x3 matmuls"
+    if run.system.int8:
+        precision += f" with {run.system.int8_matmuls} in INT8"
     text = (
         f"world size {plan.layout.world_size}: {plan.layout.words}; {precision}, "
         f"ZeRO stage {run.parallel.zero_stage}, recompute {recompute_name(run)}"

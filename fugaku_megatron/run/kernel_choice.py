@@ -19,7 +19,7 @@ from ..host import kernels
 from ..host.timing import timings
 from ..nn.dropout_key import Dropout
 from ..nn.heads import Heads
-from ..nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops
+from ..nn.ops import BACKENDS, FAMILIES, DropoutKey, Int8, Ops
 from ..nn.ops.loss import HeadLoss
 from ..nn.ops.mlp import MLPWeights
 from ..nn.ops.norm import LayerNormArguments
@@ -41,9 +41,16 @@ def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernel
         backends,
         fp16_sum_length=run.system.fp16_accumulation_chunk or 0,
         bf16x3=run.system.splits_fp32,
+        int8=int8_of(run),
         keep_packed_weights=run.system.cache_packed_weights,
         kernels=library,
     )
+
+
+def int8_of(run: RunConfig) -> Int8 | None:
+    """Return the matmuls that the run quantizes, or None."""
+    system = run.system
+    return Int8(system.int8_wgrad, system.int8_head) if system.int8 else None
 
 
 def choose_kernels(plan: Plan, world: Comm, saved: dict[str, str] | None = None) -> Choice:
@@ -66,6 +73,8 @@ def _native_matmuls(run: RunConfig) -> Iterator[str]:
             "each FP32 operand as three BF16 numbers, six BF16 matmuls added up in FP32 "
             "(faster than FP32 units on AMX only)"
         )
+    elif run.system.int8:
+        yield f"{run.system.int8_matmuls} in INT8"
     elif length := run.system.fp16_accumulation_chunk:
         yield f"partial sums of {length} terms in FP16, added up in FP32"
     if run.numbers.abft:

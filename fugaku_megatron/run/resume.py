@@ -622,7 +622,7 @@ COURSE = {
         "sft_truncate",
         *MARKING,
     ),
-    "system": ("fp16_accumulation_chunk", "fp32_matmul"),
+    "system": ("fp16_accumulation_chunk", "fp32_matmul", "int8", "int8_wgrad", "int8_head"),
     "lora": ("lora_alpha", "lora_dropout", "lora_use_rslora"),
 }
 

@@ -10,7 +10,7 @@ Autograd carries activation gradients only: weight gradients are accumulated in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...host import kernels as native_kernels
@@ -27,15 +27,26 @@ from . import mlp as _mlp
 from . import rotary as _rotary
 from .backend import BACKENDS, FAMILIES, Backend
 
-__all__ = ["BACKENDS", "FAMILIES", "DropoutKey", "Ops", "backward", "recompute"]
+__all__ = ["BACKENDS", "FAMILIES", "DropoutKey", "Int8", "Ops", "backward", "recompute"]
 
-MATMULS = (
-    "linear_forward",
-    "linear_data_gradient",
-    "linear_weight_gradient",
-    "pack_weight",
-    "packed_weight_size",
-)
+WEIGHT_GRADIENTS = ("linear_weight_gradient", "grouped_linear_weight_gradient")
+LAYER_MATMULS = ("linear_forward", "linear_data_gradient", "pack_weight", "packed_weight_size")
+GROUPED_MATMULS = ("grouped_linear_forward", "grouped_linear_data_gradient")
+
+
+def _with_keyword(kernels: Any, names: tuple[str, ...], **keyword: bool) -> Any:
+    """Return `kernels` whose functions `names` get one more keyword."""
+    return Observed(
+        kernels, names, lambda _, matmul, args, kwargs: matmul(*args, **kwargs, **keyword)
+    )
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Matmuls that --int8 quantizes besides forward and the data gradients of linear layers."""
+
+    weight_gradients: bool = False
+    head: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,7 @@ class Ops(Backend):
         fp16_sum_length: int = 0,
         bf16x3: bool = False,
         keep_packed_weights: bool = False,
+        int8: Int8 | None = None,
         kernels: Any = native_kernels,
         few_rows: int = 0,
     ) -> Ops:
@@ -100,6 +112,7 @@ class Ops(Backend):
 
         fp16_sum_length, few_rows: see `Backend`.
         bf16x3: FP32 matmuls multiply each operand as the sum of three BF16 numbers.
+        int8: matmuls of linear layers quantize their operands. Weights are packed once for each optimizer step.
         Raises ValueError for an unknown family or backend.
         """
         chosen = dict.fromkeys(FAMILIES, choice) if isinstance(choice, str) else dict(choice)
@@ -109,15 +122,25 @@ class Ops(Backend):
                     f"kernels {name} for {family}: pass {' or '.join(BACKENDS)}, for {', '.join(FAMILIES)}"
                 )
         if bf16x3:
-            kernels = Observed(
-                kernels,
-                MATMULS,
-                lambda _, matmul, args, kwargs: matmul(*args, **kwargs, bf16x3=True),
-            )
-        return Ops(
+            names = (*LAYER_MATMULS, "linear_weight_gradient")
+            kernels = _with_keyword(kernels, names, bf16x3=True)
+        ops = Ops(
             {**dict.fromkeys(FAMILIES, "native"), **chosen},
             kernels,
             fp16_sum_length=fp16_sum_length,
             weight_cache=WeightCache(kernels) if keep_packed_weights else None,
             few_rows=few_rows,
+        )
+        if int8 is None:
+            return ops
+        names = (*LAYER_MATMULS, *GROUPED_MATMULS)
+        if int8.weight_gradients:
+            names += WEIGHT_GRADIENTS
+        kernels = _with_keyword(kernels, names, int8=True)
+        return replace(
+            ops,
+            kernels=kernels,
+            weight_cache=WeightCache(kernels),
+            unquantized=ops,
+            int8_head=int8.head,
         )

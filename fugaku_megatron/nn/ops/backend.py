@@ -29,6 +29,8 @@ class Backend:
     weight_cache: packed weights that are reused until the optimizer's next step.
     weight_gradients: work that a schedule may postpone.
     few_rows: native matmuls with at most so many rows read the weight unpacked and save nothing for a backward.
+    unquantized: with INT8 matmuls, the operations of matmuls that are not quantized; None: no matmul is.
+    int8_head: the head is quantized too.
     """
 
     choice: dict[str, str]
@@ -37,13 +39,20 @@ class Backend:
     weight_cache: WeightCache | None = None
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     few_rows: int = 0
+    unquantized: Self | None = None
+    int8_head: bool = False
 
     def is_native(self, family: str) -> bool:
         return self.choice[family] == "native"
 
     def unpacked(self) -> Self:
-        """Return the operations for rebuilt weights: without a cache, summed in FP32."""
-        return replace(self, weight_cache=None, few_rows=0, fp16_sum_length=0)
+        """Return the operations for rebuilt weights: without a cache, not quantized, summed in FP32."""
+        plain = self.unquantized or self
+        return replace(plain, weight_cache=None, few_rows=0, fp16_sum_length=0)
+
+    def for_head(self) -> Self:
+        """Return the operations of the output layer."""
+        return self if self.int8_head else self.unquantized or self
 
     def sum_length(self, x: Tensor) -> int:
         return self.fp16_sum_length if x.dtype == torch.float16 else 0
@@ -58,3 +67,5 @@ class Backend:
         """Invalidate packed weights. frozen: untrained weights too."""
         if self.weight_cache is not None:
             self.weight_cache.weights_changed(frozen)
+        if self.unquantized is not None:
+            self.unquantized.weights_changed(frozen)

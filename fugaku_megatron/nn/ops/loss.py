@@ -54,6 +54,7 @@ def head_loss(ops: Backend, x: Tensor, weight: Tensor, labels: Tensor, call: Hea
     labels: (s, b)
     """
     native = ops.is_native("loss")
+    ops = ops.for_head()
     # The head's matmuls are on the backend of the loss, and the logits are summed in FP32.
     ops = replace(
         ops, choice={**ops.choice, "gemm": "native" if native else "torch"}, fp16_sum_length=0
