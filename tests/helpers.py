@@ -1,9 +1,11 @@
-"""Small models and shortcuts that several tests use."""
+"""Small models and shortcuts for several tests."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -26,7 +28,7 @@ from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.comm.grid import Grid, Groups
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
-from fugaku_megatron.data.dataset import MockDataset
+from fugaku_megatron.data.dataset import Dataset, MockDataset
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.run import resume
 from fugaku_megatron.run.plan import Plan
@@ -53,7 +55,7 @@ SMALL = {
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 CP2, CP4 = ({"context_parallel_size": ranks} for ranks in (2, 4))
-P2P, ALLGATHER = ({"cp_comm_type": (way,)} for way in ("p2p", "allgather"))
+P2P = {"cp_comm_type": ("p2p",)}
 TP2PP2 = {**TP2, **PP2}
 OVERLAP = {
     "zero_stage": 1,
@@ -62,15 +64,63 @@ OVERLAP = {
     "ddp_bucket_size": 5000,
 }
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sequence": {"sequence_parallel": True},
+    "blocks": {"tp_comm_overlap": True},
+    "zero": {"zero_stage": 1},
+    "overlap": OVERLAP,
+    "full": {"recompute_granularity": "full"},
+    "selective": {"recompute_granularity": "selective"},
+    "zb-h1": {"pipeline_schedule": "zb-h1"},
+    "zbv": {"pipeline_schedule": "zbv"},
+    "interleaved": {"num_virtual_stages_per_pipeline_rank": 2},
+    "p2p": {"cp_comm_type": ("p2p",)},
+    "allgather": {"cp_comm_type": ("allgather",)},
+    "a2a": {"cp_comm_type": ("a2a",)},
+    "packed": {"cache_packed_weights": True},
+    "torch": {"kernels": "torch"},
+    "bf16": {"bf16": True},
+}
+
+
+def parse_layout(words: str) -> tuple[int, dict[str, Any]]:
+    """Return ranks and flags for a layout such as "tp2 dp2 zero micro_batch_size=1 swiglu".
+
+    Sizes multiply the ranks, except `ep` and `etp`. Other words are OPTIONS, or flags that are on.
+    """
+    ranks = 1
+    flags: dict[str, Any] = {}
+    for word in words.split():
+        name, _, value = word.partition("=")
+        size = re.fullmatch(r"(tp|pp|cp|dp|ep|etp)(\d+)", word)
+        if value:
+            with contextlib.suppress(ValueError):  # a word is a string
+                value = ast.literal_eval(value)
+            flags[name] = value
+        elif size is None:
+            flags |= OPTIONS.get(word, {word: True})
+        else:
+            if size[1] in ("tp", "pp", "cp", "dp"):
+                ranks *= int(size[2])
+            if size[1] in SIZES:
+                flags[SIZES[size[1]]] = int(size[2])
+    return ranks, flags
 
 
 def rows(table: Iterable[str], rare: Collection[str]) -> list[Any]:
-    """Return the names of a table as parameters. `make test` leaves out the rare names."""
+    """Return a table's names as parameters. `make test` leaves out the rare names."""
     return [pytest.param(name, marks=pytest.mark.full) if name in rare else name for name in table]
 
 
 def one_error(ranks: int, work: Callable[[Comm], Any]) -> str:
-    """The message, of one line, with which every rank refuses `work`."""
+    """Return the one-line message that every rank raises in `work`."""
 
     def rank(comm: Comm) -> str:
         with pytest.raises(ValueError) as caught:
@@ -84,7 +134,7 @@ def one_error(ranks: int, work: Callable[[Comm], Any]) -> str:
 
 @contextlib.contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Files cannot grow beyond so many bytes, as on a full disk."""
+    """Limit the size of files during the block, as on a full disk. size: bytes"""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -94,31 +144,55 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def flip_bit(path: Path, position: int = -1, bit: int = 0) -> None:
-    """Change one bit of a file."""
+    """Change one bit in a file."""
     content = bytearray(path.read_bytes())
     content[position] ^= 1 << bit
     path.write_bytes(content)
 
 
 def small_run(**changes: Any) -> RunConfig:
-    """The small model, with values changed."""
+    """Return the small model's run with other values."""
     return make_run(None, {**SMALL, **changes})
 
 
 def mock(run: RunConfig, seed: int = 7) -> MockDataset:
-    """Random tokens for a whole run."""
+    """Return random tokens for a whole run."""
     return MockDataset(run.model.vocab_size, run.model.seq_length, 4096, seed)
 
 
-def make_trainer(world: Comm, run: RunConfig, ops: Ops | None = None, **more: Any) -> Trainer:
-    """A trainer on random tokens, on one thread; ops: the C++ kernels, unless --kernels is torch."""
+def lay_out(layout: str, flags: dict[str, Any] | None = None) -> tuple[RunConfig, int]:
+    """Return the small model's run in a layout, and its ranks."""
+    ranks, options = parse_layout(layout)
+    return small_run(**{**(flags or {}), **options}), ranks
+
+
+def run_layout(
+    layout: str, work: Callable[..., Any], flags: dict[str, Any] | None = None, *args: Any
+) -> list[Any]:
+    """Return each rank's work(comm, run, *args) in a layout."""
+    run, ranks = lay_out(layout, flags)
+    return ThreadWorld(ranks).run(work, run, *args)
+
+
+def make_trainer(
+    world: Comm,
+    run: RunConfig,
+    ops: Ops | None = None,
+    data: tuple[Dataset, Dataset] | None = None,
+    **more: Any,
+) -> Trainer:
+    """Build a trainer on one thread.
+
+    ops: default: the C++ kernels, unless --kernels is torch
+    data: for training and validation, default: random tokens
+    """
     torch.set_num_threads(1)
     if ops is None:
         ops = Ops.build(
             "torch" if run.system.kernels == "torch" else "native",
             keep_packed_weights=run.system.cache_packed_weights,
         )
-    return build_trainer(run, world, mock(run), mock(run, 8), ops=ops, **more)
+    return build_trainer(run, world, *(data or (mock(run), mock(run, 8))), ops=ops, **more)
 
 
 def build_trainer(
@@ -130,24 +204,24 @@ def build_trainer(
 
 
 def dry_trainer(rank: int, ranks: int, **changes: Any) -> Trainer:
-    """The trainer of one rank of many, which are not there."""
+    """Build one rank's trainer without the other ranks."""
     return make_trainer(SoloComm(rank, ranks), small_run(**changes))
 
 
 def grid_groups(world: Comm, run: RunConfig) -> Groups:
-    """The groups of a run."""
+    """Return a run's groups."""
     return Grid(*Layout.from_run(run, world.size).sizes).groups(world)
 
 
 def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
-    """Return the checkpoint with which a run begins."""
+    """Return a run's first checkpoint."""
     return resume.find_checkpoint(Plan.of(run, world.size), world)
 
 
 def train(
     world: Comm, run: RunConfig, iterations: int, ops: Ops | None = None, **more: Any
 ) -> list[IterationResult]:
-    """The results of the first iterations."""
+    """Return the first iterations' results."""
     with contextlib.closing(make_trainer(world, run, ops, **more)) as trainer:
         return [trainer.train_step() for _ in range(iterations)]
 
@@ -189,35 +263,51 @@ def load_checkpoint(
 
 
 def master_weights(trainer: Trainer) -> torch.Tensor:
-    """A copy of the FP32 weights that this rank updates, (n,), bucket by bucket."""
+    """Return a copy of this rank's FP32 weights, (n,), bucket by bucket."""
     return torch.cat([part.master for part in trainer.optimizer.shards])
 
 
 def flat_gradients(trainer: Trainer) -> torch.Tensor:
-    """A copy of this rank's gradients, (n,), bucket by bucket."""
+    """Return a copy of this rank's gradients, (n,), bucket by bucket."""
     flat = trainer.optimizer.flat
     return torch.cat([flat.gradients.of(index) for index in range(len(flat.buckets))])
 
 
 def whole_tensors(trainer: Trainer, kind: str) -> dict[str, torch.Tensor]:
-    """Every parameter ("weight") or gradient ("grad") as a global tensor, put together over all ranks. Collective."""
+    """Return every parameter ("weight") or gradient ("grad") as a global tensor. Collective.
+
+    Ranks that are threads share the tensors.
+    """
     pieces = []
     for p in trainer.optimizer.flat.parameters:
         local = (p.main_grad if kind == "grad" else p).detach().float().clone()
         pieces.append((p.spec.name, p.spec.shape, p.spec.offset, local))
     whole: dict[str, torch.Tensor] = {}
-    for name, shape, offset, piece in (
-        x for rank in trainer.world.all_gather_object(pieces) for x in rank
-    ):
-        target = whole.setdefault(name, torch.zeros(shape))
-        target[tuple(slice(o, o + n) for o, n in zip(offset, piece.shape, strict=True))] = piece
-    return whole
+    for rank in trainer.world.gather_object(pieces) or ():
+        for name, shape, offset, piece in rank:
+            target = whole.setdefault(name, torch.zeros(shape))
+            target[tuple(slice(o, o + n) for o, n in zip(offset, piece.shape))] = piece
+    return trainer.world.broadcast_object(whole)
+
+
+def assert_near(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
+) -> None:
+    """Compare tensors by name. A difference is relative to the expected tensor's largest value."""
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name],
+            tensor,
+            rtol=0,
+            atol=tolerance * tensor.abs().max().item(),
+            msg=lambda message, name=name: f"{name}: {message}",
+        )
 
 
 def plain_loss(
     weights: dict[str, torch.Tensor], tokens: torch.Tensor, labels: torch.Tensor, model: ModelConfig
 ) -> torch.Tensor:
-    """Mean cross entropy of the model in plain torch with named global weights, without dropout. tokens, labels (s, b) -> ()."""
+    """Return the mean cross entropy in plain torch, without dropout. tokens, labels: (s, b)"""
     with torch.device("meta"):
         plain = PlainGPT(model, len(weights["embedding.word_embeddings.weight"]))
     return torch.func.functional_call(plain, weights, (tokens.t(), labels.t()))
@@ -231,7 +321,7 @@ OUR_LOG = (
 
 
 def check_scripts(files, parsed_only=()):
-    """Bash parses all of these scripts and shellcheck finds nothing in `files`. Skips the test where shellcheck is missing."""
+    """Parse all scripts with bash, and check `files` with shellcheck. Skip the test if shellcheck is missing."""
     for file in [*files, *parsed_only]:
         subprocess.run(["bash", "-n", file], check=True)
     shellcheck = shutil.which("shellcheck") or shutil.which(

@@ -147,6 +147,29 @@ def randomized(build) -> torch.nn.Module:
     return model.eval()
 
 
+def shifted_gpt2(vocabulary: int, length: int, shift: float) -> torch.nn.Module:
+    """Return a random GPT-2 with shifted logits: the head's bias is one more element in each word."""
+    model = randomized(
+        lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=vocabulary,
+                n_positions=length,
+                n_embd=16,
+                n_layer=2,
+                n_head=4,
+                initializer_range=0.2,
+                bos_token_id=1,
+                eos_token_id=2,
+            )
+        )
+    )
+    with torch.no_grad():
+        model.transformer.wte.weight[:, 0] = 1.0
+        model.transformer.ln_f.weight[0] = 0.0
+        model.transformer.ln_f.bias[0] = shift
+    return model
+
+
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a directory, each once."""
     return {

@@ -1,12 +1,12 @@
-"""Ranks as threads of one process, without MPI.
+"""Ranks as threads in one process, without MPI.
 
-    ThreadWorld(4).run(fn, x)       -> [fn(comm, x) of rank 0, ..., of rank 3]; for tests of parallel code
+    ThreadWorld(4).run(fn, x)       -> [fn(comm, x) for each rank]
 
 A ThreadComm reduces every tensor on every rank, in rank order, so that results are reproducible. A collective copies a rank's
 operands when it starts, so that no rank waits for another before `wait`.
 
-Ranks take turns: one computes until it waits for another. Each operation of PyTorch lets go of Python's lock, so that ranks which
-compute at the same time spend more of it on handing over the lock than on the operation.
+Ranks take turns: one computes until it waits for another. Every PyTorch operation releases Python's lock, so that
+ranks that compute at the same time would spend most time on passing the lock.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Broken(Exception):
 
 
 class _Turn:
-    """The right to compute, held by one rank's thread. timeout: seconds after which a rank that waits for it raises TimeoutError."""
+    """One rank's right to compute. timeout: seconds before a waiting rank raises TimeoutError"""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -102,7 +102,7 @@ class _State:
 
 @dataclass
 class _Meeting:
-    """One collective: each rank's (verb, value), and the number of ranks that have read the result."""
+    """One collective: each rank's (verb, value), and how many ranks have read the result."""
 
     shown: dict[int, tuple[str, Any]] = field(default_factory=dict)
     taken: int = 0
@@ -112,7 +112,8 @@ class _Shared:
     """State shared by a communicator's ranks: collectives and messages in progress."""
 
     def __init__(self, state: _State, size: int) -> None:
-        self.state, self.size = state, size
+        self.state = state
+        self.size = size
         self.meetings: dict[int, _Meeting] = {}  # by how many collectives came before
         self.messages: dict[
             tuple, Tensor
@@ -168,15 +169,18 @@ class _Collective:
 
     def wait(self) -> Any:
         if not self.taken:
-            self.result, self.taken = self.finish(self.comm.meet(self.number, self.verb)), True
+            self.result = self.finish(self.comm.meet(self.number, self.verb))
+            self.taken = True
         return self.result
 
 
 class ThreadComm(Comm):
-    """One rank of a ThreadWorld, a `comm.base.Comm`. Sends are buffered; a wait beyond the time limit raises TimeoutError."""
+    """One rank in a ThreadWorld, a `comm.base.Comm`. Sends are buffered; a wait beyond the time limit raises TimeoutError."""
 
     def __init__(self, rank: int, size: int, shared: _Shared) -> None:
-        self.rank, self.size, self.shared = rank, size, shared
+        self.rank = rank
+        self.size = size
+        self.shared = shared
         self._collectives = 0
         self._sent: Counter = Counter()
         self._posted: Counter = Counter()
@@ -191,7 +195,7 @@ class ThreadComm(Comm):
         raise TimeoutError(f"rank {self.rank} of {self.size} waited {state.timeout} s in {what}")
 
     def becomes(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Return True if `ready` within so many seconds, in which other ranks have their turn."""
+        """Return True if `ready` within so many seconds. Other ranks compute meanwhile."""
         state = self.shared.state
         if not ready():
             with state.turn.left(), state.changed:
@@ -199,8 +203,9 @@ class ThreadComm(Comm):
         return ready()
 
     def _start(self, verb: str, value: Any, finish: Callable[[list[Any]], Any]) -> _Collective:
-        """Publish `value`, which no rank changes any more."""
-        number, self._collectives = self._collectives, self._collectives + 1
+        """Publish `value`. No rank changes it afterwards."""
+        number = self._collectives
+        self._collectives = self._collectives + 1
         with self.shared.state.changed:
             self.shared.meeting(number).shown[self.rank] = (verb, value)
             if self.shared.complete(number):
@@ -218,10 +223,8 @@ class ThreadComm(Comm):
 
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
         assert op in OPS, op
-        verb, flat = (
-            f"all_reduce {op} {tensor.dtype} x {check(tensor).numel()}",
-            tensor.detach().view(-1),
-        )
+        verb = f"all_reduce {op} {tensor.dtype} x {check(tensor).numel()}"
+        flat = tensor.detach().view(-1)
         return self._start(verb, flat.clone(), lambda parts: flat.copy_(_reduced(parts, op)))
 
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
@@ -232,7 +235,8 @@ class ThreadComm(Comm):
         )
 
     def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
-        whole, own = rows(tensor, output, self.size), output.detach().view(-1)
+        whole = rows(tensor, output, self.size)
+        own = output.detach().view(-1)
         verb = f"reduce_scatter {tensor.dtype} x {tensor.numel()}"
         return self._start(
             verb,
@@ -244,7 +248,8 @@ class ThreadComm(Comm):
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Handle:
         check_exchange(output, tensor, received, sent, self.size)
-        parts, result = tensor.detach().clone().split(list(sent)), output.detach()
+        parts = tensor.detach().clone().split(list(sent))
+        result = output.detach()
 
         def finish(shown: list[Any]) -> None:
             own = [part[self.rank] for part in shown]
@@ -256,10 +261,8 @@ class ThreadComm(Comm):
         return self._start(f"all_to_all {tensor.dtype}", parts, finish)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        verb, flat = (
-            f"broadcast from {root} {tensor.dtype} x {check(tensor).numel()}",
-            tensor.detach().view(-1),
-        )
+        verb = f"broadcast from {root} {tensor.dtype} x {check(tensor).numel()}"
+        flat = tensor.detach().view(-1)
         shown = flat.clone() if self.rank == root else None
         self._start(
             verb, shown, lambda parts: None if self.rank == root else flat.copy_(parts[root])
@@ -325,7 +328,7 @@ class ThreadComm(Comm):
 
 
 class ThreadWorld:
-    """`size` ranks as threads of this process. timeout: seconds of every wait, so that no test hangs"""
+    """`size` ranks as threads in this process. timeout: seconds for every wait, so that no test hangs"""
 
     def __init__(self, size: int, timeout: float = 300.0) -> None:
         assert size >= 1, size

@@ -43,7 +43,7 @@ def checksum(manifest: Manifest) -> str:
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
-class Kind(NamedTuple):
+class FieldType(NamedTuple):
     """Values that a field may have. words: for an error message"""
 
     holds: Callable[[Any], Any]
@@ -62,19 +62,19 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-OBJECT = Kind(is_object, "an object")
-LIST = Kind(lambda value: isinstance(value, list), "a list")
-TEXT = Kind(is_text, "a string")
-COUNT = Kind(is_count, "a whole number from 0")
-POSITIVE = Kind(lambda value: is_count(value) and value > 0, "a whole number above 0")
-COUNTS = Kind(
+OBJECT = FieldType(is_object, "an object")
+LIST = FieldType(lambda value: isinstance(value, list), "a list")
+TEXT = FieldType(is_text, "a string")
+COUNT = FieldType(is_count, "a whole number from 0")
+POSITIVE = FieldType(lambda value: is_count(value) and value > 0, "a whole number above 0")
+COUNTS = FieldType(
     lambda value: isinstance(value, list) and all(map(is_count, value)), "a list of whole numbers"
 )
-SIZE = Kind(  # a text: the layers of each pipeline stage
+SIZE = FieldType(  # a text: the layers of each pipeline stage
     lambda value: is_text(value) or POSITIVE.holds(value), "a whole number above 0 or a string"
 )
-CRC32 = Kind(lambda value: is_text(value) and _CRC32.fullmatch(value), "8 hexadecimal digits")
-BLOCK_SIZE = Kind(
+CRC32 = FieldType(lambda value: is_text(value) and _CRC32.fullmatch(value), "8 hexadecimal digits")
+BLOCK_SIZE = FieldType(
     lambda value: POSITIVE.holds(value) and value <= MAX_BLOCK_BYTES, "a number of bytes"
 )
 RECORD = {
@@ -172,7 +172,7 @@ def _check_file(entry: Entry, where: str) -> None:
         return
     _check(entry, {"block_size": BLOCK_SIZE}, where)
     count = -(-entry["size"] // entry["block_size"])
-    blocks = Kind(
+    blocks = FieldType(
         lambda value: (
             is_text(value) and len(value) == DIGITS * count and not value.strip(_HEXADECIMAL)
         ),
@@ -196,7 +196,7 @@ def _check_record(record: Record, where: str) -> None:
     )
 
 
-def _check(owner: dict[str, Any], fields: Mapping[str, Kind], where: str = "") -> None:
+def _check(owner: dict[str, Any], fields: Mapping[str, FieldType], where: str = "") -> None:
     for name, kind in fields.items():
         _require(name in owner, f"{where}{name} is missing")
         _require(kind.holds(owner[name]), f"{where}{name} is {owner[name]!r:.60}, not {kind.words}")

@@ -106,7 +106,7 @@ class Field:
     default: Any = REQUIRED
 
 
-class Place(NamedTuple):
+class Counterpart(NamedTuple):
     """Their names for one of our tensors, without the architecture's prefix, and the arrangement."""
 
     names: tuple[str, ...]
@@ -136,7 +136,7 @@ class Architecture:
     rules: tuple[Rule, ...]
     only: Mapping[str, tuple[Any, ...]]
     block: Mapping[str, Any]
-    places: Mapping[str, Place]
+    places: Mapping[str, Counterpart]
     unused: re.Pattern[str] = field(default=re.compile(r".*\.rotary_emb\.inv_freq"))
     own_head_size: bool = True
     also: Callable[[ModelConfig], bool] = lambda model: True
@@ -174,17 +174,17 @@ _FINAL_NORM = "decoder.final_layernorm"
 
 
 def _places(
-    prefix: str, layer: Mapping[str, str | Place], outside: Mapping[str, str] = {}
-) -> dict[str, Place]:
+    prefix: str, layer: Mapping[str, str | Counterpart], outside: Mapping[str, str] = {}
+) -> dict[str, Counterpart]:
     """Return an architecture's places. A name alone: their tensor equals ours.
 
     prefix: of their names in a layer
     """
-    places = {ours: Place((theirs,)) for ours, theirs in outside.items()}
+    places = {ours: Counterpart((theirs,)) for ours, theirs in outside.items()}
     for ours, theirs in layer.items():
-        names, arranged = Place((theirs,)) if isinstance(theirs, str) else theirs
+        names, arranged = Counterpart((theirs,)) if isinstance(theirs, str) else theirs
         names = tuple(prefix + name for name in names)
-        places[f"decoder.layers.{{}}.{ours}"] = Place(names, arranged)
+        places[f"decoder.layers.{{}}.{ours}"] = Counterpart(names, arranged)
     return places
 
 
@@ -237,11 +237,11 @@ GPT2 = Architecture(
         "h.{}.",
         {
             "input_layernorm": "ln_1",
-            "self_attention.linear_qkv": Place(("attn.c_attn",), conv_query_key_value),
-            "self_attention.linear_proj": Place(("attn.c_proj",), transposed),
+            "self_attention.linear_qkv": Counterpart(("attn.c_attn",), conv_query_key_value),
+            "self_attention.linear_proj": Counterpart(("attn.c_proj",), transposed),
             "pre_mlp_layernorm": "ln_2",
-            "mlp.linear_fc1": Place(("mlp.c_fc",), transposed),
-            "mlp.linear_fc2": Place(("mlp.c_proj",), transposed),
+            "mlp.linear_fc1": Counterpart(("mlp.c_fc",), transposed),
+            "mlp.linear_fc2": Counterpart(("mlp.c_proj",), transposed),
         },
         outside={_WORDS: "wte", _POSITIONS: "wpe", _FINAL_NORM: "ln_f", OUTPUT: "lm_head"},
     ),
@@ -281,14 +281,14 @@ _DECODER_PLACES = _places(
     "layers.{}.",
     {
         "input_layernorm": "input_layernorm",
-        "self_attention.linear_qkv": Place(
+        "self_attention.linear_qkv": Counterpart(
             tuple(f"self_attn.{part}_proj" for part in "qkv"), query_key_value
         ),
         "self_attention.q_layernorm": "self_attn.q_norm",
         "self_attention.k_layernorm": "self_attn.k_norm",
         "self_attention.linear_proj": "self_attn.o_proj",
         "pre_mlp_layernorm": "post_attention_layernorm",
-        "mlp.linear_fc1": Place(("mlp.gate_proj", "mlp.up_proj"), stacked),
+        "mlp.linear_fc1": Counterpart(("mlp.gate_proj", "mlp.up_proj"), stacked),
         "mlp.linear_fc2": "mlp.down_proj",
     },
     outside={_WORDS: "embed_tokens", _FINAL_NORM: "norm", OUTPUT: "lm_head"},
@@ -362,8 +362,10 @@ PHI3 = _decoder(
     | _places(
         "layers.{}.",
         {
-            "self_attention.linear_qkv": Place(("self_attn.qkv_proj",), fused_query_key_value),
-            "mlp.linear_fc1": Place(("mlp.gate_up_proj",), fused_stacked),
+            "self_attention.linear_qkv": Counterpart(
+                ("self_attn.qkv_proj",), fused_query_key_value
+            ),
+            "mlp.linear_fc1": Counterpart(("mlp.gate_up_proj",), fused_stacked),
         },
     ),
 )
@@ -507,11 +509,11 @@ _EXPERT_PLACES = _DECODER_PLACES | _places(
     "layers.{}.mlp.",
     {
         "mlp.router": "gate",
-        "mlp.experts.linear_fc1": Place(
+        "mlp.experts.linear_fc1": Counterpart(
             ("experts.{expert}.gate_proj", "experts.{expert}.up_proj"), stacked_of_expert
         ),
-        "mlp.experts.linear_fc2": Place(("experts.{expert}.down_proj",), stacked),
-        "mlp.shared_experts.linear_fc1": Place(
+        "mlp.experts.linear_fc2": Counterpart(("experts.{expert}.down_proj",), stacked),
+        "mlp.shared_experts.linear_fc1": Counterpart(
             ("shared_expert.gate_proj", "shared_expert.up_proj"), stacked
         ),
         "mlp.shared_experts.linear_fc2": "shared_expert.down_proj",
@@ -541,10 +543,10 @@ MIXTRAL = _decoder(
         "layers.{}.block_sparse_moe.",
         {
             "mlp.router": "gate",
-            "mlp.experts.linear_fc1": Place(
+            "mlp.experts.linear_fc1": Counterpart(
                 ("experts.{expert}.w1", "experts.{expert}.w3"), stacked_of_expert
             ),
-            "mlp.experts.linear_fc2": Place(("experts.{expert}.w2",), stacked),
+            "mlp.experts.linear_fc2": Counterpart(("experts.{expert}.w2",), stacked),
         },
     ),
 )

@@ -62,7 +62,7 @@ from .tokenizer import (
     identity,
     write_identity,
 )
-from .unfinished import Documents, Unfinished
+from .unfinished import DocumentTokens, Unfinished
 
 BATCH_BYTES = (
     2**18
@@ -103,7 +103,7 @@ class Encoded:
     unread: ignored fields of chats
     """
 
-    texts: list[Documents]
+    texts: list[DocumentTokens]
     size: int
     after: Place
     read: int

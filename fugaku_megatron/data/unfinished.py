@@ -26,7 +26,7 @@ import numpy as np
 from .files import UNFINISHED, Place, say
 from .indexed import IndexedDatasetWriter, writing
 
-Documents = tuple[np.ndarray, np.ndarray]  # token ids of some documents, and how many each has
+DocumentTokens = tuple[np.ndarray, np.ndarray]  # token ids of some documents, and how many each has
 
 JOURNAL_SECONDS = 5.0  # between two records
 # of tokens that are shuffled in memory at a time, and how many files that takes at most
@@ -75,7 +75,7 @@ class TokenFiles:
             file.flush()
             os.fsync(file.fileno())
 
-    def contents(self) -> Documents:
+    def contents(self) -> DocumentTokens:
         tokens, lengths = self._paths
         size = tokens.stat().st_size
         ids = np.memmap(tokens, self.dtype, "r") if size else np.empty(0, self.dtype)
@@ -183,7 +183,7 @@ class Unfinished:
 
     def add(
         self,
-        texts: Sequence[Documents],
+        texts: Sequence[DocumentTokens],
         place: Place,
         size: int,
         skipped: int = 0,
@@ -254,7 +254,7 @@ class Unfinished:
 # From the order of the input to that of the data set ---------------------------------------------------------------------------
 
 
-def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[Documents]:
+def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[DocumentTokens]:
     ends = np.cumsum(lengths, dtype=np.int64)
     start = 0
     limit = PILE_BYTES // tokens.itemsize
@@ -267,7 +267,7 @@ def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[Documents]:
 
 def shuffled(
     tokens: np.ndarray, lengths: np.ndarray, piles: int, folder: Path
-) -> Iterator[Documents]:
+) -> Iterator[DocumentTokens]:
     """Yield all documents in a random order that depends only on their number and `piles`.
 
     Documents are distributed at random to piles in temporary files, and each pile is shuffled in

@@ -173,29 +173,26 @@ def _sizes(name: str, *args: Any, **kwargs: Any) -> dict[str, int]:
     row = _table().get(name)
     if row is None:
         raise ValueError(f"no kernel of the table is called {name}")
-    values = [args[i] if i < len(args) else kwargs.get(o.name) for i, o in enumerate(row.operands)]
-    tensors: dict[str, Any] = {
-        o.name: v for o, v in zip(row.operands, values) if hasattr(v, "shape")
-    }
-    bytes_of = {name: tensor.element_size() for name, tensor in tensors.items()}
+    given = kwargs | dict(zip((operand.name for operand in row.operands), args))
+    tensors = [(o, given[o.name]) for o in row.operands if hasattr(given.get(o.name), "shape")]
+    bytes_of = {operand.name: tensor.element_size() for operand, tensor in tensors}
     last = next((o.name for o in reversed(row.operands) if o.dims is not None), "")
     known = {
-        "e": next((bytes_of[n] for n, t in tensors.items() if t.is_floating_point()), 0),
+        "e": next((bytes_of[o.name] for o, t in tensors if t.is_floating_point()), 0),
         "e_out": bytes_of.get(last, 0),
         "e_avg": bytes_of.get("exp_avg", 0),
         "e_sq": bytes_of.get("exp_avg_sq", 0),
-        "dx": int("dx" in tensors),
+        "dx": int("dx" in bytes_of),
     }
-    known |= {
-        o.name: v
-        for o, v in zip(row.operands, values)
-        if o.dims is None and o.name in row.sizes and isinstance(v, int)
-    }
+    for operand in row.operands:
+        value = given.get(operand.name)
+        if operand.dims is None and operand.name in row.sizes and isinstance(value, int):
+            known[operand.name] = value
     dimensions = [
-        d
-        for o in row.operands
-        if o.dims is not None and o.name in tensors
-        for d in _dimensions(row, o, list(tensors[o.name].shape))
+        dimension
+        for operand, tensor in tensors
+        if operand.dims is not None
+        for dimension in _dimensions(row, operand, list(tensor.shape))
     ]
     for _ in range(len(row.sizes) + 1):
         for factors, size in dimensions:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.autograd import Function, copy_to_tensor_parallel, gather_from_sequence_parallel
+from ..comm.autograd import Function
 from ..config.lora import DROPOUT_COLUMNS, FC1, MATRICES, QKV, LoraConfig
 from ..config.model import ModelConfig
 from .dropout_key import Dropout, DropoutKey
@@ -88,20 +89,18 @@ class Adapter(nn.Module):
         self.lora: LoraConfig = context.lora
         self.stream = STREAMS + zlib.crc32(name.encode())
         rank = self.lora.rank
-        make = context.expert_parameter if experts else context.parameter
+        make = partial(context.parameter, experts=bool(experts), frozen=False)
         # The variance of peft's uniform initial values.
         self.lora_a = make(
             f"{name}.lora_A.weight",
             (*experts, len(parts), rank, inputs),
             len(experts) + 2 if split else None,
             (3.0 * inputs) ** -0.5,
-            frozen=False,
         )
         self.lora_b = make(
             f"{name}.lora_B.weight",
             (*experts, *outputs, rank),
             None if split else len(experts + outputs) - 1,
-            frozen=False,
         )
 
     @property
@@ -126,11 +125,7 @@ class Adapter(nn.Module):
     def column(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
         """Add a column-parallel layer's adapters to y (whole sequence, b, out / tp). x (s, b, in)"""
         t = _Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
-        context = self.context
-        enter = (
-            copy_to_tensor_parallel if context.sequence is None else gather_from_sequence_parallel
-        )
-        return self.up(y, enter(t, context.tp))
+        return self.up(y, self.context.whole_sequence(t))
 
     def row(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
         """Add a row-parallel layer's adapters to y (s, b, out). x (whole sequence, b, in / tp)"""
@@ -208,6 +203,13 @@ class _Down(Function[Tensor]):
         return None, _dropped(ops.kernels, dx, ctx.dropout), None, None
 
 
+def _accumulate_up(b: Tensor, total: Tensor, mask: Tensor | None, scale: float) -> None:
+    """Add the gradient of `expanded` (out, p r) to the gradient of B."""
+    if mask is not None:
+        total = (total.unflatten(1, (-1, b.shape[-1])) * mask).sum(1)
+    gradient_of(b).add_(total.view(b.shape), alpha=scale)
+
+
 class _Up(Function[Tensor]):
     """y + scale t B^T."""
 
@@ -236,10 +238,7 @@ class _Up(Function[Tensor]):
         rows_dy = as_rows(dy)
 
         def gradient() -> None:
-            total = ops.outer_sum(rows_dy, rows)  # (out, p r)
-            parts = total.unflatten(1, (-1, b.shape[-1]))
-            total = total if mask is None else (parts * mask).sum(1)
-            gradient_of(b).add_(total.view(b.shape), alpha=scale)
+            _accumulate_up(b, ops.outer_sum(rows_dy, rows), mask, scale)
 
         ops.weight_gradients.add(gradient)
         dt = torch.empty_like(rows)
@@ -374,15 +373,12 @@ class AdaptedExperts:
             return
 
         def gradients() -> None:
-            b = adapter.lora_b
-            mask = adapter.mask()
             ops = adapter.ops
             t = _grouped(adapter, x, adapter.lora_a, counts)
             dt = _grouped_back(adapter, dy, _up_matrices(adapter), counts)
             ops.grouped_weight_gradient(dt, x, adapter.lora_a, counts)
-            total = ops.grouped_outer_sum(dy, t, counts).flatten(0, 1)  # (e out, p r)
-            total = total if mask is None else (total.unflatten(1, (-1, b.shape[-1])) * mask).sum(1)
-            gradient_of(b).add_(total.view(b.shape), alpha=adapter.lora.scale)
+            total = ops.grouped_outer_sum(dy, t, counts).flatten(0, 1)
+            _accumulate_up(adapter.lora_b, total, adapter.mask(), adapter.lora.scale)
 
         self.ops.weight_gradients.add(gradients)
 

@@ -23,18 +23,16 @@ from .heads import Angles, Heads
 from .layers import (
     ColumnParallelLinear,
     Context,
-    GatedColumnParallelLinear,
     HeadNorm,
     Norm,
     RowParallelLinear,
     dropout_stream,
-    hidden_dropout_key,
+    hidden_dropout,
     multiplied,
 )
 from .ops import DropoutKey, recompute
 from .ops.mlp import MLPWeights
 from .ops.rotary import HeadNorms, Rotary
-from .parameter_views import matrix
 from .sequence_ranks import copy_groups, own_segments, positions, to_heads, to_rows
 from .shared_attention import AttentionMask, SharedCall
 
@@ -54,21 +52,22 @@ class SelfAttention(nn.Module):
         self.layer = layer
         self.cp_comm_type = context.cp_comm_type(layer)
         tp = context.tp.size
-        cp = (
-            context.cp.size if self.cp_comm_type == A2A else 1
-        )  # ranks that share the heads in attention
+        # Ranks that share the heads in attention.
+        cp = context.cp.size if self.cp_comm_type == A2A else 1
         self.group_copies = group_copies(model.query_groups // tp, cp)
-        self.heads = model.num_attention_heads // (tp * cp)
-        self.groups = model.query_groups * self.group_copies // (tp * cp)
+        self.heads = Heads(
+            model.num_attention_heads // (tp * cp),
+            model.query_groups * self.group_copies // (tp * cp),
+            model.kv_channels,
+        )
         self.linear_qkv = ColumnParallelLinear(
-            f"{name}.linear_qkv", model.hidden_size, model.qkv_width, context, model.qkv_bias
+            f"{name}.linear_qkv", model.hidden_size, (model.qkv_width,), context, model.qkv_bias
         )
-        self.q_layernorm = (
-            HeadNorm(f"{name}.q_layernorm", self.heads, context) if model.qk_layernorm else None
-        )
-        self.k_layernorm = (
-            HeadNorm(f"{name}.k_layernorm", self.groups, context) if model.qk_layernorm else None
-        )
+        self.q_layernorm: HeadNorm | None = None
+        self.k_layernorm: HeadNorm | None = None
+        if model.qk_layernorm:
+            self.q_layernorm = HeadNorm(f"{name}.q_layernorm", self.heads.heads, context)
+            self.k_layernorm = HeadNorm(f"{name}.k_layernorm", self.heads.groups, context)
         self.linear_proj = RowParallelLinear(
             f"{name}.linear_proj",
             model.context_width,
@@ -97,16 +96,13 @@ class SelfAttention(nn.Module):
             norm = HeadNorms(
                 self.q_layernorm.scale(), self.k_layernorm.scale(), model.layernorm_epsilon
             )
-        heads = Heads(self.heads, self.groups, model.kv_channels)
-        call = Rotary(
-            angles, heads, interleaved=model.rotary_interleaved, norm=norm, positions=positions
-        )
+        call = Rotary(angles, self.heads, model.rotary_interleaved, norm, positions)
         return self.context.ops.rotary(qkv, call)
 
     def _normed(self, qkv: Tensor) -> Tensor:
         ops = self.context.ops
         model = self.context.model
-        *parts, values = Heads(self.heads, self.groups, model.kv_channels).split(qkv)
+        *parts, values = self.heads.split(qkv)
         normed = []
         for part, norm in zip(parts, (self.q_layernorm, self.k_layernorm)):
             assert norm is not None, "the model normalises queries and keys"
@@ -130,28 +126,31 @@ class SelfAttention(nn.Module):
             model.num_attention_heads // tp.size, model.query_groups // tp.size, model.kv_channels
         )
         qkv = to_heads(copy_groups(qkv, whole, self.group_copies), cp)  # the whole sequence
-        first_head = (tp.rank * cp.size + cp.rank) * self.heads
-        key = DropoutKey(
-            self.context.seed,
-            dropout_stream(self.layer, "attention"),
-            forward_pass.first_sample,
-            sample_dim=0,
-            row0=first_head * qkv.shape[0],
-        )
-        dropout = model.attention_dropout if forward_pass.training else 0.0
-        documents = forward_pass.documents
+        first_head = (tp.rank * cp.size + cp.rank) * self.heads.heads
         attention = partial(
             ops.attention,
-            heads=Heads(self.heads, self.groups, model.kv_channels),
-            dropped=Dropout(dropout, key),
+            heads=self.heads,
+            dropped=self._dropped(first_head * qkv.shape[0], forward_pass),
             window=model.window,
-            starts=documents.starts,
+            starts=forward_pass.documents.starts,
         )
         if model.uses_rotary:
             qkv = self.apply_rotary(qkv, *self._angles(len(qkv), forward_pass))
         if forward_pass.rows is not None:
             return forward_pass.rows.attend(ops, self.layer, qkv, attention)
         return to_rows(attention(qkv), cp)
+
+    def _dropped(self, row0: int, forward_pass: Pass) -> Dropout:
+        """Return the dropout of attention scores, whose first row is row0."""
+        context = self.context
+        key = DropoutKey(
+            context.seed,
+            dropout_stream(self.layer, "attention"),
+            forward_pass.first_sample,
+            sample_dim=0,
+            row0=row0,
+        )
+        return Dropout(context.model.attention_dropout if forward_pass.training else 0.0, key)
 
     def _angles(self, length: int, forward_pass: Pass) -> tuple[Angles | None, Tensor | None]:
         documents = forward_pass.documents
@@ -174,17 +173,10 @@ class SelfAttention(nn.Module):
                 own.int().unsqueeze(1).expand(-1, qkv.shape[1]) if places is None else places[own]
             )
             qkv = self.apply_rotary(qkv, angles, own_places.contiguous())
-        key = DropoutKey(
-            context.seed,
-            dropout_stream(self.layer, "attention"),
-            forward_pass.first_sample,
-            sample_dim=0,
-            row0=context.tp.rank * self.heads * s,
-        )
         call = SharedCall(
-            Heads(self.heads, self.groups, model.kv_channels),
+            self.heads,
             AttentionMask(s, model.window, documents.starts),
-            Dropout(model.attention_dropout if forward_pass.training else 0.0, key),
+            self._dropped(context.tp.rank * self.heads.heads * s, forward_pass),
         )
         return context.ops.shared_attention(qkv, call, context.cp, self.cp_comm_type)
 
@@ -210,8 +202,8 @@ class MLP(nn.Module):
         h = model.hidden_size
         f = width or model.ffn_hidden_size
         bias = not model.disable_bias_linear
-        column = GatedColumnParallelLinear if model.gated else ColumnParallelLinear
-        self.linear_fc1: Any = column(f"{name}.linear_fc1", h, f, context, bias)
+        outputs = (2, f) if model.gated else (f,)
+        self.linear_fc1 = ColumnParallelLinear(f"{name}.linear_fc1", h, outputs, context, bias)
         self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", f, h, context, bias)
 
     @property
@@ -223,9 +215,9 @@ class MLP(nn.Module):
         fc1 = self.linear_fc1
         fc2 = self.linear_fc2
         context = self.context
-        if fc1.adapter is not None or fc2.adapter is not None:
-            return self._adapted(x, forward_pass)
         weights = MLPWeights(fc1.weight, fc1.bias, fc2.weight, context.model.activation)
+        if fc1.adapter is not None or fc2.adapter is not None:
+            return self._adapted(x, weights, forward_pass)
         needs_values = forward_pass.needs_values
         if context.blocks is not None:
             return context.ops.overlapped_mlp(x, weights, needs_values, context.blocks)
@@ -234,19 +226,15 @@ class MLP(nn.Module):
         )
         return context.out_of_matmul(partial_sum, needs_values)
 
-    def _adapted(self, x: Tensor, forward_pass: Pass) -> Tensor:
+    def _adapted(self, x: Tensor, weights: MLPWeights, forward_pass: Pass) -> Tensor:
         fc1 = self.linear_fc1
         fc2 = self.linear_fc2
         context = self.context
-        weight = fc1.weight
-        bias = fc1.bias
-        if isinstance(fc1, GatedColumnParallelLinear):
-            weight = matrix(weight)
-            bias = matrix(bias)
-        pre = context.ops.linear(context.into_matmul(x), weight, bias, context.sequence)
+        weight1, bias1, *_ = weights.as_matrices()
+        pre = context.ops.linear(context.into_matmul(x), weight1, bias1, context.sequence)
         pre = pre if fc1.adapter is None else fc1.adapter.column(x, pre, forward_pass)
         out, t = activated_linear(
-            context, context.model.activation, pre, fc2.weight, fc2.adapter, forward_pass
+            context, weights.activation, pre, fc2.weight, fc2.adapter, forward_pass
         )
         out = context.out_of_matmul(out, forward_pass.needs_values)
         if t is None or fc2.adapter is None:
@@ -262,7 +250,6 @@ class TransformerLayer(nn.Module):
         name = f"decoder.layers.{layer - 1}"
         model = context.model
         self.layer = layer
-        self.dropout = model.hidden_dropout
         self.context = context
         self.input_layernorm = make_norm(f"{name}.input_layernorm", context)
         self.self_attention = SelfAttention(f"{name}.self_attention", layer, context)
@@ -272,10 +259,6 @@ class TransformerLayer(nn.Module):
             mlp = resolve_name("fugaku_megatron.nn.experts:Experts")  # a module that imports this
         self.mlp: Any = mlp(f"{name}.mlp", context)
 
-    def _dropout(self, site: str, x: Tensor, forward_pass: Pass) -> Dropout:
-        key = hidden_dropout_key(self.context, self.layer, site, forward_pass.first_sample, x)
-        return Dropout(self.dropout if forward_pass.training else 0.0, key)
-
     def _attended(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
         """Return (x + attention, MLP input), both (s, b, h)."""
         attention = self.self_attention
@@ -284,7 +267,7 @@ class TransformerLayer(nn.Module):
             multiplied(attention(self.input_layernorm(x), forward_pass), model.residual_multiplier),
             attention.linear_proj.bias,
             x,
-            self._dropout("residual_1", x, forward_pass),
+            hidden_dropout(self.context, self.layer, "residual_1", x, forward_pass),
         )
         if model.parallel_residual:
             return self.context.ops.bias_dropout_add(*added), self.pre_mlp_layernorm(x)
@@ -297,6 +280,6 @@ class TransformerLayer(nn.Module):
             out,
             self.mlp.output_bias,
             x,
-            self._dropout("residual_2", x, forward_pass),
+            hidden_dropout(self.context, self.layer, "residual_2", x, forward_pass),
             forward_pass.needs_values,
         )

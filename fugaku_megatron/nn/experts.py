@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from ..comm.autograd import (
     Function,
-    copy_to_tensor_parallel,
-    gather_from_sequence_parallel,
     gather_sequence,
     map_rows,
 )
@@ -234,8 +232,8 @@ class ExpertLinear(nn.Module):
     ) -> None:
         super().__init__()
         experts = (context.model.num_experts or 0,)
-        self.weight = context.expert_parameter(
-            f"{name}.weight", (*experts, *outputs, inputs), len(outputs) + split, std
+        self.weight = context.parameter(
+            f"{name}.weight", (*experts, *outputs, inputs), len(outputs) + split, std, experts=True
         )
         self.adapter = context.adapter(name, inputs, outputs, split, experts)
 
@@ -310,7 +308,9 @@ class Experts(nn.Module):
         scores, chosen = self.router(x, forward_pass)
         if context.ep is not None and context.etp is not None:
             return self._exchanged(x, scores, chosen, forward_pass, context.ep, context.etp)
-        whole, scores, chosen = self._whole(x, scores, chosen)
+        whole = context.whole_sequence(x)
+        scores = context.whole_sequence(scores)
+        chosen = gather_sequence(chosen, context.sequence)
         order = Order.of(
             self.context.ops, chosen, self._experts, self._kept(scores, chosen, forward_pass, None)
         )
@@ -395,13 +395,3 @@ class Experts(nn.Module):
         if self.shared_experts is None:
             return []
         return [self.shared_experts(segment, forward_pass) for segment in segments]
-
-    def _whole(self, x: Tensor, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        context = self.context
-        if context.sequence is None:
-            x = copy_to_tensor_parallel(x, context.tp)
-            scores = copy_to_tensor_parallel(scores, context.tp)
-            return x, scores, chosen
-        x = gather_from_sequence_parallel(x, context.tp)
-        scores = gather_from_sequence_parallel(scores, context.tp)
-        return x, scores, gather_sequence(chosen, context.sequence)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from ..comm.autograd import (
     RowBlocks,
     copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
     gather_sequence,
     reduce_from_tensor_parallel,
     reduce_scatter_to_sequence_parallel,
@@ -140,16 +141,22 @@ class Context:
         *,
         fill: float = 0.0,
         init_name: str | None = None,
+        experts: bool = False,
         **traits: bool,
     ) -> nn.Parameter:
-        defaults = {"sequence_parallel": self.sequence is not None, "frozen": self.lora.on}
-        return make_parameter(
-            name,
-            shape,
-            Sharding(self.tp, partition_dim),
-            Init(std, fill, init_name),
-            **{**defaults, **traits},
-        )
+        """Make a parameter.
+
+        experts: (e, ...) of every expert. Partial gradients of a parameter replicated over `etp` are all-reduced there.
+        """
+        sharding = Sharding(self.tp, partition_dim)
+        shards_rows = self.sequence is not None
+        if experts:
+            shared = self.etp or self.tp
+            sharding = Sharding(shared, partition_dim, self.ep)
+            shards_rows = shared.size > 1
+        defaults = {"sequence_parallel": shards_rows, "frozen": self.lora.on}
+        init = Init(std, fill, init_name)
+        return make_parameter(name, shape, sharding, init, **{**defaults, **traits})
 
     def adapter(
         self,
@@ -166,25 +173,6 @@ class Context:
             return None
         return Adapter(name, parts, inputs, outputs, split, self, experts)
 
-    def expert_parameter(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        partition_dim: int | None,
-        std: float | None = None,
-        **traits: bool,
-    ) -> nn.Parameter:
-        """Make a parameter (e, ...) of every expert. Partial gradients of a parameter replicated over `etp` are all-reduced there."""
-        shared = self.etp or self.tp
-        defaults = {"sequence_parallel": shared.size > 1, "frozen": self.lora.on}
-        return make_parameter(
-            name,
-            shape,
-            Sharding(shared, partition_dim, self.ep),
-            Init(std),
-            **{**defaults, **traits},
-        )
-
     @cached_property
     def _tables(self) -> dict[int, Angles | None]:
         return {}
@@ -198,6 +186,12 @@ class Context:
             self._tables.clear()
             self._tables[rows] = rotary_angles(self.model, torch.arange(rows), rows)
         return self._tables[rows]
+
+    def whole_sequence(self, x: Tensor) -> Tensor:
+        """Return x (s, b, ...) of the whole sequence, whose gradients are summed over tensor-parallel ranks."""
+        if self.sequence is None:
+            return copy_to_tensor_parallel(x, self.tp)
+        return gather_from_sequence_parallel(x, self.tp)
 
     def into_matmul(self, x: Tensor) -> Tensor:
         """Prepare a column-parallel matmul's input; with sequence parallelism the matmul gathers it itself."""
@@ -228,27 +222,39 @@ def dropout_layer(stream: int) -> int:
     return stream // len(SITES)
 
 
-def hidden_dropout_key(
-    context: Context, layer: int, site: str, first_sample: int, x: Tensor
-) -> DropoutKey:
-    return DropoutKey.of_segments(
-        context.segments(x), context.seed, dropout_stream(layer, site), first_sample
+def hidden_dropout(
+    context: Context, layer: int, site: str, x: Tensor, forward_pass: Pass
+) -> Dropout:
+    """Return the dropout of x (s, b, h) at a site of a layer."""
+    stream = dropout_stream(layer, site)
+    key = DropoutKey.of_segments(
+        context.segments(x), context.seed, stream, forward_pass.first_sample
     )
+    return Dropout(context.model.hidden_dropout if forward_pass.training else 0.0, key)
 
 
 class ColumnParallelLinear(nn.Module):
-    """Y = X W^T + bias with W's rows sharded over tensor-parallel ranks: whole input, sharded output."""
+    """Y = X W^T + bias with W's rows sharded over tensor-parallel ranks: whole input, sharded output.
+
+    outputs: (outputs,), or (2, f) for gate and value of an MLP, which are both sharded.
+    """
 
     def __init__(
-        self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True
+        self,
+        name: str,
+        inputs: int,
+        outputs: tuple[int, ...],
+        context: Context,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.context = context
+        dim = len(outputs) - 1
         self.weight = context.parameter(
-            f"{name}.weight", (outputs, inputs), 0, context.model.init_method_std
+            f"{name}.weight", (*outputs, inputs), dim, context.model.init_method_std
         )
-        self.bias = context.parameter(f"{name}.bias", (outputs,), 0) if bias else None
-        self.adapter = context.adapter(name, inputs, (outputs,))
+        self.bias = context.parameter(f"{name}.bias", outputs, dim) if bias else None
+        self.adapter = context.adapter(name, inputs, outputs)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Apply the layer, (s, b, inputs) -> (s, b, outputs / tp)."""
@@ -257,20 +263,6 @@ class ColumnParallelLinear(nn.Module):
             return context.ops.column_linear(x, self.weight, self.bias, context.blocks)
         y = context.ops.linear(context.into_matmul(x), self.weight, self.bias, context.sequence)
         return y if self.adapter is None else self.adapter.column(x, y, forward_pass)
-
-
-class GatedColumnParallelLinear(nn.Module):
-    """Parameters of two column-parallel matmuls, gate and value, as one tensor. Both outputs are sharded."""
-
-    def __init__(
-        self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True
-    ) -> None:
-        super().__init__()
-        self.weight = context.parameter(
-            f"{name}.weight", (2, outputs, inputs), 1, context.model.init_method_std
-        )
-        self.bias = context.parameter(f"{name}.bias", (2, outputs), 1) if bias else None
-        self.adapter = context.adapter(name, inputs, (2, outputs))
 
 
 class RowParallelLinear(nn.Module):
@@ -330,19 +322,15 @@ class PositionEmbedding(nn.Module):
         positions: (whole sequence, b), or (rows,) in generation; None: 0, 1, ...
         """
         ops = self.context.ops
-        first = self.context.first_position(x)
-        if self.context.cp.size > 1:
-            rows = own_positions(self.context.segments(x))
-            return x + ops.embedding(
-                rows.unsqueeze(1) if positions is None else positions[rows].long(), self.weight
-            )
-        if positions is None:
-            return ops.add_position(x, self.weight, first)
-        if positions.dim() == 1:
+        if positions is None and self.context.cp.size == 1:
+            return ops.add_position(x, self.weight, self.context.first_position(x))
+        if positions is not None and positions.dim() == 1:
             return ops.add_position(
                 x, ops.embedding(positions.unsqueeze(1), self.weight).squeeze(1)
             )
-        return x + ops.embedding(positions[first : first + len(x)].long(), self.weight)
+        rows = own_positions(self.context.segments(x))
+        places = rows.unsqueeze(1) if positions is None else positions[rows].long()
+        return x + ops.embedding(places, self.weight)
 
 
 class Norm(nn.Module):

@@ -12,19 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel
 from ..comm.grid import Groups
 from ..config.layout import Layout, cp_comm_types
 from ..config.run_config import RunConfig
 from ..costs import accounting, memory
 from .blocks import TransformerLayer, make_norm
-from .dropout_key import Dropout
 from .forward_context import Pass
 from .layers import (
     Context,
     PositionEmbedding,
     VocabParallelEmbedding,
-    hidden_dropout_key,
+    hidden_dropout,
     multiplied,
 )
 from .ops import Ops, recompute
@@ -114,9 +112,7 @@ class Embedding(nn.Module):
         positions = forward_pass.documents.positions if rows is None else rows.positions
         x = multiplied(self.word_embeddings(tokens), context.model.embedding_multiplier)
         x = self.position_embeddings(x, positions) if self.position_embeddings else x
-        key = hidden_dropout_key(context, 0, "embedding", forward_pass.first_sample, x)
-        p = context.model.hidden_dropout if forward_pass.training else 0.0
-        return context.ops.dropout(x, Dropout(p, key))
+        return context.ops.dropout(x, hidden_dropout(context, 0, "embedding", x, forward_pass))
 
 
 class Chunk(nn.Module):
@@ -197,14 +193,8 @@ class Chunk(nn.Module):
 
     def head_input(self, x: Tensor) -> Tensor:
         """Return the head's input (whole sequence, b, h)."""
-        enter = (
-            copy_to_tensor_parallel
-            if self.context.sequence is None
-            else gather_from_sequence_parallel
-        )
-        return multiplied(
-            enter(self.final_layernorm(x), self.tp), 1.0 / self.context.model.logits_scaling
-        )
+        whole = self.context.whole_sequence(self.final_layernorm(x))
+        return multiplied(whole, 1.0 / self.context.model.logits_scaling)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return this rank's logits (whole sequence, b, v)."""

@@ -16,6 +16,7 @@ class _View(Tensor):
     # Results are plain tensors, as with a parameter.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
     parameter: Tensor
+    number: int | None = None  # of a matrix, if the parameter stacks several
 
     @property
     def frozen(self) -> bool:
@@ -24,20 +25,14 @@ class _View(Tensor):
     @property
     def main_grad(self) -> Tensor | None:
         gradient: Tensor | None = gradient_of(self.parameter)
-        return None if gradient is None else gradient.view(self.shape)
+        if gradient is None:
+            return None
+        if self.number is not None:
+            gradient = gradient[self.number]
+        return gradient.view(self.shape)
 
 
-class _IndexedView(_View):
-    """One matrix of a parameter that stacks several."""
-
-    number: int
-
-    @property
-    def main_grad(self) -> Tensor | None:
-        return gradient_of(self.parameter)[self.number].view(self.shape)
-
-
-def derived(parameter: Tensor, values: Tensor) -> Tensor:
+def derived(parameter: Tensor, values: Tensor) -> _View:
     """Attach the parameter's gradient to `values`, a function with slope 1."""
     view = values.as_subclass(_View)
     view.parameter = parameter
@@ -46,8 +41,7 @@ def derived(parameter: Tensor, values: Tensor) -> Tensor:
 
 def matrix_of(parameter: Tensor, number: int) -> Tensor:
     """Return matrix `number` (outputs, h) of a parameter (e, ..., h), with its gradient."""
-    view = parameter.detach()[number].flatten(0, -2).as_subclass(_IndexedView)
-    view.parameter = parameter
+    view = derived(parameter, parameter.detach()[number].flatten(0, -2))
     view.number = number
     return view
 

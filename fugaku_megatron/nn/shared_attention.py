@@ -146,13 +146,12 @@ class _Gathered:
 
     def __init__(self, cp: Comm, call: SharedCall, kv: Tensor) -> None:
         self._cp = cp
-        self._keys = range(call.mask.length)
         self._own = kv
         whole = cp.all_gather(kv.new_empty(cp.size, *kv.shape), kv)
         self._whole = to_sequence_order(whole.flatten(0, 1), cp.size)
-        self._blocks = list(
-            visible_blocks(call.mask, rank_segments(cp.rank, cp.size, call.mask.length), self._keys)
-        )
+        length = call.mask.length
+        segments = rank_segments(cp.rank, cp.size, length)
+        self._blocks = list(visible_blocks(call.mask, segments, range(length)))
 
     def __iter__(self) -> Iterator[tuple[Block, Tensor]]:
         for block in self._blocks:
@@ -228,11 +227,7 @@ class _Passed:
             yield step, coming
 
     def _visible_blocks(self, keys: range) -> Iterator[Block]:
-        return (
-            visible_blocks(self._call.mask, self._segments[self._cp.rank], keys)
-            if keys
-            else iter(())
-        )
+        return visible_blocks(self._call.mask, self._segments[self._cp.rank], keys)
 
     def _all_sent(self) -> None:
         for handle in self._sent:

@@ -6,7 +6,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import median
 from typing import Any
 
@@ -49,11 +49,9 @@ def steady_growth(readings: Sequence[tuple[int, int]]) -> float:
         (b - a) / (later - earlier) for (earlier, a), (later, b) in combinations(readings, 2)
     )
     bounds = [len(readings) * block // BLOCKS for block in range(BLOCKS + 1)]
-    levels = [
-        median(size for _, size in readings[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)
-    ]
+    levels = [median(size for _, size in readings[a:b]) for a, b in pairwise(bounds)]
     smallest = SHARE * (levels[-1] - levels[0]) / (BLOCKS - 1)
-    rises = all(b - a > smallest for a, b in zip(levels, levels[1:], strict=False))
+    rises = all(b - a > smallest for a, b in pairwise(levels))
     return rate if rises and rate * SPAN >= LEAST else 0.0
 
 

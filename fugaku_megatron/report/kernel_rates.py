@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -274,9 +275,9 @@ def measure_rates(context: Context) -> dict[str, Any]:
     process = peak_memory_mib()
     threads = torch.get_num_threads()
     probe = fma_peak_gflops(3, 20_000)
-    context.scale = scale = (
-        SHRUNK if context.agreed(probe < SHRUNK_GFLOPS * threads) else context.scale
-    )
+    if context.agreed(probe < SHRUNK_GFLOPS * threads):
+        context.scale = SHRUNK
+    scale = context.scale
     steps = max(20_000, int(2_000_000 * min(1.0, probe / threads / 50)))
     fma = max(probe, fma_peak_gflops(1 + scale.rounds, steps))
     clock = clock_ghz(25 * steps)
@@ -378,10 +379,10 @@ def collective_rows(context: Context) -> Iterator[dict[str, Any]]:
     assert context.machine is not None
     host = machine.from_data("here", context.machine)
     code = software.load(software.THIS_PROJECT)
-    places: list[tuple[str, Comm]] = (
-        [("inside", context.nodes.ranks)] if context.nodes.count > 1 else []
-    )
-    for place, comm in [*places, ("between" if places else "inside", context.world)]:
+    places = {"inside": context.world}
+    if context.nodes.count > 1:
+        places = {"inside": context.nodes.ranks, "between": context.world}
+    for place, comm in places.items():
         if context.world.all_reduce(torch.tensor(comm.size), "min") < 2:
             continue
         shared = share_node(comm, kernels)
@@ -391,27 +392,25 @@ def collective_rows(context: Context) -> Iterator[dict[str, Any]]:
             layout=Layout(comm.size, 1, 1, comm.size),
             ranks_per_node=context.nodes.ranks.size,
         )
-        for size in context.scale.messages:
-            for verb in VERBS:
-                if not context.agreed(context.left > 0):
-                    return
-                calls = [
-                    collective(each, verb, size // 4 // comm.size * comm.size)
-                    for each in (shared, comm)
-                ]
-                seconds, by_mpi = (timed(context.world, call) for call in calls)
-                own = size // comm.size if verb == "all_gather" else size
-                modelled = network.seconds(verb, "dp", own)
-                yield {
-                    "verb": verb,
-                    "where": place,
-                    "ranks": comm.size,
-                    "bytes": size,
-                    "seconds": seconds,
-                    "mpi_seconds": by_mpi,
-                    "model_seconds": modelled,
-                    "to_model": seconds / modelled,
-                }
+        for size, verb in product(context.scale.messages, VERBS):
+            if not context.agreed(context.left > 0):
+                return
+            elements = size // 4 // comm.size * comm.size
+            seconds, by_mpi = (
+                timed(context.world, collective(each, verb, elements)) for each in (shared, comm)
+            )
+            own = size // comm.size if verb == "all_gather" else size
+            modelled = network.seconds(verb, "dp", own)
+            yield {
+                "verb": verb,
+                "where": place,
+                "ranks": comm.size,
+                "bytes": size,
+                "seconds": seconds,
+                "mpi_seconds": by_mpi,
+                "model_seconds": modelled,
+                "to_model": seconds / modelled,
+            }
 
 
 def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:

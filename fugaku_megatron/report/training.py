@@ -8,6 +8,7 @@ trains two layers at the same time, without data-parallel sums; whole models are
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 import tempfile
@@ -231,14 +232,12 @@ def chosen_layers(context: Context, shape: str, seconds: float) -> RunConfig | N
     """Return the run on the fewest ranks, with the longest sequence that fits, or None."""
     here = context.nodes.ranks.size
     least = USABLE * context.free / here
-    for s in context.scale.sequences:
-        for tp in TENSOR_PARALLEL:
-            if here % tp:
-                continue
-            run = two_layers(context, shape, tp, s)
-            quick = 4 * accounting.model_flops(run, 1) / (tp * context.training_flops) < seconds
-            if quick and rank_bytes(run, tp) < least:
-                return run
+    sizes = [tp for tp in TENSOR_PARALLEL if here % tp == 0]
+    for s, tp in itertools.product(context.scale.sequences, sizes):
+        run = two_layers(context, shape, tp, s)
+        quick = 4 * accounting.model_flops(run, 1) / (tp * context.training_flops) < seconds
+        if quick and rank_bytes(run, tp) < least:
+            return run
     return None
 
 
@@ -255,7 +254,7 @@ def layers_row(context: Context, shape: str, seconds: float) -> dict[str, Any]:
         whole, rounds = repeated(group, trainer.train_step, seconds / 2)
         gradients, _ = repeated(group, lambda: trainer.repeat(0, 1.0), seconds / 4)
     everyone = context.world.all_gather_object((whole, gradients))
-    whole, gradients = (statistics.fmean(times) for times in zip(*everyone, strict=True))
+    whole, gradients = map(statistics.fmean, zip(*everyone, strict=True))
     return {
         "tp": tp,
         "groups": context.world.size // tp,

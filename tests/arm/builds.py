@@ -1,4 +1,4 @@
-"""Tools of the ARM tests: cross compiler, emulator, the folder .arm/ of `make arm-env`, and skips that say what is missing."""
+"""Tools for the ARM tests: cross compiler, emulator, the folder .arm/ from `make arm-env`, and skips with their reasons."""
 
 import shutil
 import subprocess
@@ -33,7 +33,7 @@ needs_python = pytest.mark.skipif(bool(absent()), reason=absent())
 
 
 class Objects:
-    """Objects of the extension without Python, by setup.py's rules; objects that `make arm-ext` or `make kernels` built are used again."""
+    """The extension's objects without Python, by setup.py's rules; `make arm-ext` and `make kernels` share them."""
 
     def __init__(self, build: Path, arm: bool = True, **variables: str) -> None:
         changes = (
@@ -91,7 +91,7 @@ def emulate(
 def run_or_skip(
     command: list[str], seconds: int, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """subprocess.run; a host on which the emulated machine does not end in time skips the test with that reason."""
+    """Call subprocess.run; skip the test if the emulated machine does not end in time."""
     try:
         return subprocess.run(command, timeout=seconds, **options)
     except subprocess.TimeoutExpired:

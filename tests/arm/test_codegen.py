@@ -1,5 +1,6 @@
 """The gate on hot loops: its parser on written-out loops, good and bad, and the real kernels under both compilers."""
 
+import itertools
 import platform
 import re
 import shutil
@@ -59,36 +60,30 @@ def only_loop(body, **names):
 
 def test_the_inner_loop_is_found_with_its_source_file():
     loop = only_loop(LOADS + CLEAN)
-    assert (loop.label, loop.file, len(loop.multiply_adds), len(loop.body)) == (
-        ".L3",
-        "gemm_micro.h",
-        24,
-        29,
-    )
+    assert (loop.label, loop.file) == (".L3", "gemm_micro.h")
+    assert (len(loop.multiply_adds), len(loop.body)) == (24, 29)
     assert faults(loop) == []
     assert shortest_gap(loop) == ACCUMULATORS - 1
     text = function(LOADS + CLEAN)
-    assert [i.text for i in outside_loops(text, only_loop(LOADS + CLEAN).function).body] == [
-        "mov x3, 0",
-        "str z0, [x4]",
-    ]
-    text = function(LOADS + CLEAN).replace(
+    outside = [i.text for i in outside_loops(text, loop.function).body]
+    assert outside == ["mov x3, 0", "str z0, [x4]"]
+    renamed = text.replace(
         '"kernels_sve" "gemm_micro.h" md5 0x0', '"/src/kernels_sve/gemm_micro.h"'
     )
-    assert innermost_loops(text)[0].file == "gemm_micro.h"
+    assert innermost_loops(renamed)[0].file == "gemm_micro.h"
 
 
 def test_what_runs_between_two_runs_of_a_loop_is_found_wherever_it_lies():
-    """Not what comes before and after it, nor what returns."""
-    text = function(LOADS + CLEAN).replace(
-        "mov x3, 0", "mov x3, 0\n\tb .L2\n.L9:\n\tprfm PLDL2KEEP, [x7]\n\tb .L3"
-    )
-    text = text.replace("str z0, [x4]", "str z0, [x4]\n\tcbz x8, .L9\n\tcbz x9, .L8")
-    text = text.replace("\tret", ".L8:\n\tadd x1, x1, 8\n\tret")
-    assert [i.text for i in around_loop(text, only_loop(LOADS + CLEAN)).body] == [
-        "prfm PLDL2KEEP, [x7]",
-        "str z0, [x4]",
-    ]
+    """Neither the code around it nor a return."""
+    text = function(LOADS + CLEAN)
+    for line, longer in {
+        "mov x3, 0": "mov x3, 0\n\tb .L2\n.L9:\n\tprfm PLDL2KEEP, [x7]\n\tb .L3",
+        "str z0, [x4]": "str z0, [x4]\n\tcbz x8, .L9\n\tcbz x9, .L8",
+        "\tret": ".L8:\n\tadd x1, x1, 8\n\tret",
+    }.items():
+        text = text.replace(line, longer)
+    around = [i.text for i in around_loop(text, only_loop(LOADS + CLEAN)).body]
+    assert around == ["prfm PLDL2KEEP, [x7]", "str z0, [x4]"]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +146,8 @@ def test_missing_loop_is_a_fault():
 @needs_model
 def test_the_model_sees_a_slow_loop():
     kernel = codegen.hot_kernels((12, 2), 8)[0]
-    fast, slow = only_loop(LOADS + CLEAN), only_loop(LOADS + CLEAN + ["mov z26.d, z27.d"] * 60)
+    fast = only_loop(LOADS + CLEAN)
+    slow = only_loop(LOADS + CLEAN + ["mov z26.d, z27.d"] * 60)
     assert codegen.row("GCC", "f", kernel, fast)[1] == []
     assert "of the peak in the model, 98 % needed" in codegen.row("GCC", "f", kernel, slow)[1][0]
 
@@ -181,7 +177,7 @@ def elementwise(*bodies):
 
 
 def test_the_loop_of_whole_groups_of_vectors_is_taken():
-    """The hot loop is neither the loop of single vectors after it nor the loop of an edge, which branches."""
+    """The hot loop is neither the loop over single vectors after it nor an edge's loop, which branches."""
     edge = ["cbz x9, .L77", *EXP * 6]
     loop = arm_vector_loops.hot_loop(elementwise(EXP, EXP * 4, edge), GELU)
     assert loop.label == ".L13" and GELU.vectors_of(loop) == 4
@@ -213,7 +209,7 @@ PRODUCTS = [
 
 
 def tiles_function(body, fetched=()):
-    """tiles_kernel<32, 1> as a compiler writes it: what is fetched lies after the loop, and the sums are stored after it."""
+    """tiles_kernel<32, 1> as a compiler writes it: data after the loop, and the sums are stored after it."""
     lines = [
         '.file 1 "tiles.h"',
         ".type f, @function",
@@ -238,18 +234,17 @@ def tiles_function(body, fetched=()):
 
 
 def test_the_loop_of_tiles_is_found_with_what_it_fetches():
-    (loop,) = amx_loops.tile_loops(
-        tiles_function(TILE_LOADS + PRODUCTS, ["prefetcht0 (%rax)"] * 60)
-    )
+    def loop_with(fetches):
+        fetched = list(repeat("prefetcht0 (%rax)", fetches))
+        (loop,) = amx_loops.tile_loops(tiles_function(TILE_LOADS + PRODUCTS, fetched))
+        return loop
+
+    loop = loop_with(60)
+    whole = loop.everything.body
     assert amx_loops.faults(loop) == [] and amx_loops.cycles(loop.loop.body) == 64
-    assert (
-        amx_loops.count(loop.everything.body, "prefetcht0") == 60
-        and amx_loops.count(loop.everything.body, "tilestored") == 0
-    )
-    (slow,) = amx_loops.tile_loops(
-        tiles_function(TILE_LOADS + PRODUCTS, ["prefetcht0 (%rax)"] * 120)
-    )
-    assert amx_loops.cycles(slow.everything.body) == 4 * 8 + 120 / 3
+    assert amx_loops.count(whole, "prefetcht0") == 60
+    assert amx_loops.count(whole, "tilestored") == 0
+    assert amx_loops.cycles(loop_with(120).everything.body) == 4 * 8 + 120 / 3
 
 
 @pytest.mark.parametrize(
@@ -272,52 +267,42 @@ def test_a_loop_that_wastes_the_matrix_unit_is_named(body, message):
     assert any(message in fault for fault in amx_loops.faults(loop))
 
 
+def gate(machine):
+    """Return the gate's output after a pass."""
+    words = [sys.executable, "-m", "tools.codegen", machine]
+    done = subprocess.run(words, cwd=builds.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ for x86-64"
 )
 def test_kernels_for_amx_pass_the_gate():
-    gate = subprocess.run(
-        [sys.executable, "-m", "tools.codegen", "amx"],
-        cwd=builds.ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert gate.returncode == 0, gate.stdout + gate.stderr
-    assert all(f"{name} with what is fetched" in gate.stdout for name in codegen.TILE_KERNELS)
-    assert gate.stdout.count("block_gradients") >= 3
+    printed = gate("amx")
+    assert all(f"{name} with what is fetched" in printed for name in codegen.TILE_KERNELS)
+    assert printed.count("block_gradients") >= 3
 
 
 @builds.needs_compiler
 def test_kernels_pass_the_gate():
-    gate = subprocess.run(
-        [sys.executable, "-m", "tools.codegen", "arm"],
-        cwd=builds.ROOT,
-        capture_output=True,
-        text=True,
-    )
-    print(gate.stdout)
-    assert gate.returncode == 0, gate.stdout + gate.stderr
-    for compiler in (
-        name for name, cxx in codegen.COMPILERS.items() if shutil.which(cxx.split()[0])
-    ):
-        for name in ("BF16", "bf16x3"):
-            assert len(
-                re.findall(rf"^{compiler} +GEMM {name} k-loop:", gate.stdout, re.MULTILINE)
-            ) == len(codegen.NEOVERSES)
+    printed = gate("arm")
+    print(printed)
+    compilers = [name for name, cxx in codegen.COMPILERS.items() if shutil.which(cxx.split()[0])]
+    for compiler, name in itertools.product(compilers, ("BF16", "bf16x3")):
+        lines = re.findall(rf"^{compiler} +GEMM {name} k-loop:", printed, re.MULTILINE)
+        assert len(lines) == len(codegen.NEOVERSES)
 
 
 @builds.needs_compiler
 @needs_model
 def test_a_chunk_of_fp16_sums_costs_a_share_of_the_peak():
-    """From the real kernels: a step of k takes half a cycle per accumulator, a chunk less than its steps from 32 on."""
+    """From the real kernels: a step takes half a cycle per accumulator, a chunk less than its steps from 32 on."""
     text = codegen.assembly(codegen.GCC, "GCC 12")
     step, per_chunk = codegen.chunk_costs(text, (12, 2))
     assert step == pytest.approx(12, rel=0.02)
     assert 24 < per_chunk < 32 * step
     line = codegen.chunk_line("GCC 12", text, (12, 2))
     shares = [int(share) for share in re.findall(r"\d+: (\d+)", line)]
-    assert (
-        len(shares) == len(codegen.CHUNKS)
-        and shares == sorted(shares)
-        and 0 < shares[0] < shares[-1] <= 100
-    )
+    assert len(shares) == len(codegen.CHUNKS) and shares == sorted(shares)
+    assert 0 < shares[0] < shares[-1] <= 100

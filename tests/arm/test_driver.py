@@ -1,4 +1,4 @@
-"""tools/kernel_driver: every op has the reference's checksum, here and on the emulated A64FX. Built from what is built already."""
+"""tools/kernel_driver: every op has the reference's checksum, here and on the emulated A64FX. Built from existing objects."""
 
 import os
 import re
@@ -13,14 +13,15 @@ from tests.arm import builds
 
 # By the number of a shape's numbers.
 SIZES = {
-    1: ["1000"],
-    2: ["17", "130"],
-    3: ["6", "5", "70"],
-    4: ["40", "1", "2", "24"],
-    5: ["8", "4", "2", "12", "24"],
-    6: ["40", "1", "4", "2", "24", "21"],
-    8: ["40", "60", "1", "4", "2", "24", "70", "10"],
+    1: "1000",
+    2: "17 130",
+    3: "6 5 70",
+    4: "40 1 2 24",
+    5: "8 4 2 12 24",
+    6: "40 1 4 2 24 21",
+    8: "40 60 1 4 2 24 70 10",
 }
+MATMULS = ("gemm_nt", "gemm_nt_packed", "gemm_nt_bias_gelu", "gemm_nn", "gemm_tn")
 
 
 @pytest.fixture(scope="module")
@@ -45,32 +46,34 @@ def build(*machine):
     return str(builds.ROOT / done.stdout.splitlines()[-1])
 
 
-def run(program, *arguments):
-    return subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=300)
+def run(program, command):
+    words = [*program, *command.split()]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300)
 
 
 def listed(program):
-    """(op, kernel, sizes) of every line of the program's own list."""
-    return re.findall(r"^  (\w+) +(\w+) +([A-Z_ ]+?) +default", run(program).stdout, re.MULTILINE)
+    """Return (op, kernel, sizes) from every line in the program's own list."""
+    return re.findall(
+        r"^  (\w+) +(\w+) +([A-Z_ ]+?) +default", run(program, "").stdout, re.MULTILINE
+    )
 
 
 def ops(program):
-    """Op -> how many sizes it takes."""
+    """Return the number of sizes that each op takes."""
     return {name: len(sizes.split()) for name, _, sizes in listed(program)}
 
 
-def checksum(program, *arguments):
-    done = run(program, *arguments)
+def checksum(program, command, target=""):
+    done = run(program, f"{command} --target {target}" if target else command)
     assert done.returncode == 0, done.stderr
     return float(re.search(r"^checksum (\S+)$", done.stdout, re.MULTILINE)[1])
 
 
 def test_every_kernel_of_the_table_has_an_op(native):
-    """But for those that move nothing, and the plain matmul, which the layers' three are forms of."""
+    """Except kernels that move nothing, and the plain matmul, from which the layers' three are made."""
     rows = {row["name"]: row for row in kernels.table.rows()}
-    assert {kernel for _, kernel, _ in listed(native)} >= {
-        name for name, row in rows.items() if row["bytes"] != "0"
-    } - {"gemm"}
+    moving = {name for name, row in rows.items() if row["bytes"] != "0"}
+    assert {kernel for _, kernel, _ in listed(native)} >= moving - {"gemm"}
     for op, kernel, sizes in listed(native):
         assert sizes.lower().split() == rows[kernel]["sizes"], op
 
@@ -78,26 +81,23 @@ def test_every_kernel_of_the_table_has_an_op(native):
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_bytes_of_the_table_are_those_of_the_tensors(native, dtype):
     for name, numbers in ops(native).items():
-        printed = run(native, name, *SIZES[numbers], "--dtype", dtype).stdout
+        printed = run(native, f"{name} {SIZES[numbers]} --dtype {dtype}").stdout
         moved, tensors = re.search(r"^bytes (\d+) of tensors (\d+)", printed, re.MULTILINE).groups()
-        if (
-            "attention_part" not in name
-        ):  # which does not read the keys in the tensor of its queries, and adds to gradients
-            assert moved == tensors, printed
+        # attention_part does not read the keys in the tensor of its queries, and adds to gradients
+        assert moved == tensors or "attention_part" in name, printed
 
 
 @pytest.mark.parametrize(
     ("op", "sizes", "share"),
     [
-        ("attention_forward", [64, 2, 6, 3, 16, 20], 1.0),
-        ("attention_backward", [64, 2, 3, 3, 16, 64], accounting.ATTENTION_BACKWARD_SHARE),
+        ("attention_forward", (64, 2, 6, 3, 16, 20), 1.0),
+        ("attention_backward", (64, 2, 3, 3, 16, 64), accounting.ATTENTION_BACKWARD_SHARE),
     ],
 )
 def test_flops_of_attention_are_accountings(native, op, sizes, share):
     s, b, heads, _, d, window = sizes
-    flops = float(
-        re.search(r"flops (\d+)$", run(native, op, *map(str, sizes)).stdout, re.MULTILINE)[1]
-    )
+    printed = run(native, f"{op} {' '.join(map(str, sizes))}").stdout
+    flops = float(re.search(r"flops (\d+)$", printed, re.MULTILINE)[1])
     assert flops == share * accounting.causal_attention_flops(b * heads, s, d, window)
 
 
@@ -109,108 +109,96 @@ def program(request):
 def test_every_op_agrees_with_the_reference(program):
     for name, numbers in ops(program).items():
         if name != "fma_peak":  # its checksum is the number of operations
-            arguments = [name, *SIZES[numbers], "--dtype", "f32"]
-            expected = checksum(program, *arguments, "--target", "reference")
-            assert checksum(program, *arguments) == pytest.approx(expected, rel=1e-4, abs=1e-3), (
-                arguments
-            )
+            command = f"{name} {SIZES[numbers]} --dtype f32"
+            expected = pytest.approx(checksum(program, command, "reference"), rel=1e-4, abs=1e-3)
+            assert checksum(program, command) == expected, command
 
 
 @builds.needs_compiler
-@pytest.mark.parametrize("rows", ["2", "16"])
-def test_norms_of_one_row_and_of_blocks_of_rows_take_the_whole_precision(arm, rows):
-    """A block of rows shares one reciprocal square root: an estimate of 8 bits, which alone is 0.2 % off, and two Newton steps."""
-    for norm in ("layer_norm", "rms_norm"):
-        exact = checksum(arm, norm, rows, "768", "--target", "reference")
-        assert checksum(arm, norm, rows, "768") == pytest.approx(exact, rel=1e-6, abs=2e-5)
+@pytest.mark.parametrize("rows", [2, 16])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_norms_of_one_row_and_of_blocks_of_rows_take_the_whole_precision(arm, norm, rows):
+    """A block of rows shares one reciprocal square root: an 8-bit estimate, 0.2 % off by itself, and two Newton steps."""
+    command = f"{norm} {rows} 768"
+    exact = checksum(arm, command, "reference")
+    assert checksum(arm, command) == pytest.approx(exact, rel=1e-6, abs=2e-5)
 
 
 @builds.needs_compiler
-def test_both_machines_generate_the_same_data(native, arm):
-    for shape in (["gemm_nt", "12", "64", "33"], ["activate", "5", "70"]):
-        assert checksum(native, *shape, "--target", "reference") == checksum(
-            arm, *shape, "--target", "reference"
-        )
+@pytest.mark.parametrize("command", ["gemm_nt 12 64 33", "activate 5 70"])
+def test_both_machines_generate_the_same_data(native, arm, command):
+    assert checksum(native, command, "reference") == checksum(arm, command, "reference")
 
 
 @builds.needs_compiler
 @pytest.mark.parametrize("cpu", ["cortex-a57", "max,sve-default-vector-length=256"])
 def test_a_fall_back_to_the_baseline_is_said(arm, cpu):
-    done = run([arm[0], "-cpu", cpu, arm[-1]], "exp", "100")
+    other = [arm[0], "-cpu", cpu, arm[-1]]
+    done = run(other, "exp 100")
     assert "target portable" in done.stdout
     assert (
         done.stderr
         == "kernel_driver: runs target portable, the slowest, without sve512: this CPU has no SVE of 512 bits\n"
     )
-    assert run([arm[0], "-cpu", cpu, arm[-1]], "exp", "100", "--target", "portable").stderr == ""
-    own = run(arm, "exp", "100")
+    assert run(other, "exp 100 --target portable").stderr == ""
+    own = run(arm, "exp 100")
     assert "target sve512" in own.stdout and own.stderr == ""
 
 
 def test_half_precision_and_sums_in_fp16_are_choices(native, program):
-    single, half = (
-        checksum(native, "activate", "8", "64", "--dtype", dtype) for dtype in ("f32", "bf16")
-    )
+    single, half = (checksum(native, f"activate 8 64 --dtype {dtype}") for dtype in ("f32", "bf16"))
     assert half != single and half == pytest.approx(single, rel=2e-2)
-    target = ["--target", "portable"] if program is native else []
-    for name in ("gemm_nt", "gemm_nt_packed", "gemm_nt_bias_gelu", "gemm_nn", "gemm_tn"):
-        arguments = [name, "29", "131", "300", "--dtype", "f16", "--fp16-chunk", "24"]
-        exact, chunked = (
-            checksum(program, *arguments[:end], "--target", "reference") for end in (6, 8)
-        )
-        assert exact != chunked
-        assert checksum(program, *arguments, *target) == pytest.approx(
-            chunked, rel=1e-5, abs=1e-3
-        ), name
+    target = "portable" if program is native else ""
+    for name in MATMULS:
+        command = f"{name} 29 131 300 --dtype f16"
+        chunks = f"{command} --fp16-chunk 24"
+        chunked = checksum(program, chunks, "reference")
+        assert checksum(program, command, "reference") != chunked
+        got = checksum(program, chunks, target)
+        assert got == pytest.approx(chunked, rel=1e-5, abs=1e-3), name
 
 
 def test_float32_in_bf16_parts_is_a_choice(native, arm):
-    names = [
-        name
-        for name in kernels.runnable_targets(emulated=True)
-        if name.startswith(("avx512bf16", "amx"))
-    ]
-    for program, targets in (
-        (native, names),
-        ([builds.QEMU, "-cpu", "max,sve-default-vector-length=32", arm[-1]], ["sve256bf16"]),
-    ):
-        for target in targets:
-            for name in ("gemm_nt", "gemm_nt_packed", "gemm_nt_bias_gelu", "gemm_nn", "gemm_tn"):
-                shape = [name, "29", "131", "300"]
-                exact = checksum(program, *shape, "--target", "reference")
-                split = checksum(program, *shape, "--dtype", "bf16x3", "--target", target)
-                assert split == pytest.approx(exact, rel=1e-5, abs=1e-3), (target, name)
+    def check(program, target):
+        for name in MATMULS:
+            command = f"{name} 29 131 300"
+            exact = checksum(program, command, "reference")
+            split = checksum(program, f"{command} --dtype bf16x3", target)
+            assert split == pytest.approx(exact, rel=1e-5, abs=1e-3), (target, name)
+
+    for target in kernels.runnable_targets(emulated=True):
+        if target.startswith(("avx512bf16", "amx")):
+            check(native, target)
+    check([builds.QEMU, "-cpu", "max,sve-default-vector-length=32", arm[-1]], "sve256bf16")
 
 
 def test_times_are_printed_on_request(native):
     assert "seconds" not in run(native, "gemm_panel").stdout
-    printed = run(native, "gemm_panel", "--repeat", "3", "--threads", "1").stdout
+    printed = run(native, "gemm_panel --repeat 3 --threads 1").stdout
     assert "of 3 runs (no meaning under an emulator)" in printed and "GFLOP/s best" in printed
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["gem"], "unknown op 'gem'; known: "),
-        (["gemm_nt", "1", "2"], "gemm_nt: expected 3 numbers (M N K), got 2"),
-        (["gemm_nt", "1", "2", "x"], "shape: expected a number, got 'x'"),
-        (["exp", "--dtype", "f64"], "--dtype: expected f32, bf16, f16 or bf16x3, got 'f64'"),
-        (["exp", "--target", "sve3"], "unknown kernel target 'sve3'; known: reference"),
-        (
-            ["exp", "--loud", "1"],
-            "unknown option --loud; known: --target --dtype --fp16-chunk --threads --repeat",
+    "command, message",
+    {
+        "gem": "unknown op 'gem'; known: ",
+        "gemm_nt 1 2": "gemm_nt: expected 3 numbers (M N K), got 2",
+        "gemm_nt 1 2 x": "shape: expected a number, got 'x'",
+        "exp --dtype f64": "--dtype: expected f32, bf16, f16 or bf16x3, got 'f64'",
+        "exp --target sve3": "unknown kernel target 'sve3'; known: reference",
+        "exp --loud 1": (
+            "unknown option --loud; known: --target --dtype --fp16-chunk --threads --repeat"
         ),
-        (["activate", "--dtype", "f16", "--fp16-chunk", "8"], "--fp16-chunk: not for activate"),
-        (["gemm_tn", "--fp16-chunk", "8"], "--fp16-chunk: expected --dtype f16, got f32"),
-        (["exp", "--dtype", "bf16x3"], "--dtype bf16x3: not for exp"),
-        (
-            ["gemm_nt", "--dtype", "bf16x3", "--target", "portable"],
-            "--dtype bf16x3: target portable has no BF16 arithmetic",
+        "activate --dtype f16 --fp16-chunk 8": "--fp16-chunk: not for activate",
+        "gemm_tn --fp16-chunk 8": "--fp16-chunk: expected --dtype f16, got f32",
+        "exp --dtype bf16x3": "--dtype bf16x3: not for exp",
+        "gemm_nt --dtype bf16x3 --target portable": (
+            "--dtype bf16x3: target portable has no BF16 arithmetic"
         ),
-        (["exp", "--repeat"], "--repeat: expected a value"),
-    ],
+        "exp --repeat": "--repeat: expected a value",
+    }.items(),
 )
-def test_mistakes_are_one_line(native, arguments, message):
-    done = run(native, *arguments)
+def test_mistakes_are_one_line(native, command, message):
+    done = run(native, command)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"kernel_driver: {message}") and done.stderr.count("\n") == 1

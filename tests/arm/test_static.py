@@ -1,6 +1,6 @@
-"""Kernels cross-compiled for aarch64 and run under qemu-user at each vector length, without Python on the ARM side.
+"""Kernels cross-compiled for aarch64 and run under qemu-user at each vector length, without Python there.
 
-The A64FX model of qemu refuses what the A64FX lacks, so this also shows that no SVE2 or BF16 instruction slipped in.
+qemu's A64FX refuses instructions that the A64FX lacks, so no SVE2 or BF16 instruction slipped in.
 """
 
 import subprocess
@@ -34,7 +34,7 @@ def programs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printed(programs):
-    """CPU -> what each checker printed on it; every run must succeed."""
+    """Output of each checker, by CPU; every run must succeed."""
     results = {}
     for cpu, targets in BUILT_FOR.items():
         runs = [builds.emulate(cpu, program, *({"portable"} - targets)) for program in programs]

@@ -1,9 +1,9 @@
-"""A few steps of tiny models with dropout, whose losses every machine and layout must share; a program for either side.
+"""A few steps of tiny models with dropout. Every machine and layout must have the same losses.
 
     [.arm/python | mpirun -n 2 .arm/python] tests/arm/train_small.py LOSSES.json [tests that run before it]
 
 Initial weights and dropout masks are functions of global positions, so only rounding may differ. It is one process for all, because
-the emulated import of torch takes as long as everything else. See test_python.py.
+the emulated torch import takes as long as everything else. See test_python.py.
 """
 
 import json
@@ -52,7 +52,8 @@ JOBS = {
     },
 }
 END = 0  # the token that ends a document
-PROMPT, NEW_TOKENS = (3, 1, 4, 1, 5), 5
+PROMPT = (3, 1, 4, 1, 5)
+NEW_TOKENS = 5
 
 
 class Counter:
@@ -74,7 +75,7 @@ class FewTexts(MockDataset):
 
 
 class FewDocuments(FewTexts):
-    """The same, where one token in eight or so ends a document."""
+    """The same, with a document's end at about one token in eight."""
 
     def __getitem__(self, index: int) -> np.ndarray:
         tokens = super().__getitem__(index)
@@ -82,9 +83,10 @@ class FewDocuments(FewTexts):
 
 
 def train(world: Comm, run: RunConfig, iterations: int) -> tuple[list[float], list[int]]:
-    """The losses of the first iterations, and what the model then continues PROMPT with on one rank."""
+    """Return the first losses, and the model's continuation of PROMPT on one rank."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
-    texts, groups = (run.model.vocab_size, run.model.seq_length, 4096, 7), grid_groups(world, run)
+    texts = (run.model.vocab_size, run.model.seq_length, 4096, 7)
+    groups = grid_groups(world, run)
     data = (
         mark(FewDocuments(*texts), END, run.data.eod_mask_loss)
         if run.data.marked
@@ -99,7 +101,7 @@ def train(world: Comm, run: RunConfig, iterations: int) -> tuple[list[float], li
 
 
 def continued(loaded: LoadedModel) -> list[int]:
-    """Tokens drawn after PROMPT: more telling than the likeliest, which hardly trained models repeat."""
+    """Sample tokens after PROMPT: more telling than the likeliest, which hardly trained models repeat."""
     *_, ids = steps(
         loaded, [PROMPT], NEW_TOKENS, Sampling(1.0, 0, 0.0, 1), lambda sample, tokens: False
     )

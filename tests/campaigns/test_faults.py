@@ -1,4 +1,4 @@
-"""The report of the campaign of faults. The campaign: make faults; a short one: make faults-short."""
+"""The fault campaign's report. The campaign: make faults; a short one: make faults-short."""
 
 from __future__ import annotations
 

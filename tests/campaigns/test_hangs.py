@@ -1,4 +1,4 @@
-"""A real rank that is stopped by SIGSTOP is named with what it did, which its heartbeat tells, and the job ends as a hang.
+"""A real rank stopped by SIGSTOP is named with its heartbeat's phase, and the job ends as a hang.
 
 make test-full stops one in every phase. A phase may be over when the signal arrives. Then the rank continues, and is stopped again
 when it comes there once more.
@@ -19,27 +19,18 @@ import pytest
 from fugaku_megatron.observe.heartbeat import Beat, Node, prefix
 from fugaku_megatron.start.exit_codes import ExitCode
 from tests.system.mpi import launch
-from tests.system.mpi.test_pretrain import PROGRAM, TINY
+from tests.system.mpi.launch import words
+from tests.system.mpi.pretraining import PROGRAM, TINY, resuming
 
 pytestmark = pytest.mark.mpi
 RANKS = 4
 FEW = 2  # ranks of the usual test
 TIMEOUT = 4.0
 PATIENCE = 120.0  # s for a rank to come to a phase, and for the end
-FLAGS = [
-    "--log-interval",
-    "1000",
-    "--pipeline-model-parallel-size",
-    "2",
-    "--train-iters",
-    "1000000",
-    "--save-interval",
-    "5",
-    "--keep-last",
-    "2",
-    "--hang-timeout-in-secs",
-    str(TIMEOUT),
-]
+FLAGS = (
+    "--log-interval 1000 --pipeline-model-parallel-size 2 --train-iters 1000000 "
+    f"--save-interval 5 --keep-last 2 --hang-timeout-in-secs {TIMEOUT}"
+)
 # A phase, in the words of its heartbeat, and the one of RANKS ranks that is stopped in it.
 PHASES = {
     "the start": 3,
@@ -54,10 +45,9 @@ USUAL = {"mpich": "the start", "openmpi": "forward of"}
 
 def start(mpi: launch.MPI, ranks: int, directory: Path) -> subprocess.Popen:
     """A job that trains and saves for ever, with its output in directory/output."""
-    save = ["--save", str(directory / "save"), "--load", str(directory / "save")]
     with (directory / "output").open("w") as output:
         return subprocess.Popen(
-            [*mpi.command(ranks), PROGRAM, *TINY, *FLAGS, *save],
+            [*mpi.command(ranks), PROGRAM, *words(TINY, FLAGS, resuming(directory / "save"))],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -66,7 +56,7 @@ def start(mpi: launch.MPI, ranks: int, directory: Path) -> subprocess.Popen:
 
 
 def heartbeats(job: subprocess.Popen, ranks: int) -> Iterator[list[Beat]]:
-    """The heartbeats of a job's processes, again and again until it ends. TimeoutError after PATIENCE seconds."""
+    """Yield the heartbeats of a job's processes until it ends. Raise TimeoutError after PATIENCE seconds."""
     end = time.monotonic() + PATIENCE
     nodes = []
     processes = set()
@@ -86,7 +76,7 @@ def heartbeats(job: subprocess.Popen, ranks: int) -> Iterator[list[Beat]]:
 
 
 def stop(job: subprocess.Popen, ranks: int, rank: int, phase: str) -> Beat:
-    """Stop a rank in a phase; its heartbeat. RuntimeError where the job ends before."""
+    """Stop a rank in a phase and return its heartbeat. Raise RuntimeError if the job ends before."""
     beats_of_job = heartbeats(job, ranks)
     for beats in beats_of_job:
         beat = next((beat for beat in beats if beat.rank == rank), None)

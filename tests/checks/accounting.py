@@ -40,7 +40,7 @@ def addmm_flops(out, a, b, **_) -> int:
 
 
 def check_flops(run: RunConfig) -> None:
-    """Compare FLOPs with torch's counter, in the forward and the backward of one sample."""
+    """Compare FLOPs with torch's counter, for one sample forward and backward."""
     trainer = make_trainer(
         SoloComm(), run, Ops.build("torch")
     )  # torch counts the FLOPs of its own kernels only
@@ -77,7 +77,7 @@ def by_blocks(run, collectives: tuple[Collective, ...]) -> list[Collective]:
 
 
 def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
-    """Return an iteration's bytes per (verb, group), without the few bytes of norms and losses."""
+    """Return an iteration's bytes per (verb, group), except the few bytes for norms and losses."""
     expected: dict[tuple[str, str], int] = {}
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
     ends = [
@@ -123,7 +123,7 @@ def tallies(run: RunConfig, world: int) -> list[dict[tuple[str, str], tuple[int,
 
 
 def check_bytes(run: RunConfig, world: int, stages: Collection[int] | None = None) -> None:
-    """Compare an iteration's traffic on every rank, or on the ranks of some stages, with accounting."""
+    """Compare an iteration's traffic with accounting, on every rank or on some stages."""
     layout = Layout.from_run(run, world)
     loads = (
         run.model.num_layers * (run.model.num_experts + 2) * 8 if run.model.num_experts else 0

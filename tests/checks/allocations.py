@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
+from fugaku_megatron.costs import run_schedule
+from fugaku_megatron.costs.memory import Memory, stage_memory
 from tests.helpers import make_trainer
 
 STAGES = 4
@@ -23,6 +27,21 @@ PIPELINE = {
     "pipeline_split": "even",
 }
 MODEL = {**PIPELINE, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def plan_memory(run: RunConfig, ranks: int = 1, stage: int = 0, microbatches: int = 2) -> Memory:
+    """Return a rank's memory by the formulas."""
+    in_flight = run_schedule.build_schedule(run, microbatches).in_flight(stage)
+    return stage_memory(run, Layout.from_run(run, ranks), stage, in_flight)
+
+
+def check_peak(world: SoloComm, run: RunConfig, microbatches: int = MICROBATCHES) -> None:
+    """Compare the bytes that a rank allocates for activations in a step with the formula."""
+    layout = Layout.from_run(run, world.size)
+    stage = world.rank // (layout.tp * layout.cp) % layout.pp
+    planned = plan_memory(run, world.size, stage, microbatches)
+    expected = planned.activations + planned.logits
+    assert allocated_peak(world, run) == pytest.approx(expected, rel=0.05)
 
 
 def allocations(events: list) -> Iterator:

@@ -1,4 +1,4 @@
-"""Shapes, inputs and references of attention."""
+"""Shapes, inputs and references for attention."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 class Case(NamedTuple):
-    """Shape and mask of attention. documents: the seed of document_starts."""
+    """Shape and mask. documents: a seed for document_starts."""
 
     s: int
     b: int
@@ -24,7 +24,7 @@ class Case(NamedTuple):
     documents: int | None = None
 
     def inputs(self, dtype=torch.float32):
-        """Return qkv, dout and the number of heads: the first arguments of `attention`."""
+        """Return qkv, dout and the number of heads."""
         return *make(*self[:4], dtype, groups=self.groups), self.heads
 
     def mask(self):
@@ -77,7 +77,7 @@ def make(s, b, heads, d, dtype=torch.float32, seed=0, groups=None):
 
 
 def attention(qkv, dout, heads, **options):
-    """Return (out, lse, dqkv) of the kernels. Every output is full of NaN before."""
+    """Return the kernels' (out, lse, dqkv). Every output is full of NaN before."""
     s, b, _ = dout.shape
     out = torch.full_like(dout, math.nan)
     lse = torch.full((b, heads, s), math.nan)
@@ -88,7 +88,7 @@ def attention(qkv, dout, heads, **options):
 
 
 def document_starts(s, b, seed):
-    """Return each position's first position of its document, int32 (b, s).
+    """Return the first position in each position's document, int32 (b, s).
 
     Documents have 1 to s tokens. Short documents are more frequent.
     """
@@ -126,12 +126,12 @@ def explicit(qkv, dout, heads, window=None, starts=None, first_head=0, **dropout
 
 @functools.cache
 def exact(case, dtype, dropout=False):
-    """Return explicit() of a case, cached for every target."""
+    """Return explicit() for a case, cached for every target."""
     return explicit(*case.inputs(dtype), **case.mask(), **(DROPOUT if dropout else {}))
 
 
 def assert_close(got, want, tolerance=None):
-    """Compare the largest error with the largest value of the whole tensor."""
+    """Compare the largest error with the tensor's largest value."""
     tolerance = tolerance or TOLERANCE[got[0].dtype]
     for name, a, e in zip(("out", "lse", "dqkv"), got, want, strict=True):
         assert torch.isfinite(a).all(), name

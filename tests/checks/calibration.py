@@ -1,4 +1,4 @@
-"""Measurements of a rank."""
+"""A rank's measurements."""
 
 from fugaku_megatron.calibration.calibrate import Compute
 

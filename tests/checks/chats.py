@@ -1,4 +1,4 @@
-"""Tokenizers, templates and files of chats."""
+"""Chats: tokenizers, templates and files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TALK = [user("one?"), assistant("two "), user("and?"), assistant("three")]
 
 
 def write_tokenizer(path: Path) -> Path:
-    """Write a byte-level tokenizer with the special tokens of all templates, and ChatML's template."""
+    """Write a byte-level tokenizer with every template's special tokens, and ChatML's template."""
     path.mkdir(exist_ok=True)
     kind = tokenizers.Tokenizer(tokenizers.models.BPE())
     kind.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -86,8 +86,40 @@ def preprocess(folder, source, prefix, *more: str) -> int:
     )
 
 
+CHAT_LENGTH = 9  # of each random chat: its last token is a label alone in a sample of 8
+SAMPLES = {8: 8, 16: 8, 24: 4, 32: 3, 64: 2}  # by sequence length, for eight random chats
+PADDED_CHATS = {
+    "num_layers": 2,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "init_method_std": 0.2,
+    "sft": True,
+    "mock_data": False,
+    "data_path": ("chats",),
+    "max_position_embeddings": 64,
+}
+
+
+def packed(length: int) -> dict[str, int]:
+    """Return sizes with the eight random chats as the only micro-batch."""
+    samples = SAMPLES[length]
+    return {"seq_length": length, "micro_batch_size": samples, "global_batch_size": samples}
+
+
+def write_random_chats(prefix: Path) -> ChatFiles:
+    """Write eight equally long chats with a trained second half."""
+    random = np.random.default_rng(1)
+    with ChatWriter(prefix, "<u2") as writer:
+        for _ in range(8):
+            ids = random.integers(1, 96, size=CHAT_LENGTH)
+            writer.add_document(signed(ids, np.arange(CHAT_LENGTH) >= CHAT_LENGTH // 2))
+    return ChatFiles(prefix)
+
+
 def write_chats(prefix: Path, lengths, token: int = 5) -> ChatFiles:
-    """Write chats of these lengths. Tokens count up from `token`; all but a chat's first two are trained."""
+    """Write chats with these lengths. Tokens count up from `token`; all but a chat's first two are trained."""
     with ChatWriter(prefix, "<u2") as writer:
         for length in lengths:
             writer.add_document(signed(np.arange(token, token + length), np.arange(length) > 1))

@@ -1,15 +1,16 @@
-"""Samples of several documents, and Megatron-LM's masks and positions of them."""
+"""Samples with several documents, and Megatron-LM's masks and positions."""
 
 import numpy as np
 
 from fugaku_megatron.data.dataset import MockDataset
 
 EOD = 3
+RESETS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 S = 24
 
 
 def left_to_right(tokens, reset_position_ids, reset_attention_mask, eod_mask_loss):
-    """Return (visible pairs (s, s), counted labels (s), positions (s)) of tokens (s)."""
+    """Return (visible pairs (s, s), counted labels (s), positions (s)) for tokens (s)."""
     seen = np.tril(np.ones((len(tokens), len(tokens)), bool))
     loss_mask = np.ones(len(tokens))
     positions = np.arange(len(tokens))
@@ -26,7 +27,7 @@ def left_to_right(tokens, reset_position_ids, reset_attention_mask, eod_mask_los
 
 
 class Texts(MockDataset):
-    """Random tokens. Sample i has ends of documents never, sometimes or nearly always, by i."""
+    """Random tokens. Documents end never, sometimes or nearly always in sample i, by i."""
 
     def __getitem__(self, index):
         tokens = super().__getitem__(index)

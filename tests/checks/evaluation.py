@@ -17,7 +17,7 @@ QUESTIONS = [
 
 
 def their_likelihoods(theirs, ids: list[int]) -> torch.Tensor:
-    """Return the log-likelihood of every token after the first."""
+    """Return every token's log-likelihood, except the first."""
     with torch.no_grad():
         logits = theirs(torch.tensor([ids[:-1]])).logits[0].double()
     return torch.log_softmax(logits, 1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""A layer of experts in plain torch."""
+"""An experts layer in plain torch."""
 
 import math
 
@@ -20,6 +20,17 @@ EXPERTS = {
     "moe_ffn_hidden_size": 24,
     "global_batch_size": 8,
 }
+SHARED = {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True}
+BIASED = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.1,
+}
+BALANCED = {"moe_aux_loss_coeff": (0.1,), "moe_z_loss_coeff": 0.01}
+SINKHORN = {"moe_router_load_balancing_type": ("sinkhorn",)}
+CAPACITY = {"moe_expert_capacity_factor": 0.75}
+BY_POSITION = {**CAPACITY, "moe_token_drop_policy": "position"}
+ALL = {**EXPERTS, **SHARED, **BIASED, **BALANCED, "moe_layer_freq": "[0]+[1]*3", "lr": 1e-2}
 VALUES = {
     "gelu_exact": F.gelu,
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
@@ -30,7 +41,7 @@ VALUES = {
 
 
 def plain_choice(logits: Tensor, bias: Tensor | None, model) -> dict[int, Tensor]:
-    """Return expert -> score of one token, from logits (e,)."""
+    """Return one token's scores by expert, from logits (e,)."""
     sigmoid = model.moe_router_score_function == "sigmoid"
     k = model.moe_router_topk
     ranked = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
@@ -92,7 +103,7 @@ def plain_experts(weights: dict[str, Tensor], x: Tensor, model) -> Tensor:
 
 
 def layer_of(run, ops: Ops):
-    """Return an experts layer with random weights, its parameters, and copies of the parameters as leaves, by name."""
+    """Return an experts layer with random weights, its parameters by name, and copies as leaves."""
     trainer = make_trainer(SoloComm(), run, ops)
     trainer.optimizer.zero_grad()
     mlp = trainer.stage.layers[0].mlp

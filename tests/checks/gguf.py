@@ -57,7 +57,7 @@ TEMPLATE = "{% for message in messages %}<|user|>{{ message.content }}{% endfor 
 
 
 def write_tokenizer(folder, pre=None):
-    """Write a byte-level BPE tokenizer of a few merges with two special tokens and an added one."""
+    """Write a byte-level BPE tokenizer with few merges with two special tokens and an added one."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = pre or tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -89,6 +89,6 @@ def write_model(folder, kind):
 
 
 def convert(folder, file, *more):
-    """Convert with transformers' tokenizer for Qwen's models, which normalizes texts."""
+    """Convert with transformers' tokenizer for Qwen's models. The tokenizer normalizes texts."""
     words = ["convert", "--from-hf", str(folder), "--to-gguf", str(file)]
     return program.main([*words, "--gguf-inexact-tokenizer", *more])

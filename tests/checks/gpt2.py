@@ -8,6 +8,6 @@ from fugaku_megatron.convert.hugging_face import in_their_shape, parts
 
 
 def to_theirs(name: str, ours: dict[str, torch.Tensor], model: ModelConfig) -> torch.Tensor:
-    """Return the tensor for a name of transformers, in the shape of transformers."""
+    """Return the tensor for transformers' name, in transformers' shape."""
     part = parts(GPT2, model)[name]
     return in_their_shape(ours[part.ours], part, model)

@@ -1,4 +1,4 @@
-"""Lists of instructions in other orders."""
+"""Instruction lists in other orders."""
 
 import random
 from collections.abc import Callable

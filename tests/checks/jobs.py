@@ -1,4 +1,4 @@
-"""Maps of jobs."""
+"""Job maps."""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Documents and flags of runs of the library."""
+"""Documents and flags for library runs."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ FLAGS = {
 
 
 def documents(seed: int = 0) -> list[np.ndarray]:
-    """Return documents of unequal lengths: one is empty, one is longer than a sample."""
+    """Return documents with unequal lengths: one is empty, one is longer than a sample."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, FLAGS["vocab_size"], length) for length in (50, 3, 0, 200, 77, 1)]
 

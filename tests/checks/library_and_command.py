@@ -1,4 +1,4 @@
-"""The losses of the command and of the library."""
+"""Losses with the command and with the library."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fugaku_megatron.run.loop import Session
 from fugaku_megatron.run.train_command import with_checkpoint_model
 from fugaku_megatron.training import trainer as trainer_module
 from tests.checks.library import FLAGS
-from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2
+from tests.helpers import DROPOUT, parse_layout
 
 RUN = {**FLAGS, "train_iters": 4, "eval_iters": 0, "split": "1,0,0"}
 Losses = list[float]
 
 
 def command(world: Comm, **flags: Any) -> Losses:
-    """Return losses, gradient norms and validation losses of the command, from its first check on."""
+    """Run the command from its first check on, and return losses, gradient norms and validation losses."""
     words = [
         word
         for name, value in {**RUN, **flags}.items()
@@ -53,7 +53,7 @@ def command(world: Comm, **flags: Any) -> Losses:
 
 
 def library(world: Comm, data=None, valid=None, **flags: Any) -> Losses:
-    """Return the same losses of the library."""
+    """Return the library's losses for `command`."""
     with contextlib.closing(trainer_of(world, data, valid, **flags)) as trainer:
         losses = []
         for step in trainer.steps():
@@ -106,109 +106,76 @@ MARKED = {
     "tokenizer_type": "NullTokenizer",
     "mean_document_length": 16,
 }
-# Ranks, and flags that are in the command and in the library alike.
-FEATURES: dict[str, tuple[int, dict[str, Any]]] = {
-    "plain": (1, {}),
-    "seed and dropout": (1, {"seed": 5, **DROPOUT}),
-    "zero": (2, {**OVERLAP}),
-    "gradients in bf16": (2, {"bf16": True, "grad_reduce_in_bf16": True}),
-    "tensor": (2, {**TP2, "sequence_parallel": True, "tp_comm_overlap": True}),
-    "pipeline": (
-        2,
-        {**PP2, "pipeline_schedule": "zb-h1", "zero_bubble_max_pending_backward": 2},
-    ),
-    "interleaved": (
-        2,
-        {**PP2, "num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
-    ),
-    "interleaved by stages": (
-        2,
-        {**PP2, "num_layers": 4, "num_virtual_stages_per_pipeline_rank": 2},
-    ),
-    "first stage": (2, {**PP2, "num_layers": 3, "decoder_first_pipeline_num_layers": 1}),
-    "last stage": (2, {**PP2, "num_layers": 3, "decoder_last_pipeline_num_layers": 1}),
-    "split stages": (2, {**PP2, "num_layers": 3, "pipeline_split": "1,2"}),
-    "schedule by time": (2, {**PP2, "pipeline_schedule": "auto", "memory_per_rank": 4096}),
-    "context": (2, {**CP2, "cp_comm_type": ("p2p",)}),
-    "experts": (
-        2,
-        {**MOE, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-    ),
-    "muon": (1, {"optimizer": "muon", "muon_momentum": 0.8, "muon_nesterov": True}),
-    "moments": (1, INT8),
-    "no masters": (
-        1,
-        {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": "bf16"},
-    ),
+# Layouts and flags that are in the command and in the library alike.
+FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("", {}),
+    "seed and dropout": ("seed=5", DROPOUT),
+    "zero": ("dp2 overlap", {}),
+    "gradients in bf16": ("dp2 bf16 grad_reduce_in_bf16", {}),
+    "tensor": ("tp2 sequence blocks", {}),
+    "pipeline": ("pp2 zb-h1 zero_bubble_max_pending_backward=2", {}),
+    "interleaved": ("pp2 num_layers=4 num_layers_per_virtual_pipeline_stage=1", {}),
+    "interleaved by stages": ("pp2 interleaved num_layers=4", {}),
+    "first stage": ("pp2 num_layers=3 decoder_first_pipeline_num_layers=1", {}),
+    "last stage": ("pp2 num_layers=3 decoder_last_pipeline_num_layers=1", {}),
+    "split stages": ("pp2 num_layers=3 pipeline_split='1,2'", {}),
+    "schedule by time": ("pp2 pipeline_schedule=auto memory_per_rank=4096", {}),
+    "context": ("cp2 p2p", {}),
+    "experts": ("dp2 ep2 etp1", MOE),
+    "muon": ("optimizer=muon muon_momentum=0.8 muon_nesterov", {}),
+    "moments": ("", INT8),
+    "no masters": ("bf16 use_precision_aware_optimizer main_params_dtype=bf16", {}),
     "fp16": (
-        1,
-        {"fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 2.0, "hysteresis": 1}
-        | {"loss_scale_window": 2},
+        "fp16 initial_loss_scale=1024.0 min_loss_scale=2.0 hysteresis=1 loss_scale_window=2",
+        {},
     ),
-    "fixed scale": (1, {"fp16": True, "loss_scale": 256.0}),
-    "adam": (
-        1,
-        {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6, "clip_grad": 0.5},
-    ),
-    "recompute": (
-        1,
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-    ),
-    "recompute by part": (
-        1,
-        {"recompute_granularity": "full", "recompute_part_layers": (1,)},
-    ),
-    "recompute by memory": (1, {"recompute_auto": True, "memory_per_rank": 4096}),
-    "growing batch": (1, {"rampup_batch_size": (2, 2, 4)}),
-    "batches in steps": (
-        1,
-        {"global_batch_size": None, "step_batch_size_schedule": "0:2 64:4"},
-    ),
-    "samples": (
-        1,
-        {**SAMPLES, "lr_decay_samples": 12, "lr_warmup_samples": 4, "min_lr": 1e-5},
-    ),
+    "fixed scale": ("fp16 loss_scale=256.0", {}),
+    "adam": ("adam_beta1=0.8 adam_beta2=0.9 adam_eps=1e-06 clip_grad=0.5", {}),
+    "recompute": ("full recompute_method=block recompute_num_layers=1", {}),
+    "recompute by part": ("full recompute_part_layers=(1,)", {}),
+    "recompute by memory": ("recompute_auto memory_per_rank=4096", {}),
+    "growing batch": ("rampup_batch_size=(2,2,4)", {}),
+    "batches in steps": ("global_batch_size=None", {"step_batch_size_schedule": "0:2 64:4"}),
+    "samples": ("lr_decay_samples=12 lr_warmup_samples=4 min_lr=1e-05", SAMPLES),
     "tokens": (
-        1,
-        {"train_iters": None, "train_tokens": 256.0, "lr_decay_tokens": 200.0}
-        | {"lr_warmup_tokens": 64.0, "lr_warmup_init": 1e-5},
+        "train_iters=None train_tokens=256.0 lr_decay_tokens=200.0 lr_warmup_tokens=64.0 lr_warmup_init=1e-05",
+        {},
     ),
-    "cosine": (1, {"lr_decay_style": "cosine", "lr_decay_iters": 3, "lr_warmup_iters": 1}),
-    "warm-up": (1, {"lr_warmup_fraction": 0.5}),
-    "wsd": (
-        1,
-        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 2, "lr_wsd_decay_style": "linear"},
-    ),
-    "wsd by samples": (
-        1,
-        {**SAMPLES, "lr_decay_style": "WSD", "lr_wsd_decay_samples": 8},
-    ),
-    "decoupled": (1, {"decoupled_lr": 1e-2, "decoupled_min_lr": 1e-3}),
+    "cosine": ("lr_decay_style=cosine lr_decay_iters=3 lr_warmup_iters=1", {}),
+    "warm-up": ("lr_warmup_fraction=0.5", {}),
+    "wsd": ("lr_decay_style=WSD lr_wsd_decay_iters=2 lr_wsd_decay_style=linear", {}),
+    "wsd by samples": ("lr_decay_style=WSD lr_wsd_decay_samples=8", SAMPLES),
+    "decoupled": ("decoupled_lr=0.01 decoupled_min_lr=0.001", {}),
     "weight decay": (
-        1,
-        {"weight_decay": 0.3, "start_weight_decay": 0.1, "end_weight_decay": 0.5}
-        | {"weight_decay_incr_style": "linear"},
+        "weight_decay=0.3 start_weight_decay=0.1 end_weight_decay=0.5 weight_decay_incr_style=linear",
+        {},
     ),
-    "validation": (1, HALF),
-    "old split": (1, {**HALF, "legacy_split": True}),
-    "late validation": (1, {**HALF, "start_eval_at_iter": 3}),
-    "batches of validation": (
-        1,
-        {**HALF, "eval_global_batch_size": 2, "eval_micro_batch_size": 1},
-    ),
-    "whole validation": (1, {**HALF, "full_validation": True, "eval_global_batch_size": 2}),
-    "random tokens": (1, {"mock_data": True, "data_path": None, "split": None}),
-    "skipped samples": (1, {"skip_samples": ("2:5",)}),
-    "documents": (1, MARKED),
-    "torch": (1, {"kernels": "torch"}),
-    "packed": (1, {"cache_packed_weights": True}),
-    "checksums": (1, {"abft": ("all",)}),
-    "spikes": (1, {"rerun_on_spike": True, "loss_spike_deviations": 0.001}),
-    "replicas": (2, {"check_weight_hash_across_dp_replicas_interval": 1}),
-    "zeros and norms": (1, {"log_num_zeros_in_grad": True, "log_params_norm": True}),
-    "interval": (1, {"exit_interval": 2}),
-    "duration": (1, {"exit_duration_in_mins": 1e-9}),
+    "validation": ("", HALF),
+    "old split": ("legacy_split", HALF),
+    "late validation": ("start_eval_at_iter=3", HALF),
+    "batches of validation": ("eval_global_batch_size=2 eval_micro_batch_size=1", HALF),
+    "whole validation": ("full_validation eval_global_batch_size=2", HALF),
+    "random tokens": ("mock_data data_path=None split=None", {}),
+    "skipped samples": ("skip_samples=('2:5',)", {}),
+    "documents": ("", MARKED),
+    "torch": ("torch", {}),
+    "packed": ("packed", {}),
+    "checksums": ("abft=('all',)", {}),
+    "spikes": ("rerun_on_spike loss_spike_deviations=0.001", {}),
+    "replicas": ("dp2 check_weight_hash_across_dp_replicas_interval=1", {}),
+    "zeros and norms": ("log_num_zeros_in_grad log_params_norm", {}),
+    "interval": ("exit_interval=2", {}),
+    "duration": ("exit_duration_in_mins=1e-09", {}),
 }
+
+
+def row_of(table: dict[str, tuple[str, dict[str, Any]]], name: str) -> tuple[int, dict[str, Any]]:
+    """Return ranks and flags for a row in FEATURES, or in a similar table."""
+    layout, more = table[name]
+    ranks, flags = parse_layout(layout)
+    return ranks, {**more, **flags}
+
+
 VALUES: dict[str, Any] = {
     "save": "a",
     "save_interval": 1,

@@ -42,6 +42,7 @@ GROUPED = {
 }
 EP2 = {"expert_model_parallel_size": 2}
 PRECISE = {"use_precision_aware_optimizer": True}
+BF16_MOMENTS = {**PRECISE, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 EIGHT = {**PRECISE, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
 
 

@@ -1,4 +1,4 @@
-"""Operations of both backends against plain torch."""
+"""Operations in both backends against plain torch."""
 
 import pytest
 import torch

@@ -7,7 +7,7 @@ from fugaku_megatron.observe.iteration_metrics import parse_log
 
 
 def history(text):
-    """Return the history file's text for the iterations of a log."""
+    """Return the history file's text for a log's iterations."""
     records = [{"kind": "train", **asdict(iteration)} for iteration in parse_log(text.splitlines())]
     records += [
         {"kind": "event", "iteration": 4, "text": "slow"},

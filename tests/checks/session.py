@@ -1,4 +1,4 @@
-"""Sessions of the small model, with a writer that keeps what it is given."""
+"""Sessions with the small model, and a writer that keeps its lines."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Tokenizers of other libraries, written to files."""
+"""Other libraries' tokenizers, written to files."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def write_sentencepiece(path: Path, pieces: int = PIECES, **more) -> Path:
 
 
 def write_hugging_face(folder: Path, **special: str) -> Path:
-    """Write a folder of Hugging Face with a byte-level BPE, a first token and an end token.
+    """Write a Hugging Face folder with a byte-level BPE, a first token and an end token.
 
-    special: names of special tokens, instead of bos_token and eos_token.
+    special: special tokens by name, instead of bos_token and eos_token.
     """
     kind = tokenizers.Tokenizer(tokenizers.models.BPE())
     kind.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -11,7 +11,7 @@ def _write(path, text):
 
 
 def tree(folder, domains, sockets=1, gib=64, siblings=lambda cpu: (cpu,)):
-    """Write a /sys tree of domains (number -> CPUs). siblings: the CPUs of a CPU's core"""
+    """Write a /sys tree for domains (number -> CPUs). siblings: all CPUs in a CPU's core"""
     system = folder / "sys" / "devices" / "system"
     size = len(domains) // sockets
     for index, (number, cpus) in enumerate(domains.items()):

@@ -1,4 +1,4 @@
-"""Losses and weights of runs between checkpoints."""
+"""Losses and weights between checkpoints."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     pip install torch einops six sentencepiece psutil
     TORCHDYNAMO_DISABLE=1 PYTHONPATH=Megatron-LM python tests/foreign/write_megatron.py ROW DIR
 
-ROW is a row of ROWS. The expected logits come from the GPTModel whose weights are saved, on one rank and in FP32.
+ROW is a row in ROWS. The expected logits come from the saved GPTModel, on one rank and in FP32.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FULLY_PARALLEL = ("llama_qk_dp2",)  # data-parallel ranks share the work of savi
 
 
 def without_gpu() -> None:
-    """Answer the questions that Megatron-LM asks of a GPU."""
+    """Answer Megatron-LM's questions to a GPU."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not hasattr(typing, "override"):
         typing.override = typing_extensions.override  # of Python 3.12
@@ -122,7 +122,7 @@ def build(args: argparse.Namespace) -> torch.nn.Module:
 
 
 def value(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the values of a global tensor: a function of its name."""
+    """Return a global tensor's values: a function of its name."""
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     return 0.3 * torch.randn(shape, generator=generator) + ("norm" in name and "weight" in name)
 
@@ -147,7 +147,7 @@ def fill(state: dict) -> None:
 
 
 def work(rank: int, row: str, directory: str) -> None:
-    """Save a checkpoint on one of the ranks. A row of one rank also stores its logits."""
+    """Save a checkpoint on one rank. A row with one rank also stores its logits."""
     without_gpu()
     _, ranks, flags = ROWS[row]
     args = arguments(flags, ranks, rank)

@@ -1,4 +1,4 @@
-"""Write the small files of tests/foreign that transformers, peft and megatron-core make, with what they compute from them.
+"""Write the small files in tests/foreign by transformers, peft and megatron-core, with their results.
 
 pip install torch transformers peft megatron-core psutil
 python tests/foreign/write_others.py tests/foreign
@@ -22,7 +22,7 @@ DOCUMENTS = ([[3, 1, 4, 1], [5]], [[9, 2, 6]], [[65000, 0, 7, 8, 9]])  # sentenc
 
 
 def model() -> torch.nn.Module:
-    """Build a small Qwen2 whose biases and norms are random as well."""
+    """Build a small Qwen2 with random biases and norms."""
     torch.manual_seed(11)
     config = transformers.Qwen2Config(
         vocab_size=60,
@@ -56,7 +56,7 @@ def write_hugging_face(directory: Path) -> None:
 
 
 def write_peft(directory: Path) -> None:
-    """Write adapters for the model of `write_hugging_face`."""
+    """Write adapters for the model from `write_hugging_face`."""
     config = peft.LoraConfig(
         r=4,
         lora_alpha=6,

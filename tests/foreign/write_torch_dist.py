@@ -24,7 +24,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-ROWS, LENGTH = 64, 32
+ROWS = 64
+LENGTH = 32
 COMMON = dict(num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48)
 # folder -> tensor-parallel ranks, fields of the config, other arguments
 CHECKPOINTS = {
@@ -44,7 +45,7 @@ CHECKPOINTS = {
 
 
 def arguments(size: int, config: dict, other: dict) -> argparse.Namespace:
-    """Return what Megatron-LM's training script keeps in common.pt of this model."""
+    """Return this model's common.pt as in Megatron-LM's training script."""
     return argparse.Namespace(
         **COMMON,
         seq_length=LENGTH,

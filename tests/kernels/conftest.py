@@ -1,4 +1,4 @@
-"""Fixtures of the kernel tests: vector targets of this CPU, thread counts, the scalar reference."""
+"""Fixtures: vector targets of this CPU, thread counts, the scalar reference."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ VECTOR_TARGETS = [*kernels.runnable_targets(emulated=True), *LEFT_OUT]
 
 
 def pytest_collection_modifyitems(config, items):
-    """--best-target leaves out what a test does on the other targets."""
+    """Deselect the other targets for --best-target."""
     if config.getoption("--best-target"):
         best = kernels.runnable_targets()[-1]
         used = [
@@ -32,20 +32,20 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def same_numbers():
-    """torch.randn gives a test the same numbers, whichever tests ran before it in this process."""
+    """Seed torch, so that torch.randn returns the same numbers in any order of tests."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(params=VECTOR_TARGETS)
 def target(request):
-    """Name of the vector target in use."""
+    """Vector target in use, by name."""
     with kernels.target(request.param):
         yield request.param
 
 
 @pytest.fixture(params=["reference", *VECTOR_TARGETS])
 def every_target(request):
-    """Name of the target in use: the vector targets and the scalar reference."""
+    """Target in use, by name: the vector targets and the scalar reference."""
     with kernels.target(request.param):
         yield request.param
 
@@ -60,7 +60,7 @@ def with_threads():
 
 @pytest.fixture
 def same_for_any_threads(with_threads):
-    """Calls f with 1 to 4 threads, asserts that the tensors it returns have the same bits, and returns them."""
+    """Call f with 1 to 4 threads, compare the bits of its tensors, and return them."""
 
     def run(f):
         results = []
@@ -75,7 +75,7 @@ def same_for_any_threads(with_threads):
 
 
 def bits(value):
-    """The bytes of a tensor, a number or a tuple of them, so that NaN equals NaN and -0 differs from 0."""
+    """Return the bytes of a tensor, number or tuple, so that NaN equals NaN and -0 differs from 0."""
     if isinstance(value, tuple):
         return tuple(bits(part) for part in value)
     return torch.as_tensor(value).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -94,7 +94,7 @@ def reference():
 
 @pytest.fixture
 def guarded():
-    """Makes tensors of a shape and dtype inside larger buffers; nothing around them may have changed after the test."""
+    """Maker for tensors inside larger buffers, which the test may not change."""
     made = []
 
     def make(shape, dtype=torch.float32):

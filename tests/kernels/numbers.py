@@ -1,4 +1,4 @@
-"""Inputs, comparisons, refusals and matrices of cases for the kernel tests."""
+"""Inputs, comparisons, refusals and matrices for the kernel tests."""
 
 import functools
 import inspect
@@ -43,7 +43,7 @@ def packed(weight, transposed, **kind):
 def linear_forms(x, weight, grad, with_packed=False, make=torch.empty, dtype=None, **kind):
     """Return (forward, data gradient) in `dtype`, and (weight gradient, bias gradient) added to ones.
 
-    dtype: by default the operands'; kind: as of `packed`
+    dtype: by default the operands'; kind: as in `packed`
     """
     m, k = x.shape
     n = len(weight)
@@ -78,23 +78,25 @@ def assert_near(got, want, dtype, scale=1.0, terms=(), float32=2e-6):
     )
 
 
-def assert_slope(value, leaves, grads):
-    """Compare gradients with central differences of value() along each leaf, which is changed in place."""
+def assert_slope(forward, gradient, leaves, grads):
+    """Compare gradients with central differences of <forward(), gradient> along each leaf, changed in place."""
+
+    def value():
+        return (forward().double() * gradient.double()).sum()
+
     for leaf, grad in zip(leaves, grads, strict=True):
         direction = random(*leaf.shape, seed=9)
-        values = []
-        for step in (1e-2, -1e-2):
-            leaf.add_(direction, alpha=step)
-            values.append(value())
-            leaf.add_(direction, alpha=-step)
-        slope = (values[0] - values[1]) / 2e-2
-        torch.testing.assert_close(
-            (grad.double() * direction.double()).sum(), slope, rtol=3e-3, atol=1e-2
-        )
+        leaf.add_(direction, alpha=1e-2)
+        above = value()
+        leaf.add_(direction, alpha=-2e-2)
+        slope = (above - value()) / 2e-2
+        leaf.add_(direction, alpha=1e-2)
+        product = (grad.double() * direction.double()).sum()
+        torch.testing.assert_close(product, slope, rtol=3e-3, atol=1e-2)
 
 
 def with_gradients(formula, leaves, gradient):
-    """Return the formula's value and the gradients of its leaves, in double precision."""
+    """Return the formula's value and its leaves' gradients, in double precision."""
     leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
     value = formula(*leaves)
     return value.detach(), *torch.autograd.grad(value, leaves, gradient.double())
@@ -114,7 +116,7 @@ def refuses(kernel, good, cases):
     """Call a kernel with one wrong argument at a time: a ValueError, before a tensor is written.
 
     good: arguments in the kernel's order
-    cases: message -> wrong value of the argument that the message begins with, or a dict of arguments
+    cases: message -> wrong value for the argument that the message begins with, or a dict
     """
     arguments = dict(zip(argument_names(kernel), good, strict=False))
     tensors = [value for value in good if isinstance(value, torch.Tensor)]
@@ -127,14 +129,14 @@ def refuses(kernel, good, cases):
 
 
 def assert_refused(cases):
-    """Make calls, of (call, message), that raise a ValueError with the message."""
+    """Make calls (call, message) that raise a ValueError with the message."""
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
 
 
 def for_each(**axes):
-    """Make one test of all combinations of the values; a failure names its case.
+    """Run a test for all combinations in a loop; a failure names its case.
 
     Thousands of small tests would cost minutes.
     """

@@ -42,7 +42,7 @@ def test_strided_rows(every_target, shape):
 
 @for_each(name=MLP_ACTIVATIONS)
 def test_the_whole_range(every_target, name):
-    """Absolute error below 4e-7 |x| of a GELU, relative of a squared ReLU; NaN and infinity as torch in double."""
+    """A GELU's error is below 4e-7 |x|, a squared ReLU's relative error as well; NaN and infinity as in torch."""
     edges = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e10, -1e10])
     x = torch.cat([torch.linspace(-12, 12, 20001), edges])
     exact = MLP_ACTIVATIONS[name](x.double())

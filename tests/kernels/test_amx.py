@@ -1,4 +1,4 @@
-"""Target amx on any CPU with AVX512_BF16: its own machine code, of which each tile instruction is emulated (run_amx.cc)."""
+"""Target amx on any CPU with AVX512_BF16: its own machine code, with emulated tile instructions (run_amx.cc)."""
 
 import platform
 import re

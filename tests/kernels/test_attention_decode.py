@@ -1,4 +1,4 @@
-"""Attention of one new token against kept keys and values, against the textbook's formula in double precision.
+"""Attention for one new token over cached keys and values, against the formula in double precision.
 
 Shapes: qkv (rows, (heads + 2 groups) d), keys and values (samples, groups, slots, d), out (rows, heads d).
 """
@@ -32,7 +32,7 @@ def make(heads, groups, d, slots, dtype=torch.float32, rows=3):
 
 
 def decode(qkv, keys, values, samples=SAMPLES, positions=POSITIONS):
-    """Return (out, keys, values) of the kernel, out full of NaN before."""
+    """Return the kernel's (out, keys, values), out full of NaN before."""
     keys = keys.clone()
     values = values.clone()
     out = qkv.new_full((len(qkv), qkv.shape[1] - 2 * keys.shape[1] * keys.shape[3]), math.nan)

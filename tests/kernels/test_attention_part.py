@@ -1,4 +1,4 @@
-"""Attention of blocks of a sequence, merged, against the whole sequence in double precision.
+"""Attention by blocks, merged, against the whole sequence in double precision.
 
 Shapes: qkv (q, b, (heads + 2 groups) d), kv (k, b, 2 groups d), out (q, b, heads d), lse (b, heads, q).
 """
@@ -39,7 +39,7 @@ FAST_DTYPES = [torch.float32, torch.bfloat16]
 
 
 def cuts_of(s, seed):
-    """Cut the positions of a sequence anywhere into up to four ranges."""
+    """Cut a sequence anywhere into up to four ranges."""
     chosen = sorted(random.Random(seed).sample(range(1, s), min(s - 1, 1 + seed % 3)))
     return [range(*bounds) for bounds in itertools.pairwise([0, *chosen, s])]
 
@@ -53,7 +53,7 @@ def block(queries, keys):
 
 
 def forward(part, qkv, kv, heads, s, **options):
-    """Return out and lse of a block, full of NaN before."""
+    """Return a block's out and lse, full of NaN before."""
     queries = qkv[part.rows]
     rows, b, width = queries.shape
     out = qkv.new_full((rows, b, width - kv.shape[2]), math.nan)
@@ -65,7 +65,7 @@ def forward(part, qkv, kv, heads, s, **options):
 
 
 def in_blocks(qkv, dout, heads, ranges, every=False, window=None, starts=None, **dropout):
-    """Return (out, lse, dqkv) from blocks of all pairs of ranges. every: also of pairs without a visible key"""
+    """Return (out, lse, dqkv) from blocks for all pairs in `ranges`. every: also pairs without a visible key"""
     s, b, width = qkv.shape
     d = dout.shape[2] // heads
     lies = Heads(heads, (width // d - heads) // 2, d)

@@ -1,4 +1,4 @@
-"""The kernels that the benchmarks compare with: what they compute, and that they count their work right."""
+"""The kernels that the benchmarks compare with: their results and their counts."""
 
 import time
 

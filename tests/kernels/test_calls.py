@@ -11,7 +11,7 @@ from tests.kernels.numbers import random
 
 
 def sums(calls, x, scale):
-    """A tensor that `calls` fills with 2 (x + 1) scale, in two calls of which nobody else holds the operands."""
+    """Return a tensor that two calls fill with 2 (x + 1) scale. Only `calls` keeps their operands."""
     total = torch.empty_like(x)
     out = torch.empty_like(x)
     calls.bias_dropout_add(x, torch.ones(x.shape[-1]), x, total)

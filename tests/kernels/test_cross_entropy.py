@@ -42,7 +42,7 @@ def forward(logits, labels):
 
 
 def backward(logits, sums, labels, dloss, out=None, first_row=0, **options):
-    """Return the gradient of the logits. sums: row_max, sum_exp, ..."""
+    """Return the logits' gradient. sums: row_max, sum_exp, ..."""
     out = torch.empty_like(logits) if out is None else out
     kernels.cross_entropy_backward(logits, *sums[:2], labels, first_row, dloss, out, **options)
     return out
@@ -132,7 +132,7 @@ def test_rows_without_a_label_count_nothing(every_target, odd, dtype):
 
 @for_each(dtype=ROUNDING, ranks=[1, 2])
 def test_z_loss(every_target, ranks, dtype):
-    """z_loss (log sum exp)^2 is added to the loss, of a vocabulary on one rank or more; 0 changes no bit."""
+    """z_loss (log sum exp)^2 is added to the loss, also for shards; 0 changes no bit."""
     logits, labels, dloss = sample(6, 1034 * ranks, dtype, seed=8)
     _, grad = double_loss(logits, labels, dloss, 0.02)
     sums = forward(logits, labels)

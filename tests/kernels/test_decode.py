@@ -1,4 +1,4 @@
-"""Matmuls of a few rows on every target, against double precision."""
+"""Matmuls with few rows on every target, against double precision."""
 
 import torch
 

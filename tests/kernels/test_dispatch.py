@@ -1,4 +1,4 @@
-"""The machinery of the extension: targets, threads, checks of arguments."""
+"""The extension's machinery: targets, threads, checks of arguments."""
 
 import os
 import re
@@ -52,7 +52,7 @@ def test_targets_say_why_they_cannot_run():
 
 
 def test_an_emulated_target_is_never_the_default():
-    """Not even where the CPU runs it: it is for tests."""
+    """Not even if the CPU runs it: it is for tests."""
     emulated = set(kernels.runnable_targets(emulated=True)) - set(kernels.runnable_targets())
     assert kernels.active() not in emulated and all(name.endswith("_emulated") for name in emulated)
     flags = Path("/proc/cpuinfo").read_text().split()
@@ -145,7 +145,7 @@ def test_kernels_run_from_several_python_threads():
 
 
 def test_target_flags_stay_in_their_namespace():
-    """A weak symbol outside its target's namespace could be picked for CPUs that lack the instructions."""
+    """The linker could pick a weak symbol outside its target's namespace for CPUs that lack the instructions."""
     objects = sorted((ROOT / "build").glob("kernels-*/target_*.o"))
     if not objects:
         pytest.skip("the objects of the build are gone")

@@ -24,7 +24,7 @@ def convert(x, dtype):
 
 
 def ulps(got, want):
-    """Return the largest distance in units of the last place of the float32 result; want is float64."""
+    """Return the largest distance in float32 units in the last place; want is float64."""
     exponent = torch.frexp(want.abs().clamp_min(2.0**-126)).exponent.double()
     return float(((got.double() - want).abs() / torch.exp2(exponent - 24)).max())
 
@@ -56,7 +56,7 @@ def test_elementwise_agrees_with_reference(target, reference, function, n):
 
 
 def assert_converted(got, want):
-    """Compare bits, except the bits of NaN."""
+    """Compare bits, except in NaN."""
     finite = ~want.isnan()
     assert torch.equal(got.view(torch.int16)[finite], want.view(torch.int16)[finite])
     assert bool(got[~finite].isnan().all())

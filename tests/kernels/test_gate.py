@@ -108,12 +108,12 @@ def test_parts_and_threads_give_the_bits_of_the_whole(
 def test_gate_backward_is_the_slope(every_target, name):
     x, dy = randoms((5, 2, 19), (5, 19))
     dx = backward(dy, x, name)
-    assert_slope(lambda: (forward(x, name).double() * dy.double()).sum(), [x], [dx])
+    assert_slope(lambda: forward(x, name), dy, [x], [dx])
 
 
 @for_each(name=GATES)
 def test_gates_far_from_zero(every_target, name):
-    """Also where exp(-gate) overflows; NaN and infinity as torch has them."""
+    """Also beyond the overflow of exp(-gate); NaN and infinity as in torch."""
     edges = torch.tensor([0.0, -0.0, 1e30, -1e30, 1e-30])
     gate = torch.cat([torch.linspace(-200, 200, 4001), edges])
     x = torch.stack([gate, torch.ones_like(gate)]).unsqueeze(0)

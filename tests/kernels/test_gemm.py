@@ -51,7 +51,7 @@ ARITHMETIC: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 @pytest.fixture(params=ARITHMETIC)
 def arithmetic(request, every_target):
-    """(dtype of the operands, keywords of the calls), for every target that has it."""
+    """Operand dtype and keywords, for every target that has the arithmetic."""
     dtype, kind = ARITHMETIC[request.param]
     if kind and not kernels.has_bf16_arithmetic():
         pytest.skip("this target has no BF16 arithmetic")
@@ -60,7 +60,7 @@ def arithmetic(request, every_target):
 
 @pytest.fixture(params=having("bf16", emulated=True))
 def bf16_target(request):
-    """Name of the target in use: those that multiply bfloat16."""
+    """Target in use that multiplies bfloat16, by name."""
     with kernels.target(request.param):
         yield request.param
 
@@ -73,7 +73,7 @@ def strided(rows, cols, dtype, pad=3):
 def check(got, exact, magnitude, depth):
     """Bound a sum's rounding (Higham 2002, section 3.1).
 
-    exact: in double; magnitude: the matmul of absolute values; depth: terms of a sum
+    exact: in double; magnitude: the absolute values' matmul; depth: terms in a sum
     """
     bound = UNIT[got.dtype] * exact.abs() + 2 * UNIT[torch.float32] * (depth + 8) * magnitude
     bound += 2.0**-24 if got.dtype == torch.float16 else 1e-37
@@ -90,7 +90,7 @@ def check_product(got, a, b, start=0.0):
 
 
 def check_forms(x, weight, grad, found):
-    """Compare the results of linear_forms, or the first of them, with double precision."""
+    """Compare the results of linear_forms, or the first ones, with double precision."""
     ones = torch.ones(1, len(x))
     products = [(x, weight.T, 0), (grad, weight, 0), (grad.T, x, 1), (ones, grad, 1)]
     for got, product in zip(found, products, strict=False):
@@ -175,7 +175,7 @@ def test_float32_output_of_half_inputs(target, dtype):
 
 @pytest.mark.parametrize("target", ["amx", "amx_emulated"])
 def test_a_step_of_tiles_has_the_bits_of_its_definition(target):
-    """TDPBF16PS (Intel's Software Developer's Manual): fused sums of the even and of the odd k, then their sum, no denormals."""
+    """TDPBF16PS (Intel's Software Developer's Manual): fused sums over even and odd k, then their sum, no denormals."""
     if target not in kernels.runnable_targets(emulated=True):
         pytest.skip(next(row["reason"] for row in kernels.targets() if row["name"] == target))
     a, b = randoms((16, 32), (32, 16), dtype=torch.bfloat16)
@@ -269,7 +269,7 @@ def test_groups_of_rows_have_weights_of_their_own(every_target, dtype, n, k, gua
 def test_groups_have_the_bits_of_single_matmuls_for_any_threads(
     target, same_for_any_threads, dtype, n, k
 ):
-    """Also if a group with half of all rows is divided, and if weights are read in place: n and k are even."""
+    """Also if a group with half the rows is divided, and if weights are read in place: n and k are even."""
     counts = (3, 200, 0, 70, 90, 37)
     x, grad, weight = randoms((400, k), (400, n), (len(counts), n, k), dtype=dtype)
     forms = same_for_any_threads(lambda: grouped_forms(x, weight, grad, counts))

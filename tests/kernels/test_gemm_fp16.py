@@ -1,4 +1,4 @@
-"""GEMM with sums in FP16 over chunks of k (kernels_sve/gemm/gemm_half.h): the reference against the definition, targets against it.
+"""GEMM with FP16 sums over chunks of k (kernels_sve/gemm/gemm_half.h): the reference against the definition, targets against it.
 
 Legend: M rows, N output features, K input features; a weight is (N, K). Left out: how large the error is (docs/numerics.md).
 """
@@ -25,7 +25,7 @@ SHAPES = [
 
 @pytest.fixture(params=having("fp16"))
 def target(request):
-    """Name of the target in use: those that sum in FP16."""
+    """Target in use that sums in FP16, by name."""
     with kernels.target(request.param):
         yield request.param
 
@@ -113,7 +113,7 @@ def test_views(target, transposed):
 
 
 def test_a_chunk_overflows_where_its_sum_does(target):
-    """FP16 ends at 65504: a term or a chunk's sum above it is infinite, a sum of chunks is not."""
+    """FP16 ends at 65504: a term or a chunk's sum above it is infinite, the chunks' sum is not."""
     a = torch.full((14, 64), 200.0).half()
     b = torch.full((64, 66), 200.0).half()  # terms of 40000
     a[13] = 300.0  # 60000

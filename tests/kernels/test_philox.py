@@ -1,4 +1,4 @@
-"""Philox: known answers, statistics, independence of slices and threads."""
+"""Philox: known answers, statistics, independent slices and threads."""
 
 import itertools
 import math

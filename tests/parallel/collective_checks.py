@@ -1,4 +1,4 @@
-"""Checks of every verb of a communicator against plain torch.
+"""Checks for a communicator's verbs against plain torch.
 
 tests/parallel/test_thread_ranks.py runs the checks on threads; under MPI this file is each rank's program:
     mpiexec -n 4 python tests/parallel/collective_checks.py [verbs] [orders] [node] [levels] [large]
@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from random import Random
+from typing import ClassVar
 from unittest import mock
 
 import torch
@@ -23,7 +24,7 @@ LENGTHS = (0, 1, 5, 64, 1003)
 
 
 def values(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return `rank`'s values (n,), which any rank can compute."""
+    """Return `rank`'s values (n,). Any rank can compute them."""
     generator = torch.Generator().manual_seed(1000 * rank + n)
     high = 2 if dtype == torch.bool else 20
     return torch.randint(0, high, (n,), generator=generator).to(dtype)
@@ -42,7 +43,8 @@ def expected(everyone: torch.Tensor, op: str) -> torch.Tensor:
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
     assert got.dtype == want.dtype, f"got {got.dtype}, want {want.dtype}"
     if got.dtype == torch.bool:  # a byte of 2 would pass for true, and 256 of them would be false
-        got, want = got.view(torch.uint8), want.view(torch.uint8)
+        got = got.view(torch.uint8)
+        want = want.view(torch.uint8)
     assert torch.equal(got, want), f"got {got}, want {want}"
 
 
@@ -105,15 +107,13 @@ def all_gather(comm):
 
 
 def reduce_scatter(comm):
-    """Check into another tensor, which leaves the input unchanged, and in place."""
+    """Check into another tensor, with an unchanged input, and in place."""
     for dtype in COMM_DTYPES:
         for n in LENGTHS:
             everyone = stacked(comm.size, comm.size * n, dtype)
             own = expected(everyone, "sum").view(comm.size, n)[comm.rank]
-            whole, output = (
-                everyone[comm.rank].clone().view(comm.size, n),
-                torch.zeros(n, dtype=dtype),
-            )
+            whole = everyone[comm.rank].clone().view(comm.size, n)
+            output = torch.zeros(n, dtype=dtype)
             assert comm.reduce_scatter(output, whole) is output
             same(output, own)
             same(whole.flatten(), everyone[comm.rank])
@@ -130,7 +130,8 @@ def rows_between(sender: int, receiver: int, width: int) -> int:
 
 def all_to_all(comm):
     """Check rows of every dtype in both directions, with empty messages and one rank that receives almost all."""
-    p, rank = comm.size, comm.rank
+    p = comm.size
+    rank = comm.rank
     for dtype in COMM_DTYPES:
         for width in LENGTHS[1:]:
             sent, received = (
@@ -147,7 +148,8 @@ def all_to_all(comm):
             want = torch.cat(
                 [rows[start : start + n] for rows, start, n in zip(whole, starts, received)]
             )
-            got, back = torch.zeros_like(want), torch.zeros_like(whole[rank])
+            got = torch.zeros_like(want)
+            back = torch.zeros_like(whole[rank])
             assert comm.all_to_all(got, whole[rank], received, sent) is got
             same(got, want)
             handle = comm.iall_to_all(back, got, sent, received)
@@ -166,7 +168,8 @@ def broadcast(comm):
 
 
 def send_and_recv(comm):
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    right = (comm.rank + 1) % comm.size
+    left = (comm.rank - 1) % comm.size
     for dtype in COMM_DTYPES if comm.size > 1 else ():
         for n in LENGTHS:
             for rank in range(
@@ -181,7 +184,8 @@ def send_and_recv(comm):
 
 
 def messages_match_by_tag_and_order(comm):
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    right = (comm.rank + 1) % comm.size
+    left = (comm.rank - 1) % comm.size
     sent = [torch.full((4,), float(10 * comm.rank + i)) for i in range(3)]
     got = [torch.zeros(4) for _ in sent]
     handles = [comm.irecv(got[2], left, tag=9)] + [comm.irecv(t, left, tag=1) for t in got[:2]]
@@ -197,7 +201,9 @@ def nonblocking_collectives(comm):
     for dtype in COMM_DTYPES:
         everyone = stacked(comm.size, comm.size * 6, dtype)
         shown = everyone[comm.rank]
-        own, gathered, part = shown.clone(), torch.zeros_like(everyone), torch.zeros(6, dtype=dtype)
+        own = shown.clone()
+        gathered = torch.zeros_like(everyone)
+        part = torch.zeros(6, dtype=dtype)
         handles = [
             comm.iall_gather(gathered, shown),
             comm.iall_reduce(own),
@@ -231,7 +237,8 @@ def one_order(random, comms):
 
 
 def random_orders(comm, count=20):
-    row, column = comm.split(comm.rank // 2, comm.rank), comm.split(comm.rank % 2, comm.rank)
+    row = comm.split(comm.rank // 2, comm.rank)
+    column = comm.split(comm.rank % 2, comm.rank)
     random = Random(comm.rank)
     for _ in range(count):
         one_order(random, (column, row))
@@ -292,7 +299,7 @@ LIMITS = {"default": {}, "pieces": {"MAX_COUNT": 100, "STAGE": 200, "SMALL": 2}}
 
 
 def filled(n: int, value: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return `value` everywhere except at the ends, where a count that wraps around would show."""
+    """Return `value` everywhere except at the ends, to find a count that wraps around."""
     tensor = torch.full((n,), value, dtype=dtype)
     tensor[0] = tensor[-1] = 3 * value
     return tensor
@@ -351,9 +358,12 @@ def run_large(world):
 
 
 class Counted:
-    """A part of mpi4py that records its calling threads and its number of concurrent calls."""
+    """A wrapper for mpi4py. It records calling threads and concurrent calls."""
 
-    threads, inside, largest, lock = set(), 0, 0, threading.Lock()
+    threads: ClassVar[set[int]] = set()
+    inside = 0
+    largest = 0
+    lock = threading.Lock()
 
     def __init__(self, inner):
         self.inner = inner
@@ -377,7 +387,8 @@ class Counted:
 
 
 def run_orders(world, count=250):
-    engine, parts = world.engine, (Counted(world.mpi), Counted(world.mpi_comm))
+    engine = world.engine
+    parts = (Counted(world.mpi), Counted(world.mpi_comm))
     engine.test = Counted(engine).test
     random_orders(engine.call(lambda: mpi.MPIComm(*parts, engine)), count)
     assert (len(Counted.threads), Counted.largest) == (
@@ -393,11 +404,9 @@ def chunks_of_shared_memory(comm):
     for dtype in (torch.float32, *HALF):
         n = 3 * node.HALF_BYTES // 4 // comm.size * comm.size + comm.size * 5
         everyone = stacked(comm.size, n, dtype)
-        own, part, gathered = (
-            everyone[comm.rank].clone(),
-            torch.zeros(n // comm.size, dtype=dtype),
-            torch.zeros_like(everyone),
-        )
+        own = everyone[comm.rank].clone()
+        part = torch.zeros(n // comm.size, dtype=dtype)
+        gathered = torch.zeros_like(everyone)
         handles = [
             comm.ireduce_scatter(part, everyone[comm.rank]),
             comm.iall_gather(gathered, everyone[comm.rank]),
@@ -414,7 +423,7 @@ def chunks_of_shared_memory(comm):
 
 
 def run_node(world):
-    """Check shared memory, which starts no thread."""
+    """Check that shared memory works and starts no thread."""
     torch.empty(2**20).zero_()  # this thread's own OpenMP threads
     world.engine.call(
         lambda: runtime.apply_to_communication(runtime.Placement(1, ()), placement.Node.read())

@@ -103,7 +103,8 @@ def found(names):
 
 
 def test_ranks_of_one_name_form_a_node_in_the_order_of_the_world():
-    here, there = ([0, 2, 3], 0, 2), ([1, 4], 1, 2)
+    here = ([0, 2, 3], 0, 2)
+    there = ([1, 4], 1, 2)
     assert found(["b", "a", "b", "b", "a"]) == [
         (*here, True),
         (*there, True),
@@ -124,7 +125,8 @@ def test_ranks_learn_their_node_and_the_one_above(tmp_path):
             Heartbeat(tmp_path / f"alone{world.rank}"), HangSettings(1000.0, tmp_path, None)
         )
         place(watchdog, world, find_nodes(world, f"node{world.rank // 3}"))
-        beat, own = watchdog.heart.beat(), watchdog.link._socket.getsockname()
+        beat = watchdog.heart.beat()
+        own = watchdog.link._socket.getsockname()
         world.barrier()
         watchdog.close()
         return (

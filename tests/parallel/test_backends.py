@@ -1,23 +1,14 @@
 """Native and torch kernels train alike over random models, data and layouts, and as one rank does."""
 
-import contextlib
 import random
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, ChatWriter, signed
-from fugaku_megatron.data.dataset import DatasetConfig
-from fugaku_megatron.data.marks import mark
-from fugaku_megatron.nn.ops import Ops
-from tests.checks.documents import EOD, Texts
-from tests.helpers import build_trainer, small_run
-from tests.threads import ThreadWorld
+from fugaku_megatron.data.chat_dataset import ChatFiles, ChatWriter, signed
+from tests.checks.documents import RESETS
+from tests.checks.layouts import chats_of, texts, train_together
 
 RUNS = 12
 # What one rank does without.
@@ -55,7 +46,7 @@ POSITIONS: tuple[dict[str, Any], ...] = (
 )
 DATA: tuple[dict[str, Any], ...] = (
     {},
-    {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True},
+    RESETS,
     {"sft": True, "mock_data": False, "data_path": ("chats",)},
 )
 
@@ -109,37 +100,12 @@ def files(tmp_path_factory) -> ChatFiles:
     return ChatFiles(prefix)
 
 
-def course(world, run: RunConfig, files: ChatFiles) -> list[float]:
-    """Losses, norms and what experts count of two iterations, and the loss of an evaluation."""
-    torch.set_num_threads(1)
-    data: Any = Texts(run.model.vocab_size, run.model.seq_length, 64, 7)
-    if run.data.sft:
-        data = ChatDataset(
-            files, "train", range(len(files)), 16, DatasetConfig(run.model.seq_length, 1)
-        )
-    elif run.data.marked:
-        data = mark(data, EOD, run.data.eod_mask_loss)
-    ops = Ops.build(run.system.kernels)
-    trainer = build_trainer(run, world, data, data, ops=ops)
-    with contextlib.closing(trainer):
-        found = []
-        for _ in range(2):
-            result = trainer.train_step()
-            found += [result.loss, result.grad_norm]
-            if result.experts is not None:
-                found += result.experts.flatten().tolist()
-            if result.z_loss is not None:
-                found.append(result.z_loss)
-        return [*found, trainer.evaluate(trainer.valid, 3, 1)]
-
-
 @pytest.mark.parametrize("number", range(RUNS))
 def test_both_backends_train_as_one_rank(number, files):
     flags, ranks = drawn(number)
     alone = {name: value for name, value in flags.items() if name not in SHARING}
-    wanted = course(SoloComm(), small_run(**alone, kernels="native"), files)
+    data = chats_of(files) if flags.get("sft") else texts
+    wanted = train_together(1, {**alone, "kernels": "native"}, data).figures
     for backend in ("native", "torch"):
-        run = small_run(**flags, kernels=backend)
-        Layout.from_run(run, ranks)
-        for found in ThreadWorld(ranks).run(course, run, files):
-            assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6), (backend, flags)
+        found = train_together(ranks, {**flags, "kernels": backend}, data).figures
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6), (backend, flags)

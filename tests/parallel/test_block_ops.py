@@ -27,12 +27,15 @@ from tests.checks.ops import (
 )
 
 __all__ = ["ops"]  # the fixture
-F_WIDTH, D, POSITIONS = 20, 8, 9
+F_WIDTH = 20
+D = 8
+POSITIONS = 9
 
 
 def wide_gated_mlp(ops, dtype, put_off=False):
     """Gradients of a gated MLP whose width takes several of the parts in which the native backward goes through it."""
-    x, dy = random(S, B, H, dtype=dtype).requires_grad_(), random(S, B, H, seed=9, dtype=dtype)
+    x = random(S, B, H, dtype=dtype).requires_grad_()
+    dy = random(S, B, H, seed=9, dtype=dtype)
     w1, b1, w2 = (
         parameter(random(*shape, dtype=dtype)) for shape in ((2, 1100, H), (2, 1100), (H, 1100))
     )
@@ -86,7 +89,8 @@ def plain_rotary(
     weights: list[Tensor],
 ) -> Tensor:
     """Token by token and head by head, as complex numbers."""
-    each, out = heads // groups, qkv.clone().view(*qkv.shape[:2], groups, heads // groups + 2, D)
+    each = heads // groups
+    out = qkv.clone().view(*qkv.shape[:2], groups, heads // groups + 2, D)
     cos, sin = (
         (a.double()[first : first + len(qkv)] for a in angles(size)) if size else (None, None)
     )
@@ -149,10 +153,14 @@ def test_rotary(ops, name, heads, groups, size, interleaved, norm):
 )
 def test_native_attention_equals_torchs_over_many_tiles(heads, groups, window, d):
     """With dropout, and recomputed in backward; a tensor-parallel rank's heads begin at row0."""
-    s, key = 210, DropoutKey(5, 9, 40, sample_dim=0, row0=210 * heads)
-    qkv, dout, found = random(s, 2, (heads + 2 * groups) * d), random(s, 2, heads * d, seed=3), []
+    s = 210
+    key = DropoutKey(5, 9, 40, sample_dim=0, row0=210 * heads)
+    qkv = random(s, 2, (heads + 2 * groups) * d)
+    dout = random(s, 2, heads * d, seed=3)
+    found = []
     for backend in BACKENDS:
-        ops, leaf = Ops.build(backend), qkv.clone().requires_grad_()
+        ops = Ops.build(backend)
+        leaf = qkv.clone().requires_grad_()
         attention = partial(
             ops.attention,
             heads=Heads(heads, groups, d),
@@ -169,11 +177,9 @@ def test_native_attention_equals_torchs_over_many_tiles(heads, groups, window, d
 def test_packed_copies_of_a_gated_weight_are_kept():
     """The matmul takes the two matrices as one, which is the same one at every call."""
     ops = Ops.build(keep_packed_weights=True)
-    x, w1, w2 = (
-        random(S, B, H).requires_grad_(),
-        parameter(random(2, F_WIDTH, H)),
-        parameter(random(H, F_WIDTH)),
-    )
+    x = random(S, B, H).requires_grad_()
+    w1 = parameter(random(2, F_WIDTH, H))
+    w2 = parameter(random(H, F_WIDTH))
     for _ in range(3):
         ops.mlp(x, MLPWeights(w1, None, w2, "swiglu")).sum().backward()
     assert len(ops.weight_cache._entries) == 4  # two weights, forward and backward

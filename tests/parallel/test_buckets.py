@@ -25,13 +25,13 @@ from tests.helpers import (
     DROPOUT,
     OVERLAP,
     PP2,
-    TP2,
-    TP2PP2,
     build_trainer,
     dry_trainer,
     grid_groups,
     make_trainer,
     mock,
+    parse_layout,
+    run_layout,
     small_run,
 )
 from tests.threads import ThreadWorld
@@ -78,20 +78,22 @@ def test_the_smallest_bucket_is_megatrons():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
+    "layout",
     [
-        (1, {}),
-        (1, BUCKETS),
-        (2, {**PP2, **BUCKETS}),
-        (4, {"pipeline_model_parallel_size": 4}),
-        (8, {**TP2PP2, **BUCKETS}),
+        "tp1",
+        "overlap_grad_reduce ddp_bucket_size=20000",
+        "pp2 overlap_grad_reduce ddp_bucket_size=20000",
+        "pp4",
+        "tp2 pp2 dp2 overlap_grad_reduce ddp_bucket_size=20000",
     ],
 )
-def test_buckets_lie_where_the_formula_says(ranks, layout):
+def test_buckets_lie_where_the_formula_says(layout):
+    ranks, flags = parse_layout(layout)
     for rank in range(ranks):
-        trainer = dry_trainer(rank, ranks, **layout)
+        trainer = dry_trainer(rank, ranks, **flags)
         run = trainer.run
-        buffer, stage = trainer.optimizer.flat, trainer.groups.pp.rank
+        buffer = trainer.optimizer.flat
+        stage = trainer.groups.pp.rank
         assert [b.end - b.start for b in buffer.buckets] == bucket_elements(
             run, trainer.layout, stage
         )
@@ -126,7 +128,7 @@ def test_buckets_lie_where_the_formula_says(ranks, layout):
     ids=["one-many", "many-one", "many-more"],
 )
 def test_a_checkpoint_loads_whatever_the_buckets_were(saved, loaded, tmp_path):
-    """Load ZeRO-1 shards, which are cut inside buckets, from the files of several ranks."""
+    """Load ZeRO-1 shards from several ranks' files. Shards are cut inside buckets."""
 
     def save_and_load(world) -> None:
         run = {
@@ -167,7 +169,9 @@ class Watched:
     """A handle that checks its tensor. A ThreadComm writes results in `wait`; before, only a late gradient changes the tensor."""
 
     def __init__(self, handle, tensor: torch.Tensor) -> None:
-        self.handle, self.tensor, self.before = handle, tensor, tensor.clone()
+        self.handle = handle
+        self.tensor = tensor
+        self.before = tensor.clone()
 
     def wait(self) -> None:
         if self.before is not None:
@@ -186,7 +190,8 @@ def started_early(world, run, backend: str, make=run_schedule.build_schedule) ->
     trainer = build_trainer(
         run, world, mock(run), groups=groups, ops=Ops.build(backend), make_schedule=make
     )
-    buckets, seen = trainer.optimizer.buckets, []
+    buckets = trainer.optimizer.buckets
+    seen = []
     reduce = buckets.reduce
     buckets.reduce = lambda: (seen.append(len(buckets._sums)), reduce())[1]
     for _ in range(2):
@@ -203,26 +208,17 @@ def started_early(world, run, backend: str, make=run_schedule.build_schedule) ->
 
 
 @pytest.mark.parametrize(
-    ("ranks", "backend", "changes"),
+    ("backend", "layout"),
     [
-        (1, "torch", {"recompute_granularity": "full", "recompute_num_layers": 3, "zero_stage": 1}),
-        (2, "native", {**PP2, "recompute_granularity": "full"}),
-        (4, "torch", {**TP2, "recompute_granularity": "selective"}),
-        (
-            8,
-            "native",
-            {
-                **TP2PP2,
-                "recompute_granularity": "full",
-                "recompute_method": "block",
-                "zero_stage": 1,
-            },
-        ),
+        ("torch", "zero full recompute_num_layers=3"),
+        ("native", "pp2 full"),
+        ("torch", "tp2 dp2 selective"),
+        ("native", "tp2 pp2 dp2 zero full recompute_method=block"),
     ],
 )
-def test_no_gradient_is_written_after_its_reduction_started(ranks, backend, changes):
-    run = small_run(**changes, **BUCKETS, **DROPOUT, num_layers=8)
-    for early, possible in ThreadWorld(ranks).run(started_early, run, backend):
+def test_no_gradient_is_written_after_its_reduction_started(backend, layout):
+    flags = {**BUCKETS, **DROPOUT, "num_layers": 8}
+    for early, possible in run_layout(layout, started_early, flags, backend):
         assert early == possible > 0, "what can be reduced next to the last backward is"
 
 
@@ -236,7 +232,8 @@ def test_a_bucket_waits_for_its_last_micro_batch_in_any_schedule():
 def test_gathers_are_under_way_until_their_weights_are_needed():
     def check(world) -> None:
         trainer = make_trainer(world, small_run(**BOTH))
-        buckets, order = trainer.optimizer.buckets, []
+        buckets = trainer.optimizer.buckets
+        order = []
         trainer.train_step()
         last = len(trainer.optimizer.flat.buckets) - 1
         assert list(buckets._gathers) == list(range(last, -1, -1)), (
@@ -267,7 +264,7 @@ def test_copies_in_bf16_are_in_the_memory_model():
 
 
 def test_the_error_of_gradients_in_bf16():
-    """Compare the sum of 8 ranks with the exact sum: two roundings of up to 2^-8 for any number of ranks."""
+    """Compare the sum over 8 ranks with the exact sum: two roundings by up to 2^-8 for any number of ranks."""
 
     def reduced(world, wire: bool) -> torch.Tensor:
         trainer = make_trainer(world, small_run(**BUCKETS, zero_stage=1, grad_reduce_in_bf16=wire))

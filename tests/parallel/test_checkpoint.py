@@ -25,7 +25,7 @@ STATE = {"consumed_samples": 4096, "loss_scale": 65536.0, "lr": 0.1 + 0.2, "name
 
 
 def _shards(rank, seed):
-    """Two rows of a matrix, and a flat range of another one."""
+    """Return two rows in a matrix, and a flat range in another."""
     whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
     return [
         Shard("w", whole[2 * rank : 2 * rank + 2].bfloat16(), (8, 6), (2 * rank, 0), (2, 6)),
@@ -78,7 +78,7 @@ def _load(directory, seed=1, **arguments):
 
 
 def _load_failure(directory, untouched=True, **arguments):
-    """The message of a failing load; what fails before a file of tensors is opened touches no tensor."""
+    """Return a failing load's message. A load that fails before it opens a tensor file changes no tensor."""
 
     def work(comm):
         shards = _shards(comm.rank, 1)
@@ -148,7 +148,7 @@ class _Stop(BaseException):
 
 @pytest.mark.parametrize("second", [100, 110])
 def test_a_save_interrupted_anywhere_leaves_a_whole_checkpoint(tmp_path, monkeypatch, second):
-    """Stop before each step that changes the directory in turn: what is loaded is wholly the old or wholly the new."""
+    """Stop before each step that changes the directory: the old or the new checkpoint loads."""
 
     def rank(comm, iteration, value):
         shards = [Shard("w", torch.full((3,), value), (3,), (0,), (3,))]
@@ -289,7 +289,7 @@ def test_check_writable_names_flag_path_rank_and_reason(tmp_path):
 
 
 def test_check_writable_creates_the_directory_and_leaves_nothing_in_it(tmp_path):
-    """Only some ranks check here, which name their own flag."""
+    """Only some ranks check here, and name their own flag."""
     ThreadWorld(WORLD).run(lambda comm: check_writable(tmp_path / "a", comm, "--profile-dir", (1,)))
     assert os.listdir(tmp_path / "a") == []
     (tmp_path / "file").write_text("")
@@ -307,7 +307,8 @@ def _replaces(save, load, loaded):
 
 
 def test_checkpoints_that_were_not_loaded_are_not_replaced(tmp_path):
-    own, other = tmp_path / "own", tmp_path / "other"
+    own = tmp_path / "own"
+    other = tmp_path / "other"
     _replaces(own, None, None)  # nothing there
     _save(own, 90)
     _save(own, 100)

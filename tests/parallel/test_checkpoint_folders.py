@@ -50,7 +50,7 @@ def shards(rank, values=None):
 
 
 def content(rank):
-    """Return what `shards` of a rank hold."""
+    """Return the values in a rank's `shards`."""
     own = [2.0 * rank, 2.0 * rank + 1]
     return [own, [7.0]] if rank == 4 else [own]
 
@@ -106,7 +106,9 @@ def test_round_trip_in_folders(few, tmp_path):
 
 def test_a_rank_gets_the_records_of_its_file_only(few, tmp_path, monkeypatch):
     save(tmp_path)
-    read, folders_read, entries = load_module.read_folder, [], []
+    read = load_module.read_folder
+    folders_read = []
+    entries = []
     monkeypatch.setattr(
         load_module,
         "read_folder",
@@ -179,7 +181,7 @@ class Realistic(SoloComm):
 
 
 def big_shards():
-    """Return the shards of one rank of the 30B model: a layer's twelve parameters, master weight and two moments each."""
+    """Return one rank's shards in the 30B model: a layer's twelve parameters, master weight and two moments each."""
     names = [
         f"{kind}/decoder.layers.17.{name}.{part}"
         for kind in ("weight", "exp_avg", "exp_avg_sq")

@@ -1,4 +1,4 @@
-"""A rank's reads of a checkpoint: any piece of a tensor from any others, with little more memory than itself."""
+"""Reading a checkpoint: any piece from any other pieces, with little more memory than the piece."""
 
 import os
 import random
@@ -38,7 +38,7 @@ def stored(directory, ranks: int = 1) -> torch.Tensor:
 
 
 def read(directory, shard: Shard) -> tuple[int, int]:
-    """(bytes read, peak of what Python holds apart from the shards) of loading one shard."""
+    """Load one shard, and return the bytes read and Python's peak memory without the shards."""
     checkpoint = open_checkpoint(directory, SoloComm())
     tracemalloc.start()
     try:
@@ -72,7 +72,8 @@ def test_columns_take_no_more_memory_than_rows(tmp_path):
 
 def test_a_rank_opens_only_files_that_hold_what_it_needs(tmp_path, monkeypatch):
     stored(tmp_path, 4)
-    opened, original = [], load_module.read_shards
+    opened = []
+    original = load_module.read_shards
     monkeypatch.setattr(
         load_module,
         "read_shards",

@@ -48,7 +48,8 @@ def check(directory, capsys, *flags):
 
 
 def test_whole_checkpoints(tmp_path, capsys):
-    first, second = save(tmp_path), save(tmp_path, 20)
+    first = save(tmp_path)
+    second = save(tmp_path, 20)
     code, lines, errors = check(tmp_path, capsys)
     assert (code, errors) == (0, "")
     assert lines == [
@@ -128,7 +129,7 @@ def test_a_tensor_that_is_not_wholly_there(tmp_path, capsys):
 
 
 def rewrite(path, change):
-    """Change the entries of a manifest, whose checksum stays right."""
+    """Change a manifest's entries, and its checksum."""
     contents = json.loads((path / MANIFEST).read_text())
     assert contents["format"] == FORMAT
     change(contents["files"])

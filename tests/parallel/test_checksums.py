@@ -221,7 +221,8 @@ def test_the_tolerance_is_above_rounding_and_far_below_an_element():
     torch.manual_seed(0)
     for m, n, k in ((64, 512, 512), (256, 128, 4096), (32, 4096, 64), (16, 20000, 64)):
         for mean in (0.0, 1.0):  # sums that cancel, and sums that grow
-            left, right = torch.randn(m, k) + mean, torch.randn(n, k) + mean
+            left = torch.randn(m, k) + mean
+            right = torch.randn(n, k) + mean
             matmul = left @ right.t()
             assert compare(left, right, matmul) is None
             matmul[m // 2, n // 3] += (0.5 if mean else 0.05) * matmul.square().mean().sqrt()
@@ -236,7 +237,8 @@ def test_the_tolerance_is_above_rounding_and_far_below_an_element():
 
 
 def test_the_session_tells_it():
-    checksums, log = Checksums(("0",)), Writer()
+    checksums = Checksums(("0",))
+    log = Writer()
     trainer = make_trainer(
         SoloComm(),
         small_run(num_layers=1, train_iters=3),
@@ -264,7 +266,8 @@ def broken(kernel: str, since: int = 0, correct_again: bool = False) -> Observed
 
 
 def broken_session(directory, library, **changes):
-    checksums, log = Checksums((ALL,)), Writer()
+    checksums = Checksums((ALL,))
+    log = Writer()
     run = small_run(
         **{"num_layers": 1, "train_iters": 9, "save": str(directory), "save_interval": 1, **changes}
     )
@@ -309,7 +312,8 @@ def test_a_core_that_is_wrong_again_and_again_ends_the_run(
 
 
 def test_two_wrong_iterations_do_not_end_a_run(tmp_path):
-    one, other = flipped("linear_forward", 2, 29), flipped("linear_data_gradient", 40, 29)
+    one = flipped("linear_forward", 2, 29)
+    other = flipped("linear_data_gradient", 40, 29)
     library = Observed(one, ("linear_data_gradient",), other._observe)
     assert broken_session(tmp_path, library)[0] == 0
 

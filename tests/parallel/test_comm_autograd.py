@@ -33,7 +33,8 @@ def randn(*shape, seed, dtype=torch.float64):
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("kind", ["copies", "parts of the sequence"])
 def test_a_parallel_mlp_equals_the_whole_one(size, kind):
-    shapes, parts = [(12, B, H), (H, H), (H, H)], kind == "parts of the sequence"
+    shapes = [(12, B, H), (H, H), (H, H)]
+    parts = kind == "parts of the sequence"
     x, first, second = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes))
     whole = (torch.tanh(x @ first) @ second).sin()
     whole.square().sum().backward()
@@ -76,7 +77,8 @@ def test_a_parallel_mlp_equals_the_whole_one(size, kind):
 
 def test_a_sum_that_nobody_reads_is_left_out():
     def fn(comm):
-        recorder, x = RecordingComm(comm, "tp"), torch.ones(4, 3, requires_grad=True)
+        recorder = RecordingComm(comm, "tp")
+        x = torch.ones(4, 3, requires_grad=True)
         out = reduce_scatter_to_sequence_parallel(x, recorder, needs_values=False)
         assert out.shape == (2, 3) and recorder.records == []
         out.backward(torch.full((2, 3), comm.rank + 1.0))
@@ -87,7 +89,8 @@ def test_a_sum_that_nobody_reads_is_left_out():
 
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.float64), (3, torch.bfloat16)])
 def test_gather_works_on_the_last_dimension(size, dtype):
-    x, weight = randn(S, B, H, seed=0).to(dtype), randn(S, B, H, seed=1).to(dtype)
+    x = randn(S, B, H, seed=0).to(dtype)
+    weight = randn(S, B, H, seed=1).to(dtype)
 
     def fn(comm):
         part = x.chunk(comm.size, -1)[comm.rank].clone().requires_grad_()
@@ -146,7 +149,9 @@ def test_expanded_and_transposed_tensors_are_taken():
         assert torch.equal(grad, torch.full((6, 4), 2.0 + 1 + 1 + 2 + 1, dtype=torch.float64))
 
 
-ROWS, BATCH, WIDTH = 12, 2, 5
+ROWS = 12
+BATCH = 2
+WIDTH = 5
 COUNT = 3  # blocks of a part, which may have fewer rows
 
 
@@ -160,7 +165,8 @@ def test_every_block_is_there_when_it_is_named(size):
 
     def fn(comm):
         gathering = RowBlocks(comm, kernels, COUNT).gather(whole.chunk(size)[comm.rank])
-        seen, first = torch.zeros(ROWS * BATCH, dtype=torch.int64), None
+        seen = torch.zeros(ROWS * BATCH, dtype=torch.int64)
+        first = None
         for rows in gathering:
             assert torch.equal(gathering.rows[rows], whole.view(-1, WIDTH)[rows])
             seen[rows] += 1
@@ -181,7 +187,8 @@ def test_sums_have_the_bits_of_a_reduce_scatter(size, dtype):
     values = [rows_of(ROWS * BATCH, WIDTH, seed=rank, dtype=dtype) for rank in range(size)]
 
     def fn(comm):
-        blocks, mine = RowBlocks(comm, kernels, COUNT), values[comm.rank]
+        blocks = RowBlocks(comm, kernels, COUNT)
+        mine = values[comm.rank]
         gathering = blocks.gather(mine[: ROWS * BATCH // size])  # on its way at the same time
         total = blocks.sum(ROWS * BATCH, WIDTH, dtype)
         made = torch.zeros(ROWS * BATCH, dtype=torch.int64)

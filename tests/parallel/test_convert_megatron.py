@@ -40,7 +40,9 @@ from tests.hf_models import (  # noqa: E402
     tensors,
 )
 
-TP, PP, LAYERS = 2, 2, 4
+TP = 2
+PP = 2
+LAYERS = 4
 ROWS = 128  # of the padded vocabulary
 GPT2_ARGS = Namespace(
     num_layers=LAYERS,
@@ -96,6 +98,10 @@ LLAMA_ARGS = Namespace(
     add_position_embedding=False,
     rotary_interleaved=False,
 )
+MEGATRON_LAYOUT = (
+    f"--tensor-model-parallel-size {TP} --pipeline-model-parallel-size {PP} "
+    "--make-vocab-size-divisible-by 64"
+).split()
 State = dict[str, torch.Tensor]
 
 
@@ -118,7 +124,7 @@ def share(tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
 
 
 def gpt2_layer(theirs: State, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return a tensor-parallel rank's shard of a layer, with the names of Megatron-LM's first models. theirs: of Hugging Face."""
+    """Return a tensor-parallel rank's layer with names as in Megatron-LM's first models. theirs: Hugging Face's tensors"""
     for norm, name in (("ln_1", "input_layernorm"), ("ln_2", "post_attention_layernorm")):
         yield from (
             (f"{name}.{kind}", theirs[f"{norm}.{kind}"].clone()) for kind in ("weight", "bias")
@@ -239,10 +245,18 @@ def write_legacy(directory: Path, kind: str, theirs: State, virtual: int = 1, **
 
 
 def there(source: Path, directory: Path, *more: object) -> State:
-    """Return the Hugging Face tensors of a Megatron-LM checkpoint, converted by way of one of ours."""
+    """Convert a Megatron-LM checkpoint to our format and to Hugging Face, and return the tensors."""
     assert convert("--from-megatron", source, "--save", directory / "ours", *more) == 0
     assert convert("--load", directory / "ours", "--to-hf", directory / "hf") == 0
     return tensors(directory / "hf")
+
+
+def check_logits(theirs: torch.nn.Module, ours: Path) -> None:
+    tokens = torch.randint(0, VOCABULARY, (24, 2), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = theirs(tokens.t()).logits.transpose(0, 1)
+    tolerance = 1e-5 * expected.abs().max().item()
+    torch.testing.assert_close(our_logits(ours, tokens), expected, rtol=1e-5, atol=tolerance)
 
 
 def weights_of(model: torch.nn.Module) -> State:
@@ -256,15 +270,7 @@ def test_a_legacy_checkpoint(models, tmp_path, kind, virtual):
     theirs = weights_of(models[kind])
     source = write_legacy(tmp_path / "megatron", kind, theirs, virtual)
     assert same(there(source, tmp_path, "--vocab-size", VOCABULARY), theirs)
-    tokens = torch.randint(0, VOCABULARY, (24, 2), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        expected = models[kind](tokens.t()).logits.transpose(0, 1)
-    torch.testing.assert_close(
-        our_logits(tmp_path / "ours", tokens),
-        expected,
-        rtol=1e-5,
-        atol=1e-5 * expected.abs().max().item(),
-    )
+    check_logits(models[kind], tmp_path / "ours")
 
 
 @pytest.mark.parametrize("version", [0, 1.0])
@@ -339,7 +345,8 @@ def stacked_pieces(theirs: State, apart: bool) -> Iterator[tuple[str, torch.Tens
         layers("post_attention_layernorm"),
         None,
     )
-    gate, up = layers("mlp.gate_proj"), layers("mlp.up_proj")
+    gate = layers("mlp.gate_proj")
+    up = layers("mlp.up_proj")
     key = "decoder.layers.mlp.linear_fc1.weight"
     yield from (
         ((f"{key}_w", gate, 1), (f"{key}_v", up, 1))
@@ -402,6 +409,13 @@ def test_a_checkpoint_of_torch_dist(models, tmp_path, kind):
     assert same(there(source, tmp_path), theirs)
 
 
+def read_last(directory: Path) -> dict:
+    """Return the file of the last rank that was written for Megatron-LM."""
+    file = directory / "release" / "mp_rank_01_001" / "model_optim_rng.pt"
+    with torch.serialization.safe_globals([Namespace]):
+        return torch.load(file, weights_only=True)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_what_is_written_for_megatron_has_its_layout(models, tmp_path, kind, impl):
@@ -413,22 +427,16 @@ def test_what_is_written_for_megatron_has_its_layout(models, tmp_path, kind, imp
             tmp_path / "start",
             "--to-megatron",
             tmp_path / "megatron",
-            "--tensor-model-parallel-size",
-            TP,
-            "--pipeline-model-parallel-size",
-            PP,
-            "--make-vocab-size-divisible-by",
-            64,
+            *MEGATRON_LAYOUT,
             "--transformer-impl",
             impl,
         )
         == 0
     )
     assert (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "release"
-    file = "release/mp_rank_01_001/model_optim_rng.pt"
-    with torch.serialization.safe_globals([Namespace]):
-        contents = torch.load(tmp_path / "megatron" / file, weights_only=True)
-    args, expected = contents["args"], vars(CHUNKS[kind][1])
+    contents = read_last(tmp_path / "megatron")
+    args = contents["args"]
+    expected = vars(CHUNKS[kind][1])
     assert not hasattr(args, "mask_vocab_padding"), "Megatron-LM has no such argument"
     assert contents["checkpoint_version"] == 3.0 and args.add_bias_linear is (kind == "gpt2")
     assert all(
@@ -458,35 +466,18 @@ def test_norms_that_store_their_weight_minus_one(models, tmp_path, kind):
         convert("--from-megatron", source, "--save", tmp_path / "ours", "--vocab-size", VOCABULARY)
         == 0
     )
-    tokens = torch.randint(0, VOCABULARY, (24, 2), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        expected = models[kind](tokens.t()).logits.transpose(0, 1)
-    torch.testing.assert_close(
-        our_logits(tmp_path / "ours", tokens),
-        expected,
-        rtol=1e-5,
-        atol=1e-5 * expected.abs().max().item(),
-    )
+    check_logits(models[kind], tmp_path / "ours")
     assert (
         convert(
             "--load",
             tmp_path / "ours",
             "--to-megatron",
             tmp_path / "back",
-            "--tensor-model-parallel-size",
-            TP,
-            "--pipeline-model-parallel-size",
-            PP,
-            "--make-vocab-size-divisible-by",
-            64,
+            *MEGATRON_LAYOUT,
         )
         == 0
     )
-    with torch.serialization.safe_globals([Namespace]):
-        contents = torch.load(
-            tmp_path / "back" / "release" / "mp_rank_01_001" / "model_optim_rng.pt",
-            weights_only=True,
-        )
+    contents = read_last(tmp_path / "back")
     last = {"gpt2": "transformer.ln_f.weight", "llama": "model.norm.weight"}[kind]
     assert contents["args"].apply_layernorm_1p and torch.equal(
         contents["model"]["decoder.final_layernorm.weight"], theirs[last]
@@ -505,10 +496,8 @@ def rewrite(file: Path, **values: object) -> None:
     torch.save({**contents, **values}, file)
 
 
-FIRST, LAST = (
-    "iter_0000007/mp_rank_00_000/model_optim_rng.pt",
-    "iter_0000007/mp_rank_01_001/model_optim_rng.pt",
-)
+FIRST = "iter_0000007/mp_rank_00_000/model_optim_rng.pt"
+LAST = "iter_0000007/mp_rank_01_001/model_optim_rng.pt"
 LEGACY_DAMAGE = [
     (
         lambda d: rewrite(d / LAST, rng_state=Attack()),
@@ -553,7 +542,7 @@ LEGACY_DAMAGE = [
 
 
 def line_of(capsys, source: Path, directory: Path, *more: object) -> str:
-    """Return the one line of a refused conversion, which leaves nothing behind."""
+    """Return a refused conversion's line. The conversion leaves nothing behind."""
     assert convert("--from-megatron", source, "--save", directory / "ours", *more) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert not list(directory.glob("*ours*")) and not Path("attacked").exists()
@@ -603,7 +592,8 @@ DIST_DAMAGE = [
 def test_what_is_missing_damaged_or_malicious_is_named(
     models, tmp_path, capsys, kind, damage, message
 ):
-    source, theirs = tmp_path / "megatron", weights_of(models[kind])
+    source = tmp_path / "megatron"
+    theirs = weights_of(models[kind])
     write_legacy(source, kind, theirs) if kind == "gpt2" else write_dist(source, theirs)
     damage(source)
     assert message in line_of(capsys, source, tmp_path)

@@ -51,20 +51,16 @@ def test_perplexity_is_that_of_transformers(models, ranks, sizes):
     )
     words = [
         *flags,
-        "--text",
-        str(folder / "text.txt"),
-        "--micro-batch-size",
-        "2",
-        "--choices",
-        str(folder / "questions.json"),
-        "--tensor-model-parallel-size",
-        str(sizes[0]),
-        "--pipeline-model-parallel-size",
-        str(sizes[1]),
+        *(
+            f"--text {folder}/text.txt --micro-batch-size 2 "
+            f"--choices {folder}/questions.json --tensor-model-parallel-size {sizes[0]} "
+            f"--pipeline-model-parallel-size {sizes[1]}"
+        ).split(),
     ]
     found = ThreadWorld(ranks).run(lambda world: result(words, world=world))
     assert all(one == found[0] for one in found)
-    (first, *_), tokens = found, count * LENGTH
+    (first, *_) = found
+    tokens = count * LENGTH
     assert (
         first["perplexity"] == pytest.approx(math.exp(-total / tokens), rel=1e-6)
         and first["tokens"] == first["bytes"] == tokens
@@ -99,7 +95,7 @@ def test_a_stride_scores_every_token_once_with_more_before_it(models):
         for start in starts
     )
     tokens = 20 + 8 * (len(starts) - 1)
-    found = result(flags, "--text", str(folder / "text.txt"), "--seq-length", "20", "--stride", "8")
+    found = result(flags, *f"--text {folder}/text.txt --seq-length 20 --stride 8".split())
     assert found["perplexity"] == pytest.approx(math.exp(-total / tokens), rel=1e-6)
     assert (found["tokens"], found["windows"]) == (tokens, len(starts))
 
@@ -108,12 +104,7 @@ def test_a_file_and_lines_of_the_result(models, tmp_path, capsys):
     folder, flags, _ = models
     found = result(
         flags,
-        "--input",
-        str(folder / "text.txt"),
-        "--json",
-        str(tmp_path / "r.json"),
-        "--max-windows",
-        "2",
+        *f"--input {folder}/text.txt --json {tmp_path}/r.json --max-windows 2".split(),
     )
     assert (
         json.loads((tmp_path / "r.json").read_text()) == found
@@ -130,9 +121,7 @@ def test_a_file_and_lines_of_the_result(models, tmp_path, capsys):
         found["after_max_windows"] == 4 * 24
         and found["left_out"] == len(PROSE.encode()) - 1 - 6 * 24 > 0
     )
-    whole = result(
-        flags, "--text", str(folder / "text.txt"), "--choices", str(folder / "questions.json")
-    )
+    whole = result(flags, *f"--text {folder}/text.txt --choices {folder}/questions.json".split())
     assert (
         whole["windows"] == 6
         and whole["without_context"] == 1
@@ -158,7 +147,8 @@ def test_logits_are_computed_for_some_rows_at_a_time_and_progress_is_told(
     models, monkeypatch, capsys
 ):
     folder, flags, _ = models
-    expected, rows = result(flags, "--text", str(folder / "text.txt")), []
+    expected = result(flags, "--text", str(folder / "text.txt"))
+    rows = []
     gather = scoring.gather_from_tensor_parallel
     monkeypatch.setattr(scoring, "LOGITS_BYTES", 257 * 4 * 10)
     monkeypatch.setattr(
@@ -167,7 +157,7 @@ def test_logits_are_computed_for_some_rows_at_a_time_and_progress_is_told(
         lambda x, comm: rows.append(len(x)) or gather(x, comm),
     )
     monkeypatch.setattr(scoring, "PROGRESS_SECONDS", 0.0)
-    found = result(flags, "--text", str(folder / "text.txt"), "--micro-batch-size", "3")
+    found = result(flags, *f"--text {folder}/text.txt --micro-batch-size 3".split())
     assert max(rows) == 10 and sum(rows) == found["tokens"]
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
     lines = capsys.readouterr().err.splitlines()
@@ -195,7 +185,7 @@ def test_pairs_of_context_and_continuation():
 
 
 def copied(tokens: list[int], window: int) -> list[int]:
-    """Return what a model that only copies says after each token: what followed the same 9 tokens before, at most `window` ago."""
+    """Return a copying model's next tokens: the token that followed the same 9 tokens at most `window` ago."""
     said = []
     for end in range(1, len(tokens) + 1):
         first = max(0, end - window)
@@ -212,7 +202,8 @@ def needles_of(flags: list[str], file: Path, length: tuple[int, ...], depths: tu
     """(the model on one rank, its tokenizer, two prompts of each length and depth)."""
     parser = Parser()
     evaluate.add_arguments(parser)
-    source, loaded = evaluate.Source.of(parser.parse_args(flags)), loading_of(flags)
+    source = evaluate.Source.of(parser.parse_args(flags))
+    loaded = loading_of(flags)
     tokenizer = source.open_tokenizer(source.manifest(SoloComm())[1])
     return (
         loaded,
@@ -223,7 +214,7 @@ def needles_of(flags: list[str], file: Path, length: tuple[int, ...], depths: tu
 
 @pytest.mark.parametrize("window", [1000, 100])
 def test_a_model_that_copies_finds_the_needles_that_it_sees(models, monkeypatch, window):
-    """On logits that are forced; what lies further back than it sees is not found."""
+    """With forced logits. A needle outside the window is not found."""
     folder, flags, _ = models
     loaded, tokenizer, needles = needles_of(flags, folder / "text.txt", (220,), (0, 50, 100))
 
@@ -244,7 +235,8 @@ def test_a_model_that_copies_finds_the_needles_that_it_sees(models, monkeypatch,
             and text[-6:].isdecimal()
         )
         assert text.count(f"is{text[-7:]}") == 2
-        place, end = text.index("\nThe secret"), text.index(".\n") + 2
+        place = text.index("\nThe secret")
+        end = text.index(".\n") + 2
         after = text.rindex("\nThe secret") - end
         assert (place == 0, abs(place - after) < 6, after == 0) == tuple(
             number // 2 == depth for depth in range(3)
@@ -256,24 +248,16 @@ def test_needles_are_scored_as_transformers_does(models, tmp_path, capsys, ranks
     folder, flags, theirs = models
     words = [
         *flags,
-        "--needle",
-        str(folder / "text.txt"),
-        "--needle-lengths",
-        "100",
-        "200",
-        "--needle-depths",
-        "0",
-        "90",
-        "--needle-samples",
-        "2",
-        "--tensor-model-parallel-size",
-        str(sizes[0]),
-        "--pipeline-model-parallel-size",
-        str(sizes[1]),
+        *(
+            f"--needle {folder}/text.txt --needle-lengths 100 200 --needle-depths 0 90 "
+            f"--needle-samples 2 --tensor-model-parallel-size {sizes[0]} "
+            f"--pipeline-model-parallel-size {sizes[1]}"
+        ).split(),
     ]
     found = ThreadWorld(ranks).run(lambda world: result(words, world=world))[0]["needle"]
     _, _, needles = needles_of(flags, folder / "text.txt", (100, 200), (0, 90))
-    loss, likelier = [], []
+    loss = []
+    likelier = []
     for request in needles.requests:
         with torch.no_grad():
             logits = theirs(torch.tensor(request.tokens[None, :-1].astype("int64"))).logits[0, -7:]
@@ -301,17 +285,10 @@ def test_a_picture_of_the_needles(models, tmp_path):
     pytest.importorskip("matplotlib")
     result(
         flags,
-        "--needle",
-        str(folder / "text.txt"),
-        "--needle-lengths",
-        "90",
-        "--needle-depths",
-        "0",
-        "100",
-        "--needle-samples",
-        "1",
-        "--png",
-        str(tmp_path / "n.png"),
+        *(
+            f"--needle {folder}/text.txt --needle-lengths 90 --needle-depths 0 100 "
+            f"--needle-samples 1 --png {tmp_path}/n.png"
+        ).split(),
     )
     assert (tmp_path / "n.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -319,53 +296,53 @@ def test_a_picture_of_the_needles(models, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ([], "nothing to evaluate: pass --input"),
-        (["--text", "a", "--data-path", "b"], "--input and --data-path exclude each other"),
+        ("", "nothing to evaluate: pass --input"),
+        ("--text a --data-path b", "--input and --data-path exclude each other"),
         (
-            ["--text", "short.txt"],
+            "--text short.txt",
             r"--input short.txt has 5 tokens, and a window needs 24 and the one that follows: pass a longer",
         ),
-        (["--input", "absent"], "--input absent: cannot be read"),
-        (["--text", "t", "--stride", "25"], "--stride is 25, more than the 24"),
-        (["--text", "t", "--stride", "0"], "--stride is 0: pass a number above 0"),
+        ("--input absent", "--input absent: cannot be read"),
+        ("--text t --stride 25", "--stride is 25, more than the 24"),
+        ("--text t --stride 0", "--stride is 0: pass a number above 0"),
         (
-            ["--text", "t", "--json", "no/where.json"],
+            "--text t --json no/where.json",
             "--json no/where.json: .*no is not a directory",
         ),
         (
-            ["--text", "t", "--seq-length", "225"],
+            "--text t --seq-length 225",
             "--seq-length is 225, and the model of --load .* has 224 positions",
         ),
         (
-            ["--text", "t", "--needle-lengths", "9"],
+            "--text t --needle-lengths 9",
             "--needle-lengths goes with --needle FILE: pass both",
         ),
-        (["--text", "t", "--png", "x.png"], "--png goes with --needle FILE: pass both"),
+        ("--text t --png x.png", "--png goes with --needle FILE: pass both"),
         (
-            ["--needle", "short.txt", "--needle-depths", "101"],
+            "--needle short.txt --needle-depths 101",
             "--needle-depths is 101: pass a number from 0 to 100",
         ),
         (
-            ["--needle", "short.txt", "--needle-samples", "0"],
+            "--needle short.txt --needle-samples 0",
             "--needle-samples is 0: pass a number from 1 to",
         ),
         (
-            ["--needle", "short.txt", "--needle-lengths", "60"],
+            "--needle short.txt --needle-lengths 60",
             "--needle-lengths has 60, and the sentence and its beginning have 7",
         ),
         (
-            ["--needle", "short.txt", "--needle-lengths", "225"],
+            "--needle short.txt --needle-lengths 225",
             "--needle-lengths has 225, and the model learned 224 positions: pass",
         ),
-        (["--choices", "none.json"], "--choices none.json: not JSON"),
-        (["--choices", "empty.json"], "empty.json: expected a list"),
+        ("--choices none.json", "--choices none.json: not JSON"),
+        ("--choices empty.json", "empty.json: expected a list"),
         (
-            ["--choices", "answer.json"],
+            "--choices answer.json",
             "answer.json: question 0: answer is 2: pass the number of a choice, 0 to 1",
         ),
-        (["--choices", "fields.json"], 'fields.json: question 1: expected ."context"'),
+        ("--choices fields.json", 'fields.json: question 1: expected ."context"'),
         (
-            ["--choices", "long.json"],
+            "--choices long.json",
             "long.json: question 0: continuation 'bbb.*' has 25 tokens, and the model takes 24",
         ),
     ],
@@ -383,12 +360,12 @@ def test_mistakes(models, tmp_path, monkeypatch, more, message):
     ):
         Path(f"{name}.json").write_text(text)
     with pytest.raises(ValueError, match=message) as refused:
-        result(models[1], *more)
+        result(models[1], *more.split())
     assert "\n" not in str(refused.value)
 
 
 def test_a_number_of_ranks_that_does_not_fit(models):
-    words = [*models[1], "--text", "t", "--tensor-model-parallel-size", "2"]
+    words = [*models[1], *"--text t --tensor-model-parallel-size 2".split()]
     assert "2 x 1 takes a multiple of 2 ranks, and 3 were started" in one_error(
         3, lambda world: result(words, world=world)
     )
@@ -415,13 +392,10 @@ def test_the_loss_of_chats_is_that_of_the_assistants_tokens(chat_model, ranks):
         chat_checks.write_lines(folder / f"{name}.jsonl", *({"messages": talk} for talk in part))
     words = [
         *flags,
-        "--chats",
-        str(folder / "a.jsonl"),
-        str(folder / "b.jsonl"),
-        "--micro-batch-size",
-        "2",
-        "--pipeline-model-parallel-size",
-        str(ranks),
+        *(
+            f"--chats {folder}/a.jsonl {folder}/b.jsonl --micro-batch-size 2 "
+            f"--pipeline-model-parallel-size {ranks}"
+        ).split(),
     ]
     a, b = ThreadWorld(ranks).run(lambda world: result(words, world=world))[0]["chats"]
     template = ChatTemplate(HuggingFaceTokenizer(folder / "saved" / "hugging_face"))
@@ -446,8 +420,9 @@ def test_the_loss_of_chats_is_that_of_the_assistants_tokens(chat_model, ranks):
 
 @pytest.mark.parametrize("tp, pp", [(1, 1), (2, 2)])
 def test_the_loss_of_training_on_packed_chats_is_that_of_each_chat_alone(tmp_path, tp, pp):
-    """The losses of the whole set are equal, in samples of several chats with padding; the last sample has fewer trained tokens."""
-    folder, prefix = tmp_path / "saved", str(tmp_path / "chats")
+    """Losses over the whole set are equal, in samples with several chats and padding."""
+    folder = tmp_path / "saved"
+    prefix = str(tmp_path / "chats")
     talks = [
         [chat_checks.user("q" * (i % 5)), chat_checks.assistant("a" * (1 + i % 3))]
         for i in range(9)
@@ -483,14 +458,9 @@ def test_the_loss_of_training_on_packed_chats_is_that_of_each_chat_alone(tmp_pat
         return len(data), loss
 
     (samples, loss), *_ = ThreadWorld(tp * pp).run(trained)
-    words = [
-        "--load",
-        str(folder),
-        "--tokenizer-type",
-        "HuggingFaceTokenizer",
-        "--tokenizer-model",
-        str(tokenizer),
-    ]
+    words = (
+        f"--load {folder} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tokenizer}"
+    ).split()
     (alone,) = result([*words, "--chats", str(tmp_path / "chats.jsonl")])["chats"]
     assert 1 < samples < 9 and loss == pytest.approx(alone["loss"], rel=1e-6)
 
@@ -519,10 +489,10 @@ def test_generate_renders_chats(chat_model, capsys, tmp_path):
 
     answer = "<|im_start|>assistant\n"
     begin = f"<|im_start|>user\none?<|im_end|>\n{answer}"
-    assert write("--chat", "--prompt", "one?", "--system", "s").startswith(
+    assert write(*"--chat --prompt one? --system s".split()).startswith(
         f"[<|im_start|>system\ns<|im_end|>\n{begin}]"
     )
-    assert write("--chat", "--prompt", "one?", "--temperature", "0") == write(
+    assert write(*"--chat --prompt one? --temperature 0".split()) == write(
         "--prompt", begin, "--temperature", "0"
     )
     (tmp_path / "p.json").write_text(json.dumps(["one?", chat_checks.TALK[:3]]))

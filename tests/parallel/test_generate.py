@@ -1,4 +1,4 @@
-"""Texts of checkpoints: what training taught, the tokens of transformers one by one, and every layout alike."""
+"""Generated texts: learned by heart, token by token as transformers' texts, and the same in every layout."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from tests.threads import ThreadWorld
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(directory of a checkpoint that knows TEXT by heart, flags of its tokenizer)."""
+    """Return a checkpoint directory with TEXT learned by heart, and tokenizer flags."""
     directory = tmp_path_factory.mktemp("generate")
     flags = write_tokenizer(directory)
     save_trained(SoloComm(), directory / "checkpoint", 80)
@@ -42,7 +42,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def write(trained, capsys):
-    """write(flags ...) -> what the command prints."""
+    """Return a function that runs the command with flags and returns its output."""
 
     def call(*flags: str, world=None) -> str:
         parser = Parser()
@@ -135,10 +135,8 @@ def test_ranks_and_vocabularies_that_do_not_fit(write):
 
 
 def test_sampled_texts_do_not_depend_on_the_layout(trained):
-    manifest, sampled = (
-        read_manifest(trained[0], 80),
-        Sampling(temperature=3.0, top_k=100, top_p=0.9, seed=3),
-    )
+    manifest = read_manifest(trained[0], 80)
+    sampled = Sampling(temperature=3.0, top_k=100, top_p=0.9, seed=3)
 
     def continued(world, *sizes: int) -> list[list[int]]:
         loaded = load_model(saved_run(manifest, sizes), world, str(trained[0]), 80, manifest)
@@ -233,9 +231,10 @@ def family_tokens(world, family: str, tp: int, pp: int, count: int) -> list[list
 
 
 def likeliest(family: str, ids: list[list[int]]) -> list[list[int]]:
-    """Return the token that transformers finds likeliest after each prefix of SHORT with `ids`, in one forward of a sequence."""
+    """Return transformers' likeliest token after each prefix of SHORT with `ids`, in one forward per sequence."""
     pytest.importorskip("transformers")
-    model, trained = theirs(family), random_model(SoloComm(), family, 1, 1)
+    model = theirs(family)
+    trained = random_model(SoloComm(), family, 1, 1)
     copy_to(model, {p.spec.name: p.data for p in trained.stage.parameters()}, family)
     with torch.no_grad():
         return [
@@ -286,10 +285,11 @@ def test_greedy_tokens_of_families_that_people_train(family):
     ids=str,
 )
 def test_tokens_with_kept_keys_are_those_of_whole_sequences(changes):
-    """Each token of models that torch computes in part is the likeliest after one forward of all tokens before it."""
+    """Each token is the likeliest after one forward over all tokens before it, for models that torch computes in part."""
     model = random_model(SoloComm(), "gpt", 1, 1, **changes)
     ids = tokens_of(model, SHORT, 6)
-    chunk, at = model.stage.last, Pass(first_sample=0, training=False)
+    chunk = model.stage.last
+    at = Pass(first_sample=0, training=False)
     for prompt, own in zip(SHORT, ids, strict=True):
         tokens = torch.tensor(prompt + own)[:, None]  # (s, 1)
         with torch.no_grad():

@@ -73,7 +73,8 @@ def test_groups_of_divided_experts(sizes, rank, ep, etp, edp):
 
 
 def test_a_dry_rank_of_a_large_job_works_out_no_more_ranks_than_its_groups_have(monkeypatch):
-    asked, rank = [], Grid.rank
+    asked = []
+    rank = Grid.rank
     monkeypatch.setattr(Grid, "rank", lambda *place: asked.append(place) or rank(*place))
     groups = Grid(12288, tp=6, pp=8).groups(SoloComm(12287, 12288))
     assert len(asked) == 6 + 8 + 256 + 2

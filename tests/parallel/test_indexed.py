@@ -1,4 +1,4 @@
-"""The files of a data set: layout byte for byte, checks and atomicity, and the index of samples, whoever built it."""
+"""Data set files: layout byte for byte, checks and atomicity, and the sample index."""
 
 from __future__ import annotations
 
@@ -346,7 +346,8 @@ def test_a_folder_that_takes_no_files_is_a_note_for_a_small_index_and_an_error_f
 
 
 def test_rank_0_builds_and_all_ranks_read(corpus, monkeypatch):
-    builders, write_header = [], np.lib.format.write_array_header_1_0
+    builders = []
+    write_header = np.lib.format.write_array_header_1_0
     monkeypatch.setattr(
         index_cache.np.lib.format,
         "write_array_header_1_0",

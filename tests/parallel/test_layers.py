@@ -16,7 +16,10 @@ from fugaku_megatron.optim.flat import FlatParameters
 from tests.helpers import dry_trainer, small_run
 from tests.threads import ThreadWorld
 
-S, B, H, SEED = 6, 3, 32, 11
+S = 6
+B = 3
+H = 32
+SEED = 11
 
 
 def model(**changes):
@@ -29,7 +32,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 LAYERS: dict[str, Callable[[layers.Context], nn.Module]] = {
     "layer_norm": lambda c: layers.LayerNorm("x", c),
-    "column": lambda c: layers.ColumnParallelLinear("x", H, 48, c),
+    "column": lambda c: layers.ColumnParallelLinear("x", H, (48,), c),
     "row": lambda c: layers.RowParallelLinear("x", H, 48, c),
     "words": lambda c: layers.VocabParallelEmbedding("x", 96, c),
     "positions": lambda c: layers.PositionEmbedding("x", c),
@@ -40,7 +43,7 @@ LAYERS: dict[str, Callable[[layers.Context], nn.Module]] = {
 
 
 def build(name: str, tp, **changes) -> tuple[nn.Module, FlatParameters]:
-    """A layer with memory; biases and norms, which start at constants, get values that differ by element."""
+    """Build a layer with memory. Biases and norms, constant at first, are random."""
     layer = LAYERS[name](
         layers.Context(model(init_method_std=0.2, **changes), tp, Ops.build(), SEED)
     )
@@ -103,7 +106,7 @@ def test_parameters_are_born_without_memory_and_know_their_place():
 
 
 def run_layer(name: str, tp, dropout: float = 0.0) -> tuple[Tensor, Tensor | None, dict]:
-    """(output, input gradient, {name: (parameter, its gradient)}); slices where the layer takes or gives slices."""
+    """Return the output, the input gradient, and parameters with gradients by name; slices if the layer has slices."""
     layer, flat = build(name, tp, hidden_dropout=dropout, attention_dropout=dropout)
     tokens = torch.randint(0, 96, (S, B), generator=torch.Generator().manual_seed(1))
     x = random(S, B, H)

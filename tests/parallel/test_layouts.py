@@ -1,322 +1,616 @@
-"""Every layout, schedule and option trains as one rank does, and what only changes the order of work keeps every bit."""
+"""Every model trains in every layout as on one rank, and options that only reorder work change no bit."""
 
 import functools
-from contextlib import closing
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from fugaku_megatron.comm.base import Comm
-from tests.helpers import (
-    ALLGATHER,
-    CP2,
-    CP4,
-    DROPOUT,
-    OVERLAP,
-    P2P,
-    PP2,
-    TP2,
-    TP2PP2,
-    make_trainer,
-    small_run,
-    whole_tensors,
+from fugaku_megatron.comm.base import Comm, SoloComm
+from fugaku_megatron.config.run_config import RunConfig
+from tests.checks.adapters import ADAPTED_EXPERTS, QWEN
+from tests.checks.chats import CHAT_LENGTH, PADDED_CHATS, packed, write_chats, write_random_chats
+from tests.checks.documents import RESETS
+from tests.checks.experts import (
+    ALL,
+    BALANCED,
+    BIASED,
+    BY_POSITION,
+    CAPACITY,
+    EXPERTS,
+    SHARED,
+    SINKHORN,
 )
+from tests.checks.layouts import (
+    Data,
+    Trained,
+    chats_of,
+    random_tokens,
+    texts,
+    train,
+    train_together,
+)
+from tests.checks.moments import BF16_MOMENTS, EIGHT
+from tests.checks.moments import SIZES as UNEVEN
+from tests.helpers import DROPOUT, assert_near, make_trainer, parse_layout, run_layout, small_run
 from tests.llama_models import FAMILIES
-from tests.threads import ThreadWorld
+from tests.threads import ThreadComm
+
+
+class Model(NamedTuple):
+    """A model, the name of its data, and the largest relative difference between its layouts."""
+
+    flags: dict[str, Any]
+    data: str = "tokens"
+    tolerance: float = 5e-6
+    iterations: int = 2
+
 
 BASE = {"global_batch_size": 8, **DROPOUT}
-PP4 = {"pipeline_model_parallel_size": 4}
-SEQUENCE, TORCH = {"sequence_parallel": True}, {"kernels": "torch"}
-FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
-BLOCK = {**FULL, "recompute_method": "block"}
-INTERLEAVED, ZB_H1, ZBV = (
-    {"num_virtual_stages_per_pipeline_rank": 2},
-    {"pipeline_schedule": "zb-h1"},
-    {"pipeline_schedule": "zbv"},
+ROPE = {"position_embedding_type": "rope"}
+LORA = {**QWEN, "lora_dropout": 0.25, **DROPOUT}
+TEN = {"lr": 1e-3, "hidden_dropout": 0.1}
+CAPPED = {"moe_expert_capacity_factor": 1.0}
+PLAIN = {"swiglu": False, "squared_relu": True}
+ATTENTION = {"lora_target": "q_proj,k_proj,v_proj,o_proj"}
+EVEN = {**EXPERTS, **SHARED, **SINKHORN, "moe_router_topk": 1, "moe_z_loss_coeff": 0.01}
+CHATS = {**PADDED_CHATS, **packed(8)}
+CHATS_OF_EXPERTS = {**CHATS, **EXPERTS, **packed(8)}
+BALANCED_CHATS = {**CHATS_OF_EXPERTS, **BALANCED}
+ONE_CHAT = {"micro_batch_size": 1, "global_batch_size": 1}
+DYNAMIC_ROPE = {"rope_dynamic_factor": 2.0, "rope_scaling_original_max_position_embeddings": 4}
+MODELS = {
+    "gpt": Model(BASE),
+    "gpt of 8 layers": Model({**BASE, "num_layers": 8}),
+    "gpt in bf16": Model({**BASE, "bf16": True}, tolerance=0.02),
+    "gpt in fp16": Model({**BASE, "fp16": True, "initial_loss_scale": 1024.0}, tolerance=0.02),
+    "moments in bf16": Model({**BASE, **BF16_MOMENTS}),
+    "moments in int8": Model(
+        {**UNEVEN, **EIGHT, "global_batch_size": 8, "lr_decay_style": "constant"}, iterations=5
+    ),
+    **{family: Model({**BASE, **flags}) for family, flags in FAMILIES.items()},
+    "llama of 4 layers": Model({**BASE, **FAMILIES["llama"], "num_layers": 4}),
+    "qwen3 of 4 layers": Model({**BASE, **FAMILIES["qwen3"], "num_layers": 4}),
+    "qwen3 in bf16": Model({**BASE, **FAMILIES["qwen3"], "bf16": True}, tolerance=0.02),
+    # What no published family mixes.
+    "biases": Model(
+        {
+            **BASE,
+            **ROPE,
+            "num_layers": 2,
+            "swiglu": True,
+            "rotary_percent": 0.5,
+            "rotary_interleaved": True,
+        }
+    ),
+    "no positions": Model(
+        {
+            **BASE,
+            "num_layers": 2,
+            "normalization": "RMSNorm",
+            "position_embedding_type": "none",
+            "qk_layernorm": True,
+            "group_query_attention": True,
+            "num_query_groups": 4,
+            "kv_channels": 12,
+            "window_size": "2,0",
+        }
+    ),
+    "norms over all heads": Model(
+        {"qk_layernorm": True, "qk_layernorm_all_heads": True, "normalization": "RMSNorm"}
+    ),
+    "windows": Model(
+        {
+            **DROPOUT,
+            "group_query_attention": True,
+            "num_query_groups": 4,
+            "num_attention_heads": 8,
+            "window_size": "20,0",
+            "seq_length": 64,
+            "max_position_embeddings": 64,
+        },
+        tolerance=1e-6,
+        iterations=4,
+    ),
+    "documents": Model({**BASE, **RESETS}, "texts"),
+    "documents with rope": Model({**BASE, **RESETS, **ROPE}, "texts"),
+    "experts": Model(ALL, tolerance=2e-6),
+    "experts without gates": Model({**ALL, **PLAIN}, tolerance=2e-6),
+    "experts by sinkhorn": Model({**EVEN, "moe_layer_freq": "[0]+[1]*3"}),
+    "experts of a capacity": Model({**ALL, **CAPPED}, tolerance=2e-6),
+    "experts of a capacity by position": Model(
+        {**ALL, **CAPPED, "moe_token_drop_policy": "position"}
+    ),
+    "experts, ten iterations": Model({**ALL, **TEN}, iterations=10),
+    "experts of a capacity, ten iterations": Model({**ALL, **TEN, **CAPPED}, iterations=10),
+    "lora": Model(LORA),
+    "lora without dropout": Model(QWEN),
+    "lora of attention": Model({**ADAPTED_EXPERTS, **ATTENTION}),
+    "lora of attention in bf16": Model(
+        {**ADAPTED_EXPERTS, **ATTENTION, "bf16": True}, tolerance=0.05
+    ),
+    "lora of experts": Model(ADAPTED_EXPERTS),
+    "lora of experts in bf16": Model({**ADAPTED_EXPERTS, "bf16": True}, tolerance=0.05),
+    "lora of all matrices of experts": Model(
+        {**ADAPTED_EXPERTS, "lora_target": "gate_proj,up_proj,down_proj"}
+    ),
+    "lora of two matrices of experts": Model(
+        {**ADAPTED_EXPERTS, "lora_target": "up_proj,down_proj"}
+    ),
+    "lora of fc1": Model({**ADAPTED_EXPERTS, "lora_target": "linear_fc1"}),
+    "lora of experts, ten iterations": Model(
+        {**ADAPTED_EXPERTS, **TEN, "moe_layer_freq": "1"}, iterations=10
+    ),
+    "lora of experts of a capacity, ten iterations": Model(
+        {**ADAPTED_EXPERTS, **TEN, **CAPPED, "moe_layer_freq": "1"}, iterations=10
+    ),
+    "chats": Model(CHATS, "chats"),
+    "chats with dynamic rope": Model({**CHATS, **DYNAMIC_ROPE}, "chats"),
+    "chats of experts": Model(BALANCED_CHATS, "chats"),
+    "chats of experts by sigmoid": Model({**BALANCED_CHATS, **BIASED}, "chats"),
+    "chats of a shared expert": Model(
+        {**BALANCED_CHATS, "moe_shared_expert_intermediate_size": 20}, "chats"
+    ),
+    "chats of experts of a capacity": Model({**BALANCED_CHATS, **CAPACITY}, "chats"),
+    "chats of experts of a capacity by position": Model(
+        {**CHATS_OF_EXPERTS, **BY_POSITION}, "chats"
+    ),
+    "chats of experts by sinkhorn": Model({**CHATS_OF_EXPERTS, **SINKHORN}, "chats"),
+    "chats of one expert by sinkhorn": Model(
+        {**CHATS_OF_EXPERTS, **SINKHORN, **CAPACITY, "moe_router_topk": 1}, "chats"
+    ),
+    "chats with a z-loss of experts": Model(
+        {**CHATS_OF_EXPERTS, "moe_z_loss_coeff": 0.1, "micro_batch_size": 1}, "chats"
+    ),
+    "chats balanced by sample": Model(
+        {
+            **CHATS_OF_EXPERTS,
+            "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
+            "moe_aux_loss_coeff": (0.1, 0.3),
+        },
+        "chats",
+    ),
+    "one chat of experts by sigmoid": Model({**BALANCED_CHATS, **BIASED, **ONE_CHAT}, "one chat"),
+    "one chat of experts of a capacity by position": Model(
+        {**CHATS_OF_EXPERTS, **BY_POSITION, **ONE_CHAT}, "one chat"
+    ),
+    "one chat of experts by sinkhorn": Model(
+        {**CHATS_OF_EXPERTS, **SINKHORN, **ONE_CHAT}, "one chat"
+    ),
+}
+LAYOUTS = {  # every option once at least, and pairs of options rather than all combinations
+    "gpt": [
+        "tp2 selective",
+        "tp2 sequence selective torch",
+        "tp4 sequence",
+        "pp2 pipeline_split='3,1'",
+        "pp4 full",
+        "dp2 zero selective",
+        "dp4 overlap",
+        "tp2 pp2 dp2",
+        "tp2 pp2 dp2 sequence overlap full recompute_num_layers=2",
+        "pp2 dp2 interleaved overlap",
+        "pp4 zb-h1",
+        "pp2 zb-h1 interleaved full",
+        "pp2 dp2 zb-h1 interleaved overlap",
+        "pp2 zbv full recompute_method=block zero_bubble_max_pending_backward=3",
+        "tp2 pp2 dp2 zbv sequence overlap",
+        "cp2 selective",
+        "cp4 zero",
+        "cp2 pp2 zbv full torch",
+        "cp2 tp2 blocks sequence",
+        "cp2 p2p selective",
+        "cp4 p2p zero",
+        "cp4 allgather torch",
+        "cp2 tp2 pp2 p2p sequence overlap",
+        "cp2 pp2 allgather zbv full",
+        "cp2 cp_comm_type=('p2p','a2a','allgather','a2a+p2p')",
+    ],
+    "gpt of 8 layers": ["pp4 num_layers_per_virtual_pipeline_stage=1"],
+    "gpt in bf16": ["dp2 zero"],
+    "gpt in fp16": ["tp2 pp2 sequence"],
+    "moments in bf16": ["tp2 pp2 dp2 overlap"],
+    "moments in int8": ["dp2", "dp2 zero", "tp2", "pp2", "tp2 pp2 dp2 zero"],
+    "llama": ["tp2 pp2 sequence torch", "cp2", "cp4 p2p torch"],
+    "llama of 4 layers": ["pp2 zbv zero"],
+    "mistral": ["tp2 dp2 overlap"],
+    "qwen2": ["tp2 pp2"],
+    "qwen3": ["tp2 sequence blocks selective", "cp2 tp2 sequence"],
+    "qwen3 of 4 layers": ["pp2 dp2 full"],
+    "qwen3 in bf16": ["tp2 pp2"],
+    "biases": ["tp2 pp2 dp2 overlap", "cp2 pp2"],
+    "no positions": ["tp2 dp2 zero", "cp2 dp2 overlap"],
+    "norms over all heads": ["cp2", "cp2 allgather"],
+    "documents": [
+        "tp2 sequence",
+        "pp2 zbv",
+        "micro_batch_size=1",
+        "cp2 tp2 pp2 sequence zbv",
+        "torch",
+    ],
+    "documents with rope": [
+        "tp2 sequence blocks",
+        "pp4",
+        "dp2 overlap",
+        "pp2 num_layers_per_virtual_pipeline_stage=1",
+        "pp2 zbv",
+        "pp2 dp2 zb-h1",
+        "micro_batch_size=1",
+        "micro_batch_size=8",
+        "tp2 dp2 micro_batch_size=4",
+        "cp2",
+        "cp2 tp2 pp2 sequence zbv",
+        "cp4 p2p",
+        "cp2 pp2 allgather zbv",
+        "full",
+        "pp2 selective",
+        "torch",
+    ],
+    "experts": [
+        "tp2",
+        "tp2 sequence blocks",
+        "full",
+        "packed",
+        "tp2 pp2 sequence zb-h1",
+        "pp2 dp2 overlap zbv",
+        "dp4 ep2 overlap",
+        "dp4 ep4 zero",
+        "tp2 dp2 ep2 sequence",
+        "tp2 dp2 ep2 etp1 sequence zero",
+        "tp2 dp2 ep4 etp1 sequence",
+        "tp2 etp1 sequence",
+        "cp2",
+        "cp2 ep2 p2p",
+        "cp2 tp2 dp2 ep4 etp1 sequence zero",
+        "cp2 pp2 ep2 zbv",
+        "in a node: dp4 ep2 zero",
+        "dp2 ep2 full",
+        "dp2 ep2 torch",
+        "pp2 dp2 ep2 zero interleaved",
+        "pp2 dp2 ep2 overlap zb-h1",
+        "pp2 dp2 ep2 zero zbv",
+    ],
+    "experts without gates": ["cp4 ep2", "pp2 dp2 ep2 overlap zb-h1"],
+    "experts by sinkhorn": ["tp2 sequence", "cp4 ep2"],
+    "experts of a capacity": [
+        "tp2 pp2 sequence",
+        "tp2 dp2 ep4 etp1 sequence",
+        "cp2 tp2 ep2 sequence",
+    ],
+    "experts of a capacity by position": ["tp2 dp2 ep2 sequence zero", "cp4"],
+    "lora": [
+        "tp2 pp2",
+        "tp2 pp2 sequence zb-h1",
+        "pp2 zbv",
+        "pp2 interleaved",
+        "dp2 overlap ddp_bucket_size=500",
+        "full",
+        "selective",
+        "packed",
+        "cp2 dp2 overlap",
+        "cp2 tp2 sequence",
+    ],
+    "lora without dropout": [
+        "tp2",
+        "pp2 zbv",
+        "dp2 overlap ddp_bucket_size=500",
+        "full",
+        "cp2 tp2 sequence",
+    ],
+    "lora of attention": ["tp2", "tp2 dp2 ep2 sequence"],
+    "lora of attention in bf16": ["tp2 dp2 ep2 sequence"],
+    "lora of experts": [
+        "dp2 ep2 ddp_bucket_size=500",
+        "tp2 sequence",
+        "tp2 torch",
+        "tp2 dp2 ep2 sequence",
+        "tp2 dp2 ep2 etp1 sequence",
+        "pp2 dp2 ep2 zb-h1 overlap",
+        "packed",
+        "dp2 ep2 full",
+    ],
+    "lora of experts in bf16": ["tp2 dp2 ep2 sequence"],
+    "lora of all matrices of experts": ["dp2 ep2 torch"],
+    "lora of two matrices of experts": ["tp2 dp2 ep2 sequence"],
+    "lora of fc1": ["tp2"],
+    # Chats packed into longer samples, which are filled with padding.
+    "chats": ["seq_length=24", "seq_length=32 torch"],
+    "chats with dynamic rope": [
+        "seq_length=24",
+        "seq_length=32 torch",
+        "seq_length=24 tp2 sequence",
+        "seq_length=32 pp2",
+        "seq_length=24 cp2",
+        "seq_length=64 cp4 p2p",
+    ],
+    "chats of experts": ["seq_length=24", "seq_length=32 torch"],
+    "chats of experts by sigmoid": [
+        "seq_length=24",
+        "seq_length=32 torch",
+        "seq_length=24 tp2",
+        "seq_length=24 tp2 sequence",
+        "seq_length=32 pp2 zb-h1",
+        "seq_length=24 full",
+        "seq_length=24 selective",
+        "seq_length=24 cp2",
+        "seq_length=64 cp4 p2p",
+        "seq_length=64 cp2 tp2 pp2 sequence",
+        "seq_length=24 tp2 etp1 sequence",
+        "seq_length=24 tp2 ep2 etp1 sequence",
+        "seq_length=64 cp2 ep2 p2p",
+        "seq_length=64 cp2 tp2 ep4 etp1 sequence",
+    ],
+    "chats of a shared expert": ["seq_length=24", "seq_length=32 torch"],
+    "chats of experts of a capacity": [
+        "seq_length=24",
+        "seq_length=32 torch",
+        "seq_length=24 tp2 sequence",
+        "seq_length=32 pp2",
+        "seq_length=24 cp2",
+        "seq_length=64 cp4 p2p",
+        "seq_length=64 cp2 tp2 pp2 sequence",
+        "seq_length=24 tp2 etp1 sequence",
+        "seq_length=24 tp2 ep2 etp1 sequence",
+        "seq_length=64 cp2 ep2 p2p",
+        "seq_length=64 cp2 tp2 ep4 etp1 sequence",
+    ],
+    "chats of experts of a capacity by position": [
+        "seq_length=24",
+        "seq_length=32 torch",
+        "seq_length=64 cp2 ep2 p2p",
+        "seq_length=24 tp2 sequence",
+    ],
+    "chats of experts by sinkhorn": [
+        "seq_length=24",
+        "seq_length=32 torch",
+        "seq_length=24 tp2 sequence",
+        "seq_length=32 pp2",
+        "seq_length=24 cp2",
+        "seq_length=64 cp4 p2p",
+    ],
+    "chats of one expert by sinkhorn": ["seq_length=24", "seq_length=32 torch"],
+    "chats with a z-loss of experts": [
+        "seq_length=64 micro_batch_size=1",
+        "seq_length=64 micro_batch_size=1 dp2",
+        "seq_length=64 micro_batch_size=1 pp2",
+    ],
+    "chats balanced by sample": [
+        "seq_length=16",
+        "seq_length=16 cp2",
+        "seq_length=16 tp2 sequence",
+    ],
+    "one chat of experts by sigmoid": [
+        "seq_length=64 cp4 ep4 p2p",
+        "seq_length=64 cp4 ep4 p2p torch",
+    ],
+    "one chat of experts of a capacity by position": [
+        "seq_length=64 cp4 ep4 p2p",
+        "seq_length=64 cp4 ep4 p2p torch",
+    ],
+    "one chat of experts by sinkhorn": [
+        "seq_length=64 cp4 ep4 p2p",
+        "seq_length=64 cp4 ep4 p2p torch",
+    ],
+}
+EXPERT_LAYOUTS = [
+    "dp2 ep2",
+    "dp4 ep4 zero",
+    "tp2 dp2 ep2 sequence",
+    "pp2 dp4 ep2 zero",
+    "pp2 dp2 ep2 zero interleaved",
+    "pp2 dp2 ep2 overlap zb-h1",
+    "pp2 dp2 ep2 zero zbv",
+    "cp2 ep2 p2p",
+    "cp2 tp2 dp2 ep4 etp1 sequence zero",
+    "cp2 pp2 ep2 zbv",
+]
+ADAPTER_LAYOUTS = [
+    "dp2 ep2",
+    "tp2 dp2 ep2 sequence",
+    "tp2 dp2 ep2 etp1 sequence",
+    "pp2 dp2 ep2 overlap zb-h1",
+    "tp2 pp2 dp2 ep2 sequence",
+]
+RARE_LAYOUTS = {  # `make test-full` alone trains in these
+    "gpt": [
+        "tp2 pp2 sequence",
+        "pp2 interleaved selective",
+        "cp2 tp2 pp2 sequence overlap",
+    ],
+    "gpt of 8 layers": ["pp4 zbv full"],
+    "llama": ["cp4 overlap", "cp2 allgather"],
+    "qwen3": ["cp2 torch", "cp2 tp2 p2p sequence"],
+    "no positions": ["cp2 dp2 allgather overlap", "cp4 p2p"],
+    "windows": [
+        f"{layout} {cp_comm_type}"
+        for cp_comm_type in ("p2p", "allgather", "a2a")
+        for layout in (
+            "cp2",
+            "cp4",
+            "cp8",
+            "cp2 pp2 zbv",
+            "cp2 tp2 pp2 dp2 sequence zero",
+        )
+    ],
+    "documents": [
+        "tp2 sequence blocks",
+        "pp4",
+        "dp2 overlap",
+        "pp2 num_layers_per_virtual_pipeline_stage=1",
+        "pp2 dp2 zb-h1",
+        "micro_batch_size=8",
+        "tp2 dp2 micro_batch_size=4",
+        "cp4 p2p",
+        "cp2 pp2 allgather zbv",
+        "full",
+        "pp2 selective",
+    ],
+    "experts, ten iterations": EXPERT_LAYOUTS,
+    "experts of a capacity, ten iterations": EXPERT_LAYOUTS,
+    "lora without dropout": [
+        "tp2 pp2",
+        "tp2 pp2 sequence zb-h1",
+        "pp2 interleaved",
+        "selective",
+        "packed",
+        "cp2 dp2 overlap",
+    ],
+    "lora of experts, ten iterations": ADAPTER_LAYOUTS,
+    "lora of experts of a capacity, ten iterations": ADAPTER_LAYOUTS,
+}
+SMOKE = (  # of gpt, in `make check`
+    "pp4 full",
+    "tp2 pp2 dp2",
+    "tp2 pp2 dp2 sequence overlap full recompute_num_layers=2",
+    "pp2 dp2 zb-h1 interleaved overlap",
+    "tp2 pp2 dp2 zbv sequence overlap",
 )
-MOMENTS = {
-    "use_precision_aware_optimizer": True,
-    "exp_avg_dtype": "bf16",
-    "exp_avg_sq_dtype": "bf16",
-}
-LAYERS_8 = {"num_layers": 8}
-# What no published family mixes: every bias, interleaved rope of half a head, and norms of queries and keys without positions.
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt": {},
-    "gpt of 8 layers": LAYERS_8,
-    "moments in bf16": MOMENTS,
-    **FAMILIES,
-    "qwen3 of 4 layers": {**FAMILIES["qwen3"], "num_layers": 4},
-    "llama of 4 layers": {**FAMILIES["llama"], "num_layers": 4},
-    "biases": {
-        "num_layers": 2,
-        "swiglu": True,
-        "position_embedding_type": "rope",
-        "rotary_percent": 0.5,
-        "rotary_interleaved": True,
-    },
-    "no positions": {
-        "num_layers": 2,
-        "normalization": "RMSNorm",
-        "position_embedding_type": "none",
-        "qk_layernorm": True,
-        "group_query_attention": True,
-        "num_query_groups": 4,
-        "kv_channels": 12,
-        "window_size": "2,0",
-    },
-}
-ROWS = [  # ranks, model, flags: every option once at least, and pairs of them rather than all combinations
-    (2, "gpt", {**TP2, **SELECTIVE}),
-    (2, "gpt", {**TP2, **SEQUENCE, **SELECTIVE, **TORCH}),
-    (4, "gpt", {"tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 4, **SEQUENCE}),
-    (2, "gpt", {**PP2, "pipeline_split": "3,1"}),
-    (4, "gpt", {**PP4, **FULL}),
-    (2, "gpt", {"zero_stage": 1, **SELECTIVE}),
-    (4, "gpt", OVERLAP),
-    (8, "gpt", TP2PP2),
-    (8, "gpt", {**TP2PP2, **SEQUENCE, **OVERLAP, **FULL, "recompute_num_layers": 2}),
-    (4, "gpt of 8 layers", {**PP4, "num_layers_per_virtual_pipeline_stage": 1}),
-    (4, "gpt", {**PP2, **INTERLEAVED, **OVERLAP}),
-    (4, "gpt", {**PP4, **ZB_H1}),
-    (2, "gpt", {**PP2, **ZB_H1, **INTERLEAVED, **FULL}),
-    (4, "gpt", {**PP2, **ZB_H1, **INTERLEAVED, **OVERLAP}),
-    (2, "gpt", {**PP2, **ZBV, **BLOCK, "zero_bubble_max_pending_backward": 3}),
-    (8, "gpt", {**TP2PP2, **ZBV, **SEQUENCE, **OVERLAP}),
-    (8, "moments in bf16", {**TP2PP2, **OVERLAP}),
-    (4, "llama", {**TP2PP2, **SEQUENCE, **TORCH}),
-    (2, "llama of 4 layers", {**PP2, **ZBV, "zero_stage": 1}),
-    (4, "mistral", {**TP2, **OVERLAP}),
-    (4, "qwen2", TP2PP2),
-    (4, "qwen3 of 4 layers", {**PP2, **FULL}),
-    (2, "qwen3", {**TP2, **SEQUENCE, "tp_comm_overlap": True, **SELECTIVE}),
-    (8, "biases", {**TP2PP2, **OVERLAP}),
-    (4, "no positions", {**TP2, "zero_stage": 1}),
-    (2, "gpt", {**CP2, **SELECTIVE}),
-    (4, "gpt", {**CP4, "zero_stage": 1}),
-    (4, "gpt", {**CP2, **PP2, **ZBV, **FULL, **TORCH}),
-    (4, "gpt", {**CP2, **TP2, "tp_comm_overlap": True, **SEQUENCE}),
-    (2, "llama", CP2),
-    (4, "qwen3", {**CP2, **TP2, **SEQUENCE}),
-    (4, "biases", {**CP2, **PP2}),
-    (4, "no positions", {**CP2, **OVERLAP}),
-    (2, "gpt", {**CP2, **P2P, **SELECTIVE}),
-    (4, "gpt", {**CP4, **P2P, "zero_stage": 1}),
-    (4, "gpt", {**CP4, **ALLGATHER, **TORCH}),
-    (8, "gpt", {**CP2, **TP2PP2, **P2P, **SEQUENCE, **OVERLAP}),
-    (4, "gpt", {**CP2, **PP2, **ALLGATHER, **ZBV, **FULL}),
-    (4, "llama", {**CP4, **P2P, **TORCH}),
-    (2, "gpt", {**CP2, "cp_comm_type": ("p2p", "a2a", "allgather", "a2a+p2p")}),
-]
-RARE_ROWS = [  # `make test-full` alone runs these
-    (4, "gpt", {**TP2PP2, **SEQUENCE}),
-    (2, "gpt", {**PP2, **INTERLEAVED, **SELECTIVE}),
-    (4, "gpt of 8 layers", {**PP4, **ZBV, **FULL}),
-    (2, "qwen3", {**CP2, **TORCH}),
-    (4, "llama", {**CP4, **OVERLAP}),
-    (4, "qwen3", {**CP2, **TP2, **P2P, **SEQUENCE}),
-    (2, "llama", {**CP2, **ALLGATHER}),
-    (4, "no positions", {**CP2, **ALLGATHER, **OVERLAP}),
-    (8, "gpt", {**CP2, **TP2PP2, **SEQUENCE, **OVERLAP}),
-    (4, "no positions", {**CP4, **P2P}),
-]
-SMOKE = [  # of ROWS, in `make check`
-    (4, "gpt", {**PP4, **FULL}),
-    (8, "gpt", TP2PP2),
-    (8, "gpt", {**TP2PP2, **SEQUENCE, **OVERLAP, **FULL, "recompute_num_layers": 2}),
-    (4, "gpt", {**PP2, **ZB_H1, **INTERLEAVED, **OVERLAP}),
-    (8, "gpt", {**TP2PP2, **ZBV, **SEQUENCE, **OVERLAP}),
-]
 
 
-class Trained(NamedTuple):
-    """Results of a run: losses, the last of an evaluation in between; gradient norms; the first gradients; the last weights."""
+@pytest.fixture(scope="module")
+def one_rank(datasets):
+    """Return one rank's figures for a model's name. Each model is trained once."""
 
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor]
+    @functools.cache
+    def trained(name: str) -> Trained:
+        model = MODELS[name]
+        return train(SoloComm(), small_run(**model.flags), datasets[model.data], model.iterations)
 
-
-def trained(world: Comm, changes: dict[str, Any]) -> Trained:
-    with closing(make_trainer(world, small_run(**{**BASE, **changes}))) as trainer:
-        first = trainer.train_step()
-        gradients = whole_tensors(trainer, "grad")
-        second = trainer.train_step()
-        evaluated = trainer.evaluate(trainer.valid, 0, 1)
-        results = [first, second, trainer.train_step()]
-    losses = [
-        *(result.loss for result in results),
-        evaluated,
-    ]  # closed: no weight is on its way any more
-    return Trained(
-        losses,
-        [result.grad_norm for result in results],
-        gradients,
-        whole_tensors(trainer, "weight"),
-    )
+    return trained
 
 
-def together(ranks: int, **changes: Any) -> Trained:
-    """Train on all ranks and return the result on which they agree."""
-    first, *others = ThreadWorld(ranks).run(trained, changes)
-    assert all((other.losses, other.norms) == (first.losses, first.norms) for other in others)
-    return first
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory) -> dict[str, Data]:
+    folder = tmp_path_factory.mktemp("chats")
+    return {
+        "tokens": random_tokens,
+        "texts": texts,
+        "chats": chats_of(write_random_chats(folder / "eight")),
+        "one chat": chats_of(write_chats(folder / "one", [CHAT_LENGTH])),
+    }
 
 
-@functools.cache
-def together_once(ranks: int, *changes: tuple[str, Any]) -> Trained:
-    """Return `together(ranks, **dict(changes))`, of which several rows need the same."""
-    return together(ranks, **dict(changes))
-
-
-def alone(model: str) -> Trained:
-    return together_once(1, *MODELS[model].items())
-
-
-def words(changes: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in changes.items())
-
-
-def marks(row: tuple[int, str, dict[str, Any]]) -> list[pytest.MarkDecorator]:
-    if row in SMOKE:
-        return [pytest.mark.smoke]
-    if row in RARE_ROWS:
+def marks(model: str, layout: str, rare: bool) -> list[pytest.MarkDecorator]:
+    if rare:
         return [pytest.mark.full]
+    if model == "gpt" and layout in SMOKE:
+        return [pytest.mark.smoke]
     return []
 
 
 @pytest.mark.parametrize(
-    ("ranks", "model", "changes"),
+    ("name", "layout"),
     [
-        pytest.param(*row, id=f"{row[1]} {words(row[2])}", marks=marks(row))
-        for row in (*ROWS, *RARE_ROWS)
+        pytest.param(name, layout, marks=marks(name, layout, table is RARE_LAYOUTS))
+        for table in (LAYOUTS, RARE_LAYOUTS)
+        for name, layouts in table.items()
+        for layout in layouts
     ],
 )
-def test_a_layout_trains_as_one_rank(ranks, model, changes):
-    """With dropout; the third iteration depends on every gradient of the first two."""
-    expected, found = alone(model), together(ranks, **MODELS[model], **changes)
-    assert found.losses == pytest.approx(expected.losses, rel=5e-6) and len(set(found.losses)) == 4
-    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
-    words, head = (
-        found.weights.get(f"{name}.weight")
-        for name in ("embedding.word_embeddings", "output_layer")
-    )
-    assert head is None or "output_layer.weight" in expected.weights or torch.equal(head, words), (
-        "tied copies stay equal"
-    )
-    if "zero_stage" in changes:
-        return  # with ZeRO-1 each rank keeps a part of the sums
-    for name, gradient in expected.gradients.items():
-        scale = gradient.abs().max()
-        torch.testing.assert_close(
-            found.gradients[name] / scale,
-            gradient / scale,
-            rtol=0,
-            atol=1e-6,
-            msg=lambda m, name=name: f"{name}: {m}",
-        )
+def test_a_layout_trains_as_one_rank(name, layout, one_rank, datasets, monkeypatch):
+    """The evaluation depends on every gradient of all iterations."""
+    monkeypatch.setattr(ThreadComm, "inside_node", "in a node: " in layout)
+    model = MODELS[name]
+    ranks, options = parse_layout(layout.removeprefix("in a node: "))
+    if model.data == "chats":
+        options = {**packed(options["seq_length"]), **options}
+    flags = {**model.flags, **options}
+    expected = one_rank(name)
+    found = train_together(ranks, flags, datasets[model.data], model.iterations)
+    assert found.figures == pytest.approx(expected.figures, rel=model.tolerance, abs=1e-8)
+    assert len(set(found.losses)) == len(found.losses)
+    embedding = found.weights.get("embedding.word_embeddings.weight")
+    head = found.weights.get("output_layer.weight")
+    if head is not None and "output_layer.weight" not in expected.weights:
+        assert torch.equal(head, embedding), "tied copies stay equal"
+    if flags.get("zero_stage"):
+        return  # with ZeRO-1 each rank has some of the sums
+    assert_near(found.gradients, expected.gradients, model.tolerance)
 
 
-def test_dropout_is_at_work():
-    assert (
-        together(1, hidden_dropout=0.0).losses
-        != alone("gpt").losses
-        != together(1, attention_dropout=0.0).losses
-    )
+@pytest.mark.parametrize(
+    ("low", "name"), [("gpt in bf16", "gpt"), ("gpt in fp16", "gpt"), ("qwen3 in bf16", "qwen3")]
+)
+def test_low_precision_stays_close(low, name, one_rank):
+    assert one_rank(low).losses == pytest.approx(one_rank(name).losses, rel=0.02)
 
 
-TP2_SEQUENCE = {**TP2, **SEQUENCE}
-OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-SAME_BITS = [  # ranks, flags, and those that change no bit
-    (1, {}, SEQUENCE),
-    (1, {}, {**FULL, "recompute_num_layers": 2}),
-    (1, {}, {**BLOCK, "recompute_num_layers": 2}),
-    (1, {}, SELECTIVE),
-    (4, {"clip_grad": 0.3}, {"zero_stage": 1}),
-    (2, {"clip_grad": 0.0}, {"zero_stage": 1}),
-    (2, {**PP2, "bf16": True}, {"cache_packed_weights": True}),
-    (4, {**PP4, "global_batch_size": 16}, {**ZB_H1, "zero_bubble_max_pending_backward": 6}),
-    (4, PP4, ZB_H1),
-    (2, PP2, {**FULL, "recompute_part_layers": (1, 2)}),
-    (2, {**PP2, **ZB_H1}, {**FULL, "recompute_part_layers": (9, 9)}),
-    (2, {**PP2, **INTERLEAVED, **LAYERS_8}, {**FULL, "recompute_part_layers": (2, 0, 1, 2)}),
-    (2, {**PP2, **ZBV, **LAYERS_8}, {**FULL, "recompute_part_layers": (2, 0, 1, 2)}),
+def test_dropout_is_at_work(one_rank):
+    for option in ("hidden_dropout", "attention_dropout"):
+        assert train_together(1, {**BASE, option: 0.0}).losses != one_rank("gpt").losses
+
+
+# Options that change no bit -----------------------------------------------------------------------------------------------------
+
+SAME_BITS = [  # a layout, and options that change no bit of it
+    ("", "sequence"),
+    ("", "full recompute_num_layers=2"),
+    ("", "full recompute_method=block recompute_num_layers=2"),
+    ("", "selective"),
+    ("dp4 clip_grad=0.3", "zero"),
+    ("dp2 clip_grad=0.0", "zero"),
+    ("pp2 bf16", "packed"),
+    ("pp4 global_batch_size=16", "zb-h1 zero_bubble_max_pending_backward=6"),
+    ("pp4", "zb-h1"),
+    ("pp2", "full recompute_part_layers=(1,2)"),
+    ("pp2 zb-h1", "full recompute_part_layers=(9,9)"),
+    ("pp2 interleaved num_layers=8", "full recompute_part_layers=(2,0,1,2)"),
+    ("pp2 zbv num_layers=8", "full recompute_part_layers=(2,0,1,2)"),
+    ("tp2 sequence bf16", "blocks"),  # a sum of two ranks has no order
+    ("tp2 sequence full torch", "blocks"),
+    ("tp2 sequence disable_bias_linear packed", "blocks"),
+    ("tp2 pp2 sequence zbv selective swiglu", "blocks"),
     (
-        2,
-        {**TP2_SEQUENCE, "bf16": True},
-        {"tp_comm_overlap": True},
-    ),  # a sum of two ranks has no order
-    (2, {**TP2_SEQUENCE, **FULL, **TORCH}, {"tp_comm_overlap": True}),
-    (
-        2,
-        {**TP2_SEQUENCE, "disable_bias_linear": True, "cache_packed_weights": True},
-        {"tp_comm_overlap": True},
-    ),
-    (4, {**TP2_SEQUENCE, **PP2, **ZBV, **SELECTIVE, "swiglu": True}, {"tp_comm_overlap": True}),
-    (
-        8,
-        {**TP2PP2, "bf16": True, "ddp_bucket_size": 20_000, "clip_grad": 0.3},
-        {"overlap_grad_reduce": True},
+        "tp2 pp2 dp2 bf16 ddp_bucket_size=20_000 clip_grad=0.3",
+        "overlap_grad_reduce",
     ),
     (
-        8,
-        {**TP2PP2, **SEQUENCE, "zero_stage": 1, "ddp_bucket_size": 1, "clip_grad": 0.3},
-        OVERLAPPED,
+        "tp2 pp2 dp2 sequence zero ddp_bucket_size=1 clip_grad=0.3",
+        "overlap_grad_reduce overlap_param_gather",
     ),
     (
-        4,
-        {**PP2, "zero_stage": 1, "ddp_bucket_size": 20_000, "grad_reduce_in_bf16": True},
-        OVERLAPPED,
+        "pp2 dp2 zero ddp_bucket_size=20_000 grad_reduce_in_bf16",
+        "overlap_grad_reduce overlap_param_gather",
     ),
-    (4, {**PP2, "clip_grad": 0.0}, {**OVERLAP, "ddp_bucket_size": 1}),
+    ("pp2 dp2 clip_grad=0.0", "overlap ddp_bucket_size=1"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "common", "option"),
-    [pytest.param(*row, id=f"{words(row[2])} with {words(row[1])}") for row in SAME_BITS],
-)
-def test_an_option_changes_no_bit(ranks, common, option):
-    """No bit of losses and weights changes; norms are sums of other parts where buckets or shards are others."""
-    plain = together_once(ranks, *common.items())
-    found = together(ranks, **common, **option)
-    assert found.losses == plain.losses and found.norms == pytest.approx(plain.norms, rel=1e-6)
-    assert all(torch.equal(found.weights[name], weight) for name, weight in plain.weights.items())
+@functools.cache
+def train_layout(layout: str) -> Trained:
+    ranks, flags = parse_layout(layout)
+    return train_together(ranks, {**BASE, **flags})
+
+
+@pytest.mark.parametrize(("layout", "option"), SAME_BITS)
+def test_an_option_changes_no_bit(layout, option):
+    """No bit of losses and weights changes. Other buckets or shards sum norms in another order."""
+    plain = train_layout(layout)
+    found = train_layout(f"{layout} {option}")
+    assert found.losses == plain.losses
+    assert found.norms == pytest.approx(plain.norms, rel=1e-6)
+    for name, weight in plain.weights.items():
+        assert torch.equal(found.weights[name], weight), name
 
 
 def test_blocks_of_rows_on_four_ranks_agree():
-    changes = {"tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 4, **SEQUENCE}
-    found = together(4, **changes, tp_comm_overlap=True)
-    assert found.losses == pytest.approx(together(4, **changes).losses, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("precision", "model", "ranks", "changes"),
-    [
-        ("bf16", "gpt", 2, {"zero_stage": 1}),
-        ("fp16", "gpt", 4, {**TP2PP2, **SEQUENCE}),
-        ("bf16", "qwen3", 4, TP2PP2),
-    ],
-)
-def test_low_precision_stays_close(precision, model, ranks, changes):
-    flags = {**MODELS[model], precision: True, "initial_loss_scale": 1024.0}
-    one, found = together(1, **flags), together(ranks, **flags, **changes)
-    assert found.losses == pytest.approx(one.losses, rel=0.02) and one.losses == pytest.approx(
-        alone(model).losses, rel=0.02
-    )
-    assert found.norms == pytest.approx(one.norms, rel=0.02)
+    found = train_layout("tp4 sequence blocks")
+    assert found.losses == pytest.approx(train_layout("tp4 sequence").losses, rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("schedule", "copies", "tables"),
-    [(ZBV, [False] * 4, [1, 0, 0, 0]), (INTERLEAVED, [True, False, False, True], [1, 0, 0, 1])],
+    [
+        ("zbv", [False] * 4, [1, 0, 0, 0]),
+        ("interleaved", [True, False, False, True], [1, 0, 0, 1]),
+    ],
 )
 def test_a_stage_with_both_ends_has_the_tied_weight_once(schedule, copies, tables):
-    def tied(world: Comm) -> tuple[bool, int]:
-        trainer = make_trainer(world, small_run(vocab_size=112, **LAYERS_8, **PP4, **schedule))
-        rows = [len(p) for p in trainer.optimizer.flat.parameters]
-        return trainer.stage.tied_copy is not None, rows.count(trainer.run.model.vocab_size)
 
-    assert ThreadWorld(4).run(tied) == list(zip(copies, tables, strict=True))
+    def tied(world: Comm, run: RunConfig) -> tuple[bool, int]:
+        trainer = make_trainer(world, run)
+        rows = [len(p) for p in trainer.optimizer.flat.parameters]
+        return trainer.stage.tied_copy is not None, rows.count(run.model.vocab_size)
+
+    found = run_layout(f"pp4 {schedule} vocab_size=112 num_layers=8", tied)
+    assert found == list(zip(copies, tables, strict=True))

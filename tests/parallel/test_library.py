@@ -1,4 +1,4 @@
-"""The library: what `import fugaku_megatron as fm` has, on one process.
+"""The library `import fugaku_megatron as fm` in one process.
 
 Left out: several ranks (tests/system/mpi/test_library.py), the examples (tests/system/test_docs_commands.py).
 """
@@ -172,8 +172,10 @@ MARKS = {
 
 @pytest.mark.parametrize("marks", [{}, MARKS], ids=["plain", "marked"])
 def test_arrays_are_trained_on_as_files_are(tmp_path, marks):
-    config, arrays = fm.Config(**FLAGS, **marks, train_iters=10), documents()
-    files, other = write(tmp_path / "train", arrays), write(tmp_path / "valid", documents(1))
+    config = fm.Config(**FLAGS, **marks, train_iters=10)
+    arrays = documents()
+    files = write(tmp_path / "train", arrays)
+    other = write(tmp_path / "valid", documents(1))
     expected = results(config, files, valid=[str(other)])
     assert len(set(expected)) == 13 and results(config, arrays, valid=documents(1)) == expected
     assert results(config, [torch.from_numpy(array) for array in arrays]) == expected[:-1]
@@ -341,7 +343,8 @@ def test_the_process_is_left_as_it_is_until_init():
 def test_a_signal_ends_the_steps(monkeypatch):
     signals = process.signals_module.StopSignals((signal.SIGUSR1,))
     monkeypatch.setattr(process, "_signals", [signals])
-    trainer, done = fm.Trainer(fm.Config(**FLAGS, train_iters=5), documents()), []
+    trainer = fm.Trainer(fm.Config(**FLAGS, train_iters=5), documents())
+    done = []
     with signals:
         for step in trainer.steps():
             done.append(step.iteration)
@@ -383,7 +386,8 @@ def test_hugging_face_s_tokenizer_comes_with_the_model(tmp_path):
     theirs.save_pretrained(tmp_path / "hf")
     write_hugging_face(tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    model, ids = fm.load(tmp_path / "hf"), tokenizer("to be or not to be")["input_ids"]
+    model = fm.load(tmp_path / "hf")
+    ids = tokenizer("to be or not to be")["input_ids"]
     assert model.tokenizer.encode("to be or not to be") == ids
     with torch.no_grad():
         expected = theirs(torch.tensor([ids]), labels=torch.tensor([ids])).loss
@@ -423,7 +427,7 @@ def test_training_goes_on_from_hugging_face_s_weights(tmp_path, tokens):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, list[str]]:
-    """(directory of a checkpoint, flags of its tokenizer)."""
+    """Return a checkpoint directory, and tokenizer flags."""
     folder = tmp_path_factory.mktemp("library")
     flags = write_tokenizer(folder)
     save_trained(process.world(), folder / "saved", 20)
@@ -442,7 +446,8 @@ def parsed(command, *words: str):
 def test_it_generates_what_the_command_generates(trained, changes, capsys):
     directory, flags = trained
     model = fm.load(directory, vocab_file=flags[1], merge_file=flags[3])
-    prompts, words = ["to be", "q"], []
+    prompts = ["to be", "q"]
+    words = []
     for name, value in changes.items():
         words += [
             f"--{name.replace('_', '-')}",
@@ -474,7 +479,8 @@ def test_it_generates_what_the_command_generates(trained, changes, capsys):
 
 def test_the_loss_of_a_text_is_that_of_the_command(trained, tmp_path):
     directory, flags = trained
-    model, length = fm.load(directory, vocab_file=flags[1], merge_file=flags[3]), 24
+    model = fm.load(directory, vocab_file=flags[1], merge_file=flags[3])
+    length = 24
     text = (TEXT * 3)[: length + 1]  # one whole window of the command
     (tmp_path / "text").write_text(text)
     result = evaluate.evaluate(

@@ -19,6 +19,7 @@ from tests.checks.library_and_command import (
     VALUES,
     command,
     library,
+    row_of,
     trainer_of,
 )
 from tests.helpers import rows
@@ -53,7 +54,7 @@ RARE = (
 
 @pytest.mark.parametrize("feature", rows(FEATURES, RARE))
 def test_the_losses_are_those_of_the_command(feature, data):
-    ranks, flags = FEATURES[feature]
+    ranks, flags = row_of(FEATURES, feature)
 
     def both(world):
         return command(world, **{**data, **flags}), library(world, **{**data, **flags})
@@ -63,7 +64,7 @@ def test_the_losses_are_those_of_the_command(feature, data):
 
 
 def test_the_run_reaches_the_trainer_as_it_reaches_the_command_s(data, monkeypatch):
-    """So the flags of the model, of Muon and of the kernels need no loss each."""
+    """Flags for the model, Muon and the kernels need no loss each, therefore."""
     flags = {
         **data,
         "mask_vocab_padding": "yes",
@@ -87,7 +88,8 @@ def test_evaluations_beyond_the_run_are_refused(data):
     for number in (-1, 3):
         with pytest.raises(ValueError, match="the run has evaluations 0 to 2: pass one of these"):
             trainer.evaluate(number)
-    first, second = trainer.evaluate(), trainer.evaluate(1)
+    first = trainer.evaluate()
+    second = trainer.evaluate(1)
     assert first == trainer.evaluate(0) != second
     alone = trainer_of(SoloComm(), **{**data, **HALF, "eval_interval": None})
     alone.evaluate()

@@ -34,9 +34,10 @@ from tests.checks.library_and_command import (
     WITHIN_THE_RUN,
     command,
     library,
+    row_of,
     trainer_of,
 )
-from tests.helpers import CP2, OVERLAP, TP2, rows
+from tests.helpers import TP2, rows
 from tests.llama_models import FAMILIES
 from tests.threads import ThreadWorld
 from tools import flag_chats
@@ -49,7 +50,7 @@ TRAINED = 3  # iterations of the base
 
 
 def write_chats(prefix: Path) -> tuple[str]:
-    """Chats of which every second token is trained; some are longer than a sample."""
+    """Write chats with every second token trained. Some chats are longer than a sample."""
     rng = np.random.default_rng(3)
     with ChatWriter(prefix, "<u2") as writer:
         for length in (5, 9, 14, 7, 16, 30, 3, 11, 12, 8):
@@ -71,9 +72,9 @@ def place(tmp_path_factory) -> Path:
         )
         list(trainer.steps())
         trainer.save(place / name)
-    convert("--load", place / "base", "--to-hf", place / "hf")
-    convert("--load", place / "base", "--to-megatron", place / "megatron")
-    convert("--from-hf", place / "hf", "--save", place / "converted")
+    convert(*f"--load {place}/base --to-hf {place}/hf".split())
+    convert(*f"--load {place}/base --to-megatron {place}/megatron".split())
+    convert(*f"--from-hf {place}/hf --save {place}/converted".split())
     convert("--from-megatron", place / "megatron", "--save", place / "converted megatron")
     return place
 
@@ -84,58 +85,48 @@ def convert(*words: Any) -> None:
 
 # A block that Hugging Face's models have.
 BLOCK = FAMILIES["qwen2"]
-STARTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "pretrained": (1, {"pretrained_checkpoint": "base"}),
-    "pretrained, converted": (1, {"pretrained_checkpoint": "converted"}),
-    "finetune": (1, {"load": "base", "finetune": True}),
-    "an iteration": (1, {"load": "base", "ckpt_step": TRAINED}),
-    "resumed": (1, {"load": "base"}),
-    "resumed, zero": (2, {"load": "base", **OVERLAP}),
-    "schedule of the checkpoint": (1, {"load": "base", "use_checkpoint_opt_param_scheduler": True}),
-    "schedule of the run": (1, {"load": "base", "override_opt_param_scheduler": True}),
-    "schedule anew": (1, {"load": "base", "no_load_lr_state": True}),
-    "optimizer anew": (1, {"load": "base", "no_load_optim": True}),
-    "model of the checkpoint": (
-        1,
-        {"load": "base", "use_checkpoint_args": True, "hidden_size": 64},
-    ),
-    "it must be there": (1, {"load": "base", "exit_on_missing_checkpoint": True}),
-    "adapters": (1, {"pretrained_checkpoint": "base", **LORA}),
-    "adapters of a converted model": (1, {"pretrained_checkpoint": "converted", **LORA}),
-    "adapters, finetune": (1, {"load": "base", "finetune": True, **LORA}),
+STARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pretrained": ("pretrained_checkpoint=base", {}),
+    "pretrained, converted": ("pretrained_checkpoint=converted", {}),
+    "finetune": ("load=base finetune", {}),
+    "an iteration": ("load=base", {"ckpt_step": TRAINED}),
+    "resumed": ("load=base", {}),
+    "resumed, zero": ("dp2 overlap load=base", {}),
+    "schedule of the checkpoint": ("load=base use_checkpoint_opt_param_scheduler", {}),
+    "schedule of the run": ("load=base override_opt_param_scheduler", {}),
+    "schedule anew": ("load=base no_load_lr_state", {}),
+    "optimizer anew": ("load=base no_load_optim", {}),
+    "model of the checkpoint": ("load=base use_checkpoint_args hidden_size=64", {}),
+    "it must be there": ("load=base exit_on_missing_checkpoint", {}),
+    "adapters": ("pretrained_checkpoint=base", LORA),
+    "adapters of a converted model": ("pretrained_checkpoint=converted", LORA),
+    "adapters, finetune": ("load=base finetune", LORA),
     "adapters with dropout": (
-        1,
-        {"pretrained_checkpoint": "base", **LORA, "lora_dropout": 0.2, "lora_use_rslora": True},
+        "pretrained_checkpoint=base lora_dropout=0.2 lora_use_rslora",
+        LORA,
     ),
-    "some adapters": (1, {"pretrained_checkpoint": "base", **LORA, "lora_target": "q_proj,v_proj"}),
-    "adapters, tensor": (2, {"pretrained_checkpoint": "base", **LORA, **TP2}),
-    "adapters, zero": (2, {"pretrained_checkpoint": "base", **LORA, **OVERLAP}),
-    "adapters, context": (2, {"pretrained_checkpoint": "base", **LORA, **CP2}),
-    "adapters, recompute": (
-        1,
-        {"pretrained_checkpoint": "base", **LORA, "recompute_granularity": "full"},
-    ),
-    "adapters in bf16": (1, {"pretrained_checkpoint": "base", **LORA, "bf16": True}),
-    "chats": (1, {"sft": True, "sft_truncate": True, "data_path": ("chats",)}),
-    "chats, context": (2, {"sft": True, "sft_truncate": True, "data_path": ("chats",), **CP2}),
+    "some adapters": ("pretrained_checkpoint=base lora_target='q_proj,v_proj'", LORA),
+    "adapters, tensor": ("tp2 pretrained_checkpoint=base", LORA),
+    "adapters, zero": ("dp2 overlap pretrained_checkpoint=base", LORA),
+    "adapters, context": ("cp2 pretrained_checkpoint=base", LORA),
+    "adapters, recompute": ("full pretrained_checkpoint=base", LORA),
+    "adapters in bf16": ("bf16 pretrained_checkpoint=base", LORA),
+    "chats": ("sft sft_truncate data_path=('chats',)", {}),
+    "chats, context": ("cp2 sft sft_truncate data_path=('chats',)", {}),
     "chats with adapters": (
-        1,
-        {"sft": True, "sft_truncate": True, "data_path": ("chats",)}
-        | {"pretrained_checkpoint": "base", **LORA},
+        "sft sft_truncate data_path=('chats',) pretrained_checkpoint=base",
+        LORA,
     ),
     "chats for validation": (
-        1,
-        {"sft": True, "sft_truncate": True, "data_path": None, "split": None}
-        | {"train_data_path": ("chats",), "valid_data_path": ("chats",)}
-        | {"eval_iters": 1, "eval_interval": 2},
+        "sft sft_truncate data_path=None split=None train_data_path=('chats',) valid_data_path=('chats',) eval_iters=1 eval_interval=2",
+        {},
     ),
-    "data in a list": (1, {"data_path": None, "data_args_path": "words"}),
+    "data in a list": ("data_path=None data_args_path=words", {}),
     "data by split": (
-        1,
-        {"data_path": None, "split": None, "per_split_data_args_path": "words.json"}
-        | {"eval_iters": 1, "eval_interval": 2},
+        "data_path=None split=None per_split_data_args_path='words.json' eval_iters=1 eval_interval=2",
+        {},
     ),
-    "index in a folder": (1, {"data_cache_path": "cache"}),
+    "index in a folder": ("data_cache_path=cache", {}),
 }
 PLACES = (
     "load",
@@ -177,7 +168,7 @@ def test_the_losses_are_those_of_the_command(start, place):
     (place / "words").write_text(str(place / "data"))
     words = [str(place / "data")]
     (place / "words.json").write_text(json.dumps({"train": words, "valid": words}))
-    ranks, flags = STARTS[start]
+    ranks, flags = row_of(STARTS, start)
 
     def both(world):
         return command(world, **at(place, flags)), library(world, **at(place, flags))
@@ -190,7 +181,7 @@ def test_every_flag_acts_as_in_the_command_or_is_refused():
     """A new flag needs a row in FEATURES, STARTS, WITHIN_THE_RUN, or in the library's REFUSED."""
     compared = {
         *RUN,
-        *(name for rows in (FEATURES, STARTS) for _, row in rows.values() for name in row),
+        *(name for table in (FEATURES, STARTS) for row in table for name in row_of(table, row)[1]),
     }
     acting = compared | WITHIN_THE_RUN | OF_SAVES
     every = {field.name for group in GROUPS.values() for field in fields(group)}
@@ -370,7 +361,7 @@ def test_adapters_are_loaded_as_the_merged_model(place, tmp_path, base):
     moved = copied(place / base, tmp_path / "model")
     adapted(place, tmp_path / "chained", pretrained_checkpoint="other")
     adapted(place, tmp_path / "lora", pretrained_checkpoint=str(moved))
-    convert("--load", tmp_path / "lora", "--merge", "--save", tmp_path / "merged")
+    convert(*f"--load {tmp_path}/lora --merge --save {tmp_path}/merged".split())
     expected = fm.load(tmp_path / "merged").logits(TOKENS)
     model = fm.load(tmp_path / "lora", tokenizer_type="NullTokenizer")
     assert torch.equal(model.logits(TOKENS), expected)
@@ -485,7 +476,8 @@ def test_a_save_of_the_last_iteration_is_written_when_the_script_ends(place, tmp
 def test_chats_in_memory_are_trained_as_files_of_them_are(place, tmp_path):
     flags = {"sft": True, "sft_truncate": True, "data_path": None, "split": None}
     flags |= {"eval_iters": 1, "eval_interval": 2}
-    files, own = ChatFiles(place / "chats"), at(place, flags)
+    files = ChatFiles(place / "chats")
+    own = at(place, flags)
     expected = library(ALONE, data=place / "chats", valid=place / "chats", **own)
     assert len(set(expected)) > 12
     pairs = []

@@ -208,12 +208,7 @@ def test_the_real_harness_runs_a_local_task(model, tmp_path):
         "fugaku_megatron",
         "--model_args",
         ",".join(f"{name}={value}" for name, value in values.items()),
-        "--include_path",
-        ".",
-        "--tasks",
-        "choice,prose,answer",
-        "--output_path",
-        "scores",
+        *"--include_path . --tasks choice,prose,answer --output_path scores".split(),
     ]
     environment = {
         **os.environ,

@@ -23,12 +23,12 @@ from fugaku_megatron.run.plan import Plan
 from fugaku_megatron.run.resume import resume_training
 from fugaku_megatron.run.train_command import with_checkpoint_model
 from tests.helpers import (
-    PP2,
-    TP2,
     find_checkpoint,
     grid_groups,
     make_trainer,
     one_error,
+    parse_layout,
+    run_layout,
     small_run,
     whole_tensors,
 )
@@ -136,12 +136,9 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_its_own_batches():
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (4, {**TP2, **PP2})])
-def test_an_evaluation_has_its_own_micro_batch_size(ranks, layout):
-    def work(world, size):
-        run = small_run(
-            num_layers=2, eval_global_batch_size=8, eval_micro_batch_size=size, **layout
-        )
+@pytest.mark.parametrize("layout", ["tp1", "dp2", "tp2 pp2"])
+def test_an_evaluation_has_its_own_micro_batch_size(layout):
+    def work(world, run, size):
         shapes = []
         with closing(make_trainer(world, run)) as trainer:
             loss = trainer.evaluate(trainer.valid, 0, 2)
@@ -151,9 +148,15 @@ def test_an_evaluation_has_its_own_micro_batch_size(ranks, layout):
                 execute(samples),
             )[1]
             trainer.evaluate(trainer.valid, 0, 1)
-            return loss, trainer.train_step().loss, set(shapes[: shapes.index(2)] if size else ())
+            trained = trainer.train_step().loss  # its micro-batches have two samples
+            evaluated = shapes[: shapes.index(2)] if size else ()
+            return loss, trained, set(evaluated)
 
-    plain, *others = (ThreadWorld(ranks).run(work, size) for size in (None, 1, 4))
+    flags = {"num_layers": 2, "eval_global_batch_size": 8}
+    plain, *others = (
+        run_layout(layout, work, {**flags, "eval_micro_batch_size": size}, size)
+        for size in (None, 1, 4)
+    )
     for size, other in zip((1, 4), others):
         assert [found[:2] for found in other] == [
             pytest.approx(found[:2], rel=1e-6) for found in plain
@@ -178,10 +181,11 @@ def documents(name: str) -> TokenArrays:
 def evaluated(
     world, sets: tuple[str, ...] | None, data: dict, changes: dict
 ) -> tuple[list[str], tuple[int, ...]]:
-    """The log's lines of two evaluations of a run, and the samples of its validation sets."""
+    """Return log lines for two evaluations, and the validation sets' sizes."""
     changes = {"mock_data": not data, **data, "full_validation": True, **changes}
     run = small_run(num_layers=2, train_iters=9, multiple_validation_sets=bool(sets), **changes)
-    layout, arrays = Layout.from_run(run, world.size), {name: documents(name) for name in "abc"}
+    layout = Layout.from_run(run, world.size)
+    arrays = {name: documents(name) for name in "abc"}
     valid = data_module.open_data(
         Plan(run, layout),
         grid_groups(world, run),
@@ -190,7 +194,8 @@ def evaluated(
     )[1]
     sizes = data_module.valid_sizes(Plan(run, layout), valid, world)
     with closing(make_trainer(world, run)) as trainer:
-        trainer.valid, lines = valid, []
+        trainer.valid = valid
+        lines = []
         writer = MetricsWriter(9, 100)
         writer.print = lines.append
         session = Session(trainer, writer, 9, sizes)
@@ -200,9 +205,7 @@ def evaluated(
     return lines, sizes
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"), [(1, {}), (3, {"global_batch_size": 18}), (4, {**TP2, **PP2})]
-)
+@pytest.mark.parametrize("layout", ["tp1", "dp3 global_batch_size=18", "tp2 pp2"])
 @pytest.mark.parametrize(
     ("sets", "data", "sizes"),
     [
@@ -216,11 +219,12 @@ def evaluated(
         (None, {}, (32,)),
     ],
 )
-def test_an_evaluation_takes_the_whole_validation_data(ranks, layout, sets, data, sizes):
-    """megatron/training/training.py, evaluate_and_print_results: a line for each set, whose number follows the word validation."""
+def test_an_evaluation_takes_the_whole_validation_data(layout, sets, data, sizes):
+    """megatron/training/training.py, evaluate_and_print_results: one numbered line for each set."""
+    ranks, flags = parse_layout(layout)
     batch = 6 if ranks == 3 else 4
     changes = {
-        **layout,
+        **flags,
         "eval_global_batch_size": batch,
         "eval_iters": 32 // batch if not data else 0,
     }
@@ -244,7 +248,9 @@ def test_an_evaluation_takes_the_whole_validation_data(ranks, layout, sets, data
         (64, None if data else 32),
         arrays={name: documents(name) for name in "abc"},
     )[1]
-    losses, first, expected = [alone.evaluate([whole[i]], 0, 1) for i in range(len(whole))], 0, []
+    losses = [alone.evaluate([whole[i]], 0, 1) for i in range(len(whole))]
+    first = 0
+    expected = []
     for index, size in enumerate(found):
         mean = sum(losses[first : first + size // batch * batch]) / (size // batch * batch)
         expected.append((f"-{index}" if sets else "", mean))
@@ -333,7 +339,7 @@ def test_files_that_list_the_data(tmp_path):
         ("none", "No such file"),
         ("words", "not a JSON object"),
     ):
-        run = parse(["--recipe", "demo", "--per-split-data-args-path", str(tmp_path / name)]).run
+        run = parse(f"--recipe demo --per-split-data-args-path {tmp_path / name}".split()).run
         with pytest.raises(ValueError, match=message):
             with_listed_data(run, SoloComm())
     with pytest.raises(ValueError, match="--mock-data and --data-args-path exclude each other"):
@@ -351,21 +357,10 @@ def test_the_model_of_the_checkpoint_wins_where_that_is_asked_for(tmp_path):
         attention_dropout=0.0,
         hidden_dropout=0.25,
     ).run.model
-    words = [
-        "--micro-batch-size",
-        "1",
-        "--seq-length",
-        "8",
-        "--num-layers",
-        "7",
-        "--swiglu",
-        "--use-checkpoint-args",
-        "--load",
-        str(tmp_path),
-        "--train-iters",
-        "3",
-        "--mock-data",
-    ]
+    words = (
+        "--micro-batch-size 1 --seq-length 8 --num-layers 7 --swiglu "
+        f"--use-checkpoint-args --load {tmp_path} --train-iters 3 --mock-data"
+    ).split()
     parser = build_parser()
     found = interpret(with_checkpoint_model(vars(parser.parse_args(words)))).run.model
     assert architecture(found) == architecture(saved) and found.seq_length == 8

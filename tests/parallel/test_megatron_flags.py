@@ -43,7 +43,7 @@ def refusal(*words: str) -> str:
 
 
 def test_all_unknown_flags_are_reported_at_once():
-    text = refusal("--quux", "3", "--num-layer", "-1", "--lr", "0.1", "--foo=bar", "--quux", "4")
+    text = refusal(*"--quux 3 --num-layer -1 --lr 0.1 --foo=bar --quux 4".split())
     assert (
         text
         == "unknown flags --quux, --num-layer (did you mean --num-layers?), --foo=bar: see --help for those there are"
@@ -64,10 +64,8 @@ def test_every_refused_flag_says_why():
 
 
 def test_every_flag_that_changes_nothing_is_noted():
-    plain, rope = (
-        parse([*BASE, "--position-embedding-type", "rope"]).run,
-        ["--position-embedding-type", "rope"],
-    )
+    plain = parse([*BASE, "--position-embedding-type", "rope"]).run
+    rope = ["--position-embedding-type", "rope"]
     noted = {
         name: other for name, other in OTHER_FLAGS.items() if other.accepted or not other.refused
     }
@@ -110,20 +108,10 @@ def test_values_are_compared_as_numbers_where_they_are_numbers():
 
 
 def test_all_reasons_come_in_one_message_a_line_each(capsys):
-    words = [
-        "--multi-latent-attention",
-        "--hybrid-context-parallel",
-        "--dataloader-type",
-        "cyclic",
-        "--quux",
-        "3",
-        "--lr-decay-style",
-        "x",
-        "--kv-channels",
-        "6",
-        "--q-lora-rank",
-        "2",
-    ]
+    words = (
+        "--multi-latent-attention --hybrid-context-parallel --dataloader-type cyclic "
+        "--quux 3 --lr-decay-style x --kv-channels 6 --q-lora-rank 2"
+    ).split()
     starts = [
         "unknown flag --quux",
         "argument --lr-decay-style",
@@ -192,10 +180,12 @@ def test_skip_train_evaluates_and_trains_nothing(tmp_path, capsys, iteration):
 
 
 class Package(SimpleNamespace):
-    """In place of the package: it keeps what it is told."""
+    """A stand-in for the package that keeps its arguments."""
 
     def init(self, **given):
-        self.given, self.logged, self.finished = given, [], False
+        self.given = given
+        self.logged = []
+        self.finished = False
         return SimpleNamespace(
             log=lambda values, step: self.logged.append((step, values)),
             finish=lambda: setattr(self, "finished", True),
@@ -326,7 +316,8 @@ def test_the_page_of_flags_has_every_flag_with_its_default_and_every_recipe():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_flags_that_a_recipe_stands_for_make_its_run(name):
-    run, recipe = parse([*megatron_flags.recipe_flags(RECIPES[name]())]).run, RECIPES[name]()
+    run = parse([*megatron_flags.recipe_flags(RECIPES[name]())]).run
+    recipe = RECIPES[name]()
     assert run.optimizer.min_lr == pytest.approx(
         recipe.optimizer.min_lr, rel=1e-12
     )  # written with 12 digits
@@ -365,7 +356,7 @@ PRODUCTION = next(
 
 
 def production_words(folder: Path, **changed: str) -> list[str]:
-    """The command line of the 13B run on Fugaku, with its paths below a folder, and what its shell computes filled in."""
+    """Return the command line for the 13B run on Fugaku, with paths in a folder and the shell's computed values."""
     values = {
         "--vocab-file": str(write_sentencepiece(folder / "sp.model")),
         "--save": str(folder / "save"),
@@ -421,21 +412,12 @@ def test_the_flags_of_a_production_script_and_a_sentencepiece_model_start_a_shru
         train_samples="100",
     )
     (tmp_path / "text.txt").write_text(" ".join(TEXTS) * 40)
-    tokenizer = [
-        "--tokenizer-type",
-        "JapaneseSentencePiece",
-        "--vocab-file",
-        str(tmp_path / "sp.model"),
-    ]
+    tokenizer = f"--tokenizer-type JapaneseSentencePiece --vocab-file {tmp_path}/sp.model".split()
     assert (
         program.main(
             [
                 "preprocess",
-                "--input",
-                str(tmp_path / "text.txt"),
-                "--output-prefix",
-                str(tmp_path / "sp"),
-                "--append-eod",
+                *f"--input {tmp_path}/text.txt --output-prefix {tmp_path}/sp --append-eod".split(),
                 *tokenizer,
             ]
         )
@@ -521,7 +503,7 @@ def test_flags_from_a_yaml_file(tmp_path, activation, switch):
     """megatron/training/yaml_arguments.py: activation_func decides, whatever swiglu says, and the command line is ignored."""
     path = tmp_path / "gpt.yaml"
     path.write_text(YAML.replace("ACTIVATION", activation))
-    found = parse(["--yaml-cfg", str(path), "--dry-run", "--num-layers", "7", "--use-mpi"])
+    found = parse(f"--yaml-cfg {path} --dry-run --num-layers 7 --use-mpi".split())
     assert found.dry_run and found.run == parse([*LIKE.split(), switch]).run
     assert (
         found.notes[0]

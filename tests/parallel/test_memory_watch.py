@@ -218,8 +218,9 @@ def test_the_limit_of_a_job(tmp_path, monkeypatch, line, folder, files):
 def run(
     world, leaks, iterations: int = FIRST_ITERATIONS + SPAN, nodes: Nodes | None = None
 ) -> list[tuple[int, str]]:
-    """Return the lines of iterations in which this rank keeps so many MiB."""
-    said, kept = [], []
+    """Return log lines if this rank keeps so many MiB in each iteration."""
+    said = []
+    kept = []
     watch = MemoryWatch(
         world, nodes or find_nodes(world), lambda iteration, line: said.append((iteration, line))
     )

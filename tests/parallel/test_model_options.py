@@ -25,8 +25,7 @@ from fugaku_megatron.run.loop import Session
 from tests.checks.plain_model import (
     plain_losses,
 )
-from tests.helpers import make_trainer, small_run, whole_tensors
-from tests.threads import ThreadWorld
+from tests.helpers import lay_out, make_trainer, run_layout, small_run, whole_tensors
 
 SAMPLES = 8  # of a global batch
 ROPE = {"position_embedding_type": "rope"}
@@ -89,26 +88,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "padded vocabulary": {"padded_vocab_size": 112},
 }
-UNTIED = {
-    "untie_embeddings_and_output_weights": True
-}  # the gradients of a tied weight lie in two parts on two stages
-LAYOUTS = {
-    "one rank": (1, {}),
-    "tp2 x pp2": (
-        4,
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, **UNTIED},
-    ),
-    "tp2 in blocks": (
-        2,
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True},
-    ),
-    "zbv": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
-}
+ONE = "dp1"
+# The gradients of a tied weight are two parts on two stages.
+SPLIT = "tp2 pp2 untie_embeddings_and_output_weights"
 
 
-def option_run(name: str, layout: str, **more: Any) -> RunConfig:
-    sizes = {"global_batch_size": SAMPLES, "init_method_std": 0.2}
-    return small_run(**{**OPTIONS[name], **LAYOUTS[layout][1]}, **sizes, **more)
+def option_flags(name: str, **more: Any) -> dict[str, Any]:
+    return {**OPTIONS[name], "global_batch_size": SAMPLES, "init_method_std": 0.2, **more}
 
 
 @functools.cache
@@ -116,9 +102,8 @@ def computed(
     name: str, layout: str, backend: str
 ) -> tuple[float, dict[str, Tensor], dict[str, Tensor], Tensor]:
     """(loss, gradients, the weights they are at, samples) of the first iteration."""
-    run = option_run(name, layout, clip_grad=0.0)
 
-    def work(world: Any) -> Any:
+    def work(world: Any, run: RunConfig) -> Any:
         torch.set_num_threads(1)
         trainer = make_trainer(world, run, Ops.build(backend))
         weights = whole_tensors(trainer, "weight")
@@ -131,14 +116,14 @@ def computed(
             fetch(trainer.train, range(SAMPLES)) if world.rank == 0 else None,
         )
 
-    return ThreadWorld(LAYOUTS[layout][0]).run(work)[0]
+    return run_layout(layout, work, option_flags(name, clip_grad=0.0))[0]
 
 
 BLOCKS = ("squared relu", "parallel residual", "multipliers", "gated gelu and centred norms")
 CASES = [
-    *((name, layout) for name in OPTIONS for layout in ("one rank", "tp2 x pp2")),
-    *((name, "tp2 in blocks") for name in BLOCKS),
-    *((name, "zbv") for name in ("parallel residual", "exact gelu", "squared relu")),
+    *((name, layout) for name in OPTIONS for layout in (ONE, SPLIT)),
+    *((name, "tp2 sequence blocks") for name in BLOCKS),
+    *((name, "pp2 zbv") for name in ("parallel residual", "exact gelu", "squared relu")),
 ]
 # Operations of torch are the same on every rank, so that few layouts are enough for them.
 SPLIT_IN_TORCH = ("z-loss in chunks of masked rows", "yarn", "parallel residual")
@@ -153,18 +138,19 @@ SPLIT_IN_TORCH = ("z-loss in chunks of masked rows", "yarn", "parallel residual"
                 name,
                 layout,
                 "torch",
-                marks=() if layout == "one rank" or name in SPLIT_IN_TORCH else pytest.mark.full,
+                marks=() if layout == ONE or name in SPLIT_IN_TORCH else pytest.mark.full,
             )
             for name, layout in CASES
         ),
     ],
 )
 def test_losses_and_gradients_are_those_of_plain_torch(name, layout, backend):
-    run = option_run(name, layout)
+    model = lay_out(layout, OPTIONS[name])[0].model
     loss, grads, weights, samples = computed(name, layout, backend)
-    tokens, labels = torch.from_numpy(samples[:-1]), torch.from_numpy(samples[1:])
+    tokens = torch.from_numpy(samples[:-1])
+    labels = torch.from_numpy(samples[1:])
     plain = {key: value.clone().requires_grad_() for key, value in weights.items()}
-    expected = plain_losses(plain, tokens.t(), labels.t(), run.model).mean()
+    expected = plain_losses(plain, tokens.t(), labels.t(), model).mean()
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     assert grads.keys() == plain.keys()
@@ -183,22 +169,21 @@ def test_losses_and_gradients_are_those_of_plain_torch(name, layout, backend):
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize("layout", ["one rank", "tp2 x pp2"])
+@pytest.mark.parametrize("layout", [ONE, SPLIT])
 def test_the_z_loss_is_a_part_of_the_training_loss_alone(layout, backend):
     """Validation and its perplexity come from the cross entropy alone, and the log has both losses of training."""
 
-    def work(world: Any, z_loss: bool) -> tuple[float, float, float | None]:
+    def work(world: Any, run: RunConfig, z_loss: bool) -> tuple[float, float, float | None]:
         torch.set_num_threads(1)
-        run = option_run("z-loss", layout)
         run = replace(run, model=replace(run.model, use_z_loss=z_loss))
         with contextlib.closing(make_trainer(world, run, Ops.build(backend))) as trainer:
             valid = trainer.evaluate(trainer.valid, 0, 2)
             result = trainer.train_step()
         return valid, result.loss, result.z_loss
 
-    ranks = LAYOUTS[layout][0]
+    flags = option_flags("z-loss")
     for (valid, loss, z_loss), (valid_alone, alone, none) in zip(
-        *(ThreadWorld(ranks).run(work, z_loss) for z_loss in (True, False)), strict=True
+        *(run_layout(layout, work, flags, z_loss) for z_loss in (True, False)), strict=True
     ):
         assert valid == valid_alone and none is None
         assert z_loss > 0.05 and loss - z_loss == pytest.approx(alone, rel=1e-6)
@@ -220,7 +205,7 @@ def test_the_log_has_the_loss_without_the_z_loss(capsys):
     assert found.lm_loss_alone == pytest.approx(alone, rel=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "tp2 x pp2"])
+@pytest.mark.parametrize("layout", [ONE, SPLIT])
 @pytest.mark.parametrize("untied", [False, True])
 def test_decoupled_learning_rates_reach_the_embedding_and_the_head_alone(layout, untied):
     """Against torch.optim.AdamW with two groups, over a warm-up and a decay."""
@@ -233,23 +218,21 @@ def test_decoupled_learning_rates_reach_the_embedding_and_the_head_alone(layout,
         "lr_warmup_iters": 2,
         "lr_decay_iters": 6,
     }
-    run = small_run(
-        **{**rates, **LAYOUTS[layout][1], "untie_embeddings_and_output_weights": untied},
-        clip_grad=0.0,
-        global_batch_size=SAMPLES,
-    )
+    flags = {**rates, "clip_grad": 0.0, "global_batch_size": SAMPLES}
 
-    def work(world: Any) -> Any:
+    def work(world: Any, run: RunConfig) -> Any:
         torch.set_num_threads(1)
         trainer = make_trainer(world, run)
-        first, steps = whole_tensors(trainer, "weight"), []
+        first = whole_tensors(trainer, "weight")
+        steps = []
         for _ in range(5):
             trainer.train_step()
             steps.append((whole_tensors(trainer, "grad"), whole_tensors(trainer, "weight")))
         trainer.close()
         return first, steps
 
-    first, steps = ThreadWorld(LAYOUTS[layout][0]).run(work)[0]
+    tied = f"untie_embeddings_and_output_weights={untied}"
+    first, steps = run_layout(f"{layout} {tied}", work, flags)[0]
     plain = {name: torch.nn.Parameter(value) for name, value in first.items()}
     decoupled = {"embedding.word_embeddings.weight", "output_layer.weight"}
     groups = [
@@ -266,18 +249,12 @@ def test_decoupled_learning_rates_reach_the_embedding_and_the_head_alone(layout,
             parameter.grad = grads[name]
         optimizer.step()
         for name, parameter in plain.items():
-            torch.testing.assert_close(
-                weights[name],
-                parameter.data,
-                rtol=1e-5,
-                atol=1e-6,
-                msg=lambda m, n=name, i=step: f"{i} {n}: {m}",
-            )
+            assert torch.allclose(weights[name], parameter.data, rtol=1e-5, atol=1e-6), (step, name)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_dry_run_and_the_formulas_know_them(name):
-    run = option_run(name, "tp2 x pp2")
+    run, _ = lay_out(SPLIT, option_flags(name))
     assert "memory of one rank per stage" in report(run, 4)
     records = accounting.layer_records(run, 2)
     assert [r for r in records if r.name == run.model.activation][0].saved_bytes == 32 * 64 * 4

@@ -1,4 +1,4 @@
-"""Checkpoints on the disks of nodes: found where every rank has its copy, and of no other run."""
+"""Checkpoints on node disks: found if every rank has a copy from the same run."""
 
 import os
 import shutil
@@ -32,14 +32,15 @@ def paths(tmp_path, **changes):
 
 
 def run(tmp_path, iterations: int, **changes) -> list[float]:
-    """Train to an iteration, from where --load and --save-local stand; returns the losses of this start."""
+    """Train to an iteration from --load or --save-local, and return the losses."""
 
     def rank(world):
         made = session(
             world, tmp_path / "save", **paths(tmp_path, train_iters=iterations, **changes)
         )
         resume_training(made.trainer, find_checkpoint(made.trainer.run, world))
-        step, losses = made.trainer.train_step, []
+        step = made.trainer.train_step
+        losses = []
         made.trainer.train_step = lambda: (result := step(), losses.append(result.loss))[0]
         with closing(made.trainer):
             made.run()
@@ -49,7 +50,7 @@ def run(tmp_path, iterations: int, **changes) -> list[float]:
 
 
 def found(tmp_path, ranks=RANKS, **changes) -> tuple[int | None, str | None]:
-    """(iteration, --save-local if it is from there) of what a start would load."""
+    """Return the iteration that a start would load, and --save-local if it is the source."""
 
     def rank(world):
         resume = find_checkpoint(
@@ -72,7 +73,8 @@ def forget_shared(tmp_path, iteration: int) -> None:
 def test_the_newest_of_either_goes_on_with_the_same_bits(tmp_path, changes):
     straight = run(tmp_path / "straight", 6)
     assert run(tmp_path, 4, save_interval=2, **changes) == straight[:4]
-    local, shared = str(tmp_path / "local"), tmp_path / "save"
+    local = str(tmp_path / "local")
+    shared = tmp_path / "save"
     assert list_iterations(shared) == [2, 4] and found(tmp_path) == (4, None), (
         "the shared one, where it is as new"
     )
@@ -172,8 +174,9 @@ def test_a_flipped_bit_in_a_copy_is_one_line_with_a_remedy(newer):
 
 
 def test_the_run_waits_for_the_node_and_not_for_the_shared_disk(tmp_path, monkeypatch):
-    """Without --async-save: what is on the node goes to the shared directory while training changes the weights."""
-    copies, copy = [], node_copy.copy_verified
+    """Without --async-save: node copies reach the shared directory while training changes the weights."""
+    copies = []
+    copy = node_copy.copy_verified
     monkeypatch.setattr(
         node_copy, "copy_verified", lambda *given: copies.append(given) or copy(*given)
     )

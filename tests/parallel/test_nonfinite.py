@@ -24,7 +24,7 @@ from fugaku_megatron.observe.nonfinite import find_nonfinite
 from fugaku_megatron.observe.rerun import ENOUGH, WINDOW, Rerun, Spikes, bit_sum
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training.trainer import Trainer
-from tests.helpers import DROPOUT, OVERLAP, PP2, TP2, TP2PP2, make_trainer, small_run, train
+from tests.helpers import DROPOUT, OVERLAP, lay_out, make_trainer, small_run, train
 from tests.threads import ThreadWorld
 
 RESULT = {"attention_forward": 1, "attention_backward": 4}  # the argument that a kernel writes
@@ -46,7 +46,7 @@ def faulty_ops(
 
 
 def explained(world, run, ops) -> str:
-    trainer = make_trainer(world, run, ops(world.rank))
+    trainer = make_trainer(world, run, ops)
     result = trainer.train_step()
     assert result.skipped
     before = trainer.progress
@@ -61,31 +61,28 @@ def explained(world, run, ops) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "guilty", "kernel", "layout"),
+    ("guilty", "kernel", "layout"),
     [
-        (2, 1, "attention_forward", TP2),
-        (2, 1, "attention_backward", PP2),
-        (2, 1, "attention_forward", {"zero_stage": 1}),
-        (2, 1, "attention_backward", OVERLAP),
-        (2, 1, "attention_forward", {**PP2, "pipeline_schedule": "zbv"}),
-        (8, 7, "attention_backward", {**TP2PP2, "sequence_parallel": True}),
-        (2, 1, "attention_forward", {**TP2, "sequence_parallel": True, "tp_comm_overlap": True}),
-        (1, 0, "attention_forward", {"recompute_granularity": "full"}),
-        (1, 0, "attention_backward", {"recompute_granularity": "selective"}),
+        (1, "attention_forward", "tp2"),
+        (1, "attention_backward", "pp2"),
+        (1, "attention_forward", "dp2 zero"),
+        (1, "attention_backward", "dp2 overlap"),
+        (1, "attention_forward", "pp2 zbv"),
+        (7, "attention_backward", "tp2 pp2 dp2 sequence"),
+        (1, "attention_forward", "tp2 sequence blocks"),
+        (0, "attention_forward", "full"),
+        (0, "attention_backward", "selective"),
     ],
     ids=str,
 )
-def test_rank_layer_operation_and_samples_are_named(ranks, guilty, kernel, layout):
-    run = small_run(**layout, global_batch_size=8)
-    healthy, layer = (
-        Ops.build(),
-        2 if "pipeline_schedule" in layout else 4,
-    )  # the last stage has layer 4, in a V layer 2
+def test_rank_layer_operation_and_samples_are_named(guilty, kernel, layout):
+    run, ranks = lay_out(layout, {"global_batch_size": 8})
+    layer = 2 if "zbv" in layout else 4  # of the last stage
     dp = Layout.from_run(run, ranks).dp
     first = 6 if dp == 2 else 4  # the third micro-batch, or the second one of the second replica
     texts = ThreadWorld(ranks).run(
         lambda world: explained(
-            world, run, lambda rank: faulty_ops(kernel, layer, first) if rank == guilty else healthy
+            world, run, faulty_ops(kernel, layer, first) if world.rank == guilty else Ops.build()
         )
     )
     assert len(set(texts)) == 1
@@ -114,9 +111,7 @@ def test_what_turns_queries_and_keys_is_named_by_what_comes_before_it():
 def test_the_first_of_several_in_the_order_of_samples():
     run = small_run(num_layers=2)
     texts = ThreadWorld(2).run(
-        lambda world: explained(
-            world, run, lambda rank: faulty_ops("attention_forward", 1, (12, 2)[rank])
-        )
+        lambda world: explained(world, run, faulty_ops("attention_forward", 1, (12, 2)[world.rank]))
     )
     assert "rank 1 (node" in texts[0] and "samples 2 to 3" in texts[0]
 
@@ -128,7 +123,7 @@ def test_torch_operations_are_seen_as_well():
         return result
 
     ops = Ops.build("torch", kernels=Observed(kernels, ("dropout",), overflow))
-    text = explained(SoloComm(), small_run(num_layers=2, attention_dropout=0.1), lambda rank: ops)
+    text = explained(SoloComm(), small_run(num_layers=2, attention_dropout=0.1), ops)
     assert "forward of attention, decoder.layers.0, micro-batch 3 (samples 6 to 7)" in text
 
 
@@ -247,9 +242,14 @@ def test_every_bit_counts():
             assert bit_sum(part) != before
 
 
+def healthy_losses(ranks: int, run) -> list[float]:
+    return [step.loss for step in ThreadWorld(ranks).run(train, run, 3)[0]]
+
+
 def lines(world, run, ops: Ops, iterations: int = 3) -> tuple[list[tuple[int, str]], list[float]]:
     """Train some iterations; return the reruns' lines and the losses."""
-    trainer, said = make_trainer(world, run, ops), []
+    trainer = make_trainer(world, run, ops)
+    said = []
     trainer.before_update = Rerun(
         trainer, lambda iteration, text: said.append((iteration, text))
     ).before_update
@@ -259,20 +259,21 @@ def lines(world, run, ops: Ops, iterations: int = 3) -> tuple[list[tuple[int, st
 
 
 @pytest.mark.parametrize(
-    ("ranks", "guilty", "kernel", "layout"),
+    ("guilty", "kernel", "layout"),
     [
-        (1, 0, "attention_forward", {}),
-        (2, 1, "attention_backward", OVERLAP),
-        (2, 1, "attention_forward", PP2),
-        (2, 1, "attention_backward", {**PP2, "pipeline_schedule": "zbv"}),
-        (4, 3, "attention_backward", TP2PP2),
+        (0, "attention_forward", "tp1"),
+        (1, "attention_backward", "dp2 overlap"),
+        (1, "attention_forward", "pp2"),
+        (1, "attention_backward", "pp2 zbv"),
+        (3, "attention_backward", "tp2 pp2"),
     ],
     ids=str,
 )
-def test_a_broken_machine_is_named_and_the_repetition_used(ranks, guilty, kernel, layout):
-    run, first = small_run(**DROPOUT, **layout), 16 + (6 if layout == OVERLAP else 4)
-    layer = 2 if "pipeline_schedule" in layout else 4
-    healthy = [step.loss for step in ThreadWorld(ranks).run(lambda world: train(world, run, 3))[0]]
+def test_a_broken_machine_is_named_and_the_repetition_used(guilty, kernel, layout):
+    run, ranks = lay_out(layout, DROPOUT)
+    first = 16 + (6 if "overlap" in layout else 4)
+    layer = 2 if "zbv" in layout else 4
+    healthy = healthy_losses(ranks, run)
     assert ThreadWorld(ranks).run(lambda world: lines(world, run, Ops.build())) == [
         ([], healthy) for _ in range(ranks)
     ], "looking changes no bit"
@@ -292,7 +293,7 @@ def test_a_broken_machine_is_named_and_the_repetition_used(ranks, guilty, kernel
         )  # seen before the weight gradients
         assert (f"of the micro-batch that begins with sample {first}" in text) == early
         assert (f"on rank {guilty} (node " in text) or (
-            layout == TP2PP2 and "on ranks 2 to 3, which share" in text
+            layout == "tp2 pp2" and "on ranks 2 to 3, which share" in text
         ), text
         assert losses == healthy, "as if nothing had been"
 
@@ -324,7 +325,7 @@ def test_a_bad_batch_is_named_by_its_samples():
 def test_a_core_that_repeats_its_mistake_is_no_bad_batch(ranks, guilty, kernel, named):
     """Repeat with the same bits, and with other bits if another rank computes the samples."""
     run = small_run(**DROPOUT, **OVERLAP, num_layers=1)
-    healthy = [step.loss for step in ThreadWorld(ranks).run(lambda world: train(world, run, 3))[0]]
+    healthy = healthy_losses(ranks, run)
 
     def rank(world):
         faulty = faulty_ops(kernel, 1, 16 + 2 * guilty)
@@ -383,9 +384,9 @@ def test_a_falling_loss_scale_is_no_spike():
 
 def test_flags():
     numbers = parse(
-        ["--recipe", "demo", "--check-for-spiky-loss", "--loss-spike-deviations", "4"]
+        "--recipe demo --check-for-spiky-loss --loss-spike-deviations 4".split()
     ).run.numbers
     assert numbers.rerun_on_spike and numbers.loss_spike_deviations == 4.0
-    assert parse(["--recipe", "demo", "--loss-spike-deviations", "4"]).notes == (
+    assert parse("--recipe demo --loss-spike-deviations 4".split()).notes == (
         "--loss-spike-deviations has no effect without --rerun-on-spike",
     )

@@ -96,9 +96,10 @@ PAUSE = 0.125
 
 
 class Slow:
-    """A group of two ranks, and an executor, whose calls take PAUSE seconds on a mock clock."""
+    """A group of two ranks, and an executor. Calls take PAUSE seconds on a mock clock."""
 
-    size, rank = 2, 0
+    size = 2
+    rank = 0
 
     def __init__(self):
         self.now = 0.0
@@ -161,7 +162,8 @@ def test_sums_count_where_they_are_waited_for(slow):
 
 def test_what_waits_inside_a_wait_counts_once(slow):
     phases = Phases()
-    groups, executor = slow_groups(phases, slow), Slow()
+    groups = slow_groups(phases, slow)
+    executor = Slow()
     executor.recv_forward = lambda instruction: groups.pp.recv(None)
     phases.watch(executor).recv_forward(None)
     with phases.waiting_for_data():
@@ -200,9 +202,11 @@ def test_a_trainer_is_observed_and_its_losses_stay():
         trainer.close()
         return losses, seconds_of(phases, 100.0)
 
-    expected, observed = ThreadWorld(4).run(steps, False), ThreadWorld(4).run(steps, True)
+    expected = ThreadWorld(4).run(steps, False)
+    observed = ThreadWorld(4).run(steps, True)
     assert [losses for losses, _ in observed] == [losses for losses, _ in expected]
-    first, last = observed[0][1], observed[3][1]
+    first = observed[0][1]
+    last = observed[3][1]
     assert first["previous stage"] == 0 == last["next stage"]
     assert (
         min(
@@ -218,7 +222,8 @@ def test_a_trainer_is_observed_and_its_losses_stay():
 
 def test_the_table_accounts_for_the_whole_step():
     profiler = Profiler()
-    profiler.peak_gflops, profiler.steps = 100.0, [1.0, 3.0]
+    profiler.peak_gflops = 100.0
+    profiler.steps = [1.0, 3.0]
     profiler.events = [
         Event("schedule", "forward", 0.0, 4.0),
         Event("kernels", "linear_forward", 0.0, 1.0, 40e9),
@@ -237,19 +242,17 @@ def test_the_table_accounts_for_the_whole_step():
 def recorded(world, folder, iterations, **changes):
     """Run two stages with a profile; return the printed lines."""
     torch.set_num_threads(1)
-    run, said = (
-        small_run(
-            num_layers=2,
-            profile=True,
-            profile_dir=str(folder),
-            profile_ranks=(0, 3),
-            profile_step_start=2,
-            profile_step_end=4,
-            **PP2,
-            **changes,
-        ),
-        [],
+    run = small_run(
+        num_layers=2,
+        profile=True,
+        profile_dir=str(folder),
+        profile_ranks=(0, 3),
+        profile_step_start=2,
+        profile_step_end=4,
+        **PP2,
+        **changes,
     )
+    said = []
     trainer = build_trainer(run, world, mock(run))
     own = Profile(run, trainer.layout, world)
     trainer = build_trainer(
@@ -273,7 +276,7 @@ APART = 1000.0  # seconds between the clocks of one rank and of the next
 
 @pytest.fixture
 def clocks(monkeypatch):
-    """Return a function for the seconds by which the calling thread's clock is ahead of rank 0's."""
+    """Return a function: seconds between the calling thread's clock and rank 0's."""
 
     def ahead() -> float:
         name = threading.current_thread().name

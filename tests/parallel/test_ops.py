@@ -57,7 +57,8 @@ def plain_attention(
     s, b, width = qkv.shape
     groups = groups or width // (3 * d)
     each = width // (groups * d) - 2
-    slots, heads = qkv.view(s, b, groups, each + 2, d), []
+    slots = qkv.view(s, b, groups, each + 2, d)
+    heads = []
     distance = torch.arange(s)[:, None] - torch.arange(s)
     for head in range(groups * each):
         group, query = divmod(head, each)
@@ -84,7 +85,11 @@ NATIVE, P = Ops.build(), 0.4  # dropout's masks are the same on both backends
 KEEP = NATIVE.dropout(torch.ones(S, B, H), Dropout(P, KEY)).double()
 PLACE = DropoutKey(5, 9, 40, sample_dim=0, row0=S)
 KEPT_SCORES = NATIVE.dropout(torch.ones(B, 4, S, S), Dropout(P, PLACE)).double()
-X, W1, W2, B1, GATED = (S, B, H), (4 * H, H), (H, 4 * H), (4 * H,), (2, 20, H)
+X = (S, B, H)
+W1 = (4 * H, H)
+W2 = (H, 4 * H)
+B1 = (4 * H,)
+GATED = (2, 20, H)
 OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights, how many roundings more than one)
     "linear": (lambda o, *a: o.linear(*a), F.linear, [X], [(OUT, H), (OUT,)], 1),
     "linear, no bias": (lambda o, *a: o.linear(*a), F.linear, [X], [(OUT, H)], 1),
@@ -261,11 +266,10 @@ def head_losses(
     """(loss, gradient of x, gradient of its part of the table (16, H)) of each rank."""
 
     def part(tp):
-        own, first_row = parameter(table.chunk(tp.size)[tp.rank].clone()), tp.rank * 16 // tp.size
-        leaf, own_words = (
-            x.clone().requires_grad_(),
-            None if words is None else min(max(0, words - first_row), len(own)),
-        )
+        own = parameter(table.chunk(tp.size)[tp.rank].clone())
+        first_row = tp.rank * 16 // tp.size
+        leaf = x.clone().requires_grad_()
+        own_words = None if words is None else min(max(0, words - first_row), len(own))
         loss = (
             ops.head_loss(
                 copy_to_tensor_parallel(leaf, tp),
@@ -290,8 +294,11 @@ def test_head_loss(ops, name, ranks, words, rows_at_once):
     """The words' logits are near -60, so that the other 16 - words rows would have all of the softmax; some
     ranks have no word at all."""
     dtype, tolerance = DTYPES[name]
-    x, table = random(S, B, H, dtype=dtype), random(16, H, seed=1, dtype=dtype)
-    x[..., 0], table[:words, 0], table[words:, 0] = 1.0, -60.0, 0.0
+    x = random(S, B, H, dtype=dtype)
+    table = random(16, H, seed=1, dtype=dtype)
+    x[..., 0] = 1.0
+    table[:words, 0] = -60.0
+    table[words:, 0] = 0.0
     labels = torch.randint(0, words, (S, B), generator=torch.Generator().manual_seed(1))
     exact = [t.double().requires_grad_() for t in (x, table)]
     expected = (
@@ -319,10 +326,12 @@ def test_head_loss(ops, name, ranks, words, rows_at_once):
 def test_head_loss_of_some_rows(ops, name, ranks, rows_at_once, count, z_loss):
     """Rows with a label of -1 count nothing, even where their logits are infinite; the sum is divided by `count`."""
     dtype, tolerance = DTYPES[name]
-    x, table = random(S, B, H, dtype=dtype), random(16, H, seed=1, dtype=dtype)
+    x = random(S, B, H, dtype=dtype)
+    table = random(16, H, seed=1, dtype=dtype)
     labels = torch.randint(0, 16, (S, B), generator=torch.Generator().manual_seed(1))
     ignored = torch.zeros(S, B, dtype=torch.bool)
-    ignored[1:], ignored[2, -1] = True, False
+    ignored[1:] = True
+    ignored[2, -1] = False
     exact = [t.double().requires_grad_() for t in (x, table)]
     logits = (exact[0] @ exact[1].t())[~ignored]
     rows = (
@@ -353,7 +362,8 @@ def test_head_loss_of_some_rows(ops, name, ranks, rows_at_once, count, z_loss):
 
 def test_the_count_of_a_head_loss_is_its_rows_by_default(ops):
     def loss(count):
-        x, table = random(S, B, H).requires_grad_(), parameter(random(16, H, seed=1))
+        x = random(S, B, H).requires_grad_()
+        table = parameter(random(16, H, seed=1))
         value = (
             ops.head_loss(
                 x,
@@ -370,7 +380,8 @@ def test_the_count_of_a_head_loss_is_its_rows_by_default(ops):
 
 
 def test_head_loss_without_gradients(ops):
-    x, table = random(S, B, H), parameter(random(16, H, seed=1))
+    x = random(S, B, H)
+    table = parameter(random(16, H, seed=1))
     with torch.no_grad():
         loss = ops.head_loss(
             x, table, torch.zeros(S, B, dtype=torch.int64), HeadLoss(SoloComm(), 0, 1.0)
@@ -414,7 +425,8 @@ def results(ops: Ops, dtype: torch.dtype) -> list[Tensor]:
         for i, shape in enumerate([(H, H), (H,), (f, H), (f,), (H, f)])
     ]
     x = random(S, B, H, dtype=dtype).requires_grad_()
-    y, z = ops.linear(x, *weights[:2]), ops.mlp(x, MLPWeights(*weights[2:]))
+    y = ops.linear(x, *weights[:2])
+    z = ops.mlp(x, MLPWeights(*weights[2:]))
     (y.sum() + z.sum()).backward()
     return [y.detach(), z.detach(), x.grad, *(w.main_grad for w in weights)]
 
@@ -451,7 +463,8 @@ def test_logits_are_summed_in_fp32(portable):
 
 
 def test_packed_weights_follow_the_optimizer_and_the_target():
-    ops, weight = Ops.build(keep_packed_weights=True), parameter(random(OUT, H))
+    ops = Ops.build(keep_packed_weights=True)
+    weight = parameter(random(OUT, H))
     x = random(S, B, H)
     for change in range(2):
         with torch.no_grad():
@@ -489,7 +502,8 @@ def mask(p: float, *, shape: tuple[int, ...] = (32, 8, 512), **place) -> Tensor:
 @pytest.mark.parametrize("p", [0.1, 0.9])
 def test_dropout_keeps_and_scales(ops, p):
     x = random(32, 8, 512) + 10.0
-    y, kept = ops.dropout(x, Dropout(p, KEY)), mask(p)
+    y = ops.dropout(x, Dropout(p, KEY))
+    kept = mask(p)
     torch.testing.assert_close(y, x / (1 - p) * kept.float(), rtol=1e-6, atol=0)
     n = kept.numel()
     assert abs(kept.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n), "the share that is kept"
@@ -506,12 +520,14 @@ def test_dropout_backward_has_the_same_mask_and_p_0_is_the_identity(ops):
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    a, b = a - a.mean(), b - b.mean()
+    a = a - a.mean()
+    b = b - b.mean()
     return ((a * b).mean() / (a.std() * b.std())).item()
 
 
 def test_masks_of_seeds_streams_samples_and_rows_are_independent():
-    first, limit = mask(0.5), 5 / math.sqrt(32 * 8 * 512)
+    first = mask(0.5)
+    limit = 5 / math.sqrt(32 * 8 * 512)
     for other in ({"seed": 6}, {"stream": 10}, {"stream": 8}, {"first_sample": 48}, {"row0": 32}):
         assert abs(correlation(first, mask(0.5, **other))) < limit, other
     assert abs(correlation(first[:, :-1], first[:, 1:])) < limit, "samples"

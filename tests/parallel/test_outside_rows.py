@@ -33,8 +33,10 @@ def losses(run, backend: str = "native", *, ranks: int) -> list[float]:
 
 
 PLAIN = {"disable_bias_linear": True}
-GATE, SWIGLU = {"activation_func": "gate"}, {"swiglu": True}
-SQUARE, SQUARED_RELU = {"activation_func": "square"}, {"squared_relu": True}
+GATE = {"activation_func": "gate"}
+SWIGLU = {"swiglu": True}
+SQUARE = {"activation_func": "square"}
+SQUARED_RELU = {"squared_relu": True}
 RMS = {"normalization": "RMS", **PLAIN}
 RMS_NORM = {"normalization": "RMSNorm", **PLAIN}
 SEQUENCE = {**TP2, "sequence_parallel": True}
@@ -79,7 +81,7 @@ def test_the_schedule_trains_as_1f1b():
 
 
 def test_rows_are_accounted_for():
-    """Parameters, FLOPs, messages, and what is kept from forward to backward."""
+    """Parameters, FLOPs, messages and saved bytes."""
     for changes in (GATE, SQUARE, RMS):
         check_parameters(small_run(**changes, **TP2), 2)
         check_bytes(small_run(**changes, **TP2), 2)

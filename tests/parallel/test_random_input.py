@@ -1,4 +1,4 @@
-"""Random input of eight kinds, 400 examples drawn by hypothesis with a fixed seed: files, flags, and their contents.
+"""Eight kinds of random input, 400 examples by hypothesis with a fixed seed: files, flags and contents.
 
 Each example is refused by a ValueError of one line that names the file or a flag, or it is accepted and does what it says. None
 raises another exception, takes more than 10 s or loads what was changed.
@@ -164,7 +164,7 @@ def outcome(work, *names):
 
 
 def places(value, path=()):
-    """The paths of all entries of a JSON value."""
+    """Return the paths to all entries in a JSON value."""
     items = (
         value.items()
         if isinstance(value, dict)
@@ -216,7 +216,7 @@ def test_no_changed_manifest_loads(saved):
 
 
 def test_no_changed_file_of_tensors_loads(tmp_path):
-    """Neither where all of it is needed nor in a layout that needs it and another one; verify finds what is changed, too."""
+    """Not even in a layout that needs two files. The verify command finds the change, too."""
 
     def save(comm):
         part = Shard(
@@ -230,12 +230,11 @@ def test_no_changed_file_of_tensors_loads(tmp_path):
 
     ThreadWorld(2).run(save)
     folder = tmp_path / "iter_0000001"
-    path, whole = (
-        folder / "rank_00001.safetensors",
-        Shard("w", torch.zeros(8, 6), (8, 6), (0, 0), (8, 6)),
-    )
+    path = folder / "rank_00001.safetensors"
+    whole = Shard("w", torch.zeros(8, 6), (8, 6), (0, 0), (8, 6))
     content = path.read_bytes()
-    at, noises = st.integers(0, len(content) - 1), st.binary(min_size=1, max_size=40)
+    at = st.integers(0, len(content) - 1)
+    noises = st.binary(min_size=1, max_size=40)
 
     @refused_or_harmless(
         "tensor files", damage=st.sampled_from([*DAMAGES, *OTHER_KINDS]), i=at, j=at, noise=noises
@@ -255,7 +254,8 @@ def test_no_changed_file_of_tensors_loads(tmp_path):
 
 def test_machine_files_are_refused_or_predict(tmp_path):
     data = json.loads((machine.FOLDER / "a64fx.json").read_text())
-    path, run = tmp_path / "host.json", small_run()
+    path = tmp_path / "host.json"
+    run = small_run()
 
     def predicted():
         prediction = model.predict(run, System.from_names(str(path), software.THIS_PROJECT, 1, 1))
@@ -290,7 +290,7 @@ def test_job_scripts_are_checked():
 def test_flags_are_refused_or_planned():
     def planned(words):
         parsed = arguments.parse(
-            ["--recipe", "demo", "--mock-data", "--vocab-size", "512", "--dry-run", *words]
+            [*"--recipe demo --mock-data --vocab-size 512 --dry-run".split(), *words]
         )
         report(parsed.run, parsed.world_size or 1)
 
@@ -308,11 +308,10 @@ def test_flags_are_refused_or_planned():
 
 def test_vocabularies_are_refused_or_encode(tmp_path):
     write_tokenizer(tmp_path)
-    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
-    right, rules = (
-        json.loads(vocab.read_text()) | {"ab": 257, "abc": 258},
-        "#version: 0.2\na b\nab c\n",
-    )
+    vocab = tmp_path / "vocab.json"
+    merges = tmp_path / "merges.txt"
+    right = json.loads(vocab.read_text()) | {"ab": 257, "abc": 258}
+    rules = "#version: 0.2\na b\nab c\n"
     value = st.one_of(
         VALUES,
         st.recursive(VALUES, lambda part: st.dictionaries(st.text(max_size=3), part, max_size=4)),
@@ -350,7 +349,7 @@ def test_vocabularies_are_refused_or_encode(tmp_path):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A folder with a dataset of byte tokens and lines of JSON, and the documents of both."""
+    """Return a folder with byte tokens and JSON lines, and its documents."""
     documents = [list(range(3 * n)) for n in range(1, 7)]
     with IndexedDatasetWriter(tmp_path / "corpus", "uint16") as writer:
         for tokens in documents:
@@ -387,7 +386,8 @@ def test_data_files_are_refused_or_read(corpus):
         noise=st.binary(min_size=1, max_size=40),
     )
     def change(name, damage, place, noise):
-        path, content = folder / name, originals[name]
+        path = folder / name
+        content = originals[name]
         i, j = (number % len(content) for number in place)
         if damage in OTHER_KINDS:
             replace(path, damage)
@@ -409,10 +409,8 @@ def test_data_files_are_refused_or_read(corpus):
 
 
 def test_logs_are_refused_or_make_a_row(tmp_path):
-    path, values = (
-        tmp_path / "run.log",
-        json.loads(re.search(r"^run: (.*)$", OUR_LOG, re.MULTILINE)[1]),
-    )
+    path = tmp_path / "run.log"
+    values = json.loads(re.search(r"^run: (.*)$", OUR_LOG, re.MULTILINE)[1])
     names = [
         *values,
         "lr",

@@ -26,14 +26,16 @@ DOCUMENTS = {
 
 def intervals(world, computation, data=None, iterations=10, works=None, **changes):
     """Return the log's lines if the ranks compute so many seconds, one list per interval."""
-    run, said = small_run(**changes), []
+    run = small_run(**changes)
+    said = []
     no_wait = [0.0 for _ in range(world.size)]
     waits = iter(data or [no_wait for _ in computation])
     own = SimpleNamespace(begin=lambda: None)
     times = RankTimes(run, Layout.from_run(run, world.size), world, own, said.append)
     for number, (computes, waiting) in enumerate(zip(computation, waits, strict=True), 1):
         for change in (-0.01, 0.01) * (iterations // 2):
-            c, d = computes[world.rank] + change, waiting[world.rank]
+            c = computes[world.rank] + change
+            d = waiting[world.rank]
             own.of_iteration = lambda seconds, c=c, d=d: [c, d, 0.0, 0.0, seconds - c - d]
             times.begin()
             times.end(SimpleNamespace(seconds=SECONDS, work=works and works[world.rank]))
@@ -47,7 +49,8 @@ def said(computation, data=None, **changes):
     )[0]
 
 
-ALIKE, SLOW = [1.0] * 8, [1.0] * 5 + [1.3] + [1.0] * 2
+ALIKE = [1.0] * 8
+SLOW = [1.0] * 5 + [1.3] + [1.0] * 2
 
 
 def test_a_rank_is_named_in_its_second_slow_interval_once_and_its_recovery_told():

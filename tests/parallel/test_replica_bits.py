@@ -1,4 +1,4 @@
-"""Ranks that hold the same parameter have the same bits of it, of its master weights and of its moments, in every format."""
+"""Ranks with the same parameter have the same bits in the parameter, its master weights and its moments."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ FORMATS = {
 
 
 def settings(model: str, layout: str, optimizer_format: str) -> tuple[int, dict[str, Any]]:
-    """Return the ranks of a row, and what it changes of the small run."""
+    """Return a row's ranks and flags."""
     ranks, parallel = LAYOUTS[layout]
     return ranks, {**SIZES, **MODELS[model], **FORMATS[optimizer_format], **parallel}
 
@@ -129,7 +129,7 @@ ROWS = random_rows(40)
 def stored_bits(
     trainer: Trainer,
 ) -> Iterator[tuple[str, ParameterSpec, torch.Tensor, torch.Tensor]]:
-    """Yield (key, shape, numbers of the elements in the global tensor, bits) of everything that this rank holds."""
+    """Yield (key, shape, element numbers in the global tensor, bits) for every tensor on this rank."""
     flat = trainer.optimizer.flat
     records = [
         (
@@ -155,7 +155,7 @@ def stored_bits(
 
 
 def differing(trainer: Trainer) -> list[str]:
-    """Return the keys of which two ranks have different bits. Collective."""
+    """Return keys with different bits on two ranks. Collective."""
     whole: dict[str, torch.Tensor] = {}
     known: dict[str, torch.Tensor] = {}
     found: dict[str, None] = {}
@@ -172,7 +172,7 @@ def differing(trainer: Trainer) -> list[str]:
 
 
 def after_training(world: Comm, run: RunConfig, iterations: int) -> list[str]:
-    """Return the keys of which two ranks have different bits after so many iterations."""
+    """Return keys with different bits on two ranks after so many iterations."""
     with contextlib.closing(make_trainer(world, run)) as trainer:
         for _ in range(iterations):
             result = trainer.train_step()

@@ -24,18 +24,15 @@ from fugaku_megatron.training.replicas import (
     content_hash,
 )
 from fugaku_megatron.training.trainer import Trainer
+from tests.checks.moments import EIGHT
 from tests.checks.session import Writer
 from tests.helpers import (
-    CP2,
-    OVERLAP,
-    PP2,
-    TP2,
-    TP2PP2,
     find_checkpoint,
     grid_groups,
     make_trainer,
     mock,
     one_error,
+    run_layout,
     small_run,
 )
 from tests.llama_models import FAMILIES
@@ -45,11 +42,11 @@ ROUTED = {"num_experts": 4, "moe_router_topk": 2, "swiglu": True, "disable_bias_
 INTERVAL = "check_weight_hash_across_dp_replicas_interval"
 
 
-def compared(world, layout, flips) -> str | None:
+def compared(world, run, flips) -> str | None:
     """Return the difference found after a step in which bits flip on some ranks: rank -> (layer of
     the stage, bit).
     """
-    trainer = make_trainer(world, small_run(num_layers=2, **layout))
+    trainer = make_trainer(world, run)
     trainer.train_step()
     assert trainer.find_difference() is None, "healthy replicas agree"
     trainer.train_step()
@@ -64,24 +61,21 @@ def compared(world, layout, flips) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "flips", "named"),
+    ("layout", "flips", "named"),
     [
         (
-            4,
-            {**OVERLAP, "ddp_bucket_size": 1},
+            "dp4 overlap ddp_bucket_size=1",
             {3: (1, 14)},
             "rank 3 ({}, replica 3) holds other bits in "
             "decoder.layers.1.self_attention.linear_qkv.weight than 3 of",
         ),
         (
-            6,
-            {**TP2, "bf16": True, "micro_batch_size": 1, "global_batch_size": 12},
+            "tp2 dp3 bf16 micro_batch_size=1 global_batch_size=12",
             {5: (1, 7)},
             "rank 5 ({}, replica 2) holds other bits",
         ),
         (
-            4,
-            PP2,
+            "pp2 dp2",
             {3: (0, 7)},
             "rank 1 ({0}, replica 0), rank 3 ({0}, replica 1) hold different bits in "
             "decoder.layers.1.",
@@ -89,51 +83,44 @@ def compared(world, layout, flips) -> str | None:
     ],
     ids=["zero-overlap", "tp2-dp3", "pp2-dp2"],
 )
-def test_one_flipped_bit(ranks, layout, flips, named, monkeypatch):
+def test_one_flipped_bit(layout, flips, named, monkeypatch):
     monkeypatch.setattr("platform.node", lambda: "c12")
-    found = ThreadWorld(ranks).run(lambda world: compared(world, layout, flips))
+    found = run_layout(layout, compared, {"num_layers": 2}, flips)
     assert len(set(found)) == 1 and found[0].startswith(named.format("node c12")), found[0]
 
 
-INT8 = {
-    "exp_avg_dtype": "int8",
-    "exp_avg_sq_dtype": "int8",
-    "use_precision_aware_optimizer": True,
-}
-HEALTHY = {
-    "dp": (2, {}),
-    "masters": (4, {**TP2, "bf16": True}),
-    "zero": (4, {**TP2, **OVERLAP, "bf16": True}),
-    "int8": (2, INT8),
-    "int8-tp": (4, {**TP2, **INT8}),
-    "tied-pp": (4, {**TP2PP2, "zero_stage": 1}),
-    "tied-pp-dp": (4, {**PP2, **OVERLAP}),
-    "sp": (2, {**TP2, "sequence_parallel": True, **FAMILIES["qwen3"]}),
-    "cp": (2, CP2),
-    "zbv": (4, {**PP2, "pipeline_schedule": "zbv", "num_layers": 4}),
-    "experts": (4, {**TP2, **ROUTED, "expert_model_parallel_size": 2, "sequence_parallel": True}),
-    "experts-tp": (2, {**TP2, **ROUTED}),
-    "experts-zero": (4, {**ROUTED, "expert_model_parallel_size": 2, "zero_stage": 1}),
-    "muon": (4, {**TP2, "optimizer": "muon"}),
-}
-
-
-@pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_ranks_agree(name):
-    ranks, changes = HEALTHY[name]
-
-    def rank(world):
-        run = small_run(**{"num_layers": 2, "lr": 1e-2, "hidden_dropout": 0.1, **changes})
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("dp2", {}),
+        ("tp2 dp2 bf16", {}),
+        ("tp2 dp2 overlap bf16", {}),
+        ("dp2", EIGHT),
+        ("tp2 dp2", EIGHT),
+        ("tp2 pp2 zero", {}),
+        ("pp2 dp2 overlap", {}),
+        ("tp2 sequence", FAMILIES["qwen3"]),
+        ("cp2", {}),
+        ("pp2 dp2 zbv num_layers=4", {}),
+        ("tp2 dp2 ep2 sequence", ROUTED),
+        ("tp2", ROUTED),
+        ("dp4 ep2 zero", ROUTED),
+        ("tp2 dp2 optimizer=muon", {}),
+    ],
+)
+def test_healthy_ranks_agree(layout, model):
+    def rank(world, run):
         with closing(make_trainer(world, run)) as trainer:
             for _ in range(3):
                 trainer.train_step()
             return trainer.find_difference(), trainer.replicas.agreed
 
-    assert set(ThreadWorld(ranks).run(rank)) == {(None, 3)}
+    flags = {"num_layers": 2, "lr": 1e-2, "hidden_dropout": 0.1, **model}
+    assert set(run_layout(layout, rank, flags)) == {(None, 3)}
 
 
 def tensors(trainer):
-    """Return the tensors in which a bit may flip, by kind."""
+    """Return tensors by kind, to flip a bit."""
     part = trainer.optimizer.shards[-1]
     layer = trainer.stage.layers[0]
     norm = layer.input_layernorm.weight.data
@@ -151,57 +138,50 @@ def tensors(trainer):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "changes", "kind", "at", "named"),
+    ("layout", "kind", "at", "named"),
     [
-        (2, {}, "moment", 1, "optimizer states differ after iteration 1: rank 0 .*exp_avg of "),
+        ("dp2", "moment", 1, "optimizer states differ after iteration 1: rank 0 .*exp_avg of "),
         (
-            3,
-            {"global_batch_size": 12},
+            "dp3 global_batch_size=12",
             "second",
             1,
             "optimizer states differ .*: rank 1 .* exp_avg_sq of .* than 2 of 3 replicas",
         ),
+        ("dp3 bf16 global_batch_size=12", "master", 2, "rank 2 .* master weight of .* than 2 of 3"),
         (
-            3,
-            {"global_batch_size": 12, "bf16": True},
-            "master",
-            2,
-            "rank 2 .* master weight of .* than 2 of 3",
-        ),
-        (
-            2,
-            TP2,
+            "tp2",
             "norm",
             1,
             "weights differ .*rank 0 .*tensor-parallel rank 0.*rank 1 .*input_layernorm.weight",
         ),
-        (2, {**TP2, **ROUTED}, "router", 1, "weights differ .*router.weight"),
         (
-            4,
-            {**TP2, **OVERLAP, "bf16": True},
+            "tp2 num_experts=4 moe_router_topk=2 swiglu disable_bias_linear",
+            "router",
+            1,
+            "weights differ .*router.weight",
+        ),
+        (
+            "tp2 dp2 overlap bf16",
             "norm",
             1,
             "rank 1 \\(.*\\) holds other bits in .*input_layernorm.weight than 1 of 2 ",
         ),
         (
-            2,
-            PP2,
+            "pp2",
             "tied",
             1,
             "weights differ .*copy of the tied embedding 0.*embedding.word_embeddings.weight",
         ),
         (
-            4,
-            {**ROUTED, "expert_model_parallel_size": 2},
+            "dp4 ep2 num_experts=4 moe_router_topk=2 swiglu disable_bias_linear",
             "expert",
             3,
             "rank 1 .*rank 3 .*linear_fc1.weight",
         ),
     ],
 )
-def test_a_flip_in_anything_that_is_held_twice(ranks, changes, kind, at, named, tmp_path):
-    def rank(world):
-        run = small_run(num_layers=2, **changes)
+def test_a_flip_in_anything_that_is_held_twice(layout, kind, at, named, tmp_path):
+    def rank(world, run):
         with closing(make_trainer(world, run)) as trainer:
             trainer.train_step()
             trainer.optimizer.buckets.await_weights()
@@ -210,7 +190,7 @@ def test_a_flip_in_anything_that_is_held_twice(ranks, changes, kind, at, named, 
             trainer.save(str(tmp_path))
 
     with pytest.raises(ReplicasDiffer, match=named):
-        ThreadWorld(ranks).run(rank)
+        run_layout(layout, rank, {"num_layers": 2})
     assert list_iterations(tmp_path) == []
 
 
@@ -237,7 +217,7 @@ def test_one_rank_has_no_replicas_and_every_bit_counts():
 
 
 class Flipping(Trainer):
-    """A trainer one of whose weights has a flipped bit after iteration `at`, on the last rank."""
+    """A trainer that flips a bit in the last rank's weights after iteration `at`."""
 
     at = 0
 
@@ -407,33 +387,36 @@ def test_the_next_start_says_why_the_last_one_ended(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "changes", "line"),
+    ("layout", "line"),
     [
-        (1, {INTERVAL: 7}, "note: no rank's weights have a copy on another rank"),
-        (2, {**PP2, "untie_embeddings_and_output_weights": True}, "note: no rank's weights"),
-        (2, {INTERVAL: 0}, "note: --check-weight-hash-across-dp-replicas-interval 0: "),
         (
-            2,
-            {INTERVAL: 7},
+            "check_weight_hash_across_dp_replicas_interval=7",
+            "note: no rank's weights have a copy on another rank",
+        ),
+        ("pp2 untie_embeddings_and_output_weights", "note: no rank's weights"),
+        (
+            "dp2 check_weight_hash_across_dp_replicas_interval=0",
+            "note: --check-weight-hash-across-dp-replicas-interval 0: ",
+        ),
+        (
+            "dp2 check_weight_hash_across_dp_replicas_interval=7",
             "weights and optimizer states of 2 data-parallel replicas, every 7 iterations and "
             "before every save",
         ),
-        (2, {"zero_stage": 1}, "; not optimizer states, which --zero-stage 1 keeps once"),
-        (2, {**PP2, "pipeline_schedule": "zbv", "num_layers": 4}, "note: no rank's weights"),
+        ("dp2 zero", "; not optimizer states, which --zero-stage 1 keeps once"),
+        ("pp2 zbv num_layers=4", "note: no rank's weights"),
         (
-            2,
-            TP2,
+            "tp2",
             "compared are what tensor-parallel ranks do not split, every 100 .*; not all else, "
             "which data-parallel size 1",
         ),
-        (2, PP2, "compared are the tied embedding of two stages"),
+        ("pp2", "compared are the tied embedding of two stages"),
     ],
 )
-def test_the_log_says_what_is_compared(ranks, changes, line):
-    def rank(world):
-        run = small_run(**{"num_layers": 2, **changes})
+def test_the_log_says_what_is_compared(layout, line):
+    def rank(world, run):
         trainer = make_trainer(world, run)
         return comparison_line(trainer.replicas, run, trainer.groups)
 
-    (found,) = set(ThreadWorld(ranks).run(rank))
+    (found,) = set(run_layout(layout, rank, {"num_layers": 2}))
     assert re.search(line, found), found

@@ -1,4 +1,4 @@
-"""Which samples a rank takes: from a reader that it shares with others, and those that --skip-samples leaves."""
+"""A rank's samples: from a shared reader, and with --skip-samples."""
 
 from contextlib import closing
 from functools import partial
@@ -133,7 +133,8 @@ def taken(
     }
     batches: list[list[int]] = []
     for _ in range(iterations):
-        size, batch = ramp(position), []
+        size = ramp(position)
+        batch = []
         while len(batch) < size:
             batch += [] if position in out else [position]
             position += 1
@@ -144,7 +145,9 @@ def taken(
 @pytest.mark.parametrize("ramp", [RampUp(8, 1, 0, 8), RampUp(4, 4, 40, 12)])
 @pytest.mark.parametrize("ranges", RANGES)
 def test_samples_and_length_follow_the_definition(ranges, ramp):
-    skips, batches, position = Skips.parse(ranges), taken(ranges, ramp, 30), 0
+    skips = Skips.parse(ranges)
+    batches = taken(ranges, ramp, 30)
+    position = 0
     ends = [0]
     for batch in batches:
         assert list(skips.samples(position, ramp(position))) == batch
@@ -177,7 +180,9 @@ def test_long_runs_are_not_walked_step_by_step():
 
 @pytest.mark.parametrize("ranges", RANGES)
 def test_every_layout_takes_the_same_samples(ranges):
-    data, ramp, skips = MockDataset(1000, 6, 120, 3), RampUp(4, 4, 40, 12), Skips.parse(ranges)
+    data = MockDataset(1000, 6, 120, 3)
+    ramp = RampUp(4, 4, 40, 12)
+    skips = Skips.parse(ranges)
     expected = [data[n][:-1] for batch in taken(ranges, ramp, 6) for n in batch]
     for dp, size in ((1, 4), (2, 2), (2, 1), (4, 1)):
         parts = [micro_batches(data, 0, ramp, size, rank, dp, skips.samples) for rank in range(dp)]

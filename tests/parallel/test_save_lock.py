@@ -48,7 +48,7 @@ def elsewhere(tmp_path):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of locks, on which time passes only while one of them sleeps."""
+    """The locks' clock. Time passes only while a lock sleeps."""
     clock = SimpleNamespace(
         now=0.0, monotonic=lambda: clock.now, time=time.time, strftime=time.strftime
     )
@@ -183,7 +183,8 @@ def test_of_many_that_start_at_once_or_take_over_one_wins(tmp_path):
     for text in (None, json.dumps(asdict(dead))):
         if text:
             (tmp_path / LOCK).write_text(text)
-        start, won = threading.Barrier(8), []
+        start = threading.Barrier(8)
+        won = []
 
         def take(start=start, won=won):
             start.wait()

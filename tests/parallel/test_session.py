@@ -1,4 +1,4 @@
-"""When a run saves and what it keeps, also next to training: by iterations, by the clock of rank 0, at the end."""
+"""Saves and kept checkpoints, also next to training: by iterations, by rank 0's clock, at the end."""
 
 import re
 import threading
@@ -131,24 +131,15 @@ def test_data_that_is_not_there_is_found_first_and_by_one_rank(
 ):
     for name in ("whole.idx", "whole.bin", "half.idx"):
         (tmp_path / name).write_bytes(b"")
-    looked, unreadable = [], indexed.unreadable
+    looked = []
+    unreadable = indexed.unreadable
     monkeypatch.setattr(indexed, "unreadable", lambda path: looked.append(path) or unreadable(path))
     monkeypatch.setattr(start_module, "hold", None)  # what comes next
     words = [
-        "--num-layers",
-        "1",
-        "--hidden-size",
-        "8",
-        "--num-attention-heads",
-        "1",
-        "--seq-length",
-        "8",
-        "--micro-batch-size",
-        "1",
-        "--train-iters",
-        "1",
-        "--vocab-size",
-        "32",
+        *(
+            "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 "
+            "--micro-batch-size 1 --train-iters 1 --vocab-size 32"
+        ).split(),
         *(word.format(d=tmp_path) for word in flags),
     ]
 
@@ -165,8 +156,9 @@ HELD = [InFlight((1,), (0,))]  # one micro-batch between forward and backward
 
 @pytest.fixture
 def opened(monkeypatch):
-    """An event until which the writing of files waits."""
-    event, write = threading.Event(), save_module.write_tensors
+    """Make files wait for an event before they are written."""
+    event = threading.Event()
+    write = save_module.write_tensors
     monkeypatch.setattr(
         save_module, "write_tensors", lambda *given: event.wait(300) and write(*given)
     )
@@ -224,7 +216,8 @@ def test_a_run_saves_what_it_would_have_waited_for(tmp_path, changes):
 
 def test_training_goes_on_while_a_save_is_written(tmp_path, opened):
     made = session(SoloComm(), tmp_path, save_interval=2, train_iters=4, **ASYNC)
-    step, seen = made.trainer.train_step, []
+    step = made.trainer.train_step
+    seen = []
 
     def watched():
         result = step()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout, cp_comm_types
 from fugaku_megatron.costs.activations import rank_segments
 from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
@@ -17,12 +16,14 @@ from fugaku_megatron.nn.shared_attention import (
     visible_blocks,
 )
 from tests.checks.attention import document_starts
-from tests.helpers import CP2, CP4, DROPOUT, PP2, TP2PP2, small_run, train
+from tests.helpers import small_run
 from tests.recording import RecordingComm
 from tests.threads import ThreadWorld
 
-NATIVE, HEADS = Ops.build(), Heads(4, 2, 8)
-S, SAMPLES = 96, 2
+NATIVE = Ops.build()
+HEADS = Heads(4, 2, 8)
+S = 96
+SAMPLES = 2
 KEY = DropoutKey(7, 3, 2, sample_dim=0)
 MASKS = {
     "causal": AttentionMask(S),
@@ -33,15 +34,11 @@ MASKS = {
 
 
 def pairs(mask, queries, keys):
-    """Pairs of a query and a key that it sees, of the first sample."""
-    query, key = (
-        torch.arange(queries.start, queries.stop)[:, None],
-        torch.arange(keys.start, keys.stop),
-    )
-    distance, starts = (
-        query - key,
-        torch.zeros(mask.length, dtype=torch.int32) if mask.starts is None else mask.starts[0],
-    )
+    """Return the number of visible pairs in the first sample."""
+    query = torch.arange(queries.start, queries.stop)[:, None]
+    key = torch.arange(keys.start, keys.stop)
+    distance = query - key
+    starts = torch.zeros(mask.length, dtype=torch.int32) if mask.starts is None else mask.starts[0]
     seen = (distance >= 0) & (distance < (mask.window or mask.length)) & (key >= starts[query])
     return int(seen.sum())
 
@@ -95,7 +92,7 @@ def test_heads_of_whole_sequences_are_the_same_work_for_any_documents():
 
 
 def computed(comm, qkv, dout, call, backend, way):
-    """(out, dqkv) of all ranks in the order of the sequence, and what this rank sent: verb -> bytes."""
+    """Return all ranks' (out, dqkv) in sequence order, and the bytes that this rank sent, by verb."""
     observed = RecordingComm(comm)
     own = to_rank_order(qkv, comm.size).chunk(comm.size)[comm.rank].clone().requires_grad_()
     out = shared_attention(backend, own, call, observed, way)
@@ -132,7 +129,8 @@ def tensors(dtype=torch.float32):
 )
 def test_ranks_make_what_one_rank_makes(ranks, way, name, backend):
     ops = NATIVE if backend == "native" else Ops.build("torch")
-    (qkv, dout), call = tensors(), SharedCall(HEADS, MASKS[name], Dropout(0.25, KEY))
+    qkv, dout = tensors()
+    call = SharedCall(HEADS, MASKS[name], Dropout(0.25, KEY))
     leaf = qkv.clone().requires_grad_()
     want = ops.attention(leaf, HEADS, call.dropped, call.mask.window, call.mask.starts)
     want.backward(dout)
@@ -143,7 +141,8 @@ def test_ranks_make_what_one_rank_makes(ranks, way, name, backend):
 
 @pytest.mark.parametrize("way", ["p2p", "allgather"])
 def test_ranks_in_bf16(way):
-    (qkv, dout), call = tensors(torch.bfloat16), SharedCall(HEADS, MASKS["both"], Dropout(0.0, KEY))
+    qkv, dout = tensors(torch.bfloat16)
+    call = SharedCall(HEADS, MASKS["both"], Dropout(0.0, KEY))
     leaf = qkv.clone().requires_grad_()
     want = NATIVE.attention(leaf, HEADS, call.dropped, call.mask.window, call.mask.starts)
     want.backward(dout)
@@ -153,10 +152,11 @@ def test_ranks_in_bf16(way):
 
 
 class Watched:
-    """NATIVE, whose gradients of parts are noted in a communicator's log: the first query and the first key of each."""
+    """NATIVE with a log: the first query and the first key in each block's backward."""
 
     def __init__(self, log):
-        self.attend_block, self.log = NATIVE.attend_block, log
+        self.attend_block = NATIVE.attend_block
+        self.log = log
 
     def add_block_gradients(self, call, part, *tensors):
         self.log.append(("backward", part.queries.start, part.keys.start))
@@ -165,11 +165,9 @@ class Watched:
 
 def test_gradients_of_others_keys_leave_before_the_last_own_part():
     """Each as soon as it is made. Own keys that the same queries hold come first, while the others' are on their way."""
-    (qkv, dout), call, part = (
-        tensors(),
-        SharedCall(HEADS, MASKS["causal"], Dropout(0.0, KEY)),
-        S // 4,
-    )
+    qkv, dout = tensors()
+    call = SharedCall(HEADS, MASKS["causal"], Dropout(0.0, KEY))
+    part = S // 4
 
     def backward(comm):
         observed = RecordingComm(comm, "cp")
@@ -191,10 +189,8 @@ def test_gradients_of_others_keys_leave_before_the_last_own_part():
 
 def sent_by_ranks(ranks, starts):
     """Bytes that each rank sends with p2p, forward and backward."""
-    (qkv, dout), call = (
-        tensors(),
-        SharedCall(HEADS, AttentionMask(S, None, starts), Dropout(0.0, KEY)),
-    )
+    qkv, dout = tensors()
+    call = SharedCall(HEADS, AttentionMask(S, None, starts), Dropout(0.0, KEY))
     return [
         sent.get("send", 0)
         for _, sent in ThreadWorld(ranks).run(computed, qkv, dout, call, NATIVE, "p2p")
@@ -221,18 +217,6 @@ def test_keys_that_come_later_are_not_sent():
     assert sent_by_ranks(4, None) == [(2 * (3 + rank) + 3 + 3 - rank) * part for rank in range(4)]
 
 
-ALL_HEADS = {"qk_layernorm": True, "qk_layernorm_all_heads": True, "normalization": "RMSNorm"}
-
-
-@pytest.mark.parametrize("way", [None, ("allgather",)])
-def test_a_norm_of_all_heads_keeps_them_on_a_rank(way):
-    alone = [result.loss for result in train(SoloComm(), small_run(**ALL_HEADS), 4)]
-    for results in ThreadWorld(2).run(
-        lambda comm: train(comm, small_run(**ALL_HEADS, **CP2, cp_comm_type=way), 4)
-    ):
-        assert [result.loss for result in results] == pytest.approx(alone, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("heads", "groups", "given", "ways"),
     [
@@ -257,36 +241,3 @@ def test_which_way_a_layer_takes(heads, groups, given, ways):
     )
     Layout.from_run(run, 4)
     assert " ".join(cp_comm_types(run)) == ways
-
-
-WINDOW = {
-    "group_query_attention": True,
-    "num_query_groups": 4,
-    "num_attention_heads": 8,
-    "window_size": "20,0",
-    "num_layers": 4,
-    "seq_length": 64,
-    "max_position_embeddings": 64,
-    **DROPOUT,
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("way", ["p2p", "allgather", "a2a"])
-@pytest.mark.parametrize(
-    ("ranks", "changes"),
-    [
-        (2, CP2),
-        (4, CP4),
-        (8, {"context_parallel_size": 8}),
-        (4, {**CP2, **PP2, "pipeline_schedule": "zbv"}),
-        (16, {**CP2, **TP2PP2, "sequence_parallel": True, "zero_stage": 1}),
-    ],
-)
-def test_four_losses(ranks, changes, way):
-    run = {**WINDOW, "lr": 1e-3}
-    alone = [result.loss for result in train(SoloComm(), small_run(**run), 4)]
-    for results in ThreadWorld(ranks).run(
-        lambda comm: train(comm, small_run(**run, **changes, cp_comm_type=(way,)), 4)
-    ):
-        assert [result.loss for result in results] == pytest.approx(alone, rel=1e-6)

@@ -40,7 +40,7 @@ def auto(name: str) -> tuple[RunConfig, Layout]:
 
 
 def totals(run: RunConfig, layout: Layout) -> list[int]:
-    """Bytes of a rank of each stage."""
+    """Return a rank's bytes in each stage."""
     lists = run_schedule.build_schedule(run, MICROBATCHES)
     return [
         stage_memory(run, layout, stage, lists.in_flight(stage)).total for stage in range(STAGES)
@@ -74,10 +74,8 @@ def test_as_few_layers_as_fit(name, share):
     chosen = settled(run, layout, limit)
     assert max(totals(chosen, layout)) <= limit and not chosen.training.recompute_auto
     for stage in range(STAGES):
-        again, held = (
-            run_schedule.recomputed_layers(chosen, layout.placement, stage),
-            run_schedule.build_schedule(run, MICROBATCHES).in_flight(stage),
-        )
+        again = run_schedule.recomputed_layers(chosen, layout.placement, stage)
+        held = run_schedule.build_schedule(run, MICROBATCHES).in_flight(stage)
         assert (none[stage] <= limit) == (not any(again)), "a stage that fits recomputes nothing"
         if sum(again) > 1:
             parts = list(chosen.training.recompute_part_layers)
@@ -258,7 +256,7 @@ print(Plan.of(run, 2).resolve(MachineLimits()).choices[0], [name for name in sys
     ],
 )
 def test_keys_are_passed_between_nodes(given, hosts, documents, ways):
-    """By default, where not every pair of ranks with a sequence of its own is on one node, and no documents divide its work."""
+    """The default, if ranks that share a sequence are on different nodes, and no documents divide the work."""
     run = small_run(
         num_layers=2,
         num_attention_heads=8,

@@ -23,24 +23,20 @@ from fugaku_megatron.pipeline.instructions import (
 from fugaku_megatron.pipeline.schedule_names import ZERO_BUBBLE_RECEIVES
 from tests.checks.instruction_lists import custom, shuffled
 from tests.helpers import (
-    PP2,
-    TP2,
-    TP2PP2,
+    assert_near,
     flat_gradients,
     grid_groups,
     make_trainer,
-    small_run,
+    run_layout,
     train,
     whole_tensors,
 )
-from tests.threads import ThreadWorld
 
-PP4, TP2PP2DP2 = (4, {"pipeline_model_parallel_size": 4}), (8, {**TP2PP2, "zero_stage": 1})
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 
 
 def ahead(lists: schedule.Schedule, stage: int, extra: int = 2) -> list[Instruction]:
-    """1F1B whose forwards run `extra` micro-batches further ahead."""
+    """Return 1F1B with forwards `extra` micro-batches further ahead."""
     microbatches = lists.microbatches
     fill = min(lists.placement.stages - stage - 1 + extra, microbatches)
     order = [Instruction(FORWARD, m) for m in range(fill)]
@@ -52,8 +48,9 @@ def ahead(lists: schedule.Schedule, stage: int, extra: int = 2) -> list[Instruct
 
 
 def micro_batch_losses(world, run, make) -> list[list[torch.Tensor]]:
-    """The losses of every micro-batch of two iterations whose weights do not change, in data order."""
-    trainer, losses = make_trainer(world, run, make_schedule=custom(make)), []
+    """Return every micro-batch's loss in data order, for two iterations with constant weights."""
+    trainer = make_trainer(world, run, make_schedule=custom(make))
+    losses = []
     mean = trainer._mean_loss
     trainer._mean_loss = lambda values: (
         losses.append(torch.stack(values) if values else torch.zeros(0)),
@@ -66,17 +63,20 @@ def micro_batch_losses(world, run, make) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "make"),
-    [(1, {}, shuffled), (2, PP2, ahead), (*PP4, partial(ahead, extra=5)), (*TP2PP2DP2, shuffled)],
+    ("layout", "make"),
+    [
+        ("", shuffled),
+        ("pp2", ahead),
+        ("pp4", partial(ahead, extra=5)),
+        ("tp2 pp2 dp2 zero", shuffled),
+    ],
 )
-def test_every_micro_batch_has_the_same_loss_to_the_bit(ranks, layout, make):
+def test_every_micro_batch_has_the_same_loss_to_the_bit(layout, make):
     """Dropout is on, so masks are the same, too. The learning rate is too small to move a weight: the order of the sums of
     gradients changes their last bits, which must neither hide nor feign a difference."""
-    run = small_run(**DROPOUT, **layout, lr=1e-30, weight_decay=0.0)
-    expected = ThreadWorld(ranks).run(
-        lambda world: micro_batch_losses(world, run, schedule.one_f_one_b)
-    )
-    losses = ThreadWorld(ranks).run(lambda world: micro_batch_losses(world, run, make))
+    flags = {**DROPOUT, "lr": 1e-30, "weight_decay": 0.0}
+    expected = run_layout(layout, micro_batch_losses, flags, schedule.one_f_one_b)
+    losses = run_layout(layout, micro_batch_losses, flags, make)
     assert any(len(part) for rank in expected for part in rank)
     for ours, theirs in zip(losses, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -84,32 +84,29 @@ def test_every_micro_batch_has_the_same_loss_to_the_bit(ranks, layout, make):
 
 def test_forwards_that_run_ahead_train_to_the_same_bits():
     """Every gradient is still summed in data order: a stage's own by its backwards, the head's by the last stage's forwards."""
-    run = small_run(**DROPOUT, **TP2PP2DP2[1])
-    curves = [
-        ThreadWorld(8).run(
-            lambda world, m=make: [r.loss for r in train(world, run, 3, make_schedule=custom(m))]
-        )[0]
+
+    def curve(world, run, make):
+        return [result.loss for result in train(world, run, 3, make_schedule=custom(make))]
+
+    expected, ours = (
+        run_layout("tp2 pp2 dp2 zero", curve, DROPOUT, make)[0]
         for make in (schedule.one_f_one_b, ahead)
-    ]
-    assert curves[0] == curves[1]
+    )
+    assert ours == expected
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [PP4, (8, TP2PP2)])
-def test_a_shuffled_order_has_the_same_gradients_but_for_rounding(ranks, layout):
-    def gradients(world, make):
-        trainer = make_trainer(world, small_run(**DROPOUT, **layout), make_schedule=custom(make))
+@pytest.mark.parametrize("layout", ["pp4", "tp2 pp2 dp2"])
+def test_a_shuffled_order_has_the_same_gradients_but_for_rounding(layout):
+    def gradients(world, run, make):
+        trainer = make_trainer(world, run, make_schedule=custom(make))
         trainer.train_step()
         trainer.close()
         return whole_tensors(trainer, "grad")
 
     expected, ours = (
-        ThreadWorld(ranks).run(lambda world, m=make: gradients(world, m))[0]
-        for make in (schedule.one_f_one_b, shuffled)
+        run_layout(layout, gradients, DROPOUT, make)[0] for make in (schedule.one_f_one_b, shuffled)
     )
-    for key, gradient in expected.items():
-        torch.testing.assert_close(
-            ours[key], gradient, rtol=0, atol=1e-6 * gradient.abs().max().item()
-        )
+    assert_near(ours, expected, 1e-6)
 
 
 # Messages ------------------------------------------------------------------------------------------------------------------------
@@ -159,19 +156,18 @@ class MessageOrder:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
+    "layout",
     [
-        (2, {**PP2, "pipeline_schedule": "zb-h1"}),
-        (2, {**PP2, "pipeline_schedule": "zb-h1", "num_virtual_stages_per_pipeline_rank": 2}),
-        (4, {**PP4[1], "pipeline_schedule": "zb-h1", "zero_bubble_max_pending_backward": 6}),
-        (2, {**PP2, "pipeline_schedule": "zbv"}),
+        "pp2 zb-h1",
+        "pp2 zb-h1 interleaved",
+        "pp4 zb-h1 zero_bubble_max_pending_backward=6",
+        "pp2 zbv",
     ],
 )
-def test_messages_arrive_in_the_order_of_their_receives(ranks, layout):
+def test_messages_arrive_in_the_order_of_their_receives(layout):
     """Zero-bubble schedules post two receives of a channel ahead: message n must be the micro-batch of receive n."""
-    run = small_run(**layout, global_batch_size=8)
 
-    def step(world):
+    def step(world, run):
         groups = grid_groups(world, run)
         order = MessageOrder(groups.pp.rank)
         groups = replace(groups, pp=Observed(groups.pp, ("isend", "irecv"), order.message))
@@ -181,13 +177,14 @@ def test_messages_arrive_in_the_order_of_their_receives(ranks, layout):
             trainer.train_step()
         return order
 
-    orders = ThreadWorld(ranks).run(step)
-    sent, received = {}, {}
+    orders = run_layout(layout, step, {"global_batch_size": 8})
+    sent = {}
+    received = {}
     for order in orders:
         sent |= {channel: dict(enumerate(numbers)) for channel, numbers in order.sent.items()}
         received |= order.received
         assert max(order.ahead) == ZERO_BUBBLE_RECEIVES
-    assert sent == received and len(sent) >= 2 * (ranks - 1)
+    assert sent == received and len(sent) >= 2 * (len(orders) - 1)
     assert {len(numbers) for numbers in sent.values()} == {4}
 
 
@@ -195,11 +192,12 @@ def test_messages_arrive_in_the_order_of_their_receives(ranks, layout):
 
 
 def late_gradients(world, run, backend, split: bool) -> torch.Tensor:
-    """The flat gradients of three micro-batches, whose weight gradients are computed one micro-batch late where split."""
+    """Return flat gradients after three micro-batches. split: weight gradients are one micro-batch late"""
     trainer = make_trainer(
         world, run, Ops.build(backend, keep_packed_weights=run.system.cache_packed_weights)
     )
-    chunk, late = trainer.stage.chunks[0], None
+    chunk = trainer.stage.chunks[0]
+    late = None
     trainer.optimizer.zero_grad()
     generator = torch.Generator().manual_seed(5)
     for sample in range(0, 6, 2):
@@ -234,31 +232,28 @@ def late_gradients(world, run, backend, split: bool) -> torch.Tensor:
     return flat_gradients(trainer)
 
 
-TORCH_GEMM, NATIVE_GEMM = {"gemm": "torch"}, dict.fromkeys(FAMILIES, "torch") | {"gemm": "native"}
+TORCH_GEMM = {"gemm": "torch"}
+NATIVE_GEMM = dict.fromkeys(FAMILIES, "torch") | {"gemm": "native"}
 
 
 @pytest.mark.parametrize(
-    ("backend", "changes"),
+    ("backend", "layout"),
     [
-        ("native", {"bf16": True}),
-        ("torch", {}),
-        (TORCH_GEMM, {"disable_bias_linear": True}),
-        (NATIVE_GEMM, {}),
-        (TORCH_GEMM, TP2),
-        ("native", {**TP2, "sequence_parallel": True}),
-        ("torch", {"recompute_granularity": "full"}),
-        (NATIVE_GEMM, {"recompute_granularity": "selective"}),
-        ("native", {"cache_packed_weights": True, "disable_bias_linear": True}),
+        ("native", "bf16"),
+        ("torch", ""),
+        (TORCH_GEMM, "disable_bias_linear"),
+        (NATIVE_GEMM, ""),
+        (TORCH_GEMM, "tp2"),
+        ("native", "tp2 sequence"),
+        ("torch", "full"),
+        (NATIVE_GEMM, "selective"),
+        ("native", "packed disable_bias_linear"),
     ],
     ids=str,
 )
-def test_split_and_whole_backward_have_the_same_bits(backend, changes):
-    run = small_run(**DROPOUT, **changes)
+def test_split_and_whole_backward_have_the_same_bits(backend, layout):
     whole, split = (
-        ThreadWorld(run.parallel.tensor_model_parallel_size).run(
-            late_gradients, run, backend, halves
-        )
-        for halves in (False, True)
+        run_layout(layout, late_gradients, DROPOUT, backend, halves) for halves in (False, True)
     )
     for ours, theirs in zip(split, whole, strict=True):
         assert ours.abs().max() > 0 and torch.equal(ours, theirs)

@@ -52,7 +52,8 @@ def test_a_failing_rank_wakes_the_others(wait):
         half.barrier()
         wait(comm)
 
-    world, begin = ThreadWorld(3), time.monotonic()
+    world = ThreadWorld(3)
+    begin = time.monotonic()
     with pytest.raises(KeyError, match="the cause") as caught:
         world.run(fn)
     assert caught.value.rank == 1 and time.monotonic() - begin < world.timeout, (

@@ -19,11 +19,9 @@ from fugaku_megatron.optim.buckets import BucketComm
 from fugaku_megatron.run.resume import resume_training
 from fugaku_megatron.training.micro_batches import reads_data
 from fugaku_megatron.training.trainer import Progress, Trainer
+from tests.checks.moments import BF16_MOMENTS
 from tests.helpers import (
     DROPOUT,
-    PP2,
-    TP2,
-    TP2PP2,
     find_checkpoint,
     flat_gradients,
     grid_groups,
@@ -31,6 +29,7 @@ from tests.helpers import (
     master_weights,
     mock,
     plain_loss,
+    run_layout,
     small_run,
     train,
     whole_tensors,
@@ -42,10 +41,10 @@ FP16 = {"fp16": True, "initial_loss_scale": 2.0**22, "hysteresis": 1, "loss_scal
 SMALLER = {"num_layers": 2, "global_batch_size": 8}
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (4, {**TP2PP2}), (2, {"zero_stage": 1})])
-def test_evaluation_is_deterministic_and_without_dropout(ranks, layout):
-    def evaluate(world) -> list[float]:
-        trainer = make_trainer(world, small_run(**SMALLER, **DROPOUT, **layout))
+@pytest.mark.parametrize("layout", ["", "tp2 pp2", "dp2 zero"])
+def test_evaluation_is_deterministic_and_without_dropout(layout):
+    def evaluate(world, run) -> list[float]:
+        trainer = make_trainer(world, run)
         before = trainer.optimizer.flat.values.clone()
         losses = [trainer.evaluate(trainer.valid, first, 2) for first in (0, 0, 16)]
         assert trainer.progress == Progress()
@@ -65,14 +64,15 @@ def test_evaluation_is_deterministic_and_without_dropout(ranks, layout):
     expected = [
         plain_loss(weights, batch[:-1], batch[1:], trainer.run.model).item() for batch in batches
     ]
-    for first, again, other in ThreadWorld(ranks).run(evaluate):
+    for first, again, other in run_layout(layout, evaluate, {**SMALLER, **DROPOUT}):
         assert first == again
         assert [first, other] == pytest.approx(expected, rel=1e-5)
 
 
 def test_evaluation_between_steps_changes_nothing():
     def curve(evaluate: bool) -> list[float]:
-        trainer, losses = make_trainer(SoloComm(), small_run(**DROPOUT)), []
+        trainer = make_trainer(SoloComm(), small_run(**DROPOUT))
+        losses = []
         for _ in range(4):
             losses.append(trainer.train_step().loss)
             if evaluate:
@@ -84,21 +84,18 @@ def test_evaluation_between_steps_changes_nothing():
 
 
 def test_a_micro_batch_is_one_broadcast_over_tensor_parallel_ranks():
-    """Its samples with the token that follows, int64, whose labels are the next rows."""
+    """Samples with the next token, int64. Labels are the next rows."""
 
     def broadcasts(world):
-        trainer, sent = (
-            make_trainer(world, small_run(num_layers=2, tensor_model_parallel_size=2)),
-            [],
-        )
-        tp, verb = trainer.groups.tp, trainer.groups.tp.broadcast
+        trainer = make_trainer(world, small_run(num_layers=2, tensor_model_parallel_size=2))
+        sent = []
+        tp = trainer.groups.tp
+        verb = trainer.groups.tp.broadcast
         tp.broadcast = lambda tensor, *root: (
             sent.append((tensor.dtype, tuple(tensor.shape))) or verb(tensor, *root)
         )
-        source, count = (
-            trainer.batches.open(trainer.train, 0, trainer.batch_size),
-            trainer.layout.microbatches(trainer.run, 16),
-        )
+        source = trainer.batches.open(trainer.train, 0, trainer.batch_size)
+        count = trainer.layout.microbatches(trainer.run, 16)
         micro_batches = list(trainer.batches.micro_batches(source, 0, count))
         if source:
             source.close()
@@ -110,7 +107,8 @@ def test_a_micro_batch_is_one_broadcast_over_tensor_parallel_ranks():
 
 
 def test_gradients_are_reduced_once_in_a_step(monkeypatch):
-    calls, reduce = [], BucketComm.reduce
+    calls = []
+    reduce = BucketComm.reduce
     monkeypatch.setattr(BucketComm, "reduce", lambda self: calls.append(1) or reduce(self))
     trainer = make_trainer(SoloComm(), small_run(num_layers=2))
     trainer.before_update = lambda consumed, loss: trainer.optimizer.grad_norm() and loss
@@ -134,7 +132,7 @@ def steps(trainer: Trainer, number: int) -> list[str]:
     return [str(replace(trainer.train_step(), seconds=0.0)) for _ in range(number)]
 
 
-def whole_and_parts(world, directory: str, run) -> None:
+def whole_and_parts(world, run, directory: str) -> None:
     """Four steps; against two, a checkpoint, and two more from it in a new trainer."""
     straight = make_trainer(world, run)
     expected = steps(straight, 2)
@@ -150,7 +148,8 @@ def whole_and_parts(world, directory: str, run) -> None:
     second.load(directory)
     assert second.progress == middle and middle.iteration == 2 and middle.consumed_samples > 0
     assert steps(second, 2) == expected[2:]
-    a, b = straight.optimizer, second.optimizer
+    a = straight.optimizer
+    b = second.optimizer
     assert torch.equal(a.flat.values, b.flat.values)
     for x, y in zip(a.shards, b.shards, strict=True):
         for name in ("master", "exp_avg", "exp_avg_sq"):
@@ -164,34 +163,25 @@ def whole_and_parts(world, directory: str, run) -> None:
     second.close()
 
 
-MOMENTS = {
-    "bf16": True,
-    "use_precision_aware_optimizer": True,
-    "exp_avg_dtype": "bf16",
-    "exp_avg_sq_dtype": "bf16",
-}
-
-
 @pytest.mark.parametrize(
-    ("ranks", "changes"),
+    ("layout", "model"),
     [
-        (1, {"rampup_batch_size": (2, 2, 8)}),
-        (4, {**TP2PP2, **FP16}),
-        (2, {"zero_stage": 1, **FP16}),
-        (2, {"bf16": True}),
-        (4, {**TP2, "zero_stage": 1, "bf16": True}),
-        (8, {**TP2PP2, "zero_stage": 1, "sequence_parallel": True}),
-        (8, {**TP2PP2, "zero_stage": 1, **MOMENTS}),
-        (2, {**PP2, "num_layers": 4, "pipeline_schedule": "zbv"}),
-        (4, {**FAMILIES["qwen3"], **TP2, "zero_stage": 1}),
+        ("rampup_batch_size=(2,2,8)", {}),
+        ("tp2 pp2", FP16),
+        ("dp2 zero", FP16),
+        ("dp2 bf16", {}),
+        ("tp2 dp2 zero bf16", {}),
+        ("tp2 pp2 dp2 sequence zero", {}),
+        ("tp2 pp2 dp2 zero bf16", BF16_MOMENTS),
+        ("pp2 zbv num_layers=4", {}),
+        ("tp2 dp2 zero", FAMILIES["qwen3"]),
     ],
     ids=str,
 )
-def test_resuming_goes_on_with_the_same_bits(ranks, changes, tmp_path):
-    run = small_run(
-        **{**SMALLER, **DROPOUT, **changes, "lr_decay_style": "cosine", "lr_warmup_iters": 1}
-    )
-    ThreadWorld(ranks).run(whole_and_parts, str(tmp_path), run)
+def test_resuming_goes_on_with_the_same_bits(layout, model, tmp_path):
+    schedule = {"lr_decay_style": "cosine", "lr_warmup_iters": 1}
+    flags = {**SMALLER, **DROPOUT, **model, **schedule}
+    run_layout(layout, whole_and_parts, flags, str(tmp_path))
 
 
 def test_the_fp16_runs_resume_in_the_middle_of_loss_scaling():
@@ -206,7 +196,7 @@ def test_the_fp16_runs_resume_in_the_middle_of_loss_scaling():
 
 @pytest.fixture
 def saved(tmp_path) -> str:
-    """The directory of a checkpoint of a fresh small model on one rank."""
+    """Return a checkpoint directory with a new small model."""
     make_trainer(SoloComm(), small_run()).save(str(tmp_path))
     return str(tmp_path)
 
@@ -251,23 +241,21 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_one_line(saved, ranks, c
 
 
 @pytest.mark.parametrize(
-    ("ranks", "changes"),
+    "layout",
     [
-        (2, {}),
-        (1, {"bf16": True}),
-        (1, {"hidden_dropout": 0.2, "lr": 1e-4, "train_iters": 99, "weight_decay": 0.2}),
-        (1, {"micro_batch_size": 4, "global_batch_size": 32, "recompute_granularity": "full"}),
+        "dp2",
+        "bf16",
+        "hidden_dropout=0.2 lr=1e-4 train_iters=99 weight_decay=0.2",
+        "full micro_batch_size=4 global_batch_size=32",
     ],
 )
-def test_what_does_not_change_the_model_may_change(saved, ranks, changes):
-    def load(world) -> None:
-        bucket = {
-            "ddp_bucket_size": 10**9
-        }  # one: any number of ranks has the same order of parameters
-        trainer, fresh = (
-            make_trainer(world, small_run(**changes, **bucket)),
-            make_trainer(SoloComm(), small_run(**bucket)),
-        )
+def test_what_does_not_change_the_model_may_change(saved, layout):
+    # One bucket: any number of ranks has the same order of parameters.
+    bucket = {"ddp_bucket_size": 10**9}
+
+    def load(world, run) -> None:
+        trainer = make_trainer(world, run)
+        fresh = make_trainer(SoloComm(), small_run(**bucket))
         trainer.optimizer.shards[0].master.zero_()
         trainer.load(saved)
         numel = sum(p.numel() for p in fresh.stage.parameters())
@@ -275,12 +263,12 @@ def test_what_does_not_change_the_model_may_change(saved, ranks, changes):
         dtype = PARAMETER_DTYPES[trainer.run.precision.name]
         assert torch.equal(trainer.optimizer.flat.values, master_weights(trainer).to(dtype))
 
-    ThreadWorld(ranks).run(load)
+    run_layout(layout, load, bucket)
 
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """(directory of a checkpoint after two iterations, its weights by name, directory of the weights alone in BF16)."""
+    """Return a checkpoint directory after two iterations, its weights by name, and a directory with BF16 weights alone."""
     directory = tmp_path_factory.mktemp("finetune")
     trainer = make_trainer(SoloComm(), small_run())
     for _ in range(2):
@@ -292,9 +280,13 @@ def pretrained(tmp_path_factory):
 
 
 def started(world, **changes):
-    """(a trainer that has begun as the flags say, the log's lines)."""
-    run = small_run(**changes)
-    trainer, resume = make_trainer(world, run), find_checkpoint(run, world)
+    return begin(world, small_run(**changes))
+
+
+def begin(world, run):
+    """Return a trainer that has begun as the flags say, and the lines of its log."""
+    trainer = make_trainer(world, run)
+    resume = find_checkpoint(run, world)
     assert (resume.iteration, resume.state) == (None, {}), (
         "nothing of the saved state is left to anybody"
     )
@@ -323,36 +315,29 @@ def test_the_weights_are_those_of_the_checkpoint_and_all_else_begins(pretrained)
     trainer.close(), fresh.close()
 
 
-@pytest.mark.parametrize("changes", [{}, {**TP2PP2, "zero_stage": 1}])
-def test_weights_alone_of_another_dtype_load_into_any_layout(pretrained, changes):
+@pytest.mark.parametrize("layout", ["", "tp2 pp2 dp2 zero"])
+def test_weights_alone_of_another_dtype_load_into_any_layout(pretrained, layout):
     _, weights, alone = pretrained
+    tied = weights["embedding.word_embeddings.weight"]
 
-    def loaded(world):
-        trainer, _ = started(world, load=alone, finetune=True, **changes)
+    def loaded(world, run):
+        trainer, _ = begin(world, run)
         trainer.close()
         return whole_tensors(trainer, "weight")
 
-    for name, tensor in (
-        ThreadWorld(8).run(loaded)[0].items() if changes else loaded(SoloComm()).items()
-    ):
-        expected = (
-            weights[name if name in weights else "embedding.word_embeddings.weight"]
-            .bfloat16()
-            .float()
-        )
-        assert torch.equal(tensor, expected), name
+    flags = {"load": alone, "finetune": True}
+    for name, tensor in run_layout(layout, loaded, flags)[0].items():
+        assert torch.equal(tensor, weights.get(name, tied).bfloat16().float()), name
 
 
 def test_a_run_from_weights_may_scale_rope_and_one_that_goes_on_may_not(tmp_path):
-    rope, longer = (
-        {"position_embedding_type": "rope"},
-        {
-            "position_embedding_type": "yarn",
-            "rotary_scaling_factor": 2.0,
-            "yarn_original_max_position_embeddings": 16,
-            "seq_length": 32,
-        },
-    )
+    rope = {"position_embedding_type": "rope"}
+    longer = {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": 2.0,
+        "yarn_original_max_position_embeddings": 16,
+        "seq_length": 32,
+    }
     trainer = make_trainer(SoloComm(), small_run(**rope))
     trainer.save(str(tmp_path / "short"))
     trainer.close()
@@ -379,7 +364,8 @@ def test_a_run_from_weights_may_scale_rope_and_one_that_goes_on_may_not(tmp_path
 
 
 def test_files_that_came_with_the_model_go_on_with_it(pretrained, tmp_path):
-    source, own = shutil.copytree(pretrained[2], tmp_path / "source"), tmp_path / "own"
+    source = shutil.copytree(pretrained[2], tmp_path / "source")
+    own = tmp_path / "own"
     (source / "hugging_face").mkdir()
     (source / "hugging_face" / "tokenizer.json").write_text("{}")
     trainer, _ = started(SoloComm(), load=str(source), save=str(own), finetune=True)
@@ -400,7 +386,8 @@ def test_other_uses_of_weights_alone_are_refused(pretrained):
 
 
 def test_the_pretrained_checkpoint_counts_until_the_run_has_its_own(pretrained, tmp_path):
-    own, flags = str(tmp_path / "own"), {"pretrained_checkpoint": pretrained[2]}
+    own = str(tmp_path / "own")
+    flags = {"pretrained_checkpoint": pretrained[2]}
     trainer, lines = started(SoloComm(), load=own, save=own, **flags)
     assert len(lines) == 1 and lines[0].startswith(
         f"starting from the weights of {pretrained[2]}, iteration 0:"
@@ -429,6 +416,7 @@ def test_fp32_matmuls_in_bf16_parts_have_the_losses_of_fp32(iterations, changes)
                 )
                 for parts in (False, True)
             )
-            ours, theirs = [result.loss for result in split], [result.loss for result in exact]
+            ours = [result.loss for result in split]
+            theirs = [result.loss for result in exact]
             assert ours != theirs and ours == pytest.approx(theirs, rel=1e-5), name
             assert theirs[-1] < theirs[0]

@@ -1,4 +1,4 @@
-"""Sums at two levels and in stages on threads: every placement of ranks on nodes, and the error of BF16 sums."""
+"""Sums at two levels and in stages on threads: every placement on nodes, and errors in BF16 sums."""
 
 from dataclasses import replace
 
@@ -96,7 +96,8 @@ def test_a_node_sends_each_byte_once(verb, elements, engines):
             Groups(world=world, tp=levels.inside, pp=world, dp=levels.between, embedding=world)
         )
         recorded = two_level.Levels(groups.tp, groups.dp, levels.ranks)
-        comm, part = TwoLevelComm(world, recorded, engines[world.rank]), torch.ones(1500)
+        comm = TwoLevelComm(world, recorded, engines[world.rank])
+        part = torch.ones(1500)
         operands = {
             "all_reduce": (torch.ones(6000),),
             "reduce_scatter": (part, torch.ones(6000)),
@@ -110,7 +111,7 @@ def test_a_node_sends_each_byte_once(verb, elements, engines):
 
 
 def messages(comm, log):
-    """Return `comm`, which logs the rows of an all_to_all's messages: one to every other rank that receives rows."""
+    """Return `comm` with a log: rows in an all_to_all's messages, one message to every rank that receives rows."""
 
     def observe(verb, call, args, kwargs):
         log.extend(count for rank, count in enumerate(args[-1]) if count and rank != comm.rank)
@@ -126,7 +127,8 @@ def test_one_message_for_each_pair_of_nodes(placement, engines):
 
     def run(world):
         levels = split_levels(world, world.split(nodes[world.rank], world.rank))
-        flat_log, between_log = [], []
+        flat_log = []
+        between_log = []
         between = messages(levels.between, between_log)
         comm = TwoLevelComm(
             messages(world, flat_log), replace(levels, between=between), engines[world.rank]
@@ -191,9 +193,11 @@ def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 def test_bf16_sums_in_stages_are_rounded_once_a_stage(monkeypatch):
     """Check the figures in docs/numerics.md: independent gradients, and 1.7e-3 of the sum per rounding, in squares."""
-    ranks, n = 96, 960
+    ranks = 96
+    n = 960
     gradients = torch.randn(ranks, n, generator=torch.Generator().manual_seed(1))
-    exact, ring = gradients.double().sum(0), gradients[0].bfloat16()
+    exact = gradients.double().sum(0)
+    ring = gradients[0].bfloat16()
     for gradient in gradients[1:]:
         ring = (ring.float() + gradient.bfloat16().float()).bfloat16()
 
@@ -209,7 +213,8 @@ def test_bf16_sums_in_stages_are_rounded_once_a_stage(monkeypatch):
         assert len(sizes(comm)) == stages
         return comm
 
-    one, two = error(1), error(2)
+    one = error(1)
+    two = error(2)
     monkeypatch.setattr(two_level, "MANY", 8)
     three = error(3)
     assert [one, two, three] == pytest.approx(

@@ -27,11 +27,10 @@ from fugaku_megatron.run.resume import Resume, resume_training, with_padding
 from fugaku_megatron.training.trainer import Trainer
 from tests.checks.generation import tokens_of
 from tests.helpers import (
-    PP2,
-    TP2,
     find_checkpoint,
     make_trainer,
     mock,
+    parse_layout,
     plain_loss,
     small_run,
     whole_tensors,
@@ -40,40 +39,21 @@ from tests.threads import ThreadWorld
 
 transformers = pytest.importorskip("transformers")
 
-from tests.hf_models import convert, randomized, tensors  # noqa: E402
+from tests.hf_models import convert, shifted_gpt2, tensors  # noqa: E402
 
-LENGTH, STEPS, SHIFT = 16, 10, -60.0
+LENGTH = 16
+STEPS = 10
+SHIFT = -60.0
 LR, EPSILON = (
     1e-3,
     1e-4,
 )  # Adam's epsilon is above the rounding of gradients, which it would make as large as the others
-WORDS, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-
-
-def shifted_gpt2(vocabulary: int) -> torch.nn.Module:
-    """A random GPT-2 whose logits are lower by 60 than they would be: the head's bias for it is one more element of each word."""
-    model = randomized(
-        lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=vocabulary,
-                n_positions=LENGTH,
-                n_embd=16,
-                n_layer=2,
-                n_head=4,
-                initializer_range=0.2,
-                bos_token_id=1,
-                eos_token_id=2,
-            )
-        )
-    )
-    with torch.no_grad():
-        model.transformer.wte.weight[:, 0] = 1.0
-        model.transformer.ln_f.weight[0], model.transformer.ln_f.bias[0] = 0.0, SHIFT
-    return model
+WORDS = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
 
 
 class Case(NamedTuple):
-    """A converted model, and what becomes of it in transformers: losses by step, and the model after the last one."""
+    """A converted model, and transformers' losses by step and trained model."""
 
     start: Path
     vocabulary: int
@@ -105,7 +85,7 @@ def run_of(case: Case, **changes: Any) -> RunConfig:
 
 
 def their_training(model: torch.nn.Module, run: RunConfig) -> list[float]:
-    """The losses of torch's AdamW on transformers' model, with the samples of the run."""
+    """Train transformers' model with torch's AdamW on the run's samples, and return the losses."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     optimizer = torch.optim.AdamW(
         [
@@ -116,7 +96,9 @@ def their_training(model: torch.nn.Module, run: RunConfig) -> list[float]:
         betas=(run.optimizer.adam_beta1, run.optimizer.adam_beta2),
         eps=EPSILON,
     )
-    data, size, losses = mock(run), run.batch.global_batch_size, []
+    data = mock(run)
+    size = run.batch.global_batch_size
+    losses = []
     for step in range(STEPS):
         samples = torch.tensor(np.stack([data[step * size + i] for i in range(size)]))
         loss = F.cross_entropy(
@@ -132,9 +114,10 @@ def their_training(model: torch.nn.Module, run: RunConfig) -> list[float]:
 
 @pytest.fixture(scope="module")
 def case(request, tmp_path_factory) -> Case:
-    directory, model = tmp_path_factory.mktemp(str(request.param)), shifted_gpt2(request.param)
+    directory = tmp_path_factory.mktemp(str(request.param))
+    model = shifted_gpt2(request.param, LENGTH, SHIFT)
     model.save_pretrained(directory / "theirs")
-    assert convert("--from-hf", directory / "theirs", "--save", directory / "ours") == 0
+    assert convert(*f"--from-hf {directory}/theirs --save {directory}/ours".split()) == 0
     with torch.no_grad():
         assert model(mock_tokens(request.param)).logits.mean().item() == pytest.approx(
             SHIFT, abs=2.0
@@ -156,29 +139,25 @@ def begun(run: RunConfig, world: Comm) -> Trainer:
     return trainer
 
 
-LAYOUTS = {
-    "one": (1, {"cache_packed_weights": True}),
-    "pp2": (2, PP2),
-    "tp2 torch": (2, {**TP2, "kernels": "torch"}),
-    "tp2 pp2 sequence": (4, {**TP2, **PP2, "sequence_parallel": True, "zero_stage": 1}),
-    "one row": (2, {**TP2, "make_vocab_size_divisible_by": 1}),
-    "no token on rank 1": (2, {**TP2, "make_vocab_size_divisible_by": 512}),
-    "no token on rank 1, torch": (
-        2,
-        {**TP2, "make_vocab_size_divisible_by": 512, "kernels": "torch"},
-    ),
-}
-
-
 @pytest.mark.parametrize(
-    ("case", "name"), [*((503, name) for name in LAYOUTS), (50257, "tp2 torch")], indirect=["case"]
+    ("case", "layout"),
+    [
+        (503, "packed"),
+        (503, "pp2"),
+        (503, "tp2 torch"),
+        (503, "tp2 pp2 sequence zero"),
+        (503, "tp2 make_vocab_size_divisible_by=1"),  # one row of padding
+        (503, "tp2 make_vocab_size_divisible_by=512"),  # no token on rank 1
+        (503, "tp2 make_vocab_size_divisible_by=512 torch"),
+        (50257, "tp2 torch"),
+    ],
+    indirect=["case"],
 )
-def test_losses_and_updates_are_those_of_transformers(case, name, tmp_path):
-    ranks, changes = LAYOUTS[name]
-    run = run_of(case, **changes)
-    assert (
-        padded_vocab_size(run.model, changes.get("tensor_model_parallel_size", 1)) > case.vocabulary
-    )
+def test_losses_and_updates_are_those_of_transformers(case, layout, tmp_path):
+    ranks, flags = parse_layout(layout)
+    run = run_of(case, **flags)
+    tp = run.parallel.tensor_model_parallel_size
+    assert padded_vocab_size(run.model, tp) > case.vocabulary
 
     def trained(world: Comm) -> tuple[list[float], float]:
         trainer = begun(run, world)
@@ -194,7 +173,7 @@ def test_losses_and_updates_are_those_of_transformers(case, name, tmp_path):
 
     for losses, padding in ThreadWorld(ranks).run(trained):
         assert losses == pytest.approx(case.losses, rel=1e-5) and padding == 0.0
-    assert convert("--load", tmp_path / "saved", "--to-hf", tmp_path / "hf") == 0
+    assert convert(*f"--load {tmp_path}/saved --to-hf {tmp_path}/hf".split()) == 0
     found = tensors(tmp_path / "hf")
     expected = {key: tensor.detach() for key, tensor in case.trained.named_parameters()}
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -203,9 +182,11 @@ def test_losses_and_updates_are_those_of_transformers(case, name, tmp_path):
 
 def check_inference(case: Case, directory: Path, ranks: int, run: RunConfig) -> None:
     """Check the checkpoint's greedy texts and perplexity against transformers' model, in the layout it was trained in."""
-    manifest, tokens = read_manifest(directory, STEPS), mock_tokens(case.vocabulary).flatten()
+    manifest = read_manifest(directory, STEPS)
+    tokens = mock_tokens(case.vocabulary).flatten()
     sizes = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
-    prompt, text = tokens[:5].tolist(), torch.cat([tokens, tokens.flip(0), tokens[:1]])
+    prompt = tokens[:5].tolist()
+    text = torch.cat([tokens, tokens.flip(0), tokens[:1]])
 
     def read(world: Comm) -> tuple[list[int], float]:
         loaded: LoadedModel = load_model(
@@ -233,13 +214,14 @@ def check_inference(case: Case, directory: Path, ranks: int, run: RunConfig) -> 
 
 
 def test_from_scratch_the_padding_counts():
-    """The first loss is, as in Megatron-LM, the loss of a model whose padding rows are words like the others."""
+    """The first loss counts padding rows as words, as in Megatron-LM."""
     run = small_run(vocab_size=91)
     run = with_padding(run, find_checkpoint(run, SoloComm()))
     trainer = make_trainer(SoloComm(), run)
     weights = whole_tensors(trainer, "weight")
     samples = torch.tensor(np.stack([mock(run)[i] for i in range(run.batch.global_batch_size)]))
-    found, parts = trainer.train_step().loss, (samples[:, :-1].t(), samples[:, 1:].t())
+    found = trainer.train_step().loss
+    parts = (samples[:, :-1].t(), samples[:, 1:].t())
     padding = whole_tensors(trainer, "grad")[WORDS][91:]
     trainer.close()
     assert run.model.mask_vocab_padding == "no" and len(weights[WORDS]) == 96
@@ -254,7 +236,7 @@ def test_from_scratch_the_padding_counts():
 def lines_of(
     run: RunConfig, find: Callable[[RunConfig, Comm], Resume] = find_checkpoint
 ) -> tuple[str, list[str]]:
-    """(what becomes of --mask-vocab-padding, the log's lines) of a run that begins."""
+    """Start a run, and return its --mask-vocab-padding and log lines."""
     resume = find(run, SoloComm())
     run = with_padding(run, resume)
     trainer = make_trainer(SoloComm(), run)
@@ -267,14 +249,15 @@ def lines_of(
 def ours(tmp_path_factory) -> Path:
     """A converted model."""
     directory = tmp_path_factory.mktemp("padded")
-    shifted_gpt2(503).save_pretrained(directory / "theirs")
+    shifted_gpt2(503, LENGTH, SHIFT).save_pretrained(directory / "theirs")
     assert open_hugging_face(str(directory / "theirs")).model.masks_padding
-    assert convert("--from-hf", directory / "theirs", "--save", directory / "ours") == 0
+    assert convert(*f"--from-hf {directory}/theirs --save {directory}/ours".split()) == 0
     return directory / "ours"
 
 
 def test_a_checkpoint_carries_the_mask_and_a_change_is_noted(ours, tmp_path):
-    own, later = tmp_path / "own", tmp_path / "later"
+    own = tmp_path / "own"
+    later = tmp_path / "later"
     assert "--mask-vocab-padding yes" in (ours / "model.flags").read_text()
     start = run_of(Case(ours, 503, [], None))
     assert lines_of(start) == ("yes", [])
@@ -313,7 +296,7 @@ def changed(run: RunConfig, **model: Any) -> RunConfig:
 
 
 def test_checkpoints_from_before_the_flag(ours, tmp_path):
-    """Weights alone were converted, and are masked; a run goes on as it began, and says so where the flag changes it."""
+    """Weights alone were converted, and are masked. A resumed run keeps its mask, and the log names a change."""
     start = run_of(Case(ours, 503, [], None))
     trainer = make_trainer(SoloComm(), start)
     trainer.save(str(tmp_path / "own"))

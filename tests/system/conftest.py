@@ -1,16 +1,18 @@
-"""Fixtures of tests that start runs."""
+"""Fixtures for tests that start runs."""
 
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from fugaku_megatron.cli import program
 from tests.system.mpi import launch
 
 
 @pytest.fixture
 def alone(capsys, monkeypatch):
-    """Train with flags on one rank in this process, whose memory, cores and threads stay as they are."""
+    """Train on one rank in this process and check the exit code. Memory, cores and threads stay."""
     import torch
 
     from fugaku_megatron.cli.arguments import parse
@@ -28,15 +30,26 @@ def alone(capsys, monkeypatch):
 
     torch.set_num_threads(1)
 
-    def run(*flags: object) -> launch.Result:
-        own = [*map(str, flags), "--allocator", "stock", "--thread-affinity", "none"]
+    def run(*flags: object, code: int = 0) -> launch.Result:
+        own = launch.words(*flags, "--allocator stock --thread-affinity none")
         watchdog = Watchdog(Heartbeat(), HangSettings(None, Path(), None))
-        code = 0
+        ended = 0
         try:
             run_or_abort(lambda world: pretrain(parse(own), world, watchdog), SoloComm())
         except SystemExit as end:
-            code = end.code
-        return launch.Result(code, *capsys.readouterr(), seconds=0.0)
+            ended = end.code
+        return launch.Result(ended, *capsys.readouterr(), seconds=0.0).check(code)
 
     yield run
     runtime.apply_placement(before, False)
+
+
+@pytest.fixture
+def command(capsys):
+    """Run fugaku-megatron in this process on a command line, given in pieces, and check the exit code."""
+
+    def run(*parts: object, code: int | None = 0, start=program.main) -> launch.Result:
+        ended = start(shlex.split(" ".join(map(str, parts))))
+        return launch.Result(ended, *capsys.readouterr(), seconds=0.0).check(code)
+
+    return run

@@ -35,7 +35,7 @@ def forever():
 
 
 def compute(watchdog):
-    """Give no sign of life and hold Python's lock, but work, and then end as it should."""
+    """Compute without a sign of life, with Python's lock held, and end."""
     end = time.monotonic() + 1.25 * watchdog.heart.limit
     while time.monotonic() < end:
         sum(range(10**7))
@@ -58,7 +58,7 @@ def wait_for_a_long_iteration(watchdog):
 
 
 def forward(watchdog, number=0):
-    """number: of a signal that ends or stops this rank when others have been told where it is."""
+    """Send this rank a signal once others know its phase."""
     with watchdog.heart.iteration(12), watchdog.heart.phase("forward of micro-batch 3"):
         if number:
             report(watchdog)

@@ -1,27 +1,26 @@
-"""The malloc in use, the tensor arena and its reuse of memory."""
+"""The malloc in use, the tensor arena and its reuse."""
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from fugaku_megatron.host import allocator
+from tests.system.processes import run_python
 
 MAPS = "7f0-7f1 r-xp 00000000 08:01 12 {}\n7f2-7f3 r-xp 00000000 08:01 13 /usr/lib64/libc-2.28.so\n"
 
 
 @pytest.mark.parametrize(
     "library, name",
-    [
-        ("/opt/lib/libtcmalloc.so.4.5.3", "tcmalloc"),
-        ("/opt/lib/libtcmalloc_minimal.so.4", "tcmalloc"),
-        ("/usr/lib/libjemalloc.so.2", "jemalloc"),
-        ("/usr/lib/libmimalloc.so.2.1", "mimalloc"),
-        ("/opt/FJSVxos/mmm/lib64/libmpg.so.1", "libmpg"),
-        ("/opt/FJSVxos/mmm/lib64/libmpg.so.1\n1-2 r-xp 0 08:01 9 /lib/libtcmalloc.so", "tcmalloc"),
-    ],
+    {
+        "/opt/lib/libtcmalloc.so.4.5.3": "tcmalloc",
+        "/opt/lib/libtcmalloc_minimal.so.4": "tcmalloc",
+        "/usr/lib/libjemalloc.so.2": "jemalloc",
+        "/usr/lib/libmimalloc.so.2.1": "mimalloc",
+        "/opt/FJSVxos/mmm/lib64/libmpg.so.1": "libmpg",
+        "/opt/FJSVxos/mmm/lib64/libmpg.so.1\n1-2 r-xp 0 08:01 9 /lib/libtcmalloc.so": "tcmalloc",
+    }.items(),
 )
 def test_allocators_are_known_by_their_library(library, name):
     assert allocator.allocator_name(MAPS.format(library)) == name
@@ -70,27 +69,17 @@ print(json.dumps({"line": line, "faults": faults, "stats": stats, "apart": a.dat
 """
 
 
-def _child(mode, **environment):
-    result = subprocess.run(
-        [sys.executable, "-c", CHILD, mode],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+def child(mode):
+    return json.loads(run_python("-c", CHILD, mode).stdout)
 
 
 def test_a_second_step_faults_no_pages_in():
-    tuned, stock = _child("tuned"), _child("stock")
+    tuned, stock = (child(mode) for mode in ("tuned", "stock"))
     assert "tuned" in tuned["line"] and "stock" in stock["line"]
     assert tuned["faults"] < 200 < 2000 < stock["faults"]
     stats = tuned["stats"]
-    assert stats["fallbacks"] == 0 and stats["in_use"] >= 16 << 20
-    assert (
-        stats["touched"] <= stats["reserved"]
-        and stats["in_use"] <= stats["peak"] <= stats["touched"]
-    )
+    assert stats["fallbacks"] == 0 and 16 << 20 <= stats["in_use"]
+    assert stats["in_use"] <= stats["peak"] <= stats["touched"] <= stats["reserved"]
     assert tuned["apart"], "two tensors begin at the same offset in their pages"
     assert stock["stats"]["reserved"] == 0
 
@@ -102,10 +91,7 @@ def test_few_addresses_are_enough_to_go_on():
         "a = [torch.full((1 << 20,), float(i)) for i in range(24)];"
         "assert all(bool((t == i).all()) for i, t in enumerate(a)); print(kernels.arena_stats()['fallbacks'])"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert int(result.stdout) >= 8
+    assert int(run_python("-c", code).stdout) >= 8
 
 
 def test_a_preloaded_allocator_is_left_alone(monkeypatch):

@@ -1,8 +1,7 @@
-"""The tables measured on this host: which rows, the run of each, text, CSV and picture; one real sweep of a tiny model."""
+"""Tables measured on this host: rows and their runs, text, CSV and picture; one real sweep with a tiny model."""
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import sys
@@ -14,17 +13,17 @@ from benchmarks import pictures, preloads, tables
 from benchmarks.__main__ import make_parser
 from fugaku_megatron.observe.iteration_metrics import published_header
 from fugaku_megatron.planner import machine
-from tests.system.test_benchmarks import needs_mpi, result
+from tests.checks.benchmarks import needs_mpi, options, result
 
 HOST = Path(machine.__file__).parent / "machines" / "epyc-2core.json"
 
 
-def options(*arguments: str) -> argparse.Namespace:
-    return make_parser().parse_args(["tables", "--threads", "2", *arguments])
+def table_options(flags: str = ""):
+    return options(f"tables --threads 2 {flags}")
 
 
 def measured_rows(*cells: tables.Cell) -> list[dict]:
-    """Rows as `measure` leaves them, from a recorded iteration instead of a job."""
+    """Return rows as `measure` leaves them, from a recorded iteration instead of a job."""
     recorded = {
         "seconds": 7.64,
         "tflops": 0.43,
@@ -48,158 +47,120 @@ def measured_rows(*cells: tables.Cell) -> list[dict]:
         "date": "2026-11-20",
         "machine": json.loads(HOST.read_text()),
     }
-    return [
-        {
-            **recorded,
-            **{name: getattr(cell, name) for name in tables.VARIED},
-            "dp": cell.dp,
-            **known,
-        }
-        for cell in cells
-    ]
+    rows = []
+    for cell in cells:
+        varied = {name: getattr(cell, name) for name in tables.VARIED}
+        rows.append({**recorded, **varied, "dp": cell.dp, **known})
+    return rows
 
 
 def test_rows_are_what_the_tables_vary():
-    assert len(set(tables.ROWS)) == len(tables.ROWS) and set(tables.LAYOUTS) <= set(tables.ROWS)
-    assert {cell.ranks for cell in tables.ROWS} == {1, 2} and {
-        cell.mbs for cell in tables.ROWS
-    } == {1, 2, 4}
-    assert {(cell.dp, cell.tp, cell.pp) for cell in tables.ROWS} == {
-        (1, 1, 1),
-        (2, 1, 1),
-        (1, 2, 1),
-        (1, 1, 2),
-    }
-    for layout in tables.LAYOUTS:
-        alike = [
-            cell
-            for cell in tables.ROWS
-            if (cell.tp, cell.pp, cell.dp) == (layout.tp, layout.pp, layout.dp)
-        ]
-        assert {True, False} == {cell.recompute for cell in alike} and {1024, 2048} == {
-            cell.seq for cell in alike
-        }
-    assert {cell.allocator for cell in tables.ROWS} == {"tuned", "tcmalloc"}
+    rows = tables.ROWS
+    assert len(set(rows)) == len(rows) and set(tables.LAYOUTS) <= set(rows)
+    assert {cell.ranks for cell in rows} == {1, 2} and {cell.mbs for cell in rows} == {1, 2, 4}
+
+    def layout(cell):
+        return cell.dp, cell.tp, cell.pp
+
+    assert {layout(cell) for cell in rows} == {(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)}
+    for one in tables.LAYOUTS:
+        alike = [cell for cell in rows if layout(cell) == layout(one)]
+        assert {cell.recompute for cell in alike} == {True, False}
+        assert {cell.seq for cell in alike} == {1024, 2048}
+    assert {cell.allocator for cell in rows} == {"tuned", "tcmalloc"}
 
 
 @pytest.mark.parametrize("cell", tables.ROWS, ids=tables.name_of)
 def test_the_job_runs_what_is_modelled(cell, monkeypatch):
     monkeypatch.setattr(preloads, "find", lambda name: Path("/lib/libtcmalloc.so"))
-    task, run = tables.job(options(), cell), tables.config("124m", tables.TOKENS, cell)
+    task = tables.job(table_options(), cell)
+    run = tables.config("124m", tables.TOKENS, cell)
     assert (task.ranks, task.threads, task.warm_up) == (cell.ranks, 2 // cell.ranks, 2)
     assert (task.preload is None) == (cell.allocator == "tuned")
     given = dict(zip(task.flags, task.flags[1:]))
-    for flag, value in (
-        ("seq-length", run.model.seq_length),
-        ("micro-batch-size", run.batch.micro_batch_size),
-        ("global-batch-size", run.batch.global_batch_size),
-        ("vocab-size", run.model.vocab_size),
-        ("tensor-model-parallel-size", run.parallel.tensor_model_parallel_size),
-        ("pipeline-model-parallel-size", run.parallel.pipeline_model_parallel_size),
-    ):
+    for flag, value in {
+        "seq-length": run.model.seq_length,
+        "micro-batch-size": run.batch.micro_batch_size,
+        "global-batch-size": run.batch.global_batch_size,
+        "vocab-size": run.model.vocab_size,
+        "tensor-model-parallel-size": run.parallel.tensor_model_parallel_size,
+        "pipeline-model-parallel-size": run.parallel.pipeline_model_parallel_size,
+    }.items():
         assert given[f"--{flag}"] == str(value)
-    assert (
-        (given.get("--recompute-granularity") == "full")
-        == (run.training.recompute_granularity == "full")
-        == cell.recompute
-    )
+    for granularity in (
+        given.get("--recompute-granularity"),
+        run.training.recompute_granularity,
+    ):
+        assert (granularity == "full") == cell.recompute
     assert run.batch.global_batch_size * cell.seq >= 2048 and run.model.vocab_size == 50257
 
 
 def test_rows_are_chosen_by_name_and_absent_libraries_skipped(monkeypatch, capsys):
     monkeypatch.setattr(preloads, "find", lambda name: None)
-    assert list(tables.plan(options("--rows", "TP 2, PP 1, MBS 2"))) == [
-        tables.replace(tables.TP2, mbs=2)
-    ]
-    assert all(cell.allocator == "tuned" for cell in tables.plan(options()))
+    tp2 = tables.replace(tables.TP2, mbs=2)
+    chosen = tables.plan(table_options())
+    assert all(cell.allocator == "tuned" for cell in chosen)
     assert "apt-get install libgoogle-perftools4" in capsys.readouterr().out
-    assert {cell.ranks for cell in tables.plan(options("--threads", "1"))} == {1}
-    assert set(tables.plan(options("--quick"))) == set(tables.LAYOUTS)
+    by_name = make_parser().parse_args(["tables", "--threads", "2", "--rows", "TP 2, PP 1, MBS 2"])
+    assert list(tables.plan(by_name)) == [tp2]
+    assert {cell.ranks for cell in tables.plan(table_options("--threads 1"))} == {1}
+    assert set(tables.plan(table_options("--quick"))) == set(tables.LAYOUTS)
 
 
 def test_text_marks_what_is_measured_scaled_and_modelled(tmp_path):
-    tcmalloc, recompute = (
-        tables.replace(tables.DP2, allocator="tcmalloc"),
-        tables.replace(tables.SINGLE, recompute=True),
-    )
-    rows = measured_rows(tables.SINGLE, tcmalloc, recompute)
-    found = tables.report(rows)
-    assert found["mean_time_error_percent"] == pytest.approx(
-        sum(abs(r["time_error_percent"]) for r in found["rows"]) / 3
-    )
+    tcmalloc = tables.replace(tables.DP2, allocator="tcmalloc")
+    recompute = tables.replace(tables.SINGLE, recompute=True)
+    found = tables.report(measured_rows(tables.SINGLE, tcmalloc, recompute))
     for row in found["rows"]:
         assert row["time_error_percent"] == pytest.approx(100 * (row["model_seconds"] / 7.64 - 1))
         assert sum(row["model_breakdown"].values()) == pytest.approx(row["model_seconds"])
-    text = tables.text(options("--markdown"), found)
-    assert (
-        text.count("### 124M model, Sequence Length=1024") == 2
-        and "measured, a CPU, 4.50 GHz, 2026-11-20" in text
-    )
-    lines = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in text.splitlines()
-        if line.startswith("|")
-    ]
-    assert tuple(lines[0]) == (*published_header(), *tables.OUR_HEADER)
-    first = dict(zip(lines[0], lines[2]))
-    assert (first["Sec/it"], first["Mem"], first["GBS"], first["Notes"]) == (
-        "7.64",
-        "2673.0 MiB",
-        "4",
-        "-",
-    )
-    assert (
-        first["scaled to GBS 1024, not measured"] == "1956"
-        and lines[3][lines[0].index("Notes")] == "tcmalloc"
-    )
+    mean = sum(abs(row["time_error_percent"]) for row in found["rows"]) / 3
+    assert found["mean_time_error_percent"] == pytest.approx(mean)
+    text = tables.text(table_options("--markdown"), found)
+    assert text.count("### 124M model, Sequence Length=1024") == 2
+    assert "measured, a CPU, 4.50 GHz, 2026-11-20" in text
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    assert tuple(header) == (*published_header(), *tables.OUR_HEADER)
+    first, second = (dict(zip(header, row)) for row in rows[:2])
+    assert {
+        "Sec/it": "7.64",
+        "Mem": "2673.0 MiB",
+        "GBS": "4",
+        "Notes": "-",
+        "scaled to GBS 1024, not measured": "1956",
+    }.items() <= first.items()
+    assert second["Notes"] == "tcmalloc"
     tables.save_csv(tmp_path / "a.csv", found)
     records = list(csv.DictReader((tmp_path / "a.csv").open()))
-    assert [r["name"] for r in records] == [
-        r["name"] for r in found["rows"]
-    ] and "machine" not in records[0]
+    assert [record["name"] for record in records] == [row["name"] for row in found["rows"]]
+    assert "machine" not in records[0]
     pictures.draw_tables(tmp_path / "a.png", found)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_former_rows_are_put_together_in_the_tables_order(tmp_path):
-    for name, cell in (("a", tables.TP2), ("b", tables.SINGLE)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(tables.report(measured_rows(cell))))
-    files = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
-    assert [row["tp"] for row in tables.earlier_rows(options("--measured", *files))] == [1, 2]
-    assert [
-        row["tp"] for row in tables.earlier_rows(options("--measured", *files, "--rows", "TP 2"))
-    ] == [2]
+    files = [tmp_path / name for name in ("a.json", "b.json")]
+    for file, cell in zip(files, (tables.TP2, tables.SINGLE), strict=True):
+        file.write_text(json.dumps(tables.report(measured_rows(cell))))
+
+    def sizes(more):
+        words = ["tables", "--measured", *map(str, files), *more]
+        return [row["tp"] for row in tables.earlier_rows(make_parser().parse_args(words))]
+
+    assert sizes([]) == [1, 2] and sizes(["--rows", "TP 2"]) == [2]
 
 
 @needs_mpi
 @pytest.mark.full
 @pytest.mark.mpi
 def test_a_row_is_measured_by_a_real_job(tmp_path):
-    flags = (
-        "--recipe",
-        "demo",
-        "--rows",
-        "s 1024, DP 1, TP 2, PP 1, MBS 1, recompute",
-        "--iterations",
-        "1",
-        "--machine",
-        str(HOST),
-    )
-    output, printed = result(
-        tmp_path / "rows.json", "tables", *flags, "--threads", "2", "--tokens", "1024"
-    )
+    command = f"tables --recipe demo --iterations 1 --machine {HOST} --threads 2 --tokens 1024"
+    row_name = ("--rows", "s 1024, DP 1, TP 2, PP 1, MBS 1, recompute")
+    output, printed = result(tmp_path / "rows.json", command, *row_name)
     (row,) = output["rows"]
-    assert (row["ranks"], row["tp"], row["threads"], row["gbs"], row["allocator"]) == (
-        2,
-        2,
-        1,
-        1,
-        "tuned",
-    ) and row["recompute"]
-    assert (
-        row["seconds"] > 0
-        and row["peak_memory_mib"] > 50
-        and row["clock_ghz"] > 0
-        and "tuned" in row["log"]
-    )
-    assert "1 of 1" in printed and output["repeat"] in printed and sys.executable not in printed
+    sizes = {"ranks": 2, "tp": 2, "threads": 1, "gbs": 1, "allocator": "tuned"}
+    assert sizes.items() <= row.items() and row["recompute"]
+    assert row["seconds"] > 0 and row["peak_memory_mib"] > 50 and row["clock_ghz"] > 0
+    assert "tuned" in row["log"] and "1 of 1" in printed
+    assert output["repeat"] in printed and sys.executable not in printed

@@ -1,13 +1,13 @@
-"""Every benchmark command on the demo model, one round: what is measured and written, not how fast. Also the baselines' parity.
+"""Every benchmark command on the demo model, one round: measurements and files, not speed. Also the baselines' parity.
 
-Those that measure MPI itself: tests/system/mpi/test_benchmark_ranks.py
+MPI itself: tests/system/mpi/test_benchmark_ranks.py
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -43,133 +43,69 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.forward_context import Pass
+from tests.checks.benchmarks import QUICK, needs_mpi, options, result, start
 from tests.helpers import OUR_LOG, make_trainer, small_run
 from tests.llama_models import FAMILIES as BLOCKS
 
 ROOT = Path(__file__).resolve().parents[2]
-ROW = {
-    "op",
-    "shape",
-    "dtype",
-    "target",
-    "threads",
-    "seconds",
-    "gflops",
-    "baseline",
-    "baseline_seconds",
-    "ratio",
-    "peak_fraction",
-    "gb_per_second",
-    "max_error",
-    "repeat",
-}
+ROW = set(
+    "op shape dtype target threads seconds gflops baseline baseline_seconds ratio peak_fraction "
+    "gb_per_second max_error repeat".split()
+)
 ATTENTION = {"attention_forward", "attention", "attention_decode", "attention_part"}
-ROWWISE = {
-    "layer_norm",
-    "residual",
-    "residual_norm",
-    "dropout",
-    "gelu",
-    "cross_entropy",
-    "cross_entropy_tp",
-    "embedding",
-    "position",
-    "squared_norm",
-    "count_zeros",
-    "sum_rows",
-    "adamw",
-    "rms_norm",
-    "residual_rms_norm",
-    "swiglu",
-    "rotary",
-    "rotary_norm",
-}
-
-
-# Sizes and waits that take no time. A round in which others compute, here the other tests, is not run again.
-QUICK = """
-from benchmarks import __main__, disturbance, driver, rowwise, shapes, step
-driver.PATIENCE = step.PATIENCE = 1
-disturbance.SETTLE_SECONDS, driver.CLOCK_STEPS, driver.TRIAD_ELEMENTS = 0.02, 1_000_000, 1 << 20
-rowwise.UPDATE_ELEMENTS = 1 << 16
-shapes.vocabulary = lambda recipe: 512
-"""
-ONE_COMMAND = f"{QUICK}__main__.main()"
+ROWWISE = set(
+    "layer_norm residual residual_norm dropout gelu cross_entropy cross_entropy_tp embedding position "
+    "squared_norm count_zeros sum_rows adamw rms_norm residual_rms_norm swiglu rotary rotary_norm".split()
+)
 # The arguments: a folder, and a JSON list of names and commands. The result and the output of a command are files in the folder.
 COMMANDS = f"""{QUICK}
 import contextlib, json, sys
 folder = sys.argv[1]
-for name, words in json.loads(sys.argv[2]):
+for name, command in json.loads(sys.argv[2]):
     with open(f"{{folder}}/{{name}}.txt", "w") as output, contextlib.redirect_stdout(output):
         try:
-            __main__.main([*words, "--json", f"{{folder}}/{{name}}.json"])
+            __main__.main([*command.split(), "--json", f"{{folder}}/{{name}}.json"])
         except SystemExit as error:
             print(error, file=sys.stderr)
 """
-ROUND = ("--recipe", "demo", "--rounds", "1")
-STEP = ("step", *ROUND, "--micro-batch-size", "2", "--global-batch-size", "4")
-# Commands that one process runs, because each start imports torch: name -> words
+ROUND = "--recipe demo --rounds 1"
+STEP = f"step {ROUND} --micro-batch-size 2 --global-batch-size 4"
+# Commands that one process runs, because each start imports torch.
 TOGETHER = {
-    "gemm fp32": ("gemm", *ROUND, "--only", "128x128x128"),  # one shape, with all rivals
-    "rowwise fp32": ("rowwise", *ROUND),
+    "gemm fp32": f"gemm {ROUND} --only 128x128x128",  # one shape, with all rivals
+    "rowwise fp32": f"rowwise {ROUND}",
     "step": STEP,
 }
 LONGER = {
-    "attention bf16": ("attention", *ROUND, "--dtype", "bf16", "--mkl", "full"),
-    "save": ("save", *ROUND, "--seq-length", "32"),
-    "watch": ("watch", "--recipe", "demo", "--rounds", "2", "--seq-length", "32"),
-    "decode": tuple(
-        "decode --model tiny --prompt-length 9 --new-tokens 24 --rounds 1 --mkl shipped".split()
-    ),
+    "attention bf16": f"attention {ROUND} --dtype bf16 --mkl full",
+    "save": f"save {ROUND} --seq-length 32 --directory ",  # and a folder
+    "watch": "watch --recipe demo --rounds 2 --seq-length 32",
+    "decode": "decode --model tiny --prompt-length 9 --new-tokens 24 --rounds 1 --mkl shipped",
 }
-
-
-def start(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run a Python program on one thread."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def result(path: Path, *arguments: str) -> tuple[dict, str]:
-    """Run one command; return the JSON result and the output."""
-    done = start(ONE_COMMAND, *arguments, "--json", str(path))
-    return json.loads(path.read_text()), done.stdout
 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """Run the commands of `TOGETHER`; return a function from a name to the JSON result and the output."""
+    """Run the commands in `TOGETHER`; return a function from a name to the JSON result and the output."""
     yield from run_together(tmp_path_factory.mktemp("together"), TOGETHER)
 
 
 @pytest.fixture(scope="module")
 def longer(tmp_path_factory):
-    """Run the commands of `LONGER`, as `together`."""
+    """Run the commands in `LONGER`, as `together`."""
     yield from run_together(tmp_path_factory.mktemp("longer"), LONGER)
 
 
 def run_together(folder, commands):
-    chosen = [
-        (name, words)
-        for name, words in commands.items()
-        if name != "decode" or importlib.util.find_spec("transformers")
-    ]
     saved = folder / "saved"
     saved.mkdir()
-    chosen = [
-        (name, (*words, "--directory", str(saved)) if name == "save" else words)
-        for name, words in chosen
-    ]
+    commands = dict(commands)
+    if "save" in commands:
+        commands["save"] += str(saved)
+    if not importlib.util.find_spec("transformers"):
+        commands.pop("decode", None)
     environment = preloads.mkl_environment("full")
-    done = start(COMMANDS, str(folder), json.dumps(chosen), **environment)
+    done = start(COMMANDS, str(folder), json.dumps(list(commands.items())), **environment)
 
     def of(name: str) -> tuple[dict, str]:
         path = folder / f"{name}.json"
@@ -180,67 +116,60 @@ def run_together(folder, commands):
     assert list(saved.iterdir()) == []
 
 
-def options(family: str, *arguments: str) -> argparse.Namespace:
-    """Parsed options of a family."""
-    return make_parser().parse_args([family, *arguments])
-
-
 # Kernels against torch -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "family, dtype, ops, options",
+    "family, dtype, ops",
     [
-        ("gemm", "fp32", {"forward", "data_grad", "weight_grad"}, ()),
-        pytest.param("attention", "fp32", ATTENTION, ("--mkl", "full"), marks=pytest.mark.full),
-        pytest.param("attention", "bf16", ATTENTION, (), marks=pytest.mark.full),
-        ("rowwise", "fp32", ROWWISE, ()),
-        pytest.param("rowwise", "bf16", ROWWISE, (), marks=pytest.mark.full),
+        ("gemm", "fp32", {"forward", "data_grad", "weight_grad"}),
+        pytest.param("attention", "fp32", ATTENTION, marks=pytest.mark.full),
+        pytest.param("attention", "bf16", ATTENTION, marks=pytest.mark.full),
+        ("rowwise", "fp32", ROWWISE),
+        pytest.param("rowwise", "bf16", ROWWISE, marks=pytest.mark.full),
     ],
 )
-def test_a_family_of_kernels(request, tmp_path, family, dtype, ops, options):
+def test_a_family_of_kernels(request, tmp_path, family, dtype, ops):
     name = f"{family} {dtype}"
     if name in TOGETHER:
         measured, printed = request.getfixturevalue("together")(name)
     elif name in LONGER:
         measured, printed = request.getfixturevalue("longer")(name)
     else:
-        words = (family, *ROUND, "--dtype", dtype, *options)
-        measured, printed = result(tmp_path / "rows.json", *words)
-    rivals = [r"MKL shipped"] * preloads.narrowed() + [r"OpenBLAS \w+"] if family == "gemm" else []
+        mkl = "--mkl full" if family == "attention" else ""
+        command = f"{family} {ROUND} --dtype {dtype} {mkl}"
+        measured, printed = result(tmp_path / "rows.json", command)
+    rivals = []
+    if family == "gemm":
+        rivals = ["MKL shipped"] if preloads.narrowed() else []
+        rivals.append(r"OpenBLAS \w+")
+    lines = printed.splitlines()
     assert {row["op"] for row in measured["rows"]} == ops
-    assert "tuned" in measured["allocator"] and measured["allocator"] in printed.splitlines()[0]
+    assert "tuned" in measured["allocator"] and measured["allocator"] in lines[0]
     for row in measured["rows"]:
-        assert (
-            row.keys() >= ROW
-            and row["seconds"] > 0
-            and row["target"] == kernels.active()
-            and row["threads"] == 1
-        )
+        assert row.keys() >= ROW and row["seconds"] > 0 and row["threads"] == 1
+        assert row["target"] == kernels.active()
         assert row["ratio"] == pytest.approx(row["baseline_seconds"] / row["seconds"])
         assert len(row["rivals"]) == len(rivals) and all(map(re.fullmatch, rivals, row["rivals"]))
-        for name, rival in row["rivals"].items():
-            assert (
-                rival["ratio"] == pytest.approx(rival["seconds"] / row["seconds"])
-                and f" x {name}" in printed.splitlines()[-2]
-            )
+        for rival, of_rival in row["rivals"].items():
+            assert of_rival["ratio"] == pytest.approx(of_rival["seconds"] / row["seconds"])
+            assert f" x {rival}" in lines[-2]
         assert row["max_error"] < (2e-5 if row["dtype"] == "fp32" else 2e-2), row["op"]
         in_memory = family == "rowwise" or row["op"] == "attention_decode"
-        assert (row["gflops"] is None) == (row["peak_fraction"] is None) == in_memory and row[
-            "gb_per_second"
-        ] > 0
+        assert (row["gflops"] is None) == (row["peak_fraction"] is None) == in_memory
+        assert row["gb_per_second"] > 0
         assert f"--only={row['op']} " in row["repeat"].replace("'", "") and row["repeat"] in printed
 
 
 def test_openblas_makes_the_same_matmuls():
     torch.manual_seed(0)
-    left, right, out = torch.randn(5, 7), torch.randn(7, 3), torch.empty(5, 3)
-    for one, other in (
-        (left, right),
-        (left.T.contiguous().T, right),
-        (left, right.T.contiguous().T),
+    left = torch.randn(5, 7)
+    right = torch.randn(7, 3)
+    out = torch.empty(5, 3)
+    for a, b in itertools.product(
+        (left, left.mT.contiguous().mT), (right, right.mT.contiguous().mT)
     ):
-        openblas.sgemm(one, other, out)
+        openblas.sgemm(a, b, out)
         torch.testing.assert_close(out, left @ right)
     openblas.sgemm(left, right, out, add=True)
     torch.testing.assert_close(out, 2 * left @ right)
@@ -248,87 +177,55 @@ def test_openblas_makes_the_same_matmuls():
 
 @pytest.mark.parametrize(
     "targets, core",
-    [
-        (["portable", "avx2", "avx512"], "SKYLAKEX"),
-        (["portable", "avx2"], "HASWELL"),
-        (["portable", "sve128"], None),
-    ],
+    {
+        "portable avx2 avx512": {"OPENBLAS_CORETYPE": "SKYLAKEX"},
+        "portable avx2": {"OPENBLAS_CORETYPE": "HASWELL"},
+        "portable sve128": {},
+    }.items(),
 )
 def test_openblas_takes_the_full_width_of_the_cpu(monkeypatch, targets, core):
-    monkeypatch.setattr(kernels, "runnable_targets", lambda: targets)
-    assert openblas.environment(3) == {
-        "OPENBLAS_NUM_THREADS": "3",
-        **({"OPENBLAS_CORETYPE": core} if core else {}),
-    }
+    monkeypatch.setattr(kernels, "runnable_targets", targets.split)
+    assert openblas.environment(3) == {"OPENBLAS_NUM_THREADS": "3", **core}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_experts_agree_with_their_opponents(dtype):
-    """Every side computes the same but the dense one, which has the FLOPs alone; one expert gets half of the rows."""
-    given = options(
-        "experts",
-        "--recipe",
-        "olmoe",
-        "--experts",
-        "3",
-        "--rows",
-        "5",
-        "--load",
-        "skewed",
-        "--dtype",
-        dtype,
-    )
-    assert experts.counts_of(given, "skewed") == (4, 7, 4) and experts.counts_of(given, "even") == (
-        5,
-        5,
-        5,
-    )
-    work = experts.Work.of(15, 40, 24, experts.counts_of(given, "skewed"), experts.DTYPES[dtype])
+    """Every side but the dense one, which only has the FLOPs, computes the same; one expert gets half the rows."""
+    given = options(f"experts --recipe olmoe --experts 3 --rows 5 --load skewed --dtype {dtype}")
+    skewed = experts.counts_of(given, "skewed")
+    assert skewed == (4, 7, 4) and experts.counts_of(given, "even") == (5, 5, 5)
+    work = experts.Work.of(15, 40, 24, skewed, experts.DTYPES[dtype])
+    tolerance = 2e-5 if dtype == "fp32" else 2e-2
     for op in ("forward", "data_grad", "weight_grad"):
-        ours, theirs = work.out(op), work.out(op)
-        call, dense = work.grouped(op, ours), work.dense(op, work.out(op))
+        ours = work.out(op)
+        theirs = work.out(op)
+        call = work.grouped(op, ours)
         call.run()
         work.in_torch(op, theirs)()
-        assert (
-            work.error(op, ours) < (2e-5 if dtype == "fp32" else 2e-2)
-            and call.flops == dense.flops == 2 * 15 * 40 * 24
-        )
+        assert work.error(op, ours) < tolerance
+        assert call.flops == work.dense(op, work.out(op)).flops == 2 * 15 * 40 * 24
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-1 if dtype == "bf16" else 1e-4)
-        assert {case.baseline for case in experts.op_cases(work, op, "skewed")} >= {
-            "dense",
-            "torch",
-        }
+        baselines = {case.baseline for case in experts.op_cases(work, op, "skewed")}
+        assert baselines >= {"dense", "torch"}
     with pytest.raises(ValueError, match="--recipe demo has no experts"):
-        next(experts.cases(options("experts", "--recipe", "demo")))
+        next(experts.cases(options("experts --recipe demo")))
 
 
 def test_attention_counts_as_accounting_does():
-    forward, both, *_ = attention.cases(
-        options("attention", "--recipe", "demo", "--micro-batch-size", "2")
-    )
+    given = options("attention --recipe demo --micro-batch-size 2")
+    forward, both, *_ = attention.cases(given)
     heads, s, d = forward.shape
     flops = accounting.causal_attention_flops(2 * heads, s, d)
-    assert [call.flops for call in both.calls] == [
-        flops,
-        accounting.ATTENTION_BACKWARD_SHARE * flops,
-    ]
+    backward = accounting.ATTENTION_BACKWARD_SHARE * flops
+    assert [call.flops for call in both.calls] == [flops, backward]
 
 
 @pytest.mark.parametrize("rival", ["gqa", "repeated"])
 def test_attention_with_groups_and_a_window_agrees_with_torch(rival):
     """Torch's side computes the same, and the FLOPs are those inside the window."""
     torch.manual_seed(0)
-    given = options(
-        "attention",
-        "--recipe",
-        "demo",
-        "--num-query-groups",
-        "2",
-        "--window-size",
-        "29,0",
-        "--rival",
-        rival,
-    )
+    flags = "--num-query-groups 2 --window-size 29,0"
+    given = options(f"attention --recipe demo {flags} --rival {rival}")
     forward, both, decode = attention.cases(given)
     heads, groups, s, d, window = both.shape
     assert (groups, window) == (2, 30)
@@ -340,37 +237,34 @@ def test_attention_with_groups_and_a_window_agrees_with_torch(rival):
     assert decode.error() < 1e-5
 
 
-@pytest.mark.parametrize(("length", "window"), [(16, None), (23, None), (48, "9,0")])
-def test_attention_over_documents_agrees_with_torch(length, window):
-    """The last document is what is left of the sequence; the other side sees the whole of it."""
-    flags = ("--window-size", window) if window else ()
-    given = options("attention", "--recipe", "demo", "--document-length", str(length), *flags)
+@pytest.mark.parametrize("length, flags", [(16, ""), (23, ""), (48, "--window-size 9,0")])
+def test_attention_over_documents_agrees_with_torch(length, flags):
+    """The last document is the rest of the sequence; the other side attends over the whole sequence."""
+    given = options(f"attention --recipe demo --document-length {length} {flags}")
     forward, both = attention.cases(given)
     for case in (forward, both):
         case.run()
         assert case.error() < 1e-5
     shape = attention.shape_of(given)
-    seen = (
-        attention.mask_of(shape, length).sum().item() - shape.s / 2
-    )  # accounting counts half of the diagonal
-    assert forward.calls[0].flops == pytest.approx(
-        4 * shape.heads * shape.d * seen, rel=0.05 if window else 1e-6
-    )
+    # accounting counts half of the diagonal
+    visible = attention.mask_of(shape, length).sum().item() - shape.s / 2
+    flops = 4 * shape.heads * shape.d * visible
+    assert forward.calls[0].flops == pytest.approx(flops, rel=0.05 if flags else 1e-6)
     both.baseline_run()
 
 
-def test_attention_shapes_are_those_of_the_published_aims():
-    def shape(*arguments):
-        run = shapes.run_of(options("attention", *arguments))
-        record = next(
-            r
-            for r in accounting.layer_records(run, run.parallel.tensor_model_parallel_size)
-            if r.name == "attention"
-        )
-        return record.gemm_count, *record.gemm[1:]
-
-    assert shape("--recipe", "124m") == (12, 1024, 64)
-    assert shape("--recipe", "30b", "--tensor-model-parallel-size", "4") == (14, 2048, 128)
+@pytest.mark.parametrize(
+    "flags, expected",
+    {
+        "--recipe 124m": (12, 1024, 64),
+        "--recipe 30b --tensor-model-parallel-size 4": (14, 2048, 128),
+    }.items(),
+)
+def test_attention_shapes_are_those_of_the_published_aims(flags, expected):
+    run = shapes.run_of(options(f"attention {flags}"))
+    records = accounting.layer_records(run, run.parallel.tensor_model_parallel_size)
+    record = next(record for record in records if record.name == "attention")
+    assert (record.gemm_count, *record.gemm[1:]) == expected
 
 
 # The step ------------------------------------------------------------------------------------------------------------------------
@@ -385,10 +279,8 @@ def test_plain_gpt_has_the_same_loss_and_gradients():
     plain = PlainGPT(model, accounting.padded_vocab_size(model, 1))
     plain.load_state_dict({p.spec.name: p.data for p in trainer.optimizer.flat.parameters})
     trainer.optimizer.zero_grad()
-    loss, expected = (
-        trainer.stage.chunks[0](tokens, labels, Pass(first_sample=0)),
-        plain(tokens.t(), labels.t()),
-    )
+    loss = trainer.stage.chunks[0](tokens, labels, Pass(first_sample=0))
+    expected = plain(tokens.t(), labels.t())
     loss.backward()
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
@@ -448,83 +340,63 @@ def test_a_baseline_trains_with_our_losses(baseline, block):
 
 
 def test_a_part_of_a_large_model_reaches_the_process():
-    given = options(
-        "step",
-        "--recipe",
-        "qwen3-30b-a3b",
-        "--num-layers",
-        "1",
-        "--vocab-size",
-        "1024",
-        "--baseline",
-        "hf",
-    )
+    model = "--recipe qwen3-30b-a3b --num-layers 1 --vocab-size 1024"
+    given = options(f"step {model} --baseline hf")
     sent = json.loads(json.dumps(asdict(step.task(given, "ours", []))))
     run = contestant.run_of(contestant.Task(**sent))
-    assert (
-        hash(run) == hash(shapes.run_of(given, **step.run_values(given)))
-        and run.model.balances == ()
-    )
+    assert hash(run) == hash(shapes.run_of(given, **step.run_values(given)))
+    assert run.model.balances == ()
     assert (run.model.num_layers, run.model.vocab_size, run.model.num_experts) == (1, 1024, 128)
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "more",
     [
-        (),
+        "",
         pytest.param(
-            ("--dtype", "bf16", "--baseline", "hf", "--baseline-preload", "tcmalloc"),
-            marks=pytest.mark.full,
+            "--dtype bf16 --baseline hf --baseline-preload tcmalloc", marks=pytest.mark.full
         ),
     ],
     ids=["fp32", "bf16 hf"],
 )
-def test_the_step(request, tmp_path, arguments):
-    if "hf" in arguments:
+def test_the_step(request, tmp_path, more):
+    if more:
         pytest.importorskip("transformers")
         if preloads.find("tcmalloc") is None:
             pytest.skip(preloads.missing("tcmalloc"))
-        measured, printed = result(tmp_path / "step.json", *STEP, *arguments)
+        measured, printed = result(tmp_path / "step.json", f"{STEP} {more}")
     else:
         measured, printed = request.getfixturevalue("together")("step")
-    for side in ("ours", "baseline"):
-        assert measured[side]["seconds"] > 0 and measured[side]["peak_rss_mib"] > 50
-        assert measured[side]["minor_faults_per_step"] >= 0
-        assert measured[side]["tokens_per_s"] == pytest.approx(4 * 128 / measured[side]["seconds"])
-        assert measured[side]["tflops"] == pytest.approx(
-            measured["model_flops"] / measured[side]["seconds"] / 1e12
-        )
-    assert "tuned" in measured["ours"]["allocator"]
-    assert measured["baseline"]["allocator"].startswith(
-        "tcmalloc" if "tcmalloc" in arguments else "glibc"
+    ours = measured["ours"]
+    baseline = measured["baseline"]
+    for side in (ours, baseline):
+        assert side["seconds"] > 0 and side["peak_rss_mib"] > 50
+        assert side["minor_faults_per_step"] >= 0
+        assert side["tokens_per_s"] == pytest.approx(4 * 128 / side["seconds"])
+        assert side["tflops"] == pytest.approx(measured["model_flops"] / side["seconds"] / 1e12)
+    assert "tuned" in ours["allocator"]
+    assert baseline["allocator"].startswith("tcmalloc" if more else "glibc")
+    assert measured["ratio"] == pytest.approx(baseline["seconds"] / ours["seconds"])
+    ceiling = pytest.approx(
+        measured["model_flops"] / ours["seconds"] / measured["peak_gflops"] / 1e9
     )
-    assert measured["ratio"] == pytest.approx(
-        measured["baseline"]["seconds"] / measured["ours"]["seconds"]
-    )
-    ceiling = measured["model_flops"] / measured["ours"]["seconds"] / measured["peak_gflops"] / 1e9
-    assert measured["ceiling_fraction"] == (pytest.approx(ceiling) if not arguments else None)
-    assert (
-        measured["threads"] == 1
-        and measured["clock_ghz"] > 0
-        and measured["cpu"] in printed
-        and measured["repeat"] in printed
-    )
-    assert measured["ours"]["losses"] == pytest.approx(
-        measured["baseline"]["losses"], rel=step.SAME_LOSS[measured["dtype"]]
-    )
+    assert measured["ceiling_fraction"] == (None if more else ceiling)
+    assert measured["threads"] == 1 and measured["clock_ghz"] > 0
+    assert measured["cpu"] in printed and measured["repeat"] in printed
+    same = pytest.approx(baseline["losses"], rel=step.SAME_LOSS[measured["dtype"]])
+    assert ours["losses"] == same
 
 
 class Timed:
     """A contestant without a process: ours takes a second, torch at full width two, as shipped four."""
 
     def __init__(self, task):
-        self.seconds = (
-            1.0
-            if task.side == "ours"
-            else 2.0
-            if any(preloads.MKL_NAME in path for path in task.preload)
-            else 4.0
-        )
+        if task.side == "ours":
+            self.seconds = 1.0
+        elif any(preloads.MKL_NAME in path for path in task.preload):
+            self.seconds = 2.0
+        else:
+            self.seconds = 4.0
         self.ready = {"allocator": "any"}
 
     def step(self):
@@ -544,45 +416,38 @@ class Timed:
         pass
 
 
+@pytest.fixture
+def wide_mkl(monkeypatch, tmp_path):
+    """A CPU with an MKL that is narrower than possible; path of the library that widens MKL."""
+    library = tmp_path / preloads.MKL_NAME
+    monkeypatch.setattr(preloads, "narrowed", lambda: True)
+    monkeypatch.setattr(preloads, "mkl_library", lambda: library)
+    return str(library)
+
+
 @pytest.mark.parametrize(
     "width, said",
-    [
-        ("both", "2.000 x as fast as plain, MKL full, 4.000 x as fast as plain, MKL shipped"),
-        ("full", "2.000 x as fast as plain, MKL full,"),
-        ("shipped", "4.000 x as fast as plain, MKL shipped,"),
-    ],
+    {
+        "both": "2.000 x as fast as plain, MKL full, 4.000 x as fast as plain, MKL shipped",
+        "full": "2.000 x as fast as plain, MKL full,",
+        "shipped": "4.000 x as fast as plain, MKL shipped,",
+    }.items(),
 )
-def test_the_step_against_either_mkl(monkeypatch, tmp_path, capsys, width, said):
-    for name, value in (
-        ("narrowed", lambda: True),
-        ("mkl_library", lambda: tmp_path / preloads.MKL_NAME),
-    ):
-        monkeypatch.setattr(preloads, name, value)
+def test_the_step_against_either_mkl(monkeypatch, wide_mkl, tmp_path, capsys, width, said):
     monkeypatch.setattr(step, "Contestant", Timed)
-    core.run(
-        step,
-        options(
-            "step",
-            "--recipe",
-            "demo",
-            "--rounds",
-            "1",
-            "--mkl",
-            width,
-            "--json",
-            str(tmp_path / "a.json"),
-        ),
-    )
-    measured, printed = json.loads((tmp_path / "a.json").read_text()), capsys.readouterr().out
-    assert f"ours is {said}" in printed and measured["ratio"] == measured["baseline"]["ratio"]
+    file = tmp_path / "a.json"
+    core.run(step, options(f"step {ROUND} --mkl {width} --json {file}"))
+    measured = json.loads(file.read_text())
+    assert f"ours is {said}" in capsys.readouterr().out
+    assert measured["ratio"] == measured["baseline"]["ratio"]
     assert measured.get("shipped", {}).get("ratio") == (4.0 if width == "both" else None)
 
 
 def test_a_compiled_baseline_is_the_same_model():
     """The whole command would spend minutes in the compiler; this holds the flag to its meaning."""
-    task = step.task(options("step", "--baseline-compile"), "baseline", [Path("/lib/libx.so")])
+    given = options("step --baseline-compile")
+    task, ours = (step.task(given, side, [Path("/lib/libx.so")]) for side in ("baseline", "ours"))
     assert task.compiled and task.preload == ("/lib/libx.so",)
-    ours = step.task(options("step", "--baseline-compile"), "ours", [Path("/lib/libx.so")])
     assert not ours.compiled and ours.preload == ()
 
 
@@ -592,21 +457,17 @@ def test_mkl_is_narrower_where_the_cpu_is_not_intels(tmp_path, maker, narrower):
     assert preloads.narrowed(tmp_path / "cpuinfo") == (narrower and platform.machine() == "x86_64")
 
 
-def test_what_else_is_preloaded_stays_beside_either_mkl(tmp_path, monkeypatch):
-    monkeypatch.setattr(preloads, "mkl_library", lambda: tmp_path / preloads.MKL_NAME)
-    monkeypatch.setattr(preloads, "narrowed", lambda: True)
+def test_what_else_is_preloaded_stays_beside_either_mkl(wide_mkl, monkeypatch):
     monkeypatch.setenv("LD_PRELOAD", f"/lib/libtcmalloc.so:/elsewhere/{preloads.MKL_NAME}")
-    assert preloads.mkl_environment("shipped")["LD_PRELOAD"] == "/lib/libtcmalloc.so"
-    assert (
-        preloads.mkl_environment(preloads.BOTH)["LD_PRELOAD"]
-        == f"/lib/libtcmalloc.so:{tmp_path / preloads.MKL_NAME}"
-    )
+    for width, preloaded in {
+        "shipped": "/lib/libtcmalloc.so",
+        preloads.BOTH: f"/lib/libtcmalloc.so:{wide_mkl}",
+    }.items():
+        assert preloads.mkl_environment(width)["LD_PRELOAD"] == preloaded
 
 
-def test_a_process_starts_again_once_with_mkl_at_full_width(tmp_path, monkeypatch):
+def test_a_process_starts_again_once_with_mkl_at_full_width(wide_mkl, monkeypatch):
     started = []
-    monkeypatch.setattr(preloads, "mkl_library", lambda: tmp_path / preloads.MKL_NAME)
-    monkeypatch.setattr(preloads, "narrowed", lambda: True)
     monkeypatch.setattr(os, "execve", lambda *words: started.append(words))
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "benchmarks", "gemm"])
     monkeypatch.delenv("LD_PRELOAD", raising=False)
@@ -615,8 +476,8 @@ def test_a_process_starts_again_once_with_mkl_at_full_width(tmp_path, monkeypatc
     preloads.start_again("both")
     ((_, words, environment),) = started
     assert words == [sys.executable, "-m", "benchmarks", "gemm"]
-    assert environment["LD_PRELOAD"] == str(tmp_path / preloads.MKL_NAME)
-    monkeypatch.setenv("LD_PRELOAD", environment["LD_PRELOAD"])
+    assert environment["LD_PRELOAD"] == wide_mkl
+    monkeypatch.setenv("LD_PRELOAD", wide_mkl)
     preloads.start_again("both")
     assert len(started) == 1
 
@@ -630,7 +491,7 @@ def test_the_library_that_widens_mkl_answers_and_is_built_once(tmp_path, monkeyp
 
 
 def test_sides_that_do_not_fit_together_take_turns_apart(monkeypatch):
-    """Each turn has a process of its own, which ends after its second step."""
+    """Each turn has its own process for two steps."""
     events = []
 
     class Logged(Timed):
@@ -666,9 +527,8 @@ def test_two_that_train_different_things_are_not_compared():
         def step(self):
             return {"loss": self.loss, "seconds": 1.0}
 
-    with pytest.raises(
-        RuntimeError, match="the two do not train the same: first losses 9.000000 .ours., 9.100000"
-    ):
+    message = "the two do not train the same: first losses 9.000000 .ours., 9.100000"
+    with pytest.raises(RuntimeError, match=message):
         step.take_turns(options("step"), {"ours": Side(9.0), "baseline": Side(9.1)})
 
 
@@ -687,53 +547,37 @@ def test_a_contestant_that_dies_is_an_error_and_not_a_wait(capfd):
 
 
 def test_layouts_of_four_ranks():
-    named = step.candidates(options("step", "--ranks", "4"))
-    assert [(name, c.ranks, c.tp, c.pp, c.dp) for name, c in named.items()] == [
-        ("one rank", 1, 1, 1, 1),
-        ("TP4", 4, 4, 1, 1),
-        ("DP4", 4, 1, 1, 4),
-        ("PP4", 4, 1, 4, 1),
-    ]
-    sizes = "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"
-    two = options("step", "--ranks", "2", "--threads", "2", "--schedules")
+    def layouts(flags):
+        named = step.candidates(options(f"step --ranks {flags}"))
+        return {name: (cell.ranks, cell.tp, cell.pp, cell.dp) for name, cell in named.items()}
+
+    alone = {"one rank": (1, 1, 1, 1)}
+    single = {"TP4": (4, 4, 1, 1), "DP4": (4, 1, 1, 4), "PP4": (4, 1, 4, 1)}
+    assert layouts("4") == {**alone, **single}
+    sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    assert layouts(f"4 {sizes}") == {**alone, "TP2 x PP2": (4, 2, 2, 1)}
+    two = options("step --ranks 2 --threads 2 --schedules")
     pipelines = step.candidates(two)
-    assert list(pipelines) == [
-        "one rank",
-        "PP2 1f1b",
-        "PP2 interleaved",
-        "PP2 zb-h1",
-        "PP2 zbv",
-        "PP2 zbv of 3",
-    ]
-    flags = {name: step.layout_job(two, cell).flags for name, cell in pipelines.items()}
-    assert flags["PP2 zbv"][-2:] == ("--pipeline-schedule", "zbv")
-    assert flags["PP2 zbv of 3"][-4:] == (
-        "--pipeline-schedule",
-        "zbv",
-        "--zero-bubble-max-pending-backward",
-        "3",
-    )
-    both = step.candidates(options("step", "--ranks", "4", *sizes))
-    assert [(name, c.dp) for name, c in both.items()] == [("one rank", 1), ("TP2 x PP2", 1)]
-
-
-needs_mpi = pytest.mark.skipif(
-    not (Path(sys.executable).parent / "mpiexec").exists(),
-    reason="no mpiexec next to python: pip install mpich",
-)
+    names = ["1f1b", "interleaved", "zb-h1", "zbv", "zbv of 3"]
+    assert list(pipelines) == ["one rank", *(f"PP2 {name}" for name in names)]
+    zbv = "--pipeline-schedule zbv"
+    for name, flags in {
+        "zbv": zbv,
+        "zbv of 3": f"{zbv} --zero-bubble-max-pending-backward 3",
+    }.items():
+        job = step.layout_job(two, pipelines[f"PP2 {name}"])
+        assert " ".join(job.flags).endswith(flags)
 
 
 @needs_mpi
 @pytest.mark.full
 @pytest.mark.mpi
 def test_layouts_are_measured_by_real_jobs(tmp_path):
-    flags = "--recipe demo --rounds 1 --ranks 2 --threads 2 --global-batch-size 4 --tensor-model-parallel-size 2".split()
-    measured, printed = result(tmp_path / "layouts.json", "step", *flags)
+    flags = "--ranks 2 --threads 2 --global-batch-size 4 --tensor-model-parallel-size 2"
+    measured, printed = result(tmp_path / "layouts.json", f"step {ROUND} {flags}")
     rows = measured["layouts"]
-    assert [(r["layout"], r["ranks"], r["threads"]) for r in rows] == [
-        ("one rank", 1, 2),
-        ("TP2", 2, 1),
-    ]
+    layouts = [(row["layout"], row["ranks"], row["threads"]) for row in rows]
+    assert layouts == [("one rank", 1, 2), ("TP2", 2, 1)]
     assert measured["global_batch_size"] == 4 and rows[0]["ratio"] == 1.0
     for row in rows:
         assert row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4), "layouts train the same"
@@ -748,10 +592,8 @@ def test_a_library_is_found_in_the_loaders_path_and_its_package_named(tmp_path, 
     monkeypatch.setattr(preloads, "_cache", lambda: [])
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     assert preloads.find("tcmalloc") is None
-    with pytest.raises(
-        ValueError,
-        match="tcmalloc: no libtcmalloc.so on this system: apt-get install libgoogle-perftools4",
-    ):
+    missing = "tcmalloc: no libtcmalloc.so on this system: apt-get install libgoogle-perftools4"
+    with pytest.raises(ValueError, match=missing):
         preloads.resolve("tcmalloc")
     (tmp_path / "libtcmalloc_minimal.so.4").touch()
     assert preloads.resolve("tcmalloc") == tmp_path / "libtcmalloc_minimal.so.4"
@@ -762,7 +604,7 @@ def test_a_library_is_found_in_the_loaders_path_and_its_package_named(tmp_path, 
 
 def test_absent_libraries_are_skipped_by_name(monkeypatch, capsys):
     monkeypatch.setattr(preloads, "find", lambda name: None)
-    cells = alloc.cells(options("alloc", "--recipe", "demo", "--ranks", "1", "--threads", "2"))
+    cells = alloc.cells(options("alloc --recipe demo --ranks 1 --threads 2"))
     assert {cell.allocator for cell in cells} == {"stock", "tuned"} and len(cells) == 8
     printed = capsys.readouterr().out
     for name in preloads.LIBRARIES:
@@ -772,10 +614,9 @@ def test_absent_libraries_are_skipped_by_name(monkeypatch, capsys):
 def test_another_allocator_than_requested_is_not_compared():
     for wanted, logged in (("tcmalloc", "tcmalloc"), ("stock", "glibc 2.36, stock")):
         jobs.check_allocator(wanted, logged)
-    with pytest.raises(
-        RuntimeError, match="tcmalloc: the job's log says allocator glibc 2.36, stock"
-    ):
-        jobs.check_allocator("tcmalloc", "glibc 2.36, stock")
+    stock = "glibc 2.36, stock"
+    with pytest.raises(RuntimeError, match=f"tcmalloc: the job's log says allocator {stock}"):
+        jobs.check_allocator("tcmalloc", stock)
 
 
 @needs_mpi
@@ -783,48 +624,30 @@ def test_another_allocator_than_requested_is_not_compared():
 @pytest.mark.mpi
 def test_allocators_are_measured_by_real_jobs(tmp_path):
     names = ["stock", "tuned", *(["tcmalloc"] if preloads.find("tcmalloc") else [])]
-    measured, printed = result(
-        tmp_path / "alloc.json",
-        "alloc",
-        "--quick",
-        "--kernels",
-        "torch",
-        "--ranks",
-        "1",
-        "--recompute",
-        "full",
-        "--allocators",
-        *names,
-        "--png",
-        str(tmp_path / "alloc.png"),
-    )
+    picture = tmp_path / "alloc.png"
+    flags = f"--quick --kernels torch --ranks 1 --recompute full --png {picture}"
+    command = f"alloc {flags} --allocators {' '.join(names)}"
+    measured, printed = result(tmp_path / "alloc.json", command)
     rows = {row["allocator"]: row for row in measured["rows"]}
-    assert list(rows) == names and all(
-        row["recompute"] == "full" and row["kernels"] == "torch" for row in rows.values()
-    )
+    assert list(rows) == names
     for name, row in rows.items():
-        assert (
-            name in row["log"]
-            and row["peak_memory_mib"] > 50
-            and math.isfinite(row["system_seconds"])
-            and row["clock_ghz"] > 0
-        )
+        assert row["recompute"] == "full" and row["kernels"] == "torch" and name in row["log"]
+        assert row["peak_memory_mib"] > 50 and row["clock_ghz"] > 0
+        assert math.isfinite(row["system_seconds"])
         assert row["ratio"] == pytest.approx(rows["stock"]["seconds"] / row["seconds"])
     assert rows["tuned"]["minor_faults"] < rows["stock"]["minor_faults"]
-    assert (
-        f"measured, {measured['cpu']}, {measured['clock_ghz']:.2f} GHz" in printed
-        and measured["repeat"] in printed
-    )
+    assert f"measured, {measured['cpu']}, {measured['clock_ghz']:.2f} GHz" in printed
+    assert measured["repeat"] in printed
     assert "Sec/it | TFLOPs | Est. Aggr. PetaFLOPs | Notes" in " ".join(printed.split())
-    assert (tmp_path / "alloc.png").read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_layouts_of_a_long_sequence(monkeypatch, tmp_path, capsys):
-    """The jobs themselves are pretrain_gpt.py's, which `full` tests of allocators start."""
-    words = []
+    """The `full` tests for allocators start such jobs."""
+    started = []
 
     def run(job: jobs.Job) -> jobs.Measured:
-        words.append((job.ranks, job.threads, " ".join(job.flags)))
+        started.append(" ".join(job.flags))
         return jobs.Measured(
             seconds=4.0 / job.ranks,
             tflops=1.0,
@@ -839,63 +662,33 @@ def test_layouts_of_a_long_sequence(monkeypatch, tmp_path, capsys):
         )
 
     monkeypatch.setattr(jobs, "run", run)
-    main(
-        [
-            "sequences",
-            "--seq-length",
-            "4096",
-            "--threads",
-            "2",
-            "--machine",
-            "epyc-2core",
-            "--json",
-            str(tmp_path / "a.json"),
-        ]
-    )
-    rows = {row["layout"]: row for row in json.loads((tmp_path / "a.json").read_text())["rows"]}
+    file = tmp_path / "a.json"
+    flags = "--seq-length 4096 --threads 2 --machine epyc-2core"
+    main(f"sequences {flags} --json {file}".split())
+    rows = {row["layout"]: row for row in json.loads(file.read_text())["rows"]}
+    assert list(rows) == ["one rank", "CP 2 a2a", "CP 2 p2p", "TP 2"]
     assert [(row["threads"], row["ratio"]) for row in rows.values()] == [(2, 1.0), *[(1, 2.0)] * 3]
-    assert [*rows] == [
-        "one rank",
-        "CP 2 a2a",
-        "CP 2 p2p",
-        "TP 2",
-    ] and "--sequence-parallel" in words[3][2]
-    assert all(
-        f"--context-parallel-size 2 --cp-comm-type {way}" in words[i][2]
-        for i, way in ((1, "a2a"), (2, "p2p"))
-    )
-    assert all(
-        "--seq-length 4096" in flags and "--global-batch-size 1" in flags for *_, flags in words
-    )
-    assert (
-        rows["CP 2 a2a"]["model_seconds"] < rows["one rank"]["model_seconds"]
-        and "model MiB" in capsys.readouterr().out
-    )
+    own = ["", *(f"--context-parallel-size 2 --cp-comm-type {t}" for t in ("a2a", "p2p"))]
+    for words, expected in zip(started, [*own, "--sequence-parallel"], strict=True):
+        assert expected in words
+        assert "--seq-length 4096" in words and "--global-batch-size 1" in words
+    assert rows["CP 2 a2a"]["model_seconds"] < rows["one rank"]["model_seconds"]
+    assert "model MiB" in capsys.readouterr().out
 
 
 @pytest.fixture
 def two_logs(tmp_path):
     """A run with stock glibc and the same with tcmalloc, twice as fast."""
     stock = re.sub(r"tuned: .*? madvise", "stock", OUR_LOG)
-    stock = re.sub(
-        r"(TFLOPs: \S+ \|)$",
-        r"\1 minor faults: 12 | system time (s): 0.020 | clock (GHz): 4.30 |",
-        stock,
-        flags=re.M,
-    )
-    faster = re.sub(
-        r"allocator glibc [^,]*, stock",
-        "allocator tcmalloc (preloaded: /usr/lib/libtcmalloc.so.4)",
-        stock,
-    )
-    faster = re.sub(
-        r"iteration \(s\): ([\d.]+) ", lambda m: f"iteration (s): {float(m[1]) / 2:.2f} ", faster
-    )
-    faster = re.sub(
-        r"samples per second: ([\d.]+) ",
-        lambda m: f"samples per second: {float(m[1]) * 2:.3f} ",
-        faster,
-    )
+    columns = r"\1 minor faults: 12 | system time (s): 0.020 | clock (GHz): 4.30 |"
+    stock = re.sub(r"(TFLOPs: \S+ \|)$", columns, stock, flags=re.M)
+    faster = stock
+    for pattern, replacement in {
+        r"allocator glibc [^,]*, stock": "allocator tcmalloc (preloaded: /usr/lib/libtcmalloc.so.4)",
+        r"(?<=iteration \(s\): )[\d.]+": lambda m: f"{float(m[0]) / 2:.2f}",
+        r"(?<=samples per second: )[\d.]+": lambda m: f"{float(m[0]) * 2:.3f}",
+    }.items():
+        faster = re.sub(pattern, replacement, faster)
     for name, log in (("stock", stock), ("tcmalloc", faster)):
         (tmp_path / name).write_text(log)
     return tmp_path / "stock", tmp_path / "tcmalloc"
@@ -911,24 +704,20 @@ def test_the_table_of_two_logs(two_logs, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("pattern", "replacement", "message"),
     [
         (
-            lambda text: text.replace('"num_layers": 4', '"num_layers": 2'),
+            '"num_layers": 4',
+            '"num_layers": 2',
             "stock has num_layers 4, .*tcmalloc 2: pass logs",
         ),
-        (
-            lambda text: "\n".join(
-                line for line in text.splitlines() if not line.startswith("run: ")
-            ),
-            "tcmalloc: has no 'run:' line",
-        ),
-        (lambda text: text[: text.index("peak memory")], "tcmalloc: the run is not at its end"),
-        (lambda text: "", "tcmalloc: has no line of an iteration"),
+        ("(?m)^run: .*$", "", "tcmalloc: has no 'run:' line"),
+        ("(?s)peak memory.*", "", "tcmalloc: the run is not at its end"),
+        ("(?s).+", "", "tcmalloc: has no line of an iteration"),
     ],
 )
-def test_logs_that_cannot_be_compared(two_logs, change, message):
-    two_logs[1].write_text(change(two_logs[1].read_text()))
+def test_logs_that_cannot_be_compared(two_logs, pattern, replacement, message):
+    two_logs[1].write_text(re.sub(pattern, replacement, two_logs[1].read_text()))
     with pytest.raises(SystemExit, match=message):
         main(["alloc", "--from-logs", *map(str, two_logs)])
 
@@ -982,77 +771,44 @@ def test_decoding_against_transformers(longer):
 
 @pytest.mark.parametrize(
     "words, message",
-    [
-        (
-            "attention --recipe demo --json /no/such/folder/a.json",
-            "--json /no/such/folder/a.json: /no/such/folder is not a directory",
-        ),
-        ("attention --recipe demo --only nothing", "--only 'nothing': no row has this in its name"),
-        ("attention --rounds 0", "--rounds 0: pass 1 or more"),
-        ("attention --threads 0", "--threads 0: pass 1 or more"),
-        ("attention --target x", "--target x cannot run here: pass"),
-        (
-            "attention --recipe demo --tensor-model-parallel-size 3",
-            "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3",
-        ),
-        (
-            "step --baseline-preload /no/such.so",
-            "/no/such.so is not a file: pass a library's path, or one of tcmalloc",
-        ),
-        ("step --rounds 0", "--rounds 0: pass 1 or more"),
-        ("step --tensor-model-parallel-size 2", "need --ranks"),
-        ("step --schedules", "--schedules needs --ranks"),
-        (
-            "step --recipe tinyllama-1.1b",
-            "--baseline plain has GPT-2's block, and this model another: pass --baseline hf",
-        ),
-        (
-            "step --micro-batch-size 3 --global-batch-size 4",
-            "--global-batch-size 4 is not divisible by --micro-batch-size 3",
-        ),
-        ("step --ranks 1", "--ranks 1: pass 2 or more"),
-        ("step --ranks 4 --threads 2", "--ranks 4 needs 4 cores, one thread each; this run has 2"),
-        (
-            "step --recipe demo --ranks 3 --threads 4",
-            "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3",
-        ),
-        (
-            "step --ranks 4 --threads 4 --pipeline-model-parallel-size 3",
-            "--ranks 4 is not divisible by",
-        ),
-        ("decode --new-tokens 1", "--new-tokens 1: pass 2 or more"),
-        ("decode --rounds 0", "--rounds 0: pass"),
-        (
-            "tables --rows TP=3",
-            "--rows 'TP=3': no row that this host can run has this in its name; a name is 's 1024, DP 1",
-        ),
-        ("tables --iterations 0", "--iterations 0: pass 1 or more"),
-        ("tables --measured /no/such.json", "pass a file that --json wrote"),
-        ("tables --machine /no/such.json", "--machine /no/such.json is unknown"),
-        (
-            "sequences --seq-length 4098",
-            "--seq-length 4098 is not divisible by 4, two parts for each of --context-parallel-size 2",
-        ),
-        (
-            "sequences --ranks 4 --threads 2",
-            "--ranks 4 needs 4 cores, one thread each; this run has 2",
-        ),
-        ("sequences --machine /no/such.json", "--machine /no/such.json is unknown"),
-        ("tables --csv /no/such/a.csv", "--csv /no/such/a.csv: /no/such is not a directory"),
-        ("comm --ranks 1", "--ranks 1: pass 2 or more"),
-        ("comm --rounds 0", "--rounds 0: pass 1 or more"),
-        ("comm --sizes 8 --ranks 4", "--sizes 8: pass 16 or more"),
-        ("schedule --stages 1", "--stages 1: pass 2 or more"),
-        ("schedule --rounds 0", "--rounds 0: pass 1 or more"),
-        ("schedule --slot-ms 0", "--slot-ms 0.0: pass a number above 0"),
-        ("schedule --chunks 1", "--chunks 1: pass 2 or more"),
-        ("two_hosts --rate fast", "--rate fast: write it as 1gbit or 500mbit"),
-        ("two_hosts --rounds 0", "--rounds 0: pass 1 or more"),
-        (
-            "two_hosts --context-parallel --seq-length 510",
-            "--seq-length 510 is not divisible by 4, two parts for each of",
-        ),
-    ],
+    {
+        "attention --recipe demo --json /no/such/folder/a.json": "--json /no/such/folder/a.json: /no/such/folder is not a directory",
+        "attention --recipe demo --only nothing": "--only 'nothing': no row has this in its name",
+        "attention --rounds 0": "--rounds 0: pass 1 or more",
+        "attention --threads 0": "--threads 0: pass 1 or more",
+        "attention --target x": "--target x cannot run here: pass",
+        "attention --recipe demo --tensor-model-parallel-size 3": "--num-attention-heads 4 is not divisible by",
+        "step --baseline-preload /no/such.so": "/no/such.so is not a file: pass a library's path, or one of tcmalloc",
+        "step --rounds 0": "--rounds 0: pass 1 or more",
+        "step --tensor-model-parallel-size 2": "need --ranks",
+        "step --schedules": "--schedules needs --ranks",
+        "step --recipe tinyllama-1.1b": "--baseline plain has GPT-2's block, and this model another: pass --baseline hf",
+        "step --micro-batch-size 3 --global-batch-size 4": "--global-batch-size 4 is not divisible by --micro-batch-size 3",
+        "step --ranks 1": "--ranks 1: pass 2 or more",
+        "step --ranks 4 --threads 2": "--ranks 4 needs 4 cores, one thread each; this run has 2",
+        "step --recipe demo --ranks 3 --threads 4": "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3",
+        "step --ranks 4 --threads 4 --pipeline-model-parallel-size 3": "--ranks 4 is not divisible by",
+        "decode --new-tokens 1": "--new-tokens 1: pass 2 or more",
+        "decode --rounds 0": "--rounds 0: pass",
+        "tables --rows TP=3": "--rows 'TP=3': no row that this host can run has this in its name; a name is 's 1024, DP 1",
+        "tables --iterations 0": "--iterations 0: pass 1 or more",
+        "tables --measured /no/such.json": "pass a file that --json wrote",
+        "tables --machine /no/such.json": "--machine /no/such.json is unknown",
+        "sequences --seq-length 4098": "--seq-length 4098 is not divisible by 4, two parts for each of --context-parallel-size 2",
+        "sequences --ranks 4 --threads 2": "--ranks 4 needs 4 cores, one thread each; this run has 2",
+        "sequences --machine /no/such.json": "--machine /no/such.json is unknown",
+        "tables --csv /no/such/a.csv": "--csv /no/such/a.csv: /no/such is not a directory",
+        "comm --ranks 1": "--ranks 1: pass 2 or more",
+        "comm --rounds 0": "--rounds 0: pass 1 or more",
+        "comm --sizes 8 --ranks 4": "--sizes 8: pass 16 or more",
+        "schedule --stages 1": "--stages 1: pass 2 or more",
+        "schedule --rounds 0": "--rounds 0: pass 1 or more",
+        "schedule --slot-ms 0": "--slot-ms 0.0: pass a number above 0",
+        "schedule --chunks 1": "--chunks 1: pass 2 or more",
+        "two_hosts --rate fast": "--rate fast: write it as 1gbit or 500mbit",
+        "two_hosts --rounds 0": "--rounds 0: pass 1 or more",
+        "two_hosts --context-parallel --seq-length 510": "--seq-length 510 is not divisible by 4, two parts for each of",
+    }.items(),
 )
 def test_mistakes_are_one_line(words, message, monkeypatch):
     monkeypatch.setattr(jobs, "run", lambda job: pytest.fail("nothing may be measured"))

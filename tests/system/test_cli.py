@@ -1,13 +1,11 @@
-"""The one command: its table, its help, its mistakes; the commands themselves are tested with their modules."""
+"""The command fugaku-megatron: its table, help and mistakes; each command is tested with its module."""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import re
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,25 +14,21 @@ from fugaku_megatron import __version__
 from fugaku_megatron.cli import program as program_module
 from fugaku_megatron.cli.parser import Command, Parser
 from fugaku_megatron.host import kernels
+from tests.system.processes import run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def test_the_page_says_when_to_use_which(capsys):
-    assert program_module.main(["--help"]) == 0
-    page = capsys.readouterr().out
-    assert (
-        page.startswith("usage: fugaku-megatron COMMAND [flags]\n")
-        and "python -m fugaku_megatron COMMAND" in page
-    )
-    for name, command in program_module.COMMANDS.items():
-        assert f"  {name:10}  {command.when}\n" in page
+def test_the_page_says_when_to_use_which(command):
+    page = command("--help").stdout
+    assert page.startswith("usage: fugaku-megatron COMMAND [flags]\n")
+    assert "python -m fugaku_megatron COMMAND" in page
+    for name, member in program_module.COMMANDS.items():
+        assert f"  {name:10}  {member.when}\n" in page
     assert max(map(len, page.splitlines())) <= 120
-    assert program_module.main([]) == 2 and capsys.readouterr().out == page
+    assert command("", code=2).stdout == page
 
 
 def test_a_command_is_imported_without_the_garbage_collector(tmp_path, monkeypatch):
-    """It takes a seventh of torch's import and finds nothing; afterwards it works again, also where the import fails."""
+    """It takes a seventh of torch's import and finds nothing; afterwards it works again, also after a failed import."""
     (tmp_path / "first.py").write_text("import gc\nENABLED = gc.isenabled()\n")
     (tmp_path / "second.py").write_text("raise ImportError('no second module')\n")
     monkeypatch.setattr(program_module.sys.modules["fugaku_megatron"], "__path__", [str(tmp_path)])
@@ -59,10 +53,7 @@ sys.exit(f"{sum(during)} collections" if any(during) else 0)
 
 
 def test_training_imports_torch_without_the_garbage_collector():
-    done = subprocess.run(
-        [sys.executable, "-c", COLLECTIONS], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", COLLECTIONS)
 
 
 def help_page(capsys, *words: str) -> str:
@@ -75,70 +66,53 @@ def help_page(capsys, *words: str) -> str:
 @pytest.mark.parametrize("name", program_module.COMMANDS)
 def test_every_command_explains_itself(name, capsys):
     page = help_page(capsys, name)
-    assert (
-        page.startswith(f"usage: fugaku-megatron {name} ")
-        and f"fugaku-megatron {name}" in page[20:]
-    )
+    assert page.startswith(f"usage: fugaku-megatron {name} ")
+    assert f"fugaku-megatron {name}" in page[20:]
     for member, command in getattr(program_module.COMMANDS[name].load(), "COMMANDS", {}).items():
         page = help_page(capsys, name, member)
-        assert (
-            f"\n\n{command.when}\n\n    fugaku-megatron {name} {member} " in page
-            and "takes the parsed flags" not in page
-        )
+        assert f"\n\n{command.when}\n\n    fugaku-megatron {name} {member} " in page
+        assert "takes the parsed flags" not in page
 
 
 def test_the_flags_of_a_run_stand_in_megatrons_groups(capsys):
     page = help_page(capsys, "train")
     for group in (
-        "model:",
-        "parallel:",
-        "batch:",
-        "optimizer:",
-        "other flags of Megatron-LM and its forks:",
+        "model",
+        "parallel",
+        "batch",
+        "optimizer",
+        "other flags of Megatron-LM and its forks",
     ):
-        assert f"\n{group}\n" in page
+        assert f"\n{group}:\n" in page
 
 
 @pytest.mark.parametrize(
     "words, own",
-    [
-        (["log"], "--follow"),
-        (["plan"], "--ramp-divisible"),
-        (["predict"], "--machine"),
-        (["job", "plan"], "--mode"),
-        (["job", "render"], "--all"),
-    ],
+    {
+        "log": "--follow",
+        "plan": "--ramp-divisible",
+        "predict": "--machine",
+        "job plan": "--mode",
+        "job render": "--all",
+    }.items(),
 )
 def test_a_command_lists_its_own_flags_and_names_those_of_train_once(words, own, capsys):
-    page = help_page(capsys, *words)
+    page = help_page(capsys, *words.split())
     usage, _, rest = page.partition("\n\n")
-    assert (
-        own in usage
-        and "--hidden-size" not in usage
-        and "--adam-beta1" not in rest
-        and "accepted from other" not in rest
-    )
-    assert rest.count("every flag of fugaku-megatron train") == 1 and rest.rstrip().endswith(
-        "see fugaku-megatron train --help"
-    )
-    assert (
-        f"\n    fugaku-megatron {' '.join(words)} " in rest
-        and "pytest" not in rest
-        and page.count("\n") < 60
-    )
+    assert own in usage and "--hidden-size" not in usage
+    for foreign in ("--adam-beta1", "accepted from other", "pytest"):
+        assert foreign not in rest
+    assert rest.count("every flag of fugaku-megatron train") == 1
+    assert rest.rstrip().endswith("see fugaku-megatron train --help")
+    assert f"\n    fugaku-megatron {words} " in rest and page.count("\n") < 60
 
 
-def test_the_version_is_one_line_with_the_instruction_set(capsys, monkeypatch):
-    assert program_module.main(["--version"]) == 0
-    assert (
-        capsys.readouterr().out
-        == f"fugaku-megatron {__version__} (kernels: {kernels.instruction_set()})\n"
-    )
+def test_the_version_is_one_line_with_the_instruction_set(command, monkeypatch):
+    version = f"fugaku-megatron {__version__} (kernels: {kernels.instruction_set()})\n"
+    assert command("--version").stdout == version
     monkeypatch.setitem(sys.modules, kernels.__name__, None)  # as where they are not built
-    assert program_module.main(["--version"]) == 0
-    assert re.fullmatch(
-        rf"fugaku-megatron {__version__} \(kernels: .*kernels.*\)\n", capsys.readouterr().out
-    )
+    without = rf"fugaku-megatron {__version__} \(kernels: .*kernels.*\)\n"
+    assert re.fullmatch(without, command("--version").stdout)
 
 
 def test_a_command_is_imported_when_it_is_called():
@@ -146,8 +120,7 @@ def test_a_command_is_imported_when_it_is_called():
         "import sys; from fugaku_megatron.cli import program; program.main(['--help']); program.main(['train', '--num-layer', '2']); "
         "sys.exit(bool({'torch', 'mpi4py', 'numpy', 'fugaku_megatron.planner.plan'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", program)
 
 
 def raising(error: BaseException) -> Command:
@@ -172,21 +145,16 @@ def test_how_a_command_ends(error, code, text, capsys):
 @pytest.mark.parametrize(
     "words",
     [
-        ["verify"],
-        ["job", "check"],
-        ["predict", "--recipe", "demo", "--nodes", "1", "--machine"],
-        ["vocabulary", "--input", "README.md", "--vocab-size", "300", "--output"],
+        "verify",
+        "job check",
+        "predict --recipe demo --nodes 1 --machine",
+        "vocabulary --input README.md --vocab-size 300 --output",
     ],
-    ids=" ".join,
 )
-def test_a_name_that_is_too_long_is_a_line(words, capsys):
-    assert program_module.main([*words, "n" * 300]) == 2
-    err = capsys.readouterr().err
-    assert (
-        "n: File name too long: correct the path\n" in err
-        or "n.json: File name too long: correct the path\n" in err
-    )
-    assert err.count("\n") == 1
+def test_a_name_that_is_too_long_is_a_line(command, words):
+    refused = command(words, "n" * 300, code=2)
+    refused.mistake(": File name too long: correct the path\n")
+    assert re.search(r"n(\.json)?: File", refused.stderr)
 
 
 def test_a_bug_is_no_mistake_of_the_user():
@@ -198,9 +166,9 @@ def test_words_for_another_program_are_kept_where_a_command_passes_them_on():
     parser = Parser()
     parser.add_argument("file")
     with pytest.raises(ValueError, match="unknown flag"):
-        parser.parse_args(["a", "--", "-x", "b"])
+        parser.parse_args("a -- -x b".split())
     parser.set_defaults(passed=[])
-    assert parser.parse_args(["a", "--", "-x", "b"]) == argparse.Namespace(
+    assert parser.parse_args("a -- -x b".split()) == argparse.Namespace(
         file="a", passed=["-x", "b"]
     )
     assert parser.parse_args(["a"]) == argparse.Namespace(file="a", passed=[])
@@ -219,13 +187,7 @@ def test_groups_of_commands_hold_commands(capsys):
     )
 
 
-def test_a_picture_goes_with_a_dry_run(tmp_path, capsys):
-    words = ["train", "--recipe", "demo", "--mock-data", "--png"]
-    assert (
-        program_module.main([*words, str(tmp_path / "p.png")]) == 2
-        and "needs --dry-run" in capsys.readouterr().err
-    )
-    assert (
-        program_module.main([*words, str(tmp_path / "none" / "p.png"), "--dry-run"]) == 2
-        and "--png" in capsys.readouterr().err
-    )
+def test_a_picture_goes_with_a_dry_run(tmp_path, command):
+    words = "train --recipe demo --mock-data --png"
+    command(words, tmp_path / "p.png", code=2).mistake("needs --dry-run")
+    command(words, tmp_path / "none" / "p.png", "--dry-run", code=2).mistake("--png")

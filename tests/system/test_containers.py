@@ -1,4 +1,4 @@
-"""`make setup`, the last step of containers/Dockerfile, on a folder with nothing but what the recipe copies. No image is built."""
+"""`make setup`, the last step in containers/Dockerfile, on a folder with only the recipe's copies. No image is built."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COPIES = re.findall(r"^COPY (.*) (\S+)$", (ROOT / "containers/Dockerfile").read_
 
 @pytest.fixture
 def image(tmp_path):
-    """A folder with what the recipe copies."""
+    """A folder with the recipe's copies."""
     ignore = shutil.ignore_patterns(
         "__pycache__", "*.so"
     )  # as in containers/Dockerfile.dockerignore

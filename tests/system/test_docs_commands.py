@@ -1,10 +1,10 @@
-"""The commands of README.md and docs/*.md work as they stand.
+"""The commands in README.md and docs/*.md work unchanged.
 
     make docs      runs them all, document by document, each in a copy of the checkout (marked `docs`; up to 5 minutes);
-                   also the examples, alone and under mpiexec, and the Python of the documents in PYTHON_DOCUMENTS
+                   also the examples, alone and under mpiexec, and the Python in PYTHON_DOCUMENTS
 
-`make test` holds that every program, file, make target and flag that they name exists, by the commands' own parsers. What is
-changed before a command is run here stands with its reason in tests/system/doc_commands.py.
+`make test` checks that every named program, file, make target and flag exists, by the commands' own parsers. Changes
+before a run are in tests/system/doc_commands.py with their reasons.
 """
 
 from __future__ import annotations
@@ -36,35 +36,10 @@ from tests.system.doc_commands import (
 )
 
 # Programs of the system, or of a site; their own flags are not ours to check.
-SYSTEM = {
-    "module",
-    "source",
-    "export",
-    "cd",
-    "git",
-    "apt-get",
-    "dnf",
-    "sudo",
-    "docker",
-    "apptainer",
-    "pjsub",
-    "squeue",
-    "curl",
-    "ls",
-    "mkdir",
-    "cp",
-    "pip",
-    "cat",
-    "echo",
-    "nproc",
-    "lscpu",
-    "srun",
-    "python3",
-    "tee",
-    "spack",
-    "g++",
-    "make",
-}
+SYSTEM = set(
+    "module source export cd git apt-get dnf sudo docker apptainer pjsub squeue curl ls mkdir cp pip cat "
+    "echo nproc lscpu srun python3 tee spack g++ make".split()
+)
 DOCUMENTS_WITH_COMMANDS = [document for document in DOCUMENTS if any(commands(document))]
 ENVIRONMENT = {
     **os.environ,
@@ -75,12 +50,13 @@ FAILURES = re.compile(r"Traceback|command not found|No such file or directory|er
 
 
 def parse(words: list[str]) -> None:
-    """Parses the words of fugaku-megatron by the command's own parser. ValueError for what it does not know."""
+    """Parse fugaku-megatron's words by the command's own parser. Raise ValueError for an unknown word."""
     command: object = program
     while hasattr(command, "COMMANDS"):
         if words[0] == "--help":
             return
-        command, words = command.COMMANDS[words[0]].load(), words[1:]
+        name, *words = words
+        command = command.COMMANDS[name].load()
     if "--help" not in words:
         parser = Parser()
         command.add_arguments(parser)
@@ -88,14 +64,16 @@ def parse(words: list[str]) -> None:
 
 
 def check_python(words: list[str]) -> None:
-    """A script or module of ours that python starts."""
+    """Check a script or module that python starts."""
     stands_for = {
         "pretrain_gpt.py": ["train"],
         "scripts/submit.py": ["job"],
         "tools/preprocess_data.py": ["preprocess"],
         "-m fugaku_megatron": [],
     }
-    name, rest = (" ".join(words[:2]), words[2:]) if words[0] == "-m" else (words[0], words[1:])
+    length = 2 if words[0] == "-m" else 1
+    name = " ".join(words[:length])
+    rest = words[length:]
     if name == "-m benchmarks":
         with (
             mock.patch.object(benchmarks, "check_outputs", side_effect=RuntimeError("parsed")),
@@ -114,12 +92,12 @@ def check_python(words: list[str]) -> None:
 
 
 def check_command(words: list[str]) -> None:
-    """KeyError, ValueError or AssertionError for a command that names what does not exist."""
+    """Raise KeyError, ValueError or AssertionError if a command names anything that does not exist."""
     while re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
     if words[0] in ("mpiexec", "srun"):
         words = words[3:]
-    program, rest = words[0], words[1:]
+    program, *rest = words
     if program.endswith("fugaku-megatron"):
         parse(rest)
     elif program in ("python", "python3", ".venv/bin/python"):
@@ -147,36 +125,24 @@ def test_programs_and_flags_exist(document):
 
 
 def test_documents_have_commands_and_every_change_is_in_use():
-    names = {
-        "README.md",
-        "docs/chat.md",
-        "docs/clusters.md",
-        "docs/data.md",
-        "docs/evaluation.md",
-        "docs/fugaku.md",
-        "docs/install.md",
-        "docs/library.md",
-        "docs/models.md",
-        "docs/performance.md",
-        "docs/report.md",
-        "docs/tables.md",
-        "docs/training.md",
-    }
-    assert set(DOCUMENTS_WITH_COMMANDS) == names
+    pages = "chat clusters data evaluation fugaku install library models performance report tables training"
+    names = {f"docs/{page}.md" for page in pages.split()}
+    assert set(DOCUMENTS_WITH_COMMANDS) == {"README.md", *names}
     assert {change[0] for change in CHANGES} <= set(DOCUMENTS_WITH_COMMANDS)
     for document in DOCUMENTS_WITH_COMMANDS:
         script(document)
 
 
+def git(*words: str, **options) -> list[str]:
+    """Return the lines that git prints for the checkout."""
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, **options)
+    return done.stdout.split("\n")
+
+
 def copy_checkout(folder: Path) -> None:
-    """Copy what a clone has after `make setup`: tracked files, built kernels, and this environment as its .venv."""
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.split("\n")
-    kernels = [
-        str(path.relative_to(ROOT)) for path in (ROOT / "fugaku_megatron").glob("_kernels*.so")
-    ]
-    for name in filter(None, [*listed, *kernels]):
+    """Make a clone as after `make setup`: tracked files, built kernels, and this environment as its .venv."""
+    kernels = (ROOT / "fugaku_megatron").glob("_kernels*.so")
+    for name in [*filter(None, git("ls-files")), *(path.relative_to(ROOT) for path in kernels)]:
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
@@ -185,7 +151,7 @@ def copy_checkout(folder: Path) -> None:
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the checkout in which the documents' make targets have nothing to set up."""
+    """A copy of the checkout. The documents' make targets have nothing to set up there."""
     folder = tmp_path / "clone"
     copy_checkout(folder)
     # Otherwise the documents' `make` would install the copy into the environment of this checkout.
@@ -196,7 +162,7 @@ def checkout(tmp_path):
 
 
 def own_text(folder: Path) -> None:
-    """The reader's own text, which the documents start from."""
+    """Write the reader's own text, with which the documents start."""
     (folder / "my_texts").mkdir()
     for name in ("cli/program.py", "pipeline/schedule.py"):
         source = ROOT / "fugaku_megatron" / name
@@ -204,26 +170,16 @@ def own_text(folder: Path) -> None:
 
 
 def not_ignored(checkout: Path) -> list[str]:
-    """Files in the copy that are neither tracked nor ignored by git: a newcomer's `git status` stays empty."""
-    tracked = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.split("\n")
+    """Return new files that git does not ignore: a newcomer's `git status` stays empty."""
     files = {str(path.relative_to(checkout)) for path in checkout.rglob("*") if path.is_file()}
-    new = sorted(
-        name for name in files - set(tracked) if not name.startswith((".venv/", "my_texts/"))
-    )
-    ignored = subprocess.run(
-        ["git", "check-ignore", "--no-index", "--stdin"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        input="\n".join(new),
-    ).stdout.split("\n")
+    new = sorted(files - set(git("ls-files")))
+    new = [name for name in new if not name.startswith((".venv/", "my_texts/"))]
+    ignored = git("check-ignore", "--no-index", "--stdin", input="\n".join(new))
     return [name for name in new if name not in ignored and not (ROOT / name).exists()]
 
 
 def run_document(document: str, checkout: Path) -> None:
-    """In a shell without an activated environment: README activates it."""
+    """Run in a shell without an activated environment: README activates it."""
     own = str(Path(sys.executable).parent)
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if p != own)
     clean = {
@@ -268,24 +224,28 @@ def test_commands_run_as_they_stand(documents, checkout):
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
-@pytest.mark.docs
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_examples_run(example, ranks, tmp_path):
-    """From another folder, alone and under mpiexec; each checks its own result."""
-    launcher = ["mpiexec", "-n", str(ranks)] if ranks > 1 else []
+def run_python(folder: Path, *words: str, launcher: str = "", **environment: str) -> str:
+    """Run Python in a folder and return the output."""
     done = subprocess.run(
-        [*launcher, sys.executable, str(ROOT / "examples" / example)],
-        cwd=tmp_path,
+        [*launcher.split(), sys.executable, *words],
+        cwd=folder,
         text=True,
         timeout=300,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1", **environment},
     )
-    assert done.returncode == 0 and done.stdout and not FAILURES.search(done.stdout), done.stdout[
-        -4000:
-    ]
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("launcher", ["", "mpiexec -n 2"])
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_run(example, launcher, tmp_path):
+    """From another folder, alone and under mpiexec; each checks its own result."""
+    printed = run_python(tmp_path, str(ROOT / "examples" / example), launcher=launcher)
+    assert printed and not FAILURES.search(printed), printed[-4000:]
     assert not [*tmp_path.iterdir()], "it leaves nothing"
 
 
@@ -304,7 +264,7 @@ def test_the_changes_of_extending_fit_the_sources():
 
 
 def test_api_pages_document_every_public_name():
-    """Every name of a page exists, and the library's page has all names of `fugaku_megatron`."""
+    """Every name on a page exists, and the library's page has all names of `fugaku_megatron`."""
     named = {
         page.name: re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
         for page in (ROOT / "docs" / "api").glob("*.md")
@@ -320,35 +280,21 @@ def test_the_flag_of_extending_works(tmp_path):
     """The flag cuts the gradients: their norm is below the norm in the same run without it."""
     copy_checkout(tmp_path)
     apply_changes(tmp_path)
-    flags = [*"train --recipe demo --mock-data --vocab-size 256 --train-iters 3".split()]
-    flags += "--log-interval 1 --eval-iters 0 --clip-grad 100".split()
+    command = (
+        "-m fugaku_megatron train --recipe demo --mock-data --vocab-size 256 --train-iters 3 "
+        "--log-interval 1 --eval-iters 0 --clip-grad 100"
+    )
     norms = []
-    for more in ([], ["--clip-grad-value", "1e-5"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "fugaku_megatron", *flags, *more],
-            cwd=tmp_path,
-            text=True,
-            capture_output=True,
-            timeout=300,
-            env={**ENVIRONMENT, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        norms.append(re.findall(r"grad norm: (\S+)", done.stdout))
+    for more in ("", "--clip-grad-value 1e-5"):
+        words = f"{command} {more}".split()
+        printed = run_python(tmp_path, *words, PYTHONPATH=str(tmp_path))
+        norms.append(re.findall(r"grad norm: (\S+)", printed))
     assert norms[0][0] != norms[1][0] and float(norms[1][0]) < float(norms[0][0])
 
 
 @pytest.mark.docs
 @pytest.mark.parametrize("document", PYTHON_DOCUMENTS)
 def test_python_of_the_documents_runs(document, tmp_path):
-    """All blocks of a document, one after another, as a notebook runs its cells."""
+    """All blocks in a document, one after another, as in a notebook."""
     code = "\n".join(blocks(document, "python"))
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", code],
-        cwd=tmp_path,
-        text=True,
-        timeout=300,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_python(tmp_path, "-W", "error::UserWarning", "-c", code)

@@ -1,4 +1,4 @@
-"""Scripts of a checkout called by a Python that has none of the packages: they use .venv, or say in one line what to do."""
+"""Scripts called by a Python without the packages: they use .venv, or print one line with the remedy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def checkout(tmp_path_factory):
 
 @pytest.fixture
 def environment(checkout):
-    """A .venv whose Python is a script: it prints its PATH, then starts the Python of the tests."""
+    """A .venv with a script as Python: it prints its PATH, then starts the tests' Python."""
     folder = checkout / ".venv" / "bin"
     folder.mkdir(parents=True)
     (folder / "python").write_text(f'#!/bin/sh\necho "PATH $PATH"\nexec {sys.executable} "$@"\n')
@@ -49,7 +49,7 @@ def environment(checkout):
 
 
 def call(folder: Path, script: str) -> subprocess.CompletedProcess:
-    """Runs the script's --help on the Python below the tests' own, without any installed package (-S)."""
+    """Run the script's --help on the Python below the tests' own, without any installed package (-S)."""
     bare = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
     clean = {
         name: value
@@ -69,11 +69,8 @@ def call(folder: Path, script: str) -> subprocess.CompletedProcess:
 def test_a_script_without_an_environment_says_what_to_do(checkout, script):
     done = call(checkout, script)
     assert done.returncode == 1 and done.stdout == ""
-    assert (
-        done.stderr.count("\n") == 1
-        and "lacks numpy" in done.stderr
-        and "run `make setup` in " in done.stderr
-    )
+    assert done.stderr.count("\n") == 1 and "lacks numpy" in done.stderr
+    assert "run `make setup` in " in done.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -37,12 +37,8 @@ def test_others_read_what_a_rank_does(memory):
     with heart.iteration(12):
         before = heart.enter("forward of micro-batch 3")
         (beat,) = node.read()
-        assert (beat.rank, beat.process, beat.limit, beat.what) == (
-            7,
-            os.getpid(),
-            20.0,
-            "forward of micro-batch 3, iteration 12",
-        )
+        assert (beat.rank, beat.process, beat.limit) == (7, os.getpid(), 20.0)
+        assert beat.what == "forward of micro-batch 3, iteration 12"
         assert beat.training and not beat.waits
         heart.wait(True)
         (later,) = node.read()
@@ -65,7 +61,8 @@ def test_what_a_heartbeat_says_is_cut_to_its_place():
 
 
 def test_ranks_meet_in_one_folder(memory):
-    heart, folder = Heartbeat(node_folder(), 3), memory / "other"
+    heart = Heartbeat(node_folder(), 3)
+    folder = memory / "other"
     folder.mkdir(mode=0o700)
     old = heart.folder
     heart.move(folder)

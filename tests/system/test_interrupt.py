@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.system.processes import ROOT, run_python
+
 CLI = [sys.executable, "-m", "fugaku_megatron"]
 SLOW = "import sys, time\nprint('importing', flush=True)\ntime.sleep(600)\n"
 SWALLOWING = "try:\n    import slow\nexcept BaseException:\n    raise ImportError('no slow module') from None\n"
@@ -18,10 +18,9 @@ TRAIN = (
 )
 
 
-def run(words, env=None, **options):
-    env = {**os.environ, **(env or {})}
+def run(words, **options):
     return subprocess.run(
-        words, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, timeout=200, **options
+        words, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=200, **options
     )
 
 
@@ -39,10 +38,8 @@ def test_an_interrupt_while_importing_is_one_line(tmp_path, module):
     )
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
-    assert (
-        process.communicate(timeout=120)[1] == "a command: interrupted\n"
-        and process.returncode == 130
-    )
+    assert process.communicate(timeout=120)[1] == "a command: interrupted\n"
+    assert process.returncode == 130
 
 
 def test_a_request_to_stop_is_kept_before_the_program_has_imported_itself():
@@ -55,7 +52,7 @@ def test_a_request_to_stop_is_kept_before_the_program_has_imported_itself():
         "sys.argv = ['pretrain_gpt.py', '--help']\n"
         "runpy.run_path('pretrain_gpt.py', run_name='__main__')"
     )
-    assert run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+    run_python("-c", code)
 
 
 def test_outside_of_imports_an_interrupt_is_what_it_was():
@@ -63,41 +60,41 @@ def test_outside_of_imports_an_interrupt_is_what_it_was():
         "from fugaku_megatron.start import signals; import os, signal; signals.report_interrupts('a command')\n"
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('cleaned up')"
     )
-    assert run([sys.executable, "-c", code], stdout=subprocess.PIPE).stdout == "cleaned up\n"
+    assert run_python("-c", code).stdout == "cleaned up\n"
 
 
 @pytest.mark.parametrize(
     "words, prefix",
     [
-        (["train", "--help"], "fugaku-megatron train"),
-        (["tables", "--document", "001"], "fugaku-megatron tables"),
-        (["train", *TRAIN.split(), "--dry-run"], "rank 0"),
+        ("train --help", "fugaku-megatron train"),
+        pytest.param("tables --document 001", "fugaku-megatron tables", marks=pytest.mark.full),
+        (f"train {TRAIN} --dry-run", "rank 0"),
     ],
     ids=["help", "tables", "run"],
 )
 def test_a_full_disk_is_one_line_and_a_reader_that_leaves_is_not_an_error(words, prefix):
-    with open("/dev/full", "w") as full:
-        result = run([*CLI, *words], stdout=full)
-    assert (result.returncode, result.stderr) == (
-        141,
-        f"{prefix}: standard output: No space left on device\n",
-    )
     read, write = os.pipe()
     os.close(read)  # as head does when it has seen enough
-    with open(write, "w") as pipe:
-        result = run([*CLI, *words], stdout=pipe)
-    assert (result.returncode, result.stderr) == (141, "")
+    full = f"{prefix}: standard output: No space left on device\n"
+    for output, said in (("/dev/full", full), (write, "")):
+        with open(output, "w") as stdout:
+            result = run([*CLI, *words.split()], stdout=stdout)
+        assert (result.returncode, result.stderr) == (141, said)
 
 
 @pytest.mark.parametrize("closed", [pytest.param("2>&-", marks=pytest.mark.full), "<&- >&- 2>&-"])
 def test_closed_streams_leave_the_result_as_it_is(tmp_path, closed):
-    """The exit code is 0 for a run that fits, 1 for a damaged checkpoint, 2 for a mistake of the call."""
+    """The exit code is 0 for a run that fits, 1 for a damaged checkpoint, 2 for a mistake."""
     path = tmp_path / "iter_0000001"
     path.mkdir()
     (path / "manifest.json").write_text("{")
-    code = lambda *words: run(["sh", "-c", f'"$@" {closed}', "sh", *CLI, *words]).returncode  # noqa: E731
-    assert code("train", *TRAIN.split(), "--dry-run") == 0
-    assert code("verify", str(tmp_path)) == 1 and code("log", str(tmp_path / "none")) == 2
+    for words, code in {
+        f"train {TRAIN} --dry-run": 0,
+        f"verify {tmp_path}": 1,
+        f"log {tmp_path}/none": 2,
+    }.items():
+        done = run(["sh", "-c", f'"$@" {closed}', "sh", *CLI, *words.split()])
+        assert done.returncode == code
 
 
 def test_a_file_does_not_get_the_descriptor_of_a_closed_stream(tmp_path):
@@ -134,45 +131,42 @@ def test_any_path_is_printed_as_it_was_given(tmp_path, locale):
     assert (done.returncode, done.stderr) == (2, said)
     os.makedirs(path + b"/iter_0000001")
     done = command("verify")
-    assert (
-        done.returncode == 1 and path + b"/iter_0000001/manifest.json is missing" in done.stdout
-    ), done
+    assert done.returncode == 1, done
+    assert path + b"/iter_0000001/manifest.json is missing" in done.stdout
 
 
-@pytest.mark.parametrize("start, rank", [("train", "0"), ("train", "1"), ("library", "1")])
-def test_processes_that_torchrun_started_do_not_train_alone(start, rank):
-    """torchrun, accelerate and deepspeed set these variables; one process of them reports."""
-    library = [sys.executable, "-c", "import fugaku_megatron as fm; fm.init()"]
-    command = [*CLI, "train", *TRAIN.split()] if start == "train" else library
-    variables = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
-    result = run(command, variables, stdout=subprocess.PIPE)
-    assert result.returncode != 0 and "world size" not in result.stdout
-    if start == "library":
-        assert "WORLD_SIZE=2" in result.stderr and "mpiexec -n 2" in result.stderr
-    else:
-        assert result.returncode == 2 and result.stderr.count("\n") == (rank == "0")
+LIBRARY = ("-c", "import fugaku_megatron as fm; fm.init()")
+COMMAND = ("-m", "fugaku_megatron", "train", *TRAIN.split())
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_processes_that_torchrun_started_do_not_train_alone(rank):
+    """torchrun, accelerate and deepspeed set these variables; one process reports."""
+    done = run_python(*COMMAND, code=2, WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank)
+    assert "world size" not in done.stdout and done.stderr.count("\n") == (rank == "0")
+
+
+def test_the_library_names_what_torchrun_should_be():
+    done = run_python(*LIBRARY, code=None, WORLD_SIZE="2", RANK="1", LOCAL_RANK="1")
+    assert done.returncode != 0 and "world size" not in done.stdout
+    assert "WORLD_SIZE=2" in done.stderr and "mpiexec -n 2" in done.stderr
 
 
 def test_a_process_that_torchrun_started_alone_is_any_process():
-    variables = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
-    assert run([*CLI, "plan", "--help"], variables, stdout=subprocess.PIPE).returncode == 0
+    plan = ("-m", "fugaku_megatron", "plan", "--help")
+    run_python(*plan, WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")
 
 
 @pytest.mark.parametrize(
-    "variable",
+    "name, value",
     [
-        "PMI_SIZE=abc",
-        "OMPI_COMM_WORLD_SIZE=-1",
-        "SLURM_PROCID=1e3",
-        "PMI_SIZE=" + "9" * 5000,
-        "OMP_NUM_THREADS=99999,2",
+        ("PMI_SIZE", "abc"),
+        ("OMPI_COMM_WORLD_SIZE", "-1"),
+        ("SLURM_PROCID", "1e3"),
+        ("PMI_SIZE", "9" * 5000),
+        ("OMP_NUM_THREADS", "99999,2"),
     ],
 )
-def test_a_variable_that_misleads_is_named_before_anything_is_loaded(variable):
-    name, value = variable.split("=")
-    result = run([*CLI, "train", *TRAIN.split()], {name: value}, stdout=subprocess.PIPE)
-    assert (
-        result.returncode == 2
-        and result.stderr.count("\n") == 1
-        and f"{name}={value.split(',')[0][:40]}" in result.stderr
-    )
+def test_a_variable_that_misleads_is_named_before_anything_is_loaded(name, value):
+    shown = value.split(",")[0][:40]
+    run_python(*COMMAND, code=2, **{name: value}).mistake(f"{name}={shown}")

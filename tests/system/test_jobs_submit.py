@@ -1,4 +1,4 @@
-"""The job command: the committed scripts are what it renders, bash and shellcheck read them, mistakes are reported, pjsub runs."""
+"""The job command: it renders the committed scripts, bash and shellcheck read them, pjsub runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +17,8 @@ from fugaku_megatron.jobs.job import MARGIN, interpret, start_up
 from fugaku_megatron.planner import search
 from tests.checks.jobs import check_map
 from tests.helpers import check_scripts
+from tests.system.processes import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "scripts" / "pjsub"
 COMMITTED = {name: (FOLDER / name).read_text() for name in job_command.SCRIPTS}
 SEARCHED = ("run_124m.sh",)  # the search of layouts for all of them takes minutes
@@ -33,8 +32,9 @@ LARGE = (
 
 @pytest.fixture(scope="module", autouse=True)
 def each_search_once():
-    """Several tests ask for the same plans, which take seconds."""
-    known, search_all = {}, search.search
+    """Cache plans, which several tests search for seconds."""
+    known = {}
+    search_all = search.search
 
     def once(run, system, held):
         key = repr((run, system, sorted(held)))
@@ -52,8 +52,9 @@ def main(words):
 
 
 def hold_layout(monkeypatch, text: str) -> None:
-    """Search only plans with the sizes of the script; everything else is still chosen."""
-    parsed, search_all = script.parse(text), search.search
+    """Search only plans with the script's sizes; everything else is still chosen."""
+    parsed = script.parse(text)
+    search_all = search.search
     asked = interpret(parsed.flags)
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
@@ -104,7 +105,7 @@ def test_bash_and_shellcheck_accept_the_scripts(tmp_path):
     [("", None, True), ("scripts/pjsub", None, True), ("docs", None, False), ("docs", ROOT, True)],
 )
 def test_a_script_finds_the_common_part(below, passed, found):
-    """From the checkout, from scripts/pjsub and elsewhere with FUGAKU_MEGATRON; then it misses only what pjsub sets."""
+    """From the checkout, from scripts/pjsub and elsewhere with FUGAKU_MEGATRON; then it misses only pjsub's variables."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -137,23 +138,8 @@ def test_bash_reads_a_flag_as_it_was_passed(value, tmp_path):
     assert done.stdout.split("\0")[:-1] == words and not list(tmp_path.iterdir())
 
 
-def test_a_rendered_script_needs_no_other_file(tmp_path, capsys):
-    assert (
-        main(
-            [
-                "render",
-                "--recipe",
-                "124m",
-                "--nodes",
-                "48",
-                *HELD.split(),
-                "-o",
-                str(tmp_path / "own.sh"),
-            ]
-        )
-        == 0
-    )
-    capsys.readouterr()
+def test_a_rendered_script_needs_no_other_file(tmp_path, command):
+    command(f"job render --recipe 124m --nodes 48 {HELD} -o {tmp_path}/own.sh")
     done = subprocess.run(
         ["bash", tmp_path / "own.sh"], cwd=tmp_path, capture_output=True, text=True
     )
@@ -169,15 +155,16 @@ def test_a_rendered_script_needs_no_other_file(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("stages, nodes, shape", [(4, 6144, "16x24x16"), (6, 12288, "16x24x32")])
-def test_plan_names_shape_layout_map_and_time(stages, nodes, shape, capsys):
-    assert main(["plan", *LARGE.format(stages, nodes).split()]) == 0
-    printed = capsys.readouterr().out
-    assert (
-        f"{nodes} nodes as {shape} torus" in printed
-        and "DP" in printed
-        and "s per iteration" in printed
-    )
-    assert "hops between neighbours of a ring" in printed and "(model)" in printed
+def test_plan_names_shape_layout_map_and_time(stages, nodes, shape, command):
+    printed = command("job plan", LARGE.format(stages, nodes)).stdout
+    for part in (
+        f"{nodes} nodes as {shape} torus",
+        "DP",
+        "s per iteration",
+        "hops between neighbours of a ring",
+        "(model)",
+    ):
+        assert part in printed
 
 
 def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
@@ -188,7 +175,7 @@ def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
 
 
 def data_flags(scheduler: str, **variables: str) -> list[str]:
-    """The flags for the data that the common part of a scheduler's scripts sets with these variables."""
+    """Return the data flags that a scheduler's common script sets with these variables."""
     text = (ROOT / "fugaku_megatron" / "jobs" / f"{scheduler}.sh").read_text()
     choice = re.search(r'^if \[ "\$DATA" = mock \]; then$.*?^fi$', text, re.MULTILINE | re.DOTALL)[
         0
@@ -205,44 +192,28 @@ def data_flags(scheduler: str, **variables: str) -> list[str]:
 
 def test_a_script_names_the_tokenizer_that_was_packed():
     assert data_flags("pjsub", DATA="mock", TOKENIZER="llama") == ["--mock-data"]
-    assert data_flags("pjsub", DATA="d") == [
-        "--data-path",
-        "/local/data/d",
-        "--vocab-file",
-        "/local/data/vocab.json",
-        "--merge-file",
-        "/local/data/merges.txt",
-    ]
-    packed = ["--data-path", "/local/data/d", "--tokenizer-model", "/local/data/llama"]
-    assert data_flags("pjsub", DATA="d", TOKENIZER="llama") == packed
-    assert data_flags("slurm", DATA="/d", TOKENIZER="/llama") == [
-        "--data-path",
-        "/d",
-        "--tokenizer-model",
-        "/llama",
-    ]
+    local = "--data-path /local/data/d"
+    gpt2 = f"{local} --vocab-file /local/data/vocab.json --merge-file /local/data/merges.txt"
+    assert data_flags("pjsub", DATA="d") == gpt2.split()
+    packed = f"{local} --tokenizer-model /local/data/llama"
+    assert data_flags("pjsub", DATA="d", TOKENIZER="llama") == packed.split()
+    shared = "--data-path /d --tokenizer-model /llama"
+    assert data_flags("slurm", DATA="/d", TOKENIZER="/llama") == shared.split()
 
 
 @pytest.mark.parametrize("model", ["llama", "pieces.model", ""])
 def test_the_archive_holds_the_tokenizer_and_no_weights(model, tmp_path):
-    """The function of build.sh that packs, without the build around it."""
-    tree, python = tmp_path / "tree", tmp_path / "venv" / "bin" / "python"
+    """The packing function in build.sh, without the build around it."""
+    tree = tmp_path / "tree"
+    python = tmp_path / "venv" / "bin" / "python"
     for folder in (tree / "data", python.parent, tmp_path / "llama"):
         folder.mkdir(parents=True)
     (tree / "app").symlink_to(ROOT)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    for name in (
-        "d.bin",
-        "d.idx",
-        "d.tokenizer.json",
-        "pieces.model",
-        "v.json",
-        "m.txt",
-        "llama/tokenizer.json",
-        "llama/config.json",
-        "llama/model.safetensors",
-    ):
+    data = {"d.bin", "d.idx", "d.tokenizer.json"}
+    llama = {"llama/tokenizer.json", "llama/config.json"}
+    for name in (*data, *llama, "llama/model.safetensors", "pieces.model", "v.json", "m.txt"):
         (tmp_path / name).write_text(name)
     function = re.search(
         r"^pack_data\(\) \{.*?^\}$",
@@ -268,11 +239,12 @@ def test_the_archive_holds_the_tokenizer_and_no_weights(model, tmp_path):
         for path in (tree / "data").rglob("*")
         if path.is_file()
     }
-    tokenizer = {
-        "llama": {"llama/tokenizer.json", "llama/config.json"},
+    tokenizers = {
+        "llama": llama,
         "": {"vocab.json", "merges.txt"},
+        "pieces.model": {"pieces.model"},
     }
-    assert packed == {"d.bin", "d.idx", "d.tokenizer.json", *tokenizer.get(model, {model})}
+    assert packed == data | tokenizers[model]
 
 
 def test_a_chain_counts_what_each_job_spends_on_start_and_end(capsys):
@@ -284,111 +256,94 @@ def test_a_chain_counts_what_each_job_spends_on_start_and_end(capsys):
 
 
 @pytest.mark.parametrize("name", [name for name, mode in limits.MODES.items() if not mode.refused])
-def test_every_power_state_is_said(name, capsys):
-    assert main(f"render --recipe 124m --nodes 12 {HELD} --mode {name}".split()) == 0
-    text, mode = capsys.readouterr().out, limits.MODES[name]
-    assert (
-        f"freq={mode.freq},eco_state={mode.eco_state},retention_state=0,throttling_state=0" in text
-    )
+def test_every_power_state_is_said(name, command):
+    text = command(f"job render --recipe 124m --nodes 12 {HELD} --mode {name}").stdout
+    mode = limits.MODES[name]
+    states = f"eco_state={mode.eco_state},retention_state=0,throttling_state=0"
+    assert f"freq={mode.freq},{states}" in text
     assert f"--cpu-frequency {mode.ghz:.1f}" in text
 
 
-def test_submit_calls_pjsub_and_chains_steps(tmp_path, monkeypatch, capfd):
+def test_submit_calls_pjsub_and_chains_steps(tmp_path, monkeypatch, command):
     said = tmp_path / "said"
     (tmp_path / "pjsub").write_text(
         f'#!/bin/sh\necho "$@" >> {said}\necho "[INFO] PJM 0000 pjsub Job 4711_1 submitted."\n'
     )
     (tmp_path / "pjsub").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    file = str(FOLDER / "resume.sh")
-    assert main(["submit", file, "--no-files"]) == 2 and not said.exists()  # no group
-    assert main(["submit", file, "--no-files", "-g", "hp1", "--steps", "3"]) == 0
+    submit = f"job submit {FOLDER}/resume.sh --no-files"
+    file = FOLDER / "resume.sh"
+    command(submit, code=2)
+    assert not said.exists(), "no group"
+    command(submit, "-g hp1 --steps 3")
+    command(submit, "-g hp1 -- -x SAVE=/vol0004/a")
     lines = said.read_text().splitlines()
     assert lines[0] == f"-g hp1 --step --sparam jnam=resume,sn=1 {file}"
     assert lines[2] == f"-g hp1 --step --sparam jid=4711,sn=3,sd=ec!=0:all:2 {file}"
-    assert main(["submit", file, "--no-files", "-g", "hp1", "--", "-x", "SAVE=/vol0004/a"]) == 0
-    assert said.read_text().splitlines()[3] == f"-g hp1 -x SAVE=/vol0004/a {file}"
-    capfd.readouterr()
-    assert main(["submit", file, "--no-files", "-g", "hp1", "--", "-L", "freq=2200"]) == 2
-    assert (
-        f"{file}, options of pjsub: " in (err := capfd.readouterr().err)
-        and "since April 2025" in err
-    )
-    assert main(["submit", file, "--no-files", "-g", "hp1", "--", "-x", "A=b", "other.sh"]) == 2
-    assert "other.sh" in capfd.readouterr().err and len(said.read_text().splitlines()) == 4
+    assert lines[3] == f"-g hp1 -x SAVE=/vol0004/a {file}"
+    refused = command(submit, "-g hp1 -- -L freq=2200", code=2).stderr
+    assert f"{file}, options of pjsub: " in refused and "since April 2025" in refused
+    assert "other.sh" in command(submit, "-g hp1 -- -x A=b other.sh", code=2).stderr
+    assert said.read_text().splitlines() == lines and len(lines) == 4
 
 
 def test_the_script_of_the_checkout_is_the_command():
-    command = [sys.executable, ROOT / "scripts" / "submit.py", "plan", "--recipe", "30b"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "submit.py plan: --nodes is missing: pass the number of nodes of the job\n",
+    done = run_python(ROOT / "scripts" / "submit.py", "plan", "--recipe", "30b", code=2)
+    assert (
+        done.stderr == "submit.py plan: --nodes is missing: pass the number of nodes of the job\n"
     )
 
 
-def test_render_says_what_check_still_finds(tmp_path, monkeypatch, capsys):
+def test_render_says_what_check_still_finds(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
     monkeypatch.delenv("FUGAKU_GROUP", raising=False)
-    words = "render --recipe 124m --nodes 12 --ranks-per-node 4 --micro-batch-size 1".split()
-    assert main([*words, "-o", "my.sh"]) == 0
-    left = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("to fill in: ")
-    ]
-    assert main(["check", "my.sh"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        line.removeprefix("to fill in: ") for line in left
-    ]
+    render_words = (
+        "job render --recipe 124m --nodes 12 --ranks-per-node 4 --micro-batch-size 1 -o my.sh"
+    )
+    begin = "to fill in: "
+    printed = command(render_words).stdout.splitlines()
+    left = [line.removeprefix(begin) for line in printed if line.startswith(begin)]
+    assert command("job check my.sh", code=2).stderr.splitlines() == left
     assert len(left) == 2 and "no group to charge" in left[0] and "ARCHIVE" in left[1]
     (tmp_path / "fugaku_megatron.tar").write_bytes(b"")
-    assert (
-        main([*words, "-o", "my.sh", "-g", "hp000000"]) == 0
-        and "to fill in" not in capsys.readouterr().out
-    )
-    assert main(["check", "my.sh"]) == 0
+    assert "to fill in" not in command(render_words, "-g hp000000").stdout
+    command("job check my.sh")
 
 
 @pytest.mark.parametrize(
     "nodes, words",
     [(2, "--group hp000000"), (24, "--ranks-per-node 2 --mode boost-eco-2.2 --name mine")],
 )
-def test_the_job_that_measures_nodes_is_a_script_without_mistakes(nodes, words, tmp_path, capsys):
+def test_the_job_that_measures_nodes_is_a_script_without_mistakes(nodes, words, tmp_path, command):
     file = tmp_path / "report.sh"
-    assert main(["render", "--report", "--nodes", str(nodes), *words.split(), "-o", str(file)]) == 0
+    command(f"job render --report --nodes {nodes} {words} -o {file}")
     text = file.read_text()
     assert check.problems(text, group="hp000000", files=False) == []
-    parsed = script.parse(text)
-    assert (
-        f"proc={nodes * (2 if 'ranks' in words else 4)}," in text
-        and parsed.text("-L", "elapse") == render.REPORT_TIME
-    )
+    ranks_per_node = 2 if "ranks" in words else 4
+    assert f"proc={nodes * ranks_per_node}," in text
+    assert script.parse(text).text("-L", "elapse") == render.REPORT_TIME
     assert "-m fugaku_megatron report --output" in text and "train gpt" not in text
     check_scripts([file], [])
 
 
 @pytest.mark.parametrize("cluster", render.CLUSTERS.values(), ids=lambda cluster: cluster.name)
-def test_the_same_for_slurm(cluster, tmp_path, capsys):
+def test_the_same_for_slurm(cluster, tmp_path, command):
     file = tmp_path / "report.sbatch"
-    assert (
-        main(["render", "--report", "--nodes", "3", "--slurm", cluster.name, "-o", str(file)]) == 0
-    )
+    command(f"job render --report --nodes 3 --slurm {cluster.name} -o {file}")
     text = file.read_text()
-    assert (
-        f"--nodes=3\n#SBATCH --ntasks-per-node={cluster.ranks_per_node}\n" in text
-        and "@" not in text.replace('"$@"', "")
-    )
+    assert f"--nodes=3\n#SBATCH --ntasks-per-node={cluster.ranks_per_node}\n" in text
+    assert "@" not in text.replace('"$@"', "")
     check_scripts([file], [])
 
 
 @pytest.mark.parametrize(
     "words, message",
-    [
-        ("--report", "--report needs --nodes"),
-        ("--slurm x86 --nodes 2", "--slurm x86 goes with --report"),
-        ("--report --slurm x86", "--report needs --nodes"),
-    ],
+    {
+        "--report": "--report needs --nodes",
+        "--slurm x86 --nodes 2": "--slurm x86 goes with --report",
+        "--report --slurm x86": "--report needs --nodes",
+    }.items(),
 )
-def test_mistakes_of_such_a_job(words, message, capsys):
-    assert main(["render", *words.split()]) == 2
-    assert message in capsys.readouterr().err
+def test_mistakes_of_such_a_job(words, message, command):
+    command("job render", words, code=2).mistake(message)

@@ -1,7 +1,6 @@
-"""Reports and waiting times of run_or_abort, without MPI; the ends of real jobs are tested in tests/system/mpi."""
+"""Reports and waits in run_or_abort, without MPI; tests/system/mpi ends real jobs."""
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.job import describe, init, run_or_abort
 from fugaku_megatron.start import environment as environment_module
 from fugaku_megatron.start import exit_codes
+from tests.system.processes import run_python
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def alone(monkeypatch):
 
 
 def end(error, rank=0):
-    """Exit code of a rank whose main raises `error`."""
+    """Return a rank's exit code if its main raises `error`."""
 
     def main(comm):
         raise error
@@ -96,28 +96,15 @@ def test_memory_that_is_refused_is_one_line(error, capsys):
 def test_a_rank_whose_imports_find_no_memory_ends_by_a_signal():
     """Its launcher would not end the others for an exit code."""
     code = "from fugaku_megatron.cli import program\ndef work():\n    raise MemoryError\nprogram.guarded('a command', work)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PMI_SIZE": "2", "PMI_RANK": "1"},
-        timeout=200,
-        text=True,
-        stderr=subprocess.PIPE,
-    )
-    assert (
-        done.returncode == -9
-        and done.stderr.startswith("a command: rank 1: out of memory: ")
-        and done.stderr.count("\n") == 1
-    )
+    said = run_python("-c", code, code=-9, PMI_SIZE="2", PMI_RANK="1").stderr
+    assert said.startswith("a command: rank 1: out of memory: ") and said.count("\n") == 1
 
 
 def test_a_bug_shows_its_traceback(capsys):
     assert end(KeyError("lost")) == 1
     text = capsys.readouterr().err
-    assert (
-        text.startswith("rank 0: Traceback")
-        and text.endswith("KeyError: 'lost'\n")
-        and "in main" in text
-    )
+    assert text.startswith("rank 0: Traceback") and text.endswith("KeyError: 'lost'\n")
+    assert "in main" in text
 
 
 @pytest.mark.parametrize(
@@ -167,9 +154,8 @@ def test_several_processes_need_mpi(alone, variable, monkeypatch):
     monkeypatch.setenv(variable, "1")
     assert init().size == 1
     monkeypatch.setenv(variable, "4")
-    with pytest.raises(
-        ValueError, match=f"{variable}=4 but MPI cannot be loaded .*pip install mpi4py mpich"
-    ):
+    message = f"{variable}=4 but MPI cannot be loaded .*pip install mpi4py mpich"
+    with pytest.raises(ValueError, match=message):
         init()
 
 
@@ -199,24 +185,12 @@ run_or_abort(lambda comm: print(*resource.getrlimit(getattr(resource, sys.argv[1
     ],
 )
 def test_a_limit_that_mpi_cannot_live_with_is_named_before_it_starts(limit, low, message):
-    environment = {**os.environ, "MPI_LOCALNRANKS": "2"}
+    def started(hard, code):
+        return run_python("-c", LIMITED, limit, low, hard, code=code, MPI_LOCALNRANKS="2")
 
-    def started(hard):
-        return subprocess.run(
-            [sys.executable, "-c", LIMITED, limit, str(low), str(hard)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-
-    refused, raised = started(low), started(1 << 30 if limit == "RLIMIT_FSIZE" else 256)
-    assert (
-        refused.returncode == 2
-        and refused.stderr.startswith(f"rank 0: {message} ")
-        and refused.stderr.count("\n") == 1
-    )
-    assert raised.returncode == 0 and int(raised.stdout.split()[0]) >= 72, raised.stderr
+    started(low, 2).mistake(f"rank 0: {message} ")
+    raised = started(1 << 30 if limit == "RLIMIT_FSIZE" else 256, 0)
+    assert int(raised.stdout.split()[0]) >= 72
 
 
 @pytest.mark.parametrize(
@@ -224,7 +198,7 @@ def test_a_limit_that_mpi_cannot_live_with_is_named_before_it_starts(limit, low,
 )
 def test_importing_loads_no_mpi(module, absent):
     program = f"import sys, fugaku_megatron.{module}; sys.exit(bool({absent} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+    run_python("-c", program)
 
 
 def test_one_process_reports_what_fails_everywhere(alone, monkeypatch, capsys):
@@ -248,11 +222,5 @@ def main(comm):
     time.sleep(600)
 run_or_abort(main, SoloComm())
 """
-    job = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
-    assert (
-        job.returncode == 1
-        and "rank 0: Traceback" in job.stderr
-        and "ZeroDivisionError" in job.stderr
-    )
+    said = run_python("-c", program, code=1).stderr
+    assert "rank 0: Traceback" in said and "ZeroDivisionError" in said

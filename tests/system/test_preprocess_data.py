@@ -1,5 +1,6 @@
 """The preprocess command and tools/preprocess_data.py as a user runs them."""
 
+import itertools
 import json
 import os
 import random
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.cli import program
 from fugaku_megatron.data import preprocess, unfinished
 from fugaku_megatron.data.build import parse_split, split_documents
 from fugaku_megatron.data.indexed import IndexedDataset
@@ -34,14 +34,13 @@ def texts_of(prefix):
 
 
 @pytest.fixture
-def main(tmp_path, monkeypatch, capsys):
-    """The command within this process and `tmp_path`: arguments -> (exit code, lines on stderr, lines on stdout)."""
+def preprocess_files(tmp_path, monkeypatch, command):
+    """Run the command in `tmp_path`; return the lines on stderr and on stdout."""
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments):
-        code = program.main(["preprocess", *map(str, arguments)])
-        out, err = capsys.readouterr()
-        return code, err.splitlines(), out.splitlines()
+    def call(*flags, code=0):
+        done = command("preprocess", *flags, code=code)
+        return done.stderr.splitlines(), done.stdout.splitlines()
 
     return call
 
@@ -61,39 +60,22 @@ def corpus(tmp_path):
     return texts
 
 
-def test_any_number_of_workers_gives_the_same_files(tmp_path, main, corpus):
+def test_any_number_of_workers_gives_the_same_files(tmp_path, preprocess_files, corpus):
     contents = []
+    keys = ("text", "title")
     for workers in (1, 3):
-        code, err, out = main(
-            "--input",
-            "corpus.jsonl",
-            "--output-prefix",
-            f"w{workers}",
-            "--json-keys",
-            "text",
-            "title",
-            "--append-eod",
-            "--workers",
-            workers,
-            "--log-interval",
-            500,
-            "--keep-order",
+        err, out = preprocess_files(
+            f"--input corpus.jsonl --output-prefix w{workers} --json-keys text title --append-eod",
+            f"--workers {workers} --log-interval 500 --keep-order",
         )
-        assert code == 0, err
         assert [line.split(" tokens")[0].rsplit(" ", 1)[0] for line in out[:2]] == [
-            f"wrote w{workers}_{key}_document.bin and .idx: 1500 documents,"
-            for key in ("text", "title")
+            f"wrote w{workers}_{key}_document.bin and .idx: 1500 documents," for key in keys
         ]
-        assert (
-            f"next: fugaku-megatron train --data-path w{workers}_title_document --split 90,10,0 --vocab-file "
-            in out[-1]
-        )
+        title = f"w{workers}_title_document"
+        command = f"next: fugaku-megatron train --data-path {title} --split 90,10,0 --vocab-file "
+        assert command in out[-1]
         assert any("Processed 1500 documents" in line and "MB/s" in line for line in err)
-        names = [
-            f"w{workers}_{key}_document.{suffix}"
-            for key in ("text", "title")
-            for suffix in ("bin", "idx")
-        ]
+        names = [f"w{workers}_{key}_document{end}" for key in keys for end in (".bin", ".idx")]
         contents.append([(tmp_path / name).read_bytes() for name in names])
     assert contents[0] == contents[1]
     assert texts_of(tmp_path / "w3_text_document") == [text + "<|endoftext|>" for text in corpus]
@@ -101,96 +83,65 @@ def test_any_number_of_workers_gives_the_same_files(tmp_path, main, corpus):
     assert len(os.listdir(tmp_path)) == 13
 
 
-def test_plain_text_files_and_raw_bytes(tmp_path, main):
+def test_plain_text_files_and_raw_bytes(tmp_path, preprocess_files):
     raw = b"caf\xc3\xa9 \xff\xfe raw\r\n"
     (tmp_path / "a.txt").write_bytes(raw)
     (tmp_path / "empty.md").write_bytes(b"")
     (tmp_path / "b.txt").write_text("second", encoding="utf-8")
     vocab_file, merge_file = gpt2_files()
-    words = [
-        "--input",
-        "a.txt",
-        "empty.md",
-        "b.txt",
-        "--keep-order",
-        "--vocab-file",
-        vocab_file,
-        "--merge-file",
-        merge_file,
-    ]
-    assert (
-        main(*words, "--output-prefix", "out", "--append-eod")[0]
-        == main(*words, "--output-prefix", "no_eod")[0]
-        == 0
-    )
+    flags = "--input a.txt empty.md b.txt --keep-order"
+    tokenizer_flags = f"--vocab-file {vocab_file} --merge-file {merge_file}"
+    preprocess_files(flags, tokenizer_flags, "--output-prefix out --append-eod")
+    preprocess_files(flags, tokenizer_flags, "--output-prefix no_eod")
     data = IndexedDataset(tmp_path / "out_text_document")
     tokenizer = GPT2BPETokenizer(vocab_file, merge_file)
     assert tokenizer.decode_bytes(data[0][:-1]) == raw and data[0][-1] == EOD
     assert tokenizer.decode(data[1][:-1]) == "second" and len(data) == 2
-    assert data.document_indices.tolist() == [
-        0,
-        1,
-        1,
-        2,
-    ]  # the empty file is a document without a sequence
+    # the empty file is a document without a sequence
+    assert data.document_indices.tolist() == [0, 1, 1, 2]
     assert EOD not in IndexedDataset(tmp_path / "no_eod_text_document")[0]
 
 
-def test_files_that_are_not_utf_8_are_named(tmp_path, main):
-    for name, content in (
-        ("a.txt", "äöü".encode("latin-1")),
-        ("b.txt", "äöü".encode()),
-        ("c.txt", b"\xe4 \xff"),
-    ):
-        (tmp_path / name).write_bytes(content)
-    code, err, _ = main(
-        "--input", "a.txt", "b.txt", "c.txt", "--output-prefix", "x", "--workers", "2"
-    )
-    assert code == 0 and [line for line in err if line.startswith("warning")] == [
+def test_files_that_are_not_utf_8_are_named(tmp_path, preprocess_files):
+    (tmp_path / "a.txt").write_bytes("äöü".encode("latin-1"))
+    (tmp_path / "b.txt").write_bytes("äöü".encode())
+    (tmp_path / "c.txt").write_bytes(b"\xe4 \xff")
+
+    def warnings(flags):
+        return [line for line in preprocess_files(flags)[0] if line.startswith("warning")]
+
+    assert warnings("--input a.txt b.txt c.txt --output-prefix x --workers 2") == [
         "warning: 2 plain text files are not UTF-8 (a.txt: 3 bytes, c.txt: 2 bytes): these bytes are tokenized one by one or "
         "become U+FFFD; convert the files first, as with iconv -f LATIN1 -t UTF-8"
     ]
-    assert not [
-        line
-        for line in main("--input", "b.txt", "--output-prefix", "y")[1]
-        if line.startswith("warning")
-    ]
+    assert warnings("--input b.txt --output-prefix y") == []
 
 
-def test_a_folder_of_texts(tmp_path, main):
+def test_a_folder_of_texts(tmp_path, preprocess_files):
     (tmp_path / "texts" / "more").mkdir(parents=True)
-    for name, text in (
-        ("b.txt", "second"),
-        ("a.txt", "first"),
-        (".hidden", "no"),
-        ("more/d.md", "fourth"),
-        ("c.txt", ""),
-    ):
-        (tmp_path / "texts" / name).write_text(text)
-    (tmp_path / "more.jsonl").write_text('{"text": "fifth"}\n{"text": "sixth"}\n')
-    (tmp_path / "last.txt").write_text("seventh")
-    code, _, printed = main(
-        "--input", "texts", "more.jsonl", "last.txt", "--output-prefix", "out dir", "--keep-order"
+    for name, text in {
+        "texts/b.txt": "second",
+        "texts/a.txt": "first",
+        "texts/.hidden": "no",
+        "texts/more/d.md": "fourth",
+        "texts/c.txt": "",
+        "more.jsonl": '{"text": "fifth"}\n{"text": "sixth"}\n',
+        "last.txt": "seventh",
+    }.items():
+        (tmp_path / name).write_text(text)
+    _, printed = preprocess_files(
+        "--input texts more.jsonl last.txt --output-prefix 'out dir' --keep-order"
     )
-    assert code == 0
-    assert texts_of(tmp_path / "out dir_text_document") == [
-        "first",
-        "second",
-        "fourth",
-        "fifth",
-        "sixth",
-        "seventh",
-    ]
-    tokens = IndexedDataset(tmp_path / "out dir_text_document").num_tokens
-    assert printed[0] == f"wrote out dir_text_document.bin and .idx: 6 documents, {tokens} tokens"
+    prefix = tmp_path / "out dir_text_document"
+    assert texts_of(prefix) == "first second fourth fifth sixth seventh".split()
+    tokens = IndexedDataset(prefix).num_tokens
     vocab_file, merge_file = gpt2_files()
-    assert (
-        printed[1] == "validation: none with --split 100,0,0, because 6 documents are fewer than 20"
-    )
-    assert printed[2] == (
+    assert printed[:3] == [
+        f"wrote out dir_text_document.bin and .idx: 6 documents, {tokens} tokens",
+        "validation: none with --split 100,0,0, because 6 documents are fewer than 20",
         "next: fugaku-megatron train --data-path 'out dir_text_document' --split 100,0,0 --vocab-file "
-        f"{vocab_file} --merge-file {merge_file} --recipe demo"
-    )
+        f"{vocab_file} --merge-file {merge_file} --recipe demo",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +158,7 @@ def test_a_split_leaves_every_part_that_it_names_some_documents(documents, split
 
 @pytest.fixture
 def sorted_texts(tmp_path):
-    """300 documents in the order of their lengths, two keys each, with which document it is."""
+    """300 documents sorted by length, with two keys each, both with the document's number."""
     with open(tmp_path / "sorted.jsonl", "w", encoding="utf-8") as stream:
         for i in range(300):
             words = "".join(repeat("word ", i))
@@ -217,67 +168,50 @@ def sorted_texts(tmp_path):
 
 @pytest.mark.parametrize("pile_bytes", [2**26, 2**14], ids=["one pile", "many piles"])
 def test_documents_are_shuffled_alike_for_every_key_and_number_of_workers(
-    tmp_path, main, monkeypatch, sorted_texts, pile_bytes
+    tmp_path, preprocess_files, monkeypatch, sorted_texts, pile_bytes
 ):
-    """A pile is what is shuffled in memory; input that is larger takes several."""
+    """A pile is shuffled in memory; larger input takes several."""
     monkeypatch.setattr(unfinished, "PILE_BYTES", pile_bytes)
-    words = ["--input", "sorted.jsonl", "--json-keys", "text", "title"]
     orders = {}
-    for prefix, more in (("one", []), ("two", ["--workers", 2]), ("kept", ["--keep-order"])):
-        assert main(*words, "--output-prefix", prefix, *more)[0] == 0
+    for prefix, more in {"one": "", "two": "--workers 2", "kept": "--keep-order"}.items():
+        flags = f"--input sorted.jsonl --json-keys text title --output-prefix {prefix} {more}"
+        preprocess_files(flags)
         orders[prefix] = [int(text) for text in texts_of(tmp_path / f"{prefix}_title_document")]
-        assert [
-            int(text.split()[0]) for text in texts_of(tmp_path / f"{prefix}_text_document")
-        ] == orders[prefix]
-    assert orders["one"] == orders["two"] != orders["kept"] == sorted_texts == sorted(orders["one"])
-    tail = orders["one"][-30:]  # what --split 90,10,0 gives to validation
-    assert (
-        100 < sum(tail) / len(tail) < 200
-        and max(abs(a - b) for a, b in zip(orders["one"], sorted_texts)) > 150
-    )
-    assert sorted(os.listdir(tmp_path)) == sorted(
-        [
-            "sorted.jsonl",
-            *(
-                f"{prefix}_{key}_document.{suffix}"
-                for prefix in orders
-                for key in ("text", "title")
-                for suffix in ("bin", "idx", "tokenizer.json")
-            ),
-        ]
-    )
+        whole = texts_of(tmp_path / f"{prefix}_text_document")
+        assert [int(text.split()[0]) for text in whole] == orders[prefix]
+    order = orders["one"]
+    assert order == orders["two"] != orders["kept"] == sorted_texts == sorted(order)
+    tail = order[-30:]  # what --split 90,10,0 gives to validation
+    assert 100 < sum(tail) / len(tail) < 200
+    assert max(abs(a - b) for a, b in zip(order, sorted_texts)) > 150
+    documents = itertools.product(orders, ("text", "title"), ("bin", "idx", "tokenizer.json"))
+    names = [f"{prefix}_{key}_document.{suffix}" for prefix, key, suffix in documents]
+    assert sorted(os.listdir(tmp_path)) == sorted(["sorted.jsonl", *names])
 
 
-def test_an_empty_document_is_shuffled_as_well(tmp_path, main):
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"text": "x" * (i % 2)}) + "\n" for i in range(40))
-    )
-    assert main("--input", "a.jsonl", "--output-prefix", "out")[0] == 0
+def test_an_empty_document_is_shuffled_as_well(tmp_path, preprocess_files):
+    lines = (json.dumps({"text": "x" * (i % 2)}) + "\n" for i in range(40))
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    preprocess_files("--input a.jsonl --output-prefix out")
     data = IndexedDataset(tmp_path / "out_text_document")
     assert len(data) == 20 and len(data.document_indices) == 41
 
 
-def test_it_says_how_much_validation_gets(tmp_path, main, sorted_texts):
-    code, _, printed = main("--input", "sorted.jsonl", "--output-prefix", "out")
+def test_it_says_how_much_validation_gets(tmp_path, preprocess_files, sorted_texts):
+    _, printed = preprocess_files("--input sorted.jsonl --output-prefix out")
     data = IndexedDataset(tmp_path / "out_text_document")
     tokens = sum(len(data[i]) for i in range(270, 300))
-    assert (
-        printed[1]
-        == f"validation: 30 of the 300 documents and {tokens} of the {data.num_tokens} tokens with --split 90,10,0"
-    )
+    shares = f"30 of the 300 documents and {tokens} of the {data.num_tokens} tokens"
+    assert printed[1] == f"validation: {shares} with --split 90,10,0"
     assert " --split 90,10,0 " in printed[2]
 
 
 def test_readme_and_preprocess_name_the_same_split():
-    """The README's first training command has the --split that preprocess prints for the documents of a folder."""
-    command = re.search(
-        r"train --recipe demo\b.*?(?=\n\S)", (ROOT / "README.md").read_text(), re.DOTALL
-    )[0]
-    assert (
-        re.search(r"--split (\S+)", command)[1]
-        == preprocess.split_for(200)
-        == preprocess.split_for(9999)
-    )
+    """README's first training command has the --split that preprocess prints for such a folder."""
+    readme = (ROOT / "README.md").read_text()
+    command = re.search(r"train --recipe demo\b.*?(?=\n\S)", readme, re.DOTALL)[0]
+    split = re.search(r"--split (\S+)", command)[1]
+    assert split == preprocess.split_for(200) == preprocess.split_for(9999)
 
 
 BAD_LINES = [
@@ -301,10 +235,10 @@ def write_bad(folder, line):
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES)
-def test_a_bad_line_is_one_error_and_leaves_nothing(tmp_path, main, line, message):
+def test_a_bad_line_is_one_error_and_leaves_nothing(tmp_path, preprocess_files, line, message):
     write_bad(tmp_path, line)
-    code, errors, _ = main("--input", "bad.jsonl", "--output-prefix", "out")
-    assert code == 2 and len(errors) == 1 and message in errors[0]
+    errors, _ = preprocess_files("--input bad.jsonl --output-prefix out", code=2)
+    assert len(errors) == 1 and message in errors[0]
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
@@ -323,62 +257,35 @@ def test_a_bad_line_in_a_worker_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--input", "none.jsonl"], "--input none.jsonl: no such file"),
-        (
-            ["--input", "pipe.jsonl"],
-            "--input pipe.jsonl: cannot be read: it is a FIFO, not a regular file",
-        ),
-        (
-            ["--input", "/dev/zero"],
-            "--input /dev/zero: cannot be read: it is a device, not a regular file",
-        ),
-        (
-            ["--input", "folder"],
-            "--input folder: folder/image.png is not text (it holds a zero byte): move it away",
-        ),
-        (
-            ["--input", "a.txt", "folder/image.png"],
-            "--input folder/image.png: is not text (it holds a zero byte): pass text in UT",
-        ),
-        (
-            ["--input", "late.txt"],
-            "--input late.txt: is not text (byte 5000 is zero): pass text in UTF-8",
-        ),
-        (["--input", "folder/empty"], "--input folder/empty: no file in this folder"),
-        (
-            ["--input", "a.txt", "--vocab-file", "pipe.jsonl", "--merge-file", "a.txt"],
-            "--vocab-file pipe.jsonl: cannot be read",
-        ),
-        (["--input", "a.txt", "--json-keys", "body"], "--input a.txt is plain text"),
-        (["--input", "a.txt", "--tokenizer-type", "GPT2BPE"], "did you mean GPT2BPETokenizer?"),
-        (["--input", "a.txt", "--vocab-file", "v.json"], "needs --merge-file"),
-        (["--input", "a.txt", "--dataset-impl", "lazy"], "choose from 'mmap'"),
-        (["--input", "a.txt", "--workers", "0"], "--workers 0: must be at least 1"),
-        (
-            ["--input", "a.txt", "--workers", "1000000000"],
-            "--workers 1000000000, but this node has ",
-        ),
-        (["--input", "b.jsonl", "--json-keys", "text", "text"], "a key is named twice"),
-        (["--input", "b.jsonl"], "no text in it"),
-        (
-            ["--input", "a.txt", "--worker", "2"],
-            "fugaku-megatron preprocess: unknown flag --worker: did you mean --workers?",
-        ),
-        (
-            ["--input", "a.txt", "--output-prefix", "no/where"],
-            "no/where.unfinished: cannot be written",
-        ),
-    ],
+    ("flags", "message"),
+    {
+        "--input none.jsonl": "--input none.jsonl: no such file",
+        "--input pipe.jsonl": "--input pipe.jsonl: cannot be read: it is a FIFO, not a regular file",
+        "--input /dev/zero": "--input /dev/zero: cannot be read: it is a device, not a regular file",
+        "--input folder": "--input folder: folder/image.png is not text (it holds a zero byte): move it away",
+        "--input a.txt folder/image.png": "--input folder/image.png: is not text (it holds a zero byte): pass text in UT",
+        "--input late.txt": "--input late.txt: is not text (byte 5000 is zero): pass text in UTF-8",
+        "--input folder/empty": "--input folder/empty: no file in this folder",
+        "--input a.txt --vocab-file pipe.jsonl --merge-file a.txt": "--vocab-file pipe.jsonl: cannot be read",
+        "--input a.txt --json-keys body": "--input a.txt is plain text",
+        "--input a.txt --tokenizer-type GPT2BPE": "did you mean GPT2BPETokenizer?",
+        "--input a.txt --vocab-file v.json": "needs --merge-file",
+        "--input a.txt --dataset-impl lazy": "choose from 'mmap'",
+        "--input a.txt --workers 0": "--workers 0: must be at least 1",
+        "--input a.txt --workers 1000000000": "--workers 1000000000, but this node has ",
+        "--input b.jsonl --json-keys text text": "a key is named twice",
+        "--input b.jsonl": "no text in it",
+        "--input a.txt --worker 2": "fugaku-megatron preprocess: unknown flag --worker: did you mean --workers?",
+        "--input a.txt --output-prefix no/where": "no/where.unfinished: cannot be written",
+    }.items(),
 )
-def test_usage_errors(tmp_path, main, arguments, message):
+def test_usage_errors(tmp_path, preprocess_files, flags, message):
     (tmp_path / "a.txt").write_text("hello", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
     (tmp_path / "folder" / "empty").mkdir(parents=True)
     (tmp_path / "folder" / "image.png").write_bytes(b"\x89PNG\0")
     (tmp_path / "late.txt").write_bytes(b"a" * 5000 + b"\0")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    code, errors, _ = main("--output-prefix", "out", "--dataset-impl", "mmap", *arguments)
-    assert code == 2 and len(errors) == 1 and message in errors[0]
+    errors, _ = preprocess_files("--output-prefix out --dataset-impl mmap", flags, code=2)
+    assert len(errors) == 1 and message in errors[0]
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.jsonl", "folder", "late.txt", "pipe.jsonl"]

@@ -1,4 +1,4 @@
-"""Whole runs of the report with shrunk shapes: alone, without MPI, and killed half-way. Two ranks: tests/system/mpi/test_cli.py."""
+"""Whole reports with shrunk shapes: alone, without MPI, and killed half-way. Two ranks: tests/system/mpi/test_cli.py."""
 
 from __future__ import annotations
 
@@ -26,12 +26,7 @@ def command(folder, *words, program=("-m", "fugaku_megatron")):
     return [
         sys.executable,
         *program,
-        "report",
-        "--ranks",
-        "1",
-        "--shrunk",
-        "--output",
-        str(folder / "report.json"),
+        *f"report --ranks 1 --shrunk --output {folder / 'report.json'}".split(),
         *words,
     ]
 
@@ -61,7 +56,7 @@ WITHOUT_MPI = "import sys; sys.modules['mpi4py'] = None; from fugaku_megatron.cl
 
 @pytest.mark.full
 def test_a_report_of_one_rank_needs_no_mpi(tmp_path):
-    words = ("--minutes", "2", "--save", str(tmp_path))
+    words = tuple(f"--minutes 2 --save {tmp_path}".split())
     data, done = run(tmp_path, *words, program=("-c", WITHOUT_MPI))
     assert data["complete"] and list(data["sections"]) == list(record.SHARES)
     assert all(row["good"] for row in data["sections"]["kernels"]["checks"])

@@ -1,4 +1,4 @@
-"""Training scripts of others: which start, and the reasons of those that do not."""
+"""Other projects' training scripts: they start, or are refused with true reasons."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_command_prints_each_script_and_totals(tmp_path, monkeypatch, capsys
 
 
 def test_the_llama_3_example_in_bf16_trains_a_shrunk_model(alone, tmp_path, monkeypatch):
-    """Its own flags without the branch of FP8, with which it is the same run."""
+    """Its own flags without FP8, with which it is the same run."""
     script = next(s for s in SCRIPTS if s["name"] == "examples/llama/train_llama3_8b_h100_fp8.sh")
     smaller = {
         "--num-layers": "2",

@@ -1,7 +1,7 @@
-"""`make setup` and its choice of MPI: a failed MPI=system leaves what worked, and the next set-up puts right what is broken.
+"""`make setup` and its MPI: after a failed MPI=system the previous MPI works, and the next set-up repairs the rest.
 
-The quick tests run the Makefile on an environment whose Python only notes what it is told. The slow one sets up a real one, with a
-compiler wrapper that lacks the header of MPI, and trains.
+The quick tests run the Makefile with a Python that only records its calls. The slow one sets up a real environment, with a
+compiler wrapper that lacks MPI's header, and trains.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def executable(path: Path, text: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder with the Makefile and an environment in which `make setup` has set up MPICH."""
+    """A folder with the Makefile and an environment with MPICH from `make setup`."""
     for name in FILES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -72,7 +72,7 @@ def checkout(tmp_path):
 def make(
     folder: Path, *words: str, goal: str = "setup", mpicc: str | None = None, **environment: str
 ) -> subprocess.CompletedProcess:
-    """`make setup` or another goal in an activated environment, on a machine with the named kind of mpicc."""
+    """Run `make setup` or another goal in an activated environment, with the named kind of mpicc."""
     machine = folder / "machine"
     machine.mkdir(exist_ok=True)
     if mpicc:

@@ -1,6 +1,6 @@
-"""The Slurm scripts: committed as rendered, accepted by bash and shellcheck, and, where Slurm is installed, run on one node.
+"""The Slurm scripts: committed as rendered, accepted by bash and shellcheck, and run on one node if Slurm is installed.
 
-The cluster needs root and `apt-get install -y slurm-wlm munge`, which no test installs.
+The cluster needs root and `apt-get install -y slurm-wlm munge`; no test installs it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from fugaku_megatron.observe.iteration_metrics import parse_log
 from tests.helpers import check_scripts
 from tests.system.mpi import launch
 from tests.system.mpi.kills import holding, kill_held
-from tests.system.mpi.test_pretrain import losses
+from tests.system.mpi.launch import words
+from tests.system.mpi.pretraining import MODEL, losses, pretrain
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "scripts" / "slurm"
 SCRIPTS = render.slurm_scripts()
-TINY = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --micro-batch-size 2 "
-    "--global-batch-size 8 --lr 1e-3 --log-interval 1 --eval-iters 0 --kernels native"
-).split()
+FLAGS = MODEL.replace("--make-vocab-size-divisible-by 8 ", "")
 DAEMONS = ("munged", "slurmctld", "slurmd")
 
 
@@ -86,19 +84,11 @@ def test_a_job_without_the_program_says_so_in_one_line(variables, answer, tmp_pa
     assert done.returncode == 2 and answer in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["nowhere"], ["README.md"]])
-def test_only_a_folder_that_is_there_is_written(words, tmp_path):
+@pytest.mark.parametrize("name", ["nowhere", "README.md"])
+def test_only_a_folder_that_is_there_is_written(command, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").touch()
-    command = [sys.executable, "-m", "fugaku_megatron", "job", "slurm"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *words], cwd=tmp_path, capture_output=True, text=True, env=environment
-    )
-    assert (
-        done.returncode
-        and done.stderr.count("\n") == 1
-        and "pass an existing folder" in done.stderr
-    )
+    command("job slurm", name, code=2).mistake("pass an existing folder")
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
@@ -112,7 +102,7 @@ def test_a_recipe_that_cannot_run_is_refused():
 
 
 def two_ports() -> int:
-    """A free port whose next one is free too: slurmctld's and slurmd's."""
+    """Return a free port with a free next port: slurmctld's and slurmd's."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("", 0))
@@ -124,7 +114,7 @@ def two_ports() -> int:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A Slurm of this machine; yields a function that runs a command in it."""
+    """A Slurm on this machine, as a function that runs a command there."""
     path = os.environ["PATH"] + ":/usr/sbin"
     missing = [name for name in DAEMONS if shutil.which(name, path=path) is None]
     if missing:
@@ -156,28 +146,28 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(params=["srun", "mpiexec"])
 def launcher(request):
-    """LAUNCHER of the script. The wheel's MPICH knows both ways."""
+    """The script's LAUNCHER. The wheel's MPICH knows both."""
     mpich = launch.mpich()
     if mpich is None:
         pytest.skip(launch.MISSING["mpich"])
     return str(mpich.mpiexec) if request.param == "mpiexec" else "srun"
 
 
-def submit(cluster, folder: Path, launcher: str, *flags: str, **variables: str) -> tuple[str, Path]:
-    """Submit the x86 recipe on two ranks with a model of seconds; (job, log)."""
-    log, more = folder / "job.log", "".join(f",{name}={value}" for name, value in variables.items())
-    printed = cluster(
-        "sbatch",
-        "--nodes=1",
-        "--ntasks-per-node=2",
-        "--cpus-per-task=1",
-        f"--output={log}",
-        f"--chdir={folder}",
-        f"--export=ALL,LAUNCHER={launcher},PMI=pmi2,FUGAKU_MEGATRON={ROOT},PYTHON={sys.executable},SAVE={folder}/save{more}",
-        str(FOLDER / "x86" / "run_124m.sbatch"),
-        *TINY,
-        *flags,
-    )
+def submit(cluster, folder: Path, launcher: str, flags: str, **variables: str) -> tuple[str, Path]:
+    """Submit the x86 recipe on two ranks with a tiny model; return the job and its log."""
+    log = folder / "job.log"
+    exported = {
+        "LAUNCHER": launcher,
+        "PMI": "pmi2",
+        "FUGAKU_MEGATRON": ROOT,
+        "PYTHON": sys.executable,
+        "SAVE": folder / "save",
+        **variables,
+    }
+    export = ",".join(["ALL", *(f"{name}={value}" for name, value in exported.items())])
+    options = f"--nodes=1 --ntasks-per-node=2 --cpus-per-task=1 --output={log} --chdir={folder}"
+    script = FOLDER / "x86" / "run_124m.sbatch"
+    printed = cluster(*words("sbatch", options, f"--export={export}", script, FLAGS, flags))
     return re.search(r"Submitted batch job (\d+)", printed)[1], log
 
 
@@ -192,21 +182,20 @@ def state(cluster, job: str) -> str:
     return re.search(r"JobState=(\w+)", cluster("scontrol", "show", "job", job))[1]
 
 
-@pytest.mark.slow  # a real cluster of one node: python -m pytest -m slow tests/system/test_slurm.py
-def test_a_job_trains_on_two_ranks_and_ends(cluster, launcher, tmp_path):
-    job, log = submit(cluster, tmp_path, launcher, "--train-iters", "5")
-    wait(
-        lambda: state(cluster, job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), log
-    )
+def wait_for_end(cluster, job: str, log: Path) -> str:
+    """Wait for a job that completes, and return its log."""
+    running = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+    wait(lambda: state(cluster, job) not in running, log)
     text = log.read_text()
     assert state(cluster, job) == "COMPLETED", text
-    assert [i.iteration for i in parse_log(text.splitlines())] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ] and '"world_size": 2' in text
+    return text
+
+
+@pytest.mark.slow  # a real cluster of one node: python -m pytest -m slow tests/system/test_slurm.py
+def test_a_job_trains_on_two_ranks_and_ends(cluster, launcher, tmp_path):
+    text = wait_for_end(cluster, *submit(cluster, tmp_path, launcher, "--train-iters 5"))
+    assert [line.iteration for line in parse_log(text.splitlines())] == [1, 2, 3, 4, 5]
+    assert '"world_size": 2' in text
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "5"
 
 
@@ -214,42 +203,23 @@ def test_a_job_trains_on_two_ranks_and_ends(cluster, launcher, tmp_path):
 def test_a_job_whose_rank_is_killed_goes_on_and_ends_with_the_same_bits(
     cluster, launcher, tmp_path
 ):
-    flags = ("--train-iters", "12", "--save-interval", "2")
+    flags = "--train-iters 12 --save-interval 2"
     held = tmp_path / "held"
     killing = kill_held(held, 5)
-    job, log = submit(
-        cluster, tmp_path, launcher, *flags, PYTHONPATH=str(launch.FIRST), **holding(held, 5)
-    )
-    wait(
-        lambda: state(cluster, job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), log
-    )
+    variables = {"PYTHONPATH": str(launch.FIRST), **holding(held, 5)}
+    text = wait_for_end(cluster, *submit(cluster, tmp_path, launcher, flags, **variables))
     killing.join()
-    text = log.read_text()
-    assert state(cluster, job) == "COMPLETED", text
-    assert (
-        "supervise: a rank is lost" in text and "supervise: restart 1 of 5 from iteration " in text
-    )
-    whole = launch.mpich().run(
-        2,
-        str(ROOT / "pretrain_gpt.py"),
-        "--recipe",
-        "124m",
-        *TINY,
-        *flags,
-        "--mock-data",
-        "--save",
-        str(tmp_path / "whole"),
-    )
-    assert whole.returncode == 0 and losses(tmp_path / "save") == losses(tmp_path / "whole"), (
-        whole.stderr
-    )
+    assert "supervise: a rank is lost" in text
+    assert "supervise: restart 1 of 5 from iteration " in text
+    whole = tmp_path / "whole"
+    pretrain(launch.mpich(), 2, f"--recipe 124m {FLAGS} {flags} --mock-data --save {whole}")
+    assert losses(tmp_path / "save") == losses(whole)
 
 
 @pytest.mark.slow
 def test_a_job_near_its_limit_saves_is_queued_again_and_resumes(cluster, launcher, tmp_path):
-    job, log = submit(
-        cluster, tmp_path, launcher, "--train-iters", "100000", "--save-interval", "1000000"
-    )
+    flags = "--train-iters 100000 --save-interval 1000000"
+    job, log = submit(cluster, tmp_path, launcher, flags)
     wait(lambda: log.exists() and parse_log(log.read_text().splitlines()), log)
     cluster("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@300 sends
     wait(lambda: "Restarts=1" in cluster("scontrol", "show", "job", job), log)
@@ -258,14 +228,12 @@ def test_a_job_near_its_limit_saves_is_queued_again_and_resumes(cluster, launche
     assert f"saved checkpoint of iteration {left}" in text
 
     def resumed() -> bool:
-        if (
-            state(cluster, job) == "PENDING"
-        ):  # a job that is queued again waits two minutes for the node to be cleaned
+        # a job that is queued again waits two minutes for the node to be cleaned
+        if state(cluster, job) == "PENDING":
             cluster("scontrol", "update", f"JobId={job}", "StartTime=now")
         return f"resumed from {tmp_path}/save at iteration {left}" in log.read_text()
 
-    time.sleep(
-        5
-    )  # started in the second in which the first run's credential was revoked, the job would be killed as forged
+    # started in the second in which the first run's credential was revoked, the job would be killed as forged
+    time.sleep(5)
     wait(resumed, log)
     cluster("scancel", job)

@@ -1,4 +1,4 @@
-"""Automatic restarts: how a run ended, which nodes are used next, when restarting stops, how signals are forwarded.
+"""Automatic restarts: endings, choice of nodes, last restart, forwarded signals.
 
 The runs are a shell script that replaces the launcher and the trainer. Real ranks: tests/system/mpi/test_restarts.py.
 """
@@ -6,6 +6,7 @@ The runs are a shell script that replaces the launcher and the trainer. Real ran
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,13 +19,14 @@ from fugaku_megatron.jobs import supervise
 from fugaku_megatron.jobs.child import ending as ending_of
 from fugaku_megatron.jobs.supervise import FRUITLESS, read_hosts
 from fugaku_megatron.start.exit_codes import ExitCode
+from tests.system.processes import ROOT, run_python
 from tests.time_limit import time_limit
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --micro-batch-size 2 "
     "--global-batch-size 8 --lr 1e-3 --mock-data --train-iters 9 --max-position-embeddings 16"
-).split()
+)
+SAME = "--save x --load x"
 OPENMPI_KILL = (
     "prterun noticed that process rank 1 with PID 22675 on node c12 exited on\nsignal 9 (Killed)."
 )
@@ -89,10 +91,10 @@ def test_signals_of_several_ranks_are_not_read_as_another_one():
     assert ending_of(6, MPICH_KILL).text() == "a rank is lost (signal 6, SIGABRT) on node c12.site"
 
 
-def allocation(hosts: int, spares: int, ranks_per_node: int = 1, *flags: str) -> supervise.Nodes:
-    run = supervise.run_of(
-        ["fugaku-megatron", "train", *MODEL, "--save", "x", "--load", "x", *flags]
-    )
+def allocation(
+    hosts: int, spares: int, ranks_per_node: int = 1, flags: str = ""
+) -> supervise.Nodes:
+    run = supervise.run_of(f"fugaku-megatron train {MODEL} {SAME} {flags}".split())
     return supervise.Nodes([f"c{i}" for i in range(hosts)], ranks_per_node, spares, run)
 
 
@@ -132,8 +134,8 @@ def test_silent_nodes_are_found_by_halving():
 
 
 def test_the_layout_decides_how_many_nodes_are_used():
-    assert len(allocation(6, 2, 2, "--pipeline-model-parallel-size", "2").choose()) == 4
-    made = allocation(2, 0, 2, "--tensor-model-parallel-size", "4")
+    assert len(allocation(6, 2, 2, "--pipeline-model-parallel-size 2").choose()) == 4
+    made = allocation(2, 0, 2, "--tensor-model-parallel-size 4")
     assert made.lose("", made.choose(), without("c1")) == ["c1"] and made.choose() == []
 
 
@@ -154,33 +156,35 @@ exit "$code"
 
 
 class Job:
-    """A supervised run whose starts end as planned."""
+    """A supervised run with planned endings."""
 
     def __init__(self, folder: Path, capfd, *plan: str):
-        self.folder, self.capfd, self.launch = folder, capfd, folder / "launch"
+        self.folder = folder
+        self.capfd = capfd
+        self.launch = folder / "launch"
         self.launch.write_text(STANDS_FOR_A_LAUNCHER)
         self.launch.chmod(0o755)
         (folder / "plan").write_text("\n".join(plan) + "\n")
         (folder / "down").touch()
 
-    def words(self, *flags: str, launcher: bool = False, train: tuple[str, ...] = ()) -> list[str]:
-        save = ["--save", f"{self.folder}/save", "--load", f"{self.folder}/save"]
-        trainer = ["fugaku-megatron", "train", *MODEL, *save, *train]
-        how = ["--launcher", f"{self.launch} {self.folder} {{map}}"] if launcher else []
-        direct = [] if launcher else [str(self.launch), str(self.folder), "-"]
-        return ["supervise", *how, *flags, "--", *direct, *trainer]
+    def words(self, flags: str = "", launcher: bool = False, train: str = "") -> list[str]:
+        save = f"--save {self.folder}/save --load {self.folder}/save"
+        trainer = f"fugaku-megatron train {MODEL} {save} {train}"
+        start = f"{self.launch} {self.folder}"
+        if launcher:
+            return shlex.split(f"supervise --launcher '{start} {{map}}' {flags} -- {trainer}")
+        return f"supervise {flags} -- {start} - {trainer}".split()
 
-    def end(self, *flags: str, **options) -> tuple[int, list[str]]:
-        """Exit code, and what the supervisor said."""
+    def end(self, flags: str = "", **options) -> tuple[int, list[str]]:
+        """Return the exit code, and the lines of the supervisor."""
         with time_limit(60):
-            code = program.main(self.words(*flags, **options))
+            code = program.main(self.words(flags, **options))
         said = self.capfd.readouterr().err.splitlines()
-        return code, [
-            line.removeprefix("supervise: ") for line in said if line.startswith("supervise: ")
-        ]
+        begin = "supervise: "
+        return code, [line.removeprefix(begin) for line in said if line.startswith(begin)]
 
     def asked_to_stop(self, number: int) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr of a supervisor that gets a signal when the first start is there."""
+        """Send a signal to a supervisor when the first start is there; return exit code, stdout and stderr."""
         process = subprocess.Popen(
             [sys.executable, "-m", "fugaku_megatron", *self.words()],
             cwd=ROOT,
@@ -206,7 +210,7 @@ def planned(tmp_path, capfd):
 
 def test_a_fault_is_followed_by_a_start_from_the_last_checkpoint(planned):
     job = planned("9 4 EXIT STRING: Killed (signal 9)", "4 6", "0 9")
-    code, said = job.end("--max-restarts", "5")
+    code, said = job.end("--max-restarts 5")
     assert code == 0 and len(job.calls()) == 3 and len(set(job.calls())) == 1
     assert said == [
         "a rank is lost (signal 9, SIGKILL); the last checkpoint is of iteration 4",
@@ -226,14 +230,14 @@ def test_what_would_end_alike_is_not_started_again(planned, code):
 
 def test_restarts_that_gain_nothing_end(planned):
     job = planned("5 4", *["5 0"] * 9)
-    code, said = job.end("--max-restarts", "9")
+    code, said = job.end("--max-restarts 9")
     assert code == ExitCode.LOST_RANK and len(job.calls()) == 2 + FRUITLESS
     assert said[-1] == f"{FRUITLESS} restarts in a row made no new checkpoint; exit code 5"
 
 
 def test_restarts_are_counted(planned):
     job = planned("1 1", "1 2", "1 3")
-    assert job.end("--max-restarts", "1") == (
+    assert job.end("--max-restarts 1") == (
         1,
         [
             "a rank failed (exit code 1); the last checkpoint is of iteration 1",
@@ -247,7 +251,7 @@ def test_restarts_are_counted(planned):
 def test_spares_come_first_then_fewer_replicas_with_the_same_batch(planned, tmp_path):
     job = planned(f"9 2 {OPENMPI_KILL.replace('c12', 'b')}".replace("\n", "\\n"), "5 4", "0 9")
     (tmp_path / "down").write_text("c")
-    code, said = job.end("--hosts", "a,b,c", "--spare-nodes", "1", launcher=True)
+    code, said = job.end("--hosts a,b,c --spare-nodes 1", launcher=True)
     assert code == 0 and [call.split()[0] for call in job.calls()] == ["a,b", "a,c", "a"]
     assert said[1:] == [
         "no longer used: b",
@@ -261,11 +265,11 @@ def test_spares_come_first_then_fewer_replicas_with_the_same_batch(planned, tmp_
 
 def test_the_time_that_has_passed_is_taken_off(planned):
     job = planned("5 2", "0 4")
-    assert job.end(train=("--exit-duration-in-mins", "5"))[0] == 0
+    assert job.end(train="--exit-duration-in-mins 5")[0] == 0
     first, second = (float(call.rpartition(" ")[2]) for call in job.calls())
     assert first == 5 and 4 < second <= 5  # hundredths of a minute
     job = planned("5 5")
-    assert job.end(train=("--exit-duration-in-mins", "0.000001"))[1][-1] == (
+    assert job.end(train="--exit-duration-in-mins 0.000001")[1][-1] == (
         "the time of --exit-duration-in-mins is over: the next job continues; exit code 0"
     )
 
@@ -292,5 +296,4 @@ def test_hosts_come_from_a_list_or_a_file(tmp_path):
 
 def test_the_supervisor_needs_neither_torch_nor_mpi():
     code = "import sys, fugaku_megatron.jobs.supervise; print({'torch', 'mpi4py'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "set()\n", done.stderr
+    assert run_python("-c", code).stdout == "set()\n"

@@ -1,4 +1,4 @@
-"""The tools that draw and measure, and mistakes of those who call tools and benchmarks: one line, no usage block, no traceback."""
+"""Tools that draw and measure, and mistakes in calls to tools and benchmarks: one line, no usage block, no traceback."""
 
 from __future__ import annotations
 
@@ -21,108 +21,79 @@ def call(tool, *words: object) -> int:
     return program.start(tool.__name__.rpartition(".")[2], tool, list(map(str, words)))
 
 
+NO_FOLDER = "no is not a directory: make it, or pass another file"
+
+
 @pytest.mark.parametrize(
     "tool, words, message",
     [
-        (plot_result, [], "the following arguments are required: STEP_JSON, --output"),
-        (plot_result, ["{dir}/no.json", "--output", "{dir}/a.png"], "no.json"),
-        (plot_result, ["{dir}/text", "--output", "{dir}/a.png"], "text"),
+        (plot_result, "", "the following arguments are required: STEP_JSON, --output"),
+        (plot_result, "no.json --output a.png", "no.json"),
+        (plot_result, "text --output a.png", "text"),
         (
             plot_result,
-            ["{dir}/other.json", "--output", "{dir}/a.png"],
+            "other.json --output a.png",
             "is not there: pass STEP_JSON of python -m benchmarks step",
         ),
-        (
-            plot_result,
-            ["{dir}/other.json", "--output", "{dir}/no/a.png"],
-            "no is not a directory: make it, or pass another file",
-        ),
-        (
-            plot_profile,
-            ["a={dir}/no.txt", "--output", "{dir}/no/a.png"],
-            "no is not a directory: make it, or pass another file",
-        ),
-        (plot_profile, ["table.txt", "--output", "{dir}/a.png"], "pass LABEL=FILE"),
-        (
-            plot_profile,
-            ["a=/absent", "--output", "{dir}/a.png"],
-            "pass a table that --profile wrote",
-        ),
-        (plot_profile, ["a={dir}/text", "--output", "{dir}/a.png"], "no row of an operation"),
-        (plot_profile, ["--quux"], "the following arguments are required: LABEL=FILE, --output"),
-        (demo_corpus, [], "the following arguments are required: --output"),
-        (
-            demo_corpus,
-            ["--output", "{dir}/other.json"],
-            "other.json: cannot be written (File exists)",
-        ),
-        (gemm_error, ["--rows", "0"], "pass numbers above 0"),
+        (plot_result, "other.json --output no/a.png", NO_FOLDER),
+        (plot_profile, "a=no.txt --output no/a.png", NO_FOLDER),
+        (plot_profile, "table.txt --output a.png", "pass LABEL=FILE"),
+        (plot_profile, "a=/absent --output a.png", "pass a table that --profile wrote"),
+        (plot_profile, "a=text --output a.png", "no row of an operation"),
+        (plot_profile, "--quux", "the following arguments are required: LABEL=FILE, --output"),
+        (demo_corpus, "", "the following arguments are required: --output"),
+        (demo_corpus, "--output other.json", "other.json: cannot be written (File exists)"),
+        (gemm_error, "--rows 0", "pass numbers above 0"),
+        (gemm_error, "--rows 4 --depth 40 --chunks 8 0", "pass numbers above 0"),
         (
             gemm_error,
-            ["--rows", "4", "--depth", "40", "--chunks", "8", "0"],
-            "pass numbers above 0",
-        ),
-        (
-            gemm_error,
-            ["--rows", "4", "--depth", "40", "--chunks", "70000"],
+            "--rows 4 --depth 40 --chunks 70000",
             "--chunks 70000: pass numbers from 1 to 65536",
         ),
-        (gemm_error, ["--quux"], "unknown flag --quux"),
+        (gemm_error, "--quux", "unknown flag --quux"),
     ],
 )
-def test_mistakes_of_the_tools_are_one_line(tool, words, message, tmp_path, capsys):
+def test_mistakes_of_the_tools_are_one_line(command, tool, words, message, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "text").write_text("no")
-    assert call(tool, *(word.format(dir=tmp_path) for word in words)) == 2
-    out, err = capsys.readouterr()
-    assert (
-        out == ""
-        and err.startswith(tool.__name__.rpartition(".")[2] + ": ")
-        and message in err
-        and err.count("\n") == 1
-    )
+    done = command(words, code=2, start=lambda words: call(tool, *words))
+    done.mistake(message)
+    assert done.stdout == "" and done.stderr.startswith(tool.__name__.rpartition(".")[2] + ": ")
 
 
 @pytest.mark.parametrize(
     "words, message",
-    [
-        ([], "python -m benchmarks: the following arguments are required: family"),
-        (["stepp"], "python -m benchmarks: argument family: invalid choice: 'stepp'"),
-        (
-            ["step", "--ranks", "x"],
-            "python -m benchmarks: argument --ranks: invalid int value: 'x'",
-        ),
-        (["step", "--quux"], "python -m benchmarks: unknown flag --quux"),
-    ],
+    {
+        "": "the following arguments are required: family",
+        "stepp": "argument family: invalid choice: 'stepp'",
+        "step --ranks x": "argument --ranks: invalid int value: 'x'",
+        "step --quux": "unknown flag --quux",
+    }.items(),
 )
 def test_mistakes_of_the_benchmarks_are_one_line(words, message, capsys):
     with pytest.raises(SystemExit) as end:
-        benchmarks(words)
-    assert (
-        str(end.value).startswith(message)
-        and "\n" not in str(end.value)
-        and capsys.readouterr() == ("", "")
-    )
+        benchmarks(words.split())
+    said = str(end.value)
+    assert said.startswith(f"python -m benchmarks: {message}") and "\n" not in said
+    assert capsys.readouterr() == ("", "")
 
 
 # gemm_error ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_errors_are_those_of_the_formats():
+    case = gemm_error.Case(name="c", left=1.0, right=0.02)
     with kernels.target("portable"):
-        errors = gemm_error.measure(
-            gemm_error.Case(name="c", left=1.0, right=0.02), 24, 512, (1, 16, 256)
-        )
+        errors = gemm_error.measure(case, 24, 512, (1, 16, 256))
         large = gemm_error.measure(gemm_error.CASES[-1], 8, 128, (16,))
     # A rounding to p bits has a relative error below 2^-p, its root mean square is about 0.4 of that.
     assert 0.3 * 2**-11 < errors.fp16_result < 0.6 * 2**-11
     assert errors.bf16_operands == pytest.approx(8 * errors.fp16_operands, rel=0.2)
     assert errors.fp32_sums < 1e-6
-    assert (
-        errors.fp16_result < errors.chunks[1] * 2
-        and errors.chunks[1] < errors.chunks[16] < errors.chunks[256] < 2**-7
-    )
+    chunks = errors.chunks
+    assert errors.fp16_result < 2 * chunks[1] < 2 * chunks[16] < 2 * chunks[256] < 2 * 2**-7
     assert errors.overflows == set() and large.overflows == {16}
     assert gemm_error.table([large], (16,))[2].endswith("| overflow |")
 
@@ -131,11 +102,11 @@ def test_a_row_for_each_case(capsys):
     try:
         assert call(gemm_error, "--rows", 4, "--depth", 40, "--chunks", 8) == 0
     finally:
-        kernels.flush_denormals(
-            False
-        )  # which hypothesis refuses in tests that follow in this process
+        # hypothesis refuses a flush in tests that follow in this process
+        kernels.flush_denormals(False)
     printed = capsys.readouterr().out.splitlines()
-    formats, split = 3 + len(gemm_error.CASES), 4 + gemm_error.FP32_CASES * len(gemm_error.DEPTHS)
+    formats = 3 + len(gemm_error.CASES)
+    split = 4 + gemm_error.FP32_CASES * len(gemm_error.DEPTHS)
     assert len(printed) == formats + split and "4 x 4 sums of 40 terms" in printed[0]
     assert "FP32 operands" in printed[formats + 1]
 
@@ -145,23 +116,22 @@ def test_a_row_for_each_case(capsys):
 
 def test_a_profile_is_read_back_and_drawn(tmp_path):
     profiler = Profiler()
-    profiler.peak_gflops, profiler.steps = 100.0, [2.0]
+    profiler.peak_gflops = 100.0
+    profiler.steps = [2.0]
     profiler.events = [
         Event("kernels", "linear_forward", 0.0, 1.0, 40e9),
         Event("communication", "dp all_reduce", 1.0, 0.5),
     ]
     table = tmp_path / "table_rank0.txt"
+    picture = tmp_path / "step.png"
     table.write_text("\n".join(profiler.table()) + "\n")
     assert plot_profile.read_table(table) == {
         "linear_forward": 1.0,
         "dp all_reduce": 0.5,
         "Python, autograd and the rest": 0.5,
     }
-    assert (
-        call(plot_profile, "--output", tmp_path / "step.png", f"before={table}", f"after={table}")
-        == 0
-    )
-    assert (tmp_path / "step.png").read_bytes().startswith(PNG)
+    assert call(plot_profile, "--output", picture, f"before={table}", f"after={table}") == 0
+    assert picture.read_bytes().startswith(PNG)
 
 
 STEP = {
@@ -194,15 +164,8 @@ def test_every_side_of_the_readmes_picture_has_a_bar(tmp_path):
     assert [(name, value) for name, value, _ in plot_result.steps(PLAN, 252.0)] == expected
     for name, content in (("step", STEP), ("plan", PLAN)):
         (tmp_path / name).write_text(json.dumps(content))
+    picture = tmp_path / "a.png"
     assert (
-        call(
-            plot_result,
-            "--output",
-            tmp_path / "a.png",
-            "--plan",
-            tmp_path / "plan",
-            tmp_path / "step",
-        )
-        == 0
+        call(plot_result, "--output", picture, "--plan", tmp_path / "plan", tmp_path / "step") == 0
     )
-    assert (tmp_path / "a.png").stat().st_size > 5_000
+    assert picture.stat().st_size > 5_000

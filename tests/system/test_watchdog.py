@@ -45,9 +45,9 @@ MICRO_BATCH = "forward of micro-batch 3, iteration 12"
 
 @dataclass(frozen=True)
 class Group:
-    """Behaviour of each rank (see hanging_rank.py), and the expected outcome.
+    """Each rank's behaviour (see hanging_rank.py), and the expected outcome.
 
-    codes: the first ones, of the ranks that end by themselves. said: by the speaker. stacks: words of each rank's. nodes: of ranks.
+    codes: the first ranks', which end by themselves; said: by the speaker; stacks: words in each rank's; nodes: the ranks'
     """
 
     words: tuple[str, ...]
@@ -58,7 +58,8 @@ class Group:
     nodes: tuple[int, ...] = ()
 
 
-HANG, LOST = ExitCode.HANG, ExitCode.LOST_RANK
+HANG = ExitCode.HANG
+LOST = ExitCode.LOST_RANK
 GROUPS = {
     "stopped": Group(
         ("wait", "stop"),
@@ -117,9 +118,10 @@ GROUPS = {
 
 
 def start(directory: Path, group: Group, path: str = "") -> list[subprocess.Popen]:
-    """Start a group's ranks. path: of a debugger, which takes seconds; default: none"""
+    """Start a group's ranks. path: to a debugger, which takes seconds; default: none"""
     environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2]), "PATH": path}
-    sockets, started = [open_socket("127.0.0.1") for _ in group.nodes], []
+    sockets = [open_socket("127.0.0.1") for _ in group.nodes]
+    started = []
     for rank, word in enumerate(group.words):
         opened = sockets[rank].fileno() if sockets else 0
         more = (
@@ -157,7 +159,7 @@ def let_hang(processes: Iterable[subprocess.Popen]) -> None:
 def end(
     directory: Path, group: Group, processes: list[subprocess.Popen]
 ) -> tuple[list[int | None], str, list[str]]:
-    """Wait for the ranks that end by themselves; return (codes, the speaker's output, stacks of each rank)."""
+    """Wait for the ranks that end by themselves; return (codes, the speaker's output, each rank's stacks)."""
     try:
         _, said = processes[group.speaker].communicate(timeout=120)
         for process, code in zip(processes, group.codes):
@@ -180,7 +182,7 @@ def end(
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """Start all groups, which hang at the same time."""
+    """Start all groups at the same time."""
     directories = {name: tmp_path_factory.mktemp("group") for name in GROUPS}
     started = {name: start(directories[name], group) for name, group in GROUPS.items()}
     let_hang([process for processes in started.values() for process in processes])
@@ -189,7 +191,8 @@ def ended(tmp_path_factory):
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_what_hangs_is_named_with_its_stack_and_the_job_ends(ended, name):
-    group, (codes, said, found) = GROUPS[name], ended[name]
+    group = GROUPS[name]
+    codes, said, found = ended[name]
     assert [code for code, expected in zip(codes, group.codes) if expected != -signal.SIGKILL] == [
         code for code in group.codes if code != -signal.SIGKILL
     ], said
@@ -268,7 +271,7 @@ def test_a_node_that_hears_of_no_other_waits_longer_for_their_word():
 
 
 def test_silence_of_a_node_counts_when_nobody_else_moves():
-    """Lose datagrams, which must not end a job that continues."""
+    """Lose datagrams: they must not end a job that continues."""
     silent = Standing(7, "c7", "forward of micro-batch 3", 90.0, 60.0, SILENT)
     for others in (
         count([], [standing(0, 0.1)]),
@@ -322,7 +325,8 @@ def test_a_report_of_thousands_of_nodes_stays_short():
 
 
 def pair() -> tuple[Link, Link]:
-    first, second = open_socket("127.0.0.1"), open_socket("127.0.0.1")
+    first = open_socket("127.0.0.1")
+    second = open_socket("127.0.0.1")
     return Link(0, 2, 5, first, []), Link(1, 2, 5, second, [first.getsockname()])
 
 

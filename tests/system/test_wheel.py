@@ -1,7 +1,7 @@
-"""The wheel: it holds what a run needs, names no folder of the machine that built it, and trains without the checkout.
+"""The wheel is complete, names no folder on the build machine, and trains without the checkout.
 
-The quick tests build it once from the objects of `make setup`. The slow one is `make wheel-test`: `pip install .` as a newcomer
-calls it, in an empty environment.
+The quick tests build it once from the objects that `make setup` left. The slow one is `make wheel-test`: `pip install .`
+in an empty environment.
 """
 
 from __future__ import annotations
@@ -21,18 +21,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-TRAIN = [
-    "train",
-    "--recipe",
-    "demo",
-    "--mock-data",
-    "--train-iters",
-    "2",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "1",
-]
+TRAIN = (
+    "train --recipe demo --mock-data --train-iters 2 --micro-batch-size 1 --global-batch-size 1"
+).split()
 
 
 def run(command: list[str | Path], folder: Path, **options) -> subprocess.CompletedProcess:
@@ -65,7 +56,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def bin_folder(wheel, tmp_path_factory) -> Path:
-    """The programs of an environment with the wheel; this environment's packages, but not the checkout, stand on its path."""
+    """Programs in an environment with the wheel; its path has this environment's packages, but not the checkout."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, symlinks=True)
     site = next(folder.glob("lib/python*/site-packages"))
@@ -85,7 +76,7 @@ def names(wheel: Path) -> set[str]:
 
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
     tracked = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "fugaku_megatron"],
+        "git ls-files -co --exclude-standard fugaku_megatron".split(),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -121,7 +112,7 @@ def test_the_wheel_trains_without_the_checkout(bin_folder, tmp_path):
     assert Path(package).is_relative_to(bin_folder.parent) and not Path(torch).is_relative_to(
         bin_folder.parent
     )
-    quick = ["--vocab-size", "512", "--kernels", "native"]
+    quick = "--vocab-size 512 --kernels native".split()
     job = run(
         [bin_folder / "fugaku-megatron", *TRAIN, *quick, "--save", tmp_path / "checkpoint"],
         tmp_path,
@@ -132,11 +123,11 @@ def test_the_wheel_trains_without_the_checkout(bin_folder, tmp_path):
 
 @pytest.mark.parametrize(
     "words, answer",
-    [
-        ("--help", "usage: fugaku-megatron COMMAND"),
-        ("tables --document 001", "001"),
-        ("predict --recipe 124m --nodes 4 --machine grace", "(model"),
-    ],
+    {
+        "--help": "usage: fugaku-megatron COMMAND",
+        "tables --document 001": "001",
+        "predict --recipe 124m --nodes 4 --machine grace": "(model",
+    }.items(),
 )
 def test_the_wheel_holds_its_data(bin_folder, tmp_path, words, answer):
     assert answer in run([bin_folder / "fugaku-megatron", *words.split()], tmp_path).stdout
@@ -144,14 +135,16 @@ def test_the_wheel_holds_its_data(bin_folder, tmp_path, words, answer):
 
 @pytest.mark.slow
 def test_pip_install_in_an_empty_environment(tmp_path):
-    """With build isolation, from a copy of the sources without anything built, that is gone before the first run."""
-    source, environment = tmp_path / "source", tmp_path / "environment"
+    """With build isolation, from unbuilt sources that are gone before the first run."""
+    source = tmp_path / "source"
+    environment = tmp_path / "environment"
     left_out = shutil.ignore_patterns(
         "build", "dist", "demo", "bench", "*.so", "*.egg-info", "__pycache__", ".*"
     )
     shutil.copytree(ROOT, source, ignore=left_out)
     venv.create(environment, with_pip=True, symlinks=True)
-    python, program = environment / "bin" / "python", environment / "bin" / "fugaku-megatron"
+    python = environment / "bin" / "python"
+    program = environment / "bin" / "fugaku-megatron"
     pip = [python, *PIP[1:], "install"]
     run([*pip, "."], source, timeout=3000)
     shutil.rmtree(source)

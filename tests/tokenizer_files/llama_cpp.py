@@ -1,7 +1,7 @@
-"""llama.cpp on this machine: tokens of texts, and log-probabilities of the next token, of a GGUF file.
+"""llama.cpp on this machine: tokens of texts, and log-probabilities of the next token, from a GGUF file.
 
-The package xllamacpp, which is optional, has llama.cpp as a server in the process. Left out: what is compared (make.py, and
-tests/unit/test_llama_cpp.py).
+The optional package xllamacpp has llama.cpp as a server in the process. Comparisons: make.py, and
+tests/unit/test_llama_cpp.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALL = 100_000  # tokens whose log-probability is asked for
 
 
 class LlamaCpp:
-    """The server of one file, between `with` and the end of the block."""
+    """A server for one file, until the block ends."""
 
     def __init__(self, file: Path, context: int = 256):
         import xllamacpp
@@ -51,12 +51,12 @@ class LlamaCpp:
             return json.load(answer)
 
     def tokens(self, text: str, parse_special: bool) -> list[int]:
-        """Token ids of a text, with what is put around it."""
+        """Return a text's token ids, with begin and end tokens."""
         asked = {"content": text, "add_special": True, "parse_special": parse_special}
         return self._post("/tokenize", **asked)["tokens"]
 
     def next_token(self, ids: list[int], letter: int) -> dict[int, float]:
-        """Log-probability of each token after `ids`. letter: a token that is a letter, which is then chosen."""
+        """Return each token's log-probability after `ids`. letter: a token that is a letter, and is chosen"""
         answer = self._post(
             "/completion",
             prompt=ids,
@@ -70,7 +70,7 @@ class LlamaCpp:
 
 
 def write_model(tokenizer: GgufTokenizer, file: Path) -> None:
-    """Write a model of one layer with this tokenizer."""
+    """Write a one-layer model with this tokenizer."""
     import gguf
 
     writer = gguf.GGUFWriter(file, "llama")

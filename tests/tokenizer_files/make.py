@@ -1,10 +1,10 @@
-"""The files next to this script: tokenizers that other programs wrote, and the tokens that llama.cpp makes of texts.
+"""The files next to this script: tokenizers from other programs, and llama.cpp's tokens.
 
     pip install xllamacpp tiktoken blobfile
     python -m tests.tokenizer_files.make
 
-Each folder is one tokenizer. tokens.json has the tokens of TEXTS by llama.cpp for each folder that --to-gguf writes,
-and the CRC-32 of what was written for it. Made with tokenizers 0.23.3, transformers 5.23.0, sentencepiece 0.2.3,
+Each folder is one tokenizer. tokens.json has llama.cpp's tokens for TEXTS in each folder that --to-gguf writes,
+and the CRC-32 of the written tokenizer. Made with tokenizers 0.23.3, transformers 5.23.0, sentencepiece 0.2.3,
 tiktoken 0.14.0 and xllamacpp 2026.10.11549.
 """
 
@@ -104,7 +104,7 @@ TEXTS = (
 
 
 def write_byte_level(folder: Path, split: Split, **config: str) -> None:
-    """Train a byte-level BPE with a split of SPLITS by the package tokenizers."""
+    """Train a byte-level BPE with a split from SPLITS by the package tokenizers."""
     import tokenizers
     from tokenizers import pre_tokenizers
 
@@ -142,7 +142,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def write_pieces(folder: Path, **options: Any) -> None:
-    """Train a model of SentencePiece."""
+    """Train a SentencePiece model."""
     import sentencepiece
 
     folder.mkdir(exist_ok=True)
@@ -165,7 +165,7 @@ def write_pieces(folder: Path, **options: Any) -> None:
 
 
 def write_fallback(folder: Path, prefix: bool) -> None:
-    """Save a model of SentencePiece as the package tokenizers has it, with all merges that make a piece."""
+    """Save a SentencePiece model in the package tokenizers' form, with all merges that make a piece."""
     import sentencepiece
     import tokenizers
 
@@ -239,7 +239,7 @@ def write_tiktoken(folder: Path) -> None:
 
 
 def written(tokenizer: GgufTokenizer) -> int:
-    """Return the CRC-32 of what the tokens of a text depend on."""
+    """Return the CRC-32 over the metadata that tokens depend on."""
     parts = (
         *(tokenizer.algorithm, tokenizer.split, [*map(tuple, tokenizer.tokens)], tokenizer.merges),
         *(tokenizer.add_space_prefix, tokenizer.add_bos, tokenizer.add_eos),

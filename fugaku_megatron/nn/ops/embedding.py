@@ -60,36 +60,27 @@ class _TorchEmbedding(Function[Tensor]):
 
 def add_position(ops: Backend, x: Tensor, weight: Tensor, first: int = 0) -> Tensor:
     """Add rows from `first` on of weight (positions, h) to x (s, b, h)."""
-    if ops.is_native("embedding"):
-        return _NativeAddPosition.apply(ops.kernels, x, weight, first)
-    return _TorchAddPosition.apply(x, weight, first)
+    return _AddPosition.apply(ops, x, weight, first)
 
 
-class _NativeAddPosition(Function[Tensor]):
+class _AddPosition(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Any, kernels: Any, x: Tensor, weight: Tensor, first: int) -> Tensor:
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        kernels.add_position(x, weight[first:], out)
-        ctx.kernels = kernels
+    def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, first: int) -> Tensor:
+        ctx.ops = ops
         ctx.weight = weight
         ctx.first = first
+        if not ops.is_native("embedding"):
+            return x + weight[first : first + len(x)].unsqueeze(1)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        ops.kernels.add_position(x, weight[first:], out)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None, None]:
-        ctx.kernels.add_position_backward(dout.contiguous(), ctx.weight.main_grad[ctx.first :])
+        gradient = ctx.weight.main_grad[ctx.first :]
+        if ctx.ops.is_native("embedding"):
+            ctx.ops.kernels.add_position_backward(dout.contiguous(), gradient)
+        else:
+            gradient[: len(dout)].add_(dout.sum(1, dtype=torch.float32))
         return None, dout, None, None
-
-
-class _TorchAddPosition(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, first: int) -> Tensor:
-        ctx.weight = weight
-        ctx.rows = slice(first, first + x.shape[0])
-        return x + weight[ctx.rows].unsqueeze(1)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        ctx.weight.main_grad[ctx.rows].add_(dy.sum(1, dtype=torch.float32))
-        return dy, None, None

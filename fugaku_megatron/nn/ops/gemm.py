@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ...comm.autograd import Function, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
@@ -35,7 +34,10 @@ def matmul(
     activation: applied to the result, native only; `pre` receives its argument.
     """
     if not ops.is_native("gemm"):
-        out.copy_(F.linear(x, weight, bias))
+        if bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
         return
     length = ops.sum_length(x)
     if len(x) <= ops.few_rows and not length:
@@ -105,8 +107,7 @@ def linear(
     sequence: ranks that shard x (s / t, b, in) by sequence. The shards are gathered, again in backward, which reduce-scatters the
         gradient of x.
     """
-    function = _NativeLinear if ops.is_native("gemm") else _TorchLinear
-    return function.apply(ops, x, weight, bias, sequence)
+    return _Linear.apply(ops, x, weight, bias, sequence)
 
 
 def row_count(x: Tensor, sequence: Comm | None) -> int:
@@ -118,7 +119,7 @@ def row_count(x: Tensor, sequence: Comm | None) -> int:
     return rows if sequence is None else rows * sequence.size
 
 
-class _NativeLinear(Function[Tensor]):
+class _Linear(Function[Tensor]):
     @staticmethod
     def forward(
         ctx: Any,
@@ -156,34 +157,6 @@ class _NativeLinear(Function[Tensor]):
             dx = rows if reusable else torch.empty_like(rows)
         data_gradient(ops, dy, ctx.weight, dx)
         return None, reduce_scatter_sequence(dx.view(ctx.shape), sequence), None, None, None
-
-
-class _TorchLinear(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        ops: Backend,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        sequence: Comm | None,
-    ) -> Tensor:
-        if not is_frozen(weight):
-            ctx.save_for_backward(x)
-        ctx.ops = ops
-        ctx.weight = weight
-        ctx.bias = bias
-        ctx.sequence = sequence
-        return F.linear(gather_sequence(x, sequence), weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        rows = dy.reshape(-1, dy.shape[-1])
-        if ctx.saved_tensors:
-            x = gather_sequence(ctx.saved_tensors[0], ctx.sequence)
-            weight_gradient(ctx.ops, rows, x.reshape(-1, x.shape[-1]), ctx.weight, ctx.bias)
-        dx = (rows @ ctx.weight).view(*dy.shape[:-1], -1)
-        return None, reduce_scatter_sequence(dx, ctx.sequence), None, None, None
 
 
 # Rows in groups: the first counts[0] rows multiply the first matrix of a weight (groups, ..., in), and so on -------------------

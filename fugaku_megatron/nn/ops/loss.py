@@ -62,8 +62,6 @@ def head_loss(ops: Backend, x: Tensor, weight: Tensor, labels: Tensor, call: Hea
         return _NativeHeadLoss.apply(ops, x, weight, labels, call)
     # The weight gradient is not postponed, so that a tied weight gets it before the embedding's, as in the native backend.
     logits = linear(replace(ops, weight_gradients=WeightGradients()), x, weight)
-    if call.unpadded_rows is not None:
-        logits[..., call.unpadded_rows :] = -math.inf
     divisor = call.divisor or labels.numel()
     z_part = torch.zeros(())
     losses = _TorchCrossEntropy.apply(logits, labels, call, z_part)
@@ -166,6 +164,8 @@ class _TorchCrossEntropy(Function[Tensor]):
         z_loss = call.z_loss
         ctx.dtype = logits.dtype
         logits = logits.float()  # (s, b, v)
+        if call.unpadded_rows is not None:
+            logits[..., call.unpadded_rows :] = -math.inf
         row_max = tp.all_reduce(logits.amax(-1), "max")  # (s, b)
         exponentials = torch.exp(logits - row_max.unsqueeze(-1))
         sum_exp = tp.all_reduce(exponentials.sum(-1))

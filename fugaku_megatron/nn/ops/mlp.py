@@ -74,7 +74,12 @@ class _MLP(Function[Tensor]):
         rows = as_rows(whole)
         if needs_values:
             out = x.new_empty(len(rows), len(weight2))
-            inner = first_matmul(ops, rows, weight1, bias1, pre, activation)
+            if is_fused(ops, activation):
+                inner = torch.empty_like(pre)
+                matmul(ops, rows, weight1, inner, bias1, ACTIVATIONS[activation].kernel, pre)
+            else:
+                matmul(ops, rows, weight1, pre, bias1)
+                inner = activate(ops, pre, activation)
             matmul(ops, inner, weight2, out)
         else:
             out = x.new_empty(1).expand(len(rows), len(weight2))
@@ -111,18 +116,6 @@ class _MLP(Function[Tensor]):
         data_gradient(ops, dpre, weight1, dx)
         dx = reduce_scatter_sequence(dx.view(ctx.shape), ctx.sequence)
         return None, dx, None, None, None
-
-
-def first_matmul(
-    ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, activation: str
-) -> Tensor:
-    """Write x weight^T + bias to pre, and return its activation."""
-    if not is_fused(ops, activation):
-        matmul(ops, x, weight, pre, bias)
-        return activate(ops, pre, activation)
-    inner = torch.empty_like(pre)
-    matmul(ops, x, weight, inner, bias, ACTIVATIONS[activation].kernel, pre)
-    return inner
 
 
 def argument_gradient(

@@ -16,43 +16,47 @@ from ..gradients import accumulate, as_rows, gradient_of, vector_gradient
 from .backend import Backend
 from .dropout import bias_dropout_add, call_rowwise
 
+# The native norms differ in the number of their parameters: weight and bias, or the weight alone.
+_NAMES = {1: "rms_norm", 2: "layer_norm"}
+
 
 def layer_norm(ops: Backend, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     if ops.is_native("rowwise"):
-        return _NativeLayerNorm.apply(ops.kernels, x, weight, bias, epsilon)
+        return _NativeNorm.apply(ops.kernels, x, epsilon, weight, bias)
     return _TorchLayerNorm.apply(x, weight, bias, epsilon)
 
 
-class _NativeLayerNorm(Function[Tensor]):
+def rms_norm(ops: Backend, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + epsilon) * weight, computed in FP32. x (..., h)"""
+    if ops.is_native("rowwise"):
+        return _NativeNorm.apply(ops.kernels, x, epsilon, weight)
+    return _TorchRMSNorm.apply(x, weight, epsilon)
+
+
+class _NativeNorm(Function[Tensor]):
     @staticmethod
-    def forward(
-        ctx: Any, kernels: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float
-    ) -> Tensor:
+    def forward(ctx: Any, kernels: Any, x: Tensor, epsilon: float, *parameters: Tensor) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
-        mean, rstd = x.new_empty(2, x.numel() // x.shape[-1], dtype=torch.float32)
-        kernels.layer_norm(x, weight, bias, y, mean, rstd, epsilon)
-        ctx.save_for_backward(x, mean, rstd)
+        rows = x.numel() // x.shape[-1]
+        # rstd, after the mean of a layer norm.
+        statistics = x.new_empty(len(parameters), rows, dtype=torch.float32).unbind()
+        kernel = getattr(kernels, _NAMES[len(parameters)])
+        kernel(x, *parameters, y, *statistics, epsilon)
+        ctx.save_for_backward(x, *statistics)
         ctx.kernels = kernels
-        ctx.weight = weight
-        ctx.bias = bias
+        ctx.parameters = parameters
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, None]:
-        x, mean, rstd = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        parameters = ctx.parameters
+        x, *statistics = ctx.saved_tensors
         dx = torch.empty_like(x)
-        ctx.kernels.layer_norm_backward(
-            dy.contiguous(),
-            x,
-            mean,
-            rstd,
-            ctx.weight,
-            dx,
-            vector_gradient(ctx.weight),
-            vector_gradient(ctx.bias),
-        )
-        return None, dx, None, None, None
+        kernel = getattr(ctx.kernels, f"{_NAMES[len(parameters)]}_backward")
+        gradients = map(vector_gradient, parameters)
+        kernel(dy.contiguous(), x, *statistics, parameters[0], dx, *gradients)
+        return None, dx, None, *(None for _ in parameters)
 
 
 class _TorchLayerNorm(Function[Tensor]):
@@ -73,35 +77,6 @@ class _TorchLayerNorm(Function[Tensor]):
         accumulate(ctx.weight, dweight)
         accumulate(ctx.bias, dbias)
         return dx, None, None, None
-
-
-def rms_norm(ops: Backend, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + epsilon) * weight, computed in FP32. x (..., h)"""
-    if ops.is_native("rowwise"):
-        return _NativeRMSNorm.apply(ops.kernels, x, weight, epsilon)
-    return _TorchRMSNorm.apply(x, weight, epsilon)
-
-
-class _NativeRMSNorm(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Any, kernels: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
-        kernels.rms_norm(x, weight, y, rstd, epsilon)
-        ctx.save_for_backward(x, rstd)
-        ctx.kernels = kernels
-        ctx.weight = weight
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
-        x, rstd = ctx.saved_tensors
-        dx = torch.empty_like(x)
-        ctx.kernels.rms_norm_backward(
-            dy.contiguous(), x, rstd, ctx.weight, dx, vector_gradient(ctx.weight)
-        )
-        return None, dx, None, None
 
 
 class _TorchRMSNorm(Function[Tensor]):
@@ -177,8 +152,6 @@ def bias_dropout_add_rms_norm(
 
 
 class _BiasDropoutAddNorm(Function[tuple[Tensor, Tensor]]):
-    """Layer norm with weight and bias, RMS norm with the weight alone."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -193,14 +166,9 @@ class _BiasDropoutAddNorm(Function[tuple[Tensor, Tensor]]):
         x = x.contiguous()
         total = torch.empty_like(x)
         y = torch.empty_like(x)
-        is_layer_norm = len(parameters) == 2
-        kernel = kernels.bias_dropout_add_rms_norm
-        if is_layer_norm:
-            kernel = kernels.bias_dropout_add_layer_norm
-        # rstd, after the mean of a layer norm.
         statistics = x.new_empty(len(parameters), *x.shape[:2], dtype=torch.float32).unbind()
         call_rowwise(
-            kernel,
+            getattr(kernels, f"bias_dropout_add_{_NAMES[len(parameters)]}"),
             dropped,
             x,
             bias,
@@ -213,7 +181,6 @@ class _BiasDropoutAddNorm(Function[tuple[Tensor, Tensor]]):
         )
         ctx.save_for_backward(total, *statistics)
         ctx.kernels = kernels
-        ctx.is_layer_norm = is_layer_norm
         ctx.bias = bias
         ctx.parameters = parameters
         ctx.dropped = dropped
@@ -224,11 +191,9 @@ class _BiasDropoutAddNorm(Function[tuple[Tensor, Tensor]]):
         total, *statistics = ctx.saved_tensors
         dresidual = torch.empty_like(total)
         dx = torch.empty_like(total) if ctx.dropped.p else None
-        kernel = ctx.kernels.bias_dropout_add_rms_norm_backward
-        if ctx.is_layer_norm:
-            kernel = ctx.kernels.bias_dropout_add_layer_norm_backward
+        name = _NAMES[len(ctx.parameters)]
         call_rowwise(
-            kernel,
+            getattr(ctx.kernels, f"bias_dropout_add_{name}_backward"),
             ctx.dropped,
             dy.contiguous(),
             dtotal.contiguous(),
@@ -242,5 +207,4 @@ class _BiasDropoutAddNorm(Function[tuple[Tensor, Tensor]]):
         )
         if dx is None:
             dx = dresidual
-        parameter_gradients = (None for _ in ctx.parameters)
-        return None, dx, None, dresidual, None, None, *parameter_gradients
+        return None, dx, None, dresidual, None, None, *(None for _ in ctx.parameters)

@@ -59,39 +59,32 @@ def _heads(qkv: Tensor, call: Rotary) -> Tensor:
     return qkv.view(*qkv.shape[:2], -1, call.heads.head_size)
 
 
+def _native_rotated(kernels: Any, qkv: Tensor, call: Rotary, inverse: bool) -> Tensor:
+    qkv = qkv.contiguous()
+    out = torch.empty_like(qkv)
+    assert call.angles is not None
+    kernels.rotary(
+        _heads(qkv, call),
+        *call.angles,
+        _heads(out, call),
+        call.heads.queries_per_group,
+        call.interleaved,
+        inverse=inverse,
+        positions=call.positions,
+    )
+    return out
+
+
 class _NativeRotary(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, kernels: Any, qkv: Tensor, call: Rotary) -> Tensor:
-        qkv = qkv.contiguous()
-        out = torch.empty_like(qkv)
         ctx.kernels = kernels
         ctx.call = call
-        assert call.angles is not None
-        kernels.rotary(
-            _heads(qkv, call),
-            *call.angles,
-            _heads(out, call),
-            call.heads.queries_per_group,
-            call.interleaved,
-            positions=call.positions,
-        )
-        return out
+        return _native_rotated(kernels, qkv, call, inverse=False)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None]:
-        call = ctx.call
-        dout = dout.contiguous()
-        dqkv = torch.empty_like(dout)
-        ctx.kernels.rotary(
-            _heads(dout, call),
-            *call.angles,
-            _heads(dqkv, call),
-            call.heads.queries_per_group,
-            call.interleaved,
-            inverse=True,
-            positions=call.positions,
-        )
-        return None, dqkv, None
+        return None, _native_rotated(ctx.kernels, dout, ctx.call, inverse=True), None
 
 
 class _NativeRotaryNorm(Function[Tensor]):

@@ -1,1 +1,1 @@
-"""A campaign of faults on real MPI ranks, as a program: python -m tests.campaigns.faults --count N --seed S."""
+"""A fault campaign on real MPI ranks, as a program: python -m tests.campaigns.faults --count N --seed S."""

@@ -1,19 +1,19 @@
-"""Faults at random moments of small runs on real MPI ranks: what was lost, and whether an undisturbed run has the same bits.
+"""Faults at random moments in small runs on real MPI ranks: lost work, and the bits compared with an undisturbed run.
 
     make faults                                           as many as FAULTS says, the table of docs/reliability.md
     python -m tests.campaigns.faults --count 100 --seed 3 --json faults.json
     python -m tests.campaigns.faults --count 100 --seed 3 --json faults.json --resume  those that the file has not yet
     python -m tests.campaigns.faults --count 1 --seed 3 --first 57  that fault again
 
-Fault number N of a seed has its own random generator; kinds take turns. A fault takes two to four starts of a job, and for half of
-its time nothing but waits: --workers tries several at a time. --json is written after every fault, so that a campaign of hours
-may be stopped and resumed; it keeps the revision of the program that each fault met. For each kind:
+Fault number N in a seed has its own random generator; kinds take turns. A fault takes two to four job starts, and half its time
+are waits: --workers tries several at a time. --json is written after every fault, so that a long campaign may be stopped and
+resumed; it keeps the program's revision for each fault. For each kind:
 
     tried         faults that hit a run before its end
-    lost          those after which more iterations were done again than the save interval allows (with --async-save: twice that)
-    different     those whose last loss or whose last checkpoint differs by a bit, or whose run did not come to its end
-    unnamed       those that hung, or whose log did not say what happened
-    tracebacks    those whose log shows a traceback
+    lost          faults after which more iterations were repeated than the save interval allows (with --async-save: twice that)
+    different     faults after which the last loss or checkpoint differs by a bit, or the run did not end
+    unnamed       faults that hung, or that the log did not name
+    tracebacks    faults with a traceback in the log
 
 Left out: faults of several nodes at a time.
 """
@@ -124,7 +124,7 @@ class Campaign:
 
 
 def usable(kinds: Sequence[str]) -> list[str]:
-    """The kinds that can be tried here; the others are told. Raises ValueError where none can."""
+    """Return the kinds that can be tried here, and print the others. Raise ValueError if there is none."""
     check(launch.mpich() is not None, launch.MISSING["mpich"])
     for kind in kinds:
         if reason := KINDS[kind].missing():
@@ -133,7 +133,7 @@ def usable(kinds: Sequence[str]) -> list[str]:
 
 
 def try_all(options: argparse.Namespace, numbers: Sequence[int], record: report.Record) -> float:
-    """Try the faults of these numbers, print each and add it to the record; returns the seconds."""
+    """Try the faults with these numbers, print each and add it to the record; return the seconds."""
     begin = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="faults.") as folder,
@@ -153,7 +153,7 @@ def try_all(options: argparse.Namespace, numbers: Sequence[int], record: report.
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """ValueError, of one line, for options that make no campaign."""
+    """Raise a ValueError with one line for options that make no campaign."""
     check(
         options.count > 0 and options.first >= 0,
         f"--count {options.count} --first {options.first}: give at least 1 and 0",

@@ -1,4 +1,4 @@
-"""The runs of the campaign: small jobs on two to four ranks, started, watched, and compared with one that nobody disturbed."""
+"""The campaign's runs: small jobs on two to four ranks, started, watched, and compared with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -48,13 +48,8 @@ class Layout:
     hosts: tuple[str, ...] = ()  # network namespaces, one for each rank
 
 
-ZERO = (
-    "--zero-stage",
-    "1",
-    "--overlap-grad-reduce",
-    "--overlap-param-gather",
-    "--ddp-bucket-size",
-    "4000",
+ZERO = tuple(
+    "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000".split()
 )
 LAYOUTS = (
     Layout("DP 2", 2),
@@ -63,7 +58,7 @@ LAYOUTS = (
     Layout("PP 2", 2, ("--pipeline-model-parallel-size", "2")),
     Layout("DP 2, async save", 2, ("--async-save",), True),
     Layout("DP 2, ZeRO-1, save local", 2, (*ZERO, "--async-save", "--save-local", "{local}"), True),
-    Layout("TP 2 x DP 2", 4, ("--tensor-model-parallel-size", "2", "--zero-stage", "1")),
+    Layout("TP 2 x DP 2", 4, tuple("--tensor-model-parallel-size 2 --zero-stage 1".split())),
 )
 
 
@@ -75,7 +70,7 @@ def on_two_hosts(number: int) -> Layout:
 
 
 def write_data(folder: Path) -> Path:
-    """The prefix of a small .bin and .idx."""
+    """Write a small .bin and .idx; return the prefix."""
     rng = np.random.default_rng(7)
     with IndexedDatasetWriter(folder / "corpus", np.uint16) as writer:
         for length in rng.integers(20, 60, 120):
@@ -85,7 +80,7 @@ def write_data(folder: Path) -> Path:
 
 @dataclass
 class Job:
-    """A started job. lines: what it has printed so far, both streams."""
+    """A started job. lines: its output so far, both streams."""
 
     process: subprocess.Popen
     lines: list[str] = field(default_factory=list)
@@ -116,7 +111,7 @@ class Job:
         return "".join(self.lines)
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes of the ranks, in the order of their numbers."""
+        """Return the ranks' processes by rank."""
         found: dict[int, psutil.Process] = {}
         for process in children(self.process.pid):
             try:
@@ -156,7 +151,7 @@ def last_iteration(text: str) -> int:
 
 
 def lost_iterations(text: str) -> int:
-    """The most iterations that any start had to do again, from the log lines of all starts in order."""
+    """Return the most iterations that a start had to repeat, from all starts' log lines in order."""
     lost = last = 0
     for number in map(int, _ITERATION.findall(text)):
         if number <= last:
@@ -166,12 +161,12 @@ def lost_iterations(text: str) -> int:
 
 
 def network(layout: Layout) -> contextlib.AbstractContextManager[None]:
-    """The hosts of a layout, which are gone afterwards."""
+    """A layout's hosts, which are gone afterwards."""
     return two_hosts("1gbit", layout.hosts) if layout.hosts else contextlib.nullcontext()
 
 
 def command(layout: Layout, folder: Path, data: Path, *flags: str) -> list[str]:
-    """mpiexec with the ranks of a layout that save to `folder`/save."""
+    """Return mpiexec with a layout's ranks that save to `folder`/save."""
     save = str(folder / "save")
     own = [flag.replace("{local}", str(folder / "local")) for flag in layout.flags]
     program = [
@@ -213,7 +208,7 @@ def ended(save: Path) -> bool:
 
 
 def final(folder: Path) -> dict[str, Any]:
-    """The last loss, and the CRC-32 of each file of the last checkpoint: what a disturbed run must end with, bit by bit."""
+    """Return the last loss, and each file's CRC-32 in the last checkpoint: a disturbed run must end with the same."""
     manifest = read_manifest(folder / "save", ITERATIONS)
     records = [
         json.loads(line)

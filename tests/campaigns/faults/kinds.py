@@ -1,4 +1,4 @@
-"""The kinds of faults: each disturbs a trial and brings it to its end, and says what the log must name."""
+"""Kinds of faults: each disturbs a trial, brings it to its end, and has a pattern that the log must match."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ORDERLY = r"a signal asked to stop|supervise: asked to stop|a rank is lost \(sig
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault. what: the fault. named: what the log must say. disturb: does it, and returns whether the run came to its end."""
+    """A kind of fault. what: the fault; named: a pattern for the log; disturb: cause it, and return true if the run ended"""
 
     what: str
     named: str
@@ -45,7 +45,7 @@ def killed(trial: Trial) -> bool:
 
 
 def signalled(number: int) -> Callable[[Trial], bool]:
-    """A signal to one rank or to the supervisor of the job; the next start continues."""
+    """A signal to one rank or to the job's supervisor; the next start continues."""
 
     def disturb(trial: Trial) -> bool:
         job = trial.start(supervised=True)
@@ -62,7 +62,7 @@ def signalled(number: int) -> Callable[[Trial], bool]:
 
 
 def no_sign_of(rank: str) -> str:
-    """A pattern of what the watchdog says of a rank that has never moved."""
+    """Return a pattern for the watchdog's line about a rank that has never moved."""
     return rf"no sign of life yet from ranks? .*\b{rank}\b"
 
 
@@ -134,7 +134,7 @@ def library(folder: Path) -> Path:
 
 
 def disk(kind: str, low: int, high: int) -> Callable[[Trial], bool]:
-    """One call on a file below --save of one rank fails (error), or all take long (slow); the supervisor starts the run again."""
+    """One rank's call on a file below --save fails (error), or all take long (slow); the supervisor starts the run again."""
 
     def disturb(trial: Trial) -> bool:
         rank = trial.rng.randrange(trial.layout.ranks)
@@ -160,7 +160,7 @@ def disk(kind: str, low: int, high: int) -> Callable[[Trial], bool]:
 
 
 def bad_gradient(trial: Trial) -> bool:
-    """One result of one rank's attention backward has a NaN; the iteration is repeated, and the rank named."""
+    """A result in one rank's attention backward has a NaN; the iteration is repeated, and the rank named."""
     rank = trial.rng.randrange(trial.layout.ranks)
     mark = trial.folder / "mark"
     call = trial.rng.randint(1, 2 * ITERATIONS)
@@ -178,7 +178,7 @@ def compiler() -> str:
 
 
 def damage(path: Path, cut: bool, trial: Trial, step: int = 1) -> bytes:
-    """Flip a bit of a file, in the last of every `step` bytes, or cut it; returns what it held."""
+    """Flip a bit in the last of every `step` bytes in a file, or cut the file; return its former content."""
     content = path.read_bytes()
     place = trial.rng.randrange(len(content) // step) * step + step - 1
     if cut:
@@ -191,7 +191,7 @@ def damage(path: Path, cut: bool, trial: Trial, step: int = 1) -> bytes:
 
 
 def damaged_checkpoint(cut: bool) -> Callable[[Trial], bool]:
-    """A file below --save is damaged between two starts. What is refused continues by --ckpt-step, else from a copy."""
+    """A file below --save is damaged between two starts. After a refusal the run continues by --ckpt-step, else from a copy."""
 
     def disturb(trial: Trial) -> bool:
         trial.run("--exit-interval", str(trial.rng.randint(4, ITERATIONS - 2)))
@@ -237,7 +237,7 @@ def damaged_data(cut: bool) -> Callable[[Trial], bool]:
 
 
 def memory_limit(trial: Trial) -> bool:
-    """A rank may take no more than some MiB beyond what it has."""
+    """A rank may allocate only some MiB more."""
     job = trial.start("--hang-timeout-in-secs", str(HANG_SECONDS))
     trial.moment(job)
     victim = trial.victim(job)

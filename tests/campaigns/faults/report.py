@@ -1,4 +1,4 @@
-"""Findings of a campaign: counts by kind as JSON and as the table of docs/reliability.md."""
+"""A campaign's findings: counts by kind as JSON and as the table in docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = ("tried", "lost", "different", "unnamed", "tracebacks")
 
 
 def counts(outcomes: Sequence[Outcome], seed: int) -> dict[str, dict[str, Any]]:
-    """Kind -> its counts and the seed that repeats them. missed: faults for which three runs were over too early."""
+    """Counts for a kind and the seed that repeats them. missed: faults whose three runs were over too early."""
     rows = {}
     for kind in dict.fromkeys(outcome.kind for outcome in outcomes):
         own = [outcome for outcome in outcomes if outcome.kind == kind]
@@ -40,9 +40,9 @@ def counts(outcomes: Sequence[Outcome], seed: int) -> dict[str, dict[str, Any]]:
 
 
 def revision() -> str:
-    """The commit of this checkout, with a + where files differ from it; "unknown" outside one."""
+    """Return this checkout's commit, with a + if files differ; "unknown" outside a checkout."""
     found = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+        "git describe --always --dirty=+ --exclude=*".split(),
         cwd=DOCUMENT.parent,
         capture_output=True,
         text=True,
@@ -52,7 +52,7 @@ def revision() -> str:
 
 @dataclass
 class Record:
-    """The outcomes of a campaign, in a file that is whole after every fault. kinds: those that take turns."""
+    """A campaign's outcomes, in a file that is complete after every fault. kinds: the kinds that take turns"""
 
     path: Path | None
     seed: int
@@ -64,7 +64,7 @@ class Record:
 
     @staticmethod
     def start(path: Path | None, seed: int, kinds: Sequence[str], resume: bool) -> Record:
-        """A new record, or the one that `path` has. ValueError where that is of another campaign."""
+        """Return a new record, or the record in `path`. Raise ValueError if it belongs to another campaign."""
         record = Record(path, seed, list(kinds))
         if not resume or not path.exists():
             return record
@@ -81,7 +81,7 @@ class Record:
 
     @property
     def numbers(self) -> set[int]:
-        """Numbers of the faults that have been tried."""
+        """Return the numbers of tried faults."""
         return {outcome.number for outcome in self.outcomes}
 
     def add(self, outcome: Outcome) -> None:
@@ -101,7 +101,7 @@ class Record:
             os.replace(new, self.path)
 
     def table(self) -> str:
-        """Markdown of all outcomes."""
+        """Return all outcomes as Markdown."""
         self.outcomes.sort(key=lambda outcome: (outcome.number % len(self.kinds), outcome.number))
         command = f"python -m tests.campaigns.faults --seed {self.seed} --count {max(self.numbers, default=-1) + 1}"
         return table(counts(self.outcomes, self.seed), command)
@@ -123,7 +123,7 @@ def table(rows: dict[str, dict[str, Any]], command: str) -> str:
 
 
 def write(text: str, document: Path = DOCUMENT) -> None:
-    """Put the table between the marks of the document."""
+    """Put the table between the document's marks."""
     before = document.read_text()
     pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
     assert pattern.search(before), f"{document} has no marks for the table"

@@ -1,4 +1,4 @@
-"""One fault: the job that meets it, the starts after it, and what came of it."""
+"""One fault: its job, the starts after it, and the outcome."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRACEBACK = re.compile(r"^(?:rank \d+: )?Traceback \(most recent call last\)", r
 
 @dataclass
 class Outcome:
-    """Outcome of a fault. lost: iterations done again beyond what the save interval allows. detail: the first that was wrong."""
+    """A fault's outcome. lost: repeated iterations beyond the save interval; detail: the first mistake"""
 
     number: int
     kind: str
@@ -53,7 +53,7 @@ class TooLate(Exception):
 
 @dataclass
 class Trial:
-    """A folder, a layout, a random generator, and the log of all starts so far."""
+    """A folder, a layout, a random generator, and all starts' log so far."""
 
     folder: Path
     layout: Layout
@@ -73,7 +73,7 @@ class Trial:
         return jobs.start([*before, *words], **(NETWORK if self.layout.hosts else {}), **variables)
 
     def end(self, job: Job) -> int | None:
-        """Wait for the end of a job; its log becomes part of the trial's."""
+        """Wait until a job ends; add its log to the trial's."""
         code = job.end()
         self.log.append(job.text())
         self.codes.append(code)
@@ -84,7 +84,7 @@ class Trial:
         return self.end(self.start(*flags, **variables))
 
     def moment(self, job: Job) -> None:
-        """Wait for a random moment of the job. Raises TooLate when it ends before."""
+        """Wait for a random moment in the job. Raise TooLate if it ends before."""
         if self.rng.random() < EARLY:
             time.sleep(self.rng.random() * START_SECONDS)
         elif not job.wait_for_iteration(self.rng.randint(1, jobs.ITERATIONS - 5)):
@@ -106,7 +106,7 @@ class Trial:
 
     @contextlib.contextmanager
     def needs(self, job: Job) -> Iterator[None]:
-        """Raises TooLate where a process that the block needs has ended."""
+        """Raise TooLate if a process that the block needs has ended."""
         try:
             yield
         except (psutil.Error, ProcessLookupError):
@@ -117,7 +117,7 @@ class Trial:
         return "".join(self.log)
 
     def finish(self, repair: Callable[[int], tuple[str, ...]] = lambda turn: ()) -> bool:
-        """Start until the run has come to its end; repair: makes good what a refusal asks for, and returns flags."""
+        """Start until the run has ended. repair: does the remedy in a refusal, and returns flags"""
         for turn in range(STARTS):
             if self.run(*repair(turn)) == 0 and jobs.ended(self.save):
                 return True
@@ -127,7 +127,7 @@ class Trial:
 def judge(
     trial: Trial, outcome: Outcome, named: str, finished: bool, reference: dict[str, Any]
 ) -> Outcome:
-    """Compare a trial with the undisturbed run, and with what its log should have said."""
+    """Compare a trial with the undisturbed run, and its log with the kind's pattern."""
     text = trial.text()
     allowed = jobs.SAVE_INTERVAL * (2 if trial.layout.asynchronous else 1)
     outcome.lost = max(0, jobs.lost_iterations(text) - allowed)
@@ -142,7 +142,7 @@ def judge(
 
 
 def words(text: str) -> str:
-    """The lines of a log that say something of a fault."""
+    """Return the log lines about a fault."""
     quiet = (
         " iteration ",
         "saved checkpoint",

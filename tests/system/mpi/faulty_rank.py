@@ -1,7 +1,7 @@
-"""A small run on real ranks, one of which is slow or flips a bit: mpiexec -n 4 python tests/system/mpi/faulty_rank.py slow FILE
+"""A small run with a slow rank or a flipped bit: mpiexec -n 4 python tests/system/mpi/faulty_rank.py slow FILE
 
 slow: forwards and backwards take longer on one rank; FILE is for --log-ranks. The clock of a rank runs only in those, so that it
-does not matter how many ranks share a core. flip: one bit of one weight flips on one of three ranks. Prints what the log says.
+does not matter how many ranks share a core. flip: a bit in a weight flips on one rank. Prints the log.
 See test_faulty_rank.py.
 """
 
@@ -21,14 +21,18 @@ from fugaku_megatron.training.trainer import IterationResult, Trainer
 from tests.checks.session import Writer
 from tests.helpers import build_trainer, grid_groups, mock, small_run
 
-RANK, SLOWER = 2, 1.3
+RANK = 2
+SLOWER = 1.3
 INSTRUCTION = 0.14  # s of a forward or backward: an interval takes the 5 s that a judgement needs
-INTERVAL, INTERVALS = 10, 2
-ITERATION, COMPARED, BIT = 5, 3, 1 << 20
+INTERVAL = 10
+INTERVALS = 2
+ITERATION = 5
+COMPARED = 3
+BIT = 1 << 20
 
 
 class Clock:
-    """A rank's seconds, which go on where it computes, and where it meets a rank that has computed for longer."""
+    """A rank's seconds: they advance as it computes, and at a collective with a rank that computed for longer."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -37,7 +41,7 @@ class Clock:
         return self.now
 
     def meeting(self, comm: Comm):
-        """An observer of the collectives of a group."""
+        """Return an observer for a group's collectives."""
 
         def call(name, function, args, kwargs):
             result = function(*args, **kwargs)
@@ -48,7 +52,7 @@ class Clock:
 
 
 class FlippedBit(Trainer):
-    """A rank's memory flips a bit of a weight after ITERATION."""
+    """A trainer with a flipped weight bit after ITERATION."""
 
     def train_step(self) -> IterationResult:
         result = super().train_step()
@@ -76,7 +80,7 @@ def flip(world: Comm, log: Writer) -> None:
 
 
 def slow(world: Comm, log: Writer, file: str) -> None:
-    """Two log intervals of a TP2 x DP2 run with two micro-batches."""
+    """Train two log intervals with TP2 x DP2 and two micro-batches."""
     run = small_run(
         num_layers=2,
         log_interval=INTERVAL,
@@ -85,7 +89,8 @@ def slow(world: Comm, log: Writer, file: str) -> None:
         global_batch_size=8,
         log_ranks=file,
     )
-    phases, groups = Phases(), grid_groups(world, run)
+    phases = Phases()
+    groups = grid_groups(world, run)
     observed.time = trainer_module.time = clock = Clock()
 
     def compute(name, function, args, kwargs):

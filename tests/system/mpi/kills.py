@@ -1,4 +1,4 @@
-"""Kill a rank of a running job at a known point, where it waits for that: FAULT_HOLD of tests/campaigns/faults/first."""
+"""Kill a rank at a known point, at which it waits: FAULT_HOLD in tests/campaigns/faults/first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE = 240  # s
 
 
 def holding(mark: Path, *iterations: int) -> dict[str, str]:
-    """The environment of a job whose last rank waits after each of these iterations, the first time."""
+    """Return variables with which the last rank waits after each iteration given, the first time."""
     return {"FAULT_HOLD": ":".join(map(str, (mark, *iterations)))}
 
 

@@ -24,19 +24,36 @@ PATH = os.pathsep.join([str(FIRST), str(TESTS.parent)])  # PYTHONPATH of jobs
 OPENMPI_VARIABLE = "FUGAKU_MEGATRON_OPENMPI"
 
 
+def words(*parts: object) -> list[str]:
+    """Split a command line, given in pieces, at blanks."""
+    return " ".join(map(str, parts)).split()
+
+
 @dataclass(frozen=True)
 class Result:
-    """End of a job. `returncode` is mpiexec's."""
+    """A job's end. `returncode` is mpiexec's."""
 
     returncode: int
     stdout: str
     stderr: str
     seconds: float
 
+    def check(self, code: int | None) -> Result:
+        """Return this result if it has this exit code."""
+        assert code is None or self.returncode == code, f"{self.stdout}\n{self.stderr}"
+        return self
+
+    def mistake(self, *said: str) -> None:
+        """Check that the job was refused with one line that has these words."""
+        self.check(2)
+        assert self.stderr.count("\n") == 1 and all(part in self.stderr for part in said), (
+            self.stderr
+        )
+
 
 @dataclass(frozen=True)
 class MPI:
-    """One installed MPI: its mpiexec, and what its jobs need of the environment."""
+    """One installed MPI: its mpiexec, and variables for its jobs."""
 
     name: str
     mpiexec: Path
@@ -45,17 +62,26 @@ class MPI:
     removed: tuple[str, ...] = ()  # variables that choose another MPI
 
     def command(self, n: int) -> list[str]:
-        """mpiexec with a Python on each of `n` ranks."""
+        """Return mpiexec with a Python on each of `n` ranks."""
         return [str(self.mpiexec), *self.options, "-n", str(n), sys.executable]
 
     def variables(self) -> dict[str, str]:
-        """The environment of a job. No losses are drawn in it."""
+        """Return a job's environment. No losses are drawn in it."""
         inherited = {name: value for name, value in os.environ.items() if name not in self.removed}
         return {**inherited, **self.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH}
 
-    def run(self, n: int, *arguments: str, timeout: float = 240, **environment: str) -> Result:
-        """Run `python *arguments` on `n` ranks. After `timeout` seconds the whole process tree is killed, and
-        TimeoutError shows what was printed until then."""
+    def run(
+        self,
+        n: int,
+        *arguments: str,
+        timeout: float = 240,
+        code: int | None = 0,
+        **environment: str,
+    ) -> Result:
+        """Run `python *arguments` on `n` ranks and check the exit code (None: any).
+
+        After `timeout` seconds the process tree is killed, and TimeoutError shows the output until then.
+        """
         command = [*self.command(n), *arguments]
         variables = {**self.variables(), **environment}
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -74,7 +100,8 @@ class MPI:
                 if job.poll() is None:  # the test run itself is interrupted
                     kill_tree(job.pid)
                 job.wait()
-            return Result(job.returncode, read(out), read(err), time.monotonic() - begin)
+            seconds = time.monotonic() - begin
+            return Result(job.returncode, read(out), read(err), seconds).check(code)
 
 
 def read(file) -> str:
@@ -83,7 +110,7 @@ def read(file) -> str:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process with all its descendants, also those in sessions of their own (launchers start such)."""
+    """Kill a process with all its descendants, also in other sessions, which launchers start."""
     tree: list[psutil.Process] = []
     try:
         parent = psutil.Process(pid)
@@ -112,24 +139,19 @@ def openmpi() -> MPI | None:
     mpiexec = prefix / "bin" / "mpiexec"
     if not mpiexec.exists():
         return None
-    libraries = os.pathsep.join(
-        [str(prefix / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
-    ).rstrip(os.pathsep)
-    root = {
-        f"OMPI_ALLOW_RUN_AS_ROOT{suffix}": "1" for suffix in ("", "_CONFIRM")
-    }  # containers run tests as root
-    moved = {
-        f"{layer}_PREFIX": str(prefix) for layer in ("OPAL", "PMIX", "PRTE")
-    }  # it may have been relocated
-    shared = {
-        "OMPI_MCA_mpi_yield_when_idle": "1"
-    }  # more ranks than cores: a waiting rank shall leave its core
-    return MPI(
-        "openmpi",
-        mpiexec,
-        ("--oversubscribe",),
-        {"MPI4PY_MPIABI": "openmpi", "LD_LIBRARY_PATH": libraries, **root, **moved, **shared},
-    )
+    libraries = [str(prefix / "lib"), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    environment = {
+        "MPI4PY_MPIABI": "openmpi",
+        "LD_LIBRARY_PATH": os.pathsep.join(libraries),
+        # containers run tests as root
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        # it may have been relocated
+        **{f"{layer}_PREFIX": str(prefix) for layer in ("OPAL", "PMIX", "PRTE")},
+        # more ranks than cores: a waiting rank shall leave its core
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+    }
+    return MPI("openmpi", mpiexec, ("--oversubscribe",), environment)
 
 
 FIND = {"mpich": mpich, "openmpi": openmpi}

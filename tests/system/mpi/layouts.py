@@ -2,7 +2,7 @@
 
     mpiexec -n 4 python tests/system/mpi/layouts.py 2 FOLDER
 
-The number counts iterations. FOLDER, empty, is where ranks wait for each other. All first train alone, which gives the expected
+The number counts iterations. Ranks wait for each other in FOLDER, empty at first. All train alone, which gives the expected
 losses and gradients; then parts of the world train together. Prints one line per layout; fails on the first difference.
 See test_layouts.py.
 """
@@ -58,10 +58,8 @@ EXPERTS = {
     "moe_aux_loss_coeff": (0.1,),
     "moe_shared_expert_intermediate_size": 20,
 }
-ZERO, SEQUENCE = (
-    {"zero_stage": 1, **OVERLAP},
-    {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-)
+ZERO = {"zero_stage": 1, **OVERLAP}
+SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 # (ranks, flags) of divided experts: rows by MPI, in memory of a node, and of nodes with two ranks each
 DIVIDED = tuple(
     (4, {"expert_model_parallel_size": 4, "node": node, **ZERO}) for node in (0, 2, 8)
@@ -103,7 +101,7 @@ FEW_DIVIDED = (DIVIDED[0], DIVIDED[1], DIVIDED[4])
 
 
 def layouts(world_size: int) -> list[tuple[str, dict]]:
-    """Return the name and the flags of every layout that fits."""
+    """Return name and flags for every layout that fits."""
     found = []
     for name, (ranks, _, _) in SIZES.items():
         tried = list(NODES.get(name, VARIANTS))
@@ -118,7 +116,7 @@ def layouts(world_size: int) -> list[tuple[str, dict]]:
 
 
 def divided(world_size: int) -> list[tuple[int, dict]]:
-    """Return the ranks and the flags of every layout of divided experts that fits."""
+    """Return ranks and flags for every layout with divided experts that fits."""
     tried = FEW_DIVIDED if world_size == 4 else DIVIDED
     return [(ranks, flags) for ranks, flags in tried if ranks <= world_size]
 
@@ -126,15 +124,16 @@ def divided(world_size: int) -> list[tuple[int, dict]]:
 def train(
     world: Comm, iterations: int, node: int = 0, **changes
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(losses and gradient norms (iterations, 2), gradients of the first iteration).
+    """Return losses and gradient norms (iterations, 2), and the first iteration's gradients.
 
-    node: how many ranks share a node, which is made up, and its memory; 0: none do.
+    node: ranks that share a made-up node and its memory; 0: none do.
     """
     run = small_run(**changes)
     groups = grid_groups(world, run)
     groups = share_groups(groups, kernels, world.rank // node) if node else groups
     trainer = build_trainer(run, world, mock(run), mock(run, 8), groups=groups, ops=Ops.build())
-    results, gradients = [], {}
+    results = []
+    gradients = {}
     for i in range(iterations):
         results.append(trainer.train_step())
         gradients = (
@@ -147,7 +146,7 @@ def train(
 
 
 def compare(result, expected) -> float:
-    """The largest relative difference of losses and norms; asserts 1e-5, also for gradients against their largest element."""
+    """Return the largest relative difference between losses and norms; allow 1e-5, also for gradients."""
     difference = ((result[0] - expected[0]).abs() / expected[0]).max().item()
     assert difference <= 1e-5, difference
     for name, gradient in result[1].items():
@@ -166,7 +165,8 @@ def rest(world: Comm, folder: Path) -> None:
 
 def main(world: Comm) -> None:
     torch.set_num_threads(1)
-    iterations, folder = int(sys.argv[1]), Path(sys.argv[2])
+    iterations = int(sys.argv[1])
+    folder = Path(sys.argv[2])
     alone = train(SoloComm(), iterations)
     for number, (name, flags) in enumerate(layouts(world.size)):
         ranks, tp, pp = SIZES[name]

@@ -1,6 +1,6 @@
-"""The program of a rank whose experts' rows cross a slow link. Arguments: rows for each rank, seconds, groups of experts.
+"""A rank that sends experts' rows over a slow link. Arguments: rows for each rank, seconds, groups of experts.
 
-The seconds of computation are slept, so that a busy machine does not change them. Rank 0 prints what a forward and a backward take.
+Computation is slept, so that a busy machine does not change it. Rank 0 prints the seconds for a forward and a backward.
 """
 
 import sys
@@ -15,7 +15,7 @@ WIDTH = 512
 
 
 class Slept(torch.autograd.Function):
-    """A group of experts that doubles its rows. The backward of two matmuls takes twice as long as their forward."""
+    """Experts that double their rows. The backward takes twice as long as the forward."""
 
     @staticmethod
     def forward(ctx, rows, seconds):
@@ -30,17 +30,18 @@ class Slept(torch.autograd.Function):
 
 
 def main(world):
-    rows, seconds, groups = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    rows = int(sys.argv[1])
+    seconds = float(sys.argv[2])
+    groups = int(sys.argv[3])
     exchange = Exchange(world, [rows // groups] * 2, [rows // groups] * 2)
     exchanges = [exchange for _ in range(groups)]
     there, back = (GroupedExchange(exchanges, groups > 1) for _ in range(2))
-    x, scores = (
-        torch.randn(2 * rows, WIDTH, requires_grad=True),
-        torch.ones(2 * rows, 1, requires_grad=True),
-    )
+    x = torch.randn(2 * rows, WIDTH, requires_grad=True)
+    scores = torch.ones(2 * rows, 1, requires_grad=True)
     world.barrier()
     begin = time.perf_counter()
-    token, returning = there.dispatch(x, scores), []
+    token = there.dispatch(x, scores)
+    returning = []
     for i in range(groups):
         here, factors = there.dispatched(i, token)
         returning.append(back.combine(i, Slept.apply(here, seconds / groups) * factors))

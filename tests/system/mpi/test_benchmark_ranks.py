@@ -11,7 +11,8 @@ from benchmarks import child, comm, schedule, two_hosts
 from benchmarks.__main__ import main
 from fugaku_megatron.pipeline.timeline import Span, _result, _source
 from tests.system.mpi import launch, slow_link
-from tests.system.mpi.test_pretrain import PROGRAM, TINY, losses
+from tests.system.mpi.launch import words
+from tests.system.mpi.pretraining import PROGRAM, TINY, losses, pretrain
 
 pytestmark = [
     pytest.mark.mpi,
@@ -22,13 +23,11 @@ PNG = b"\x89PNG"
 
 @pytest.fixture
 def measured(tmp_path, capsys):
-    """Runs a benchmark; (what --json wrote, what was printed). It has drawn a picture."""
+    """Run a benchmark that draws a picture; return its JSON and its output."""
     pytest.importorskip("matplotlib")
 
-    def run(*words: object) -> tuple[dict, str]:
-        main(
-            [*map(str, words), "--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png")]
-        )
+    def run(*command: object) -> tuple[dict, str]:
+        main(words(*command, f"--json {tmp_path}/a.json --png {tmp_path}/a.png"))
         assert (tmp_path / "a.png").read_bytes().startswith(PNG)
         return json.loads((tmp_path / "a.json").read_text()), capsys.readouterr().out
 
@@ -36,7 +35,7 @@ def measured(tmp_path, capsys):
 
 
 def test_collectives(measured):
-    result, printed = measured("comm", "--ranks", 2, "--sizes", 65536, 4194304, "--rounds", 2)
+    result, printed = measured("comm --ranks 2 --sizes 65536 4194304 --rounds 2")
     assert [(row["op"], row["bytes"]) for row in result["rows"]] == [
         (op, size)
         for size in (65536, 4194304)
@@ -52,14 +51,9 @@ def test_collectives(measured):
 
 
 def test_defaults_fit_the_cores():
-    """Four ranks on two cores did not end in a quarter of an hour."""
-    assert [comm.default_ranks(cores) for cores in (1, 2, 3, 4, 48)] == [
-        [2],
-        [2],
-        [2],
-        [2, 4],
-        [2, 4],
-    ]
+    """Four ranks on two cores did not end within 15 minutes."""
+    for cores, ranks in {1: [2], 2: [2], 3: [2], 4: [2, 4], 48: [2, 4]}.items():
+        assert comm.default_ranks(cores) == ranks
 
 
 def test_rows_are_printed_one_by_one(monkeypatch, capsys):
@@ -91,9 +85,10 @@ def test_rows_are_printed_one_by_one(monkeypatch, capsys):
 
 
 def idle(plan, spans: list[Span]) -> list[float]:
-    """Seconds between the moment in which a stage has what its next computation needs and the begin of that, in order of size."""
+    """Return the idle seconds before each computation, sorted: from the arrival of its inputs to its begin."""
     ends = {_result(plan.placement, span.stage, span): span.end for span in spans} | {None: 0.0}
-    found, free = [], dict.fromkeys(range(plan.placement.stages), 0.0)
+    found = []
+    free = dict.fromkeys(range(plan.placement.stages), 0.0)
     for span in sorted(spans, key=lambda span: span.start):
         ready = max(free[span.stage], ends[_source(plan.placement, span.stage, span)])
         found.append(span.start - ready)
@@ -102,10 +97,9 @@ def idle(plan, spans: list[Span]) -> list[float]:
 
 
 def test_every_schedule_follows_its_list(measured):
-    """Sleepers wake late on a busy machine. The next one begins soon after, in four of five cases."""
-    rows = measured("schedule", "--stages", 2, "--microbatches", 4, "--slot-ms", 50, "--chunks", 3)[
-        0
-    ]["rows"]
+    """Sleepers wake late on a busy machine. Four times in five the next computation begins soon after."""
+    command = "schedule --stages 2 --microbatches 4 --slot-ms 50 --chunks 3"
+    rows = measured(command)[0]["rows"]
     assert [(row["schedule"], row["chunks"]) for row in rows] == [
         ("1f1b", 1),
         ("interleaved", 3),
@@ -113,10 +107,8 @@ def test_every_schedule_follows_its_list(measured):
         ("zb-h1", 3),
         ("zbv", 2),
     ]
-    assert (
-        rows[0]["list_seconds"] == pytest.approx(0.05 * 3 * (4 + 2 - 1))
-        and rows[0]["ratio_to_1f1b"] == 1
-    )
+    assert rows[0]["list_seconds"] == pytest.approx(0.05 * 3 * (4 + 2 - 1))
+    assert rows[0]["ratio_to_1f1b"] == 1
     for plan, row in zip(schedule.schedules(2, 4, [3]), rows, strict=True):
         waits = idle(plan, [Span(*fields) for fields in row["spans"]])
         assert waits[0] >= 0 and waits[len(waits) * 4 // 5] < 0.05 / 2 / row["chunks"], waits
@@ -129,15 +121,15 @@ def test_every_schedule_follows_its_list(measured):
 
 @pytest.fixture
 def hosts():
-    """The words of a quick job, where there can be two hosts."""
+    """A quick job's command, if there can be two hosts."""
     if reason := two_hosts.why_not():
         pytest.skip(reason)
-    return ["two_hosts", "--seq-length", "64", "--micro-batches", "2", "--rounds", "1"]
+    return "two_hosts --seq-length 64 --micro-batches 2 --rounds 1"
 
 
 @pytest.mark.full
 def test_bytes_and_seconds_of_a_link(measured, hosts):
-    result, printed = measured(*hosts)
+    result, printed = measured(hosts)
     rows = {row["job"]: row for row in result["rows"]}
     gradients = (
         4 * 20.9e6
@@ -159,8 +151,8 @@ def test_bytes_and_seconds_of_a_link(measured, hosts):
 
 @pytest.mark.full
 def test_rows_between_matmuls(measured, hosts):
-    """Tensor-parallel hosts send as many bytes overlapped as blocking. What is not gathered has any values."""
-    rows = {row["job"]: row for row in measured(*hosts, "--tensor-parallel")[0]["rows"]}
+    """Tensor-parallel hosts send as many bytes overlapped as blocking."""
+    rows = {row["job"]: row for row in measured(hosts, "--tensor-parallel")[0]["rows"]}
     exchanges = 2 * (
         2 * 10 + 2 + 2
     )  # micro-batches x (layers x exchanges of each, embedding and head)
@@ -176,9 +168,7 @@ def test_a_sequence_of_two_hosts(measured, hosts):
     Keys and values: of one part from the first host, whose second part the second one does not see, and of both from the other;
     in backward again, and the gradients the other way.
     """
-    result, _ = measured(
-        *hosts, "--context-parallel", "--seq-length", "512", "--micro-batches", "1"
-    )
+    result, _ = measured(hosts, "--context-parallel --seq-length 512 --micro-batches 1")
     heads, keys = result["rows"]
     assert (heads["job"], keys["job"]) == ("a2a", "p2p") and result["what"] == "Keys and values"
     half = 8 * 2 * 4 * 256 // 2 * 256 * 4  # layers x ways x widths x rows x h x bytes
@@ -189,8 +179,8 @@ def test_a_sequence_of_two_hosts(measured, hosts):
 
 @pytest.mark.full
 def test_rows_of_experts(measured, hosts):
-    """There and back, and gradients the same ways: half of two rows of each token, and as many bytes in groups as at once."""
-    result, _ = measured(*hosts, "--experts")
+    """There and back, and gradients the same ways: half a token's two rows, and as many bytes in groups as at once."""
+    result, _ = measured(hosts, "--experts")
     rows = {row["job"]: row for row in result["rows"]}
     assert list(rows) == ["blocking", "overlapped"] and result["what"] == "Rows of experts"
     half = 2 * 2 * 4 * 64 * 512 * 4  # micro-batches x layers x ways x rows x h x bytes
@@ -200,11 +190,11 @@ def test_rows_of_experts(measured, hosts):
     assert rows["overlapped"]["loss"] == pytest.approx(rows["blocking"]["loss"], rel=0.02)
 
 
-def run_on_hosts(mpich, rate: str, *words: object) -> str:
-    """Run a Python program with a rank on each host and return what it prints."""
+def run_on_hosts(mpich, rate: str, *program: object) -> str:
+    """Run a Python program with a rank on each host and return its output."""
     with two_hosts.two_hosts(rate):
         first, second = (
-            two_hosts.on_host(host, [sys.executable, *map(str, words)]) for host in two_hosts.HOSTS
+            two_hosts.on_host(host, words(sys.executable, *program)) for host in two_hosts.HOSTS
         )
         done = subprocess.run(
             [child.mpiexec(), *first, ":", *second],
@@ -219,38 +209,24 @@ def run_on_hosts(mpich, rate: str, *words: object) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "layout", [[], ["--pipeline-model-parallel-size", "2"]], ids=["dp2", "pp2"]
-)
+@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2"], ids=["dp2", "pp2"])
 def test_documents_train_alike_on_two_hosts(hosts, mpich, tmp_path, layout):
     """Over a slow link, as on one host."""
-    flags = [
-        PROGRAM,
-        *TINY,
-        *layout,
-        "--train-iters",
-        "6",
-        "--reset-attention-mask",
-        "--reset-position-ids",
-        "--eod-mask-loss",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--hidden-dropout",
-        "0.1",
-        "--save",
-    ]
-    one = mpich.run(2, *flags, str(tmp_path / "one"))
-    assert one.returncode == 0, one.stderr
-    run_on_hosts(mpich, "10mbit", *flags, tmp_path / "two")
-    assert len(losses(tmp_path / "one")) == 6 and losses(tmp_path / "two") == losses(
-        tmp_path / "one"
+    flags = (
+        f"{TINY} {layout} --train-iters 6 --reset-attention-mask --reset-position-ids "
+        "--eod-mask-loss --tokenizer-type NullTokenizer --hidden-dropout 0.1 --save"
     )
+    pretrain(mpich, 2, flags, tmp_path / "one")
+    run_on_hosts(mpich, "10mbit", PROGRAM, flags, tmp_path / "two")
+    one = losses(tmp_path / "one")
+    assert len(one) == 6 and losses(tmp_path / "two") == one
 
 
 @pytest.mark.full
 def test_rows_in_groups_hide_most_of_a_slow_link(hosts, mpich):
     """Experts compute, or sleep, as long as their rows need on the link, in forward and twice as long in backward."""
-    rows, rate = 1600, 20e6
+    rows = 1600
+    rate = 20e6
     wire = 2 * rows * slow_link.WIDTH * 4 * 8 / rate  # there and back
 
     def exposed(groups: int) -> float:

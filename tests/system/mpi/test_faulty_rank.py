@@ -16,9 +16,9 @@ PROGRAM = str(launch.TESTS / "system" / "mpi" / "faulty_rank.py")
 
 
 def test_a_rank_slower_by_three_tenths_is_named_within_two_log_intervals(mpich, tmp_path, capsys):
-    file, picture = tmp_path / "ranks.jsonl", tmp_path / "ranks.png"
+    file = tmp_path / "ranks.jsonl"
+    picture = tmp_path / "ranks.png"
     job = mpich.run(4, PROGRAM, "slow", str(file))
-    assert job.returncode == 0, job.stderr
     (named,) = job.stdout.splitlines()
     assert named.startswith("slow: rank 2 (stage 0, ") and ": computation " in named
     average = mean(read(file))
@@ -27,15 +27,14 @@ def test_a_rank_slower_by_three_tenths_is_named_within_two_log_intervals(mpich, 
     assert (
         average.seconds["reductions"][3] > average.seconds["reductions"][2]
     )  # its tensor-parallel neighbour waits for it
-    assert program.main(["log", str(file), "--ranks", "--png", str(picture)]) == 0
+    assert program.main(f"log {file} --ranks --png {picture}".split()) == 0
     assert " computation | " in capsys.readouterr().out and picture.read_bytes().startswith(
         b"\x89PNG"
     )
 
 
 def test_one_flipped_bit_is_found_with_its_replica(mpich):
-    job = mpich.run(3, PROGRAM, "flip")
-    assert job.returncode == ExitCode.REPLICAS_DIFFER, job.stderr
+    job = mpich.run(3, PROGRAM, "flip", code=ExitCode.REPLICAS_DIFFER)
     assert job.stdout.splitlines() == [
         f"weights differ after iteration 6: rank 2 (node {platform.node()}, replica 2) holds other bits in "
         "decoder.layers.1.mlp.linear_fc2.weight than 2 of 3 replicas. Nothing is saved: continue without that node from a "

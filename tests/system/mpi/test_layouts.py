@@ -1,10 +1,9 @@
 """Parallel layouts on real MPI processes equal one rank."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.system.mpi import layouts
+from tests.system.mpi.launch import words
 
 pytestmark = pytest.mark.mpi
 
@@ -12,15 +11,8 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_layouts_equal_one_rank(mpi, ranks, tmp_path):
     level = {"mpich": "serialized", "openmpi": "funneled"}[mpi.name]
-    job = mpi.run(
-        ranks,
-        str(Path(layouts.__file__)),
-        "2",
-        str(tmp_path),
-        timeout=500,
-        FUGAKU_MEGATRON_MPI_THREAD_LEVEL=level,
-    )
-    assert job.returncode == 0, job.stderr
+    variables = {"FUGAKU_MEGATRON_MPI_THREAD_LEVEL": level}
+    job = mpi.run(ranks, *words(layouts.__file__, 2, tmp_path), timeout=500, **variables)
     assert f"MPI_THREAD_{level.upper()}" in job.stdout
     tried = len(layouts.layouts(ranks)) + len(layouts.divided(ranks))
     assert tried > 7 and job.stdout.count("ok ") == tried

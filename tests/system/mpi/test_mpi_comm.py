@@ -1,6 +1,6 @@
 """The MPI communicator on real ranks, and the ways a job ends, under the MPI that --mpi names.
 
-Each rank imports torch, so one job runs all parts of tests/parallel/collective_checks.py. The endings are in endings.py.
+Each rank imports torch, so one job runs all of tests/parallel/collective_checks.py. The endings are in endings.py.
 """
 
 import json
@@ -20,9 +20,8 @@ LARGE_GB = 14
 
 
 def test_verbs_agree_with_torch(mpi):
-    """Between processes, and in the memory that ranks of a node share."""
+    """Between processes, and in a node's shared memory."""
     job = mpi.run(3, VERBS, "verbs", "node", OMP_NUM_THREADS="2")
-    assert job.returncode == 0, job.stderr  # Open MPI writes of UCX there
     *passed, description = job.stdout.splitlines()
     expected = [
         f"ok {limit} {check.__name__}"
@@ -38,9 +37,9 @@ def test_verbs_agree_with_torch(mpi):
 
 
 def test_nodes_add_up_inside_and_then_between(mpi):
-    """After 250 random orders of nonblocking operations among blocking ones, by one thread of an MPI that allows one."""
+    """After 250 random orders of nonblocking and blocking operations, from one thread, with an MPI that allows one."""
     job = mpi.run(4, VERBS, "orders", "levels", FUGAKU_MEGATRON_MPI_THREAD_LEVEL="funneled")
-    assert job.returncode == 0 and job.stdout.startswith("ok orders 250\n"), job.stderr
+    assert job.stdout.startswith("ok orders 250\n")
     assert "MPI_THREAD_FUNNELED" in job.stdout
     checks = len(collective_checks.LEVEL_CHECKS)
     assert [job.stdout.count(f"ok {name} ") for name in (*collective_checks.NODES, "stages")] == [
@@ -91,9 +90,8 @@ run_or_abort(body)
 
 
 def test_ranks_of_a_node_hold_one_copy_of_a_tensor(mpi):
-    """MiB of floats, and the frozen weights of adapters; or copies, where the first rank or the second may not open its file."""
+    """MiB of floats, and adapters' frozen weights; or copies, if the first or the second rank may not open its file."""
     job = mpi.run(2, "-c", FROZEN)
-    assert job.returncode == 0, job.stderr
     shared, *apart = (json.loads(line) for line in job.stdout.splitlines())
     assert [rank[:4] for rank in shared] == [[2, True, 1.0, True], [2, False, 1.0, True]]
     assert [[rank[:4] for rank in ranks] for ranks in apart] == [[[1, True, 1.0, False]] * 2] * 2
@@ -105,7 +103,6 @@ def test_messages_above_two_to_the_31(mpi):
     if psutil.virtual_memory().available < LARGE_GB * 10**9:
         pytest.skip(f"less than {LARGE_GB} GB of memory available")
     job = mpi.run(2, VERBS, "large", timeout=400)
-    assert job.returncode == 0, job.stderr
     assert job.stdout.count("ok large") == len(collective_checks.LARGE)
 
 
@@ -139,8 +136,8 @@ def test_messages_above_two_to_the_31(mpi):
     ],
 )
 def test_one_failing_rank_ends_the_job(mpi, ranks, ending, code, message):
-    job = mpi.run(ranks, ENDINGS, ending)  # TimeoutError where ranks wait for ever
-    assert job.stdout.splitlines().count("started") == 1 and job.returncode == code, job.stderr
+    job = mpi.run(ranks, ENDINGS, ending, code=code)  # TimeoutError if ranks wait for ever
+    assert job.stdout.splitlines().count("started") == 1
     assert not message or job.stderr.count(message) == 1, job.stderr
     assert ("Traceback" in job.stderr) == ("Error: a bug" in job.stderr) == (code == 1)
 
@@ -160,25 +157,18 @@ def test_one_failing_rank_ends_the_job(mpi, ranks, ending, code, message):
     ],
 )
 def test_variables_that_no_mpi_can_live_with(mpich, variables, message):
-    job = launch.MPI("wrong", mpich.mpiexec, environment=variables).run(
-        2, ENDINGS, "bug_on_one_rank"
-    )
-    assert (
-        job.returncode == 2 and job.stderr.count(message) == 1 and "Traceback" not in job.stderr
-    ), job.stderr
+    wrong = launch.MPI("wrong", mpich.mpiexec, environment=variables)
+    job = wrong.run(2, ENDINGS, "bug_on_one_rank", code=2)
+    assert job.stderr.count(message) == 1 and "Traceback" not in job.stderr, job.stderr
     assert "MPI4PY_MPIABI" not in variables or "pip install mpi4py mpich" in job.stderr
 
 
 def test_the_mpiexec_of_another_mpi_is_named(mpi, mpich):
     if mpi.name != "openmpi":
         pytest.skip("needs both MPIs: --mpi openmpi")
-    job = launch.MPI("mixed", mpich.mpiexec, environment=mpi.environment).run(
-        2, ENDINGS, "bug_on_one_rank"
-    )
-    assert job.returncode == 2
-    assert job.stderr.count("PMI_SIZE=2 but Open MPI") == 1 and "sees one process" in job.stderr, (
-        job.stderr
-    )
+    mixed = launch.MPI("mixed", mpich.mpiexec, environment=mpi.environment)
+    said = mixed.run(2, ENDINGS, "bug_on_one_rank", code=2).stderr
+    assert said.count("PMI_SIZE=2 but Open MPI") == 1 and "sees one process" in said, said
 
 
 def test_no_process_is_left_after_the_time_limit(mpi):

@@ -1,4 +1,4 @@
-"""Which rank opens which file of a job: one rank of a node each, seen by strace."""
+"""One rank per node opens each file, seen by strace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from tests.checks.generation import write_tokenizer
-from tests.system.mpi.test_pretrain import PROGRAM
+from tests.system.mpi.launch import words
+from tests.system.mpi.pretraining import PROGRAM, pretrain, resuming
 
 pytestmark = [
     pytest.mark.mpi,
@@ -22,7 +23,7 @@ OPENED = re.compile(r'\b(?:open|openat|creat)\((?:AT_FDCWD, )?"([^"]+)".* = \d+$
 
 
 def openers(folder: Path, job: Path) -> dict[str, set[str]]:
-    """File or directory of the job -> the ranks that opened it."""
+    """Return the ranks that opened each file or directory in the job."""
     ranks: dict[str, set[str]] = defaultdict(set)
     for trace in folder.glob("opened.*"):
         for line in trace.read_text(errors="replace").splitlines():
@@ -38,70 +39,32 @@ def openers(folder: Path, job: Path) -> dict[str, set[str]]:
 def test_no_file_of_a_job_is_opened_by_two_ranks_of_a_node(
     mpich, alone, tmp_path, ranks, tensor_ranks
 ):
-    """A run that resumes on twice as many ranks as saved its checkpoint, evaluates and saves.
+    """Resume on twice as many ranks as saved the checkpoint, evaluate and save.
 
-    The tensor-parallel ranks are as many as before: in another layout several ranks read pieces of a file.
+    Tensor-parallel ranks are as many as before: in another layout several ranks read pieces of a file.
     """
-    job, traces, rng = tmp_path / "job", tmp_path / "traces", np.random.default_rng(0)
+    job = tmp_path / "job"
+    traces = tmp_path / "traces"
+    rng = np.random.default_rng(0)
     job.mkdir()
     traces.mkdir()
     with IndexedDatasetWriter(job / "corpus", "<u2") as writer:
         for _ in range(200):
             writer.add_document(rng.integers(0, 95, 100))
-    flags = [
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "32",
-        "--num-attention-heads",
-        "4",
-        "--seq-length",
-        "16",
-        "--lr",
-        "1e-3",
-        "--make-vocab-size-divisible-by",
-        "8",
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "4",
-        "--kernels",
-        "native",
-        "--eval-iters",
-        "1",
-        "--eval-interval",
-        "2",
-        "--split",
-        "90,10",
-        "--data-path",
-        str(job / "corpus"),
-        "--save",
-        str(job / "save"),
-        "--load",
-        str(job / "save"),
-        *write_tokenizer(job),
-    ]
-    tensor_parallel = ["--tensor-model-parallel-size", str(tensor_ranks)]
-    if tensor_ranks == 1:
-        saved = alone(*flags, "--train-iters", 2)
-    else:
-        saved = mpich.run(tensor_ranks, PROGRAM, *flags, *tensor_parallel, "--train-iters", "2")
-    assert saved.returncode == 0, saved.stderr
-    done = mpich.run(
-        ranks,
-        str(Path(__file__).with_name("traced.py")),
-        str(traces),
-        PROGRAM,
-        *flags,
-        *tensor_parallel,
-        "--data-cache-path",
-        str(job / "cache"),
-        "--log-file",
-        str(job / "log.txt"),
-        "--train-iters",
-        "4",
+    resumed = resuming(job / "save")
+    flags = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-3 "
+        "--make-vocab-size-divisible-by 8 --micro-batch-size 1 --global-batch-size 4 "
+        f"--kernels native --eval-iters 1 --eval-interval 2 --split 90,10 {resumed} "
+        f"--data-path {job}/corpus {' '.join(write_tokenizer(job))} "
+        f"--tensor-model-parallel-size {tensor_ranks}"
     )
-    assert done.returncode == 0, done.stderr
+    if tensor_ranks == 1:
+        alone(flags, "--train-iters 2")
+    else:
+        pretrain(mpich, tensor_ranks, flags, "--train-iters 2")
+    more = f"--data-cache-path {job}/cache --log-file {job}/log.txt --train-iters 4"
+    mpich.run(ranks, *words(Path(__file__).with_name("traced.py"), traces, PROGRAM, flags, more))
     opened = openers(traces, job)
     assert not {name: who for name, who in opened.items() if len(who) > 1}
     assert len(opened) > 15 and {

@@ -1,4 +1,4 @@
-"""A rank under strace: `mpiexec -n 4 python traced.py FOLDER program flags`; FOLDER/opened.r.t is what thread t of rank r opens."""
+"""A rank under strace: `mpiexec -n 4 python traced.py FOLDER program flags`; FOLDER/opened.r.t: files that thread t opens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ if __name__ == "__main__":
     os.execvp(
         "strace",
         [
-            "strace",
-            "-ff",
-            "-qq",
-            "--seccomp-bpf",
-            "-e",
-            "trace=open,openat,creat",
-            "-o",
-            f"{folder}/opened.{rank}",
+            *f"strace -ff -qq --seccomp-bpf -e trace=open,openat,creat -o {folder}/opened.{rank}".split(),
             sys.executable,
             *command,
         ],

@@ -1,7 +1,7 @@
-"""On the path of MPI jobs in tests: no pictures, a gradient that goes wrong, and ranks that wait, where variables ask for them.
+"""On the path in tests' MPI jobs: no pictures; a wrong gradient and waiting ranks if variables ask for them.
 
 The process that draws the losses after a save takes longer than a run. It ends at once. FAULT_GRADIENT is
-rank,call,element,mark: that call of attention's backward on that rank leaves a NaN in its result, and creates the file `mark`.
+rank,call,element,mark: that call to attention's backward on that rank leaves a NaN in its result, and creates the file `mark`.
 FAULT_HOLD is mark:iteration:...; after each of these iterations, the first time, the last rank waits to be killed. `mark`.iteration
 is then a link to its process number. FAULT_HOLD_IMPORT is a mark: every rank creates `mark`.process and waits in an import until a
 signal comes.

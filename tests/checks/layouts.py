@@ -1,0 +1,101 @@
+"""Training in a layout, to compare with training on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.config.run_config import RunConfig
+from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles
+from fugaku_megatron.data.dataset import Dataset, DatasetConfig
+from fugaku_megatron.data.marks import mark
+from tests.checks.documents import EOD, Texts
+from tests.helpers import make_trainer, mock, small_run, whole_tensors
+from tests.threads import ThreadWorld
+
+Data = Callable[[RunConfig], tuple[Dataset, Dataset]]  # of training and of validation
+
+
+def random_tokens(run: RunConfig) -> tuple[Dataset, Dataset]:
+    return mock(run), mock(run, 8)
+
+
+def texts(run: RunConfig) -> tuple[Dataset, Dataset]:
+    """Return samples with several documents, marked if the run needs marks."""
+    model = run.model
+    data = [Texts(model.vocab_size, model.seq_length, 4096, seed) for seed in (7, 8)]
+    if run.data.marked:
+        data = [mark(each, EOD, run.data.eod_mask_loss) for each in data]
+    return data[0], data[1]
+
+
+def chats_of(files: ChatFiles) -> Data:
+    """Return data with packed chats."""
+
+    def data(run: RunConfig) -> tuple[Dataset, Dataset]:
+        config = DatasetConfig(run.model.seq_length, 3)
+        dataset = ChatDataset(files, "train", range(len(files)), 64, config)
+        return dataset, dataset
+
+    return data
+
+
+class Trained(NamedTuple):
+    """A run's figures, equal on every rank.
+
+    losses: iterations, and the evaluation after the last iteration
+    norms: gradient norms
+    counts: counted labels, squared document lengths, expert tokens and other losses
+    gradients: after the first iteration
+    weights: after the last iteration
+    """
+
+    losses: list[float]
+    norms: list[float]
+    counts: list[float]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+    @property
+    def figures(self) -> list[float]:
+        return [*self.losses, *self.norms, *self.counts]
+
+
+def train(world: Comm, run: RunConfig, data: Data = random_tokens, iterations: int = 2) -> Trained:
+    """Train and evaluate. Frozen weights must not change."""
+    trained = Trained([], [], [], {}, {})
+    with contextlib.closing(make_trainer(world, run, data=data(run))) as trainer:
+        frozen_memory = trainer.optimizer.flat.frozen_memory
+        frozen = [memory.values.clone() for memory in frozen_memory]
+        for iteration in range(iterations):
+            result = trainer.train_step()
+            trained.losses.append(result.loss)
+            trained.norms.append(result.grad_norm)
+            if result.work is not None:
+                trained.counts.append(result.work.counted)
+                if not run.data.sft:  # the padding of chats depends on the length of samples
+                    trained.counts.append(result.work.squares)
+            if result.z_loss is not None:
+                trained.counts.append(result.z_loss)
+            if result.experts is not None:
+                trained.counts.extend(result.experts.flatten().tolist())
+            if iteration == 0:
+                trained.gradients.update(whole_tensors(trainer, "grad"))
+        trained.losses.append(trainer.evaluate(trainer.valid, 0, 1))
+        assert all(map(torch.equal, frozen, (memory.values for memory in frozen_memory)))
+    trained.weights.update(whole_tensors(trainer, "weight"))
+    return trained
+
+
+def train_together(
+    ranks: int, flags: dict[str, Any], data: Data = random_tokens, iterations: int = 2
+) -> Trained:
+    """Train on all ranks, compare their figures, and return the first rank's result."""
+    run = small_run(**flags)
+    first, *others = ThreadWorld(ranks).run(train, run, data, iterations)
+    assert all(other.figures == first.figures for other in others)
+    return first
