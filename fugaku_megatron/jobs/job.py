@@ -32,7 +32,6 @@ class Job:
 
     flags: pretrain_gpt.py's, without paths
     elapse: seconds
-    seconds: modelled, of an iteration
     why: the decisions as text
     """
 
@@ -47,8 +46,6 @@ class Job:
     group: str | None
     flags: tuple[str, ...]
     layout: Layout
-    seconds: float
-    memory_mib: float
     iterations: int
     why: tuple[str, ...]
     kind: str = "train"
@@ -115,8 +112,8 @@ def node_shape(nodes: int) -> torus.Shape | None:
     return shape
 
 
-def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.Plan]:
-    """Return the job that parsed flags describe, and its plan. ValueError for an impossible job.
+def decide(args: argparse.Namespace, own: tuple[str, ...]) -> Job:
+    """Return the job that parsed flags describe. ValueError for an impossible job.
 
     own: names of flags that do not belong to pretrain_gpt.py
     """
@@ -155,12 +152,10 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.
         flags=_flags(best, args, mode),
         kind=args.kind,
         layout=best.layout,
-        seconds=best.seconds,
-        memory_mib=best.memory_mib,
         iterations=iterations,
         why=(),
     )
-    return replace(job, why=tuple(reasons(job, best, source))), best
+    return replace(job, why=tuple(reasons(job, best, source)))
 
 
 def _group(args: argparse.Namespace, groups: dict[str, ResourceGroup]) -> ResourceGroup:

@@ -145,7 +145,7 @@ def job_from(args: argparse.Namespace) -> jobs.Job:
         re.fullmatch(r"/vol\w+(:/vol\w+)*", args.volumes) is not None,
         f"--volumes {args.volumes!r:.60}: pass volumes such as /vol0004, joined by colons",
     )
-    job = jobs.decide(args, OWN)[0]
+    job = jobs.decide(args, OWN)
     problems = checks.problems(render.render(job), group="submitter", files=False)
     check(not problems, problems[0].text if problems else "")
     return job

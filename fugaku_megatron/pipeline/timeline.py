@@ -44,7 +44,7 @@ class Costs:
         p = schedule.placement.stages
         v = schedule.placement.model_chunks
         seconds = {op: (2.0 if op == BACKWARD else 1.0) / v for op in COMPUTATIONS}
-        costs = {op: [[each] * v for _ in range(p)] for op, each in seconds.items()}
+        costs = {op: [[each for _ in range(v)] for _ in range(p)] for op, each in seconds.items()}
         return Costs(costs, transfer)
 
 
@@ -149,7 +149,10 @@ def _source(place: Placement, stage: int, i: Instruction) -> Result | None:
 
 
 class Computation(NamedTuple):
-    """A computation on a stage, its result and the result that it needs. level: from 1, after that of the computations it waits for"""
+    """A computation on a stage, its result and the result that it needs.
+
+    level: from 1; above the levels of all computations before
+    """
 
     level: int
     stage: int
