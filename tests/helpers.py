@@ -29,8 +29,9 @@ from fugaku_megatron.comm.grid import Grid, Groups
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.data.dataset import Dataset, MockDataset
-from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.nn.ops import FAMILIES, Ops
 from fugaku_megatron.run import resume
+from fugaku_megatron.run.kernel_choice import build_ops
 from fugaku_megatron.run.plan import Plan
 from fugaku_megatron.run.resume import Resume
 from fugaku_megatron.training.trainer import IterationResult, Trainer
@@ -188,10 +189,8 @@ def make_trainer(
     """
     torch.set_num_threads(1)
     if ops is None:
-        ops = Ops.build(
-            "torch" if run.system.kernels == "torch" else "native",
-            keep_packed_weights=run.system.cache_packed_weights,
-        )
+        backend = "torch" if run.system.kernels == "torch" else "native"
+        ops = build_ops(run, dict.fromkeys(FAMILIES, backend))
     return build_trainer(run, world, *(data or (mock(run), mock(run, 8))), ops=ops, **more)
 
 

@@ -137,7 +137,10 @@ def hot_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
 
 
 def matrix_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
-    """An instruction multiplies 2 x 4 by 4 x 2 (BF16) or 2 x 8 by 8 x 2 (INT8), so a tile of `tile` is a multiply-add for each of its registers, of two steps."""
+    """Return the kernels whose instructions multiply 2 x 4 by 4 x 2 (BF16) or 2 x 8 by 8 x 2 (INT8).
+
+    A tile of `tile` is then a multiply-add for each of its registers, of two steps of k.
+    """
     rows, vectors = tile
     files = r"gemm_quads\.h|simd_\w+\.h|arm_neon\.h"
     return [

@@ -50,6 +50,8 @@ BASE = {"global_batch_size": 8, **DROPOUT}
 ROPE = {"position_embedding_type": "rope"}
 LORA = {**QWEN, "lora_dropout": 0.25, **DROPOUT}
 TEN = {"lr": 1e-3, "hidden_dropout": 0.1}
+IN_INT8 = {"bf16": True, "int8": True}
+ALL_IN_INT8 = {**IN_INT8, "int8_wgrad": True, "int8_head": True}
 CAPPED = {"moe_expert_capacity_factor": 1.0}
 PLAIN = {"swiglu": False, "squared_relu": True}
 ATTENTION = {"lora_target": "q_proj,k_proj,v_proj,o_proj"}
@@ -64,6 +66,8 @@ MODELS = {
     "gpt of 8 layers": Model({**BASE, "num_layers": 8}),
     "gpt in bf16": Model({**BASE, "bf16": True}, tolerance=0.02),
     "gpt in fp16": Model({**BASE, "fp16": True, "initial_loss_scale": 1024.0}, tolerance=0.02),
+    "gpt in int8": Model({**BASE, **IN_INT8}, tolerance=0.05),
+    "gpt in int8 with weight gradients and head": Model({**BASE, **ALL_IN_INT8}, tolerance=0.1),
     "moments in bf16": Model({**BASE, **BF16_MOMENTS}),
     "moments in int8": Model(
         {**UNEVEN, **EIGHT, "global_batch_size": 8, "lr_decay_style": "constant"}, iterations=5
@@ -209,6 +213,8 @@ LAYOUTS = {  # every option once at least, and pairs of options rather than all 
     "gpt of 8 layers": ["pp4 num_layers_per_virtual_pipeline_stage=1"],
     "gpt in bf16": ["dp2 zero"],
     "gpt in fp16": ["tp2 pp2 sequence"],
+    "gpt in int8": ["tp2", "tp2 sequence blocks", "pp2 zb-h1", "dp2 zero", "cp2", "full"],
+    "gpt in int8 with weight gradients and head": ["pp2 zbv", "dp2 zero overlap", "cp2"],
     "moments in bf16": ["tp2 pp2 dp2 overlap"],
     "moments in int8": ["dp2", "dp2 zero", "tp2", "pp2", "tp2 pp2 dp2 zero"],
     "llama": ["tp2 pp2 sequence torch", "cp2", "cp4 p2p torch"],
@@ -533,6 +539,31 @@ def test_a_layout_trains_as_one_rank(name, layout, one_rank, datasets, monkeypat
 )
 def test_low_precision_stays_close(low, name, one_rank):
     assert one_rank(low).losses == pytest.approx(one_rank(name).losses, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "tolerance"),
+    [
+        *((BASE, layout, 1e-4) for layout in ("tp2", "pp2 zb-h1", "dp2 zero", "cp2", "full")),
+        (ALL, "dp2 ep2", 1e-3),
+        (ALL, "tp2 dp2 ep2 sequence zero", 1e-3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("low", [{"bf16": True}, IN_INT8], ids=["bf16", "int8"])
+def test_ten_losses_of_a_layout_are_as_close_in_int8_as_in_bf16(low, model, layout, tolerance):
+    flags = {**model, **TEN, **low}
+    ranks, options = parse_layout(layout)
+    alone = train_together(1, flags, iterations=10).losses
+    together = train_together(ranks, {**flags, **options}, iterations=10).losses
+    assert together == pytest.approx(alone, rel=tolerance)
+
+
+def test_int8_stays_close(one_rank):
+    exact = one_rank("gpt in bf16").losses
+    for name in ("gpt in int8", "gpt in int8 with weight gradients and head"):
+        losses = one_rank(name).losses
+        assert losses == pytest.approx(exact, rel=0.02) and losses != exact
 
 
 def test_dropout_is_at_work(one_rank):

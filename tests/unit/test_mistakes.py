@@ -295,6 +295,21 @@ FLAGS = {
             "--fp32-matmul bf16x3 --kernels torch",
             "--fp32-matmul bf16x3 is for the C++ kernels, and --kernels is torch: pass",
         ),
+        ("--int8-wgrad", "--int8-wgrad is for --int8: pass --int8 too, or leave it out"),
+        ("--int8-head --bf16", "--int8-head is for --int8: pass --int8 too, or leave it out"),
+        (
+            "--int8 --kernels torch",
+            "--int8 is for the C++ kernels, and --kernels is torch: pass native or auto, or leave",
+        ),
+        (
+            "--int8 --fp32-matmul bf16x3",
+            "--int8 does not work with --fp32-matmul bf16x3: leave one of them out",
+        ),
+        (
+            "--int8 --fp16 --fp16-accumulation-chunk 64",
+            "--int8 does not work with --fp16-accumulation-chunk: leave one of them out",
+        ),
+        ("--int8 --abft all", "--int8 does not work with --abft: leave one of them out"),
         # Data, checkpoints and adapters
         ("--vocab-file v", "--vocab-file is v and --merge-file is None: pass both or neither"),
         ("--mock-data --data-path a", "--mock-data and --data-path exclude each other"),

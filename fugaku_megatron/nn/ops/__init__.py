@@ -133,10 +133,9 @@ class Ops(Backend):
         )
         if int8 is None:
             return ops
-        names = (*LAYER_MATMULS, *GROUPED_MATMULS)
-        if int8.weight_gradients:
-            names += WEIGHT_GRADIENTS
-        kernels = _with_keyword(kernels, names, int8=True)
+        quantized = (*LAYER_MATMULS, *GROUPED_MATMULS)
+        gradients = WEIGHT_GRADIENTS if int8.weight_gradients else ()
+        kernels = _with_keyword(kernels, (*quantized, *gradients), int8=True)
         return replace(
             ops,
             kernels=kernels,
