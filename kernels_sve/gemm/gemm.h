@@ -143,6 +143,7 @@ struct Gemm {
 
   void run() {
     if (!rows.size() || (!cols.size() && !first_cols)) return;
+    if constexpr (Words::INT8) find_scales_across_k();
     int64_t jc = cols.begin;
     do {  // once without columns: the sums of A's rows
       const Span columns = {jc, min(cols.end, jc + blocks.nc)};
@@ -162,7 +163,9 @@ struct Gemm {
     for (int64_t ic = rows.begin; ic < rows.end; ic += blocks.mc) {
       const Span some = {ic, min(rows.end, ic + blocks.mc)};
       if constexpr (Words::INT8) {
-        if (p == 0 && columns.begin == cols.begin) find_row_scales(some);
+        if (p == 0 && columns.begin == cols.begin && !a_is_across_k())
+          find_scales_along_k(a_at(some.begin, 0), g.a_row, some.size(), g.k,
+                              scales_from(a_scales, some.begin - rows.begin));
       }
       int64_t j = columns.begin;
       do {  // once without columns
@@ -185,17 +188,27 @@ struct Gemm {
     const T* src = static_cast<const T*>(g.b) + p * g.b_row + some.begin * g.b_col;
     const Scales scales = scales_from(b_scales, some.begin - cols.begin);
     if constexpr (Words::INT8) {
-      if (p == 0) find_scales(src, g.b_col, g.b_row, some.size(), g.k, scales, nullptr);
+      if (p == 0 && g.b_row == 1) find_scales_along_k(src, g.b_col, some.size(), g.k, scales);
     }
     pack<Words, COLUMNS>(src, g.b_col, g.b_row, some.begin, some.end, g.n, deep, panels,
                          scales.inverse);
     if constexpr (Words::INT8) add_correction(panels, words(deep), some.size(), scales.correction);
   }
 
-  void find_row_scales(Span some) {
-    float* sums = g.a_sums && first_cols ? g.a_sums + some.begin : nullptr;
-    find_scales(a_at(some.begin, 0), g.a_row, g.a_col, some.size(), g.k,
-                scales_from(a_scales, some.begin - rows.begin), sums);
+  // Rows of A are read side by side: where they are wanted sums too, and where a row is not contiguous.
+  bool a_is_across_k() const { return g.a_col != 1 || g.a_sums; }
+
+  // Scales of operands that are contiguous along their rows or columns, all at once: memory is read in its order. Others are found
+  // for a block of rows or columns before it is packed.
+  void find_scales_across_k() {
+    if (a_is_across_k()) {
+      float* sums = g.a_sums && first_cols ? g.a_sums + rows.begin : nullptr;
+      fm::FM_TARGET::find_scales_across_k(a_at(rows.begin, 0), g.a_col, rows.size(), g.k, a_scales,
+                                          sums);
+    }
+    if (!g.packed && g.b_row != 1)
+      fm::FM_TARGET::find_scales_across_k(static_cast<const T*>(g.b) + cols.begin, g.b_row,
+                                          cols.size(), g.k, b_scales, nullptr);
   }
 
   static Scales scales_from(const Scales& all, int64_t first) {
@@ -500,8 +513,12 @@ static void pack_weight(const GemmPackArgs& args) {
         scales.inverse = static_cast<float*>(scratch(3, (end - begin + COLUMNS) * sizeof(float)));
         for (int64_t j = 0; j < end - begin; ++j)
           scales.scale[j] = scales.inverse[j] = 0, scales.correction[j] = 0;
-        find_scales(static_cast<const T*>(args.b) + begin * args.b_col, args.b_col, args.b_row,
-                    min(end, args.n) - begin, args.k, scales, nullptr);
+        const T* first = static_cast<const T*>(args.b) + begin * args.b_col;
+        const int64_t count = min(end, args.n) - begin;
+        if (args.b_row == 1)
+          find_scales_along_k(first, args.b_col, count, args.k, scales);
+        else
+          find_scales_across_k(first, args.b_row, count, args.k, scales, nullptr);
       }
       for (int64_t p = 0; p < args.k; p += depth) {
         const int64_t deep = min(depth, args.k - p), deep_words = panel_words<Words>(deep);

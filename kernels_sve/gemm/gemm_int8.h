@@ -97,11 +97,38 @@ struct Int8Words : VectorSums {
   FM_INLINE vf add(vf a, vf b) { return (vf)((vi)a + (vi)b); }
 };
 
-// Bits of the magnitude of x, which are ordered as the magnitudes are, infinity and NaN included.
-FM_INLINE vu magnitude(vf x) { return (vu)x & 0x7fffffffu; }
-FM_INLINE vu larger(vu a, vu b) { return a > b ? a : b; }
+// Bits of the magnitudes of elements, which are ordered as the magnitudes are, infinity and NaN included: as many as a vector holds.
+typedef uint16_t vh __attribute__((vector_size(FM_VECTOR_BYTES)));
+typedef uint16_t vh_unaligned __attribute__((vector_size(FM_VECTOR_BYTES), aligned(2), may_alias));
 
-// Scale and inverse of a row whose largest magnitude has these bits. One below 2^-100 counts as 0.
+template <class T>
+struct Magnitudes {  // of float and of f16, as float
+  using Bits = uint32_t;
+  static constexpr int LANES = VL;
+  FM_INLINE vu at(const T* p, int lanes) { return (vu)load_lanes(p, lanes) & 0x7fffffffu; }
+  FM_INLINE vu most(const Bits* p) { return load(p); }
+  FM_INLINE void set_most(Bits* p, vu v) { store(p, v); }
+  FM_INLINE uint32_t as_float(Bits bits) { return bits; }
+};
+template <>
+struct Magnitudes<bf16> {
+  using Bits = uint16_t;
+  static constexpr int LANES = 2 * VL;
+  FM_INLINE vh at(const bf16* p, int lanes) {
+    const vu pairs = lanes == LANES ? load_pairs(&p->bits) : load_pairs_n(&p->bits, lanes);
+    return (vh)(pairs & 0x7fff7fffu);
+  }
+  FM_INLINE vh most(const Bits* p) { return *reinterpret_cast<const vh_unaligned*>(p); }
+  FM_INLINE void set_most(Bits* p, vh v) { *reinterpret_cast<vh_unaligned*>(p) = v; }
+  FM_INLINE uint32_t as_float(Bits bits) { return uint32_t(bits) << 16; }
+};
+
+template <class V>
+FM_INLINE V larger(V a, V b) {
+  return a > b ? a : b;
+}
+
+// Scale and inverse of a row whose largest magnitude has these bits as a float. One below 2^-100 counts as 0.
 FM_INLINE void set_scale(uint32_t bits, float* scale, float* inverse) {
   float most;
   __builtin_memcpy(&most, &bits, sizeof most);
@@ -110,56 +137,65 @@ FM_INLINE void set_scale(uint32_t bits, float* scale, float* inverse) {
   *inverse = !finite || zero ? 0.0f : 127.0f / most;
 }
 
-// The scales of `count` rows over `depth` of k, where element (i, k) is at src + i * i_stride + k * k_stride and one of the strides is
-// 1. sums: null, or (count) += the sum of each row.
+// The scales of `count` rows over `depth` of k, rows `stride` elements apart and contiguous along k.
 template <class T>
-static void find_scales(const T* src, int64_t i_stride, int64_t k_stride, int64_t count,
-                        int64_t depth, Scales out, float* sums) {
-  if (k_stride == 1) {
-    for (int64_t i = 0; i < count; ++i) {
-      const T* row = src + i * i_stride;
-      vu most = {};
-      vf sum = {};
-      for_vector_groups<4>(0, depth, [&](auto group, int64_t k, int lanes) FM_INLINE_LAMBDA {
+static void find_scales_along_k(const T* src, int64_t stride, int64_t count, int64_t depth,
+                                Scales out) {
+  using M = Magnitudes<T>;
+  constexpr int CHAINS = 4;
+  for (int64_t i = 0; i < count; ++i) {
+    const T* row = src + i * stride;
+    decltype(M::at(row, 0)) most[CHAINS] = {};
+    int64_t k = 0;
+    for (; k + CHAINS * M::LANES <= depth; k += CHAINS * M::LANES) {
 #pragma GCC unroll 4
-        for (int v = 0; v < decltype(group)::value; ++v) {
-          const vf x = load_lanes(row + k + v * VL, lanes);
-          most = larger(most, magnitude(x));
-          if (sums) sum += x;
-        }
-      });
-      uint32_t bits = 0;
-      for (int lane = 0; lane < VL; ++lane) bits = bits > most[lane] ? bits : most[lane];
-      set_scale(bits, out.scale + i, out.inverse + i);
-      if (sums) sums[i] += hsum(sum);
+      for (int c = 0; c < CHAINS; ++c)
+        most[c] = larger(most[c], M::at(row + k + c * M::LANES, M::LANES));
     }
-    return;
+    for (; k < depth; k += M::LANES)
+      most[0] = larger(most[0], M::at(row + k, static_cast<int>(min(M::LANES, depth - k))));
+    const auto all = larger(larger(most[0], most[1]), larger(most[2], most[3]));
+    typename M::Bits bits = 0;
+    for (int lane = 0; lane < M::LANES; ++lane) bits = bits > all[lane] ? bits : all[lane];
+    set_scale(M::as_float(bits), out.scale + i, out.inverse + i);
   }
-  constexpr int64_t AHEAD = Tuning::PACK_AHEAD;
-  for_vector_groups<8>(0, count, [&](auto group, int64_t i, int lanes) FM_INLINE_LAMBDA {
-    constexpr int N = decltype(group)::value;
-    vu most[N] = {};
-    vf sum[N] = {};
-    for (int64_t k = 0; k < depth; ++k) {
-      const T* p = src + i + k * k_stride;
+}
+
+// The scales of `count` columns over `depth` of k, rows of k `stride` elements apart, in one pass over memory in its order. sums: null,
+// or (count) += the sum of each column. out.inverse has room for a vector more.
+template <class T>
+static void find_scales_across_k(const T* src, int64_t stride, int64_t count, int64_t depth,
+                                 Scales out, float* sums) {
+  using M = Magnitudes<T>;
+  using Bits = typename M::Bits;
+  constexpr int64_t ROWS = 8;  // read side by side
+  Bits* most = reinterpret_cast<Bits*>(out.inverse);
+  for (int64_t i = 0; i < count; ++i) most[i] = 0;
+  for (int64_t k = 0; k < depth; k += ROWS) {
+    const T* rows = src + k * stride;
+    const int64_t left = min(ROWS, depth - k);
+    for (int64_t i = 0; i < count; i += M::LANES) {
+      const int lanes = static_cast<int>(min(M::LANES, count - i));
+      auto top = M::at(rows + i, lanes);
+      if (left == ROWS && lanes == M::LANES) {
 #pragma GCC unroll 8
-      for (int v = 0; v < N; ++v) {
-        if (v * VL * sizeof(T) % Tuning::LINE == 0 && k + AHEAD < depth)
-          prefetch(p + AHEAD * k_stride + v * VL);
-        const vf x = load_lanes(p + v * VL, lanes);
-        most[v] = larger(most[v], magnitude(x));
-        if (sums) sum[v] += x;
+        for (int r = 1; r < ROWS; ++r) top = larger(top, M::at(rows + r * stride + i, M::LANES));
+      } else {
+        for (int64_t r = 1; r < left; ++r) top = larger(top, M::at(rows + r * stride + i, lanes));
       }
+      M::set_most(most + i, larger(top, M::most(most + i)));
     }
-#pragma GCC unroll 8
-    for (int v = 0; v < N; ++v) {
-      for (int lane = 0; lane < lanes; ++lane)
-        set_scale(most[v][lane], out.scale + i + v * VL + lane, out.inverse + i + v * VL + lane);
-      if (!sums) continue;
-      float* at = sums + i + v * VL;
-      store_lanes(at, load_lanes(at, lanes) + sum[v], lanes);
-    }
-  });
+    if (!sums) continue;
+    for_vectors(0, count, [&](int64_t i, int lanes) {
+      vf sum = load_lanes(rows + i, lanes);
+      for (int64_t r = 1; r < left; ++r) sum += load_lanes(rows + r * stride + i, lanes);
+      store_lanes(sums + i, load_lanes(sums + i, lanes) + sum, lanes);
+    });
+  }
+  for (int64_t i = count; i-- > 0;) {  // from the last: a scale lies where smaller bits were
+    const uint32_t bits = M::as_float(most[i]);
+    set_scale(bits, out.scale + i, out.inverse + i);
+  }
 }
 
 // correction[j] += BYTE_OFFSET times the sum of column j of `columns` columns of B, of whole panels of `words` steps.
