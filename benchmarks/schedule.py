@@ -145,7 +145,7 @@ class Sleeper:
         self.plan = plan
         self.costs = costs
         self.instructions = plan.instructions(pp.rank)
-        self.queue = plan.send_queue(pp.rank)
+        self.queue = schedule.send_queue(plan, pp.rank)
         self.sending: deque[Handle] = deque()
         self.spans: list[Span] = []
         self.begin = pp.broadcast(

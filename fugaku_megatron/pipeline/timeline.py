@@ -39,11 +39,11 @@ class Costs:
     transfer: float = 0.0
 
     @staticmethod
-    def alike(schedule: Schedule, transfer: float = 0.0) -> Costs:
-        """Return equal costs: a second for F, I or W over a stage's chunks, two for B."""
+    def alike(schedule: Schedule, slot: float = 1.0, transfer: float = 0.0) -> Costs:
+        """Return equal costs: `slot` seconds for F, I or W over a stage's chunks, twice that for B."""
         p = schedule.placement.stages
         v = schedule.placement.model_chunks
-        seconds = {op: (2.0 if op == BACKWARD else 1.0) / v for op in COMPUTATIONS}
+        seconds = {op: (2.0 if op == BACKWARD else 1.0) * slot / v for op in COMPUTATIONS}
         costs = {op: [[each for _ in range(v)] for _ in range(p)] for op, each in seconds.items()}
         return Costs(costs, transfer)
 
