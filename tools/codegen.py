@@ -54,6 +54,7 @@ MCA = ["llvm-mca-19", "-mtriple=aarch64-linux-gnu"]
 ITERATIONS = 400
 CHUNKS = (16, 32, 64, 128, 256)  # steps of k summed in FP16
 MIN_BF16X3 = 1.3  # times FP32's peak on AMX
+INT8_FILES = r"gemm_int8\.h|simd_\w+\.h|arm_\w+\.h"  # that a compiler names for an intrinsic
 SPLIT_TILES = "tiles_kernel<SplitWords<TilePairs>, 32>"  # FP32 in three BF16 parts
 TILE_KERNELS = ("tiles_kernel<TilePairs, 32>", SPLIT_TILES, "tiles_kernel<Int8Tiles, 32>")
 
@@ -125,7 +126,7 @@ def hot_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
         ),
         Kernel(
             "GEMM INT8 k-loop",
-            "simd_sve.h|arm_sve.h",
+            INT8_FILES,
             rf"micro_kernel<.*Int8Words, {rows}>",
             0.95,
             sums,
@@ -142,7 +143,7 @@ def matrix_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
     A tile of `tile` is then a multiply-add for each of its registers, of two steps of k.
     """
     rows, vectors = tile
-    files = r"gemm_quads\.h|simd_\w+\.h|arm_neon\.h"
+    files = rf"gemm_quads\.h|{INT8_FILES}"
     return [
         Kernel(
             name,
@@ -181,9 +182,8 @@ def assembly(cxx: str, name: str, machine: Machine = A64FX) -> str:
             source = compiler.objects / f"codegen_{machine.target}_{family}.cc"
             if not source.exists() or source.read_text() != machine.source:
                 source.write_text(machine.source)
-        compiler.compile(
-            [*compiler.target_command(target, family), *flags], source, output, force=False
-        )
+        command = compiler.target_command(target, "gemm" if machine.source else family)
+        compiler.compile([*command, *flags], source, output, force=False)
         texts.append(output.read_text())
     return "\n".join(texts)
 

@@ -176,8 +176,9 @@ def test_nan_and_inf_travel_within_their_row(every_target, name, bad):
     x, *parameters = randoms((6, 67), *(67 for _ in PARAMETERS[name]))
     x[2, 5] = bad
     y = norm(name, x, *parameters)[0]
-    assert torch.equal(y.isnan(), NORMS[name](x, *parameters).isnan())
-    assert y[2].isnan().any() and not y[3].isnan().any()
+    # An infinite root mean square has the reciprocal 0, or on SVE, which estimates it, NaN.
+    assert y[2, 5].isnan() and (name == "rms_norm" or y[2].isnan().all())
+    assert not y[[0, 1, 3, 4, 5]].isnan().any()
 
 
 def test_wrong_arguments_leave_everything_untouched():
