@@ -100,7 +100,7 @@ def test_epilogues_follow_the_scaled_product(every_target):
 
 
 def test_quantization_error_is_that_of_eight_bits(every_target):
-    """Of normal numbers a step is about 4 / 127 of their deviation, and a rounding error is uniform in it."""
+    """A step is about 4 / 127 of the deviation of normal numbers, and a rounding error is uniform in it."""
     x, weight, _ = operands(64, 96, 768)
     exact = x.double() @ weight.double().T
     error = (forward(x, weight) - exact).square().mean().sqrt() / exact.square().mean().sqrt()
