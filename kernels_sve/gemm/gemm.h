@@ -95,7 +95,7 @@ struct Gemm {
     blocks.mc = sweeps ? ceil_div(ceil_div(rows.size(), sweeps), ROWS) * ROWS : ROWS;
     a_panels = buffer(0, words(depth) * blocks.mc / Words::WIDE + VL);
     const bool in_place = sums_in_c(), whole = in_place || depth >= g.k;
-    const int64_t all_columns = ceil_div(cols.size(), COLUMNS) * COLUMNS;
+    const int64_t all_columns = padded_columns(cols.size());
     // One sweep over the rows needs no block of B: its panels are packed, used and overwritten while they are in L2.
     once = !g.packed && sweeps <= 1;
     if (once && whole) blocks.nc = all_columns;
@@ -113,7 +113,7 @@ struct Gemm {
     const int64_t row_count = rows.size() + (PACK_PANELS + 1) * ROWS;
     const int64_t column_count = g.packed ? 0 : all_columns + GROUP;
     float* place = buffer(3, 2 * row_count + 3 * column_count);
-    for (int64_t i = 0; i < 2 * row_count + 3 * column_count; ++i) place[i] = 0;
+    __builtin_memset(place, 0, (2 * row_count + 3 * column_count) * sizeof(float));
     a_scales = {place, place + row_count};
     place += 2 * row_count;
     if (g.packed) {
@@ -159,7 +159,8 @@ struct Gemm {
     const float* b = b_panels;
     if (g.packed)
       b = static_cast<const float*>(g.packed) + words_of_scales(g.n) +
-          words(p) * (ceil_div(g.n, COLUMNS) * NR) + columns.begin / Words::WIDE * words(deep);
+          words(p) * (padded_columns(g.n) / Words::WIDE) +
+          columns.begin / Words::WIDE * words(deep);
     for (int64_t ic = rows.begin; ic < rows.end; ic += blocks.mc) {
       const Span some = {ic, min(rows.end, ic + blocks.mc)};
       if constexpr (Words::INT8) {
@@ -195,7 +196,7 @@ struct Gemm {
     if constexpr (Words::INT8) add_correction(panels, words(deep), some.size(), scales.correction);
   }
 
-  // Rows of A are read side by side: where they are wanted sums too, and where a row is not contiguous.
+  // True if the scales of A are found across k: its rows are not contiguous, or their sums are wanted, which only that pass has.
   bool a_is_across_k() const { return g.a_col != 1 || g.a_sums; }
 
   // Scales of operands that are contiguous along their rows or columns, all at once: memory is read in its order. Others are found
@@ -489,9 +490,8 @@ static int64_t packed_weight_size(int64_t n, int64_t k, DType dtype, int64_t fp1
   with_words(dtype, fp16_chunk, [&](auto words, auto element) {
     using Words = decltype(words);
     using Work = Gemm<Words, decltype(element)>;
-    bytes =
-        (panel_words<Words>(k) * (ceil_div(n, NR * Words::WIDE) * NR) + Work::words_of_scales(n)) *
-        4;
+    const int64_t panels = panel_words<Words>(k) * Work::padded_columns(n) / Words::WIDE;
+    bytes = (panels + Work::words_of_scales(n)) * 4;
   });
   return bytes;
 }
@@ -501,10 +501,10 @@ static void pack_weight(const GemmPackArgs& args) {
   with_words(args.dtype, args.fp16_chunk, [&](auto words, auto element) {
     using Words = decltype(words);
     using T = decltype(element);
-    constexpr int COLUMNS = NR * Words::WIDE;
-    const int64_t depth = block_depth<Words>(args.k, args.fp16_chunk, false),
-                  width = ceil_div(args.n, COLUMNS) * COLUMNS;
     using Work = Gemm<Words, T>;
+    constexpr int COLUMNS = Work::COLUMNS;
+    const int64_t depth = block_depth<Words>(args.k, args.fp16_chunk, false),
+                  width = Work::padded_columns(args.n);
     float* panels = static_cast<float*>(args.packed) + Work::words_of_scales(args.n);
     parallel_for(width, COLUMNS, [&](int64_t begin, int64_t end) {
       Scales scales;
