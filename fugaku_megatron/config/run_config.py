@@ -12,7 +12,7 @@ from typing import Any
 
 from .data import DataConfig
 from .faults import NumbersConfig
-from .fields import cached_hash, check
+from .fields import cached_hash, check, flag
 from .lora import DROPOUT_COLUMNS, LoraConfig
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
@@ -102,15 +102,15 @@ class RunConfig:
             f"--fp32-matmul bf16x3 is not supported with --num-experts {experts}: leave it out",
         )
         self._check_int8()
-        native = f"--fp16-accumulation-chunk {chunk}"
-        if splits:
-            native = "--fp32-matmul bf16x3"
-        elif self.system.int8:
-            native = "--int8"
+        native = {
+            "--fp32-matmul bf16x3": splits,
+            "--int8": self.system.int8,
+            f"--fp16-accumulation-chunk {chunk}": chunk is not None,
+        }
+        given = next((name for name, is_given in native.items() if is_given), None)
         check(
-            (chunk is None and not splits and not self.system.int8)
-            or self.system.kernels != "torch",
-            f"{native} is for the C++ kernels, and --kernels is torch: "
+            given is None or self.system.kernels != "torch",
+            f"{given} is for the C++ kernels, and --kernels is torch: "
             "pass native or auto, or leave it out",
         )
         fits = precision == "bf16" and optimizer.use_precision_aware_optimizer and optimizer.adamw
@@ -122,10 +122,10 @@ class RunConfig:
 
     def _check_int8(self) -> None:
         system = self.system
-        for flag in ("int8_wgrad", "int8_head"):
+        for name in ("int8_wgrad", "int8_head"):
             check(
-                system.int8 or not getattr(system, flag),
-                f"--{flag.replace('_', '-')} is for --int8: pass --int8 too, or leave it out",
+                system.int8 or not getattr(system, name),
+                f"{flag(name)} is for --int8: pass --int8 too, or leave it out",
             )
         if not system.int8:
             return
@@ -134,8 +134,8 @@ class RunConfig:
             "--fp16-accumulation-chunk": system.fp16_accumulation_chunk is not None,
             "--abft": bool(self.numbers.abft),
         }
-        for flag, given in others.items():
-            check(not given, f"--int8 does not work with {flag}: leave one of them out")
+        for other, given in others.items():
+            check(not given, f"--int8 does not work with {other}: leave one of them out")
 
     def _check_abft(self) -> None:
         layers = self.numbers.abft or ()
