@@ -5,7 +5,8 @@
 
 Start as many ranks as a training run has, on one node or on several: all ranks measure at the same time, so that they share caches,
 memory and network as in training. A node's rates are the sums over its ranks; matmuls are also measured by one rank with all
-threads of the node. Left out: 16-bit peaks (the kernels widen to FP32), the kernels' measurements themselves (host_kernels.py).
+threads of the node. Left out: matmuls in 16 bits, which predict counts as FP32's; the kernels' measurements themselves
+(host_kernels.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cli.output_files import check_file, writing
 from ..config.fields import check
+from ..planner.machine import FP32, INT8
 from ..text.numbers import rounded
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ ALONE_COPIES = 4  # memory passes of its messages: two copies, each reads and wr
 USABLE = 0.9  # share of a node's memory that a job may use
 
 Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n matmuls
+Rates = dict[str, Points]  # by precision
+PRECISIONS = (FP32, INT8)  # that predict distinguishes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,7 @@ class Compute:
     clock_ghz: float
     fma_gflops: float
     triad_gbs: float
-    gemm: Points
+    gemm: Rates
     attention: tuple[tuple[int, float, float], ...]
     dropout_flops: float
     elementwise_gbs: float
@@ -121,19 +125,22 @@ def measure_compute() -> Compute:
 
 
 def measure_gemm(
-    sizes: Sequence[int] | None = None, cold_bytes: int | None = None, dtype: str = "float32"
-) -> Points:
-    import torch
-
+    sizes: Sequence[int] | None = None,
+    cold_bytes: int | None = None,
+    precisions: Sequence[str] = PRECISIONS,
+) -> Rates:
     from . import host_kernels
 
-    return tuple(
-        (n, host_kernels.gemm_gflops(n, cold_bytes, getattr(torch, dtype))) for n in sizes or SIZES
-    )
+    return {
+        precision: tuple(
+            (n, host_kernels.gemm_gflops(n, cold_bytes, precision)) for n in sizes or SIZES
+        )
+        for precision in precisions
+    }
 
 
-def measure_team(world: Comm, threads: int, measure: Callable[[], Points] = measure_gemm) -> Points:
-    """Measure square matmuls on rank 0 with `threads` threads; the node's other ranks sleep and return (). Collective."""
+def measure_team(world: Comm, threads: int, measure: Callable[[], Rates] = measure_gemm) -> Rates:
+    """Measure square matmuls on rank 0 with `threads` threads; the node's other ranks sleep and return {}. Collective."""
     import torch
 
     name = None
@@ -144,7 +151,7 @@ def measure_team(world: Comm, threads: int, measure: Callable[[], Points] = meas
     if world.rank:
         while awake.exists():  # a barrier would poll and occupy a core
             time.sleep(0.01)
-        return ()
+        return {}
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
@@ -154,18 +161,24 @@ def measure_team(world: Comm, threads: int, measure: Callable[[], Points] = meas
         awake.unlink()
 
 
-def fit_curve(points: Sequence[tuple[int, float]], peak_gflops: float) -> tuple[float, float]:
-    """Return (maximum, half) of share = maximum / (1 + half / n) with the smallest sum of absolute relative errors.
+def fit_rate(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return (limit, half) of rate = limit / (1 + half / n) with the smallest sum of absolute relative errors.
 
     A disturbed measurement would bend a least-squares curve.
     """
     best = (math.inf, 0.0, 0.0)
     for step in range(0, 201):
         half = 2000.0 ** (step / 200)
-        ratios = [peak_gflops / gflops / (1 + half / n) for n, gflops in points]
-        for ratio in ratios:  # the best curve goes through one of the points
-            best = min(best, (sum(abs(other / ratio - 1) for other in ratios), 1 / ratio, half))
-    return min(best[1], 1.0), best[2]
+        limits = [rate * (1 + half / n) for n, rate in points]
+        for limit in limits:  # the best curve goes through one of the points
+            best = min(best, (sum(abs(limit / other - 1) for other in limits), limit, half))
+    return best[1], best[2]
+
+
+def fit_curve(points: Sequence[tuple[int, float]], peak_gflops: float) -> tuple[float, float]:
+    """Return (maximum, half) of the rates' shares of the peak, as `fit_rate`."""
+    limit, half = fit_rate(points)
+    return min(limit / peak_gflops, 1.0), half
 
 
 def ping_pong(world: Comm, partner: int, bytes: int) -> float:
@@ -262,7 +275,7 @@ def gemm_curve(threads: int, points: Points, peak_gflops: float) -> dict[str, fl
 def describe(
     name: str,
     ranks: Sequence[Compute],
-    team: Points,
+    team: Rates,
     network: NetworkRates,
     memory_gib: float,
     command: str = "calibrate",
@@ -283,12 +296,28 @@ def describe(
     elif inside:
         link_source = "not measured: all ranks shared one node; its own messages' value"
     intra_source = measured if inside or between else alone
-    curves = [gemm_curve(first.threads, first.gemm, first.fma_gflops)]
-    if team and threads > first.threads:
-        curves.append(gemm_curve(threads, team, peak))
-    shown = "; one rank with all threads ".join(
-        ", ".join(f"{n}: {g:.0f}" for n, g in points) for points in (first.gemm, team) if points
-    )
+    if threads == first.threads:
+        team = {}
+    # No loop measures INT8's peak: it is the limit of the matmuls' rates.
+    limits = [len(ranks) * fit_rate(first.gemm[INT8])[0]]
+    if team:
+        limits.append(fit_rate(team[INT8])[0])
+    node_peaks = {FP32: peak, INT8: max(limits)}
+    rank_peaks = {FP32: first.fma_gflops, INT8: max(limits) / len(ranks)}
+    curves = {
+        precision: [gemm_curve(first.threads, first.gemm[precision], rank_peaks[precision])]
+        for precision in PRECISIONS
+    }
+    for precision, points in team.items():
+        curves[precision].append(gemm_curve(threads, points, node_peaks[precision]))
+    shown = {
+        precision: "; one rank with all threads ".join(
+            ", ".join(f"{n}: {g:.0f}" for n, g in rates[precision])
+            for rates in (first.gemm, team)
+            if rates
+        )
+        for precision in PRECISIONS
+    }
     values = {
         "units": (1, "not measured"),
         "threads": (threads, measured),
@@ -298,8 +327,13 @@ def describe(
         "clock_gain_limit": (1.0, "one clock"),
         "eco_fraction": (1.0, "no power modes"),
         "peak_tflops": (
-            {name: peak / 1e3 for name in ("fp32", "fp16", "bf16")},
-            f"{measured}: FP32 multiply-adds; 16 bits are widened",
+            {
+                FP32: peak / 1e3,
+                "fp16": peak / 1e3,
+                "bf16": peak / 1e3,
+                INT8: node_peaks[INT8] / 1e3,
+            },
+            f"{measured}: FP32 multiply-adds; 16 bits are counted as FP32; INT8 is the limit of its matmuls",
         ),
         "memory_gib": (memory_gib * USABLE, f"{USABLE:.0%} of what the system reports"),
         "stream_gbs": (sum(r.triad_gbs for r in ranks), measured),
@@ -310,8 +344,12 @@ def describe(
         "intra_gbs": (intra.gbs, intra_source),
         "intra_alpha_us": (intra.alpha_us, intra_source),
         "gemm_curves": (
-            curves,
-            f"{measured}: native kernels, operands not in the caches, GFLOP/s at {shown}",
+            curves[FP32],
+            f"{measured}: native kernels, operands not in the caches, GFLOP/s at {shown[FP32]}",
+        ),
+        "int8_curves": (
+            curves[INT8],
+            f"{measured}: the same with packed weights, and operands quantized in the call, GFLOP/s at {shown[INT8]}",
         ),
         "native": (native(ranks, None if between else reduce_gbs), measured),
         "process_mib": (first.process_mib, measured),
