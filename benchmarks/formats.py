@@ -15,6 +15,7 @@ import contextlib
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -96,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch-size", type=int, default=4, help="samples of 128 tokens")
     parser.add_argument("--evaluations", type=int, default=12)
     parser.add_argument("--eval-iters", type=int, default=50, help="batches of an evaluation")
-    parser.add_argument("--layers", type=int, default=MODEL["num_layers"])
+    parser.add_argument("--num-layers", type=int, default=MODEL["num_layers"])
     parser.add_argument(
         "--at-once", type=int, default=1, help="processes at a time (default: %(default)s)"
     )
@@ -109,7 +110,7 @@ def values_of(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Fields of the run without its format."""
     return {
         **MODEL,
-        "num_layers": options.layers,
+        "num_layers": options.num_layers,
         "vocab_size": options.vocab_size,
         "data_path": (options.data_path,),
         "micro_batch_size": options.global_batch_size,
@@ -141,8 +142,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 evaluations=options.evaluations,
                 checkpoint=folder if (name, seed) == (options.formats[0], options.seeds[0]) else "",
             )
-            for seed in options.seeds
             for name in options.formats
+            for seed in options.seeds
         ]
         with ThreadPoolExecutor(options.at_once) as pool:
             curves = list(pool.map(lambda task: run_task(task, options.threads), trainings))
@@ -270,6 +271,7 @@ def draw(path: Path, result: dict[str, Any]) -> None:
 def trained(trainer: Any, task: Task) -> Iterator[dict[str, Any]]:
     """Train to the end; yield a record at each evaluation, with the mean training loss since the one before."""
     training = trainer.run.training
+    start = time.perf_counter()
     losses = []
     for iteration in range(1, training.train_iters + 1):
         losses.append(trainer.train_step().loss)
@@ -278,6 +280,7 @@ def trained(trainer: Any, task: Task) -> Iterator[dict[str, Any]]:
                 "iteration": iteration,
                 "train_loss": statistics.fmean(losses),
                 "valid_loss": trainer.evaluate(trainer.valid, 0, training.eval_iters),
+                "seconds": round(time.perf_counter() - start, 1),
             }
             losses.clear()
     if task.checkpoint:
