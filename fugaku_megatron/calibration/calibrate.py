@@ -56,6 +56,7 @@ class Compute:
     """One rank's measurements.
 
     attention: (s, forward GFLOP/s, backward GFLOP/s) over s tokens, without dropout
+    fma_gflops, int8_gops: peaks, of multiply-adds in a loop
     call_us: an operator call without its data
     iteration_s: an iteration without its operator calls
     process_mib: without tensors
@@ -65,6 +66,7 @@ class Compute:
     threads: int
     clock_ghz: float
     fma_gflops: float
+    int8_gops: float
     triad_gbs: float
     gemm: Rates
     attention: tuple[tuple[int, float, float], ...]
@@ -112,6 +114,7 @@ def measure_compute() -> Compute:
         threads=torch.get_num_threads(),
         clock_ghz=clock,
         fma_gflops=fma,
+        int8_gops=fma_peak_gflops(1 + ROUNDS, FMA_STEPS, int8=True),
         triad_gbs=triad,
         gemm=measure_gemm(),
         attention=tuple((s, *host_kernels.attention_gflops(s)) for s in host_kernels.LENGTHS),
@@ -161,24 +164,18 @@ def measure_team(world: Comm, threads: int, measure: Callable[[], Rates] = measu
         awake.unlink()
 
 
-def fit_rate(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return (limit, half) of rate = limit / (1 + half / n) with the smallest sum of absolute relative errors.
+def fit_curve(points: Sequence[tuple[int, float]], peak_gflops: float) -> tuple[float, float]:
+    """Return (maximum, half) of share = maximum / (1 + half / n) with the smallest sum of absolute relative errors.
 
     A disturbed measurement would bend a least-squares curve.
     """
     best = (math.inf, 0.0, 0.0)
     for step in range(0, 201):
         half = 2000.0 ** (step / 200)
-        limits = [rate * (1 + half / n) for n, rate in points]
-        for limit in limits:  # the best curve goes through one of the points
-            best = min(best, (sum(abs(limit / other - 1) for other in limits), limit, half))
-    return best[1], best[2]
-
-
-def fit_curve(points: Sequence[tuple[int, float]], peak_gflops: float) -> tuple[float, float]:
-    """Return (maximum, half) of the rates' shares of the peak, as `fit_rate`."""
-    limit, half = fit_rate(points)
-    return min(limit / peak_gflops, 1.0), half
+        ratios = [peak_gflops / gflops / (1 + half / n) for n, gflops in points]
+        for ratio in ratios:  # the best curve goes through one of the points
+            best = min(best, (sum(abs(other / ratio - 1) for other in ratios), 1 / ratio, half))
+    return min(best[1], 1.0), best[2]
 
 
 def ping_pong(world: Comm, partner: int, bytes: int) -> float:
@@ -282,7 +279,6 @@ def describe(
 ) -> dict[str, Any]:
     """Return the contents of the machine's file, each constant with its source."""
     first = ranks[0]
-    peak = sum(r.fma_gflops for r in ranks)
     threads = sum(r.threads for r in ranks)
     measured = f"measured by fugaku-megatron {command}"
     inside, between, reduce_gbs = network
@@ -298,18 +294,14 @@ def describe(
     intra_source = measured if inside or between else alone
     if threads == first.threads:
         team = {}
-    # No loop measures INT8's peak: it is the limit of the matmuls' rates.
-    limits = [len(ranks) * fit_rate(first.gemm[INT8])[0]]
-    if team:
-        limits.append(fit_rate(team[INT8])[0])
-    node_peaks = {FP32: peak, INT8: max(limits)}
-    rank_peaks = {FP32: first.fma_gflops, INT8: max(limits) / len(ranks)}
+    own = {FP32: first.fma_gflops, INT8: first.int8_gops}
+    peaks = {FP32: sum(r.fma_gflops for r in ranks), INT8: sum(r.int8_gops for r in ranks)}
     curves = {
-        precision: [gemm_curve(first.threads, first.gemm[precision], rank_peaks[precision])]
-        for precision in PRECISIONS
+        precision: [gemm_curve(first.threads, first.gemm[precision], peak)]
+        for precision, peak in own.items()
     }
     for precision, points in team.items():
-        curves[precision].append(gemm_curve(threads, points, node_peaks[precision]))
+        curves[precision].append(gemm_curve(threads, points, peaks[precision]))
     shown = {
         precision: "; one rank with all threads ".join(
             ", ".join(f"{n}: {g:.0f}" for n, g in rates[precision])
@@ -328,12 +320,10 @@ def describe(
         "eco_fraction": (1.0, "no power modes"),
         "peak_tflops": (
             {
-                FP32: peak / 1e3,
-                "fp16": peak / 1e3,
-                "bf16": peak / 1e3,
-                INT8: node_peaks[INT8] / 1e3,
+                name: peaks[INT8 if name == INT8 else FP32] / 1e3
+                for name in (FP32, "fp16", "bf16", INT8)
             },
-            f"{measured}: FP32 multiply-adds; 16 bits are counted as FP32; INT8 is the limit of its matmuls",
+            f"{measured}: multiply-adds of FP32 and INT8; 16 bits are counted as FP32",
         ),
         "memory_gib": (memory_gib * USABLE, f"{USABLE:.0%} of what the system reports"),
         "stream_gbs": (sum(r.triad_gbs for r in ranks), measured),

@@ -297,6 +297,7 @@ def measure_rates(context: Context) -> dict[str, Any]:
         "threads": threads,
         "clock_ghz": clock,
         "fma_gflops": fma,
+        "int8_gops": fma_peak_gflops(1 + scale.rounds, steps, int8=True),
         "triad_gbs": triad,
         "process_mib": process,
         "gemm": calibrate.measure_gemm(sizes, scale.cold_bytes, tuple(MATMULS)),

@@ -8,6 +8,7 @@ def rank(ghz: float = 3.0) -> Compute:
         threads=2,
         clock_ghz=ghz,
         fma_gflops=100.0,
+        int8_gops=300.0,
         triad_gbs=20.0,
         gemm={"fp32": ((256, 70.0), (1024, 85.0)), "int8": ((256, 150.0), (1024, 240.0))},
         attention=((512, 40.0, 30.0), (2048, 64.0, 48.0)),
