@@ -285,8 +285,6 @@ def is_quantized(run: RunConfig, record: Record) -> bool:
 @lru_cache(maxsize=4096)  # searches repeat the same runs
 def quantized_weights(run: RunConfig, layout: Layout, stage: int) -> int:
     """Return the elements of a stage's weights that --int8 quantizes once for each optimizer step."""
-    if not run.system.int8:
-        return 0
     elements = 0
     for record in stage_records(run, layout, stage):
         if record.gemm and is_quantized(run, record):
