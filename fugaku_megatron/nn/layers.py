@@ -35,7 +35,7 @@ from .forward_context import Pass
 from .heads import Angles
 from .ops import DropoutKey, Ops
 from .ops.norm import LayerNormArguments
-from .parameter import Init, Sharding, make_parameter, spec_of
+from .parameter import Init, ModelParameter, Sharding, make_parameter
 from .parameter_views import derived
 from .positions import rotary_angles
 from .sequence_ranks import own_segments, to_rank_order, to_sequence_order
@@ -143,7 +143,7 @@ class Context:
         init_name: str | None = None,
         experts: bool = False,
         **traits: bool,
-    ) -> nn.Parameter:
+    ) -> ModelParameter:
         """Make a parameter.
 
         experts: (e, ...) of every expert. Partial gradients of a parameter replicated over `etp` are all-reduced there.
@@ -299,7 +299,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.context.out_of_matmul(
-            self.context.ops.embedding(tokens, self.weight, spec_of(self.weight).offset[0])
+            self.context.ops.embedding(tokens, self.weight, self.weight.spec.offset[0])
         )
 
 

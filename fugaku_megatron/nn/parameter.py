@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from ..comm.base import Comm
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """Place and meaning of a parameter in the whole model; `parameter.spec`.
+    """Place and meaning of a parameter in the whole model.
 
     name, shape: global.
     offset: first element of this rank's slice in each dimension.
@@ -41,20 +42,31 @@ class ParameterSpec:
     balances: bool = False
     frozen: bool = False
 
-    @property
+    @cached_property
     def decayed(self) -> bool:
         """True if weight decay applies: for matrices."""
         return len(self.shape) > 1 and not self.name.endswith(".bias")
 
-    @property
+    @cached_property
     def orthogonal(self) -> bool:
         """True if Muon orthogonalizes the updates: for matrices but embeddings and logits."""
         return self.decayed and not self.name.startswith(("embedding.", "output_layer."))
 
-    @property
+    @cached_property
     def decoupled(self) -> bool:
         """True for --decoupled-lr: the word embedding and the logits' weight."""
         return self.name in ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+class ModelParameter(nn.Parameter):
+    """A parameter that knows its place in the whole model."""
+
+    spec: ParameterSpec
+
+
+def parameters_of(module: nn.Module) -> list[ModelParameter]:
+    """Return the parameters of a module whose layers are built by `nn.layers.Context`."""
+    return cast("list[ModelParameter]", [*module.parameters()])
 
 
 class Sharding(NamedTuple):
@@ -89,7 +101,7 @@ def make_parameter(
     sequence_parallel: bool = False,
     balances: bool = False,
     frozen: bool = False,
-) -> nn.Parameter:
+) -> ModelParameter:
     """Make this rank's slice of a tensor with global `shape` on the meta device, with its `spec`.
 
     sequence_parallel: activations between matmuls are sharded.
@@ -107,8 +119,8 @@ def make_parameter(
         offset[0] = experts.rank * local[0]
     # The first tensor-parallel rank saves replicas. Norms count a replica once, and a tied copy not at all.
     owned = partition_dim is not None or tp is None or tp.rank == 0
-    parameter = nn.Parameter(torch.empty(local, device="meta"))
-    parameter.spec = ParameterSpec(  # type: ignore[attr-defined]  # torch's class does not know it
+    parameter = ModelParameter(torch.empty(local, device="meta"))
+    parameter.spec = ParameterSpec(
         name=name,
         shape=tuple(shape),
         offset=tuple(offset),
@@ -124,10 +136,6 @@ def make_parameter(
         frozen=frozen,
     )
     return parameter
-
-
-def spec_of(parameter: torch.Tensor) -> ParameterSpec:
-    return parameter.spec  # type: ignore[attr-defined, no-any-return]  # as above
 
 
 PARAMETER_DTYPES = {

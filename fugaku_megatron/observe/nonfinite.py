@@ -25,7 +25,6 @@ from ..data.sampler import first_sample
 from ..host.observed import Arguments, Keywords, Observed
 from ..nn.layers import dropout_layer
 from ..nn.model import Stage
-from ..nn.parameter import spec_of
 from ..optim.flat import FlatParameter, stage_units
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction
 from ..training.trainer import Trainer
@@ -245,7 +244,7 @@ def _nonfinite_weight(trainer: Trainer) -> Finding | None:
     flat = trainer.optimizer.flat
     for parameter in [*flat.parameters, *flat.frozen]:
         if count := _describe_nonfinite([parameter]):
-            return Finding((0, 0, 0, 0), f"weight {spec_of(parameter).name}: {count}")
+            return Finding((0, 0, 0, 0), f"weight {parameter.spec.name}: {count}")
     return None
 
 

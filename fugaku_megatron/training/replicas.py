@@ -27,7 +27,7 @@ from ..comm.grid import Groups
 from ..config.run_config import RunConfig
 from ..costs.units import holds_tied_copy
 from ..nn.model import Stage
-from ..nn.parameter import spec_of
+from ..nn.parameter import ModelParameter
 from ..optim.bucket_shard import BucketShard
 from ..optim.optimizer import Optimizer
 from ..start.exit_codes import ExitCode
@@ -187,7 +187,7 @@ class Replicas:
         optimizer = self._optimizer
         for parameter in (*optimizer.flat.parameters, *optimizer.flat.frozen):
             if self._alike(group, parameter):
-                yield Replica(WEIGHTS, spec_of(parameter).name, parameter)
+                yield Replica(WEIGHTS, parameter.spec.name, parameter)
         for bucket, shard in zip(optimizer.flat.buckets, optimizer.shards, strict=True):
             if group in ("dp", "edp"):
                 if (group == "edp") == bucket.expert and not optimizer.sharded:
@@ -195,8 +195,8 @@ class Replicas:
             else:
                 yield from self._state(shard, group, by_block=False)
 
-    def _alike(self, group: str, parameter: Tensor) -> bool:
-        spec = spec_of(parameter)
+    def _alike(self, group: str, parameter: ModelParameter) -> bool:
+        spec = parameter.spec
         if group in ("dp", "edp"):
             return spec.expert == (group == "edp")
         if group == "embedding":
