@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
-
-from ..comm.base import Comm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,75 +65,6 @@ class ModelParameter(nn.Parameter):
 def parameters_of(module: nn.Module) -> list[ModelParameter]:
     """Return the parameters of a module whose layers are built by `nn.layers.Context`."""
     return cast("list[ModelParameter]", [*module.parameters()])
-
-
-class Sharding(NamedTuple):
-    """Ranks that divide a parameter.
-
-    tp: ranks that shard `partition_dim`, or have copies if it is None.
-    experts: ranks that shard the first dimension, experts.
-    """
-
-    tp: Comm | None = None
-    partition_dim: int | None = None
-    experts: Comm | None = None
-
-
-class Init(NamedTuple):
-    """Initial values: normal(0, std), or `fill` if std is None. name: random stream; None: the parameter's name."""
-
-    std: float | None = None
-    fill: float = 0.0
-    name: str | None = None
-
-
-ZEROS = Init()
-
-
-def make_parameter(
-    name: str,
-    shape: tuple[int, ...],
-    sharding: Sharding,
-    init: Init = ZEROS,
-    *,
-    sequence_parallel: bool = False,
-    balances: bool = False,
-    frozen: bool = False,
-) -> ModelParameter:
-    """Make this rank's slice of a tensor with global `shape` on the meta device, with its `spec`.
-
-    sequence_parallel: activations between matmuls are sharded.
-    """
-    tp, partition_dim, experts = sharding
-    local = list(shape)
-    offset = [0] * len(shape)
-    if partition_dim is not None:
-        assert tp is not None and shape[partition_dim] % tp.size == 0, (name, shape, tp)
-        local[partition_dim] //= tp.size
-        offset[partition_dim] = tp.rank * local[partition_dim]
-    if experts is not None:
-        assert shape[0] % experts.size == 0, (name, shape, experts)
-        local[0] //= experts.size
-        offset[0] = experts.rank * local[0]
-    # The first tensor-parallel rank saves replicas. Norms count a replica once, and a tied copy not at all.
-    owned = partition_dim is not None or tp is None or tp.rank == 0
-    parameter = ModelParameter(torch.empty(local, device="meta"))
-    parameter.spec = ParameterSpec(
-        name=name,
-        shape=tuple(shape),
-        offset=tuple(offset),
-        partition_dim=partition_dim,
-        init_std=init.std,
-        init_fill=init.fill,
-        init_name=init.name or name,
-        owned=owned,
-        counted=owned and init.name is None and not balances,
-        sequence_parallel=sequence_parallel and partition_dim is None,
-        expert=experts is not None,
-        balances=balances,
-        frozen=frozen,
-    )
-    return parameter
 
 
 PARAMETER_DTYPES = {
