@@ -181,12 +181,12 @@ struct Gemm {
   }
 
   void pack_b(Span some, int64_t p, int64_t deep, float* panels) {
-    const Scales scales = scales_from(b_scales, some.begin - cols.begin);
+    Scales scales;
     if constexpr (Words::INT8) {
+      scales = scales_from(b_scales, some.begin - cols.begin);
       if (p == 0 && b().along_k()) find_b_scales(b(), some, g.k, scales);
     }
-    pack_b_panels<Words, COLUMNS>(b(), some, g.n, p, deep, panels, scales.inverse);
-    if constexpr (Words::INT8) add_correction(panels, words(deep), some.size(), scales.correction);
+    pack_b_panels<Words, COLUMNS>(b(), some, g.n, p, deep, panels, scales);
   }
 
   // True if the scales of A are found across k: its rows are not contiguous, or their sums are wanted, which only that pass has.
@@ -204,12 +204,6 @@ struct Gemm {
   }
 
   BOperand<T> b() const { return {g.b, g.b_row, g.b_col, g.b_scales}; }
-
-  static Scales scales_from(const Scales& all, int64_t first) {
-    if (!Words::INT8) return {};
-    return {all.scale + first, all.inverse ? all.inverse + first : nullptr,
-            all.correction ? all.correction + first : nullptr};
-  }
 
   // What pack_b reads next, from column j on or of the next block of k.
   Source source_of_b(Span columns, int64_t j, int64_t p, int64_t deep) const {
@@ -257,14 +251,15 @@ struct Gemm {
     const int64_t last = ceil_div(some.size(), ROWS) - 1, begin = tile_begin(some, t),
                   end = t < last ? some.begin + last * ROWS : some.end;
     float* panels = a_panels + t * A_ROW * words(deep);
-    const float* inverse = scales_from(a_scales, begin - rows.begin).inverse;
+    Scales scales;
+    if constexpr (Words::INT8) scales = scales_from(a_scales, begin - rows.begin);
 #ifdef FM_HAS_TILES
     if constexpr (Words::TILES)
       return pack_tile_panels<Words>(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin,
-                                     deep, inverse, panels);
+                                     deep, scales.inverse, panels);
 #endif
     return pack_panels<Words, ROWS, true>(a_at(begin, p), g.a_row, g.a_col, end - begin,
-                                          g.m - begin, deep, inverse, panels);
+                                          g.m - begin, deep, scales, panels);
   }
 
   // What pack_a reads next, as it lies in memory.
@@ -502,7 +497,7 @@ static void pack_weight(const GemmPackArgs& args) {
     parallel_for(width, COLUMNS, [&](int64_t begin, int64_t end) {
       Scales scales;
       if constexpr (Words::INT8) {
-        scales = Work::scales_from(Work::packed_scales(args.packed, args.n), begin);
+        scales = scales_from(Work::packed_scales(args.packed, args.n), begin);
         scales.inverse = static_cast<float*>(scratch(3, (end - begin + COLUMNS) * sizeof(float)));
         for (int64_t j = 0; j < end - begin; ++j)
           scales.scale[j] = scales.inverse[j] = 0, scales.correction[j] = 0;
@@ -512,9 +507,7 @@ static void pack_weight(const GemmPackArgs& args) {
         const int64_t deep = min(depth, args.k - p), deep_words = panel_words<Words>(deep);
         float* block =
             panels + panel_words<Words>(p) * width / Words::WIDE + begin / Words::WIDE * deep_words;
-        pack_b_panels<Words, COLUMNS>(b, {begin, end}, args.n, p, deep, block, scales.inverse);
-        if constexpr (Words::INT8)
-          add_correction(block, deep_words, end - begin, scales.correction);
+        pack_b_panels<Words, COLUMNS>(b, {begin, end}, args.n, p, deep, block, scales);
       }
     });
   });

@@ -39,14 +39,14 @@ static void dequantize_strip(const BOperand<T>& b, Span rows, Span columns, int6
     dequantize_row(b.values(i), b.scales_of(i), columns.begin, columns.end, out);
 }
 
-// Packs panels of the columns [columns.begin, columns.end), of which `count` exist, over `depth` of k from p on. inverse: of the
-// first of them, where Words are INT8.
+// Packs panels of the columns [columns.begin, columns.end), of which `count` exist, over `depth` of k from p on. scales: from
+// the first of them on, where Words are INT8.
 template <class Words, int COLUMNS, class T>
 FM_INLINE void pack_b_panels(const BOperand<T>& b, Span columns, int64_t count, int64_t p,
-                             int64_t depth, float* panels, const float* inverse) {
+                             int64_t depth, float* panels, Scales scales) {
   if (!b.scales)
     return pack<Words, COLUMNS>(b.element(p, columns.begin), b.col, b.row, columns.begin,
-                                columns.end, count, depth, panels, inverse);
+                                columns.end, count, depth, panels, scales);
   const int64_t width = b.along_k() ? COLUMNS : PACK_PANELS * COLUMNS,
                 panel = panel_words<Words>(depth) * (COLUMNS / Words::WIDE);
   // Rows apart from each other by an odd number of lines, which do not meet in the same sets of a cache.
@@ -59,9 +59,9 @@ FM_INLINE void pack_b_panels(const BOperand<T>& b, Span columns, int64_t count, 
     b.along_k() ? dequantize_strip(b, some, deep, stride, strip)
                 : dequantize_strip(b, deep, some, stride, strip);
     pack<Words, COLUMNS>(strip, b.along_k() ? stride : 1, b.along_k() ? 1 : stride, j,
-                         min(j + width, columns.end), some.end, depth, panels, inverse);
+                         min(j + width, columns.end), some.end, depth, panels, scales);
     panels += width / COLUMNS * panel;
-    if constexpr (Words::INT8) inverse += width;
+    if constexpr (Words::INT8) scales = scales_from(scales, width);
   }
 }
 
