@@ -65,7 +65,7 @@ class Work {
   double bytes() const { return bytes_; }
 
   const DType dtype;
-  const DType operands;      // of a matmul: dtype, or bf16x3 of float32
+  const DType operands;      // of a matmul: dtype, or bf16x3 or int8 of float32
   const int64_t fp16_chunk;  // of gemm_args.h; 0 but for gemm ops
   Sizes sizes;       // of the kernel's row; e and e_out are those of dtype unless an op sets them
   double flops = 0;  // where the kernel counts them itself
