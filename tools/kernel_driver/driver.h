@@ -47,6 +47,7 @@ class Work {
   uint32_t* output_u32(int64_t n) {
     return static_cast<uint32_t*>(tensor(n, DType::i32, 0, false, true, ALL));
   }
+  void* output_of(DType type, int64_t n) { return tensor(n, type, 0, false, true, ALL); }
   // Both: read and written.
   void* updated(int64_t n, DType type, float scale) {
     return tensor(n, type, scale, true, true, ALL);
