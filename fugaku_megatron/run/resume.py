@@ -630,7 +630,7 @@ COURSE = {
         "int8_head",
         "int8_stochastic_rounding",
     ),
-    "lora": ("lora_alpha", "lora_dropout", "lora_use_rslora"),
+    "lora": ("lora_alpha", "lora_dropout", "lora_use_rslora", "lora_base_format"),
 }
 
 
