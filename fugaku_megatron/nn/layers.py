@@ -148,7 +148,7 @@ class Context:
 
         partition_dim, std, fill, init_name: see `ParameterSpec`; init_name: None: the parameter's name
         experts: (e, ...) of every expert. Partial gradients of a parameter replicated over `etp` are all-reduced there.
-        traits: fields of the spec, if not as in the run's layers: sequence_parallel, balances
+        traits: fields of the spec, if not as in the run's layers: sequence_parallel, balances, quantized
         """
         tp = (self.etp or self.tp) if experts else self.tp
         ep = self.ep if experts else None
@@ -278,7 +278,11 @@ class ColumnParallelLinear(nn.Module):
         self.context = context
         dim = len(outputs) - 1
         self.weight = context.parameter(
-            f"{name}.weight", (*outputs, inputs), dim, context.model.init_method_std
+            f"{name}.weight",
+            (*outputs, inputs),
+            dim,
+            context.model.init_method_std,
+            quantized=context.lora.base_in_int8,
         )
         self.bias = context.parameter(f"{name}.bias", outputs, dim) if bias else None
         self.adapter = context.adapter(name, inputs, outputs)
@@ -300,7 +304,13 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.context = context
-        self.weight = context.parameter(f"{name}.weight", (outputs, inputs), 1, context.output_std)
+        self.weight = context.parameter(
+            f"{name}.weight",
+            (outputs, inputs),
+            1,
+            context.output_std,
+            quantized=context.lora.base_in_int8,
+        )
         self.bias = context.parameter(f"{name}.bias", (outputs,)) if bias else None
         self.adapter = context.adapter(name, inputs, (outputs,), split=True)
 

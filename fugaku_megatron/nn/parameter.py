@@ -23,6 +23,7 @@ class ParameterSpec:
     counted: this rank's copy counts in norms.
     sequence_parallel: replica with partial gradients, from a sequence shard or own heads, summed over tensor-parallel ranks.
     expert: of divided experts; ranks with the same experts reduce its gradient.
+    quantized: stored in eight bits (`q8_weight`).
     balances: bias on router scores. The optimizer uses only the sign of its gradient, tokens beyond the mean per expert.
     """
 
@@ -39,6 +40,7 @@ class ParameterSpec:
     expert: bool = False
     balances: bool = False
     frozen: bool = False
+    quantized: bool = False
 
     @cached_property
     def decayed(self) -> bool:

@@ -50,7 +50,9 @@ def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernel
 def int8_of(run: RunConfig) -> Int8 | None:
     """Return the matmuls that the run quantizes, or None."""
     system = run.system
-    return Int8(system.int8_wgrad, system.int8_head) if system.int8 else None
+    if not system.int8:
+        return None
+    return Int8(system.int8_wgrad, system.int8_head, system.int8_stochastic_rounding)
 
 
 def choose_kernels(plan: Plan, world: Comm, saved: dict[str, str] | None = None) -> Choice:
@@ -77,6 +79,8 @@ def _native_matmuls(run: RunConfig) -> Iterator[str]:
         yield f"{run.system.int8_matmuls} in INT8"
     elif length := run.system.fp16_accumulation_chunk:
         yield f"partial sums of {length} terms in FP16, added up in FP32"
+    if run.lora.base_in_int8:
+        yield "frozen weights of linear layers stored in INT8"
     if run.numbers.abft:
         yield checked_matmuls(run)
 

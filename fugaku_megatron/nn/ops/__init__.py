@@ -29,6 +29,7 @@ from .backend import BACKENDS, FAMILIES, Backend
 
 __all__ = ["BACKENDS", "FAMILIES", "DropoutKey", "Int8", "Ops", "backward", "recompute"]
 
+DATA_GRADIENTS = ("linear_data_gradient", "grouped_linear_data_gradient")
 WEIGHT_GRADIENTS = ("linear_weight_gradient", "grouped_linear_weight_gradient")
 LAYER_MATMULS = ("linear_forward", "linear_data_gradient", "pack_weight", "packed_weight_size")
 GROUPED_MATMULS = ("grouped_linear_forward", "grouped_linear_data_gradient")
@@ -43,10 +44,14 @@ def _with_keyword(kernels: Any, names: tuple[str, ...], **keyword: bool) -> Any:
 
 @dataclass(frozen=True)
 class Int8:
-    """Matmuls that --int8 quantizes besides forward and the data gradients of linear layers."""
+    """Matmuls that --int8 quantizes besides forward and the data gradients of linear layers.
+
+    stochastic: gradients of layer outputs are rounded up or down at random.
+    """
 
     weight_gradients: bool = False
     head: bool = False
+    stochastic: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,8 @@ class Ops(Backend):
         quantized = (*LAYER_MATMULS, *GROUPED_MATMULS)
         gradients = WEIGHT_GRADIENTS if int8.weight_gradients else ()
         kernels = _with_keyword(kernels, (*quantized, *gradients), int8=True)
+        if int8.stochastic:
+            kernels = _with_keyword(kernels, (*DATA_GRADIENTS, *gradients), stochastic=True)
         return replace(
             ops,
             kernels=kernels,
