@@ -34,7 +34,7 @@ from ..comm.job import run_or_abort
 from ..config.fields import check, flag, option, optional, switch
 from ..config.layout import Layout
 from ..config.model import ModelConfig
-from ..config.run_config import RunConfig, saved_run
+from ..config.run_config import RunConfig
 from ..costs import accounting, activations
 from ..data.chats import ChatTemplate, read_template
 from ..data.tokenizer import Tokenizer
@@ -197,7 +197,7 @@ def continue_prompts(request: Request, world: Comm) -> None:
     source = request.source
     iteration, manifest = source.manifest(world)
     with everywhere():
-        run = saved_run(manifest, layout_of(source, world, manifest["layout"], request.dry_run))
+        run = source.run(manifest, layout_of(source, world, manifest["layout"], request.dry_run))
 
     def open_encoder() -> PromptEncoder | None:
         if world.rank > 0:  # rank 0 reads the files and prints
@@ -215,7 +215,7 @@ def continue_prompts(request: Request, world: Comm) -> None:
         if encoder:
             print(describe(run, prompts, request.max_new_tokens))
         return
-    loaded = load_model(run, world, source.load, iteration, manifest)
+    loaded = load_model(run, world, source.load, iteration, manifest, source.q8)
     if encoder:
         note = tokenizer_note(encoder.tokenizer, manifest)
         if note:
