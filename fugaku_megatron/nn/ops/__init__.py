@@ -38,6 +38,7 @@ __all__ = [
     "recompute",
 ]
 
+DATA_GRADIENTS = ("linear_data_gradient", "grouped_linear_data_gradient")
 WEIGHT_GRADIENTS = ("linear_weight_gradient", "grouped_linear_weight_gradient")
 LAYER_MATMULS = ("linear_forward", "linear_data_gradient", "pack_weight", "packed_weight_size")
 GROUPED_MATMULS = ("grouped_linear_forward", "grouped_linear_data_gradient")
@@ -61,10 +62,14 @@ def quantize_activations(kernels: Any) -> Any:
 
 @dataclass(frozen=True)
 class Int8:
-    """Matmuls that --int8 quantizes besides forward and the data gradients of linear layers."""
+    """Matmuls that --int8 quantizes besides forward and the data gradients of linear layers.
+
+    stochastic: gradients of layer outputs are rounded up or down at random.
+    """
 
     weight_gradients: bool = False
     head: bool = False
+    stochastic: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,8 @@ class Ops(Backend):
         quantized = (*LAYER_MATMULS, *GROUPED_MATMULS)
         gradients = WEIGHT_GRADIENTS if int8.weight_gradients else ()
         kernels = _with_keyword(kernels, (*quantized, *gradients), int8=True)
+        if int8.stochastic:
+            kernels = _with_keyword(kernels, (*DATA_GRADIENTS, *gradients), stochastic=True)
         return replace(
             ops,
             kernels=kernels,
