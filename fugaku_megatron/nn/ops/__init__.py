@@ -27,7 +27,16 @@ from . import mlp as _mlp
 from . import rotary as _rotary
 from .backend import BACKENDS, FAMILIES, Backend
 
-__all__ = ["BACKENDS", "FAMILIES", "DropoutKey", "Int8", "Ops", "backward", "recompute"]
+__all__ = [
+    "BACKENDS",
+    "FAMILIES",
+    "DropoutKey",
+    "Int8",
+    "Ops",
+    "backward",
+    "quantize_activations",
+    "recompute",
+]
 
 DATA_GRADIENTS = ("linear_data_gradient", "grouped_linear_data_gradient")
 WEIGHT_GRADIENTS = ("linear_weight_gradient", "grouped_linear_weight_gradient")
@@ -39,6 +48,15 @@ def _with_keyword(kernels: Any, names: tuple[str, ...], **keyword: bool) -> Any:
     """Return `kernels` whose functions `names` get one more keyword."""
     return Observed(
         kernels, names, lambda _, matmul, args, kwargs: matmul(*args, **kwargs, **keyword)
+    )
+
+
+def quantize_activations(kernels: Any) -> Any:
+    """Return `kernels` whose forward matmuls with weights in eight bits quantize the activations too."""
+    return Observed(
+        kernels,
+        ("linear_forward", "grouped_linear_forward"),
+        lambda _, matmul, args, kwargs: matmul(*args, **kwargs, int8="scales" in kwargs),
     )
 
 
