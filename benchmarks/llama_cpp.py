@@ -166,7 +166,7 @@ def missing_features(built_with: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> 
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All formats and workloads; prints a row when it is measured."""
+    """Measure all formats and workloads; progress goes to standard error."""
     check_packages()
     workloads = [Workload(b, options.prompt_length, options.new_tokens) for b in options.batches]
     workloads.append(Workload(1, options.prefill_length, 1))
