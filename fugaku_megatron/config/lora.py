@@ -71,7 +71,7 @@ class LoraConfig:
             )
         check(
             ALL_LINEAR not in names or len(names) == 1,
-            f"--lora-target {self.lora_target}: all-linear goes alone",
+            f"--lora-target {self.lora_target}: pass all-linear without other names",
         )
 
     @cached_property

@@ -159,7 +159,7 @@ class RunConfig:
             not (output.finetune and output.pretrained_checkpoint) or self.lora.on,
             "--finetune and --pretrained-checkpoint exclude each other: pass "
             "--finetune with --load for one start, or --pretrained-checkpoint for a run that "
-            "goes on from its own --load",
+            "resumes from its own --load",
         )
         self.lora.check_model(self.model)
         if not self.lora.on:

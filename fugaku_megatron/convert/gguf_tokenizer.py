@@ -220,7 +220,7 @@ def read_tokenizer(
     if found.differences and not inexact:
         raise ValueError(
             f"{where} is not quite what llama.cpp computes: {'; '.join(found.differences)}: pass "
-            f"{INEXACT} to write it all the same"
+            f"{INEXACT} to write it"
         )
     return found
 
