@@ -152,7 +152,6 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def _too_many(self, words: Sequence[str], unknown: Sequence[str]) -> str | None:
-        """Return a message if `unknown` are surplus values."""
         if any(map(_FLAG.match, unknown)):
             return None
         known = {option: action for action in self._actions for option in action.option_strings}
@@ -177,7 +176,6 @@ class Parser(argparse.ArgumentParser):
         return None
 
     def _unknown(self, words: Sequence[str]) -> str:
-        """Return the message for unknown flags or words, with the nearest flag."""
         flags = [option for action in self._actions for option in action.option_strings]
         wrong = list(dict.fromkeys(filter(_FLAG.match, words))) or [words[0]]
         near = [nearest(word.split("=")[0], flags, "", cutoff=0.7) for word in wrong]

@@ -226,8 +226,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(program: str, name: str) -> int:
-    """Run one command under a script's name, such as pretrain_gpt.py."""
-
     def work() -> int:
         environment.check_environment()
         return start(program, COMMANDS[name].load(), sys.argv[1:])

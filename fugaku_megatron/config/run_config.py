@@ -191,7 +191,6 @@ class RunConfig:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """Values of all fields in all groups, by name."""
         return {
             field.name: getattr(getattr(self, group), field.name)
             for group, config in GROUPS.items()
@@ -209,7 +208,6 @@ class RunConfig:
 
     @cached_property
     def element_bytes(self) -> int:
-        """Bytes of a weight or an activation."""
         return 4 if self.precision.name == "fp32" else 2
 
     @cached_property

@@ -153,7 +153,6 @@ class Architecture:
 
     @property
     def without_head(self) -> str:
-        """transformers' class without the head, for a tied head."""
         return re.sub("(ForCausalLM|LMHeadModel)$", "Model", self.name)
 
     def fits(self, model: ModelConfig) -> bool:

@@ -83,7 +83,6 @@ def open_megatron(
 
 
 def _iteration(directory: Path, iteration: int | None) -> Path:
-    """Return an iteration's directory, which may be `directory` itself."""
     check(directory.is_dir(), "is not a directory")
     if iteration is not None:
         return directory / iteration_name(iteration)

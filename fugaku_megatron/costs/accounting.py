@@ -59,7 +59,6 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
 
 
 def zero_shards(run: RunConfig, layout: Layout) -> int:
-    """Return the number of optimizer-state shards."""
     return layout.replicas if run.parallel.zero_stage else 1
 
 
@@ -388,7 +387,6 @@ def _recompute_fraction(run: RunConfig) -> float:
 
 
 def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
-    """Return `layer_flops` per micro-batch on one rank."""
     layers = run.model.mlps
     linear = 0.0
     for mlp in dict.fromkeys(layers):  # in one order on all ranks

@@ -84,7 +84,6 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
 
 
 def adapter_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
-    """Return every layer's adapter parameters on one rank."""
     return of_layers(
         run, lambda mlp: sum(r.parameters for r in layer_records(run, tp, mlp) if r.adapts)
     )
@@ -97,7 +96,6 @@ def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def unit_elements(run: RunConfig, layout: Layout, stage: int) -> dict[Unit, int]:
-    """Return each unit's trained elements, in order."""
     tp = layout.tp
     per_layer = adapter_parameters(run, tp) if run.lora.on else layer_parameters(run, tp)
     others = {HEAD: 0, EMBEDDING: 0}
@@ -203,7 +201,6 @@ def gradient_bytes(run: RunConfig) -> int:
 
 
 def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Collective]:
-    """Return the collectives of one iteration's gradients and weights."""
     collectives = []
     size = gradient_bytes(run)
     if holds_tied_copy(run, layout.placement, stage):

@@ -300,7 +300,6 @@ def _unpinned(
 def proposed_ranks(
     node: Node, masks: Sequence[Sequence[int]], environ: Mapping[str, str], quota: float | None
 ) -> int:
-    """Return the number of ranks with a domain each."""
     parts = node.parts({cpu for mask in masks for cpu in mask})
     of_node = {name: value for name, value in environ.items() if name != "SLURM_CPUS_PER_TASK"}
     cores = min(limits(of_node, 1, quota).values(), default=node.smt * len(node.cpus))

@@ -331,7 +331,6 @@ def _volumes(request: Request) -> Iterator[Problem]:
 
 
 def _common_part(request: Request) -> Iterator[Problem]:
-    """Check that a script of the checkout finds the common part."""
     line = request.script.find(READS_COMMON)
     if not line or not request.files:
         return

@@ -335,7 +335,6 @@ def render_slurm_report(cluster: Cluster, nodes: int) -> str:
 
 
 def slurm_scripts(recipe: str | None = None) -> dict[str, str]:
-    """Return path under scripts/slurm -> text."""
     return {
         f"{cluster.name}/run_{job.recipe}.sbatch": render_slurm(cluster, job)
         for cluster in CLUSTERS.values()

@@ -141,7 +141,6 @@ class SelfAttention(nn.Module):
         return to_rows(attention(qkv), cp)
 
     def _dropped(self, row0: int, forward_pass: Pass) -> Dropout:
-        """Return the dropout of attention scores, whose first row is row0."""
         context = self.context
         key = DropoutKey(
             context.seed,
@@ -161,7 +160,6 @@ class SelfAttention(nn.Module):
         return by_length or (self.context.angles(length), documents.positions)
 
     def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """Return `attend` with keys and values exchanged between ranks."""
         model = self.context.model
         context = self.context
         documents = forward_pass.documents

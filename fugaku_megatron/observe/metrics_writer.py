@@ -159,7 +159,6 @@ class MetricsWriter:
             self._screen.line(line)
 
     def event(self, iteration: int, line: str) -> None:
-        """Print a line and record it in the history."""
         self.print(line)
         self.record("event", iteration=iteration, text=line)
 

@@ -136,8 +136,6 @@ class FlatParameter(nn.Parameter):
 
 
 class FrozenParameter(nn.Parameter):
-    """A parameter that is not trained."""
-
     spec: ParameterSpec
     frozen = True
     main_grad = None

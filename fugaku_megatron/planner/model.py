@@ -141,7 +141,6 @@ stage_parameters = lru_cache(maxsize=4096)(accounting.stage_parameters)
 
 @lru_cache(maxsize=4096)
 def gradient_collectives(run: RunConfig, layout: Layout) -> dict[int, list[Collective]]:
-    """Return `costs.memory.gradient_collectives` for one stage per kind."""
     return {
         stage: rank_memory.gradient_collectives(run, layout, stage)
         for stage in sorted(set(memory.kinds(run, layout.placement)))

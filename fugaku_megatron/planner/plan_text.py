@@ -164,7 +164,6 @@ def _base(recipe: str | None) -> dict[tuple[str, str], Any]:
 
 
 def train_flags(plan: Plan, args: argparse.Namespace) -> list[str]:
-    """Return the recipe and a flag for each changed value."""
     words = ["--recipe", args.recipe] if args.recipe else []
     for (group, name), default in _base(args.recipe).items():
         value = getattr(getattr(plan.run, group), name)

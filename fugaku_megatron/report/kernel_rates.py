@@ -141,7 +141,6 @@ def operands(numbers: Numbers, z: Sizes) -> dict[str, Callable[[], Any]]:
 
 
 def arguments(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Any]:
-    """Build a kernel's arguments."""
     build = operands(Numbers(dtype), sizes)
     found: list[Any] = []
     for word in CASES[name].split():

@@ -122,7 +122,6 @@ def tables(sections: dict[str, Any]) -> list[str]:
 
 
 def plots(sections: dict[str, Any], hours: Sequence[dict[str, Any]]) -> list[str]:
-    """Return each section's plot."""
     kernels = sections.get("kernels")
     found = []
     if kernels:

@@ -158,7 +158,6 @@ class Record:
 
 
 def rows_of(sections: dict[str, Any], name: str, rows: str = "rows") -> list[dict[str, Any]]:
-    """Return a section's rows; [] without the section."""
     found: list[dict[str, Any]] = sections.get(name, {}).get(rows, [])
     return found
 

@@ -57,7 +57,6 @@ class StagePlan:
 
 
 def plan_stage(plan: Plan, stage: int) -> StagePlan:
-    """Build a stage without traffic."""
     grid = Grid(*plan.layout.sizes)
     world = SoloComm(grid.rank(0, stage, 0), plan.layout.world_size)
     built = Stage(plan.config, plan.layout, grid.groups(world), Ops.build())

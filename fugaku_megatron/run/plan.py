@@ -148,7 +148,6 @@ class Plan:
 
     @cached_property
     def memory(self) -> tuple[memory.Memory, ...]:
-        """Peak memory of a rank of each stage."""
         return tuple(
             memory.stage_memory(self.config, self.layout, stage, self.schedule.in_flight(stage))
             for stage in range(self.layout.pp)

@@ -181,7 +181,6 @@ class Trainer:
         self._snapshot = Snapshot(self._saved_shards()) if background else None
 
     def batch_size(self, consumed: int) -> int:
-        """Return the global batch size of the iteration that starts at `consumed` samples."""
         return self.ramp(consumed)
 
     # One step ------------------------------------------------------------------------------------------------------------------
