@@ -1,6 +1,6 @@
 """Runs one family of benchmarks:
 
-    python -m benchmarks {gemm,experts,attention,rowwise,step,alloc,tables,sequences,comm,two_hosts,schedule,save,watch,decode}
+    python -m benchmarks {gemm,experts,attention,rowwise,step,alloc,tables,sequences,comm,two_hosts,schedule,save,watch,decode,formats}
                          [options]
 
 A family is described in core.py. One that measures torch in this process has TORCH_HERE: the process starts again with the MKL of
@@ -33,6 +33,7 @@ FAMILIES = (
     "save",
     "watch",
     "decode",
+    "formats",
 )
 
 

@@ -43,8 +43,10 @@ from . import child, core, openblas, preloads, shapes
 from .disturbance import Settling, multiply_adds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INT8 = "int8"  # --dtype of BF16 operands that are quantized while they are packed
 CLOCK_STEPS = 50_000_000
 PATIENCE = 10
+TORCH = "torch"
 SHIPPED = "MKL shipped"
 OPENBLAS = "OpenBLAS"
 PAUSE = 0.05  # s; threads of OpenMP and OpenBLAS spin for some tens of milliseconds after their work, then they sleep
@@ -83,7 +85,7 @@ class Case:
     calls: tuple[Call, ...]
     baseline_run: Callable[[], object]
     error: Callable[[], float]
-    baseline: str = "torch"
+    baseline: str = TORCH
     openblas_run: Callable[[], object] | None = None
     details: dict = field(default_factory=dict)
 
@@ -103,13 +105,13 @@ def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return float((ours.double() - exact).abs().max() / exact.abs().max())
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of every family of kernels."""
+def add_arguments(parser: argparse.ArgumentParser, dtypes: Sequence[str] = tuple(DTYPES)) -> None:
+    """The options of every family of kernels. dtypes: choices of --dtype."""
     shapes.add_arguments(parser)
     parser.add_argument(
         "--target", default=kernels.active(), help="kernel target, or all (default: %(default)s)"
     )
-    parser.add_argument("--dtype", default="fp32", choices=DTYPES)
+    parser.add_argument("--dtype", default="fp32", choices=dtypes)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     preloads.add_mkl(parser, "torch's", both=True)
     parser.add_argument(
@@ -133,7 +135,7 @@ def measure(cases: Cases, options: argparse.Namespace) -> dict[str, Any]:
     shapes.run_of(options)  # refuses sizes that do not fit, before anything is measured
     torch.set_num_threads(options.threads)
     memory = allocator.tune("tuned")
-    limits = machine()
+    limits = machine(options.dtype)
     done = []
     print(
         f"{cpu_model()}, {options.threads} threads, torch {torch.__version__} with MKL {preloads.mkl_width()}, allocator "
@@ -161,11 +163,16 @@ def measure(cases: Cases, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def machine() -> dict:
-    """Clock in GHz from dependent additions, FMA peak in GFLOP/s, triad bandwidth in GB/s (12 bytes an element)."""
+def machine(dtype: str) -> dict:
+    """Clock in GHz from dependent additions, FMA peak in GFLOP/s, triad bandwidth in GB/s (12 bytes an element).
+
+    Rows of --dtype int8 add the peak of INT8 in Gop/s.
+    """
+    int8 = {"int8_gops": fma_peak_gflops(5, int8=True)} if dtype == INT8 else {}
     return {
         "clock_ghz": clock_ghz(CLOCK_STEPS),
         "fma_gflops": fma_peak_gflops(5),
+        **int8,
         "triad_gb_per_second": triad_gbs(TRIAD_ELEMENTS),
     }
 
@@ -190,7 +197,7 @@ def measured_row(
     for rival in rivals:
         rival.ask("next")
     turns, discarded = core.quiet_rounds(
-        lambda number: one_round(case, options.threads, settling, rivals, number % 2 == 1),
+        lambda number: one_round(case, options, settling, rivals, number % 2 == 1),
         options.rounds,
         PATIENCE,
     )
@@ -227,7 +234,11 @@ def measured_row(
 
 
 def one_round(
-    case: Case, threads: int, settling: Settling, rivals: Sequence[Rival], baseline_first: bool
+    case: Case,
+    options: argparse.Namespace,
+    settling: Settling,
+    rivals: Sequence[Rival],
+    baseline_first: bool,
 ) -> tuple[tuple[float, ...], bool]:
     """((seconds, the baseline's, GFLOP/s of multiply-adds, the rivals' seconds), whether other processes left us the cores).
 
@@ -237,9 +248,10 @@ def one_round(
     def both() -> tuple[float, float, float]:
         before = seconds(case.baseline_run) if baseline_first else None
         own = seconds(case.run)
-        return own, seconds(case.baseline_run) if before is None else before, fma_gflops()
+        theirs = seconds(case.baseline_run) if before is None else before
+        return own, theirs, fma_gflops(int8=options.dtype == INT8)
 
-    own, quiet = settling.run(both, time.process_time, threads)
+    own, quiet = settling.run(both, time.process_time, options.threads)
     turns = [rival.take_turn() for rival in rivals]
     return (*own, *(each for each, _ in turns)), quiet and all(alone for _, alone in turns)
 
@@ -271,7 +283,7 @@ def line(row: dict) -> str:
         if row["gflops"] is not None
         else ("bandwidth_fraction", f"{row['gb_per_second']:8.1f} GB/s   ")
     )
-    limit = "FMA peak" if fraction == "peak_fraction" else "triad   "
+    limit = peak_name(row) if fraction == "peak_fraction" else "triad   "
     all_ratios = {
         row["baseline"]: row["ratio"],
         **{name: rival["ratio"] for name, rival in row["rivals"].items()},
@@ -282,6 +294,11 @@ def line(row: dict) -> str:
         f"{row['seconds'] * 1e3:9.3f} ms {rate} {100 * row[fraction]:5.1f} % of {limit}  {ratios}  "
         f"error {row['max_error']:.1e}" + core.mark(row["busy"])
     )
+
+
+def peak_name(row: dict) -> str:
+    """Which peak a row's "peak_fraction" refers to."""
+    return "INT8 peak" if row["dtype"] == INT8 else "FMA peak"
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
@@ -299,7 +316,11 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     fractions = [r["peak_fraction"] for r in rows if r["peak_fraction"] is not None]
     return (
         f"geometric mean of {len(rows)} rows: {means}"
-        + (f", {100 * geometric_mean(fractions):.1f} % of FMA peak" if fractions else "")
+        + (
+            f", {100 * geometric_mean(fractions):.1f} % of {peak_name(rows[0])}"
+            if fractions
+            else ""
+        )
         + (f"; {busy} rows on a busy machine" if busy else "")
     )
 
@@ -338,7 +359,7 @@ def start_rivals(stack: ExitStack, options: argparse.Namespace, case: Case) -> l
     case: the family's first one.
     """
     environments = {}
-    if options.mkl == preloads.BOTH and preloads.narrowed():
+    if case.baseline == TORCH and options.mkl == preloads.BOTH and preloads.narrowed():
         environments[SHIPPED] = preloads.mkl_environment("shipped")
     if case.openblas_run is not None:
         environments[OPENBLAS] = {

@@ -3,17 +3,21 @@
 Shapes are as in costs/accounting.py: M tokens of a micro-batch, N output and K input features on one tensor-parallel
 rank; a weight is (N, K). Weights are packed once, outside the timing, as the trainer packs them once per step; the weight gradient
 packs both operands inside it. torch runs with its MKL at full width and, with --mkl both, as shipped; in FP32 numpy's OpenBLAS is
-compared as well, with kernels of the CPU's full width. Left out: bias and GELU, so that all sides do exactly the matmul.
+compared as well, with kernels of the CPU's full width. With --dtype int8 operands and results are BF16, the baseline is this
+program's BF16 matmul, and quantization is timed as packing is. Left out: bias and GELU, so that all sides do exactly the matmul.
 
     python -m benchmarks gemm --recipe 124m --micro-batch-size 4
     python -m benchmarks gemm --recipe 124m --micro-batch-size 4 --fp32-matmul bf16x3      FP32 units, then bf16x3
     python -m benchmarks gemm --recipe 30b --tensor-model-parallel-size 4
+    python -m benchmarks gemm --recipe 124m --micro-batch-size 4 --dtype int8              against BF16
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,7 +26,7 @@ from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
 
 from . import driver, openblas, preloads, shapes
-from .driver import DTYPES, Call, Case, relative_error
+from .driver import DTYPES, INT8, Call, Case, relative_error
 
 SAMPLE_ROWS = 16
 TORCH_HERE = True
@@ -30,7 +34,7 @@ TORCH_HERE = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model's shapes; both widths of torch's MKL by default."""
-    driver.add_arguments(parser)
+    driver.add_arguments(parser, (*DTYPES, INT8))
     parser.set_defaults(mkl=preloads.BOTH)
     parser.add_argument(
         "--fp32-matmul",
@@ -75,53 +79,91 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         not splits or kernels.has_bf16_arithmetic(),
         f"--fp32-matmul bf16x3: target {kernels.active()} has no BF16 arithmetic: leave it out",
     )
+    every = [{}, {"bf16x3": True}] if splits else [{"int8": True} if options.dtype == INT8 else {}]
     for m, n, k in matmul_shapes(options):
-        for bf16x3 in (False, True) if splits else (False,):
-            yield from layer_cases(m, n, k, DTYPES[options.dtype], bf16x3)
+        for parts in every:
+            yield from layer_cases((m, n, k), DTYPES.get(options.dtype, torch.bfloat16), parts)
 
 
-def layer_cases(m: int, n: int, k: int, dtype: torch.dtype, bf16x3: bool = False) -> Iterator[Case]:
-    """Forward, data gradient, weight gradient of one layer; torch writes into memory it already holds, as the kernels do."""
-    name = " bf16x3" if bf16x3 else ""
-    parts = {"bf16x3": True} if bf16x3 else {}
-    torch.manual_seed(0)
-    x, weight, grad = (
-        torch.randn(shape, dtype=torch.float32).to(dtype) for shape in ((m, k), (n, k), (m, n))
-    )
-    out = torch.empty(m, n, dtype=dtype)
-    torch_out = torch.empty(m, n, dtype=dtype)
-    in_openblas = openblas_matmul if dtype == torch.float32 else lambda *_: None
-    forward = Call("linear_forward", x, weight, out, packed=pack(weight, False, parts), **parts)
-    yield Case(
-        op="forward" + name,
-        calls=(forward,),
-        baseline_run=lambda: torch.mm(x, weight.T, out=torch_out),
-        error=lambda: sampled_error(out, x, weight.T),
-        openblas_run=in_openblas(x, weight.T, torch_out),
-        shape=(m, n, k),
-    )
-    dx = torch.empty(m, k, dtype=dtype)
-    torch_dx = torch.empty(m, k, dtype=dtype)
-    backward = Call(
-        "linear_data_gradient", grad, weight, dx, packed=pack(weight, True, parts), **parts
-    )
-    yield Case(
-        op="data_grad" + name,
-        calls=(backward,),
-        baseline_run=lambda: torch.mm(grad, weight, out=torch_dx),
-        error=lambda: sampled_error(dx, grad, weight),
-        openblas_run=in_openblas(grad, weight, torch_dx),
-        shape=(m, n, k),
-    )
-    main = torch.zeros(n, k)
-    yield Case(
-        op="weight_grad" + name,
-        calls=(Call("linear_weight_gradient", grad, x, main, **parts),),
-        baseline_run=torch_weight_gradient(grad, x),
-        error=lambda: sampled_error(main, grad.T, x),
-        openblas_run=in_openblas(grad.T, x, torch.zeros(n, k), True),
-        shape=(m, n, k),
-    )
+@dataclass(frozen=True)
+class Operands:
+    """Operands of one layer's three matmuls: x (m, k), weight (n, k) and the output's gradient (m, n)."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    grad: torch.Tensor
+
+    @classmethod
+    def random(cls, shape: tuple[int, int, int], dtype: torch.dtype) -> Operands:
+        m, n, k = shape
+        torch.manual_seed(0)
+        return cls(*(torch.randn(sizes).to(dtype) for sizes in ((m, k), (n, k), (m, n))))
+
+    def calls(self, parts: dict[str, bool]) -> tuple[Call, Call, Call]:
+        """Forward, data gradient and weight gradient, the last argument of each the result. parts: how they multiply."""
+        out = torch.empty_like(self.grad)
+        dx = torch.empty_like(self.x)
+        main = torch.zeros(self.weight.shape)
+        return (
+            Call(
+                "linear_forward",
+                self.x,
+                self.weight,
+                out,
+                packed=pack(self.weight, False, parts),
+                **parts,
+            ),
+            Call(
+                "linear_data_gradient",
+                self.grad,
+                self.weight,
+                dx,
+                packed=pack(self.weight, True, parts),
+                **parts,
+            ),
+            Call("linear_weight_gradient", self.grad, self.x, main, **parts),
+        )
+
+    def factors(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """What each of the three multiplies, as matrices."""
+        return (self.x, self.weight.T), (self.grad, self.weight), (self.grad.T, self.x)
+
+    def torch_runs(self) -> tuple[Callable[[], object], ...]:
+        """The same in torch, which writes into memory it already holds, as the kernels do."""
+        out = torch.empty_like(self.grad)
+        dx = torch.empty_like(self.x)
+        return (
+            lambda: torch.mm(self.x, self.weight.T, out=out),
+            lambda: torch.mm(self.grad, self.weight, out=dx),
+            torch_weight_gradient(self.grad, self.x),
+        )
+
+
+def layer_cases(
+    shape: tuple[int, int, int], dtype: torch.dtype, parts: dict[str, bool]
+) -> Iterator[Case]:
+    """Forward, data gradient, weight gradient of one layer."""
+    operands = Operands.random(shape, dtype)
+    calls = operands.calls(parts)
+    int8 = "int8" in parts
+    baselines = [call.run for call in operands.calls({})] if int8 else list(operands.torch_runs())
+    names = ("forward", "data_grad", "weight_grad")
+    for name, call, baseline, (left, right) in zip(
+        names, calls, baselines, operands.factors(), strict=True
+    ):
+        result = call.args[2]
+        added = name == "weight_grad"
+        yield Case(
+            op=f"{name} bf16x3" if "bf16x3" in parts else name,
+            calls=(call,),
+            baseline="our BF16" if int8 else driver.TORCH,
+            baseline_run=baseline,
+            error=partial(sampled_error, result, left, right),
+            openblas_run=openblas_matmul(left, right, torch.zeros(result.shape), added)
+            if dtype == torch.float32
+            else None,
+            shape=shape,
+        )
 
 
 def openblas_matmul(

@@ -161,16 +161,16 @@ def triad_gbs(elements: int) -> float:
     return 12 * elements / best / 1e9
 
 
-def fma_gflops(steps: int = STEPS) -> float:
-    """Run the FMA loop; return GFLOP/s, multiply and add counted separately."""
+def fma_gflops(steps: int = STEPS, int8: bool = False) -> float:
+    """Run the FMA loop; return GFLOP/s, multiply and add counted separately. int8: of INT8 matmuls, in Gop/s."""
     start = time.perf_counter()
-    flops: float = kernels.bench_fma(steps)
+    flops: float = kernels.bench_fma(steps, int8)
     return flops / (time.perf_counter() - start) / 1e9
 
 
-def fma_peak_gflops(rounds: int, steps: int = STEPS) -> float:
-    """Return the best GFLOP/s of `rounds`; the first run raises the clock."""
-    return max(fma_gflops(steps) for _ in range(rounds))
+def fma_peak_gflops(rounds: int, steps: int = STEPS, int8: bool = False) -> float:
+    """Return the best `fma_gflops` of `rounds`; the first run raises the clock."""
+    return max(fma_gflops(steps, int8) for _ in range(rounds))
 
 
 def summary(

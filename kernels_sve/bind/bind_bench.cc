@@ -10,13 +10,14 @@ FM_BIND(bench) {
   };
   module.def(
       "bench_fma",
-      [positive](int64_t steps) {
+      [positive](int64_t steps, bool int8) {
         positive(steps);
-        return unlocked([&] { return kernels().bench_fma(steps); });
+        return unlocked([&] { return kernels().bench_fma(steps, int8); });
       },
-      "steps"_a,
-      "Runs `steps` rounds of independent multiply-adds in every thread; returns the "
-      "floating-point operations done.");
+      "steps"_a, "int8"_a = false,
+      "Runs `steps` rounds of independent multiply-adds in every thread, in float32 or, int8, as "
+      "INT8 matmuls do them; "
+      "returns the operations done, two for each.");
   module.def(
       "bench_clock",
       [positive](int64_t steps) {

@@ -5,25 +5,71 @@
 
 namespace fm::FM_TARGET {
 
-// Independent chains of `steps` multiply-adds on vectors, in every thread; returns the number of floating-point
-// operations.
-static double bench_fma(int64_t steps) {
+// Independent chains of `steps` calls of `next`, in every thread; returns how many calls that is in all.
+template <class V, class F>
+FM_INLINE double run_chains(int64_t steps, const F& next) {
   constexpr int CHAINS = Tuning::FMA_CHAINS;
   parallel_run([&](int, int) {
     volatile float seed = 0.999f;
-    const vf factor = broadcast(seed), term = broadcast(seed * 1e-3f);
-    vf chain[CHAINS];  // each from its own start, or the compiler would merge them
+    V chain[CHAINS];  // each from its own start, or the compiler would merge them
 #pragma GCC unroll 32
-    for (int i = 0; i < CHAINS; ++i) chain[i] = broadcast(seed * static_cast<float>(i));
+    for (int i = 0; i < CHAINS; ++i) chain[i] = (V)broadcast(seed * static_cast<float>(i));
+    const vf factor = broadcast(seed), term = broadcast(seed * 1e-3f);
     for (int64_t step = 0; step < steps; ++step) {
 #pragma GCC unroll 32
-      for (int i = 0; i < CHAINS; ++i) chain[i] = chain[i] * factor + term;
+      for (int i = 0; i < CHAINS; ++i) chain[i] = next(chain[i], factor, term);
     }
-    vf sum = {};
+    V sum = {};
     for (int i = 0; i < CHAINS; ++i) sum += chain[i];
-    seed = hsum(sum);
+    seed = hsum((vf)sum);
   });
-  return 2.0 * CHAINS * VL * static_cast<double>(steps) * num_threads();
+  return static_cast<double>(CHAINS) * static_cast<double>(steps) * num_threads();
+}
+
+// The same with tiles of int8: the four sums of a step in turn, from operands that stay in tiles.
+#ifdef FM_HAS_TILES
+static double run_tiles(int64_t steps) {
+  parallel_run([&](int, int) {
+    tiles_begin();
+    alignas(64) uint32_t words[TILE_WORDS] = {};
+    zero_sums<2>();
+    tile_load<4>(words, 64), tile_load<5>(words, 64);
+    tile_load<6>(words, 64), tile_load<7>(words, 64);
+    for (int64_t step = 0; step < steps; ++step) {
+      tile_dot<true, 0, 4, 6>(), tile_dot<true, 1, 4, 7>();
+      tile_dot<true, 2, 5, 6>(), tile_dot<true, 3, 5, 7>();
+    }
+    tiles_end();
+  });
+  return 4.0 * TILE_WORDS * TILE * 4 * static_cast<double>(steps) * num_threads();
+}
+#endif
+
+// Multiply-adds from registers: of floats, or of the numbers that INT8 matmuls multiply. Returns the number of operations, two for
+// each.
+static double bench_fma(int64_t steps, bool int8) {
+  if (!int8) {
+    const auto next = [](vf chain, vf factor, vf term)
+                          FM_INLINE_LAMBDA { return chain * factor + term; };
+    return 2 * VL * run_chains<vf>(steps, next);
+  }
+#ifdef FM_HAS_TILES
+  return 2 * run_tiles(steps);
+#elif defined(FM_HAS_BYTE_QUADS)
+  const auto next = [](vi chain, vf factor, vf term) FM_INLINE_LAMBDA {
+    return multiply_byte_quads(chain, (vu)factor, (vu)term);
+  };
+  return 2 * VL * 8 * run_chains<vi>(steps, next);
+#else
+  const auto next = [](vi chain, vf factor, vf term) FM_INLINE_LAMBDA {
+#ifdef FM_HAS_BYTE_DOTS
+    return dot_bytes(chain, (vu)factor, (vu)term);
+#else
+    return dot_shorts(chain, (vu)factor, (vu)term);
+#endif
+  };
+  return 2 * VL * Int8Words::STEP * run_chains<vi>(steps, next);
+#endif
 }
 
 // `steps` integer additions, each waiting for the one before: one per cycle of the core's clock. What is added is in a register,

@@ -187,13 +187,12 @@ struct Gemm {
 
   void pack_b(Span some, int64_t p, int64_t deep, float* panels) {
     const T* src = static_cast<const T*>(g.b) + p * g.b_row + some.begin * g.b_col;
-    const Scales scales = scales_from(b_scales, some.begin - cols.begin);
+    Scales scales;
     if constexpr (Words::INT8) {
+      scales = scales_from(b_scales, some.begin - cols.begin);
       if (p == 0 && g.b_row == 1) find_scales_along_k(src, g.b_col, some.size(), g.k, scales);
     }
-    pack<Words, COLUMNS>(src, g.b_col, g.b_row, some.begin, some.end, g.n, deep, panels,
-                         scales.inverse);
-    if constexpr (Words::INT8) add_correction(panels, words(deep), some.size(), scales.correction);
+    pack<Words, COLUMNS>(src, g.b_col, g.b_row, some.begin, some.end, g.n, deep, panels, scales);
   }
 
   // True if the scales of A are found across k: its rows are not contiguous, or their sums are wanted, which only that pass has.
@@ -210,12 +209,6 @@ struct Gemm {
     if (!g.packed && g.b_row != 1)
       fm::FM_TARGET::find_scales_across_k(static_cast<const T*>(g.b) + cols.begin, g.b_row,
                                           cols.size(), g.k, b_scales, nullptr);
-  }
-
-  static Scales scales_from(const Scales& all, int64_t first) {
-    if (!Words::INT8) return {};
-    return {all.scale + first, all.inverse ? all.inverse + first : nullptr,
-            all.correction ? all.correction + first : nullptr};
   }
 
   // What pack_b reads next, from column j on or of the next block of k.
@@ -265,14 +258,15 @@ struct Gemm {
     const int64_t last = ceil_div(some.size(), ROWS) - 1, begin = tile_begin(some, t),
                   end = t < last ? some.begin + last * ROWS : some.end;
     float* panels = a_panels + t * A_ROW * words(deep);
-    const float* inverse = scales_from(a_scales, begin - rows.begin).inverse;
+    Scales scales;
+    if constexpr (Words::INT8) scales = scales_from(a_scales, begin - rows.begin);
 #ifdef FM_HAS_TILES
     if constexpr (Words::TILES)
       return pack_tile_panels<Words>(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin,
-                                     deep, inverse, panels);
+                                     deep, scales.inverse, panels);
 #endif
     return pack_panels<Words, ROWS, true>(a_at(begin, p), g.a_row, g.a_col, end - begin,
-                                          g.m - begin, deep, inverse, panels);
+                                          g.m - begin, deep, scales, panels);
   }
 
   // What pack_a reads next, as it lies in memory.
@@ -509,7 +503,7 @@ static void pack_weight(const GemmPackArgs& args) {
     parallel_for(width, COLUMNS, [&](int64_t begin, int64_t end) {
       Scales scales;
       if constexpr (Words::INT8) {
-        scales = Work::scales_from(Work::packed_scales(args.packed, args.n), begin);
+        scales = scales_from(Work::packed_scales(args.packed, args.n), begin);
         scales.inverse = static_cast<float*>(scratch(3, (end - begin + COLUMNS) * sizeof(float)));
         for (int64_t j = 0; j < end - begin; ++j)
           scales.scale[j] = scales.inverse[j] = 0, scales.correction[j] = 0;
@@ -525,10 +519,7 @@ static void pack_weight(const GemmPackArgs& args) {
         float* block =
             panels + panel_words<Words>(p) * width / Words::WIDE + begin / Words::WIDE * deep_words;
         const T* src = static_cast<const T*>(args.b) + p * args.b_row + begin * args.b_col;
-        pack<Words, COLUMNS>(src, args.b_col, args.b_row, begin, end, args.n, deep, block,
-                             scales.inverse);
-        if constexpr (Words::INT8)
-          add_correction(block, deep_words, end - begin, scales.correction);
+        pack<Words, COLUMNS>(src, args.b_col, args.b_row, begin, end, args.n, deep, block, scales);
       }
     });
   });

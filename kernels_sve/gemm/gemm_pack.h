@@ -11,44 +11,52 @@ namespace fm::FM_TARGET {
 // them exist. `used` rows belong to the panel, of which `valid` exist.
 template <class Words, int WIDTH, bool WHOLE, class T>
 FM_INLINE void pack_block(const T* src, int64_t stride, int64_t used, int64_t valid,
-                          int64_t elements, int columns, const float* inverse, float* out) {
+                          int64_t elements, int columns, Scales scales, float* out) {
   vf block[VL];
 #pragma GCC unroll 32
   for (int i = 0; i < VL; ++i) {
     // Of the next panel: rows are too many and too short for the hardware to see their streams.
     if (WHOLE || (i < used && i + WIDTH < valid)) prefetch(src + (i + WIDTH) * stride);
-    block[i] =
-        WHOLE || (i < used && i < valid)
-            ? along_k<Words>(src + i * stride, WHOLE ? VL * Words::STEP : elements, inverse + i)
-            : vf{};
+    block[i] = WHOLE || (i < used && i < valid)
+                   ? along_k<Words>(src + i * stride, WHOLE ? VL * Words::STEP : elements,
+                                    scales.inverse + i)
+                   : vf{};
   }
   transpose(block);
 #pragma GCC unroll 32
   for (int i = 0; i < VL; ++i) {
     if (WHOLE || i < columns) store(out + i * WIDTH, block[i]);
   }
+  if constexpr (CORRECTS<Words>) {
+    constexpr int CHAINS = VL < 4 ? VL : 4;
+    vi sums[CHAINS] = {};
+#pragma GCC unroll 32
+    for (int i = 0; i < VL; ++i) sums[i % CHAINS] = Words::add_bytes(sums[i % CHAINS], block[i]);
+    for (int c = 1; c < CHAINS; ++c) sums[0] += sums[c];
+    Words::add_correction(sums[0], scales.correction);
+  }
 }
 
 // Element (i, k) at src + i * stride + k; `valid` values of i exist. Whole blocks go along the rows, without a choice in between.
 template <class Words, int WIDTH, class T>
 FM_INLINE void pack_transposed(const T* src, int64_t stride, int64_t valid, int64_t depth,
-                               const float* inverse, float* out) {
+                               Scales scales, float* out) {
   constexpr int GROUPS = (WIDTH + VL - 1) / VL, STEPS = VL * Words::STEP;
   const int64_t words = words_of<Words>(depth),
                 whole = WIDTH % VL == 0 && valid >= WIDTH ? depth / STEPS * VL : 0;
   for (int g = 0; g < GROUPS; ++g) {
     for (int64_t k = 0; k < whole; k += VL) {
       pack_block<Words, WIDTH, true>(src + g * VL * stride + k * Words::STEP, stride, VL, VL, STEPS,
-                                     VL, inverse + g * VL, out + k * WIDTH + g * VL);
+                                     VL, scales_from(scales, g * VL), out + k * WIDTH + g * VL);
     }
   }
   for (int64_t k = whole; k < words; k += VL) {
     const int columns = words - k < VL ? static_cast<int>(words - k) : VL;
     for (int g = GROUPS - 1; g >= 0;
          --g) {  // the last first: what it spills over is then overwritten
-      pack_block<Words, WIDTH, false>(src + g * VL * stride + k * Words::STEP, stride,
-                                      WIDTH - g * VL, valid - g * VL, depth - k * Words::STEP,
-                                      columns, inverse + g * VL, out + k * WIDTH + g * VL);
+      pack_block<Words, WIDTH, false>(
+          src + g * VL * stride + k * Words::STEP, stride, WIDTH - g * VL, valid - g * VL,
+          depth - k * Words::STEP, columns, scales_from(scales, g * VL), out + k * WIDTH + g * VL);
     }
   }
 }
@@ -90,11 +98,12 @@ FM_INLINE void pack_transposed_pairs(const T* src, int64_t stride, int64_t valid
 // used.
 template <class Words, int WIDTH, int PANELS, class T>
 FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_t depth,
-                             const float* inverse, float* out) {
+                             Scales scales, float* out) {
   constexpr int ROW = WIDTH / Words::WIDE, GROUPS = (ROW + VL - 1) / VL, LANES = VL * Words::WIDE;
   constexpr int AHEAD = Tuning::PACK_AHEAD * Words::STEP;
   const int64_t words = words_of<Words>(depth), panel = panel_words<Words>(depth) * ROW;
   const bool inside = valid >= (PANELS - 1) * WIDTH + GROUPS * LANES;
+  [[maybe_unused]] vi sums[PANELS][GROUPS] = {};
   for (int64_t k = 0; k < words * Words::STEP;
        k += Words::STEP, src += Words::STEP * stride, out += ROW) {
     const bool near_end = (words - k / Words::STEP) * ROW < GROUPS * VL;
@@ -113,7 +122,8 @@ FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_
       for (int g = 0; g < GROUPS; ++g) {
         const int64_t i = q * WIDTH + g * LANES, left = valid - i;
         const int lanes = inside || left >= LANES ? LANES : left > 0 ? static_cast<int>(left) : 0;
-        const vf words = across_k<Words>(src + i, stride, depth - k, lanes, inverse + i);
+        const vf words = across_k<Words>(src + i, stride, depth - k, lanes, scales.inverse + i);
+        if constexpr (CORRECTS<Words>) sums[q][g] = Words::add_bytes(sums[q][g], words);
         float* p = out + q * panel + g * VL;
         constexpr int REST = ROW - (GROUPS - 1) * VL;
         if (REST < VL && g == GROUPS - 1 &&
@@ -125,39 +135,45 @@ FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_
       }
     }
   }
+  if constexpr (CORRECTS<Words>) {
+    for (int q = 0; q < PANELS; ++q) {
+      for (int g = 0; g < GROUPS; ++g)
+        Words::add_correction(sums[q][g], scales.correction + q * WIDTH + g * VL);
+    }
+  }
 }
 
 constexpr int PACK_PANELS = Tuning::PACK_PANELS;
 
 template <class Words, int WIDTH, class T>
 static int pack_as_stored(const T* src, int64_t i_stride, int64_t k_stride, int64_t left,
-                          int64_t valid, int64_t depth, const float* inverse, float* out) {
+                          int64_t valid, int64_t depth, Scales scales, float* out) {
   if (i_stride != 1) {
     if constexpr (Words::WIDE == 1) {
-      pack_transposed<Words, WIDTH>(src, i_stride, valid, depth, inverse, out);
+      pack_transposed<Words, WIDTH>(src, i_stride, valid, depth, scales, out);
     } else {
       pack_transposed_pairs<Words, WIDTH>(src, i_stride, valid, depth, out);
     }
     return 1;
   }
   if (left >= PACK_PANELS * WIDTH) {
-    pack_straight<Words, WIDTH, PACK_PANELS>(src, k_stride, valid, depth, inverse, out);
+    pack_straight<Words, WIDTH, PACK_PANELS>(src, k_stride, valid, depth, scales, out);
     return PACK_PANELS;
   }
-  pack_straight<Words, WIDTH, 1>(src, k_stride, valid, depth, inverse, out);
+  pack_straight<Words, WIDTH, 1>(src, k_stride, valid, depth, scales, out);
   return 1;
 }
 
 // The panel that begins at src, or PACK_PANELS of them; returns how many it packed, given that `left` values of i are wanted
-// and `valid` exist. inverse: of the first of them, where Words are INT8.
+// and `valid` exist. scales: from the first of them on, where Words are INT8.
 template <class Words, int WIDTH, bool IS_A, class T>
 FM_INLINE int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left,
-                          int64_t valid, int64_t depth, const float* inverse, float* out) {
+                          int64_t valid, int64_t depth, Scales scales, float* out) {
   int packed = 0;
   for_parts<Words, IS_A>([&](auto reader, int p) FM_INLINE_LAMBDA {
     float* part = out + p * words_of<Words>(depth) * (WIDTH / Words::WIDE);
     packed = pack_as_stored<decltype(reader), WIDTH>(src, i_stride, k_stride, left, valid, depth,
-                                                     inverse, part);
+                                                     scales, part);
   });
 #ifdef FM_HAS_BF16_QUADS
   if constexpr (Words::BESIDE == 2) words_beside<WIDTH>(out, packed * panel_words<Words>(depth));
@@ -168,13 +184,13 @@ FM_INLINE int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int6
 // Panels of B: [begin, end) of the index i, of which there are `count` in all; src is element (begin, 0).
 template <class Words, int WIDTH, class T>
 FM_INLINE void pack(const T* src, int64_t i_stride, int64_t k_stride, int64_t begin, int64_t end,
-                    int64_t count, int64_t depth, float* out, const float* inverse = nullptr) {
+                    int64_t count, int64_t depth, float* out, Scales scales = {}) {
   const int64_t panel = panel_words<Words>(depth) * (WIDTH / Words::WIDE);
   for (int64_t i = begin; i < end;) {
     const int packed = pack_panels<Words, WIDTH, false>(src, i_stride, k_stride, end - i, count - i,
-                                                        depth, inverse, out);
+                                                        depth, scales, out);
     i += packed * WIDTH;
-    if constexpr (Words::INT8) inverse += packed * WIDTH;
+    if constexpr (Words::INT8) scales = scales_from(scales, packed * WIDTH);
     src += packed * WIDTH * i_stride;
     out += packed * panel;
   }

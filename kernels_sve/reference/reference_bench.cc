@@ -3,7 +3,7 @@
 
 namespace fm::reference {
 
-double bench_fma(int64_t steps) {
+double bench_fma(int64_t steps, bool) {
   volatile float seed = 0.999f;
   const float factor = seed, term = seed * 1e-3f;
   float chain = 0;

@@ -46,6 +46,15 @@ def test_multiply_adds_are_counted_per_thread_and_lane(target, with_threads):
     )
 
 
+def test_int8_peak_counts_what_matmuls_multiply(target, with_threads):
+    with_threads(1)
+    alone = kernels.bench_fma(100, int8=True)
+    with_threads(2)
+    assert kernels.bench_fma(100, int8=True) == 2 * alone
+    with_threads(1)
+    assert alone >= 2 * kernels.bench_fma(100)
+
+
 def test_clock_takes_a_cycle_per_step(target):
     """No core does dependent additions faster than 10 GHz, so a compiler that folds them is seen."""
     steps = 20_000_000

@@ -166,7 +166,7 @@ def test_the_peak_is_the_best_round_of_work_over_time(monkeypatch):
     assert 0 < host_machine.fma_peak_gflops(rounds=2, steps=20_000) < 1e6
     times = iter([10.0, 12.0])
     monkeypatch.setattr(host_machine.time, "perf_counter", lambda: next(times))
-    monkeypatch.setattr(host_machine.kernels, "bench_fma", lambda steps: 1e6 * steps)
+    monkeypatch.setattr(host_machine.kernels, "bench_fma", lambda steps, int8: 1e6 * steps)
     assert host_machine.fma_gflops(steps=4000) == pytest.approx(2.0)  # 4e9 operations in 2 s
     rates = iter([3.0, 7.0, 5.0])
     monkeypatch.setattr(host_machine, "fma_gflops", lambda steps: next(rates))

@@ -123,9 +123,10 @@ void gemm_panel(Work& w, const Shape& n) {
   w.run = [=] { kernels().bench_gemm_panel(a, b, c, n[0], n[1], n[2], n[3]); };
 }
 
+template <bool INT8>
 void fma(Work& w, const Shape& n) {
   float* flops = w.output_f32(1, 0);
-  w.run = [=, &w] { *flops = static_cast<float>(w.flops = kernels().bench_fma(n[0])); };
+  w.run = [=, &w] { *flops = static_cast<float>(w.flops = kernels().bench_fma(n[0], INT8)); };
 }
 
 void triad(Work& w, const Shape& n) {
@@ -145,7 +146,8 @@ const Register all[] = {
     {{"grouped_tn", {96, 128, 256, 3}, grouped_tn, "grouped_linear_weight_gradient"}},
     {{"pack_weight", {128, 256}, pack_weight}},
     {{"gemm_panel", {24, 32, 256, 16}, gemm_panel, "bench_gemm_panel"}},
-    {{"fma_peak", {10000}, fma, "bench_fma"}},
+    {{"fma_peak", {10000}, fma<false>, "bench_fma"}},
+    {{"fma_peak_int8", {10000}, fma<true>, "bench_fma"}},
     {{"triad", {65536}, triad, "bench_triad"}},
 };
 
