@@ -1,6 +1,7 @@
 """Our trainer's step against another program's, in turn, each in a process of its own; or parallel layouts against one rank.
 
     python -m benchmarks step --micro-batch-size 4 [--dtype bf16] [--baseline hf] [--baseline-compile] [--baseline-preload tcmalloc]
+    python -m benchmarks step --baseline trl [--lora-rank 16 [--baseline-load-in 8bit]]
     python -m benchmarks step --ranks 2 --global-batch-size 16                        TP2, DP2 and PP2 against one rank
     python -m benchmarks step --ranks 2 --global-batch-size 4 --schedules             PP2 under every schedule against one rank
 
@@ -30,7 +31,7 @@ from fugaku_megatron.costs import accounting
 from fugaku_megatron.host.machine import clock_ghz, cpu_model, fma_peak_gflops
 from fugaku_megatron.text.table import Column
 
-from . import contestant, core, disturbance, jobs, preloads, shapes
+from . import contestant, core, disturbance, jobs, preloads, sft, shapes
 from .contestant import Apart, Contestant, Task
 
 SIDES = ("ours", "baseline")
@@ -44,9 +45,9 @@ PATIENCE = 3  # up to so many times as many rounds, while others disturb them
 SAME_LOSS = {
     "fp32": 1e-4,
     "bf16": 2e-2,
-}  # relative; BF16 rounds weights in ours and not in the baseline's autocast
+}  # relative; BF16 rounds weights in ours and not in the baseline's autocast, and bitsandbytes rounds the baseline's
 COLUMNS: tuple[Column, ...] = (
-    ("", "<28", "label"),
+    ("", "<32", "label"),
     ("tokens/s", ">9.1f", "tokens_per_s"),
     ("s/step", ">8.3f", "seconds"),
     ("TFLOPs", ">7.4f", "tflops"),
@@ -80,7 +81,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("native", "torch", "auto"),
         help="ours (default: %(default)s)",
     )
-    parser.add_argument("--baseline", default="plain", choices=contestant.BASELINES)
+    parser.add_argument(
+        "--baseline",
+        default="plain",
+        choices=contestant.BASELINES,
+        help="plain PyTorch; hf: transformers in a loop of PyTorch; trl: its SFTTrainer, with adapters of peft (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lora-rank",
+        type=int,
+        help="with --baseline trl: both sides train adapters of this rank of all linear layers",
+    )
+    parser.add_argument(
+        "--baseline-load-in",
+        choices=sft.LOAD_IN,
+        help="with --lora-rank: bitsandbytes quantizes the baseline's frozen weights",
+    )
     parser.add_argument(
         "--baseline-compile", action="store_true", help="torch.compile the baseline"
     )
@@ -121,7 +137,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "--tensor-model-parallel-size and --pipeline-model-parallel-size need --ranks; a baseline is compared on one rank",
     )
     config = shapes.run_of(options, **run_values(options))
-    contestant.check_baseline(options.baseline, options.baseline_compile, config.model)
+    contestant.check_baseline(task(options, "baseline", []))
     preload = [preloads.resolve(options.baseline_preload)] if options.baseline_preload else []
     torch.set_num_threads(options.threads)
     print(f"{cpu_model()}, {options.threads} threads; building both sides", flush=True)
@@ -148,9 +164,17 @@ def run_values(options: argparse.Namespace) -> dict[str, Any]:
         for name in ("seq_length", "num_layers", "vocab_size")
         if (value := getattr(options, name)) is not None
     }
+    adapters = {}
+    if options.lora_rank is not None:
+        model = shapes.run_of(options, **sizes).model
+        adapters = {
+            "lora_rank": options.lora_rank,
+            "lora_target": sft.adapted_matrices(model),
+        }
     return {
         "vocab_size": shapes.vocabulary(options.recipe),
         **sizes,
+        **adapters,
         "moe_aux_loss_coeff": (0.0,),
         "moe_z_loss_coeff": None,
         "micro_batch_size": options.micro_batch_size,
@@ -172,6 +196,7 @@ def task(options: argparse.Namespace, side: str, preload: list[Path]) -> Task:
     baseline = {
         "baseline": options.baseline,
         "compiled": options.baseline_compile,
+        "load_in": options.baseline_load_in,
         "preload": tuple(map(str, preload)),
     }
     return Task(
@@ -191,7 +216,8 @@ def take_turns(
     A round: {"ours": a step's record, "baseline": ..., "peak_gflops", "clock_ghz", "others"}.
     """
     first = {side: each.step()["loss"] for side, each in sides.items()}
-    if not math.isclose(first["ours"], first["baseline"], rel_tol=SAME_LOSS[options.dtype]):
+    tolerance = SAME_LOSS["bf16" if options.baseline_load_in else options.dtype]
+    if not math.isclose(first["ours"], first["baseline"], rel_tol=tolerance):
         raise RuntimeError(
             f"the two do not train the same: first losses {first['ours']:.6f} (ours), {first['baseline']:.6f} "
             "(baseline)"
@@ -241,10 +267,13 @@ def report(
             else "shipped"
         )
         compiled = " compiled" if options.baseline_compile else ""
-        label = f"{options.baseline}{compiled}, MKL {width}"
+        load_in = f" {options.baseline_load_in}" if options.baseline_load_in else ""
+        lora = "" if options.lora_rank is None else f" LoRA {options.lora_rank}"
+        label = f"{options.baseline}{load_in}{lora}{compiled}, MKL {width}"
         every[side] |= {
             "label": label,
             "name": options.baseline,
+            "load_in": options.baseline_load_in,
             "compiled": options.baseline_compile,
             "mkl": width,
             "preload": options.baseline_preload,
@@ -252,7 +281,7 @@ def report(
         }
     medians = core.medians(rounds, ("peak_gflops", "clock_ghz"))
     ceiling = flops / every["ours"]["seconds"] / medians["peak_gflops"] / 1e9
-    names = ("threads", "recipe", "dtype", "micro_batch_size")
+    names = ("threads", "recipe", "dtype", "micro_batch_size", "lora_rank")
     return {
         **every,
         "ratio": every["baseline"]["ratio"],
