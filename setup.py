@@ -58,8 +58,8 @@ GCC_SVE_FLAGS = [
 class Target:
     """One instruction set. `requires` are the features that dispatch.cc looks for in the running CPU. Tiles: tuning.h.
 
-    `base` is the target with the same vectors of a target with matrix tiles: it has all families but TILE_FAMILIES, and in those
-    whatever is not bfloat16.
+    `base` is a target with the same vectors, whose families it takes but its `own`. Of these a target with matrix tiles takes
+    whatever is not bfloat16 from its base too.
     """
 
     name: str
@@ -68,8 +68,11 @@ class Target:
     vector_bytes: int
     requires: tuple[str, ...] = ()
     base: str = ""
+    own: tuple[str, ...] = ()
 
 
+TILE_FAMILIES = ("gemm", "attention", "bench")
+BYTE_DOT_FAMILIES = ("gemm", "bench")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 AVX512_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl")
@@ -81,7 +84,25 @@ SVE = "-march=armv8.2-a+sve"
 TARGETS = (
     Target("portable", "any", (), 16),
     Target("avx2", "x86_64", AVX2, 32, ("avx2", "fma", "f16c")),
+    Target(
+        "avx2vnni",
+        "x86_64",
+        (*AVX2, "-mavxvnni"),
+        32,
+        ("avx2", "fma", "f16c", "avxvnni"),
+        base="avx2",
+        own=BYTE_DOT_FAMILIES,
+    ),
     Target("avx512", "x86_64", AVX512, 64, AVX512_FEATURES),
+    Target(
+        "avx512vnni",
+        "x86_64",
+        (*AVX512, "-mavx512vnni"),
+        64,
+        (*AVX512_FEATURES, "avx512vnni"),
+        base="avx512",
+        own=BYTE_DOT_FAMILIES,
+    ),
     Target("avx512bf16", "x86_64", AVX512BF16, 64, AVX512BF16_FEATURES),
     Target(
         "amx_emulated",
@@ -90,6 +111,7 @@ TARGETS = (
         64,
         AVX512BF16_FEATURES,
         base="avx512bf16",
+        own=TILE_FAMILIES,
     ),
     Target(
         "amx",
@@ -98,6 +120,7 @@ TARGETS = (
         64,
         (*AVX512BF16_FEATURES, "amx_tile", "amx_bf16", "amx_int8", "amx_state"),
         base="avx512bf16",
+        own=TILE_FAMILIES,
     ),
     Target("sve128", "aarch64", (SVE, "-msve-vector-bits=128"), 16, ("sve",)),
     Target("sve256", "aarch64", (SVE, "-msve-vector-bits=256"), 32, ("sve",)),
@@ -119,7 +142,6 @@ TARGETS = (
 )
 
 NATIVE = "native"  # as KERNEL_TARGETS
-TILE_FAMILIES = ("gemm", "attention")
 SLOWEST = ("rowwise", "attention")  # families that compile longest, first in jobs()
 
 
@@ -290,7 +312,7 @@ class Compiler:
     def table_command(self, target: Target) -> list[str]:
         """Compiles the table of a row's kernels for the baseline."""
         own = (
-            [f"-DFM_BASE={target.base}", *(f"-DFM_IS_{family}=,,," for family in TILE_FAMILIES)]
+            [f"-DFM_BASE={target.base}", *(f"-DFM_IS_{family}=,,," for family in target.own)]
             if target.base
             else []
         )
@@ -300,11 +322,10 @@ class Compiler:
         """(row, family) of every unit of kernels: the families of a row, or of its base, and then its own."""
         rows = {t.name: t for t in TARGETS}
         whole = dict.fromkeys(rows[t.base] if t.base else t for t in self.targets())
-        tiles = [t for t in self.targets() if t.base]
         return [
             (t, family)
             for family in families()
-            for t in (*whole, *(tiles if family in TILE_FAMILIES else ()))
+            for t in (*whole, *(t for t in self.targets() if family in t.own))
         ]
 
     def target_jobs(self) -> list[tuple[list[str], Path, Path]]:

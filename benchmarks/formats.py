@@ -97,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch-size", type=int, default=4, help="samples of 128 tokens")
     parser.add_argument("--evaluations", type=int, default=12)
     parser.add_argument("--eval-iters", type=int, default=50, help="batches of an evaluation")
+    parser.add_argument("--lr", type=float, default=3e-4, help="learning rate, decayed to a tenth")
     parser.add_argument("--num-layers", type=int, default=MODEL["num_layers"])
     parser.add_argument(
         "--at-once", type=int, default=1, help="processes at a time (default: %(default)s)"
@@ -116,8 +117,8 @@ def values_of(options: argparse.Namespace, seed: int) -> dict[str, Any]:
         "micro_batch_size": options.global_batch_size,
         "global_batch_size": options.global_batch_size,
         "train_iters": options.train_iters,
-        "lr": 1e-3,
-        "min_lr": 1e-4,
+        "lr": options.lr,
+        "min_lr": options.lr / 10,
         "seed": seed,
         "eval_iters": options.eval_iters,
         "eval_interval": max(1, options.train_iters // options.evaluations),

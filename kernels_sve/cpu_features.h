@@ -23,6 +23,13 @@ inline bool has_amx(unsigned bit) {
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> bit & 1);
 }
 
+// CPUID leaf 7, subleaf 1, register EAX. Not every compiler's __builtin_cpu_supports knows the name.
+inline bool has_avx_vnni() {
+  constexpr unsigned AVX_VNNI_BIT = 4;
+  unsigned a = 0, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> AVX_VNNI_BIT & 1);
+}
+
 // Tiles are a state that the system must save (XCR0 bits 17 and 18) and whose use a process must ask for, once for all its threads.
 // Why it may not use them; empty when it may.
 inline std::string ask_for_tiles() {
@@ -45,6 +52,7 @@ inline bool has_feature(const std::string& feature, int) {
   if (feature == "amx_tile") return has_amx(24);
   if (feature == "amx_bf16") return has_amx(22);
   if (feature == "amx_int8") return has_amx(25);
+  if (feature == "avxvnni") return has_avx_vnni();
   if (feature == "amx_state") return tiles_refused().empty();
 #define FM_CPU(name) (feature == #name && __builtin_cpu_supports(#name))
   return FM_CPU(avx2) || FM_CPU(fma) || FM_CPU(f16c) || FM_CPU(avx512f) || FM_CPU(avx512bw) ||

@@ -16,6 +16,7 @@ enum class DType : int32_t {
   i64,
   u8,
   b8,
+  i8,
   bf16x3,
   int8_of_f32,
   int8_of_bf16,
@@ -231,20 +232,6 @@ struct RotaryGradArgs {
   float *dq_weight, *dk_weight;
 };
 
-// decode.h: out (m, n) = f(x (m, k) weight (n, k)^T + bias (n)) of one dtype, f the activation; bias may be null.
-struct FewRowsArgs {
-  int64_t m, n, k;
-  DType dtype;
-  const void* x;
-  int64_t x_row;
-  const void* weight;
-  int64_t weight_row;
-  const void* bias;
-  void* out;
-  int64_t out_row;
-  Activation activation;
-};
-
 // Rows of logits whose column 0 is word first_row of the vocabulary. Each kernel uses the members it needs. z_loss: the loss has
 // z_loss (log sum exp)^2 added.
 struct CrossEntropyArgs {
@@ -266,6 +253,33 @@ struct EmbeddingArgs {
 }  // namespace fm
 #include "gemm/gemm_args.h"
 namespace fm {
+
+// decode.h: out (m, n) = f(x (m, k) weight (n, k)^T + bias (n)) of one dtype, f the activation; bias may be null. scales: of a Q8
+// weight.
+struct FewRowsArgs {
+  int64_t m, n, k;
+  DType dtype;
+  const void* x;
+  int64_t x_row;
+  const void* weight;
+  int64_t weight_row;
+  const void* bias;
+  void* out;
+  int64_t out_row;
+  Activation activation;
+  Q8Scales scales = {};
+};
+
+// q8.h: a weight (rows, cols) of `dtype`, rows weight_row elements apart, and its Q8 form: contiguous values (rows, cols) and scales
+// (rows, q8_blocks(cols)).
+struct Q8Args {
+  int64_t rows, cols;
+  DType dtype;
+  void* weight;
+  int64_t weight_row;
+  int8_t* values;
+  bf16* scales;
+};
 
 struct KernelTable {
 #define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) \

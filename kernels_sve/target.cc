@@ -3,7 +3,7 @@
 // which the unit defines. No symbol may be weak and outside fm::FM_TARGET, or code for one CPU could be picked for
 // another (tests/kernels/test_dispatch.py): headers keep to FM_INLINE functions, lambdas, and no std:: containers or algorithms.
 //
-// -DFM_BASE names the target whose kernels a target with tiles takes where it has none of its own; without it that is the target.
+// -DFM_BASE names the target whose kernels a target takes where it has none of its own; without it that is the target.
 //
 // Without FM_HEADER it is the table of the row's kernels. That unit is compiled for the baseline, because its constructor runs
 // on every CPU.

@@ -106,6 +106,8 @@ struct avx2 : Common {
   static constexpr int FMA_CHAINS = 12;
 };
 
+struct avx2vnni : avx2 {};
+
 // x86-64 with AVX-512. Registers: 24 accumulators, 2 vectors and a broadcast in 32; attention's 8 x 3, 3 vectors and a broadcast,
 // and 8 divides the usual head sizes.
 struct avx512 : Common {
@@ -116,6 +118,7 @@ struct avx512 : Common {
   // Zen 5, measured: two threads read W at 0.93 to 0.97 of the rate of memory instead of 0.8 to 0.9; 2048 of 512 to 4096.
   static constexpr int64_t DOT_AHEAD = 8192, GATE_AHEAD = 2048;
 };
+struct avx512vnni : avx512 {};
 struct avx512bf16 : avx512 {};
 
 // Matrix tiles (tiles.h): a step of k takes 64 cycles, in which an operand of 32 rows has 2 KiB, so it fetches four times. A round of

@@ -5,7 +5,8 @@
 
 Start as many ranks as a training run has, on one node or on several: all ranks measure at the same time, so that they share caches,
 memory and network as in training. A node's rates are the sums over its ranks; matmuls are also measured by one rank with all
-threads of the node. Left out: 16-bit peaks (the kernels widen to FP32), the kernels' measurements themselves (host_kernels.py).
+threads of the node. Left out: matmuls in 16 bits, which predict counts as FP32's; the kernels' measurements themselves
+(host_kernels.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cli.output_files import check_file, writing
 from ..config.fields import check
+from ..planner.machine import FP32, INT8
 from ..text.numbers import rounded
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ ALONE_COPIES = 4  # memory passes of its messages: two copies, each reads and wr
 USABLE = 0.9  # share of a node's memory that a job may use
 
 Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n matmuls
+Rates = dict[str, Points]  # by precision
+PRECISIONS = (FP32, INT8)  # that predict distinguishes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,7 @@ class Compute:
     """One rank's measurements.
 
     attention: (s, forward GFLOP/s, backward GFLOP/s) over s tokens, without dropout
+    fma_gflops, int8_gops: peaks, of multiply-adds in a loop
     call_us: an operator call without its data
     iteration_s: an iteration without its operator calls
     process_mib: without tensors
@@ -61,8 +66,9 @@ class Compute:
     threads: int
     clock_ghz: float
     fma_gflops: float
+    int8_gops: float
     triad_gbs: float
-    gemm: Points
+    gemm: Rates
     attention: tuple[tuple[int, float, float], ...]
     dropout_flops: float
     elementwise_gbs: float
@@ -108,6 +114,7 @@ def measure_compute() -> Compute:
         threads=torch.get_num_threads(),
         clock_ghz=clock,
         fma_gflops=fma,
+        int8_gops=fma_peak_gflops(1 + ROUNDS, FMA_STEPS, int8=True),
         triad_gbs=triad,
         gemm=measure_gemm(),
         attention=tuple((s, *host_kernels.attention_gflops(s)) for s in host_kernels.LENGTHS),
@@ -121,19 +128,22 @@ def measure_compute() -> Compute:
 
 
 def measure_gemm(
-    sizes: Sequence[int] | None = None, cold_bytes: int | None = None, dtype: str = "float32"
-) -> Points:
-    import torch
-
+    sizes: Sequence[int] | None = None,
+    cold_bytes: int | None = None,
+    precisions: Sequence[str] = PRECISIONS,
+) -> Rates:
     from . import host_kernels
 
-    return tuple(
-        (n, host_kernels.gemm_gflops(n, cold_bytes, getattr(torch, dtype))) for n in sizes or SIZES
-    )
+    return {
+        precision: tuple(
+            (n, host_kernels.gemm_gflops(n, cold_bytes, precision)) for n in sizes or SIZES
+        )
+        for precision in precisions
+    }
 
 
-def measure_team(world: Comm, threads: int, measure: Callable[[], Points] = measure_gemm) -> Points:
-    """Measure square matmuls on rank 0 with `threads` threads; the node's other ranks sleep and return (). Collective."""
+def measure_team(world: Comm, threads: int, measure: Callable[[], Rates] = measure_gemm) -> Rates:
+    """Measure square matmuls on rank 0 with `threads` threads; the node's other ranks sleep and return {}. Collective."""
     import torch
 
     name = None
@@ -144,7 +154,7 @@ def measure_team(world: Comm, threads: int, measure: Callable[[], Points] = meas
     if world.rank:
         while awake.exists():  # a barrier would poll and occupy a core
             time.sleep(0.01)
-        return ()
+        return {}
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
@@ -262,14 +272,13 @@ def gemm_curve(threads: int, points: Points, peak_gflops: float) -> dict[str, fl
 def describe(
     name: str,
     ranks: Sequence[Compute],
-    team: Points,
+    team: Rates,
     network: NetworkRates,
     memory_gib: float,
     command: str = "calibrate",
 ) -> dict[str, Any]:
     """Return the contents of the machine's file, each constant with its source."""
     first = ranks[0]
-    peak = sum(r.fma_gflops for r in ranks)
     threads = sum(r.threads for r in ranks)
     measured = f"measured by fugaku-megatron {command}"
     inside, between, reduce_gbs = network
@@ -283,12 +292,24 @@ def describe(
     elif inside:
         link_source = "not measured: all ranks shared one node; its own messages' value"
     intra_source = measured if inside or between else alone
-    curves = [gemm_curve(first.threads, first.gemm, first.fma_gflops)]
-    if team and threads > first.threads:
-        curves.append(gemm_curve(threads, team, peak))
-    shown = "; one rank with all threads ".join(
-        ", ".join(f"{n}: {g:.0f}" for n, g in points) for points in (first.gemm, team) if points
-    )
+    if threads == first.threads:
+        team = {}
+    own = {FP32: first.fma_gflops, INT8: first.int8_gops}
+    peaks = {FP32: sum(r.fma_gflops for r in ranks), INT8: sum(r.int8_gops for r in ranks)}
+    curves = {
+        precision: [gemm_curve(first.threads, first.gemm[precision], peak)]
+        for precision, peak in own.items()
+    }
+    for precision, points in team.items():
+        curves[precision].append(gemm_curve(threads, points, peaks[precision]))
+    shown = {
+        precision: "; one rank with all threads ".join(
+            ", ".join(f"{n}: {g:.0f}" for n, g in rates[precision])
+            for rates in (first.gemm, team)
+            if rates
+        )
+        for precision in PRECISIONS
+    }
     values = {
         "units": (1, "not measured"),
         "threads": (threads, measured),
@@ -298,8 +319,11 @@ def describe(
         "clock_gain_limit": (1.0, "one clock"),
         "eco_fraction": (1.0, "no power modes"),
         "peak_tflops": (
-            {name: peak / 1e3 for name in ("fp32", "fp16", "bf16")},
-            f"{measured}: FP32 multiply-adds; 16 bits are widened",
+            {
+                name: peaks[INT8 if name == INT8 else FP32] / 1e3
+                for name in (FP32, "fp16", "bf16", INT8)
+            },
+            f"{measured}: multiply-adds of FP32 and INT8; 16 bits are counted as FP32",
         ),
         "memory_gib": (memory_gib * USABLE, f"{USABLE:.0%} of what the system reports"),
         "stream_gbs": (sum(r.triad_gbs for r in ranks), measured),
@@ -310,8 +334,12 @@ def describe(
         "intra_gbs": (intra.gbs, intra_source),
         "intra_alpha_us": (intra.alpha_us, intra_source),
         "gemm_curves": (
-            curves,
-            f"{measured}: native kernels, operands not in the caches, GFLOP/s at {shown}",
+            curves[FP32],
+            f"{measured}: native kernels, operands not in the caches, GFLOP/s at {shown[FP32]}",
+        ),
+        "int8_curves": (
+            curves[INT8],
+            f"{measured}: the same with packed weights, and operands quantized in the call, GFLOP/s at {shown[INT8]}",
         ),
         "native": (native(ranks, None if between else reduce_gbs), measured),
         "process_mib": (first.process_mib, measured),

@@ -1,14 +1,17 @@
 """Rates of this project's kernels on this host as in a training step.
 
-Matmuls read operands outside the caches and pack their weight, as without --cache-packed-weights: each call uses other
-tensors out of COLD_BYTES bytes.
+Matmuls read operands outside the caches: each call uses other tensors out of COLD_BYTES bytes. They pack their weight, as
+without --cache-packed-weights, except in INT8, where weights are packed once for each optimizer step.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from ..cli.arguments import make_run
 from ..comm.base import SoloComm
@@ -21,6 +24,7 @@ from ..data.dataset import MockDataset
 from ..host import kernels
 from ..host.timing import best_seconds
 from ..planner import model, software
+from ..planner.machine import INT8
 from ..training.trainer import Trainer
 
 COLD_BYTES = 256 << 20  # bytes of all sets of operands together: beyond the caches of all cores
@@ -28,6 +32,7 @@ LENGTHS = (512, 1024, 2048)  # sequence lengths at which attention is measured
 HEADS = 12
 HEAD_SIZE = 64
 BF16X3_SIZE = 1024
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TINY = {
     "hidden_size": 32,
     "num_attention_heads": 4,
@@ -41,23 +46,37 @@ ELEMENTS = 1 << 24  # FP32 elements of a vector: 64 MiB
 STEPS = 15  # timed steps of a tiny model
 
 
-def gemm_gflops(n: int, cold_bytes: int | None = None, dtype: torch.dtype = torch.float32) -> float:
-    """Measure GFLOP/s of n x n x n matmuls: a third each of forward, data gradient and weight gradient.
+def gemm_gflops(n: int, cold_bytes: int | None = None, precision: str = "fp32") -> float:
+    """Measure GFLOP/s of n x n x n matmuls in FP32, BF16 or INT8.
+
+    A third each is forward, data gradient and weight gradient; in INT8 half each is forward and data gradient, which
+    quantize an FP32 operand.
 
     cold_bytes: all operands in FP32; None: COLD_BYTES
-    dtype: weight gradients are FP32
     """
     sets = max(3, (cold_bytes or COLD_BYTES) // (12 * n * n))
-    tensors = [
-        (
-            *(torch.randn(n, n).to(dtype) for _ in range(2)),
-            torch.zeros(n, n, dtype=torch.float32 if i % 3 == 2 else dtype),
-        )
-        for i in range(sets)
-    ]
+    call = _int8_call if precision == INT8 else partial(_call, dtype=DTYPES[precision])
+    return 2 * n**3 / best_seconds([call(n, number) for number in range(sets)]) / 1e9
+
+
+def _call(n: int, number: int, dtype: torch.dtype) -> Callable[[], None]:
+    """Build a matmul; weight gradients are FP32."""
     kinds = (kernels.linear_forward, kernels.linear_data_gradient, kernels.linear_weight_gradient)
-    calls = [lambda t=t, f=kinds[i % 3]: f(*t) for i, t in enumerate(tensors)]
-    return 2 * n**3 / best_seconds(calls) / 1e9
+    kind = number % len(kinds)
+    x, y = (torch.randn(n, n).to(dtype) for _ in range(2))
+    out = torch.zeros(n, n, dtype=torch.float32 if kind == 2 else dtype)
+    return partial(kinds[kind], x, y, out)
+
+
+def _int8_call(n: int, number: int) -> Callable[[], None]:
+    """Build a matmul whose weight is packed."""
+    x, weight, out = (torch.randn(n, n) for _ in range(3))
+    transposed = number % 2 == 1
+    size = kernels.packed_weight_size(n, n, weight.dtype, transposed, int8=True)
+    packed: Tensor = torch.empty(size, dtype=torch.uint8)
+    kernels.pack_weight(weight, packed, transposed, int8=True)
+    matmul = kernels.linear_data_gradient if transposed else kernels.linear_forward
+    return partial(matmul, x, weight, out, packed=packed, int8=True)
 
 
 def bf16x3_share() -> float:

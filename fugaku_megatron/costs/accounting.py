@@ -35,6 +35,7 @@ from .activations import (
 )
 from .experts import expert_records, mlp_records, typical_mlp
 
+Q8_BLOCK = 64  # neighbouring numbers of a row of an 8-bit weight that share a scale
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
 
 
@@ -269,6 +270,29 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> tuple[Record, ...]:
         logits = replace(logits, parameters=0)
     loss = Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, tp))
     return adapted(run, tp, (_norm("final_layernorm", run, tp), logits, loss))
+
+
+UNQUANTIZED = ("attention", "router", "shared_gate")
+
+
+def is_quantized(run: RunConfig, record: Record) -> bool:
+    """Return True if the run quantizes the operands of the record's forward and data-gradient matmuls (--int8)."""
+    if record.gemm is None or record.adapts or record.name in UNQUANTIZED:
+        return False
+    return run.system.int8_head if record.name == "logits" else run.system.int8
+
+
+@lru_cache(maxsize=4096)  # searches repeat the same runs
+def quantized_weights(run: RunConfig, layout: Layout, stage: int) -> int:
+    """Return the elements of a stage's weights that --int8 quantizes once for each optimizer step."""
+    if not run.system.int8:
+        return 0
+    elements = 0
+    for record in stage_records(run, layout, stage):
+        if record.gemm and is_quantized(run, record):
+            _, outputs, inputs = record.gemm
+            elements += record.gemm_count * outputs * inputs
+    return elements
 
 
 def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:

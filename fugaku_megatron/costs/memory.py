@@ -26,6 +26,7 @@ from .accounting import (
     layer_records,
     of_layers,
     padded_vocab_size,
+    quantized_weights,
     round_up,
     selective_recompute_bytes,
     stage_layers,
@@ -54,6 +55,7 @@ from .units import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, units
 BUCKET_ELEMENTS = 40_000_000
 BUCKET_ELEMENTS_PER_RANK = 1_000_000
 BF16_BYTES = 2
+INT8_COPIES = 2  # of a weight, for forward and for data gradients
 
 
 def bucket_minimum(run: RunConfig, dp: int) -> int:
@@ -485,8 +487,6 @@ def stage_memory(
     copies = 1.0
     if run.system.cache_packed_weights:
         copies += 2 * (1.5 if run.system.splits_fp32 else 1.0)  # bf16x3: three BF16 per FP32
-    if run.system.int8:
-        copies += 2 / weight_bytes  # an INT8 copy for forward and one for data gradients
     sent = 0  # copies for communication, at worst of all buckets
     if run.parallel.grad_reduce_in_bf16 and layout.replicas > 1:
         sent = BF16_BYTES
@@ -513,8 +513,10 @@ def stage_memory(
         if run.output.async_save:
             saving += masters + (0 if run.output.no_save_optim else saved_moments)
     live = live_bytes(run, layout, stage, in_flight)
+    packed = INT8_COPIES * quantized_weights(run, layout, stage)
     return Memory(
-        weights=int(copies * (elements + frozen_elements(run, layout, stage))) * weight_bytes,
+        weights=int(copies * (elements + frozen_elements(run, layout, stage))) * weight_bytes
+        + packed,
         gradients=elements * (FP32_BYTES + sent),
         optimizer=moments + (masters if run.masters else 0),
         activations=live + posted_bytes(run, layout, stage) + working,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .gradients import is_frozen
+from .q8_weight import keywords
 
 # Packing once per optimizer step makes a matmul 3 to 5 per cent faster (head: 15), for one copy of the weights in forward and one
 # for data gradients. Results have the same bits.
@@ -36,16 +37,21 @@ class WeightCache:
         for entry in self._entries.values():
             entry.valid = entry.valid and is_frozen(entry.weight) and not frozen
 
-    def packed(self, weight: Tensor, transposed: bool) -> Tensor:
-        """Return weight (out, in) packed for the active target, as bytes (n,). transposed: for linear_data_gradient."""
+    def packed(self, weight: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+        """Return weight (out, in) packed for the active target and activations of `dtype`, as bytes (n,).
+
+        transposed: for linear_data_gradient
+        """
         key = (weight.data_ptr(), tuple(weight.shape), transposed)
         target = self._kernels.active()
-        size = self._kernels.packed_weight_size(*weight.shape, weight.dtype, transposed)
+        size = self._kernels.packed_weight_size(*weight.shape, dtype, transposed)
         entry = self._entries.get(key)
         if entry is None or entry.buffer.numel() != size:
             entry = self._entries[key] = _Entry(weight, torch.empty(size, dtype=torch.uint8))
         if not entry.valid or entry.target != target:
-            self._kernels.pack_weight(weight, entry.buffer, transposed)
+            self._kernels.pack_weight(
+                weight, entry.buffer, transposed, dtype=dtype, **keywords(weight)
+            )
             entry.valid = True
             entry.target = target
         return entry.buffer

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .gradients import gradient_of, is_frozen
+from .q8_weight import scales_of
 
 
 class _View(Tensor):
@@ -21,6 +22,16 @@ class _View(Tensor):
     @property
     def frozen(self) -> bool:
         return is_frozen(self.parameter)
+
+    @property
+    def scales(self) -> Tensor | None:
+        """Scales of a weight in eight bits (`q8_weight`)."""
+        scales = scales_of(self.parameter)
+        if scales is None:
+            return None
+        if self.number is not None:
+            scales = scales[self.number]
+        return scales.view(*self.shape[:-1], -1)
 
     @property
     def main_grad(self) -> Tensor | None:

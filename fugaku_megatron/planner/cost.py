@@ -3,7 +3,9 @@ hides.
 
 Computation is a roofline model. GEMM on a CPU runs at peak x fraction x maximum / (1 + (half /
 n)^exponent); n is the cube root of m n k for published curves, and the harmonic mean of the sides
-for calibrate's curves. GEMM on a GPU runs in waves of tiles. Collectives are rings, or recursive
+for calibrate's curves. A matmul in INT8 reaches the same fraction of INT8's peak, and operands are
+quantized at the memory's rate, unless calibrate measured both. GEMM on a GPU runs in waves of
+tiles. Collectives are rings, or recursive
 halving and doubling if faster. MPI's rings cross nodes at the slowest link; software with two-level
 sums reduces inside a node first. Left out: routes through the torus; groups are assumed to be
 compact.
@@ -20,8 +22,8 @@ from ..config import features
 from ..config.fields import check
 from ..config.layout import Layout
 from ..costs import accounting
-from ..costs.activations import Collective
-from .machine import GB, GemmCurve, Machine
+from ..costs.activations import FP32_BYTES, Collective
+from .machine import GB, INT8, GemmCurve, Machine
 from .software import Parameters, Software
 from .work import Exchange, ExpertExchange, Matmul, Work
 
@@ -239,6 +241,11 @@ PARTIAL_MATMULS = 6  # in BF16, of --fp32-matmul bf16x3
 GPU_HALF_K = 600.0  # K at which a tile reaches half its rate, before the fitted factor gemm_half
 
 
+def quantized_bytes(elements: int, element_bytes: int) -> int:
+    """Return the bytes moved to quantize operands: read for the scales, read again, and written."""
+    return elements * (2 * element_bytes + 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
     gemm: float = 0.0
@@ -269,12 +276,25 @@ class Rank:
     precision: str
     nodes: int
     ranks_per_node: int
+    element_bytes: int = FP32_BYTES
     splits_fp32: bool = False  # --fp32-matmul bf16x3
 
     @cached_property
     def _peak(self) -> float:
-        precision = self.software.counts["computes_in"] or self.precision
+        return self._peak_in(self.software.counts["computes_in"] or self.precision)
+
+    def _peak_in(self, precision: str) -> float:
         return self.machine.peak_tflops[precision] * 1e12 * self.machine.clock / self.ranks_per_node
+
+    @cached_property
+    def _int8_peak(self) -> float:
+        """INT8's peak. ValueError without one."""
+        check(
+            INT8 in self.machine.peak_tflops,
+            f"--int8 needs the rate of INT8 matmuls, which the description of machine {self.machine.name} "
+            "lacks: calibrate again, or leave it out",
+        )
+        return self._peak_in(INT8)
 
     @cached_property
     def _matmul_share(self) -> float:
@@ -387,10 +407,20 @@ class Rank:
         flops = 2.0 * p.m * p.n * p.k * p.count * p.times
         if p.attention and self.parameters.attention_forward:
             return self._attention(p, flops)
+        if p.quantized:
+            return flops / (self._int8_peak * self._cpu(p, self._int8_curve)) + self._quantizing(p)
         share = 1.0 if p.attention else self._matmul_share
         return flops / (
-            self._peak * share * (self._gpu(p) if self.machine.kind == "gpu" else self._cpu(p))
+            self._peak
+            * share
+            * (self._gpu(p) if self.machine.kind == "gpu" else self._cpu(p, self._curve))
         )
+
+    def _quantizing(self, p: Matmul) -> float:
+        """Return the seconds to quantize operands, without the first one if the measured rate includes it."""
+        first = 0 if self.machine.int8_curves else p.m * p.k
+        second = p.k * p.n if p.quantized > 1 else 0
+        return self.traffic(quantized_bytes((first + second) * p.times, self.element_bytes))
 
     def _attention(self, p: Matmul, flops: float) -> float:
         """Return the seconds in a fused kernel, which recomputes the scores in backward.
@@ -417,11 +447,14 @@ class Rank:
         return self.machine.gemm_curve(self.machine.threads // self.ranks_per_node)
 
     @cached_property
+    def _int8_curve(self) -> GemmCurve:
+        return self.machine.gemm_curve(self.machine.threads // self.ranks_per_node, int8=True)
+
+    @cached_property
     def _is_measured(self) -> bool:
         return self.software.measured_on(self.machine)
 
-    def _cpu(self, p: Matmul) -> float:
-        curve = self._curve
+    def _cpu(self, p: Matmul, curve: GemmCurve) -> float:
         if self._is_measured:  # by elements moved per multiplication
             n = 3 / (1 / p.m + 1 / p.n + 1 / p.k)
         else:

@@ -40,11 +40,16 @@ CURVE_LIMITS = {
 }  # of a share of peak, and of how steeply it rises with the size
 
 
-PRECISIONS = ("fp32", "fp16", "bf16")
+FP32 = "fp32"
+PRECISIONS = (FP32, "fp16", "bf16")
+INT8 = "int8"  # descriptions of an earlier calibrate lack its rate
+
+
+CURVES = ("gemm_curves", "int8_curves")
 
 
 COLLECTIONS = {
-    "gemm_curves": list,
+    **dict.fromkeys(CURVES, list),
     "clocks_ghz": list,
     "peak_tflops": dict,
     "native": dict,
@@ -56,6 +61,7 @@ WHOLE_NUMBERS = ("units", "threads", "ranks_per_node")
 
 OPTIONAL = (
     "native",
+    "int8_curves",
     "process_mib",
     "slow_reduce_gbs",
     "all_to_all_gbs",
@@ -90,7 +96,9 @@ class Machine:
     eco_fraction: (
         float  # share of peak that remains in eco mode (one of two pipes); 1 without such a mode
     )
-    peak_tflops: dict[str, float]  # precision (fp32, bf16, fp16) -> peak at the nominal clock
+    peak_tflops: dict[
+        str, float
+    ]  # precision (fp32, bf16, fp16, perhaps int8) -> peak at the nominal clock
     memory_gib: float  # usable by the job
     stream_gbs: float  # STREAM triad
     link_gbs: float  # between two ranks on two nodes, one direction
@@ -104,6 +112,7 @@ class Machine:
         float  # factor on all times from a known fault of the machine's set-up; 1 if none is known
     )
     sources: dict[str, str]  # constant -> source
+    int8_curves: tuple[GemmCurve, ...] = ()  # measured, with one operand quantized in the call
     native: dict[str, float] = field(
         default_factory=dict
     )  # fields of parameters.Parameters that calibrate measured here
@@ -134,15 +143,19 @@ class Machine:
     def node_memory_bytes(self) -> float:
         return self.memory_gib * GIB
 
-    def gemm_curve(self, threads: int) -> GemmCurve:
-        """Return the curve for `threads`: measured, interpolated in log(threads), or the nearest."""
+    def gemm_curve(self, threads: int, int8: bool = False) -> GemmCurve:
+        """Return the curve for `threads`: measured, interpolated in log(threads), or the nearest.
+
+        int8: FP32's if INT8 was not measured
+        """
+        curves = self.int8_curves if int8 and self.int8_curves else self.gemm_curves
         below = max(
-            (c for c in self.gemm_curves if c.threads <= threads),
+            (c for c in curves if c.threads <= threads),
             key=lambda c: c.threads,
             default=None,
         )
         above = min(
-            (c for c in self.gemm_curves if c.threads >= threads),
+            (c for c in curves if c.threads >= threads),
             key=lambda c: c.threads,
             default=None,
         )
@@ -259,9 +272,8 @@ def _check_kinds(values: dict[str, Any]) -> None:
     lacking = [name for name in PRECISIONS if name not in values.get("peak_tflops", PRECISIONS)]
     if lacking:
         raise TypeError(f"peak_tflops has no {', '.join(lacking)}")
-    parts = [
-        part for curve in values.get("gemm_curves", []) for part in curve.values()
-    ] + values.get("clocks_ghz", [])
+    curves = [curve for name in CURVES for curve in values.get(name, [])]
+    parts = [part for curve in curves for part in curve.values()] + values.get("clocks_ghz", [])
     for part in (
         *parts,
         *values.get("peak_tflops", {}).values(),
@@ -278,11 +290,13 @@ def from_data(name: str, data: dict[str, Any]) -> Machine:
     for key, value in values.items():
         _check_numbers(key, value)
     _check_kinds(values)
-    for curve in values["gemm_curves"]:
-        for key, limit in CURVE_LIMITS.items():
-            if curve.get(key, 0) > limit:
-                raise TypeError(f"gemm_curves has {key} {curve[key]!r:.60}, above {limit:g}")
-    values["gemm_curves"] = tuple(GemmCurve(**curve) for curve in values["gemm_curves"])
+    for kind in CURVES:
+        for curve in values.get(kind, []):
+            for key, limit in CURVE_LIMITS.items():
+                if curve.get(key, 0) > limit:
+                    raise TypeError(f"{kind} has {key} {curve[key]!r:.60}, above {limit:g}")
+        if kind in values:
+            values[kind] = tuple(GemmCurve(**curve) for curve in values[kind])
     values["clocks_ghz"] = tuple(values["clocks_ghz"])
     missing = (
         {f.name for f in fields(Machine)}

@@ -23,7 +23,7 @@ from ..pipeline import schedule
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..pipeline.timeline import Costs, makespan
 from . import memory, software, work
-from .cost import Network, Rank, Seconds, exposed
+from .cost import Network, Rank, Seconds, exposed, quantized_bytes
 from .software import Parameters, Software
 from .system import System
 
@@ -176,6 +176,7 @@ def step(
         network=network,
         nodes=system.nodes,
         precision=run.precision.name,
+        element_bytes=run.element_bytes,
         ranks_per_node=system.ranks_per_node,
         splits_fp32=run.system.splits_fp32,
     )
@@ -292,7 +293,7 @@ def _exposed(
 
 
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
-    """Return the seconds for clipping and Adam or Muon in FP32 on the largest stage."""
+    """Return the seconds for clipping, Adam or Muon in FP32, and packing weights in INT8, on the largest stage."""
     counts = rank.software.counts["optimizer"]
     kinds = set(memory.kinds(run, layout.placement))
     saved_bytes = 2 * activations.FP32_BYTES - run.optimizer.moment_bytes
@@ -305,8 +306,12 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     fp32 = replace(rank, precision="fp32")
     muon = max(fp32.seconds(work.muon(run, layout, stage)).gemm for stage in kinds)
     moved = counts["moved"] * activations.FP32_BYTES - 2 * saved_bytes
+    quantized = 0
+    if rank.software.style == "native":
+        quantized = max(accounting.quantized_weights(run, layout, stage) for stage in kinds)
+    packed_bytes = rank_memory.INT8_COPIES * quantized_bytes(quantized, run.element_bytes)
     return (
-        rank.traffic(moved * parameters / accounting.zero_shards(run, layout))
+        rank.traffic(moved * parameters / accounting.zero_shards(run, layout) + packed_bytes)
         + rank.calls(counts["calls_per_layer"] * layers)
         + muon / layout.replicas
     )
@@ -431,25 +436,15 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
         lines.append(
             f"software {code.name} is a model of efficiencies, not fitted to measured runs"
         )
-    if not code.known_on(system.machine):
-        lines.append(
-            f"software {code.name} was never measured on {system.machine.name}: its shares of peak are carried over"
-        )
-    if system.nodes > 1 and system.machine.sources["link_gbs"].startswith("not measured"):
-        lines.append(
-            f"the network of {system.machine.name} was not measured: calibrate on two nodes"
-        )
-    if system.machine.kind == "cpu":
-        note = system.machine.curve_note(system.machine.threads // system.ranks_per_node)
-        if note:
-            lines.append(note)
+    lines += unmeasured(run, system)
     lines += [
         f"the time is that of a run without {name}, which is not modelled"
         for name in unmodelled(run)
     ]
     lacking = code.lacking(run)
-    if run.system.splits_fp32 and code.style != "native":
-        lacking.append("fp32_matmul")
+    if code.style != "native":
+        given = {"fp32_matmul": run.system.splits_fp32, "int8": run.system.int8}
+        lacking += [name for name, is_given in given.items() if is_given]
     lines += [
         f"software {code.name} has no {flag(name)}: the time is that of a run without it"
         for name in lacking
@@ -466,12 +461,36 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
         system.machine.peak_tflops[code.counts["computes_in"] or run.precision.name]
         * system.machine.clock
     )
-    if tflops > peak and not run.system.splits_fp32:
+    if tflops > peak and not run.system.splits_fp32 and not run.system.int8:
         lines.append(
             f"{tflops:.4g} TFLOPs are above the {peak:.4g} of the machine: the tables' formula counts attention's full "
             f"square and all of a recompute, software {code.name} computes less"
         )
     return tuple(lines + outside(code.fitted.ranges, facts(run, layout, system)))
+
+
+def unmeasured(run: RunConfig, system: System) -> list[str]:
+    """Return one line for each rate that was not measured on the machine."""
+    code = system.software
+    lines = []
+    if not code.known_on(system.machine):
+        lines.append(
+            f"software {code.name} was never measured on {system.machine.name}: its shares of peak are carried over"
+        )
+    if system.nodes > 1 and system.machine.sources["link_gbs"].startswith("not measured"):
+        lines.append(
+            f"the network of {system.machine.name} was not measured: calibrate on two nodes"
+        )
+    if system.machine.kind == "cpu":
+        note = system.machine.curve_note(system.machine.threads // system.ranks_per_node)
+        if note:
+            lines.append(note)
+    if run.system.int8 and code.style == "native" and not system.machine.int8_curves:
+        lines.append(
+            f"no rate of INT8 matmuls was measured on {system.machine.name}: they are assumed to reach FP32's share of "
+            "their peak, and to quantize operands at the memory's rate"
+        )
+    return lines
 
 
 def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[str, ...]:
@@ -498,7 +517,6 @@ def unmodelled(run: RunConfig) -> list[str]:
         "--kernels torch": run.system.kernels == "torch",
         "--allocator stock": run.system.allocator == "stock",
         "--fp16-accumulation-chunk": run.system.fp16_accumulation_chunk is not None,
-        "--int8": run.system.int8,
         "--cache-packed-weights": run.system.cache_packed_weights,
     }
     return [name for name, active in flags.items() if active]

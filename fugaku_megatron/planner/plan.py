@@ -208,7 +208,7 @@ MEANINGS = {
     "slowest_stage_waits": "the slowest stage waits in the pipeline, and sends",
     "pipeline_warmup": "first micro-batch through each stage",
     "data_parallel": "gradient reduction, tied embedding, ZeRO's all-gather",
-    "optimizer": "clipping and Adam",
+    "optimizer": "clipping, Adam, packing weights in INT8",
     "other": "data, log, stragglers",
 }
 

@@ -27,6 +27,7 @@ class Matmul:
     """Call with `count` matmuls (m, k) x (k, n), made `times` times.
 
     attention: Q K^T or P V; a kernel computes the share `visible`
+    quantized: operands that the call quantizes to INT8: the first, or both; 0: not in INT8
     """
 
     m: int
@@ -37,6 +38,7 @@ class Matmul:
     visible: float = 0.5
     dropout: bool = False
     backward: bool = False
+    quantized: int = 0
     times: int = 1
 
 
@@ -165,11 +167,38 @@ def _chunks(run: RunConfig, tp: int) -> int:
     )
 
 
-def _forward(record: Record, chunks: int) -> Work:
+@dataclass(frozen=True, kw_only=True)
+class _MatmulOptions:
+    """Choices of a run and its software that every record's matmuls depend on.
+
+    chunks: blocks of logits
+    int8: the software has --int8
+    """
+
+    run: RunConfig
+    chunks: int = 1
+    int8: bool = False
+
+    @staticmethod
+    def of(run: RunConfig, tp: int, software: Software) -> _MatmulOptions:
+        chunks = _chunks(run, tp) if software.counts["logits_in_chunks"] else 1
+        return _MatmulOptions(run=run, chunks=chunks, int8=software.style == "native")
+
+    def quantized(self, record: Record, weight_gradient: bool = False) -> int:
+        """Return the operands that a matmul quantizes: both for a weight gradient, else one, as weights are kept."""
+        if not self.int8 or not accounting.is_quantized(self.run, record):
+            return 0
+        if weight_gradient:
+            return 2 if self.run.system.int8_wgrad else 0
+        return 1
+
+
+def _forward(record: Record, options: _MatmulOptions) -> Work:
     if record.gemm is None:
         return Work(collectives=_once(record.forward))
     m, n, k = record.gemm
-    matmuls: tuple[Matmul, ...] = (Matmul(m=m, n=n, k=k, times=record.gemm_count),)
+    linear = Matmul(m=m, n=n, k=k, times=record.gemm_count, quantized=options.quantized(record))
+    matmuls: tuple[Matmul, ...] = (linear,)
     if record.name == "attention":
         matmul = Matmul(
             m=m,
@@ -182,16 +211,18 @@ def _forward(record: Record, chunks: int) -> Work:
         )
         matmuls = (matmul, replace(matmul, n=k, k=n))
     elif record.name == "logits":
-        matmuls = (Matmul(m=m // chunks, n=n, k=k, times=chunks),)
+        matmuls = (replace(linear, m=m // options.chunks, times=options.chunks),)
     return Work(matmuls=matmuls, collectives=_once(record.forward))
 
 
-def _backward(record: Record, chunks: int) -> Work:
+def _backward(record: Record, options: _MatmulOptions) -> Work:
     """Return the input-gradient and, unless the weight is frozen, weight-gradient matmuls."""
     matmuls = []
-    for p in _forward(record, chunks).matmuls:
+    quantized = options.quantized(record, weight_gradient=True)
+    for p in _forward(record, options).matmuls:
         matmuls.append(replace(p, n=p.k, k=p.n, backward=True))
-        matmuls += [] if record.frozen else [replace(p, m=p.k, k=p.m, backward=True)]
+        if not record.frozen:
+            matmuls.append(replace(p, m=p.k, k=p.m, backward=True, quantized=quantized))
     return Work(matmuls=tuple(matmuls), collectives=_once(record.backward))
 
 
@@ -280,11 +311,11 @@ def _between_experts(collective: Collective) -> bool:
     return (collective.verb, collective.group) == ("all_to_all", "ep")
 
 
-def _weights(record: Record, chunks: int) -> Work:
+def _weights(record: Record, options: _MatmulOptions) -> Work:
     return Work(
         matmuls=()
         if record.frozen
-        else tuple(p for p in _backward(record, chunks).matmuls[1::2] if not p.attention)
+        else tuple(p for p in _backward(record, options).matmuls[1::2] if not p.attention)
     )
 
 
@@ -296,7 +327,7 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
     deferrable backward.
     """
     sizes = _elementwise_tensors(run, tp, software)
-    chunks = _chunks(run, tp) if software.counts["logits_in_chunks"] else 1
+    options = _MatmulOptions.of(run, tp, software)
     places = {
         "layer": accounting.layer_records(run, tp),
         "embedding": accounting.embedding_records(run, tp),
@@ -310,14 +341,14 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
             if place == "layer":
                 work[name] = sum(
                     (
-                        _layer(run, tp, software, records, partial(record_work, chunks=chunks)),
+                        _layer(run, tp, software, records, partial(record_work, options=options)),
                         _rotary(run, sizes),
                     ),
                     elementwise,
                 )
             else:
-                work[name] = sum((record_work(record, chunks) for record in records), elementwise)
-    work["layer_weights"] = sum((_weights(record, chunks) for record in places["layer"]), Work())
+                work[name] = sum((record_work(record, options) for record in records), elementwise)
+    work["layer_weights"] = sum((_weights(record, options) for record in places["layer"]), Work())
     return MappingProxyType(work)
 
 
@@ -328,7 +359,8 @@ def recomputed_layers(run: RunConfig, tp: int, groups: list[range], software: So
         return repeat(whole, sum(map(len, groups)))
     records = accounting.last_recomputed_records(run, tp)
     sizes = _elementwise_tensors(run, tp, software)
-    pieces = (_layer(run, tp, software, records, partial(_forward, chunks=1)), _rotary(run, sizes))
+    forward = partial(_forward, options=_MatmulOptions.of(run, tp, software))
+    pieces = (_layer(run, tp, software, records, forward), _rotary(run, sizes))
     last = sum(pieces, _elementwise(software, "layer_forward", sizes))
     return repeat(whole, sum(map(len, groups)) - len(groups)) + repeat(last, len(groups))
 
@@ -338,7 +370,7 @@ def recomputed_attention(run: RunConfig, tp: int, software: Software) -> Work:
     record = next(r for r in accounting.layer_records(run, tp) if r.name == "attention")
     moved, allocated = software.counts["layer_forward"].get("scores", (0, 0))
     return Work(
-        matmuls=_forward(record, 1).matmuls,
+        matmuls=_forward(record, _MatmulOptions(run=run)).matmuls,
         moved=moved * sizes["scores"],
         calls=5,
         allocations=((sizes["scores"], allocated),) if allocated else (),

@@ -10,6 +10,7 @@ from typing import Any
 from ..comm.agreement import Nodes
 from ..comm.base import Comm
 from ..host.energy import Counters
+from ..planner.machine import FP32
 
 SHRUNK_GFLOPS = 4.0  # of one thread, below which a CPU is emulated, or so slow that whole sizes would take hours
 TRAINING_SHARE = 0.6  # of the matmuls' rate
@@ -119,7 +120,8 @@ class Context:
     @property
     def training_flops(self) -> float:
         """Return the rank's FLOP/s in training: a little below its matmuls."""
-        gflops = max((rate for _, rate in self.compute.get("gemm", ())), default=UNKNOWN_GFLOPS)
+        points = self.compute["gemm"][FP32] if self.compute else ()
+        gflops = max((rate for _, rate in points), default=UNKNOWN_GFLOPS)
         return TRAINING_SHARE * gflops * 1e9
 
     def agreed(self, value: Any) -> Any:

@@ -400,9 +400,14 @@ def kernels_line(kernels: dict[str, Any]) -> str:
     rank = kernels["ranks"][0]
     n, _, share = max(kernels["gemm"], key=lambda row: row[0])
     slowest = min(row["of_triad"] for row in kernels["elementwise"])
+    ratios = [
+        f"{name} {kernels[key][-1][2]:.2f} x"
+        for name, key in (("BF16", "gemm_bf16"), ("INT8", "gemm_int8"))
+        if key in kernels  # earlier reports have no INT8
+    ]
     return (
         f"kernels: {kernels['target']}, {good} of {len(kernels['checks'])} agree with the reference; matmul {share:.0%} of "
-        f"peak at {n}, in BF16 {kernels['gemm_bf16'][-1][2]:.2f} x FP32's peak, slowest element-wise kernel {slowest:.0%} of "
+        f"peak at {n}, in {' and in '.join(ratios)} FP32's peak, slowest element-wise kernel {slowest:.0%} of "
         "triad\n"
         f"threads of a rank: {rank['threads']}; {rank['clock_ghz']:.2f} GHz under load, FMA peak {rank['fma_gflops']:.3g} "
         f"GFLOP/s, STREAM triad {rank['triad_gbs']:.1f} GB/s; {len(kernels['ranks'])} ranks at the same time"

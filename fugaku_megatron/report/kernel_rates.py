@@ -227,6 +227,11 @@ def elementwise_rates(sizes: Sizes, triad_gbs: float, rounds: int) -> list[dict[
     return rows
 
 
+MATMULS = {
+    machine.FP32: "gemm",
+    "bf16": "gemm_bf16",
+    machine.INT8: "gemm_int8",
+}  # names in a report
 MATMUL_ROUNDS = 4  # of host_kernels.gemm_gflops, the first of which warms up
 VERBS = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -259,8 +264,8 @@ def kernel_section(context: Context) -> dict[str, Any]:
         "peak_gflops": rates["fma_gflops"],
         "triad_gbs": rates["triad_gbs"],
         **{
-            name: [[n, g, g / rates["fma_gflops"]] for n, g in rates[name]]
-            for name in ("gemm", "gemm_bf16")
+            key: [[n, g, g / rates["fma_gflops"]] for n, g in rates["gemm"][precision]]
+            for precision, key in MATMULS.items()
         },
         "attention": [
             [s, *gs, *(g / rates["fma_gflops"] for g in gs)] for s, *gs in rates["attention"]
@@ -291,15 +296,15 @@ def measure_rates(context: Context) -> dict[str, Any]:
         "threads": threads,
         "clock_ghz": clock,
         "fma_gflops": fma,
+        "int8_gops": fma_peak_gflops(1 + scale.rounds, steps, int8=True),
         "triad_gbs": triad,
         "process_mib": process,
-        "gemm": calibrate.measure_gemm(sizes, scale.cold_bytes),
+        "gemm": calibrate.measure_gemm(sizes, scale.cold_bytes, tuple(MATMULS)),
         "attention": tuple(attention),
         "elementwise_gbs": host_kernels.elementwise_gbs(scale.elements),
     }
     rows = elementwise_rates(scale.elementwise, triad, scale.rounds)
-    half = calibrate.measure_gemm(sizes, scale.cold_bytes, "bfloat16")
-    return {**context.compute, "elementwise": rows, "gemm_bf16": half, "shrunk": scale is SHRUNK}
+    return {**context.compute, "elementwise": rows, "shrunk": scale is SHRUNK}
 
 
 def affordable(
@@ -355,11 +360,12 @@ def describe_machine(context: Context, network: NetworkRates) -> dict[str, Any]:
     )
     here = context.nodes.ranks.all_gather_object(own)
     threads = sum(rank.threads for rank in here)
-    rate = 2 * own.gemm[-1][1]  # `affordable` expects half of a peak
+    points = own.gemm[machine.FP32]
+    rate = 2 * points[-1][1]  # `affordable` expects half of a peak
     sizes = context.agreed(
-        affordable([n for n, _ in own.gemm], scale.cold_bytes, rate, context.left / 3)
+        affordable([n for n, _ in points], scale.cold_bytes, rate, context.left / 3)
     )
-    team: calibrate.Points = ()
+    team: calibrate.Rates = {}
     # Pinned threads would share one core.
     if context.agreed(threads > own.threads and not context.pinned):
         team = calibrate.measure_team(

@@ -125,13 +125,17 @@ def plots(sections: dict[str, Any], hours: Sequence[dict[str, Any]]) -> list[str
     kernels = sections.get("kernels")
     found = []
     if kernels:
+        matmuls = {"matmul": "gemm", "matmul in BF16": "gemm_bf16", "matmul in INT8": "gemm_int8"}
         found.append(
             lines(
                 "Share of the FP32 FMA peak",
                 "matrix side, or tokens",
                 {
-                    "matmul": [(n, share) for n, _, share in kernels["gemm"]],
-                    "matmul in BF16": [(n, share) for n, _, share in kernels["gemm_bf16"]],
+                    **{
+                        name: [(n, share) for n, _, share in kernels[key]]
+                        for name, key in matmuls.items()
+                        if key in kernels  # earlier reports have no INT8
+                    },
                     "attention forward": [(row[0], row[3]) for row in kernels["attention"]],
                     "attention backward": [(row[0], row[4]) for row in kernels["attention"]],
                 },

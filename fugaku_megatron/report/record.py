@@ -210,6 +210,8 @@ def figures(data: dict[str, Any]) -> dict[tuple[str, str], float]:
         }
         found |= {(f"matmul {n}", "GFLOP/s"): rate for n, rate, _ in kernels["gemm"]}
         found |= {(f"matmul {n}, BF16", "GFLOP/s"): rate for n, rate, _ in kernels["gemm_bf16"]}
+        int8 = kernels.get("gemm_int8", [])  # earlier reports have none
+        found |= {(f"matmul {n}, INT8", "GFLOP/s"): rate for n, rate, _ in int8}
         for s, forward, backward, *_ in kernels["attention"]:
             found |= {
                 (f"attention forward {s}", "GFLOP/s"): forward,

@@ -68,12 +68,27 @@ std::string describe(const char* target, int64_t rows, int64_t cols, DType dtype
          ", fp16_chunk=" + std::to_string(fp16_chunk) + " by target " + target;
 }
 
+// An empty tensor of a dtype.
+TensorView empty_of(py::handle dtype) {
+  return TensorView("dtype",
+                    py::module_::import("torch").attr("empty")(0, py::arg("dtype") = dtype));
+}
+
+// A tensor of the dtype that a weight is multiplied with: by default the weight's.
+TensorView activations_like(const TensorView& weight, py::handle dtype) {
+  if (dtype.is_none()) return weight.floating();
+  return empty_of(dtype).floating();
+}
+
 void pack_weight(py::handle weight_object, py::handle packed_object, bool transposed,
-                 int64_t fp16_chunk, bool bf16x3, bool int8) {
+                 int64_t fp16_chunk, bool bf16x3, bool int8, py::handle scales_object,
+                 py::handle dtype_object) {
   TensorView weight("weight", weight_object), packed("packed", packed_object);
-  weight.rank(2).floating().last_contiguous();
-  checked_chunk(fp16_chunk, weight.dtype());
-  const DType type = factors(weight.dtype(), bf16x3, int8, weight.size(transposed ? 0 : 1));
+  weight.rank(2).last_contiguous();
+  const TensorView like = activations_like(weight, dtype_object);
+  const Q8Scales scales = q8_scales(scales_object, weight, like, packed);
+  checked_chunk(fp16_chunk, like.dtype());
+  const DType type = factors(like.dtype(), bf16x3, int8, weight.size(transposed ? 0 : 1));
   packed.dtype({DType::u8})
       .shape({packed_bytes(weight.size(0), weight.size(1), type, transposed, fp16_chunk)})
       .contiguous();
@@ -90,8 +105,8 @@ void pack_weight(py::handle weight_object, py::handle packed_object, bool transp
   std::memcpy(base, &header, sizeof header);
   const int64_t row = weight.stride(0);
   void* data = base + header.data_offset;
-  GemmPackArgs args = {weight.size(0), weight.size(1), type, weight.data(), 1, row,
-                       data,           fp16_chunk};
+  GemmPackArgs args = {weight.size(0), weight.size(1), type,  weight.data(), 1, row,
+                       data,           fp16_chunk,     scales};
   if (transposed) std::swap(args.n, args.k), std::swap(args.b_row, args.b_col);
   unlocked([&] { kernels().pack_weight(args); });
 }
@@ -128,20 +143,17 @@ void* epilogue_matrix(const char* name, py::handle object, const TensorView& out
   return view.data();
 }
 
-// A writable row must not lie on another: the stride is at least the row's length.
-void distinct_rows(const TensorView& t) {
-  if (t.numel() && t.size(0) > 1 && t.stride(0) < t.size(1)) {
-    t.fail("rows apart from each other", "row stride " + std::to_string(t.stride(0)));
-  }
-}
-
-void check_operands(const TensorView& x, const TensorView& weight, const TensorView& out,
-                    int64_t inputs, int64_t outputs) {
-  weight.rank(2).floating().last_contiguous();
-  x.rank(2).shape({-1, inputs}).same_dtype(weight).last_contiguous();
+// The scales of a Q8 weight.
+Q8Scales check_operands(const TensorView& x, const TensorView& weight, py::handle scales_object,
+                        const TensorView& out, int64_t inputs, int64_t outputs) {
+  weight.rank(2).last_contiguous();
+  if (scales_object.is_none()) weight.floating();
+  x.rank(2).floating().shape({-1, inputs}).last_contiguous();
+  const Q8Scales scales = q8_scales(scales_object, weight, x, out);
   out.rank(2).shape({x.size(0), outputs}).last_contiguous().disjoint({&x, &weight});
-  if (out.dtype() != weight.dtype()) out.dtype({weight.dtype(), DType::f32});
+  if (out.dtype() != x.dtype()) out.dtype({x.dtype(), DType::f32});
   distinct_rows(out);
+  return scales;
 }
 
 void run(const GemmArgs& args) {
@@ -151,11 +163,11 @@ void run(const GemmArgs& args) {
 void linear_forward(py::handle x_object, py::handle weight_object, py::handle out_object,
                     py::handle bias_object, const std::optional<std::string>& activation,
                     py::handle pre_object, py::handle residual_object, py::handle packed_object,
-                    int64_t fp16_chunk, bool bf16x3, bool int8) {
+                    int64_t fp16_chunk, bool bf16x3, bool int8, py::handle scales_object) {
   TensorView x("x", x_object), weight("weight", weight_object), out("out", out_object);
   weight.rank(2);
-  check_operands(x, weight, out, weight.size(1), weight.size(0));
   GemmArgs args = {};
+  args.b_scales = check_operands(x, weight, scales_object, out, weight.size(1), weight.size(0));
   args.m = x.size(0), args.n = weight.size(0), args.k = weight.size(1);
   args.in_dtype = factors(x.dtype(), bf16x3, int8, args.k), args.out_dtype = out.dtype(),
   args.fp16_chunk = checked_chunk(fp16_chunk, x.dtype());
@@ -181,12 +193,13 @@ void linear_forward(py::handle x_object, py::handle weight_object, py::handle ou
 
 void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::handle out_object,
                           py::handle activation_input_object, const std::string& activation,
-                          py::handle packed_object, int64_t fp16_chunk, bool bf16x3, bool int8) {
+                          py::handle packed_object, int64_t fp16_chunk, bool bf16x3, bool int8,
+                          py::handle scales_object) {
   TensorView grad("grad_output", grad_object), weight("weight", weight_object),
       out("out", out_object);
   weight.rank(2);
-  check_operands(grad, weight, out, weight.size(0), weight.size(1));
   GemmArgs args = {};
+  args.b_scales = check_operands(grad, weight, scales_object, out, weight.size(0), weight.size(1));
   args.m = grad.size(0), args.n = weight.size(1), args.k = weight.size(0);
   args.in_dtype = factors(grad.dtype(), bf16x3, int8, args.k), args.out_dtype = out.dtype();
   args.fp16_chunk = checked_chunk(fp16_chunk, grad.dtype());
@@ -246,16 +259,13 @@ void run_grouped(const GroupedGemmArgs& args) {
 
 // out = x W^T of each group, or x W with `transposed`.
 void grouped_linear(const TensorView& x, py::handle weight_object, py::handle counts_object,
-                    py::handle out_object, bool transposed, int64_t fp16_chunk, bool int8) {
+                    py::handle out_object, bool transposed, int64_t fp16_chunk, bool int8,
+                    py::handle scales_object) {
   TensorView weight("weight", weight_object), out("out", out_object);
-  weight.rank(3).floating().contiguous();
+  weight.rank(3).contiguous();
   const int64_t inputs = weight.size(transposed ? 1 : 2), outputs = weight.size(transposed ? 2 : 1);
-  x.rank(2).shape({-1, inputs}).same_dtype(weight).last_contiguous();
-  out.rank(2)
-      .shape({x.size(0), outputs})
-      .same_dtype(weight)
-      .last_contiguous()
-      .disjoint({&x, &weight});
+  x.rank(2).floating().shape({-1, inputs}).last_contiguous();
+  out.rank(2).shape({x.size(0), outputs}).same_dtype(x).last_contiguous().disjoint({&x, &weight});
   distinct_rows(out);
   GemmArgs each = {};
   each.n = outputs, each.k = inputs;
@@ -265,21 +275,23 @@ void grouped_linear(const TensorView& x, py::handle weight_object, py::handle co
   each.b = weight.data(), (transposed ? each.b_row : each.b_col) = weight.size(2),
   (transposed ? each.b_col : each.b_row) = 1;
   each.c = out.data(), each.c_row = out.stride(0);
+  each.b_scales = q8_scales(scales_object, weight, x, out);
   run_grouped({each, weight.size(0), group_counts(counts_object, weight.size(0), x.size(0)),
-               inputs * outputs, false});
+               inputs * outputs, false, weight.size(1) * q8_blocks(weight.size(2))});
 }
 
 void grouped_linear_forward(py::handle x_object, py::handle weight_object, py::handle counts_object,
-                            py::handle out_object, int64_t fp16_chunk, bool int8) {
+                            py::handle out_object, int64_t fp16_chunk, bool int8,
+                            py::handle scales_object) {
   grouped_linear(TensorView("x", x_object), weight_object, counts_object, out_object, false,
-                 fp16_chunk, int8);
+                 fp16_chunk, int8, scales_object);
 }
 
 void grouped_linear_data_gradient(py::handle grad_object, py::handle weight_object,
                                   py::handle counts_object, py::handle out_object,
-                                  int64_t fp16_chunk, bool int8) {
+                                  int64_t fp16_chunk, bool int8, py::handle scales_object) {
   grouped_linear(TensorView("grad_output", grad_object), weight_object, counts_object, out_object,
-                 true, fp16_chunk, int8);
+                 true, fp16_chunk, int8, scales_object);
 }
 
 void grouped_linear_weight_gradient(py::handle grad_object, py::handle x_object,
@@ -334,12 +346,6 @@ void plain_gemm(py::handle a_object, py::handle b_object, py::handle out_object,
   run(args);
 }
 
-DType dtype_of(py::handle weight_dtype) {
-  TensorView probe("dtype",
-                   py::module_::import("torch").attr("empty")(0, py::arg("dtype") = weight_dtype));
-  return probe.floating().dtype();
-}
-
 }  // namespace
 
 FM_BIND(gemm) {
@@ -352,7 +358,7 @@ FM_BIND(gemm) {
         if (rows < 0 || cols < 0)
           throw py::value_error("shape: expected sizes of 0 or more, got (" + std::to_string(rows) +
                                 ", " + std::to_string(cols) + ")");
-        const DType type = dtype_of(dtype);
+        const DType type = empty_of(dtype).floating().dtype();
         return packed_bytes(rows, cols, factors(type, bf16x3, int8, transposed ? rows : cols),
                             transposed, checked_chunk(fp16_chunk, type));
       },
@@ -361,13 +367,15 @@ FM_BIND(gemm) {
       "Bytes that pack_weight needs for a (rows, cols) weight of this torch dtype and the target "
       "in use.");
   module.def("pack_weight", &pack_weight, "weight"_a, "packed"_a, "transposed"_a = false,
-             "fp16_chunk"_a = 0, "bf16x3"_a = false, "int8"_a = false,
+             "fp16_chunk"_a = 0, "bf16x3"_a = false, "int8"_a = false, "scales"_a = none,
+             "dtype"_a = none,
              "Packs weight (N, K), rows contiguous, into `packed`, a uint8 tensor of "
              "packed_weight_size bytes, for "
              "linear_forward or,\n"
              "with transposed, for linear_data_gradient. Valid for the target in use, this "
              "fp16_chunk and this bf16x3 only, until the "
-             "weight changes.");
+             "weight changes. scales: of an int8 weight (quantize_q8), packed for activations of "
+             "this dtype.");
   module.def(
       "gemm", &plain_gemm, "a"_a, "b"_a, "out"_a, "accumulate"_a = false, "fp16_chunk"_a = 0,
       "bf16x3"_a = false, "int8"_a = false,
@@ -388,7 +396,7 @@ FM_BIND(gemm) {
       "bits each, K up to 131072. See docs/numerics.md.");
   module.def("linear_forward", &linear_forward, "x"_a, "weight"_a, "out"_a, "bias"_a = none,
              "activation"_a = none, "pre"_a = none, "residual"_a = none, "packed"_a = none,
-             "fp16_chunk"_a = 0, "bf16x3"_a = false, "int8"_a = false,
+             "fp16_chunk"_a = 0, "bf16x3"_a = false, "int8"_a = false, "scales"_a = none,
              "out (M, N) = f(x (M, K) weight (N, K)^T + bias (N,)) + residual (M, N). activation: "
              "f as in activate, or None. pre "
              "(M, N) receives\n"
@@ -396,15 +404,17 @@ FM_BIND(gemm) {
              "bias, pre and "
              "residual out's.\n"
              "Rows may be strided. packed: the weight from pack_weight. fp16_chunk and bf16x3 as "
-             "in gemm.");
+             "in gemm. scales: of an int8 weight\n"
+             "(quantize_q8), for the bits of the same call with dequantize_q8's weight in x's "
+             "dtype.");
   module.def("linear_data_gradient", &linear_data_gradient, "grad_output"_a, "weight"_a, "out"_a,
              "activation_input"_a = none, "activation"_a = "gelu", "packed"_a = none,
-             "fp16_chunk"_a = 0, "bf16x3"_a = false, "int8"_a = false,
+             "fp16_chunk"_a = 0, "bf16x3"_a = false, "int8"_a = false, "scales"_a = none,
              "out (M, K) = grad_output (M, N) weight (N, K), times f'(activation_input (M, K)) "
              "where it is passed, which may be "
              "out. activation: f as in activate. dtypes and strides as in\n"
              "linear_forward. packed: the weight from pack_weight(transposed=True). fp16_chunk and "
-             "bf16x3 as in gemm.");
+             "bf16x3 as in gemm, scales as in linear_forward.");
   module.def("linear_weight_gradient", &linear_weight_gradient, "grad_output"_a, "x"_a,
              "weight_gradient"_a, "bias_gradient"_a = none, "fp16_chunk"_a = 0, "bf16x3"_a = false,
              "int8"_a = false,
@@ -415,14 +425,15 @@ FM_BIND(gemm) {
              "and bf16x3 as in gemm, for the "
              "matmul.");
   module.def("grouped_linear_forward", &grouped_linear_forward, "x"_a, "weight"_a, "counts"_a,
-             "out"_a, "fp16_chunk"_a = 0, "int8"_a = false,
+             "out"_a, "fp16_chunk"_a = 0, "int8"_a = false, "scales"_a = none,
              "out (M, N) = x (M, K) weight[i]^T for each group i of consecutive rows, counts[i] of "
              "them, which may be 0. weight "
              "(groups, N, K) and\n"
              "out have the floating dtype of x; counts (groups) is int64, on the CPU. fp16_chunk "
-             "as in gemm.");
+             "as in gemm, scales (groups, N, ceil(K / 64)) as in linear_forward.");
   module.def("grouped_linear_data_gradient", &grouped_linear_data_gradient, "grad_output"_a,
              "weight"_a, "counts"_a, "out"_a, "fp16_chunk"_a = 0, "int8"_a = false,
+             "scales"_a = none,
              "out (M, K) = grad_output (M, N) weight[i] for each group of rows. Otherwise as "
              "grouped_linear_forward.");
   module.def("grouped_linear_weight_gradient", &grouped_linear_weight_gradient, "grad_output"_a,

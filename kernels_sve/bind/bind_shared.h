@@ -17,6 +17,30 @@ inline std::optional<TensorView> optional_view(const char* name, py::handle obje
   return TensorView(name, object);
 }
 
+// A writable row must not lie on another: the stride is at least the row's length.
+inline void distinct_rows(const TensorView& t) {
+  if (t.numel() && t.size(0) > 1 && t.stride(0) < t.size(1)) {
+    t.fail("rows apart from each other", "row stride " + std::to_string(t.stride(0)));
+  }
+}
+
+// The scales of a weight (..., N, K), which is int8 with scales and x's type without; null without.
+inline Q8Scales q8_scales(py::handle scales_object, const TensorView& weight, const TensorView& x,
+                          const TensorView& out) {
+  if (scales_object.is_none()) {
+    x.same_dtype(weight.floating());
+    return {};
+  }
+  weight.dtype({DType::i8});
+  const TensorView scales("scales", scales_object);
+  scales.dtype({DType::bf16}).rank(weight.rank()).last_contiguous();
+  const int64_t rows = weight.size(-2), blocks = q8_blocks(weight.size(-1));
+  weight.rank() == 3 ? scales.shape({weight.size(0), rows, blocks}).contiguous()
+                     : scales.shape({rows, blocks});
+  out.disjoint({&scales});
+  return {scales.data<bf16>(), scales.stride(-2)};
+}
+
 // The activation of this name, one of `allowed`.
 inline Activation activation_of(const std::string& name,
                                 std::initializer_list<std::pair<const char*, Activation>> allowed) {

@@ -12,14 +12,15 @@ struct DTypeEntry {
   const char* name;
   int64_t bytes;
 };
-constexpr std::array<DTypeEntry, 8> DTYPES = {{{DType::f32, "float32", 4},
+constexpr std::array<DTypeEntry, 9> DTYPES = {{{DType::f32, "float32", 4},
                                                {DType::f64, "float64", 8},
                                                {DType::bf16, "bfloat16", 2},
                                                {DType::f16, "float16", 2},
                                                {DType::i32, "int32", 4},
                                                {DType::i64, "int64", 8},
                                                {DType::u8, "uint8", 1},
-                                               {DType::b8, "bool", 1}}};
+                                               {DType::b8, "bool", 1},
+                                               {DType::i8, "int8", 1}}};
 
 // The torch objects that every call compares with; made once and kept for the life of the process.
 struct Torch {

@@ -61,11 +61,11 @@ static double bench_fma(int64_t steps, bool int8) {
   };
   return 2 * VL * 8 * run_chains<vi>(steps, next);
 #else
-  const auto next = [](vi chain, vf factor, vf term) FM_INLINE_LAMBDA {
+  const auto next = [](vi chain, [[maybe_unused]] vf factor, vf term) FM_INLINE_LAMBDA {
 #ifdef FM_HAS_BYTE_DOTS
     return dot_bytes(chain, (vu)factor, (vu)term);
 #else
-    return dot_shorts(chain, (vu)factor, (vu)term);
+    return dot_shorts(chain, (vu)chain, (vu)term);  // else the products would leave the loop
 #endif
   };
   return 2 * VL * Int8Words::STEP * run_chains<vi>(steps, next);

@@ -11,16 +11,11 @@
 // Reference: reference_gemm.cc. Tested by tests/kernels/test_gemm.py, timed by python -m benchmarks gemm.
 #pragma once
 #include "gemm/gemm_epilogue.h"
-#include "gemm/gemm_pack.h"
+#include "gemm/gemm_q8.h"
 
 namespace fm::FM_TARGET {
 
 FM_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-struct Span {
-  int64_t begin, end;
-  int64_t size() const { return end - begin; }
-};
 
 // Part `index` of `parts` of [0, n), its bounds multiples of unit.
 FM_INLINE Span part(int64_t n, int64_t unit, int index, int parts) {
@@ -186,13 +181,12 @@ struct Gemm {
   }
 
   void pack_b(Span some, int64_t p, int64_t deep, float* panels) {
-    const T* src = static_cast<const T*>(g.b) + p * g.b_row + some.begin * g.b_col;
     Scales scales;
     if constexpr (Words::INT8) {
       scales = scales_from(b_scales, some.begin - cols.begin);
-      if (p == 0 && g.b_row == 1) find_scales_along_k(src, g.b_col, some.size(), g.k, scales);
+      if (p == 0 && b().along_k()) find_b_scales(b(), some, g.k, scales);
     }
-    pack<Words, COLUMNS>(src, g.b_col, g.b_row, some.begin, some.end, g.n, deep, panels, scales);
+    pack_b_panels<Words, COLUMNS>(b(), some, g.n, p, deep, panels, scales);
   }
 
   // True if the scales of A are found across k: its rows are not contiguous, or their sums are wanted, which only that pass has.
@@ -206,20 +200,19 @@ struct Gemm {
       fm::FM_TARGET::find_scales_across_k(a_at(rows.begin, 0), g.a_col, rows.size(), g.k, a_scales,
                                           sums);
     }
-    if (!g.packed && g.b_row != 1)
-      fm::FM_TARGET::find_scales_across_k(static_cast<const T*>(g.b) + cols.begin, g.b_row,
-                                          cols.size(), g.k, b_scales, nullptr);
+    if (!g.packed && !b().along_k()) find_b_scales(b(), cols, g.k, b_scales);
   }
+
+  BOperand<T> b() const { return {g.b, g.b_row, g.b_col, g.b_scales}; }
 
   // What pack_b reads next, from column j on or of the next block of k.
   Source source_of_b(Span columns, int64_t j, int64_t p, int64_t deep) const {
-    constexpr int64_t BYTES = sizeof(T);
     if (j >= columns.end) j = columns.begin, p += deep, deep = min(deep, g.k - p);
     if (deep <= 0) return {};
-    const T* first = static_cast<const T*>(g.b) + p * g.b_row + j * g.b_col;
-    const int64_t width = min(group, columns.end - j);
-    if (g.b_col == 1) return Source::of_rows(first, width * BYTES, g.b_row * BYTES, deep);
-    return Source::of_rows(first, deep * BYTES, g.b_col * BYTES, width);
+    const int64_t width = min(group, columns.end - j), bytes = b().element_bytes();
+    const char* first = b().at(p, j);
+    if (g.b_col == 1) return Source::of_rows(first, width * bytes, g.b_row * bytes, deep);
+    return Source::of_rows(first, deep * bytes, g.b_col * bytes, width);
   }
 
   // First row of tile t. A last tile of few rows would not hide the multiply-add's latency, so it takes some from the
@@ -500,6 +493,7 @@ static void pack_weight(const GemmPackArgs& args) {
     const int64_t depth = block_depth<Words>(args.k, args.fp16_chunk, false),
                   width = Work::padded_columns(args.n);
     float* panels = static_cast<float*>(args.packed) + Work::words_of_scales(args.n);
+    const BOperand<T> b = {args.b, args.b_row, args.b_col, args.scales};
     parallel_for(width, COLUMNS, [&](int64_t begin, int64_t end) {
       Scales scales;
       if constexpr (Words::INT8) {
@@ -507,19 +501,13 @@ static void pack_weight(const GemmPackArgs& args) {
         scales.inverse = static_cast<float*>(scratch(3, (end - begin + COLUMNS) * sizeof(float)));
         for (int64_t j = 0; j < end - begin; ++j)
           scales.scale[j] = scales.inverse[j] = 0, scales.correction[j] = 0;
-        const T* first = static_cast<const T*>(args.b) + begin * args.b_col;
-        const int64_t count = min(end, args.n) - begin;
-        if (args.b_row == 1)
-          find_scales_along_k(first, args.b_col, count, args.k, scales);
-        else
-          find_scales_across_k(first, args.b_row, count, args.k, scales, nullptr);
+        find_b_scales(b, {begin, min(end, args.n)}, args.k, scales);
       }
       for (int64_t p = 0; p < args.k; p += depth) {
         const int64_t deep = min(depth, args.k - p), deep_words = panel_words<Words>(deep);
         float* block =
             panels + panel_words<Words>(p) * width / Words::WIDE + begin / Words::WIDE * deep_words;
-        const T* src = static_cast<const T*>(args.b) + p * args.b_row + begin * args.b_col;
-        pack<Words, COLUMNS>(src, args.b_col, args.b_row, begin, end, args.n, deep, block, scales);
+        pack_b_panels<Words, COLUMNS>(b, {begin, end}, args.n, p, deep, block, scales);
       }
     });
   });

@@ -7,6 +7,18 @@ namespace fm {
 // Products of int8 numbers that an int32 sum holds, whatever they are: 127 x 127 x k < 2^31.
 constexpr int64_t INT8_MOST_K = 1 << 17;
 
+// Neighbouring numbers of a row of a Q8 weight that share a scale; the last block of a row may be shorter.
+constexpr int64_t Q8_BLOCK = 64;
+constexpr int64_t q8_blocks(int64_t columns) { return (columns + Q8_BLOCK - 1) / Q8_BLOCK; }
+
+// Scales of a Q8 weight, whose elements are int8: number i of row j is value * at[j * row + i / Q8_BLOCK]. Null: a weight of plain
+// elements.
+struct Q8Scales {
+  const bf16* at = nullptr;
+  int64_t row = 0;
+  explicit operator bool() const { return at; }
+};
+
 // C(m, n) (+)= A(m, k) B(k, n), then, in this order, whatever of the epilogue is not null.
 // A and B have the same element type; one of the two strides of each is 1. Accumulating needs a float32 C. in_dtype is bf16x3 for
 // float32 elements that are multiplied in bfloat16 parts, where has_bf16_arithmetic(), and int8_of_* for elements that are quantized
@@ -18,6 +30,7 @@ struct GemmArgs {
   int64_t a_row, a_col;
   const void* b;  // element (p, j) at p * b_row + j * b_col; not read when packed
   int64_t b_row, b_col;
+  Q8Scales b_scales;   // or null; rows of the weight are those along which B is contiguous
   const void* packed;  // B from pack_weight of the same target and fp16_chunk, or null
   void* c;
   int64_t c_row;
@@ -47,6 +60,7 @@ struct GroupedGemmArgs {
   const int64_t* counts;
   int64_t weight_step;
   bool sums;
+  int64_t scale_step = 0;  // from the scales of a Q8 weight to those of the next
 };
 
 // Packs B(k, n) for gemm: element (p, j) at p * b_row + j * b_col.
@@ -57,6 +71,7 @@ struct GemmPackArgs {
   int64_t b_row, b_col;
   void* packed;
   int64_t fp16_chunk = 0;
+  Q8Scales scales = {};
 };
 
 // Bytes of one core's share of each cache.

@@ -88,7 +88,7 @@ struct FewRows {
   static bool takes(const GemmArgs& g) {
     const bool whole_words = !(g.k % Words::STEP || g.b_col % Words::STEP ||
                                reinterpret_cast<uintptr_t>(g.b) % sizeof(Word));
-    return EXISTS && g.b_row == 1 && whole_words && !g.fp16_chunk && g.k && g.m &&
+    return EXISTS && !g.b_scales && g.b_row == 1 && whole_words && !g.fp16_chunk && g.k && g.m &&
            g.m <= Tuning::MOST_FEW_ROWS && !(g.n % ROW_UNIT) && !has_epilogue(g) &&
            rows_share_l1(ROWS, g.b_col * int64_t(sizeof(T)));
   }

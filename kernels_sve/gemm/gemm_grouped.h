@@ -12,6 +12,7 @@ namespace fm::FM_TARGET {
 // The matmul of group `index`, whose rows begin at `start`.
 FM_INLINE GemmArgs group_gemm(const GroupedGemmArgs& all, int64_t index, int64_t start) {
   const int64_t in_bytes = stored_dtype(all.each.in_dtype) == DType::f32 ? 4 : 2,
+                b_bytes = all.each.b_scales ? 1 : in_bytes,
                 out_bytes = all.each.out_dtype == DType::f32 ? 4 : 2;
   const auto moved = [](const void* p, int64_t bytes) {
     return static_cast<const char*>(p) + bytes;
@@ -19,7 +20,8 @@ FM_INLINE GemmArgs group_gemm(const GroupedGemmArgs& all, int64_t index, int64_t
   GemmArgs g = all.each;
   (all.sums ? g.k : g.m) = all.counts[index];
   g.a = moved(g.a, start * (all.sums ? g.a_col : g.a_row) * in_bytes);
-  g.b = moved(g.b, (all.sums ? start * g.b_row : index * all.weight_step) * in_bytes);
+  g.b = moved(g.b, (all.sums ? start * g.b_row : index * all.weight_step) * b_bytes);
+  if (g.b_scales) g.b_scales.at += index * all.scale_step;
   g.c = const_cast<char*>(
       moved(g.c, (all.sums ? index * all.weight_step : start * g.c_row) * out_bytes));
   return g;

@@ -15,6 +15,10 @@ float fma_half(float a, float b, float sum);
 // An activation and its derivative; of none, x.
 double activation(Activation f, double x);
 double activation_slope(Activation f, double x);
+// Number `column` of row `row` of a Q8 weight, whose value is at `value`.
+float q8_element(const int8_t* value, const Q8Scales& scales, int64_t row, int64_t column);
+// A value as a number of this type.
+float rounded(float value, DType dtype);
 // Rounds to nearest even; a NaN stays a NaN.
 void put(void* x, DType dtype, int64_t i, float value);
 

@@ -14,7 +14,11 @@ int64_t element_bytes(DType operands) { return stored_dtype(operands) == DType::
 
 float b_element(const GemmArgs& g, int64_t p, int64_t j) {
   if (g.packed) return get(g.packed, stored_dtype(g.in_dtype), p * g.n + j);
-  return get(g.b, stored_dtype(g.in_dtype), p * g.b_row + j * g.b_col);
+  if (!g.b_scales) return get(g.b, stored_dtype(g.in_dtype), p * g.b_row + j * g.b_col);
+  const bool along_k = g.b_row == 1;
+  return rounded(q8_element(static_cast<const int8_t*>(g.b) + p * g.b_row + j * g.b_col, g.b_scales,
+                            along_k ? j : p, along_k ? p : j),
+                 stored_dtype(g.in_dtype));
 }
 
 float a_element(const GemmArgs& g, int64_t i, int64_t p) {
@@ -125,7 +129,8 @@ void grouped_linear_forward(const GroupedGemmArgs& all) {
     const int64_t in_bytes = element_bytes(g.in_dtype), out_bytes = element_bytes(g.out_dtype);
     g.a = static_cast<const char*>(g.a) + start * (all.sums ? g.a_col : g.a_row) * in_bytes;
     g.b = static_cast<const char*>(g.b) +
-          (all.sums ? start * g.b_row : i * all.weight_step) * in_bytes;
+          (all.sums ? start * g.b_row : i * all.weight_step) * (g.b_scales ? 1 : in_bytes);
+    if (g.b_scales) g.b_scales.at += i * all.scale_step;
     g.c = static_cast<char*>(g.c) + (all.sums ? i * all.weight_step : start * g.c_row) * out_bytes;
     if (all.counts[i]) gemm(g);
     start += all.counts[i];
@@ -141,11 +146,12 @@ int64_t packed_weight_size(int64_t n, int64_t k, DType dtype, int64_t) {
 }
 
 void pack_weight(const GemmPackArgs& args) {
+  GemmArgs g = {};
+  g.n = args.n, g.in_dtype = args.dtype, g.b = args.b, g.b_row = args.b_row, g.b_col = args.b_col,
+  g.b_scales = args.scales;
   for (int64_t p = 0; p < args.k; ++p) {
-    for (int64_t j = 0; j < args.n; ++j) {
-      put(args.packed, stored_dtype(args.dtype), p * args.n + j,
-          get(args.b, stored_dtype(args.dtype), p * args.b_row + j * args.b_col));
-    }
+    for (int64_t j = 0; j < args.n; ++j)
+      put(args.packed, stored_dtype(args.dtype), p * args.n + j, b_element(g, p, j));
   }
 }
 

@@ -7,6 +7,7 @@
 // 0 <= n <= VL:
 //   load_n(p, n) store_n(p, v, n)           float, never touches memory beyond lane n; the other lanes load as 0
 //   load_u16 load_u16_n store_u16 store_u16_n   16-bit words to and from the low half of 32-bit lanes
+//   load_i8(p) load_i8_n(p, n) store_i8_n(p, v, n)   int8 to and from 32-bit lanes; values within int8
 //   half_to_float(vu) float_to_half(vf)     IEEE binary16 bits, to nearest even
 //   hsum(v) hmax(v)                         over lanes, as a tree; once per row, not per vector (50 cycles on A64FX)
 //   reciprocal(v) rsqrt(v) sqrt(v)          within 2 ulp for normal numbers; SVE: estimate and Newton steps, since the

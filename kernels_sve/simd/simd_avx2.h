@@ -23,6 +23,17 @@ FM_INLINE vu load_u16_n(const uint16_t* p, int n) {
 FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) {
   for (int i = 0; i < n; ++i) p[i] = static_cast<uint16_t>(v[i]);
 }
+FM_INLINE vi load_i8(const int8_t* p) {
+  return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
+FM_INLINE vi load_i8_n(const int8_t* p, int n) {
+  vi v = {};
+  for (int i = 0; i < n; ++i) v[i] = p[i];
+  return v;
+}
+FM_INLINE void store_i8_n(int8_t* p, vi v, int n) {
+  for (int i = 0; i < n; ++i) p[i] = static_cast<int8_t>(v[i]);
+}
 FM_INLINE vf half_to_float(vu h) { return (vf)_mm256_cvtph_ps(narrow(h)); }
 FM_INLINE vu float_to_half(vf v) {
   return (vu)_mm256_cvtepu16_epi32(_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));

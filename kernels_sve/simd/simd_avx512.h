@@ -20,6 +20,15 @@ FM_INLINE void store_u16(uint16_t* p, vu v) {
 FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) {
   _mm512_mask_cvtepi32_storeu_epi16(p, first_lanes(n), (__m512i)v);
 }
+FM_INLINE vi load_i8(const int8_t* p) {
+  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+}
+FM_INLINE vi load_i8_n(const int8_t* p, int n) {
+  return (vi)_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first_lanes(n), p));
+}
+FM_INLINE void store_i8_n(int8_t* p, vi v, int n) {
+  _mm512_mask_cvtepi32_storeu_epi8(p, first_lanes(n), (__m512i)v);
+}
 FM_INLINE vf half_to_float(vu h) { return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)h)); }
 FM_INLINE vu float_to_half(vf v) {
   return (vu)_mm512_cvtepu16_epi32(_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));

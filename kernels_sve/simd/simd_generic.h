@@ -23,6 +23,31 @@ FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) {
 FM_INLINE vu load_u16(const uint16_t* p) { return load_u16_n(p, VL); }
 FM_INLINE void store_u16(uint16_t* p, vu v) { store_u16_n(p, v, VL); }
 
+FM_INLINE vi load_i8_n(const int8_t* p, int n) {
+  vi v = {};
+  for (int i = 0; i < n; ++i) v[i] = p[i];
+  return v;
+}
+FM_INLINE void store_i8_n(int8_t* p, vi v, int n) {
+  for (int i = 0; i < n; ++i) p[i] = static_cast<int8_t>(v[i]);
+}
+#if defined(__SSE2__)
+FM_INLINE vi load_i8(const int8_t* p) {
+  int32_t bytes;
+  __builtin_memcpy(&bytes, p, sizeof bytes);
+  const __m128i twice = _mm_unpacklo_epi8(_mm_cvtsi32_si128(bytes), _mm_cvtsi32_si128(bytes));
+  return (vi)_mm_unpacklo_epi16(twice, twice) >> 24;
+}
+#elif defined(__aarch64__)
+FM_INLINE vi load_i8(const int8_t* p) {
+  int32_t bytes;
+  __builtin_memcpy(&bytes, p, sizeof bytes);
+  return (vi)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(static_cast<uint32_t>(bytes)))));
+}
+#else
+FM_INLINE vi load_i8(const int8_t* p) { return load_i8_n(p, VL); }
+#endif
+
 // Integer algorithms of binary16, whose denormals are exact also while float's are taken as zero.
 FM_INLINE vf half_to_float(vu h) {
   const vu magnitude = (h & 0x7fffu) << 13, exponent = h & 0x7c00u;

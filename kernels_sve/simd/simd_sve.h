@@ -14,6 +14,9 @@ FM_INLINE void store_u16(uint16_t* p, vu v) { svst1h_u32(svptrue_b32(), p, (svui
 FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) {
   svst1h_u32(first_lanes(n), p, (svuint32_t)v);
 }
+FM_INLINE vi load_i8(const int8_t* p) { return (vi)svld1sb_s32(svptrue_b32(), p); }
+FM_INLINE vi load_i8_n(const int8_t* p, int n) { return (vi)svld1sb_s32(first_lanes(n), p); }
+FM_INLINE void store_i8_n(int8_t* p, vi v, int n) { svst1b_s32(first_lanes(n), p, (svint32_t)v); }
 FM_INLINE vf half_to_float(vu h) {
   return (vf)svcvt_f32_f16_x(svptrue_b32(), svreinterpret_f16_u32((svuint32_t)h));
 }

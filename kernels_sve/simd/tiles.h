@@ -14,7 +14,9 @@
 #pragma once
 #include "simd/transpose.h"
 
-#ifdef FM_BASE  // the target with the same vectors (setup.py), which runs what is not bfloat16
+#if defined(__AMX_TILE__) || \
+    defined(                 \
+        FM_EMULATED_TILES)  // FM_BASE, the target with the same vectors, runs what is not bfloat16
 #define FM_HAS_TILES
 #define FM_LEAVE_TO_BASE(dtype, name, ...) \
   if ((dtype) != DType::bf16) return FM_BASE::name##_kernel(__VA_ARGS__);

@@ -155,7 +155,40 @@ void check_int8_checksum() {
   }
 }
 
+// Forward and data gradient with a Q8 weight have the bits of the same product with its numbers.
+void check_q8_gemm(int form, int64_t m, int64_t n, int64_t k, DType operands) {
+  for (const std::string& target : compared()) {
+    use(target);
+    GemmArgs g = gemm_layout(form, m, n, k);
+    const int64_t rows = form == 0 ? n : k, columns = form == 0 ? k : n;
+    const DType type = stored_dtype(operands);
+    const auto a = stored(random_floats(m * g.a_row, 1), type);
+    Floats weight = random_floats(rows * columns, 2);
+    std::vector<int8_t> values(rows * columns);
+    std::vector<bf16> scales(rows * q8_blocks(columns));
+    const Q8Args args{rows,    columns,       DType::f32,   weight.data(),
+                      columns, values.data(), scales.data()};
+    kernels().quantize_q8(args);
+    kernels().dequantize_q8(args);
+    const auto plain = stored(weight, type);
+    Floats want(m * g.c_row + 1), got(want.size());
+    (form == 0 ? g.b_col : g.b_row) = columns;
+    g.in_dtype = operands, g.out_dtype = DType::f32, g.a = a.data();
+    g.b = plain.data(), g.c = want.data();
+    kernels().gemm(g);
+    g.b = values.data(), g.b_scales = {scales.data(), q8_blocks(columns)}, g.c = got.data();
+    kernels().gemm(g);
+    close("gemm of a Q8 weight", got, want, 0, 0);
+  }
+}
+
 void check_gemm() {
+  for (int form = 0; form < 2; ++form) {
+    for (DType operands : {DType::f32, DType::bf16, DType::f16, DType::int8_of_f32}) {
+      check_q8_gemm(form, 13, 70, 133, operands);
+      check_q8_gemm(form, 40, 33, 700, operands);
+    }
+  }
   check_bf16x3_errors();
   check_int8_checksum();
   for (int form = 0; form < 3; ++form) {

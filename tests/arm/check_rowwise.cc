@@ -194,6 +194,37 @@ void check_few_rows(DType dtype, float tolerance, int64_t cols) {
   });
 }
 
+// A Q8 weight of 7 rows, its numbers again, and a matmul with it.
+void check_q8(DType dtype, float tolerance, int64_t cols) {
+  std::vector<int8_t> values(7 * cols);
+  std::vector<bf16> scales(7 * q8_blocks(cols));
+  compare("quantize_q8", 0, 0, [&] {
+    Tensor weight(dtype, 7 * cols, 26);
+    const Q8Args args{7, cols, dtype, weight.data(), cols, values.data(), scales.data()};
+    kernels().quantize_q8(args);
+    kernels().dequantize_q8(args);
+    Floats codes(values.begin(), values.end());
+    return joined({codes, weight.values()});
+  });
+  compare("linear_few_rows of a Q8 weight", tolerance, tolerance, [&] {
+    Tensor x(dtype, S * cols, 25), bias(dtype, 7, 27), y(dtype, S * 7, 28);
+    kernels().linear_few_rows({S,
+                               7,
+                               cols,
+                               dtype,
+                               x.data(),
+                               cols,
+                               values.data(),
+                               cols,
+                               bias.data(),
+                               y.data(),
+                               7,
+                               Activation::none,
+                               {scales.data(), q8_blocks(cols)}});
+    return y.values();
+  });
+}
+
 void check_embedding(DType dtype, int64_t cols) {
   compare("embedding", 1e-6f, 1e-6f, [&] {
     Tensor table(dtype, 9 * cols, 22), out_rows(dtype, ROWS * cols, 23),
@@ -227,6 +258,7 @@ void check_all() {
       check_rotary(dtype, tolerance, cols, false);
       check_rotary(dtype, tolerance, cols, true);
       check_few_rows(dtype, tolerance, cols);
+      check_q8(dtype, tolerance, cols);
       check_embedding(dtype, cols);
     }
   }

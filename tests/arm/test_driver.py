@@ -172,6 +172,15 @@ def test_float32_in_bf16_parts_is_a_choice(native, arm):
     check([builds.QEMU, "-cpu", "max,sve-default-vector-length=32", arm[-1]], "sve256bf16")
 
 
+def test_int8_is_a_choice(program):
+    """Sums of INT8 are exact, so that every target has the reference's numbers."""
+    for name in MATMULS:
+        command = f"{name} 29 131 300 --dtype int8"
+        quantized = checksum(program, command, "reference")
+        assert quantized != checksum(program, command.removesuffix(" --dtype int8"), "reference")
+        assert checksum(program, command) == pytest.approx(quantized, rel=1e-6, abs=1e-4), name
+
+
 def test_times_are_printed_on_request(native):
     assert "seconds" not in run(native, "gemm_panel").stdout
     printed = run(native, "gemm_panel --repeat 3 --threads 1").stdout
@@ -184,7 +193,8 @@ def test_times_are_printed_on_request(native):
         "gem": "unknown op 'gem'; known: ",
         "gemm_nt 1 2": "gemm_nt: expected 3 numbers (M N K), got 2",
         "gemm_nt 1 2 x": "shape: expected a number, got 'x'",
-        "exp --dtype f64": "--dtype: expected f32, bf16, f16 or bf16x3, got 'f64'",
+        "exp --dtype f64": "--dtype: expected f32, bf16, f16, bf16x3 or int8, got 'f64'",
+        "exp --dtype int8": "--dtype int8: not for exp",
         "exp --target sve3": "unknown kernel target 'sve3'; known: reference",
         "exp --loud 1": (
             "unknown option --loud; known: --target --dtype --fp16-chunk --threads --repeat"

@@ -1,6 +1,7 @@
 """Formulas of costs/ against the trainer: parameters, FLOPs, traffic and saved bytes."""
 
 from collections.abc import Collection
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,12 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting, experts, memory
 from fugaku_megatron.costs.activations import Collective
+from fugaku_megatron.host import kernels
+from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.forward_context import Pass
-from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.nn.ops import FAMILIES, Ops
+from fugaku_megatron.planner import model, software
+from fugaku_megatron.run.kernel_choice import build_ops
 from tests.helpers import (
     build_trainer,
     grid_groups,
@@ -60,6 +65,62 @@ def check_flops(run: RunConfig) -> None:
         sum(r.flops_forward for r in records),
         sum(r.flops_backward for r in records),
     )
+
+
+MATMULS = (
+    "linear_forward",
+    "linear_data_gradient",
+    "linear_weight_gradient",
+    "grouped_linear_forward",
+    "grouped_linear_data_gradient",
+    "grouped_linear_weight_gradient",
+)
+
+
+def check_quantized(run: RunConfig) -> None:
+    """Compare the FLOPs in INT8 and the quantized weights of an iteration with the model's, on one rank."""
+    computed = {True: 0.0, False: 0.0}  # by INT8 or not
+    packed = 0
+
+    def observe(name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal packed
+        is_int8 = kwargs.get("int8", False)
+        if name == "pack_weight":
+            packed += args[0].numel() * is_int8
+        else:
+            computed[is_int8] += kernels.table.flops(name, *args)
+        return function(*args, **kwargs)
+
+    library = Observed(kernels, (*MATMULS, "pack_weight"), observe)
+    ops = build_ops(run, dict.fromkeys(FAMILIES, "native"), library)
+    trainer = make_trainer(SoloComm(), run, ops)
+    trainer.train_step()
+    trainer.close()
+    layout = Layout.from_run(run, 1)
+    forward, backward, _ = model.virtual_stage_work(
+        run, layout, 0, software.load(software.THIS_PROJECT)
+    )
+    microbatches = layout.microbatches(run, layout.global_batch_size(run))
+    modelled = {True: 0.0, False: 0.0}
+    for piece, times in (*forward, *backward):
+        for p in piece.matmuls:
+            if not p.attention:
+                flops = 2 * p.m * p.n * p.k * p.times * times * microbatches
+                modelled[p.quantized > 0] += flops
+    modelled_weights = memory.INT8_COPIES * accounting.quantized_weights(run, layout, 0)
+    records = list(accounting.stage_records(run, layout, 0))
+    if run.lora.on:  # nothing below the first layer is trained
+        first = next(r for r in records if r.name == "linear_qkv")
+        adapter = next(r for r in records if r.name == "linear_qkv_lora_A")
+        modelled[True] -= microbatches * first.flops_forward
+        modelled[False] -= microbatches * adapter.flops_forward
+        modelled_weights -= first.gemm[1] * first.gemm[2]
+    assert computed[True] == modelled[True] and computed[True] > 0
+    assert packed == modelled_weights
+    torchs = sum(
+        r.flops_forward + r.flops_backward for r in records if r.name in ("router", "shared_gate")
+    )
+    assert computed[False] == modelled[False] - microbatches * torchs
 
 
 def by_blocks(run, collectives: tuple[Collective, ...]) -> list[Collective]:

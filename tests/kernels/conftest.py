@@ -13,8 +13,21 @@ LEFT_OUT = [
 VECTOR_TARGETS = [*kernels.runnable_targets(emulated=True), *LEFT_OUT]
 
 
+# These targets have their own matmuls, and the kernels of another target for everything else.
+OWN_GEMM = {"avx2vnni", "avx512vnni"}
+
+
 def pytest_collection_modifyitems(config, items):
-    """Deselect the other targets for --best-target."""
+    """Deselect the other targets for --best-target, and kernels that a target takes from another."""
+    taken = [
+        item
+        for item in items
+        if not {"gemm", "bench"} & set(item.path.stem.split("_"))
+        and OWN_GEMM
+        & set(map(str, getattr(getattr(item, "callspec", None), "params", {}).values()))
+    ]
+    config.hook.pytest_deselected(items=taken)
+    items[:] = [item for item in items if item not in taken]
     if config.getoption("--best-target"):
         best = kernels.runnable_targets()[-1]
         used = [

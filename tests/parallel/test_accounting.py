@@ -19,9 +19,11 @@ from tests.checks.accounting import (
     check_flops,
     check_kept,
     check_parameters,
+    check_quantized,
     tallies,
 )
 from tests.checks.allocations import MODEL, STAGES, check_peak
+from tests.checks.experts import EXPERTS, SHARED
 from tests.helpers import (
     CP4,
     DROPOUT,
@@ -100,6 +102,22 @@ def test_flops_are_torchs(model, dropout):
             }
         )
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({}, "int8"),
+        ({}, "int8 int8_wgrad"),
+        ({}, "int8 int8_wgrad int8_head full"),
+        (FAMILIES["qwen3"], "int8 int8_head bf16"),
+        ({**EXPERTS, **SHARED}, "int8"),
+        ({**EXPERTS, **SHARED}, "int8 int8_wgrad"),
+        ({}, "int8 int8_wgrad lora_rank=4"),
+    ],
+)
+def test_matmuls_in_int8_are_those_of_the_trainer(changes, flags):
+    check_quantized(lay_out(flags, changes)[0])
 
 
 def test_flops_of_an_iteration():

@@ -58,6 +58,7 @@ CHANGES = (
             ("docs/fugaku.md", "--recipe 30b --nodes 384", 2, 8),
             ("docs/fugaku.md", "--recipe 30b --nodes 12288", 4, 6),
             ("docs/performance.md", "--recipe 30b --nodes 6144 --features", 4, 6),
+            ("docs/performance.md", "--recipe 30b --nodes 6144 --int8", 4, 6),
             ("docs/training.md", "--recipe 30b --nodes 6144", 4, 6),
         )
     ),

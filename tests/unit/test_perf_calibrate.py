@@ -5,9 +5,9 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
-import torch
 
 from fugaku_megatron.calibration import calibrate, host_kernels
 from fugaku_megatron.calibration.calibrate import Messages
@@ -51,7 +51,7 @@ def test_the_curve_and_a_disturbed_clock():
 
 
 def described(tmp_path, between: Messages | None) -> machine.Machine:
-    team = ((256, 120.0), (1024, 160.0))
+    team = {"fp32": ((256, 120.0), (1024, 160.0)), "int8": ((256, 240.0), (1024, 430.0))}
     inside = Messages(alpha_us=1.0, gbs=10.0)
     network = calibrate.NetworkRates(inside, between, 5.0)
     data = calibrate.describe("a test", [rank(), rank()], team, network, 64.0)
@@ -87,10 +87,16 @@ def test_a_nodes_rates_and_its_links(tmp_path):
 
 def test_what_the_kernels_reach_here_is_what_this_software_is_judged_by(tmp_path):
     host = described(tmp_path, None)
-    assert [curve.threads for curve in host.gemm_curves] == [2, 4]
+    for curves in (host.gemm_curves, host.int8_curves):
+        assert [curve.threads for curve in curves] == [2, 4]
     assert host.gemm_curve(4).maximum / (1 + host.gemm_curve(4).half / 1024) == pytest.approx(
         0.8, rel=1e-2
     )  # 160 of 200
+    assert host.peak_tflops["int8"] == 0.6
+    for threads, ranks, rate in ((2, 2, 240.0), (4, 1, 430.0)):
+        curve = host.gemm_curve(threads, int8=True)
+        share = curve.maximum / (1 + curve.half / 1024)
+        assert share * host.peak_tflops["int8"] * 1e3 / ranks == pytest.approx(rate, rel=1e-2)
     code = software.load("fugaku_megatron")
     parameters = code.parameters(host)
     assert (parameters.call_us, parameters.iteration_s, parameters.elementwise_fraction) == (
@@ -136,21 +142,28 @@ def test_one_rank_is_refused(tmp_path):
 def test_matmuls_take_other_matrices_each_time(monkeypatch):
     monkeypatch.setattr(host_kernels, "COLD_BYTES", 1 << 20)
     seen = []
+    given = []
+
+    def record(name, *tensors, **keywords):
+        seen.append((name, tensors[0].data_ptr()))
+        given.append(keywords)
+
     for name in ("linear_forward", "linear_data_gradient", "linear_weight_gradient"):
-        monkeypatch.setattr(
-            host_kernels.kernels, name, lambda *t, n=name: seen.append((n, t[0].data_ptr()))
-        )
+        monkeypatch.setattr(host_kernels.kernels, name, partial(record, name))
     assert host_kernels.gemm_gflops(32) > 0
     sets = (1 << 20) // (12 * 32 * 32)
     assert len({place for _, place in seen}) == sets and len({name for name, _ in seen}) == 3
+    seen.clear()
+    assert host_kernels.gemm_gflops(32, precision="int8") > 0
+    assert len({place for _, place in seen}) == sets
+    assert {name for name, _ in seen} == {"linear_forward", "linear_data_gradient"}
+    assert all(keywords["int8"] and len(keywords["packed"]) for keywords in given[-sets:])
 
 
 def test_rates_and_overheads_are_figures(monkeypatch):
     monkeypatch.setattr(host_kernels, "BF16X3_SIZE", 64)
-    assert (
-        host_kernels.gemm_gflops(64) > 0
-        and host_kernels.gemm_gflops(64, 1 << 18, torch.bfloat16) > 0
-    )
+    for precision in ("fp32", "bf16", "int8"):
+        assert host_kernels.gemm_gflops(64, 1 << 18, precision) > 0
     assert all(rate > 0 for rate in host_kernels.attention_gflops(64))
     for name in host_kernels.kernels.runnable_targets():
         with host_kernels.kernels.target(name):
@@ -169,5 +182,5 @@ def test_the_peak_is_the_best_round_of_work_over_time(monkeypatch):
     monkeypatch.setattr(host_machine.kernels, "bench_fma", lambda steps, int8: 1e6 * steps)
     assert host_machine.fma_gflops(steps=4000) == pytest.approx(2.0)  # 4e9 operations in 2 s
     rates = iter([3.0, 7.0, 5.0])
-    monkeypatch.setattr(host_machine, "fma_gflops", lambda steps: next(rates))
+    monkeypatch.setattr(host_machine, "fma_gflops", lambda steps, int8: next(rates))
     assert host_machine.fma_peak_gflops(rounds=3) == 7.0

@@ -189,6 +189,83 @@ def test_fp32_matmuls_in_bf16_parts_take_six_of_bf16_or_what_was_measured():
     )
 
 
+def test_matmuls_in_int8_take_shares_of_its_peak_and_the_time_to_quantize():
+    """The share is FP32's, and operands are read twice and written, unless a curve was measured, which has the first operand."""
+    on = rank("a64fx", "fugaku_megatron", elementwise_fraction=0.7)
+    n = 2048
+    square = Matmul(m=n, n=n, k=n)
+
+    def seconds(rank: Rank, quantized: int) -> float:
+        return rank.seconds(Work(matmuls=(replace(square, quantized=quantized),))).gemm
+
+    plain = seconds(on, 0)
+    for bytes, element in ((4, on), (2, replace(on, element_bytes=2))):
+        once = element.seconds(Work(moved=n * n * (2 * bytes + 1))).elementwise
+        assert seconds(element, 1) == pytest.approx(plain / 4 + once)
+        assert seconds(element, 2) == pytest.approx(plain / 4 + 2 * once)
+    curve = machine.GemmCurve(threads=48, maximum=0.5, half=1e-6, exponent=1.0)
+    measured = replace(on, machine=replace(on.machine, int8_curves=(curve,)))
+    assert seconds(measured, 0) == plain
+    assert seconds(measured, 1) == pytest.approx(2 * n**3 / (0.5 * 24.576e12))
+    once = on.seconds(Work(moved=9 * n * n)).elementwise
+    assert seconds(measured, 2) == pytest.approx(seconds(measured, 1) + once)
+
+
+def test_int8_of_a_run():
+    """Forward, data gradients and weights once per update; weight gradients and the head if asked for."""
+
+    def quantized(**flags: bool) -> dict[str, list[int]]:
+        run = make_run("124m", {"int8": True, "vocab_size": 50257, **flags})
+        works = phases(run, 1, software.load("fugaku_megatron"))
+        return {
+            name: [p.quantized for p in works[name].matmuls if not p.attention]
+            for name in ("layer_forward", "layer_backward", "head_forward", "head_backward")
+        }
+
+    expected = {
+        "layer_forward": [1, 1, 1, 1],
+        "layer_backward": [1, 0, 1, 0, 1, 0, 1, 0],
+        "head_forward": [0],
+        "head_backward": [0, 0],
+    }
+    assert quantized() == expected
+    head = {"head_forward": [1], "head_backward": [1, 0]}
+    assert quantized(int8_head=True) == {**expected, **head}
+    assert quantized(int8_wgrad=True) == {**expected, "layer_backward": [1, 2, 1, 2, 1, 2, 1, 2]}
+    run, plain = (make_run("124m", {"int8": int8, "vocab_size": 50257}) for int8 in (True, False))
+    layout = Layout(1, 1, 1, 1)
+    weights = 12 * 12 * 768**2
+    assert accounting.quantized_weights(run, layout, 0) == weights
+    assert accounting.quantized_weights(plain, layout, 0) == 0
+    used = [memory.stage_memory(each, layout, 0, [InFlight((1,), (0,))]) for each in (run, plain)]
+    assert used[0].total - used[1].total == 2 * weights
+    system = System.from_names("a64fx", "fugaku_megatron", 1)
+    steps = [model.step(each, layout, system, system.parameters) for each in (run, plain)]
+    packed = rank("a64fx", "fugaku_megatron", elementwise_fraction=0.7).traffic(2 * 9 * weights)
+    assert steps[0].optimizer - steps[1].optimizer == pytest.approx(packed)
+    assert steps[0].slowest.gemm < steps[1].slowest.gemm
+    assert steps[0].slowest.attention == steps[1].slowest.attention
+    other = phases(run, 1, EAGER)
+    assert not any(p.quantized for work in other.values() for p in work.matmuls)
+
+
+def test_int8_needs_a_rate():
+    run = make_run("124m", {"int8": True})
+    system = System.from_names("a64fx", "fugaku_megatron", 1)
+    host = replace(system.machine, name="host", peak_tflops={"fp32": 1.0, "fp16": 1.0, "bf16": 1.0})
+    with pytest.raises(
+        ValueError,
+        match="--int8 needs the rate of INT8 matmuls, which the description of machine host lacks: calibrate again",
+    ):
+        model.predict(run, replace(system, machine=host), with_band=False)
+    assumed = model.predict(run, system, with_band=False).warnings
+    assert any("no rate of INT8 matmuls was measured on a64fx" in line for line in assumed)
+    assert not any("INT8" in line for line in model.predict(make_run("124m", {}), system).warnings)
+    foreign = model.predict(run, System.from_names("a64fx", "torch1.10", 1), with_band=False)
+    assert any("torch1.10 has no --int8" in line for line in foreign.warnings)
+    assert not any("no rate of INT8" in line for line in foreign.warnings)
+
+
 def test_ranks_of_one_cmg_each_use_all_of_the_memory_and_one_rank_of_a_node_does_not():
     work = Work(moved=1e9)
     spread = rank(ranks_per_node=4).seconds(work).elementwise

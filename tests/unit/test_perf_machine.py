@@ -39,11 +39,17 @@ def test_peaks_of_servers_are_cores_times_operations_a_cycle(name, cores, operat
         cores * operations * server.ghz / 1e3, rel=0.01
     )
     assert server.gemm_curves[0].threads == cores // units
+    dots = 8 if server.peak_tflops["bf16"] > 2 * server.peak_tflops["fp32"] else 4
+    if name == "xeon-8480":  # half of AMX
+        dots = 16
+    assert server.peak_tflops["int8"] == pytest.approx(dots * server.peak_tflops["fp32"], rel=1e-3)
 
 
 def test_clocks_modes_and_a_base():
     node = machine.load("a64fx")
     assert node.peak_tflops["fp32"] == pytest.approx(48 * 2 * 16 * 2 * 2.0e9 / 1e12)
+    for each in (node, machine.load("fx700")):
+        assert each.peak_tflops["int8"] == pytest.approx(4 * each.peak_tflops["fp32"])
     assert node.at(2.2).clock == pytest.approx(1.10)
     assert node.at(2.2, eco=True).peak_tflops["fp32"] == pytest.approx(node.peak_tflops["fp32"] / 2)
     with pytest.raises(ValueError, match="no eco mode"):
@@ -111,6 +117,11 @@ def test_broken_files_are_refused(tmp_path, content):
             "constants/gemm_curves/value/0/maximum",
             3,
             "gemm_curves has maximum 3, above 2",
+        ),
+        (
+            "constants/int8_curves",
+            {"value": [{"threads": 1, "maximum": 3, "half": 1, "exponent": 1}], "source": ""},
+            "int8_curves has maximum 3, above 2",
         ),
         (
             "constants/gemm_curves/value",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -139,6 +140,26 @@ def test_the_command_line_is_the_trainers_own(capsys):
         "0.5",
         "my text",
     )
+
+
+def test_the_documents_have_the_models_seconds_of_int8(capsys):
+    page = (ROOT / "docs" / "performance.md").read_text()
+    section = page.partition("### INT8 on A64FX (model)")[2].partition("\n### ")[0]
+    joined = section.replace("\\\n", " ")
+    fp32, int8 = re.findall("^fugaku-megatron (predict .*)$", joined, re.MULTILINE)
+    rows = re.findall(r"^\| .* \| (.*?) ?\| .* \| (\d.*\)) \|$", section, re.MULTILINE)
+    assert [len(flags.split()) for flags, _ in rows] == [0, 1, 2, 3]
+    whole = []
+    for flags, printed_seconds in rows:
+        command = f"{int8} {flags.strip('`')}" if flags else fp32
+        p = json.loads(printed(f"{command} --json", capsys))
+        seconds = p["seconds_per_iteration"], p["slow_network"]
+        assert printed_seconds == "{:.1f} ({:.1f})".format(*seconds) and not p["oom"]
+        whole.append([round(each) for each in seconds])
+    (a, b), (c, d), *_ = whole
+    expected = f"{a} ({b} on a slow network), with `--int8` {c} ({d})"
+    assert expected in (ROOT / "README.md").read_text()
+    assert "--int8" in plans_of(f"{SMALL_30B} --int8", capsys)[0]["command"].split()
 
 
 def test_flags_machine_and_software_limit_the_search(capsys):

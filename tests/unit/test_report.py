@@ -496,7 +496,7 @@ def test_facts_of_a_described_node(tmp_path):
 
 def test_a_report_is_a_machine_and_a_partial_one_says_why_not(tmp_path):
     described = calibrate.describe(
-        "a test", [calibrated_rank()], (), calibrate.NetworkRates(), 64.0, "report"
+        "a test", [calibrated_rank()], {}, calibrate.NetworkRates(), 64.0, "report"
     )
     path = tmp_path / "here.json"
     path.write_text(json.dumps(report(machine=described)))

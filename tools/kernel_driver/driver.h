@@ -47,6 +47,7 @@ class Work {
   uint32_t* output_u32(int64_t n) {
     return static_cast<uint32_t*>(tensor(n, DType::i32, 0, false, true, ALL));
   }
+  void* output_of(DType type, int64_t n) { return tensor(n, type, 0, false, true, ALL); }
   // Both: read and written.
   void* updated(int64_t n, DType type, float scale) {
     return tensor(n, type, scale, true, true, ALL);
@@ -64,7 +65,7 @@ class Work {
   double bytes() const { return bytes_; }
 
   const DType dtype;
-  const DType operands;      // of a matmul: dtype, or bf16x3 of float32
+  const DType operands;      // of a matmul: dtype, or bf16x3 or int8 of float32
   const int64_t fp16_chunk;  // of gemm_args.h; 0 but for gemm ops
   Sizes sizes;       // of the kernel's row; e and e_out are those of dtype unless an op sets them
   double flops = 0;  // where the kernel counts them itself

@@ -1,4 +1,4 @@
-// kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16|bf16x3] [--fp16-chunk K] [--threads N] [--repeat N]
+// kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16|bf16x3|int8] [--fp16-chunk K] [--threads N] [--repeat N]
 //
 // Runs one kernel without Python: for a profiler on an A64FX, for a cycle-level model of one (static, one thread, few system
 // calls), and for a quick look anywhere. Prints the checksum of one run and, with --repeat N, the best and the median time of N
@@ -135,16 +135,18 @@ DType dtype_of(const std::string& name) {
   if (name == "bf16") return DType::bf16;
   if (name == "f16") return DType::f16;
   if (name == "bf16x3") return DType::bf16x3;
-  throw std::invalid_argument("--dtype: expected f32, bf16, f16 or bf16x3, got '" + name + "'");
+  if (name == "int8") return DType::int8_of_f32;
+  throw std::invalid_argument("--dtype: expected f32, bf16, f16, bf16x3 or int8, got '" + name +
+                              "'");
 }
 
 bool is_matmul(const Options& o) { return !o.op.rfind("gemm_n", 0) || o.op == "gemm_tn"; }
 
-// The tensors' type: bf16x3 is how float32 matrices are multiplied, on a target that multiplies bfloat16.
+// The tensors' type: bf16x3 and int8 are how float32 matrices are multiplied, the first on a target that multiplies bfloat16.
 DType stored(const Options& o, DType dtype) {
-  if (dtype != DType::bf16x3) return dtype;
-  if (!is_matmul(o)) throw std::invalid_argument("--dtype bf16x3: not for " + o.op);
-  if (!kernels().has_bf16_arithmetic())
+  if (dtype != DType::bf16x3 && !is_int8(dtype)) return dtype;
+  if (!is_matmul(o)) throw std::invalid_argument("--dtype " + o.dtype + ": not for " + o.op);
+  if (dtype == DType::bf16x3 && !kernels().has_bf16_arithmetic())
     throw std::invalid_argument(std::string("--dtype bf16x3: target ") + active() +
                                 " has no BF16 arithmetic");
   return DType::f32;
@@ -196,8 +198,8 @@ const Op& find(const std::string& name) {
 
 int list() {
   std::printf(
-      "kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16|bf16x3] [--fp16-chunk K] "
-      "[--threads N] [--repeat N]\n");
+      "kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16|bf16x3|int8] "
+      "[--fp16-chunk K] [--threads N] [--repeat N]\n");
   for (const Op& op : ops()) {
     std::printf("  %-37s %-37s %-18s default", op.name.c_str(), op.kernel.c_str(),
                 size_names(row_of(op)).c_str());

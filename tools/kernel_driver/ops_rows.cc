@@ -1,4 +1,4 @@
-// Ops of the families rowwise.h, gate.h, routing.h, rotary.h, cross_entropy.h, activation.h, embedding.h and decode.h.
+// Ops of the families rowwise.h, gate.h, routing.h, rotary.h, cross_entropy.h, activation.h, embedding.h, decode.h and q8.h.
 #include "driver.h"
 
 namespace fm::driver {
@@ -285,6 +285,26 @@ void linear_few_rows(Work& w, const Shape& n) {
   w.run = [=] { kernels().linear_few_rows(a); };
 }
 
+// The values are counted as words of four.
+Q8Args q8_of(Work& w, const Shape& n, void* weight) {
+  const int64_t rows = n[0], cols = n[1];
+  auto* values = reinterpret_cast<int8_t*>(w.output_u32((rows * cols + 3) / 4));
+  auto* scales = static_cast<bf16*>(w.output_of(DType::bf16, rows * q8_blocks(cols)));
+  return {rows, cols, w.dtype, weight, cols, values, scales};
+}
+
+void quantize_q8(Work& w, const Shape& n) {
+  const Q8Args a = q8_of(w, n, w.input(n[0] * n[1]));
+  w.run = [=] { kernels().quantize_q8(a); };
+}
+
+void dequantize_q8(Work& w, const Shape& n) {
+  Q8Args a = q8_of(w, n, w.input(n[0] * n[1], 1, 0));
+  kernels().quantize_q8(a);
+  a.weight = w.output(n[0] * n[1]);
+  w.run = [=] { kernels().dequantize_q8(a); };
+}
+
 const Register all[] = {
     {{"layer_norm", {256, 768}, norm<false>}},
     {{"layer_norm_backward", {256, 768}, norm_backward<false>}},
@@ -318,6 +338,8 @@ const Register all[] = {
     {{"add_position", {64, 4, 768}, add_position}},
     {{"add_position_backward", {64, 4, 768}, add_position_backward}},
     {{"linear_few_rows", {1, 256, 768}, linear_few_rows}},
+    {{"quantize_q8", {64, 768}, quantize_q8}},
+    {{"dequantize_q8", {64, 768}, dequantize_q8}},
 };
 
 }  // namespace

@@ -57,11 +57,11 @@ class Backend:
     def sum_length(self, x: Tensor) -> int:
         return self.fp16_sum_length if x.dtype == torch.float16 else 0
 
-    def packed(self, weight: Tensor, transposed: bool) -> Tensor | None:
-        """Return the cached bytes (n,) of weight (out, in), or None, also for sums in FP16."""
-        if self.weight_cache is None or self.sum_length(weight):
+    def packed(self, weight: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor | None:
+        """Return the cached bytes (n,) of weight (out, in) for activations of `dtype`, or None, also for sums in FP16."""
+        if self.weight_cache is None or (dtype == torch.float16 and self.fp16_sum_length):
             return None
-        return self.weight_cache.packed(weight, transposed)
+        return self.weight_cache.packed(weight, dtype, transposed)
 
     def weights_changed(self, frozen: bool = False) -> None:
         """Invalidate packed weights. frozen: untrained weights too."""

@@ -17,6 +17,7 @@ from ...comm.autograd import Function, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
 from ..gradients import accumulate, as_rows, gradient_of, is_frozen, parts
 from ..parameter_views import matrix_of
+from ..q8_weight import as_float, keywords
 from .backend import Backend
 
 
@@ -29,11 +30,12 @@ def matmul(
     activation: str | None = None,
     pre: Tensor | None = None,
 ) -> None:
-    """Write x weight^T + bias to out (rows, out). x (rows, in), weight (out, in).
+    """Write x weight^T + bias to out (rows, out). x (rows, in), weight (out, in), perhaps in eight bits.
 
     activation: applied to the result, native only; `pre` receives its argument.
     """
     if not ops.is_native("gemm"):
+        weight = as_float(weight, x.dtype)
         if bias is None:
             torch.mm(x, weight.t(), out=out)
         else:
@@ -41,21 +43,31 @@ def matmul(
         return
     length = ops.sum_length(x)
     if len(x) <= ops.few_rows and not length:
-        ops.kernels.linear_few_rows(x, weight, out, bias, activation)
+        ops.kernels.linear_few_rows(x, weight, out, bias, activation, **keywords(weight))
         return
-    packed = ops.packed(weight, transposed=False)
+    packed = ops.packed(weight, x.dtype, transposed=False)
     ops.kernels.linear_forward(
-        x, weight, out, bias, activation, pre, packed=packed, fp16_chunk=length
+        x,
+        weight,
+        out,
+        bias,
+        activation,
+        pre,
+        packed=packed,
+        fp16_chunk=length,
+        **keywords(weight),
     )
 
 
 def data_gradient(ops: Backend, dy: Tensor, weight: Tensor, dx: Tensor) -> None:
     """Write dy weight to dx (rows, in). dy (rows, out)"""
     if not ops.is_native("gemm"):
-        torch.mm(dy, weight, out=dx)
+        torch.mm(dy, as_float(weight, dy.dtype), out=dx)
         return
-    packed = ops.packed(weight, transposed=True)
-    ops.kernels.linear_data_gradient(dy, weight, dx, packed=packed, fp16_chunk=ops.sum_length(dy))
+    packed = ops.packed(weight, dy.dtype, transposed=True)
+    ops.kernels.linear_data_gradient(
+        dy, weight, dx, packed=packed, fp16_chunk=ops.sum_length(dy), **keywords(weight)
+    )
 
 
 def weight_gradient(
@@ -171,9 +183,7 @@ def grouped_matmul(
         for number, rows in parts(counts):
             matmul(ops, x[rows], matrix_of(weight, number), out[rows])
         return
-    ops.kernels.grouped_linear_forward(
-        x, weight.detach().flatten(1, -2), torch.tensor(counts), out, ops.sum_length(x)
-    )
+    _grouped(ops.kernels.grouped_linear_forward, ops, x, weight, counts, out)
 
 
 def grouped_data_gradient(
@@ -184,9 +194,15 @@ def grouped_data_gradient(
         for number, rows in parts(counts):
             data_gradient(ops, dy[rows], matrix_of(weight, number), dx[rows])
         return
-    ops.kernels.grouped_linear_data_gradient(
-        dy, weight.detach().flatten(1, -2), torch.tensor(counts), dx, ops.sum_length(dy)
-    )
+    _grouped(ops.kernels.grouped_linear_data_gradient, ops, dy, weight, counts, dx)
+
+
+def _grouped(
+    kernel: Any, ops: Backend, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor
+) -> None:
+    scales = {name: value.flatten(1, -2) for name, value in keywords(weight).items()}
+    matrices = weight.detach().flatten(1, -2)
+    kernel(x, matrices, torch.tensor(counts), out, ops.sum_length(x), **scales)
 
 
 def grouped_weight_gradient(

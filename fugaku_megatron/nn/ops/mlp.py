@@ -16,6 +16,7 @@ from ...comm.base import Comm
 from ...config.model import ACTIVATIONS
 from ..gradients import as_rows, gradient_of, is_frozen
 from ..parameter_views import matrix
+from ..q8_weight import columns_of, keywords
 from .activation import activate, activation_gradient, as_gates, is_fused, kernel
 from .backend import Backend
 from .gemm import data_gradient, matmul, row_count, weight_gradient
@@ -129,8 +130,9 @@ def argument_gradient(
             dpre,
             pre,
             ACTIVATIONS[activation].kernel,
-            packed=ops.packed(weight2, transposed=True),
+            packed=ops.packed(weight2, dy.dtype, transposed=True),
             fp16_chunk=ops.sum_length(dy),
+            **keywords(weight2),
         )
         return
     dinner = pre.new_empty(len(pre), weight2.shape[1])
@@ -162,7 +164,7 @@ def _overwrite_with_gradient(
     ops: Backend, dy: Tensor, pre: Tensor, weight2: Tensor, activation: str
 ) -> None:
     row = ACTIVATIONS[activation]
-    packed = ops.packed(weight2, transposed=True)
+    packed = ops.packed(weight2, dy.dtype, transposed=True)
     length = ops.sum_length(dy)
     for columns, inner in _column_blocks(pre, weight2.shape[1], whole=packed is not None):
         argument = _columns(pre, columns, activation)
@@ -170,9 +172,11 @@ def _overwrite_with_gradient(
             _add_columns_gradient(
                 ops, dy, argument, inner, gradient_of(weight2)[:, columns], activation
             )
-        weight = weight2[:, columns]
+        weight, scales = columns_of(weight2, columns)
         if row.gated:
-            ops.kernels.linear_data_gradient(dy, weight, inner, packed=packed, fp16_chunk=length)
+            ops.kernels.linear_data_gradient(
+                dy, weight, inner, packed=packed, fp16_chunk=length, **scales
+            )
             ops.kernels.gate_backward(inner, argument, argument, row.kernel)
             continue
         # FP32 sums are in the result until the last block of k, so that it must not be the argument.
@@ -185,6 +189,7 @@ def _overwrite_with_gradient(
             row.kernel,
             packed=packed,
             fp16_chunk=length,
+            **scales,
         )
         if not in_place:
             argument.copy_(inner)
