@@ -2,6 +2,7 @@
 
     python -m benchmarks step --micro-batch-size 4 [--dtype bf16] [--baseline hf] [--baseline-compile] [--baseline-preload tcmalloc]
     python -m benchmarks step --baseline trl [--lora-rank 16 [--baseline-load-in 8bit]]
+    python -m benchmarks step --micro-batch-size 4 --dtype bf16 --int8 [--int8-wgrad]  INT8 matmuls, our BF16 step in turn as well
     python -m benchmarks step --ranks 2 --global-batch-size 16                        TP2, DP2 and PP2 against one rank
     python -m benchmarks step --ranks 2 --global-batch-size 4 --schedules             PP2 under every schedule against one rank
 
@@ -20,12 +21,13 @@ import math
 import statistics
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fugaku_megatron.config.fields import check
+from fugaku_megatron.config.fields import check, flag
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host.machine import clock_ghz, cpu_model, fma_peak_gflops
@@ -36,6 +38,8 @@ from .contestant import Apart, Contestant, Task
 
 SIDES = ("ours", "baseline")
 SHIPPED = "shipped"  # the side that --mkl both adds
+UNQUANTIZED = "unquantized"  # the side that --int8 adds: ours without it
+INT8_FLAGS = ("int8", "int8_wgrad", "int8_head")
 PRECISIONS = ("fp32", "bf16")
 PAUSE = (
     0.1  # s; libgomp's threads spin for some milliseconds after a parallel region, then they sleep
@@ -75,6 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples per step (default: a micro-batch; with --ranks 16)",
     )
     parser.add_argument("--dtype", default="fp32", choices=PRECISIONS)
+    for name in INT8_FLAGS:
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            action="store_true",
+            help="of our side; with --int8 our step without it takes turns as well",
+        )
     parser.add_argument(
         "--kernels",
         default="native",
@@ -147,6 +157,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         }
         if options.mkl == preloads.BOTH and preloads.narrowed():
             made[SHIPPED] = task(options, "baseline", preload)
+        if options.int8:
+            plain = {name: False for name in INT8_FLAGS}
+            made[UNQUANTIZED] = replace(made["ours"], values={**made["ours"].values, **plain})
         sides = {
             side: Apart(one) if options.apart else stack.enter_context(Contestant(one))
             for side, one in made.items()
@@ -183,6 +196,7 @@ def run_values(options: argparse.Namespace) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bf16": options.dtype == "bf16",
+        **{name: True for name in INT8_FLAGS if getattr(options, name)},
         "eval_iters": 0,
         "lr_decay_style": "constant",
         "lr_warmup_iters": 0,
@@ -216,7 +230,8 @@ def take_turns(
     A round: {"ours": a step's record, "baseline": ..., "peak_gflops", "clock_ghz", "others"}.
     """
     first = {side: each.step()["loss"] for side, each in sides.items()}
-    tolerance = SAME_LOSS["bf16" if options.baseline_load_in else options.dtype]
+    rounded = options.int8 or options.baseline_load_in
+    tolerance = SAME_LOSS["bf16" if rounded else options.dtype]
     if not math.isclose(first["ours"], first["baseline"], rel_tol=tolerance):
         raise RuntimeError(
             f"the two do not train the same: first losses {first['ours']:.6f} (ours), {first['baseline']:.6f} "
@@ -260,7 +275,7 @@ def report(
         }
         for side, each in sides.items()
     }
-    for side in sides.keys() - {"ours"}:
+    for side in sides.keys() - {"ours", UNQUANTIZED}:
         width = (
             "full"
             if not preloads.narrowed() or side == "baseline" and options.mkl != "shipped"
@@ -279,6 +294,12 @@ def report(
             "preload": options.baseline_preload,
             "ratio": every[side]["seconds"] / every["ours"]["seconds"],
         }
+    if UNQUANTIZED in every:
+        every["ours"]["label"] = (
+            f"ours, {' '.join(flag(n) for n in INT8_FLAGS if getattr(options, n))}"
+        )
+        ratio = every[UNQUANTIZED]["seconds"] / every["ours"]["seconds"]
+        every[UNQUANTIZED] |= {"label": f"ours, {options.dtype}", "ratio": ratio}
     medians = core.medians(rounds, ("peak_gflops", "clock_ghz"))
     ceiling = flops / every["ours"]["seconds"] / medians["peak_gflops"] / 1e9
     names = ("threads", "recipe", "dtype", "micro_batch_size", "lora_rank")
@@ -287,7 +308,7 @@ def report(
         "ratio": every["baseline"]["ratio"],
         **medians,
         **{name: getattr(options, name) for name in names},
-        "ceiling_fraction": ceiling if options.dtype == "fp32" else None,
+        "ceiling_fraction": ceiling if options.dtype == "fp32" and not options.int8 else None,
         "global_batch_size": size,
         "model_flops": flops,
         "parameters": accounting.parameters(config),
@@ -320,7 +341,7 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
             f"{core.table(LAYOUT_COLUMNS, result['layouts'])}\n{result['cpu']} at {result['clock_ghz']:.2f} GHz, measured; "
             f"global batch {result['global_batch_size']}"
         )
-    sides = [result[side] for side in (*SIDES, SHIPPED) if side in result]
+    sides = [result[side] for side in (*SIDES, SHIPPED, UNQUANTIZED) if side in result]
     ceiling = (
         f", {100 * result['ceiling_fraction']:.1f} % of the FMA peak"
         if result["ceiling_fraction"] is not None

@@ -34,6 +34,7 @@ from tests.llama_models import FAMILIES
 from tests.threads import ThreadWorld
 
 SIZES = {**HALF_SIZES, "global_batch_size": 8}
+INT8 = {"int8": True, "int8_wgrad": True}  # matmuls
 
 PLACE = Place(stream=9, offset=0, first=0, columns=1000, row=1000)
 
@@ -158,9 +159,17 @@ def test_losses_stay_with_those_of_fp32(tmp_path):
         assert others == pytest.approx(losses[30:34], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["tp2 dp2 zero", "dp4 ep2 zero"])
-def test_a_split_run_resumes_with_the_same_bits(layout, tmp_path):
-    flags = {**SIZES, **EXPERTS, **EIGHT, "bf16": True}
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ("tp2 dp2 zero", {**EXPERTS, **EIGHT}),
+        ("dp4 ep2 zero", {**EXPERTS, **EIGHT}),
+        ("tp2 dp2 zero", INT8),
+        ("pp2 dp2 zero", {**EXPERTS, **INT8}),
+    ],
+)
+def test_a_split_run_resumes_with_the_same_bits(layout, changes, tmp_path):
+    flags = {**SIZES, **changes, "bf16": True}
     straight = run_layout(layout, trained, flags, None, tmp_path, 6, 3)[0]
     again = run_layout(layout, trained, flags, tmp_path, None, 3)[0]
     assert again[0] == straight[0][3:]

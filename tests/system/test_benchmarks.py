@@ -75,8 +75,10 @@ STEP = f"step {ROUND} --micro-batch-size 2 --global-batch-size 4"
 # Commands that one process runs, because each start imports torch.
 TOGETHER = {
     "gemm fp32": f"gemm {ROUND} --only 128x128x128",  # one shape, with all rivals
+    "gemm int8": f"gemm {ROUND} --dtype int8 --only 128x128x128",
     "rowwise fp32": f"rowwise {ROUND}",
     "step": STEP,
+    "step int8": f"{STEP} --dtype bf16 --int8 --int8-wgrad --mkl full",
 }
 LONGER = {
     "attention bf16": f"attention {ROUND} --dtype bf16 --mkl full",
@@ -418,6 +420,24 @@ def test_the_step(request, tmp_path, more):
     assert measured["cpu"] in printed and measured["repeat"] in printed
     same = pytest.approx(baseline["losses"], rel=step.SAME_LOSS[measured["dtype"]])
     assert ours["losses"] == same
+
+
+def test_the_step_in_int8_beside_bf16(together):
+    measured, printed = together("step int8")
+    plain = measured[step.UNQUANTIZED]
+    assert plain["ratio"] == pytest.approx(plain["seconds"] / measured["ours"]["seconds"])
+    assert plain["losses"] == pytest.approx(measured["ours"]["losses"], rel=2e-3)
+    assert plain["losses"] != measured["ours"]["losses"]
+    assert "ours, --int8 --int8-wgrad" in printed and "x as fast as ours, bf16" in printed
+
+
+def test_int8_matmuls_beside_bf16(together):
+    measured, printed = together("gemm int8")
+    assert measured["machine"]["int8_gops"] > measured["machine"]["fma_gflops"]
+    assert "% of INT8 peak" in printed
+    for row in measured["rows"]:
+        assert row["baseline"] == "our BF16" and row["peak_fraction"] > 0
+        assert 1e-4 < row["max_error"] < 3e-2
 
 
 class Timed:

@@ -86,7 +86,7 @@ def test_kills_of_other_runs_cost_nothing(mpich, tmp_path, kills, kind):
     kinds = {
         "chats": f"{MODEL} {ZBV} {written_chats(tmp_path / 'chats')}",
         "experts": f"{TINY} {EXPERTS}",
-        "keys": f"{TINY} {FLAGS} --context-parallel-size 2 --cp-comm-type p2p",
+        "keys": f"{TINY} {FLAGS} --context-parallel-size 2 --cp-comm-type p2p --bf16 --int8 --int8-wgrad",
         "adapters": f"{TINY} {FLAGS} {adapters}",
     }
     flags = kinds[kind]
