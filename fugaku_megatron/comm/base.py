@@ -143,6 +143,7 @@ COMM_DTYPES = (
     torch.float64,
     torch.int64,
     torch.int32,
+    torch.int8,
     torch.uint8,
     torch.bool,
     *HALF,

@@ -15,6 +15,8 @@ from .fields import FRACTION, cached_hash, check, check_fields, option, optional
 from .model import ModelConfig
 
 ALL_LINEAR = "all-linear"
+INT8_BASE = "int8"
+BASE_FORMATS = (INT8_BASE,)  # of frozen weights, besides the model's own
 DROPOUT_COLUMNS = 8  # block size of a dropout mask over a sharded input
 QKV = "linear_qkv"
 PROJ = "linear_proj"
@@ -49,10 +51,20 @@ class LoraConfig:
         "up_proj, down_proj as in peft; linear_qkv, linear_proj, linear_fc1, linear_fc2, with one adapter "
         "for all their matrices; or all-linear, all seven of peft's",
     )
+    lora_base_format: str | None = optional(
+        "with --lora-rank, storage of the frozen weights of the linear layers: int8, eight bits with a "
+        "BF16 scale per 64 numbers, rounded on loading (default: the model's own format)",
+        choices=BASE_FORMATS,
+    )
     lora_use_rslora: bool = switch("scale adapters by alpha / sqrt(rank) instead of alpha / rank")
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check(
+            self.on or self.lora_base_format is None,
+            f"--lora-base-format {self.lora_base_format} is for the frozen weights of adapters: pass "
+            "--lora-rank too, or leave it out",
+        )
         names = self.targets
         unknown = next((name for name in names if name not in TARGETS), None)
         check(
@@ -77,6 +89,11 @@ class LoraConfig:
     @cached_property
     def on(self) -> bool:
         return self.lora_rank is not None
+
+    @cached_property
+    def base_in_int8(self) -> bool:
+        """True if the frozen weights of linear layers are stored in eight bits."""
+        return self.lora_base_format == INT8_BASE
 
     @cached_property
     def rank(self) -> int:

@@ -26,6 +26,8 @@ from .fields import (
 )
 from .rules import check_rules
 
+Q8_BLOCK = 64  # neighbouring input columns of a weight in eight bits that share a scale
+
 
 @dataclass(frozen=True, kw_only=True)
 class NormPart:

@@ -14,7 +14,7 @@ from .data import DataConfig
 from .faults import NumbersConfig
 from .fields import cached_hash, check, flag
 from .lora import DROPOUT_COLUMNS, LoraConfig
-from .model import ModelConfig
+from .model import Q8_BLOCK, ModelConfig
 from .optimizer import OptimizerConfig
 from .output import OutputConfig
 from .parallel import ParallelConfig
@@ -105,6 +105,7 @@ class RunConfig:
         native = {
             "--fp32-matmul bf16x3": splits,
             "--int8": self.system.int8,
+            f"--lora-base-format {self.lora.lora_base_format}": self.lora.base_in_int8,
             f"--fp16-accumulation-chunk {chunk}": chunk is not None,
         }
         given = next((name for name, is_given in native.items() if is_given), None)
@@ -188,6 +189,31 @@ class RunConfig:
             f"of {DROPOUT_COLUMNS} columns of attention and of the MLP on every tensor-parallel rank, which "
             f"--tensor-model-parallel-size {tp} does not leave: change one of them",
         )
+
+        self._check_int8_base()
+
+    def _check_int8_base(self) -> None:
+        """Blocks with one scale must not depend on the layout."""
+        if not self.lora.base_in_int8:
+            return
+        model = self.model
+        parallel = self.parallel
+        tp = parallel.tensor_model_parallel_size
+        etp = parallel.expert_tensor_parallel_size or tp
+        dense = model.ffn_hidden_size if model.activation in model.mlps else None
+        experts = model.moe_ffn_hidden_size if model.num_experts else None
+        shared = model.moe_shared_expert_intermediate_size
+        of_tp = "--tensor-model-parallel-size"
+        divided = (
+            *((width, tp, of_tp) for width in (model.context_width, dense, shared)),
+            (experts, etp, "--expert-tensor-parallel-size"),
+        )
+        for width, ranks, name in divided:
+            check(
+                not width or ranks == 1 or width // ranks % Q8_BLOCK == 0,
+                f"--lora-base-format int8 needs multiples of {Q8_BLOCK} input columns on every rank, which "
+                f"{name} {ranks} does not leave of {width}: change one of them",
+            )
 
     @cached_property
     def values(self) -> dict[str, Any]:

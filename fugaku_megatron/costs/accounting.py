@@ -35,7 +35,6 @@ from .activations import (
 )
 from .experts import expert_records, mlp_records, typical_mlp
 
-Q8_BLOCK = 64  # neighbouring numbers of a row of an 8-bit weight that share a scale
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
 
 

@@ -10,30 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple
 
 from ..config.layout import Layout
-from ..config.lora import FC1, FC2, PROJ, QKV
+from ..config.lora import FC1, QKV
 from ..config.model import NORMS, ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
 from ..config.run_config import RunConfig
 from .accounting import padded_vocab_size
-from .experts import Division
+from .linear_layers import Linear, linears
 from .units import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, units
 
 Segments = list[tuple[int, int]]  # (how many a rank holds, elements of each)
-
-
-class _Linear(NamedTuple):
-    """A linear layer. widths: 2 with a gate. ranks: share its outputs, or inputs. experts: on a rank."""
-
-    name: str
-    widths: int
-    outputs: int
-    inputs: int
-    ranks: int
-    experts: int = 1
-    divided: bool = False
 
 
 def undivided_rows(model: ModelConfig, rows: int, vocabulary: bool = False) -> int:
@@ -60,40 +47,19 @@ def _shared(
     return outer * (rows // ranks // unit), unit * inner
 
 
-def _linears(run: RunConfig, tp: int, mlp: str) -> list[_Linear]:
-    model = run.model
-    h = model.hidden_size
-    linears = [
-        _Linear(QKV, 1, model.qkv_width, h, tp),
-        _Linear(PROJ, 1, h, model.context_width, tp),
-    ]
-    if mlp != "experts":
-        f = model.ffn_hidden_size
-        return [*linears, _Linear(FC1, model.fc1_widths, f, h, tp), _Linear(FC2, 1, h, f, tp)]
-    division = Division.of(run, tp)
-    experts = ((model.num_experts or 0) // division.ep, division.divided)
-    f = model.moe_ffn_hidden_size or 0
-    linears.append(_Linear(FC1, model.fc1_widths, f, h, division.etp, *experts))
-    linears.append(_Linear(FC2, 1, h, f, division.etp, *experts))
-    if shared := model.moe_shared_expert_intermediate_size:
-        linears.append(_Linear(FC1, model.fc1_widths, shared, h, tp))
-        linears.append(_Linear(FC2, 1, h, shared, tp))
-    return linears
-
-
-def _split_outputs(model: ModelConfig, linear: _Linear, columns: int) -> tuple[int, int]:
+def _split_outputs(model: ModelConfig, linear: Linear, columns: int) -> tuple[int, int]:
     outer = linear.experts * linear.widths
     return _shared(model, linear.outputs, linear.ranks, inner=columns, outer=outer)
 
 
-def _weight(model: ModelConfig, linear: _Linear) -> Segments:
+def _weight(model: ModelConfig, linear: Linear) -> Segments:
     if linear.name in (QKV, FC1):
         return [_split_outputs(model, linear, linear.inputs)]
     outer = linear.experts * linear.outputs
     return [_shared(model, linear.inputs, linear.ranks, outer=outer)]
 
 
-def _adapters(run: RunConfig, linear: _Linear) -> Segments:
+def _adapters(run: RunConfig, linear: Linear) -> Segments:
     model = run.model
     rank = run.lora.rank
     rows = len(run.lora.parts(linear.name, model)) * rank
@@ -112,7 +78,7 @@ def layer_segments(run: RunConfig, tp: int, mlp: str) -> tuple[Segments, Segment
     h = model.hidden_size
     divided: Segments = []
     others: Segments = []
-    for linear in _linears(run, tp, mlp):
+    for linear in linears(run, tp, mlp):
         kind = divided if linear.divided else others
         kind += _adapters(run, linear) if run.lora.on else _weight(model, linear)
     if run.lora.on:

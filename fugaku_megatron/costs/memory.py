@@ -48,6 +48,7 @@ from .activations import (
 )
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
 from .int8_moments import scales, unit_segments
+from .linear_layers import q8_savings
 from .muon import matrix_elements
 from .units import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, units
 
@@ -95,6 +96,11 @@ def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
     if not run.lora.on:
         return 0
     return stage_parameters(run, layout, stage) - sum(unit_elements(run, layout, stage).values())
+
+
+def frozen_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
+    saved = q8_savings(run, layout, stage)
+    return run.element_bytes * frozen_elements(run, layout, stage) - saved
 
 
 def unit_elements(run: RunConfig, layout: Layout, stage: int) -> dict[Unit, int]:
@@ -516,7 +522,8 @@ def stage_memory(
     packed = INT8_COPIES * quantized_weights(run, layout, stage)
     return Memory(
         weights=int(copies * (elements + frozen_elements(run, layout, stage))) * weight_bytes
-        + packed,
+        + packed
+        - q8_savings(run, layout, stage),
         gradients=elements * (FP32_BYTES + sent),
         optimizer=moments + (masters if run.masters else 0),
         activations=live + posted_bytes(run, layout, stage) + working,

@@ -233,7 +233,12 @@ class ExpertLinear(nn.Module):
         super().__init__()
         experts = (context.model.num_experts or 0,)
         self.weight = context.parameter(
-            f"{name}.weight", (*experts, *outputs, inputs), len(outputs) + split, std, experts=True
+            f"{name}.weight",
+            (*experts, *outputs, inputs),
+            len(outputs) + split,
+            std,
+            experts=True,
+            quantized=context.lora.base_in_int8,
         )
         self.adapter = context.adapter(name, inputs, outputs, split, experts)
 

@@ -251,7 +251,11 @@ class ColumnParallelLinear(nn.Module):
         self.context = context
         dim = len(outputs) - 1
         self.weight = context.parameter(
-            f"{name}.weight", (*outputs, inputs), dim, context.model.init_method_std
+            f"{name}.weight",
+            (*outputs, inputs),
+            dim,
+            context.model.init_method_std,
+            quantized=context.lora.base_in_int8,
         )
         self.bias = context.parameter(f"{name}.bias", outputs, dim) if bias else None
         self.adapter = context.adapter(name, inputs, outputs)
@@ -273,7 +277,13 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.context = context
-        self.weight = context.parameter(f"{name}.weight", (outputs, inputs), 1, context.output_std)
+        self.weight = context.parameter(
+            f"{name}.weight",
+            (outputs, inputs),
+            1,
+            context.output_std,
+            quantized=context.lora.base_in_int8,
+        )
         self.bias = context.parameter(f"{name}.bias", (outputs,)) if bias else None
         self.adapter = context.adapter(name, inputs, (outputs,), split=True)
 

@@ -24,6 +24,7 @@ class ParameterSpec:
     counted: this rank's copy counts in norms.
     sequence_parallel: replica with partial gradients, from a sequence shard or own heads, summed over tensor-parallel ranks.
     expert: of divided experts; ranks with the same experts reduce its gradient.
+    quantized: stored in eight bits (`q8_weight`).
     balances: bias on router scores. The optimizer uses only the sign of its gradient, tokens beyond the mean per expert.
     """
 
@@ -40,6 +41,7 @@ class ParameterSpec:
     expert: bool = False
     balances: bool = False
     frozen: bool = False
+    quantized: bool = False
 
     @property
     def decayed(self) -> bool:
@@ -87,12 +89,12 @@ def make_parameter(
     init: Init = ZEROS,
     *,
     sequence_parallel: bool = False,
-    balances: bool = False,
-    frozen: bool = False,
+    **traits: bool,
 ) -> nn.Parameter:
     """Make this rank's slice of a tensor with global `shape` on the meta device, with its `spec`.
 
     sequence_parallel: activations between matmuls are sharded.
+    traits: balances, frozen and quantized of `ParameterSpec`
     """
     tp, partition_dim, experts = sharding
     local = list(shape)
@@ -117,11 +119,10 @@ def make_parameter(
         init_fill=init.fill,
         init_name=init.name or name,
         owned=owned,
-        counted=owned and init.name is None and not balances,
+        counted=owned and init.name is None and not traits.get("balances"),
         sequence_parallel=sequence_parallel and partition_dim is None,
         expert=experts is not None,
-        balances=balances,
-        frozen=frozen,
+        **traits,
     )
     return parameter
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count
@@ -27,8 +27,10 @@ from ..costs.memory import cut
 from ..nn.adapters import FINGERPRINTS, bits_number
 from ..nn.model import VOCABULARY, Stage
 from ..nn.parameter import ParameterSpec, spec_of
+from ..nn.q8_weight import Q8Weight, blocks_of
 
 PIECE = 1 << 20  # elements initialised at a time
+BATCH = 1 << 24  # elements of frozen weights that are loaded in FP32 before they are quantized
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,17 @@ class FlatParameter(nn.Parameter):
 
 
 class FrozenParameter(nn.Parameter):
+    """A parameter that is not trained. scales: of a weight in eight bits."""
+
     spec: ParameterSpec
     frozen = True
     main_grad = None
+    scales: Tensor | None = None
+
+    @property
+    def q8(self) -> Q8Weight:
+        assert self.scales is not None
+        return Q8Weight(self.data, self.scales)
 
 
 def stage_units(stage: Stage) -> list[list[nn.Parameter]]:
@@ -184,7 +194,7 @@ class FlatParameters:
     """Parameter memory: flat `values` in the model's dtype, and `gradients`, in buckets padded for ZeRO-1 shards.
 
     Construction turns every parameter into a FlatParameter or FrozenParameter with initial weights. A node's ranks share
-    `frozen_memory`: dense, then experts.
+    `frozen_memory`: dense, experts, then values and scales in eight bits of both.
 
     alike: ranks with the same dense parameters, ranks with the same experts
     minimum: bucket size, see `costs.memory.cut`; None: one bucket, and `stage` may be any module
@@ -212,6 +222,7 @@ class FlatParameters:
         self.gradients = Gradients(self.buckets)
         self._seed = seed
         self._kernels = kernels
+        self._quantized_bits = [0, 0]  # of frozen weights in eight bits, dense and experts
         self.parameters = self._replace(stage, declared)
 
     def _lay_out(
@@ -304,18 +315,47 @@ class FlatParameters:
     def _freeze(self, declared: list[nn.Parameter]) -> dict[nn.Parameter, FrozenParameter]:
         self.frozen_memory: list[NodeTensor] = []
         new: dict[nn.Parameter, FrozenParameter] = {}
-        for expert, comm in enumerate(self._alike):
-            kind = [p for p in declared if spec_of(p).expert == expert]
-            sizes = [p.numel() for p in kind]
-            memory = NodeTensor(comm, sum(sizes), self.values.dtype)
-            for old, values in zip(kind, memory.values.split(sizes) if kind else (), strict=True):
-                new[old] = FrozenParameter(values.view(old.shape), requires_grad=False)
-                new[old].spec = spec_of(old)
-                if memory.writes:
-                    fill_initial(new[old].data, new[old], self._seed, self._kernels)
-            memory.written()
-            self.frozen_memory.append(memory)
+        kinds = [[p for p in declared if spec_of(p).expert == bool(i)] for i in (0, 1)]
+        for kind, comm in zip(kinds, self._alike, strict=True):
+            plain = [p for p in kind if not spec_of(p).quantized]
+            shared = self._share(comm, [p.shape for p in plain], self.values.dtype)
+            for old, values in zip(plain, shared, strict=True):
+                new[old] = _frozen(old, values)
+        for kind, comm in zip(kinds, self._alike, strict=True):
+            quantized = [p for p in kind if spec_of(p).quantized]
+            shared = self._share(comm, [p.shape for p in quantized], torch.int8)
+            scales = self._share(comm, [_scales_shape(p) for p in quantized], torch.bfloat16)
+            for old, values, factors in zip(quantized, shared, scales, strict=True):
+                new[old] = _frozen(old, values)
+                new[old].scales = factors
+        dense, experts, *quantized_memory = self.frozen_memory
+        for kind, memories in zip(
+            kinds,
+            ((dense, *quantized_memory[:2]), (experts, *quantized_memory[2:])),
+            strict=True,
+        ):
+            if all(memory.writes for memory in memories):
+                for old in kind:
+                    self._fill_frozen(new[old])
+            for memory in memories:
+                memory.written()
         return new
+
+    def _share(
+        self, comm: Comm, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Allocate tensors, one copy for the ranks of a node. Collective."""
+        sizes = [math.prod(shape) for shape in shapes]
+        memory = NodeTensor(comm, sum(sizes), dtype)
+        self.frozen_memory.append(memory)
+        parts = memory.values.split(sizes) if sizes else ()
+        return [values.view(shape) for values, shape in zip(parts, shapes, strict=True)]
+
+    def _fill_frozen(self, parameter: FrozenParameter) -> None:
+        if parameter.scales is None:
+            fill_initial(parameter.data, parameter, self._seed, self._kernels)
+        else:
+            parameter.q8.quantize(initial_values(parameter, self._seed, self._kernels))
 
     def initial_shard(self, start: int, end: int) -> Tensor:
         """Return the FP32 initial weights of elements [start, end), not rounded."""
@@ -336,21 +376,40 @@ class FlatParameters:
             if parameter.spec.owned or not owned
         ]
 
-    def frozen_shards(self) -> list[Shard]:
-        """Return the checkpoint records of frozen weights that this rank reads for its replicas."""
-        return [
-            _shard(WEIGHT.rstrip("/"), parameter, parameter.data.view(-1), 0)
-            for parameter in self.frozen
-            if self._alike[parameter.spec.expert].rank == 0
-        ]
+    def fill_frozen(self, fill: Callable[[list[Shard]], object], world: Comm) -> None:
+        """Load the frozen weights, those in eight bits in batches of FP32 tensors that are then quantized. Collective.
+
+        fill: reads the tensors of checkpoint records, on all ranks of `world` together
+        """
+        read = [p for p in self.frozen if self._alike[p.spec.expert].rank == 0]
+        fill([_weight_shard(p, p.data) for p in read if p.scales is None])
+        batches = _batches([p for p in read if p.scales is not None])
+        count = int(world.all_reduce(torch.tensor(len(batches)), "max"))
+        totals = [0, 0]  # dense, experts
+        for batch in [*batches, *[[]] * (count - len(batches))]:
+            numbers = [torch.empty(p.shape) for p in batch]
+            fill([_weight_shard(p, x) for p, x in zip(batch, numbers, strict=True)])
+            for parameter, x in zip(batch, numbers, strict=True):
+                parameter.q8.quantize(x)
+                if parameter.spec.counted:
+                    totals[int(parameter.spec.expert)] += bits_number(parameter.spec.name, x)
+        bits = torch.tensor([total % FINGERPRINTS for total in totals])
+        for expert, comm in enumerate(self._alike):
+            comm.broadcast(bits[expert : expert + 1])
+        self._quantized_bits = bits.tolist()
+        for memory in self.frozen_memory:
+            memory.broadcast()
 
     def fingerprint(self, words: int, groups: Groups) -> int:
-        """Return a hash of the frozen weights, equal in every layout and dtype. words: unpadded vocabulary rows. Collective."""
-        totals = [0, 0]  # dense, experts
+        """Return a hash of the frozen weights as they were loaded, equal in every layout and dtype. Collective.
+
+        words: unpadded vocabulary rows
+        """
+        totals = [*self._quantized_bits]  # dense, experts
         for parameter in self.frozen:
             spec = parameter.spec
             values = parameter.data
-            if spec.counted:
+            if spec.counted and parameter.scales is None:
                 if spec.name in VOCABULARY:
                     values = values[: max(0, words - spec.offset[0])]
                 totals[int(spec.expert)] += bits_number(spec.name, values)
@@ -361,6 +420,33 @@ class FlatParameters:
             comm.all_reduce(summed[1])
         groups.tp.all_reduce(summed[0])
         return int(groups.pp.all_reduce(summed.sum(0)).item()) % FINGERPRINTS
+
+
+def _frozen(declared: nn.Parameter, values: Tensor) -> FrozenParameter:
+    parameter = FrozenParameter(values, requires_grad=False)
+    parameter.spec = spec_of(declared)
+    return parameter
+
+
+def _scales_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    return (*parameter.shape[:-1], blocks_of(parameter.shape[-1]))
+
+
+def _batches(parameters: list[FrozenParameter]) -> list[list[FrozenParameter]]:
+    """Return consecutive parameters in batches of at most BATCH elements, or of one parameter."""
+    batches: list[list[FrozenParameter]] = []
+    room = 0
+    for parameter in parameters:
+        if not batches or parameter.numel() > room:
+            batches.append([])
+            room = BATCH
+        batches[-1].append(parameter)
+        room -= parameter.numel()
+    return batches
+
+
+def _weight_shard(parameter: FrozenParameter, tensor: Tensor) -> Shard:
+    return _shard(WEIGHT.rstrip("/"), parameter, tensor.view(-1), 0)
 
 
 def _shard(

@@ -93,6 +93,8 @@ def announce(notes: Iterable[str], plan: Plan, machine: str, nodes: int) -> list
         alone = replace(run, parallel=ParallelConfig())
         trained = sum(memory.adapter_parameters(alone, 1))
         parameters += f"; trained are {trained:,} of adapters of rank {run.lora.lora_rank}"
+        if run.lora.base_in_int8:
+            parameters += ", frozen linear layers in INT8"
     return [
         *(f"note: {note}" for note in notes),
         machine,

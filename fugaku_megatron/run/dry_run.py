@@ -15,7 +15,7 @@ from ..comm.grid import Grid
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting
-from ..costs.memory import Memory, frozen_elements, gradient_collectives
+from ..costs.memory import Memory, frozen_bytes, gradient_collectives
 from ..costs.run_schedule import recomputed_layers
 from ..data.chat_dataset import lost_lines, packing_lines
 from ..host import placement
@@ -193,8 +193,7 @@ def _frozen_copies(run: RunConfig, layout: Layout) -> list[str]:
     """Return the memory of frozen weights shared inside a node, which the table counts on each rank."""
     if not run.lora.on or layout.replicas == 1:
         return []
-    elements = max(frozen_elements(run, layout, stage) for stage in range(layout.pp))
-    mib = run.element_bytes * elements / 2**20
+    mib = max(frozen_bytes(run, layout, stage) for stage in range(layout.pp)) / 2**20
     return [
         f"frozen weights: the ranks of a node with the same weights share one copy, which the table counts on each: k of them "
         f"need (k - 1) x {mib:.0f} MiB less"

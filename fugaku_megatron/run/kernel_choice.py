@@ -77,6 +77,8 @@ def _native_matmuls(run: RunConfig) -> Iterator[str]:
         yield f"{run.system.int8_matmuls} in INT8"
     elif length := run.system.fp16_accumulation_chunk:
         yield f"partial sums of {length} terms in FP16, added up in FP32"
+    if run.lora.base_in_int8:
+        yield "frozen weights of linear layers stored in INT8"
     if run.numbers.abft:
         yield checked_matmuls(run)
 

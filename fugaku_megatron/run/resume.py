@@ -623,7 +623,7 @@ COURSE = {
         *MARKING,
     ),
     "system": ("fp16_accumulation_chunk", "fp32_matmul", "int8", "int8_wgrad", "int8_head"),
-    "lora": ("lora_alpha", "lora_dropout", "lora_use_rslora"),
+    "lora": ("lora_alpha", "lora_dropout", "lora_use_rslora", "lora_base_format"),
 }
 
 

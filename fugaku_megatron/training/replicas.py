@@ -28,6 +28,7 @@ from ..config.run_config import RunConfig
 from ..costs.units import holds_tied_copy
 from ..nn.model import Stage
 from ..nn.parameter import spec_of
+from ..nn.q8_weight import scales_of
 from ..optim.bucket_shard import BucketShard
 from ..optim.optimizer import Optimizer
 from ..start.exit_codes import ExitCode
@@ -187,7 +188,10 @@ class Replicas:
         optimizer = self._optimizer
         for parameter in (*optimizer.flat.parameters, *optimizer.flat.frozen):
             if self._alike(group, parameter):
-                yield Replica(WEIGHTS, spec_of(parameter).name, parameter)
+                name = spec_of(parameter).name
+                yield Replica(WEIGHTS, name, parameter)
+                if (scales := scales_of(parameter)) is not None:
+                    yield Replica(WEIGHTS, f"{name} (scales)", scales)
         for bucket, shard in zip(optimizer.flat.buckets, optimizer.shards, strict=True):
             if group in ("dp", "edp"):
                 if (group == "edp") == bucket.expert and not optimizer.sharded:

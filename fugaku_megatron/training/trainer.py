@@ -553,21 +553,19 @@ class Trainer:
         """
         flat = self.optimizer.flat
         if isinstance(base, ForeignModel):
-            names = base.names
-            read = base.read
-            agree(self.world, lambda: fill_shards(flat.frozen_shards(), names, read))
+            foreign = base
+
+            def fill(shards: list[Shard]) -> None:
+                agree(self.world, lambda: fill_shards(shards, foreign.names, foreign.read))
         else:
             base.config["model"] = with_block(base.config.get("model", {}))
-            load_shards(
-                base,
-                flat.frozen_shards(),
-                self.folders,
-                architecture(self.run.model),
-                VOCABULARY,
-                converts=WEIGHTS,
-            )
-        for memory in flat.frozen_memory:
-            memory.broadcast()
+            model = architecture(self.run.model)
+            checkpoint = base
+
+            def fill(shards: list[Shard]) -> None:
+                load_shards(checkpoint, shards, self.folders, model, VOCABULARY, converts=WEIGHTS)
+
+        flat.fill_frozen(fill, self.world)
         self.ops.weights_changed(frozen=True)
         found = None
         if not self.run.precision.fp16:

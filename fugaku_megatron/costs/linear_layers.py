@@ -1,0 +1,70 @@
+"""Linear layers of a transformer layer: shapes on a rank, and bytes of frozen weights in eight bits. No torch."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ..config.layout import Layout
+from ..config.lora import FC1, FC2, PROJ, QKV
+from ..config.model import Q8_BLOCK
+from ..config.run_config import RunConfig
+from .experts import Division
+from .units import units
+
+SCALE_BYTES = 2  # BF16
+
+
+class Linear(NamedTuple):
+    """A linear layer. widths: 2 with a gate. ranks: share its outputs, or inputs. experts: on a rank."""
+
+    name: str
+    widths: int
+    outputs: int
+    inputs: int
+    ranks: int
+    experts: int = 1
+    divided: bool = False
+
+    def shard(self) -> tuple[int, int]:
+        """Return (rows, columns) of all matrices of the layer on a rank."""
+        rows = self.experts * self.widths * self.outputs
+        if self.name in (QKV, FC1):
+            return rows // self.ranks, self.inputs
+        return rows, self.inputs // self.ranks
+
+
+def linears(run: RunConfig, tp: int, mlp: str) -> list[Linear]:
+    model = run.model
+    h = model.hidden_size
+    layers = [
+        Linear(QKV, 1, model.qkv_width, h, tp),
+        Linear(PROJ, 1, h, model.context_width, tp),
+    ]
+    if mlp != "experts":
+        f = model.ffn_hidden_size
+        return [*layers, Linear(FC1, model.fc1_widths, f, h, tp), Linear(FC2, 1, h, f, tp)]
+    division = Division.of(run, tp)
+    experts = ((model.num_experts or 0) // division.ep, division.divided)
+    f = model.moe_ffn_hidden_size or 0
+    layers.append(Linear(FC1, model.fc1_widths, f, h, division.etp, *experts))
+    layers.append(Linear(FC2, 1, h, f, division.etp, *experts))
+    if shared := model.moe_shared_expert_intermediate_size:
+        layers.append(Linear(FC1, model.fc1_widths, shared, h, tp))
+        layers.append(Linear(FC2, 1, h, shared, tp))
+    return layers
+
+
+def q8_savings(run: RunConfig, layout: Layout, stage: int) -> int:
+    """Return the bytes that frozen weights in eight bits save on a rank."""
+    if not run.lora.base_in_int8:
+        return 0
+    saved = 0
+    for unit in units(run, layout, stage):
+        if not isinstance(unit, int):
+            continue
+        for linear in linears(run, layout.tp, run.model.mlps[unit]):
+            rows, columns = linear.shard()
+            stored = columns + SCALE_BYTES * math.ceil(columns / Q8_BLOCK)
+            saved += rows * (columns * run.element_bytes - stored)
+    return saved
