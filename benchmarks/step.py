@@ -1,7 +1,7 @@
 """Our trainer's step against another program's, in turn, each in a process of its own; or parallel layouts against one rank.
 
     python -m benchmarks step --micro-batch-size 4 [--dtype bf16] [--baseline hf] [--baseline-compile] [--baseline-preload tcmalloc]
-    python -m benchmarks step --baseline trl [--lora-rank 16 [--baseline-load-in 8bit]]
+    python -m benchmarks step --baseline trl [--lora-rank 16 [--lora-base-format int8] [--baseline-load-in 8bit]]
     python -m benchmarks step --micro-batch-size 4 --dtype bf16 --int8 [--int8-wgrad]  INT8 matmuls, our BF16 step in turn as well
     python -m benchmarks step --ranks 2 --global-batch-size 16                        TP2, DP2 and PP2 against one rank
     python -m benchmarks step --ranks 2 --global-batch-size 4 --schedules             PP2 under every schedule against one rank
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from fugaku_megatron.config.fields import check, flag
+from fugaku_megatron.config.lora import BASE_FORMATS
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host.machine import clock_ghz, cpu_model, fma_peak_gflops
@@ -101,6 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lora-rank",
         type=int,
         help="with --baseline trl: both sides train adapters of this rank of all linear layers",
+    )
+    parser.add_argument(
+        "--lora-base-format",
+        choices=BASE_FORMATS,
+        help="with --lora-rank: storage of our frozen weights (default: --dtype)",
     )
     parser.add_argument(
         "--baseline-load-in",
@@ -188,6 +194,7 @@ def run_values(options: argparse.Namespace) -> dict[str, Any]:
         "vocab_size": shapes.vocabulary(options.recipe),
         **sizes,
         **adapters,
+        "lora_base_format": options.lora_base_format,
         "moe_aux_loss_coeff": (0.0,),
         "moe_z_loss_coeff": None,
         "micro_batch_size": options.micro_batch_size,
@@ -213,10 +220,13 @@ def task(options: argparse.Namespace, side: str, preload: list[Path]) -> Task:
         "load_in": options.baseline_load_in,
         "preload": tuple(map(str, preload)),
     }
+    values = run_values(options)
+    if side == "baseline":
+        values.pop("lora_base_format", None)  # the baseline has a format of its own
     return Task(
         side=side,
         recipe=options.recipe,
-        values=run_values(options),
+        values=values,
         threads=options.threads,
         **(baseline if side == "baseline" else {}),
     )
@@ -230,7 +240,7 @@ def take_turns(
     A round: {"ours": a step's record, "baseline": ..., "peak_gflops", "clock_ghz", "others"}.
     """
     first = {side: each.step()["loss"] for side, each in sides.items()}
-    rounded = options.int8 or options.baseline_load_in
+    rounded = options.int8 or options.lora_base_format or options.baseline_load_in
     tolerance = SAME_LOSS["bf16" if rounded else options.dtype]
     if not math.isclose(first["ours"], first["baseline"], rel_tol=tolerance):
         raise RuntimeError(
@@ -294,6 +304,8 @@ def report(
             "preload": options.baseline_preload,
             "ratio": every[side]["seconds"] / every["ours"]["seconds"],
         }
+    if options.lora_base_format:
+        every["ours"]["label"] = f"ours, LoRA on {options.lora_base_format}"
     if UNQUANTIZED in every:
         every["ours"]["label"] = (
             f"ours, {' '.join(flag(n) for n in INT8_FLAGS if getattr(options, n))}"
@@ -302,7 +314,7 @@ def report(
         every[UNQUANTIZED] |= {"label": f"ours, {options.dtype}", "ratio": ratio}
     medians = core.medians(rounds, ("peak_gflops", "clock_ghz"))
     ceiling = flops / every["ours"]["seconds"] / medians["peak_gflops"] / 1e9
-    names = ("threads", "recipe", "dtype", "micro_batch_size", "lora_rank")
+    names = ("threads", "recipe", "dtype", "micro_batch_size", "lora_rank", "lora_base_format")
     return {
         **every,
         "ratio": every["baseline"]["ratio"],

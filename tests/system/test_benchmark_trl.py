@@ -91,10 +91,14 @@ def test_weights_of_bitsandbytes_train_nearly_as_ours(load_in):
 
 def test_the_step_against_trl(tmp_path):
     flags = "--recipe qwen2.5-0.5b --num-layers 1 --vocab-size 512 --seq-length 32 --rounds 1"
-    command = f"step {flags} --baseline trl --lora-rank 4 --baseline-load-in 8bit --dtype bf16"
-    measured, printed = result(tmp_path / "step.json", command)
+    command = (
+        f"step {flags} --baseline trl --lora-rank 4 --lora-base-format int8 --baseline-load-in 8bit"
+    )
+    measured, printed = result(tmp_path / "step.json", f"{command} --dtype bf16")
     baseline = measured["baseline"]
     assert baseline["trl"] and baseline["peft"] and baseline["bitsandbytes"]
     assert (baseline["name"], baseline["load_in"], measured["lora_rank"]) == ("trl", "8bit", 4)
     assert measured["ratio"] == pytest.approx(baseline["seconds"] / measured["ours"]["seconds"])
+    assert measured["lora_base_format"] == "int8"
+    assert measured["ours"]["label"] == "ours, LoRA on int8"
     assert "x as fast as trl 8bit LoRA 4, MKL" in printed

@@ -508,6 +508,7 @@ def test_a_compiled_baseline_is_the_same_model():
     "flags, message",
     {
         "--lora-rank 4": "--lora-rank 4: --baseline plain has no adapters: pass --baseline trl",
+        "--lora-base-format int8": "--lora-base-format int8 is for the frozen weights of adapters",
         "--baseline-load-in 4bit": "--baseline-load-in 4bit is for frozen weights: pass --lora-rank",
         "--baseline trl": "--baseline trl: trl missing: pip install -c requirements.txt -r requirements-trl.txt",
         "--baseline trl --lora-rank 4": "--baseline trl: trl and peft missing: pip install",
