@@ -73,7 +73,6 @@ def add_field(group: argparse._ActionsContainer, declared: Declaration) -> None:
 
 
 def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add the flags of a dataclass, for `from_options`."""
     for declared in declarations(cls):
         add_field(parser, declared)
 

@@ -196,7 +196,6 @@ def _parsed(program: str, command: Any, words: Sequence[str], examples: Sequence
 
 @contextlib.contextmanager
 def _one_process_prints() -> Iterator[None]:
-    """Let only rank 0 print output that all share."""
     if environment.rank() == 0:
         yield
     else:

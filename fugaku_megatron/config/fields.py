@@ -155,7 +155,6 @@ def flag(name: str) -> str:
 
 
 def flag_words(name: str, value: Any) -> list[str]:
-    """Return the command-line words that set a field."""
     if isinstance(value, bool):
         return [flag(name) if value else flag("no_" + name)]
     values = value if isinstance(value, tuple) else (value,)

@@ -97,7 +97,6 @@ class LoraConfig:
 
     @cached_property
     def rank(self) -> int:
-        """Adapter rank; the run must have adapters."""
         assert self.lora_rank is not None
         return self.lora_rank
 

@@ -41,8 +41,6 @@ def one_of(*names: str, unless: str = "") -> Rule:
 
 
 def both_or_neither(name: str, other: str) -> Rule:
-    """Return the rule that two fields are set together."""
-
     def mistake(config: Any) -> str | None:
         value = getattr(config, name)
         other_value = getattr(config, other)
@@ -62,7 +60,6 @@ def at_least(name: str, limit: str, remedy: str) -> Rule:
 
 
 def above(name: str, limit: str, remedy: str) -> Rule:
-    """Return the rule that a field is greater than another one."""
     return _compared(name, limit, "not above", remedy, lambda value, other: value > other)
 
 

@@ -41,8 +41,6 @@ RANK_FIELDS = (
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A complete run. Checks rules between groups."""
-
     model: ModelConfig
     batch: BatchConfig
     parallel: ParallelConfig = ParallelConfig()

@@ -148,7 +148,6 @@ class Architecture:
 
     @property
     def embedding(self) -> str:
-        """Their word embedding's name, without the prefix."""
         return f"{self.places[_WORDS].names[0]}.weight"
 
     @property

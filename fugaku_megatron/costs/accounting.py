@@ -303,7 +303,6 @@ def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
 
 @lru_cache(maxsize=1024)  # searches repeat the same runs
 def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
-    """Return each virtual stage's layer count by --pipeline-split, at least 1."""
     layers = run.model.num_layers
     sizes = stage_sizes(run)
     if placement.virtual_stages == 1 or run.parallel.pipeline_split == "even" and sizes is None:

@@ -313,7 +313,6 @@ def _linear_name(record: Record) -> str:
 
 
 def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
-    """Return a linear layer's two adapter matmuls, or nothing."""
     name = _linear_name(record)
     rank = run.lora.rank
     matrices = run.lora.parts(name, run.model) if name in MATRICES else ()

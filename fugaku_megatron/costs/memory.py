@@ -153,7 +153,6 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
 
 
 def bucket_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Return each bucket's elements, divided experts included."""
     return [others + divided for others, divided in bucket_sizes(run, layout, stage)]
 
 

@@ -142,7 +142,6 @@ def with_recompute(
 def fewest(
     run: RunConfig, layout: Layout, stage: int, limit: float, in_flight: Sequence[InFlight]
 ) -> tuple[int, ...]:
-    """Return the fewest recomputed layers per model chunk that fit."""
     placement = layout.placement
     sizes = virtual_stage_sizes(run, placement)
     layers = [sizes[virtual_stage] for virtual_stage in placement.virtual_stages_of(stage)]

@@ -168,7 +168,6 @@ def load_model(
 
 
 def model_of(run: RunConfig, names: Collection[str], read: Callable[[str], Tensor]) -> LoadedModel:
-    """Build the whole model in this process; arguments as `fill_shards`."""
     loaded, shards = _empty_model(run, SoloComm())
     fill_shards(shards, names, read)
     return loaded

@@ -427,7 +427,6 @@ def _shared_files(request: Request) -> Iterator[Problem]:
 
 
 def _output(request: Request) -> Iterator[Problem]:
-    """Check that many ranks' output is split into directories."""
     if request.processes <= limits.SPLIT_OUTPUT_ABOVE:
         return
     for number, line in request.script.body:

@@ -168,7 +168,6 @@ def values(job: Job) -> list[str]:
 
 
 def other_clocks(job: Job) -> str:
-    """Return comments with each other mode's command."""
     return "\n".join(
         f'#   {mode.name}: pjsub -g GROUP -L "{mode.directive}" -x CPU_GHZ={mode.ghz:.1f} FILE'
         for mode in limits.MODES.values()

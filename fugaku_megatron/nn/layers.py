@@ -312,8 +312,6 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions, from 0 on."""
-
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
         self.context = context

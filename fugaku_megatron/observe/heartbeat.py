@@ -206,7 +206,6 @@ class Heartbeat:
             self._where = ""
 
     def wait(self, waits: bool) -> None:
-        """Mark the beginning or end of waiting for other ranks."""
         self._since = time.monotonic() if waits else 0.0
         self._beat()
 
@@ -225,7 +224,6 @@ class Heartbeat:
         )
 
     def look(self, written: bool = False) -> None:
-        """Write the time of the watchdog's look."""
         TICK.pack_into(self._memory, TICK_AT, time.monotonic(), written)
 
     def beat(self) -> Beat | None:

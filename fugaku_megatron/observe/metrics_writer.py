@@ -117,7 +117,6 @@ class MetricsWriter:
             self._wandb = outputs.wandb.start(self.print)
 
     def add(self, metrics: IterationMetrics) -> IterationMetrics | None:
-        """Add an iteration; return the metrics of a finished log interval."""
         self._interval.append(metrics)
         for name, metric in METRICS:
             value = getattr(metrics, name)

@@ -554,7 +554,6 @@ def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
 
 
 def outside(ranges: dict[str, tuple[float, float]], values: dict[str, float]) -> list[str]:
-    """Return a line for each value outside its fitted range."""
     return [
         f"{name} {values[name]:.5g} is outside the fitted {low:.5g} to {high:.5g}"
         for name, (low, high) in ranges.items()

@@ -98,7 +98,6 @@ def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse
 
 
 def rates(plan: Plan) -> list[str]:
-    """Return a line if the machine has two large all-reduce rates."""
     machine = plan.system.machine
     fitted = plan.system.parameters.reduce_gbs
     if machine.slow_reduce_gbs is None:

@@ -69,7 +69,6 @@ class Candidate:
 
 
 def schedules(choices: Choices, stages: int, microbatches: int) -> list[Order]:
-    """Return the software's schedules that are worth a trial."""
     few = microbatches <= min(2 * stages, LONGEST // stages)
     orders = []
     for name in choices.schedules:

@@ -129,7 +129,6 @@ class GlobalBatch(NamedTuple):
 
 
 def uncounted_line(iteration: int, result: IterationResult) -> str:
-    """Return the log's warning about an iteration without counted labels."""
     return (
         f"warning: iteration {iteration} has 0 counted tokens: no label of its "
         f"{result.global_batch_size} samples counts in the loss, so nothing was learned"
@@ -447,7 +446,6 @@ class Trainer:
         return self._shards(weights_only=self.run.output.no_save_optim)
 
     def _shards(self, weights_only: bool) -> list[Shard]:
-        """Return this rank's shards of a checkpoint."""
         return [
             shard
             for shard in self.optimizer.checkpoint_shards(owned=True)
