@@ -1,7 +1,8 @@
-"""Tokens a second of generation at batch 1 against transformers' own `generate`, in turn in one process.
+"""Tokens a second of generation against transformers' own `generate`, in turn in one process, or llama.cpp (llama_cpp.py).
 
     python -m benchmarks decode --model 124m                       GPT-2
     python -m benchmarks decode --model 0.5b --dtype bf16          Qwen2's smallest
+    python -m benchmarks decode --baseline llama.cpp               all formats, batches of 1 and 8, and a prompt
     python -m benchmarks decode --mkl shipped                      with torch's MKL as it is, on CPUs that are not Intel's
 
 Transformers runs eagerly as its users run it: a cache, scaled_dot_product_attention, no gradients, nothing but the likeliest token.
@@ -22,51 +23,49 @@ from typing import Any
 
 import torch
 
-from fugaku_megatron.checkpoint.manifest import read_manifest
-from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.fields import check
-from fugaku_megatron.config.run_config import saved_run
-from fugaku_megatron.convert.hugging_face import open_hugging_face
-from fugaku_megatron.convert.weights import save_own
 from fugaku_megatron.host import allocator, kernels
 from fugaku_megatron.host.timing import seconds
-from fugaku_megatron.inference.generation import Sampling, steps
-from fugaku_megatron.inference.loading import LoadedModel, load_model
+from fugaku_megatron.inference.generation import steps
+from fugaku_megatron.inference.loading import LoadedModel
 
-from . import core, disturbance, driver, preloads
+from . import core, disturbance, hf_models, llama_cpp, preloads
 
-GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, seed=0)
 SIDES = ("ours", "transformers")
 TORCH_HERE = True
-# Configurations of transformers: class, values. "tiny" is for tests.
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tiny": (
-        "GPT2",
-        {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
-    ),
-    "124m": ("GPT2", {}),
-    "0.5b": (
-        "Qwen2",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 32768,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-            "tie_word_embeddings": True,
-        },
-    ),
-}
+LLAMA_CPP = "llama.cpp"
 Side = Callable[[int], list[int]]  # the tokens that follow, so many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
-    parser.add_argument("--model", default="124m", choices=MODELS)
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument("--model", default="124m", choices=hf_models.MODELS)
+    parser.add_argument("--baseline", default=SIDES[1], choices=(SIDES[1], LLAMA_CPP))
+    parser.add_argument(
+        "--dtype", default="fp32", choices=("fp32", "bf16"), help="with --baseline transformers"
+    )
+    formats = tuple(llama_cpp.FORMATS)
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        default=formats,
+        choices=formats,
+        help=f"of the weights, with --baseline {LLAMA_CPP} (default: all)",
+    )
+    parser.add_argument(
+        "--batches",
+        nargs="+",
+        type=int,
+        default=(1, 8),
+        metavar="SAMPLES",
+        help=f"texts at once, with --baseline {LLAMA_CPP} (default: 1 8)",
+    )
+    parser.add_argument(
+        "--prefill-length",
+        type=int,
+        default=512,
+        help=f"tokens of the prompt that is timed, with --baseline {LLAMA_CPP} (default: %(default)s)",
+    )
     parser.add_argument(
         "--prompt-length", type=int, default=32, help="tokens (default: %(default)s)"
     )
@@ -85,11 +84,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     check(options.new_tokens > 1, f"--new-tokens {options.new_tokens}: pass 2 or more")
     allocator.tune("tuned")
     torch.set_num_threads(options.threads)
+    if options.baseline == LLAMA_CPP:
+        return llama_cpp.measure(options)
     with tempfile.TemporaryDirectory() as folder:
-        theirs, ours = models(options, Path(folder))
+        theirs = hf_models.save(options.model, options.dtype, Path(folder))
+        ours = hf_models.load_ours(Path(folder))
     prompt = torch.randint(
         0,
-        MODELS["tiny"][1]["vocab_size"],
+        hf_models.MODELS["tiny"][1]["vocab_size"],
         (options.prompt_length,),
         generator=torch.Generator().manual_seed(0),
     )
@@ -105,9 +107,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     busy = watch.disturbed()
     medians = core.medians(rounds)
     read = read_rate()
-    weights = sum(
-        p.nbytes for p in ours.stage.parameters() if p.dim() > 1 and "position" not in p.spec.name
-    )
+    weights = hf_models.stored_bytes(hf_models.matrices(ours))
     return {
         "model": options.model,
         "dtype": options.dtype,
@@ -126,32 +126,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def models(options: argparse.Namespace, folder: Path) -> tuple[Any, LoadedModel]:
-    """(transformers' model with random weights, ours with the same)."""
-    import transformers
-
-    torch.manual_seed(0)
-    kind, values = MODELS[options.model]
-    config = getattr(transformers, f"{kind}Config")(**values)
-    dtype = driver.DTYPES[options.dtype]
-    theirs = (
-        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        .to(dtype)
-        .eval()
-    )
-    theirs.save_pretrained(folder / "theirs")
-    save_own(open_hugging_face(folder / "theirs"), folder / "ours")
-    manifest = read_manifest(folder / "ours", 0)
-    return theirs, load_model(
-        saved_run(manifest, (1, 1)), SoloComm(), str(folder / "ours"), 0, manifest
-    )
-
-
 def our_side(loaded: LoadedModel, prompt: list[int]) -> Side:
     """`fugaku-megatron generate` without its command line."""
 
     def write(count: int) -> list[int]:
-        *_, (ids,) = steps(loaded, [prompt], count, GREEDY, lambda sample, ids: False)
+        *_, (ids,) = steps(loaded, [prompt], count, hf_models.GREEDY, lambda sample, ids: False)
         return ids.tolist()
 
     return write
@@ -188,6 +167,8 @@ def read_rate() -> float:
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """The table."""
+    if options.baseline == LLAMA_CPP:
+        return llama_cpp.text(options, result)
     lines = [
         f"{result['model']} {result['dtype']}, {result['threads']} threads, {result['cpu']}, MKL {result['mkl']}, measured"
         + core.mark(result["busy"])

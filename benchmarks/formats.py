@@ -43,6 +43,12 @@ FORMATS: dict[str, dict[str, Any]] = {
     BF16: {"bf16": True},
     "int8": {"bf16": True, "int8": True},
     "int8-wgrad": {"bf16": True, "int8": True, "int8_wgrad": True},
+    "stochastic": {
+        "bf16": True,
+        "int8": True,
+        "int8_wgrad": True,
+        "int8_stochastic_rounding": True,
+    },
 }
 MODEL: dict[str, Any] = {"num_layers": 6, "hidden_size": 384, "num_attention_heads": 6}
 LOSSES: tuple[Column, ...] = (
@@ -91,7 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=320,
         help="of the tokens' tokenizer (default: %(default)s)",
     )
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        default=[FP32, BF16, "int8", "int8-wgrad"],
+        choices=FORMATS,
+        help="stochastic: int8-wgrad with random rounding (default: all others)",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--train-iters", type=int, default=3000)
     parser.add_argument("--global-batch-size", type=int, default=4, help="samples of 128 tokens")

@@ -40,7 +40,7 @@ from .contestant import Apart, Contestant, Task
 SIDES = ("ours", "baseline")
 SHIPPED = "shipped"  # the side that --mkl both adds
 UNQUANTIZED = "unquantized"  # the side that --int8 adds: ours without it
-INT8_FLAGS = ("int8", "int8_wgrad", "int8_head")
+INT8_FLAGS = ("int8", "int8_wgrad", "int8_head", "int8_stochastic_rounding")
 PRECISIONS = ("fp32", "bf16")
 PAUSE = (
     0.1  # s; libgomp's threads spin for some milliseconds after a parallel region, then they sleep

@@ -24,10 +24,10 @@ from ..config.run_config import RunConfig
 from ..config.training import BatchConfig
 from ..convert.convert_command import open_weights, whole
 from ..convert.hugging_face import save_hugging_face
-from ..convert.weights import DTYPES, Weights, precision_of
+from ..convert.weights import Weights, precision_of
 from ..data.tokenizer import Tokenizer, TokenizerFlags
 from ..inference.generation import PromptEncoder, Sampling, steps
-from ..inference.loading import choose_tokenizer, model_of, through_stages
+from ..inference.loading import Q8, WEIGHTS_FORMATS, choose_tokenizer, model_of, through_stages
 from ..inference.scoring import EVALUATION, rolling, score
 from .config import Config
 
@@ -78,12 +78,16 @@ def load(
 
     ckpt_step: iteration; None: the latest.
     pretrained_checkpoint: place of the adapters' model, if it has moved.
-    dtype: "fp32", "bf16" or "fp16" of weights and activations; None: as saved.
+    dtype: "fp32", "bf16" or "fp16" of weights and activations, or "q8", as saved but the linear layers and the head in
+    eight bits; None: as saved.
     vocab_size: tokens, if a checkpoint of Megatron-LM has the padded number alone.
     vocab_file and merge_file, or tokenizer_model (a folder of Hugging Face or a file of SentencePiece) and perhaps
     tokenizer_type: replace the tokenizer that came with the model.
     """
-    check(dtype is None or dtype in DTYPES, f"dtype is {dtype!r:.40}: pass {' or '.join(DTYPES)}")
+    check(
+        dtype is None or dtype in WEIGHTS_FORMATS,
+        f"dtype is {dtype!r:.40}: pass {' or '.join(WEIGHTS_FORMATS)}",
+    )
     flags = _tokenizer_flags(**tokenizer)
     base = None if pretrained_checkpoint is None else os.fspath(pretrained_checkpoint)
     weights = open_weights(os.fspath(path), ckpt_step, vocab_size, base)
@@ -103,8 +107,9 @@ class Model:
         self._weights = weights
         self._flags = tokenizer
         self._where = where
-        if dtype is not None:
-            precision = PrecisionConfig(bf16=dtype == "bf16", fp16=dtype == "fp16")
+        self._q8 = dtype == Q8
+        if dtype is not None and not self._q8:
+            precision = PrecisionConfig.of(dtype)
         elif "precision" in weights.config:
             precision = PrecisionConfig(**weights.config["precision"])
         else:
@@ -112,7 +117,7 @@ class Model:
         run = RunConfig(
             model=weights.model, batch=BatchConfig(micro_batch_size=1), precision=precision
         )
-        self._loaded = model_of(run, weights.dtypes, weights.read)
+        self._loaded = model_of(run, weights.dtypes, weights.read, self._q8)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -223,8 +228,10 @@ class Model:
     def save_hf(self, directory: str | os.PathLike[str]) -> None:
         """Write a new directory for Hugging Face's from_pretrained, with the tokenizer's files, if any.
 
-        Raise ValueError for a directory that is not empty, and for a block without an architecture of Hugging Face.
+        Raise ValueError for a directory that is not empty, for a block without an architecture of Hugging Face, and for
+        weights in eight bits.
         """
+        check(not self._q8, f"the model was loaded with dtype {Q8}: load it without to save it")
         weights = self._loaded.weights
         rows = {name: spec[0] for name, spec in self._shapes().items()}
         in_memory = Weights(

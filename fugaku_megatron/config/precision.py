@@ -26,6 +26,11 @@ class PrecisionConfig:
         check_fields(self)
         check_rules(self, "precision")
 
+    @staticmethod
+    def of(name: str) -> PrecisionConfig:
+        """Return "fp32", "bf16" or "fp16"."""
+        return PrecisionConfig(bf16=name == "bf16", fp16=name == "fp16")
+
     @cached_property
     def name(self) -> str:
         if self.bf16:

@@ -121,7 +121,7 @@ class RunConfig:
 
     def _check_int8(self) -> None:
         system = self.system
-        for name in ("int8_wgrad", "int8_head"):
+        for name in ("int8_wgrad", "int8_head", "int8_stochastic_rounding"):
             check(
                 system.int8 or not getattr(system, name),
                 f"{flag(name)} is for --int8: pass --int8 too, or leave it out",

@@ -9,6 +9,7 @@ from ..config.layout import Layout
 from ..config.lora import FC1, FC2, PROJ, QKV
 from ..config.model import Q8_BLOCK
 from ..config.run_config import RunConfig
+from .accounting import padded_vocab_size
 from .experts import Division
 from .units import units
 
@@ -55,16 +56,33 @@ def linears(run: RunConfig, tp: int, mlp: str) -> list[Linear]:
     return layers
 
 
-def q8_savings(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the bytes that frozen weights in eight bits save on a rank."""
-    if not run.lora.base_in_int8:
-        return 0
+def stored_bytes(rows: int, columns: int) -> int:
+    """Return the bytes of a matrix in eight bits, with its scales."""
+    return rows * (columns + SCALE_BYTES * math.ceil(columns / Q8_BLOCK))
+
+
+def _layer_savings(run: RunConfig, layout: Layout, stage: int) -> int:
     saved = 0
     for unit in units(run, layout, stage):
         if not isinstance(unit, int):
             continue
         for linear in linears(run, layout.tp, run.model.mlps[unit]):
             rows, columns = linear.shard()
-            stored = columns + SCALE_BYTES * math.ceil(columns / Q8_BLOCK)
-            saved += rows * (columns * run.element_bytes - stored)
+            saved += rows * columns * run.element_bytes - stored_bytes(rows, columns)
     return saved
+
+
+def q8_savings(run: RunConfig, layout: Layout, stage: int) -> int:
+    """Return the bytes that frozen weights in eight bits save on a rank."""
+    return _layer_savings(run, layout, stage) if run.lora.base_in_int8 else 0
+
+
+def q8_inference_savings(run: RunConfig, layout: Layout, stage: int) -> int:
+    """Return the bytes that linear layers and a head in eight bits save on a rank, which keeps a tied embedding as it is."""
+    saved = _layer_savings(run, layout, stage)
+    if stage != layout.placement.last_stage:
+        return saved
+    rows = padded_vocab_size(run.model, layout.tp) // layout.tp
+    columns = run.model.hidden_size
+    replaced = 0 if run.model.tied and stage == 0 else rows * columns * run.element_bytes
+    return saved + replaced - stored_bytes(rows, columns)

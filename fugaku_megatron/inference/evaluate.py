@@ -29,7 +29,6 @@ from ..comm.base import Comm
 from ..comm.job import run_or_abort
 from ..config.fields import check, check_fields, flag, option, optional
 from ..config.model import ModelConfig
-from ..config.run_config import saved_run
 from ..data.chats import ChatTemplate, read_template
 from ..data.indexed import IndexedDataset, StoredTokens
 from ..data.tokenizer import Tokenizer
@@ -410,10 +409,10 @@ def evaluate(request: Request, world: Comm) -> dict[str, Any]:
     source = request.model.source
     iteration, manifest = source.manifest(world)
     with everywhere():
-        run = saved_run(manifest, sizes_of(source, world, manifest["layout"]))
+        run = source.run(manifest, sizes_of(source, world, manifest["layout"]))
         cut = Windows.of(request, run.model)
     texts = on_root(world, lambda: read_all(request, manifest, cut, run.model))
-    loaded = load_model(run, world, source.load, iteration, manifest)
+    loaded = load_model(run, world, source.load, iteration, manifest, source.q8)
     result = {
         "load": source.load,
         "iteration": iteration,

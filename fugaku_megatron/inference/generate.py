@@ -34,8 +34,8 @@ from ..comm.job import run_or_abort
 from ..config.fields import check, flag, option, optional, switch
 from ..config.layout import Layout
 from ..config.model import ModelConfig
-from ..config.run_config import RunConfig, saved_run
-from ..costs import accounting, activations
+from ..config.run_config import RunConfig
+from ..costs import accounting, activations, linear_layers
 from ..data.chats import ChatTemplate, read_template
 from ..data.tokenizer import Tokenizer
 from ..host import allocator
@@ -50,30 +50,36 @@ from .generation import (
     prompts_of,
     steps,
 )
-from .loading import LoadedModel, Source, add_source_flags, load_model, tokenizer_note
+from .loading import Q8, LoadedModel, Source, add_source_flags, load_model, tokenizer_note
 
 MIB = 2**20
 
 Answer = Callable[[list[int], Finished], Iterator[list[Tensor]]]  # prompt -> as `steps`
 
 
-def describe(run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> str:
-    """Describe parameters, layout, and any rank's largest weights and cache."""
+def describe(
+    run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int, q8: bool = False
+) -> str:
+    """Describe parameters, layout, and any rank's largest weights and cache. q8: linear layers and head in eight bits."""
     tp = run.parallel.tensor_model_parallel_size
     pp = run.parallel.pipeline_model_parallel_size
     layout = Layout(tp * pp, tp, pp, 1).placed(run)
     stages = range(pp)
-    weights = (
-        max(accounting.stage_parameters(run, layout, stage) for stage in stages) * run.element_bytes
-    )
+
+    def weight_bytes(stage: int) -> int:
+        saved = linear_layers.q8_inference_savings(run, layout, stage) if q8 else 0
+        return accounting.stage_parameters(run, layout, stage) * run.element_bytes - saved
+
+    weights = max(map(weight_bytes, stages))
     positions = max(map(len, prompts)) + max_new_tokens
     layers = max(
         sum(map(len, accounting.stage_layers(run, layout.placement, stage))) for stage in stages
     )
     cache = activations.cache_bytes(run, len(prompts), positions, layers, tp)
     slots = activations.cache_slots(run.model, positions)
+    precision = f"{run.precision.name} and {Q8}" if q8 else run.precision.name
     return (
-        f"{accounting.parameters(run):,} parameters in {run.precision.name}, tensor parallel {tp}, pipeline parallel {pp}\n"
+        f"{accounting.parameters(run):,} parameters in {precision}, tensor parallel {tp}, pipeline parallel {pp}\n"
         f"a rank holds at most {weights / MIB:.1f} MiB of weights and {cache / MIB:.1f} MiB of keys and values: "
         f"{layers} layers, {len(prompts)} samples, {slots} positions"
     )
@@ -197,7 +203,7 @@ def continue_prompts(request: Request, world: Comm) -> None:
     source = request.source
     iteration, manifest = source.manifest(world)
     with everywhere():
-        run = saved_run(manifest, layout_of(source, world, manifest["layout"], request.dry_run))
+        run = source.run(manifest, layout_of(source, world, manifest["layout"], request.dry_run))
 
     def open_encoder() -> PromptEncoder | None:
         if world.rank > 0:  # rank 0 reads the files and prints
@@ -213,9 +219,9 @@ def continue_prompts(request: Request, world: Comm) -> None:
     prompts = on_root(world, encode_prompts)
     if request.dry_run:
         if encoder:
-            print(describe(run, prompts, request.max_new_tokens))
+            print(describe(run, prompts, request.max_new_tokens, source.q8))
         return
-    loaded = load_model(run, world, source.load, iteration, manifest)
+    loaded = load_model(run, world, source.load, iteration, manifest, source.q8)
     if encoder:
         note = tokenizer_note(encoder.tokenizer, manifest)
         if note:

@@ -13,7 +13,6 @@ from ..cli.parser import Parser
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..config.fields import check
-from ..config.run_config import saved_run
 from ..data.tokenizer import Tokenizer
 from . import evaluate
 from .generation import Sampling, StopCondition, steps
@@ -43,12 +42,14 @@ class Model:
         source = model.source
         iteration, manifest = source.manifest(world)
         with everywhere():
-            run = saved_run(manifest, evaluate.sizes_of(source, world, manifest["layout"]))
+            run = source.run(manifest, evaluate.sizes_of(source, world, manifest["layout"]))
             self.window = model.window(run.model)
         self.batch = model.micro_batch_size
         self.tokenizers: list[Tokenizer] = []
         on_root(world, lambda: self.tokenizers.append(source.open_tokenizer(manifest)))
-        self.loaded: LoadedModel = load_model(run, world, source.load, iteration, manifest)
+        self.loaded: LoadedModel = load_model(
+            run, world, source.load, iteration, manifest, source.q8
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:

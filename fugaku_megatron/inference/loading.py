@@ -26,7 +26,8 @@ from ..config.fields import check, optional
 from ..config.layout import Layout
 from ..config.lora import LoraConfig
 from ..config.model import ModelConfig
-from ..config.run_config import RunConfig
+from ..config.precision import PrecisionConfig
+from ..config.run_config import RunConfig, saved_run
 from ..data.tokenizer import (
     TOKENIZERS,
     Tokenizer,
@@ -37,12 +38,17 @@ from ..data.tokenizer import (
     model_tokenizer,
 )
 from ..host import kernels
+from ..nn.experts import ExpertLinear
 from ..nn.forward_context import Pass
+from ..nn.layers import ColumnParallelLinear, RowParallelLinear
 from ..nn.model import VOCABULARY, Stage
-from ..nn.ops import Ops
+from ..nn.ops import Ops, quantize_activations
 from ..nn.parameter import PARAMETER_DTYPES, spec_of
+from ..nn.q8_weight import Q8Weight
 
-FEW_ROWS = 4  # of a matmul that is faster without packing its weight (measured)
+Q8 = "q8"
+WEIGHTS_FORMATS = (*PARAMETER_DTYPES, Q8)  # of --weights-format
+FEW_ROWS = 16  # of a matmul that is faster without packing its weight (measured on Zen 4)
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,15 @@ class LoadedModel:
 
 
 def operations(model: ModelConfig) -> Ops:
-    """Return recorded kernels if they cover the model, else torch."""
+    """Return recorded kernels if they cover the model, else torch.
+
+    Matmuls with weights in eight bits quantize the activations, if there are more than a few rows.
+    """
+    library = quantize_activations(kernels)
     if model.kernels_alone:
-        return Ops.build(kernels=RecordingKernels(), few_rows=FEW_ROWS)
-    return Ops.build({} if model.kernels_take_heads else {"attention": "torch"}, few_rows=FEW_ROWS)
+        return Ops.build(kernels=RecordingKernels(library), few_rows=FEW_ROWS)
+    choice = {} if model.kernels_take_heads else {"attention": "torch"}
+    return Ops.build(choice, kernels=library, few_rows=FEW_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +106,26 @@ class Source:
     pipeline_model_parallel_size: int | None = optional(
         "pipeline stages of this command (default: the checkpoint's)"
     )
+    weights_format: str | None = optional(
+        "format of the weights in memory: fp32, bf16 or fp16, also of the activations; or q8, the linear layers "
+        "and the head in eight bits with a BF16 scale per 64 numbers, rounded on loading (default: as saved)",
+        choices=WEIGHTS_FORMATS,
+    )
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Source:
         return from_options(cls, options, tokenizer=TokenizerFlags.of(options))
+
+    @property
+    def q8(self) -> bool:
+        return self.weights_format == Q8
+
+    def run(self, manifest: dict[str, Any], sizes: tuple[int, int] | None) -> RunConfig:
+        """Return `saved_run` in the precision of --weights-format."""
+        run = saved_run(manifest, sizes)
+        if self.weights_format is None or self.q8:
+            return run
+        return replace(run, precision=PrecisionConfig.of(self.weights_format))
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
@@ -127,9 +154,44 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load_model(
+    run: RunConfig,
+    world: Comm,
+    directory: str,
+    iteration: int,
+    manifest: dict[str, Any],
+    q8: bool = False,
+) -> LoadedModel:
+    """Load the model, LoRA adapters merged. Collective; raises ValueError on every rank.
+
+    q8: quantize the linear layers and the head afterwards.
+    """
+    loaded = _load_float(run, world, directory, iteration, manifest)
+    if q8:
+        quantize(loaded.stage)
+    return loaded
+
+
+def quantize(stage: Stage) -> None:
+    """Store the weights of linear layers and of the head in eight bits. A tied embedding stays as it is, next to the head."""
+    linear = (ColumnParallelLinear, RowParallelLinear, ExpertLinear)
+    for module in stage.modules():
+        if isinstance(module, linear):
+            module.weight = _quantized(module.weight)
+    if stage.last:
+        stage.last.output_weight = _quantized(stage.last.output_weight)
+
+
+def _quantized(weight: nn.Parameter) -> nn.Parameter:
+    q8 = Q8Weight.of(weight.data)
+    parameter = nn.Parameter(q8.values, requires_grad=False)
+    parameter.spec = spec_of(weight)  # type: ignore[attr-defined]  # as in nn.parameter
+    parameter.scales = q8.scales  # type: ignore[attr-defined]  # as in nn.q8_weight
+    return parameter
+
+
+def _load_float(
     run: RunConfig, world: Comm, directory: str, iteration: int, manifest: dict[str, Any]
 ) -> LoadedModel:
-    """Load the model, LoRA adapters merged. Collective; raises ValueError on every rank."""
     adapts = manifest["state"].get("lora")
     loaded, shards = _empty_model(replace(run, lora=LoraConfig()), world)
     if adapts is None:
@@ -167,9 +229,15 @@ def load_model(
     return loaded
 
 
-def model_of(run: RunConfig, names: Collection[str], read: Callable[[str], Tensor]) -> LoadedModel:
+def model_of(
+    run: RunConfig, names: Collection[str], read: Callable[[str], Tensor], q8: bool = False
+) -> LoadedModel:
+    """Build the whole model in this process; arguments as `fill_shards`, and q8 as `load_model`."""
     loaded, shards = _empty_model(run, SoloComm())
     fill_shards(shards, names, read)
+    if q8:
+        shards.clear()
+        quantize(loaded.stage)
     return loaded
 
 
@@ -307,11 +375,12 @@ ALLOCATIONS = (
 
 
 class RecordingKernels:
-    def __init__(self) -> None:
+    def __init__(self, library: Any = kernels) -> None:
+        self._library = library
         self._calls: Any = None  # kernels.Calls while calls are recorded
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(kernels if self._calls is None else self._calls, name)
+        return getattr(self._library if self._calls is None else self._calls, name)
 
     def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> RecordedStep:
         """Record `step`. Raises AssertionError if torch computes, AttributeError for a kernel that

@@ -50,7 +50,9 @@ def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernel
 def int8_of(run: RunConfig) -> Int8 | None:
     """Return the matmuls that the run quantizes, or None."""
     system = run.system
-    return Int8(system.int8_wgrad, system.int8_head) if system.int8 else None
+    if not system.int8:
+        return None
+    return Int8(system.int8_wgrad, system.int8_head, system.int8_stochastic_rounding)
 
 
 def choose_kernels(plan: Plan, world: Comm, saved: dict[str, str] | None = None) -> Choice:

@@ -621,7 +621,14 @@ COURSE = {
         "sft_truncate",
         *MARKING,
     ),
-    "system": ("fp16_accumulation_chunk", "fp32_matmul", "int8", "int8_wgrad", "int8_head"),
+    "system": (
+        "fp16_accumulation_chunk",
+        "fp32_matmul",
+        "int8",
+        "int8_wgrad",
+        "int8_head",
+        "int8_stochastic_rounding",
+    ),
     "lora": ("lora_alpha", "lora_dropout", "lora_use_rslora", "lora_base_format"),
 }
 

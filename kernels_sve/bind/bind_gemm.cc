@@ -61,6 +61,12 @@ DType factors(DType dtype, bool bf16x3, bool int8, int64_t k) {
   return DType::bf16x3;
 }
 
+// Whether the elements of A are rounded at random: only those of INT8.
+bool rounds_at_random(bool stochastic, bool int8) {
+  if (stochastic) require(int8, "stochastic", "False without int8", "True");
+  return stochastic;
+}
+
 std::string describe(const char* target, int64_t rows, int64_t cols, DType dtype, bool transposed,
                      int64_t fp16_chunk) {
   return std::string(dtype_name(dtype)) + " (" + std::to_string(rows) + ", " +
@@ -194,7 +200,7 @@ void linear_forward(py::handle x_object, py::handle weight_object, py::handle ou
 void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::handle out_object,
                           py::handle activation_input_object, const std::string& activation,
                           py::handle packed_object, int64_t fp16_chunk, bool bf16x3, bool int8,
-                          py::handle scales_object) {
+                          py::handle scales_object, bool stochastic) {
   TensorView grad("grad_output", grad_object), weight("weight", weight_object),
       out("out", out_object);
   weight.rank(2);
@@ -203,6 +209,7 @@ void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::
   args.m = grad.size(0), args.n = weight.size(1), args.k = weight.size(0);
   args.in_dtype = factors(grad.dtype(), bf16x3, int8, args.k), args.out_dtype = out.dtype();
   args.fp16_chunk = checked_chunk(fp16_chunk, grad.dtype());
+  args.random_rounding = rounds_at_random(stochastic, int8);
   args.a = grad.data(), args.a_row = grad.stride(0), args.a_col = 1;
   args.b = weight.data(), args.b_row = weight.stride(0), args.b_col = 1;
   args.packed = packed_data(packed_object, weight, args.in_dtype, true, fp16_chunk, out);
@@ -215,7 +222,7 @@ void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::
 
 void linear_weight_gradient(py::handle grad_object, py::handle x_object,
                             py::handle weight_gradient_object, py::handle bias_gradient_object,
-                            int64_t fp16_chunk, bool bf16x3, bool int8) {
+                            int64_t fp16_chunk, bool bf16x3, bool int8, bool stochastic) {
   TensorView grad("grad_output", grad_object), x("x", x_object),
       out("weight_gradient", weight_gradient_object);
   grad.rank(2).floating().last_contiguous();
@@ -227,6 +234,7 @@ void linear_weight_gradient(py::handle grad_object, py::handle x_object,
   args.in_dtype = factors(grad.dtype(), bf16x3, int8, args.k), args.out_dtype = DType::f32,
   args.accumulate = true;
   args.fp16_chunk = checked_chunk(fp16_chunk, grad.dtype());
+  args.random_rounding = rounds_at_random(stochastic, int8);
   args.a = grad.data(), args.a_row = 1, args.a_col = grad.stride(0);
   args.b = x.data(), args.b_row = x.stride(0), args.b_col = 1;
   args.c = out.data(), args.c_row = out.stride(0);
@@ -260,7 +268,7 @@ void run_grouped(const GroupedGemmArgs& args) {
 // out = x W^T of each group, or x W with `transposed`.
 void grouped_linear(const TensorView& x, py::handle weight_object, py::handle counts_object,
                     py::handle out_object, bool transposed, int64_t fp16_chunk, bool int8,
-                    py::handle scales_object) {
+                    py::handle scales_object, bool stochastic = false) {
   TensorView weight("weight", weight_object), out("out", out_object);
   weight.rank(3).contiguous();
   const int64_t inputs = weight.size(transposed ? 1 : 2), outputs = weight.size(transposed ? 2 : 1);
@@ -271,6 +279,7 @@ void grouped_linear(const TensorView& x, py::handle weight_object, py::handle co
   each.n = outputs, each.k = inputs;
   each.in_dtype = factors(x.dtype(), false, int8, each.k), each.out_dtype = x.dtype(),
   each.fp16_chunk = checked_chunk(fp16_chunk, x.dtype());
+  each.random_rounding = rounds_at_random(stochastic, int8);
   each.a = x.data(), each.a_row = x.stride(0), each.a_col = 1;
   each.b = weight.data(), (transposed ? each.b_row : each.b_col) = weight.size(2),
   (transposed ? each.b_col : each.b_row) = 1;
@@ -289,14 +298,15 @@ void grouped_linear_forward(py::handle x_object, py::handle weight_object, py::h
 
 void grouped_linear_data_gradient(py::handle grad_object, py::handle weight_object,
                                   py::handle counts_object, py::handle out_object,
-                                  int64_t fp16_chunk, bool int8, py::handle scales_object) {
+                                  int64_t fp16_chunk, bool int8, py::handle scales_object,
+                                  bool stochastic) {
   grouped_linear(TensorView("grad_output", grad_object), weight_object, counts_object, out_object,
-                 true, fp16_chunk, int8, scales_object);
+                 true, fp16_chunk, int8, scales_object, stochastic);
 }
 
 void grouped_linear_weight_gradient(py::handle grad_object, py::handle x_object,
                                     py::handle counts_object, py::handle weight_gradient_object,
-                                    int64_t fp16_chunk, bool int8) {
+                                    int64_t fp16_chunk, bool int8, bool stochastic) {
   TensorView grad("grad_output", grad_object), x("x", x_object),
       out("weight_gradient", weight_gradient_object);
   grad.rank(2).floating().last_contiguous();
@@ -307,6 +317,7 @@ void grouped_linear_weight_gradient(py::handle grad_object, py::handle x_object,
   each.in_dtype = factors(grad.dtype(), false, int8, grad.size(0)), each.out_dtype = DType::f32,
   each.accumulate = true;
   each.fp16_chunk = checked_chunk(fp16_chunk, grad.dtype());
+  each.random_rounding = rounds_at_random(stochastic, int8);
   each.a = grad.data(), each.a_row = 1, each.a_col = grad.stride(0);
   each.b = x.data(), each.b_row = x.stride(0), each.b_col = 1;
   each.c = out.data(), each.c_row = each.n;
@@ -323,7 +334,7 @@ void either_contiguous(const TensorView& t) {
 }
 
 void plain_gemm(py::handle a_object, py::handle b_object, py::handle out_object, bool accumulate,
-                int64_t fp16_chunk, bool bf16x3, bool int8) {
+                int64_t fp16_chunk, bool bf16x3, bool int8, bool stochastic) {
   TensorView a("a", a_object), b("b", b_object), out("out", out_object);
   a.rank(2).floating();
   b.rank(2).shape({a.size(1), -1}).same_dtype(a);
@@ -336,6 +347,7 @@ void plain_gemm(py::handle a_object, py::handle b_object, py::handle out_object,
   args.m = a.size(0), args.n = b.size(1), args.k = a.size(1);
   args.in_dtype = factors(a.dtype(), bf16x3, int8, args.k), args.out_dtype = out.dtype(),
   args.accumulate = accumulate;
+  args.random_rounding = rounds_at_random(stochastic, int8);
   args.fp16_chunk = checked_chunk(fp16_chunk, a.dtype());
   // A single row or column has an arbitrary stride; the other one is then 1.
   const bool a_rows = a.stride(1) == 1 || a.size(1) <= 1,
@@ -378,7 +390,7 @@ FM_BIND(gemm) {
              "this dtype.");
   module.def(
       "gemm", &plain_gemm, "a"_a, "b"_a, "out"_a, "accumulate"_a = false, "fp16_chunk"_a = 0,
-      "bf16x3"_a = false, "int8"_a = false,
+      "bf16x3"_a = false, "int8"_a = false, "stochastic"_a = false,
       "out (M, N) = a (M, K) b (K, N), or += with accumulate and a float32 out. a and b have one "
       "floating "
       "dtype, out that dtype\n"
@@ -393,7 +405,8 @@ FM_BIND(gemm) {
       "multiplies each operand as three bfloat16 parts, about as exactly. int8: quantizes rows of "
       "a "
       "and columns of b to eight\n"
-      "bits each, K up to 131072. See docs/numerics.md.");
+      "bits each, K up to 131072. stochastic: rounds those of a up or down at random, so that the "
+      "mean is right. See docs/numerics.md.");
   module.def("linear_forward", &linear_forward, "x"_a, "weight"_a, "out"_a, "bias"_a = none,
              "activation"_a = none, "pre"_a = none, "residual"_a = none, "packed"_a = none,
              "fp16_chunk"_a = 0, "bf16x3"_a = false, "int8"_a = false, "scales"_a = none,
@@ -410,14 +423,15 @@ FM_BIND(gemm) {
   module.def("linear_data_gradient", &linear_data_gradient, "grad_output"_a, "weight"_a, "out"_a,
              "activation_input"_a = none, "activation"_a = "gelu", "packed"_a = none,
              "fp16_chunk"_a = 0, "bf16x3"_a = false, "int8"_a = false, "scales"_a = none,
+             "stochastic"_a = false,
              "out (M, K) = grad_output (M, N) weight (N, K), times f'(activation_input (M, K)) "
              "where it is passed, which may be "
              "out. activation: f as in activate. dtypes and strides as in\n"
              "linear_forward. packed: the weight from pack_weight(transposed=True). fp16_chunk and "
-             "bf16x3 as in gemm, scales as in linear_forward.");
+             "bf16x3 and stochastic as in gemm, scales as in linear_forward.");
   module.def("linear_weight_gradient", &linear_weight_gradient, "grad_output"_a, "x"_a,
              "weight_gradient"_a, "bias_gradient"_a = none, "fp16_chunk"_a = 0, "bf16x3"_a = false,
-             "int8"_a = false,
+             "int8"_a = false, "stochastic"_a = false,
              "weight_gradient (N, K) += grad_output (M, N)^T x (M, K) and bias_gradient (N,) += "
              "column sums of "
              "grad_output, both\n"
@@ -433,11 +447,12 @@ FM_BIND(gemm) {
              "as in gemm, scales (groups, N, ceil(K / 64)) as in linear_forward.");
   module.def("grouped_linear_data_gradient", &grouped_linear_data_gradient, "grad_output"_a,
              "weight"_a, "counts"_a, "out"_a, "fp16_chunk"_a = 0, "int8"_a = false,
-             "scales"_a = none,
+             "scales"_a = none, "stochastic"_a = false,
              "out (M, K) = grad_output (M, N) weight[i] for each group of rows. Otherwise as "
              "grouped_linear_forward.");
   module.def("grouped_linear_weight_gradient", &grouped_linear_weight_gradient, "grad_output"_a,
              "x"_a, "counts"_a, "weight_gradient"_a, "fp16_chunk"_a = 0, "int8"_a = false,
+             "stochastic"_a = false,
              "weight_gradient[i] (N, K) += grad_output^T x over the rows of group i, in float32; "
              "of a group without rows nothing "
              "is read or\n"

@@ -109,7 +109,7 @@ struct Gemm {
     const int64_t column_count = g.packed ? 0 : all_columns + GROUP;
     float* place = buffer(3, 2 * row_count + 3 * column_count);
     __builtin_memset(place, 0, (2 * row_count + 3 * column_count) * sizeof(float));
-    a_scales = {place, place + row_count};
+    a_scales = {place, place + row_count, nullptr, g.random_rounding ? g.a : nullptr};
     place += 2 * row_count;
     if (g.packed) {
       b_scales = packed_scales(const_cast<void*>(g.packed), g.n);
@@ -256,7 +256,7 @@ struct Gemm {
 #ifdef FM_HAS_TILES
     if constexpr (Words::TILES)
       return pack_tile_panels<Words>(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin,
-                                     deep, scales.inverse, panels);
+                                     deep, scales, panels);
 #endif
     return pack_panels<Words, ROWS, true>(a_at(begin, p), g.a_row, g.a_col, end - begin,
                                           g.m - begin, deep, scales, panels);

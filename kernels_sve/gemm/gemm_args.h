@@ -35,7 +35,8 @@ struct GemmArgs {
   void* c;
   int64_t c_row;
   bool accumulate;
-  float* a_sums;  // (m,) += sum over k of A
+  bool random_rounding;  // of A, where in_dtype is int8_of_*: up or down, so that the mean is right
+  float* a_sums;         // (m,) += sum over k of A
   // 0: products and sums in float32. Else, of f16 operands and where has_fp16_arithmetic(): every fp16_chunk consecutive
   // products are summed in FP16, the first rounded and each of the others added with one rounding, their sums in float32.
   int64_t fp16_chunk;

@@ -18,20 +18,9 @@ constexpr int OFFSET = BYTE_OFFSET;
 #endif
 #endif
 
-// Scales of the rows of A or of the columns of B, from the first row or column of a thread on.
-struct Scales {
-  float *scale = nullptr, *inverse = nullptr;  // inverse: what an element is multiplied by
-  int32_t* correction = nullptr;               // of B
-};
-
-FM_INLINE Scales scales_from(const Scales& all, int64_t first) {
-  if (!all.scale) return {};
-  return {all.scale + first, all.inverse ? all.inverse + first : nullptr,
-          all.correction ? all.correction + first : nullptr};
-}
-
-// Reads elements as words of int8, for packing panels of B with BESIDE_ words side by side, or, IS_A, of A, with OFFSET added.
-template <bool IS_A, int BESIDE_>
+// Reads elements as words of int8, for packing panels of B with BESIDE_ words side by side, or, IS_A, of A, with OFFSET added. RANDOM:
+// with random rounding.
+template <bool IS_A, int BESIDE_, bool RANDOM = false>
 struct Int8Reader {
 #ifdef FM_HAS_BYTE_DOTS
   static constexpr int STEP = 4;
@@ -40,8 +29,24 @@ struct Int8Reader {
 #endif
   static constexpr int PARTS = 1, WIDE = 1, BESIDE = BESIDE_;
 
+  // Numbers x inverse as integers. place: of the first of them from the operand's first element on.
+  FM_INLINE vi quantized(vf x, vf inverse, [[maybe_unused]] int64_t place) {
+    if constexpr (RANDOM) {
+      const vu element = lane_index() + static_cast<uint32_t>(place);
+      return round_int8(to_int(x * (inverse * INT8_UNITS)), element, (vu)inverse);
+    } else {
+      return to_int(x * inverse);
+    }
+  }
   template <class T>
-  FM_INLINE vf along_k(const T* p, int64_t elements, float inverse) {
+  FM_INLINE int64_t place_of(const T* p, const Scales& scales) {
+    return RANDOM ? p - static_cast<const T*>(scales.origin) : 0;
+  }
+
+  template <class T>
+  FM_INLINE vf along_k(const T* p, int64_t elements, const Scales& scales) {
+    const vf inverse = broadcast(*scales.inverse);
+    const int64_t place = place_of(p, scales);
     vi q[STEP];
 #pragma GCC unroll 4
     for (int v = 0; v < STEP; ++v) {
@@ -49,7 +54,7 @@ struct Int8Reader {
       const vf x = left >= VL ? load(p + v * VL)
                    : left > 0 ? load_n(p + v * VL, static_cast<int>(left))
                               : vf{};
-      q[v] = to_int(x * inverse);
+      q[v] = quantized(x, inverse, place + v * VL);
     }
 #ifdef FM_HAS_BYTE_DOTS
     return shifted(bytes_of(q[0], q[1], q[2], q[3]));
@@ -59,15 +64,17 @@ struct Int8Reader {
   }
 
   template <class T>
-  FM_INLINE vf across_k(const T* p, int64_t stride, int64_t left, int lanes, const float* inverse) {
+  FM_INLINE vf across_k(const T* p, int64_t stride, int64_t left, int lanes, const Scales& scales) {
     constexpr int BITS = 32 / STEP;
     constexpr uint32_t MASK = (UINT64_C(1) << BITS) - 1;
-    const vf factor = load(inverse);
+    const vf inverse = load(scales.inverse);
+    const int64_t place = place_of(p, scales);
     vu words = {};
 #pragma GCC unroll 4
     for (int s = 0; s < STEP; ++s) {
       if (s >= left) break;
-      words |= ((vu)to_int(load_lanes(p + s * stride, lanes) * factor) & MASK) << (BITS * s);
+      const vf x = load_lanes(p + s * stride, lanes);
+      words |= ((vu)quantized(x, inverse, place + s * stride) & MASK) << (BITS * s);
     }
     return shifted(words);
   }
@@ -92,8 +99,8 @@ struct Int8Reader {
   }
 };
 
-template <bool IS_A, int BESIDE>
-constexpr bool QUANTIZES<Int8Reader<IS_A, BESIDE>> = true;
+template <bool IS_A, int BESIDE, bool RANDOM>
+constexpr bool QUANTIZES<Int8Reader<IS_A, BESIDE, RANDOM>> = true;
 
 // Whether the sums of the columns that a reader packs are wanted, for `correction`.
 template <class Reader>

@@ -6,6 +6,7 @@
 // The tile is tuning.h's; on A64FX a broadcast is one LD1RW. docs/kernels-howto.md
 #pragma once
 #include "gemm/gemm_fetch.h"
+#include "simd/rounding_word.h"
 #include "simd/tiles.h"
 
 namespace fm::FM_TARGET {
@@ -86,9 +87,14 @@ FM_INLINE int64_t panel_words(int64_t depth) {
 
 // Calls f(reader, place) for every part of an element: what reads it, as Words do, and its place in a panel of A or of B.
 template <class Words, bool IS_A, class F>
-FM_INLINE void for_parts(const F& f) {
-  if constexpr (Words::INT8) {
-    f(Int8Reader<IS_A, Words::BESIDE>(), 0);
+FM_INLINE void for_parts([[maybe_unused]] const Scales& scales, const F& f) {
+  if constexpr (Words::INT8 && IS_A) {
+    if (scales.origin)
+      f(Int8Reader<true, Words::BESIDE, true>(), 0);
+    else
+      f(Int8Reader<true, Words::BESIDE>(), 0);
+  } else if constexpr (Words::INT8) {
+    f(Int8Reader<false, Words::BESIDE>(), 0);
   } else if constexpr (Words::PARTS == 1) {
     f(Words(), 0);
   } else {

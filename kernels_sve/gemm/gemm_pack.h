@@ -19,7 +19,7 @@ FM_INLINE void pack_block(const T* src, int64_t stride, int64_t used, int64_t va
     if (WHOLE || (i < used && i + WIDTH < valid)) prefetch(src + (i + WIDTH) * stride);
     block[i] = WHOLE || (i < used && i < valid)
                    ? along_k<Words>(src + i * stride, WHOLE ? VL * Words::STEP : elements,
-                                    scales.inverse + i)
+                                    scales_from(scales, i))
                    : vf{};
   }
   transpose(block);
@@ -122,7 +122,7 @@ FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_
       for (int g = 0; g < GROUPS; ++g) {
         const int64_t i = q * WIDTH + g * LANES, left = valid - i;
         const int lanes = inside || left >= LANES ? LANES : left > 0 ? static_cast<int>(left) : 0;
-        const vf words = across_k<Words>(src + i, stride, depth - k, lanes, scales.inverse + i);
+        const vf words = across_k<Words>(src + i, stride, depth - k, lanes, scales_from(scales, i));
         if constexpr (CORRECTS<Words>) sums[q][g] = Words::add_bytes(sums[q][g], words);
         float* p = out + q * panel + g * VL;
         constexpr int REST = ROW - (GROUPS - 1) * VL;
@@ -170,7 +170,7 @@ template <class Words, int WIDTH, bool IS_A, class T>
 FM_INLINE int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left,
                           int64_t valid, int64_t depth, Scales scales, float* out) {
   int packed = 0;
-  for_parts<Words, IS_A>([&](auto reader, int p) FM_INLINE_LAMBDA {
+  for_parts<Words, IS_A>(scales, [&](auto reader, int p) FM_INLINE_LAMBDA {
     float* part = out + p * words_of<Words>(depth) * (WIDTH / Words::WIDE);
     packed = pack_as_stored<decltype(reader), WIDTH>(src, i_stride, k_stride, left, valid, depth,
                                                      scales, part);

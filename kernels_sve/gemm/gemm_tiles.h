@@ -41,17 +41,17 @@ static __attribute__((noinline)) void tiles_kernel(int64_t words, const uint32_t
 // pack_panels of gemm_pack.h for A.
 template <class Words, class T>
 FM_INLINE int pack_tile_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left,
-                               int64_t valid, int64_t depth, const float* inverse, float* out) {
+                               int64_t valid, int64_t depth, Scales scales, float* out) {
   const int panels =
       i_stride == 1 && left >= Tuning::PACK_PANELS * TILE_COLUMNS ? Tuning::PACK_PANELS : 1;
   const int64_t part = words_of<Words>(depth) * TILE_COLUMNS;
   for (int64_t q = 0; q < panels; ++q, valid -= TILE_COLUMNS) {
     const T* first = src + q * TILE_COLUMNS * i_stride;
-    for_parts<Words, true>([&](auto reader, int p) FM_INLINE_LAMBDA {
+    for_parts<Words, true>(scales, [&](auto reader, int p) FM_INLINE_LAMBDA {
       pack_tiles<decltype(reader)>(first, i_stride, k_stride, valid, depth,
-                                   out + (q * Words::PARTS + p) * part, inverse);
+                                   out + (q * Words::PARTS + p) * part, scales);
     });
-    if constexpr (Words::INT8) inverse += TILE_COLUMNS;
+    if constexpr (Words::INT8) scales = scales_from(scales, TILE_COLUMNS);
   }
   return panels;
 }

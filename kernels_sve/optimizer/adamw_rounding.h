@@ -6,18 +6,13 @@
 // is a hash of the element's number in the GLOBAL tensor with the key of seed, tensor and step: the same in every parallel layout
 // and for every thread count, in a resumed run, and in the copies of a tensor that several ranks hold.
 #pragma once
-#include "simd/philox_layout.h"
+#include "simd/rounding_word.h"
 
 namespace fm {
 
-// Number of an element modulo 2^32 -> word in [0, 2^16). U: uint32_t or a vector of them. The finaliser of MurmurHash3 (Appleby, in
-// the public domain), with a key before each product.
 template <class U>
 static inline __attribute__((always_inline)) U rounding_word(U element, PhiloxKey key) {
-  U h = element ^ key.k0;
-  h = (h ^ (h >> 16)) * 0x85ebca6bu;
-  h = (h ^ (h >> 13) ^ key.k1) * 0xc2b2ae35u;
-  return h >> 16;
+  return rounding_word(element, key.k0, key.k1);
 }
 
 }  // namespace fm

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "reference/reference.h"
+#include "simd/rounding_word.h"
 
 namespace fm::reference {
 namespace {
@@ -37,8 +39,9 @@ struct Quantized {
   std::vector<int> q;
 };
 
-template <class F>
-Quantized quantize(int64_t k, const F& element) {
+// number(p): element p's in A, for random rounding.
+template <class F, class N>
+Quantized quantize(int64_t k, const F& element, bool random, const N& number) {
   float most = 0;
   bool finite = true;
   for (int64_t p = 0; p < k; ++p) {
@@ -52,8 +55,15 @@ Quantized quantize(int64_t k, const F& element) {
   row.scale = zero ? 0 : most / 127.0f;
   const float inverse = zero ? 0 : 127.0f / most;
   for (int64_t p = 0; p < k; ++p) {
-    const float scaled = element(p) * inverse;
-    row.q[p] = static_cast<int>(std::nearbyint(scaled));
+    if (random) {
+      const float units = element(p) * (inverse * INT8_UNITS);
+      uint32_t bits;
+      std::memcpy(&bits, &inverse, sizeof bits);
+      row.q[p] = round_int8(static_cast<int32_t>(std::nearbyint(units)), number(p), bits);
+    } else {
+      const float scaled = element(p) * inverse;
+      row.q[p] = static_cast<int>(std::nearbyint(scaled));
+    }
   }
   return row;
 }
@@ -63,14 +73,17 @@ using Rows = std::vector<Quantized>;
 Rows quantized_a(const GemmArgs& g) {
   Rows rows;
   for (int64_t i = 0; is_int8(g.in_dtype) && i < g.m; ++i)
-    rows.push_back(quantize(g.k, [&](int64_t p) { return a_element(g, i, p); }));
+    rows.push_back(quantize(
+        g.k, [&](int64_t p) { return a_element(g, i, p); }, g.random_rounding,
+        [&](int64_t p) { return static_cast<uint32_t>(i * g.a_row + p * g.a_col); }));
   return rows;
 }
 
 Rows quantized_b(const GemmArgs& g) {
   Rows columns;
   for (int64_t j = 0; is_int8(g.in_dtype) && j < g.n; ++j)
-    columns.push_back(quantize(g.k, [&](int64_t p) { return b_element(g, p, j); }));
+    columns.push_back(quantize(
+        g.k, [&](int64_t p) { return b_element(g, p, j); }, false, [](int64_t) { return 0u; }));
   return columns;
 }
 

@@ -55,21 +55,35 @@ struct StoredPairs {
   }
 };
 
-// along_k and across_k of a reader of words. inverse: for readers that quantize, of the row or of the first of the rows.
+// Scales of the rows of A or of the columns of B that a reader quantizes, from the first row or column at hand on.
+struct Scales {
+  float *scale = nullptr, *inverse = nullptr;  // inverse: what an element is multiplied by
+  int32_t* correction = nullptr;               // of B
+  const void* origin =
+      nullptr;  // the operand's first element, where elements are rounded at random
+};
+
+FM_INLINE Scales scales_from(const Scales& all, int64_t first) {
+  if (!all.scale) return {};
+  return {all.scale + first, all.inverse ? all.inverse + first : nullptr,
+          all.correction ? all.correction + first : nullptr, all.origin};
+}
+
+// along_k and across_k of a reader of words. scales: for readers that quantize, from the row or the first of the rows on.
 template <class Reader>
 constexpr bool QUANTIZES = false;
 template <class Words, class T>
-FM_INLINE vf along_k(const T* p, int64_t elements, [[maybe_unused]] const float* inverse) {
+FM_INLINE vf along_k(const T* p, int64_t elements, [[maybe_unused]] const Scales& scales) {
   if constexpr (QUANTIZES<Words>)
-    return Words::along_k(p, elements, *inverse);
+    return Words::along_k(p, elements, scales);
   else
     return Words::along_k(p, elements);
 }
 template <class Words, class T>
 FM_INLINE vf across_k(const T* p, int64_t stride, int64_t left, int lanes,
-                      [[maybe_unused]] const float* inverse) {
+                      [[maybe_unused]] const Scales& scales) {
   if constexpr (QUANTIZES<Words>)
-    return Words::across_k(p, stride, left, lanes, inverse);
+    return Words::across_k(p, stride, left, lanes, scales);
   else
     return Words::across_k(p, stride, left, lanes);
 }

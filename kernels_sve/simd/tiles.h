@@ -76,21 +76,21 @@ FM_INLINE void multiply_tiles(const uint32_t* a, const uint32_t* b, int64_t step
 // `rows` of i and `depth` of k exist. Reader: StoredPairs of simd_types.h, or what reads other elements as pairs.
 template <class Reader, class T>
 FM_INLINE void pack_tile(const T* src, int64_t i_stride, int64_t k_stride, int64_t rows, int64_t k,
-                         int64_t depth, float* out, const float* inverse) {
+                         int64_t depth, float* out, const Scales& scales) {
   constexpr int STEP = Reader::STEP;
   vf tile[TILE];
   if (k_stride == 1) {
 #pragma GCC unroll 16
     for (int r = 0; r < TILE; ++r)
-      tile[r] = r < rows
-                    ? along_k<Reader>(src + r * i_stride + STEP * k, depth - STEP * k, inverse + r)
-                    : vf{};
+      tile[r] = r < rows ? along_k<Reader>(src + r * i_stride + STEP * k, depth - STEP * k,
+                                           scales_from(scales, r))
+                         : vf{};
   } else {
     const int lanes = static_cast<int>(rows < 0 ? 0 : min(rows, TILE));
 #pragma GCC unroll 16
     for (int w = 0; w < TILE; ++w) {
       const int64_t at = STEP * (k + w);
-      tile[w] = across_k<Reader>(src + at * k_stride, k_stride, depth - at, lanes, inverse);
+      tile[w] = across_k<Reader>(src + at * k_stride, k_stride, depth - at, lanes, scales);
     }
     transpose(tile);
   }
@@ -102,7 +102,7 @@ FM_INLINE void pack_tile(const T* src, int64_t i_stride, int64_t k_stride, int64
 template <class Reader = StoredPairs, class T>
 static __attribute__((noinline)) void pack_tiles(const T* src, int64_t i_stride, int64_t k_stride,
                                                  int64_t rows, int64_t depth, float* out,
-                                                 const float* inverse = nullptr) {
+                                                 const Scales& scales = {}) {
   constexpr int STEP = Reader::STEP;
   for (int64_t k = 0; STEP * k < depth; k += TILE, out += TILE_STEP) {
     for (int64_t i = 0; k_stride == 1 && i < min(TILE_COLUMNS, rows - TILE_COLUMNS); ++i) {
@@ -112,9 +112,9 @@ static __attribute__((noinline)) void pack_tiles(const T* src, int64_t i_stride,
     for (int64_t i = 0; k_stride != 1 && i < min(STEP * TILE, depth - STEP * (k + TILE)); ++i) {
       prefetch(src + (STEP * (k + TILE) + i) * k_stride);
     }
-    pack_tile<Reader>(src, i_stride, k_stride, rows, k, depth, out, inverse);
+    pack_tile<Reader>(src, i_stride, k_stride, rows, k, depth, out, scales);
     pack_tile<Reader>(src + TILE * i_stride, i_stride, k_stride, rows - TILE, k, depth,
-                      out + TILE_WORDS, inverse + TILE);
+                      out + TILE_WORDS, scales_from(scales, TILE));
   }
 }
 

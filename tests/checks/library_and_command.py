@@ -113,7 +113,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero": ("dp2 overlap", {}),
     "gradients in bf16": ("dp2 bf16 grad_reduce_in_bf16", {}),
     "tensor": ("tp2 sequence blocks", {}),
-    "int8": ("tp2 bf16 int8 int8_wgrad int8_head", {}),
+    "int8": ("tp2 bf16 int8 int8_wgrad int8_head int8_stochastic_rounding", {}),
     "pipeline": ("pp2 zb-h1 zero_bubble_max_pending_backward=2", {}),
     "interleaved": ("pp2 num_layers=4 num_layers_per_virtual_pipeline_stage=1", {}),
     "interleaved by stages": ("pp2 interleaved num_layers=4", {}),

@@ -21,7 +21,9 @@ SHAPES = [
     (3, 16, 15),
     (4, 7, 64),
     (5, 131, 17),
+    (8, 25, 96),
     (9, 33, 131),
+    (15, 50, 65),
     (1, 0, 4),
     (2, 3, 0),
 ]
@@ -42,18 +44,20 @@ def test_linear_few_rows(every_target, shape, dtype, guarded):
         assert_near(out, function(exact + bias.double()), dtype, float32=4e-6)
 
 
+@for_each(dtype=DTYPES)
 def test_a_row_has_the_same_bits_whatever_the_others_and_the_threads_are(
-    every_target, same_for_any_threads
+    every_target, same_for_any_threads, dtype
 ):
-    x, weight, bias = randoms((9, 257), (1031, 257), 1031)
+    x, weight, bias = randoms((15, 257), (1031, 257), 1031, dtype=dtype)
 
     def matmul(rows):
-        out = torch.empty(len(rows), 1031)
+        out = torch.empty(len(rows), 1031, dtype=dtype)
         kernels.linear_few_rows(rows, weight, out, bias, "gelu")
         return out
 
     whole = same_for_any_threads(lambda: matmul(x))
-    assert torch.equal(whole, torch.cat([matmul(x[:1]), matmul(x[1:4]), matmul(x[4:])]))
+    parts = [matmul(x[:1]), matmul(x[1:4]), matmul(x[4:10]), matmul(x[10:])]
+    assert torch.equal(whole, torch.cat(parts))
 
 
 def test_nan_and_inf_reach_the_outputs_they_belong_to(every_target):

@@ -159,3 +159,66 @@ def test_groups_have_the_bits_of_single_matmuls(every_target, counts, dtype):
     for i, group in enumerate(torch.arange(rows).split(counts)):
         alone = linear_forms(x[group], weights[i], dy[group], **INT8)
         assert_equal((out[group], dx[group], gradient[i]), alone[:3])
+
+
+# Random rounding ---------------------------------------------------------------------------------------------------------------
+
+STOCHASTIC = {"int8": True, "stochastic": True}
+
+
+def stochastic_gradients(x, weight, dy):
+    """Return dy weight and dy^T x in FP32, with dy rounded at random."""
+    dx = torch.empty(len(x), weight.shape[1])
+    kernels.linear_data_gradient(dy, weight, dx, **STOCHASTIC)
+    gradient = torch.zeros(weight.shape)
+    kernels.linear_weight_gradient(dy, x, gradient, **STOCHASTIC)
+    return dx, gradient
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_random_rounding_has_the_bits_of_the_reference(
+    target, reference, same_for_any_threads, shape, dtype
+):
+    got = same_for_any_threads(lambda: stochastic_gradients(*operands(*shape, dtype)))
+    exact = reference(lambda: stochastic_gradients(*operands(*shape, dtype)))
+    assert_equal(got, exact)
+    x, weight, dy = operands(*shape, dtype)
+    if len(x) > 4:
+        assert not torch.equal(got[0], forms(x, weight, dy)[1])
+
+
+def test_random_rounding_has_the_right_mean(target):
+    """0.3 of a unit is 0 to the nearest, and 1 with a probability of 0.3."""
+    k = 4096
+    a = torch.full((3, k), 0.3)
+    a[:, 0] = torch.tensor([127.0, -127.0, 127.0])
+    a[2, 1:] = -0.3
+    b = torch.ones(k, 1)
+    nearest = torch.empty(3, 1)
+    kernels.gemm(a, b, nearest, int8=True)
+    assert_close(nearest.flatten(), torch.tensor([127.0, -127.0, 127.0]), rtol=1e-5, atol=0)
+    mean = torch.empty(3, 1)
+    kernels.gemm(a, b, mean, **STOCHASTIC)
+    deviation = (k * 0.3 * 0.7) ** 0.5
+    assert_close(mean, a.sum(1, keepdim=True), rtol=0, atol=4 * deviation)
+
+
+def test_random_rounding_of_experts_is_that_of_their_own_matmuls(target):
+    counts = torch.tensor([5, 0, 9])
+    weights = random(3, 6, 20)
+    x = random(14, 20, seed=1)
+    dy = random(14, 6, seed=2)
+    dx = torch.empty(14, 20)
+    kernels.grouped_linear_data_gradient(dy, weights, counts, dx, **STOCHASTIC)
+    gradient = torch.zeros(3, 6, 20)
+    kernels.grouped_linear_weight_gradient(dy, x, counts, gradient, **STOCHASTIC)
+    for expert, rows in enumerate((slice(0, 5), slice(5, 5), slice(5, 14))):
+        own, of_weight = stochastic_gradients(x[rows], weights[expert], dy[rows])
+        assert_equal([dx[rows], gradient[expert]], [own, of_weight])
+
+
+def test_random_rounding_is_for_int8(target):
+    x, weight, dy = operands(5, 7, 3)
+    with pytest.raises(ValueError, match="stochastic: expected False without int8, got True"):
+        kernels.linear_data_gradient(dy, weight, torch.empty_like(x), stochastic=True)

@@ -86,6 +86,17 @@ def test_perplexity_is_that_of_transformers(models, ranks, sizes):
     assert (first["accuracy"], first["accuracy_norm"]) == (right / 3, by_length / 3)
 
 
+def test_formats_of_the_weights(models):
+    """Eight bits change the perplexity by less than a per cent, and no more than BF16's rounding allows."""
+    folder, flags, _ = models
+    words = [*flags, "--text", f"{folder}/text.txt", "--weights-format"]
+    found = {name: result([*words, name])["perplexity"] for name in ("fp32", "bf16", "q8")}
+    assert found["fp32"] == result(words[:-1])["perplexity"]
+    for name in ("bf16", "q8"):
+        assert found[name] != found["fp32"]
+        assert found[name] == pytest.approx(found["fp32"], rel=0.01)
+
+
 def test_a_stride_scores_every_token_once_with_more_before_it(models):
     folder, flags, theirs = models
     ids = list(PROSE.encode())
@@ -471,9 +482,8 @@ def loading_of(flags: list[str]):
     evaluate.add_arguments(parser)
     source = evaluate.Source.of(parser.parse_args(flags))
     iteration, manifest = source.manifest(SoloComm())
-    return evaluate.load_model(
-        evaluate.saved_run(manifest, (1, 1)), SoloComm(), source.load, iteration, manifest
-    )
+    run = source.run(manifest, (1, 1))
+    return evaluate.load_model(run, SoloComm(), source.load, iteration, manifest)
 
 
 def test_generate_renders_chats(chat_model, capsys, tmp_path):

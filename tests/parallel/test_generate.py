@@ -15,6 +15,7 @@ from fugaku_megatron.inference import generate, generation
 from fugaku_megatron.inference.generation import Decoder, Sampling
 from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.forward_context import Pass
+from fugaku_megatron.nn.q8_weight import scales_of
 from tests.checks.generation import (
     NEW,
     TEXT,
@@ -54,9 +55,14 @@ def write(trained, capsys):
     return call
 
 
+LEARNED = ("--prompt", "to be or", "--tokens", "16", "--temperature", "0")
+
+
 def test_it_continues_what_it_has_learned(write):
-    text = write("--prompt", "to be or", "--tokens", "16", "--temperature", "0")
+    text = write(*LEARNED)
     assert text == "--- iteration 80, prompt in brackets ---\n[to be or] not to be, to b\n"
+    for name in ("bf16", "q8"):
+        assert write(*LEARNED, "--weights-format", name) == text
     assert "[\ufffd]" in write("--prompt", "\udcff", "--tokens", "1"), "a prompt that is not UTF-8"
 
 
@@ -180,6 +186,14 @@ def test_what_a_rank_would_hold(write, trained):
     loaded = load_model(saved_run(manifest, (1, 1)), SoloComm(), str(trained[0]), 80, manifest)
     weights = sum(p.nbytes for p in loaded.stage.parameters())
     assert f"holds at most {weights / 2**20:.1f} MiB of weights" in write(*flags)
+    in_q8 = load_model(saved_run(manifest, (1, 1)), SoloComm(), str(trained[0]), 80, manifest, True)
+    weights = sum(p.nbytes for p in in_q8.stage.parameters())
+    scales = map(scales_of, in_q8.stage.parameters())
+    weights += sum(found.nbytes for found in scales if found is not None)
+    printed = write(*flags, "--weights-format", "q8")
+    assert f"holds at most {weights / 2**20:.1f} MiB of weights" in printed
+    assert "parameters in fp32 and q8," in printed
+    assert "parameters in bf16," in write(*flags, "--weights-format", "bf16")
     decoder = Decoder(loaded, [12, 8])
     kept = sum(cache.keys.nbytes + cache.values.nbytes for cache in decoder.cache.values())
     assert kept == activations.cache_bytes(loaded.run, 2, 12, 2, 1)

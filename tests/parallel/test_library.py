@@ -512,7 +512,10 @@ def test_mistakes_about_models(trained, tmp_path):
         (lambda: fm.load(tmp_path / "none"), "none is not a directory: pass a checkpoint"),
         (lambda: fm.load(tmp_path), "holds no checkpoint of this program or of Megatron-LM"),
         (lambda: fm.load(directory, ckpt_step=7), "iter_0000007"),
-        (lambda: fm.load(directory, dtype="int8"), "dtype is 'int8': pass fp32 or bf16 or fp16"),
+        (
+            lambda: fm.load(directory, dtype="int8"),
+            "dtype is 'int8': pass fp32 or bf16 or fp16 or q8",
+        ),
         (
             lambda: fm.load(directory, vocab_file="none", merge_file="none"),
             "--vocab-file none: cannot be read",

@@ -106,6 +106,7 @@ STARTS: dict[str, tuple[str, dict[str, Any]]] = {
         LORA,
     ),
     "some adapters": ("pretrained_checkpoint=base lora_target='q_proj,v_proj'", LORA),
+    "adapters of eight bits": ("pretrained_checkpoint=base lora_base_format=int8", LORA),
     "adapters, tensor": ("tp2 pretrained_checkpoint=base", LORA),
     "adapters, zero": ("dp2 overlap pretrained_checkpoint=base", LORA),
     "adapters, context": ("cp2 pretrained_checkpoint=base", LORA),

@@ -32,6 +32,7 @@ from benchmarks import (
     disturbance,
     experts,
     jobs,
+    llama_cpp,
     openblas,
     preloads,
     shapes,
@@ -85,6 +86,8 @@ LONGER = {
     "save": f"save {ROUND} --seq-length 32 --directory ",  # and a folder
     "watch": "watch --recipe demo --rounds 2 --seq-length 32",
     "decode": "decode --model tiny --prompt-length 9 --new-tokens 24 --rounds 1 --mkl shipped",
+    "llama.cpp": "decode --baseline llama.cpp --model tiny-qwen --prompt-length 9 --new-tokens 32 --prefill-length 64 --rounds 1 "
+    "--mkl shipped",
 }
 
 
@@ -108,6 +111,8 @@ def run_together(folder, commands):
         commands["save"] += str(saved)
     if not importlib.util.find_spec("transformers"):
         commands.pop("decode", None)
+    if any(not importlib.util.find_spec(name) for name in llama_cpp.PACKAGES):
+        commands.pop("llama.cpp", None)
     environment = preloads.mkl_environment("full")
     done = start(COMMANDS, str(folder), json.dumps(list(commands.items())), **environment)
 
@@ -852,6 +857,31 @@ def test_decoding_against_transformers(longer):
     reading = measured["weight_bytes"] / measured["read_gb_per_s"] / 1e9
     assert measured["bound"] == pytest.approx(measured["seconds"]["transformers"] / reading)
     assert f"only read the weights would be {measured['bound']:.2f} x" in printed
+
+
+@pytest.mark.full
+def test_decoding_against_llama_cpp(longer):
+    for name in llama_cpp.PACKAGES:
+        pytest.importorskip(name)
+    measured, printed = longer("llama.cpp")
+    rows = {(row["format"], row["workload"]): row for row in measured["rows"]}
+    workloads = ("decode, batch 1", "decode, batch 8", "prefill of 64")
+    assert list(rows) == [(name, work) for name in llama_cpp.FORMATS for work in workloads]
+    for work, length in zip(workloads, (32, 32, 1)):
+        assert rows["f32", work]["same"] == length
+    for row in rows.values():
+        assert row["ratio"] == min(row["seconds"]["llama.cpp"]) / min(row["seconds"]["ours"]) > 0
+    assert measured["built_with"] in printed and measured["version"] in printed
+
+
+def test_what_llama_cpp_was_not_compiled_for(tmp_path, monkeypatch):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags\t\t: fpu avx2 avx512f avx512_vnni\n")
+    built_with = "CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 1 | "
+    assert llama_cpp.missing_features(built_with, cpuinfo) == ["AVX512_VNNI"]
+    monkeypatch.setattr(llama_cpp.importlib.util, "find_spec", lambda name: name != "llama_cpp")
+    with pytest.raises(ValueError, match="needs llama-cpp-python: pip install -r requirements"):
+        llama_cpp.check_packages()
 
 
 @pytest.mark.parametrize(

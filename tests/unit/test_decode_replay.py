@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.inference import generation
-from fugaku_megatron.inference.loading import RecordingKernels
-from tests.checks.generation import random_model
+from fugaku_megatron.inference import generation, loading
+from fugaku_megatron.inference.loading import RecordingKernels, quantize
+from tests.checks.generation import random_model, tokens_of
 
 STEPS = (
     {0: [5, 9], 1: [3]},
@@ -51,6 +51,39 @@ def test_a_repeated_step_has_the_bits_of_the_layers(family, changes, monkeypatch
     assert len(forwards) == len(STEPS) + 3, (
         "the prompts and the first step of one and of two samples"
     )
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "mixtral"])
+def test_weights_in_eight_bits(family):
+    """Recorded steps read the quantized weights, and their logits are near those of the model's own weights."""
+    loaded = random_model(SoloComm(), family, 1, 1)
+    exact = [logits(generation.Decoder(loaded, [8, 8]), new) for new in STEPS[:1]]
+    floats = sum(p.nbytes for p in loaded.stage.parameters())
+    quantize(loaded.stage)
+    assert sum(p.nbytes for p in loaded.stage.parameters()) < 0.6 * floats
+    recorded, plain = (generation.Decoder(loaded, [8, 8]) for _ in range(2))
+    plain._recorder = None
+    got = []
+    for new in STEPS:
+        got.append(logits(recorded, new))
+        assert torch.equal(got[-1], logits(plain, new)), new
+    assert not torch.equal(got[0], exact[0])
+    assert (got[0] - exact[0]).norm() < 0.1 * exact[0].norm()
+
+
+def test_texts_are_the_same_with_packed_weights(monkeypatch):
+    """A batch of as many rows as are read unpacked, and one of more, against matmuls that pack every weight."""
+    prompts = [[5 + sample, 9, 3] for sample in range(loading.FEW_ROWS + 1)]
+
+    def texts():
+        loaded = random_model(SoloComm(), "qwen3", 1, 1)
+        return [tokens_of(loaded, prompts[:count], 12) for count in (1, len(prompts) - 1)]
+
+    few = texts()
+    for module in (loading, generation):
+        monkeypatch.setattr(module, "FEW_ROWS", 0)
+    assert texts() == few
+    assert few[0] == few[1][:1]
 
 
 def test_other_heads_and_what_no_kernel_computes():

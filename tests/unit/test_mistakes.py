@@ -296,6 +296,10 @@ FLAGS = {
             "--fp32-matmul bf16x3 is for the C++ kernels, and --kernels is torch: pass",
         ),
         ("--int8-wgrad", "--int8-wgrad is for --int8: pass --int8 too, or leave it out"),
+        (
+            "--int8-stochastic-rounding",
+            "--int8-stochastic-rounding is for --int8: pass --int8 too, or leave it out",
+        ),
         ("--int8-head --bf16", "--int8-head is for --int8: pass --int8 too, or leave it out"),
         (
             "--int8 --kernels torch",

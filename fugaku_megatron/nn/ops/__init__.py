@@ -27,8 +27,18 @@ from . import mlp as _mlp
 from . import rotary as _rotary
 from .backend import BACKENDS, FAMILIES, Backend
 
-__all__ = ["BACKENDS", "FAMILIES", "DropoutKey", "Int8", "Ops", "backward", "recompute"]
+__all__ = [
+    "BACKENDS",
+    "FAMILIES",
+    "DropoutKey",
+    "Int8",
+    "Ops",
+    "backward",
+    "quantize_activations",
+    "recompute",
+]
 
+DATA_GRADIENTS = ("linear_data_gradient", "grouped_linear_data_gradient")
 WEIGHT_GRADIENTS = ("linear_weight_gradient", "grouped_linear_weight_gradient")
 LAYER_MATMULS = ("linear_forward", "linear_data_gradient", "pack_weight", "packed_weight_size")
 GROUPED_MATMULS = ("grouped_linear_forward", "grouped_linear_data_gradient")
@@ -41,12 +51,25 @@ def _with_keyword(kernels: Any, names: tuple[str, ...], **keyword: bool) -> Any:
     )
 
 
+def quantize_activations(kernels: Any) -> Any:
+    """Return `kernels` whose forward matmuls with weights in eight bits quantize the activations too."""
+    return Observed(
+        kernels,
+        ("linear_forward", "grouped_linear_forward"),
+        lambda _, matmul, args, kwargs: matmul(*args, **kwargs, int8="scales" in kwargs),
+    )
+
+
 @dataclass(frozen=True)
 class Int8:
-    """Matmuls that --int8 quantizes besides forward and the data gradients of linear layers."""
+    """Matmuls that --int8 quantizes besides forward and the data gradients of linear layers.
+
+    stochastic: gradients of layer outputs are rounded up or down at random.
+    """
 
     weight_gradients: bool = False
     head: bool = False
+    stochastic: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +159,8 @@ class Ops(Backend):
         quantized = (*LAYER_MATMULS, *GROUPED_MATMULS)
         gradients = WEIGHT_GRADIENTS if int8.weight_gradients else ()
         kernels = _with_keyword(kernels, (*quantized, *gradients), int8=True)
+        if int8.stochastic:
+            kernels = _with_keyword(kernels, (*DATA_GRADIENTS, *gradients), stochastic=True)
         return replace(
             ops,
             kernels=kernels,
