@@ -109,7 +109,6 @@ def key_elements(run: RunConfig, tp: int) -> int:
 
 
 def segment_numbers(rank: int, ranks: int) -> tuple[int, int]:
-    """Return which two of 2 c sequence segments a rank has."""
     return rank, 2 * ranks - 1 - rank
 
 

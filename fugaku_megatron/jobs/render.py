@@ -305,7 +305,6 @@ def slurm_memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
 
 
 def fill(template: str, cluster: Cluster, **values: object) -> str:
-    """Replace each @NAME@ by the value `name` or by the cluster's."""
     values |= {
         "ranks": cluster.ranks_per_node,
         "cpus": cluster.cores // cluster.ranks_per_node,

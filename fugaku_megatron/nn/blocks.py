@@ -43,8 +43,6 @@ def make_norm(name: str, context: Context) -> Norm:
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention with this rank's heads, in whole query groups."""
-
     def __init__(self, name: str, layer: int, context: Context) -> None:
         super().__init__()
         model = context.model

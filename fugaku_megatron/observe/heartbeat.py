@@ -177,7 +177,6 @@ class Heartbeat:
     # Beats
 
     def enter(self, what: str) -> str:
-        """Begin phase `what`; return the phase before, for `leave`."""
         before = self.what
         self.what = what
         self._beat()

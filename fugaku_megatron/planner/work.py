@@ -95,7 +95,6 @@ class Work:
 
 
 def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
-    """Return a stage's Newton-Schulz iterations, shared by data-parallel ranks."""
     return Work(
         matmuls=tuple(
             Matmul(
@@ -122,7 +121,6 @@ def tensors(run: RunConfig, tp: int) -> dict[str, int]:
 
 
 def _elementwise_tensors(run: RunConfig, tp: int, software: Software) -> dict[str, int]:
-    """Return `tensors` with the residual stream's 1/t under sequence parallelism."""
     sizes = tensors(run, tp)
     return (
         {**sizes, "hidden": sizes["hidden"] // tp}

@@ -172,7 +172,6 @@ def result(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
 
 
 def checksum(tensors: Sequence[Tensor]) -> str:
-    """Return twelve hexadecimal digits for the tensors' bits."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -65,7 +65,6 @@ class Budget:
 
 
 def private_words() -> dict[str, str]:
-    """Return private name -> replacement."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container whose user has no name
