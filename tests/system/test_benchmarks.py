@@ -85,6 +85,7 @@ LONGER = {
     "attention bf16": f"attention {ROUND} --dtype bf16 --mkl full",
     "save": f"save {ROUND} --seq-length 32 --directory ",  # and a folder
     "watch": "watch --recipe demo --rounds 2 --seq-length 32",
+    "adapters": "adapters --quick --threads 1",
     "decode": "decode --model tiny --prompt-length 9 --new-tokens 24 --rounds 1 --mkl shipped",
     "llama.cpp": "decode --baseline llama.cpp --model tiny-qwen --prompt-length 9 --new-tokens 32 --prefill-length 64 --rounds 1 "
     "--mkl shipped",
@@ -846,6 +847,23 @@ def test_what_watching_costs(longer):
         measured["signs"] * measured["nanoseconds"] * 1e-9 / measured["unwatched"]
     )
     assert f"{measured['signs']:.0f} signs of life of {measured['nanoseconds']:.0f} ns" in printed
+
+
+@pytest.mark.full
+def test_adapters_by_the_storage_of_the_frozen_weights(longer):
+    measured, printed = longer("adapters")
+    steps = {row["format"]: row for row in measured["steps"]}
+    assert [*steps] == ["fp32", "fp32, int8 weights", "bf16", "bf16, int8 weights"]
+    assert all(name in printed for name in steps)
+    for name in ("fp32", "bf16"):
+        eight = steps[f"{name}, int8 weights"]
+        assert eight["weights_mib"] < steps[name]["weights_mib"]
+        assert eight["loss"] == pytest.approx(steps[name]["loss"], rel=1e-3)
+        assert eight["loss"] != steps[name]["loss"]
+    assert [row["rows"] for row in measured["few_rows"]] == [
+        r for r in (1, 2, 4, 8) for _ in range(3)
+    ]
+    assert all(row["gbytes"] > 0 for row in measured["few_rows"])
 
 
 @pytest.mark.full
