@@ -44,7 +44,7 @@ from ..config.training import BatchConfig
 from ..nn.adapters import FINGERPRINTS, bits_number, merged, row_mask
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
-from ..nn.parameter import ParameterSpec, spec_of
+from ..nn.parameter import ParameterSpec, parameters_of
 
 Shapes = dict[str, tuple[int, ...]]  # by global name, whole tensors
 
@@ -149,7 +149,7 @@ def specs(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Param
     )
     layout = Layout(1, 1, 1, 1)
     stage = Stage(run, layout, Grid(*layout.sizes).groups(SoloComm()), Ops.build())
-    return {spec.name: spec for spec in map(spec_of, stage.parameters())}
+    return {parameter.spec.name: parameter.spec for parameter in parameters_of(stage)}
 
 
 def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> Shapes:

@@ -6,7 +6,7 @@ t tensor-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -284,8 +284,6 @@ def is_quantized(run: RunConfig, record: Record) -> bool:
 @lru_cache(maxsize=4096)  # searches repeat the same runs
 def quantized_weights(run: RunConfig, layout: Layout, stage: int) -> int:
     """Return the elements of a stage's weights that --int8 quantizes once for each optimizer step."""
-    if not run.system.int8:
-        return 0
     elements = 0
     for record in stage_records(run, layout, stage):
         if record.gemm and is_quantized(run, record):
@@ -339,23 +337,27 @@ def virtual_stage_recompute_groups(
     return recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
 
 
-def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> Iterator[Record]:
-    """Yield the operations outside layers: the embedding's and the head's."""
+def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> list[Record]:
+    """Return the operations outside layers: the embedding's and the head's."""
     placement = layout.placement
+    records = list[Record]()
     if virtual_stage == 0:
-        yield from embedding_records(run, layout.tp)
+        records += embedding_records(run, layout.tp)
     if virtual_stage == placement.virtual_stages - 1:
         tied = placement.owner(virtual_stage)[0] == placement.owner(0)[0]
-        yield from head_records(run, layout.tp, tied=tied)
+        records += head_records(run, layout.tp, tied=tied)
+    return records
 
 
-def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[Record]:
-    """Yield all operations on one micro-batch."""
+def stage_records(run: RunConfig, layout: Layout, stage: int) -> list[Record]:
+    """Return all operations on one micro-batch."""
+    comm_types = cp_comm_types(run)
+    records = list[Record]()
     for virtual_stage in layout.placement.virtual_stages_of(stage):
         for layer in virtual_stage_layers(run, layout.placement, virtual_stage):
-            mlp = run.model.mlps[layer]
-            yield from layer_records(run, layout.tp, mlp, cp_comm_types(run)[layer])
-        yield from end_records(run, layout, virtual_stage)
+            records += layer_records(run, layout.tp, run.model.mlps[layer], comm_types[layer])
+        records += end_records(run, layout, virtual_stage)
+    return records
 
 
 def virtual_stage_parameters(run: RunConfig, layout: Layout, virtual_stage: int) -> int:

@@ -518,7 +518,9 @@ def stage_memory(
         if run.output.async_save:
             saving += masters + (0 if run.output.no_save_optim else saved_moments)
     live = live_bytes(run, layout, stage, in_flight)
-    packed = INT8_COPIES * quantized_weights(run, layout, stage)
+    packed = 0
+    if run.system.int8:
+        packed = INT8_COPIES * quantized_weights(run, layout, stage)
     return Memory(
         weights=int(copies * (elements + frozen_elements(run, layout, stage))) * weight_bytes
         + packed

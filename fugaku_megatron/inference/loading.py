@@ -43,7 +43,7 @@ from ..nn.forward_context import Pass
 from ..nn.layers import ColumnParallelLinear, RowParallelLinear
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops, quantize_activations
-from ..nn.parameter import PARAMETER_DTYPES, spec_of
+from ..nn.parameter import PARAMETER_DTYPES, ModelParameter, parameters_of
 from ..nn.q8_weight import Q8Weight
 
 Q8 = "q8"
@@ -70,7 +70,7 @@ class LoadedModel:
     @property
     def weights(self) -> dict[str, Tensor]:
         """Return this rank's shards by global name."""
-        return {spec_of(parameter).name: parameter.data for parameter in self.stage.parameters()}
+        return {parameter.spec.name: parameter.data for parameter in parameters_of(self.stage)}
 
     def logits(self, x: Tensor) -> Tensor:
         """Return this rank's columns of logits (s, b, v) from x (s, b, h) of the last stage."""
@@ -181,10 +181,10 @@ def quantize(stage: Stage) -> None:
         stage.last.output_weight = _quantized(stage.last.output_weight)
 
 
-def _quantized(weight: nn.Parameter) -> nn.Parameter:
+def _quantized(weight: ModelParameter) -> ModelParameter:
     q8 = Q8Weight.of(weight.data)
-    parameter = nn.Parameter(q8.values, requires_grad=False)
-    parameter.spec = spec_of(weight)  # type: ignore[attr-defined]  # as in nn.parameter
+    parameter = ModelParameter(q8.values, requires_grad=False)
+    parameter.spec = weight.spec
     parameter.scales = q8.scales  # type: ignore[attr-defined]  # as in nn.q8_weight
     return parameter
 
@@ -250,12 +250,12 @@ def _empty_model(run: RunConfig, world: Comm) -> tuple[LoadedModel, list[Shard]]
     stage = Stage(unlimited, layout, groups, operations(run.model))
     loaded = LoadedModel(run, groups, stage)
     _give_memory(loaded.stage, loaded.dtype)
-    return loaded, [_target(parameter) for parameter in loaded.stage.parameters()]
+    return loaded, [_target(parameter) for parameter in parameters_of(loaded.stage)]
 
 
-def _target(parameter: nn.Parameter) -> Shard:
+def _target(parameter: ModelParameter) -> Shard:
     """Return the shard. Tied copies load the original, which every layout saves."""
-    spec = spec_of(parameter)
+    spec = parameter.spec
     copied = WEIGHT + spec.init_name if spec.init_name != spec.name else None
     return Shard(
         key=WEIGHT + spec.name,
@@ -268,13 +268,13 @@ def _target(parameter: nn.Parameter) -> Shard:
 
 
 def _give_memory(stage: nn.Module, dtype: torch.dtype) -> None:
-    new: dict[nn.Parameter, nn.Parameter] = {}
-    for meta in stage.parameters():
-        new[meta] = nn.Parameter(torch.zeros(meta.shape, dtype=dtype), requires_grad=False)
-        new[meta].spec = spec_of(meta)  # type: ignore[attr-defined]  # as in nn.parameter
+    new: dict[nn.Parameter, ModelParameter] = {}
+    for meta in parameters_of(stage):
+        new[meta] = ModelParameter(torch.zeros(meta.shape, dtype=dtype), requires_grad=False)
+        new[meta].spec = meta.spec
     for module in stage.modules():
-        for name, meta in list(module.named_parameters(recurse=False)):
-            setattr(module, name, new[meta])
+        for name, own in list(module.named_parameters(recurse=False)):
+            setattr(module, name, new[own])
 
 
 @torch.no_grad()

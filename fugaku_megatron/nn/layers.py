@@ -35,7 +35,7 @@ from .forward_context import Pass
 from .heads import Angles
 from .ops import DropoutKey, Ops
 from .ops.norm import LayerNormArguments
-from .parameter import Init, Sharding, make_parameter, spec_of
+from .parameter import ModelParameter, ParameterSpec
 from .parameter_views import derived
 from .positions import rotary_angles
 from .sequence_ranks import own_segments, to_rank_order, to_sequence_order
@@ -143,20 +143,47 @@ class Context:
         init_name: str | None = None,
         experts: bool = False,
         **traits: bool,
-    ) -> nn.Parameter:
-        """Make a parameter.
+    ) -> ModelParameter:
+        """Make this rank's slice of a tensor with global `shape` on the meta device, with its `spec`.
 
+        partition_dim, std, fill, init_name: see `ParameterSpec`; init_name: None: the parameter's name
         experts: (e, ...) of every expert. Partial gradients of a parameter replicated over `etp` are all-reduced there.
+        traits: fields of the spec, if not as in the run's layers: sequence_parallel, balances, quantized
         """
-        sharding = Sharding(self.tp, partition_dim)
-        shards_rows = self.sequence is not None
-        if experts:
-            shared = self.etp or self.tp
-            sharding = Sharding(shared, partition_dim, self.ep)
-            shards_rows = shared.size > 1
-        defaults = {"sequence_parallel": shards_rows, "frozen": self.lora.on}
-        init = Init(std, fill, init_name)
-        return make_parameter(name, shape, sharding, init, **{**defaults, **traits})
+        tp = (self.etp or self.tp) if experts else self.tp
+        ep = self.ep if experts else None
+        shards_rows = tp.size > 1 if experts else self.sequence is not None
+        local = list(shape)
+        offset = [0] * len(shape)
+        if partition_dim is not None:
+            assert shape[partition_dim] % tp.size == 0, (name, shape, tp)
+            local[partition_dim] //= tp.size
+            offset[partition_dim] = tp.rank * local[partition_dim]
+        if ep is not None:
+            assert shape[0] % ep.size == 0, (name, shape, ep)
+            local[0] //= ep.size
+            offset[0] = ep.rank * local[0]
+        # The first tensor-parallel rank saves replicas. Norms count a replica once, and a tied copy not at all.
+        owned = partition_dim is not None or tp.rank == 0
+        parameter = ModelParameter(torch.empty(local, device="meta"))
+        parameter.spec = ParameterSpec(
+            name=name,
+            shape=tuple(shape),
+            offset=tuple(offset),
+            partition_dim=partition_dim,
+            init_std=std,
+            init_fill=fill,
+            init_name=init_name or name,
+            owned=owned,
+            counted=owned and init_name is None and not traits.get("balances"),
+            expert=ep is not None,
+            **{
+                "sequence_parallel": shards_rows and partition_dim is None,
+                "frozen": self.lora.on,
+                **traits,
+            },
+        )
+        return parameter
 
     def adapter(
         self,
@@ -307,7 +334,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.context.out_of_matmul(
-            self.context.ops.embedding(tokens, self.weight, spec_of(self.weight).offset[0])
+            self.context.ops.embedding(tokens, self.weight, self.weight.spec.offset[0])
         )
 
 

@@ -27,7 +27,7 @@ from .layers import (
 )
 from .ops import Ops, recompute
 from .ops.loss import HeadLoss
-from .parameter import spec_of
+from .parameter import ModelParameter
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # global name of the tied weight
 OUTPUT = "output_layer.weight"  # global name of the tied copy, or of an untied head
@@ -77,7 +77,7 @@ class Stage(nn.Module):
         return next((chunk for chunk in self.chunks if chunk.is_last), None)
 
     @property
-    def tied_copy(self) -> nn.Parameter | None:
+    def tied_copy(self) -> ModelParameter | None:
         """Trained word embedding (v, h) that another stage also has, or None."""
         first = self.first
         last = self.last
@@ -168,7 +168,7 @@ class Chunk(nn.Module):
         if not model.masks_padding:
             return None
         assert model.vocab_size is not None
-        return min(max(0, model.vocab_size - spec_of(weight).offset[0]), len(weight))
+        return min(max(0, model.vocab_size - weight.spec.offset[0]), len(weight))
 
     def run_layers(self, x: Tensor, forward_pass: Pass, first: int, last: int) -> Tensor:
         """Run layers [first, last). Only the last layer may leave its values unset."""
@@ -223,7 +223,7 @@ class Chunk(nn.Module):
             labels,
             HeadLoss(
                 self.tp,
-                spec_of(weight).offset[0],
+                weight.spec.offset[0],
                 factor,
                 rows_at_once=self.logits_rows,
                 unpadded_rows=self.unpadded_rows,

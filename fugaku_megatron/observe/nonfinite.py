@@ -25,7 +25,6 @@ from ..data.sampler import first_sample
 from ..host.observed import Arguments, Keywords, Observed
 from ..nn.layers import dropout_layer
 from ..nn.model import Stage
-from ..nn.parameter import spec_of
 from ..nn.q8_weight import scales_of
 from ..optim.flat import FlatParameter, stage_units
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction
@@ -246,7 +245,7 @@ def _nonfinite_weight(trainer: Trainer) -> Finding | None:
     for parameter in [*flat.parameters, *flat.frozen]:
         scales = scales_of(parameter)  # a block with an Inf or NaN has such a scale
         if count := _describe_nonfinite([parameter if scales is None else scales]):
-            return Finding((0, 0, 0, 0), f"weight {spec_of(parameter).name}: {count}")
+            return Finding((0, 0, 0, 0), f"weight {parameter.spec.name}: {count}")
     return None
 
 

@@ -26,7 +26,7 @@ from ..costs.accounting import FLAT_ALIGNMENT, round_up
 from ..costs.memory import cut
 from ..nn.adapters import FINGERPRINTS, bits_number
 from ..nn.model import VOCABULARY, Stage
-from ..nn.parameter import ParameterSpec, spec_of
+from ..nn.parameter import ModelParameter, parameters_of
 from ..nn.q8_weight import Q8Weight, blocks_of
 
 PIECE = 1 << 20  # elements initialised at a time
@@ -119,10 +119,8 @@ def _offset(view: Tensor, memory: Tensor) -> int | None:
     return offset // memory.element_size() if 0 <= offset < memory.nbytes else None
 
 
-class FlatParameter(nn.Parameter):
+class FlatParameter(ModelParameter):
     """A trained parameter: a view into the flat buffer of values."""
-
-    spec: ParameterSpec
 
     def place(self, gradients: Gradients, bucket: int, start: int) -> FlatParameter:
         self._gradients = gradients
@@ -137,10 +135,9 @@ class FlatParameter(nn.Parameter):
         return bucket[self._start : self._start + self.numel()].view(self.shape)
 
 
-class FrozenParameter(nn.Parameter):
+class FrozenParameter(ModelParameter):
     """A parameter that is not trained. scales: of a weight in eight bits."""
 
-    spec: ParameterSpec
     frozen = True
     main_grad = None
     scales: Tensor | None = None
@@ -151,20 +148,20 @@ class FrozenParameter(nn.Parameter):
         return Q8Weight(self.data, self.scales)
 
 
-def stage_units(stage: Stage) -> list[list[nn.Parameter]]:
+def stage_units(stage: Stage) -> list[list[ModelParameter]]:
     """Return a stage's trained parameters by unit, in the order of `costs.units.units`."""
     tied = [] if stage.tied_copy is None else [stage.tied_copy]
     units = [
         [p for p in _trained(module) if not any(p is t for t in tied)]
         for module in unit_modules(stage)
     ]
-    if stage.last and not stage.tied and not spec_of(stage.last.output_weight).frozen:
+    if stage.last and not stage.tied and not stage.last.output_weight.spec.frozen:
         units[0].append(stage.last.output_weight)
     return [*units, tied] if tied else units
 
 
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if not spec_of(p).frozen]
+def _trained(module: nn.Module) -> list[ModelParameter]:
+    return [p for p in parameters_of(module) if not p.spec.frozen]
 
 
 def unit_modules(stage: Stage) -> list[nn.Module]:
@@ -179,9 +176,9 @@ def unit_modules(stage: Stage) -> list[nn.Module]:
     return modules
 
 
-def _order(matrices_first: bool, parameter: nn.Parameter) -> tuple[bool, bool, bool, bool]:
+def _order(matrices_first: bool, parameter: ModelParameter) -> tuple[bool, bool, bool, bool]:
     """Return a sort key that is equal on all tensor-parallel ranks: ZeRO-1 cuts replicated parameters alike."""
-    spec = spec_of(parameter)
+    spec = parameter.spec
     return (
         matrices_first and not spec.orthogonal,
         not spec.decayed,
@@ -227,20 +224,20 @@ class FlatParameters:
 
     def _lay_out(
         self, stage: Stage | nn.Module, paddings: tuple[int, int], minimum: int | None
-    ) -> list[nn.Parameter]:
+    ) -> list[ModelParameter]:
         if minimum is not None and isinstance(stage, Stage):
             units = stage_units(stage)
             tied = stage.tied_copy is not None
         else:
             units = [_trained(stage)]
             tied = False
-        parameters: list[nn.Parameter] = []
+        parameters: list[ModelParameter] = []
         end = 0
         for bucket in cut([sum(p.numel() for p in unit) for unit in units], minimum or 1, tied):
             members = [p for i in bucket for p in units[i]]
             members.sort(key=partial(_order, self._matrices_first))
             for expert, padding in enumerate(paddings):
-                kind = [p for p in members if spec_of(p).expert == bool(expert)]
+                kind = [p for p in members if p.spec.expert == bool(expert)]
                 if not kind:
                     continue
                 start = end
@@ -293,7 +290,7 @@ class FlatParameters:
         element = self.gradients.find(tensor) if element is None else element
         return None if element is None else self.parameters[bisect_right(self.starts, element) - 1]
 
-    def _replace(self, stage: nn.Module, declared: list[nn.Parameter]) -> list[FlatParameter]:
+    def _replace(self, stage: nn.Module, declared: list[ModelParameter]) -> list[FlatParameter]:
         new: dict[nn.Parameter, FlatParameter] = {}
         bucket_starts = [bucket.start for bucket in self.buckets]
         for old, start in zip(declared, self.starts, strict=True):
@@ -302,26 +299,26 @@ class FlatParameters:
             new[old] = FlatParameter(values).place(
                 self.gradients, bucket, start - bucket_starts[bucket]
             )
-            new[old].spec = spec_of(old)
+            new[old].spec = old.spec
             fill_initial(new[old].data, new[old], self._seed, self._kernels)
-        frozen = self._freeze([p for p in stage.parameters() if spec_of(p).frozen])
+        frozen = self._freeze([p for p in parameters_of(stage) if p.spec.frozen])
         self.frozen = [*frozen.values()]
         for module in stage.modules():
-            for name, old in list(module.named_parameters(recurse=False)):
-                setattr(module, name, frozen[old] if old in frozen else new[old])
+            for name, own in list(module.named_parameters(recurse=False)):
+                setattr(module, name, frozen[own] if own in frozen else new[own])
         return [new[old] for old in declared]
 
-    def _freeze(self, declared: list[nn.Parameter]) -> dict[nn.Parameter, FrozenParameter]:
+    def _freeze(self, declared: list[ModelParameter]) -> dict[nn.Parameter, FrozenParameter]:
         self.frozen_memory: list[NodeTensor] = []
         new: dict[nn.Parameter, FrozenParameter] = {}
-        kinds = [[p for p in declared if spec_of(p).expert == bool(i)] for i in (0, 1)]
+        kinds = [[p for p in declared if p.spec.expert == bool(i)] for i in (0, 1)]
         for kind, comm in zip(kinds, self._alike, strict=True):
-            plain = [p for p in kind if not spec_of(p).quantized]
+            plain = [p for p in kind if not p.spec.quantized]
             shared = self._share(comm, [p.shape for p in plain], self.values.dtype)
             for old, values in zip(plain, shared, strict=True):
                 new[old] = _frozen(old, values)
         for kind, comm in zip(kinds, self._alike, strict=True):
-            quantized = [p for p in kind if spec_of(p).quantized]
+            quantized = [p for p in kind if p.spec.quantized]
             shared = self._share(comm, [p.shape for p in quantized], torch.int8)
             scales = self._share(comm, [_scales_shape(p) for p in quantized], torch.bfloat16)
             for old, values, factors in zip(quantized, shared, scales, strict=True):
@@ -421,9 +418,9 @@ class FlatParameters:
         return int(groups.pp.all_reduce(summed.sum(0)).item()) % FINGERPRINTS
 
 
-def _frozen(declared: nn.Parameter, values: Tensor) -> FrozenParameter:
+def _frozen(declared: ModelParameter, values: Tensor) -> FrozenParameter:
     parameter = FrozenParameter(values, requires_grad=False)
-    parameter.spec = spec_of(declared)
+    parameter.spec = declared.spec
     return parameter
 
 
@@ -466,13 +463,13 @@ def _shard(
     )
 
 
-def random_stream(parameter: nn.Parameter) -> int:
+def random_stream(parameter: ModelParameter) -> int:
     """Return a parameter's random stream, equal for both copies of a tied weight."""
-    return zlib.crc32(spec_of(parameter).init_name.encode())
+    return zlib.crc32(parameter.spec.init_name.encode())
 
 
-def place_of(parameter: nn.Parameter, first: int) -> Place:
-    spec = spec_of(parameter)
+def place_of(parameter: ModelParameter, first: int) -> Place:
+    spec = parameter.spec
     split = spec.partition_dim or 0
     inside = math.prod(spec.shape[split + 1 :])
     offset = spec.offset[split] * inside
@@ -487,14 +484,14 @@ def place_of(parameter: nn.Parameter, first: int) -> Place:
     )
 
 
-def initial_values(parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
+def initial_values(parameter: ModelParameter, seed: int, kernels: Any) -> Tensor:
     """Return this rank's FP32 initial weights, a function of seed, name and global position."""
     return fill_initial(torch.empty(parameter.shape), parameter, seed, kernels)
 
 
-def fill_initial(values: Tensor, parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
+def fill_initial(values: Tensor, parameter: ModelParameter, seed: int, kernels: Any) -> Tensor:
     """Set `values` (any dtype) to `initial_values`, by pieces."""
-    spec = spec_of(parameter)
+    spec = parameter.spec
     if spec.init_std is None:
         return values.fill_(spec.init_fill)
     rows, columns = spec.shape[-2:]

@@ -306,10 +306,10 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     fp32 = replace(rank, precision="fp32")
     muon = max(fp32.seconds(work.muon(run, layout, stage)).gemm for stage in kinds)
     moved = counts["moved"] * activations.FP32_BYTES - 2 * saved_bytes
-    quantized = 0
-    if rank.software.style == "native":
+    packed_bytes = 0
+    if run.system.int8 and rank.software.style == "native":
         quantized = max(accounting.quantized_weights(run, layout, stage) for stage in kinds)
-    packed_bytes = rank_memory.INT8_COPIES * quantized_bytes(quantized, run.element_bytes)
+        packed_bytes = rank_memory.INT8_COPIES * quantized_bytes(quantized, run.element_bytes)
     return (
         rank.traffic(moved * parameters / accounting.zero_shards(run, layout) + packed_bytes)
         + rank.calls(counts["calls_per_layer"] * layers)

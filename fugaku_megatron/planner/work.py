@@ -170,7 +170,7 @@ class _MatmulOptions:
     """Choices of a run and its software that every record's matmuls depend on.
 
     chunks: blocks of logits
-    int8: the software has --int8
+    int8: the software has --int8, and the run uses it
     """
 
     run: RunConfig
@@ -180,7 +180,8 @@ class _MatmulOptions:
     @staticmethod
     def of(run: RunConfig, tp: int, software: Software) -> _MatmulOptions:
         chunks = _chunks(run, tp) if software.counts["logits_in_chunks"] else 1
-        return _MatmulOptions(run=run, chunks=chunks, int8=software.style == "native")
+        int8 = run.system.int8 and software.style == "native"
+        return _MatmulOptions(run=run, chunks=chunks, int8=int8)
 
     def quantized(self, record: Record, weight_gradient: bool = False) -> int:
         """Return the operands that a matmul quantizes: both for a weight gradient, else one, as weights are kept."""

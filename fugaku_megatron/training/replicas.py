@@ -27,7 +27,7 @@ from ..comm.grid import Groups
 from ..config.run_config import RunConfig
 from ..costs.units import holds_tied_copy
 from ..nn.model import Stage
-from ..nn.parameter import spec_of
+from ..nn.parameter import ModelParameter
 from ..nn.q8_weight import scales_of
 from ..optim.bucket_shard import BucketShard
 from ..optim.optimizer import Optimizer
@@ -188,7 +188,7 @@ class Replicas:
         optimizer = self._optimizer
         for parameter in (*optimizer.flat.parameters, *optimizer.flat.frozen):
             if self._alike(group, parameter):
-                name = spec_of(parameter).name
+                name = parameter.spec.name
                 yield Replica(WEIGHTS, name, parameter)
                 if (scales := scales_of(parameter)) is not None:
                     yield Replica(WEIGHTS, f"{name} (scales)", scales)
@@ -199,8 +199,8 @@ class Replicas:
             else:
                 yield from self._state(shard, group, by_block=False)
 
-    def _alike(self, group: str, parameter: Tensor) -> bool:
-        spec = spec_of(parameter)
+    def _alike(self, group: str, parameter: ModelParameter) -> bool:
+        spec = parameter.spec
         if group in ("dp", "edp"):
             return spec.expert == (group == "edp")
         if group == "embedding":

@@ -53,7 +53,7 @@ Floats run_gemm(int form, int64_t m, int64_t n, int64_t k, DType dtype, bool pac
 }
 
 // Groups of 0, 1, 13 and the rest of the rows, each with a weight: the forms of gemm_layout.
-Floats run_groups(int form, int64_t rows, int64_t n, int64_t k, DType dtype) {
+Floats run_groups(int form, int64_t rows, int64_t n, int64_t k, DType dtype, bool random = false) {
   const int64_t counts[] = {0, 1, 13, rows - 14}, groups = 4, weight = n * k;
   GemmArgs g = {};
   g.m = form == 2 ? n : rows, g.n = form == 0 ? n : k, g.k = form == 0 ? k : n;
@@ -65,7 +65,7 @@ Floats run_groups(int form, int64_t rows, int64_t n, int64_t k, DType dtype) {
   Floats c = random_floats(out, 3);
   g.a_row = form == 2 ? 1 : g.k, g.a_col = form == 2 ? n : 1;
   g.b_row = form == 0 ? 1 : g.n, g.b_col = form == 0 ? k : 1;
-  g.c_row = g.n, g.accumulate = form == 2;
+  g.c_row = g.n, g.accumulate = form == 2, g.random_rounding = random;
   g.in_dtype = dtype, g.out_dtype = DType::f32, g.a = a.data(), g.b = b.data(), g.c = c.data();
   kernels().grouped_linear_forward({g, groups, counts, weight, form == 2});
   return c;
@@ -196,6 +196,8 @@ void check_gemm() {
       compare("grouped gemm", 2e-5f, 3e-4f, [&] { return run_groups(form, 40, 37, 70, dtype); });
     compare("grouped gemm in int8", 0, 0,
             [&] { return run_groups(form, 40, 37, 70, DType::int8_of_f32); });
+    compare("grouped gemm in int8, rounded at random", 0, 0,
+            [&] { return run_groups(form, 40, 37, 70, DType::int8_of_bf16, true); });
   }
   const int64_t shapes[][3] = {{1, 1, 1},  {12, 32, 16}, {13, 33, 17},
                                {5, 70, 0}, {61, 67, 71}, {14, 34, 700}};

@@ -60,7 +60,7 @@ def check_flops(run: RunConfig) -> None:
     forward = counter.get_total_flops()
     with counter:
         loss.backward()
-    records = list(accounting.stage_records(run, Layout.from_run(run, 1), 0))
+    records = accounting.stage_records(run, Layout.from_run(run, 1), 0)
     assert (forward, counter.get_total_flops()) == (
         sum(r.flops_forward for r in records),
         sum(r.flops_backward for r in records),
@@ -108,7 +108,7 @@ def check_quantized(run: RunConfig) -> None:
                 flops = 2 * p.m * p.n * p.k * p.times * times * microbatches
                 modelled[p.quantized > 0] += flops
     modelled_weights = memory.INT8_COPIES * accounting.quantized_weights(run, layout, 0)
-    records = list(accounting.stage_records(run, layout, 0))
+    records = accounting.stage_records(run, layout, 0)
     if run.lora.on:  # nothing below the first layer is trained
         first = next(r for r in records if r.name == "linear_qkv")
         adapter = next(r for r in records if r.name == "linear_qkv_lora_A")

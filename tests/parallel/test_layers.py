@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import kernels
-from fugaku_megatron.nn import blocks, layers, parameter
+from fugaku_megatron.nn import blocks, layers
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.nn.parameter import Init, Sharding
 from fugaku_megatron.optim.flat import FlatParameters
 from tests.helpers import dry_trainer, small_run
 from tests.threads import ThreadWorld
@@ -42,11 +41,13 @@ LAYERS: dict[str, Callable[[layers.Context], nn.Module]] = {
 }
 
 
+def context(tp, **changes) -> layers.Context:
+    return layers.Context(model(init_method_std=0.2, **changes), tp, Ops.build(), SEED)
+
+
 def build(name: str, tp, **changes) -> tuple[nn.Module, FlatParameters]:
     """Build a layer with memory. Biases and norms, constant at first, are random."""
-    layer = LAYERS[name](
-        layers.Context(model(init_method_std=0.2, **changes), tp, Ops.build(), SEED)
-    )
+    layer = LAYERS[name](context(tp, **changes))
     flat = FlatParameters(layer, torch.float32, SEED, kernels)
     for p in flat.parameters:
         if p.spec.init_std is None:
@@ -87,22 +88,19 @@ def test_initial_weights_differ_by_name_and_seed():
 
 
 def test_parameters_are_born_without_memory_and_know_their_place():
-    p = parameter.make_parameter("w", (8, 6), Sharding(SoloComm(1, 2), 1), Init(0.1))
+    second = context(SoloComm(1, 2))
+    p = second.parameter("w", (8, 6), 1, 0.1)
     assert (
         p.is_meta
         and p.shape == (8, 3)
         and (p.spec.offset, p.spec.shape, p.spec.partition_dim) == ((0, 3), (8, 6), 1)
     )
-    replicated = [
-        parameter.make_parameter("b", (8,), Sharding(SoloComm(rank, 2))) for rank in range(2)
-    ]
+    replicated = [context(SoloComm(rank, 2)).parameter("b", (8,)) for rank in range(2)]
     assert [(q.spec.counted, q.spec.owned) for q in replicated] == [(True, True), (False, False)]
-    tied = parameter.make_parameter(
-        "head", (8, 6), Sharding(SoloComm(1, 2), 0), Init(0.1, name="embedding")
-    )
+    tied = second.parameter("head", (8, 6), 0, 0.1, init_name="embedding")
     assert tied.spec.owned and not tied.spec.counted
     with pytest.raises(AssertionError):
-        parameter.make_parameter("w", (7, 6), Sharding(SoloComm(0, 2), 0))
+        context(SoloComm(0, 2)).parameter("w", (7, 6), 0)
 
 
 def run_layer(name: str, tp, dropout: float = 0.0) -> tuple[Tensor, Tensor | None, dict]:
