@@ -198,8 +198,6 @@ void check_gemm() {
             [&] { return run_groups(form, 40, 37, 70, DType::int8_of_f32); });
     compare("grouped gemm in int8, rounded at random", 0, 0,
             [&] { return run_groups(form, 40, 37, 70, DType::int8_of_bf16, true); });
-    compare("grouped gemm in int8, rounded at random", 0, 0,
-            [&] { return run_groups(form, 40, 37, 70, DType::int8_of_bf16, true); });
   }
   const int64_t shapes[][3] = {{1, 1, 1},  {12, 32, 16}, {13, 33, 17},
                                {5, 70, 0}, {61, 67, 71}, {14, 34, 700}};
