@@ -19,7 +19,7 @@ FAULTS_SEED ?= 1
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels train check test test-full test-openmpi docs site faults faults-short lint format wheel wheel-test setup-test bench rendered clean
+.PHONY: help setup kernels train check test test-full test-slow test-openmpi docs site faults faults-short lint format wheel wheel-test setup-test bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
@@ -31,6 +31,7 @@ help:
 	@echo "make docs    set up, then run every command of README.md and docs/, and the examples (5 minutes)"
 	@echo "make site    write the documentation site into site/; needs neither the kernels nor MPI (Python 3.11.5 or newer)"
 	@echo "make test-full     the long jobs and the combinations of layouts, schedules and flags that make test leaves out"
+	@echo "make test-slow     the tests that install an environment of their own or need more packages (a real Slurm if it is installed)"
 	@echo "make test-openmpi  the tests of MPI jobs under Open MPI"
 	@echo "make faults-short  $(FAULTS_SHORT) faults at random moments of small runs, one of each kind"
 	@echo "make faults  faults at random moments of small runs (hours; FAULTS=100 for fewer); writes the table of docs/reliability.md"
@@ -113,6 +114,11 @@ $(STAMPS)/test-packages: $(STAMPS)/packages requirements-test.txt
 	$(INSTALL) -r requirements-test.txt
 	@touch $@
 
+# Benchmarks against trl, and the lm-eval harness.
+$(STAMPS)/slow-packages: $(STAMPS)/test-packages requirements-trl.txt requirements-lm-eval.txt
+	$(INSTALL) --constraint requirements.txt -r requirements-trl.txt -r requirements-lm-eval.txt
+	@touch $@
+
 $(STAMPS)/docs-packages: $(STAMPS)/venv requirements-docs.txt
 	$(INSTALL) -r requirements-docs.txt
 	@touch $@
@@ -165,6 +171,9 @@ tested: setup lint
 
 test-full: setup $(STAMPS)/kernels $(STAMPS)/test-packages
 	$(PYTEST) -m full
+
+test-slow: setup $(STAMPS)/kernels $(STAMPS)/slow-packages
+	$(PYTEST) -m "slow and not arm"
 
 test-openmpi: setup $(STAMPS)/test-packages $(STAMPS)/openmpi
 	$(PYTEST) -m "mpi and not (slow or full)" --mpi openmpi
@@ -221,7 +230,7 @@ arm-ext: arm-env $(STAMPS)/kernels
 	@$(BIN)/python -m tools.arm_env extension
 
 test-arm: arm-ext
-	$(PYTEST) --dist loadfile tests/arm \
+	$(PYTEST) --dist loadfile -m "not docs" tests/arm \
 	    tests/kernels/test_dispatch.py::test_target_flags_stay_in_their_namespace
 
 arm-codegen: setup

@@ -2,9 +2,10 @@
 
     python -m benchmarks.contestant '{"side": "ours", ...}'        started by Contestant, see `Task`
 
-The baselines are plain PyTorch (plain_gpt.py), of GPT-2's block, and Hugging Face's model, of any. A baseline starts from our
-trainer's initial weights, reads the same tokens and makes the same update: its losses equal ours. BF16 uses autocast, as torch's
-users do. The first answer is {"allocator": ...}. Left out: the pipes (child.py), the order of the sides' turns (step.py).
+The baselines are plain PyTorch (plain_gpt.py), of GPT-2's block, and Hugging Face's model, of any, in a loop of our own or in trl's
+(sft.py). A baseline starts from our trainer's initial weights, reads the same tokens and makes the same update: its losses equal
+ours. BF16 uses autocast, as torch's users do. The first answer is {"allocator": ...}. Left out: the pipes (child.py), the order of
+the sides' turns (step.py).
 """
 
 from __future__ import annotations
@@ -32,19 +33,18 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.config.run_config import ModelConfig, RunConfig
+from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.convert import hugging_face
 from fugaku_megatron.convert.architectures import GPT2
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import Prefetcher, micro_batches
 from fugaku_megatron.host import allocator
-from fugaku_megatron.host.timing import seconds
 from fugaku_megatron.nn.model import Stage
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.optim.flat import initial_values
 
-from . import child, jobs, preloads, shapes
+from . import child, jobs, preloads, sft, shapes
 from .disturbance import Settling, multiply_adds
 from .plain_gpt import PlainGPT
 
@@ -53,8 +53,8 @@ from .plain_gpt import PlainGPT
 class Task:
     """Training task of a contestant. values: fields of the run that replace the recipe's.
 
-    baseline, compiled: which baseline, and whether torch.compile is applied to it; without meaning for our side. preload:
-    libraries.
+    baseline, compiled, load_in: which baseline, whether torch.compile is applied to it, and the format of its frozen weights (a key
+    of sft.LOAD_IN, None: the run's precision); without meaning for our side. preload: libraries.
     """
 
     side: str
@@ -63,6 +63,7 @@ class Task:
     threads: int
     baseline: str = "plain"
     compiled: bool = False
+    load_in: str | None = None
     preload: tuple[str, ...] = ()
 
 
@@ -148,28 +149,45 @@ def _plain(run: RunConfig, vocabulary: int) -> nn.Module:
     return model.to_empty(device="cpu")
 
 
-BASELINES: dict[str, Callable[[RunConfig, int], nn.Module]] = {"plain": _plain, "hf": _HuggingFace}
+MODELS: dict[str, Callable[[RunConfig, int], nn.Module]] = {"plain": _plain, "hf": _HuggingFace}
+TRL = "trl"
+BASELINES = (*MODELS, TRL)
 
 
-def check_baseline(name: str, compiled: bool, model: ModelConfig) -> None:
-    """ValueError when a package or compiler is missing, and for a block that the baseline has not."""
+def check_baseline(task: Task) -> None:
+    """ValueError when a package or compiler is missing, and for a run that the baseline has not."""
+    run = run_of(task)
+    name = task.baseline
     check(
-        name != "plain" or GPT2.fits(model),
+        name != "plain" or GPT2.fits(run.model),
         "--baseline plain has GPT-2's block, and this model another: pass --baseline hf",
     )
     check(
-        name != "hf" or importlib.util.find_spec("transformers") is not None,
-        "--baseline hf: a package is missing: pip install transformers",
+        name == "plain" or importlib.util.find_spec("transformers") is not None,
+        f"--baseline {name}: a package is missing: pip install transformers",
     )
     check(
-        not compiled or shutil.which("g++") is not None or shutil.which("clang++") is not None,
+        name == TRL or not run.lora.on,
+        f"--lora-rank {run.lora.lora_rank}: --baseline {name} has no adapters: pass --baseline {TRL}",
+    )
+    check(
+        run.lora.on or task.load_in is None,
+        f"--baseline-load-in {task.load_in} is for frozen weights: pass --lora-rank, or leave it out",
+    )
+    check(
+        not run.lora.on or not run.model.num_experts,
+        "--lora-rank: the adapters of experts are not compared: pass a recipe without experts",
+    )
+    if name == TRL:
+        sft.check_packages(run.lora.on, task.load_in)
+    check(
+        not task.compiled or shutil.which("g++") is not None or shutil.which("clang++") is not None,
         "--baseline-compile: torch.compile needs a C++ compiler: install g++, or leave the flag out",
     )
 
 
-def build(name: str, run: RunConfig) -> nn.Module:
-    """The baseline's model with our initial weights; (tokens (b, s), labels (b, s)) -> loss ()."""
-    model = BASELINES[name](run, accounting.padded_vocab_size(run.model, 1))
+def initial_weights(run: RunConfig) -> Callable[[str], Tensor]:
+    """Return the function from the global name of a parameter to its initial value in our trainer."""
     ops = Ops.build()
     layout = Layout.from_run(run, 1)
     stage = Stage(run, layout, Grid(*layout.sizes).groups(SoloComm()), ops)
@@ -181,8 +199,14 @@ def build(name: str, run: RunConfig) -> nn.Module:
     def ours(name: str) -> Tensor:
         return initial_values(meta[name], run.training.seed, ops.kernels).view(meta[name].shape)
 
+    return ours
+
+
+def build(name: str, run: RunConfig) -> nn.Module:
+    """The baseline's model with our initial weights; (tokens (b, s), labels (b, s)) -> loss ()."""
+    model = MODELS[name](run, accounting.padded_vocab_size(run.model, 1))
     with torch.no_grad():
-        model.take(ours)
+        model.take(initial_weights(run))
     return model
 
 
@@ -252,19 +276,83 @@ def run_of(task: Task) -> RunConfig:
     )
 
 
-def _side(task: Task) -> tuple[Callable[[], float], dict[str, Any]]:
-    """(function that trains a step and returns its loss, facts for the report)."""
+class Turns:
+    """The steps that the parent asks for on standard input, each timed and answered by a record."""
+
+    def __init__(self, answer: child.Answer) -> None:
+        self._answer = answer
+        self._settling = Settling(multiply_adds)
+        self._idle_since = time.process_time()
+
+    def begin(self) -> bool:
+        """Wait for a request and for quiet cores, then start the clock. False: the parent has left."""
+        if not sys.stdin.readline():
+            return False
+        self._idle = time.process_time() - self._idle_since
+        self._settling.wait()
+        self._before = allocator.page_faults()
+        self._start = time.perf_counter()
+        return True
+
+    def end(self, loss: float) -> None:
+        """Stop the clock and answer."""
+        taken = time.perf_counter() - self._start
+        after = allocator.page_faults()
+        self._idle_since = time.process_time()
+        self._answer(
+            {
+                "seconds": taken,
+                "loss": loss,
+                "minor_faults": after[0] - self._before[0],
+                "idle_cpu_seconds": self._idle,
+                "system_seconds": after[1] - self._before[1],
+                "peak_rss_mib": allocator.peak_memory_mib(),
+            }
+        )
+
+
+Train = Callable[[Turns], None]  # trains a step for each request
+
+
+def in_turn(step: Callable[[], float]) -> Train:
+    """Return the training of a side that trains single steps. step: returns its loss."""
+
+    def train(turns: Turns) -> None:
+        while turns.begin():
+            turns.end(step())
+
+    return train
+
+
+def _side(task: Task) -> tuple[Train, dict[str, Any]]:
+    """(Training, facts for the report)."""
     run = run_of(task)
-    if task.side != "ours":
-        torch.set_num_threads(task.threads)
-        return BaselineTrainer(task.baseline, run, task.compiled).step, {"torch": torch.__version__}
+    if task.side == "ours":
+        return _our_side(run)
+    torch.set_num_threads(task.threads)
+    facts = {"torch": torch.__version__}
+    if task.baseline != TRL:
+        return in_turn(BaselineTrainer(task.baseline, run, task.compiled).step), facts
+    facts |= sft.versions(run.lora.on, task.load_in)
+    return sft_baseline(run, task.load_in, task.compiled).train, facts
+
+
+def sft_baseline(run: RunConfig, load_in: str | None, compiled: bool) -> sft.SFTBaseline:
+    """trl's trainer with our initial weights."""
+    ours = initial_weights(run)
+    return sft.SFTBaseline(
+        run, lambda: build("hf", run).gpt, ours, load_in=load_in, compiled=compiled
+    )
+
+
+def _our_side(run: RunConfig) -> tuple[Train, dict[str, Any]]:
     from fugaku_megatron.run import start
     from fugaku_megatron.run.plan import Plan
 
     world = SoloComm()
     machine = start.configure_process(Plan(run, Layout.from_run(run, world.size)), world)
     trainer = shapes.trainer_of(run, world, Grid(1).groups(world))
-    return lambda: trainer.train_step().loss, {
+    return in_turn(lambda: trainer.train_step().loss), {
         "kernels": trainer.ops.choice,
         "allocator": jobs.allocator(machine),
     }
@@ -273,7 +361,10 @@ def _side(task: Task) -> tuple[Callable[[], float], dict[str, Any]]:
 def main(order: dict[str, Any], answer: child.Answer) -> None:
     """The process's own end of the pipe."""
     task = Task(**order)
-    step, facts = _side(task)
+    try:
+        train, facts = _side(task)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     loaded = Path("/proc/self/maps").read_text() if task.preload else ""
     for library in task.preload:
         if os.path.realpath(library) not in loaded:
@@ -281,26 +372,7 @@ def main(order: dict[str, Any], answer: child.Answer) -> None:
                 f"{library} was to be preloaded and is not: is it a library of this machine?"
             )
     answer({"allocator": allocator.allocator_name(), **facts})
-    settling = Settling(multiply_adds)
-    losses = []
-    idle_since = time.process_time()
-    for _ in sys.stdin:
-        idle = time.process_time() - idle_since
-        settling.wait()
-        faults = allocator.page_faults()
-        taken = seconds(lambda: losses.append(step()))
-        after = allocator.page_faults()
-        idle_since = time.process_time()
-        answer(
-            {
-                "seconds": taken,
-                "loss": losses[-1],
-                "minor_faults": after[0] - faults[0],
-                "idle_cpu_seconds": idle,
-                "system_seconds": after[1] - faults[1],
-                "peak_rss_mib": allocator.peak_memory_mib(),
-            }
-        )
+    train(Turns(answer))
 
 
 if __name__ == "__main__":

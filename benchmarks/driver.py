@@ -21,7 +21,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,8 +76,9 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One comparison. `run`, `baseline_run` and `openblas_run` do the same work once, the last where OpenBLAS has it; `error`
-    compares what the first `run` left with double precision.
+    """One comparison. `run` and `baseline_run` do the same work once; `error` compares what the first `run` left with double precision.
+
+    rivals: by name, functions that prepare the same work in a rival's process and return what does it once.
     """
 
     op: str
@@ -86,7 +87,7 @@ class Case:
     baseline_run: Callable[[], object]
     error: Callable[[], float]
     baseline: str = TORCH
-    openblas_run: Callable[[], object] | None = None
+    rivals: Mapping[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)
     details: dict = field(default_factory=dict)
 
     def run(self) -> None:
@@ -361,11 +362,10 @@ def start_rivals(stack: ExitStack, options: argparse.Namespace, case: Case) -> l
     environments = {}
     if case.baseline == TORCH and options.mkl == preloads.BOTH and preloads.narrowed():
         environments[SHIPPED] = preloads.mkl_environment("shipped")
-    if case.openblas_run is not None:
-        environments[OPENBLAS] = {
-            **preloads.mkl_environment("shipped"),
-            **openblas.environment(options.threads),
-        }
+    for kind in case.rivals:
+        environments[kind] = preloads.mkl_environment("shipped")
+        if kind == OPENBLAS:
+            environments[kind] |= openblas.environment(options.threads)
     started = [
         stack.enter_context(Rival(kind, options, environment))
         for kind, environment in environments.items()
@@ -378,8 +378,8 @@ def start_rivals(stack: ExitStack, options: argparse.Namespace, case: Case) -> l
 
 def introduction(kind: str) -> dict[str, str]:
     """The name of a rival's library, and what is missing for it."""
-    if kind == SHIPPED:
-        return {"name": SHIPPED}
+    if kind != OPENBLAS:
+        return {"name": kind}
     try:
         return {"name": f"{OPENBLAS} {openblas.core()}"}
     except ValueError as error:
@@ -400,7 +400,7 @@ def main() -> None:
         settling = settling or Settling(openblas.work if kind == OPENBLAS else multiply_adds)
         if request == "next\n":
             case = next(cases)
-            run = case.openblas_run if kind == OPENBLAS else case.baseline_run
+            run = case.rivals[kind]() if kind in case.rivals else case.baseline_run
             run()
             answer({})
         else:

@@ -4,7 +4,8 @@ Shapes are as in costs/accounting.py: M tokens of a micro-batch, N output and K 
 rank; a weight is (N, K). Weights are packed once, outside the timing, as the trainer packs them once per step; the weight gradient
 packs both operands inside it. torch runs with its MKL at full width and, with --mkl both, as shipped; in FP32 numpy's OpenBLAS is
 compared as well, with kernels of the CPU's full width. With --dtype int8 operands and results are BF16, the baseline is this
-program's BF16 matmul, and quantization is timed as packing is. Left out: bias and GELU, so that all sides do exactly the matmul.
+program's BF16 matmul, and quantization is timed as packing is; torch's own INT8 (torch_int8.py) is compared as well. Left out: bias
+and GELU, so that all sides do exactly the matmul.
 
     python -m benchmarks gemm --recipe 124m --micro-batch-size 4
     python -m benchmarks gemm --recipe 124m --micro-batch-size 4 --fp32-matmul bf16x3      FP32 units, then bf16x3
@@ -25,7 +26,7 @@ from fugaku_megatron.config.fields import check
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
 
-from . import driver, openblas, preloads, shapes
+from . import driver, openblas, preloads, shapes, torch_int8
 from .driver import DTYPES, INT8, Call, Case, relative_error
 
 SAMPLE_ROWS = 16
@@ -159,18 +160,23 @@ def layer_cases(
             baseline="our BF16" if int8 else driver.TORCH,
             baseline_run=baseline,
             error=partial(sampled_error, result, left, right),
-            openblas_run=openblas_matmul(left, right, torch.zeros(result.shape), added)
-            if dtype == torch.float32
-            else None,
+            rivals=rivals(left, right, torch.zeros(result.shape), added, parts),
             shape=shape,
         )
 
 
-def openblas_matmul(
-    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool = False
-) -> Callable[[], None]:
-    """Return a function that writes the matmul of left (m, k) and right (k, n) into out (m, n), or adds it."""
-    return lambda: openblas.sgemm(left, right, out, add)
+def rivals(
+    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool, parts: dict[str, bool]
+) -> dict[str, Callable[[], Callable[[], object]]]:
+    """Return other libraries' matmuls of left (m, k) and right (k, n), which write into out (m, n) or add to it."""
+    if "int8" in parts:
+        return {
+            name: partial(prepare, left, right, out, is_weight=not add)
+            for name, prepare in torch_int8.RIVALS.items()
+        }
+    if left.dtype == torch.float32:
+        return {driver.OPENBLAS: lambda: partial(openblas.sgemm, left, right, out, add)}
+    return {}
 
 
 def torch_weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> Callable[[], None]:

@@ -1,6 +1,7 @@
 """Our trainer's step against another program's, in turn, each in a process of its own; or parallel layouts against one rank.
 
     python -m benchmarks step --micro-batch-size 4 [--dtype bf16] [--baseline hf] [--baseline-compile] [--baseline-preload tcmalloc]
+    python -m benchmarks step --baseline trl [--lora-rank 16 [--lora-base-format int8] [--baseline-load-in 8bit]]
     python -m benchmarks step --micro-batch-size 4 --dtype bf16 --int8 [--int8-wgrad]  INT8 matmuls, our BF16 step in turn as well
     python -m benchmarks step --ranks 2 --global-batch-size 16                        TP2, DP2 and PP2 against one rank
     python -m benchmarks step --ranks 2 --global-batch-size 4 --schedules             PP2 under every schedule against one rank
@@ -27,12 +28,13 @@ from typing import Any
 import torch
 
 from fugaku_megatron.config.fields import check, flag
+from fugaku_megatron.config.lora import BASE_FORMATS
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host.machine import clock_ghz, cpu_model, fma_peak_gflops
 from fugaku_megatron.text.table import Column
 
-from . import contestant, core, disturbance, jobs, preloads, shapes
+from . import contestant, core, disturbance, jobs, preloads, sft, shapes
 from .contestant import Apart, Contestant, Task
 
 SIDES = ("ours", "baseline")
@@ -48,9 +50,9 @@ PATIENCE = 3  # up to so many times as many rounds, while others disturb them
 SAME_LOSS = {
     "fp32": 1e-4,
     "bf16": 2e-2,
-}  # relative; BF16 rounds weights in ours and not in the baseline's autocast
+}  # relative; BF16 rounds weights in ours and not in the baseline's autocast, and bitsandbytes rounds the baseline's
 COLUMNS: tuple[Column, ...] = (
-    ("", "<28", "label"),
+    ("", "<32", "label"),
     ("tokens/s", ">9.1f", "tokens_per_s"),
     ("s/step", ">8.3f", "seconds"),
     ("TFLOPs", ">7.4f", "tflops"),
@@ -90,7 +92,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("native", "torch", "auto"),
         help="ours (default: %(default)s)",
     )
-    parser.add_argument("--baseline", default="plain", choices=contestant.BASELINES)
+    parser.add_argument(
+        "--baseline",
+        default="plain",
+        choices=contestant.BASELINES,
+        help="plain PyTorch; hf: transformers in a loop of PyTorch; trl: its SFTTrainer, with adapters of peft (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lora-rank",
+        type=int,
+        help="with --baseline trl: both sides train adapters of this rank of all linear layers",
+    )
+    parser.add_argument(
+        "--lora-base-format",
+        choices=BASE_FORMATS,
+        help="with --lora-rank: storage of our frozen weights (default: --dtype)",
+    )
+    parser.add_argument(
+        "--baseline-load-in",
+        choices=sft.LOAD_IN,
+        help="with --lora-rank: bitsandbytes quantizes the baseline's frozen weights",
+    )
     parser.add_argument(
         "--baseline-compile", action="store_true", help="torch.compile the baseline"
     )
@@ -131,7 +153,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "--tensor-model-parallel-size and --pipeline-model-parallel-size need --ranks; a baseline is compared on one rank",
     )
     config = shapes.run_of(options, **run_values(options))
-    contestant.check_baseline(options.baseline, options.baseline_compile, config.model)
+    contestant.check_baseline(task(options, "baseline", []))
     preload = [preloads.resolve(options.baseline_preload)] if options.baseline_preload else []
     torch.set_num_threads(options.threads)
     print(f"{cpu_model()}, {options.threads} threads; building both sides", flush=True)
@@ -161,9 +183,18 @@ def run_values(options: argparse.Namespace) -> dict[str, Any]:
         for name in ("seq_length", "num_layers", "vocab_size")
         if (value := getattr(options, name)) is not None
     }
+    adapters = {}
+    if options.lora_rank is not None:
+        model = shapes.run_of(options, **sizes).model
+        adapters = {
+            "lora_rank": options.lora_rank,
+            "lora_target": sft.adapted_matrices(model),
+        }
     return {
         "vocab_size": shapes.vocabulary(options.recipe),
         **sizes,
+        **adapters,
+        "lora_base_format": options.lora_base_format,
         "moe_aux_loss_coeff": (0.0,),
         "moe_z_loss_coeff": None,
         "micro_batch_size": options.micro_batch_size,
@@ -186,12 +217,16 @@ def task(options: argparse.Namespace, side: str, preload: list[Path]) -> Task:
     baseline = {
         "baseline": options.baseline,
         "compiled": options.baseline_compile,
+        "load_in": options.baseline_load_in,
         "preload": tuple(map(str, preload)),
     }
+    values = run_values(options)
+    if side == "baseline":
+        values.pop("lora_base_format", None)  # the baseline has a format of its own
     return Task(
         side=side,
         recipe=options.recipe,
-        values=run_values(options),
+        values=values,
         threads=options.threads,
         **(baseline if side == "baseline" else {}),
     )
@@ -205,11 +240,9 @@ def take_turns(
     A round: {"ours": a step's record, "baseline": ..., "peak_gflops", "clock_ghz", "others"}.
     """
     first = {side: each.step()["loss"] for side, each in sides.items()}
-    if not math.isclose(
-        first["ours"],
-        first["baseline"],
-        rel_tol=SAME_LOSS["bf16" if options.int8 else options.dtype],
-    ):
+    rounded = options.int8 or options.lora_base_format or options.baseline_load_in
+    tolerance = SAME_LOSS["bf16" if rounded else options.dtype]
+    if not math.isclose(first["ours"], first["baseline"], rel_tol=tolerance):
         raise RuntimeError(
             f"the two do not train the same: first losses {first['ours']:.6f} (ours), {first['baseline']:.6f} "
             "(baseline)"
@@ -259,15 +292,20 @@ def report(
             else "shipped"
         )
         compiled = " compiled" if options.baseline_compile else ""
-        label = f"{options.baseline}{compiled}, MKL {width}"
+        load_in = f" {options.baseline_load_in}" if options.baseline_load_in else ""
+        lora = "" if options.lora_rank is None else f" LoRA {options.lora_rank}"
+        label = f"{options.baseline}{load_in}{lora}{compiled}, MKL {width}"
         every[side] |= {
             "label": label,
             "name": options.baseline,
+            "load_in": options.baseline_load_in,
             "compiled": options.baseline_compile,
             "mkl": width,
             "preload": options.baseline_preload,
             "ratio": every[side]["seconds"] / every["ours"]["seconds"],
         }
+    if options.lora_base_format:
+        every["ours"]["label"] = f"ours, LoRA on {options.lora_base_format}"
     if UNQUANTIZED in every:
         every["ours"]["label"] = (
             f"ours, {' '.join(flag(n) for n in INT8_FLAGS if getattr(options, n))}"
@@ -276,7 +314,7 @@ def report(
         every[UNQUANTIZED] |= {"label": f"ours, {options.dtype}", "ratio": ratio}
     medians = core.medians(rounds, ("peak_gflops", "clock_ghz"))
     ceiling = flops / every["ours"]["seconds"] / medians["peak_gflops"] / 1e9
-    names = ("threads", "recipe", "dtype", "micro_batch_size")
+    names = ("threads", "recipe", "dtype", "micro_batch_size", "lora_rank", "lora_base_format")
     return {
         **every,
         "ratio": every["baseline"]["ratio"],

@@ -371,16 +371,20 @@ def disturbances(ranks: Sequence[Compute], nominal_ghz: float) -> list[str]:
     ]
 
 
+def check_world(world: Comm) -> None:
+    check(
+        world.size > 1,
+        "fugaku-megatron calibrate measures MPI too: start it as mpiexec -n 2 fugaku-megatron calibrate",
+    )
+
+
 def calibrate(world: Comm, output: Path) -> None:
     """Measure and write `output`. Collective. ValueError for one rank."""
     import psutil
 
     from ..host.machine import measured_name
 
-    check(
-        world.size > 1,
-        "fugaku-megatron calibrate measures MPI too: start it as mpiexec -n 2 fugaku-megatron calibrate",
-    )
+    check_world(world)
     hosts = world.all_gather_object(socket.gethostname())
     world.barrier()
     computed = world.all_gather_object(measure_compute())
@@ -414,9 +418,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from ..comm.job import run_or_abort
+    from ..comm.job import init, run_or_abort
 
     check_file("--output", args.output)
     check(args.output.suffix == ".json", f"--output {args.output}: pass a name that ends in .json")
-    run_or_abort(lambda world: calibrate(world, args.output))
+    world = init()
+    check_world(world)  # the mistake of a single process must not end a program that called this
+    run_or_abort(lambda world: calibrate(world, args.output), world)
     return 0

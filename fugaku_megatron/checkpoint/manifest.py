@@ -128,7 +128,6 @@ def list_iterations(directory: Directory, after: int = -1) -> list[int]:
 
 
 def saved_iterations(directory: Path) -> list[int]:
-    """Return iterations, ascending, complete or damaged."""
     return sorted({iteration for iteration, suffix, _ in entries(directory) if suffix != ".tmp"})
 
 

@@ -109,7 +109,7 @@ def refuse_suspect(directory: Directory, iteration: int) -> None:
     raise ValueError(
         f"the checkpoint of iteration {iteration} is suspect, as those of iterations "
         f"{join(list(fault.suspect))} are: {fault.why}; "
-        f"{other}, --ckpt-step {iteration} takes this one all the same"
+        f"{other}, --ckpt-step {iteration} loads this one"
     )
 
 

@@ -90,7 +90,7 @@ def main(options: argparse.Namespace) -> int:
         lines, summary = check_iteration(directory, iteration, options.threads)
         print(*lines, summary, sep="\n", flush=True)
         found += len(lines)
-    print(_problems(found) if found else "everything is whole")
+    print(_problems(found) if found else "all files OK")
     return 1 if found else 0
 
 

@@ -114,7 +114,6 @@ def add_train_flags(
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of a run."""
     parser.add_argument("--recipe", help=f"start from a published size: {', '.join(RECIPES)}")
     parser.add_argument(
         "--dry-run",

@@ -43,7 +43,6 @@ def _check_place(flag: str, file: str | Path) -> None:
 
 
 def check_picture(file: str | Path | None) -> None:
-    """Check --png, and that matplotlib is installed."""
     check_file("--png", file)
     check(
         file is None or importlib.util.find_spec("matplotlib") is not None,

@@ -73,7 +73,6 @@ def add_field(group: argparse._ActionsContainer, declared: Declaration) -> None:
 
 
 def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add the flags of a dataclass, for `from_options`."""
     for declared in declarations(cls):
         add_field(parser, declared)
 
@@ -152,7 +151,6 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def _too_many(self, words: Sequence[str], unknown: Sequence[str]) -> str | None:
-        """Return a message if `unknown` are surplus values."""
         if any(map(_FLAG.match, unknown)):
             return None
         known = {option: action for action in self._actions for option in action.option_strings}
@@ -177,7 +175,6 @@ class Parser(argparse.ArgumentParser):
         return None
 
     def _unknown(self, words: Sequence[str]) -> str:
-        """Return the message for unknown flags or words, with the nearest flag."""
         flags = [option for action in self._actions for option in action.option_strings]
         wrong = list(dict.fromkeys(filter(_FLAG.match, words))) or [words[0]]
         near = [nearest(word.split("=")[0], flags, "", cutoff=0.7) for word in wrong]

@@ -196,7 +196,6 @@ def _parsed(program: str, command: Any, words: Sequence[str], examples: Sequence
 
 @contextlib.contextmanager
 def _one_process_prints() -> Iterator[None]:
-    """Let only rank 0 print output that all share."""
     if environment.rank() == 0:
         yield
     else:
@@ -226,8 +225,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(program: str, name: str) -> int:
-    """Run one command under a script's name, such as pretrain_gpt.py."""
-
     def work() -> int:
         environment.check_environment()
         return start(program, COMMANDS[name].load(), sys.argv[1:])

@@ -60,7 +60,6 @@ OWN = ("--help", "--recipe", "--dry-run", "--world-size", "--yaml-cfg")  # of a 
 
 
 def complete_from_yaml(namespace: argparse.Namespace, build_parser: Callable[[], Parser]) -> None:
-    """Replace the flags by the file's, if --yaml-cfg was passed."""
     values = vars(namespace)
     if values["yaml_cfg"] is None:
         return

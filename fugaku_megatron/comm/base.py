@@ -87,14 +87,11 @@ class Comm(Protocol):
         self.iall_to_all(output, tensor, received, sent).wait()
         return output
 
-    def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
-        """Start an all_reduce."""
+    def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle: ...
 
-    def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        """Start an all_gather."""
+    def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle: ...
 
-    def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
-        """Start a reduce_scatter."""
+    def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle: ...
 
     def iall_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
@@ -136,8 +133,7 @@ class Comm(Protocol):
     def split(self, color: int, key: int) -> Comm:
         """Build a communicator of the ranks with equal `color`, ordered by `key` (MPI_Comm_split)."""
 
-    def abort(self, code: int = 1) -> None:
-        """End the whole job with exit code `code`."""
+    def abort(self, code: int = 1) -> None: ...
 
 
 HALF = (torch.bfloat16, torch.float16)

@@ -94,7 +94,6 @@ class Engine:
         return results[0]
 
     def start(self, steps: Steps, channel: Hashable = None, memory: Any = None) -> Operation:
-        """Queue an operation behind the others in its channel, if any."""
         operation = Operation(self, steps, channel or object(), memory)
         with self._wake:
             self._orders.append(operation)

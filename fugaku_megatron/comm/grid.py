@@ -36,7 +36,6 @@ class Groups:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's share of a batch."""
         return self.dp.rank // self.cp.size
 
     @property

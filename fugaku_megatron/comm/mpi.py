@@ -84,7 +84,6 @@ def _initialise_thread(mpi: Any, level: int) -> None:
 
 
 def _buffer(tensor: Tensor) -> np.ndarray:
-    """Return the tensor's memory as a flat array with MPI's dtype."""
     flat = check(tensor).detach().view(-1)
     if flat.dtype in HALF:
         flat = flat.view(torch.int16)

@@ -180,7 +180,6 @@ class ExpertFields:
 
     @cached_property
     def balances(self) -> tuple[tuple[str, float], ...]:
-        """Kind and factor for each balancing loss with an effect."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff)
         return tuple((kind, factor) for kind, factor in pairs if kind != NO_BALANCE and factor)
 

@@ -137,7 +137,6 @@ SWITCHES = (
 
 
 def used(run: RunConfig) -> frozenset[str]:
-    """Return the names of the features that a run uses."""
     names = []
     for name, feature in FEATURES.items():
         values = feature.value if isinstance(feature.value, tuple) else (feature.value,)

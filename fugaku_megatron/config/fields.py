@@ -96,13 +96,11 @@ def required(help: str, **meta: Any) -> Any:
 
 
 def _element_type(annotation: str) -> str:
-    """Return the name of a tuple's element type."""
     return annotation.removeprefix("tuple[").split(",")[0]
 
 
 @cache
 def declarations(config: type) -> tuple[Declaration, ...]:
-    """Return the declaration of every field with a help text."""
     found = []
     for each in fields(config):
         if not each.metadata:
@@ -157,7 +155,6 @@ def flag(name: str) -> str:
 
 
 def flag_words(name: str, value: Any) -> list[str]:
-    """Return the command-line words that set a field."""
     if isinstance(value, bool):
         return [flag(name) if value else flag("no_" + name)]
     values = value if isinstance(value, tuple) else (value,)

@@ -144,7 +144,6 @@ class Layout:
         return replace(self, model_chunks=where.model_chunks, placement_kind=where.kind)
 
     def global_batch_size(self, run: RunConfig) -> int:
-        """Return --global-batch-size, or one micro-batch per data-parallel rank."""
         return run.batch.global_batch_size or run.batch.micro_batch_size * self.dp
 
     def eval_batch_size(self, run: RunConfig) -> int:
@@ -216,7 +215,6 @@ def _check_context(run: RunConfig, cp: int, tp: int, shards: int) -> None:
 
 
 def cp_comm_types(run: RunConfig) -> tuple[str, ...]:
-    """Return each layer's cp_comm_type, with automatic choices resolved."""
     model = run.model
     tp = run.parallel.tensor_model_parallel_size
     cp = run.parallel.context_parallel_size

@@ -83,7 +83,7 @@ class LoraConfig:
             )
         check(
             ALL_LINEAR not in names or len(names) == 1,
-            f"--lora-target {self.lora_target}: all-linear goes alone",
+            f"--lora-target {self.lora_target}: pass all-linear without other names",
         )
 
     @cached_property
@@ -97,7 +97,6 @@ class LoraConfig:
 
     @cached_property
     def rank(self) -> int:
-        """Adapter rank; the run must have adapters."""
         assert self.lora_rank is not None
         return self.lora_rank
 

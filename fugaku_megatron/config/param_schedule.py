@@ -147,7 +147,6 @@ class ParamSchedule:
         return o.min_lr + self._factor(samples) * (o.lr - o.min_lr)
 
     def _factor(self, samples: int) -> float:
-        """Return the factor from 1, the peak, to 0, --min-lr."""
         o = self.config
         shape = SHAPES[o.lr_decay_style]
         if not shape.final_decay:

@@ -18,8 +18,6 @@ class Rule:
 
 
 def needs(name: str, other: str, end: str = ": pass both", with_value: bool = False) -> Rule:
-    """Return the rule that the field `name`, if set, needs the field `other`."""
-
     def mistake(config: Any) -> str | None:
         value = getattr(config, name)
         if not value or getattr(config, other):
@@ -43,8 +41,6 @@ def one_of(*names: str, unless: str = "") -> Rule:
 
 
 def both_or_neither(name: str, other: str) -> Rule:
-    """Return the rule that two fields are set together."""
-
     def mistake(config: Any) -> str | None:
         value = getattr(config, name)
         other_value = getattr(config, other)
@@ -56,22 +52,18 @@ def both_or_neither(name: str, other: str) -> Rule:
 
 
 def at_most(name: str, limit: str, remedy: str = "lower it") -> Rule:
-    """Return the rule that a field is at most another one, if both are set."""
     return _compared(name, limit, "above", remedy, lambda value, other: value <= other)
 
 
 def at_least(name: str, limit: str, remedy: str) -> Rule:
-    """Return the rule that a field is at least another one, if both are set."""
     return _compared(name, limit, "below", remedy, lambda value, other: value >= other)
 
 
 def above(name: str, limit: str, remedy: str) -> Rule:
-    """Return the rule that a field is greater than another one."""
     return _compared(name, limit, "not above", remedy, lambda value, other: value > other)
 
 
 def divisible(name: str, divisor: str, remedy: str) -> Rule:
-    """Return the rule that a field is divisible by another one, if both are set."""
     return _compared(
         name, divisor, "not divisible by", remedy, lambda value, other: value % other == 0
     )

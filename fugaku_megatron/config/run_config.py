@@ -41,8 +41,6 @@ RANK_FIELDS = (
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A complete run. Checks rules between groups."""
-
     model: ModelConfig
     batch: BatchConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -160,7 +158,7 @@ class RunConfig:
             not (output.finetune and output.pretrained_checkpoint) or self.lora.on,
             "--finetune and --pretrained-checkpoint exclude each other: pass "
             "--finetune with --load for one start, or --pretrained-checkpoint for a run that "
-            "goes on from its own --load",
+            "resumes from its own --load",
         )
         self.lora.check_model(self.model)
         if not self.lora.on:
@@ -217,7 +215,6 @@ class RunConfig:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """Values of all fields in all groups, by name."""
         return {
             field.name: getattr(getattr(self, group), field.name)
             for group, config in GROUPS.items()
@@ -235,7 +232,6 @@ class RunConfig:
 
     @cached_property
     def element_bytes(self) -> int:
-        """Bytes of a weight or an activation."""
         return 4 if self.precision.name == "fp32" else 2
 
     @cached_property

@@ -80,7 +80,6 @@ class Skips:
         return ",".join(f"{r.start}:{r.stop}" for r in self.ranges)
 
     def samples(self, position: int, count: int) -> Sequence[int]:
-        """Return the next `count` samples from `position` on that are not skipped."""
         ahead = [r for r in self.ranges if r.stop > position and r.start < position + count]
         if not ahead:
             return range(position, position + count)

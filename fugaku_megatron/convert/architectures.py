@@ -148,12 +148,10 @@ class Architecture:
 
     @property
     def embedding(self) -> str:
-        """Their word embedding's name, without the prefix."""
         return f"{self.places[_WORDS].names[0]}.weight"
 
     @property
     def without_head(self) -> str:
-        """transformers' class without the head, for a tied head."""
         return re.sub("(ForCausalLM|LMHeadModel)$", "Model", self.name)
 
     def fits(self, model: ModelConfig) -> bool:

@@ -83,7 +83,6 @@ def open_megatron(
 
 
 def _iteration(directory: Path, iteration: int | None) -> Path:
-    """Return an iteration's directory, which may be `directory` itself."""
     check(directory.is_dir(), "is not a directory")
     if iteration is not None:
         return directory / iteration_name(iteration)
@@ -408,11 +407,9 @@ def size(text: str) -> int:
 
 def _one(options: argparse.Namespace, names: Collection[str], purpose: str) -> str:
     given = [name for name in names if getattr(options, name) is not None]
-    check(
-        len(given) == 1,
-        f"{' and '.join(map(flag, given)) or 'nothing'} says what to convert {purpose}: pass one of "
-        f"{', '.join(map(flag, names))}",
-    )
+    remedy = f"pass exactly one of {', '.join(map(flag, names))}"
+    check(bool(given), f"no {purpose} given: {remedy}")
+    check(len(given) == 1, f"more than one {purpose}, {' and '.join(map(flag, given))}: {remedy}")
     return given[0]
 
 
@@ -423,8 +420,8 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
         processes == 1,
         f"convert is one process, and {variable} says that {processes} were started: leave the launcher out",
     )
-    source = _one(options, SOURCES, "from")
-    destination = _one(options, DESTINATIONS, "to")
+    source = _one(options, SOURCES, "source")
+    destination = _one(options, DESTINATIONS, "destination")
     check(
         options.from_peft is None or source == "load" or options.merge or destination != "save",
         "--from-peft with --save writes "

@@ -220,7 +220,7 @@ def read_tokenizer(
     if found.differences and not inexact:
         raise ValueError(
             f"{where} is not quite what llama.cpp computes: {'; '.join(found.differences)}: pass "
-            f"{INEXACT} to write it all the same"
+            f"{INEXACT} to write it"
         )
     return found
 
@@ -236,11 +236,14 @@ def _check_texts(found: GgufTokenizer, where: str) -> None:
     """
     seen: dict[str, int] = {}
     for token, (text, kind, _) in enumerate(found.tokens):
-        check(text != "", f"{where}: the text of token {token} is empty, which llama.cpp replaces")
-        check(
-            text not in seen,
-            f"{where}: tokens {seen.get(text)} and {token} are both {text!r:.60}, which llama.cpp cannot load",
-        )
+        if text == "":
+            raise ValueError(
+                f"{where}: the text of token {token} is empty, which llama.cpp replaces"
+            )
+        if text in seen:
+            raise ValueError(
+                f"{where}: tokens {seen[text]} and {token} are both {text!r:.60}, which llama.cpp cannot load"
+            )
         seen[text] = token
         if kind == NORMAL and text in SPECIAL_BY_NAME:
             found.differences.append(

@@ -92,7 +92,6 @@ class TensorDirectory:
         return TensorDirectory(path, header(path / SINGLE))
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in its stored dtype."""
         file, stored = self.tensors[name]
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
         file.read_into(as_bytes(tensor), stored.start)

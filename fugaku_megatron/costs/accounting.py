@@ -59,7 +59,6 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
 
 
 def zero_shards(run: RunConfig, layout: Layout) -> int:
-    """Return the number of optimizer-state shards."""
     return layout.replicas if run.parallel.zero_stage else 1
 
 
@@ -302,7 +301,6 @@ def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
 
 @lru_cache(maxsize=1024)  # searches repeat the same runs
 def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
-    """Return each virtual stage's layer count by --pipeline-split, at least 1."""
     layers = run.model.num_layers
     sizes = stage_sizes(run)
     if placement.virtual_stages == 1 or run.parallel.pipeline_split == "even" and sizes is None:
@@ -413,7 +411,6 @@ def _recompute_fraction(run: RunConfig) -> float:
 
 
 def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
-    """Return `layer_flops` per micro-batch on one rank."""
     layers = run.model.mlps
     linear = 0.0
     for mlp in dict.fromkeys(layers):  # in one order on all ranks

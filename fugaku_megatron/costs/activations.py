@@ -89,7 +89,6 @@ def linear(
 
 
 def typical_cp_comm_type(run: RunConfig) -> str:
-    """Return the most frequent --cp-comm-type."""
     ways = cp_comm_types(run)
     return max(ways, key=ways.count)
 
@@ -110,7 +109,6 @@ def key_elements(run: RunConfig, tp: int) -> int:
 
 
 def segment_numbers(rank: int, ranks: int) -> tuple[int, int]:
-    """Return which two of 2 c sequence segments a rank has."""
     return rank, 2 * ranks - 1 - rank
 
 
@@ -217,7 +215,6 @@ def key_working_bytes(run: RunConfig, tp: int) -> int:
 
 
 def sequence_shards(run: RunConfig, tp: int) -> int:
-    """Return the sequence shards between tensor-parallel matmuls."""
     return tp if run.parallel.sequence_parallel else 1
 
 
@@ -231,12 +228,10 @@ EXCHANGED_BLOCKS = 4
 
 
 def overlap_blocks(tp: int) -> int:
-    """Return the blocks of each rank's rows under --tp-comm-overlap."""
     return -(-EXCHANGED_BLOCKS // tp)
 
 
 def all_reduce(bytes: int, tp: int) -> tuple[Collective, ...]:
-    """Return an all-reduce, or nothing for one rank."""
     return (Collective("all_reduce", "tp", bytes),) if tp > 1 else ()
 
 
@@ -317,7 +312,6 @@ def _linear_name(record: Record) -> str:
 
 
 def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
-    """Return a linear layer's two adapter matmuls, or nothing."""
     name = _linear_name(record)
     rank = run.lora.rank
     matrices = run.lora.parts(name, run.model) if name in MATRICES else ()

@@ -25,7 +25,6 @@ from .activations import (
 
 
 def typical_mlp(model: ModelConfig) -> str:
-    """Return the key in `ModelConfig.mlps` that represents all layers."""
     return MLP_OF_EXPERTS if model.num_experts else model.activation
 
 
@@ -218,7 +217,6 @@ def _order_bytes(run: RunConfig, tp: int, division: Division) -> int:
 
 
 def _balance_collectives(run: RunConfig, shards: int) -> tuple[Collective, ...]:
-    """Return the collectives of balancing losses or Sinkhorn routing."""
     experts = run.model.num_experts or 0
     if shards == 1:
         return ()

@@ -106,7 +106,6 @@ def layer_segments(run: RunConfig, tp: int, mlp: str) -> tuple[Segments, Segment
 def unit_segments(
     run: RunConfig, layout: Layout, stage: int
 ) -> dict[Unit, tuple[Segments, Segments]]:
-    """Return the `layer_segments` of each unit."""
     model = run.model
     others: dict[str, Segments] = {HEAD: [], EMBEDDING: []}
     if not run.lora.on:

@@ -87,7 +87,6 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
 
 
 def adapter_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
-    """Return every layer's adapter parameters on one rank."""
     return of_layers(
         run, lambda mlp: sum(r.parameters for r in layer_records(run, tp, mlp) if r.adapts)
     )
@@ -105,7 +104,6 @@ def frozen_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def unit_elements(run: RunConfig, layout: Layout, stage: int) -> dict[Unit, int]:
-    """Return each unit's trained elements, in order."""
     tp = layout.tp
     per_layer = adapter_parameters(run, tp) if run.lora.on else layer_parameters(run, tp)
     others = {HEAD: 0, EMBEDDING: 0}
@@ -155,7 +153,6 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
 
 
 def bucket_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Return each bucket's elements, divided experts included."""
     return [others + divided for others, divided in bucket_sizes(run, layout, stage)]
 
 
@@ -211,7 +208,6 @@ def gradient_bytes(run: RunConfig) -> int:
 
 
 def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Collective]:
-    """Return the collectives of one iteration's gradients and weights."""
     collectives = []
     size = gradient_bytes(run)
     if holds_tied_copy(run, layout.placement, stage):

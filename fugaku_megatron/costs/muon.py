@@ -30,7 +30,6 @@ def _mlp_matrices(model: ModelConfig, mlp: str) -> Matrices:
 
 
 def layer_matrices(run: RunConfig, mlp: str) -> Matrices:
-    """Return a layer's whole matrices that tensor-parallel ranks shard."""
     model = run.model
     queries = model.context_width
     keys = (model.qkv_width - model.context_width) // 2

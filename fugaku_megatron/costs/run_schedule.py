@@ -96,7 +96,6 @@ def resolve_recompute(run: RunConfig, layout: Layout, limit: float) -> tuple[Run
 
 
 def choice_line(run: RunConfig, placement: Placement, limit: float) -> str:
-    """Return the log line about the choice of `with_recompute`."""
     within = f"recompute: chosen for {limit / MIB:.0f} MiB a rank (model): "
     if run.training.recompute_part_layers is None:
         return within + "none"
@@ -109,7 +108,6 @@ def choice_line(run: RunConfig, placement: Placement, limit: float) -> str:
 
 
 def recomputed_layers(run: RunConfig, placement: Placement, stage: int) -> list[int]:
-    """Return the recomputed layers per model chunk."""
     return [
         sum(map(len, virtual_stage_recompute_groups(run, placement, virtual_stage)))
         for virtual_stage in placement.virtual_stages_of(stage)
@@ -144,7 +142,6 @@ def with_recompute(
 def fewest(
     run: RunConfig, layout: Layout, stage: int, limit: float, in_flight: Sequence[InFlight]
 ) -> tuple[int, ...]:
-    """Return the fewest recomputed layers per model chunk that fit."""
     placement = layout.placement
     sizes = virtual_stage_sizes(run, placement)
     layers = [sizes[virtual_stage] for virtual_stage in placement.virtual_stages_of(stage)]

@@ -272,7 +272,7 @@ def parse_data_path(
         raise ValueError(f"{flag}: {len(data_path)} items ({' '.join(data_path)}); {pairs}")
     wrong = [item for item, number in zip(first, numbers[::2]) if number is None]
     if wrong:
-        raise ValueError(f"{flag}: {wrong[0]!r} stands where a weight is due; {pairs}")
+        raise ValueError(f"{flag}: expected a weight, got {wrong[0]!r}; {pairs}")
     weights = [float(item) for item in first]
     normalize(weights, flag)
     return list(data_path[1::2]), weights

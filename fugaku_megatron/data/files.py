@@ -65,7 +65,6 @@ class MappedFile:
             )
 
     def release(self) -> None:
-        """Release the pages read so far; access maps them again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 

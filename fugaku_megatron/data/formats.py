@@ -42,7 +42,7 @@ class NeverSkipped(ValueError):
 
 
 class MissingPackage(NeverSkipped):
-    """Optional package that is not installed."""
+    pass
 
 
 class Columns(NamedTuple):
@@ -229,7 +229,6 @@ def lines(path: str, packed: str) -> Iterator[Record]:
 
 
 def rows(path: str, kind: str, columns: Columns, skip: int) -> Iterator[Record]:
-    """Yield table rows after the first `skip`, as JSON objects."""
     with _reading(path):
         schema, batches = _open(path, kind)
         for first, batch, read in batches(_choose(path, schema, columns), skip):

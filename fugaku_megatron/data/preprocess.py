@@ -422,7 +422,6 @@ def validation(writer: IndexedDatasetWriter) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the GPT flags of Megatron-LM's preprocess_data.py."""
     add_input_arguments(parser)
     add = parser.add_argument
     add(

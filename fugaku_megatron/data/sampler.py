@@ -30,7 +30,6 @@ T = TypeVar("T")
 def first_sample(
     consumed: int, micro_batch: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> int:
-    """Return a micro-batch's first sample number in the global batch at `consumed`."""
     return consumed + (micro_batch * dp_size + dp_rank) * micro_batch_size
 
 

@@ -153,7 +153,7 @@ class Unfinished:
             return None
         same = journal.made_with == self._made_with and len(journal.tokens) == outputs
         if same and self._checksum(journal.place) == journal.inputs:
-            say(f"going on after {journal.documents} documents that {self.folder} holds")
+            say(f"resuming after the {journal.documents} documents in {self.folder}")
             return journal
         reason = "it was made with another tokenizer or other flags"
         if same:
@@ -245,10 +245,10 @@ class Unfinished:
         self._lock.close()
         if isinstance(error, ValueError) and self._recorded:
             raise ValueError(
-                f"{error}; the documents before are in {self.folder}: the same command goes on after them"
+                f"{error}; run the same command again to resume after the documents in {self.folder}"
             ) from None
         if error is not None and self._recorded:
-            say(f"the same command goes on with what {self.folder} holds")
+            say(f"interrupted; run the same command again to resume from {self.folder}")
 
 
 # From the order of the input to that of the data set ---------------------------------------------------------------------------

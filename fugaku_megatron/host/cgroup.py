@@ -67,7 +67,6 @@ def memory_left() -> Iterator[int]:
 
 
 def cpu_quota() -> float | None:
-    """Return the smallest CPU limit."""
     quotas = []
     for version, folder in _folders("cpu"):
         if version == 2:

@@ -145,7 +145,6 @@ def cpu_model(cpuinfo: str | None = None) -> str:
 
 
 def measured_name(threads: int) -> str:
-    """Name this machine for a file of measurements."""
     return f"{cpu_model()}, {threads} threads, measured {time.strftime('%Y-%m-%d')}"
 
 

@@ -173,7 +173,6 @@ def cpuset() -> set[int] | None:
 
 
 def allowed_memory() -> set[int] | None:
-    """Return the NUMA domains whose memory this process may use."""
     found = re.search(
         r"^Mems_allowed_list:\s*(\S+)$", read_text(Path("/proc/self/status")) or "", re.MULTILINE
     )
@@ -235,7 +234,6 @@ def requested_threads(environ: Mapping[str, str]) -> int | None:
 
 
 def part(domains: Sequence[list[int]], sharers: int, position: int) -> list[int]:
-    """Return a rank's cores, inside one domain if possible."""
     if sharers % len(domains) == 0:
         each = sharers // len(domains)
         return _slice(domains[position // each], each, position % each)
@@ -300,7 +298,6 @@ def _unpinned(
 def proposed_ranks(
     node: Node, masks: Sequence[Sequence[int]], environ: Mapping[str, str], quota: float | None
 ) -> int:
-    """Return the number of ranks with a domain each."""
     parts = node.parts({cpu for mask in masks for cpu in mask})
     of_node = {name: value for name, value in environ.items() if name != "SLURM_CPUS_PER_TASK"}
     cores = min(limits(of_node, 1, quota).values(), default=node.smt * len(node.cpus))

@@ -112,7 +112,6 @@ class Asker:
         return found
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Return log-likelihoods, and True for greedy continuations."""
         requests = [encode_pair(self.model.tokenizer, *pair, self.model.window) for pair in pairs]
         scores = self._ask("score", requests)
         return [

@@ -269,9 +269,8 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterat
     system = System.from_names(
         "a64fx", software.THIS_PROJECT, request.nodes, request.ranks_per_node
     )
-    fitted = system.software.fitted
     run, _ = search.resolve(run, layout, system)
-    used = memory.peak_mib(run, layout, system, fitted.memory)
+    used = memory.peak_mib(run, layout, system)
     limit = system.limit_mib
     if used > limit:
         yield Problem(
@@ -280,7 +279,7 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterat
             f"(model) of {limit:.0f}: lower --micro-batch-size, raise --tensor- or --pipeline-model-parallel-size"
             ", or add --checkpoint-activations or --zero-stage 1",
         )
-    needed = start_up(request.nodes) + step(run, layout, system, fitted.values).seconds
+    needed = start_up(request.nodes) + step(run, layout, system, system.parameters).seconds
     seconds = script.value("ELAPSE", {})
     margin = script.value("MARGIN", {})
     if seconds and seconds.text != str(request.elapse):
@@ -332,7 +331,6 @@ def _volumes(request: Request) -> Iterator[Problem]:
 
 
 def _common_part(request: Request) -> Iterator[Problem]:
-    """Check that a script of the checkout finds the common part."""
     line = request.script.find(READS_COMMON)
     if not line or not request.files:
         return
@@ -429,7 +427,6 @@ def _shared_files(request: Request) -> Iterator[Problem]:
 
 
 def _output(request: Request) -> Iterator[Problem]:
-    """Check that many ranks' output is split into directories."""
     if request.processes <= limits.SPLIT_OUTPUT_ABOVE:
         return
     for number, line in request.script.body:

@@ -114,7 +114,6 @@ class Stop(StopSignals):
 
     @contextlib.contextmanager
     def forwarding(self, launcher: Launcher) -> Iterator[None]:
-        """Forward signals, including an earlier one."""
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         self._launcher = launcher
         if self.stop_requested:

@@ -188,7 +188,6 @@ def _elapse(option: str | None, group: ResourceGroup) -> int | None:
 
 
 def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str, ...]:
-    """Return the plan's flags, always with layout, batch and clock."""
     run = best.run
     parallel = best.run.parallel
     words = plan_text.train_flags(best, args)

@@ -168,7 +168,6 @@ def values(job: Job) -> list[str]:
 
 
 def other_clocks(job: Job) -> str:
-    """Return comments with each other mode's command."""
     return "\n".join(
         f'#   {mode.name}: pjsub -g GROUP -L "{mode.directive}" -x CPU_GHZ={mode.ghz:.1f} FILE'
         for mode in limits.MODES.values()
@@ -306,7 +305,6 @@ def slurm_memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
 
 
 def fill(template: str, cluster: Cluster, **values: object) -> str:
-    """Replace each @NAME@ by the value `name` or by the cluster's."""
     values |= {
         "ranks": cluster.ranks_per_node,
         "cpus": cluster.cores // cluster.ranks_per_node,
@@ -335,7 +333,6 @@ def render_slurm_report(cluster: Cluster, nodes: int) -> str:
 
 
 def slurm_scripts(recipe: str | None = None) -> dict[str, str]:
-    """Return path under scripts/slurm -> text."""
     return {
         f"{cluster.name}/run_{job.recipe}.sbatch": render_slurm(cluster, job)
         for cluster in CLUSTERS.values()

@@ -96,7 +96,6 @@ class Script:
         return value.text if value else missing
 
     def line(self, option: str, name: str = "") -> int:
-        """Return the setting's line, its option's, or the last directive's."""
         setting = self.get(option, name)
         first_of_option = next(iter(self.settings.get(option, {}).values()), None)
         return (setting or first_of_option or Value("", self.last_directive)).line
@@ -110,7 +109,6 @@ class Script:
         return Value(default(assignment, environ), assignment.line)
 
     def find(self, text: str) -> int | None:
-        """Return the first line in the body with this text."""
         return next((number for number, line in self.body if text in line.split(" #")[0]), None)
 
 

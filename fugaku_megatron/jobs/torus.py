@@ -79,7 +79,6 @@ def nearest(nodes: int) -> list[int]:
 
 
 def tensor_fits(tp: int, ranks_per_node: int) -> bool:
-    """Return True if tensor-parallel groups fit into nodes or units."""
     return ranks_per_node % tp == 0 or tp % ranks_per_node == 0 and tp // ranks_per_node in TILES
 
 

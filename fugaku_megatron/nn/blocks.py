@@ -43,8 +43,6 @@ def make_norm(name: str, context: Context) -> Norm:
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention with this rank's heads, in whole query groups."""
-
     def __init__(self, name: str, layer: int, context: Context) -> None:
         super().__init__()
         model = context.model
@@ -141,7 +139,6 @@ class SelfAttention(nn.Module):
         return to_rows(attention(qkv), cp)
 
     def _dropped(self, row0: int, forward_pass: Pass) -> Dropout:
-        """Return the dropout of attention scores, whose first row is row0."""
         context = self.context
         key = DropoutKey(
             context.seed,
@@ -161,7 +158,6 @@ class SelfAttention(nn.Module):
         return by_length or (self.context.angles(length), documents.positions)
 
     def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """Return `attend` with keys and values exchanged between ranks."""
         model = self.context.model
         context = self.context
         documents = forward_pass.documents

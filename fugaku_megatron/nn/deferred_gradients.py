@@ -30,7 +30,6 @@ class Waiting:
 
     @torch.no_grad()  # as autograd calls a backward
     def run(self) -> None:
-        """Run the work in order, and free its tensors."""
         while self._work:
             self._work.popleft()()
 

@@ -44,7 +44,5 @@ class DropoutKey:
 
 
 class Dropout(NamedTuple):
-    """A dropout probability and the mask."""
-
     p: float
     key: DropoutKey

@@ -324,8 +324,6 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Word embedding with the vocabulary sharded over tensor-parallel ranks."""
-
     def __init__(self, name: str, vocabulary: int, context: Context) -> None:
         super().__init__()
         self.context = context
@@ -341,8 +339,6 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions, from 0 on."""
-
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
         self.context = context
@@ -401,8 +397,6 @@ def scale(weight: Tensor, centered: bool) -> Tensor:
 
 
 class LayerNorm(Norm):
-    """Layer norm with weight and bias."""
-
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
         width = (context.model.hidden_size,)

@@ -61,8 +61,6 @@ class AttentionMask:
 
 
 class SharedCall(NamedTuple):
-    """Arguments shared by all blocks of an attention call."""
-
     heads: Heads
     mask: AttentionMask
     dropped: Dropout
@@ -77,7 +75,6 @@ class Block(NamedTuple):
 
 
 def visible_blocks(mask: AttentionMask, queries: list[range], keys: range) -> Iterator[Block]:
-    """Yield the blocks with visible pairs."""
     row = 0
     for segment in queries:
         if visible := mask.visible(segment, keys):
@@ -185,7 +182,6 @@ class _Passed:
         self._segments = [rank_segments(rank, cp.size, call.mask.length) for rank in range(cp.size)]
 
     def _needed(self, rank: int, source: int) -> list[range]:
-        """Return the keys of each of `source`'s segments that `rank` needs."""
         return [
             needed(self._call.mask, self._segments[rank], segment)
             for segment in self._segments[source]

@@ -48,7 +48,6 @@ class ExpertWatch(Observer):
         return values
 
     def report(self, iteration: int) -> None:
-        """Write every expert's load; print extremes and idle experts."""
         loads = self.tokens / _mean_tokens(self.tokens)
         self.writer.record(
             "experts",

@@ -177,7 +177,6 @@ class Heartbeat:
     # Beats
 
     def enter(self, what: str) -> str:
-        """Begin phase `what`; return the phase before, for `leave`."""
         before = self.what
         self.what = what
         self._beat()
@@ -206,7 +205,6 @@ class Heartbeat:
             self._where = ""
 
     def wait(self, waits: bool) -> None:
-        """Mark the beginning or end of waiting for other ranks."""
         self._since = time.monotonic() if waits else 0.0
         self._beat()
 
@@ -225,7 +223,6 @@ class Heartbeat:
         )
 
     def look(self, written: bool = False) -> None:
-        """Write the time of the watchdog's look."""
         TICK.pack_into(self._memory, TICK_AT, time.monotonic(), written)
 
     def beat(self) -> Beat | None:

@@ -117,7 +117,6 @@ class MetricsWriter:
             self._wandb = outputs.wandb.start(self.print)
 
     def add(self, metrics: IterationMetrics) -> IterationMetrics | None:
-        """Add an iteration; return the metrics of a finished log interval."""
         self._interval.append(metrics)
         for name, metric in METRICS:
             value = getattr(metrics, name)
@@ -159,7 +158,6 @@ class MetricsWriter:
             self._screen.line(line)
 
     def event(self, iteration: int, line: str) -> None:
-        """Print a line and record it in the history."""
         self.print(line)
         self.record("event", iteration=iteration, text=line)
 

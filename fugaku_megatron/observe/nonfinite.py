@@ -76,7 +76,6 @@ class _Tap(Function[Tensor]):
 
 
 def _tap(x: Tensor, observe: Callable[[Tensor], None]) -> Tensor:
-    """Return `x`; pass its gradient to `observe`."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     return _Tap.apply(x, observe)

@@ -10,8 +10,7 @@ from ..training.trainer import IterationResult
 class Observer:
     """An observer on every rank. `finish_interval` and `report` end a log interval; all methods are collective."""
 
-    def begin(self) -> None:
-        """Begin an iteration."""
+    def begin(self) -> None: ...
 
     def end(self, result: IterationResult) -> dict[str, Any]:
         """End an iteration; return values for `IterationMetrics`."""

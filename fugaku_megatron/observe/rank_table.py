@@ -49,7 +49,6 @@ class Interval:
         return self.ranks, self.tp, self.pp, self.cp
 
     def stage(self, rank: int) -> int:
-        """Return the pipeline stage; see `comm.grid.Grid`."""
         return rank // (self.tp * self.cp) % self.pp
 
     def line(self) -> str:

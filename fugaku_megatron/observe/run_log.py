@@ -81,7 +81,6 @@ class Job:
         return run
 
     def parallel(self, name: str) -> int | None:
-        """Return a parallel size, from `values` if the model is unknown."""
         value: int | None = self.values.get(name)
         if run := self.run:
             value = getattr(run.parallel, name)

@@ -82,7 +82,6 @@ class RankTimes(Observer):
         return [(linear + attention * work.share) / (linear + attention)]
 
     def report(self, iteration: int) -> None:
-        """Log phase times and slow ranks."""
         own = torch.tensor(self._rows).mean(0)
         everyone = torch.empty(self.world.size, len(own))
         self.world.all_gather(everyone, own)

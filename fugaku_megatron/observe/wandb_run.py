@@ -16,8 +16,6 @@ REACHED_WITHIN = 3.0  # s
 
 @dataclass(frozen=True)
 class WandbRun:
-    """Run of --wandb-project."""
-
     project: str
     name: str
     entity: str | None = None

@@ -65,7 +65,6 @@ class BucketShard:
         return self.master.dtype == torch.bfloat16
 
     def shared_blocks(self) -> list[Blocks]:
-        """Return the 8-bit blocks that other ZeRO-1 shards continue."""
         blocks = chain.from_iterable(block.blocks for block in self.adamw_blocks)
         return [each for each in blocks if each.shared is not None]
 
@@ -95,7 +94,6 @@ def adamw_blocks(n: int, updates: Updates) -> list[AdamWBlock]:
 
 
 def adamw_blocks_of_eight_bit(updates: Updates, blocks: Sequence[Blocks]) -> list[AdamWBlock]:
-    """Group 8-bit blocks into AdamW blocks, without padding."""
     grouped = []
     first = 0
     for number, last in enumerate(blocks, 1):

@@ -115,7 +115,6 @@ class BucketComm:
         self._tied_sum: _Sum | None = None  # once started
 
     def _complete(self, unit: int) -> None:
-        """Start every sum that waited only for this unit."""
         self._completed.add(unit)
         if unit == self._tied_unit and self._tied is not None:
             self._tied_sum = self._sum_tied(self._tied, overlap=True)

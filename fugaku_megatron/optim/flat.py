@@ -257,7 +257,6 @@ class FlatParameters:
         return merged
 
     def pieces(self, start: int, end: int) -> list[tuple[Range, Place]]:
-        """Return `ranges` cut at parameter boundaries, each with its place."""
         pieces = []
         for parameter, begin, first, last in self.overlaps(start, end):
             spec = parameter.spec

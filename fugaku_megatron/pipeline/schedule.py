@@ -100,7 +100,6 @@ def forward_only(schedule: Schedule, stage: int) -> list[Instruction]:
 def _alternate(
     forwards: list[Instruction], backwards: list[Instruction], fill: int
 ) -> list[Instruction]:
-    """Alternate forwards and backwards after `fill` forwards."""
     pairs = zip(forwards[fill:], backwards)
     return [
         *forwards[:fill],

@@ -83,7 +83,6 @@ _EVALUATION = ScheduleRow(lists=f"{_LISTS}:forward_only", has_backward=False)
 
 
 def row(name: str) -> ScheduleRow:
-    """Return the row of a schedule's name, or of FORWARD_ONLY."""
     return _EVALUATION if name == FORWARD_ONLY else SCHEDULES[name]
 
 

@@ -187,7 +187,6 @@ def _waits_for_message(place: Placement, row: Computation) -> bool:
 
 
 def _ordered(schedule: Schedule) -> list[Computation]:
-    """Return the computations of all stages, ordered by level."""
     place = schedule.placement
     stages = range(place.stages)
     todo = [

@@ -206,7 +206,6 @@ class Machine:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """Return an error with the known names and the nearest one."""
     known = sorted(known)
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
     return ValueError(

@@ -41,7 +41,6 @@ def kinds(run: RunConfig, placement: Placement) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def virtual_stage_kinds(run: RunConfig, placement: Placement) -> tuple[int, ...]:
-    """Return `kinds` for virtual stages, with recompute."""
     sizes = accounting.virtual_stage_sizes(run, placement)
     recomputed = run.training.recompute_part_layers
     features = [

@@ -141,7 +141,6 @@ stage_parameters = lru_cache(maxsize=4096)(accounting.stage_parameters)
 
 @lru_cache(maxsize=4096)
 def gradient_collectives(run: RunConfig, layout: Layout) -> dict[int, list[Collective]]:
-    """Return `costs.memory.gradient_collectives` for one stage per kind."""
     return {
         stage: rank_memory.gradient_collectives(run, layout, stage)
         for stage in sorted(set(memory.kinds(run, layout.placement)))
@@ -555,7 +554,6 @@ def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
 
 
 def outside(ranges: dict[str, tuple[float, float]], values: dict[str, float]) -> list[str]:
-    """Return a line for each value outside its fitted range."""
     return [
         f"{name} {values[name]:.5g} is outside the fitted {low:.5g} to {high:.5g}"
         for name, (low, high) in ranges.items()

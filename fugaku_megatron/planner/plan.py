@@ -166,7 +166,6 @@ def feature_variants(run: RunConfig, system: System) -> Iterator[tuple[str, RunC
 
 
 def feature_plans(run: RunConfig, system: System, held: frozenset[str]) -> dict[str, Plan | None]:
-    """Return the best plan of each variant."""
     found: dict[str, Plan | None] = {}
     for name, variant, on in feature_variants(run, system):
         found[name] = next(iter(search(variant, on, held).plans), None)
@@ -174,7 +173,6 @@ def feature_plans(run: RunConfig, system: System, held: frozenset[str]) -> dict[
 
 
 def features_text(plans: dict[str, Plan | None]) -> str:
-    """Format the plans as Markdown."""
     rows = [_feature_cells(name, plan, plans["all"]) for name, plan in plans.items()]
     return "\n".join(pipe_table([FEATURES_HEADER, *rows]))
 
@@ -259,7 +257,6 @@ def bottlenecks(plan: Plan) -> str:
 
 
 def changes_between(run: RunConfig, system: System, against: str, best: Plan) -> list[Change]:
-    """Return the changes from software `against`, at the run's layout, to `best`."""
     old_code = software.load(against)
     new_code = system.software
     old = old_code.fitted.values

@@ -98,7 +98,6 @@ def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse
 
 
 def rates(plan: Plan) -> list[str]:
-    """Return a line if the machine has two large all-reduce rates."""
     machine = plan.system.machine
     fitted = plan.system.parameters.reduce_gbs
     if machine.slow_reduce_gbs is None:
@@ -164,7 +163,6 @@ def _base(recipe: str | None) -> dict[tuple[str, str], Any]:
 
 
 def train_flags(plan: Plan, args: argparse.Namespace) -> list[str]:
-    """Return the recipe and a flag for each changed value."""
     words = ["--recipe", args.recipe] if args.recipe else []
     for (group, name), default in _base(args.recipe).items():
         value = getattr(getattr(plan.run, group), name)

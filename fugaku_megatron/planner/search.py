@@ -69,7 +69,6 @@ class Candidate:
 
 
 def schedules(choices: Choices, stages: int, microbatches: int) -> list[Order]:
-    """Return the software's schedules that are worth a trial."""
     few = microbatches <= min(2 * stages, LONGEST // stages)
     orders = []
     for name in choices.schedules:
@@ -429,7 +428,6 @@ EXPERT_RANKS = 64  # largest size to try; all-to-alls among more ranks have shor
 def _divided(
     run: RunConfig, switches: Iterator[dict[str, Any]], tp: int, dp: int, held: frozenset[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield `switches`, with experts also with every expert-parallel size."""
     experts = run.model.num_experts
     given = {"expert_model_parallel_size", "expert_tensor_parallel_size"} & held
     for values in switches:

@@ -158,7 +158,6 @@ class Choices:
 
     @staticmethod
     def from_names(names: frozenset[str], ranks_per_node: tuple[int, ...]) -> Choices:
-        """Return this project's choices with only the features `names`."""
         recompute = {
             "none": True,
             "selective": features.SELECTIVE in names,
@@ -205,11 +204,9 @@ class Software:
     fitted: Fitted = field(compare=False, repr=False)
 
     def active(self, run: RunConfig) -> frozenset[str]:
-        """Return the features that the run uses."""
         return self.choices.names & features.used(run)
 
     def lacking(self, run: RunConfig) -> list[str]:
-        """Return the features that the run needs and the software lacks."""
         missing = features.used(run) - self.choices.names
         return [name for name in features.SWITCHES if name in missing]
 

@@ -95,7 +95,6 @@ class Work:
 
 
 def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
-    """Return a stage's Newton-Schulz iterations, shared by data-parallel ranks."""
     return Work(
         matmuls=tuple(
             Matmul(
@@ -122,7 +121,6 @@ def tensors(run: RunConfig, tp: int) -> dict[str, int]:
 
 
 def _elementwise_tensors(run: RunConfig, tp: int, software: Software) -> dict[str, int]:
-    """Return `tensors` with the residual stream's 1/t under sequence parallelism."""
     sizes = tensors(run, tp)
     return (
         {**sizes, "hidden": sizes["hidden"] // tp}
@@ -270,7 +268,6 @@ def _layer(
     records: Sequence[Record],
     work_of: Callable[[Record], Work],
 ) -> Work:
-    """Return all records' work, without element-wise work."""
     named = [(record.name, _in_layer(run, tp, software, work_of(record))) for record in records]
     whole = sum((work for _, work in named), Work())
     if not run.parallel.divides_experts or features.EXPERT_GROUPS not in software.active(run):
@@ -368,7 +365,6 @@ def recomputed_layers(run: RunConfig, tp: int, groups: list[range], software: So
 
 
 def recomputed_attention(run: RunConfig, tp: int, software: Software) -> Work:
-    """Return attention's matmuls and element-wise work on scores."""
     sizes = tensors(run, tp)
     record = next(r for r in accounting.layer_records(run, tp) if r.name == "attention")
     moved, allocated = software.counts["layer_forward"].get("scores", (0, 0))
@@ -383,7 +379,6 @@ def recomputed_attention(run: RunConfig, tp: int, software: Software) -> Work:
 def weight_gradients(
     run: RunConfig, tp: int, parameters: int, tensors: int, software: Software
 ) -> Work:
-    """Return the work for writing and accumulating `parameters` gradients."""
     counts = software.counts["weights"]
     bytes = parameters * run.element_bytes
     allocations = (

@@ -141,7 +141,6 @@ def operands(numbers: Numbers, z: Sizes) -> dict[str, Callable[[], Any]]:
 
 
 def arguments(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Any]:
-    """Build a kernel's arguments."""
     build = operands(Numbers(dtype), sizes)
     found: list[Any] = []
     for word in CASES[name].split():
@@ -173,7 +172,6 @@ def result(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
 
 
 def checksum(tensors: Sequence[Tensor]) -> str:
-    """Return twelve hexadecimal digits for the tensors' bits."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -122,7 +122,6 @@ def tables(sections: dict[str, Any]) -> list[str]:
 
 
 def plots(sections: dict[str, Any], hours: Sequence[dict[str, Any]]) -> list[str]:
-    """Return each section's plot."""
     kernels = sections.get("kernels")
     found = []
     if kernels:
@@ -239,8 +238,6 @@ def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
 def _scale(
     low: float, high: float, begin: float, end: float, log: bool
 ) -> Callable[[float], float]:
-    """Return a map from low .. high to begin .. end."""
-
     def of(value: float) -> float:
         return math.log(max(value, 1e-12)) if log else value
 

@@ -65,7 +65,6 @@ class Budget:
 
 
 def private_words() -> dict[str, str]:
-    """Return private name -> replacement."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container whose user has no name
@@ -158,7 +157,6 @@ class Record:
 
 
 def rows_of(sections: dict[str, Any], name: str, rows: str = "rows") -> list[dict[str, Any]]:
-    """Return a section's rows; [] without the section."""
     found: list[dict[str, Any]] = sections.get(name, {}).get(rows, [])
     return found
 

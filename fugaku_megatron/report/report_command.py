@@ -299,8 +299,6 @@ def one_section(
 
 
 def end_with_signal(report: record.Record) -> None:
-    """Write the partial report and end the job on SIGTERM."""
-
     def end(number: int, frame: FrameType | None) -> NoReturn:
         report.end(f"ended by {signal.Signals(number).name}", complete=False)
         record.progress(f"ended by {signal.Signals(number).name}; {report.path} is partial")

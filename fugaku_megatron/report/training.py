@@ -322,7 +322,6 @@ def saved(context: Context, comm: Comm) -> dict[str, Any]:
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """Return a file system's type, such as ext4, lustre or tmpfs."""
     longest = ""
     found = "unknown"
     for line in (read_text(mounts) or "").splitlines():

@@ -42,7 +42,6 @@ class Prior:
 
 
 def priors_of(kind: str) -> dict[str, tuple[Prior, ...]]:
-    """Return software group -> priors."""
     groups = json.loads(PRIORS_FILE.read_text())[kind]
     return {
         group: tuple(Prior(**{**row, "bounds": tuple(row["bounds"])}) for row in rows)
@@ -274,7 +273,6 @@ def time_rows(group: str) -> list[Row]:
 def leave_out(
     group: str, name: str, part: Callable[[Row], bool], start: Values | None = None
 ) -> Error:
-    """Return the errors on `part` after a fit to the other rows."""
     rows = time_rows(group)
     left = [r for r in rows if part(r)]
     kept = [r for r in rows if not part(r)]
@@ -341,7 +339,6 @@ class Report:
 
 
 def make_report(group: str) -> Report:
-    """Fit one group, and again without each part."""
     rows = time_rows(group)
     time = fit_time(group, rows)
     predicted = seconds(cases(rows), time.values)
@@ -375,7 +372,6 @@ def make_report(group: str) -> Report:
 
 
 def tensor_parallel(rows: Sequence[Row]) -> list[model.TensorParallel]:
-    """Return the rows' collectives, each once."""
     return sorted({place for case in cases(rows) if (place := model.tensor_parallel(*case))})
 
 

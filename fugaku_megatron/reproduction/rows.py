@@ -254,7 +254,6 @@ class Table:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names for the printed columns, in order."""
         return tuple(HEADERS[name] for name in self.header)
 
 
@@ -342,7 +341,6 @@ class Row:
         return self.nodes if self.machine == "a64fx" else self.ranks
 
     def cell(self, column: str) -> str:
-        """Return the printed cell; empty without the column."""
         return self.cells[self.table.columns.index(column)] if column in self.table.columns else ""
 
     def corrected(self, column: str) -> str:

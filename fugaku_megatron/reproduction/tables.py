@@ -138,7 +138,6 @@ class Comparison:
 
 
 def compare(rows: Sequence[Row], predict: Callable[[Row], Prediction]) -> list[Comparison]:
-    """Compute all values, or the reason why a row has none."""
     found = []
     for row in _with_progress(rows):
         prediction = None

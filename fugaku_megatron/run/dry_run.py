@@ -57,7 +57,6 @@ class StagePlan:
 
 
 def plan_stage(plan: Plan, stage: int) -> StagePlan:
-    """Build a stage without traffic."""
     grid = Grid(*plan.layout.sizes)
     world = SoloComm(grid.rank(0, stage, 0), plan.layout.world_size)
     built = Stage(plan.config, plan.layout, grid.groups(world), Ops.build())
@@ -202,7 +201,6 @@ def _frozen_copies(run: RunConfig, layout: Layout) -> list[str]:
 
 
 def cores(node: placement.Node, root: str, world_size: int, rank_bytes: int) -> list[str]:
-    """Return each rank's cores on the node of root/sys, and the problems."""
     ranks = placement.map_ranks(node, min(world_size, len(node.domains)), rank_bytes)
     start = f"mpiexec -n {len(ranks)}"
     if world_size > len(ranks):

@@ -71,7 +71,6 @@ class Session:
 
     @property
     def iteration(self) -> int:
-        """Last finished iteration."""
         return self.trainer.progress.iteration
 
     @property

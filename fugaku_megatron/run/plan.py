@@ -37,8 +37,7 @@ class Limits(Protocol):
     def tensor_bytes(self, config: RunConfig, layout: Layout) -> int:
         """Return the bytes that a rank's tensors may have, the same on every rank."""
 
-    def choose(self, choice: Callable[[], T]) -> T:
-        """Make a choice once; return it on every rank."""
+    def choose(self, choice: Callable[[], T]) -> T: ...
 
 
 class Flops(NamedTuple):
@@ -130,7 +129,6 @@ class Plan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Pipeline schedule at the full global batch size."""
         return run_schedule.build_schedule(self.config, self.microbatches)
 
     @cached_property
@@ -148,7 +146,6 @@ class Plan:
 
     @cached_property
     def memory(self) -> tuple[memory.Memory, ...]:
-        """Peak memory of a rank of each stage."""
         return tuple(
             memory.stage_memory(self.config, self.layout, stage, self.schedule.in_flight(stage))
             for stage in range(self.layout.pp)

@@ -71,7 +71,6 @@ class Resume:
 
     @property
     def order(self) -> DataOrder:
-        """Sample order with which the run began, if saved."""
         return DataOrder(**(self.state.get("data_order") or {}))
 
 

@@ -69,7 +69,6 @@ def find_tokenizer(run: RunConfig) -> TokenizerFlags | None:
 
 
 def _tokenizer_in(directory: str, iteration: int | None, size: int | None) -> TokenizerFlags | None:
-    """Return the tokenizer of a model, also another program's."""
     own = own_checkpoint(directory, iteration)
     if own is None:
         places = (Path(directory) / CARRIED, Path(directory))

@@ -6,7 +6,6 @@ from typing import Any
 
 
 def rounded(value: Any, digits: int) -> Any:
-    """Round floats in lists and dicts to significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")
     if isinstance(value, dict):

@@ -48,7 +48,6 @@ def line(columns: Sequence[Column], row: Any) -> str:
 
 
 def text_table(columns: Sequence[Column], rows: Iterable[Any]) -> list[str]:
-    """Return the lines of a table in fixed columns."""
     return [heading(columns), *(line(columns, row) for row in rows)]
 
 

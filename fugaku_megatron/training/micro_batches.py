@@ -211,7 +211,6 @@ class RunBatches:
     def micro_batches(
         self, source: Source | None, consumed: int, count: int
     ) -> Iterator[MicroBatch]:
-        """Yield `count` micro-batches of the iteration that starts at `consumed` samples."""
         groups = self.groups
         has_data = needs_data(self.run, self.layout, groups)
         rows = None

@@ -128,7 +128,6 @@ class StepExecutor:
             self.gradients[key if previous is None else previous] = gradient
 
     def backward_input(self, instruction: Instruction) -> None:
-        """Compute the input gradient, and postpone weight gradients."""
         with self.stage.ops.weight_gradients.put_off() as waiting:
             self.backward(instruction)
         self.weight_work[_key(instruction)] = waiting
@@ -153,7 +152,6 @@ class StepExecutor:
         self._send(self.gradients.pop(_key(instruction)), instruction)
 
     def _take_output(self, key: Key) -> Tensor:
-        """Return an output's values and release its memory."""
         if not torch.is_grad_enabled():
             return self.outputs.pop(key)
         values = self.outputs[key].detach()
@@ -169,7 +167,6 @@ class StepExecutor:
         return (chunk, instruction.microbatch) if stage == self.pp.rank else None
 
     def _receive_ahead(self, tag: tuple[str, int]) -> None:
-        """Post the next receive of an operation and chunk."""
         if self._to_receive[tag]:
             instruction = self._to_receive[tag].popleft()
             tensor = torch.empty(self.shape.activation, dtype=self.shape.dtype)

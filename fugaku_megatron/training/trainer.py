@@ -129,7 +129,6 @@ class GlobalBatch(NamedTuple):
 
 
 def uncounted_line(iteration: int, result: IterationResult) -> str:
-    """Return the log's warning about an iteration without counted labels."""
     return (
         f"warning: iteration {iteration} has 0 counted tokens: no label of its "
         f"{result.global_batch_size} samples counts in the loss, so nothing was learned"
@@ -181,7 +180,6 @@ class Trainer:
         self._snapshot = Snapshot(self._saved_shards()) if background else None
 
     def batch_size(self, consumed: int) -> int:
-        """Return the global batch size of the iteration that starts at `consumed` samples."""
         return self.ramp(consumed)
 
     # One step ------------------------------------------------------------------------------------------------------------------
@@ -448,7 +446,6 @@ class Trainer:
         return self._shards(weights_only=self.run.output.no_save_optim)
 
     def _shards(self, weights_only: bool) -> list[Shard]:
-        """Return this rank's shards of a checkpoint."""
         return [
             shard
             for shard in self.optimizer.checkpoint_shards(owned=True)

@@ -55,7 +55,7 @@ def test_whole_checkpoints(tmp_path, capsys):
     assert lines == [
         f"{first}: 3 files, 0.008 GiB: whole",
         f"{second}: 3 files, 0.008 GiB: whole",
-        "everything is whole",
+        "all files OK",
     ]
     assert check(tmp_path, capsys, "--ckpt-step", "10", "--threads", "1")[1] == [lines[0], lines[2]]
 

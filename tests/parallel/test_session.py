@@ -118,7 +118,7 @@ def test_saves_do_not_wait_for_the_picture_of_an_earlier_one(tmp_path, monkeypat
         ),
         (
             ["--data-path", "0.5", "{d}/half", "x", "{d}/whole"],
-            "--data-path: 'x' stands where a weight is due",
+            "--data-path: expected a weight, got 'x'",
         ),
         (
             ["--train-data-path", "{d}/whole", "--valid-data-path", "{d}/half"],

@@ -268,6 +268,14 @@ CHANGES = (
     ),
     (
         "docs/performance.md",
+        "python -m benchmarks step --recipe qwen2.5-0.5b --seq-length 1024 \\\n    "
+        "--baseline trl --baseline-preload tcmalloc \\\n    "
+        "[--dtype bf16] [--lora-rank 16 [--baseline-load-in 8bit]]",
+        ELSEWHERE,
+        "trl is not installed; tests/system/test_benchmark_trl.py",
+    ),
+    (
+        "docs/performance.md",
         "python -m benchmarks step --ranks 2",
         ELSEWHERE,
         "minutes; tests/system/test_benchmarks.py",

@@ -37,6 +37,7 @@ from benchmarks import (
     preloads,
     shapes,
     step,
+    torch_int8,
 )
 from benchmarks.__main__ import FAMILIES, main, make_parser
 from benchmarks.plain_gpt import PlainGPT
@@ -53,6 +54,7 @@ ROW = set(
     "op shape dtype target threads seconds gflops baseline baseline_seconds ratio peak_fraction "
     "gb_per_second max_error repeat".split()
 )
+MATMULS = {"forward", "data_grad", "weight_grad"}
 ATTENTION = {"attention_forward", "attention", "attention_decode", "attention_part"}
 ROWWISE = set(
     "layer_norm residual residual_norm dropout gelu cross_entropy cross_entropy_tp embedding position "
@@ -130,7 +132,8 @@ def run_together(folder, commands):
 @pytest.mark.parametrize(
     "family, dtype, ops",
     [
-        ("gemm", "fp32", {"forward", "data_grad", "weight_grad"}),
+        ("gemm", "fp32", MATMULS),
+        pytest.param("gemm", "int8", MATMULS, marks=pytest.mark.full),
         pytest.param("attention", "fp32", ATTENTION, marks=pytest.mark.full),
         pytest.param("attention", "bf16", ATTENTION, marks=pytest.mark.full),
         ("rowwise", "fp32", ROWWISE),
@@ -144,11 +147,13 @@ def test_a_family_of_kernels(request, tmp_path, family, dtype, ops):
     elif name in LONGER:
         measured, printed = request.getfixturevalue("longer")(name)
     else:
-        mkl = "--mkl full" if family == "attention" else ""
-        command = f"{family} {ROUND} --dtype {dtype} {mkl}"
+        more = {"attention": "--mkl full", "gemm": "--only 128x128x128"}.get(family, "")
+        command = f"{family} {ROUND} --dtype {dtype} {more}"
         measured, printed = result(tmp_path / "rows.json", command)
     rivals = []
-    if family == "gemm":
+    if dtype == "int8":
+        rivals = list(map(re.escape, torch_int8.RIVALS))
+    elif family == "gemm":
         rivals = ["MKL shipped"] if preloads.narrowed() else []
         rivals.append(r"OpenBLAS \w+")
     lines = printed.splitlines()
@@ -181,6 +186,34 @@ def test_openblas_makes_the_same_matmuls():
         torch.testing.assert_close(out, left @ right)
     openblas.sgemm(left, right, out, add=True)
     torch.testing.assert_close(out, 2 * left @ right)
+
+
+@pytest.mark.parametrize("is_weight", [True, False], ids=["weight", "gradient"])
+def test_torch_multiplies_int8_operands(is_weight):
+    """Every rival but the bare matmul has the result of `left @ right`; a gradient is added to the one before."""
+    torch.manual_seed(0)
+    left = torch.randn(33, 48).bfloat16()
+    right = torch.randn(24, 48).bfloat16().T
+    exact = left.float() @ right.float()
+    a, a_scales = torch_int8.quantize(left, 1)
+    b, b_scales = torch_int8.quantize(right, 0)
+    assert a_scales.shape == (33, 1) and b_scales.shape == (1, 24)
+    product = torch_int8.matmul_alone(left, right, torch.zeros(33, 24), is_weight)()
+    assert product.dtype == torch.int32
+    assert torch.equal(product, a.int() @ b.int())
+    torch.testing.assert_close(
+        product * a_scales * b_scales, exact, rtol=0, atol=0.03 * exact.max()
+    )
+    for name in ("torch._int_mm", "quantized::linear_dynamic"):
+        out = torch.zeros(33, 24)
+        run = torch_int8.RIVALS[name](left, right, out, is_weight)
+        result = run()
+        if not is_weight:
+            run()
+            result = out / 2
+        elif result is None:
+            result = out
+        torch.testing.assert_close(result, exact, rtol=0, atol=0.05 * exact.max().item(), msg=name)
 
 
 @pytest.mark.parametrize(
@@ -475,6 +508,38 @@ def test_a_compiled_baseline_is_the_same_model():
     task, ours = (step.task(given, side, [Path("/lib/libx.so")]) for side in ("baseline", "ours"))
     assert task.compiled and task.preload == ("/lib/libx.so",)
     assert not ours.compiled and ours.preload == ()
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    {
+        "--lora-rank 4": "--lora-rank 4: --baseline plain has no adapters: pass --baseline trl",
+        "--lora-base-format int8": "--lora-base-format int8 is for the frozen weights of adapters",
+        "--baseline-load-in 4bit": "--baseline-load-in 4bit is for frozen weights: pass --lora-rank",
+        "--baseline trl": "--baseline trl: trl missing: pip install -c requirements.txt -r requirements-trl.txt",
+        "--baseline trl --lora-rank 4": "--baseline trl: trl and peft missing: pip install",
+        "--baseline trl --lora-rank 4 --baseline-load-in 8bit": "trl and peft and bitsandbytes missing",
+        "--baseline trl --lora-rank 4 --recipe olmoe": "the adapters of experts are not compared",
+        "--baseline trl --lora-rank 0": "--lora-rank is 0: pass a number above 0",
+    }.items(),
+)
+def test_baselines_that_cannot_run_are_refused(monkeypatch, flags, message):
+    found = importlib.util.find_spec
+    absent = ("trl", "peft", "bitsandbytes")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in absent else found(name)
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        step.measure(options(f"step {flags}"))
+
+
+def test_adapters_have_an_a_for_each_linear_layer_of_the_baseline():
+    """GPT-2's file has one matrix for queries, keys and values, and the others have three."""
+    fused = "linear_qkv,linear_proj,linear_fc1,linear_fc2"
+    for recipe, target in {"demo": fused, "qwen2.5-0.5b": "all-linear"}.items():
+        given = options(f"step --recipe {recipe} --baseline trl --lora-rank 4")
+        lora = contestant.run_of(step.task(given, "ours", [])).lora
+        assert (lora.lora_rank, lora.lora_target) == (4, target)
 
 
 @pytest.mark.parametrize("maker, narrower", [("AuthenticAMD", True), ("GenuineIntel", False)])

@@ -188,7 +188,7 @@ def test_an_interrupted_run_goes_on_from_any_place_of_any_form(
             said += interrupt(run, monkeypatch, 5, name, code=None)
             ends += 1
         assert ends > 3 and said.count("fugaku-megatron preprocess: interrupted") == ends - 1
-        assert sum("going on after" in line for line in said) == ends - 1
+        assert sum("resuming after" in line for line in said) == ends - 1
         assert outputs(tmp_path, "out") == outputs(tmp_path, "plain"), name
         assert not list(tmp_path.glob("*.unfinished"))
 
@@ -196,7 +196,7 @@ def test_an_interrupted_run_goes_on_from_any_place_of_any_form(
 def test_the_folder_of_the_tokens_is_no_input(tmp_path, run, monkeypatch, short_batches):
     (tmp_path / "a.jsonl").write_bytes(lines(texts(300)))
     interrupt(run, monkeypatch, 3, ".")
-    assert "going on after" in run(".")[0]
+    assert "resuming after" in run(".")[0]
 
 
 def test_unrecorded_tokens_do_not_count(tmp_path, run, monkeypatch, short_batches):
@@ -217,7 +217,7 @@ def replace(name):
 
 # change -> (its effect on the folder, flags of the second start, words of the second start)
 CHANGES = {
-    "later file": (replace("b.jsonl"), "", "going on after"),
+    "later file": (replace("b.jsonl"), "", "resuming after"),
     "earlier file": (replace("a.jsonl"), "", "its input files have changed"),
     "flags": (lambda folder: None, "--append-eod", "another tokenizer or other"),
     "lost tokens": (
@@ -308,7 +308,7 @@ def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path, run, kills):
         process.wait()
         assert psutil.wait_procs(workers, timeout=200)[1] == []
         said += (tmp_path / "stderr").read_text()
-    assert "going on after" in said + "\n".join(run("corpus", "out"))
+    assert "resuming after" in said + "\n".join(run("corpus", "out"))
     assert outputs(tmp_path, "out") == outputs(tmp_path, "whole")
     assert not (tmp_path / "out.unfinished").exists()
 

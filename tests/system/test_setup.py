@@ -269,7 +269,9 @@ def test_a_build_and_a_run_have_the_same_torch(pyproject):
 
 
 def test_every_package_has_one_tested_version(pyproject):
-    files = (f"requirements{name}.txt" for name in ("", "-test", "-docs", "-lm-eval", "-mpi"))
+    files = (
+        f"requirements{name}.txt" for name in ("", "-test", "-docs", "-lm-eval", "-mpi", "-trl")
+    )
     pinned = requirements(line for name in files for line in (ROOT / name).read_text().splitlines())
     extras = [
         line for lines in pyproject["project"]["optional-dependencies"].values() for line in lines

@@ -191,7 +191,7 @@ def wait_for_end(cluster, job: str, log: Path) -> str:
     return text
 
 
-@pytest.mark.slow  # a real cluster of one node: python -m pytest -m slow tests/system/test_slurm.py
+@pytest.mark.slow  # a real cluster of one node
 def test_a_job_trains_on_two_ranks_and_ends(cluster, launcher, tmp_path):
     text = wait_for_end(cluster, *submit(cluster, tmp_path, launcher, "--train-iters 5"))
     assert [line.iteration for line in parse_log(text.splitlines())] == [1, 2, 3, 4, 5]

@@ -326,7 +326,7 @@ def test_a_tokenizer_that_is_read_differently_needs_a_flag(tmp_path, capsys, wri
             "qwen2",
             {},
             ["--to-hf", "x"],
-            "--to-hf and --to-gguf says what to convert to: pass one of",
+            "more than one destination, --to-hf and --to-gguf: pass exactly one of",
         ),
     ],
 )

@@ -959,8 +959,8 @@ def test_flags_that_do_not_go_together(trained, sources, tmp_path, capsys, monke
     hf = ["--from-hf", sources["gpt2"]]
     new = ["--save", tmp_path / "new"]
     for words, message in [
-        (hf, "nothing says what to convert to: pass one of --save, --to-hf"),
-        ([*hf, "--load", trained, *new], "--load and --from-hf says what to convert from"),
+        (hf, "no destination given: pass exactly one of --save, --to-hf"),
+        ([*hf, "--load", trained, *new], "more than one source, --load and --from-hf: pass"),
         (["--load", trained, *new], "a checkpoint loads into any layout"),
         ([*hf, "--save", tmp_path / "full"], "is not empty: pass a new directory"),
         ([*hf, "--save", tmp_path / "full" / "thesis.tex"], "is a file: pass a directory"),

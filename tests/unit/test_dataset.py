@@ -176,8 +176,8 @@ def test_malformed_split(split):
     [
         ([], "0 items"),
         (["1", "a", "2"], r"3 items \(1 a 2\)"),
-        (["a", "1"], "'a' stands where a weight is due"),
-        (["1", "a", "b", "c"], "'b' stands where a weight is due"),
+        (["a", "1"], "expected a weight, got 'a'"),
+        (["1", "a", "b", "c"], "expected a weight, got 'b'"),
         (["1", "a", "0", "b"], "weight 0 is not a positive"),
         (["-1", "a"], "weight -1 is not"),
         (["nan", "a"], "weight nan is not"),

@@ -1,6 +1,7 @@
 """job check, sizes beyond any machine, node shapes and rank maps: a correct script passes, each mistake is named with its line."""
 
 import math
+import re
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ from fugaku_megatron.jobs import check, limits, script, torus
 from fugaku_megatron.jobs.job_command import job_from_words
 from fugaku_megatron.jobs.render import render, self_contained
 from fugaku_megatron.jobs.torus import RankMap
+from fugaku_megatron.planner.system import System
 from tests.checks.jobs import (
     check_map,
 )
@@ -146,6 +148,19 @@ def test_a_mistake_is_refused_at_its_line(name, right, wrong, answer, scripts):
         if a != b
     ]
     assert matching[0].line in changed or (name, right, wrong, answer) in ELSEWHERE
+
+
+def test_memory_has_the_buffers_of_the_nodes_threads(scripts, monkeypatch):
+    """A rank of an A64FX node with 48 cores needs more than a rank of the fitted parameters alone."""
+
+    def needed() -> int:
+        (problem,) = check.problems(scripts["small"], files=False)
+        return int(re.search(r"the fullest rank needs (\d+) MiB", problem.text)[1])
+
+    monkeypatch.setattr(System, "limit_mib", property(lambda system: 1.0))
+    of_the_machine = needed()
+    monkeypatch.setattr(System, "memory", property(lambda system: system.software.fitted.memory))
+    assert of_the_machine > needed() + 20
 
 
 def test_the_common_part_is_checked_as_if_it_stood_on_the_line_that_reads_it():

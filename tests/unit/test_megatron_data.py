@@ -259,7 +259,7 @@ def test_a_path_for_each_split(two):
     assert len(
         build_separate_datasets((["5", a], None, None), (20, 0, 0), Builder(8, 1))[0].shuffle_index
     )
-    with pytest.raises(ValueError, match="--valid-data-path: 'x' stands where a weight is due"):
+    with pytest.raises(ValueError, match="--valid-data-path: expected a weight, got 'x'"):
         build_separate_datasets(([a], ["x", "1"], None), (20, 10, 0), Builder(8, 1))
 
 

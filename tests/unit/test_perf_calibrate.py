@@ -1,5 +1,6 @@
 """Calibration: the curve fit, the machine's file, the rates of the kernels; over MPI: tests/system/mpi/test_cli.py."""
 
+import argparse
 import math
 import subprocess
 import sys
@@ -10,12 +11,22 @@ import pytest
 
 from fugaku_megatron.calibration import calibrate, host_kernels
 from fugaku_megatron.calibration.calibrate import Messages
+from fugaku_megatron.comm import job
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import machine as host_machine
 from fugaku_megatron.host import timing
 from fugaku_megatron.planner import machine, software
 from tests.checks.calibration import (
     rank,
 )
+
+
+def test_one_process_gets_an_error_and_lives(monkeypatch, tmp_path):
+    monkeypatch.setattr(job, "init", SoloComm)
+    options = argparse.Namespace(output=tmp_path / "host.json")
+    with pytest.raises(ValueError, match="measures MPI too: start it as mpiexec -n 2"):
+        calibrate.main(options)
+    assert not options.output.exists()
 
 
 def test_the_curve_and_a_disturbed_clock():

@@ -97,7 +97,6 @@ def kernel(ops: Backend, activation: str) -> str | None:
 
 
 def is_fused(ops: Backend, activation: str) -> bool:
-    """Return True if the matmul kernels apply the activation."""
     return kernel(ops, activation) is not None and not ACTIVATIONS[activation].gated
 
 

@@ -163,7 +163,6 @@ def add_second_weight_gradient(
 def _overwrite_with_gradient(
     ops: Backend, dy: Tensor, pre: Tensor, weight2: Tensor, activation: str
 ) -> None:
-    """Add the gradient of weight2, and overwrite pre with its gradient."""
     row = ACTIVATIONS[activation]
     packed = ops.packed(weight2, dy.dtype, transposed=True)
     length = ops.sum_length(dy)
