@@ -230,7 +230,7 @@ arm-ext: arm-env $(STAMPS)/kernels
 	@$(BIN)/python -m tools.arm_env extension
 
 test-arm: arm-ext
-	$(PYTEST) --dist loadfile -m "not docs" tests/arm \
+	$(PYTEST) --dist loadfile tests/arm \
 	    tests/kernels/test_dispatch.py::test_target_flags_stay_in_their_namespace
 
 arm-codegen: setup
