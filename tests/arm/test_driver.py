@@ -81,7 +81,8 @@ def test_every_kernel_of_the_table_has_an_op(native):
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_bytes_of_the_table_are_those_of_the_tensors(native, dtype):
     for name, numbers in ops(native).items():
-        printed = run(native, f"{name} {SIZES[numbers]} --dtype {dtype}").stdout
+        sizes = "17 128" if "q8" in name else SIZES[numbers]  # its formula counts whole blocks
+        printed = run(native, f"{name} {sizes} --dtype {dtype}").stdout
         moved, tensors = re.search(r"^bytes (\d+) of tensors (\d+)", printed, re.MULTILINE).groups()
         # attention_part does not read the keys in the tensor of its queries, and adds to gradients
         assert moved == tensors or "attention_part" in name, printed
@@ -108,7 +109,7 @@ def program(request):
 
 def test_every_op_agrees_with_the_reference(program):
     for name, numbers in ops(program).items():
-        if name != "fma_peak":  # its checksum is the number of operations
+        if not name.startswith("fma_peak"):  # its checksum is the number of operations
             command = f"{name} {SIZES[numbers]} --dtype f32"
             expected = pytest.approx(checksum(program, command, "reference"), rel=1e-4, abs=1e-3)
             assert checksum(program, command) == expected, command
