@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.config.fields import check
@@ -156,7 +155,7 @@ BASELINES = (*MODELS, TRL)
 
 def check_baseline(task: Task) -> None:
     """ValueError when a package or compiler is missing, and for a run that the baseline has not."""
-    run = run_of(task)
+    run = shapes.run_from_json(task.recipe, task.values)
     name = task.baseline
     check(
         name != "plain" or GPT2.fits(run.model),
@@ -265,17 +264,6 @@ class BaselineTrainer:
 # The process ----------------------------------------------------------------------------------------------------------------------
 
 
-def run_of(task: Task) -> RunConfig:
-    """Its run; JSON has made lists of tuples."""
-    return make_run(
-        task.recipe,
-        {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in task.values.items()
-        },
-    )
-
-
 class Turns:
     """The steps that the parent asks for on standard input, each timed and answered by a record."""
 
@@ -326,7 +314,7 @@ def in_turn(step: Callable[[], float]) -> Train:
 
 def _side(task: Task) -> tuple[Train, dict[str, Any]]:
     """(Training, facts for the report)."""
-    run = run_of(task)
+    run = shapes.run_from_json(task.recipe, task.values)
     if task.side == "ours":
         return _our_side(run)
     torch.set_num_threads(task.threads)

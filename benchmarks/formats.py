@@ -72,15 +72,14 @@ MATMULS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a process does.
+    """Work of a process: a training, or gradients at the weights in `checkpoint`, which a training writes unless it is empty.
 
-    values: fields of the run. evaluations: of the training, the last of them at its end; 0: the gradients are computed instead, by
-    the weights in `checkpoint`, which a training writes unless the name is empty.
+    values: fields of the run.
     """
 
     format: str
     values: dict[str, Any]
-    evaluations: int
+    gradients: bool = False
     checkpoint: str = ""
 
 
@@ -146,14 +145,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         f"--data-path {options.data_path}: {data} does not exist: run make train first",
     )
     check(BF16 in options.formats, "--formats: bf16 is what the others are compared with: add it")
-    make_run("demo", values_of(options, options.seeds[0]))
+    first = options.seeds[0]
+    run = make_run("demo", values_of(options, first))
+
+    def values(name: str, seed: int) -> dict[str, Any]:
+        return {**values_of(options, seed), **FORMATS[name]}
+
     with tempfile.TemporaryDirectory() as folder:
         trainings = [
             Task(
                 format=name,
-                values={**values_of(options, seed), **FORMATS[name]},
-                evaluations=options.evaluations,
-                checkpoint=folder if (name, seed) == (options.formats[0], options.seeds[0]) else "",
+                values=values(name, seed),
+                checkpoint=folder if (name, seed) == (options.formats[0], first) else "",
             )
             for name in options.formats
             for seed in options.seeds
@@ -161,12 +164,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         with ThreadPoolExecutor(options.at_once) as pool:
             curves = list(pool.map(lambda task: run_task(task, options.threads), trainings))
             gradients = [
-                Task(
-                    format=name,
-                    values={**values_of(options, options.seeds[0]), **FORMATS[name]},
-                    evaluations=0,
-                    checkpoint=folder,
-                )
+                Task(format=name, values=values(name, first), gradients=True, checkpoint=folder)
                 for name in options.formats
             ]
             errors = list(pool.map(lambda task: run_task(task, options.threads), gradients))
@@ -178,9 +176,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "runs": runs,
         "losses": summary(runs, options.formats),
         "gradients": by_parameter(errors, options.formats),
-        "layers": {name: records for name, records in zip(options.formats, errors, strict=True)},
-        "parameters": accounting.parameters(make_run("demo", values_of(options, options.seeds[0]))),
-        "tokens": options.global_batch_size * 128,
+        "layers": dict(zip(options.formats, errors, strict=True)),
+        "parameters": accounting.parameters(run),
+        "tokens": options.global_batch_size * run.model.seq_length,
     }
 
 
@@ -337,15 +335,11 @@ def exact_gradients(trainer: Any) -> dict[str, torch.Tensor]:
 def main(order: dict[str, Any], answer: child.Answer) -> None:
     """The process's own end of the pipe."""
     task = Task(**order)
-    values = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in task.values.items()
-    }
-    run = make_run("demo", values)
+    run = shapes.run_from_json("demo", task.values)
     world = SoloComm()
     trainer = shapes.trainer_of(run, world, Grid(1).groups(world))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    work = trained if task.evaluations else gradient_errors
+    work = gradient_errors if task.gradients else trained
     for record in work(trainer, task):
         answer(record)
 

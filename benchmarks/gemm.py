@@ -126,7 +126,7 @@ class Operands:
         )
 
     def factors(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        """What each of the three multiplies, as matrices."""
+        """Return the two matrices that each of the three multiplies."""
         return (self.x, self.weight.T), (self.grad, self.weight), (self.grad.T, self.x)
 
     def torch_runs(self) -> tuple[Callable[[], object], ...]:

@@ -45,6 +45,14 @@ def run_of(options: argparse.Namespace, **fields: Any) -> RunConfig:
     return run
 
 
+def run_from_json(recipe: str | None, values: dict[str, Any]) -> RunConfig:
+    """Return the recipe's run with fields that came as JSON, which has lists for tuples."""
+    fields = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+    return make_run(recipe, fields)
+
+
 def vocabulary(recipe: str) -> int:
     """The recipe's vocabulary, or VOCABULARY."""
     return RECIPES[recipe]().model.vocab_size or VOCABULARY

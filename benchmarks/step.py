@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="fp32", choices=PRECISIONS)
     for name in INT8_FLAGS:
         parser.add_argument(
-            f"--{name.replace('_', '-')}",
+            flag(name),
             action="store_true",
             help="of our side; with --int8 our step without it takes turns as well",
         )
@@ -164,8 +164,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if options.mkl == preloads.BOTH and preloads.narrowed():
             made[SHIPPED] = task(options, "baseline", preload)
         if options.int8:
-            plain = {name: False for name in INT8_FLAGS}
-            made[UNQUANTIZED] = replace(made["ours"], values={**made["ours"].values, **plain})
+            plain = made["ours"].values | dict.fromkeys(INT8_FLAGS, False)
+            made[UNQUANTIZED] = replace(made["ours"], values=plain)
         sides = {
             side: Apart(one) if options.apart else stack.enter_context(Contestant(one))
             for side, one in made.items()

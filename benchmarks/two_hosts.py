@@ -42,7 +42,6 @@ from typing import Any
 
 import torch
 
-from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import DONE, Comm, SoloComm
 from fugaku_megatron.comm.engine import Engine, Steps
 from fugaku_megatron.comm.grid import Grid
@@ -51,7 +50,6 @@ from fugaku_megatron.comm.mpi import MPIComm
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.parallel import A2A, CP_COMM_TYPES, P2P
-from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.host.observed import NONBLOCKING, PHASES, REDUCTIONS, VERBS, Observed, Phases
 from fugaku_megatron.text.table import Column
 
@@ -187,7 +185,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The jobs in turn. ValueError for a rate that is none and sizes that do not divide, RuntimeError without two hosts."""
     rate = bits_per_second(options.rate)
     for values in order(options)["jobs"].values():
-        Layout.from_run(run_of(values), len(HOSTS))
+        Layout.from_run(shapes.run_from_json(None, values), len(HOSTS))
     if reason := why_not():
         raise RuntimeError(reason)
     watch = disturbance.Watch(len(HOSTS))
@@ -484,22 +482,11 @@ def _one_step(function: Callable[..., Any], args: tuple) -> Steps:
     yield []
 
 
-def run_of(values: dict[str, Any]) -> RunConfig:
-    """The run of fields that came as JSON, which has lists for tuples."""
-    return make_run(
-        None,
-        {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
-        },
-    )
-
-
 def build(
     world: MPIComm, name: str, values: dict[str, Any], phases: Phases, silence: Silence
 ) -> Any:
     """The trainer `name` over `world`. values: fields of its run. phases: the clock of its waiting. silence: of its groups."""
-    run = run_of(values)
+    run = shapes.run_from_json(None, values)
     layout = Layout.from_run(run, world.size)
     groups = Grid(*layout.sizes).groups(world)
     silent = {
@@ -571,7 +558,7 @@ def main(world: MPIComm) -> None:
 
     order, answer = child.order()
     names = list(order["jobs"])
-    first = run_of(order["jobs"][names[0]])
+    first = shapes.run_from_json(None, order["jobs"][names[0]])
     start.configure_process(Plan(first, Layout.from_run(first, world.size)), world)
     place(world, *order["cores"][world.rank])
     phases = Phases()

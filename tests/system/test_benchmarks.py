@@ -384,7 +384,8 @@ def test_a_part_of_a_large_model_reaches_the_process():
     model = "--recipe qwen3-30b-a3b --num-layers 1 --vocab-size 1024"
     given = options(f"step {model} --baseline hf")
     sent = json.loads(json.dumps(asdict(step.task(given, "ours", []))))
-    run = contestant.run_of(contestant.Task(**sent))
+    task = contestant.Task(**sent)
+    run = shapes.run_from_json(task.recipe, task.values)
     assert hash(run) == hash(shapes.run_of(given, **step.run_values(given)))
     assert run.model.balances == ()
     assert (run.model.num_layers, run.model.vocab_size, run.model.num_experts) == (1, 1024, 128)
@@ -538,7 +539,8 @@ def test_adapters_have_an_a_for_each_linear_layer_of_the_baseline():
     fused = "linear_qkv,linear_proj,linear_fc1,linear_fc2"
     for recipe, target in {"demo": fused, "qwen2.5-0.5b": "all-linear"}.items():
         given = options(f"step --recipe {recipe} --baseline trl --lora-rank 4")
-        lora = contestant.run_of(step.task(given, "ours", [])).lora
+        task = step.task(given, "ours", [])
+        lora = shapes.run_from_json(task.recipe, task.values).lora
         assert (lora.lora_rank, lora.lora_target) == (4, target)
 
 
