@@ -39,6 +39,7 @@ LORA = {
     "swiglu": True,
 }
 UNTIED = {"untie_embeddings_and_output_weights": True}
+MARGIN = 3  # between the tolerance and the errors of right layouts
 EIGHT = {"global_batch_size": 8}
 CLEAN = {
     "tp2 pp2 dp2 sequence zero": EIGHT,
@@ -76,6 +77,9 @@ def test_a_layout_that_trains_as_one_rank_raises_no_alarm(layout):
     formats = [line for line in report.lines if line.startswith("in ")]
     assert formats[0] == "in FP32:" and len(formats) == (2 if "bf16" in layout else 1)
     assert sum(line.startswith("  checkpoint") for line in report.lines) == len(formats)
+    rows = [line[33:].split()[:3] for line in report.lines[1:-1] if "iteration" in line]
+    assert len(rows) == 11 * len(formats)
+    assert all(float(error) < float(allowed) / MARGIN for _, error, allowed in rows), report.lines
 
 
 def no_partial_sum(patch: pytest.MonkeyPatch) -> None:
