@@ -67,6 +67,7 @@ def check_python(words: list[str]) -> None:
     """Check a script or module that python starts."""
     stands_for = {
         "pretrain_gpt.py": ["train"],
+        "pretrain_hybrid.py": ["train"],
         "scripts/submit.py": ["job"],
         "tools/preprocess_data.py": ["preprocess"],
         "-m fugaku_megatron": [],
