@@ -110,7 +110,7 @@ class SelfAttention(nn.Module):
         if model.qk_layernorm_all_heads and self.context.tp.size > 1:
             queries, keys = parts
             scales = tuple(norm.scale() for norm in norms if norm is not None)
-            rows = queries.flatten(2), keys.flatten(2)
+            rows = queries.flatten(2).contiguous(), keys.flatten(2).contiguous()
             both = sharded_rms_norm(rows, scales, model.layernorm_epsilon, self.context.tp)
             views = [y.view(part.shape) for y, part in zip(both, parts, strict=True)]
             return torch.cat((*views, values), 3).view(qkv.shape)
