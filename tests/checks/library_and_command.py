@@ -14,6 +14,7 @@ from fugaku_megatron.api import trainer as process
 from fugaku_megatron.cli.arguments import build_parser, interpret
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.fields import flag_words
+from fugaku_megatron.observe.telemetry import Telemetry
 from fugaku_megatron.observe.watchdog import Watchdog
 from fugaku_megatron.run import checks
 from fugaku_megatron.run import start as start_module
@@ -36,7 +37,9 @@ def command(world: Comm, **flags: Any) -> Losses:
     ]
     arguments = interpret(with_checkpoint_model(vars(build_parser().parse_args(words))))
     plan, lines = checks.check_run(arguments.run, world)
-    session = start_module.start(plan, (*arguments.notes, *lines), world, Watchdog.off())
+    session = start_module.start(
+        plan, (*arguments.notes, *lines), world, Watchdog.off(), Telemetry()
+    )
     losses: Losses = []
     step = session.trainer.train_step
 
