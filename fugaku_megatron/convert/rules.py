@@ -286,8 +286,8 @@ def _layer_types(config: JsonObject, every: int | None) -> list[str]:
             None,
             whole=True,
         )
-        if step is None:
-            kinds = [WINDOWED if config.get("sliding_window") else FULL] * layers
+        if step is None or config.get("sliding_window") is None:
+            kinds = [FULL if config.get("sliding_window") is None else WINDOWED] * layers
         else:
             kinds = [FULL if (layer + 1) % step == 0 else WINDOWED for layer in range(layers)]
     right = (

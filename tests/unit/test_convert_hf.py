@@ -22,6 +22,7 @@ from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.model import ModelConfig, architecture
 from fugaku_megatron.config.recipes import RECIPES
+from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.convert import convert_command
 from fugaku_megatron.convert.convert_command import whole
 from fugaku_megatron.convert.hugging_face import (
@@ -30,6 +31,8 @@ from fugaku_megatron.convert.hugging_face import (
     parts,
     read_config,
 )
+from fugaku_megatron.inference.generation import Decoder
+from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.positions import frequencies, rotary_angles
@@ -121,6 +124,29 @@ def test_the_same_logits_and_flags_that_make_the_model(converted):
     assert all(
         saved[name] == value for name, value in architecture(model).items()
     ) and model.num_layers in (2, 3)
+
+
+def test_greedy_tokens_are_those_of_transformers(converted):
+    """Generate beyond a window, with the key-value cache of each layer."""
+    torch.manual_seed(6)
+    prompts = torch.randint(3, VOCABULARY, (2, 5))
+    new = LENGTH - 5
+    with torch.no_grad():
+        tokens = prompts
+        for _ in range(new):
+            best = converted.model(tokens).logits[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat((tokens, best), 1)
+    manifest = read_manifest(converted.ours, 0)
+    run = saved_run(manifest, (1, 1))
+    loaded = load_model(run, SoloComm(), str(converted.ours), 0, manifest)
+    decoder = Decoder(loaded, [LENGTH, LENGTH])
+    samples = torch.arange(2)
+    ours = [prompts]
+    logits = decoder.logits(samples, [5, 5], prompts.flatten())
+    for _ in range(new):
+        ours.append(logits.argmax(-1, keepdim=True))
+        logits = decoder.logits(samples, [1, 1], ours[-1].flatten())
+    assert torch.equal(torch.cat(ours, 1), tokens)
 
 
 def check_training(
