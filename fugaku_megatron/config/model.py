@@ -526,6 +526,11 @@ class ModelConfig(ExpertFields):
         return NORM_PLACEMENTS[self.norm_placement]
 
     @cached_property
+    def keeps_mlp_tensors(self) -> bool:
+        """True if backward reads an MLP's result or, after the MLP's backward, its input."""
+        return self.norms_around.after or self.parallel_shared_norm
+
+    @cached_property
     def layer_norms(self) -> int:
         """Norms of h elements in a layer."""
         if self.parallel_shared_norm:

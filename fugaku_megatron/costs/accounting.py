@@ -274,7 +274,7 @@ def layer_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
 
 def last_recomputed_records(run: RunConfig, tp: int) -> list[Record]:
     """Return the operations that full recompute repeats in a group's last layer, whose result is not read again."""
-    if run.model.norms_around.after:  # the last norm reads the result again
+    if run.model.keeps_mlp_tensors:
         return list(layer_records(run, tp))
     return [r for r in layer_records(run, tp) if r.name not in ("linear_fc2", "experts_sum")]
 

@@ -318,9 +318,10 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         x, normed = self._attended(x, forward_pass)
-        norm = self.post_mlp_layernorm
-        inner = forward_pass if norm is None else replace(forward_pass, needs_values=True)
-        out = self._scaled(self.mlp(normed, inner), norm)
+        inner = forward_pass
+        if self.context.model.keeps_mlp_tensors:
+            inner = replace(forward_pass, needs_values=True)
+        out = self._scaled(self.mlp(normed, inner), self.post_mlp_layernorm)
         return self.context.ops.bias_dropout_add(
             out,
             self.mlp.output_bias,
