@@ -96,11 +96,6 @@ class Layout:
         pp = run.parallel.pipeline_model_parallel_size
         cp = run.parallel.context_parallel_size
         check_world_size(world_size, tp, pp, cp)
-        check(
-            tp == 1 or not model.qk_layernorm_all_heads,
-            f"--qk-layernorm-all-heads needs whole heads on a rank, and "
-            f"--tensor-model-parallel-size is {tp}: pass 1",
-        )
         divided = {
             "num-attention-heads": model.num_attention_heads,
             "ffn-hidden-size": model.ffn_hidden_size,
