@@ -47,6 +47,9 @@ _DESCRIBED: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (None,),
     "logits_scaling": (1.0,),
     "window_rotary_base": (None,),
+    "norm_placement": ("pre",),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
 }
 _CONSTANTS = ROPE_SCALING[
     1:
@@ -128,6 +131,11 @@ def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None
         given.get("num_experts") is None,
         f"num_experts is {given.get('num_experts')!r:.60}: experts are not read from Megatron-LM",
     )
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        check(
+            given.get(name) is None,
+            f"{name} is {given.get(name)!r:.60}: the weights of a HybridModel are not read",
+        )
     unknown = []
     for name, value in given.items():
         row = OTHER_FLAGS.get(flag(name))
