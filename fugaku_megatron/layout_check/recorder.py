@@ -153,12 +153,13 @@ class Recorder:
         layer.register_forward_pre_hook(self._use_weights)
         attention = layer.self_attention
         outputs = {
-            INPUT_NORM: layer.input_layernorm,
             QKV: attention.linear_qkv,
             ATTENTION: attention,
             MLP: layer.mlp,
             LAYER: layer,
         }
+        if layer.input_layernorm is not None:
+            outputs[INPUT_NORM] = layer.input_layernorm
         inputs = {CORE: attention.linear_proj, MLP_NORM: layer.mlp}
         communication = self._communication
         for site, module in {**outputs, **inputs}.items():
