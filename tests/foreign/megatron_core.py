@@ -63,7 +63,10 @@ def without_gpu() -> None:
     """Answer megatron-core's questions to a GPU, and start one process alone."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
 
+    if not hasattr(moe_utils, "te_general_gemm"):  # megatron-core 0.16 without Transformer Engine
+        moe_utils.te_general_gemm = None
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *_: None
