@@ -52,7 +52,7 @@ from .weights import Weights, check_elements, check_rest, layer_of, place_of, sp
 
 LEGACY = "mp_rank_*"  # folders of the legacy format
 RELEASE = "release"
-_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _HYBRID_LAYER = re.compile(r"(?<=decoder\.layers\.)(\d+)(?=\.)")
 # Linear layers with extra state, of a layer with an MLP and with experts; Transformer Engine's have more.
 _EXPERTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
@@ -131,7 +131,7 @@ def dist_reader(
     stored: dict[str, str] = {}
     for key in files.tensors:
         name = our_name(gpt_key(key) if hybrid else key)
-        if name is not None and _STATE.fullmatch(key) is None and "optimizer" not in key:
+        if name is not None and STATE.fullmatch(key) is None and "optimizer" not in key:
             stored[name] = key
     check(WORD_EMBEDDINGS in stored, f"{path} holds no {WORD_EMBEDDINGS}")
     rows = files.shape(stored[WORD_EMBEDDINGS])[0]
