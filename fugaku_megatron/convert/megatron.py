@@ -194,6 +194,13 @@ class DistReader:
             elements = sum(torch.Size(self.files.shape(*place)).numel() for place in places)
             check_elements(self.files.path, spec, elements)
             read |= {place.key for place in places}
+            for place in places:
+                layers = self.files.shape(place.key)[0]
+                check(
+                    place.layer is None or layers == self.model.num_layers,
+                    f"{self.files.path}: {place.key} has {layers} layers, and num_layers is "
+                    f"{self.model.num_layers}",
+                )
         check_rest(
             self.files.path,
             {key for name, key in self.stored.items() if key not in read and name not in unused},

@@ -44,6 +44,13 @@ _SCHEDULE = {
     "end_wd": "end_weight_decay",
     "wd_incr_style": "weight_decay_incr_style",
 }
+# Saved arguments that Megatron-LM sets itself to the value of another.
+_COPIES = {
+    "start_weight_decay": "weight_decay",
+    "end_weight_decay": "weight_decay",
+    "lr_decay_iters": "train_iters",
+    "lr_decay_samples": "train_samples",
+}
 
 
 def open_run(
@@ -114,7 +121,7 @@ class _TrainingReader:
                 check(
                     self._found(kind, name),
                     f"{files.path} holds no {kind} of {name} that every layout can read: save it with "
-                    "--dist-ckpt-optim-fully-reshardable, or pass --no-load-optim here",
+                    "--dist-ckpt-optim-fully-reshardable, or pass --no-load-optim",
                 )
 
     def __call__(self, key: str) -> Tensor:
@@ -165,13 +172,14 @@ def _found(state: Any, name: str) -> Iterator[Any]:
 def _values(group: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the saved arguments with the name and type of a field."""
     for f in fields(GROUPS[group]):
-        if given.get(f.name) is None:
+        value = given.get(f.name)
+        if value is None or f.name in _COPIES and value == given.get(_COPIES[f.name]):
             continue
         try:
-            check_type(f, given[f.name])
+            check_type(f, value)
         except ValueError:
             continue
-        yield f.name, given[f.name]
+        yield f.name, value
 
 
 def _layout(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,12 +253,14 @@ def _scaler(optimizer: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
 def _schedule(scheduler: Mapping[str, Any], given: Mapping[str, Any]) -> ParamSchedule:
     """Return the schedule, whose lengths are in samples in both programs."""
     config = OptimizerConfig(**dict(_values("optimizer", given)))
-    known = {f.name for f in fields(OptimizerConfig)}
     changes = {
         ours: scheduler[theirs]
         for theirs, ours in _SCHEDULE.items()
-        if scheduler.get(theirs) is not None and ours in known
+        if scheduler.get(theirs) is not None
     }
+    if changes.get("weight_decay_incr_style") == "constant":
+        changes["weight_decay"] = changes.pop("end_weight_decay", config.weight_decay)
+        changes.pop("start_weight_decay", None)
     wsd = given.get("lr_wsd_decay_samples")
     if wsd is None:
         wsd = (given.get("lr_wsd_decay_iters") or 0) * (given.get("global_batch_size") or 0)

@@ -98,7 +98,6 @@ def test_names_that_could_run_code_are_refused(value, tmp_path):
         ("attention_output_gate", True, "attention_output_gate is True"),
         ("mtp_num_layers", 1, "mtp_num_layers is 1"),
         ("use_mup", True, "use_mup is True"),
-        ("hybrid_layer_pattern", "*-*-", "hybrid_layer_pattern is"),
         ("multi_latent_attention", True, "multi_latent_attention is True"),
         ("experimental_attention_variant", "dsa", "experimental_attention_variant is 'dsa'"),
         ("apply_residual_connection_post_layernorm", True, "apply_residual_connection_post"),
@@ -107,7 +106,6 @@ def test_names_that_could_run_code_are_refused(value, tmp_path):
         ("heterogeneous_layers_config_path", "a.json", "heterogeneous_layers_config_path is"),
         ("retro_add_retriever", True, "retro_add_retriever is True: no text is retrieved"),
         ("spec", ["megatron.core", "mamba"], "spec is ['megatron.core', 'mamba']"),
-        ("num_experts", 8, "num_experts is 8"),
         ("some_fork_s_attention", 3, "some_fork_s_attention (3) are unknown"),
     ],
 )
