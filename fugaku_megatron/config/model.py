@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import repeat
 from typing import Any
@@ -24,6 +24,7 @@ from .fields import (
     required,
     switch,
 )
+from .layer_kinds import GLOBAL, LOCAL, LayerKind, layer_pattern
 from .rules import check_rules
 
 Q8_BLOCK = 64  # neighbouring input columns of a weight in eight bits that share a scale
@@ -263,7 +264,18 @@ class ModelConfig(ExpertFields):
     window_size: str | None = optional(
         "LEFT,0: a token attends to itself and LEFT tokens before it (Mistral's window - 1), not to all"
     )
-
+    window_attn_skip_freq: str | None = optional(
+        "layers without --window-size: every Nth, or a list of 1 (window) and 0 (no window) for all "
+        "layers, such as ([1]*3+[0])*6 (default: no layer)"
+    )
+    window_rotary_base: float | None = optional(
+        "base of rope in layers with a window, where no scaling applies, as in Gemma 3 and OLMo 3 "
+        "(default: rope is the same in all layers)"
+    )
+    no_rope_freq: str | None = optional(
+        "layers without rope: every Nth, or a list of 1 (no rope) and 0 (rope) for all layers, such "
+        "as ([0]*3+[1])*6 (default: no layer)"
+    )
     parallel_residual: bool = switch(
         "attention and the MLP both read the layer's input, each through its own norm, and "
         "both results are added to that input"
@@ -299,6 +311,7 @@ class ModelConfig(ExpertFields):
         self._check_rotary()
         self._check_block()
         self._check_experts(self.num_layers, not self.disable_bias_linear)
+        self._check_layers()
 
     def _derive(self) -> None:
         """Compute missing fields. A head size that is not an integer stays None."""
@@ -356,10 +369,27 @@ class ModelConfig(ExpertFields):
         )
         rotates_heads = self.position_embedding_type == ROPE and self.rotary_percent == 1.0
         check(
-            self.attention_multiplier is None or rotates_heads,
-            f"--attention-multiplier {self.attention_multiplier} is computed with "
-            "rope of whole heads: pass --position-embedding-type rope without --rotary-percent",
+            self.attention_multiplier is None or rotates_heads and self.no_rope_freq is None,
+            f"--attention-multiplier {self.attention_multiplier} is computed with rope of whole heads "
+            "in all layers: pass --position-embedding-type rope without --rotary-percent and "
+            "--no-rope-freq",
         )
+
+    def _check_layers(self) -> None:
+        for name in ("no_rope_freq", "window_rotary_base"):
+            check(
+                getattr(self, name) is None or self.rotary,
+                f"{flag(name)} {getattr(self, name)} needs rope: pass --position-embedding-type rope "
+                "as well",
+            )
+        without_rope = self.no_rope_freq or "1"
+        if without_rope.strip().isdecimal():
+            check(
+                self.num_layers % max(1, int(without_rope)) == 0,
+                f"--num-layers {self.num_layers} is not divisible by --no-rope-freq {without_rope}: "
+                "change one of them, or pass a list",
+            )
+        _ = self.layer_kinds  # raises ValueError for a wrong pattern
 
     def _check_rotary(self) -> None:
         check(
@@ -411,13 +441,62 @@ class ModelConfig(ExpertFields):
         return "gelu" if self.bias_gelu_fusion and not self.disable_bias_linear else "gelu_exact"
 
     @cached_property
-    def mlps(self) -> tuple[str, ...]:
-        """Key in `ACTIVATIONS` for each layer, or MLP_OF_EXPERTS."""
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        return tuple(map(LayerKind, self._mlps, self._windows, self._ropes))
+
+    @cached_property
+    def _mlps(self) -> tuple[str, ...]:
         dense = self.activation
         if not self.num_experts:
             return tuple(repeat(dense, self.num_layers))
         experts = experts_in(self.moe_layer_freq, self.num_layers)
         return tuple(MLP_OF_EXPERTS if layer else dense for layer in experts)
+
+    @cached_property
+    def _windows(self) -> tuple[int | None, ...]:
+        if self.window_attn_skip_freq is None:
+            return tuple(repeat(self.window, self.num_layers))
+        found = layer_pattern("window_attn_skip_freq", self.window_attn_skip_freq, self.num_layers)
+        if isinstance(found, int):
+            found = tuple((layer + 1) % found != 0 for layer in range(self.num_layers))
+        return tuple(self.window if layer else None for layer in found)
+
+    @cached_property
+    def _ropes(self) -> tuple[str | None, ...]:
+        without = tuple(repeat(not self.rotary, self.num_layers))
+        if self.no_rope_freq is not None:
+            found = layer_pattern("no_rope_freq", self.no_rope_freq, self.num_layers)
+            if isinstance(found, int):
+                found = tuple((layer + 1) % found == 0 for layer in range(self.num_layers))
+            without = found
+        ropes = []
+        for window, no_rope in zip(self._windows, without, strict=True):
+            name = GLOBAL if window is None or self.window_rotary_base is None else LOCAL
+            ropes.append(None if no_rope else name)
+        return tuple(ropes)
+
+    @cached_property
+    def ropes(self) -> dict[str, ModelConfig]:
+        """Model with the rotary angles of each `LayerKind.rope`."""
+        if not self.rotary:
+            return {}
+        if self.window_rotary_base is None:
+            return {GLOBAL: self}
+        local = replace(
+            self,
+            position_embedding_type=ROPE,
+            rotary_base=self.window_rotary_base,
+            window_rotary_base=None,
+            use_rope_scaling=False,
+            rotary_seq_len_interpolation_factor=None,
+            rope_dynamic_factor=None,
+        )
+        return {GLOBAL: self, LOCAL: local}
+
+    @cached_property
+    def mlps(self) -> tuple[str, ...]:
+        """Key in `ACTIVATIONS` for each layer, or MLP_OF_EXPERTS."""
+        return tuple(kind.mlp for kind in self.layer_kinds)
 
     @cached_property
     def mlp_widths(self) -> tuple[int, ...]:
@@ -497,10 +576,9 @@ class ModelConfig(ExpertFields):
         growth = 0.1 * math.log(max(self.rotary_scaling_factor, 1.0))
         return (self.mscale * growth + 1.0) / (self.mscale_all_dim * growth + 1.0 or math.inf)
 
-    @cached_property
-    def uses_rotary(self) -> bool:
-        """True if queries and keys are rotated or normalised before attention."""
-        return self.rotary or self.qk_layernorm
+    def uses_rotary(self, kind: LayerKind) -> bool:
+        """Return True if a layer's queries and keys are rotated or normalised before attention."""
+        return kind.rope is not None or self.qk_layernorm
 
     @cached_property
     def masks_padding(self) -> bool:
@@ -513,7 +591,7 @@ class ModelConfig(ExpertFields):
 
     @cached_property
     def window(self) -> int | None:
-        """Tokens that a token attends to, including itself; None: all before it."""
+        """Tokens that a token attends to in layers with a window, including itself; None: all before it."""
         return None if self.window_size is None else int(self.window_size.split(",")[0]) + 1
 
 
@@ -555,7 +633,14 @@ YARN_SCALING = (
 )
 
 # Fields that set rotary angles. A run that starts from weights may change them, to train for longer sequences.
-ANGLES = ("position_embedding_type", "rotary_base", *SCALINGS, *ROPE_SCALING, *YARN_SCALING)
+ANGLES = (
+    "position_embedding_type",
+    "rotary_base",
+    "window_rotary_base",
+    *SCALINGS,
+    *ROPE_SCALING,
+    *YARN_SCALING,
+)
 
 # Fields of a block unlike GPT-2's, whose values are the defaults; programs before these flags saved none of them.
 BLOCK = (
@@ -582,6 +667,8 @@ BLOCK = (
     "rotary_interleaved",
     "untie_embeddings_and_output_weights",
     "window_size",
+    "window_attn_skip_freq",
+    "no_rope_freq",
     *(name for name in EXPERTS if name not in (*BALANCE, *CAPACITY)),
 )
 

@@ -28,6 +28,7 @@ from ..cli.parser import Parser
 from ..comm.agreement import describe
 from ..config.experts import EXPERTS
 from ..config.fields import check, check_type, flag, is_off
+from ..config.layer_kinds import layer_pattern
 from ..config.megatron_flags import OTHER_FLAGS, saved_arguments
 from ..config.model import (
     LEARNED,
@@ -54,6 +55,7 @@ _DESCRIBED: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (1.0,),
     "attention_multiplier": (None,),
     "logits_scaling": (1.0,),
+    "window_rotary_base": (None,),
 }
 _CONSTANTS = ROPE_SCALING[
     1:
@@ -84,11 +86,13 @@ READ = frozenset(
         *(f.name for f in fields(ModelConfig)),
     }
 )
+_PATTERNS = ("window_attn_skip_freq", "no_rope_freq")  # a number or a list there, text here
 _OWN = (
     *EXPERTS,
     "disable_bias_linear",
     "position_embedding_type",
     "window_size",
+    *_PATTERNS,
     "vocab_size",
     "padded_vocab_size",
     "make_vocab_size_divisible_by",
@@ -219,6 +223,7 @@ def model_of(
     )
     if window := given.get("window_size"):
         values["window_size"] = window if isinstance(window, str) else ",".join(map(str, window))
+    values |= {name: str(given[name]) for name in _PATTERNS if given.get(name) is not None}
     return ModelConfig(**values)
 
 
@@ -312,6 +317,10 @@ def arguments_of(
         model.num_query_groups or 1
     )  # its default, which counts with group_query_attention
     window = None if model.window is None else (model.window - 1, 0)
+    for name in _PATTERNS:
+        text = getattr(model, name)
+        found = None if text is None else layer_pattern(name, text, model.num_layers)
+        same[name] = list(map(int, found)) if isinstance(found, tuple) else found
     return argparse.Namespace(
         **same,
         norm_epsilon=model.layernorm_epsilon,

@@ -88,7 +88,7 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
 
 def adapter_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
     return of_layers(
-        run, lambda mlp: sum(r.parameters for r in layer_records(run, tp, mlp) if r.adapts)
+        run, lambda kind: sum(r.parameters for r in layer_records(run, tp, kind) if r.adapts)
     )
 
 
@@ -137,7 +137,9 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
 
     Divided experts in the same units form their own bucket.
     """
-    experts = of_layers(run, lambda mlp: sum(r.divided for r in layer_records(run, layout.tp, mlp)))
+    experts = of_layers(
+        run, lambda kind: sum(r.divided for r in layer_records(run, layout.tp, kind))
+    )
     elements = unit_elements(run, layout, stage)
     sizes = []
     for bucket in bucket_units(run, layout, stage):

@@ -48,6 +48,7 @@ class SelfAttention(nn.Module):
         model = context.model
         self.context = context
         self.layer = layer
+        self.kind = model.layer_kinds[layer - 1]
         self.cp_comm_type = context.cp_comm_type(layer)
         tp = context.tp.size
         # Ranks that share the heads in attention.
@@ -129,10 +130,10 @@ class SelfAttention(nn.Module):
             ops.attention,
             heads=self.heads,
             dropped=self._dropped(first_head * qkv.shape[0], forward_pass),
-            window=model.window,
+            window=self.kind.window,
             starts=forward_pass.documents.starts,
         )
-        if model.uses_rotary:
+        if model.uses_rotary(self.kind):
             qkv = self.apply_rotary(qkv, *self._angles(len(qkv), forward_pass))
         if forward_pass.rows is not None:
             return forward_pass.rows.attend(ops, self.layer, qkv, attention)
@@ -152,10 +153,13 @@ class SelfAttention(nn.Module):
     def _angles(self, length: int, forward_pass: Pass) -> tuple[Angles | None, Tensor | None]:
         documents = forward_pass.documents
         rows = forward_pass.rows
+        rope = self.kind.rope
+        if rope is None:
+            return None, None
         if rows is not None:
-            return rows.angles, None
-        by_length = documents.angles(self.context.model)
-        return by_length or (self.context.angles(length), documents.positions)
+            return rows.angles[rope], None
+        by_length = documents.angles(self.context.model.ropes[rope])
+        return by_length or (self.context.angles(length, rope), documents.positions)
 
     def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
         model = self.context.model
@@ -163,7 +167,7 @@ class SelfAttention(nn.Module):
         documents = forward_pass.documents
         s = len(qkv) * context.cp.size
         own = positions(own_segments(len(qkv), context.cp))
-        if model.uses_rotary:
+        if model.uses_rotary(self.kind):
             angles, places = self._angles(s, forward_pass)
             own_places = (
                 own.int().unsqueeze(1).expand(-1, qkv.shape[1]) if places is None else places[own]
@@ -171,7 +175,7 @@ class SelfAttention(nn.Module):
             qkv = self.apply_rotary(qkv, angles, own_places.contiguous())
         call = SharedCall(
             self.heads,
-            AttentionMask(s, model.window, documents.starts),
+            AttentionMask(s, self.kind.window, documents.starts),
             self._dropped(context.tp.rank * self.heads.heads * s, forward_pass),
         )
         return context.ops.shared_attention(qkv, call, context.cp, self.cp_comm_type)
@@ -251,7 +255,7 @@ class TransformerLayer(nn.Module):
         self.self_attention = SelfAttention(f"{name}.self_attention", layer, context)
         self.pre_mlp_layernorm = make_norm(f"{name}.pre_mlp_layernorm", context)
         mlp: type[nn.Module] = MLP
-        if model.mlps[layer - 1] == MLP_OF_EXPERTS:
+        if model.layer_kinds[layer - 1].mlp == MLP_OF_EXPERTS:
             mlp = resolve_name("fugaku_megatron.nn.experts:Experts")  # a module that imports this
         self.mlp: Any = mlp(f"{name}.mlp", context)
 

@@ -201,18 +201,21 @@ class Context:
         return Adapter(name, parts, inputs, outputs, split, self, experts)
 
     @cached_property
-    def _tables(self) -> dict[int, Angles | None]:
+    def _tables(self) -> dict[int, dict[str, Angles]]:
         return {}
 
-    def angles(self, length: int) -> Angles | None:
-        """Return rotary angles for at least `length` positions, shared by all layers, or None."""
+    def angles(self, length: int, rope: str) -> Angles:
+        """Return rotary angles for at least `length` positions, shared by all layers. rope: as in `LayerKind`"""
         rows = (
             max(length, self.model.seq_length) if self.model.rope_dynamic_factor is None else length
         )
         if rows not in self._tables:
             self._tables.clear()
-            self._tables[rows] = rotary_angles(self.model, torch.arange(rows), rows)
-        return self._tables[rows]
+            self._tables[rows] = {
+                name: rotary_angles(model, torch.arange(rows), rows)
+                for name, model in self.model.ropes.items()
+            }
+        return self._tables[rows][rope]
 
     def whole_sequence(self, x: Tensor) -> Tensor:
         """Return x (s, b, ...) of the whole sequence, whose gradients are summed over tensor-parallel ranks."""

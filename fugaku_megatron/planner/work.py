@@ -146,7 +146,7 @@ def _rotary(run: RunConfig, sizes: Mapping[str, int]) -> Work:
     --residual-multiplier also reads and writes two results.
     """
     work = Work()
-    if run.model.uses_rotary:
+    if run.model.uses_rotary(accounting.typical_layer(run.model)):
         work = Work(moved=2.0 * sizes["qkv"], calls=1, allocations=((sizes["qkv"], 1),))
     if run.model.residual_multiplier != 1.0:
         work += Work(moved=4.0 * sizes["hidden"], calls=2, allocations=((sizes["hidden"], 2),))

@@ -104,6 +104,20 @@ MODELS = {
             "window_size": "2,0",
         }
     ),
+    "layers that differ": Model(
+        {
+            **BASE,
+            **RESETS,
+            "position_embedding_type": "yarn",
+            "rotary_scaling_factor": 4.0,
+            "yarn_original_max_position_embeddings": 4,
+            "window_size": "2,0",
+            "window_attn_skip_freq": "[1,0,1,0]",
+            "window_rotary_base": 100.0,
+            "no_rope_freq": "4",
+        },
+        "texts",
+    ),
     "norms over all heads": Model(
         {"qk_layernorm": True, "qk_layernorm_all_heads": True, "normalization": "RMSNorm"}
     ),
@@ -235,6 +249,11 @@ LAYOUTS = {  # every option once at least, and pairs of options rather than all 
     "qwen3 of 4 layers": ["pp2 dp2 full"],
     "qwen3 in bf16": ["tp2 pp2"],
     "biases": ["tp2 pp2 dp2 overlap", "cp2 pp2"],
+    "layers that differ": [
+        "tp2 pp2 sequence",
+        "pp2 torch full",
+        "cp2 p2p selective",
+    ],
     "no positions": ["tp2 dp2 zero", "cp2 dp2 overlap"],
     "norms over all heads": ["cp2", "cp2 allgather"],
     "documents": [

@@ -92,8 +92,6 @@ def test_names_that_could_run_code_are_refused(value, tmp_path):
     ("name", "value", "named"),
     [
         ("qk_l2_norm", True, "qk_l2_norm is True: this form of attention"),
-        ("no_rope_freq", [0, 1], "no_rope_freq is [0, 1]: rope holds for all layers"),
-        ("window_attn_skip_freq", 4, "window_attn_skip_freq is 4"),
         ("softmax_type", "learnable", "softmax_type is 'learnable'"),
         ("attention_output_gate", True, "attention_output_gate is True"),
         ("mtp_num_layers", 1, "mtp_num_layers is 1"),
