@@ -67,12 +67,15 @@ _EXPERT_VARIANTS = (
     "moe_mlp_glu_interleave_size",
     "moe_shared_expert_glu_interleave_size",
 )
-# Arguments with the layers of a HybridModel, the newest first, and the values of its --spec.
+# Arguments with the layers of a HybridModel, the newest first, and values of others that go with them.
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-_HYBRID_SPECS = (
-    ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
-    ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
-)
+_HYBRID_VALUES: dict[str, tuple[Any, ...]] = {
+    "is_hybrid_model": (True,),
+    "spec": (
+        ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+        ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+    ),
+}
 _PAIRS = re.compile(r"(\*[-E])+")  # an attention and an MLP, or experts: a layer of a GPT
 # Arguments that `model_of` reads, next to ModelConfig's fields.
 READ = frozenset(
@@ -167,7 +170,7 @@ def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None
         zero = row is not None and isinstance(value, int | float) and value == 0
         if name in READ or name in ignored or is_off(value) or zero:
             continue
-        if name == "spec" and pattern_of(given) and value in _HYBRID_SPECS:
+        if pattern_of(given) and value in _HYBRID_VALUES.get(name, ()):
             continue
         values = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
         check(
