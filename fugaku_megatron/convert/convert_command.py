@@ -27,9 +27,12 @@ import psutil
 from ..checkpoint.manifest import (
     CARRIED,
     MEGATRON_FILES,
+    MEGATRON_LEGACY,
+    TORCH_DIST,
     TRACKER,
     existing_iteration,
     fsync,
+    iteration_name,
     own_checkpoint,
 )
 from ..cli.arguments import model_flags
@@ -57,11 +60,48 @@ def open_megatron(
     vocab_size: int | None,
     ignored: Collection[str] = (),
 ) -> Weights:
-    """Return `megatron.open_megatron`."""
-    # with torch.distributed, which takes a second to load and which no other format needs
-    from . import megatron
+    """Open the latest checkpoint in `directory`, or `iteration`.
 
-    return megatron.open_megatron(directory, iteration, vocab_size, ignored)
+    vocab_size: number of tokens, if the checkpoint does not state it
+    ignored: saved arguments that do not change the model
+
+    Raise ValueError, one line.
+    """
+    # with torch.distributed, which takes a second to load and which no other format needs
+    from .megatron import open_dist
+    from .megatron_legacy import open_legacy
+
+    try:
+        path = _iteration(Path(directory), iteration)
+        if (path / TORCH_DIST).exists():
+            return open_dist(path, vocab_size, ignored)
+        check(
+            any(path.glob(MEGATRON_LEGACY)),
+            f"{path} holds neither {MEGATRON_LEGACY} nor {TORCH_DIST}",
+        )
+        return open_legacy(path, vocab_size, ignored)
+    except ValueError as error:
+        raise ValueError(f"--from-megatron {directory}: {error}") from error
+
+
+def _iteration(directory: Path, iteration: int | None) -> Path:
+    """Return the folder of the latest iteration, or of `iteration`."""
+    check(directory.is_dir(), "is not a directory")
+    if iteration is not None:
+        return directory / iteration_name(iteration)
+    if (directory / TORCH_DIST).exists() or any(directory.glob(MEGATRON_LEGACY)):
+        return directory
+    tracker = directory / TRACKER
+    check(
+        tracker.is_file(),
+        f"{TRACKER} is not there: pass the directory that holds it, or that of an iteration",
+    )
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    check(
+        text == "release" or text.isdecimal(),
+        f"{tracker} should hold an iteration or release, it holds {text!r:.40}",
+    )
+    return directory / (text if text == "release" else iteration_name(int(text)))
 
 
 def open_weights(
@@ -163,7 +203,7 @@ def _abandoned(final: Path) -> list[Path]:
 
 
 TRANSFORMER_ENGINE = "transformer_engine"
-TORCH_DIST = "torch_dist"
+DIST_FORMAT = "torch_dist"
 COMMON_FILE = "file"
 # Flags of --to-megatron that belong to one --ckpt-format, and their defaults.
 OF_FORMAT: dict[str, dict[str, Any]] = {
@@ -172,7 +212,7 @@ OF_FORMAT: dict[str, dict[str, Any]] = {
         "pipeline_model_parallel_size": 1,
         "expert_model_parallel_size": 1,
     },
-    TORCH_DIST: {"hybrid_layer_pattern": None, "common_state": COMMON_FILE},
+    DIST_FORMAT: {"hybrid_layer_pattern": None, "common_state": COMMON_FILE},
 }
 FLAGS = "model.flags"  # next to the iterations: words of train's command line
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -223,7 +263,7 @@ def _save_megatron(weights: Weights, directory: Path, options: argparse.Namespac
 
     engine = options.transformer_impl == TRANSFORMER_ENGINE
     multiple = options.make_vocab_size_divisible_by
-    if options.ckpt_format == TORCH_DIST:
+    if options.ckpt_format == DIST_FORMAT:
         form = DistFormat(
             engine, multiple, options.hybrid_layer_pattern, options.common_state == COMMON_FILE
         )

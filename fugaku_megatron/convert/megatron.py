@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint.manifest import TRACKER, iteration_name, write_text
+from ..checkpoint.manifest import TRACKER, write_text
 from ..config.fields import check
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..costs.accounting import round_up
@@ -41,7 +41,6 @@ from .megatron_files import (
 from .torch_dist import (
     COMMON,
     COMMON_STATE,
-    METADATA,
     DistFiles,
     DistWriter,
     GlobalPiece,
@@ -50,7 +49,6 @@ from .torch_dist import (
 )
 from .weights import Weights, check_elements, check_rest, layer_of, place_of, specs, widest
 
-LEGACY = "mp_rank_*"  # folders of the legacy format
 RELEASE = "release"
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _HYBRID_LAYER = re.compile(r"(?<=decoder\.layers\.)(\d+)(?=\.)")
@@ -59,51 +57,6 @@ _EXPERTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
 _SHARED = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 _MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
 _ATTENTION = ("self_attention.linear_qkv", "self_attention.linear_proj")
-
-
-def open_megatron(
-    directory: str,
-    iteration: int | None,
-    vocab_size: int | None,
-    ignored: Collection[str] = (),
-) -> Weights:
-    """Open the latest checkpoint in `directory`, or `iteration`.
-
-    vocab_size: number of tokens, if the checkpoint does not state it
-    ignored: saved arguments that do not change the model
-
-    Raise ValueError, one line.
-    """
-    from .megatron_legacy import open_legacy
-
-    try:
-        path = iteration_of(Path(directory), iteration)
-        if (path / METADATA).exists():
-            return open_dist(path, vocab_size, ignored)
-        check(any(path.glob(LEGACY)), f"{path} holds neither {LEGACY} nor {METADATA}")
-        return open_legacy(path, vocab_size, ignored)
-    except ValueError as error:
-        raise ValueError(f"--from-megatron {directory}: {error}") from error
-
-
-def iteration_of(directory: Path, iteration: int | None) -> Path:
-    """Return the folder of the latest iteration, or of `iteration`."""
-    check(directory.is_dir(), "is not a directory")
-    if iteration is not None:
-        return directory / iteration_name(iteration)
-    if (directory / METADATA).exists() or any(directory.glob(LEGACY)):
-        return directory
-    tracker = directory / TRACKER
-    check(
-        tracker.is_file(),
-        f"{TRACKER} is not there: pass the directory that holds it, or that of an iteration",
-    )
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    check(
-        text == RELEASE or text.isdecimal(),
-        f"{tracker} should hold an iteration or release, it holds {text!r:.40}",
-    )
-    return directory / (text if text == RELEASE else iteration_name(int(text)))
 
 
 class Place(NamedTuple):

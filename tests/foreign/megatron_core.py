@@ -1,4 +1,4 @@
-"""Save and load checkpoints with megatron-core on a CPU: python megatron_core.py save|load FOLDER
+"""Save and load checkpoints with megatron-core on a CPU: python megatron_core.py save|load|train FOLDER
 
 Runs in an environment of its own, with a megatron-core that requirements-megatron-core.txt names:
 
@@ -7,7 +7,9 @@ Runs in an environment of its own, with a megatron-core that requirements-megatr
 
 `save` writes a checkpoint in the format torch_dist for every row of CASES, with `expected.pt`: its
 tensors by key, token ids, and the logits. `load` loads FOLDER/NAME strictly into the same model and
-writes `loaded.pt`, of the same form.
+writes `loaded.pt`, of the same form. `train` saves a run with the state of megatron-core's
+distributed optimizer, with `expected.pt`: the samples of the next updates, and the weights after
+them by torch.optim.AdamW, which continues from the same state.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 ROWS = 64
 LENGTH = 32
@@ -59,6 +62,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
 }
 
 
+class OnCpu(TorchFunctionMode):
+    """Tensors that are asked for on a GPU are made on the CPU."""
+
+    def __torch_function__(self, function, types, arguments=(), named=None):
+        named = dict(named or {})
+        if "cuda" in str(named.get("device", "")):
+            named["device"] = "cpu"
+        return function(*arguments, **named)
+
+
 def without_gpu() -> None:
     """Answer megatron-core's questions to a GPU, and start one process alone."""
     from megatron.core import parallel_state
@@ -71,6 +84,15 @@ def without_gpu() -> None:
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *_: None
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    kind = torch.Tensor.type  # which the distributed optimizer compares with types of a GPU
+
+    def as_on_gpu(tensor: torch.Tensor, *to: Any, **named: Any) -> Any:
+        found = kind(tensor, *to, **named)
+        if isinstance(found, str) and "cuda" not in found:
+            return found.replace("torch.", "torch.cuda.")
+        return found
+
+    torch.Tensor.type = as_on_gpu
     torch.cuda.current_stream = lambda *_: contextlib.nullcontext()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -247,8 +269,141 @@ def load(name: str, folder: Path) -> None:
     torch.save(found, directory / "loaded.pt")
 
 
+DONE = 3  # updates before the checkpoint
+MORE = 5
+BATCH = 4
+SCHEDULE = dict(
+    init_lr=0.0,
+    max_lr=1e-3,
+    min_lr=1e-4,
+    lr_warmup_steps=2 * BATCH,
+    lr_decay_steps=(DONE + MORE) * BATCH,
+    lr_decay_style="cosine",
+    start_wd=0.1,
+    end_wd=0.1,
+    wd_incr_steps=(DONE + MORE) * BATCH,
+    wd_incr_style="constant",
+)
+ADAM = dict(adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-6, weight_decay=0.1, clip_grad=1.0)
+
+
+def loss_of(model: torch.nn.Module, samples: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy. samples: (b, s + 1)"""
+    length = samples.shape[1] - 1
+    mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), diagonal=1)
+    positions = torch.arange(length)[None].expand(len(samples), -1)
+    logits = model(samples[:, :-1], positions, mask)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten())
+
+
+def train(name: str, folder: Path) -> None:
+    from megatron.core import __version__, dist_checkpointing
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    module = build(name)
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(module.config, ddp, module)
+    adam = OptimizerConfig(
+        optimizer="adam", lr=1e-3, min_lr=1e-4, use_distributed_optimizer=True, **ADAM
+    )
+    optimizer = get_megatron_optimizer(adam, [model])
+    scheduler = OptimizerParamScheduler(optimizer, **SCHEDULE)
+    generator = torch.Generator().manual_seed(3)
+    shape = (DONE + MORE, BATCH, LENGTH + 1)
+    samples = torch.randint(ROWS, shape, generator=generator)
+    for batch in samples[:DONE]:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        scheduler.step(increment=BATCH)
+    path = folder / name / f"iter_{DONE:07d}"
+    path.mkdir(parents=True)
+    args = arguments(name)
+    vars(args).update(
+        consumed_train_samples=DONE * BATCH,
+        global_batch_size=BATCH,
+        micro_batch_size=BATCH,
+        train_iters=DONE + MORE,
+        lr=1e-3,
+        min_lr=1e-4,
+        lr_decay_style="cosine",
+        lr_warmup_iters=2,
+        **ADAM,
+    )
+    state = {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": DONE,
+        "model": module.sharded_state_dict(),
+    }
+    form = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=form)
+    state["opt_param_scheduler"] = scheduler.state_dict()
+    dist_checkpointing.save(state, str(path))
+    (folder / name / "latest_checkpointed_iteration.txt").write_text(str(DONE))
+    weights = {key: value.detach().clone() for key, value in module.named_parameters()}
+    moments = {}
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for key, parameter in module.named_parameters():
+            if parameter in each.model_param_gbuf_map:
+                moments[key] = each._get_main_param_and_optimizer_states(parameter)
+    continued = train_plainly(name, weights, moments, samples[DONE:], scheduler, optimizer)
+    expected = {"by": __version__, "samples": samples, "saved": weights, "weights": continued}
+    torch.save(expected, folder / name / "expected.pt")
+
+
+def train_plainly(
+    name: str,
+    weights: dict[str, torch.Tensor],
+    moments: dict[str, dict[str, torch.Tensor]],
+    samples: torch.Tensor,
+    scheduler: Any,
+    theirs: Any,
+) -> dict[str, torch.Tensor]:
+    """Continue with torch.optim.AdamW from moments; return the weights at the end.
+
+    scheduler: sets the learning rate of the optimizer `theirs`
+    """
+    model = build(name)
+    for key, parameter in model.named_parameters():
+        parameter.data.copy_(weights[key])
+    groups = [
+        {"params": [p], "weight_decay": ADAM["weight_decay"] * (p.dim() > 1)}
+        for p in model.parameters()
+    ]
+    adam = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=ADAM["adam_eps"])
+    for key, parameter in model.named_parameters():
+        own = moments[key]
+        adam.state[parameter] = {
+            "step": torch.tensor(float(DONE)),
+            "exp_avg": own["exp_avg"].detach().clone().view_as(parameter),
+            "exp_avg_sq": own["exp_avg_sq"].detach().clone().view_as(parameter),
+        }
+    for batch in samples:
+        adam.zero_grad()
+        loss_of(model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM["clip_grad"])
+        for group in adam.param_groups:
+            group["lr"] = theirs.param_groups[0]["lr"]
+        adam.step()
+        scheduler.step(increment=BATCH)
+    return {key: parameter.detach() for key, parameter in model.named_parameters()}
+
+
 if __name__ == "__main__":
     action, target, *names = sys.argv[1:]
     without_gpu()
-    for case in names or CASES:
-        {"save": save, "load": load}[action](case, Path(target))
+    with OnCpu():
+        for case in names or CASES:
+            {"save": save, "load": load, "train": train}[action](case, Path(target))

@@ -6,6 +6,9 @@ megatron/training/checkpointing.py (files). tests/foreign/megatron_core.py compa
 """
 
 import json
+import os
+import re
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.convert.convert_command import open_weights
 from fugaku_megatron.convert.megatron_files import load_metadata, load_pickled
 from tests.checks.torch_dist import write_iteration
-from tests.helpers import make_trainer, small_run
+from tests.helpers import find_checkpoint, make_trainer, small_run
 
 EXPERTS = 4
 MODEL: dict[str, Any] = {
@@ -242,3 +245,48 @@ def test_saved_arguments_of_experts_are_checked(ours, tmp_path, capsys, change, 
     assert convert("--from-megatron", theirs, "--save", tmp_path / "back") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line and not (tmp_path / "back").exists()
+
+
+class Attack:
+    def __reduce__(self):
+        return os.system, ("touch attacked",)
+
+
+def damaged(directory: Path, common: Any) -> Path:
+    """Write a checkpoint whose common state is an object of .distcp files."""
+    tensors = {"embedding.word_embeddings.weight": torch.zeros(64, 32)}
+    return write_iteration(directory, 7, tensors, common)
+
+
+def cut(path: Path) -> None:
+    file = path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+@pytest.mark.parametrize(
+    ("common", "change", "message"),
+    [
+        ({"x": Attack()}, None, "asks for ['posix.system'], which could run code"),
+        ([1, 2], None, "common_state is list, not a dictionary"),
+        ({"iteration": 7}, None, "holds no arguments of Megatron-LM"),
+        ({"args": Namespace()}, cut, "__0_0.distcp is damaged at byte"),
+        (
+            {"args": Namespace()},
+            lambda path: (path / "__0_0.distcp").unlink(),
+            "__0_0.distcp is missing",
+        ),
+    ],
+)
+def test_a_damaged_or_malicious_common_state_is_named(
+    tmp_path, capsys, monkeypatch, common, change, message
+):
+    monkeypatch.chdir(tmp_path)
+    path = damaged(tmp_path / "theirs", common)
+    if change is not None:
+        change(path)
+    assert convert("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "back") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and [p.name for p in tmp_path.iterdir()] == ["theirs"]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        find_checkpoint(small_run(load=str(tmp_path / "theirs")), SoloComm())
+    assert not (tmp_path / "attacked").exists()

@@ -135,6 +135,14 @@ def test_saved_arguments_that_describe_a_run_are_read():
         },
         ignored=["some_fork_s_option"],
     )
+    hybrid = {
+        "hybrid_layer_pattern": "*-*E",
+        "spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+        "is_hybrid_model": True,
+    }
+    megatron_files.check_saved(hybrid)
+    with pytest.raises(ValueError, match="spec is"):
+        megatron_files.check_saved({**hybrid, "hybrid_layer_pattern": None})
 
 
 @given(
