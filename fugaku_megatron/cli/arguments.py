@@ -25,6 +25,7 @@ from ..config.fields import (
     flag_words,
     shortened,
 )
+from ..config.hybrid import HybridFields, hybrid_notes, with_layers
 from ..config.megatron_flags import OTHER_FLAGS
 from ..config.model import HEAD_MULTIPLE, ModelConfig
 from ..config.no_effect import no_effect_notes
@@ -67,6 +68,9 @@ _GOES_WITH: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         )
     },
 }
+
+# Fields that `with_layers` replaces.
+_HYBRID = tuple(f.name for f in fields(HybridFields))
 
 # Fields that --help lists last in their groups.
 _OF_EXPERTS = {*EXPERTS, *(f.name for f in fields(ExpertRanks))}
@@ -133,6 +137,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name, config in GROUPS.items():
         for declared in sorted(declarations(config), key=lambda each: each.name in _OF_EXPERTS):
             add_field(groups[name], declared)
+    for declared in declarations(HybridFields):
+        add_field(groups["model"], declared)
     groups["training"].add_argument(
         "--activations-checkpoint-method",
         dest="recompute_method",
@@ -262,7 +268,7 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: tuple(v) if isinstance(v, list) else v
         for name, v in values.items()
-        if name in GROUP_OF
+        if name in GROUP_OF or name in _HYBRID
     }
 
 
@@ -284,11 +290,11 @@ def _mistakes(values: Mapping[str, Any], others: bool) -> Iterator[str]:
     if not found or (recipe and recipe.lower() not in RECIPES):
         return
     given = {name: value for name, value in _fields(values).items() if value is not None}
-    if not _missing(_from_recipe(recipe), given):
-        try:
+    try:
+        if not _missing(_from_recipe(recipe), with_layers(given)):
             checked_run(recipe, given)
-        except ValueError as error:
-            yield str(error)
+    except ValueError as error:
+        yield str(error)
 
 
 def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) -> Arguments:
@@ -323,13 +329,13 @@ def checked_run(
 
     Raises ValueError as `make_run`, and for a head size that the kernels do not support.
     """
-    run = make_run(recipe, values)
+    run = make_run(recipe, with_layers(values))
     check(
         run.model.kernels_take_heads or run.system.kernels == "torch",
         f"--kv-channels is {run.model.kv_channels}, by default "
         f"hidden size / attention heads, and the C++ kernels take multiples of {HEAD_MULTIPLE}: pass one, or --kernels torch",
     )
-    notes = no_effect_notes(run, values, passed)
+    notes = [*hybrid_notes(values, run.model), *no_effect_notes(run, values, passed)]
     if (stage := values.get("zero_stage") or 0) > 1:
         notes.append(
             f"--zero-stage {stage}: gradients and weights stay whole on every rank, as with 1: training is the same, and "
@@ -344,7 +350,7 @@ def checked_run(
 def _keywords() -> dict[str, tuple[Declaration, Any]]:
     """Return keyword -> its field, and for a switch the value that it sets."""
     found: dict[str, tuple[Declaration, Any]] = {}
-    for config in GROUPS.values():
+    for config in (*GROUPS.values(), HybridFields):
         for declared in declarations(config):
             values = {**declared.switches, **dict.fromkeys(declared.flags)}
             for name, value in values.items():

@@ -28,6 +28,7 @@ from ..cli.parser import Parser
 from ..comm.agreement import describe
 from ..config.experts import EXPERTS
 from ..config.fields import check, check_type, flag, is_off
+from ..config.hybrid import parse_pattern
 from ..config.layer_kinds import layer_pattern
 from ..config.megatron_flags import OTHER_FLAGS, saved_arguments
 from ..config.model import (
@@ -67,16 +68,8 @@ _EXPERT_VARIANTS = (
     "moe_mlp_glu_interleave_size",
     "moe_shared_expert_glu_interleave_size",
 )
-# Arguments with the layers of a HybridModel, the newest first, and values of others that go with them.
+# Arguments with the layers of a HybridModel, the newest first.
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-_HYBRID_VALUES: dict[str, tuple[Any, ...]] = {
-    "is_hybrid_model": (True,),
-    "spec": (
-        ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
-        ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
-    ),
-}
-_PAIRS = re.compile(r"(\*[-E])+")  # an attention and an MLP, or experts: a layer of a GPT
 # Arguments that `model_of` reads, next to ModelConfig's fields.
 READ = frozenset(
     {
@@ -170,7 +163,7 @@ def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None
         zero = row is not None and isinstance(value, int | float) and value == 0
         if name in READ or name in ignored or is_off(value) or zero:
             continue
-        if pattern_of(given) and value in _HYBRID_VALUES.get(name, ()):
+        if name == "is_hybrid_model" and pattern_of(given):
             continue
         values = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
         check(
@@ -258,7 +251,7 @@ def _experts(given: dict[str, Any]) -> dict[str, Any]:
 def pattern_of(given: Mapping[str, Any]) -> str | None:
     """Return the letters of a HybridModel's layers, None for a GPTModel."""
     pattern = next((given[name] for name in PATTERNS if given.get(name)), None)
-    return None if pattern is None else str(pattern).replace("|", "")
+    return None if pattern is None else str(pattern)
 
 
 def _layers(given: dict[str, Any]) -> dict[str, Any]:
@@ -266,22 +259,19 @@ def _layers(given: dict[str, Any]) -> dict[str, Any]:
     pattern = pattern_of(given)
     if pattern is None:
         return {}
-    check(
-        _PAIRS.fullmatch(pattern) is not None,
-        f"{PATTERNS[0]} is {pattern!r:.80}, and a GPT has pairs of an attention and an MLP: *- or *E",
-    )
-    kinds = pattern[1::2]
-    if "E" not in kinds:
-        return {"num_layers": len(kinds), "num_experts": None, "moe_layer_freq": "1"}
-    experts = [int(kind == "E") for kind in kinds]
-    return {"num_layers": len(kinds), "moe_layer_freq": "1" if all(experts) else str(experts)}
+    experts = parse_pattern(pattern).experts
+    layers = {"num_layers": len(experts), "moe_layer_freq": "1"}
+    if not any(experts):
+        return {**layers, "num_experts": None}
+    return layers if all(experts) else {**layers, "moe_layer_freq": str([*map(int, experts)])}
 
 
 def check_pattern(pattern: str, model: ModelConfig) -> None:
     """Raise ValueError unless a HybridModel with these layers equals the model."""
-    right = "".join("*E" if mlp == MLP_OF_EXPERTS else "*-" for mlp in model.mlps)
+    experts = tuple(mlp == MLP_OF_EXPERTS for mlp in model.mlps)
+    right = "".join("*E" if layer else "*-" for layer in experts)
     check(
-        pattern.replace("|", "") == right,
+        parse_pattern(pattern).experts == experts,
         f"--hybrid-layer-pattern is {pattern!r:.80}, and the layers of the model are {right!r:.80}",
     )
 

@@ -225,7 +225,7 @@ def test_a_layout_that_cannot_be_written_is_one_line(ours, tmp_path, capsys, fla
     ("change", "message"),
     [
         ({"moe_latent_size": 16}, "moe_latent_size is 16: this variant of experts"),
-        ({"hybrid_layer_pattern": "M*-*E"}, "pairs of an attention and an MLP: *- or *E"),
+        ({"hybrid_layer_pattern": "M*-*E"}, "M at position 1 is a Mamba-2 layer, which is not"),
         ({"hybrid_layer_pattern": "*-*-"}, "holds no decoder.layers.1.input_layernorm.weight"),
         ({"moe_layer_freq": [1, 1]}, "holds no decoder.layers.0.mlp.router.weight"),
         ({"num_experts": 8}, "router.weight has 128 elements, and its shape [8, 32] has 256"),

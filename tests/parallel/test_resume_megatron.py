@@ -263,7 +263,7 @@ def test_a_save_into_the_same_directory_is_a_checkpoint_of_this_program(tmp_path
         ),
         ({"consumed_train_samples": 4}, "the scheduler counted 12 samples, and the run consumed 4"),
         ({"num_layers": 1}, "layer_norm_weight has 2 layers, and num_layers is 1"),
-        ({"hybrid_layer_pattern": "M*-"}, "hybrid_layer_pattern is 'M*-'"),
+        ({"hybrid_layer_pattern": "M*-"}, "--hybrid-layer-pattern 'M*-': M at position 1"),
     ],
 )
 def test_a_run_that_cannot_continue_is_refused_in_one_line(tmp_path, change, message):

@@ -141,7 +141,7 @@ def test_saved_arguments_that_describe_a_run_are_read():
         "is_hybrid_model": True,
     }
     megatron_files.check_saved(hybrid)
-    with pytest.raises(ValueError, match="spec is"):
+    with pytest.raises(ValueError, match="is_hybrid_model is True"):
         megatron_files.check_saved({**hybrid, "hybrid_layer_pattern": None})
 
 
