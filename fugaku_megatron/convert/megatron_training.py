@@ -54,11 +54,17 @@ _COPIES = {
 
 
 def open_run(
-    directory: Path, iteration: int, vocab_size: int | None, with_optimizer: bool
+    directory: Path,
+    iteration: int,
+    vocab_size: int | None,
+    *,
+    weights_only: bool = False,
+    with_optimizer: bool = True,
 ) -> Checkpoint:
     """Open an iteration as a checkpoint to resume from. Raise ValueError, one line.
 
     vocab_size: number of tokens
+    weights_only: read no state, for a run that begins
     with_optimizer: require moments, too
     """
     path = iteration_path(directory, iteration)
@@ -71,8 +77,9 @@ def open_run(
         if (match := STATE.fullmatch(key)) is not None
     }
     tensors = _TrainingReader(reader, moments)
-    optimizer = tensors.optimizer_state(common) if with_optimizer else {}
-    if with_optimizer:
+    optimizer = {}
+    if with_optimizer and not weights_only:
+        optimizer = tensors.optimizer_state(common)
         tensors.check()
     rows = reader.files.shape(reader.places("embedding.word_embeddings.weight")[0].key)[0]
     tp = given.get("tensor_model_parallel_size") or 1
@@ -86,7 +93,7 @@ def open_run(
         "iteration": iteration,
         "layout": _layout(given),
         "config": config,
-        "state": _state(path, iteration, common, given, optimizer),
+        "state": {} if weights_only else _state(path, iteration, common, given, optimizer),
     }
     names = tensors.names()
     return Checkpoint(directory, path, iteration, head, foreign=Foreign(names, tensors))

@@ -336,8 +336,13 @@ def _megatron_run(run: RunConfig, directory: str, world: Comm, iteration: int) -
         # with torch.distributed, which takes a second to load
         from ..convert.megatron_training import open_run
 
-        wanted = not (run.optimizer.no_load_optim or run.output.finetune)
-        return open_run(path, iteration, run.model.vocab_size, wanted)
+        return open_run(
+            path,
+            iteration,
+            run.model.vocab_size,
+            weights_only=run.output.finetune,
+            with_optimizer=not run.optimizer.no_load_optim,
+        )
 
     return on_root(world, read, f"--load {directory}: ")
 

@@ -298,3 +298,14 @@ def test_an_optimizer_state_that_cannot_be_read_is_named(tmp_path, kind, message
 def test_another_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds another model, with --num-attention-heads 4"):
         resumed(SoloComm(), write_run(tmp_path), num_attention_heads=2)
+
+
+def test_finetune_begins_with_its_weights_alone(tmp_path):
+    directory = write_run(tmp_path, "dp_reshardable", consumed_train_samples=None)
+    trainer, lines = resumed(SoloComm(), directory, finetune=True)
+    weights = whole_tensors(trainer, "weight")
+    trainer.close()
+    assert f"starting from the weights of {directory}, iteration {DONE}" in lines[0]
+    assert trainer.progress.iteration == trainer.optimizer.steps == 0
+    for name, tensor in reference().saved.items():
+        assert torch.equal(weights[name], tensor)
