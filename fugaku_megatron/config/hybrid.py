@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from .fields import check, flag, optional
 from .model import ModelConfig
+from .pipeline_layout import stage_fields
 
 ATTENTION = "*"
 EXPERTS = "E"
@@ -117,9 +118,9 @@ def with_layers(values: Mapping[str, Any]) -> dict[str, Any]:
         fields["moe_layer_freq"] = "1"
     if not any(pattern.experts):
         fields["num_experts"] = None
-    stages = fields.get("pipeline_model_parallel_size") or 1
-    if len(pattern.stages) > 1 and stages > 1:
-        fields |= _layout(text, pattern.stages, stages)
+    if len(pattern.stages) > 1:
+        place = f"--hybrid-layer-pattern {text!r:.80}"
+        fields |= stage_fields(place, pattern.stages, fields.get("pipeline_model_parallel_size"))
     return fields
 
 
@@ -142,18 +143,3 @@ def hybrid_notes(values: Mapping[str, Any], model: ModelConfig) -> list[str]:
     if EXPERTS not in text and values.get("num_experts"):
         notes.append(f"--num-experts has no effect: --hybrid-layer-pattern {text!r:.80} has no E")
     return notes
-
-
-def _layout(text: str, segments: tuple[int, ...], stages: int) -> dict[str, Any]:
-    """Return the fields of the pipeline: a stage has every `stages`th segment."""
-    check(
-        len(segments) % stages == 0,
-        f"--hybrid-layer-pattern {text!r:.80} has {len(segments)} segments, and --pipeline-model-parallel-size is {stages}: "
-        "pass a multiple of it",
-    )
-    sizes = [sum(segments[stage::stages]) for stage in range(stages)]
-    layout: dict[str, Any] = {"pipeline_split": ",".join(map(str, sizes))}
-    chunks = len(segments) // stages
-    if chunks > 1:
-        layout["num_virtual_stages_per_pipeline_rank"] = chunks
-    return layout

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 from .experts import BALANCE, CAPACITY, EXPERTS, ExpertFields, experts_in
 from .fields import (
@@ -58,6 +58,27 @@ NORMS = {
     "PlainLayerNorm": NormPart(
         layer="fugaku_megatron.nn.layers:PlainLayerNorm", vectors=0, statistics=2
     ),
+    "LayerNormWithoutBias": NormPart(
+        layer="fugaku_megatron.nn.layers:LayerNormWithoutBias", vectors=1, statistics=2
+    ),
+}
+
+
+class NormPlacement(NamedTuple):
+    """Norms around attention and around the MLP.
+
+    before: their input is normalised
+    after: their output is normalised before it is added to the residual
+    """
+
+    before: bool
+    after: bool
+
+
+NORM_PLACEMENTS = {
+    "pre": NormPlacement(before=True, after=False),
+    "post": NormPlacement(before=False, after=True),
+    "both": NormPlacement(before=True, after=True),
 }
 
 
@@ -151,8 +172,13 @@ class ModelConfig(ExpertFields):
     init_method_std: float = option(0.02, "standard deviation of the initial weights")
     normalization: str = option(
         "LayerNorm",
-        "norm before attention, before the MLP and after the last layer; PlainLayerNorm has "
-        "no weights",
+        "norms of the layers, and after the last layer; PlainLayerNorm has no weights",
+    )
+    norm_placement: str = option(
+        "pre",
+        "norms of the input of attention and of the MLP (pre), of their output before it is added "
+        "to the residual, as in OLMo 2 (post), or of both, as in Gemma 2",
+        choices=tuple(NORM_PLACEMENTS),
     )
     apply_layernorm_1p: bool = switch("norms multiply by 1 + their weight, which starts at 0")
     disable_bias_linear: bool = switch("no biases in the linear layers of the blocks")
@@ -280,6 +306,9 @@ class ModelConfig(ExpertFields):
         "attention and the MLP both read the layer's input, each through its own norm, and "
         "both results are added to that input"
     )
+    parallel_shared_norm: bool = switch(
+        "attention and the MLP of --parallel-residual read the same norm, as in Cohere's models"
+    )
     embedding_multiplier: float = option(1.0, "multiply the word embeddings by this")
     residual_multiplier: float = option(
         1.0, "multiply the outputs of attention and the MLP by this"
@@ -288,6 +317,12 @@ class ModelConfig(ExpertFields):
         "multiply the attention scores by this (default: 1 / sqrt of the head size)"
     )
     logits_scaling: float = option(1.0, "divide the logits by this")
+    attn_logit_softcapping: float | None = optional(
+        "replace attention scores x by this x tanh(x / this), as in Gemma 2; torch computes attention"
+    )
+    final_logit_softcapping: float | None = optional(
+        "replace logits x by this x tanh(x / this), as in Gemma 2"
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -366,6 +401,17 @@ class ModelConfig(ExpertFields):
             self.residual_multiplier == 1.0 or self.disable_bias_linear,
             "--residual-multiplier "
             f"{self.residual_multiplier} would leave out the biases: pass --disable-bias-linear as well",
+        )
+        after = self.norms_around.after
+        check(
+            not after or self.disable_bias_linear,
+            f"--norm-placement {self.norm_placement} normalises outputs without biases: pass "
+            "--disable-bias-linear as well",
+        )
+        check(
+            not after or not self.parallel_residual,
+            f"--norm-placement {self.norm_placement} and --parallel-residual exclude each other: "
+            "leave one out",
         )
         rotates_heads = self.position_embedding_type == ROPE and self.rotary_percent == 1.0
         check(
@@ -476,6 +522,22 @@ class ModelConfig(ExpertFields):
         return tuple(ropes)
 
     @cached_property
+    def norms_around(self) -> NormPlacement:
+        return NORM_PLACEMENTS[self.norm_placement]
+
+    @cached_property
+    def keeps_mlp_tensors(self) -> bool:
+        """True if backward reads an MLP's result or, after the MLP's backward, its input."""
+        return self.norms_around.after or self.parallel_shared_norm
+
+    @cached_property
+    def layer_norms(self) -> int:
+        """Norms of h elements in a layer."""
+        if self.parallel_shared_norm:
+            return 1
+        return 2 * sum(self.norms_around)
+
+    @cached_property
     def ropes(self) -> dict[str, ModelConfig]:
         """Model with the rotary angles of each `LayerKind.rope`."""
         if not self.rotary:
@@ -548,11 +610,13 @@ class ModelConfig(ExpertFields):
         norm = NORMS[self.normalization].kernel
         norms = norm is not None and (norm == RMS_NORM or not self.qk_layernorm)
         plain = self.embedding_multiplier == self.residual_multiplier == self.logits_scaling == 1.0
+        capped = self.attn_logit_softcapping or self.final_logit_softcapping
         return (
             self.kernels_take_heads
             and norms
             and ACTIVATIONS[self.activation].kernel is not None
             and plain
+            and not capped
             and self.num_experts is None
             and not self.qk_layernorm_all_heads
         )
@@ -653,6 +717,8 @@ BLOCK = (
     "residual_multiplier",
     "attention_multiplier",
     "logits_scaling",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
     "squared_relu",
     "bias_gelu_fusion",
     "openai_gelu",
@@ -667,6 +733,8 @@ BLOCK = (
     "rotary_interleaved",
     "untie_embeddings_and_output_weights",
     "window_size",
+    "norm_placement",
+    "parallel_shared_norm",
     "window_attn_skip_freq",
     "no_rope_freq",
     *(name for name in EXPERTS if name not in (*BALANCE, *CAPACITY)),

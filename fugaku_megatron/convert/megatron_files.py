@@ -57,6 +57,9 @@ _DESCRIBED: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (None,),
     "logits_scaling": (1.0,),
     "window_rotary_base": (None,),
+    "norm_placement": ("pre",),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
 }
 _CONSTANTS = ROPE_SCALING[
     1:

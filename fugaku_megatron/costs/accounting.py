@@ -154,8 +154,15 @@ def _rotary(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind) -> tupl
         saved = run.tokens_per_microbatch * (
             heads * model.kv_channels * run.element_bytes + statistics * FP32_BYTES
         )
-    normed = heads if together else 2
-    weights = normed * NORMS[model.normalization].vectors * model.kv_channels
+    if together:  # sharded like the heads; ranks sum the squares of queries and keys
+        sums = all_reduce(2 * run.tokens_per_microbatch * FP32_BYTES, tp)
+        weights = heads * model.kv_channels
+        return (
+            Record(
+                name="rotary", parameters=weights, saved_bytes=saved, forward=sums, backward=sums
+            ),
+        )
+    weights = 2 * NORMS[model.normalization].vectors * model.kv_channels
     return (
         Record(
             name="rotary",
@@ -180,6 +187,27 @@ def softmax_bytes(run: RunConfig, tp: int) -> int:
     return run.tokens_per_microbatch * run.model.num_attention_heads // tp * FP32_BYTES
 
 
+Norms = tuple[list[Record], list[Record]]  # before and after attention or the MLP
+
+
+def _layer_norms(run: RunConfig, tp: int) -> tuple[Norms, Norms]:
+    before, after = run.model.norms_around
+
+    def norm_if(present: bool, name: str) -> list[Record]:
+        return [_norm(name, run, tp)] if present else []
+
+    shared = run.model.parallel_shared_norm
+    around_attention = (
+        norm_if(before, "input_layernorm"),
+        norm_if(after, "post_self_attn_layernorm"),
+    )
+    mlp_input = norm_if(before and not shared, "pre_mlp_layernorm")
+    if run.model.parallel_residual:  # both norms read the same input
+        kept = residual_bytes(run, tp)
+        mlp_input = [replace(each, saved_bytes=each.saved_bytes - kept) for each in mlp_input]
+    return around_attention, (mlp_input, norm_if(after, "post_mlp_layernorm"))
+
+
 @lru_cache(maxsize=64)  # searches repeat the same runs
 def layer_records(
     run: RunConfig, tp: int, kind: LayerKind | None = None, cp_comm_type: str | None = None
@@ -197,19 +225,18 @@ def layer_records(
     qkv = model.qkv_width // tp
     context = model.context_width // tp
     bias = 0 if model.disable_bias_linear else h
-    mlp_norm = _norm("pre_mlp_layernorm", run, tp)
-    if model.parallel_residual:  # both norms read the same input
-        mlp_norm = replace(mlp_norm, saved_bytes=mlp_norm.saved_bytes - residual_bytes(run, tp))
+    around_attention, around_mlp = _layer_norms(run, tp)
     if each.mlp == MLP_OF_EXPERTS:
         mlp_of_layer = expert_records(run, tp)
     else:
         width = model.ffn_hidden_size
-        mlp_of_layer = mlp_records(run, tp, "linear", width, residual_bytes(run, tp))
+        kept = 0 if model.parallel_shared_norm else residual_bytes(run, tp)  # also of QKV
+        mlp_of_layer = mlp_records(run, tp, "linear", width, kept)
     return adapted(
         run,
         tp,
         (
-            _norm("input_layernorm", run, tp),
+            *around_attention[0],
             around.column(
                 "linear_qkv",
                 (rows, qkv, h),
@@ -219,8 +246,10 @@ def layer_records(
             *_rotary(run, tp, cp_comm_type, each),
             _attention(run, tp, cp_comm_type, kind),
             around.row("linear_proj", (rows, h, context), bias=bias, replicated=bias),
-            mlp_norm,
+            *around_attention[1],
+            *around_mlp[0],
             *mlp_of_layer,
+            *around_mlp[1],
         ),
     )
 
@@ -245,6 +274,8 @@ def layer_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
 
 def last_recomputed_records(run: RunConfig, tp: int) -> list[Record]:
     """Return the operations that full recompute repeats in a group's last layer, whose result is not read again."""
+    if run.model.keeps_mlp_tensors:
+        return list(layer_records(run, tp))
     return [r for r in layer_records(run, tp) if r.name not in ("linear_fc2", "experts_sum")]
 
 
@@ -325,6 +356,8 @@ def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]
     layer, head = layer_and_head_flops(run)
     if sizes is None:
         return balanced_cut(layers, placement, layer, head)
+    if len(sizes) == placement.virtual_stages:
+        return sizes
     return cut_of_stages(sizes, placement, layer, head)
 
 

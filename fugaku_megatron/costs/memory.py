@@ -327,6 +327,7 @@ def weight_input_bytes(run: RunConfig, tp: int) -> int:
 ATTENTION_BLOCK = 96
 QUERY_SUMS = 6
 LONG_SEQUENCE = 32768
+CAPPED_SCORES = 6  # tensors of scores that torch holds at once in the backward of capped attention
 
 
 def attention_bytes(run: RunConfig, tp: int, threads: int) -> int:
@@ -345,6 +346,9 @@ def _attention_bytes(run: RunConfig, tp: int, threads: int, cp_comm_type: str) -
     queries = keys = model.seq_length
     heads = model.num_attention_heads // tp
     groups = model.query_groups // tp
+    if model.attn_logit_softcapping is not None:
+        scores = run.tokens_per_microbatch * heads * queries // cp
+        return FP32_BYTES * CAPPED_SCORES * scores
     if cp > 1 and cp_comm_type == A2A:
         heads = heads // cp
         groups = groups * group_copies(groups, cp) // cp

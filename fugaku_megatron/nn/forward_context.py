@@ -14,6 +14,7 @@ from ..config.model import ModelConfig
 from .heads import Angles
 from .kv_cache import KeyValueCache
 from .ops import Ops
+from .ops.attention import CachedRows
 from .positions import TokenAngles, document_angles, rotary_angles
 
 
@@ -79,15 +80,22 @@ class Rows:
         return len(self.positions) == len(self.samples)
 
     def attend(
-        self, ops: Ops, layer: int, qkv: Tensor, whole: Callable[[Tensor], Tensor]
+        self,
+        ops: Ops,
+        layer: int,
+        qkv: Tensor,
+        whole: Callable[[Tensor], Tensor],
+        softcap: float | None,
     ) -> Tensor:
         """Attend from each row to earlier positions in its sample, qkv -> (r, 1, n d).
 
         whole: attention of a sequence without cached tokens.
+        softcap: see --attn-logit-softcapping
         """
         cache = self.cache[layer]
         if self.one_each:
-            return ops.cached_attention(qkv, cache.keys, cache.values, self.samples, self.positions)
+            rows = CachedRows(self.samples, self.positions)
+            return ops.cached_attention(qkv, cache, rows, softcap)
         context = []
         for sample, part in zip(self.samples.tolist(), qkv.split(self.lengths), strict=True):
             groups = part.view(

@@ -121,6 +121,39 @@ MODELS = {
     "norms over all heads": Model(
         {"qk_layernorm": True, "qk_layernorm_all_heads": True, "normalization": "RMSNorm"}
     ),
+    "norms after": Model(
+        {
+            **BASE,
+            **ROPE,
+            "num_layers": 2,
+            "normalization": "RMSNorm",
+            "norm_placement": "post",
+            "disable_bias_linear": True,
+            "qk_layernorm": True,
+            "qk_layernorm_all_heads": True,
+            "group_query_attention": True,
+            "num_query_groups": 4,
+        }
+    ),
+    "norms around and soft caps": Model(
+        {
+            **DROPOUT,
+            "normalization": "RMSNorm",
+            "norm_placement": "both",
+            "disable_bias_linear": True,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 0.5,
+            "window_size": "4,0",
+        }
+    ),
+    "one norm for both": Model(
+        {
+            **BASE,
+            "normalization": "LayerNormWithoutBias",
+            "parallel_residual": True,
+            "parallel_shared_norm": True,
+        }
+    ),
     "windows": Model(
         {
             **DROPOUT,
@@ -256,6 +289,9 @@ LAYOUTS = {  # every option once at least, and pairs of options rather than all 
     ],
     "no positions": ["tp2 dp2 zero", "cp2 dp2 overlap"],
     "norms over all heads": ["cp2", "cp2 allgather"],
+    "norms after": ["tp2 sequence full", "tp2 pp2 torch", "cp2 tp2 p2p selective"],
+    "norms around and soft caps": ["tp2 pp2 sequence full", "cp2 selective", "cp2 p2p torch"],
+    "one norm for both": ["tp2 sequence", "pp2 full"],
     "documents": [
         "tp2 sequence",
         "pp2 zbv",
