@@ -169,11 +169,12 @@ def _compare_alone(
         recorder = Recorder(trainer)
         recorder.train(ITERATIONS)
         reference = assembled(recorder.pieces)
-        reference |= assembled(_checkpoint_pieces(trainer))
+        saved = assembled(_checkpoint_pieces(trainer))
     comparison.add(ranks, reference)
+    comparison.check_complete(reference)
     if comparison.first is None:
         try:
-            comparison.add([_loaded(alone, tools, directory)], reference)
+            comparison.add([_loaded(alone, tools, directory)], saved)
         except ValueError as error:
             return f"the checkpoint of the layout does not load on one rank: {error}"
     return None

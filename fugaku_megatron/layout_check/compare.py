@@ -110,12 +110,18 @@ class Largest:
 
 @dataclass
 class Comparison:
-    """Errors of all tensors by kind. missing: tensors without a counterpart in the reference"""
+    """Errors of all tensors by kind.
+
+    missing: tensors without a counterpart in the reference
+    covered: elements of the reference that a rank has, by tensor
+    """
 
     tolerance: Tolerance
     kinds: dict[str, Largest] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
     missing: set[Point] = field(default_factory=set)
+    covered: dict[Point, Tensor] = field(default_factory=dict)
+    ranks: int = 0
 
     @property
     def first(self) -> Difference | None:
@@ -129,12 +135,30 @@ class Comparison:
 
     def add(self, ranks: Sequence[Iterable[Piece]], reference: Mapping[Point, Tensor]) -> None:
         """Compare each rank's pieces with the reference."""
+        self.ranks = max(self.ranks, len(ranks))
         for rank, pieces in enumerate(ranks):
             for piece in pieces:
                 if piece.point.kind != LOCAL:
                     self._compare((rank,), piece, reference)
         for members, piece in _summed(ranks):
             self._compare(members, piece, reference)
+
+    def check_complete(self, reference: Mapping[Point, Tensor]) -> None:
+        """Add a difference for every tensor of the reference that the ranks do not have as a whole."""
+        for point, whole in reference.items():
+            found = self.covered.get(point)
+            if found is None or not bool(found.all()):
+                ranks = tuple(range(self.ranks))
+                allowed = self.tolerance.of_kind(point.kind)
+                self.differences.append(
+                    Difference(
+                        point,
+                        ranks,
+                        math.inf,
+                        allowed,
+                        f"no rank has all of its {whole.numel()} elements",
+                    )
+                )
 
     def _compare(
         self, ranks: tuple[int, ...], piece: Piece, reference: Mapping[Point, Tensor]
@@ -146,6 +170,11 @@ class Comparison:
         error = math.inf
         if tuple(whole.shape) == tuple(piece.shape):
             error = self.tolerance.error(piece.values, whole[piece.index], whole)
+            if piece.point in reference:
+                covered = self.covered.setdefault(
+                    piece.point, torch.zeros(piece.shape, dtype=torch.bool)
+                )
+                covered[piece.index] = True
         largest = self.kinds.setdefault(piece.point.kind, Largest())
         largest.tensors.add(piece.point)
         if error >= largest.error:

@@ -17,7 +17,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.layout_check.check import NO_FILES, Files, Report, Tools, check_layout
 from fugaku_megatron.layout_check.points import BACKWARD, CHECKPOINT, FORWARD, REDUCED, USED, Point
-from fugaku_megatron.nn import blocks, layers, router, sequence_ranks
+from fugaku_megatron.nn import blocks, layers, model, router, sequence_ranks
 from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
 from fugaku_megatron.optim import buckets
 from fugaku_megatron.run.check_layout import connect, small_ops
@@ -185,6 +185,17 @@ def altered_checkpoint(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(trainer, "write_shards", altered)
 
 
+def left_out_layer(patch: pytest.MonkeyPatch) -> None:
+    original = model.Chunk.run_layers
+
+    def run_layers(self, x, forward_pass, first, last):
+        if self.is_last and not self.is_first:
+            return x
+        return original(self, x, forward_pass, first, last)
+
+    patch.setattr(model.Chunk, "run_layers", run_layers)
+
+
 class Mistake(NamedTuple):
     """A mistake of the program, a layout that has it, and the report's words for the first wrong tensor."""
 
@@ -243,6 +254,11 @@ MISTAKES = (
         "cp2 a2a",
         (FORWARD, "decoder.layers.0.self_attention.core_attention", "all-to-all of heads"),
     ),
+    Mistake(
+        left_out_layer,
+        "pp2",
+        (USED, "decoder.layers.1.input_layernorm", "no rank has all of its 32 elements"),
+    ),
     Mistake(altered_checkpoint, "dp2", (CHECKPOINT, "exp_avg/", "on rank 0:")),
 )
 
@@ -299,11 +315,11 @@ def test_the_hook_of_the_documentation_writes_the_format():
     space: dict[str, Any] = {"re": re}
     exec(code, space)
     layer = torch.nn.ModuleDict({"mlp": torch.nn.Linear(4, 4), "other": torch.nn.Linear(4, 4)})
-    model = torch.nn.ModuleDict(
+    toy = torch.nn.ModuleDict(
         {"decoder": torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})}
     )
     tensors: dict[str, torch.Tensor] = {}
-    space["record"](model, tensors, iteration=1, sample=2)
+    space["record"](toy, tensors, iteration=1, sample=2)
     layer["other"](layer["mlp"](torch.ones(3, 2, 4))).sum().backward()
     points = {Point.of(key) for key in tensors}
     names = {(FORWARD, "decoder.layers.0.mlp"), (BACKWARD, "decoder.layers.0.mlp")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 BINARY = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult}
@@ -41,9 +40,14 @@ class Mutant:
 def sites(source: str, reached: set[int]) -> list[Site]:
     """Return every node that can be changed inside functions that begin at the lines `reached`."""
     tree = ast.parse(source)
+    inside: set[int] = set()
+    for function in filter(lambda node: isinstance(node, ast.FunctionDef), ast.walk(tree)):
+        begin = min([function.lineno, *(each.lineno for each in function.decorator_list)])
+        if {begin, function.lineno} & reached:
+            inside.update(range(function.lineno, function.end_lineno + 1))
     found = []
     for number, node in enumerate(ast.walk(tree)):
-        if not _inside(tree, node, reached):
+        if getattr(node, "lineno", 0) not in inside:
             continue
         for choice in range(2):
             if _change(copy.copy(node), choice):
@@ -65,21 +69,6 @@ def mutant(source: str, site: Site) -> Mutant:
 def _shown(node: ast.AST) -> str:
     """Return a node's text; of an if statement the condition alone."""
     return ast.unparse(node.test if isinstance(node, ast.If) else node)
-
-
-def _inside(tree: ast.Module, node: ast.AST, reached: set[int]) -> bool:
-    return any(
-        function.lineno <= getattr(node, "lineno", 0) <= (function.end_lineno or 0)
-        for function in _functions(tree)
-        if function.lineno in reached
-        or any(decorator.lineno in reached for decorator in function.decorator_list)
-    )
-
-
-def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            yield node
 
 
 def _change(node: ast.AST, choice: int) -> bool:
