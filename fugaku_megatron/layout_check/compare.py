@@ -13,12 +13,14 @@ from ..config.run_config import RunConfig
 from ..nn.model import OUTPUT, WORD_EMBEDDINGS
 from .points import CHECKPOINT, GATHERED, KINDS, LOCAL, UPDATE, USED, Point, neighbour
 from .recorder import Piece
+from .shrink import LEARNING_RATE
 
 # Largest relative error of one rounding.
 ROUNDOFFS = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12, "int8": 2.0**-8}
 FACTOR = 32.0  # of the tolerance over the error of random roundings
-# An update is the difference of weights near 1, a hundred times as large, and divides by the root of a second moment.
-OF_WEIGHTS = 8.0
+OF_WEIGHTS = 8.0  # of their tolerance, because an update divides by the root of a second moment
+# An update is the difference of two rounded weights near 1, and its largest element at least a hundredth of the learning rate.
+OF_UPDATES = 2 * ROUNDOFFS["fp32"] / (LEARNING_RATE / 100)
 WEIGHTS = (USED, UPDATE, GATHERED, CHECKPOINT)
 REROUTED = 4.0  # of the tolerance, for tokens that a rounding error sends to another expert
 
@@ -53,7 +55,9 @@ class Tolerance:
         return Tolerance(value, by_norm=False)
 
     def of_kind(self, kind: str) -> float:
-        return self.value * (OF_WEIGHTS if kind in WEIGHTS else 1.0)
+        if kind not in WEIGHTS:
+            return self.value
+        return self.value * OF_WEIGHTS + (OF_UPDATES if kind == UPDATE else 0.0)
 
     def error(self, found: Tensor, expected: Tensor, whole: Tensor) -> float:
         """Return the error of a piece of the tensor `whole`."""
