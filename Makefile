@@ -16,6 +16,8 @@ FAULTS ?= 1000
 TARGET ?=
 # The oldest that pyproject.toml allows and the newest, next to the one of requirements.txt.
 OTHER_TORCH := 2.9.1 2.15.0
+# SHARE=1/3: of each test of `make test-full` every third case, from the second on.
+SHARE ?= 0/1
 FAULTS_SHORT ?= 15
 FAULTS_SEED ?= 1
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
@@ -170,7 +172,7 @@ tested: setup lint
 	$(PYTEST) --durations=30 -m "not (slow or docs or full or arm)"
 
 test-full: setup $(STAMPS)/kernels $(STAMPS)/test-packages
-	$(PYTEST) -m full
+	$(PYTEST) --share $(SHARE) -m full
 
 test-slow: setup $(STAMPS)/kernels $(STAMPS)/slow-packages
 	$(PYTEST) -m "slow and not arm"

@@ -7,6 +7,7 @@ TARGETS below is the one table of instruction sets: target.cc is compiled once p
 type can hold, into a namespace of the row, with the row's flags; every other file is compiled for the baseline. The choice
 between rows is made at run time (kernels_sve/dispatch.cc). The library carries source_hash(), so that the tests can refuse a
 library of other sources. An object is compiled again when its command or the content of a file that it includes has changed.
+Checkouts on one machine share objects by ccache, if it is installed.
 
 Environment: KERNEL_TARGETS, rows of TARGETS separated by commas, for a build without the others, or `native`, the fastest row of
 this CPU and the portable one; CXX (default g++); TARGET_CXX for
@@ -376,7 +377,8 @@ class Compiler:
             return
         stamp.unlink(missing_ok=True)
         began = time.time()
-        subprocess.run(command, check=True, cwd=ROOT)
+        cached = ["ccache"] if shutil.which("ccache") else []
+        subprocess.run([*cached, *command], check=True, cwd=ROOT)
         if all(
             (ROOT / path).stat().st_mtime < began for path in inputs(obj)
         ):  # not edited meanwhile

@@ -240,40 +240,70 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
-    """Validation losses over iterations, and the gradients' errors by layer. ValueError when it cannot be written."""
-    with picture(path, 10, 4.2, dpi=110) as figure:
-        curves, errors = figure.subplots(1, 2)
-        names = list(dict.fromkeys(run["format"] for run in result["runs"]))
-        for number, name in enumerate(names):
-            for run in (run for run in result["runs"] if run["format"] == name):
-                points = run["curve"]
-                curves.plot(
-                    [point["iteration"] for point in points],
-                    [point["valid_loss"] for point in points],
-                    color=f"C{number}",
-                    linewidth=0.8,
-                    label=name if run is result["runs"][number] else None,
-                )
-            records = result["layers"][name]
-            for style, matmul in zip(("-", "--", "-.", ":"), MATMULS, strict=True):
-                found = [record for record in records if record["matmul"] == matmul]
-                errors.plot(
-                    [record["layer"] for record in found],
-                    [record["error"] for record in found],
-                    style,
-                    color=f"C{number}",
-                    label=f"{name} {matmul}",
-                )
-        curves.set(xlabel="iteration", ylabel="validation loss")
-        curves.legend(fontsize="small")
-        errors.set(xlabel="layer", ylabel="relative error of the weight's gradient", yscale="log")
-        errors.legend(fontsize="xx-small", ncols=2)
-        for axes in (curves, errors):
+    """Draw validation losses, their differences from BF16's and the gradients' errors by layer.
+
+    A curve of losses is the mean over seeds; differences have a line for each seed. ValueError if
+    `path` cannot be written.
+    """
+    names = list(dict.fromkeys(run["format"] for run in result["runs"]))
+    colors = {name: f"C{number}" for number, name in enumerate(names)}
+    with picture(path, 14, 4.2, dpi=100) as figure:
+        losses, differences, errors = figure.subplots(1, 3)
+        draw_losses(losses, result["runs"], colors)
+        draw_differences(differences, result["runs"], colors)
+        draw_gradient_errors(errors, result["layers"], colors)
+        for axes in (losses, differences, errors):
             axes.grid(alpha=0.3)
         figure.suptitle(
             f"{result['parameters'] / 1e6:.1f} M parameters, measured, {result['cpu']}",
             fontsize="medium",
         )
+
+
+def draw_losses(axes: Any, runs: Sequence[dict[str, Any]], colors: dict[str, str]) -> None:
+    iterations = sorted(set.intersection(*(set(valid_losses(run)) for run in runs)))
+    for name, color in colors.items():
+        curves = [valid_losses(run) for run in runs if run["format"] == name]
+        means = [statistics.fmean(curve[at] for curve in curves) for at in iterations]
+        axes.plot(iterations, means, color=color, linewidth=0.9, label=name)
+    axes.set(xlabel="iteration", ylabel="validation loss, mean over seeds")
+    axes.legend(fontsize="small")
+
+
+def draw_differences(axes: Any, runs: Sequence[dict[str, Any]], colors: dict[str, str]) -> None:
+    baselines = {run["seed"]: valid_losses(run) for run in runs if run["format"] == BF16}
+    for run in runs:
+        if run["format"] == BF16:
+            continue
+        curve = valid_losses(run)
+        baseline = baselines[run["seed"]]
+        iterations = [at for at in curve if at in baseline]
+        percent = [100 * (curve[at] / baseline[at] - 1) for at in iterations]
+        axes.plot(iterations, percent, color=colors[run["format"]], linewidth=0.8)
+    axes.axhline(0, color="black", linewidth=0.5)
+    axes.set(xlabel="iteration", ylabel="difference from BF16's loss, %, each seed")
+
+
+def draw_gradient_errors(
+    axes: Any, layers: dict[str, list[dict[str, Any]]], colors: dict[str, str]
+) -> None:
+    for name, records in layers.items():
+        for style, matmul in zip(("-", "--", "-.", ":"), MATMULS, strict=True):
+            found = [record for record in records if record["matmul"] == matmul]
+            axes.plot(
+                [record["layer"] for record in found],
+                [record["error"] for record in found],
+                style,
+                color=colors[name],
+                label=f"{name} {matmul}",
+            )
+    axes.set(xlabel="layer", ylabel="relative error of the weight gradient", yscale="log")
+    axes.legend(fontsize="xx-small", ncols=2)
+
+
+def valid_losses(run: dict[str, Any]) -> dict[int, float]:
+    """Validation loss by iteration."""
+    return {point["iteration"]: point["valid_loss"] for point in run["curve"]}
 
 
 # The process ----------------------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ else
 fi
 
 echo "2/5 kernels"
-for part in fugaku_megatron kernels_sve tools pretrain_gpt.py setup.py pyproject.toml README.md LICENSE; do
+for part in fugaku_megatron kernels_sve tools pretrain_gpt.py pretrain_hybrid.py setup.py pyproject.toml README.md LICENSE; do
     cp -R "$ROOT/$part" "$TREE/app/"
 done
 find "$TREE/app" -name '_kernels*.so' -delete

@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import platform
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,19 @@ def pytest_addoption(parser):
     parser.addoption(
         "--kills", type=int, default=1, help="how many times the kill-and-restart test kills a job"
     )
+    parser.addoption(
+        "--share",
+        type=share,
+        default=(0, 1),
+        metavar="N/M",
+        help="of each test's cases only every M-th, from the N-th on (N from 0)",
+    )
+
+
+def share(text: str) -> tuple[int, int]:
+    """Return (N, M) of N/M, with N modulo M."""
+    number, total = map(int, text.split("/"))
+    return number % total, total
 
 
 def old_library(folder):
@@ -61,7 +75,7 @@ def old_library(folder):
     return ""
 
 
-def pytest_configure():
+def pytest_configure(config):
     """Refuse an old library, and draw the same examples in every run, without a deadline on a busy machine."""
     if reason := old_library(PACKAGE):
         pytest.exit(reason, returncode=1)
@@ -69,6 +83,7 @@ def pytest_configure():
         from hypothesis import settings
 
         settings.load_profile("ci")
+    config.pluginmanager.register(OneShare())
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -88,6 +103,26 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(kind)
         if shares_cores and any(mark.name in STARTS_PROCESSES for mark in item.iter_markers()):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+class OneShare:
+    """Deselects the cases of other shares, after -m and -k. A test with fewer cases than shares keeps one of them."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config, items):
+        number, total = config.getoption("--share")
+        cases = Counter(item.nodeid.partition("[")[0] for item in items)
+        seen = Counter()
+        kept = []
+        left_out = []
+        for item in items:
+            test = item.nodeid.partition("[")[0]
+            period = min(total, cases[test])
+            is_kept = seen[test] % period == number % period
+            (kept if is_kept else left_out).append(item)
+            seen[test] += 1
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish():

@@ -38,7 +38,8 @@ def decoder(kind: str, **changes):
     """Return a function that builds a small model of Llama's family: grouped heads, untied unless `changes` tie it."""
 
     def build() -> torch.nn.Module:
-        config = getattr(transformers, f"{kind}Config")(
+        name = f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config"
+        config = getattr(transformers, name)(
             **{
                 "vocab_size": VOCABULARY,
                 "max_position_embeddings": LENGTH,
@@ -69,6 +70,8 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 FAST = {"rope_type": "default", "rope_theta": 5000.0}
+FULL = "full_attention"
+WINDOWED = "sliding_attention"
 MODELS = {
     "gpt2": gpt2,
     "llama": decoder("Llama", rope_parameters=LLAMA3, tie_word_embeddings=True),
@@ -119,6 +122,50 @@ MODELS = {
     ),
     "olmoe": decoder("Olmoe", num_experts=6, num_experts_per_tok=3, rope_parameters=FAST),
     "olmo": decoder("Olmo", rope_parameters=FAST),
+    "smollm3": decoder("SmolLM3", num_hidden_layers=3, no_rope_layers=[1, 0, 0]),
+    "ministral": decoder(
+        "Ministral",
+        sliding_window=7,
+        head_dim=16,
+        layer_types=[FULL, WINDOWED],
+        rope_parameters=FAST,
+    ),
+    "olmo2": decoder("Olmo2", rope_parameters=FAST),
+    "olmo3": decoder(
+        "Olmo3",
+        sliding_window=7,
+        layer_types=[WINDOWED, FULL],
+        rope_parameters={
+            FULL: {**YARN, "rope_theta": 5000.0},
+            WINDOWED: {"rope_type": "default", "rope_theta": 2000.0},
+        },
+    ),
+    "exaone4": decoder("Exaone4", sliding_window=7, layer_types=[WINDOWED, FULL]),
+    "gemma2": decoder(
+        "Gemma2",
+        head_dim=16,
+        sliding_window=7,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": decoder(
+        "Gemma3",
+        head_dim=16,
+        sliding_window=7,
+        layer_types=[WINDOWED, FULL],
+        rope_parameters={
+            FULL: {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
+            WINDOWED: {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "cohere2": decoder(
+        "Cohere2",
+        num_hidden_layers=3,
+        sliding_window=7,
+        layer_types=[WINDOWED, FULL, WINDOWED],
+        logit_scale=0.25,
+    ),
     "stablelm": decoder("StableLm", use_qkv_bias=True, partial_rotary_factor=0.5),
 }
 

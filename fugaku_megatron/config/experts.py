@@ -5,12 +5,11 @@ Names and meaning follow Megatron-LM (megatron/core/transformer/transformer_conf
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
 from .fields import NOT_NEGATIVE, check, check_positive, option, optional, switch
+from .layer_kinds import layer_pattern
 
 # Values of --moe-router-load-balancing-type.
 NO_BALANCE = "none"
@@ -21,8 +20,6 @@ BALANCES = (NO_BALANCE, AUX, SEQUENCE_AUX, SINKHORN)
 
 SOFTMAX = "softmax"
 SIGMOID = "sigmoid"
-
-MAX_PATTERN = 4096  # layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,53 +231,10 @@ class ExpertRanks:
 @lru_cache(maxsize=64)
 def experts_in(pattern: str, layers: int) -> tuple[bool, ...]:
     """Return True for each layer with experts. Raises ValueError, one line, for a wrong pattern."""
-    mistake = f"--moe-layer-freq {pattern!r:.60}: pass a number above 0, or a list of 0 and 1, such as ([0]*1+[1]*23)"
-    try:
-        found = _value(ast.parse(pattern.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(mistake) from None
+    found = layer_pattern("moe_layer_freq", pattern, layers)
     if isinstance(found, int):
-        check(found > 0, mistake)
         return tuple(layer % found == 0 for layer in range(layers))
-    check(all(x in (0, 1) for x in found), mistake)
-    check(
-        len(found) == layers,
-        f"--moe-layer-freq {pattern:.60} has {len(found)} layers, and --num-layers is {layers}: change one",
-    )
-    return tuple(map(bool, found))
-
-
-def _value(node: ast.expr) -> int | Sequence[int]:
-    """Evaluate integers, integer lists, and their sums and repetitions. Raises ValueError for other
-    code.
-    """
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List):
-        numbers = [_value(element) for element in node.elts]
-        if all(isinstance(number, int) for number in numbers):
-            return [number for number in numbers if isinstance(number, int)]
-    if isinstance(node, ast.BinOp):
-        combined = _combined(node.op, _value(node.left), _value(node.right))
-        if combined is not None:
-            return combined
-    raise ValueError(ast.dump(node))
-
-
-def _combined(
-    operator: ast.operator, left: int | Sequence[int], right: int | Sequence[int]
-) -> list[int] | None:
-    """Return the sum of two lists or the repetition of a list, None if it is neither or too long."""
-    if isinstance(left, int):
-        left, right = right, left
-    if isinstance(left, int):
-        return None
-    if isinstance(right, int):
-        if isinstance(operator, ast.Mult) and 0 <= len(left) * right <= MAX_PATTERN:
-            return list(left) * right
-    elif isinstance(operator, ast.Add) and len(left) + len(right) <= MAX_PATTERN:
-        return [*left, *right]
-    return None
+    return found
 
 
 EXPERTS = tuple(field.name for field in fields(ExpertFields))

@@ -96,11 +96,6 @@ class Layout:
         pp = run.parallel.pipeline_model_parallel_size
         cp = run.parallel.context_parallel_size
         check_world_size(world_size, tp, pp, cp)
-        check(
-            tp == 1 or not model.qk_layernorm_all_heads,
-            f"--qk-layernorm-all-heads needs whole heads on a rank, and "
-            f"--tensor-model-parallel-size is {tp}: pass 1",
-        )
         divided = {
             "num-attention-heads": model.num_attention_heads,
             "ffn-hidden-size": model.ffn_hidden_size,
@@ -340,13 +335,14 @@ def check_split(run: RunConfig) -> None:
     if split in ("even", "balanced"):
         given = {name: value for name, value in _ends(run).items() if value is not None}
         flags = " and ".join(f"{flag(name)} {value}" for name, value in given.items())
+    numbers = str(pp) if parts == pp else f"{pp} or {parts}"
     check(
-        (len(sizes), sum(sizes)) == (pp, layers),
+        len(sizes) in (pp, parts) and sum(sizes) == layers,
         f"{flags} has {len(sizes)} stages and {sum(sizes)} "
-        f"layers, --pipeline-model-parallel-size is {pp} and --num-layers {layers}: pass {pp} numbers that sum to {layers}",
+        f"layers, --pipeline-model-parallel-size is {pp} and --num-layers {layers}: pass {numbers} numbers that sum to {layers}",
     )
     check(
-        min(sizes) >= per_stage,
+        len(sizes) == parts or min(sizes) >= per_stage,
         f"{flags} leaves a stage {min(sizes)} layers of --num-layers {layers}, and a stage has "
         f"{per_stage} parts with a layer or more each: change one",
     )
@@ -358,7 +354,7 @@ def _ends(run: RunConfig) -> dict[str, int | None]:
 
 
 def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
-    """Return each stage's layers if flags set them, or None."""
+    """Return each stage's layers, or each virtual stage's in model order, if flags set them, or None."""
     split = run.parallel.pipeline_split
     if split not in ("even", "balanced"):
         return tuple(map(int, split.split(",")))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 from .experts import BALANCE, CAPACITY, EXPERTS, ExpertFields, experts_in
 from .fields import (
@@ -24,6 +24,7 @@ from .fields import (
     required,
     switch,
 )
+from .layer_kinds import GLOBAL, LOCAL, LayerKind, layer_pattern
 from .rules import check_rules
 
 Q8_BLOCK = 64  # neighbouring input columns of a weight in eight bits that share a scale
@@ -57,6 +58,27 @@ NORMS = {
     "PlainLayerNorm": NormPart(
         layer="fugaku_megatron.nn.layers:PlainLayerNorm", vectors=0, statistics=2
     ),
+    "LayerNormWithoutBias": NormPart(
+        layer="fugaku_megatron.nn.layers:LayerNormWithoutBias", vectors=1, statistics=2
+    ),
+}
+
+
+class NormPlacement(NamedTuple):
+    """Norms around attention and around the MLP.
+
+    before: their input is normalised
+    after: their output is normalised before it is added to the residual
+    """
+
+    before: bool
+    after: bool
+
+
+NORM_PLACEMENTS = {
+    "pre": NormPlacement(before=True, after=False),
+    "post": NormPlacement(before=False, after=True),
+    "both": NormPlacement(before=True, after=True),
 }
 
 
@@ -150,8 +172,13 @@ class ModelConfig(ExpertFields):
     init_method_std: float = option(0.02, "standard deviation of the initial weights")
     normalization: str = option(
         "LayerNorm",
-        "norm before attention, before the MLP and after the last layer; PlainLayerNorm has "
-        "no weights",
+        "norms of the layers, and after the last layer; PlainLayerNorm has no weights",
+    )
+    norm_placement: str = option(
+        "pre",
+        "norms of the input of attention and of the MLP (pre), of their output before it is added "
+        "to the residual, as in OLMo 2 (post), or of both, as in Gemma 2",
+        choices=tuple(NORM_PLACEMENTS),
     )
     apply_layernorm_1p: bool = switch("norms multiply by 1 + their weight, which starts at 0")
     disable_bias_linear: bool = switch("no biases in the linear layers of the blocks")
@@ -263,10 +290,24 @@ class ModelConfig(ExpertFields):
     window_size: str | None = optional(
         "LEFT,0: a token attends to itself and LEFT tokens before it (Mistral's window - 1), not to all"
     )
-
+    window_attn_skip_freq: str | None = optional(
+        "layers without --window-size: every Nth, or a list of 1 (window) and 0 (no window) for all "
+        "layers, such as ([1]*3+[0])*6 (default: no layer)"
+    )
+    window_rotary_base: float | None = optional(
+        "base of rope in layers with a window, where no scaling applies, as in Gemma 3 and OLMo 3 "
+        "(default: rope is the same in all layers)"
+    )
+    no_rope_freq: str | None = optional(
+        "layers without rope: every Nth, or a list of 1 (no rope) and 0 (rope) for all layers, such "
+        "as ([0]*3+[1])*6 (default: no layer)"
+    )
     parallel_residual: bool = switch(
         "attention and the MLP both read the layer's input, each through its own norm, and "
         "both results are added to that input"
+    )
+    parallel_shared_norm: bool = switch(
+        "attention and the MLP of --parallel-residual read the same norm, as in Cohere's models"
     )
     embedding_multiplier: float = option(1.0, "multiply the word embeddings by this")
     residual_multiplier: float = option(
@@ -276,6 +317,12 @@ class ModelConfig(ExpertFields):
         "multiply the attention scores by this (default: 1 / sqrt of the head size)"
     )
     logits_scaling: float = option(1.0, "divide the logits by this")
+    attn_logit_softcapping: float | None = optional(
+        "replace attention scores x by this x tanh(x / this), as in Gemma 2; torch computes attention"
+    )
+    final_logit_softcapping: float | None = optional(
+        "replace logits x by this x tanh(x / this), as in Gemma 2"
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -299,6 +346,7 @@ class ModelConfig(ExpertFields):
         self._check_rotary()
         self._check_block()
         self._check_experts(self.num_layers, not self.disable_bias_linear)
+        self._check_layers()
 
     def _derive(self) -> None:
         """Compute missing fields. A head size that is not an integer stays None."""
@@ -354,12 +402,40 @@ class ModelConfig(ExpertFields):
             "--residual-multiplier "
             f"{self.residual_multiplier} would leave out the biases: pass --disable-bias-linear as well",
         )
+        after = self.norms_around.after
+        check(
+            not after or self.disable_bias_linear,
+            f"--norm-placement {self.norm_placement} normalises outputs without biases: pass "
+            "--disable-bias-linear as well",
+        )
+        check(
+            not after or not self.parallel_residual,
+            f"--norm-placement {self.norm_placement} and --parallel-residual exclude each other: "
+            "leave one out",
+        )
         rotates_heads = self.position_embedding_type == ROPE and self.rotary_percent == 1.0
         check(
-            self.attention_multiplier is None or rotates_heads,
-            f"--attention-multiplier {self.attention_multiplier} is computed with "
-            "rope of whole heads: pass --position-embedding-type rope without --rotary-percent",
+            self.attention_multiplier is None or rotates_heads and self.no_rope_freq is None,
+            f"--attention-multiplier {self.attention_multiplier} is computed with rope of whole heads "
+            "in all layers: pass --position-embedding-type rope without --rotary-percent and "
+            "--no-rope-freq",
         )
+
+    def _check_layers(self) -> None:
+        for name in ("no_rope_freq", "window_rotary_base"):
+            check(
+                getattr(self, name) is None or self.rotary,
+                f"{flag(name)} {getattr(self, name)} needs rope: pass --position-embedding-type rope "
+                "as well",
+            )
+        without_rope = self.no_rope_freq or "1"
+        if without_rope.strip().isdecimal():
+            check(
+                self.num_layers % max(1, int(without_rope)) == 0,
+                f"--num-layers {self.num_layers} is not divisible by --no-rope-freq {without_rope}: "
+                "change one of them, or pass a list",
+            )
+        _ = self.layer_kinds  # raises ValueError for a wrong pattern
 
     def _check_rotary(self) -> None:
         check(
@@ -411,13 +487,78 @@ class ModelConfig(ExpertFields):
         return "gelu" if self.bias_gelu_fusion and not self.disable_bias_linear else "gelu_exact"
 
     @cached_property
-    def mlps(self) -> tuple[str, ...]:
-        """Key in `ACTIVATIONS` for each layer, or MLP_OF_EXPERTS."""
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        return tuple(map(LayerKind, self._mlps, self._windows, self._ropes))
+
+    @cached_property
+    def _mlps(self) -> tuple[str, ...]:
         dense = self.activation
         if not self.num_experts:
             return tuple(repeat(dense, self.num_layers))
         experts = experts_in(self.moe_layer_freq, self.num_layers)
         return tuple(MLP_OF_EXPERTS if layer else dense for layer in experts)
+
+    @cached_property
+    def _windows(self) -> tuple[int | None, ...]:
+        if self.window_attn_skip_freq is None:
+            return tuple(repeat(self.window, self.num_layers))
+        found = layer_pattern("window_attn_skip_freq", self.window_attn_skip_freq, self.num_layers)
+        if isinstance(found, int):
+            found = tuple((layer + 1) % found != 0 for layer in range(self.num_layers))
+        return tuple(self.window if layer else None for layer in found)
+
+    @cached_property
+    def _ropes(self) -> tuple[str | None, ...]:
+        without = tuple(repeat(not self.rotary, self.num_layers))
+        if self.no_rope_freq is not None:
+            found = layer_pattern("no_rope_freq", self.no_rope_freq, self.num_layers)
+            if isinstance(found, int):
+                found = tuple((layer + 1) % found == 0 for layer in range(self.num_layers))
+            without = found
+        ropes = []
+        for window, no_rope in zip(self._windows, without, strict=True):
+            name = GLOBAL if window is None or self.window_rotary_base is None else LOCAL
+            ropes.append(None if no_rope else name)
+        return tuple(ropes)
+
+    @cached_property
+    def norms_around(self) -> NormPlacement:
+        return NORM_PLACEMENTS[self.norm_placement]
+
+    @cached_property
+    def keeps_mlp_tensors(self) -> bool:
+        """True if backward reads an MLP's result or, after the MLP's backward, its input."""
+        return self.norms_around.after or self.parallel_shared_norm
+
+    @cached_property
+    def layer_norms(self) -> int:
+        """Norms of h elements in a layer."""
+        if self.parallel_shared_norm:
+            return 1
+        return 2 * sum(self.norms_around)
+
+    @cached_property
+    def ropes(self) -> dict[str, ModelConfig]:
+        """Model with the rotary angles of each `LayerKind.rope`."""
+        if not self.rotary:
+            return {}
+        if self.window_rotary_base is None:
+            return {GLOBAL: self}
+        local = replace(
+            self,
+            position_embedding_type=ROPE,
+            rotary_base=self.window_rotary_base,
+            window_rotary_base=None,
+            use_rope_scaling=False,
+            rotary_seq_len_interpolation_factor=None,
+            rope_dynamic_factor=None,
+        )
+        return {GLOBAL: self, LOCAL: local}
+
+    @cached_property
+    def mlps(self) -> tuple[str, ...]:
+        """Key in `ACTIVATIONS` for each layer, or MLP_OF_EXPERTS."""
+        return tuple(kind.mlp for kind in self.layer_kinds)
 
     @cached_property
     def mlp_widths(self) -> tuple[int, ...]:
@@ -469,11 +610,13 @@ class ModelConfig(ExpertFields):
         norm = NORMS[self.normalization].kernel
         norms = norm is not None and (norm == RMS_NORM or not self.qk_layernorm)
         plain = self.embedding_multiplier == self.residual_multiplier == self.logits_scaling == 1.0
+        capped = self.attn_logit_softcapping or self.final_logit_softcapping
         return (
             self.kernels_take_heads
             and norms
             and ACTIVATIONS[self.activation].kernel is not None
             and plain
+            and not capped
             and self.num_experts is None
             and not self.qk_layernorm_all_heads
         )
@@ -497,10 +640,9 @@ class ModelConfig(ExpertFields):
         growth = 0.1 * math.log(max(self.rotary_scaling_factor, 1.0))
         return (self.mscale * growth + 1.0) / (self.mscale_all_dim * growth + 1.0 or math.inf)
 
-    @cached_property
-    def uses_rotary(self) -> bool:
-        """True if queries and keys are rotated or normalised before attention."""
-        return self.rotary or self.qk_layernorm
+    def uses_rotary(self, kind: LayerKind) -> bool:
+        """Return True if a layer's queries and keys are rotated or normalised before attention."""
+        return kind.rope is not None or self.qk_layernorm
 
     @cached_property
     def masks_padding(self) -> bool:
@@ -513,7 +655,7 @@ class ModelConfig(ExpertFields):
 
     @cached_property
     def window(self) -> int | None:
-        """Tokens that a token attends to, including itself; None: all before it."""
+        """Tokens that a token attends to in layers with a window, including itself; None: all before it."""
         return None if self.window_size is None else int(self.window_size.split(",")[0]) + 1
 
 
@@ -555,7 +697,14 @@ YARN_SCALING = (
 )
 
 # Fields that set rotary angles. A run that starts from weights may change them, to train for longer sequences.
-ANGLES = ("position_embedding_type", "rotary_base", *SCALINGS, *ROPE_SCALING, *YARN_SCALING)
+ANGLES = (
+    "position_embedding_type",
+    "rotary_base",
+    "window_rotary_base",
+    *SCALINGS,
+    *ROPE_SCALING,
+    *YARN_SCALING,
+)
 
 # Fields of a block unlike GPT-2's, whose values are the defaults; programs before these flags saved none of them.
 BLOCK = (
@@ -568,6 +717,8 @@ BLOCK = (
     "residual_multiplier",
     "attention_multiplier",
     "logits_scaling",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
     "squared_relu",
     "bias_gelu_fusion",
     "openai_gelu",
@@ -582,6 +733,10 @@ BLOCK = (
     "rotary_interleaved",
     "untie_embeddings_and_output_weights",
     "window_size",
+    "norm_placement",
+    "parallel_shared_norm",
+    "window_attn_skip_freq",
+    "no_rope_freq",
     *(name for name in EXPERTS if name not in (*BALANCE, *CAPACITY)),
 )
 

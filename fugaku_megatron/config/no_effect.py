@@ -106,6 +106,7 @@ REQUIREMENTS = (
     ),
     _when_set("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "lora_use_rslora"),
     _when_set("wandb_project", "wandb_exp_name", "wandb_entity"),
+    _when_set("otel_enabled", "otel_service_name", "otel_span_groups"),
 )
 
 # A field that takes precedence, and the field that then has no effect.

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from .fields import cached_hash, check, check_fields, flag, is_unicode, option, optional, switch
 from .rules import check_rules
+from .span_groups import span_groups
+
+TEXTFILE_SUFFIX = ".prom"  # of the files that node_exporter reads
 
 
 @cached_hash
@@ -79,6 +82,21 @@ class OutputConfig:
     wandb_save_dir: str | None = optional(
         "directory for files of Weights & Biases (default: below --save, or here)"
     )
+    otel_enabled: bool = switch(
+        "export the figures of the log and spans of the run by OTLP from rank 0, with Megatron-LM's names; "
+        "OTEL_EXPORTER_OTLP_ENDPOINT is the collector's address"
+    )
+    otel_service_name: str | None = optional(
+        "service.name of the export (default: OTEL_SERVICE_NAME, or megatron-lm)"
+    )
+    otel_span_groups: str = option(
+        "default",
+        "groups of spans to export, separated by commas: default, per_step, all, or names of groups",
+    )
+    prometheus_textfile: str | None = optional(
+        "file NAME.prom with the figures of the last log interval for node_exporter's textfile collector, "
+        "labelled run=NAME"
+    )
     log_params_norm: bool = switch("log the norm of the weights")
     log_num_zeros_in_grad: bool = switch("log the number of zero gradient elements")
     profile: bool = switch(
@@ -112,6 +130,12 @@ class OutputConfig:
                 f"{flag(name)} is empty: pass a {kind}, or leave it out (is a variable unset?)",
             )
         check_rules(self, "output")
+        span_groups(self.otel_span_groups)
+        check(
+            self.prometheus_textfile is None or self.prometheus_textfile.endswith(TEXTFILE_SUFFIX),
+            f"--prometheus-textfile {self.prometheus_textfile}: node_exporter reads files that end in {TEXTFILE_SUFFIX}: "
+            f"pass NAME{TEXTFILE_SUFFIX}",
+        )
         check(
             self.tensorboard_dir is None or is_unicode(self.tensorboard_dir),
             f"--tensorboard-dir {self.tensorboard_dir}: "

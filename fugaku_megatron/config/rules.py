@@ -88,6 +88,9 @@ def _compared(
 RULES: dict[str, tuple[Rule, ...]] = {
     "model": (
         one_of("swiglu", "geglu", "squared_relu", "activation_func"),
+        needs("window_attn_skip_freq", "window_size"),
+        needs("window_rotary_base", "window_size"),
+        needs("parallel_shared_norm", "parallel_residual"),
         at_least("padded_vocab_size", "vocab_size", "raise it, or leave it out"),
         divisible("num_attention_heads", "num_query_groups", "change one of them"),
         above(

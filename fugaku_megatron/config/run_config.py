@@ -30,6 +30,7 @@ RANK_FIELDS = (
     "log_ranks",
     "tensorboard_dir",
     "wandb_save_dir",
+    "prometheus_textfile",
     "profile_dir",
     "data_cache_path",
     "allocator",

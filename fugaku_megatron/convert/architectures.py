@@ -14,18 +14,27 @@ from .rules import (
     EXPERTS,
     FULL_ATTENTION,
     HEADS,
+    LOGIT_SCALE,
     MULTIPLIED,
     MULTIPLIERS,
     NEW_FALCON,
     NO_DROPOUT,
+    NO_ROPE_LAYERS,
+    QUERY_SCALE,
     ROTARY,
     SCALED_WORDS,
     SPARSE_LAYERS,
     Rule,
     no_padding,
+    no_rope_in_full_layers,
+    query_scale,
     rotary,
+    rotary_by_layer,
+    rotates_windows_alone,
+    scales_full_layers_alone,
     tied,
     window,
+    windows_by_layer,
 )
 
 # How their tensors lie in ours: views of ours, which both reading and writing use. h hidden, f MLP width, n heads in g groups, d
@@ -197,6 +206,13 @@ _PLAIN = {
     "qk_layernorm": False,
     "qk_layernorm_all_heads": False,
     "window_size": None,
+    "window_attn_skip_freq": None,
+    "window_rotary_base": None,
+    "no_rope_freq": None,
+    "norm_placement": "pre",
+    "parallel_shared_norm": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
 }
 GPT2 = Architecture(
     name="GPT2LMHeadModel",
@@ -496,6 +512,210 @@ FALCON = Architecture(
     own_head_size=False,
 )
 
+SMOLLM3 = _decoder(
+    name="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    defaults={"num_key_value_heads": 4, "rope_theta": 2e6},
+    rules=(
+        HEADS,
+        ROTARY,
+        tied(True),
+        NO_DROPOUT,
+        FULL_ATTENTION,
+        NO_ROPE_LAYERS,
+        no_padding(128004),
+    ),
+    only={**_NO_WINDOW, "attention_bias": (False,), "mlp_bias": (False,)},
+    free=("no_rope_freq",),
+)
+MINISTRAL = _decoder(
+    name="MinistralForCausalLM",
+    model_type="ministral",
+    defaults={"num_key_value_heads": 8},
+    rules=(*_DECODER_RULES, windows_by_layer(4096)),
+    free=("window_size", "window_attn_skip_freq"),
+)
+# Norms of the outputs of attention and the MLP, and around both.
+_POST_PLACES = {
+    place: counterpart
+    for place, counterpart in _DECODER_PLACES.items()
+    if not place.endswith((".input_layernorm", ".pre_mlp_layernorm"))
+} | _places(
+    "layers.{}.",
+    {
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    },
+)
+_SANDWICH_PLACES = (
+    _DECODER_PLACES
+    | _POST_PLACES
+    | _places("layers.{}.", {"pre_mlp_layernorm": "pre_feedforward_layernorm"})
+)
+_ALL_HEADS = {"qk_layernorm": True, "qk_layernorm_all_heads": True}
+OLMO2 = _decoder(
+    name="Olmo2ForCausalLM",
+    model_type="olmo2",
+    fields=(*_DECODER_FIELDS, _LARGER_EPSILON),
+    only={"attention_bias": (False,)},
+    block={**_ALL_HEADS, "norm_placement": "post"},
+    places=_POST_PLACES,
+    own_head_size=False,
+)
+OLMO3 = _decoder(
+    name="Olmo3ForCausalLM",
+    model_type="olmo3",
+    fields=(*_DECODER_FIELDS, _LARGER_EPSILON),
+    rules=(
+        HEADS,
+        rotary_by_layer(500000.0, 500000.0, name=None, every=4),
+        tied(False),
+        NO_DROPOUT,
+        windows_by_layer(4096, every=4),
+    ),
+    only={"attention_bias": (False,)},
+    block={**_ALL_HEADS, "norm_placement": "post"},
+    free=("window_size", "window_attn_skip_freq", "window_rotary_base"),
+    places=_POST_PLACES,
+    own_head_size=False,
+    also=scales_full_layers_alone,
+)
+EXAONE4 = _decoder(
+    name="Exaone4ForCausalLM",
+    model_type="exaone4",
+    defaults={"num_key_value_heads": 32},
+    fields=(*_DECODER_FIELDS, _LARGER_EPSILON),
+    rules=(
+        *_DECODER_RULES,
+        windows_by_layer(4096, every=4),
+        no_rope_in_full_layers(4096, every=4, without_windows=False),
+    ),
+    block={"qk_layernorm": True, "norm_placement": "post"},
+    free=("window_size", "window_attn_skip_freq", "no_rope_freq"),
+    places=_POST_PLACES,
+    also=lambda model: (
+        rotates_windows_alone(model) or model.window is None and model.no_rope_freq is None
+    ),
+)
+_GEMMA_ONLY = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": (False,),
+    "use_bidirectional_attention": (None, False),
+}
+_GEMMA_BLOCK = {
+    "apply_layernorm_1p": True,
+    "swiglu": False,
+    "geglu": True,
+    "norm_placement": "both",
+}
+
+
+def _fits_gemma(model: ModelConfig) -> bool:
+    multiplier = model.attention_multiplier or model.kv_channels**-0.5
+    return (
+        model.embedding_multiplier == model.hidden_size**0.5
+        and abs(query_scale(model) ** -0.5 - multiplier) < 1e-9 * multiplier
+        and scales_full_layers_alone(model)
+    )
+
+
+GEMMA2 = _decoder(
+    name="Gemma2ForCausalLM",
+    model_type="gemma2",
+    defaults={"num_key_value_heads": 4, "head_dim": 256},
+    fields=(
+        *_DECODER_FIELDS,
+        _EPSILON,
+        Field("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
+        Field("final_logit_softcapping", "final_logit_softcapping", 30.0),
+    ),
+    rules=(
+        HEADS,
+        ROTARY,
+        tied(True),
+        NO_DROPOUT,
+        SCALED_WORDS,
+        QUERY_SCALE,
+        windows_by_layer(4096, every=2),
+    ),
+    only={**_GEMMA_ONLY, "hidden_act": (None, "gelu_pytorch_tanh")},
+    block=_GEMMA_BLOCK,
+    free=(
+        "embedding_multiplier",
+        "attention_multiplier",
+        "window_size",
+        "window_attn_skip_freq",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+    ),
+    places=_SANDWICH_PLACES,
+    also=_fits_gemma,
+)
+GEMMA3 = _decoder(
+    name="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    defaults={"num_key_value_heads": 4, "head_dim": 256},
+    fields=(
+        *_DECODER_FIELDS,
+        _EPSILON,
+        Field("final_logit_softcapping", "final_logit_softcapping", None),
+    ),
+    rules=(
+        HEADS,
+        rotary_by_layer(1e6, 1e4, name="rope_local_base_freq", every=6),
+        tied(True),
+        NO_DROPOUT,
+        SCALED_WORDS,
+        QUERY_SCALE,
+        windows_by_layer(4096, every=6),
+    ),
+    only={
+        **_GEMMA_ONLY,
+        "hidden_act": (None, "gelu_pytorch_tanh"),
+        "attn_logit_softcapping": (None,),
+    },
+    block={**_GEMMA_BLOCK, "qk_layernorm": True},
+    free=(
+        "embedding_multiplier",
+        "attention_multiplier",
+        "window_size",
+        "window_attn_skip_freq",
+        "window_rotary_base",
+        "final_logit_softcapping",
+    ),
+    places=_SANDWICH_PLACES,
+    also=_fits_gemma,
+)
+COHERE2 = _decoder(
+    name="Cohere2ForCausalLM",
+    model_type="cohere2",
+    fields=(*_DECODER_FIELDS, Field("layer_norm_eps", "layernorm_epsilon", 1e-5)),
+    rules=(
+        HEADS,
+        ROTARY,
+        tied(True),
+        NO_DROPOUT,
+        LOGIT_SCALE,
+        windows_by_layer(4096, every=4),
+        no_rope_in_full_layers(4096, every=4, without_windows=True),
+    ),
+    only={"attention_bias": (False,)},
+    block={
+        "normalization": "LayerNormWithoutBias",
+        "parallel_residual": True,
+        "parallel_shared_norm": True,
+        "rotary_interleaved": True,
+    },
+    free=("logits_scaling", "window_size", "window_attn_skip_freq", "no_rope_freq"),
+    places={
+        place: counterpart
+        for place, counterpart in _DECODER_PLACES.items()
+        if not place.endswith(".pre_mlp_layernorm")
+    },
+    own_head_size=False,
+    also=rotates_windows_alone,
+)
+
 _EXPERT_BLOCK = {
     "moe_router_score_function": "softmax",
     "moe_router_topk_scaling_factor": None,
@@ -613,12 +833,17 @@ ARCHITECTURES = [
     QWEN2_MOE,
     QWEN3_MOE,
     OLMOE,
+    SMOLLM3,
+    MINISTRAL,
+    OLMO2,
+    OLMO3,
+    EXAONE4,
+    GEMMA2,
+    GEMMA3,
+    COHERE2,
 ]
 # What the block does not build -> model_types that are near to these.
 _NOT_SUPPORTED = {
-    "norms after attention and after the MLP are": ("olmo2", "olmo3"),
-    "soft-capped logits are": ("gemma2",),
-    "windows in some layers only are": ("gemma3_text",),
     "images are": ("gemma3",),
     "a bias of the output layer is": ("phi",),
     "keys and values compressed into a latent vector (MLA) are": ("deepseek_v2", "deepseek_v3"),

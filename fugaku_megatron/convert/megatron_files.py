@@ -27,6 +27,7 @@ from ..cli.parser import Parser
 from ..comm.agreement import describe
 from ..config.experts import EXPERTS
 from ..config.fields import check, check_type, flag, is_off
+from ..config.layer_kinds import layer_pattern
 from ..config.megatron_flags import OTHER_FLAGS, saved_arguments
 from ..config.model import LEARNED, MASKED, NO_POSITIONS, ROPE, ROPE_SCALING, ModelConfig
 
@@ -45,6 +46,10 @@ _DESCRIBED: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (1.0,),
     "attention_multiplier": (None,),
     "logits_scaling": (1.0,),
+    "window_rotary_base": (None,),
+    "norm_placement": ("pre",),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
 }
 _CONSTANTS = ROPE_SCALING[
     1:
@@ -60,11 +65,13 @@ READ = frozenset(
         *(f.name for f in fields(ModelConfig)),
     }
 )
+_PATTERNS = ("window_attn_skip_freq", "no_rope_freq")  # a number or a list there, text here
 _OWN = (
     *EXPERTS,
     "disable_bias_linear",
     "position_embedding_type",
     "window_size",
+    *_PATTERNS,
     "vocab_size",
     "padded_vocab_size",
     "make_vocab_size_divisible_by",
@@ -124,6 +131,11 @@ def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None
         given.get("num_experts") is None,
         f"num_experts is {given.get('num_experts')!r:.60}: experts are not read from Megatron-LM",
     )
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        check(
+            given.get(name) is None,
+            f"{name} is {given.get(name)!r:.60}: the weights of a HybridModel are not read",
+        )
     unknown = []
     for name, value in given.items():
         row = OTHER_FLAGS.get(flag(name))
@@ -182,6 +194,7 @@ def model_of(
     )
     if window := given.get("window_size"):
         values["window_size"] = window if isinstance(window, str) else ",".join(map(str, window))
+    values |= {name: str(given[name]) for name in _PATTERNS if given.get(name) is not None}
     return ModelConfig(**values)
 
 
@@ -233,6 +246,10 @@ def arguments_of(
         model.num_query_groups or 1
     )  # its default, which counts with group_query_attention
     window = None if model.window is None else (model.window - 1, 0)
+    for name in _PATTERNS:
+        text = getattr(model, name)
+        found = None if text is None else layer_pattern(name, text, model.num_layers)
+        same[name] = list(map(int, found)) if isinstance(found, tuple) else found
     return argparse.Namespace(
         **same,
         norm_epsilon=model.layernorm_epsilon,

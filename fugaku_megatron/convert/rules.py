@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config.fields import check, is_off
 from ..config.model import ROPE, YARN, ModelConfig
+from ..config.model import SCALINGS as FLAGS
 from ..data.json_values import JsonObject
 
 FILE = "config.json"
@@ -264,6 +265,221 @@ def window(default: int | None) -> Rule:
     return Rule(
         read, lambda model: {"sliding_window": model.window}, ("sliding_window", "layer_types")
     )
+
+
+WINDOWED = "sliding_attention"
+FULL = "full_attention"
+
+
+def _layer_types(config: JsonObject, every: int | None) -> list[str]:
+    """Return WINDOWED or FULL for each layer.
+
+    every: without layer_types and a pattern, every Nth layer is FULL; None: no or all layers by sliding_window
+    """
+    layers = number(config, "num_hidden_layers", None, whole=True) or 0
+    kinds = config.get("layer_types")
+    if kinds is None:
+        pattern = config.get("_sliding_window_pattern", every)
+        step = number(
+            {"sliding_window_pattern": pattern, **config},
+            "sliding_window_pattern",
+            None,
+            whole=True,
+        )
+        if step is None or config.get("sliding_window") is None:
+            kinds = [FULL if config.get("sliding_window") is None else WINDOWED] * layers
+        else:
+            kinds = [FULL if (layer + 1) % step == 0 else WINDOWED for layer in range(layers)]
+    right = (
+        isinstance(kinds, list) and len(kinds) == layers and {*map(str, kinds)} <= {WINDOWED, FULL}
+    )
+    check(
+        right,
+        f"{FILE}: layer_types is {kinds!r:.80}, not {WINDOWED} or {FULL} for each of {layers} layers",
+    )
+    return [str(kind) for kind in kinds]
+
+
+def _pattern(exceptions: list[bool], listed: bool, divides: bool) -> str | None:
+    """Return the value of a flag for these layers: None without exceptions, N if they are every Nth layer, or a list.
+
+    listed: the list has 1 for an exception
+    divides: N must divide the number of layers
+    """
+    if not any(exceptions):
+        return None
+    layers = len(exceptions)
+    step = exceptions.index(True) + 1
+    regular = [(layer + 1) % step == 0 for layer in range(layers)] == exceptions
+    if regular and not (divides and layers % step):
+        return str(step)
+    return f"[{','.join(str(int(exception == listed)) for exception in exceptions)}]"
+
+
+def windows_by_layer(default: int | None, every: int | None = None) -> Rule:
+    """Convert sliding_window and layer_types.
+
+    default: sliding_window if missing
+    every: without layer_types, every Nth layer has no window; None: all layers have one, or none
+    """
+
+    def read(config: JsonObject) -> JsonObject:
+        config = {"sliding_window": default, **config}
+        full = [kind == FULL for kind in _layer_types(config, every)]
+        if all(full):
+            return {"window_size": None, "window_attn_skip_freq": None}
+        size = number(config, "sliding_window", None, whole=True)
+        check(
+            size is not None,
+            f"{FILE}: layer_types has {WINDOWED}, and sliding_window is null: correct one of them",
+        )
+        return {
+            "window_size": f"{size - 1},0",
+            "window_attn_skip_freq": _pattern(full, listed=False, divides=False),
+        }
+
+    def write(model: ModelConfig) -> JsonObject:
+        kinds = [FULL if kind.window is None else WINDOWED for kind in model.layer_kinds]
+        return {"sliding_window": model.window, "layer_types": kinds}
+
+    names = ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern")
+    return Rule(read, write, names)
+
+
+def no_rope_in_full_layers(default: int | None, every: int, without_windows: bool) -> Rule:
+    """Read which layers are not rotated: layers without a window.
+
+    default, every: as in `windows_by_layer`
+    without_windows: also in a model without any window
+    """
+
+    def read(config: JsonObject) -> JsonObject:
+        config = {"sliding_window": default, **config}
+        full = [kind == FULL for kind in _layer_types(config, every)]
+        if config["sliding_window"] is None and not without_windows:
+            full = [False] * len(full)
+        return {"no_rope_freq": _pattern(full, listed=True, divides=True)}
+
+    return Rule(read, lambda model: {})
+
+
+def rotates_windows_alone(model: ModelConfig) -> bool:
+    return all((kind.rope is None) == (kind.window is None) for kind in model.layer_kinds)
+
+
+def _read_no_rope_layers(config: JsonObject) -> JsonObject:
+    layers = number(config, "num_hidden_layers", None, whole=True) or 0
+    rotated = config.get("no_rope_layers")  # 1: rotated
+    if rotated is None:
+        step = number(config, "no_rope_layer_interval", 4, whole=True)
+        rotated = [int((layer + 1) % step != 0) for layer in range(layers)]
+    right = (
+        isinstance(rotated, list) and len(rotated) >= layers and {*map(str, rotated)} <= {"0", "1"}
+    )
+    check(
+        right, f"{FILE}: no_rope_layers is {rotated!r:.60}, not 0 or 1 for each of {layers} layers"
+    )
+    without = [not layer for layer in rotated[:layers]]
+    return {"no_rope_freq": _pattern(without, listed=True, divides=True)}
+
+
+NO_ROPE_LAYERS = Rule(
+    _read_no_rope_layers,
+    lambda model: {"no_rope_layers": [int(kind.rope is not None) for kind in model.layer_kinds]},
+    ("no_rope_layers", "no_rope_layer_interval"),
+)
+
+
+def rotary_by_layer(base: float, window_base: float, name: str | None, every: int) -> Rule:
+    """Convert rope of layers without a window, and its base in layers with one, where nothing is scaled.
+
+    base, window_base: if missing
+    name: of the window's base outside rope_parameters; None: there `base` alone is converted
+    every: as in `windows_by_layer`
+    """
+
+    def read(config: JsonObject) -> JsonObject:
+        rope = config.get("rope_parameters")
+        windowed: JsonObject = {}
+        if isinstance(rope, dict) and {FULL, WINDOWED} & {*rope}:
+            others = sorted({*rope} - {FULL, WINDOWED})
+            check(not others, f"{FILE}: rope_parameters has {others[:1]} next to {FULL}")
+            windowed = rope.get(WINDOWED) or {}
+            own = {**(rope.get(FULL) or {})}
+            config = {**config, "rope_theta": base, "rope_parameters": own, "rope_scaling": None}
+        elif rope:
+            raise ValueError(f"{FILE}: rope_parameters has no {FULL} and no {WINDOWED}: name them")
+        elif name is None:
+            given = number(config, "rope_theta", base)
+            check(
+                given == base,
+                f"{FILE}: rope_theta is {given}, and transformers computes {base} in layers with a "
+                f"window: write rope_parameters with {FULL} and {WINDOWED}",
+            )
+        else:
+            windowed = {"rope_theta": config.get(name, window_base)}
+        values = _read_rope(
+            {"rope_theta": base, **config}, None, ("default", "linear", "llama3", "yarn")
+        )
+        others = sorted({*windowed} - {"rope_theta", "rope_type", "partial_rotary_factor"})
+        kind = windowed.get("rope_type", "default")
+        check(
+            kind == "default" and not others and windowed.get("partial_rotary_factor", 1.0) == 1.0,
+            f"{FILE}: rope_parameters of {WINDOWED} are {windowed!r:.80}, and the block computes rope "
+            "without scaling there",
+        )
+        local = float(number(windowed, "rope_theta", window_base))
+        plain = {"rope_type", "type", "rope_theta"} >= {
+            *(config.get("rope_scaling") or config.get("rope_parameters") or {})
+        }
+        one_rope = local == values["rotary_base"] and plain
+        if one_rope or WINDOWED not in _layer_types({"sliding_window": 1, **config}, every):
+            return values
+        return {**values, "window_rotary_base": local}
+
+    def write(model: ModelConfig) -> JsonObject:
+        scaling = _write_scaling(model)["rope_scaling"] or {"rope_type": "default"}
+        window = model.window_rotary_base or model.rotary_base
+        return {
+            "rope_parameters": {
+                FULL: {**scaling, "rope_theta": model.rotary_base},
+                WINDOWED: {"rope_type": "default", "rope_theta": window},
+            }
+        }
+
+    return Rule(read, write, (*ROPE_FIELDS, *((name,) if name else ())))
+
+
+def scales_full_layers_alone(model: ModelConfig) -> bool:
+    """Return True if no rope of a layer with a window is scaled."""
+    scaled = model.position_embedding_type == YARN or any(getattr(model, name) for name in FLAGS)
+    return not scaled or model.window is None or model.window_rotary_base is not None
+
+
+def _read_query_scale(config: JsonObject) -> JsonObject:
+    size = number(config, "query_pre_attn_scalar", 256)
+    head = number(config, "head_dim", None, whole=True)
+    return {"attention_multiplier": None if size == head else float(size) ** -0.5}
+
+
+QUERY_SCALE = Rule(
+    _read_query_scale,
+    lambda model: {"query_pre_attn_scalar": query_scale(model)},
+    ("query_pre_attn_scalar",),
+)
+
+
+def query_scale(model: ModelConfig) -> int:
+    return round((model.attention_multiplier or model.kv_channels**-0.5) ** -2)
+
+
+def _read_logit_scale(config: JsonObject) -> JsonObject:
+    return {"logits_scaling": 1.0 / float(number(config, "logit_scale", 0.0625))}
+
+
+LOGIT_SCALE = Rule(
+    _read_logit_scale, lambda model: {"logit_scale": 1.0 / model.logits_scaling}, ("logit_scale",)
+)
 
 
 def _check_layers(config: JsonObject, kind: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..config.fields import check
+from ..config.layer_kinds import LayerKind
 from ..config.layout import Layout, cp_comm_types, placement, stage_sizes
 from ..config.model import LAYER_NORM, MLP_OF_EXPERTS, NORMS, ModelConfig
 from ..config.parallel import A2A, ParallelConfig
@@ -33,7 +34,7 @@ from .activations import (
     sequence_shards,
     typical_cp_comm_type,
 )
-from .experts import expert_records, mlp_records, typical_mlp
+from .experts import expert_records, mlp_records
 
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
 
@@ -101,7 +102,12 @@ def document_length(run: RunConfig) -> int:
     return min(run.data.mean_document_length or run.model.seq_length, run.model.seq_length)
 
 
-def _attention(run: RunConfig, tp: int, cp_comm_type: str) -> Record:
+def mean_visible_share(model: ModelConfig, s: int) -> float:
+    """Return the mean over the layers."""
+    return sum(visible_share(s, kind.window) for kind in model.layer_kinds) / model.num_layers
+
+
+def _attention(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None) -> Record:
     model = run.model
     cp = run.parallel.context_parallel_size
     each = document_length(run)
@@ -116,14 +122,15 @@ def _attention(run: RunConfig, tp: int, cp_comm_type: str) -> Record:
         side = min(each, model.seq_length // (2 * cp))
     saved = qkv_bytes(run, tp, cp_comm_type) + contexts * context_bytes(run, tp)
     saved += softmax_bytes(run, tp)
-    forward, backward = attention_messages(run, tp, cp_comm_type)
+    window = (kind or typical_layer(model)).window
+    forward, backward = attention_messages(run, tp, cp_comm_type, window)
     return Record(
         name="attention",
         gemm=(side, side, d),
         gemm_count=-(-rows * each // side**2),
         flops_forward=flops,
         flops_backward=2 * flops,
-        visible=visible_share(each, model.window),
+        visible=visible_share(each, window) if kind else mean_visible_share(model, each),
         dropout=model.attention_dropout > 0,
         saved_bytes=saved,
         forward=forward,
@@ -131,10 +138,10 @@ def _attention(run: RunConfig, tp: int, cp_comm_type: str) -> Record:
     )
 
 
-def _rotary(run: RunConfig, tp: int, cp_comm_type: str) -> tuple[Record, ...]:
+def _rotary(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind) -> tuple[Record, ...]:
     """Return the rotary record; only the query and key norms save their inputs."""
     model = run.model
-    if not model.uses_rotary:
+    if not model.uses_rotary(kind):
         return ()
     if not model.qk_layernorm:
         return (Record(name="rotary"),)
@@ -147,8 +154,15 @@ def _rotary(run: RunConfig, tp: int, cp_comm_type: str) -> tuple[Record, ...]:
         saved = run.tokens_per_microbatch * (
             heads * model.kv_channels * run.element_bytes + statistics * FP32_BYTES
         )
-    normed = heads if together else 2
-    weights = normed * NORMS[model.normalization].vectors * model.kv_channels
+    if together:  # sharded like the heads; ranks sum the squares of queries and keys
+        sums = all_reduce(2 * run.tokens_per_microbatch * FP32_BYTES, tp)
+        weights = heads * model.kv_channels
+        return (
+            Record(
+                name="rotary", parameters=weights, saved_bytes=saved, forward=sums, backward=sums
+            ),
+        )
+    weights = 2 * NORMS[model.normalization].vectors * model.kv_channels
     return (
         Record(
             name="rotary",
@@ -163,7 +177,8 @@ def _rotary(run: RunConfig, tp: int, cp_comm_type: str) -> tuple[Record, ...]:
 def selective_recompute_bytes(run: RunConfig, tp: int) -> int:
     """Return the bytes that selective recompute does not save."""
     return softmax_bytes(run, tp) + sum(
-        record.saved_bytes for record in _rotary(run, tp, typical_cp_comm_type(run))
+        record.saved_bytes
+        for record in _rotary(run, tp, typical_cp_comm_type(run), typical_layer(run.model))
     )
 
 
@@ -172,14 +187,36 @@ def softmax_bytes(run: RunConfig, tp: int) -> int:
     return run.tokens_per_microbatch * run.model.num_attention_heads // tp * FP32_BYTES
 
 
+Norms = tuple[list[Record], list[Record]]  # before and after attention or the MLP
+
+
+def _layer_norms(run: RunConfig, tp: int) -> tuple[Norms, Norms]:
+    before, after = run.model.norms_around
+
+    def norm_if(present: bool, name: str) -> list[Record]:
+        return [_norm(name, run, tp)] if present else []
+
+    shared = run.model.parallel_shared_norm
+    around_attention = (
+        norm_if(before, "input_layernorm"),
+        norm_if(after, "post_self_attn_layernorm"),
+    )
+    mlp_input = norm_if(before and not shared, "pre_mlp_layernorm")
+    if run.model.parallel_residual:  # both norms read the same input
+        kept = residual_bytes(run, tp)
+        mlp_input = [replace(each, saved_bytes=each.saved_bytes - kept) for each in mlp_input]
+    return around_attention, (mlp_input, norm_if(after, "post_mlp_layernorm"))
+
+
 @lru_cache(maxsize=64)  # searches repeat the same runs
 def layer_records(
-    run: RunConfig, tp: int, mlp: str | None = None, cp_comm_type: str | None = None
+    run: RunConfig, tp: int, kind: LayerKind | None = None, cp_comm_type: str | None = None
 ) -> tuple[Record, ...]:
     """Return one transformer layer's operations. Saved bytes follow the C++ kernels, which recompute gelu(x) from x.
 
-    mlp: as in `ModelConfig.mlps`; None: experts if the model has experts, also for its few dense layers.
+    kind: None: `typical_layer`, with the mean visible share of all layers.
     """
+    each = kind or typical_layer(run.model)
     cp_comm_type = cp_comm_type or typical_cp_comm_type(run)
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
@@ -188,46 +225,57 @@ def layer_records(
     qkv = model.qkv_width // tp
     context = model.context_width // tp
     bias = 0 if model.disable_bias_linear else h
-    mlp_norm = _norm("pre_mlp_layernorm", run, tp)
-    if model.parallel_residual:  # both norms read the same input
-        mlp_norm = replace(mlp_norm, saved_bytes=mlp_norm.saved_bytes - residual_bytes(run, tp))
-    if (mlp or typical_mlp(model)) == MLP_OF_EXPERTS:
+    around_attention, around_mlp = _layer_norms(run, tp)
+    if each.mlp == MLP_OF_EXPERTS:
         mlp_of_layer = expert_records(run, tp)
     else:
         width = model.ffn_hidden_size
-        mlp_of_layer = mlp_records(run, tp, "linear", width, residual_bytes(run, tp))
+        kept = 0 if model.parallel_shared_norm else residual_bytes(run, tp)  # also of QKV
+        mlp_of_layer = mlp_records(run, tp, "linear", width, kept)
     return adapted(
         run,
         tp,
         (
-            _norm("input_layernorm", run, tp),
+            *around_attention[0],
             around.column(
                 "linear_qkv",
                 (rows, qkv, h),
                 bias=qkv if model.qkv_bias else 0,
                 saved_bytes=residual_bytes(run, tp),
             ),
-            *_rotary(run, tp, cp_comm_type),
-            _attention(run, tp, cp_comm_type),
+            *_rotary(run, tp, cp_comm_type, each),
+            _attention(run, tp, cp_comm_type, kind),
             around.row("linear_proj", (rows, h, context), bias=bias, replicated=bias),
-            mlp_norm,
+            *around_attention[1],
+            *around_mlp[0],
             *mlp_of_layer,
+            *around_mlp[1],
         ),
     )
 
 
-def of_layers(run: RunConfig, value: Callable[[str], int]) -> tuple[int, ...]:
-    """Return value(mlp) of every layer. mlp: as in `ModelConfig.mlps`."""
-    values = {mlp: value(mlp) for mlp in set(run.model.mlps)}
-    return tuple(values[mlp] for mlp in run.model.mlps)
+def typical_layer(model: ModelConfig) -> LayerKind:
+    """Return the most frequent kind; a layer with experts in a model with experts."""
+    kinds = model.layer_kinds
+    sparse = [kind for kind in kinds if kind.mlp == MLP_OF_EXPERTS]
+    candidates = sparse or list(kinds)
+    return max(candidates, key=candidates.count)
+
+
+def of_layers(run: RunConfig, value: Callable[[LayerKind], int]) -> tuple[int, ...]:
+    """Return value(kind) of every layer."""
+    values = {kind: value(kind) for kind in set(run.model.layer_kinds)}
+    return tuple(values[kind] for kind in run.model.layer_kinds)
 
 
 def layer_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
-    return of_layers(run, lambda mlp: sum(r.parameters for r in layer_records(run, tp, mlp)))
+    return of_layers(run, lambda kind: sum(r.parameters for r in layer_records(run, tp, kind)))
 
 
 def last_recomputed_records(run: RunConfig, tp: int) -> list[Record]:
     """Return the operations that full recompute repeats in a group's last layer, whose result is not read again."""
+    if run.model.keeps_mlp_tensors:
+        return list(layer_records(run, tp))
     return [r for r in layer_records(run, tp) if r.name not in ("linear_fc2", "experts_sum")]
 
 
@@ -308,6 +356,8 @@ def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]
     layer, head = layer_and_head_flops(run)
     if sizes is None:
         return balanced_cut(layers, placement, layer, head)
+    if len(sizes) == placement.virtual_stages:
+        return sizes
     return cut_of_stages(sizes, placement, layer, head)
 
 
@@ -355,7 +405,8 @@ def stage_records(run: RunConfig, layout: Layout, stage: int) -> list[Record]:
     records = list[Record]()
     for virtual_stage in layout.placement.virtual_stages_of(stage):
         for layer in virtual_stage_layers(run, layout.placement, virtual_stage):
-            records += layer_records(run, layout.tp, run.model.mlps[layer], comm_types[layer])
+            kind = run.model.layer_kinds[layer]
+            records += layer_records(run, layout.tp, kind, comm_types[layer])
         records += end_records(run, layout, virtual_stage)
     return records
 
@@ -385,9 +436,7 @@ def active_parameters(run: RunConfig) -> int:
     if not layers or model.num_experts is None:
         return parameters(run)
     experts = sum(
-        r.parameters
-        for r in layer_records(replace(run, parallel=ParallelConfig()), 1, "experts")
-        if r.grouped
+        r.parameters for r in layer_records(replace(run, parallel=ParallelConfig()), 1) if r.grouped
     )
     return (
         parameters(run)
@@ -411,12 +460,12 @@ def _recompute_fraction(run: RunConfig) -> float:
 
 
 def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
-    layers = run.model.mlps
+    layers = run.model.layer_kinds
     linear = 0.0
-    for mlp in dict.fromkeys(layers):  # in one order on all ranks
-        flops = {r.name: r.flops_forward for r in layer_records(run, tp, mlp)}
+    for kind in dict.fromkeys(layers):  # in one order on all ranks
+        flops = {r.name: r.flops_forward for r in layer_records(run, tp, kind)}
         attention = flops.pop("attention")
-        linear += sum(flops.values()) * layers.count(mlp) / len(layers)
+        linear += sum(flops.values()) * layers.count(kind) / len(layers)
     return linear, attention
 
 
@@ -429,12 +478,12 @@ def layer_flops(run: RunConfig) -> tuple[float, float]:
 
 def expert_flops(run: RunConfig) -> float:
     """Return the mean layer's forward FLOPs per sample in routed experts' matmuls."""
-    layers = run.model.mlps
+    layers = run.model.layer_kinds
     samples = run.tokens_per_microbatch / run.model.seq_length
     flops = 0.0
-    for mlp in dict.fromkeys(layers):
-        grouped = sum(r.flops_forward for r in layer_records(run, 1, mlp) if r.grouped)
-        flops += grouped * layers.count(mlp) / len(layers)
+    for kind in dict.fromkeys(layers):
+        grouped = sum(r.flops_forward for r in layer_records(run, 1, kind) if r.grouped)
+        flops += grouped * layers.count(kind) / len(layers)
     return flops / samples
 
 
@@ -487,7 +536,7 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
     """Return the FLOPs that an iteration cannot avoid: no recompute, visible pairs only, logits 6 s h v per sample."""
     model = run.model
     linear, attention = layer_flops(run)
-    layer = 3 * (linear + attention * visible_share(document_length(run), model.window))
+    layer = 3 * (linear + attention * mean_visible_share(model, document_length(run)))
     logits = (
         6
         * model.seq_length

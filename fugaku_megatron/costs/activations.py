@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from ..config.layer_kinds import LayerKind
 from ..config.layout import cp_comm_types, group_copies
 from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV
-from ..config.model import ModelConfig
 from ..config.parallel import A2A, ALLGATHER, P2P
 from ..config.run_config import RunConfig
 
@@ -154,7 +154,7 @@ def p2p_keys(s: int, ranks: int, window: int | None) -> tuple[tuple[int, int], .
 
 
 def attention_messages(
-    run: RunConfig, tp: int, cp_comm_type: str
+    run: RunConfig, tp: int, cp_comm_type: str, window: int | None
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     """Return attention's context-parallel collectives, forward and backward; p2p: on the rank that sends most.
 
@@ -176,8 +176,7 @@ def attention_messages(
         return (gather,), (gather, Collective("reduce_scatter", "cp", cp * elements * FP32_BYTES))
     each = elements * cp // run.model.seq_length  # of one position, all samples
     sent, received = (
-        max(row) * each // (cp - 1)
-        for row in zip(*p2p_keys(run.model.seq_length, cp, run.model.window))
+        max(row) * each // (cp - 1) for row in zip(*p2p_keys(run.model.seq_length, cp, window))
     )
     keys = (Collective("send", "cp", sent * run.element_bytes),) * (cp - 1)
     return keys, (*keys, *(Collective("send", "cp", received * FP32_BYTES),) * (cp - 1))
@@ -376,14 +375,15 @@ def _of_experts(
     )
 
 
-def cache_slots(model: ModelConfig, positions: int) -> int:
-    """Return the cached positions: at most the window."""
-    return min(positions, model.window or positions)
+def cache_slots(kind: LayerKind, positions: int) -> int:
+    """Return a layer's cached positions: at most the window."""
+    return min(positions, kind.window or positions)
 
 
-def cache_bytes(run: RunConfig, samples: int, positions: int, layers: int, tp: int) -> int:
+def cache_bytes(
+    run: RunConfig, samples: int, positions: int, kinds: Iterable[LayerKind], tp: int
+) -> int:
     model = run.model
-    elements = (
-        samples * cache_slots(model, positions) * model.query_groups // tp * model.kv_channels
-    )
-    return 2 * layers * elements * run.element_bytes
+    slots = sum(cache_slots(kind, positions) for kind in kinds)
+    elements = samples * slots * model.query_groups // tp * model.kv_channels
+    return 2 * elements * run.element_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..config.model import MLP_OF_EXPERTS, ModelConfig
+from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from .activations import (
     FP32_BYTES,
@@ -22,10 +22,6 @@ from .activations import (
     residual_bytes,
     sequence_shards,
 )
-
-
-def typical_mlp(model: ModelConfig) -> str:
-    return MLP_OF_EXPERTS if model.num_experts else model.activation
 
 
 def mlp_width(model: ModelConfig) -> int:

@@ -85,11 +85,13 @@ def layer_segments(run: RunConfig, tp: int, mlp: str) -> tuple[Segments, Segment
         return divided, others
     vectors = NORMS[model.normalization].vectors
     bias = not model.disable_bias_linear
-    others += [(2 * vectors, h)]
+    others += [(model.layer_norms * vectors, h)]
     if model.qk_layernorm:
         for heads in (model.num_attention_heads, model.query_groups):
-            normed = heads if model.qk_layernorm_all_heads else 1
-            others.append((vectors, normed * model.kv_channels))
+            if model.qk_layernorm_all_heads:
+                others.append(_shared(model, heads * model.kv_channels, tp))
+            else:
+                others.append((vectors, model.kv_channels))
     if model.qkv_bias:
         others += [_shared(model, model.qkv_width, tp)]
     if bias:

@@ -88,7 +88,7 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
 
 def adapter_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
     return of_layers(
-        run, lambda mlp: sum(r.parameters for r in layer_records(run, tp, mlp) if r.adapts)
+        run, lambda kind: sum(r.parameters for r in layer_records(run, tp, kind) if r.adapts)
     )
 
 
@@ -137,7 +137,9 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
 
     Divided experts in the same units form their own bucket.
     """
-    experts = of_layers(run, lambda mlp: sum(r.divided for r in layer_records(run, layout.tp, mlp)))
+    experts = of_layers(
+        run, lambda kind: sum(r.divided for r in layer_records(run, layout.tp, kind))
+    )
     elements = unit_elements(run, layout, stage)
     sizes = []
     for bucket in bucket_units(run, layout, stage):
@@ -325,6 +327,7 @@ def weight_input_bytes(run: RunConfig, tp: int) -> int:
 ATTENTION_BLOCK = 96
 QUERY_SUMS = 6
 LONG_SEQUENCE = 32768
+CAPPED_SCORES = 6  # tensors of scores that torch holds at once in the backward of capped attention
 
 
 def attention_bytes(run: RunConfig, tp: int, threads: int) -> int:
@@ -343,6 +346,9 @@ def _attention_bytes(run: RunConfig, tp: int, threads: int, cp_comm_type: str) -
     queries = keys = model.seq_length
     heads = model.num_attention_heads // tp
     groups = model.query_groups // tp
+    if model.attn_logit_softcapping is not None:
+        scores = run.tokens_per_microbatch * heads * queries // cp
+        return FP32_BYTES * CAPPED_SCORES * scores
     if cp > 1 and cp_comm_type == A2A:
         heads = heads // cp
         groups = groups * group_copies(groups, cp) // cp

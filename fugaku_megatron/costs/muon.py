@@ -60,7 +60,9 @@ def matrix_elements(run: RunConfig, tp: int) -> tuple[int, ...]:
 
     return of_layers(
         run,
-        lambda mlp: total(layer_matrices(run, mlp)) // tp + total(_replicated(run.model, mlp)),
+        lambda kind: (
+            total(layer_matrices(run, kind.mlp)) // tp + total(_replicated(run.model, kind.mlp))
+        ),
     )
 
 

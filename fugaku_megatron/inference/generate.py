@@ -72,16 +72,21 @@ def describe(
 
     weights = max(map(weight_bytes, stages))
     positions = max(map(len, prompts)) + max_new_tokens
-    layers = max(
-        sum(map(len, accounting.stage_layers(run, layout.placement, stage))) for stage in stages
-    )
-    cache = activations.cache_bytes(run, len(prompts), positions, layers, tp)
-    slots = activations.cache_slots(run.model, positions)
+    kinds = [
+        [
+            run.model.layer_kinds[layer]
+            for layers in accounting.stage_layers(run, layout.placement, stage)
+            for layer in layers
+        ]
+        for stage in stages
+    ]
+    cache = max(activations.cache_bytes(run, len(prompts), positions, own, tp) for own in kinds)
+    slots = max(activations.cache_slots(kind, positions) for own in kinds for kind in own)
     precision = f"{run.precision.name} and {Q8}" if q8 else run.precision.name
     return (
         f"{accounting.parameters(run):,} parameters in {precision}, tensor parallel {tp}, pipeline parallel {pp}\n"
         f"a rank holds at most {weights / MIB:.1f} MiB of weights and {cache / MIB:.1f} MiB of keys and values: "
-        f"{layers} layers, {len(prompts)} samples, {slots} positions"
+        f"{max(map(len, kinds))} layers, {len(prompts)} samples, {slots} positions"
     )
 
 

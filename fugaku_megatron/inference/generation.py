@@ -167,14 +167,19 @@ class Decoder:
         model = loaded.run.model
         self.loaded = loaded
         self.lengths = torch.zeros(len(positions), dtype=torch.int64)
-        self._angles: Angles | None = None
-        if model.rope_dynamic_factor is None:
-            self._angles = rotary_angles(model, torch.arange(max(positions)), 0)
-        slots = activations.cache_slots(model, max(positions))
+        self._angles: dict[str, Angles] = {
+            name: rotary_angles(rope, torch.arange(max(positions)), 0)
+            for name, rope in model.ropes.items()
+            if rope.rope_dynamic_factor is None
+        }
         groups = model.query_groups // loaded.groups.tp.size
         self.cache = {
             layer.layer: LayerCache.empty(
-                len(positions), groups, slots, model.kv_channels, loaded.dtype
+                len(positions),
+                groups,
+                activations.cache_slots(model.layer_kinds[layer.layer - 1], max(positions)),
+                model.kv_channels,
+                loaded.dtype,
             )
             for layer in loaded.stage.layers
         }

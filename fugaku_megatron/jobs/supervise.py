@@ -145,7 +145,7 @@ def flags_of(program: Sequence[str]) -> list[str]:
     for place, word in enumerate(program):
         name = word.rpartition("/")[2]
         if (
-            name == "pretrain_gpt.py"
+            name in ("pretrain_gpt.py", "pretrain_hybrid.py")
             or name == "train"
             and place
             and "megatron" in program[place - 1]

@@ -6,6 +6,7 @@ is this rank's shard if the last dimension is h, otherwise whole.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..comm.grid import ALONE
 from ..config.layout import group_copies
 from ..config.model import LAYER_NORM, MLP_OF_EXPERTS, NORMS
-from ..config.parallel import A2A
+from ..config.parallel import A2A, P2P
 from .adapters import activated_linear
 from .dropout_key import Dropout
 from .forward_context import Pass
@@ -32,6 +34,7 @@ from .layers import (
 )
 from .ops import DropoutKey, recompute
 from .ops.mlp import MLPWeights
+from .ops.norm import sharded_rms_norm
 from .ops.rotary import HeadNorms, Rotary
 from .sequence_ranks import copy_groups, own_segments, positions, to_heads, to_rows
 from .shared_attention import AttentionMask, SharedCall
@@ -48,6 +51,7 @@ class SelfAttention(nn.Module):
         model = context.model
         self.context = context
         self.layer = layer
+        self.kind = model.layer_kinds[layer - 1]
         self.cp_comm_type = context.cp_comm_type(layer)
         tp = context.tp.size
         # Ranks that share the heads in attention.
@@ -64,8 +68,9 @@ class SelfAttention(nn.Module):
         self.q_layernorm: HeadNorm | None = None
         self.k_layernorm: HeadNorm | None = None
         if model.qk_layernorm:
-            self.q_layernorm = HeadNorm(f"{name}.q_layernorm", self.heads.heads, context)
-            self.k_layernorm = HeadNorm(f"{name}.k_layernorm", self.heads.groups, context)
+            heads = model.num_attention_heads
+            self.q_layernorm = HeadNorm(f"{name}.q_layernorm", heads, context)
+            self.k_layernorm = HeadNorm(f"{name}.k_layernorm", model.query_groups, context)
         self.linear_proj = RowParallelLinear(
             f"{name}.linear_proj",
             model.context_width,
@@ -101,8 +106,16 @@ class SelfAttention(nn.Module):
         ops = self.context.ops
         model = self.context.model
         *parts, values = self.heads.split(qkv)
+        norms = (self.q_layernorm, self.k_layernorm)
+        if model.qk_layernorm_all_heads and self.context.tp.size > 1:
+            queries, keys = parts
+            scales = tuple(norm.scale() for norm in norms if norm is not None)
+            rows = queries.flatten(2).contiguous(), keys.flatten(2).contiguous()
+            both = sharded_rms_norm(rows, scales, model.layernorm_epsilon, self.context.tp)
+            views = [y.view(part.shape) for y, part in zip(both, parts, strict=True)]
+            return torch.cat((*views, values), 3).view(qkv.shape)
         normed = []
-        for part, norm in zip(parts, (self.q_layernorm, self.k_layernorm)):
+        for part, norm in zip(parts, norms, strict=True):
             assert norm is not None, "the model normalises queries and keys"
             x = part.flatten(2) if model.qk_layernorm_all_heads else part.contiguous()
             if norm.bias is None:
@@ -125,18 +138,30 @@ class SelfAttention(nn.Module):
         )
         qkv = to_heads(copy_groups(qkv, whole, self.group_copies), cp)  # the whole sequence
         first_head = (tp.rank * cp.size + cp.rank) * self.heads.heads
+        softcap = model.attn_logit_softcapping
+        dropped = self._dropped(first_head * qkv.shape[0], forward_pass)
+        starts = forward_pass.documents.starts
         attention = partial(
             ops.attention,
             heads=self.heads,
-            dropped=self._dropped(first_head * qkv.shape[0], forward_pass),
-            window=model.window,
-            starts=forward_pass.documents.starts,
+            dropped=dropped,
+            window=self.kind.window,
+            starts=starts,
         )
-        if model.uses_rotary:
+        if softcap is not None:
+            attention = partial(self._capped, dropped=dropped, starts=starts)
+        if model.uses_rotary(self.kind):
             qkv = self.apply_rotary(qkv, *self._angles(len(qkv), forward_pass))
         if forward_pass.rows is not None:
-            return forward_pass.rows.attend(ops, self.layer, qkv, attention)
+            return forward_pass.rows.attend(ops, self.layer, qkv, attention, softcap)
         return to_rows(attention(qkv), cp)
+
+    def _capped(self, qkv: Tensor, dropped: Dropout, starts: Tensor | None) -> Tensor:
+        """Attend with --attn-logit-softcapping, as one of no ranks that share the sequence."""
+        mask = AttentionMask(len(qkv), self.kind.window, starts)
+        softcap = self.context.model.attn_logit_softcapping
+        call = SharedCall(self.heads, mask, dropped, softcap)
+        return self.context.ops.shared_attention(qkv, call, ALONE, P2P)
 
     def _dropped(self, row0: int, forward_pass: Pass) -> Dropout:
         context = self.context
@@ -152,10 +177,13 @@ class SelfAttention(nn.Module):
     def _angles(self, length: int, forward_pass: Pass) -> tuple[Angles | None, Tensor | None]:
         documents = forward_pass.documents
         rows = forward_pass.rows
+        rope = self.kind.rope
+        if rope is None:
+            return None, None
         if rows is not None:
-            return rows.angles, None
-        by_length = documents.angles(self.context.model)
-        return by_length or (self.context.angles(length), documents.positions)
+            return rows.angles[rope], None
+        by_length = documents.angles(self.context.model.ropes[rope])
+        return by_length or (self.context.angles(length, rope), documents.positions)
 
     def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
         model = self.context.model
@@ -163,7 +191,7 @@ class SelfAttention(nn.Module):
         documents = forward_pass.documents
         s = len(qkv) * context.cp.size
         own = positions(own_segments(len(qkv), context.cp))
-        if model.uses_rotary:
+        if model.uses_rotary(self.kind):
             angles, places = self._angles(s, forward_pass)
             own_places = (
                 own.int().unsqueeze(1).expand(-1, qkv.shape[1]) if places is None else places[own]
@@ -171,8 +199,9 @@ class SelfAttention(nn.Module):
             qkv = self.apply_rotary(qkv, angles, own_places.contiguous())
         call = SharedCall(
             self.heads,
-            AttentionMask(s, model.window, documents.starts),
+            AttentionMask(s, self.kind.window, documents.starts),
             self._dropped(context.tp.rank * self.heads.heads * s, forward_pass),
+            model.attn_logit_softcapping,
         )
         return context.ops.shared_attention(qkv, call, context.cp, self.cp_comm_type)
 
@@ -239,39 +268,60 @@ class MLP(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm block. With --parallel-residual the MLP and attention have the same input."""
+    """Attention and an MLP, with norms by --norm-placement. With --parallel-residual the MLP and attention have the same input."""
 
     def __init__(self, layer: int, context: Context) -> None:
         super().__init__()
         name = f"decoder.layers.{layer - 1}"
         model = context.model
+        before, after = model.norms_around
         self.layer = layer
         self.context = context
-        self.input_layernorm = make_norm(f"{name}.input_layernorm", context)
+
+        def norm_if(present: bool, norm: str) -> Norm | None:
+            return make_norm(f"{name}.{norm}", context) if present else None
+
+        self.input_layernorm = norm_if(before, "input_layernorm")
         self.self_attention = SelfAttention(f"{name}.self_attention", layer, context)
-        self.pre_mlp_layernorm = make_norm(f"{name}.pre_mlp_layernorm", context)
+        self.post_self_attn_layernorm = norm_if(after, "post_self_attn_layernorm")
+        shared = model.parallel_shared_norm
+        self.pre_mlp_layernorm = norm_if(before and not shared, "pre_mlp_layernorm")
         mlp: type[nn.Module] = MLP
-        if model.mlps[layer - 1] == MLP_OF_EXPERTS:
+        if model.layer_kinds[layer - 1].mlp == MLP_OF_EXPERTS:
             mlp = resolve_name("fugaku_megatron.nn.experts:Experts")  # a module that imports this
         self.mlp: Any = mlp(f"{name}.mlp", context)
+        self.post_mlp_layernorm = norm_if(after, "post_mlp_layernorm")
+
+    def _scaled(self, out: Tensor, norm: Norm | None) -> Tensor:
+        """Return the output of attention or the MLP as it is added to the residual."""
+        normed = out if norm is None else norm(out)
+        return multiplied(normed, self.context.model.residual_multiplier)
 
     def _attended(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
         """Return (x + attention, MLP input), both (s, b, h)."""
         attention = self.self_attention
-        model = self.context.model
+        normed = x if self.input_layernorm is None else self.input_layernorm(x)
+        out = self._scaled(attention(normed, forward_pass), self.post_self_attn_layernorm)
         added = (
-            multiplied(attention(self.input_layernorm(x), forward_pass), model.residual_multiplier),
+            out,
             attention.linear_proj.bias,
             x,
             hidden_dropout(self.context, self.layer, "residual_1", x, forward_pass),
         )
-        if model.parallel_residual:
-            return self.context.ops.bias_dropout_add(*added), self.pre_mlp_layernorm(x)
+        if self.context.model.parallel_residual:
+            total = self.context.ops.bias_dropout_add(*added)
+            return total, normed if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x)
+        if self.pre_mlp_layernorm is None:
+            total = self.context.ops.bias_dropout_add(*added)
+            return total, total
         return self.pre_mlp_layernorm.add_and_normalize(*added)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         x, normed = self._attended(x, forward_pass)
-        out = multiplied(self.mlp(normed, forward_pass), self.context.model.residual_multiplier)
+        inner = forward_pass
+        if self.context.model.keeps_mlp_tensors:
+            inner = replace(forward_pass, needs_values=True)
+        out = self._scaled(self.mlp(normed, inner), self.post_mlp_layernorm)
         return self.context.ops.bias_dropout_add(
             out,
             self.mlp.output_bias,

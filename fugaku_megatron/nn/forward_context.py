@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..config.model import ModelConfig
 from .heads import Angles
 from .kv_cache import KeyValueCache
 from .ops import Ops
+from .ops.attention import CachedRows
 from .positions import TokenAngles, document_angles, rotary_angles
 
 
@@ -23,14 +25,14 @@ class Rows:
     lengths: rows of each sample with any.
     samples: (len(lengths),), places in the cache.
     positions: (r,), each row's position in its sample.
-    angles: two tensors (r, rotated elements / 2); None without rotary positions.
+    angles: two tensors (r, rotated elements / 2) by `LayerKind.rope`.
     """
 
     cache: KeyValueCache
     samples: Tensor
     lengths: tuple[int, ...]
     positions: Tensor
-    angles: Angles | None
+    angles: dict[str, Angles]
 
     @staticmethod
     def of(
@@ -39,34 +41,35 @@ class Rows:
         samples: Tensor,
         first: Tensor,
         lengths: Sequence[int],
-        table: Angles | None,
+        tables: Mapping[str, Angles],
     ) -> Rows:
         """Build the rows of samples (n,) whose next positions are first (n,).
 
-        table: angles of every position; None if there are none, or if they depend on a sample's length
+        tables: angles of every position by `LayerKind.rope`, except angles that depend on a sample's length
         """
         if len(lengths) == sum(lengths):
             positions = first
         else:
             own = zip(first.tolist(), lengths, strict=True)
             positions = torch.cat([torch.arange(begin, begin + length) for begin, length in own])
-        angles: Angles | None = None
-        if table is not None:
-            cosines, sines = table
-            angles = cosines.index_select(0, positions), sines.index_select(0, positions)
-        elif model.rotary:  # each sample has its own length
-            parts = [
-                rotary_angles(model, part, len(part) + int(part[0]))
+        angles: dict[str, Angles] = {}
+        for rope, rotated in model.ropes.items():
+            if rope in tables:
+                cosines, sines = tables[rope]
+                angles[rope] = cosines.index_select(0, positions), sines.index_select(0, positions)
+                continue
+            parts = [  # each sample has its own length
+                rotary_angles(rotated, part, len(part) + int(part[0]))
                 for part in positions.split(tuple(lengths))
             ]
-            cosines, sines = (torch.cat(tensors) for tensors in zip(*filter(None, parts)))
-            angles = cosines, sines
+            cosines, sines = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+            angles[rope] = cosines, sines
         return Rows(cache, samples, tuple(lengths), positions, angles)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Inputs that change with each token."""
-        return self.samples, self.positions, *(self.angles or ())
+        return self.samples, self.positions, *chain(*self.angles.values())
 
     @property
     def last(self) -> Tensor:
@@ -77,15 +80,22 @@ class Rows:
         return len(self.positions) == len(self.samples)
 
     def attend(
-        self, ops: Ops, layer: int, qkv: Tensor, whole: Callable[[Tensor], Tensor]
+        self,
+        ops: Ops,
+        layer: int,
+        qkv: Tensor,
+        whole: Callable[[Tensor], Tensor],
+        softcap: float | None,
     ) -> Tensor:
         """Attend from each row to earlier positions in its sample, qkv -> (r, 1, n d).
 
         whole: attention of a sequence without cached tokens.
+        softcap: see --attn-logit-softcapping
         """
         cache = self.cache[layer]
         if self.one_each:
-            return ops.cached_attention(qkv, cache.keys, cache.values, self.samples, self.positions)
+            rows = CachedRows(self.samples, self.positions)
+            return ops.cached_attention(qkv, cache, rows, softcap)
         context = []
         for sample, part in zip(self.samples.tolist(), qkv.split(self.lengths), strict=True):
             groups = part.view(

@@ -34,7 +34,7 @@ from .dropout_key import Dropout
 from .forward_context import Pass
 from .heads import Angles
 from .ops import DropoutKey, Ops
-from .ops.norm import LayerNormArguments
+from .ops.norm import LayerNormArguments, layer_norm_without_bias
 from .parameter import ModelParameter, ParameterSpec
 from .parameter_views import derived
 from .positions import rotary_angles
@@ -201,18 +201,21 @@ class Context:
         return Adapter(name, parts, inputs, outputs, split, self, experts)
 
     @cached_property
-    def _tables(self) -> dict[int, Angles | None]:
+    def _tables(self) -> dict[int, dict[str, Angles]]:
         return {}
 
-    def angles(self, length: int) -> Angles | None:
-        """Return rotary angles for at least `length` positions, shared by all layers, or None."""
+    def angles(self, length: int, rope: str) -> Angles:
+        """Return rotary angles for at least `length` positions, shared by all layers. rope: as in `LayerKind`"""
         rows = (
             max(length, self.model.seq_length) if self.model.rope_dynamic_factor is None else length
         )
         if rows not in self._tables:
             self._tables.clear()
-            self._tables[rows] = rotary_angles(self.model, torch.arange(rows), rows)
-        return self._tables[rows]
+            self._tables[rows] = {
+                name: rotary_angles(model, torch.arange(rows), rows)
+                for name, model in self.model.ropes.items()
+            }
+        return self._tables[rows][rope]
 
     def whole_sequence(self, x: Tensor) -> Tensor:
         """Return x (s, b, ...) of the whole sequence, whose gradients are summed over tensor-parallel ranks."""
@@ -440,11 +443,26 @@ class PlainLayerNorm(Norm):
         return F.layer_norm(x, x.shape[-1:], eps=self.epsilon)
 
 
+class LayerNormWithoutBias(Norm):
+    """Layer norm with a weight and no bias."""
+
+    def __init__(self, name: str, context: Context) -> None:
+        super().__init__(name, context)
+        self.weight = context.parameter(
+            f"{name}.weight", (context.model.hidden_size,), fill=1.0 - self.centered
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm_without_bias(x, self.scale(), self.epsilon)
+
+
 class HeadNorm(nn.Module):
     """Norm of queries or keys over head size d, with the same weight (and LayerNorm bias) for all heads.
 
-    Replicated; each rank computes the gradient from its own heads. With --qk-layernorm-all-heads the norm is over all heads together,
-    with a weight per element.
+    Replicated; each rank computes the gradient from its own heads. With --qk-layernorm-all-heads the norm is over all heads of the model
+    together, with a weight per element, which is sharded like the heads.
+
+    heads: of the model.
     """
 
     def __init__(self, name: str, heads: int, context: Context) -> None:
@@ -453,12 +471,15 @@ class HeadNorm(nn.Module):
         size = (together * context.model.kv_channels,)
         layer_norm = NORMS[context.model.normalization].kernel == LAYER_NORM
         self.centered = context.model.apply_layernorm_1p
+        self.bias = None
+        if context.model.qk_layernorm_all_heads:
+            self.weight = context.parameter(f"{name}.weight", size, 0, fill=1.0 - self.centered)
+            return
         self.weight = context.parameter(
             f"{name}.weight", size, fill=1.0 - self.centered, sequence_parallel=True
         )
-        self.bias = (
-            context.parameter(f"{name}.bias", size, sequence_parallel=True) if layer_norm else None
-        )
+        if layer_norm:
+            self.bias = context.parameter(f"{name}.bias", size, sequence_parallel=True)
 
     def scale(self) -> Tensor:
         return scale(self.weight, self.centered)

@@ -26,7 +26,7 @@ from .layers import (
     multiplied,
 )
 from .ops import Ops, recompute
-from .ops.loss import HeadLoss
+from .ops.loss import HeadLoss, soft_capped
 from .parameter import ModelParameter
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # global name of the tied weight
@@ -198,7 +198,8 @@ class Chunk(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return this rank's logits (whole sequence, b, v)."""
-        return self.ops.for_head().linear(self.head_input(x), self.output_weight)
+        logits = self.ops.for_head().linear(self.head_input(x), self.output_weight)
+        return soft_capped(logits, self.context.model.final_logit_softcapping)
 
     def forward(
         self, x: Tensor, labels: Tensor | None, forward_pass: Pass, factor: float = 1.0
@@ -230,5 +231,6 @@ class Chunk(nn.Module):
                 z_loss=z_loss,
                 divisor=forward_pass.count,
                 z_sum=z_sum,
+                softcap=self.context.model.final_logit_softcapping,
             ),
         )

@@ -88,13 +88,12 @@ def concentration(model: ModelConfig) -> float:
     return model.yarn_attention_factor if model.position_embedding_type == YARN else 1.0
 
 
-def rotary_angles(model: ModelConfig, positions: Tensor, length: int) -> Angles | None:
+def rotary_angles(model: ModelConfig, positions: Tensor, length: int) -> Angles:
     """Return (cosines, sines) for positions (s,) in a sequence of `length`, each (s, rotated elements / 2) in FP32.
 
-    Both include `concentration`. None for a model without rotary positions.
+    model: a value of `ModelConfig.ropes`.
+    Both include `concentration`.
     """
-    if not model.rotary:
-        return None
     angles = torch.outer(
         positions.float() / (model.rotary_seq_len_interpolation_factor or 1.0),
         frequencies(model, length),
@@ -128,7 +127,6 @@ def document_angles(model: ModelConfig, positions: Tensor, padding: Tensor | Non
     rows = 0
     for length in lengths.unique().tolist():
         table = rotary_angles(model, torch.arange(length or max(1, min(longest, original))), length)
-        assert table is not None, "the model has rotary positions"
         firsts[length] = rows
         tables.append(table)
         rows += len(table[0])

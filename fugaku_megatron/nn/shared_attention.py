@@ -61,9 +61,12 @@ class AttentionMask:
 
 
 class SharedCall(NamedTuple):
+    """softcap: see --attn-logit-softcapping"""
+
     heads: Heads
     mask: AttentionMask
     dropped: Dropout
+    softcap: float | None = None
 
 
 class Block(NamedTuple):

@@ -18,6 +18,8 @@ from ..text.named_files import StrPath
 from .history import open_history
 from .iteration_metrics import METRICS, IterationMetrics
 from .screen import Screen, open_screen
+from .telemetry import Telemetry
+from .textfile import Textfile
 from .wandb_run import WandbRun
 
 _PEAK_MEMORY = re.compile(r"peak memory per rank: max (\d+) MiB")
@@ -53,6 +55,7 @@ class LogOutputs:
     stream: None: standard output
     history: a JSON-lines file
     wandb: gets TensorBoard's scalars
+    telemetry, textfile: get the figures of log intervals
     """
 
     stream: TextIO | None = None
@@ -61,6 +64,8 @@ class LogOutputs:
     history: StrPath | None = None
     tensorboard_dir: StrPath | None = None
     wandb: WandbRun | None = None
+    telemetry: Telemetry | None = None
+    textfile: StrPath | None = None
 
     def check_installed(self) -> None:
         """Raise ValueError on every rank without a requested package."""
@@ -98,12 +103,17 @@ class MetricsWriter:
         self._history: TextIO | None = None
         self._tensorboard: Any = None
         self._wandb: Any = None
+        self._telemetry: Telemetry | None = None
+        self._textfile: Textfile | None = None
         if not printing:
             return
         if outputs.tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter  # takes seconds
 
             self._tensorboard = SummaryWriter(log_dir=os.fspath(outputs.tensorboard_dir))
+        self._telemetry = outputs.telemetry
+        if outputs.textfile is not None:
+            self._textfile = Textfile(os.fspath(outputs.textfile))
         if outputs.history:
             self._history = open_history(Path(outputs.history), start_iteration)
         self._screen = open_screen(
@@ -135,6 +145,13 @@ class MetricsWriter:
         self.record("train", **asdict(metrics))
         for name, metric in METRICS:
             self._scalar(metric.interval_tag, getattr(metrics, name), metrics.iteration)
+        if self._telemetry is not None:
+            self._telemetry.record(metrics)
+        if self._textfile is not None:
+            try:
+                self._textfile.write(metrics)
+            except OSError as error:  # not worth ending a run; the next interval writes all figures
+                self.print(f"{self._textfile.path}: not written: {error.strerror}")
         return metrics
 
     def validation(

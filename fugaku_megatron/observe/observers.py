@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,7 @@ from .abft import Checksums
 from .hang_verdict import LISTENERS, Address, Link, open_socket, own_address, parent
 from .heartbeat import Heartbeat
 from .profile import Profile
+from .telemetry import Telemetry
 from .watchdog import Watchdog
 
 NAMES = {
@@ -116,6 +117,7 @@ class Observers:
     beats: Heartbeats
     profile: Profile | None
     checksums: Checksums | None = None
+    telemetry: Telemetry = field(default_factory=Telemetry)
 
     def kernels(self, library: Any) -> Any:
         if self.profile:
@@ -128,6 +130,7 @@ class Observers:
 
     def watch(self, executor: Executor) -> Executor:
         watched: Executor = self.phases.watch(self.beats.watch(executor))
+        watched = self.telemetry.watch(watched)
         if self.profile:
             watched = self.profile.watch(watched)
         return watched

@@ -281,7 +281,7 @@ class Rank:
 
     @cached_property
     def _peak(self) -> float:
-        return self._peak_in(self.software.counts["computes_in"] or self.precision)
+        return self._peak_in(self.software.counts["computes_in"][self.precision])
 
     def _peak_in(self, precision: str) -> float:
         return self.machine.peak_tflops[precision] * 1e12 * self.machine.clock / self.ranks_per_node

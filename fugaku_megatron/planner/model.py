@@ -458,7 +458,7 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
             f"--cpu-frequency {run.system.cpu_frequency} is not the clock of this time, {system.machine.ghz}: pass --ghz"
         )
     peak = (
-        system.machine.peak_tflops[code.counts["computes_in"] or run.precision.name]
+        system.machine.peak_tflops[code.counts["computes_in"][run.precision.name]]
         * system.machine.clock
     )
     if tflops > peak and not run.system.splits_fp32 and not run.system.int8:

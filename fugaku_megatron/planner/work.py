@@ -143,13 +143,17 @@ def _elementwise(software: Software, phase: str, sizes: dict[str, int]) -> Work:
 def _rotary(run: RunConfig, sizes: Mapping[str, int]) -> Work:
     """Return the rotary work: qkv read and written once.
 
-    --residual-multiplier also reads and writes two results.
+    --residual-multiplier also reads and writes two results, and norms beyond two a layer a tensor each.
     """
     work = Work()
-    if run.model.uses_rotary:
+    if run.model.uses_rotary(accounting.typical_layer(run.model)):
         work = Work(moved=2.0 * sizes["qkv"], calls=1, allocations=((sizes["qkv"], 1),))
     if run.model.residual_multiplier != 1.0:
         work += Work(moved=4.0 * sizes["hidden"], calls=2, allocations=((sizes["hidden"], 2),))
+    more = max(0, run.model.layer_norms - 2)
+    if more:
+        moved = 2.0 * more * sizes["hidden"]
+        work += Work(moved=moved, calls=more, allocations=((sizes["hidden"], more),))
     return work
 
 

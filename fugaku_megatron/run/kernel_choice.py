@@ -61,6 +61,9 @@ def choose_kernels(plan: Plan, world: Comm, saved: dict[str, str] | None = None)
     saved: the checkpoint's choice, which an automatic choice keeps: other kernels have other last bits.
     """
     choice = _choose_backends(plan, world, saved)
+    if plan.config.model.attn_logit_softcapping is not None:
+        line = "kernels: attention torch, which soft-caps the scores"
+        choice = Choice({**choice.backends, "attention": "torch"}, [*choice.lines, line])
     reasons = [*_native_matmuls(plan.config)]
     if not reasons:
         return choice

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ from ..checkpoint.save import BackgroundSave
 from ..config.run_config import RunConfig
 from ..costs import accounting
 from ..host import allocator, machine, runtime
-from ..observe import loss_plot
+from ..observe import loss_plot, spans
 from ..observe.abft import Checksums
 from ..observe.expert_load import ExpertWatch
 from ..observe.history import HISTORY
@@ -24,6 +24,7 @@ from ..observe.metrics_writer import MetricsWriter
 from ..observe.nonfinite import find_nonfinite
 from ..observe.observer import Observer
 from ..observe.profile import Profile
+from ..observe.telemetry import Telemetry
 from ..observe.watchdog import Watchdog
 from ..start.exit_codes import ExitCode
 from ..start.signals import StopSignals
@@ -49,6 +50,7 @@ class Session:
     profile: Profile | None = None
     observers: Sequence[Observer] = ()
     watchdog: Watchdog = field(default_factory=Watchdog.off)
+    telemetry: Telemetry = field(default_factory=Telemetry)
     checksums: Checksums | None = None
     signals: StopSignals = field(default_factory=StopSignals)
     skipped_in_a_row: int = 0  # without a falling loss scale
@@ -59,6 +61,7 @@ class Session:
     saving: BackgroundSave | None = None
     saved_iteration: int = 0  # of the last save that began
     picture: subprocess.Popen[bytes] | None = None  # process that draws the losses
+    trained: bool = False  # an iteration in this process
     uncounted: int = 0  # iterations of this process without a counted label
     picture_is_old: bool = False  # a later save has more losses
 
@@ -136,12 +139,19 @@ class Session:
 
     def _step(self) -> tuple[IterationResult, dict[str, Any]]:
         """Train an iteration; return its result, and the observers' values for `IterationMetrics`."""
+        self.telemetry.begin_interval()
         for observer in self.observers:
             observer.begin()
         faults, system_seconds = allocator.page_faults()
         profiled = self.profile.iteration(self.writer.print) if self.profile else nullcontext()
-        with self.watchdog.heart.iteration(self.iteration + 1), profiled:
+        with (
+            self.watchdog.heart.iteration(self.iteration + 1),
+            profiled,
+            self._first_iteration(),
+            self.telemetry.span(spans.ITERATION, iteration=self.iteration + 1) as attributes,
+        ):
             result = self.trainer.train_step()
+            attributes["skipped"] = result.skipped
         after = allocator.page_faults()
         values = {
             "minor_faults": after[0] - faults,
@@ -151,6 +161,13 @@ class Session:
             values |= observer.end(result)
         self.watchdog.measured(result.seconds)
         return result, values
+
+    def _first_iteration(self) -> AbstractContextManager[object]:
+        """Return a span around the first iteration of this process, and nothing around the others."""
+        if self.trained:
+            return nullcontext()
+        self.trained = True
+        return self.telemetry.span(spans.FIRST_ITERATION, iteration=self.iteration + 1)
 
     def _log(self, result: IterationResult, values: dict[str, Any]) -> None:
         trainer = self.trainer
@@ -318,7 +335,10 @@ class Session:
         several = self.config.training.multiple_validation_sets
         sets = trainer.layout.evaluated(self.config, self.valid_sizes, number)
         for index, (first, iterations) in enumerate(sets):
-            with self.watchdog.heart.phase(f"evaluation after iteration {iteration}"):
+            with (
+                self.watchdog.heart.phase(f"evaluation after iteration {iteration}"),
+                self.telemetry.span(spans.EVALUATE, eval_iters=iterations),
+            ):
                 loss = trainer.evaluate(trainer.valid, first, iterations)
             suffix = f"-{index}" if several else ""
             self.writer.validation(iteration, loss, trainer.progress.consumed_samples, suffix)
@@ -357,19 +377,26 @@ class Session:
         self.saved_iteration = self.iteration
         output = self.config.output
         if output.async_save or output.save_local:
-            with self._saves():
+            with self._saves(spans.SAVE):
                 self.saving = self.trainer.save_in_background(directory)
         else:
-            with self._saves():
+            with self._saves(spans.SAVE):
                 self.trainer.save(directory)
             self._report_save()
+        self.telemetry.end_interval()
 
-    def _saves(self) -> AbstractContextManager[None]:
-        return self.watchdog.heart.phase(f"save of iteration {self.saved_iteration}")
+    @contextmanager
+    def _saves(self, span: str) -> Iterator[None]:
+        iteration = self.saved_iteration
+        with (
+            self.watchdog.heart.phase(f"save of iteration {iteration}"),
+            self.telemetry.span(span, iteration=iteration),
+        ):
+            yield
 
     def _advance_save(self, saving: BackgroundSave) -> None:
         """Advance a background save; all ranks have finished its present step."""
-        with self._saves():
+        with self._saves(spans.FINALIZE):
             done = saving.advance()
         if done:
             self.saving = None

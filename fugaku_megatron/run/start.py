@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..host import allocator, kernels, runtime
 from ..host.allocator import peak_memory_mib
 from ..host.energy import Counters
 from ..host.observed import Phases
+from ..observe import spans
 from ..observe.abft import Checksums
 from ..observe.energy import EnergyWatch
 from ..observe.heartbeat import Heartbeat
@@ -33,6 +35,7 @@ from ..observe.profile import Profile
 from ..observe.rerun import Rerun
 from ..observe.screen import append
 from ..observe.stragglers import RankTimes
+from ..observe.telemetry import Otlp, Telemetry
 from ..observe.wandb_run import WandbRun
 from ..observe.watchdog import Watchdog
 from ..training.replicas import comparison_line
@@ -103,6 +106,7 @@ def build(
     resume: Resume,
     heart: Heartbeat,
     say: Callable[..., None],
+    telemetry: Telemetry | None = None,
 ) -> Built:
     """Choose the kernels and build this rank's trainer, observed. Collective."""
     run = plan.config
@@ -118,6 +122,7 @@ def build(
         Heartbeats(heart, Grid(*plan.layout.sizes), world.rank),
         Profile(run, plan.layout, world) if run.output.profile else None,
         Checksums(run.numbers.abft) if run.numbers.abft else None,
+        telemetry or Telemetry(),
     )
     train, valid = data
     trainer = Trainer(
@@ -131,6 +136,7 @@ def build(
         readers=communicators.readers,
         watch=observers.watch,
         waiting_for_data=observers.reading,
+        phase=observers.telemetry.phase,
     )
     if observers.checksums:
         observers.checksums.watch(trainer.optimizer.flat)
@@ -161,7 +167,9 @@ def _say(log_file: str | None, world: Comm, *lines: str | None) -> None:
     append(log_file, *known)
 
 
-def start(plan: Plan, notes: Sequence[str], world: Comm, watchdog: Watchdog) -> Session:
+def start(
+    plan: Plan, notes: Sequence[str], world: Comm, watchdog: Watchdog, telemetry: Telemetry
+) -> Session:
     """Check, build and resume. Raise ValueError for a user's mistake, if possible before anything expensive."""
     enter = watchdog.heart.enter
     say = partial(_say, plan.config.output.log_file, world)
@@ -183,9 +191,14 @@ def start(plan: Plan, notes: Sequence[str], world: Comm, watchdog: Watchdog) -> 
         say(check_memory(run, plan.layout, world, nodes), iteration_line(plan))
 
     enter("the start: reading data")
-    data = build_data(
-        plan, communicators.groups, communicators.readers, tokenizer=tokenizer, order=resume.order
-    )
+    with telemetry.span(spans.DATALOADER):
+        data = build_data(
+            plan,
+            communicators.groups,
+            communicators.readers,
+            tokenizer=tokenizer,
+            order=resume.order,
+        )
     train, valid = data
     saved = resume.state.get("tokenizer")
     say(
@@ -193,12 +206,16 @@ def start(plan: Plan, notes: Sequence[str], world: Comm, watchdog: Watchdog) -> 
         *tokenizer_notes(run, tokenizer, saved, world),
     )
 
-    trainer, observers, sizes = build(plan, communicators, data, resume, watchdog.heart, say)
+    with telemetry.span(spans.MODEL_INIT):
+        trainer, observers, sizes = build(
+            plan, communicators, data, resume, watchdog.heart, say, telemetry
+        )
     if (run.training.eval_iters or run.training.full_validation) and not sizes:
         say(no_evaluation_note(run))
 
     enter("the start: loading a checkpoint")
-    say(*resume_training(trainer, resume))
+    with telemetry.span(spans.LOAD):
+        say(*resume_training(trainer, resume))
     trainer.tokenizer = tokenizer or saved
     given = run.numbers.check_weight_hash_across_dp_replicas_interval != COMPARISON_INTERVAL
     if world.size > 1 or given:
@@ -216,6 +233,8 @@ def start(plan: Plan, notes: Sequence[str], world: Comm, watchdog: Watchdog) -> 
             live=output.log_live,
             log_file=output.log_file,
             wandb=wandb_run(run),
+            telemetry=telemetry,
+            textfile=output.prometheus_textfile,
         ),
         printing=world.rank == 0,
         start_iteration=plan.iteration,
@@ -235,19 +254,35 @@ def start(plan: Plan, notes: Sequence[str], world: Comm, watchdog: Watchdog) -> 
             RankTimes(run, plan.layout, world, observers.phases, writer.print),
         ),
         watchdog=watchdog,
+        telemetry=telemetry,
         checksums=observers.checksums,
     )
+
+
+def open_telemetry(plan: Plan, world: Comm) -> Telemetry:
+    """Return the export of --otel-enabled on rank 0, and none on others. Collective."""
+    otlp = Otlp.of(plan.config, plan.layout.dp)
+    if otlp is None:
+        return Telemetry()
+    on_root(world, otlp.check)
+    if world.rank != 0:
+        return Telemetry()
+    return Telemetry(otlp, partial(_say, plan.config.output.log_file, world))
 
 
 def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
     """Run from flags to the last checkpoint. Collective."""
     plan, lines = check_run(arguments.run, world)
-    with hold(
-        plan.config.output.save,
-        world,
-        lambda: watchdog.heart.enter("the start: waiting for the lock of --save"),
+    with (
+        closing(open_telemetry(plan, world)) as telemetry,
+        hold(
+            plan.config.output.save,
+            world,
+            lambda: watchdog.heart.enter("the start: waiting for the lock of --save"),
+        ),
     ):
-        session = start(plan, (*arguments.notes, *lines), world, watchdog)
+        with telemetry.span(spans.STARTUP):
+            session = start(plan, (*arguments.notes, *lines), world, watchdog, telemetry)
         try:
             with session.signals:
                 if plan.config.training.skip_train:

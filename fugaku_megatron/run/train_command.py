@@ -19,6 +19,7 @@ from ..checkpoint.manifest import latest_iteration, read_head
 from ..cli.arguments import Arguments, add_flags, interpret
 from ..cli.output_files import check_picture
 from ..config.fields import check
+from ..config.hybrid import with_layers
 from ..config.model import ARCHITECTURE, with_block
 from ..config.run_config import RunConfig
 from ..observe.watchdog import HangSettings, Watchdog
@@ -82,7 +83,7 @@ def with_checkpoint_model(values: Mapping[str, Any]) -> dict[str, Any]:
     if iteration is None:
         return dict(values)
     saved = with_block(read_head(load, iteration)["config"].get("model", {}))
-    kept = {name: value for name, value in values.items() if name not in ARCHITECTURE}
+    kept = {name: value for name, value in with_layers(values).items() if name not in ARCHITECTURE}
     names = (name for name in (*ARCHITECTURE, *DROPOUT) if saved.get(name) is not None)
     return kept | {name: saved[name] for name in names}
 

@@ -144,6 +144,7 @@ class Trainer:
     make_schedule: (run, micro-batches) -> training schedule.
     waiting_for_data: context around every fetch of samples.
     before_update: (samples consumed, loss) -> loss, called between gradient reduction and update; it may replace the gradients.
+    phase: name -> context around "forward_backward" and "optimizer" of an iteration.
     tokenizer, data_files: records for checkpoints. order: samples for which the order of the data was first made.
     """
 
@@ -160,6 +161,7 @@ class Trainer:
     readers: ReaderGroup | None = None
     waiting_for_data: Callable[[], AbstractContextManager[None]] = nullcontext
     before_update: Callable[[int, float], float] | None = None
+    phase: Callable[[str], AbstractContextManager[object]] = nullcontext
     tokenizer: dict[str, Any] | None = None
     order: DataOrder = NEW_ORDER
     data_files: list[Record] = field(default_factory=list)
@@ -252,7 +254,8 @@ class Trainer:
             self._batches = self.batches.open(
                 self.train, consumed, self.batch_size, self.skips.samples
             )
-        loss, work = self._gradients(self._batches, consumed, scale)
+        with self.phase("forward_backward"):
+            loss, work = self._gradients(self._batches, consumed, scale)
         experts = expert_counts.gather_loads(
             self.stage, self.run, self.groups, self.layout.microbatches(self.run, size)
         )
@@ -261,12 +264,13 @@ class Trainer:
             loss = self.before_update(consumed, loss)
         scheduled = self.progress.scheduled_samples
         lr = self.param_schedule.learning_rate(scheduled)
-        step = self.optimizer.step(
-            lr,
-            self.param_schedule.weight_decay(scheduled),
-            self.run.output.log_num_zeros_in_grad,
-            self.param_schedule.decoupled.learning_rate(scheduled),
-        )
+        with self.phase("optimizer"):
+            step = self.optimizer.step(
+                lr,
+                self.param_schedule.weight_decay(scheduled),
+                self.run.output.log_num_zeros_in_grad,
+                self.param_schedule.decoupled.learning_rate(scheduled),
+            )
         self.progress.iteration += 1
         self.progress.consumed_samples = self.skips.samples(consumed, size)[-1] + 1
         if step.skipped:

@@ -24,21 +24,22 @@ from tests.system.mpi.pretraining import PROGRAM, TINY, resuming
 
 pytestmark = pytest.mark.mpi
 RANKS = 4
-FEW = 2  # ranks of the usual test
+FEW = 2  # a replica
 TIMEOUT = 4.0
 PATIENCE = 120.0  # s for a rank to come to a phase, and for the end
 FLAGS = (
     "--log-interval 1000 --pipeline-model-parallel-size 2 --train-iters 1000000 "
     f"--save-interval 5 --keep-last 2 --hang-timeout-in-secs {TIMEOUT}"
 )
-# A phase, in the words of its heartbeat, and the one of RANKS ranks that is stopped in it.
+REPLICATED = "(all_reduce|reduce_scatter|all_gather) over"  # two replicas of two stages
+# A phase, in the words of its heartbeat, and the rank that is stopped in it.
 PHASES = {
     "the start": 3,
     "forward of": 0,
     "reading data": 1,
     "send_(forward|backward) of": 2,
     "save of": 3,
-    "(all_reduce|reduce_scatter|all_gather) over": 0,
+    REPLICATED: 0,
 }
 USUAL = {"mpich": "the start", "openmpi": "forward of"}
 
@@ -99,8 +100,8 @@ def stop(job: subprocess.Popen, ranks: int, rank: int, phase: str) -> Beat:
     "phase", [None, *(pytest.param(phase, marks=pytest.mark.full) for phase in PHASES)]
 )
 def test_a_stopped_rank_is_named_and_the_job_ends(mpi, tmp_path, phase):
-    ranks = RANKS if phase else FEW
     phase = phase or USUAL[mpi.name]
+    ranks = RANKS if phase == REPLICATED else FEW
     rank = PHASES[phase] % ranks
     job = start(mpi, ranks, tmp_path)
     try:

@@ -14,6 +14,7 @@ from fugaku_megatron.api import trainer as process
 from fugaku_megatron.cli.arguments import build_parser, interpret
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.fields import flag_words
+from fugaku_megatron.observe.telemetry import Telemetry
 from fugaku_megatron.observe.watchdog import Watchdog
 from fugaku_megatron.run import checks
 from fugaku_megatron.run import start as start_module
@@ -36,7 +37,9 @@ def command(world: Comm, **flags: Any) -> Losses:
     ]
     arguments = interpret(with_checkpoint_model(vars(build_parser().parse_args(words))))
     plan, lines = checks.check_run(arguments.run, world)
-    session = start_module.start(plan, (*arguments.notes, *lines), world, Watchdog.off())
+    session = start_module.start(
+        plan, (*arguments.notes, *lines), world, Watchdog.off(), Telemetry()
+    )
     losses: Losses = []
     step = session.trainer.train_step
 
@@ -219,7 +222,9 @@ WITHIN_THE_RUN = set(
     yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int mscale mscale_all_dim
     use_rope_scaling rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
     rope_scaling_original_max_position_embeddings rope_dynamic_factor
-    untie_embeddings_and_output_weights window_size parallel_residual embedding_multiplier
+    untie_embeddings_and_output_weights window_size window_attn_skip_freq window_rotary_base
+    no_rope_freq norm_placement parallel_shared_norm attn_logit_softcapping
+    final_logit_softcapping parallel_residual embedding_multiplier
     residual_multiplier attention_multiplier logits_scaling muon_no_split_qkv muon_scale_mode
     muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps muon_tp_mode vocab_file
     merge_file tokenizer_model tiktoken_pattern tiktoken_num_special_tokens fp16_accumulation_chunk

@@ -104,8 +104,55 @@ MODELS = {
             "window_size": "2,0",
         }
     ),
+    "layers that differ": Model(
+        {
+            **BASE,
+            **RESETS,
+            "position_embedding_type": "yarn",
+            "rotary_scaling_factor": 4.0,
+            "yarn_original_max_position_embeddings": 4,
+            "window_size": "2,0",
+            "window_attn_skip_freq": "[1,0,1,0]",
+            "window_rotary_base": 100.0,
+            "no_rope_freq": "4",
+        },
+        "texts",
+    ),
     "norms over all heads": Model(
         {"qk_layernorm": True, "qk_layernorm_all_heads": True, "normalization": "RMSNorm"}
+    ),
+    "norms after": Model(
+        {
+            **BASE,
+            **ROPE,
+            "num_layers": 2,
+            "normalization": "RMSNorm",
+            "norm_placement": "post",
+            "disable_bias_linear": True,
+            "qk_layernorm": True,
+            "qk_layernorm_all_heads": True,
+            "group_query_attention": True,
+            "num_query_groups": 4,
+        }
+    ),
+    "norms around and soft caps": Model(
+        {
+            **DROPOUT,
+            "normalization": "RMSNorm",
+            "norm_placement": "both",
+            "disable_bias_linear": True,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 0.5,
+            "window_size": "4,0",
+        }
+    ),
+    "one norm for both": Model(
+        {
+            **BASE,
+            "normalization": "LayerNormWithoutBias",
+            "parallel_residual": True,
+            "parallel_shared_norm": True,
+        }
     ),
     "windows": Model(
         {
@@ -235,8 +282,16 @@ LAYOUTS = {  # every option once at least, and pairs of options rather than all 
     "qwen3 of 4 layers": ["pp2 dp2 full"],
     "qwen3 in bf16": ["tp2 pp2"],
     "biases": ["tp2 pp2 dp2 overlap", "cp2 pp2"],
+    "layers that differ": [
+        "tp2 pp2 sequence",
+        "pp2 torch full",
+        "cp2 p2p selective",
+    ],
     "no positions": ["tp2 dp2 zero", "cp2 dp2 overlap"],
     "norms over all heads": ["cp2", "cp2 allgather"],
+    "norms after": ["tp2 sequence full", "tp2 pp2 torch", "cp2 tp2 p2p selective"],
+    "norms around and soft caps": ["tp2 pp2 sequence full", "cp2 selective", "cp2 p2p torch"],
+    "one norm for both": ["tp2 sequence", "pp2 full"],
     "documents": [
         "tp2 sequence",
         "pp2 zbv",

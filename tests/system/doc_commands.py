@@ -352,6 +352,7 @@ LEAVES = {
         "my_model/iter_0000006/manifest.json",
         "my_run.csv",
         "my_run.png",
+        "my_run.prom",
     ),
 }
 

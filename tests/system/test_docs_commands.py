@@ -67,6 +67,7 @@ def check_python(words: list[str]) -> None:
     """Check a script or module that python starts."""
     stands_for = {
         "pretrain_gpt.py": ["train"],
+        "pretrain_hybrid.py": ["train"],
         "scripts/submit.py": ["job"],
         "tools/preprocess_data.py": ["preprocess"],
         "-m fugaku_megatron": [],
@@ -125,7 +126,7 @@ def test_programs_and_flags_exist(document):
 
 
 def test_documents_have_commands_and_every_change_is_in_use():
-    pages = "chat clusters data evaluation fugaku install library models performance report tables training"
+    pages = "chat clusters data evaluation fugaku install library megatron models performance report tables training"
     names = {f"docs/{page}.md" for page in pages.split()}
     assert set(DOCUMENTS_WITH_COMMANDS) == {"README.md", *names}
     assert {change[0] for change in CHANGES} <= set(DOCUMENTS_WITH_COMMANDS)

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = (
     "pretrain_gpt.py",
+    "pretrain_hybrid.py",
     "tools/preprocess_data.py",
     "scripts/submit.py",
     "scripts/pjsub/local_pjsub",

@@ -22,6 +22,7 @@ from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.model import ModelConfig, architecture
 from fugaku_megatron.config.recipes import RECIPES
+from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.convert import convert_command
 from fugaku_megatron.convert.convert_command import whole
 from fugaku_megatron.convert.hugging_face import (
@@ -30,6 +31,8 @@ from fugaku_megatron.convert.hugging_face import (
     parts,
     read_config,
 )
+from fugaku_megatron.inference.generation import Decoder
+from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.positions import frequencies, rotary_angles
@@ -121,6 +124,29 @@ def test_the_same_logits_and_flags_that_make_the_model(converted):
     assert all(
         saved[name] == value for name, value in architecture(model).items()
     ) and model.num_layers in (2, 3)
+
+
+def test_greedy_tokens_are_those_of_transformers(converted):
+    """Generate beyond a window, with the key-value cache of each layer."""
+    torch.manual_seed(6)
+    prompts = torch.randint(3, VOCABULARY, (2, 5))
+    new = LENGTH - 5
+    with torch.no_grad():
+        tokens = prompts
+        for _ in range(new):
+            best = converted.model(tokens).logits[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat((tokens, best), 1)
+    manifest = read_manifest(converted.ours, 0)
+    run = saved_run(manifest, (1, 1))
+    loaded = load_model(run, SoloComm(), str(converted.ours), 0, manifest)
+    decoder = Decoder(loaded, [LENGTH, LENGTH])
+    samples = torch.arange(2)
+    ours = [prompts]
+    logits = decoder.logits(samples, [5, 5], prompts.flatten())
+    for _ in range(new):
+        ours.append(logits.argmax(-1, keepdim=True))
+        logits = decoder.logits(samples, [1, 1], ours[-1].flatten())
+    assert torch.equal(torch.cat(ours, 1), tokens)
 
 
 def check_training(
@@ -357,9 +383,51 @@ BAD_CONFIGS = [
     (
         "gpt2",
         "model_type",
-        "gemma2",
-        "model_type is 'gemma2': soft-capped logits are not supported; it can be gpt2, llama,",
+        "bloom",
+        "model_type is 'bloom': positions as a slope of each head (ALiBi) are not supported; it can be",
     ),
+    ("smollm3", "no_rope_layers", [1], "no_rope_layers is [1], not 0 or 1 for each of 3 layers"),
+    (
+        "smollm3",
+        "use_sliding_window",
+        True,
+        "use_sliding_window is True, and the block computes False",
+    ),
+    (
+        "ministral",
+        "layer_types",
+        ["full_attention", "chunked_attention"],
+        "layer_types is ['full_attention', 'chunked_attention'], not sliding_attention or full_att",
+    ),
+    (
+        "ministral",
+        "sliding_window",
+        None,
+        "layer_types has sliding_attention, and sliding_window is null: correct one of them",
+    ),
+    (
+        "olmo3",
+        "rope_parameters",
+        {"sliding_attention": {**YARN, "rope_theta": 5000.0}},
+        "rope_parameters of sliding_attention are {'rope_type': 'yarn', 'factor': 4.0, ",
+    ),
+    (
+        "olmo3",
+        "rope_parameters",
+        {"rope_type": "default", "rope_theta": 5000.0},
+        "rope_parameters has no full_attention and no sliding_attention",
+    ),
+    ("gemma2", "hidden_activation", "gelu", "hidden_activation is 'gelu', and the block computes"),
+    ("gemma2", "query_pre_attn_scalar", 0, "query_pre_attn_scalar is 0, not a number above 0"),
+    (
+        "gemma3",
+        "use_bidirectional_attention",
+        True,
+        "use_bidirectional_attention is True, and the block computes None or False",
+    ),
+    ("gemma3", "attn_logit_softcapping", 5.0, "attn_logit_softcapping is 5.0, and the block comp"),
+    ("cohere2", "logit_scale", 0, "config.json: logit_scale is 0, not a number above 0"),
+    ("exaone4", "attention_bias", True, "attention_bias is True, which is not known of Exaone4"),
     (
         "mixtral",
         "router_jitter_noise",

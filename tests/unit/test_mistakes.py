@@ -416,9 +416,14 @@ FLAGS = {
             "--rampup-batch-size 4 6 100: its batch size 10 is not divisible",
         ),
         (
-            "--tensor-model-parallel-size 2 --normalization RMSNorm --qk-layernorm --qk-layernorm-all-heads",
-            "--qk-layernorm-all-heads needs whole heads on a rank",
+            "--norm-placement post",
+            "--norm-placement post normalises outputs without biases: pass --disable-bias-linear",
         ),
+        (
+            "--norm-placement both --disable-bias-linear --parallel-residual",
+            "--norm-placement both and --parallel-residual exclude each other: leave one out",
+        ),
+        ("--parallel-shared-norm", "--parallel-shared-norm needs --parallel-residual: pass both"),
         (
             "--context-parallel-size 2 --cp-comm-type a2a --normalization RMSNorm --qk-layernorm --qk-layernorm-all-heads",
             "--cp-comm-type a2a leaves ... all of them: pass --cp-comm-type p2p",

@@ -151,16 +151,19 @@ def test_clock_and_sixteen_bits():
     ):
         slow, fast = (getattr(rank(ghz=ghz, call_us=5).seconds(done), field) for ghz in (2.0, 2.2))
         assert slow / fast == pytest.approx(1.10)
-    for name, code, gain in (
-        ("a64fx", "fugaku_megatron", 1.0),
-        ("a64fx", "torch1.10", 1.0),
-        ("a100", "megatron-a100", 16),
+    for name, code, precision, gain in (
+        ("a64fx", "fugaku_megatron", "fp16", 1.0),
+        ("a64fx", "fugaku_megatron", "bf16", 1.0),
+        ("a64fx", "torch1.10", "fp16", 1.0),
+        ("a100", "megatron-a100", "fp16", 16),
+        ("graviton3", "fugaku_megatron", "bf16", 4),
+        ("graviton3", "fugaku_megatron", "fp16", 1.0),
+        ("epyc-9655", "fugaku_megatron", "bf16", 2),
     ):
-        on = rank(name, code, gemm_half=1.0)
-        fp32, fp16 = (
-            replace(on, precision=p).seconds(gemm(4096, 4096, 4096)).gemm for p in ("fp32", "fp16")
-        )
-        assert fp32 / fp16 == pytest.approx(gain)
+        fp32 = rank(name, code, gemm_half=1.0)
+        short = replace(fp32, precision=precision)
+        matmul = gemm(4096, 4096, 4096)
+        assert fp32.seconds(matmul).gemm / short.seconds(matmul).gemm == pytest.approx(gain)
 
 
 def test_fp32_matmuls_in_bf16_parts_take_six_of_bf16_or_what_was_measured():

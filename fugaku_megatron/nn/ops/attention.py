@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,17 @@ from ...comm.autograd import Function
 from ..dropout_key import Dropout
 from ..gradients import as_rows
 from ..heads import Heads
+from ..kv_cache import LayerCache
 from ..shared_attention import AttentionGradients, Block, SharedCall
 from .backend import Backend
 from .dropout import dropout
+
+
+class CachedRows(NamedTuple):
+    """samples: (r,), each row's sample in the cache. positions: (r,), each row's position in its sample."""
+
+    samples: Tensor
+    positions: Tensor
 
 
 def attention(
@@ -113,29 +121,34 @@ def _torch_attention(
 
 
 def cached_attention(
-    ops: Backend, qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor, positions: Tensor
+    ops: Backend, qkv: Tensor, cache: LayerCache, rows: CachedRows, softcap: float | None = None
 ) -> Tensor:
     """Store the keys and values of one new token per sample, and attend, qkv (r, 1, ...) -> (r, 1, n d). Nothing is saved.
 
-    keys, values: (all samples, g, slots, d), position p in slot p mod slots.
-    samples: (r,), each row's sample in the cache.
-    positions: (r,), each row's position in its sample.
+    softcap: see --attn-logit-softcapping
     """
+    keys = cache.keys
+    values = cache.values
+    samples, positions = rows
     _, groups, slots, d = keys.shape
-    if ops.is_native("attention"):
+    if ops.is_native("attention") and softcap is None:
         out = qkv.new_empty(len(qkv), qkv.shape[-1] - 2 * groups * d)
         ops.kernels.attention_decode(as_rows(qkv), keys, values, samples, positions, out)
         return out.unsqueeze(1)
     context = []
-    rows = qkv.view(len(qkv), groups, -1, d)
-    for row, sample, position in zip(rows, samples.tolist(), positions.tolist(), strict=True):
+    heads = qkv.view(len(qkv), groups, -1, d)
+    for row, sample, position in zip(heads, samples.tolist(), positions.tolist(), strict=True):
         keys[sample, :, position % slots] = row[:, -2]
         values[sample, :, position % slots] = row[:, -1]
         stored = slice(sample, sample + 1), slice(None), slice(min(position + 1, slots))
         # (1, g, n / g, d): a group's queries are the rows of attention, so that nothing is repeated.
-        context.append(
-            F.scaled_dot_product_attention(row[None, :, :-2], keys[stored], values[stored])
-        )
+        queries = row[None, :, :-2]
+        if softcap is None:
+            context.append(F.scaled_dot_product_attention(queries, keys[stored], values[stored]))
+            continue
+        scores = queries.float() @ keys[stored].float().transpose(-1, -2) * d**-0.5
+        probabilities = torch.softmax(softcap * torch.tanh(scores / softcap), -1)
+        context.append((probabilities @ values[stored].float()).to(qkv.dtype))
     return torch.cat(context).view(len(qkv), 1, -1)
 
 
@@ -151,7 +164,7 @@ def attend_block(
     """
     heads = call.heads
     q, b, _ = qkv.shape
-    if ops.is_native("attention"):
+    if ops.is_native("attention") and call.softcap is None:
         out = qkv.new_empty(q, b, heads.heads * heads.head_size)
         lse = qkv.new_empty(b, heads.heads, q, dtype=torch.float32)
         ops.kernels.attention_part_forward(qkv, kv, out, lse, *_block_arguments(call, block))
@@ -173,7 +186,7 @@ def add_block_gradients(
 ) -> None:
     """Add a block's gradients to `gradients.dqkv` and dkv, in FP32."""
     qkv, out, lse, dout, dqkv = gradients
-    if ops.is_native("attention"):
+    if ops.is_native("attention") and call.softcap is None:
         ops.kernels.attention_part_backward(
             qkv, kv, out, lse, dout, dqkv, dkv, *_block_arguments(call, block)
         )
@@ -189,6 +202,9 @@ def add_block_gradients(
     dscores = (
         probabilities * (grad @ values.transpose(-1, -2) * mask - delta) * heads.head_size**-0.5
     )
+    if call.softcap is not None:
+        capped = scores.masked_fill(probabilities == 0, 0.0) / call.softcap
+        dscores *= 1 - capped.square()
     dqueries = (dscores @ keys).unflatten(1, (heads.groups, -1))
     heads.split(dqkv)[0].add_(dqueries.permute(3, 0, 1, 2, 4))  # (q, b, g, n/g, d)
     dkeys = dscores.transpose(-1, -2) @ queries
@@ -232,6 +248,8 @@ def _block_scores(
     if mask.starts is not None:
         visible = visible & (key >= mask.starts[:, query].unsqueeze(-1))
     scores = (queries @ keys.transpose(-1, -2)) * heads.head_size**-0.5
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     return scores.masked_fill(~visible.unsqueeze(1), -torch.inf), queries, keys, values
 
 

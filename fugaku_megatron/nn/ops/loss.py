@@ -32,6 +32,7 @@ class HeadLoss(NamedTuple):
     z_loss: coefficient of (log sum exp)^2, added to a row's loss as in PaLM (Chowdhery et al. 2022, section 5).
     divisor: of the summed losses; None: the number of all rows.
     z_sum: (), receives the sum of the z-loss.
+    softcap: see --final-logit-softcapping.
     """
 
     tp: Comm
@@ -42,6 +43,12 @@ class HeadLoss(NamedTuple):
     z_loss: float = 0.0
     divisor: float | None = None
     z_sum: Tensor | None = None
+    softcap: float | None = None
+
+
+def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap tanh(logits / softcap), in FP32; the logits themselves without a softcap."""
+    return logits if softcap is None else torch.tanh(logits.float() / softcap) * softcap
 
 
 def head_loss(ops: Backend, x: Tensor, weight: Tensor, labels: Tensor, call: HeadLoss) -> Tensor:
@@ -63,6 +70,7 @@ def head_loss(ops: Backend, x: Tensor, weight: Tensor, labels: Tensor, call: Hea
         return _NativeHeadLoss.apply(ops, x, weight, labels, call)
     # The weight gradient is not postponed, so that a tied weight gets it before the embedding's, as in the native backend.
     logits = linear(replace(ops, weight_gradients=WeightGradients()), x, weight)
+    logits = soft_capped(logits, call.softcap)
     divisor = call.divisor or labels.numel()
     z_part = torch.zeros(())
     losses = _TorchCrossEntropy.apply(logits, labels, call, z_part)
@@ -96,8 +104,6 @@ class _NativeHeadLoss(Function[Tensor]):
             logits = logits_block[: len(rows[part])]
             dlogits = None if gradient_block is None else gradient_block[: len(logits)]
             matmul(ops, rows[part], weight, logits)
-            if call.unpadded_rows is not None:
-                logits[:, call.unpadded_rows :] = -math.inf
             loss, z_part = _block_loss(
                 ops.kernels, logits, labels[part], call, call.factor / divisor, dlogits
             )
@@ -132,6 +138,13 @@ def _block_loss(
 ) -> tuple[float, float]:
     """Return the summed loss and z-loss; write the gradient to dlogits, which may be logits."""
     tp = call.tp
+    slope = None
+    if call.softcap is not None:
+        logits.div_(call.softcap).tanh_()
+        slope = None if dlogits is None else 1 - logits.square()
+        logits.mul_(call.softcap)
+    if call.unpadded_rows is not None:
+        logits[:, call.unpadded_rows :] = -math.inf
     row_max, sum_exp, target_logit = torch.empty(3, len(labels))
     if tp.size == 1:
         kernels.cross_entropy_forward(logits, labels, row_max, sum_exp, target_logit)
@@ -146,6 +159,8 @@ def _block_loss(
         kernels.cross_entropy_backward(
             logits, row_max, sum_exp, labels, call.first_row, factors, dlogits, call.z_loss
         )
+        if slope is not None:
+            dlogits.mul_(slope)
     log_sum = torch.log(sum_exp)
     z = log_sum + row_max
     added = call.z_loss * z * z

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...comm.autograd import Function
+from ...comm.base import Comm
 from ..dropout_key import Dropout
 from ..gradients import accumulate, as_rows, gradient_of, vector_gradient
 from .backend import Backend
@@ -79,6 +80,29 @@ class _TorchLayerNorm(Function[Tensor]):
         return dx, None, None, None
 
 
+def layer_norm_without_bias(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return the layer norm of x (..., h), computed by torch."""
+    return _LayerNormWithoutBias.apply(x, weight, epsilon)
+
+
+class _LayerNormWithoutBias(Function[Tensor]):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, (x.shape[-1],), weight, None, epsilon)
+        ctx.save_for_backward(x, mean, rstd)
+        ctx.weight = weight
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        x, mean, rstd = ctx.saved_tensors
+        dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
+            dy.contiguous(), x, (x.shape[-1],), mean, rstd, ctx.weight, None, [True, True, False]
+        )
+        accumulate(ctx.weight, dweight)
+        return dx, None, None
+
+
 class _TorchRMSNorm(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -108,6 +132,56 @@ def norm_gradients(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple
     scaled = dy * weight
     dx = rstd * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
     return dx.to(x.dtype), as_rows(dy * unit).sum(0)
+
+
+def sharded_rms_norm(
+    rows: tuple[Tensor, Tensor], weights: tuple[Tensor, ...], epsilon: float, tp: Comm
+) -> tuple[Tensor, Tensor]:
+    """Return the RMS norm of each of two tensors (..., elements of this rank) over the elements of all ranks, by torch.
+
+    weights: (elements of this rank,) each
+    """
+    return _ShardedRMSNorm.apply(*rows, weights, epsilon, tp)
+
+
+def _sums(tp: Comm, *products: Tensor) -> tuple[Tensor, ...]:
+    """Return the mean of each (..., elements of this rank) over the elements of all ranks, (..., 1) in FP32."""
+    sums = torch.stack([product.sum(-1, keepdim=True) for product in products])
+    tp.all_reduce(sums)
+    return tuple(each / (tp.size * product.shape[-1]) for each, product in zip(sums, products))
+
+
+class _ShardedRMSNorm(Function[tuple[Tensor, Tensor]]):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, weights: tuple[Tensor, ...], epsilon: float, tp: Comm
+    ) -> tuple[Tensor, Tensor]:
+        squares = _sums(tp, x.float().square(), y.float().square())
+        statistics = [torch.rsqrt(mean + epsilon) for mean in squares]
+        ctx.save_for_backward(x, y, *statistics)
+        ctx.weights = weights
+        ctx.tp = tp
+        normed_x, normed_y = (
+            (each * rstd * weight).to(each.dtype)
+            for each, rstd, weight in zip((x, y), statistics, weights, strict=True)
+        )
+        return normed_x, normed_y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, *statistics = ctx.saved_tensors
+        units = [each.float() * rstd for each, rstd in zip((x, y), statistics, strict=True)]
+        scaled = []
+        for dy, unit, weight in zip(gradients, units, ctx.weights, strict=True):
+            dy = dy.float()
+            accumulate(weight, as_rows(dy * unit).sum(0))
+            scaled.append(dy * weight)
+        means = _sums(ctx.tp, *(one * unit for one, unit in zip(scaled, units, strict=True)))
+        dx, dy = (
+            (rstd * (one - unit * mean)).to(x.dtype)
+            for rstd, one, unit, mean in zip(statistics, scaled, units, means, strict=True)
+        )
+        return dx, dy, None, None, None
 
 
 class LayerNormArguments(NamedTuple):

@@ -1,0 +1,79 @@
+"""Properties in which the layers of a model differ, and the patterns of flags that set them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .fields import check, flag
+
+MAX_PATTERN = 4096  # layers
+
+# Keys of `ModelConfig.ropes`.
+GLOBAL = "global"
+LOCAL = "local"
+
+
+class LayerKind(NamedTuple):
+    """One layer of a model.
+
+    mlp: key in `ACTIVATIONS`, or MLP_OF_EXPERTS
+    window: tokens that a token attends to, including itself; None: all before it
+    rope: key in `ModelConfig.ropes`; None: queries and keys are not rotated
+    """
+
+    mlp: str
+    window: int | None
+    rope: str | None
+
+
+def layer_pattern(name: str, text: str, layers: int) -> int | tuple[bool, ...]:
+    """Return the number N or the list of 0 and 1 in a field. Raises ValueError, one line, for other text."""
+    mistake = f"{flag(name)} {text!r:.60}: pass a number above 0, or a list of 0 and 1, such as ([0]*1+[1]*23)"
+    try:
+        found = _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(mistake) from None
+    if isinstance(found, int):
+        check(found > 0, mistake)
+        return found
+    check(all(x in (0, 1) for x in found), mistake)
+    check(
+        len(found) == layers,
+        f"{flag(name)} {text:.60} has {len(found)} layers, and --num-layers is {layers}: change one",
+    )
+    return tuple(map(bool, found))
+
+
+def _value(node: ast.expr) -> int | Sequence[int]:
+    """Evaluate integers, integer lists, and their sums and repetitions. Raises ValueError for other
+    code.
+    """
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        numbers = [_value(element) for element in node.elts]
+        if all(isinstance(number, int) for number in numbers):
+            return [number for number in numbers if isinstance(number, int)]
+    if isinstance(node, ast.BinOp):
+        combined = _combined(node.op, _value(node.left), _value(node.right))
+        if combined is not None:
+            return combined
+    raise ValueError(ast.dump(node))
+
+
+def _combined(
+    operator: ast.operator, left: int | Sequence[int], right: int | Sequence[int]
+) -> list[int] | None:
+    """Return the sum of two lists or the repetition of a list, None if it is neither or too long."""
+    if isinstance(left, int):
+        left, right = right, left
+    if isinstance(left, int):
+        return None
+    if isinstance(right, int):
+        if isinstance(operator, ast.Mult) and 0 <= len(left) * right <= MAX_PATTERN:
+            return list(left) * right
+    elif isinstance(operator, ast.Add) and len(left) + len(right) <= MAX_PATTERN:
+        return [*left, *right]
+    return None

@@ -1,0 +1,48 @@
+"""Groups of spans that --otel-span-groups names, from megatron/core/telemetry/span_groups.py of Megatron-LM."""
+
+from __future__ import annotations
+
+from .fields import check
+
+JOB = "job"
+CHECKPOINT = "checkpoint"
+EVALUATE = "evaluate"
+MODEL_INIT = "model_init"
+LOAD_CHECKPOINT = "load_checkpoint"
+STEP = "step"
+FORWARD_BACKWARD = "forward_backward"
+OPTIMIZER = "optimizer"
+MICROBATCH = "microbatch"
+COMMUNICATION = "communication"
+DATA_LOADING = "data_loading"
+FIRST_ITERATION = "first_iteration"
+# Megatron-LM's groups whose spans a run here does not have.
+EMPTY = ("layer", "activation_offload", "trace_region", "inference")
+
+_DEFAULT = (JOB, CHECKPOINT, EVALUATE, FIRST_ITERATION)
+_PER_STEP = (
+    *_DEFAULT,
+    MODEL_INIT,
+    LOAD_CHECKPOINT,
+    STEP,
+    FORWARD_BACKWARD,
+    OPTIMIZER,
+    COMMUNICATION,
+    DATA_LOADING,
+)
+_ALL = (*_PER_STEP, MICROBATCH, *EMPTY)
+PRESETS = {"default": _DEFAULT, "per_step": _PER_STEP, "profiling": _ALL, "all": _ALL}
+
+
+def span_groups(text: str) -> frozenset[str]:
+    """Return the groups of comma-separated presets and groups. ValueError for another word."""
+    found: set[str] = set()
+    for word in text.split(","):
+        name = word.strip()
+        check(
+            name in PRESETS or name in _ALL,
+            f"--otel-span-groups {text:.80} has {name!r:.40}: pass {' or '.join(PRESETS)}, "
+            f"or groups separated by commas, of {', '.join(_ALL)}",
+        )
+        found.update(PRESETS.get(name, (name,)))
+    return frozenset(found)

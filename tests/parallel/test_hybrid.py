@@ -1,0 +1,200 @@
+"""--hybrid-layer-pattern: the layers of Megatron-LM's HybridModel, spelled as a GPT's."""
+
+import dataclasses
+
+import pytest
+
+from fugaku_megatron.api.config import Config
+from fugaku_megatron.cli.arguments import parse
+from fugaku_megatron.config.hybrid import parse_pattern
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.pipeline_layout import parse_layout
+from fugaku_megatron.costs import accounting
+from tests.helpers import train
+from tests.threads import ThreadWorld
+
+SPEC = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec".split()
+BASE = (
+    "--hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --mock-data "
+    "--vocab-size 64 --train-iters 2 --swiglu --disable-bias-linear"
+).split()
+MOE = "--num-experts 4 --moe-router-topk 2"
+# Patterns of docs/user-guide/hybrid-model-migration.md and of the tests of Megatron-LM's HybridModel, and the GPT of each.
+EXAMPLES = {
+    "*-*-": ("", "--num-layers 2"),
+    "*-*-*-*-": ("", "--num-layers 4"),
+    "*E*E": (MOE, f"--num-layers 2 {MOE}"),
+    "*-*-|*-*-": (
+        "--pipeline-model-parallel-size 2",
+        "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-split 2,2",
+    ),
+    "*E*-*E": (MOE, f"--num-layers 3 {MOE} --moe-layer-freq ([1,0,1])"),
+    "*-|*E*E": (
+        f"{MOE} --pipeline-model-parallel-size 2",
+        f"--num-layers 3 {MOE} --moe-layer-freq [0,1,1] --pipeline-model-parallel-size 2 --pipeline-split 1,2",
+    ),
+    "*-|*-|*-|*-": (
+        "--pipeline-model-parallel-size 2",
+        "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-split 1,1,1,1 --num-virtual-stages-per-pipeline-rank 2",
+    ),
+}
+
+
+def refusal(pattern: str, *words: str) -> str:
+    with pytest.raises(ValueError) as refused:
+        parse([*BASE, "--hybrid-layer-pattern", pattern, *words])
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("pattern", EXAMPLES)
+def test_a_pattern_is_another_spelling_of_a_gpt(pattern):
+    hybrid, gpt = EXAMPLES[pattern]
+    arguments = parse([*BASE, *SPEC, "--hybrid-layer-pattern", pattern, *hybrid.split()])
+    plain = parse([*BASE, *gpt.split()]).run
+    layers = dataclasses.replace(arguments.run.model, moe_layer_freq=plain.model.moe_layer_freq)
+    assert layers == plain.model and layers.mlps == arguments.run.model.mlps
+    assert dataclasses.replace(arguments.run, model=plain.model) == plain
+    assert arguments.notes == ("--spec: the value passed is what this program does",)
+
+
+@pytest.mark.parametrize("pattern", EXAMPLES)
+def test_losses_are_those_of_the_gpt_to_the_bit(pattern):
+    hybrid, gpt = EXAMPLES[pattern]
+    spellings = (["--hybrid-layer-pattern", pattern, *hybrid.split()], gpt.split())
+    losses = []
+    for words in spellings:
+        run = parse([*BASE, *words]).run
+        ranks = run.parallel.pipeline_model_parallel_size
+        results = ThreadWorld(ranks).run(lambda world, run=run: train(world, run, 2))
+        losses.append([[(each.loss, each.grad_norm) for each in rank] for rank in results])
+    assert losses[0] == losses[1]
+
+
+def test_segments_are_the_layers_of_virtual_stages():
+    for pattern, sizes in {"*-|*-*-|*-*-*-|*-": (1, 2, 3, 1), "*-|*-*-": (1, 2)}.items():
+        run = parse(
+            [*BASE, "--hybrid-layer-pattern", pattern, "--pipeline-model-parallel-size", "2"]
+        ).run
+        placement = Layout.from_run(run, 2).placement
+        assert accounting.virtual_stage_sizes(run, placement) == sizes
+
+
+def test_borders_do_not_matter_to_one_stage():
+    bordered = parse([*BASE, "--hybrid-override-pattern", "*-|*-"]).run
+    assert bordered == parse([*BASE, "--num-layers", "2"]).run
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("M-*-", "M at position 1 is a Mamba-2 layer, which is not supported"),
+        ("*-G-", "G at position 3 is a Gated Delta Network layer"),
+        ("*-D-", "D at position 3 is a layer of DeepSeek Sparse Attention"),
+        ("+-", r"+ at position 1 is a layer of multi-latent attention"),
+        ("*-/*-", "/ at position 3 is the begin of layers that predict several tokens"),
+        ("*-x", "x at position 3 is no layer: * is attention, - an MLP, E experts, | the border"),
+        ("**--", "* at position 1 has no - or E after it"),
+        ("*-*", "* at position 3 has no - or E after it"),
+        ("*|-", "* at position 1 has no - or E after it"),
+        ("*--", "- at position 3 has no * before it"),
+        ("*-|", "| at position 4 ends a stage without layers"),
+        ("|*-", "| at position 1 ends a stage without layers"),
+        ("", "| at position 1 ends a stage without layers"),
+    ],
+)
+def test_a_pattern_that_no_gpt_equals_is_refused_with_the_position(pattern, reason):
+    assert refusal(pattern).startswith(f"--hybrid-layer-pattern '{pattern}': {reason}")
+
+
+def test_flags_that_contradict_a_pattern_are_refused():
+    assert "has E, a layer with experts: pass --num-experts, or -" in refusal("*-*E")
+    assert "has 3 stages, and --pipeline-model-parallel-size is 2" in refusal(
+        "*-|*-|*-", "--pipeline-model-parallel-size", "2"
+    )
+    for words in (
+        ["--pipeline-split", "1,1"],
+        ["--decoder-first-pipeline-num-layers", "1"],
+        ["--moe-layer-freq", "2"],
+        ["--num-virtual-stages-per-pipeline-rank", "2"],
+    ):
+        assert (
+            f"{' '.join(words)} and --hybrid-layer-pattern '*-|*-' exclude each other"
+            in refusal("*-|*-", *words, "--pipeline-model-parallel-size", "2")
+        )
+    two = ["--decoder-first-pipeline-num-layers", "1", "--pipeline-model-parallel-size", "2"]
+    assert parse([*BASE, "--hybrid-layer-pattern", "*-*-*-", *two]).run.model.num_layers == 3
+    assert "--is-hybrid-model: pass --hybrid-layer-pattern" in refusal("*-", "--is-hybrid-model")
+    assert "--spec" in refusal(
+        "*-", "--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "other"
+    )
+
+
+def test_values_that_a_pattern_replaces_are_noted():
+    words = ["--hybrid-layer-pattern", "*-*-"]
+    plain = parse([*BASE, *words])
+    assert parse([*BASE, *words, "--num-layers", "2"]).notes == plain.notes == ()
+    four = parse([*BASE, *words, "--num-layers", "4", *MOE.split()])
+    assert four.run == plain.run
+    assert four.notes[0].startswith(
+        "--num-layers 4 has no effect: --hybrid-layer-pattern '*-*-' has 2 pairs"
+    )
+    assert four.notes[1] == "--num-experts has no effect: --hybrid-layer-pattern '*-*-' has no E"
+
+
+def test_a_pattern_replaces_the_layers_of_a_recipe_and_is_a_keyword_of_the_library():
+    words = ["--recipe", "qwen3-30b-a3b", "--mock-data", "--hybrid-layer-pattern"]
+    assert parse([*words, "*E*E"]).run.model.num_layers == 2
+    mixed = Config.recipe("qwen3-30b-a3b", mock_data=True, hybrid_layer_pattern="*-*E")
+    assert mixed.run.model.moe_layer_freq == "[0, 1]"
+    assert mixed.replace(hybrid_layer_pattern="*-").run.model.num_experts is None
+    assert parse_pattern("*-*E|*-").stages == (2, 1)
+
+
+LAYOUT = "--num-layers 7 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout".split()
+
+
+def test_a_layout_in_letters_is_the_layers_of_virtual_stages():
+    split = "--pipeline-split 3,1,2,1 --num-virtual-stages-per-pipeline-rank 2".split()
+    plain = parse([*BASE, *LAYOUT[:-1], *split]).run
+    for letters in ("Ettt|t|tt|tL", "Et*3|t|,t*2|tL", "E(tt)*1t|(t|)*1tt|tL"):
+        assert parse([*BASE, *LAYOUT, letters]).run == plain
+    assert parse_layout("Et*3|(tt|)*6tL") == (3, 2, 2, 2, 2, 2, 2, 1)
+    two = ["--num-layers", "2", "--pipeline-model-parallel-layout", "Et|tL"]
+    assert parse([*BASE, *two]).run == parse([*BASE, *two[:2]]).run
+    losses = []
+    for words in ([*LAYOUT, "Ettt|t|tt|tL"], LAYOUT[:2]):
+        run = parse([*BASE, *words]).run
+        world = ThreadWorld(run.parallel.pipeline_model_parallel_size)
+        losses.append(world.run(lambda world, run=run: train(world, run, 2))[0][1].loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("letters", "reason"),
+    [
+        ("Et*7mL", " has m, a layer that predicts further tokens, which is not supported"),
+        ("Et*6|tx", " has 'x': pass E, t, L, |"),
+        ("Et*6|t", ": the embedding E is first and the loss L last, once each"),
+        ("Et*3EL|t*4L", ": the embedding E is first and the loss L last, once each"),
+        ("Et*7|L", " has a stage without layers: move a t there"),
+        ("Et*3|t*3L", " has 6 layers, and --num-layers is 7: change one"),
+        ("Et*3|t*3|tL", " has 3 stages, and --pipeline-model-parallel-size is 2"),
+        ("Et*99999|tL", " has more than 16384 letters"),
+    ],
+)
+def test_a_wrong_layout_is_refused(letters, reason):
+    with pytest.raises(ValueError) as refused:
+        parse([*BASE, *LAYOUT, letters])
+    assert str(refused.value).startswith(f"--pipeline-model-parallel-layout '{letters}'{reason}")
+
+
+def test_a_layout_excludes_other_splits():
+    with pytest.raises(
+        ValueError, match="--pipeline-split even and --pipeline-model-parallel-layout"
+    ):
+        parse([*BASE, *LAYOUT, "Ettt|t*4L", "--pipeline-split", "even"])
+    with pytest.raises(
+        ValueError, match="--pipeline-split 1,1 and --pipeline-model-parallel-layout"
+    ):
+        parse([*BASE, *LAYOUT[2:], "Et|tL", "--hybrid-layer-pattern", "*-|*-"])
