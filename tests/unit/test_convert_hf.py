@@ -186,6 +186,7 @@ def check_training(
     made = {
         "lm_head.weight" if name == architecture.head else name: part
         for name, part in parts(architecture, model).items()
+        if not name.endswith("e_score_correction_bias")  # has no gradient
     }
     assert made.keys() == found.keys()
     for name, part in made.items():
@@ -426,6 +427,26 @@ BAD_CONFIGS = [
         "use_bidirectional_attention is True, and the block computes None or False",
     ),
     ("gemma3", "attn_logit_softcapping", 5.0, "attn_logit_softcapping is 5.0, and the block comp"),
+    (
+        "granitemoehybrid",
+        "layer_types",
+        ["mamba", "attention"],
+        "layer_types has attention and mamba, and the block computes attention in all layers",
+    ),
+    (
+        "granitemoehybrid",
+        "position_embedding_type",
+        None,
+        "position_embedding_type is None, and the block computes 'rope'",
+    ),
+    ("glm4_moe", "norm_topk_prob", False, "norm_topk_prob is False, and the block computes True"),
+    (
+        "glm4_moe",
+        "topk_group",
+        1,
+        "topk_group is 1 and num_experts_per_tok 4, and the block computes groups by the sum of two",
+    ),
+    ("glm4_moe", "first_k_dense_replace", 2, "first_k_dense_replace is 2, not a number of layers"),
     ("cohere2", "logit_scale", 0, "config.json: logit_scale is 0, not a number above 0"),
     ("exaone4", "attention_bias", True, "attention_bias is True, which is not known of Exaone4"),
     (
@@ -1019,6 +1040,49 @@ def test_names_of_published_files(copied, tmp_path):
     )
     back = there_and_back(tmp_path)
     assert same(tensors(back), stored)
+
+
+def test_layers_that_predict_more_tokens_are_left_out_with_a_note(copied, tmp_path, capsys):
+    """GLM-4.5's files have a layer more than config.json says."""
+    file = copied("glm4_moe") / "model.safetensors"
+    whole_model = load_file(file)
+    later = {
+        "model.layers.2.eh_proj.weight": torch.ones(2),
+        "model.layers.2.norm.weight": torch.ones(2),
+    }
+    save_file({**whole_model, **later}, file, {"format": "pt"})
+    capsys.readouterr()
+    back = there_and_back(tmp_path)
+    note = "note: 2 tensors of multi-token-prediction layers are left out\n"
+    assert note in capsys.readouterr().out
+    assert same(tensors(back), whole_model)
+
+
+def test_the_text_model_of_a_multimodal_model_is_converted(copied, tmp_path, capsys):
+    """Read names of transformers 4 and 5; the written model is a text model."""
+    folder = copied("gemma3")
+    file = folder / "model.safetensors"
+    text = json.loads((folder / "config.json").read_text())
+    whole_model = load_file(file)
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    (folder / "config.json").write_text(json.dumps({**config, "text_config": text}))
+    for number, prefix in enumerate(("language_model.model.", "model.language_model.")):
+        named = {prefix + name.removeprefix("model."): x for name, x in whole_model.items()}
+        images = {
+            "vision_tower.patch.weight": torch.ones(2),
+            "multi_modal_projector.x": torch.ones(2),
+        }
+        save_file({**named, **images}, file, {"format": "pt"})
+        capsys.readouterr()
+        read_hf(folder, tmp_path / f"ours{number}")
+        assert "note: 2 tensors of images are left out: the text" in capsys.readouterr().out
+        write_hf(tmp_path / f"ours{number}", tmp_path / f"back{number}")
+        assert same(tensors(tmp_path / f"back{number}"), whole_model)
+        written = json.loads((tmp_path / f"back{number}" / "config.json").read_text())
+        assert read_config(written)[1] == read_config(text)[1]
+    edit(folder / "config.json", "text_config", {**text, "model_type": "qwen2"})
+    message = "text_config has the model_type 'qwen2': it can be gemma3_text"
+    assert message in refused(capsys, "--from-hf", folder, "--save", tmp_path / "none")
 
 
 def test_flags_that_do_not_go_together(trained, sources, tmp_path, capsys, monkeypatch):

@@ -227,6 +227,7 @@ REQUIRED = {
     "intermediate_size": 48,
     "max_position_embeddings": 128,
     "num_experts": 4,
+    "n_routed_experts": 16,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
@@ -246,6 +247,13 @@ def short_config(row) -> dict:
     given.pop("num_experts" if row.model_type == "mixtral" else "num_local_experts", None)
     if "sliding_window_pattern" in read_fields(row):  # some layers have a window
         given.pop("sliding_window")
+    if row.model_type == "granitemoehybrid":  # its defaults are layers of Mamba with experts
+        given |= {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention"] * 2,
+            "mamba_d_head": 64,
+        }
     return {"model_type": row.model_type, **given}
 
 
