@@ -530,7 +530,12 @@ SMOLLM3 = _decoder(
         NO_ROPE_LAYERS,
         no_padding(128004),
     ),
-    only={**_NO_WINDOW, "attention_bias": (False,), "mlp_bias": (False,)},
+    only={
+        **_NO_WINDOW,
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "pretraining_tp": (1, 2, None),  # transformers' class does not read it
+    },
     free=("no_rope_freq",),
 )
 MINISTRAL = _decoder(

@@ -339,7 +339,7 @@ def read_config(config: JsonObject) -> tuple[Architecture, ModelConfig]:
     check(right, f"{FILE}: architectures is {named!r:.80}, and the block is {architecture.name}")
     check_fields(architecture, config)
     config = {**architecture.defaults, **config}
-    for name, built in {**architecture.only, **ONLY}.items():
+    for name, built in {**ONLY, **architecture.only}.items():
         given = config.get(name, built[0])
         check(
             given in built,

@@ -243,12 +243,19 @@ def test_without_the_config_that_it_came_with_one_is_made(converted, tmp_path):
     """Write it as transformers 4 and published files do."""
     write_hf(converted.ours, tmp_path / "hf", *without_files(tmp_path))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert type(again) is type(converted.model) and same(
-        again.state_dict(), converted.model.state_dict()
-    )
+    if (
+        converted.model.config.model_type == "granitemoehybrid"
+    ):  # without Mamba it is Granite's block
+        assert type(again).__name__ == "GraniteForCausalLM"
+    else:
+        assert type(again) is type(converted.model)
+        assert same(again.state_dict(), converted.model.state_dict())
     tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
-        assert torch.equal(again(tokens).logits, converted.model(tokens).logits)
+        logits = again(tokens).logits, converted.model(tokens).logits
+    # Granite's separate matmuls round differently from Granite 4's fused one.
+    rtol = 1e-5 if type(again) is not type(converted.model) else 0.0
+    torch.testing.assert_close(*logits, rtol=rtol, atol=rtol)
     read_hf(tmp_path / "hf", tmp_path / "ours")
     first, second = (
         read_manifest(path, 0)["config"]["model"] for path in (converted.ours, tmp_path / "ours")
@@ -1020,6 +1027,21 @@ def test_a_block_that_megatron_does_not_have_is_refused(sources, tmp_path, capsy
         ),
         ("stablelm", {"rotary_size": 20, "qkv_bias": False, "normalization": "LayerNorm"}),
         ("phi3", {"window": 2047, "rotary_size": 96, "tied": False}),
+        (
+            "gemma3_text",
+            {
+                "kv_channels": 256,
+                "window": 1024,
+                "window_attn_skip_freq": "6",
+                "window_rotary_base": 1e4,
+                "rotary_base": 1e6,
+                "rotary_seq_len_interpolation_factor": 8.0,
+                "attention_multiplier": None,
+                "vocab_size": 262208,
+                "tied": True,
+            },
+        ),
+        ("smollm3", {"no_rope_freq": "4", "rotary_base": 5e6, "query_groups": 4, "tied": True}),
     ],
 )
 def test_published_configurations_without_a_recipe_are_read(kind, expected):
