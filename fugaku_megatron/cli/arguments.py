@@ -29,6 +29,7 @@ from ..config.hybrid import HybridFields, hybrid_notes, with_layers
 from ..config.megatron_flags import OTHER_FLAGS
 from ..config.model import HEAD_MULTIPLE, ModelConfig
 from ..config.no_effect import no_effect_notes
+from ..config.pipeline_layout import PipelineLayoutFields, with_stages
 from ..config.recipes import RECIPES
 from ..config.run_config import GROUP_OF, GROUPS, RunConfig
 from .parser import Parser, add_field, nearest
@@ -69,8 +70,12 @@ _GOES_WITH: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     },
 }
 
-# Fields that `with_layers` replaces.
-_HYBRID = tuple(f.name for f in fields(HybridFields))
+# Group -> flags that `_spelled_out` replaces by fields.
+SPELLINGS = {
+    "model": declarations(HybridFields),
+    "parallel": declarations(PipelineLayoutFields),
+}
+_SPELLED = tuple(declared.name for spelling in SPELLINGS.values() for declared in spelling)
 
 # Fields that --help lists last in their groups.
 _OF_EXPERTS = {*EXPERTS, *(f.name for f in fields(ExpertRanks))}
@@ -137,8 +142,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name, config in GROUPS.items():
         for declared in sorted(declarations(config), key=lambda each: each.name in _OF_EXPERTS):
             add_field(groups[name], declared)
-    for declared in declarations(HybridFields):
-        add_field(groups["model"], declared)
+    for name, spelling in SPELLINGS.items():
+        for declared in spelling:
+            add_field(groups[name], declared)
     groups["training"].add_argument(
         "--activations-checkpoint-method",
         dest="recompute_method",
@@ -268,7 +274,7 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: tuple(v) if isinstance(v, list) else v
         for name, v in values.items()
-        if name in GROUP_OF or name in _HYBRID
+        if name in GROUP_OF or name in _SPELLED
     }
 
 
@@ -291,7 +297,7 @@ def _mistakes(values: Mapping[str, Any], others: bool) -> Iterator[str]:
         return
     given = {name: value for name, value in _fields(values).items() if value is not None}
     try:
-        if not _missing(_from_recipe(recipe), with_layers(given)):
+        if not _missing(_from_recipe(recipe), _spelled_out(given)):
             checked_run(recipe, given)
     except ValueError as error:
         yield str(error)
@@ -322,6 +328,11 @@ def check_other_flags(values: Mapping[str, Any], run: RunConfig) -> None:
         check(_OTHER + name not in values or fits(run), f"{name}: {reason}")
 
 
+def _spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace --hybrid-layer-pattern and --pipeline-model-parallel-layout by the fields that they set."""
+    return with_stages(with_layers(values))
+
+
 def checked_run(
     recipe: str | None, values: dict[str, Any], passed: Collection[str] | None = None
 ) -> tuple[RunConfig, tuple[str, ...]]:
@@ -329,7 +340,7 @@ def checked_run(
 
     Raises ValueError as `make_run`, and for a head size that the kernels do not support.
     """
-    run = make_run(recipe, with_layers(values))
+    run = make_run(recipe, _spelled_out(values))
     check(
         run.model.kernels_take_heads or run.system.kernels == "torch",
         f"--kv-channels is {run.model.kv_channels}, by default "
@@ -350,8 +361,8 @@ def checked_run(
 def _keywords() -> dict[str, tuple[Declaration, Any]]:
     """Return keyword -> its field, and for a switch the value that it sets."""
     found: dict[str, tuple[Declaration, Any]] = {}
-    for config in (*GROUPS.values(), HybridFields):
-        for declared in declarations(config):
+    for group in (*map(declarations, GROUPS.values()), *SPELLINGS.values()):
+        for declared in group:
             values = {**declared.switches, **dict.fromkeys(declared.flags)}
             for name, value in values.items():
                 found[name.removeprefix("--").replace("-", "_")] = (declared, value)

@@ -335,13 +335,14 @@ def check_split(run: RunConfig) -> None:
     if split in ("even", "balanced"):
         given = {name: value for name, value in _ends(run).items() if value is not None}
         flags = " and ".join(f"{flag(name)} {value}" for name, value in given.items())
+    numbers = str(pp) if parts == pp else f"{pp} or {parts}"
     check(
-        (len(sizes), sum(sizes)) == (pp, layers),
+        len(sizes) in (pp, parts) and sum(sizes) == layers,
         f"{flags} has {len(sizes)} stages and {sum(sizes)} "
-        f"layers, --pipeline-model-parallel-size is {pp} and --num-layers {layers}: pass {pp} numbers that sum to {layers}",
+        f"layers, --pipeline-model-parallel-size is {pp} and --num-layers {layers}: pass {numbers} numbers that sum to {layers}",
     )
     check(
-        min(sizes) >= per_stage,
+        len(sizes) == parts or min(sizes) >= per_stage,
         f"{flags} leaves a stage {min(sizes)} layers of --num-layers {layers}, and a stage has "
         f"{per_stage} parts with a layer or more each: change one",
     )
@@ -353,7 +354,7 @@ def _ends(run: RunConfig) -> dict[str, int | None]:
 
 
 def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
-    """Return each stage's layers if flags set them, or None."""
+    """Return each stage's layers, or each virtual stage's in model order, if flags set them, or None."""
     split = run.parallel.pipeline_split
     if split not in ("even", "balanced"):
         return tuple(map(int, split.split(",")))

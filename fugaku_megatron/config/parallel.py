@@ -36,8 +36,8 @@ class ParallelConfig(ExpertRanks):
     )
     pipeline_split: str = option(
         "balanced",
-        "layers of each stage, such as 9,3; balanced: stages of equal cost, the logits counted; "
-        "even: equal numbers of layers",
+        "layers of each stage, such as 9,3, or of each model chunk in the order of the model; balanced: stages "
+        "of equal cost, the logits counted; even: equal numbers of layers",
     )
     decoder_first_pipeline_num_layers: int | None = optional(
         "layers of the first stage; the others share the rest"

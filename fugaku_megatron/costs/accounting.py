@@ -356,6 +356,8 @@ def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]
     layer, head = layer_and_head_flops(run)
     if sizes is None:
         return balanced_cut(layers, placement, layer, head)
+    if len(sizes) == placement.virtual_stages:
+        return sizes
     return cut_of_stages(sizes, placement, layer, head)
 
 

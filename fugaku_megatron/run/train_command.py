@@ -42,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --dry-run: print which cores the ranks of a node compute on, one "
         "rank for each NUMA domain, of the machine whose /sys tree was copied into DIR, or of this one (/)",
     )
+    parser.add_argument(
+        "--check-layout",
+        action="store_true",
+        help="train a few narrow layers with random tokens in the run's layout and on one rank, compare every tensor, and stop",
+    )
     add_flags(parser)
 
 
@@ -57,7 +62,16 @@ def main(args: argparse.Namespace) -> int:
         "the mapping of its own nodes",
     )
     check_picture(args.png)
+    check(
+        not (args.check_layout and arguments.dry_run),
+        "--check-layout runs the layout, and --dry-run runs nothing: pass one of them",
+    )
+    if args.check_layout:
+        with exit_codes.uncollected():
+            from ..comm.job import run_or_abort
 
+        run_or_abort(lambda world: _check_layout(arguments, world))
+        return 0
     if not arguments.dry_run:
         return _train(arguments)
     with exit_codes.uncollected():
@@ -104,6 +118,12 @@ def _pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
     from .start import pretrain
 
     pretrain(arguments, world, watchdog)
+
+
+def _check_layout(arguments: Arguments, world: Comm) -> None:
+    from .check_layout import check_run_layout
+
+    check_run_layout(arguments.run, world)
 
 
 def hang_settings(run: RunConfig) -> HangSettings:

@@ -8,6 +8,7 @@ from fugaku_megatron.api.config import Config
 from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.config.hybrid import parse_pattern
 from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.pipeline_layout import parse_layout
 from fugaku_megatron.costs import accounting
 from tests.helpers import train
 from tests.threads import ThreadWorld
@@ -34,7 +35,7 @@ EXAMPLES = {
     ),
     "*-|*-|*-|*-": (
         "--pipeline-model-parallel-size 2",
-        "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-split 2,2 --num-virtual-stages-per-pipeline-rank 2",
+        "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-split 1,1,1,1 --num-virtual-stages-per-pipeline-rank 2",
     ),
 }
 
@@ -71,7 +72,7 @@ def test_losses_are_those_of_the_gpt_to_the_bit(pattern):
 
 
 def test_segments_are_the_layers_of_virtual_stages():
-    for pattern, sizes in {"*-|*-|*-|*-": (1, 1, 1, 1), "*-|*-*-": (1, 2)}.items():
+    for pattern, sizes in {"*-|*-*-|*-*-*-|*-": (1, 2, 3, 1), "*-|*-*-": (1, 2)}.items():
         run = parse(
             [*BASE, "--hybrid-layer-pattern", pattern, "--pipeline-model-parallel-size", "2"]
         ).run
@@ -108,7 +109,7 @@ def test_a_pattern_that_no_gpt_equals_is_refused_with_the_position(pattern, reas
 
 def test_flags_that_contradict_a_pattern_are_refused():
     assert "has E, a layer with experts: pass --num-experts, or -" in refusal("*-*E")
-    assert "has 3 segments, and --pipeline-model-parallel-size is 2" in refusal(
+    assert "has 3 stages, and --pipeline-model-parallel-size is 2" in refusal(
         "*-|*-|*-", "--pipeline-model-parallel-size", "2"
     )
     for words in (
@@ -121,12 +122,34 @@ def test_flags_that_contradict_a_pattern_are_refused():
             f"{' '.join(words)} and --hybrid-layer-pattern '*-|*-' exclude each other"
             in refusal("*-|*-", *words, "--pipeline-model-parallel-size", "2")
         )
-    two = ["--decoder-first-pipeline-num-layers", "1", "--pipeline-model-parallel-size", "2"]
-    assert parse([*BASE, "--hybrid-layer-pattern", "*-*-*-", *two]).run.model.num_layers == 3
     assert "--is-hybrid-model: pass --hybrid-layer-pattern" in refusal("*-", "--is-hybrid-model")
     assert "--spec" in refusal(
         "*-", "--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "other"
     )
+
+
+def test_values_of_each_layer_count_symbols():
+    words = [
+        *BASE,
+        *"--position-embedding-type rope --window-size 3,0 --hybrid-layer-pattern *-*-*-".split(),
+    ]
+    two = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers".split()
+    assert parse([*words, *two, "2"]).run.parallel.decoder_first_pipeline_num_layers == 1
+    with pytest.raises(
+        ValueError, match="--decoder-first-pipeline-num-layers 1 counts the symbols"
+    ):
+        parse([*words, *two, "1"])
+    for given, kept in {"[1,0,0,0,1,0]": (3, None, 3), "3": (3, None, 3), "2": (3, 3, 3)}.items():
+        model = parse([*words, "--window-attn-skip-freq", given]).run.model
+        assert [kind.window for kind in model.layer_kinds] == [each and each + 1 for each in kept]
+    model = parse([*words, "--no-rope-freq", "3"]).run.model
+    assert [kind.rope is None for kind in model.layer_kinds] == [False, True, False]
+    with pytest.raises(
+        ValueError, match=r"--no-rope-freq \[1,0,1\] has 3 layers, and --num-layers is 6"
+    ):
+        parse([*words, "--no-rope-freq", "[1,0,1]"])
+    ways = "--context-parallel-size 2 --cp-comm-type a2a a2a p2p p2p a2a a2a".split()
+    assert parse([*words, *ways]).run.parallel.cp_comm_type == ("a2a", "p2p", "a2a")
 
 
 def test_values_that_a_pattern_replaces_are_noted():
@@ -148,3 +171,52 @@ def test_a_pattern_replaces_the_layers_of_a_recipe_and_is_a_keyword_of_the_libra
     assert mixed.run.model.moe_layer_freq == "[0, 1]"
     assert mixed.replace(hybrid_layer_pattern="*-").run.model.num_experts is None
     assert parse_pattern("*-*E|*-").stages == (2, 1)
+
+
+LAYOUT = "--num-layers 7 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout".split()
+
+
+def test_a_layout_in_letters_is_the_layers_of_virtual_stages():
+    split = "--pipeline-split 3,1,2,1 --num-virtual-stages-per-pipeline-rank 2".split()
+    plain = parse([*BASE, *LAYOUT[:-1], *split]).run
+    for letters in ("Ettt|t|tt|tL", "Et*3|t|,t*2|tL", "E(tt)*1t|(t|)*1tt|tL"):
+        assert parse([*BASE, *LAYOUT, letters]).run == plain
+    assert parse_layout("Et*3|(tt|)*6tL") == (3, 2, 2, 2, 2, 2, 2, 1)
+    two = ["--num-layers", "2", "--pipeline-model-parallel-layout", "Et|tL"]
+    assert parse([*BASE, *two]).run == parse([*BASE, *two[:2]]).run
+    losses = []
+    for words in ([*LAYOUT, "Ettt|t|tt|tL"], LAYOUT[:2]):
+        run = parse([*BASE, *words]).run
+        world = ThreadWorld(run.parallel.pipeline_model_parallel_size)
+        losses.append(world.run(lambda world, run=run: train(world, run, 2))[0][1].loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("letters", "reason"),
+    [
+        ("Et*7mL", " has m, a layer that predicts further tokens, which is not supported"),
+        ("Et*6|tx", " has 'x': pass E, t, L, |"),
+        ("Et*6|t", ": the embedding E is first and the loss L last, once each"),
+        ("Et*3EL|t*4L", ": the embedding E is first and the loss L last, once each"),
+        ("Et*7|L", " has a stage without layers: move a t there"),
+        ("Et*3|t*3L", " has 6 layers, and --num-layers is 7: change one"),
+        ("Et*3|t*3|tL", " has 3 stages, and --pipeline-model-parallel-size is 2"),
+        ("Et*99999|tL", " has more than 16384 letters"),
+    ],
+)
+def test_a_wrong_layout_is_refused(letters, reason):
+    with pytest.raises(ValueError) as refused:
+        parse([*BASE, *LAYOUT, letters])
+    assert str(refused.value).startswith(f"--pipeline-model-parallel-layout '{letters}'{reason}")
+
+
+def test_a_layout_excludes_other_splits():
+    with pytest.raises(
+        ValueError, match="--pipeline-split even and --pipeline-model-parallel-layout"
+    ):
+        parse([*BASE, *LAYOUT, "Ettt|t*4L", "--pipeline-split", "even"])
+    with pytest.raises(
+        ValueError, match="--pipeline-split 1,1 and --pipeline-model-parallel-layout"
+    ):
+        parse([*BASE, *LAYOUT[2:], "Et|tL", "--hybrid-layer-pattern", "*-|*-"])
