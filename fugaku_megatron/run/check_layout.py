@@ -13,7 +13,7 @@ from ..config.layout import Layout
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
 from ..host import kernels
-from ..layout_check.check import Report, Tools, check_layout
+from ..layout_check.check import Files, Report, Tools, check_layout
 from ..nn.ops import FAMILIES, Ops
 from ..start.exit_codes import ExitCode
 from .kernel_choice import build_ops
@@ -40,7 +40,7 @@ def connect(layout: Layout, world: Comm) -> Groups:
     return share_groups(Grid(*layout.sizes).groups(world), kernels)
 
 
-def check_run_layout(run: RunConfig, world: Comm) -> Report:
+def check_run_layout(run: RunConfig, world: Comm, files: Files) -> Report:
     """Check the layout of a run, and print the report on rank 0. Collective.
 
     The temporary checkpoint is written into --save, or the closest directory above it that exists. Raise LayoutDiffers on every rank.
@@ -58,7 +58,11 @@ def check_run_layout(run: RunConfig, world: Comm) -> Report:
         folder = next(each for each in (save, *save.parents) if each.is_dir())
     with everywhere():
         report = check_layout(
-            plan.config, plan.layout, world, tools=Tools(small_ops, connect), folder=folder
+            plan.config,
+            plan.layout,
+            world,
+            tools=Tools(small_ops, connect),
+            files=files._replace(folder=folder),
         )
     if world.rank == 0:
         print(*report.lines[:-1], sep="\n", flush=True)

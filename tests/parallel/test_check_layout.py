@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from fugaku_megatron.checkpoint.tensor_files import write_tensors
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.layout_check.check import Report, Tools, check_layout
-from fugaku_megatron.layout_check.points import BACKWARD, CHECKPOINT, FORWARD, REDUCED, USED
+from fugaku_megatron.layout_check.check import NO_FILES, Files, Report, Tools, check_layout
+from fugaku_megatron.layout_check.points import BACKWARD, CHECKPOINT, FORWARD, REDUCED, USED, Point
 from fugaku_megatron.nn import blocks, layers, router, sequence_ranks
 from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
 from fugaku_megatron.optim import buckets
@@ -23,6 +26,7 @@ from fugaku_megatron.training.micro_batches import MicroBatch, MicroBatchWindow
 from tests.helpers import DROPOUT, lay_out
 from tests.threads import ThreadWorld
 
+ROOT = Path(__file__).resolve().parents[2]
 EXPERTS = {
     "num_experts": 4,
     "moe_layer_freq": "([0]+[1]*3)",
@@ -56,15 +60,15 @@ CLEAN = {
 }
 
 
-def check(world: Comm, run: RunConfig) -> Report:
+def check(world: Comm, run: RunConfig, files: Files) -> Report:
     torch.set_num_threads(1)
     layout = Layout.from_run(run, world.size)
-    return check_layout(run, layout, world, Tools(small_ops, connect))
+    return check_layout(run, layout, world, Tools(small_ops, connect), files)
 
 
-def checked(layout: str, flags: dict[str, Any] | None = None) -> Report:
+def checked(layout: str, flags: dict[str, Any] | None = None, files: Files = NO_FILES) -> Report:
     run, ranks = lay_out(layout, {**DROPOUT, **(flags or {})})
-    reports = ThreadWorld(ranks).run(check, run)
+    reports = ThreadWorld(ranks).run(check, run, files)
     assert all(report.lines == reports[0].lines for report in reports)
     return reports[0]
 
@@ -251,3 +255,57 @@ def test_a_mistake_is_found_and_named(mistake, monkeypatch):
     assert line.startswith(f"first difference: {mistake.words[0]} of "), line
     assert all(words in line for words in mistake.words), line
     assert report.lines.count("in FP32:") == 1 and len(report.lines) < 20
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory) -> Path:
+    """Return the directory of a record of the torch kernels."""
+    directory = tmp_path_factory.mktemp("record") / "new"
+    assert checked("tp2", {**EIGHT, "kernels": "torch"}, Files(record=directory)).agrees
+    return directory
+
+
+def test_other_kernels_agree_with_a_record(record):
+    report = checked("tp2", EIGHT, Files(against=record))
+    assert report.agrees, report.lines
+    assert f"against {record}" in report.lines[0] and f"trains as {record}" in report.lines[-1]
+
+
+def test_a_mistake_differs_from_a_record(record, monkeypatch):
+    wrong_element(monkeypatch)
+    line = checked("tp2", EIGHT, Files(against=record)).lines[-1]
+    assert line.startswith(f"first difference: {FORWARD} of embedding")
+
+
+def test_another_model_differs_from_a_record(record):
+    line = checked("tp2", {**EIGHT, "hidden_size": 64}, Files(against=record)).lines[-1]
+    assert "error inf" in line
+
+
+def test_records_are_not_replaced_and_must_be_records(record, tmp_path):
+    with pytest.raises(ValueError, match=r"--record .* holds fp32.safetensors: pass another"):
+        checked("", EIGHT, Files(record=record))
+    with pytest.raises(ValueError, match=r"--against .* holds no record: pass the directory"):
+        checked("", EIGHT, Files(against=tmp_path))
+    write_tensors(tmp_path / "fp32.safetensors", {"weight": torch.zeros(1)})
+    with pytest.raises(ValueError, match="weight is not ITERATION/KIND/NAME/SAMPLE with a kind"):
+        checked("", EIGHT, Files(against=tmp_path))
+
+
+def test_the_hook_of_the_documentation_writes_the_format():
+    """The names and shapes are those of a record."""
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    code = text.split("```py\n")[1].split("```")[0]
+    space: dict[str, Any] = {"re": re}
+    exec(code, space)
+    layer = torch.nn.ModuleDict({"mlp": torch.nn.Linear(4, 4), "other": torch.nn.Linear(4, 4)})
+    model = torch.nn.ModuleDict(
+        {"decoder": torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})}
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    space["record"](model, tensors, iteration=1, sample=2)
+    layer["other"](layer["mlp"](torch.ones(3, 2, 4))).sum().backward()
+    points = {Point.of(key) for key in tensors}
+    names = {(FORWARD, "decoder.layers.0.mlp"), (BACKWARD, "decoder.layers.0.mlp")}
+    assert points == {Point(1, kind, name, 2) for kind, name in names}
+    assert all(x.shape == (3, 2, 4) for x in tensors.values())

@@ -27,3 +27,9 @@ def test_check_layout_and_dry_run_exclude_each_other(capsys):
     code = program.main([*words(CHECK)[2:], "--dry-run"])
     assert code == ExitCode.USER_ERROR
     assert "--check-layout runs the layout" in capsys.readouterr().err
+
+
+def test_a_record_needs_check_layout(capsys):
+    code = program.main([*words(CHECK)[2:-1], "--record", "somewhere"])
+    assert code == ExitCode.USER_ERROR
+    assert "--record somewhere needs --check-layout: pass both" in capsys.readouterr().err
