@@ -96,7 +96,6 @@ def test_names_that_could_run_code_are_refused(value, tmp_path):
         ("attention_output_gate", True, "attention_output_gate is True"),
         ("mtp_num_layers", 1, "mtp_num_layers is 1"),
         ("use_mup", True, "use_mup is True"),
-        ("hybrid_layer_pattern", "*-*-", "hybrid_layer_pattern is"),
         ("multi_latent_attention", True, "multi_latent_attention is True"),
         ("experimental_attention_variant", "dsa", "experimental_attention_variant is 'dsa'"),
         ("apply_residual_connection_post_layernorm", True, "apply_residual_connection_post"),
@@ -105,7 +104,6 @@ def test_names_that_could_run_code_are_refused(value, tmp_path):
         ("heterogeneous_layers_config_path", "a.json", "heterogeneous_layers_config_path is"),
         ("retro_add_retriever", True, "retro_add_retriever is True: no text is retrieved"),
         ("spec", ["megatron.core", "mamba"], "spec is ['megatron.core', 'mamba']"),
-        ("num_experts", 8, "num_experts is 8"),
         ("some_fork_s_attention", 3, "some_fork_s_attention (3) are unknown"),
     ],
 )
@@ -137,6 +135,14 @@ def test_saved_arguments_that_describe_a_run_are_read():
         },
         ignored=["some_fork_s_option"],
     )
+    hybrid = {
+        "hybrid_layer_pattern": "*-*E",
+        "spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+        "is_hybrid_model": True,
+    }
+    megatron_files.check_saved(hybrid)
+    with pytest.raises(ValueError, match="is_hybrid_model is True"):
+        megatron_files.check_saved({**hybrid, "hybrid_layer_pattern": None})
 
 
 @given(
