@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..comm.agreement import agree, on_root, scatter_object
 from ..comm.base import Comm
@@ -35,8 +36,20 @@ from .manifest import (
     unsigned_note,
 )
 from .schema import Manifest
-from .shards import Search, Shard, check_model, read_shards
+from .shards import Search, Shard, check_model, fill_shards, read_shards
 from .trusted import refuse_suspect, suspects
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Tensors of another program's checkpoint.
+
+    names: weights by name, other tensors by key
+    read: see `fill_shards`
+    """
+
+    names: Collection[str]
+    read: Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,7 @@ class Checkpoint:
     head: manifest without shard records
     files: shard records on rank 0 if the checkpoint has no folders, else None
     node: --save-local directory for node copies; `files` are then this rank's
+    foreign: tensors in another program's format, in place of `files`
     """
 
     directory: Path
@@ -54,6 +68,7 @@ class Checkpoint:
     head: Manifest
     files: Files | None = field(default=None, repr=False)
     node: str | None = None
+    foreign: Foreign | None = field(default=None, repr=False)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -110,6 +125,10 @@ def load_shards(
     head = checkpoint.head
     prefix, others = _messages(checkpoint)
     on_root(comm, lambda: check_model(head["config"].get("model", {}), model or {}, path), prefix)
+    if checkpoint.foreign is not None:
+        foreign = checkpoint.foreign
+        agree(comm, lambda: fill_shards(shards, foreign.names, foreign.read), prefix)
+        return 0
     search = Search(shards, padded, converts)
     own = checkpoint.files if checkpoint.node else _own_entry(checkpoint, folders, prefix, others)
     for name, entry in (own or {}).items():

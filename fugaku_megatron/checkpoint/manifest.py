@@ -41,11 +41,9 @@ UNSIGNED_VERSION = 1  # without a checksum of the manifest; still read
 _REMEDY = "restore the file from a copy, or choose another iteration by --ckpt-step"
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})(\.tmp|\.old)?")
 _TRACKER_DIGITS = 18
-MEGATRON_FILES = (
-    "mp_rank_*",
-    ".metadata",
-    "common.pt",
-)  # of its legacy checkpoints, and of those in the format torch_dist
+TORCH_DIST = ".metadata"  # of Megatron-LM's checkpoints in the format torch_dist
+MEGATRON_LEGACY = "mp_rank_*"  # of its legacy checkpoints
+MEGATRON_FILES = (MEGATRON_LEGACY, TORCH_DIST, "common.pt")
 FOLDER_FILES = 127  # files of ranks, or folders, in a directory; a manifest is one more. Records of 127 ranks take about 5 MiB
 
 

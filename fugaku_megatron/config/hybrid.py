@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .fields import check, flag, optional
+from .layer_kinds import layer_pattern
 from .model import ModelConfig
 from .pipeline_layout import stage_fields
 
@@ -25,12 +26,11 @@ UNSUPPORTED = {
     "+": "a layer of multi-latent attention",
     "/": "the begin of layers that predict several tokens",
 }
+# Fields in symbols.
+_COUNTS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+# Field with an entry for each symbol, or a number N -> entry of every Nth symbol, the opposite of the others.
+_PER_SYMBOL = {"window_attn_skip_freq": False, "no_rope_freq": True}
 # Fields that the pattern replaces.
-_BY_BORDERS = (
-    "pipeline_split",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-)
 _BY_PATTERN = (
     "moe_layer_freq",
     "num_virtual_stages_per_pipeline_rank",
@@ -106,7 +106,7 @@ def with_layers(values: Mapping[str, Any]) -> dict[str, Any]:
     if text is None:
         return fields
     pattern = parse_pattern(text)
-    by_borders = _BY_BORDERS if len(pattern.stages) > 1 else ()
+    by_borders = ("pipeline_split", *_COUNTS) if len(pattern.stages) > 1 else ()
     for name in (*_BY_PATTERN, *by_borders):
         check(
             fields.get(name) is None,
@@ -118,10 +118,33 @@ def with_layers(values: Mapping[str, Any]) -> dict[str, Any]:
         fields["moe_layer_freq"] = "1"
     if not any(pattern.experts):
         fields["num_experts"] = None
+    fields |= _of_attention(fields, 2 * len(pattern.experts))
     if len(pattern.stages) > 1:
         place = f"--hybrid-layer-pattern {text!r:.80}"
         fields |= stage_fields(place, pattern.stages, fields.get("pipeline_model_parallel_size"))
     return fields
+
+
+def _of_attention(fields: Mapping[str, Any], symbols: int) -> dict[str, Any]:
+    """Return the fields that count every symbol, as in Megatron-LM, counted by attentions, which are every other symbol."""
+    found: dict[str, Any] = {}
+    for name, of_every_nth in _PER_SYMBOL.items():
+        if fields.get(name) is not None:
+            each = layer_pattern(name, fields[name], symbols)
+            if isinstance(each, int):
+                each = tuple((place % each == 0) == of_every_nth for place in range(1, symbols + 1))
+            found[name] = str([*map(int, each[::2])])
+    for name in _COUNTS:
+        if fields.get(name) is not None:
+            check(
+                fields[name] % 2 == 0,
+                f"{flag(name)} {fields[name]} counts the symbols of --hybrid-layer-pattern, of which two are a layer here: "
+                "pass an even number",
+            )
+            found[name] = fields[name] // 2
+    if len(fields.get("cp_comm_type") or ()) == symbols:
+        found["cp_comm_type"] = fields["cp_comm_type"][::2]
+    return found
 
 
 def hybrid_notes(values: Mapping[str, Any], model: ModelConfig) -> list[str]:

@@ -20,11 +20,15 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from ..checkpoint.manifest import (
     CARRIED,
+    MEGATRON_FILES,
+    MEGATRON_LEGACY,
+    TORCH_DIST,
     TRACKER,
     existing_iteration,
     fsync,
@@ -49,10 +53,6 @@ from .peft import open_peft, save_peft
 from .rules import FILE
 from .weights import BASE_FLAG, DTYPES, Weights, adapter_shapes, open_own, save_own, shapes
 
-# of Megatron-LM's two formats: folders, and the file that names all pieces
-LEGACY = "mp_rank_*"
-METADATA = ".metadata"
-
 
 def open_megatron(
     directory: str,
@@ -67,26 +67,29 @@ def open_megatron(
 
     Raise ValueError, one line.
     """
-    from .megatron import (
-        open_dist,  # with torch.distributed, which takes a second to load and which no other format needs
-        open_legacy,
-    )
+    # with torch.distributed, which takes a second to load and which no other format needs
+    from .megatron import open_dist
+    from .megatron_legacy import open_legacy
 
     try:
         path = _iteration(Path(directory), iteration)
-        if (path / METADATA).exists():
-            return open_dist(path / METADATA, vocab_size, ignored)
-        check(any(path.glob(LEGACY)), f"{path} holds neither {LEGACY} nor {METADATA}")
+        if (path / TORCH_DIST).exists():
+            return open_dist(path, vocab_size, ignored)
+        check(
+            any(path.glob(MEGATRON_LEGACY)),
+            f"{path} holds neither {MEGATRON_LEGACY} nor {TORCH_DIST}",
+        )
         return open_legacy(path, vocab_size, ignored)
     except ValueError as error:
         raise ValueError(f"--from-megatron {directory}: {error}") from error
 
 
 def _iteration(directory: Path, iteration: int | None) -> Path:
+    """Return the folder of the latest iteration, or of `iteration`."""
     check(directory.is_dir(), "is not a directory")
     if iteration is not None:
         return directory / iteration_name(iteration)
-    if (directory / METADATA).exists() or any(directory.glob(LEGACY)):
+    if (directory / TORCH_DIST).exists() or any(directory.glob(MEGATRON_LEGACY)):
         return directory
     tracker = directory / TRACKER
     check(
@@ -123,7 +126,7 @@ def open_weights(
         check(base is None, f"{directory} holds no adapters: leave {BASE_FLAG} {base} out")
         if (path / FILE).is_file():
             return open_hugging_face(directory)
-        kinds = (TRACKER, METADATA, LEGACY, "iter_*")
+        kinds = (TRACKER, *MEGATRON_FILES, "iter_*")
         check(
             any(any(path.glob(kind)) for kind in kinds),
             f"{directory} holds no checkpoint of this program or of Megatron-LM "
@@ -200,6 +203,17 @@ def _abandoned(final: Path) -> list[Path]:
 
 
 TRANSFORMER_ENGINE = "transformer_engine"
+DIST_FORMAT = "torch_dist"
+COMMON_FILE = "file"
+# Flags of --to-megatron that belong to one --ckpt-format, and their defaults.
+OF_FORMAT: dict[str, dict[str, Any]] = {
+    "torch": {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+    },
+    DIST_FORMAT: {"hybrid_layer_pattern": None, "common_state": COMMON_FILE},
+}
 FLAGS = "model.flags"  # next to the iterations: words of train's command line
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+)([KMG]I?B)?", re.IGNORECASE)
@@ -244,16 +258,25 @@ def _flags(weights: Weights, options: argparse.Namespace) -> list[str]:
 
 
 def _save_megatron(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
-    from .megatron import save_legacy
+    from .megatron import DistFormat, save_dist
+    from .megatron_legacy import LegacyFormat, save_legacy
 
-    save_legacy(
-        weights,
-        directory,
+    engine = options.transformer_impl == TRANSFORMER_ENGINE
+    multiple = options.make_vocab_size_divisible_by
+    if options.ckpt_format == DIST_FORMAT:
+        form = DistFormat(
+            engine, multiple, options.hybrid_layer_pattern, options.common_state == COMMON_FILE
+        )
+        save_dist(weights, directory, form)
+        return
+    legacy = LegacyFormat(
+        engine,
+        multiple,
         options.tensor_model_parallel_size,
         options.pipeline_model_parallel_size,
-        options.transformer_impl == TRANSFORMER_ENGINE,
-        options.make_vocab_size_divisible_by,
+        options.expert_model_parallel_size,
     )
+    save_legacy(weights, directory, legacy)
 
 
 def _save_gguf(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
@@ -305,7 +328,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to-hf", metavar="DIR", help="to: a directory for Hugging Face's from_pretrained"
     )
     parser.add_argument(
-        "--to-megatron", metavar="DIR", help="to: a legacy checkpoint for Megatron-LM's --load"
+        "--to-megatron", metavar="DIR", help="to: a checkpoint for Megatron-LM's --load"
+    )
+    parser.add_argument(
+        "--ckpt-format",
+        choices=tuple(OF_FORMAT),
+        default="torch",
+        help="format of --to-megatron: torch is the legacy one, with a file per rank; torch_dist "
+        "loads into any layout of ranks (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--hybrid-layer-pattern",
+        metavar="PATTERN",
+        help="with --ckpt-format torch_dist: write the names of a HybridModel with these layers, such "
+        "as '*-*-' (default: those of a GPTModel)",
+    )
+    parser.add_argument(
+        "--common-state",
+        choices=(COMMON_FILE, "object"),
+        default=COMMON_FILE,
+        help="with --ckpt-format torch_dist: arguments are the file common.pt, which every "
+        "megatron-core reads, or an object as megatron-core since 0.19 writes (default: %(default)s)",
     )
     parser.add_argument("--to-gguf", metavar="FILE", help="to: a file for llama.cpp")
     parser.add_argument(
@@ -383,6 +426,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pipeline stages of --to-megatron (default: %(default)s)",
     )
     parser.add_argument(
+        "--expert-model-parallel-size",
+        type=int,
+        default=1,
+        help="ranks with different experts of --to-megatron (default: %(default)s)",
+    )
+    parser.add_argument(
         "--make-vocab-size-divisible-by",
         type=int,
         default=128,
@@ -450,8 +499,16 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
         options,
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
         "make_vocab_size_divisible_by",
     )
+    for form, defaults in OF_FORMAT.items():
+        for name, default in defaults.items():
+            value = getattr(options, name)
+            check(
+                value == default or options.ckpt_format == form,
+                f"{flag(name)} {value} is for --ckpt-format {form}: pass both",
+            )
     check(
         options.chat_template is None or destination != "to_megatron",
         "--chat-template is for --save, --to-hf and --to-gguf: leave it out",
@@ -518,6 +575,8 @@ def main(options: argparse.Namespace) -> int:
     if alone and weights.adapters:
         sizes = adapter_shapes(weights.model, weights.adapters.lora)
     parameters = sum(map(math.prod, sizes.values()))
+    for note in weights.notes:
+        print(f"note: {note}")
     print(f"{flag(source)} {getattr(options, source)}: {parameters:,} parameters are in {target}")
     if destination == "save":
         print(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+import io
 import pickle
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -27,9 +28,18 @@ from ..cli.parser import Parser
 from ..comm.agreement import describe
 from ..config.experts import EXPERTS
 from ..config.fields import check, check_type, flag, is_off
+from ..config.hybrid import parse_pattern
 from ..config.layer_kinds import layer_pattern
 from ..config.megatron_flags import OTHER_FLAGS, saved_arguments
-from ..config.model import LEARNED, MASKED, NO_POSITIONS, ROPE, ROPE_SCALING, ModelConfig
+from ..config.model import (
+    LEARNED,
+    MASKED,
+    MLP_OF_EXPERTS,
+    NO_POSITIONS,
+    ROPE,
+    ROPE_SCALING,
+    ModelConfig,
+)
 
 VERSION = 3.0  # of checkpoints that are written; since 2.0 each head, or group, has its queries, key and value together
 # Ours -> names that versions of Megatron-LM gave to the same argument, the newest first.
@@ -54,11 +64,23 @@ _DESCRIBED: dict[str, tuple[Any, ...]] = {
 _CONSTANTS = ROPE_SCALING[
     1:
 ]  # fields without an argument there: Megatron-LM computes the defaults of here
+# Arguments of experts that change what their weights mean.
+_EXPERT_VARIANTS = (
+    "moe_apply_probs_on_input",
+    "moe_latent_size",
+    "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_glu_interleave_size",
+)
+# Arguments with the layers of a HybridModel, the newest first.
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+# Arguments that number layers, which are twice as many in a HybridModel.
+_NUMBERING = ("window_attn_skip_freq", "no_rope_freq")
 # Arguments that `model_of` reads, next to ModelConfig's fields.
 READ = frozenset(
     {
         "add_bias_linear",
         "add_position_embedding",
+        *PATTERNS,
         "norm_epsilon",
         "padded_vocab_size",
         "use_rotary_position_embeddings",
@@ -95,14 +117,18 @@ _RENAMES = tuple(
         (r"\.final_norm\.", ".final_layernorm."),
         (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
         (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
+        (r"\.mlp\.experts\.experts\.", ".mlp.experts."),
+        (r"\.shared_experts\.gate_weight", ".shared_experts.gate.weight"),
     )
 )
 _UNUSED = re.compile(
     r".*(_extra_state|inv_freq).*|word_embeddings_for_head\..*|word_embeddings\..*"
 )  # no weights, or copies
-_FUSED = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+INPUT_NORM = "input_layernorm."
+MLP_NORM = "pre_mlp_layernorm."
+FUSED = {
+    INPUT_NORM: "self_attention.linear_qkv.layer_norm_",
+    MLP_NORM: "mlp.linear_fc1.layer_norm_",
 }
 
 
@@ -114,12 +140,15 @@ def our_name(theirs: str) -> str | None:
     return None if _UNUSED.fullmatch(name) else name
 
 
-def transformer_engine_name(ours: str) -> str:
-    """Return Megatron-LM's name if transformer engine fuses the norm with the next matmul."""
-    for norm, fused in _FUSED.items():
-        if ours.startswith("decoder.layers."):
-            ours = ours.replace(norm, fused)
-    return ours
+def their_name(ours: str, fused: Collection[str]) -> str:
+    """Return Megatron-LM's name of a tensor.
+
+    fused: norms that are named as parts of the next matmul, keys of `FUSED`
+    """
+    if ours.startswith("decoder.layers."):
+        for norm in fused:
+            ours = ours.replace(norm, FUSED[norm])
+    return ours.replace(".shared_experts.gate.weight", ".shared_experts.gate_weight")
 
 
 def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
@@ -127,20 +156,19 @@ def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None
 
     ignored: names that the user declares harmless
     """
-    check(
-        given.get("num_experts") is None,
-        f"num_experts is {given.get('num_experts')!r:.60}: experts are not read from Megatron-LM",
-    )
-    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+    variants = () if given.get("num_experts") is None else _EXPERT_VARIANTS
+    for name in variants:
         check(
-            given.get(name) is None,
-            f"{name} is {given.get(name)!r:.60}: the weights of a HybridModel are not read",
+            is_off(given.get(name)),
+            f"{name} is {given.get(name)!r:.60}: this variant of experts is not supported",
         )
     unknown = []
     for name, value in given.items():
         row = OTHER_FLAGS.get(flag(name))
         zero = row is not None and isinstance(value, int | float) and value == 0
         if name in READ or name in ignored or is_off(value) or zero:
+            continue
+        if name == "is_hybrid_model" and pattern_of(given):
             continue
         values = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
         check(
@@ -183,6 +211,8 @@ def model_of(
     check_saved(given, ignored)
     values: dict[str, Any] = {
         **dict(_values(given)),
+        **_experts(given),
+        **_layers(given),
         "vocab_size": vocab_size or given.get("vocab_size") or rows,
         "mask_vocab_padding": MASKED,
         "position_embedding_type": _positions(given),
@@ -208,6 +238,60 @@ def _values(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f.name, given[name]
 
 
+def _experts(given: dict[str, Any]) -> dict[str, Any]:
+    if given.get("num_experts") is None:
+        return {}
+    values = {name: given[name] for name in EXPERTS if given.get(name) is not None}
+    if "moe_layer_freq" in values:
+        values["moe_layer_freq"] = str(values["moe_layer_freq"])
+    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        if name in values and not isinstance(values[name], list | tuple):
+            values[name] = (values[name],)
+    for f in fields(ModelConfig):
+        if f.name in values:
+            check_type(f, values[f.name])
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+
+
+def pattern_of(given: Mapping[str, Any]) -> str | None:
+    """Return the letters of a HybridModel's layers, None for a GPTModel."""
+    pattern = next((given[name] for name in PATTERNS if given.get(name)), None)
+    return None if pattern is None else str(pattern)
+
+
+def _layers(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the layers of the GPT that equals a HybridModel."""
+    pattern = pattern_of(given)
+    if pattern is None:
+        return {}
+    for name in _NUMBERING:
+        check(
+            is_off(given.get(name)),
+            f"{name} is {given.get(name)!r:.60}: in a HybridModel it numbers other layers than here",
+        )
+    experts = parse_pattern(pattern).experts
+    layers = {"num_layers": len(experts), "moe_layer_freq": "1"}
+    if not any(experts):
+        return {**layers, "num_experts": None}
+    return layers if all(experts) else {**layers, "moe_layer_freq": str([*map(int, experts)])}
+
+
+def check_pattern(pattern: str, model: ModelConfig) -> None:
+    """Raise ValueError unless a HybridModel with these layers equals the model."""
+    experts = tuple(mlp == MLP_OF_EXPERTS for mlp in model.mlps)
+    right = "".join("*E" if layer else "*-" for layer in experts)
+    check(
+        parse_pattern(pattern).experts == experts,
+        f"--hybrid-layer-pattern is {pattern!r:.80}, and the layers of the model are {right!r:.80}",
+    )
+    for name in _NUMBERING:
+        check(
+            is_off(getattr(model, name)),
+            f"{flag(name)} is {getattr(model, name)}: in a HybridModel it numbers other layers: leave "
+            "--hybrid-layer-pattern out",
+        )
+
+
 def _positions(given: dict[str, Any]) -> str:
     if given.get("use_rotary_position_embeddings"):
         return ROPE
@@ -224,10 +308,6 @@ def arguments_of(
 
     Raise ValueError for a model that Megatron-LM cannot describe.
     """
-    check(
-        model.num_experts is None,
-        f"--num-experts is {model.num_experts}: experts are not written for Megatron-LM: use --to-hf",
-    )
     for name, values in _DESCRIBED.items():
         check(
             getattr(model, name) in values,
@@ -263,7 +343,7 @@ def arguments_of(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=None,
-        num_experts=None,
+        **_expert_arguments(model),
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
@@ -272,6 +352,20 @@ def arguments_of(
         consumed_train_samples=0,
         consumed_valid_samples=0,
     )
+
+
+def _expert_arguments(model: ModelConfig) -> dict[str, Any]:
+    if model.num_experts is None:
+        return {"num_experts": None}
+    values = {name: getattr(model, name) for name in EXPERTS}
+    if model.moe_layer_freq.isdecimal():
+        values["moe_layer_freq"] = int(model.moe_layer_freq)
+    else:
+        values["moe_layer_freq"] = [int(mlp == MLP_OF_EXPERTS) for mlp in model.mlps]
+    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        several = values[name]
+        values[name] = list(several) if len(several) > 1 else several[0]
+    return values
 
 
 _NAMESPACES = {"argparse.Namespace": argparse.Namespace, "types.SimpleNamespace": SimpleNamespace}
@@ -320,27 +414,43 @@ def load_pickled(path: Path) -> dict[str, Any]:
     code.
     """
     check(path.is_file(), f"{path} is missing")
+    contents = _load(
+        path,
+        f"{path} is not a file of torch.save, or torch before 1.6 wrote it",
+        f"{path} is damaged",
+    )
+    check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not a dictionary")
+    state: dict[str, Any] = contents
+    return state
+
+
+def load_object(data: bytes, where: str) -> Any:
+    """Load a torch.save file in memory, as `load_pickled`. where: beginning of a message"""
+    return _load(io.BytesIO(data), where, where)
+
+
+def _load(source: Path | io.BytesIO, foreign: str, damaged: str) -> Any:
+    """Load what torch.save wrote. foreign, damaged: messages, which begin with the file's name"""
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     except (ValueError, RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(
-            f"{path} is not a file of torch.save, or torch before 1.6 wrote it: {_first_line(error)}"
-        ) from error
+        raise ValueError(f"{foreign}: {_first_line(error)}") from error
     others = [name for name in names if name not in _NAMESPACES and not name.startswith(_IGNORED)]
     check(
         not others,
-        f"{path} asks for {others[:1]}, which could run code: only tensors, numbers, texts and {' or '.join(_NAMESPACES)} are read",
+        f"{damaged.split(' is damaged')[0]} asks for {others[:1]}, which could run code: "
+        f"only tensors, numbers, texts and {' or '.join(_NAMESPACES)} are read",
     )
     nothings = [(Nothing, name) for name in names if name not in _NAMESPACES]
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
     try:
         with torch.serialization.safe_globals([*_NAMESPACES.values(), *nothings]):
-            contents: dict[str, Any] = torch.load(
-                path, map_location="cpu", mmap=True, weights_only=True
+            return torch.load(
+                source, map_location="cpu", mmap=isinstance(source, Path), weights_only=True
             )
     except (ValueError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path} is damaged: {_first_line(error)}") from error
-    check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not a dictionary")
-    return contents
+        raise ValueError(f"{damaged}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -31,6 +31,7 @@ WHAT = {
     ExitCode.LOST_RANK: "a rank is lost",
     ExitCode.REPLICAS_DIFFER: "a machine is faulty: the newest checkpoint may be wrong too",
     ExitCode.STORAGE: "a file system failed",
+    ExitCode.LAYOUT_DIFFERS: "the layout does not train as one rank",
     ExitCode.INTERRUPTED: "interrupted",
     ExitCode.OUTPUT: "standard output could not be written",
 }

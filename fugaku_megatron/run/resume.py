@@ -16,7 +16,9 @@ from ..checkpoint.load import Checkpoint, open_checkpoint
 from ..checkpoint.manifest import (
     CARRIED,
     MANIFEST,
+    TORCH_DIST,
     TRACKER,
+    iteration_path,
     join,
     latest_iteration,
     list_iterations,
@@ -306,8 +308,11 @@ def _finetune(checkpoint: Checkpoint, base: Checkpoint | ForeignModel | None = N
 def _resumed(plan: Plan, directory: str, world: Comm) -> Checkpoint | None:
     """Open the checkpoint in --load, or a newer copy in --save-local; None if --load is empty. Collective."""
     output = plan.config.output
-    if output.ckpt_step is not None:
-        return open_checkpoint(directory, world, output.ckpt_step)
+    step = output.ckpt_step
+    if step is not None:
+        return _megatron_run(plan.config, directory, world, step) or open_checkpoint(
+            directory, world, step
+        )
     iteration = on_root(world, lambda: _latest(directory, output.save))
     local = output.save_local
     if local:
@@ -315,7 +320,31 @@ def _resumed(plan: Plan, directory: str, world: Comm) -> Checkpoint | None:
         if copied > (iteration or 0):
             on_root(world, lambda: refuse_suspect(directory, copied), f"--load {directory}: ")
             return open_copy(local, world, copied)
-    return None if iteration is None else open_checkpoint(directory, world)
+    if iteration is None:
+        return None
+    foreign = _megatron_run(plan.config, directory, world, iteration)
+    return foreign or open_checkpoint(directory, world)
+
+
+def _megatron_run(run: RunConfig, directory: str, world: Comm, iteration: int) -> Checkpoint | None:
+    """Open a run of Megatron-LM in the format torch_dist, None for another checkpoint. Collective."""
+    path = Path(directory)
+
+    def read() -> Checkpoint | None:
+        if not (iteration_path(path, iteration) / TORCH_DIST).is_file():
+            return None
+        # with torch.distributed, which takes a second to load
+        from ..convert.megatron_training import open_run
+
+        return open_run(
+            path,
+            iteration,
+            run.model.vocab_size,
+            weights_only=run.output.finetune,
+            with_optimizer=not run.optimizer.no_load_optim,
+        )
+
+    return on_root(world, read, f"--load {directory}: ")
 
 
 def _newest_copy(plan: Plan, load: str, local: str, world: Comm) -> int:

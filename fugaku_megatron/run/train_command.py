@@ -42,6 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --dry-run: print which cores the ranks of a node compute on, one "
         "rank for each NUMA domain, of the machine whose /sys tree was copied into DIR, or of this one (/)",
     )
+    parser.add_argument(
+        "--check-layout",
+        action="store_true",
+        help="train a few narrow layers with random tokens in the run's layout and on one rank, compare every tensor, and stop",
+    )
+    parser.add_argument(
+        "--record", metavar="DIR", help="with --check-layout: write the layout's tensors into DIR"
+    )
+    parser.add_argument(
+        "--against",
+        metavar="DIR",
+        help="with --check-layout: compare with the tensors that --record wrote into DIR, on another machine, "
+        "with another MPI or other kernels, not with one rank",
+    )
     add_flags(parser)
 
 
@@ -57,7 +71,22 @@ def main(args: argparse.Namespace) -> int:
         "the mapping of its own nodes",
     )
     check_picture(args.png)
+    check(
+        not (args.check_layout and arguments.dry_run),
+        "--check-layout runs the layout, and --dry-run runs nothing: pass one of them",
+    )
+    for name in ("record", "against"):
+        directory = getattr(args, name)
+        check(
+            directory is None or args.check_layout,
+            f"--{name} {directory} needs --check-layout: pass both, or leave it out",
+        )
+    if args.check_layout:
+        with exit_codes.uncollected():
+            from ..comm.job import run_or_abort
 
+        run_or_abort(lambda world: _check_layout(arguments, world, args.record, args.against))
+        return 0
     if not arguments.dry_run:
         return _train(arguments)
     with exit_codes.uncollected():
@@ -104,6 +133,19 @@ def _pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
     from .start import pretrain
 
     pretrain(arguments, world, watchdog)
+
+
+def _check_layout(
+    arguments: Arguments, world: Comm, record: str | None, against: str | None
+) -> None:
+    from ..layout_check.check import Files
+    from .check_layout import check_run_layout
+
+    files = Files(
+        record=None if record is None else Path(record),
+        against=None if against is None else Path(against),
+    )
+    check_run_layout(arguments.run, world, files)
 
 
 def hang_settings(run: RunConfig) -> HangSettings:

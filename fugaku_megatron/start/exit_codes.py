@@ -51,6 +51,7 @@ class ExitCode(IntEnum):
     # A machine fault: replicas of the same state differ, or a core computes wrong results.
     REPLICAS_DIFFER = 6
     STORAGE = 7  # a possibly temporary file-system failure: I/O error, stale handle, server timeout
+    LAYOUT_DIFFERS = 8  # --check-layout: the run as laid out does not train as one rank
     INTERRUPTED = 130  # Control-C, as in shells: 128 + SIGINT
     OUTPUT = 141  # standard output is closed (as in shells: 128 + SIGPIPE) or its disk is full
 

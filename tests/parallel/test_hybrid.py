@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from fugaku_megatron.api.config import Config
-from fugaku_megatron.cli.arguments import parse
+from fugaku_megatron.cli.arguments import make_run, parse
 from fugaku_megatron.config.hybrid import parse_pattern
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.pipeline_layout import parse_layout
@@ -122,12 +122,34 @@ def test_flags_that_contradict_a_pattern_are_refused():
             f"{' '.join(words)} and --hybrid-layer-pattern '*-|*-' exclude each other"
             in refusal("*-|*-", *words, "--pipeline-model-parallel-size", "2")
         )
-    two = ["--decoder-first-pipeline-num-layers", "1", "--pipeline-model-parallel-size", "2"]
-    assert parse([*BASE, "--hybrid-layer-pattern", "*-*-*-", *two]).run.model.num_layers == 3
     assert "--is-hybrid-model: pass --hybrid-layer-pattern" in refusal("*-", "--is-hybrid-model")
     assert "--spec" in refusal(
         "*-", "--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "other"
     )
+
+
+def test_values_of_each_layer_count_symbols():
+    words = [
+        *BASE,
+        *"--position-embedding-type rope --window-size 3,0 --hybrid-layer-pattern *-*-*-".split(),
+    ]
+    two = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers".split()
+    assert parse([*words, *two, "2"]).run.parallel.decoder_first_pipeline_num_layers == 1
+    with pytest.raises(
+        ValueError, match="--decoder-first-pipeline-num-layers 1 counts the symbols"
+    ):
+        parse([*words, *two, "1"])
+    for given, kept in {"[1,0,0,0,1,0]": (3, None, 3), "3": (3, None, 3), "2": (3, 3, 3)}.items():
+        model = parse([*words, "--window-attn-skip-freq", given]).run.model
+        assert [kind.window for kind in model.layer_kinds] == [each and each + 1 for each in kept]
+    model = parse([*words, "--no-rope-freq", "3"]).run.model
+    assert [kind.rope is None for kind in model.layer_kinds] == [False, True, False]
+    with pytest.raises(
+        ValueError, match=r"--no-rope-freq \[1,0,1\] has 3 layers, and --num-layers is 6"
+    ):
+        parse([*words, "--no-rope-freq", "[1,0,1]"])
+    ways = "--context-parallel-size 2 --cp-comm-type a2a a2a p2p p2p a2a a2a".split()
+    assert parse([*words, *ways]).run.parallel.cp_comm_type == ("a2a", "p2p", "a2a")
 
 
 def test_values_that_a_pattern_replaces_are_noted():
@@ -145,6 +167,9 @@ def test_values_that_a_pattern_replaces_are_noted():
 def test_a_pattern_replaces_the_layers_of_a_recipe_and_is_a_keyword_of_the_library():
     words = ["--recipe", "qwen3-30b-a3b", "--mock-data", "--hybrid-layer-pattern"]
     assert parse([*words, "*E*E"]).run.model.num_layers == 2
+    assert (
+        make_run("demo", {"hybrid_layer_pattern": "*-"}).model.num_layers == 1
+    )  # of `fugaku-megatron log`
     mixed = Config.recipe("qwen3-30b-a3b", mock_data=True, hybrid_layer_pattern="*-*E")
     assert mixed.run.model.moe_layer_freq == "[0, 1]"
     assert mixed.replace(hybrid_layer_pattern="*-").run.model.num_experts is None

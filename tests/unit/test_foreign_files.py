@@ -96,7 +96,6 @@ def test_names_that_could_run_code_are_refused(value, tmp_path):
         ("attention_output_gate", True, "attention_output_gate is True"),
         ("mtp_num_layers", 1, "mtp_num_layers is 1"),
         ("use_mup", True, "use_mup is True"),
-        ("hybrid_layer_pattern", "*-*-", "hybrid_layer_pattern is"),
         ("multi_latent_attention", True, "multi_latent_attention is True"),
         ("experimental_attention_variant", "dsa", "experimental_attention_variant is 'dsa'"),
         ("apply_residual_connection_post_layernorm", True, "apply_residual_connection_post"),
@@ -105,13 +104,23 @@ def test_names_that_could_run_code_are_refused(value, tmp_path):
         ("heterogeneous_layers_config_path", "a.json", "heterogeneous_layers_config_path is"),
         ("retro_add_retriever", True, "retro_add_retriever is True: no text is retrieved"),
         ("spec", ["megatron.core", "mamba"], "spec is ['megatron.core', 'mamba']"),
-        ("num_experts", 8, "num_experts is 8"),
         ("some_fork_s_attention", 3, "some_fork_s_attention (3) are unknown"),
     ],
 )
 def test_saved_arguments_that_change_the_model_are_refused(name, value, named):
     with pytest.raises(ValueError, match=re.escape(named)):
         megatron_files.check_saved({name: value})
+
+
+def test_layers_that_differ_are_saved_arguments_and_flags():
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
+    layers = {"window_size": (3, 0), "window_attn_skip_freq": 2, "no_rope_freq": [0, 1]}
+    given = {**sizes, **layers, "max_position_embeddings": 16, "position_embedding_type": "rope"}
+    model = megatron_files.model_of(Namespace(**given), 96, None)
+    assert [kind.window for kind in model.layer_kinds] == [4, None]
+    assert [kind.rope for kind in model.layer_kinds] == ["global", None]
+    written = vars(megatron_files.arguments_of(model, 96, torch.float32, 1, 1))
+    assert {name: written[name] for name in layers} == layers
 
 
 def test_saved_arguments_that_describe_a_run_are_read():
@@ -137,6 +146,14 @@ def test_saved_arguments_that_describe_a_run_are_read():
         },
         ignored=["some_fork_s_option"],
     )
+    hybrid = {
+        "hybrid_layer_pattern": "*-*E",
+        "spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+        "is_hybrid_model": True,
+    }
+    megatron_files.check_saved(hybrid)
+    with pytest.raises(ValueError, match="is_hybrid_model is True"):
+        megatron_files.check_saved({**hybrid, "hybrid_layer_pattern": None})
 
 
 @given(
@@ -227,6 +244,7 @@ REQUIRED = {
     "intermediate_size": 48,
     "max_position_embeddings": 128,
     "num_experts": 4,
+    "n_routed_experts": 16,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
@@ -246,6 +264,13 @@ def short_config(row) -> dict:
     given.pop("num_experts" if row.model_type == "mixtral" else "num_local_experts", None)
     if "sliding_window_pattern" in read_fields(row):  # some layers have a window
         given.pop("sliding_window")
+    if row.model_type == "granitemoehybrid":  # its defaults are layers of Mamba with experts
+        given |= {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention"] * 2,
+            "mamba_d_head": 64,
+        }
     return {"model_type": row.model_type, **given}
 
 
@@ -340,7 +365,7 @@ SWITCHED = {
     "mlp_bias": True,
     "clip_qkv": 8.0,
     "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
+    "n_shared_experts": 2,
     "embedding_multiplier": 12.0,
     "rope_interleaved": True,
 }
@@ -349,6 +374,8 @@ SWITCHED = {
 @pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.model_type)
 def test_a_field_that_changes_the_function_is_refused_or_read(row):
     short = short_config(row)
+    if "first_k_dense_replace" in read_fields(row):
+        short["first_k_dense_replace"] = 0
     for name, value in SWITCHED.items():
         if name in read_fields(row) - set(row.only) - set(ONLY):
             assert read_config({**short, name: value})[1] != read_config(short)[1]

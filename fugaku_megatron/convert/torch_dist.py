@@ -1,0 +1,264 @@
+"""Files in the format torch_dist: global tensors and pickled objects, by key.
+
+DIR/metadata.json                 name and version of the format
+DIR/.metadata                     torch.distributed.checkpoint's Metadata: shapes, and the place of each piece
+DIR/__0_0.distcp ...              pieces of tensors, and objects, each as torch.save wrote it
+DIR/common.pt                     everything else; since megatron-core 0.19 the object "common_state" instead
+
+Sources: megatron/core/dist_checkpointing (serialization.py, strategies/torch.py, mapping.py).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ..checkpoint.manifest import fsync, write_text
+from ..checkpoint.shards import Box, range_boxes
+from ..config.fields import check
+from .megatron_files import load_metadata, load_object, load_pickled
+
+METADATA = ".metadata"
+CONFIG = "metadata.json"
+COMMON = "common.pt"
+COMMON_STATE = "common_state"
+Shape = tuple[int, ...]
+
+
+def object_key(name: str, index: Shape = (0,), shape: Shape = (1,)) -> str:
+    """Return the key of an object at `index` in an array of `shape`."""
+    return f"{name}/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}"
+
+
+@dataclass(frozen=True)
+class DistFiles:
+    """Reader of one iteration.
+
+    places: file, offset and length of every piece and object
+    """
+
+    path: Path
+    tensors: dict[str, TensorStorageMetadata]
+    places: dict[MetadataIndex, Any]
+
+    @staticmethod
+    def open(path: Path) -> DistFiles:
+        """Read the metadata alone. Raise ValueError, one line."""
+        metadata = load_metadata(path / METADATA)
+        tensors = {
+            key: value
+            for key, value in metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+        return DistFiles(path, tensors, metadata.storage_data)
+
+    def common(self) -> dict[str, Any]:
+        """Return the state that is neither tensor nor sharded object."""
+        if (self.path / COMMON).exists():
+            return load_pickled(self.path / COMMON)
+        found = self.object(object_key(COMMON_STATE))
+        check(
+            found is not None,
+            f"{self.path} holds neither {COMMON} nor the object {COMMON_STATE} of megatron-core since 0.19",
+        )
+        check(
+            isinstance(found, dict),
+            f"{self.path}: {COMMON_STATE} is {type(found).__name__}, not a dictionary",
+        )
+        state: dict[str, Any] = found
+        return state
+
+    def object(self, key: str) -> Any:
+        """Return an object, None if there is none."""
+        index = MetadataIndex(key)
+        if index not in self.places:
+            return None
+        data, where = self._read(index)
+        contents = load_object(data, where)
+        check(
+            isinstance(contents, list) and len(contents) == 1,
+            f"{where}: {key} is {type(contents).__name__}, not a list of one object",
+        )
+        return contents[0]
+
+    def shape(self, key: str, layer: int | None = None) -> Shape:
+        """Return the shape of a tensor, or of one layer of stacked layers."""
+        size = tuple(self.tensors[key].size)
+        return size if layer is None else size[1:]
+
+    def dtype(self, key: str) -> torch.dtype:
+        dtype: torch.dtype = self.tensors[key].properties.dtype
+        return dtype
+
+    def tensor(self, key: str, layer: int | None = None) -> Tensor:
+        """Return a tensor, or one layer of stacked layers."""
+        shape = self.shape(key, layer)
+        whole = torch.empty(shape, dtype=self.dtype(key))
+        filled = 0
+        for chunk in self.tensors[key].chunks:
+            offsets = tuple(chunk.offsets)
+            if layer is not None and not offsets[0] <= layer < offsets[0] + chunk.sizes[0]:
+                continue
+            piece = self._piece(key, chunk)
+            if layer is not None:
+                piece = piece[layer - offsets[0]]
+                offsets = offsets[1:]
+            whole[Box(offsets, tuple(piece.shape)).slices] = piece
+            filled += piece.numel()
+        self._check_filled(key, filled, whole)
+        return whole
+
+    def flattened(self, key: str, shape: Shape, layer: int | None = None) -> Tensor:
+        """Return a tensor of `shape`, or one layer, that ranks saved as ranges of their flat blocks.
+
+        megatron-core before 0.14 saved optimizer states so: the stored size is the number of blocks
+        in each dimension, then the elements of a block.
+        """
+        *blocks, length = self.tensors[key].size
+        block = tuple(n // parts for n, parts in zip(shape, blocks, strict=True))
+        whole = torch.empty(shape[1:] if layer is not None else shape, dtype=self.dtype(key))
+        filled = 0
+        check(
+            math.prod(block) == length,
+            f"{self.path}: {key} has blocks of {length} elements, and its weight of {math.prod(block)}",
+        )
+        for chunk in self.tensors[key].chunks:
+            *number, start = chunk.offsets
+            begin = tuple(n * size for n, size in zip(number, block, strict=True))
+            if layer is not None and begin[0] != layer:
+                continue
+            values = self._piece(key, chunk).flatten()
+            done = 0
+            for offsets, extent in range_boxes(block, start, start + len(values)):
+                count = math.prod(extent)
+                place = Box(tuple(map(sum, zip(begin, offsets, strict=True))), extent)
+                part = values[done : done + count].view(extent)
+                done += count
+                if layer is not None:
+                    place = Box(place.begin[1:], extent[1:])
+                    part = part[0]
+                whole[place.slices] = part
+            filled += len(values)
+        self._check_filled(key, filled, whole)
+        return whole
+
+    def _check_filled(self, key: str, filled: int, whole: Tensor) -> None:
+        check(
+            filled == whole.numel(),
+            f"{self.path}: the pieces of {key} hold {filled} of its {whole.numel()} elements",
+        )
+
+    def _piece(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        inside = all(
+            0 <= offset and offset + size <= full
+            for offset, size, full in zip(
+                chunk.offsets, chunk.sizes, self.tensors[key].size, strict=True
+            )
+        )
+        check(
+            inside, f"{self.path}: a piece of {key} at {list(chunk.offsets)} is beyond the tensor"
+        )
+        index = MetadataIndex(key, chunk.offsets)
+        check(
+            index in self.places,
+            f"the metadata in {self.path} do not say where {key} at {list(chunk.offsets)} lies",
+        )
+        data, where = self._read(index)
+        try:
+            piece = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            piece = piece.view(tuple(chunk.sizes))
+        except (
+            ValueError,
+            RuntimeError,
+            EOFError,
+            AttributeError,
+            pickle.UnpicklingError,
+        ) as error:
+            raise ValueError(f"{where}, where a piece of {key} should be") from error
+        tensor: Tensor = piece
+        return tensor
+
+    def _read(self, index: MetadataIndex) -> tuple[bytes, str]:
+        """Return the bytes of a piece or object, and the place for a message about damage."""
+        place = self.places[index]
+        file = self.path / place.relative_path
+        check(
+            Path(place.relative_path).name == place.relative_path and file.is_file(),
+            f"{file} is missing",
+        )
+        with open(file, "rb") as stream:
+            stream.seek(place.offset)
+            data = stream.read(place.length)
+        return data, f"{file} is damaged at byte {place.offset}"
+
+
+class GlobalPiece(NamedTuple):
+    """Piece of a global tensor of shape `size`, from `offsets` on."""
+
+    key: str
+    size: Shape
+    offsets: Shape
+    values: Tensor
+
+
+@dataclass
+class DistWriter:
+    """Writer of one iteration, one piece after another. Call `finish` at the end."""
+
+    path: Path
+    _tensors: dict[str, Any] = field(default_factory=dict)
+    _places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)
+
+    def add(self, file: int, piece: GlobalPiece) -> None:
+        values = piece.values.clone(memory_format=torch.contiguous_format)
+        offsets = torch.Size(piece.offsets)
+        stored = self._tensors.setdefault(
+            piece.key,
+            TensorStorageMetadata(
+                TensorProperties(dtype=values.dtype), torch.Size(piece.size), chunks=[]
+            ),
+        )
+        stored.chunks.append(ChunkStorageMetadata(offsets, values.shape))
+        self._append(file, MetadataIndex(piece.key, offsets), values)
+
+    def add_object(self, file: int, key: str, value: Any) -> None:
+        self._tensors[key] = BytesStorageMetadata()
+        self._append(file, MetadataIndex(key), [value])
+
+    def _append(self, file: int, index: MetadataIndex, value: Any) -> None:
+        name = f"__{file}_0.distcp"
+        with open(self.path / name, "ab") as stream:
+            start = stream.tell()
+            torch.save(value, stream)
+            self._places[index] = _StorageInfo(name, start, stream.tell() - start)
+
+    def finish(self) -> None:
+        for name in {place.relative_path for place in self._places.values()}:
+            fsync(self.path / name)
+        with open(self.path / METADATA, "wb") as stream:
+            pickle.dump(Metadata(self._tensors, storage_data=self._places), stream)
+        fsync(self.path / METADATA)
+        config = {
+            "sharded_backend": "torch_dist",
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
+        write_text(self.path / CONFIG, json.dumps(config))

@@ -1,0 +1,219 @@
+"""Check of a layout: the small run as laid out and on one rank, compared tensor by tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..comm.agreement import on_root
+from ..comm.base import Comm, SoloComm
+from ..comm.grid import Groups
+from ..config.layout import Layout
+from ..config.run_config import RunConfig
+from ..nn.ops import Ops
+from ..training.trainer import Trainer
+from .compare import Comparison, Difference, Tolerance
+from .points import CHECKPOINT, Point
+from .recorder import Piece, Recorder, assembled, pieces_of
+from .samples import samples_of
+from .shrink import ITERATIONS, Small, in_fp32, on_one_rank, shrink
+from .tensor_record import check_against, check_record, read_record, write_record
+
+COLUMNS = f"  {'tensors':<30} {'number':>7}  {'error':>8}  {'allowed':>8}  largest error"
+
+
+class Tools(NamedTuple):
+    """Parts of a run that the machine decides: its operations and its communicators."""
+
+    build_ops: Callable[[RunConfig], Ops]
+    connect: Callable[[Layout, Comm], Groups]
+
+
+class Files(NamedTuple):
+    """Files of a check.
+
+    folder: for a temporary checkpoint, which all ranks see; None: the system's
+    record: directory for the layout's tensors, or None
+    against: directory with the tensors to compare with; None: one rank's
+    """
+
+    folder: Path | None = None
+    record: Path | None = None
+    against: Path | None = None
+
+
+NO_FILES = Files()
+
+
+@dataclass
+class Report:
+    """Result of a check, the same on every rank. formats: of the runs that were compared"""
+
+    lines: list[str] = field(default_factory=list)
+    first: Difference | None = None
+    problem: str | None = None
+
+    @property
+    def agrees(self) -> bool:
+        return self.first is None and self.problem is None
+
+
+def check_layout(
+    run: RunConfig, layout: Layout, world: Comm, tools: Tools, files: Files = NO_FILES
+) -> Report:
+    """Train small copies of a run in its layout and on one rank, and compare them. Collective.
+
+    Raise ValueError on every rank for a run that cannot be made small, or a record that cannot be read or written.
+    """
+    started = time.perf_counter()
+    on_root(world, lambda: _check_files(files))
+    small = shrink(run, layout)
+    checked = world.rank < small.layout.world_size
+    comm = world.split(int(not checked), world.rank)
+    report = Report()
+    if checked:
+        exact = in_fp32(small.run)
+        report = _compared(Small(exact, small.layout), comm, tools, files)
+        if report.agrees and small.run != exact:
+            lines = report.lines
+            report = _compared(small, comm, tools, files)
+            report = replace(report, lines=lines + report.lines)
+    seconds = time.perf_counter() - started
+    lines = [
+        _title(small, world.size, files),
+        *report.lines,
+        _result(report, small, seconds, files),
+    ]
+    shared: Report = world.broadcast_object(replace(report, lines=lines))
+    return shared
+
+
+def _check_files(files: Files) -> None:
+    if files.record is not None:
+        check_record(files.record)
+    if files.against is not None:
+        check_against(files.against)
+
+
+def _title(small: Small, ranks: int, files: Files) -> str:
+    model = small.run.model
+    reference = "one rank" if files.against is None else str(files.against)
+    return (
+        f"check of the layout {small.layout} of {small.layout.world_size} of {ranks} ranks with {model.num_layers} layers of "
+        f"width {model.hidden_size}, {ITERATIONS} iterations, against {reference}"
+    )
+
+
+def _result(report: Report, small: Small, seconds: float, files: Files) -> str:
+    if report.problem is not None:
+        return report.problem
+    if report.first is not None:
+        return report.first.line(small.run.model.num_layers)
+    reference = "one rank" if files.against is None else str(files.against)
+    return f"the layout trains as {reference} ({seconds:.1f} s)"
+
+
+def _compared(small: Small, comm: Comm, tools: Tools, files: Files) -> Report:
+    """Compare one number format. Collective."""
+    report = Report()
+    name = "int8" if small.run.system.int8 else small.run.precision.name
+    with _shared_folder(comm, files.folder) as directory:
+        pieces = _record(small, comm, tools, directory)
+        ranks = comm.gather_object(pieces)
+        on_root(comm, lambda: _write(files.record, name, ranks or []))
+        against = on_root(comm, lambda: _read(files.against, name))
+        if ranks is not None:
+            comparison = Comparison(Tolerance.of(small.run))
+            if files.against is None:
+                report.problem = _compare_alone(small, ranks, comparison, tools, directory)
+            else:
+                comparison.add(ranks, against)
+                if not comparison.kinds:
+                    report.problem = (
+                        f"--against {files.against} has no tensor of this run in {name}"
+                    )
+            report.first = comparison.first
+            report.lines = [f"in {name.upper()}:", COLUMNS, *comparison.rows()]
+        shared: Report = comm.broadcast_object(report)
+    return shared
+
+
+def _write(directory: Path | None, name: str, ranks: list[list[Piece]]) -> None:
+    if directory is not None:
+        write_record(directory, name, assembled(piece for pieces in ranks for piece in pieces))
+
+
+def _read(directory: Path | None, name: str) -> dict[Point, Tensor]:
+    return read_record(directory, name) or {} if directory is not None else {}
+
+
+def _compare_alone(
+    small: Small,
+    ranks: list[list[Piece]],
+    comparison: Comparison,
+    tools: Tools,
+    directory: Path,
+) -> str | None:
+    """Train on one rank and compare. Return the reason if the layout's checkpoint does not load."""
+    run = on_one_rank(small.run)
+    alone = Small(run, Layout.from_run(run, 1))
+    with contextlib.closing(_trainer(alone, SoloComm(), tools)) as trainer:
+        recorder = Recorder(trainer)
+        recorder.train(ITERATIONS)
+        reference = assembled(recorder.pieces)
+        reference |= assembled(_checkpoint_pieces(trainer))
+    comparison.add(ranks, reference)
+    if comparison.first is None:
+        try:
+            comparison.add([_loaded(alone, tools, directory)], reference)
+        except ValueError as error:
+            return f"the checkpoint of the layout does not load on one rank: {error}"
+    return None
+
+
+def _loaded(alone: Small, tools: Tools, directory: Path) -> list[Piece]:
+    with contextlib.closing(_trainer(alone, SoloComm(), tools)) as trainer:
+        trainer.load(str(directory))
+        return _checkpoint_pieces(trainer)
+
+
+def _checkpoint_pieces(trainer: Trainer) -> list[Piece]:
+    pieces: list[Piece] = []
+    for shard in trainer.optimizer.checkpoint_shards():
+        pieces += pieces_of(shard, Point(ITERATIONS, CHECKPOINT, shard.key))
+    return pieces
+
+
+def _trainer(small: Small, world: Comm, tools: Tools) -> Trainer:
+    run, layout = small
+    samples = samples_of(run, (ITERATIONS + 1) * layout.global_batch_size(run))
+    groups = tools.connect(layout, world)
+    return Trainer(run, layout, world, groups, samples, samples, ops=tools.build_ops(run))
+
+
+def _record(small: Small, comm: Comm, tools: Tools, directory: Path) -> list[Piece]:
+    """Return this rank's tensors of the small run, and save its checkpoint. Collective."""
+    with contextlib.closing(_trainer(small, comm, tools)) as trainer:
+        recorder = Recorder(trainer)
+        recorder.train(ITERATIONS)
+        trainer.save(str(directory))
+    return recorder.pieces
+
+
+@contextlib.contextmanager
+def _shared_folder(comm: Comm, folder: Path | None) -> Iterator[Path]:
+    """Make a temporary folder that every rank sees. Collective."""
+    path = Path(on_root(comm, lambda: tempfile.mkdtemp(prefix=".check-layout-", dir=folder)))
+    try:
+        yield path
+    finally:
+        if comm.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,275 @@
+"""Points of an iteration at which tensors are compared, in the order of execution, and the communication before each."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..comm.grid import Grid
+from ..config.layout import Layout, cp_comm_types
+from ..config.model import MLP_OF_EXPERTS
+from ..config.parallel import A2A, ALLGATHER
+from ..config.run_config import RunConfig
+from ..costs.accounting import stage_layers
+
+# Kinds of tensors, in the order in which an iteration makes them.
+USED = "weight used"
+FORWARD = "output"
+LOSS = "loss"
+BACKWARD = "gradient"
+LOCAL = "weight gradient before its sum"
+REDUCED = "weight gradient"
+NORM = "gradient norm"
+UPDATE = "update"
+MOMENT = "moment"
+GATHERED = "weight after the update"
+CHECKPOINT = "checkpoint"
+KINDS = (
+    USED,
+    FORWARD,
+    LOSS,
+    BACKWARD,
+    LOCAL,
+    REDUCED,
+    NORM,
+    UPDATE,
+    MOMENT,
+    GATHERED,
+    CHECKPOINT,
+)
+OF_ACTIVATIONS = (FORWARD, BACKWARD)
+_BACKWARDS = (BACKWARD, LOCAL, REDUCED)
+
+# Modules whose outputs are recorded, named as in Megatron-core.
+EMBEDDING = "embedding"
+INPUT_NORM = "input_layernorm"
+QKV = "self_attention.linear_qkv"
+CORE = "self_attention.core_attention"
+ATTENTION = "self_attention"
+MLP_NORM = "pre_mlp_layernorm"
+MLP = "mlp"
+LAYER = ""
+FINAL_NORM = "decoder.final_layernorm"
+SITES = (INPUT_NORM, QKV, CORE, ATTENTION, MLP_NORM, MLP, LAYER)
+
+GROUPS = {
+    "tp": "tensor-parallel",
+    "cp": "context-parallel",
+    "dp": "data-parallel",
+    "ep": "expert-parallel",
+    "etp": "expert-tensor-parallel",
+    "edp": "expert-data-parallel",
+    "embedding": "first-and-last-stage",
+}
+
+
+class Point(NamedTuple):
+    """A tensor of the run. sample: first sample of the micro-batch; 0 for tensors of the whole iteration"""
+
+    iteration: int
+    kind: str
+    name: str
+    sample: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"{self.iteration}/{self.kind}/{self.name}/{self.sample}"
+
+    @staticmethod
+    def of(key: str) -> Point:
+        """Invert `key`. Raise ValueError for other text."""
+        iteration, kind, rest = key.split("/", 2)
+        name, sample = rest.rsplit("/", 1)
+        return Point(int(iteration), kind, name, int(sample))
+
+    @property
+    def reduced(self) -> Point:
+        """The weight gradient after its sum."""
+        return self._replace(kind=REDUCED)
+
+    @property
+    def order(self) -> tuple[int, int, int, int, str]:
+        """Sort key: the order of execution."""
+        place = _place(self.name)
+        if self.kind in _BACKWARDS:
+            place = -place
+        return self.iteration, KINDS.index(self.kind), place, self.sample, self.name
+
+    def __str__(self) -> str:
+        text = f"{self.kind} of {self.name}" if self.name else self.kind
+        if self.kind in OF_ACTIVATIONS:
+            text += f", micro-batch from sample {self.sample}"
+        return f"{text}, iteration {self.iteration}"
+
+
+def layer_name(layer: int, site: str) -> str:
+    """Return the name of a layer's site. layer: from 0"""
+    return f"decoder.layers.{layer}.{site}".removesuffix(".")
+
+
+def _place(name: str) -> int:
+    """Return a position in the order of forward."""
+    found = re.search(r"decoder\.layers\.(\d+)(?:\.(.*))?$", name)
+    width = len(SITES) + 1
+    if found is None:
+        if EMBEDDING in name:
+            return 0
+        return 10**6
+    inside = found[2] or LAYER
+    site = len(SITES) - 1
+    if inside in SITES:
+        site = SITES.index(inside)
+    elif inside.startswith((ATTENTION, INPUT_NORM)):
+        site = SITES.index(ATTENTION)
+    elif inside:
+        site = SITES.index(MLP)
+    return 1 + int(found[1]) * width + site
+
+
+def neighbour(point: Point, layers: int) -> str:
+    """Return the words for the tensor that the point's tensor is computed from."""
+    names = [EMBEDDING]
+    names += [layer_name(layer, site) for layer in range(layers) for site in SITES]
+    names.append(FINAL_NORM)
+    if point.kind == FORWARD:
+        index = names.index(point.name)
+        return f"the output of {names[index - 1]}" if index else "the tokens"
+    if point.kind == BACKWARD:
+        index = names.index(point.name)
+        return f"the gradient of {names[index + 1]}" if index + 1 < len(names) else "the loss"
+    return {
+        USED: "the weights of the update before" if point.iteration > 1 else "the seed",
+        LOSS: f"the output of {FINAL_NORM}",
+        LOCAL: "the gradients of activations",
+        REDUCED: "the weight gradients of every rank",
+        NORM: "the weight gradients",
+        UPDATE: "the weight gradients and their norm",
+        MOMENT: "the weight gradients and their norm",
+        GATHERED: "the update",
+        CHECKPOINT: "the weights and moments in memory",
+    }[point.kind]
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Communication of one rank before each point, in words."""
+
+    run: RunConfig
+    layout: Layout
+    rank: int
+
+    @property
+    def ranks(self) -> dict[str, list[int]]:
+        return Grid(*self.layout.sizes).ranks(self.rank)
+
+    def over(self, verb: str, group: str) -> str | None:
+        """Return the words for a collective, or None if the group is one rank."""
+        members = self.ranks.get(group, ())
+        if len(members) < 2:
+            return None
+        return f"{verb} over the {GROUPS[group]} ranks {' '.join(map(str, members))}"
+
+    @property
+    def _shards_sequence(self) -> bool:
+        return self.run.parallel.sequence_parallel and self.layout.tp > 1
+
+    def _into_matmul(self, backward: bool) -> str | None:
+        if self._shards_sequence:
+            return self.over("reduce-scatter" if backward else "all-gather", "tp")
+        return self.over("all-reduce", "tp") if backward else None
+
+    def _out_of_matmul(self, backward: bool) -> str | None:
+        if self._shards_sequence:
+            return self.over("all-gather" if backward else "reduce-scatter", "tp")
+        return None if backward else self.over("all-reduce", "tp")
+
+    def _attention(self, layer: int) -> str | None:
+        if self.layout.cp == 1:
+            return None
+        verbs = {A2A: "all-to-all of heads", ALLGATHER: "all-gather of keys and values"}
+        verb = verbs.get(cp_comm_types(self.run)[layer], "ring of keys and values")
+        return self.over(verb, "cp")
+
+    def _stage_border(self, layer: int, step: int) -> str | None:
+        """Return the words for the message between this rank's layer and a neighbouring layer."""
+        other = layer + step
+        placement = self.layout.placement
+        for stage in range(self.layout.pp):
+            if any(other in layers for layers in stage_layers(self.run, placement, stage)):
+                dp, own, tp = Grid(*self.layout.sizes).coords(self.rank)
+                if stage == own:
+                    return None
+                sender = Grid(*self.layout.sizes).rank(dp, stage, tp)
+                return (
+                    f"message from rank {sender} (stage {stage}) to rank {self.rank} (stage {own})"
+                )
+        return None
+
+    def forward(self, layer: int, site: str) -> str | None:
+        """Return the words for the communication before an output. layer: from 0"""
+        if site == INPUT_NORM:
+            return self._stage_border(layer, -1)
+        if site == QKV:
+            return self._into_matmul(backward=False)
+        if site == CORE:
+            return self._attention(layer)
+        if site == ATTENTION:
+            return self._out_of_matmul(backward=False)
+        if site == MLP:
+            return self._mlp(layer, backward=False)
+        return None
+
+    def backward(self, layer: int, site: str) -> str | None:
+        """Return the words for the communication before an output's gradient. layer: from 0"""
+        if site == LAYER:
+            if layer == self.run.model.num_layers - 1:
+                return None
+            return self._stage_border(layer, 1)
+        if site == MLP_NORM:
+            return self._mlp(layer, backward=True)
+        if site == CORE:
+            return self._out_of_matmul(backward=True)
+        if site == QKV:
+            return self._attention(layer)
+        if site == INPUT_NORM:
+            return self._into_matmul(backward=True)
+        return None
+
+    def _mlp(self, layer: int, backward: bool) -> str | None:
+        has_experts = self.run.model.mlps[layer] == MLP_OF_EXPERTS
+        if has_experts and self.run.parallel.divides_experts:
+            return _joined(
+                self.over("all-to-all of tokens", "ep"),
+                self.over("all-gather and reduce-scatter of rows", "etp"),
+            )
+        if backward:
+            return _joined(self._out_of_matmul(backward), self._into_matmul(backward))
+        return _joined(self._into_matmul(backward), self._out_of_matmul(backward))
+
+    def embedding(self, backward: bool) -> str | None:
+        return None if backward else self._out_of_matmul(backward=False)
+
+    def head(self) -> str | None:
+        """Return the words for the communication between the final norm and the loss, both ways."""
+        return self._into_matmul(backward=True) or self.over("all-reduce", "tp")
+
+    def gradient_sum(self, expert: bool, partial: bool, tied: bool) -> str | None:
+        """Return the words for a weight gradient's sums. partial: see `ParameterSpec.sequence_parallel`"""
+        verb = "reduce-scatter" if self.run.parallel.zero_stage else "all-reduce"
+        parts = []
+        if partial:
+            parts.append(self.over("all-reduce", "tp"))
+        parts.append(self.over(verb, "edp" if expert else "dp"))
+        if tied:
+            parts.append(self.over("all-reduce of the tied embedding's gradient", "embedding"))
+        return _joined(*parts)
+
+    def weight_gather(self, expert: bool) -> str | None:
+        if not self.run.parallel.zero_stage:
+            return None
+        return self.over("all-gather of updated weights", "edp" if expert else "dp")
+
+
+def _joined(*texts: str | None) -> str | None:
+    return ", then ".join(text for text in texts if text) or None

@@ -1,0 +1,333 @@
+"""Record of a rank's tensors during its iterations, each with its place in the whole tensor.
+
+Hooks on the stage's modules copy outputs and their gradients; weights and their gradients are cut into boxes as a checkpoint's are.
+s sequence, b micro-batch, w width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.shards import Shard
+from ..nn.layers import Context
+from ..nn.model import WORD_EMBEDDINGS, Chunk
+from ..nn.parameter import ModelParameter, parameters_of
+from ..nn.q8_weight import scales_of
+from ..nn.sequence_ranks import own_segments, positions
+from ..optim.flat import FlatParameter
+from ..training.trainer import IterationResult, Trainer
+from .points import (
+    ATTENTION,
+    BACKWARD,
+    CORE,
+    EMBEDDING,
+    FINAL_NORM,
+    FORWARD,
+    GATHERED,
+    INPUT_NORM,
+    LAYER,
+    LOCAL,
+    LOSS,
+    MLP,
+    MLP_NORM,
+    MOMENT,
+    NORM,
+    QKV,
+    REDUCED,
+    UPDATE,
+    USED,
+    Communication,
+    Point,
+    layer_name,
+)
+
+Index = tuple[slice | Tensor, ...]
+FIRST_MOMENT = "exp_avg"
+SECOND_MOMENT = "exp_avg_sq"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's share of a tensor.
+
+    shape: of the whole tensor
+    index: this rank's elements in it
+    values: FP32
+    between: communication between this tensor and the tensors that it is computed from; None: none
+    copy: pieces of one tensor with equal `copy` add up, in a gradient before its sum
+    """
+
+    point: Point
+    shape: tuple[int, ...]
+    index: Index
+    values: Tensor
+    between: str | None = None
+    copy: int = 0
+
+
+class Recorder:
+    """Recorder of one rank's trainer. `pieces` has every piece recorded so far."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.pieces: list[Piece] = []
+        self.iteration = 0
+        self._sample = 0  # of the micro-batch in forward, or recomputed in backward
+        self._seen: set[Point] = set()
+        self._before: list[Tensor] = []
+        layout = trainer.layout
+        self._communication = Communication(trainer.run, layout, trainer.world.rank)
+        for chunk in trainer.stage.chunks:
+            self._watch(chunk)
+        trainer.optimizer.buckets.before_sum = self._local_gradients
+        trainer.before_update = self._reduced_gradients
+
+    # Iterations
+
+    def train(self, iterations: int) -> None:
+        """Run and record iterations. Collective."""
+        for _ in range(iterations):
+            self.iteration += 1
+            self._before = [shard.master.float().clone() for shard in self._shards]
+            self._finished(self.trainer.train_step())
+        self._final()
+
+    @property
+    def _shards(self) -> Sequence[Any]:
+        return self.trainer.optimizer.shards
+
+    def _finished(self, result: IterationResult) -> None:
+        self._scalar(LOSS, result.loss, self._communication.head())
+        self._scalar(NORM, result.grad_norm, "all-reduces of the squared norm over all ranks")
+        flat = self.trainer.optimizer.flat
+        for shard, before in zip(self._shards, self._before, strict=True):
+            update = shard.master.float() - before
+            self._add_shards(UPDATE, flat.shards(UPDATE, update, shard.start, owned=False))
+
+    def _scalar(self, kind: str, value: float, between: str | None) -> None:
+        values = torch.tensor([value], dtype=torch.float32)
+        point = Point(self.iteration, kind, "")
+        self.pieces.append(Piece(point, (1,), (slice(0, 1),), values, between))
+
+    def _final(self) -> None:
+        """Record moments, and the weights after the last gather. Collective."""
+        shards = self.trainer.optimizer.checkpoint_shards()
+        for moment in (FIRST_MOMENT, SECOND_MOMENT):
+            own = [shard for shard in shards if shard.key.startswith(f"{moment}/")]
+            self._add_shards(MOMENT, own, prefix=f"{moment} ")
+        for parameter in self.trainer.optimizer.flat.parameters:
+            self._weight(GATHERED, parameter)
+
+    # Activations
+
+    def _watch(self, chunk: Chunk) -> None:
+        chunk.register_forward_pre_hook(self._enter_chunk)
+        if chunk.is_first:
+            embedding = chunk.embedding
+            embedding.register_forward_pre_hook(self._use_weights)
+            both = self._communication.embedding
+            self._watch_output(
+                embedding, chunk.context, EMBEDDING, between=(both(False), both(True))
+            )
+        for layer in chunk.layers:
+            self._watch_layer(layer, chunk.context)
+        if chunk.is_last:
+            norm = chunk.final_layernorm
+            norm.register_forward_pre_hook(self._use_weights)
+            if chunk.output_weight.spec.name != WORD_EMBEDDINGS:
+                norm.register_forward_pre_hook(
+                    lambda *_: self._weight(USED, chunk.output_weight, once=True)
+                )
+            between = (None, self._communication.head())
+            self._watch_output(norm, chunk.context, FINAL_NORM, between=between)
+
+    def _watch_layer(self, layer: Any, context: Context) -> None:
+        number = layer.layer - 1
+        layer.register_forward_pre_hook(self._enter_layer)
+        layer.register_forward_pre_hook(self._use_weights)
+        attention = layer.self_attention
+        outputs = {
+            QKV: attention.linear_qkv,
+            ATTENTION: attention,
+            MLP: layer.mlp,
+            LAYER: layer,
+        }
+        if layer.input_layernorm is not None:
+            outputs[INPUT_NORM] = layer.input_layernorm
+        inputs = {CORE: attention.linear_proj, MLP_NORM: layer.mlp}
+        communication = self._communication
+        for site, module in {**outputs, **inputs}.items():
+            between = communication.forward(number, site), communication.backward(number, site)
+            name = layer_name(number, site)
+            if site in outputs:
+                self._watch_output(module, context, name, between=between)
+            else:
+                module.register_forward_pre_hook(
+                    partial(self._input, context, name, between=between)
+                )
+
+    def _watch_output(
+        self,
+        module: nn.Module,
+        context: Context,
+        name: str,
+        between: tuple[str | None, str | None],
+    ) -> None:
+        def hook(_: nn.Module, args: Any, output: Tensor) -> None:
+            self._activation(output, context, name, between=between)
+
+        module.register_forward_hook(hook)
+
+    def _enter_chunk(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        self._sample = args[2].first_sample
+
+    def _enter_layer(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        self._sample = args[1].first_sample
+
+    def _input(
+        self,
+        context: Context,
+        name: str,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        between: tuple[str | None, str | None],
+    ) -> None:
+        self._activation(args[0], context, name, between=between)
+
+    def _activation(
+        self,
+        x: Tensor,
+        context: Context,
+        name: str,
+        between: tuple[str | None, str | None],
+    ) -> None:
+        """Record x (s, b, w), and its gradient in backward.
+
+        A recomputed output may have no values: only the first one is recorded.
+        """
+        sample = self._sample
+        point = Point(self.iteration, FORWARD, name, sample)
+        if point not in self._seen:
+            self._seen.add(point)
+            self._add_activation(point, x, context, between[0])
+        if x.requires_grad and torch.is_grad_enabled():
+            gradient = Point(self.iteration, BACKWARD, name, sample)
+            x.register_hook(partial(self._gradient, gradient, context, between[1]))
+
+    def _gradient(self, point: Point, context: Context, between: str | None, dx: Tensor) -> None:
+        self._add_activation(point, dx, context, between)
+
+    def _add_activation(
+        self, point: Point, x: Tensor, context: Context, between: str | None
+    ) -> None:
+        shards_width = point.name.endswith((QKV, CORE))
+        ranks = context.tp if shards_width else None
+        if shards_width:  # of the whole sequence
+            segments = own_segments(len(x), context.cp)
+        else:
+            segments = context.segments(x)
+        width = x.shape[2]
+        first = ranks.rank * width if ranks else 0
+        shape = (
+            self.trainer.run.model.seq_length,
+            x.shape[1],
+            width * (ranks.size if ranks else 1),
+        )
+        index = (positions(segments), slice(None), slice(first, first + width))
+        self.pieces.append(Piece(point, shape, index, _copied(x), between))
+
+    # Weights
+
+    def _use_weights(self, module: nn.Module, args: Any) -> None:
+        for parameter in parameters_of(module):
+            self._weight(USED, parameter, once=True)
+
+    def _weight(self, kind: str, parameter: ModelParameter, once: bool = False) -> None:
+        point = Point(self.iteration, kind, parameter.spec.name)
+        if once and point in self._seen or scales_of(parameter) is not None:
+            return
+        self._seen.add(point)
+        between = self._communication.weight_gather(parameter.spec.expert)
+        self._add_parameter(point, parameter, parameter.data, between=between)
+
+    def _add_parameter(
+        self,
+        point: Point,
+        parameter: ModelParameter,
+        values: Tensor,
+        between: str | None,
+        copy: int = 0,
+    ) -> None:
+        spec = parameter.spec
+        index = tuple(slice(o, o + n) for o, n in zip(spec.offset, parameter.shape, strict=True))
+        self.pieces.append(Piece(point, spec.shape, index, _copied(values), between, copy))
+
+    def _local_gradients(self, bucket: int, grads: Tensor) -> None:
+        """Record this rank's gradients before any sum. bucket: -1 for the tied embedding"""
+        optimizer = self.trainer.optimizer
+        tied = self.trainer.stage.tied_copy
+        if bucket < 0:
+            own = [p for p in optimizer.flat.parameters if p is tied]
+        else:
+            start = optimizer.flat.buckets[bucket].start
+            end = optimizer.flat.buckets[bucket].end
+            own = [p for p, *_ in optimizer.flat.overlaps(start, end) if p is not tied]
+        for parameter in own:
+            spec = parameter.spec
+            replicated = spec.partition_dim is None and not (spec.sequence_parallel or spec.expert)
+            copy = self.trainer.groups.tp.rank if replicated else 0
+            point = Point(self.iteration, LOCAL, spec.init_name)
+            self._add_parameter(point, parameter, parameter.main_grad, between=None, copy=copy)
+
+    def _reduced_gradients(self, consumed: int, loss: float) -> float:
+        optimizer = self.trainer.optimizer
+        gradients = optimizer.reduce_gradients()
+        for shard, grads in zip(optimizer.shards, gradients, strict=True):
+            records = optimizer.flat.shards(REDUCED, grads, shard.start, owned=False)
+            self._add_shards(REDUCED, records)
+        return loss
+
+    def _add_shards(self, kind: str, shards: Iterable[Shard], prefix: str = "") -> None:
+        parameters = {p.spec.name: p for p in self.trainer.optimizer.flat.parameters}
+        for shard in shards:
+            name = shard.key.split("/", 1)[1]
+            between = None
+            if kind == REDUCED:
+                between = self._sums(parameters[name])
+            elif kind == MOMENT:
+                name = prefix + name
+            point = Point(self.iteration, kind, name)
+            self.pieces += pieces_of(shard, point, between)
+
+    def _sums(self, parameter: FlatParameter) -> str | None:
+        spec = parameter.spec
+        tied = parameter is self.trainer.stage.tied_copy
+        return self._communication.gradient_sum(spec.expert, spec.sequence_parallel, tied)
+
+
+def pieces_of(shard: Shard, point: Point, between: str | None = None) -> Iterable[Piece]:
+    """Yield a checkpoint record's boxes."""
+    values = shard.tensor.detach().view(-1)
+    for box in shard.piece.boxes():
+        piece = _copied(shard.piece.view(values, box))
+        yield Piece(point, shard.global_shape, box.slices, piece, between)
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.detach().to(torch.float32, copy=True)
+
+
+def assembled(pieces: Iterable[Piece]) -> dict[Point, Tensor]:
+    """Return the whole tensors. Gradients before their sum are left out."""
+    whole: dict[Point, Tensor] = {}
+    for piece in pieces:
+        if piece.point.kind != LOCAL:
+            target = whole.setdefault(piece.point, torch.zeros(piece.shape))
+            target[piece.index] = piece.values
+    return whole

@@ -1,0 +1,286 @@
+"""Small copies of a run: its layout, schedule and features with a few narrow layers, and the same model on one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from ..config.experts import experts_in
+from ..config.layout import Layout, chunks, cp_comm_types
+from ..config.model import ModelConfig
+from ..config.output import OutputConfig
+from ..config.parallel import ParallelConfig
+from ..config.precision import PrecisionConfig
+from ..config.run_config import RunConfig
+from ..config.training import BatchConfig
+from ..costs import accounting
+
+ITERATIONS = 2  # the second one uses the weights that the first one has updated and gathered
+WIDTH = 64  # of the residual stream
+VOCABULARY = 90  # tokens, less than its padded rows
+LENGTH = 32  # tokens of a sample, at least
+SAMPLES = 2  # of a micro-batch, at most
+REPLICAS = 2  # data-parallel ranks, at most, unless experts need more
+LEARNING_RATE = 1e-2
+# The update is then a smooth function of the gradient: with 1e-8 it is the gradient's sign, also of rounding errors.
+ADAM_EPS = 1e-3
+LOSS_SCALE = 1024.0
+HEAD_SIZES = (8, 16, 32, 64)
+MLP_WIDTHS = (16, 32, 64, 128, 256)  # of a tensor-parallel rank
+EXPERTS = (2, 4, 8, 16)  # of an expert-parallel rank
+
+
+class Small(NamedTuple):
+    """A small run and its layout, on the first ranks of the run's world."""
+
+    run: RunConfig
+    layout: Layout
+
+
+class _Width(NamedTuple):
+    """Sizes of a narrow layer. divisor: of heads and of query groups"""
+
+    mlp: int
+    head: int
+    divisor: int
+    experts: int | None
+
+
+def shrink(run: RunConfig, layout: Layout) -> Small:
+    """Return the run with a few narrow layers and short samples, in the layout of at most a few data-parallel ranks.
+
+    Raise ValueError for a run whose layers cannot be made narrow.
+    """
+    dp = _data_parallel_size(layout)
+    microbatches = layout.microbatches(run, layout.global_batch_size(run))
+    batch = BatchConfig(
+        micro_batch_size=min(run.batch.micro_batch_size, SAMPLES),
+        global_batch_size=min(run.batch.micro_batch_size, SAMPLES)
+        * min(microbatches, 2 * layout.pp)
+        * dp,
+    )
+    world_size = dp * layout.tp * layout.pp * layout.cp
+    kept = _kept_layers(run, layout)
+    comm_types = cp_comm_types(run) if layout.cp > 1 else ()
+    kept_comm_types = tuple(comm_types[layer] for layer in kept) if comm_types else ()
+    refused = None
+    for width in _widths(run, layout):
+        try:
+            model = _model(run, layout, kept, width=width)
+            small = replace(
+                run,
+                model=model,
+                batch=batch,
+                parallel=_parallel(run, layout, len(kept), comm_types=kept_comm_types),
+                training=_training(run, layout, len(kept)),
+                optimizer=_optimizer(run),
+                precision=_precision(run),
+                output=OutputConfig(),
+                data=replace(run.data, skip_samples=None),
+                numbers=replace(
+                    run.numbers, abft=None, check_weight_hash_across_dp_replicas_interval=0
+                ),
+            )
+            return Small(small, Layout.from_run(small, world_size))
+        except ValueError as error:
+            refused = error
+    raise ValueError(f"--check-layout finds no narrow layers that fit the layout: {refused}")
+
+
+def _data_parallel_size(layout: Layout) -> int:
+    """Return the fewest data-parallel ranks that have the run's communication."""
+    experts = layout.ep * (layout.etp or layout.tp)
+    dp = min(layout.dp, REPLICAS)
+    while dp * layout.cp * layout.tp % experts:
+        dp += 1
+    return dp
+
+
+def _kept_layers(run: RunConfig, layout: Layout) -> list[int]:
+    """Return the layers that stay: each kind of layer, and equally many for each virtual stage."""
+    model = run.model
+    comm_types = cp_comm_types(run) if layout.cp > 1 else ("",) * model.num_layers
+    kinds = list(zip(model.layer_kinds, comm_types, strict=True))
+    firsts = sorted({kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values())
+    stages = layout.pp * chunks(run)
+    each = max(-(-len(firsts) // stages), 2 if stages == 1 else 1)
+    if run.training.recompute_granularity == "full":
+        each = max(each, min(run.training.recompute_num_layers, 2))
+    count = min(stages * each, model.num_layers)
+    others = [layer for layer in range(model.num_layers) if layer not in firsts]
+    return sorted([*firsts, *others][: count // stages * stages])
+
+
+def _widths(run: RunConfig, layout: Layout) -> Iterator[_Width]:
+    """Yield widths from narrow ones to the run's own."""
+    model = run.model
+    groups = model.query_groups
+    divisors = [n for n in range(groups, 0, -1) if groups % n == 0]
+    heads = sorted({min(size, model.kv_channels) for size in (*HEAD_SIZES, model.kv_channels)})
+    widths = [width * layout.tp for width in MLP_WIDTHS]
+    experts: list[int | None] = [None]
+    if model.num_experts:
+        few = [number * layout.ep for number in EXPERTS if number * layout.ep < model.num_experts]
+        experts = [*few, model.num_experts]
+    for mlp, head, number, divisor in product(widths, heads, experts, divisors):
+        yield _Width(mlp, head, divisor, number)
+
+
+def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> ModelConfig:
+    model = run.model
+    h = min(model.hidden_size, WIDTH)
+    unit = 2 * layout.cp * (layout.tp if run.parallel.sequence_parallel else 1)
+    length = min(model.seq_length, -(-LENGTH // unit) * unit)
+    changes: dict[str, Any] = {}
+    if model.group_query_attention:
+        changes["num_query_groups"] = model.query_groups // width.divisor
+    if model.num_experts:
+        changes["num_experts"] = width.experts
+        changes["moe_ffn_hidden_size"] = width.mlp
+        has_experts = experts_in(model.moe_layer_freq, model.num_layers)
+        changes["moe_layer_freq"] = str([int(has_experts[layer]) for layer in kept])
+        if model.moe_shared_expert_intermediate_size:
+            changes["moe_shared_expert_intermediate_size"] = width.mlp
+    if model.window is not None:
+        left = max(1, min(model.window - 1, (model.window - 1) * length // model.seq_length))
+        changes["window_size"] = f"{left},0"
+        if model.window_attn_skip_freq is not None:
+            windows = [int(model.layer_kinds[layer].window is not None) for layer in kept]
+            changes["window_attn_skip_freq"] = str(windows)
+    if model.no_rope_freq is not None:
+        changes["no_rope_freq"] = str([int(model.layer_kinds[n].rope is None) for n in kept])
+    small = replace(
+        model,
+        num_layers=len(kept),
+        hidden_size=h,
+        num_attention_heads=model.num_attention_heads // width.divisor,
+        kv_channels=width.head,
+        ffn_hidden_size=width.mlp,
+        seq_length=length,
+        max_position_embeddings=length,
+        vocab_size=VOCABULARY,
+        make_vocab_size_divisible_by=8,
+        padded_vocab_size=None,
+        # Products of weights and activations then have the run's size.
+        init_method_std=model.init_method_std * math.sqrt(model.hidden_size / h),
+        **changes,
+    )
+    padded = accounting.padded_vocab_size(small, layout.tp)
+    return replace(small, padded_vocab_size=padded)
+
+
+def _parallel(
+    run: RunConfig, layout: Layout, layers: int, comm_types: tuple[str, ...]
+) -> ParallelConfig:
+    parallel = run.parallel
+    per_chunk = parallel.num_layers_per_virtual_pipeline_stage
+    if per_chunk is not None:
+        per_chunk = layers // (layout.pp * chunks(run))
+    return replace(
+        parallel,
+        pipeline_split="even",
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+        num_layers_per_virtual_pipeline_stage=per_chunk,
+        cp_comm_type=comm_types or None,
+        ddp_bucket_size=1 if parallel.overlap_grad_reduce else None,
+    )
+
+
+def _training(run: RunConfig, layout: Layout, layers: int) -> Any:
+    training = run.training
+    each = layers // (layout.pp * chunks(run))
+    numbers = training.recompute_part_layers
+    return replace(
+        training,
+        train_iters=ITERATIONS,
+        train_samples=None,
+        train_tokens=None,
+        eval_iters=0,
+        eval_global_batch_size=None,
+        eval_micro_batch_size=None,
+        full_validation=False,
+        multiple_validation_sets=False,
+        recompute_num_layers=min(training.recompute_num_layers, each),
+        recompute_part_layers=numbers and tuple(min(number, each) for number in numbers),
+        recompute_auto=False,
+    )
+
+
+def _precision(run: RunConfig) -> PrecisionConfig:
+    """Return the run's format, with a loss scale at which no gradient overflows."""
+    if run.precision.fp16:
+        return PrecisionConfig(fp16=True, initial_loss_scale=LOSS_SCALE)
+    return PrecisionConfig.of(run.precision.name)
+
+
+def _optimizer(run: RunConfig) -> Any:
+    optimizer = run.optimizer
+    return replace(
+        optimizer,
+        lr=LEARNING_RATE,
+        min_lr=LEARNING_RATE,
+        decoupled_lr=None if optimizer.decoupled_lr is None else 2 * LEARNING_RATE,
+        decoupled_min_lr=None,
+        lr_decay_style="constant",
+        lr_decay_iters=None,
+        lr_decay_samples=None,
+        lr_decay_tokens=None,
+        lr_warmup_iters=0,
+        lr_warmup_samples=0,
+        lr_warmup_fraction=None,
+        lr_warmup_tokens=0.0,
+        lr_warmup_init=0.0,
+        lr_wsd_decay_iters=None,
+        lr_wsd_decay_samples=None,
+        start_weight_decay=None,
+        end_weight_decay=None,
+        weight_decay_incr_style="constant",
+        adam_eps=ADAM_EPS,
+        use_checkpoint_opt_param_scheduler=False,
+        no_load_optim=False,
+        no_load_lr_state=False,
+    )
+
+
+def in_fp32(run: RunConfig) -> RunConfig:
+    """Return the run with every number in FP32, whose rounding errors hide no mistake of a layout."""
+    return replace(
+        run,
+        precision=PrecisionConfig(),
+        parallel=replace(run.parallel, grad_reduce_in_bf16=False),
+        optimizer=replace(
+            run.optimizer,
+            main_params_dtype="fp32",
+            exp_avg_dtype="fp32",
+            exp_avg_sq_dtype="fp32",
+        ),
+        system=replace(
+            run.system,
+            fp16_accumulation_chunk=None,
+            fp32_matmul="ieee",
+            int8=False,
+            int8_wgrad=False,
+            int8_head=False,
+            int8_stochastic_rounding=False,
+        ),
+        lora=replace(run.lora, lora_base_format=None),
+    )
+
+
+def on_one_rank(run: RunConfig) -> RunConfig:
+    """Return the run without any parallelism, recompute or overlap."""
+    return replace(
+        run,
+        parallel=ParallelConfig(),
+        training=replace(
+            run.training,
+            recompute_granularity=None,
+            recompute_method="uniform",
+            recompute_num_layers=1,
+            recompute_part_layers=None,
+        ),
+    )

@@ -1,0 +1,73 @@
+"""--check-layout: train small copies of the run in its layout and on one rank, and compare every tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ..comm.agreement import everywhere, find_nodes
+from ..comm.base import Comm
+from ..comm.grid import Grid, Groups
+from ..comm.node import share_groups
+from ..config.layout import Layout
+from ..config.recipes import GPT2_VOCABULARY
+from ..config.run_config import RunConfig
+from ..host import kernels
+from ..layout_check.check import Files, Report, Tools, check_layout
+from ..nn.ops import FAMILIES, Ops
+from ..start.exit_codes import ExitCode
+from .kernel_choice import build_ops
+from .limits import MachineLimits
+from .plan import Plan
+from .start import configure_process
+
+
+class LayoutDiffers(RuntimeError):
+    """Error of a layout that does not train as one rank. Raised on every rank, with one line."""
+
+    exit_code = ExitCode.LAYOUT_DIFFERS
+    everywhere = True  # rank 0 alone reports it
+
+
+def small_ops(run: RunConfig) -> Ops:
+    """Build the operations of a small run; its shapes are too small to choose kernels by time."""
+    backend = "torch" if run.system.kernels == "torch" else "native"
+    return build_ops(run, dict.fromkeys(FAMILIES, backend))
+
+
+def connect(layout: Layout, world: Comm) -> Groups:
+    """Build the groups of a layout, as a run does. Collective."""
+    return share_groups(Grid(*layout.sizes).groups(world), kernels)
+
+
+def check_run_layout(run: RunConfig, world: Comm, files: Files) -> Report:
+    """Check the layout of a run, and print the report on rank 0. Collective.
+
+    The temporary checkpoint is written into --save, or the closest directory above it that exists. Raise LayoutDiffers on every rank.
+    """
+    nodes = find_nodes(world)
+    # No file of the run is read, so the vocabulary's size may be unknown.
+    vocabulary = run.model.vocab_size or GPT2_VOCABULARY
+    known = replace(run, model=replace(run.model, vocab_size=vocabulary))
+    with everywhere():
+        plan = Plan.of(known, world.size).resolve(MachineLimits(world, nodes))
+    configure_process(plan, world, nodes)
+    folder = None
+    if run.output.save:
+        save = Path(run.output.save).absolute()
+        folder = next(each for each in (save, *save.parents) if each.is_dir())
+    with everywhere():
+        report = check_layout(
+            plan.config,
+            plan.layout,
+            world,
+            tools=Tools(small_ops, connect),
+            files=files._replace(folder=folder),
+        )
+    if world.rank == 0:
+        print(*report.lines[:-1], sep="\n", flush=True)
+    if not report.agrees:
+        raise LayoutDiffers(report.lines[-1])
+    if world.rank == 0:
+        print(report.lines[-1], flush=True)
+    return report

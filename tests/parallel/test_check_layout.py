@@ -1,0 +1,311 @@
+"""--check-layout: no alarm for layouts that train as one rank, and the first wrong tensor of injected mistakes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from fugaku_megatron.checkpoint.tensor_files import write_tensors
+from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.run_config import RunConfig
+from fugaku_megatron.layout_check.check import NO_FILES, Files, Report, Tools, check_layout
+from fugaku_megatron.layout_check.points import BACKWARD, CHECKPOINT, FORWARD, REDUCED, USED, Point
+from fugaku_megatron.nn import blocks, layers, router, sequence_ranks
+from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
+from fugaku_megatron.optim import buckets
+from fugaku_megatron.run.check_layout import connect, small_ops
+from fugaku_megatron.training import step, trainer
+from fugaku_megatron.training.micro_batches import MicroBatch, MicroBatchWindow
+from tests.helpers import DROPOUT, lay_out
+from tests.threads import ThreadWorld
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERTS = {
+    "num_experts": 4,
+    "moe_layer_freq": "([0]+[1]*3)",
+    "moe_aux_loss_coeff": (0.01,),
+    "disable_bias_linear": True,
+    "swiglu": True,
+}
+LORA = {
+    "lora_rank": 4,
+    "lora_dropout": 0.25,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "swiglu": True,
+}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+MARGIN = 3  # between the tolerance and the errors of right layouts
+EIGHT = {"global_batch_size": 8}
+CLEAN = {
+    "tp2 pp2 dp2 sequence zero": EIGHT,
+    "tp2 pp2 dp2 overlap full": EIGHT,
+    "tp2 dp2 ep2 sequence": EXPERTS,
+    "cp2 p2p": {},
+    "cp2 tp2 sequence": UNTIED,
+    "pp2 interleaved": {},
+    "pp2 zbv": {"norm_placement": "post", "disable_bias_linear": True},
+    "tp2 pp2": LORA,
+    "tp2 bf16": EIGHT,
+    "pp2 tp2 bf16 int8": EIGHT,
+    "dp2 ep2 bf16": EXPERTS,
+}
+
+
+def check(world: Comm, run: RunConfig, files: Files) -> Report:
+    torch.set_num_threads(1)
+    layout = Layout.from_run(run, world.size)
+    return check_layout(run, layout, world, Tools(small_ops, connect), files)
+
+
+def checked(layout: str, flags: dict[str, Any] | None = None, files: Files = NO_FILES) -> Report:
+    run, ranks = lay_out(layout, {**DROPOUT, **(flags or {})})
+    reports = ThreadWorld(ranks).run(check, run, files)
+    assert all(report.lines == reports[0].lines for report in reports)
+    return reports[0]
+
+
+@pytest.mark.parametrize("layout", CLEAN)
+def test_a_layout_that_trains_as_one_rank_raises_no_alarm(layout):
+    report = checked(layout, CLEAN[layout])
+    assert report.agrees, report.lines
+    assert report.lines[-1].startswith("the layout trains as one rank")
+    formats = [line for line in report.lines if line.startswith("in ")]
+    assert formats[0] == "in FP32:" and len(formats) == (2 if "bf16" in layout else 1)
+    assert sum(line.startswith("  checkpoint") for line in report.lines) == len(formats)
+    rows = [line[33:].split()[:3] for line in report.lines[1:-1] if "iteration" in line]
+    assert len(rows) == 11 * len(formats)
+    assert all(float(error) < float(allowed) / MARGIN for _, error, allowed in rows), report.lines
+
+
+def no_partial_sum(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(buckets.BucketComm, "_sum_partial_gradients", lambda self, bucket: None)
+
+
+def _without_sums_over(patch: pytest.MonkeyPatch, group: str) -> None:
+    reduce = buckets.BucketComm._all_reduce
+
+    def some(self, comm, grads, overlap):
+        if comm is getattr(self.groups, group):
+            return buckets._Sum(buckets.DONE, grads, grads)
+        return reduce(self, comm, grads, overlap)
+
+    patch.setattr(buckets.BucketComm, "_all_reduce", some)
+
+
+def no_tied_sum(patch: pytest.MonkeyPatch) -> None:
+    _without_sums_over(patch, "embedding")
+
+
+def no_data_parallel_sum(patch: pytest.MonkeyPatch) -> None:
+    _without_sums_over(patch, "dp")
+
+
+def no_weight_gather(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(buckets.BucketComm, "gather", lambda self, index: None)
+
+
+def dropout_by_rank(patch: pytest.MonkeyPatch) -> None:
+    original = layers.hidden_dropout
+
+    def of_own_rows(context, layer, site, x, forward_pass):
+        dropped = original(context, layer, site, x, forward_pass)
+        stream = layers.dropout_stream(layer, site)
+        rows = [range(len(x))]
+        key = DropoutKey.of_segments(rows, context.seed, stream, forward_pass.first_sample)
+        return Dropout(dropped.p, key)
+
+    patch.setattr(blocks, "hidden_dropout", of_own_rows)
+
+
+def wrong_element(patch: pytest.MonkeyPatch) -> None:
+    original = layers.reduce_from_tensor_parallel
+
+    def reduced(x, comm):
+        y = original(x, comm)
+        if comm.rank == 1 and x.requires_grad:
+            y = y.clone()
+            y.data[0, 0, 0] += 1.0
+        return y
+
+    patch.setattr(layers, "reduce_from_tensor_parallel", reduced)
+
+
+class _Swapped:
+    """Micro-batches of which the first two are swapped."""
+
+    def __init__(self, window: MicroBatchWindow) -> None:
+        self.window = window
+
+    def fetch(self, index: int) -> MicroBatch:
+        return self.window.fetch({0: 1, 1: 0}.get(index, index))
+
+
+def swapped_micro_batches(patch: pytest.MonkeyPatch) -> None:
+    original = step.StepExecutor.forward
+
+    def forward(self, instruction):
+        if self.pp.rank == 1 and isinstance(self.batches, MicroBatchWindow):
+            self.batches = _Swapped(self.batches)
+        original(self, instruction)
+
+    patch.setattr(step.StepExecutor, "forward", forward)
+
+
+def balancing_loss_twice(patch: pytest.MonkeyPatch) -> None:
+    original = router.Router._with_losses
+
+    def with_losses(self, scores, logits, chosen, samples, forward_pass, load):
+        factor = forward_pass.balance_factor * self.context.tp.size
+        changed = replace(forward_pass, balance_factor=factor)
+        return original(self, scores, logits, chosen, samples, changed, load)
+
+    patch.setattr(router.Router, "_with_losses", with_losses)
+
+
+def unordered_segments(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sequence_ranks, "_order", lambda ranks: list(range(2 * ranks)))
+
+
+def altered_checkpoint(patch: pytest.MonkeyPatch) -> None:
+    write = trainer.write_shards
+
+    def altered(rank, shards, *args):
+        changed = [replace(shard, tensor=shard.tensor + 1.0) for shard in shards]
+        return write(rank, changed, *args)
+
+    patch.setattr(trainer, "write_shards", altered)
+
+
+class Mistake(NamedTuple):
+    """A mistake of the program, a layout that has it, and the report's words for the first wrong tensor."""
+
+    inject: Callable[[pytest.MonkeyPatch], None]
+    layout: str
+    words: tuple[str, ...]
+    flags: dict[str, Any] = EIGHT
+
+
+MISTAKES = (
+    Mistake(
+        no_partial_sum,
+        "tp2 sequence",
+        (REDUCED, "decoder.final_layernorm", "all-reduce over the tensor-parallel ranks 0 1"),
+    ),
+    Mistake(
+        no_tied_sum,
+        "pp2",
+        (REDUCED, "output_layer.weight", "all-reduce of the tied embedding's gradient"),
+    ),
+    Mistake(
+        no_data_parallel_sum,
+        "dp2",
+        (REDUCED, "final_layernorm", "all-reduce over the data-parallel ranks 0 1"),
+        UNTIED,
+    ),
+    Mistake(
+        no_weight_gather,
+        "dp2 zero",
+        (USED, "iteration 2", "all-gather of updated weights over the data-parallel ranks 0 1"),
+    ),
+    Mistake(
+        dropout_by_rank,
+        "tp2 sequence",
+        (FORWARD, "decoder.layers.0.pre_mlp_layernorm", "on rank 1:", "no communication"),
+    ),
+    Mistake(
+        wrong_element,
+        "tp2",
+        (FORWARD, "embedding", "on rank 1:", "all-reduce over the tensor-parallel ranks 0 1"),
+        UNTIED,
+    ),
+    Mistake(
+        swapped_micro_batches,
+        "pp2",
+        (FORWARD, "decoder.layers.1.input_layernorm", "message from rank 0 (stage 0) to rank 1"),
+    ),
+    Mistake(
+        balancing_loss_twice,
+        "tp2 dp2 ep2 sequence",
+        (BACKWARD, "decoder.layers.1.pre_mlp_layernorm", "all-to-all of tokens over the expert"),
+        EXPERTS,
+    ),
+    Mistake(
+        unordered_segments,
+        "cp2 a2a",
+        (FORWARD, "decoder.layers.0.self_attention.core_attention", "all-to-all of heads"),
+    ),
+    Mistake(altered_checkpoint, "dp2", (CHECKPOINT, "exp_avg/", "on rank 0:")),
+)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.inject.__name__)
+def test_a_mistake_is_found_and_named(mistake, monkeypatch):
+    mistake.inject(monkeypatch)
+    report = checked(mistake.layout, mistake.flags)
+    line = report.lines[-1]
+    assert line.startswith(f"first difference: {mistake.words[0]} of "), line
+    assert all(words in line for words in mistake.words), line
+    assert report.lines.count("in FP32:") == 1 and len(report.lines) < 20
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory) -> Path:
+    """Return the directory of a record of the torch kernels."""
+    directory = tmp_path_factory.mktemp("record") / "new"
+    assert checked("tp2", {**EIGHT, "kernels": "torch"}, Files(record=directory)).agrees
+    return directory
+
+
+def test_other_kernels_agree_with_a_record(record):
+    report = checked("tp2", EIGHT, Files(against=record))
+    assert report.agrees, report.lines
+    assert f"against {record}" in report.lines[0] and f"trains as {record}" in report.lines[-1]
+
+
+def test_a_mistake_differs_from_a_record(record, monkeypatch):
+    wrong_element(monkeypatch)
+    line = checked("tp2", EIGHT, Files(against=record)).lines[-1]
+    assert line.startswith(f"first difference: {FORWARD} of embedding")
+
+
+def test_another_model_differs_from_a_record(record):
+    line = checked("tp2", {**EIGHT, "hidden_size": 64}, Files(against=record)).lines[-1]
+    assert "error inf" in line
+
+
+def test_records_are_not_replaced_and_must_be_records(record, tmp_path):
+    with pytest.raises(ValueError, match=r"--record .* holds fp32.safetensors: pass another"):
+        checked("", EIGHT, Files(record=record))
+    with pytest.raises(ValueError, match=r"--against .* holds no record: pass the directory"):
+        checked("", EIGHT, Files(against=tmp_path))
+    write_tensors(tmp_path / "fp32.safetensors", {"weight": torch.zeros(1)})
+    with pytest.raises(ValueError, match="weight is not ITERATION/KIND/NAME/SAMPLE with a kind"):
+        checked("", EIGHT, Files(against=tmp_path))
+
+
+def test_the_hook_of_the_documentation_writes_the_format():
+    """The names and shapes are those of a record."""
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    code = text.split("```py\n")[1].split("```")[0]
+    space: dict[str, Any] = {"re": re}
+    exec(code, space)
+    layer = torch.nn.ModuleDict({"mlp": torch.nn.Linear(4, 4), "other": torch.nn.Linear(4, 4)})
+    model = torch.nn.ModuleDict(
+        {"decoder": torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})}
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    space["record"](model, tensors, iteration=1, sample=2)
+    layer["other"](layer["mlp"](torch.ones(3, 2, 4))).sum().backward()
+    points = {Point.of(key) for key in tensors}
+    names = {(FORWARD, "decoder.layers.0.mlp"), (BACKWARD, "decoder.layers.0.mlp")}
+    assert points == {Point(1, kind, name, 2) for kind, name in names}
+    assert all(x.shape == (3, 2, 4) for x in tensors.values())
