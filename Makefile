@@ -23,7 +23,7 @@ FAULTS_SEED ?= 1
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels train check test test-full test-slow test-openmpi test-torch torches wheels docs site faults faults-short lint format wheel wheel-test setup-test bench rendered clean
+.PHONY: help setup kernels train check test test-full test-slow test-openmpi test-torch torches wheels sdist docs site faults faults-short lint format wheel wheel-test setup-test bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
@@ -43,6 +43,7 @@ help:
 	@echo "make lint    ruff, clang-format and mypy; make format lays out every file"
 	@echo "make wheel   build the wheel into dist/, as pip does in an environment of its own"
 	@echo "make wheels  build the wheels for x86-64 and aarch64 (manylinux_2_28) into dist/; needs make arm-env"
+	@echo "make sdist   write the archive of the sources into packaging/easybuild/, for its recipe"
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
 	@echo "make setup-test  a fresh clone in which MPI=system fails, then trains (some minutes)"
 	@echo "make bench   set up, then measure kernels and the step against torch (about 5 minutes; alone on the machine); JSON in bench/"
@@ -208,6 +209,9 @@ faults: setup $(STAMPS)/test-packages
 
 wheel: $(STAMPS)/venv
 	$(PIP) wheel --no-deps --wheel-dir dist .
+
+sdist: $(STAMPS)/build-packages
+	$(BIN)/python setup.py --quiet sdist --dist-dir packaging/easybuild
 
 wheels: arm-env $(STAMPS)/kernels
 	$(BIN)/python -m tools.wheels
