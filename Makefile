@@ -14,6 +14,8 @@ TEST_WORKERS ?= 3
 TRAIN_FLAGS ?=
 FAULTS ?= 1000
 TARGET ?=
+# The oldest that pyproject.toml allows and the newest, next to the one of requirements.txt.
+OTHER_TORCH := 2.9.1 2.15.0
 # SHARE=1/3: of each test of `make test-full` every third case, from the second on.
 SHARE ?= 0/1
 FAULTS_SHORT ?= 15
@@ -21,7 +23,7 @@ FAULTS_SEED ?= 1
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels train check test test-full test-slow test-openmpi docs site faults faults-short lint format wheel wheel-test setup-test bench rendered clean
+.PHONY: help setup kernels train check test test-full test-slow test-openmpi test-torch torches wheels sdist docs site faults faults-short lint format wheel wheel-test setup-test bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
@@ -35,10 +37,13 @@ help:
 	@echo "make test-full     the long jobs and the combinations of layouts, schedules and flags that make test leaves out"
 	@echo "make test-slow     the tests that install an environment of their own or need more packages (a real Slurm if it is installed)"
 	@echo "make test-openmpi  the tests of MPI jobs under Open MPI"
+	@echo "make test-torch    some tests with torch $(OTHER_TORCH) (x86-64)"
 	@echo "make faults-short  $(FAULTS_SHORT) faults at random moments of small runs, one of each kind"
 	@echo "make faults  faults at random moments of small runs (hours; FAULTS=100 for fewer); writes the table of docs/reliability.md"
 	@echo "make lint    ruff, clang-format and mypy; make format lays out every file"
 	@echo "make wheel   build the wheel into dist/, as pip does in an environment of its own"
+	@echo "make wheels  build the wheels for x86-64 and aarch64 (manylinux_2_28) into dist/; needs make arm-env"
+	@echo "make sdist   write the archive of the sources into packaging/easybuild/, for its recipe"
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
 	@echo "make setup-test  a fresh clone in which MPI=system fails, then trains (some minutes)"
 	@echo "make bench   set up, then measure kernels and the step against torch (about 5 minutes; alone on the machine); JSON in bench/"
@@ -90,11 +95,7 @@ NATIVE_KERNELS := $(if $(wildcard $(STAMPS)/kernels),kernels,kernels-native)
 KERNEL_SOURCES := setup.py $(wildcard kernels_sve/*.* kernels_sve/*/*)
 BUILD_EXT := $(BIN)/python setup.py --quiet build_ext
 
-$(STAMPS)/objects-native: $(STAMPS)/build-packages $(KERNEL_SOURCES)
-	@KERNEL_TARGETS=native $(BUILD_EXT) --objects-only
-	@touch $@
-
-$(STAMPS)/kernels-native: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI) $(STAMPS)/objects-native
+$(STAMPS)/kernels-native: $(STAMPS)/build-packages $(KERNEL_SOURCES)
 	@KERNEL_TARGETS=native $(BUILD_EXT) --inplace
 	@touch $@
 
@@ -108,7 +109,7 @@ kernels: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI)
 	@$(if $(TARGET),rm -f $(STAMPS)/kernels $(STAMPS)/kernels-native,touch $(STAMPS)/kernels)
 
 # The command fugaku-megatron and the package for the .venv's Python, used in place: an edit needs no new installation.
-$(STAMPS)/command: $(STAMPS)/$(NATIVE_KERNELS) pyproject.toml
+$(STAMPS)/command: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI) $(STAMPS)/$(NATIVE_KERNELS) pyproject.toml
 	@KERNEL_TARGETS=$(if $(filter kernels,$(NATIVE_KERNELS)),,native) $(INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $@
 
@@ -180,6 +181,19 @@ test-slow: setup $(STAMPS)/kernels $(STAMPS)/slow-packages
 test-openmpi: setup $(STAMPS)/test-packages $(STAMPS)/openmpi
 	$(PYTEST) -m "mpi and not (slow or full)" --mpi openmpi
 
+torches: $(STAMPS)/venv
+	@set -e; for version in $(OTHER_TORCH); do $(BIN)/python -m tools.other_torch $$version; done
+
+# The same library as for the tests of .venv's torch: the arena in torch's allocator, the OpenMP runtime, kernels, training.
+test-torch: setup $(STAMPS)/kernels $(STAMPS)/test-packages torches
+	@set -e; for version in $(OTHER_TORCH); do \
+	    echo "torch $$version"; PYTHONPATH=.torch/$$version OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --best-target \
+	        tests/system/test_allocator.py::test_few_addresses_are_enough_to_go_on \
+	        tests/system/test_setup.py::test_a_process_has_one_openmp_runtime \
+	        tests/kernels/test_gate.py tests/parallel/test_layouts.py tests/system/mpi/test_cli.py \
+	        -m "smoke or kernels or (system and not mpi)"; \
+	done
+
 docs: setup $(STAMPS)/test-packages
 	$(PYTEST) --durations=12 -m docs tests/system/test_docs_commands.py
 
@@ -195,6 +209,12 @@ faults: setup $(STAMPS)/test-packages
 
 wheel: $(STAMPS)/venv
 	$(PIP) wheel --no-deps --wheel-dir dist .
+
+sdist: $(STAMPS)/build-packages
+	$(BIN)/python setup.py --quiet sdist --dist-dir packaging/easybuild
+
+wheels: arm-env $(STAMPS)/kernels
+	$(BIN)/python -m tools.wheels
 
 wheel-test: $(STAMPS)/test-packages
 	$(BIN)/python -m pytest -q -m slow tests/system/test_wheel.py
@@ -220,7 +240,7 @@ rendered: setup
 	$(BIN)/python -m tools.megatron_flags --write
 
 clean:
-	rm -rf $(VENV) build dist site fugaku_megatron.egg-info fugaku_megatron/_kernels*.so
+	rm -rf $(VENV) .torch build dist site fugaku_megatron.egg-info fugaku_megatron/_kernels*.so
 
 # ARM without an A64FX: an emulated one in .arm/ (tools/arm_env.py), on x86-64 Debian 12 with apt and root.
 .PHONY: arm-env arm-ext test-arm arm-codegen amx-codegen arm-driver driver

@@ -1,7 +1,7 @@
 """Builds the package and its C++ extension fugaku_megatron._kernels.
 
     python setup.py build_ext --inplace          (incremental; --force rebuilds everything)
-    pip install .   pip wheel .                  (torch comes with the build environment, see pyproject.toml)
+    pip install .   pip wheel .                  (one library for every torch: it links none)
 
 TARGETS below is the one table of instruction sets: target.cc is compiled once per family of kernels and per row that this machine
 type can hold, into a namespace of the row, with the row's flags; every other file is compiled for the baseline. The choice
@@ -11,16 +11,13 @@ Checkouts on one machine share objects by ccache, if it is installed.
 
 Environment: KERNEL_TARGETS, rows of TARGETS separated by commas, for a build without the others, or `native`, the fastest row of
 this CPU and the portable one; CXX (default g++); TARGET_CXX for
-the families alone, for example clang++, which schedules the SVE loops better; CXXFLAGS; LDFLAGS; TORCH_PACKAGE, the folder of
-the torch to build for (default: the installed one); OPENMP_LIBRARY, the OpenMP runtime to link (default: the one inside that
-torch, so that a process holds only one). A cross build is one whose CXX names another machine; it needs CXXFLAGS with the Python
-and pybind11 headers of that machine, and TORCH_PACKAGE. Left out: Windows and macOS.
+the families alone, for example clang++, which schedules the SVE loops better; CXXFLAGS; LDFLAGS. A cross build is one whose CXX
+names another machine; it needs CXXFLAGS with the Python and pybind11 headers of that machine. Left out: Windows and macOS.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import platform
 import re
@@ -34,7 +31,6 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -196,28 +192,6 @@ def hash_in(library: Path) -> str:
     return found[1].decode() if found else ""
 
 
-def torch_package(variables: Mapping[str, str] = os.environ) -> Path:
-    """The folder of the torch that the extension is for, found without importing it. SystemExit when there is none."""
-    if folder := variables.get("TORCH_PACKAGE"):
-        return Path(folder)
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit(
-            "setup.py: torch is not installed: run `make setup`, or pip install -r requirements.txt first"
-        )
-    return Path(spec.submodule_search_locations[0])
-
-
-def torch_openmp_library(variables: Mapping[str, str] = os.environ) -> Path | None:
-    """The OpenMP runtime inside torch's wheel; None when torch links the system's."""
-    package = torch_package(variables)
-    for folder in (package / "lib", package.parent / "torch.libs"):
-        for pattern in ("libgomp*.so*", "libomp*.so*"):
-            for library in sorted(folder.glob(pattern)):
-                return library
-    return None
-
-
 class Compiler:
     """The commands of one build: which compiler, which flags for which file, where the objects go.
 
@@ -348,25 +322,30 @@ class Compiler:
 
     def bindings(self) -> tuple[list[str], Path, Path]:
         """The job of bind.cc with every bind_*.cc before it: each alone would compile pybind11 anew, seven times the work."""
-        torch = ["-isystem", str(torch_package(self.variables) / "include")]  # for bind_arena.cc
         included = [
             flag
             for source in sorted(SOURCES.glob("bind/bind_*.cc"))
             for flag in ("-include", from_root(source))
         ]
         flags = [*COMMON_FLAGS, "-O1"]  # it checks arguments; -O3 compiles a quarter longer
-        command = [*self.cxx, *flags, *self.includes(), *torch, *included]
+        command = [*self.cxx, *flags, *self.includes(), *included]
         return command, SOURCES / "bind" / "bind.cc", self.objects / "bind.o"
 
     def jobs(self) -> list[tuple[list[str], Path, Path]]:
         """(command, source, object) of every file, the slowest first."""
-        return [self.bindings(), *self.kernel_jobs()]
+        return [self.bindings(), *self.kernel_jobs(), *self.library_jobs()]
+
+    def library_jobs(self) -> list[tuple[list[str], Path, Path]]:
+        """What only a shared library needs: OpenMP of the process, old versions of system libraries."""
+        sources = [path for path in sorted(SOURCES.glob("bind/*.cc")) if path.stem[:4] != "bind"]
+        command = [*self.cxx, *COMMON_FLAGS]
+        return [(command, source, self.objects / f"{source.stem}.o") for source in sources]
 
     def kernel_jobs(self) -> list[tuple[list[str], Path, Path]]:
-        """The same without the bindings: what needs neither torch nor pybind11."""
+        """The kernels and their dispatch, which a static program links as well."""
         jobs = self.target_jobs()
         for source in sorted(SOURCES.rglob("*.cc")):
-            if source.name == "target.cc" or source.name.startswith("bind"):
+            if source.name == "target.cc" or source.parent.name == "bind":
                 continue
             flags = [
                 *self.cxx,
@@ -405,20 +384,13 @@ class Compiler:
         ):  # not edited meanwhile
             stamp.write_text(stamp_of(command, obj))
 
-    def openmp(self) -> list[str]:
-        library = self.variables.get("OPENMP_LIBRARY") or torch_openmp_library(self.variables)
-        return [str(library)] if library else ["-fopenmp"]
-
     def link(self, objects: list[Path], output: Path) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         flags = shlex.split(self.variables.get("LDFLAGS", ""))
-        torch = str(torch_package(self.variables) / "lib" / "libc10.so")
         command = [
             *self.cxx,
             "-shared",
             *map(from_root, objects),
-            *self.openmp(),
-            torch,
             *flags,
             "-o",
             str(output),
@@ -461,21 +433,7 @@ class BuildModules(build_py):
 
 
 class BuildKernels(build_ext):
-    """Compiles the objects of Compiler.jobs() in parallel, then links them.
-
-    --objects-only compiles what needs neither torch nor pybind11, and links nothing: `make setup`
-    does that while pip installs them.
-    """
-
-    user_options: ClassVar = [
-        *build_ext.user_options,
-        ("objects-only", None, "compile the kernels alone"),
-    ]
-    boolean_options: ClassVar = [*build_ext.boolean_options, "objects-only"]
-
-    def initialize_options(self) -> None:
-        super().initialize_options()
-        self.objects_only = False
+    """Compiles the objects of Compiler.jobs() in parallel, then links them."""
 
     def get_ext_filename(self, fullname: str) -> str:
         """As for this Python, but with the machine that the compiler builds for."""
@@ -484,22 +442,16 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         compiler = Compiler(ROOT / "build")
-        jobs = compiler.kernel_jobs() if self.objects_only else compiler.jobs()
+        jobs = compiler.jobs()
         try:
             with ThreadPoolExecutor(self.parallel or os.cpu_count() or 1) as pool:
                 compiled = pool.map(lambda job: compiler.compile(*job, force=self.force), jobs)
                 show_progress(compiled, len(jobs))
-            if not self.objects_only:
-                output = Path(self.get_ext_fullpath(ext.name))
-                compiler.link([obj for _, _, obj in jobs], output)
+            compiler.link([obj for _, _, obj in jobs], Path(self.get_ext_fullpath(ext.name)))
         except subprocess.CalledProcessError as error:
             raise SystemExit(
                 f"setup.py: {shlex.join(map(str, error.cmd))[:200]} ... failed, see above"
             ) from None
-
-    def copy_extensions_to_source(self) -> None:
-        if not self.objects_only:
-            super().copy_extensions_to_source()
 
 
 def show_progress(results: Iterable[None], count: int) -> None:

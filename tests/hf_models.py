@@ -159,6 +159,33 @@ MODELS = {
             WINDOWED: {"rope_type": "default", "rope_theta": 100.0},
         },
     ),
+    "glm": decoder("Glm", head_dim=16),
+    "glm4": decoder("Glm4", head_dim=16, attention_bias=False),
+    "glm4_moe": decoder(
+        "Glm4Moe",
+        head_dim=16,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=4,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        routed_scaling_factor=1.5,
+        attention_bias=True,
+    ),
+    "granitemoehybrid": decoder(
+        "GraniteMoeHybrid",
+        layer_types=[FULL, FULL],
+        num_local_experts=0,
+        shared_intermediate_size=40,
+        mamba_n_heads=4,
+        position_embedding_type="rope",
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.2,
+        logits_scaling=2.5,
+    ),
     "cohere2": decoder(
         "Cohere2",
         num_hidden_layers=3,
@@ -191,6 +218,9 @@ def randomized(build) -> torch.nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.3 * torch.randn(buffer.shape))
     return model.eval()
 
 

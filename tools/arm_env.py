@@ -256,7 +256,7 @@ def prepare(name: str, recipe: str, make: Callable[[Path], None]) -> None:
 
 
 def extension_environment() -> dict[str, str]:
-    """The variables with which setup.py builds the extension for ARM, with the OpenMP runtime of the aarch64 torch."""
+    """The variables with which setup.py builds the extension for ARM."""
     headers = ARM / "sysroot" / "usr" / "include"
     site = ARM / "site"
     includes = (headers / f"python{PYTHON}", site / "pybind11" / "include")
@@ -265,8 +265,6 @@ def extension_environment() -> dict[str, str]:
     return {
         "CXX": CXX,
         "CXXFLAGS": flags,
-        "LDFLAGS": "-Wl,--allow-shlib-undefined",
-        "TORCH_PACKAGE": str(site / "torch"),
     }
 
 

@@ -31,7 +31,7 @@ def cross_environment() -> dict[str, str]:
 def build(folder: Path, variables: Mapping[str, str]) -> Path:
     """Compiles what has changed and links. Raises CalledProcessError after the compiler's own words."""
     compiler = setup.Compiler(folder, variables)
-    jobs = [job for job in compiler.jobs() if not job[1].name.startswith("bind")]
+    jobs = compiler.kernel_jobs()
     for source in sorted((ROOT / "tools" / "kernel_driver").glob("*.cc")):
         command = [*compiler.cxx, *setup.COMMON_FLAGS, f"-I{setup.SOURCES}"]
         jobs.append((command, source, compiler.objects / f"driver_{source.stem}.o"))

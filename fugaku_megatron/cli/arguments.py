@@ -219,6 +219,7 @@ def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
     once.
     """
     groups = _from_recipe(recipe)
+    values = _spelled_out(values)
     assert values.keys() <= GROUP_OF.keys(), f"no such fields: {values.keys() - GROUP_OF.keys()}"
     for dropped in (name for key in values for name in _DERIVED.get(key, ())):
         groups[GROUP_OF[dropped]].pop(dropped, None)
@@ -340,7 +341,7 @@ def checked_run(
 
     Raises ValueError as `make_run`, and for a head size that the kernels do not support.
     """
-    run = make_run(recipe, _spelled_out(values))
+    run = make_run(recipe, values)
     check(
         run.model.kernels_take_heads or run.system.kernels == "torch",
         f"--kv-channels is {run.model.kv_channels}, by default "

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ..config.model import LEARNED, ROPE, SCALINGS, ModelConfig
 from .rules import (
+    ATTENTION_LAYERS,
     EXPERTS,
     FULL_ATTENTION,
+    GLM_EXPERTS,
     HEADS,
     LOGIT_SCALE,
     MULTIPLIED,
@@ -25,6 +27,7 @@ from .rules import (
     SCALED_WORDS,
     SPARSE_LAYERS,
     Rule,
+    has_glm_experts,
     no_padding,
     no_rope_in_full_layers,
     query_scale,
@@ -136,6 +139,7 @@ class Architecture:
     own_head_size: the head size may differ from h / n
     also: further conditions
     defaults: their field -> transformers' default, if neither a field nor a rule has it
+    predicts_more_tokens: files may have multi-token-prediction layers behind the others, which are left out
     """
 
     name: str
@@ -150,6 +154,7 @@ class Architecture:
     own_head_size: bool = True
     also: Callable[[ModelConfig], bool] = lambda model: True
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    predicts_more_tokens: bool = False
 
     @property
     def head(self) -> str:
@@ -525,7 +530,12 @@ SMOLLM3 = _decoder(
         NO_ROPE_LAYERS,
         no_padding(128004),
     ),
-    only={**_NO_WINDOW, "attention_bias": (False,), "mlp_bias": (False,)},
+    only={
+        **_NO_WINDOW,
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "pretraining_tp": (1, 2, None),  # transformers' class does not read it
+    },
     free=("no_rope_freq",),
 )
 MINISTRAL = _decoder(
@@ -654,7 +664,13 @@ GEMMA2 = _decoder(
 GEMMA3 = _decoder(
     name="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    defaults={"num_key_value_heads": 4, "head_dim": 256},
+    defaults={
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+    },
     fields=(
         *_DECODER_FIELDS,
         _EPSILON,
@@ -815,6 +831,105 @@ OLMOE = _decoder(
     also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
     own_head_size=False,
 )
+_GLM_FIELDS = (
+    *_DECODER_FIELDS,
+    Field("rms_norm_eps", "layernorm_epsilon", 1.5625e-07),
+    Field("attention_bias", "add_qkv_bias", True),
+)
+_GLM_RULES = (HEADS, rotary(0.5), tied(False), NO_DROPOUT, no_padding(151329))
+_FUSED_MLP = _places(
+    "layers.{}.", {"mlp.linear_fc1": Counterpart(("mlp.gate_up_proj",), fused_stacked)}
+)
+_GLM_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128}
+GLM = _decoder(
+    name="GlmForCausalLM",
+    model_type="glm",
+    defaults=_GLM_DEFAULTS,
+    fields=_GLM_FIELDS,
+    rules=_GLM_RULES,
+    block={"rotary_interleaved": True},
+    free=("rotary_percent", "add_qkv_bias"),
+    places=_DECODER_PLACES | _FUSED_MLP,
+)
+GLM4 = _decoder(
+    name="Glm4ForCausalLM",
+    model_type="glm4",
+    defaults=_GLM_DEFAULTS,
+    fields=_GLM_FIELDS,
+    rules=_GLM_RULES,
+    block={"rotary_interleaved": True, "norm_placement": "both"},
+    free=("rotary_percent", "add_qkv_bias"),
+    places=_DECODER_PLACES
+    | _FUSED_MLP
+    | _places(
+        "layers.{}.",
+        {
+            "post_self_attn_layernorm": "post_self_attn_layernorm",
+            "post_mlp_layernorm": "post_mlp_layernorm",
+        },
+    ),
+)
+GLM4_MOE = _decoder(
+    name="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    defaults={"num_key_value_heads": 8},
+    fields=(
+        *_DECODER_FIELDS,
+        _LARGER_EPSILON,
+        Field("attention_bias", "add_qkv_bias", False),
+        Field("use_qk_norm", "qk_layernorm", False),
+        Field("n_routed_experts", "num_experts"),
+        _OF_A_TOKEN,
+    ),
+    rules=(HEADS, rotary(0.5), tied(False), NO_DROPOUT, GLM_EXPERTS),
+    only={"norm_topk_prob": (True,)},
+    block={
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": False,
+        "moe_router_enable_expert_bias": True,
+        "moe_shared_expert_gate": False,
+    },
+    free=("rotary_percent", "add_qkv_bias", "qk_layernorm", "num_experts"),
+    places=_EXPERT_PLACES
+    | _places(
+        "layers.{}.mlp.",
+        {
+            "mlp.router.expert_bias": "gate.e_score_correction_bias",
+            "mlp.shared_experts.linear_fc1": Counterpart(
+                ("shared_experts.gate_proj", "shared_experts.up_proj"), stacked
+            ),
+            "mlp.shared_experts.linear_fc2": "shared_experts.down_proj",
+        },
+    ),
+    also=has_glm_experts,
+    predicts_more_tokens=True,
+)
+GRANITE_HYBRID = _decoder(
+    name="GraniteMoeHybridForCausalLM",
+    model_type="granitemoehybrid",
+    defaults={"position_embedding_type": None, "num_local_experts": 8},
+    fields=(
+        *_FIELDS,
+        Field("shared_intermediate_size", "ffn_hidden_size", 1024),
+        Field("max_position_embeddings", "max_position_embeddings"),
+        _EPSILON,
+    ),
+    rules=(*_DECODER_RULES, MULTIPLIED, ATTENTION_LAYERS),
+    only={
+        "attention_bias": (False,),
+        "position_embedding_type": ("rope",),
+        "num_local_experts": (0,),
+    },
+    free=(*MULTIPLIERS, "attention_multiplier"),
+    places=_DECODER_PLACES
+    | _places(
+        "layers.{}.shared_mlp.",
+        {
+            "mlp.linear_fc1": Counterpart(("input_linear",), fused_stacked),
+            "mlp.linear_fc2": "output_linear",
+        },
+    ),
+)
 
 ARCHITECTURES = [
     GPT2,
@@ -841,16 +956,21 @@ ARCHITECTURES = [
     GEMMA2,
     GEMMA3,
     COHERE2,
+    GLM,
+    GLM4,
+    GLM4_MOE,
+    GRANITE_HYBRID,
 ]
 # What the block does not build -> model_types that are near to these.
 _NOT_SUPPORTED = {
-    "images are": ("gemma3",),
     "a bias of the output layer is": ("phi",),
     "keys and values compressed into a latent vector (MLA) are": ("deepseek_v2", "deepseek_v3"),
     "attention sinks, clamped gates and biases of experts, and MXFP4 weights, are": ("gpt_oss",),
     "this variant of experts is": ("phimoe", "granitemoe"),
     "positions as a slope of each head (ALiBi) are": ("bloom", "mpt"),
 }
+# model_type with a text_config -> text model types whose language model is converted; the other towers are left out.
+TEXT_OF = {"gemma3": ("gemma3_text",), "mistral3": ("mistral",)}
 REFUSED = {
     kind: f"{what} not supported" for what, kinds in _NOT_SUPPORTED.items() for kind in kinds
 }

@@ -56,6 +56,22 @@ IGNORED = {
 IGNORED_OF = {
     kind: ("sliding_window",)  # without use_sliding_window
     for kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+} | {
+    "glm4_moe": ("num_nextn_predict_layers",),  # layers that are left out with a note
+    "granitemoehybrid": (  # without Mamba layers and experts
+        "intermediate_size",
+        "mamba_chunk_size",
+        "mamba_conv_bias",
+        "mamba_d_conv",
+        "mamba_d_head",
+        "mamba_d_state",
+        "mamba_expand",
+        "mamba_n_groups",
+        "mamba_n_heads",
+        "mamba_proj_bias",
+        "num_experts_per_tok",
+        "time_step_limit",
+    ),
 }
 _EVERYWHERE = frozenset(name for names in IGNORED.values() for name in names)
 

@@ -575,6 +575,8 @@ def main(options: argparse.Namespace) -> int:
     if alone and weights.adapters:
         sizes = adapter_shapes(weights.model, weights.adapters.lora)
     parameters = sum(map(math.prod, sizes.values()))
+    for note in weights.notes:
+        print(f"note: {note}")
     print(f"{flag(source)} {getattr(options, source)}: {parameters:,} parameters are in {target}")
     if destination == "save":
         print(

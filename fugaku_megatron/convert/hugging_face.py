@@ -42,6 +42,7 @@ from .architectures import (
     OUTPUT,
     REFUSED,
     REQUIRED,
+    TEXT_OF,
     Architecture,
     Arrangement,
     Shape,
@@ -225,13 +226,17 @@ def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
     found = {}
     for ours in shapes(model):
         place, kind = place_of(ours)
+        ending = f".{kind}"
+        if f"{place}.{kind}" in architecture.places:  # a name of its own, without weight or bias
+            place = f"{place}.{kind}"
+            ending = ""
         check(place in architecture.places, f"{architecture.name} has no place for {ours}")
         names, arranged = architecture.places[place]
         prefix = "" if place == OUTPUT else architecture.prefix
         experts = range(model.num_experts or 1) if "{expert}" in names[0] else (0,)
         for number, (expert, name) in enumerate(itertools.product(experts, names)):
             theirs = name.format(layer_of(ours), expert=expert)
-            found[f"{prefix}{theirs}.{kind}"] = Part(ours, number, arranged)
+            found[f"{prefix}{theirs}{ending}"] = Part(ours, number, arranged)
     return found
 
 
@@ -253,11 +258,67 @@ def open_hugging_face(directory: str) -> Weights:
         f"--from-hf {directory} is not a directory: pass one that holds {FILE} and safetensors",
     )
     try:
-        architecture, model = read_config(read_json(path / FILE))
-        reader = _reader(TensorDirectory.open(path), architecture, model)
+        config = read_json(path / FILE)
+        files = TensorDirectory.open(path)
+        notes = []
+        if config.get("model_type") in TEXT_OF:
+            config = text_config(config)
+            files, note = _without_towers(files)
+            notes.append(note)
+        architecture, model = read_config(config)
+        if architecture.predicts_more_tokens:
+            files, note = _without_later_layers(files, model.num_layers)
+            notes.append(note)
+        reader = _reader(files, architecture, model)
     except ValueError as error:
         raise ValueError(f"--from-hf {directory}: {error}") from error
-    return Weights(model, {name: reader.dtype(name) for name in reader.shapes}, reader, path)
+    dtypes = {name: reader.dtype(name) for name in reader.shapes}
+    return Weights(model, dtypes, reader, path, notes=tuple(filter(None, notes)))
+
+
+def text_config(config: JsonObject) -> JsonObject:
+    """Return the config.json of the language model in a multimodal config.json."""
+    kinds = TEXT_OF[config["model_type"]]
+    text = config.get("text_config")
+    found = text.get("model_type") if isinstance(text, dict) else text
+    if not isinstance(text, dict) or found not in kinds:
+        raise ValueError(
+            f"{FILE}: text_config has the model_type {found!r:.60}: it can be {' or '.join(kinds)}"
+        )
+    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+    return {**tied, **text, "architectures": None}
+
+
+_TOWER = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|audio_tower)\..*")
+
+
+def _without_towers(files: TensorDirectory) -> tuple[TensorDirectory, str]:
+    """Return the language model's tensors by the names of a text model, and a note about the others."""
+    tensors = {}
+    left_out = 0
+    for name, tensor in files.tensors.items():
+        if _TOWER.fullmatch(name):
+            left_out += 1
+            continue
+        name = name.replace("language_model.", "", 1)
+        tensors[name if name.startswith(("model.", "lm_head.")) else f"model.{name}"] = tensor
+    note = f"{left_out} tensors of images are left out: the text model is converted"
+    return TensorDirectory(files.path, tensors), note if left_out else ""
+
+
+_NUMBERED = re.compile(r"(?:model\.)?layers\.(\d+)\..*")
+
+
+def _without_later_layers(files: TensorDirectory, layers: int) -> tuple[TensorDirectory, str]:
+    """Return the tensors of the first layers and outside layers, and a note about the others."""
+    tensors = {}
+    for name, tensor in files.tensors.items():
+        match = _NUMBERED.fullmatch(name)
+        if match is None or int(match[1]) < layers:
+            tensors[name] = tensor
+    left_out = len(files.tensors) - len(tensors)
+    note = f"{left_out} tensors of multi-token-prediction layers are left out"
+    return TensorDirectory(files.path, tensors), note if left_out else ""
 
 
 def read_config(config: JsonObject) -> tuple[Architecture, ModelConfig]:
@@ -278,7 +339,7 @@ def read_config(config: JsonObject) -> tuple[Architecture, ModelConfig]:
     check(right, f"{FILE}: architectures is {named!r:.80}, and the block is {architecture.name}")
     check_fields(architecture, config)
     config = {**architecture.defaults, **config}
-    for name, built in {**architecture.only, **ONLY}.items():
+    for name, built in {**ONLY, **architecture.only}.items():
         given = config.get(name, built[0])
         check(
             given in built,

@@ -73,6 +73,8 @@ _EXPERT_VARIANTS = (
 )
 # Arguments with the layers of a HybridModel, the newest first.
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+# Arguments that number layers, which are twice as many in a HybridModel.
+_NUMBERING = ("window_attn_skip_freq", "no_rope_freq")
 # Arguments that `model_of` reads, next to ModelConfig's fields.
 READ = frozenset(
     {
@@ -262,6 +264,11 @@ def _layers(given: dict[str, Any]) -> dict[str, Any]:
     pattern = pattern_of(given)
     if pattern is None:
         return {}
+    for name in _NUMBERING:
+        check(
+            is_off(given.get(name)),
+            f"{name} is {given.get(name)!r:.60}: in a HybridModel it numbers other layers than here",
+        )
     experts = parse_pattern(pattern).experts
     layers = {"num_layers": len(experts), "moe_layer_freq": "1"}
     if not any(experts):
@@ -277,6 +284,12 @@ def check_pattern(pattern: str, model: ModelConfig) -> None:
         parse_pattern(pattern).experts == experts,
         f"--hybrid-layer-pattern is {pattern!r:.80}, and the layers of the model are {right!r:.80}",
     )
+    for name in _NUMBERING:
+        check(
+            is_off(getattr(model, name)),
+            f"{flag(name)} is {getattr(model, name)}: in a HybridModel it numbers other layers: leave "
+            "--hybrid-layer-pattern out",
+        )
 
 
 def _positions(given: dict[str, Any]) -> str:

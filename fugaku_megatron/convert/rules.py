@@ -473,6 +473,95 @@ def query_scale(model: ModelConfig) -> int:
     return round((model.attention_multiplier or model.kv_channels**-0.5) ** -2)
 
 
+def _read_glm_experts(config: JsonObject) -> JsonObject:
+    layers = number(config, "num_hidden_layers", None, whole=True) or 0
+    groups = number(config, "n_group", 1, whole=True)
+    best = number(config, "topk_group", 1, whole=True)
+    chosen = number(config, "num_experts_per_tok", 8, whole=True)
+    check(
+        groups == 1 or chosen == 2 * best,
+        f"{FILE}: topk_group is {best} and num_experts_per_tok {chosen}, and the block computes groups "
+        "by the sum of two experts for two experts of each",
+    )
+    dense = config.get("first_k_dense_replace", 1)
+    right = type(dense) is int and 0 <= dense < layers
+    check(
+        right,
+        f"{FILE}: first_k_dense_replace is {dense!r:.60}, not a number of layers below {layers}",
+    )
+    width = number(config, "moe_intermediate_size", 1408, whole=True)
+    factor = float(number(config, "routed_scaling_factor", 1.0))
+    return {
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": width
+        * number(config, "n_shared_experts", 1, whole=True),
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": best if groups > 1 else None,
+        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
+        "moe_layer_freq": f"[{','.join(str(int(layer >= dense)) for layer in range(layers))}]"
+        if dense
+        else "1",
+    }
+
+
+def _write_glm_experts(model: ModelConfig) -> JsonObject:
+    width = model.moe_ffn_hidden_size or 1
+    return {
+        "moe_intermediate_size": width,
+        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // width,
+        "n_group": model.moe_router_num_groups or 1,
+        "topk_group": model.moe_router_group_topk or 1,
+        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+        "first_k_dense_replace": model.mlps.index("experts"),
+    }
+
+
+GLM_EXPERTS = Rule(
+    _read_glm_experts,
+    _write_glm_experts,
+    (
+        "moe_intermediate_size",
+        "n_shared_experts",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "first_k_dense_replace",
+    ),
+)
+
+
+def has_glm_experts(model: ModelConfig) -> bool:
+    """Return True for dense layers before layers with experts, and a shared expert of whole experts' width."""
+    mlps = list(model.mlps)
+    shared = model.moe_shared_expert_intermediate_size or 0
+    return (
+        model.num_experts is not None
+        and "experts" not in mlps[: mlps.count(model.activation)]
+        and shared > 0
+        and shared % (model.moe_ffn_hidden_size or 1) == 0
+        and (
+            model.moe_router_group_topk is None
+            or model.moe_router_topk == 2 * model.moe_router_group_topk
+        )
+    )
+
+
+def _read_attention_layers(config: JsonObject) -> JsonObject:
+    kinds = sorted({*map(str, config.get("layer_types") or ["mamba"])})
+    check(
+        {*kinds} <= {"attention", FULL},
+        f"{FILE}: layer_types has {' and '.join(kinds)}, and the block computes attention in all layers",
+    )
+    return {}
+
+
+ATTENTION_LAYERS = Rule(
+    _read_attention_layers,
+    lambda model: {"layer_types": [FULL] * model.num_layers},
+    ("layer_types",),
+)
+
+
 def _read_logit_scale(config: JsonObject) -> JsonObject:
     return {"logits_scaling": 1.0 / float(number(config, "logit_scale", 0.0625))}
 

@@ -104,6 +104,7 @@ class Weights:
     carried: directory with other files that belong to the model, such as Hugging Face's tokenizer
     config: the checkpoint's flags, by group
     adapters: already merged into `read`
+    notes: parts of the source that are left out
     """
 
     model: ModelConfig
@@ -112,6 +113,7 @@ class Weights:
     carried: Path | None = None
     config: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     adapters: Adapters | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def precision(self) -> str:

@@ -66,8 +66,8 @@ def tune(mode: str) -> str:
     if mode == "stock":
         return f"{name}, stock"
     _mallopt(*_MALLOPT.values())
-    if not kernels.use_arena(RESERVED_PER_RAM * psutil.virtual_memory().total):
-        return f"{name}, heap tuned; the system refused the address space of the tensor arena (see ulimit -v)"
+    if reason := kernels.use_arena(RESERVED_PER_RAM * psutil.virtual_memory().total):
+        return f"{name}, heap tuned; no tensor arena: {reason}"
     pages = huge_pages()
     words = [f"{name}, tuned: tensors in an arena that keeps its pages"]
     if pages["transparent"]:

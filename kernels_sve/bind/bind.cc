@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bind/calls.h"
+#include "bind/openmp.h"
 
 namespace fm {
 namespace {
@@ -19,12 +20,15 @@ py::dict describe(const TargetInfo& info) {
   return row;
 }
 
-void require_torch() {
-  if (py::module_::import("sys").attr("modules").contains("torch")) return;
-  throw py::import_error(
-      "import torch (or fugaku_megatron.host.kernels) before fugaku_megatron._kernels: they share "
-      "torch's OpenMP "
-      "runtime");
+void require_openmp() {
+  if (!py::module_::import("sys").attr("modules").contains("torch"))
+    throw py::import_error(
+        "import torch (or fugaku_megatron.host.kernels) before fugaku_megatron._kernels: they "
+        "share torch's OpenMP runtime");
+  if (!find_openmp())
+    throw py::import_error(
+        "this torch was built without OpenMP, and the system has no libgomp.so.1: install libgomp1 "
+        "(Debian) or libgomp (RHEL)");
 }
 
 void choose_target() {
@@ -41,7 +45,7 @@ void choose_target() {
 
 PYBIND11_MODULE(_kernels, module) {
   using namespace fm;
-  require_torch();
+  require_openmp();
   choose_target();
   module.doc() =
       "CPU kernels of fugaku_megatron. Arguments are torch tensors in CPU memory; outputs are "

@@ -42,7 +42,7 @@ class Objects:
             else {"CXX": "g++"}
         )
         compiler = setup.Compiler(build, {**changes, **variables})
-        jobs = [job for job in compiler.jobs() if not job[1].name.startswith("bind")]
+        jobs = compiler.kernel_jobs()
         for job in jobs:
             compiler.compile(*job, force=False)
         self.cxx = compiler.cxx

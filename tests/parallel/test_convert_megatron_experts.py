@@ -9,6 +9,7 @@ import json
 import os
 import re
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from fugaku_megatron.cli import program
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.convert.convert_command import open_weights
-from fugaku_megatron.convert.megatron_files import load_metadata, load_pickled
+from fugaku_megatron.convert.megatron_files import check_pattern, load_metadata, load_pickled
 from tests.checks.torch_dist import write_iteration
 from tests.helpers import find_checkpoint, make_trainer, small_run
 
@@ -229,6 +230,10 @@ def test_a_layout_that_cannot_be_written_is_one_line(ours, tmp_path, capsys, fla
         ({"hybrid_layer_pattern": "*-*-"}, "holds no decoder.layers.1.input_layernorm.weight"),
         ({"moe_layer_freq": [1, 1]}, "holds no decoder.layers.0.mlp.router.weight"),
         ({"num_experts": 8}, "router.weight has 128 elements, and its shape [8, 32] has 256"),
+        (
+            {"hybrid_layer_pattern": "*-*E", "no_rope_freq": 2},
+            "no_rope_freq is 2: in a HybridModel it numbers other layers than here",
+        ),
         ({"moe_router_topk": "two"}, "moe_router_topk is 'two', not int"),
         ({"moe_router_score_function": "sqrtsoftplus"}, "moe-router-score-function"),
     ],
@@ -245,6 +250,12 @@ def test_saved_arguments_of_experts_are_checked(ours, tmp_path, capsys, change, 
     assert convert("--from-megatron", theirs, "--save", tmp_path / "back") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line and not (tmp_path / "back").exists()
+
+
+def test_a_hybrid_model_numbers_other_layers(ours):
+    model = replace(open_weights(str(ours)).model, no_rope_freq="[0,1]")
+    with pytest.raises(ValueError, match=r"--no-rope-freq is \[0,1\]: in a HybridModel"):
+        check_pattern("*-*E", model)
 
 
 class Attack:

@@ -136,8 +136,11 @@ def test_every_layout_rounds_loaded_moments_to_the_same_bits(model, tmp_path):
 
 @pytest.mark.parametrize("model", ["gpt", "experts"])
 def test_shards_of_zero_have_the_bits_of_replicas(model):
-    """Blocks that the boundaries of shards cut have one scale."""
-    changes = {**SIZES, **MODELS[model], **EIGHT, "global_batch_size": 12}
+    """Blocks that the boundaries of shards cut have one scale.
+
+    Gradients are not clipped, because shards add the squares of the norm in another order.
+    """
+    changes = {**SIZES, **MODELS[model], **EIGHT, "global_batch_size": 12, "clip_grad": 0.0}
     replicas = ThreadWorld(3).run(trained, small_run(**changes), None, None, 4)[0]
     shards = ThreadWorld(3).run(trained, small_run(**changes, zero_stage=1), None, None, 4)[0]
     assert shards[0] == replicas[0]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from fugaku_megatron.api.config import Config
-from fugaku_megatron.cli.arguments import parse
+from fugaku_megatron.cli.arguments import make_run, parse
 from fugaku_megatron.config.hybrid import parse_pattern
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.pipeline_layout import parse_layout
@@ -167,6 +167,9 @@ def test_values_that_a_pattern_replaces_are_noted():
 def test_a_pattern_replaces_the_layers_of_a_recipe_and_is_a_keyword_of_the_library():
     words = ["--recipe", "qwen3-30b-a3b", "--mock-data", "--hybrid-layer-pattern"]
     assert parse([*words, "*E*E"]).run.model.num_layers == 2
+    assert (
+        make_run("demo", {"hybrid_layer_pattern": "*-"}).model.num_layers == 1
+    )  # of `fugaku-megatron log`
     mixed = Config.recipe("qwen3-30b-a3b", mock_data=True, hybrid_layer_pattern="*-*E")
     assert mixed.run.model.moe_layer_freq == "[0, 1]"
     assert mixed.replace(hybrid_layer_pattern="*-").run.model.num_experts is None

@@ -289,7 +289,12 @@ LAYOUTS = {  # every option once at least, and pairs of options rather than all 
     ],
     "no positions": ["tp2 dp2 zero", "cp2 dp2 overlap"],
     "norms over all heads": ["cp2", "cp2 allgather"],
-    "norms after": ["tp2 sequence full", "tp2 pp2 torch", "cp2 tp2 p2p selective"],
+    "norms after": [
+        "tp2 sequence full",
+        "tp2 pp2 torch",
+        "cp2 tp2 p2p selective",
+        "tp2 sequence blocks",
+    ],
     "norms around and soft caps": ["tp2 pp2 sequence full", "cp2 selective", "cp2 p2p torch"],
     "one norm for both": ["tp2 sequence", "pp2 full"],
     "documents": [

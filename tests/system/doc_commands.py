@@ -238,6 +238,18 @@ CHANGES = (
         "another environment; tests/system/test_wheel.py",
     ),
     ("docs/install.md", "source /opt/rh", f"{ELSEWHERE} /opt/rh", "RHEL"),
+    (
+        "docs/install.md",
+        "pip install --no-deps dist/",
+        f"{ELSEWHERE} dist/",
+        "the wheel of make wheels; tests/system/test_wheel.py",
+    ),
+    ("docs/install.md", "make sdist", ELSEWHERE, "EasyBuild"),
+    ("docs/install.md", "eb ", f"{ELSEWHERE} ", "EasyBuild"),
+    ("docs/install.md", "mkdir ", f"{ELSEWHERE} ", "Spack"),
+    ("docs/install.md", "cp ", f"{ELSEWHERE} ", "Spack"),
+    ("docs/install.md", "spack ", f"{ELSEWHERE} ", "Spack"),
+    ("docs/install.md", "conda build", ELSEWHERE, "conda"),
     ("docs/install.md", "module load", f"{ELSEWHERE} load", "RHEL"),
     ("docs/install.md", "docker ", f"{ELSEWHERE} ", "Docker; tests/system/test_containers.py"),
     (

@@ -2,12 +2,17 @@
 
 import json
 import os
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
+import torch
 
 from fugaku_megatron.host import allocator
 from tests.system.processes import run_python
 
+ROOT = Path(__file__).resolve().parents[2]
 MAPS = "7f0-7f1 r-xp 00000000 08:01 12 {}\n7f2-7f3 r-xp 00000000 08:01 13 /usr/lib64/libc-2.28.so\n"
 
 
@@ -87,11 +92,51 @@ def test_a_second_step_faults_no_pages_in():
 def test_few_addresses_are_enough_to_go_on():
     """A range that is too small is used up; malloc serves the rest."""
     code = (
-        "import torch; from fugaku_megatron.host import kernels; assert kernels.use_arena(64 << 20);"
+        "import torch; from fugaku_megatron.host import kernels; assert not kernels.use_arena(64 << 20);"
         "a = [torch.full((1 << 20,), float(i)) for i in range(24)];"
         "assert all(bool((t == i).all()) for i, t in enumerate(a)); print(kernels.arena_stats()['fallbacks'])"
     )
     assert int(run_python("-c", code).stdout) >= 8
+
+
+LAYOUT = """
+#include <c10/core/Allocator.h>
+#include "bind/torch_allocator.h"
+#define SAME(x) static_assert(x, "torch_allocator.h differs from torch's headers")
+using fm::torch_abi::DataPtr;
+struct Ours : fm::torch_abi::Allocator {
+  DataPtr allocate(size_t) override { return {nullptr, {nullptr, nullptr}}; }
+  fm::torch_abi::Deleter raw_deleter() const override { return nullptr; }
+  void copy_data(void*, const void*, size_t) const override {}
+};
+struct Theirs : c10::Allocator {
+  c10::DataPtr allocate(size_t) override { return {}; }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void*, const void*, size_t) const override {}
+};
+SAME(sizeof(DataPtr) == sizeof(c10::DataPtr) && alignof(DataPtr) == alignof(c10::DataPtr));
+SAME(sizeof(Ours) == sizeof(Theirs) && (std::is_same_v<fm::torch_abi::Deleter, c10::DeleterFnPtr>));
+SAME(static_cast<int>(c10::DeviceType::CPU) == 0);
+"""
+
+
+def test_the_allocator_has_the_layout_of_torchs_headers(tmp_path):
+    """The order of the virtual functions and torch's own pointers are compared by use_arena."""
+    include = Path(torch.__file__).parent / "include"
+    if not include.exists() or shutil.which("g++") is None:
+        pytest.skip("needs torch's headers and g++")
+    source = tmp_path / "layout.cc"
+    source.write_text(LAYOUT)
+    flags = ["-std=c++20", "-fsyntax-only", "-I", ROOT / "kernels_sve", "-isystem", include]
+    subprocess.run(["g++", *flags, source], check=True)
+
+
+def test_an_allocator_of_another_layout_is_not_replaced(monkeypatch):
+    reason = "this torch has another c10::Allocator than 2.9 to 2.15"
+    monkeypatch.setattr(allocator.kernels, "use_arena", lambda bytes: reason)
+    monkeypatch.setattr(allocator, "allocator_name", lambda: "glibc 2.36")
+    monkeypatch.setattr(allocator, "_mallopt", lambda *values: None)
+    assert allocator.tune("tuned") == f"glibc 2.36, heap tuned; no tensor arena: {reason}"
 
 
 def test_a_preloaded_allocator_is_left_alone(monkeypatch):

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def project(monkeypatch):
     """setup.py as a module, with none of the caller's build environment."""
     monkeypatch.syspath_prepend(ROOT)
-    for name in ("CXX", "TARGET_CXX", "CXXFLAGS", "LDFLAGS", "OPENMP_LIBRARY", "KERNEL_TARGETS"):
+    for name in ("CXX", "TARGET_CXX", "CXXFLAGS", "LDFLAGS", "KERNEL_TARGETS"):
         monkeypatch.delenv(name, raising=False)
     import setup
 
@@ -100,28 +100,45 @@ def test_gcc_does_not_reschedule_sve_loops(project, monkeypatch, tmp_path, targe
     assert "-fno-schedule-insns" not in compiler.target_command(avx, "gemm")
 
 
-def test_openmp_runtime_is_the_one_torch_loads(project):
-    library = project.torch_openmp_library()
-    if library is None:
-        pytest.skip("this torch brings no OpenMP runtime of its own")
-    loaded = set(re.findall(r"\S+/lib[gi]?omp[^/\s]*", maps_after_importing_torch()))
-    assert loaded == {str(library.resolve())}
+LOADED = """
+import re, sys, torch
+from fugaku_megatron.host import kernels
+torch.set_num_threads(2)
+kernels.set_num_threads(2)
+x = torch.ones(1 << 20).add_(1)
+kernels.squared_norm(x)
+print(*sorted(set(re.findall(r"\\S+/lib[gi]?i?omp[^/\\s]*", open("/proc/self/maps").read()))))
+"""
 
 
-def maps_after_importing_torch():
-    """Return a separate process's maps.
-
-    Other libraries of this process, such as sentencepiece, bring OpenMP runtimes that they never start.
-    """
-    program = "import torch; torch.ones(1 << 20).add_(1); print(open('/proc/self/maps').read())"
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
+def test_a_process_has_one_openmp_runtime():
+    """In a separate process: other libraries, such as sentencepiece, bring runtimes that they never start."""
+    command = [sys.executable, "-c", LOADED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert len(done.stdout.split()) == 1
 
 
-def test_openmp_library_can_be_named(project, monkeypatch, tmp_path):
-    monkeypatch.setenv("OPENMP_LIBRARY", "/opt/lib/libgomp.so.1")
-    assert project.Compiler(tmp_path).openmp() == ["/opt/lib/libgomp.so.1"]
+HIDE = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <string.h>
+void* dlsym(void* handle, const char* name) {
+  void* (*next)(void*, const char*) = dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.34");
+  return strcmp(name, "GOMP_parallel") ? next(handle, name) : 0;
+}
+"""
+
+
+def test_a_torch_without_openmp_and_a_system_without_libgomp(tmp_path):
+    """A preloaded dlsym hides every runtime from the extension."""
+    source = tmp_path / "hide.c"
+    source.write_text(HIDE)
+    library = tmp_path / "libhide.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+    command = [sys.executable, "-c", "import fugaku_megatron.host.kernels"]
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert "this torch was built without OpenMP, and the system has no libgomp.so.1" in done.stderr
 
 
 @pytest.mark.parametrize("wanted", ["", "portable,amx_emulated"])
@@ -255,17 +272,13 @@ def pyproject():
     return pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_a_build_and_a_run_have_the_same_torch(pyproject):
-    versions = [
-        requirements(lines)["torch"]
-        for lines in (
-            pyproject["build-system"]["requires"],
-            pyproject["project"]["dependencies"],
-            (ROOT / "requirements.txt").read_text().splitlines(),
-        )
-    ]
-    assert len(versions[0]) == 2  # x86_64 and aarch64
-    assert versions[0] == versions[1] == versions[2]
+def test_every_tested_torch_is_allowed_and_a_build_needs_none(pyproject):
+    (allowed,) = requirements(pyproject["project"]["dependencies"])["torch"]
+    tested = requirements((ROOT / "requirements.txt").read_text().splitlines())["torch"]
+    for version in [str(row.specifier).strip("=") for row in tested] + ["2.9.0", "2.15.0"]:
+        assert version in allowed.specifier
+    assert "2.8.0" not in allowed.specifier and allowed.marker is None
+    assert "torch" not in requirements(pyproject["build-system"]["requires"])
 
 
 def test_every_package_has_one_tested_version(pyproject):
@@ -279,23 +292,22 @@ def test_every_package_has_one_tested_version(pyproject):
     declared = requirements(
         [*pyproject["build-system"]["requires"], *pyproject["project"]["dependencies"], *extras]
     )
-    assert declared.keys() - {"torch"} <= pinned.keys()
+    assert declared.keys() <= pinned.keys()
     for name, rows in pinned.items():
         for row in rows:
             versions = [s for s in row.specifier if s.operator == "=="]
             assert len(versions) == 1, f"{row} names no one version"
-            assert name == "torch" or all(
+            assert all(
                 bound.specifier.contains(versions[0].version) for bound in declared.get(name, ())
             )
     for (
-        name,
-        rows,
-    ) in declared.items():  # no second home: bounds are what the program needs, not what is tested
-        assert name == "torch" or all(s.operator == ">=" for row in rows for s in row.specifier)
+        rows
+    ) in declared.values():  # no second home: bounds are what the program needs, not what is tested
+        assert all(s.operator == ">=" for row in rows for s in row.specifier)
 
 
 # Extras that a command of the documents needs only where it says so: another MPI, a service, a harness of 440 MB, the tests.
-ON_REQUEST = {"mpi", "mpich", "openmpi", "wandb", "lm-eval", "test"}
+ON_REQUEST = {"mpi", "mpich", "openmpi", "wandb", "otel", "lm-eval", "test"}
 
 
 def test_make_setup_installs_what_the_commands_of_the_documents_use(pyproject):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tools import wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
@@ -91,15 +94,25 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
     ]
 
 
-def test_the_extension_names_libraries_but_no_folders(wheel, tmp_path):
+@pytest.fixture
+def extension(wheel, tmp_path) -> Path:
     if shutil.which("readelf") is None:
         pytest.skip("readelf is not installed")
     name = next(name for name in names(wheel) if name.endswith(".so"))
-    zipfile.ZipFile(wheel).extract(name, tmp_path)
-    dynamic = run(["readelf", "--dynamic", "--wide", tmp_path / name], tmp_path).stdout
-    libraries = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
-    assert "libc10.so" in libraries and not [library for library in libraries if "/" in library]
+    return Path(zipfile.ZipFile(wheel).extract(name, tmp_path))
+
+
+def test_the_extension_needs_the_systems_libraries_alone(extension):
+    """None of torch, whose files and symbols differ between versions, and no OpenMP runtime beside torch's."""
+    dynamic = run(["readelf", "--dynamic", "--wide", extension], extension.parent).stdout
+    libraries = {name.split(".so")[0] for name in re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)}
+    loader = {f"ld-linux-{platform.machine().replace('_', '-')}"}
+    assert libraries - loader == {"libstdc++", "libm", "libgcc_s", "libc"}
     assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
+
+
+def test_the_extension_loads_with_the_libraries_of_manylinux_2_28(extension):
+    assert wheels.newer_symbols(extension) == []
 
 
 @pytest.mark.full

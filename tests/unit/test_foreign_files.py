@@ -112,6 +112,17 @@ def test_saved_arguments_that_change_the_model_are_refused(name, value, named):
         megatron_files.check_saved({name: value})
 
 
+def test_layers_that_differ_are_saved_arguments_and_flags():
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
+    layers = {"window_size": (3, 0), "window_attn_skip_freq": 2, "no_rope_freq": [0, 1]}
+    given = {**sizes, **layers, "max_position_embeddings": 16, "position_embedding_type": "rope"}
+    model = megatron_files.model_of(Namespace(**given), 96, None)
+    assert [kind.window for kind in model.layer_kinds] == [4, None]
+    assert [kind.rope for kind in model.layer_kinds] == ["global", None]
+    written = vars(megatron_files.arguments_of(model, 96, torch.float32, 1, 1))
+    assert {name: written[name] for name in layers} == layers
+
+
 def test_saved_arguments_that_describe_a_run_are_read():
     """Values that are off, what the run reached, flags of train, and what the user names."""
     megatron_files.check_saved(
@@ -233,6 +244,7 @@ REQUIRED = {
     "intermediate_size": 48,
     "max_position_embeddings": 128,
     "num_experts": 4,
+    "n_routed_experts": 16,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
@@ -252,6 +264,13 @@ def short_config(row) -> dict:
     given.pop("num_experts" if row.model_type == "mixtral" else "num_local_experts", None)
     if "sliding_window_pattern" in read_fields(row):  # some layers have a window
         given.pop("sliding_window")
+    if row.model_type == "granitemoehybrid":  # its defaults are layers of Mamba with experts
+        given |= {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention"] * 2,
+            "mamba_d_head": 64,
+        }
     return {"model_type": row.model_type, **given}
 
 
@@ -346,7 +365,7 @@ SWITCHED = {
     "mlp_bias": True,
     "clip_qkv": 8.0,
     "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
+    "n_shared_experts": 2,
     "embedding_multiplier": 12.0,
     "rope_interleaved": True,
 }
@@ -355,6 +374,8 @@ SWITCHED = {
 @pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.model_type)
 def test_a_field_that_changes_the_function_is_refused_or_read(row):
     short = short_config(row)
+    if "first_k_dense_replace" in read_fields(row):
+        short["first_k_dense_replace"] = 0
     for name, value in SWITCHED.items():
         if name in read_fields(row) - set(row.only) - set(ONLY):
             assert read_config({**short, name: value})[1] != read_config(short)[1]
