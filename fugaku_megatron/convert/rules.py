@@ -287,7 +287,8 @@ def _layer_types(config: JsonObject, every: int | None) -> list[str]:
             whole=True,
         )
         if step is None or config.get("sliding_window") is None:
-            kinds = [FULL if config.get("sliding_window") is None else WINDOWED] * layers
+            kind = FULL if config.get("sliding_window") is None else WINDOWED
+            kinds = [kind for _ in range(layers)]
         else:
             kinds = [FULL if (layer + 1) % step == 0 else WINDOWED for layer in range(layers)]
     right = (
@@ -557,7 +558,7 @@ def _read_attention_layers(config: JsonObject) -> JsonObject:
 
 ATTENTION_LAYERS = Rule(
     _read_attention_layers,
-    lambda model: {"layer_types": [FULL] * model.num_layers},
+    lambda model: {"layer_types": [FULL for _ in range(model.num_layers)]},
     ("layer_types",),
 )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import product, repeat
 from typing import Any, NamedTuple
 
 from ..config.experts import experts_in
@@ -102,7 +102,9 @@ def _data_parallel_size(layout: Layout) -> int:
 def _kept_layers(run: RunConfig, layout: Layout) -> list[int]:
     """Return the layers that stay: each kind of layer, and equally many for each virtual stage."""
     model = run.model
-    comm_types = cp_comm_types(run) if layout.cp > 1 else ("",) * model.num_layers
+    comm_types: Iterable[str] = repeat("", model.num_layers)
+    if layout.cp > 1:
+        comm_types = cp_comm_types(run)
     kinds = list(zip(model.layer_kinds, comm_types, strict=True))
     firsts = sorted({kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values())
     stages = layout.pp * chunks(run)
