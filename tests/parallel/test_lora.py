@@ -189,7 +189,7 @@ def test_gradients_of_adapters_of_experts_are_torchs(kind, backend):
             weights[weight] = weights[weight] + scale * product
     expected = plain_experts(weights, x.view(32, 32), small_run(**flags).model)
     expected.backward(dy.view(32, 32))
-    torch.testing.assert_close(y.view(32, 32), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y.view(32, 32), expected, rtol=1e-5, atol=2e-5)
     adapters = [name for name in ours if "lora_" in name]
     assert len(adapters) == 2 * len(TARGETS[kind].split(",")) or kind in ("gates", "shared")
     expected = {name: theirs[name].grad for name in adapters}

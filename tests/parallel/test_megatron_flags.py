@@ -142,23 +142,28 @@ def test_the_flags_of_megatron_head_are_all_known():
     assert len(head) > 870 and set(head) <= known
 
 
+LEGACY = r" is a checkpoint of Megatron-LM \(it holds .*convert --from-m"
+
+
 @pytest.mark.parametrize(
-    ("tracker", "files"),
+    ("tracker", "files", "message"),
     [
-        ("5", ["iter_0000005/mp_rank_00/model_optim_rng.pt"]),
-        ("5", ["iter_0000005/.metadata", "iter_0000005/common.pt"]),
-        ("release", ["release/mp_rank_00/model_optim_rng.pt"]),
+        ("5", ["iter_0000005/mp_rank_00/model_optim_rng.pt"], LEGACY),
+        (
+            "5",
+            ["iter_0000005/.metadata", "iter_0000005/common.pt"],
+            r"\.metadata is damaged, or is not metadata of torch\.distributed\.checkpoint",
+        ),
+        ("release", ["release/mp_rank_00/model_optim_rng.pt"], LEGACY),
     ],
 )
-def test_a_checkpoint_of_megatron_is_recognised(tmp_path, tracker, files):
+def test_a_checkpoint_of_megatron_is_recognised(tmp_path, tracker, files, message):
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracker)
     for save in (None, str(tmp_path)):
-        with pytest.raises(
-            ValueError, match=r" is a checkpoint of Megatron-LM \(it holds .*convert --from-m"
-        ):
+        with pytest.raises(ValueError, match=message):
             find_checkpoint(small_run(load=str(tmp_path), save=save), SoloComm())
 
 

@@ -748,8 +748,10 @@ def test_a_cycle_of_one_row_of_coefficients_ends_after_any_step():
 
 
 def test_muon_on_data_parallel_ranks_has_the_bits_of_replicas():
+    """Gradients are not clipped, because shards add the squares of the norm in another order."""
+    changes = {**MUON, "clip_grad": 0.0}
     replicas, shards = (
-        run_layout(f"dp4 bf16 ddp_bucket_size=1 {zero}", trained, MUON, None, None, 4)[0]
+        run_layout(f"dp4 bf16 ddp_bucket_size=1 {zero}", trained, changes, None, None, 4)[0]
         for zero in ("", "zero")
     )
     assert replicas[0] == shards[0]

@@ -204,7 +204,10 @@ def test_torch_multiplies_int8_operands(is_weight):
     torch.testing.assert_close(
         product * a_scales * b_scales, exact, rtol=0, atol=0.03 * exact.max()
     )
-    for name in ("torch._int_mm", "quantized::linear_dynamic"):
+    rivals = ["torch._int_mm"]
+    if "vnni" in Path("/proc/cpuinfo").read_text():  # without it, torch's sums of bytes saturate
+        rivals.append("quantized::linear_dynamic")
+    for name in rivals:
         out = torch.zeros(33, 24)
         run = torch_int8.RIVALS[name](left, right, out, is_weight)
         result = run()
