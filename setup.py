@@ -336,7 +336,7 @@ class Compiler:
         return [self.bindings(), *self.kernel_jobs(), *self.library_jobs()]
 
     def library_jobs(self) -> list[tuple[list[str], Path, Path]]:
-        """What only a shared library needs: OpenMP of the process, old versions of system libraries."""
+        """Return the jobs of a shared library alone: OpenMP of the process, old versions of system libraries."""
         sources = [path for path in sorted(SOURCES.glob("bind/*.cc")) if path.stem[:4] != "bind"]
         command = [*self.cxx, *COMMON_FLAGS]
         return [(command, source, self.objects / f"{source.stem}.o") for source in sources]

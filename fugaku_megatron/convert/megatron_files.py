@@ -73,7 +73,7 @@ _EXPERT_VARIANTS = (
 )
 # Arguments with the layers of a HybridModel, the newest first.
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-# Arguments that number layers, which are twice as many in a HybridModel.
+# Arguments with a number or a list for layers, which are text here. They count other layers in a HybridModel.
 _NUMBERING = ("window_attn_skip_freq", "no_rope_freq")
 # Arguments that `model_of` reads, next to ModelConfig's fields.
 READ = frozenset(
@@ -87,13 +87,12 @@ READ = frozenset(
         *(f.name for f in fields(ModelConfig)),
     }
 )
-_PATTERNS = ("window_attn_skip_freq", "no_rope_freq")  # a number or a list there, text here
 _OWN = (
     *EXPERTS,
     "disable_bias_linear",
     "position_embedding_type",
     "window_size",
-    *_PATTERNS,
+    *_NUMBERING,
     "vocab_size",
     "padded_vocab_size",
     "make_vocab_size_divisible_by",
@@ -224,7 +223,7 @@ def model_of(
     )
     if window := given.get("window_size"):
         values["window_size"] = window if isinstance(window, str) else ",".join(map(str, window))
-    values |= {name: str(given[name]) for name in _PATTERNS if given.get(name) is not None}
+    values |= {name: str(given[name]) for name in _NUMBERING if given.get(name) is not None}
     return ModelConfig(**values)
 
 
@@ -326,7 +325,7 @@ def arguments_of(
         model.num_query_groups or 1
     )  # its default, which counts with group_query_attention
     window = None if model.window is None else (model.window - 1, 0)
-    for name in _PATTERNS:
+    for name in _NUMBERING:
         text = getattr(model, name)
         found = None if text is None else layer_pattern(name, text, model.num_layers)
         same[name] = list(map(int, found)) if isinstance(found, tuple) else found
@@ -416,6 +415,7 @@ def load_pickled(path: Path) -> dict[str, Any]:
     check(path.is_file(), f"{path} is missing")
     contents = _load(
         path,
+        str(path),
         f"{path} is not a file of torch.save, or torch before 1.6 wrote it",
         f"{path} is damaged",
     )
@@ -426,11 +426,11 @@ def load_pickled(path: Path) -> dict[str, Any]:
 
 def load_object(data: bytes, where: str) -> Any:
     """Load a torch.save file in memory, as `load_pickled`. where: beginning of a message"""
-    return _load(io.BytesIO(data), where, where)
+    return _load(io.BytesIO(data), where, where, where)
 
 
-def _load(source: Path | io.BytesIO, foreign: str, damaged: str) -> Any:
-    """Load what torch.save wrote. foreign, damaged: messages, which begin with the file's name"""
+def _load(source: Path | io.BytesIO, name: str, foreign: str, damaged: str) -> Any:
+    """Load what torch.save wrote. foreign, damaged: beginnings of messages"""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     except (ValueError, RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:
@@ -438,7 +438,7 @@ def _load(source: Path | io.BytesIO, foreign: str, damaged: str) -> Any:
     others = [name for name in names if name not in _NAMESPACES and not name.startswith(_IGNORED)]
     check(
         not others,
-        f"{damaged.split(' is damaged')[0]} asks for {others[:1]}, which could run code: "
+        f"{name} asks for {others[:1]}, which could run code: "
         f"only tensors, numbers, texts and {' or '.join(_NAMESPACES)} are read",
     )
     nothings = [(Nothing, name) for name in names if name not in _NAMESPACES]
