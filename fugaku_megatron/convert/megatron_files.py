@@ -424,9 +424,9 @@ def load_pickled(path: Path) -> dict[str, Any]:
     return state
 
 
-def load_object(data: bytes, where: str) -> Any:
-    """Load a torch.save file in memory, as `load_pickled`. where: beginning of a message"""
-    return _load(io.BytesIO(data), where, where, where)
+def load_object(data: bytes, name: str, damaged: str) -> Any:
+    """Load a torch.save file in memory, as `load_pickled`. name: of its file. damaged: beginning of a message"""
+    return _load(io.BytesIO(data), name, damaged, damaged)
 
 
 def _load(source: Path | io.BytesIO, name: str, foreign: str, damaged: str) -> Any:

@@ -91,7 +91,7 @@ class DistFiles:
         if index not in self.places:
             return None
         data, where = self._read(index)
-        contents = load_object(data, where)
+        contents = load_object(data, str(self.path / self.places[index].relative_path), where)
         check(
             isinstance(contents, list) and len(contents) == 1,
             f"{where}: {key} is {type(contents).__name__}, not a list of one object",
