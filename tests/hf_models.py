@@ -193,6 +193,16 @@ MODELS = {
         layer_types=[WINDOWED, FULL, WINDOWED],
         logit_scale=0.25,
     ),
+    "gpt_oss": decoder(
+        "GptOss",
+        head_dim=16,
+        sliding_window=7,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        swiglu_limit=1.5,
+        rope_parameters={**YARN, "truncate": False, "rope_theta": 1000.0},
+    ),
+    "apertus": decoder("Apertus", rope_parameters=LLAMA3),
     "stablelm": decoder("StableLm", use_qkv_bias=True, partial_rotary_factor=0.5),
 }
 
@@ -268,6 +278,8 @@ W = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the gradient of every weight by its name in a file, where each expert's matrices are separate tensors."""
+    if model.config.model_type == "gpt_oss":  # stores them together
+        return {name: p.grad for name, p in model.named_parameters()}
     found = {}
     for name, p in model.named_parameters():
         prefix, kind = name.rsplit(".", 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -90,21 +90,42 @@ class ActivationPart:
     gated: the first matmul has two outputs, gates and the values that they multiply
     kernel: name in the C++ kernels; None: torch computes the activation, also between C++ matmuls
     flag: field that selects the activation; None: --activation-func selects it by name
+    settings: fields whose values the functions take
+    parameters: scalars that each layer trains, and the value at which they start
     """
 
     functions: str
     gated: bool = False
     kernel: str | None = None
     flag: str | None = None
+    settings: tuple[str, ...] = ()
+    parameters: Mapping[str, float] = field(default_factory=dict)
+
+
+def inverse_softplus(x: float) -> float:
+    return math.log(math.expm1(x))
 
 
 _FUNCTIONS = "fugaku_megatron.nn.ops.activation"
+# xIELU's parameters and their softplus in the beginning (Huang and Schlag 2024, arXiv:2411.13010).
+XIELU = {"alpha_p": 0.8, "alpha_n": 0.3}
 ACTIVATIONS = {
     "swiglu": ActivationPart(
         functions=f"{_FUNCTIONS}:SWIGLU", gated=True, kernel="silu", flag="swiglu"
     ),
     "geglu": ActivationPart(
         functions=f"{_FUNCTIONS}:GEGLU", gated=True, kernel="gelu", flag="geglu"
+    ),
+    "quick_geglu": ActivationPart(
+        functions=f"{_FUNCTIONS}:QUICK_GEGLU",
+        gated=True,
+        flag="quick_geglu",
+        settings=("activation_func_clamp_value", "glu_linear_offset"),
+    ),
+    "xielu": ActivationPart(
+        functions=f"{_FUNCTIONS}:XIELU",
+        flag="xielu",
+        parameters={name: inverse_softplus(start) for name, start in XIELU.items()},
     ),
     "squared_relu": ActivationPart(
         functions=f"{_FUNCTIONS}:SQUARED_RELU", kernel="squared_relu", flag="squared_relu"
@@ -114,6 +135,11 @@ ACTIVATIONS = {
         functions=f"{_FUNCTIONS}:GELU_EXACT", kernel="gelu_exact", flag="no_bias_gelu_fusion"
     ),
 }
+
+# Values of --softmax-type.
+VANILLA = "vanilla"
+OFF_BY_ONE = "off-by-one"
+LEARNABLE = "learnable"
 
 MLP_OF_EXPERTS = "experts"  # in place of an activation, in a layer with experts
 
@@ -193,6 +219,17 @@ class ModelConfig(ExpertFields):
     geglu: bool = switch(
         "the MLP is W2 (gelu(Wg x) * (Wv x)) with the tanh form of the GELU; its default width is as with "
         "--swiglu"
+    )
+    quick_geglu: bool = switch(
+        "the MLP is W2 (g sigmoid(1.702 g) * (Wv x + --glu-linear-offset)), g = Wg x; its default width is "
+        "as with --swiglu"
+    )
+    glu_linear_offset: float = option(0.0, "see --quick-geglu", range=None)
+    activation_func_clamp_value: float | None = optional(
+        "limit of --quick-geglu: gates are at most this, values at most this in size"
+    )
+    xielu: bool = switch(
+        "the MLP is W2 xielu(W1 x), with two scalars that each layer trains, as in Apertus"
     )
     squared_relu: bool = switch("the MLP is W2 relu(W1 x)^2, instead of the GELU")
     activation_func: str | None = optional(
@@ -309,6 +346,12 @@ class ModelConfig(ExpertFields):
     parallel_shared_norm: bool = switch(
         "attention and the MLP of --parallel-residual read the same norm, as in Cohere's models"
     )
+    softmax_type: str = option(
+        VANILLA,
+        "denominator of attention's softmax: the sum over the keys, or 1 more (off-by-one), or exp of a score "
+        "more that each head trains (learnable), as in gpt-oss",
+        choices=(VANILLA, OFF_BY_ONE, LEARNABLE),
+    )
     embedding_multiplier: float = option(1.0, "multiply the word embeddings by this")
     residual_multiplier: float = option(
         1.0, "multiply the outputs of attention and the MLP by this"
@@ -368,6 +411,10 @@ class ModelConfig(ExpertFields):
             object.__setattr__(self, "window_size", _window_size(self.window_size))
 
     def _check_activation(self) -> None:
+        check(
+            not self.xielu or self.num_experts is None,
+            "--xielu is for MLPs without experts: leave out --num-experts",
+        )
         name = self.activation_func
         if name is None:
             return
@@ -712,6 +759,11 @@ BLOCK = (
     "swiglu",
     "geglu",
     "activation_func",
+    "quick_geglu",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
+    "xielu",
+    "softmax_type",
     "parallel_residual",
     "embedding_multiplier",
     "residual_multiplier",

@@ -19,6 +19,7 @@ from .rules import (
     LOGIT_SCALE,
     MULTIPLIED,
     MULTIPLIERS,
+    NAMED_ROTARY,
     NEW_FALCON,
     NO_DROPOUT,
     NO_ROPE_LAYERS,
@@ -96,6 +97,20 @@ def fused_stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
 def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gate 0 (f, h), value 0, gate 1 ... by `part` from ours (experts, 2, f, h)."""
     return [ours[part // 2, part % 2]], tuple(ours.shape[2:])
+
+
+def interleaved(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
+    """Return gates and values in turn, (experts, h, 2 f) or (experts, 2 f), from ours (experts, 2, f, h) or (experts, 2, f)."""
+    theirs = ours.movedim(1, -1)  # (experts, f, h, 2) or (experts, f, 2)
+    if ours.dim() == 4:
+        theirs = theirs.transpose(1, 2)
+    return [theirs], (*theirs.shape[:-2], 2 * theirs.shape[-2])
+
+
+def transposed_experts(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
+    """Return (experts, f, h) from ours (experts, h, f)."""
+    theirs = ours.transpose(1, 2)
+    return [theirs], tuple(theirs.shape)
 
 
 # Architectures -------------------------------------------------------------------------------------------------------------------
@@ -205,7 +220,10 @@ _PLAIN = {
     "attention_multiplier": None,
     "parallel_residual": False,
     "geglu": False,
+    "quick_geglu": False,
+    "xielu": False,
     "activation_func": None,
+    "softmax_type": "vanilla",
     "apply_layernorm_1p": False,
     "num_experts": None,
     "qk_layernorm": False,
@@ -931,6 +949,109 @@ GRANITE_HYBRID = _decoder(
     ),
 )
 
+GPT_OSS = _decoder(
+    name="GptOssForCausalLM",
+    model_type="gpt_oss",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    fields=(
+        *_DECODER_FIELDS,
+        _LARGER_EPSILON,
+        _OF_A_TOKEN,
+        Field("num_local_experts", "num_experts"),
+        Field("swiglu_limit", "activation_func_clamp_value", 7.0),
+    ),
+    rules=(
+        HEADS,
+        NAMED_ROTARY,
+        tied(False),
+        NO_DROPOUT,
+        windows_by_layer(128, every=2),
+    ),
+    only={"attention_bias": (True,), "swiglu_alpha": (1.702,)},
+    block={
+        **_EXPERT_BLOCK,
+        **_NO_SHARED,
+        "moe_router_pre_softmax": False,
+        "moe_layer_freq": "1",
+        "disable_bias_linear": False,
+        "swiglu": False,
+        "quick_geglu": True,
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+    },
+    free=("num_experts", "window_size", "window_attn_skip_freq"),
+    also=lambda model: (
+        model.moe_ffn_hidden_size == model.ffn_hidden_size
+        and model.activation_func_clamp_value is not None
+    ),
+    places=_DECODER_PLACES
+    | _places(
+        "layers.{}.",
+        {
+            "self_attention.core_attention.softmax_offset": "self_attn.sinks",
+            "mlp.router": "mlp.router",
+            "mlp.experts.linear_fc1.weight": Counterpart(
+                ("mlp.experts.gate_up_proj",), interleaved
+            ),
+            "mlp.experts.linear_fc1.bias": Counterpart(
+                ("mlp.experts.gate_up_proj_bias",), interleaved
+            ),
+            "mlp.experts.linear_fc2.weight": Counterpart(
+                ("mlp.experts.down_proj",), transposed_experts
+            ),
+            "mlp.experts.linear_fc2.bias": "mlp.experts.down_proj_bias",
+        },
+    ),
+)
+APERTUS = _decoder(
+    name="ApertusForCausalLM",
+    model_type="apertus",
+    defaults={
+        "rope_theta": 12000000.0,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    fields=(*_DECODER_FIELDS, _LARGER_EPSILON),
+    rules=(HEADS, NAMED_ROTARY, tied(False), NO_DROPOUT),
+    only={
+        "hidden_act": ("xielu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "post_norm": (False,),
+        "qk_norm": (True,),
+    },
+    block={"qk_layernorm": True, "swiglu": False, "squared_relu": False, "xielu": True},
+    places=_DECODER_PLACES
+    | _places(
+        "layers.{}.",
+        {
+            "input_layernorm": "attention_layernorm",
+            "pre_mlp_layernorm": "feedforward_layernorm",
+            "mlp.linear_fc1": "mlp.up_proj",
+            "mlp.activation.alpha_p": "mlp.act_fn.alpha_p",
+            "mlp.activation.alpha_n": "mlp.act_fn.alpha_n",
+        },
+    ),
+    unused=re.compile(r".*\.(rotary_emb\.inv_freq|act_fn\.(beta|eps))"),
+)
+
 ARCHITECTURES = [
     GPT2,
     LLAMA,
@@ -960,16 +1081,19 @@ ARCHITECTURES = [
     GLM4,
     GLM4_MOE,
     GRANITE_HYBRID,
+    GPT_OSS,
+    APERTUS,
 ]
 # What the block does not build -> model_types that are near to these.
 _NOT_SUPPORTED = {
     "a bias of the output layer is": ("phi",),
     "keys and values compressed into a latent vector (MLA) are": ("deepseek_v2", "deepseek_v3"),
-    "attention sinks, clamped gates and biases of experts, and MXFP4 weights, are": ("gpt_oss",),
     "this variant of experts is": ("phimoe", "granitemoe"),
     "positions as a slope of each head (ALiBi) are": ("bloom", "mpt"),
 }
 # model_type with a text_config -> text model types whose language model is converted; the other towers are left out.
+# model_type of files whose experts' weights may be MXFP4.
+PACKED = ("gpt_oss",)
 TEXT_OF = {"gemma3": ("gemma3_text",), "mistral3": ("mistral",)}
 REFUSED = {
     kind: f"{what} not supported" for what, kinds in _NOT_SUPPORTED.items() for kind in kinds

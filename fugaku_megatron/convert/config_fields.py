@@ -58,6 +58,7 @@ IGNORED_OF = {
     for kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 } | {
     "glm4_moe": ("num_nextn_predict_layers",),  # layers that are left out with a note
+    "gpt_oss": ("experts_per_token", "initial_context_length"),  # num_experts_per_tok, rope_scaling
     "granitemoehybrid": (  # without Mamba layers and experts
         "intermediate_size",
         "mamba_chunk_size",

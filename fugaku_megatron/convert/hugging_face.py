@@ -20,16 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoint.tensor_files import (
-    DTYPES,
-    StoredTensor,
-    UnsupportedFormat,
-    as_bytes,
-    read_header,
-    read_into,
-    write_tensors,
-)
-from ..comm.agreement import describe
+from ..checkpoint.tensor_files import DTYPES, write_tensors
 from ..config.fields import check, check_type
 from ..config.model import MASKED, ModelConfig
 from ..config.model import architecture as shape_values
@@ -40,6 +31,7 @@ from .architectures import (
     ARCHITECTURES,
     ONLY,
     OUTPUT,
+    PACKED,
     REFUSED,
     REQUIRED,
     TEXT_OF,
@@ -49,98 +41,10 @@ from .architectures import (
     whole,
 )
 from .config_fields import check_fields
+from .mxfp4 import is_mxfp4, unpacked
 from .rules import FILE
+from .tensor_directory import INDEX, SAVE_AS, SINGLE, TensorDirectory, read_json
 from .weights import Weights, layer_of, place_of, shapes, widest
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-SAVE_AS = "save the model in F32, BF16 or F16"
-_PICKLED = ("*.bin", "*.pt", "*.pth")
-
-
-@dataclass
-class PlainFile:
-    """A file without checksums, as a `checkpoint.tensor_files.Readable`."""
-
-    path: Path
-    size: int
-
-    def read(self, start: int, end: int) -> bytearray:
-        data = bytearray(end - start)
-        self.read_into(memoryview(data), start)
-        return data
-
-    def read_into(self, data: memoryview, start: int) -> None:
-        with open(self.path, "rb", buffering=0) as file:
-            read_into(data, file, start)
-
-
-@dataclass(frozen=True)
-class TensorDirectory:
-    path: Path
-    tensors: dict[str, tuple[PlainFile, StoredTensor]]
-
-    @staticmethod
-    def open(path: Path) -> TensorDirectory:
-        """Read the headers. Raise ValueError for a missing, truncated or foreign file."""
-        if (path / INDEX).exists():
-            return TensorDirectory(path, _indexed(path, _weight_map(path / INDEX)))
-        pickled = [file.name for pattern in _PICKLED for file in sorted(path.glob(pattern))]
-        also = ""
-        if pickled:
-            also = f", but {pickled[0]}, which is pickled, may hold code and is not read: save the model as safetensors"
-        check((path / SINGLE).exists(), f"{path} holds neither {SINGLE} nor {INDEX}{also}")
-        return TensorDirectory(path, header(path / SINGLE))
-
-    def read(self, name: str) -> Tensor:
-        file, stored = self.tensors[name]
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        file.read_into(as_bytes(tensor), stored.start)
-        return tensor
-
-
-def read_json(path: Path) -> JsonObject:
-    """Read a JSON object. Raise ValueError, one line."""
-    check(path.is_file(), f"{path} is missing")
-    try:
-        contents: JsonObject = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {describe(error)}") from error
-    check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not an object")
-    return contents
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(
-        isinstance(file, str) and Path(file).name == file for file in names.values()
-    ):
-        raise ValueError(f"{index} has no weight_map of tensors and files in this directory")
-    return names
-
-
-def _indexed(path: Path, weight_map: dict[str, str]) -> dict[str, tuple[PlainFile, StoredTensor]]:
-    tensors: dict[str, tuple[PlainFile, StoredTensor]] = {}
-    for file in sorted(set(weight_map.values())):
-        check(
-            (path / file).is_file(),
-            f"{path / file} is missing, and {INDEX} names it: copy the whole directory again",
-        )
-        tensors |= header(path / file)
-    for name, file in weight_map.items():
-        check(
-            name in tensors,
-            f"{path / file} does not hold {name}, as {INDEX} says: copy the directory again",
-        )
-    return tensors
-
-
-def header(path: Path) -> dict[str, tuple[PlainFile, StoredTensor]]:
-    file = PlainFile(path, path.stat().st_size)
-    try:
-        return {name: (file, stored) for name, stored in read_header(file).items()}
-    except UnsupportedFormat as error:
-        raise ValueError(f"{error}: {SAVE_AS}") from error
 
 
 def write(
@@ -265,6 +169,9 @@ def open_hugging_face(directory: str) -> Weights:
             config = text_config(config)
             files, note = _without_towers(files)
             notes.append(note)
+        if config.get("model_type") in PACKED and is_mxfp4(config.get("quantization_config")):
+            config = {**config, "quantization_config": None}
+            files = unpacked(files)
         architecture, model = read_config(config)
         if architecture.predicts_more_tokens:
             files, note = _without_later_layers(files, model.num_layers)
@@ -500,7 +407,14 @@ def architecture_of(model: ModelConfig, before: JsonObject) -> Architecture:
 
 
 def carried_config(carried: Path | None) -> JsonObject:
-    return read_json(carried / FILE) if carried and (carried / FILE).exists() else {}
+    if carried is None or not (carried / FILE).exists():
+        return {}
+    config = read_json(carried / FILE)
+    if is_mxfp4(
+        config.get("quantization_config")
+    ):  # of the files, not of the weights read from them
+        del config["quantization_config"]
+    return config
 
 
 def config_of(

@@ -60,6 +60,14 @@ _DESCRIBED: dict[str, tuple[Any, ...]] = {
     "norm_placement": ("pre",),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
+    "xielu": (False,),
+}
+# Arguments of both programs, whose weights are not converted -> the values that are.
+_NOT_CONVERTED: dict[str, tuple[Any, ...]] = {
+    "softmax_type": ("vanilla",),
+    "quick_geglu": (False,),
+    "glu_linear_offset": (0,),
+    "activation_func_clamp_value": (None,),
 }
 _CONSTANTS = ROPE_SCALING[
     1:
@@ -155,6 +163,12 @@ def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None
 
     ignored: names that the user declares harmless
     """
+    for name, converted in _NOT_CONVERTED.items():
+        value = given.get(name)
+        check(
+            value is None or value in converted,
+            f"{name} is {value!r:.60}: Megatron-LM's weights of such layers are not converted",
+        )
     variants = () if given.get("num_experts") is None else _EXPERT_VARIANTS
     for name in variants:
         check(
@@ -224,7 +238,16 @@ def model_of(
     if window := given.get("window_size"):
         values["window_size"] = window if isinstance(window, str) else ",".join(map(str, window))
     values |= {name: str(given[name]) for name in _NUMBERING if given.get(name) is not None}
-    return ModelConfig(**values)
+    model = ModelConfig(**values)
+    _check_biases(model)
+    return model
+
+
+def _check_biases(model: ModelConfig) -> None:
+    check(
+        model.num_experts is None or model.disable_bias_linear,
+        "--num-experts is converted for experts without biases (--disable-bias-linear) alone",
+    )
 
 
 def _values(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -307,7 +330,8 @@ def arguments_of(
 
     Raise ValueError for a model that Megatron-LM cannot describe.
     """
-    for name, values in _DESCRIBED.items():
+    _check_biases(model)
+    for name, values in (_DESCRIBED | _NOT_CONVERTED).items():
         check(
             getattr(model, name) in values,
             f"{flag(name)} is {getattr(model, name)}, and Megatron-LM's GPT computes "

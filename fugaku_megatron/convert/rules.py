@@ -251,6 +251,17 @@ def _write_scaling(model: ModelConfig) -> JsonObject:
 ROTARY = rotary()
 
 
+def _write_named_rope(model: ModelConfig) -> JsonObject:
+    scaling = _write_scaling(model)["rope_scaling"] or {"rope_type": "default"}
+    return {"rope_scaling": None, "rope_parameters": {**scaling, "rope_theta": model.rotary_base}}
+
+
+# Of an architecture that is scaled if the file names no type of rope.
+NAMED_ROTARY = Rule(
+    rotary(None, ("default", "linear", "llama3", "yarn")).read, _write_named_rope, ROTARY.names
+)
+
+
 def window(default: int | None) -> Rule:
     """Convert sliding_window w: a token sees itself and w - 1 before it; null: all. default: if
     missing.

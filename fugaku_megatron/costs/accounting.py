@@ -13,7 +13,7 @@ from functools import lru_cache
 from ..config.fields import check
 from ..config.layer_kinds import LayerKind
 from ..config.layout import Layout, cp_comm_types, placement, stage_sizes
-from ..config.model import LAYER_NORM, MLP_OF_EXPERTS, NORMS, ModelConfig
+from ..config.model import LAYER_NORM, LEARNABLE, MLP_OF_EXPERTS, NORMS, ModelConfig
 from ..config.parallel import A2A, ParallelConfig
 from ..config.run_config import RunConfig
 from ..pipeline.cuts import balanced_cut, cut_of_stages, even_cut
@@ -124,8 +124,10 @@ def _attention(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | Non
     saved += softmax_bytes(run, tp)
     window = (kind or typical_layer(model)).window
     forward, backward = attention_messages(run, tp, cp_comm_type, window)
+    sinks = model.num_attention_heads // tp if model.softmax_type == LEARNABLE else 0
     return Record(
         name="attention",
+        parameters=sinks,
         gemm=(side, side, d),
         gemm_count=-(-rows * each // side**2),
         flops_forward=flops,

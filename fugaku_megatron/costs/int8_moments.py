@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from ..config.layout import Layout
 from ..config.lora import FC1, QKV
-from ..config.model import NORMS, ModelConfig
+from ..config.model import ACTIVATIONS, LEARNABLE, MLP_OF_EXPERTS, NORMS, ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
 from ..config.run_config import RunConfig
 from .accounting import padded_vocab_size
@@ -59,6 +59,12 @@ def _weight(model: ModelConfig, linear: Linear) -> Segments:
     return [_shared(model, linear.inputs, linear.ranks, outer=outer)]
 
 
+def _expert_bias(model: ModelConfig, linear: Linear) -> tuple[int, int]:
+    if linear.name == FC1:
+        return _split_outputs(model, linear, 1)
+    return linear.experts, linear.outputs
+
+
 def _adapters(run: RunConfig, linear: Linear) -> Segments:
     model = run.model
     rank = run.lora.rank
@@ -71,37 +77,54 @@ def _adapters(run: RunConfig, linear: Linear) -> Segments:
     return [down, (linear.experts, linear.outputs * rank)]
 
 
+def _attention_vectors(model: ModelConfig, tp: int) -> Segments:
+    vectors = NORMS[model.normalization].vectors
+    segments: Segments = [(model.layer_norms * vectors, model.hidden_size)]
+    if model.qk_layernorm:
+        for heads in (model.num_attention_heads, model.query_groups):
+            if model.qk_layernorm_all_heads:
+                segments.append(_shared(model, heads * model.kv_channels, tp))
+            else:
+                segments.append((vectors, model.kv_channels))
+    if model.softmax_type == LEARNABLE:
+        segments.append(_shared(model, model.num_attention_heads, tp))
+    if model.qkv_bias:
+        segments.append(_shared(model, model.qkv_width, tp))
+    if not model.disable_bias_linear:
+        segments.append((1, model.hidden_size))  # of the projection
+    return segments
+
+
+def _router(model: ModelConfig) -> Segments:
+    experts = model.num_experts or 0
+    biases = int(model.moe_router_enable_expert_bias) + int(not model.disable_bias_linear)
+    gates = int(model.moe_shared_expert_gate)
+    return [(1, experts * model.hidden_size), (biases, experts), (gates, model.hidden_size)]
+
+
+def _mlp_vectors(model: ModelConfig, tp: int) -> Segments:
+    segments: Segments = [(len(ACTIVATIONS[model.activation].parameters), 1)]
+    if not model.disable_bias_linear:
+        segments.append(_shared(model, model.ffn_hidden_size, tp, outer=model.fc1_widths))
+        segments.append((1, model.hidden_size))
+    return segments
+
+
 @lru_cache(maxsize=64)  # each layer asks for the same
 def layer_segments(run: RunConfig, tp: int, mlp: str) -> tuple[Segments, Segments]:
     """Return a layer's trained segments on one rank: (divided experts, others)."""
     model = run.model
-    h = model.hidden_size
     divided: Segments = []
     others: Segments = []
     for linear in linears(run, tp, mlp):
         kind = divided if linear.divided else others
         kind += _adapters(run, linear) if run.lora.on else _weight(model, linear)
+        if linear.in_experts and not run.lora.on and not model.disable_bias_linear:
+            kind.append(_expert_bias(model, linear))
     if run.lora.on:
         return divided, others
-    vectors = NORMS[model.normalization].vectors
-    bias = not model.disable_bias_linear
-    others += [(model.layer_norms * vectors, h)]
-    if model.qk_layernorm:
-        for heads in (model.num_attention_heads, model.query_groups):
-            if model.qk_layernorm_all_heads:
-                others.append(_shared(model, heads * model.kv_channels, tp))
-            else:
-                others.append((vectors, model.kv_channels))
-    if model.qkv_bias:
-        others += [_shared(model, model.qkv_width, tp)]
-    if bias:
-        others += [(1, h)]  # of the projection
-    if mlp == "experts":
-        experts = model.num_experts or 0
-        others += [(1, experts * h), (int(model.moe_router_enable_expert_bias), experts)]
-        others += [(int(model.moe_shared_expert_gate), h)]
-    elif bias:
-        others += [_shared(model, model.ffn_hidden_size, tp, outer=model.fc1_widths), (1, h)]
+    others += _attention_vectors(model, tp)
+    others += _router(model) if mlp == MLP_OF_EXPERTS else _mlp_vectors(model, tp)
     return divided, others
 
 

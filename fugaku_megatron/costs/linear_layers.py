@@ -17,7 +17,12 @@ SCALE_BYTES = 2  # BF16
 
 
 class Linear(NamedTuple):
-    """A linear layer. widths: 2 with a gate. ranks: share its outputs, or inputs. experts: on a rank."""
+    """A linear layer.
+
+    widths: 2 with a gate.
+    ranks: share its outputs, or inputs.
+    experts: on a rank; in_experts: one matrix for each.
+    """
 
     name: str
     widths: int
@@ -26,6 +31,7 @@ class Linear(NamedTuple):
     ranks: int
     experts: int = 1
     divided: bool = False
+    in_experts: bool = False
 
     def shard(self) -> tuple[int, int]:
         """Return (rows, columns) of all matrices of the layer on a rank."""
@@ -46,7 +52,7 @@ def linears(run: RunConfig, tp: int, mlp: str) -> list[Linear]:
         f = model.ffn_hidden_size
         return [*layers, Linear(FC1, model.fc1_widths, f, h, tp), Linear(FC2, 1, h, f, tp)]
     division = Division.of(run, tp)
-    experts = ((model.num_experts or 0) // division.ep, division.divided)
+    experts = ((model.num_experts or 0) // division.ep, division.divided, True)
     f = model.moe_ffn_hidden_size or 0
     layers.append(Linear(FC1, model.fc1_widths, f, h, division.etp, *experts))
     layers.append(Linear(FC2, 1, h, f, division.etp, *experts))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..comm.grid import ALONE
 from ..config.layout import group_copies
-from ..config.model import LAYER_NORM, MLP_OF_EXPERTS, NORMS
+from ..config.model import ACTIVATIONS, LAYER_NORM, LEARNABLE, MLP_OF_EXPERTS, NORMS, OFF_BY_ONE
 from ..config.parallel import A2A, P2P
 from .adapters import activated_linear
 from .dropout_key import Dropout
@@ -33,11 +33,13 @@ from .layers import (
     multiplied,
 )
 from .ops import DropoutKey, recompute
+from .ops.activation import Activation
 from .ops.mlp import MLPWeights
 from .ops.norm import sharded_rms_norm
 from .ops.rotary import HeadNorms, Rotary
 from .sequence_ranks import copy_groups, own_segments, positions, to_heads, to_rows
 from .shared_attention import AttentionMask, SharedCall
+from .sinks import Sinks
 
 
 def make_norm(name: str, context: Context) -> Norm:
@@ -71,6 +73,14 @@ class SelfAttention(nn.Module):
             heads = model.num_attention_heads
             self.q_layernorm = HeadNorm(f"{name}.q_layernorm", heads, context)
             self.k_layernorm = HeadNorm(f"{name}.k_layernorm", model.query_groups, context)
+        self.softmax_offset = None
+        if model.softmax_type == LEARNABLE:
+            self.softmax_offset = context.parameter(
+                f"{name}.core_attention.softmax_offset",
+                (model.num_attention_heads,),
+                0,
+                model.init_method_std,
+            )
         self.linear_proj = RowParallelLinear(
             f"{name}.linear_proj",
             model.context_width,
@@ -147,20 +157,31 @@ class SelfAttention(nn.Module):
             dropped=dropped,
             window=self.kind.window,
             starts=starts,
+            sinks=self._sinks(),
         )
         if softcap is not None:
             attention = partial(self._capped, dropped=dropped, starts=starts)
         if model.uses_rotary(self.kind):
             qkv = self.apply_rotary(qkv, *self._angles(len(qkv), forward_pass))
         if forward_pass.rows is not None:
-            return forward_pass.rows.attend(ops, self.layer, qkv, attention, softcap)
+            return forward_pass.rows.attend(ops, self.layer, qkv, attention, softcap, self._sinks())
         return to_rows(attention(qkv), cp)
+
+    def _sinks(self) -> Sinks | None:
+        """Return the sinks of the heads that `attend` computes."""
+        heads = self.heads.heads
+        if self.softmax_offset is not None:
+            first = self.context.cp.rank * heads if self.cp_comm_type == A2A else 0
+            return Sinks.of(self.softmax_offset, slice(first, first + heads))
+        if self.context.model.softmax_type == OFF_BY_ONE:
+            return Sinks(torch.zeros(heads))
+        return None
 
     def _capped(self, qkv: Tensor, dropped: Dropout, starts: Tensor | None) -> Tensor:
         """Attend with --attn-logit-softcapping, as one of no ranks that share the sequence."""
         mask = AttentionMask(len(qkv), self.kind.window, starts)
         softcap = self.context.model.attn_logit_softcapping
-        call = SharedCall(self.heads, mask, dropped, softcap)
+        call = SharedCall(self.heads, mask, dropped, softcap, self._sinks())
         return self.context.ops.shared_attention(qkv, call, ALONE, P2P)
 
     def _dropped(self, row0: int, forward_pass: Pass) -> Dropout:
@@ -202,6 +223,7 @@ class SelfAttention(nn.Module):
             AttentionMask(s, self.kind.window, documents.starts),
             self._dropped(context.tp.rank * self.heads.heads * s, forward_pass),
             model.attn_logit_softcapping,
+            self._sinks(),
         )
         return context.ops.shared_attention(qkv, call, context.cp, self.cp_comm_type)
 
@@ -230,6 +252,15 @@ class MLP(nn.Module):
         outputs = (2, f) if model.gated else (f,)
         self.linear_fc1 = ColumnParallelLinear(f"{name}.linear_fc1", h, outputs, context, bias)
         self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", f, h, context, bias)
+        # Each rank computes the gradient from its own columns.
+        self.activation = nn.ParameterDict(
+            {
+                each: context.parameter(
+                    f"{name}.activation.{each}", (1,), fill=start, sequence_parallel=True
+                )
+                for each, start in ACTIVATIONS[model.activation].parameters.items()
+            }
+        )
 
     @property
     def output_bias(self) -> Tensor | None:
@@ -240,7 +271,9 @@ class MLP(nn.Module):
         fc1 = self.linear_fc1
         fc2 = self.linear_fc2
         context = self.context
-        weights = MLPWeights(fc1.weight, fc1.bias, fc2.weight, context.model.activation)
+        names = ACTIVATIONS[context.model.activation].parameters
+        activation = Activation.of(context.model, tuple(self.activation[each] for each in names))
+        weights = MLPWeights(fc1.weight, fc1.bias, fc2.weight, activation)
         if fc1.adapter is not None or fc2.adapter is not None:
             return self._adapted(x, weights, forward_pass)
         needs_values = forward_pass.needs_values

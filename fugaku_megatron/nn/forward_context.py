@@ -16,6 +16,7 @@ from .kv_cache import KeyValueCache
 from .ops import Ops
 from .ops.attention import CachedRows
 from .positions import TokenAngles, document_angles, rotary_angles
+from .sinks import Sinks
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,17 @@ class Rows:
         qkv: Tensor,
         whole: Callable[[Tensor], Tensor],
         softcap: float | None,
+        sinks: Sinks | None,
     ) -> Tensor:
         """Attend from each row to earlier positions in its sample, qkv -> (r, 1, n d).
 
         whole: attention of a sequence without cached tokens.
-        softcap: see --attn-logit-softcapping
+        softcap: see --attn-logit-softcapping. sinks: see --softmax-type
         """
         cache = self.cache[layer]
         if self.one_each:
             rows = CachedRows(self.samples, self.positions)
-            return ops.cached_attention(qkv, cache, rows, softcap)
+            return ops.cached_attention(qkv, cache, rows, softcap, sinks)
         context = []
         for sample, part in zip(self.samples.tolist(), qkv.split(self.lengths), strict=True):
             groups = part.view(

@@ -494,13 +494,15 @@ def fill_initial(values: Tensor, parameter: ModelParameter, seed: int, kernels: 
     spec = parameter.spec
     if spec.init_std is None:
         return values.fill_(spec.init_fill)
-    rows, columns = spec.shape[-2:]
+    rows, columns = (1, *spec.shape)[-2:]  # a vector is one row
     band = max(1, PIECE // columns)
     first = 0
     if len(spec.shape) > 2:
         first = spec.offset[0] * math.prod(spec.shape[1:-2])
-    for index, matrix in enumerate(values.view(-1, *values.shape[-2:]), first):
-        for start, block in zip(count(index * rows + spec.offset[-2], band), matrix.split(band)):
+    first_row = (0, *spec.offset)[-2]
+    own_rows, own_columns = (1, *values.shape)[-2:]
+    for index, matrix in enumerate(values.view(-1, own_rows, own_columns), first):
+        for start, block in zip(count(index * rows + first_row, band), matrix.split(band)):
             drawn = block if block.dtype == torch.float32 else torch.empty(block.shape)
             kernels.philox_normal(
                 drawn,

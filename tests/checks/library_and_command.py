@@ -219,7 +219,7 @@ WITHIN_THE_RUN = set(
     moe_router_bias_update_rate moe_router_load_balancing_type moe_z_loss_coeff
     moe_expert_capacity_factor moe_token_drop_policy ffn_hidden_size max_position_embeddings
     padded_vocab_size mask_vocab_padding init_method_std normalization apply_layernorm_1p
-    layernorm_epsilon geglu squared_relu activation_func bias_gelu_fusion openai_gelu use_z_loss z_loss_strength
+    layernorm_epsilon geglu quick_geglu glu_linear_offset activation_func_clamp_value xielu softmax_type squared_relu activation_func bias_gelu_fusion openai_gelu use_z_loss z_loss_strength
     group_query_attention num_query_groups kv_channels add_qkv_bias qk_layernorm
     qk_layernorm_all_heads position_embedding_type rotary_base rotary_percent rotary_interleaved
     rotary_seq_len_interpolation_factor rotary_scaling_factor yarn_original_max_position_embeddings

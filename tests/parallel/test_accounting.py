@@ -57,6 +57,7 @@ MODELS = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
     },
+    "sinks and scalars": {"softmax_type": "learnable", "xielu": True},
     "one norm": {
         "normalization": "LayerNormWithoutBias",
         "parallel_residual": True,
@@ -81,6 +82,7 @@ FULL = {"recompute_granularity": "full"}
         *((family, "tp2 pp2") for family in FAMILIES),
         ("norms after", "tp2 pp2"),
         ("one norm", "tp2"),
+        ("sinks and scalars", "tp2 pp2"),
     ],
 )
 def test_parameters_are_those_of_the_stages(model, layout):

@@ -53,6 +53,7 @@ TEN = {"lr": 1e-3, "hidden_dropout": 0.1}
 IN_INT8 = {"bf16": True, "int8": True}
 ALL_IN_INT8 = {**IN_INT8, "int8_wgrad": True, "int8_head": True}
 CAPPED = {"moe_expert_capacity_factor": 1.0}
+QUICK = {"quick_geglu": True, "activation_func_clamp_value": 0.05, "glu_linear_offset": 1.0}
 PLAIN = {"swiglu": False, "squared_relu": True}
 ATTENTION = {"lora_target": "q_proj,k_proj,v_proj,o_proj"}
 EVEN = {**EXPERTS, **SHARED, **SINKHORN, "moe_router_topk": 1, "moe_z_loss_coeff": 0.01}
@@ -166,6 +167,25 @@ MODELS = {
         },
         tolerance=1e-6,
         iterations=4,
+    ),
+    "sinks": Model(
+        {
+            **BASE,
+            **RESETS,
+            **ROPE,
+            "softmax_type": "learnable",
+            **QUICK,
+            "group_query_attention": True,
+            "num_query_groups": 4,
+            "window_size": "4,0",
+            "window_attn_skip_freq": "2",
+        },
+        "texts",
+    ),
+    "one more in the denominator": Model({"softmax_type": "off-by-one", "xielu": True}),
+    "experts with biases": Model(
+        {**EXPERTS, **BALANCED, "swiglu": False, **QUICK, "disable_bias_linear": False},
+        tolerance=2e-6,
     ),
     "documents": Model({**BASE, **RESETS}, "texts"),
     "documents with rope": Model({**BASE, **RESETS, **ROPE}, "texts"),
@@ -297,6 +317,9 @@ LAYOUTS = {  # every option once at least, and pairs of options rather than all 
     ],
     "norms around and soft caps": ["tp2 pp2 sequence full", "cp2 selective", "cp2 p2p torch"],
     "one norm for both": ["tp2 sequence", "pp2 full"],
+    "sinks": ["tp2 pp2 sequence", "cp2 selective", "cp2 tp2 p2p", "cp2 allgather torch", "pp2 torch"],
+    "one more in the denominator": ["tp2 sequence blocks", "cp2 p2p torch", "pp2 zb-h1"],
+    "experts with biases": ["tp2", "tp2 dp2 ep2 sequence", "tp2 etp1 sequence", "pp2 zb-h1 torch"],
     "documents": [
         "tp2 sequence",
         "pp2 zbv",

@@ -1064,6 +1064,51 @@ def test_names_of_published_files(copied, tmp_path):
     assert same(tensors(back), stored)
 
 
+def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return random blocks and scales for an expert weight (e, h, f), and transformers' values of them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    experts, inputs, outputs = weight.shape
+    generator = torch.Generator().manual_seed(7)
+    shape = (experts, outputs, inputs // 32)
+    blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(100, 127, shape, generator=generator, dtype=torch.uint8)
+    return blocks, scales, convert_moe_packed_tensors(blocks, scales)
+
+
+def test_mxfp4_weights_of_gpt_oss_are_converted_to_bf16(tmp_path, capsys):
+    size = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 3}
+    model = randomized(decoder("GptOss", head_dim=16, num_experts_per_tok=2, **size)).bfloat16()
+    source = tmp_path / "hf"
+    model.save_pretrained(source)
+    expected = tensors(source)
+    stored = {}
+    for name, tensor in expected.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = tensor
+            continue
+        blocks, scales, expected[name] = mxfp4(tensor)
+        stored[f"{name}_blocks"] = blocks
+        stored[f"{name}_scales"] = scales
+    save_file(stored, source / "model.safetensors", {"format": "pt"})
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    edit(source / "config.json", "quantization_config", quantization)
+    back = there_and_back(tmp_path)
+    assert same(tensors(back), expected)
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
+    again = transformers.AutoModelForCausalLM.from_pretrained(back)
+    assert same(again.state_dict(), expected)
+    capsys.readouterr()
+    name = next(name for name in stored if name.endswith("_scales"))
+    for wrong, message in (
+        ({name: stored[name][:, :1]}, "which is not MXFP4: copy the whole directory again"),
+        ({}, f"without {name}: copy the whole directory again"),
+    ):
+        others = {place: x for place, x in stored.items() if place != name}
+        save_file({**others, **wrong}, source / "model.safetensors", {"format": "pt"})
+        assert message in refused(capsys, "--from-hf", source, "--save", tmp_path / "none")
+
+
 def test_layers_that_predict_more_tokens_are_left_out_with_a_note(copied, tmp_path, capsys):
     """GLM-4.5's files have a layer more than config.json says."""
     file = copied("glm4_moe") / "model.safetensors"

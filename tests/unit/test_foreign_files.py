@@ -261,7 +261,8 @@ REQUIRED = {
 def short_config(row) -> dict:
     """Return the shortest config.json of an architecture."""
     given = {name: value for name, value in REQUIRED.items() if name in read_fields(row)}
-    given.pop("num_experts" if row.model_type == "mixtral" else "num_local_experts", None)
+    named = row.model_type in ("mixtral", "gpt_oss")
+    given.pop("num_experts" if named else "num_local_experts", None)
     if "sliding_window_pattern" in read_fields(row):  # some layers have a window
         given.pop("sliding_window")
     if row.model_type == "granitemoehybrid":  # its defaults are layers of Mamba with experts
