@@ -176,7 +176,6 @@ class Machine:
         )
 
     def curve_note(self, threads: int) -> str | None:
-        """Return a line about the curves for `threads`, or None if measured."""
         known = sorted(c.threads for c in self.gemm_curves)
         if threads in known:
             return None
@@ -189,7 +188,7 @@ class Machine:
         return f"{self.name} has no GEMM curve with {threads} threads: {used}"
 
     def at(self, ghz: float | None = None, eco: bool = False) -> Machine:
-        """Return the machine at another clock, or in eco mode. Raise ValueError if unknown."""
+        """Return the machine at another clock, or in eco mode."""
         check(
             ghz is None or ghz in self.clocks_ghz,
             f"--ghz {ghz} is not a clock of {self.name}: pass {' or '.join(map(str, self.clocks_ghz))}",
@@ -284,7 +283,6 @@ def _check_kinds(values: dict[str, Any]) -> None:
 
 
 def from_data(name: str, data: dict[str, Any]) -> Machine:
-    """Build a machine. Raise KeyError or TypeError for other data."""
     constants = data["constants"]
     values = {key: constant["value"] for key, constant in constants.items()}
     for key, value in values.items():

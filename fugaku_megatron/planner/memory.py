@@ -73,7 +73,6 @@ def _activations(
     moments: Sequence[InFlight],
     parameters: MemoryParameters,
 ) -> float:
-    """Return a stage's saved and temporary bytes, without the logits."""
     training = run.training
     hidden = tensors(run, layout.tp)["hidden"]
     saved = layer_saved_bytes(run, layout.tp)
@@ -108,7 +107,7 @@ def stage_mib(
     nodes: int,
     parameters: MemoryParameters,
 ) -> float:
-    """Return the peak MiB on one `stage` rank. nodes: for MPI's buffers."""
+    """Return the peak MiB on one `stage` rank."""
     moments = _in_flight(run_schedule.full_batch_schedule(run, layout), stage)
     fixed = _fixed_mib(run, layout, code, nodes, parameters)
     if code.style == "native":
@@ -156,10 +155,7 @@ def tensor_room(run: RunConfig, layout: Layout, system: System) -> float:
 def peak_mib(
     run: RunConfig, layout: Layout, system: System, parameters: MemoryParameters | None = None
 ) -> float:
-    """Return the MiB on the fullest rank. If backward is whole, each kind's first stage is fullest.
-
-    parameters: None: the software's
-    """
+    """Return the MiB on the fullest rank. If backward is whole, each kind's first stage is fullest."""
     parameters = parameters or system.memory
     stages: Collection[int] = range(layout.pp)
     if not row(run.parallel.schedule).splits_backward:

@@ -245,15 +245,12 @@ class Software:
 
     @property
     def measured(self) -> bool:
-        """True if the parameters come from measured runs."""
         return bool(self.fitted.names)
 
     def known_on(self, machine: Machine) -> bool:
-        """Return True if it has run, or its kernels were measured, on `machine`."""
         return machine.name in self.machines or self.measured_on(machine)
 
     def measured_on(self, machine: Machine) -> bool:
-        """Return True if calibrate measured its kernels on `machine`."""
         return self.style == "native" and bool(machine.native)
 
     def parameters(self, machine: Machine) -> Parameters:
@@ -272,7 +269,6 @@ class Software:
 
 
 def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = None) -> RunConfig:
-    """Return the run with another pipeline schedule. chunks: per stage."""
     virtual = chunks if row(name).chunks is None and chunks > 1 else None
     return replace(
         run,
@@ -291,7 +287,6 @@ def names() -> list[str]:
 
 
 def load(name: str, flag: str = "--software") -> Software:
-    """Load by name or alias, `flag`'s value. Raise ValueError with the known names."""
     data = json.loads(DATA.read_text())
     name = ALIASES.get(name, name)
     if name not in data["software"]:

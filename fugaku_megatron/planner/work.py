@@ -219,7 +219,6 @@ def _forward(record: Record, options: _MatmulOptions) -> Work:
 
 
 def _backward(record: Record, options: _MatmulOptions) -> Work:
-    """Return the input-gradient and, unless the weight is frozen, weight-gradient matmuls."""
     matmuls = []
     quantized = options.quantized(record, weight_gradient=True)
     for p in _forward(record, options).matmuls:
@@ -356,7 +355,6 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
 
 
 def recomputed_layers(run: RunConfig, tp: int, groups: list[range], software: Software) -> Work:
-    """Return the work. groups: layers recomputed together."""
     whole = phases(run, tp, software)["layer_forward"]
     if not software.counts["recompute_ends_early"]:
         return repeat(whole, sum(map(len, groups)))
