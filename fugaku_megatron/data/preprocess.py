@@ -124,9 +124,7 @@ class Encoder:
         self._unread: set[str] = set()
 
     def encode(self, documents: list[Document]) -> Encoded:
-        """Tokenize at least one document. Raises ValueError for an unreadable one, unless it may be
-        skipped.
-        """
+        """Tokenize at least one document."""
         skipped = Skipped(self.job.skip_invalid)
         self._unread.clear()
         read: Callable[[Document], list[Any]] = partial(document_texts, keys=self.job.keys)

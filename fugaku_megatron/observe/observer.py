@@ -20,5 +20,4 @@ class Observer:
         """Return further values for the metrics of an interval's last iteration."""
         return {}
 
-    def report(self, iteration: int) -> None:
-        """Write lines below the interval's line."""
+    def report(self, iteration: int) -> None: ...

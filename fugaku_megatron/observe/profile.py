@@ -39,7 +39,6 @@ class Profile:
 
     profiler: None on other ranks
     detailed: on --profile-ranks, which also record kernels and messages
-    started: iterations since this start
     """
 
     def __init__(self, run: RunConfig, layout: Layout, world: Comm) -> None:
