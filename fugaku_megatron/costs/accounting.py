@@ -120,6 +120,8 @@ def _attention(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | Non
         contexts = 2
     elif cp > 1:
         side = min(each, model.seq_length // (2 * cp))
+    if model.attention_output_gate:  # the gates and the gated context
+        contexts += 2
     saved = qkv_bytes(run, tp, cp_comm_type) + contexts * context_bytes(run, tp)
     saved += softmax_bytes(run, tp)
     window = (kind or typical_layer(model)).window

@@ -148,6 +148,11 @@ def _rotary(run: RunConfig, sizes: Mapping[str, int]) -> Work:
     work = Work()
     if run.model.uses_rotary(accounting.typical_layer(run.model)):
         work = Work(moved=2.0 * sizes["qkv"], calls=1, allocations=((sizes["qkv"], 1),))
+    if run.model.attention_output_gate:
+        # queries, keys and values without the gates, and the context's product with the gates
+        moved = 2.0 * sizes["qkv"] + 5.0 * sizes["context"]
+        allocations = ((sizes["qkv"], 1), (sizes["context"], 2))
+        work += Work(moved=moved, calls=2, allocations=allocations)
     if run.model.residual_multiplier != 1.0:
         work += Work(moved=4.0 * sizes["hidden"], calls=2, allocations=((sizes["hidden"], 2),))
     more = max(0, run.model.layer_norms - 2)

@@ -172,12 +172,13 @@ def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Calla
     b = min(run.batch.micro_batch_size, LAYER_TOKENS // s)
     x = torch.randn(s, b, h).to(dtype).requires_grad_()
     residual = x.detach()[: s // sequence_shards(run, tp)].requires_grad_()
-    qkv = torch.randn(s, b, model.qkv_width // tp).to(dtype).requires_grad_()
     rows = min(accounting.padded_vocab_size(model, tp) // tp, 2048)
     table = _weight(rows, h, dtype=dtype)
     tokens = torch.randint(0, rows, (s, b))
     scores = DropoutKey(1, 1, 0, sample_dim=0)
     heads = Heads(model.num_attention_heads // tp, model.query_groups // tp, model.kv_channels)
+    width = (heads.heads + 2 * heads.groups) * heads.head_size
+    qkv = torch.randn(s, b, width).to(dtype).requires_grad_()
     head = HeadLoss(SoloComm(), 0, 1.0, z_loss=model.z_loss)
     return {
         "gemm": _mlp(model, x, tp),
