@@ -1,5 +1,5 @@
 """Seconds per iteration on a machine: stage costs, the schedule's critical path, and per-iteration
-    work.
+work.
 
 Left out: input and output, evaluation, checkpoints.
 """
