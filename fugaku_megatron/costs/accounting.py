@@ -104,7 +104,6 @@ def document_length(run: RunConfig) -> int:
 
 
 def mean_visible_share(model: ModelConfig, s: int) -> float:
-    """Return the mean over the layers."""
     return sum(visible_share(s, kind.window) for kind in model.layer_kinds) / model.num_layers
 
 
@@ -332,7 +331,6 @@ def is_quantized(run: RunConfig, record: Record) -> bool:
 
 @lru_cache(maxsize=4096)  # searches repeat the same runs
 def quantized_weights(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the elements of a stage's weights that --int8 quantizes once for each optimizer step."""
     elements = 0
     for record in stage_records(run, layout, stage):
         if record.gemm and is_quantized(run, record):
@@ -400,7 +398,6 @@ def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> list[Reco
 
 
 def stage_records(run: RunConfig, layout: Layout, stage: int) -> list[Record]:
-    """Return all operations on one micro-batch."""
     comm_types = cp_comm_types(run)
     records = list[Record]()
     for virtual_stage in layout.placement.virtual_stages_of(stage):

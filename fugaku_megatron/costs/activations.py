@@ -37,10 +37,8 @@ class Record:
     divided: expert parameters that ranks shard unlike other matrices.
     gemm: (M, N, K) for each of `gemm_count` forward matmuls; grouped: expert matmuls.
     visible: share of attention's square that a kernel computes.
-    dropout: attention probabilities are dropped.
-    flops_forward, flops_backward: multiply and add counted separately, matmuls only, attention over the full square.
-    forward, backward: collectives in order.
-    frozen: the weight has no gradient.
+    flops_forward, flops_backward: multiply and add counted separately, matmuls only, attention over
+        the full square.
     """
 
     name: str
@@ -274,7 +272,6 @@ def recompute_groups(layers: int, method: str, number: int) -> list[range]:
 
 
 def adapted(run: RunConfig, tp: int, records: tuple[Record, ...]) -> tuple[Record, ...]:
-    """Return the records for adapter training: frozen weights, and the adapters' matmuls."""
     if not run.lora.on:
         return records
     return tuple(
