@@ -110,7 +110,6 @@ def _write(file: Any, data: memoryview, checksums: BlockChecksums) -> None:
 
 
 def copy_verified(source: Path, entry: Entry, path: Path) -> None:
-    """Copy and verify a file."""
     try:
         with BlockFile(source, entry) as original, open(path, "wb", buffering=0) as file:
             for index in range(-(-entry["size"] // original.block_size)):

@@ -37,7 +37,6 @@ def parse_list(text: str) -> list[int]:
 
 
 def format_list(cpus: Iterable[int]) -> str:
-    """Invert `parse_list`."""
     runs: list[list[int]] = []
     for cpu in sorted(set(cpus)):
         if runs and runs[-1][1] == cpu - 1:

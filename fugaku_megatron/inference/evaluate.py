@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Checkpoint and window sizes. Raises ValueError for values out of range."""
+    """Checkpoint and window sizes."""
 
     source: Source
     seq_length: int | None = optional("tokens of a window (default: the model's)")
@@ -96,7 +96,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Evaluations. Raises ValueError for values out of range."""
+    """Evaluations."""
 
     model: Model
     input: str | None = optional("perplexity of this text", aliases=("--text",), metavar="FILE")

@@ -112,7 +112,6 @@ def prompts_of(path: str, chat: bool = False) -> list[Prompt]:
 class StopCondition:
     """End tokens and stop words.
 
-    decode: ids -> text
     more: end tokens besides `eod`
 
     Tokens of an answer are int64 (tokens,).
@@ -342,7 +341,6 @@ class Conversation:
         self._asked = self._said
 
     def encode(self, line: str) -> list[int]:
-        """Tokenize the chat with the next turn."""
         asked = [*self._said, user_turn(line)]
         (ids,) = self.encoder.encode(asked)
         self._asked = asked

@@ -149,7 +149,6 @@ class FrozenParameter(ModelParameter):
 
 
 def stage_units(stage: Stage) -> list[list[ModelParameter]]:
-    """Return a stage's trained parameters by unit, in the order of `costs.units.units`."""
     tied = [] if stage.tied_copy is None else [stage.tied_copy]
     units = [
         [p for p in _trained(module) if not any(p is t for t in tied)]

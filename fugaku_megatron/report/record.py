@@ -85,7 +85,6 @@ def private_words() -> dict[str, str]:
 
 
 def without_names(value: Any, words: Mapping[str, str]) -> Any:
-    """Replace private words and paths in all texts, and drop their keys."""
     if isinstance(value, dict):
         return {key: without_names(part, words) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
