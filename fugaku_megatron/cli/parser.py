@@ -109,7 +109,6 @@ class Parser(argparse.ArgumentParser):
         self._wrong_values: list[str] | None = None
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Store a wrong value's message and continue with None."""
         try:
             return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:

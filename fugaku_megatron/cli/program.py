@@ -204,7 +204,6 @@ def _one_process_prints() -> Iterator[None]:
 
 
 def _print_version() -> int:
-    """Print the version, and the kernels' instruction set or why they are missing."""
     try:
         kernels = importlib.import_module(f"{PACKAGE}.host.kernels").instruction_set()
     except ImportError as error:

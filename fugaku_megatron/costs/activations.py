@@ -94,7 +94,7 @@ def typical_cp_comm_type(run: RunConfig) -> str:
 
 
 def qkv_bytes(run: RunConfig, tp: int, cp_comm_type: str | None = None) -> int:
-    """Return the bytes of this rank's queries, keys and values, copied groups included."""
+    """Return the bytes for this rank's queries, keys and values, copied groups included."""
     model = run.model
     groups = run.model.query_groups // tp
     copies = 1
@@ -244,11 +244,9 @@ class MatmulCollectives:
     out_backward: tuple[Collective, ...]
 
     def column(self, name: str, gemm: tuple[int, int, int], **more: int) -> Record:
-        """Return a `linear` whose outputs are sharded."""
         return linear(name, gemm, forward=self.into, backward=self.into_backward, **more)
 
     def row(self, name: str, gemm: tuple[int, int, int], **more: int) -> Record:
-        """Return a `linear` whose inputs are sharded."""
         return linear(name, gemm, forward=self.out, backward=self.out_backward, **more)
 
     @staticmethod

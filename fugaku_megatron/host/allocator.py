@@ -1,8 +1,9 @@
-"""Memory of a rank: allocator settings, the process's use, and the remaining memory on its node or in its job.
+"""Memory of a rank: allocator settings, the process's use, and the memory left on its node or in its
+job.
 
-An arena (kernels_sve/arena.h) keeps its pages for torch's large tensors, and malloc is tuned for the rest: glibc returns freed blocks
-above 32 MiB to the kernel, and the next micro-batch faults their pages in again.
-`python -m benchmarks alloc` compares allocators.
+An arena (kernels_sve/arena.h) keeps its pages for torch's large tensors, and malloc is tuned for
+the rest: glibc returns freed blocks above 32 MiB to the kernel, and the next micro-batch faults
+their pages in again.
 """
 
 from __future__ import annotations
@@ -112,14 +113,14 @@ def huge_pages(root: Path = Path("/")) -> dict[str, Any]:
 
 
 def page_faults() -> tuple[int, float]:
-    """Return (minor page faults, seconds of system time) of this process."""
+    """Return (minor page faults, seconds of system time) in this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_minflt, usage.ru_stime
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Memory of a process, bytes.
+    """A process's memory, bytes.
 
     resident: large pages included
     shared: resident memory mapped by other processes as well (MPI windows)

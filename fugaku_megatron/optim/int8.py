@@ -192,7 +192,6 @@ class EightBitMoment:
     def _views(
         self, values: Tensor, chunk: Sequence[Blocks], blocks: Blocks
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of the blocks' elements and scales. values: elements of the whole `chunk`."""
         scales = self.scales[blocks.first_scale : blocks.first_scale + blocks.scales]
         rows = scales.view(blocks.segments, -1)
         own = values[blocks.start - chunk[0].start : blocks.end - chunk[0].start]

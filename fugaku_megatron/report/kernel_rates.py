@@ -190,7 +190,6 @@ def difference(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def compared(sizes: Sizes | None = None) -> list[dict[str, Any]]:
-    """Return each kernel and precision's checksums, difference and verdict."""
     rows = []
     sizes = sizes or Sizes()
     for dtype, limit in TOLERANCE.items():

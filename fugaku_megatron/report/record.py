@@ -151,7 +151,6 @@ class Record:
             write_atomically(self.path.with_suffix(suffix), page(data))
 
     def end(self, how: str, complete: bool) -> None:
-        """Write the end. how: reason if the run did not complete"""
         self.data |= {"ended": how, "complete": complete}
         self.write()
 
@@ -170,7 +169,6 @@ def clock(seconds: float) -> str:
 
 
 def read(flag: str, path: Path) -> dict[str, Any]:
-    """Read a report. ValueError for another file."""
     remedy = "pass a file that fugaku-megatron report wrote"
     text = read_text(path, flag, remedy)
     try:
@@ -246,7 +244,6 @@ def figures(data: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def compared(first: Path, second: Path) -> str:
-    """Return the table. ValueError for a file that is not a report."""
     one = read("--compare", first)
     two = read("--compare", second)
     a = figures(one)

@@ -108,7 +108,6 @@ def repeated(comm: Comm, call: Callable[[], object], limit: float) -> tuple[floa
 
 
 def rank_counts(size: int) -> list[int]:
-    """Return 1, 2, 4 ... and the whole."""
     powers = [1 << power for power in range(size.bit_length()) if 1 << power < size]
     return [*powers, size]
 
