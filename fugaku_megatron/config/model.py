@@ -238,6 +238,10 @@ class ModelConfig(ExpertFields):
         "the norms of --qk-layernorm are over the elements of all heads, with one weight per "
         "element, as in OLMoE"
     )
+    attention_output_gate: bool = switch(
+        "multiply attention's output by the sigmoid of gates that the query projection computes, as "
+        "in Qwen3-Next"
+    )
     position_embedding_type: str = option(
         LEARNED,
         "positions: a learned vector each, rotated queries and keys (rope, or yarn for "
@@ -649,8 +653,14 @@ class ModelConfig(ExpertFields):
 
     @cached_property
     def qkv_width(self) -> int:
-        """Elements per token in queries, keys and values: g (n/g + 2) d."""
-        return (self.num_attention_heads + 2 * self.query_groups) * self.kv_channels
+        """Elements per token in queries, their gates, keys and values: g (n/g + 2) d without gates."""
+        queries = self.query_widths * self.num_attention_heads
+        return (queries + 2 * self.query_groups) * self.kv_channels
+
+    @cached_property
+    def query_widths(self) -> int:
+        """Output width / (n d) of the query projection: 2 with gates."""
+        return 2 if self.attention_output_gate else 1
 
     @cached_property
     def context_width(self) -> int:
@@ -675,6 +685,7 @@ class ModelConfig(ExpertFields):
             and not capped
             and self.num_experts is None
             and not self.qk_layernorm_all_heads
+            and not self.attention_output_gate
         )
 
     @cached_property
@@ -784,6 +795,7 @@ BLOCK = (
     "add_qkv_bias",
     "qk_layernorm",
     "qk_layernorm_all_heads",
+    "attention_output_gate",
     *ANGLES,
     "rotary_percent",
     "rotary_interleaved",

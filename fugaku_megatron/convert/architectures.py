@@ -69,13 +69,18 @@ def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arrange
 
 
 def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
-    """Return queries (n d, h), keys or values (g d, h); ours has queries, key and value per group."""
-    queries = model.num_attention_heads // model.query_groups
+    """Return queries (n d, h), keys or values (g d, h); ours has queries, key and value per group.
+
+    Theirs have a query and its gates per head, and ours all queries of a group before their gates.
+    """
+    heads = model.num_attention_heads // model.query_groups
+    queries = model.query_widths * heads
     groups = ours.view(model.query_groups, queries + 2, model.kv_channels, *ours.shape[1:])
-    theirs = groups[
-        :, (slice(0, queries), slice(queries, queries + 1), slice(queries + 1, queries + 2))[part]
-    ]
-    return [theirs], (theirs.shape[0] * theirs.shape[1] * theirs.shape[2], *ours.shape[1:])
+    if part == 0:
+        theirs = groups[:, :queries].unflatten(1, (model.query_widths, heads)).transpose(1, 2)
+    else:
+        theirs = groups[:, queries + part - 1]
+    return [theirs], (theirs.numel() // ours.shape[1:].numel(), *ours.shape[1:])
 
 
 def stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
@@ -210,6 +215,7 @@ _PLAIN = {
     "num_experts": None,
     "qk_layernorm": False,
     "qk_layernorm_all_heads": False,
+    "attention_output_gate": False,
     "window_size": None,
     "window_attn_skip_freq": None,
     "window_rotary_base": None,

@@ -1,6 +1,8 @@
-"""Memory of one rank at the peak of a step: weights, gradients, optimizer state, activations and logits, in bytes. No torch.
+"""One rank's memory at a step's peak: weights, gradients, optimizer state, activations and logits,
+in bytes. No torch.
 
-Left out: MPI's buffers and other software (`planner.memory`), and in `stage_memory` `attention_bytes`.
+Left out: MPI's buffers and other software (`planner.memory`), and in `stage_memory`
+    `attention_bytes`.
 """
 
 from __future__ import annotations
@@ -260,7 +262,7 @@ INDEX_MAX_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank at the peak of a step, by use.
+    """Bytes on one rank at a step's peak, by use.
 
     saving: the copy that --async-save writes.
     reused: activations whose memory gradients reuse later in the step.

@@ -35,12 +35,12 @@ def _mlp_matrices(model: ModelConfig, mlp: str | None) -> Matrices:
 def _attention_matrices(run: RunConfig) -> Matrices:
     model = run.model
     queries = model.context_width
-    keys = (model.qkv_width - model.context_width) // 2
+    keys = model.query_groups * model.kv_channels
     h = model.hidden_size
     if run.optimizer.muon_no_split_qkv:
         qkv = [(1, model.qkv_width, h)]
     else:
-        qkv = [(1, queries, h), (2, keys, h)]
+        qkv = [(model.query_widths, queries, h), (2, keys, h)]
     return [*qkv, (1, h, queries)]
 
 

@@ -329,9 +329,6 @@ def writing(path: str) -> Iterator[None]:
 class IndexedDatasetWriter:
     """Writer for <prefix>.bin and .idx, under temporary names until the end.
 
-        with IndexedDatasetWriter(prefix, best_dtype(vocab_size)) as writer:
-            writer.add_document(tokens)  # an exception leaves no file
-
     folder: for the temporary files, on the same disk (None: the final folder)
     """
 

@@ -36,6 +36,7 @@ from .layers import (
 from .ops import DropoutKey, recompute
 from .ops.mlp import MLPWeights
 from .ops.norm import sharded_rms_norm
+from .ops.output_gate import gated, split_gate
 from .ops.rotary import HeadNorms, Rotary
 from .sequence_ranks import copy_groups, own_segments, positions, to_heads, to_rows
 from .shared_attention import AttentionMask, SharedCall
@@ -55,6 +56,9 @@ class SelfAttention(nn.Module):
         self.kind = model.layer_kinds[layer - 1]
         self.cp_comm_type = context.cp_comm_type(layer)
         tp = context.tp.size
+        self.own_heads = Heads(
+            model.num_attention_heads // tp, model.query_groups // tp, model.kv_channels
+        )
         # Ranks that share the heads in attention.
         cp = context.cp.size if self.cp_comm_type == A2A else 1
         self.group_copies = group_copies(model.query_groups // tp, cp)
@@ -134,10 +138,7 @@ class SelfAttention(nn.Module):
         ops = self.context.ops
         tp = self.context.tp
         cp = self.context.cp
-        whole = Heads(
-            model.num_attention_heads // tp.size, model.query_groups // tp.size, model.kv_channels
-        )
-        qkv = to_heads(copy_groups(qkv, whole, self.group_copies), cp)  # the whole sequence
+        qkv = to_heads(copy_groups(qkv, self.own_heads, self.group_copies), cp)  # whole sequence
         first_head = (tp.rank * cp.size + cp.rank) * self.heads.heads
         softcap = model.attn_logit_softcapping
         dropped = self._dropped(first_head * qkv.shape[0], forward_pass)
@@ -209,11 +210,16 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Attend, (s, b, h) -> (s, b, h), without the projection's bias."""
         qkv = self.linear_qkv(x, forward_pass)  # (s, b, g (n/g + 2) d)
+        gates = None
+        if self.context.model.attention_output_gate:
+            qkv, gates = split_gate(qkv, self.own_heads)
         # Below the lowest adapter there is no backward.
         if forward_pass.recompute == "selective" and qkv.requires_grad:
             context = recompute(self.attend, qkv, forward_pass)
         else:
             context = self.attend(qkv, forward_pass)
+        if gates is not None:
+            context = gated(context, gates)
         projected: Tensor = self.linear_proj(context, forward_pass)
         return projected
 

@@ -26,7 +26,6 @@ class System:
         ghz: float | None = None,
         eco: bool = False,
     ) -> System:
-        """Raise ValueError for unknown names and impossible numbers."""
         host = machine.load(machine_name).at(ghz, eco)
         code = software.load(software_name)
         ranks = host.ranks_per_node if ranks_per_node is None else ranks_per_node

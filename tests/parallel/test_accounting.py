@@ -56,6 +56,7 @@ MODELS = {
         "qk_layernorm": True,
         "qk_layernorm_all_heads": True,
     },
+    "gated attention": {**FAMILIES["qwen3"], "attention_output_gate": True},
     "norms around and soft caps": {
         **FAMILIES["llama"],
         "norm_placement": "both",
@@ -87,6 +88,7 @@ FULL = {"recompute_granularity": "full"}
         ("norms after", "tp2 pp2"),
         ("one norm", "tp2"),
         ("layers of one part", "tp2 pp2"),
+        ("gated attention", "tp2 pp2"),
     ],
 )
 def test_parameters_are_those_of_the_stages(model, layout):
@@ -363,6 +365,7 @@ def test_keys_that_ranks_pass_are_those_that_queries_see(s, ranks, window):
         ("norms after", "full"),
         ("norms around and soft caps", "selective"),
         ("one norm", "tp2 sequence"),
+        ("gated attention", "tp2 selective"),
         ("geglu", "tp2 sequence"),
         ("exact gelu", "tp2 bf16"),
         ("squared relu", "tp2 sequence"),
