@@ -86,15 +86,14 @@ struct Positions {
 // attention.h: causal self-attention of query heads of d columns over sequences of s positions, heads / groups of them to a key
 // and a value; query i sees the keys i - window < j <= i. p = 0 for no dropout, whose DropoutKey of the probabilities
 // (b, heads, s, s) has row0 = first_head * s. starts (b, s): the position at which the document of each position begins, which
-// never falls within a sample; query i sees no key before starts[i]. Null: every sample is one document. sinks (heads): a score
-// of each head without a key and a value, with which the softmax of every query begins; null: none. attention_part_*: a call has the queries and keys at these positions alone; both are empty where it has all s.
+// never falls within a sample; query i sees no key before starts[i]. Null: every sample is one document. attention_part_*: a
+// call has the queries and keys at these positions alone; both are empty where it has all s.
 struct AttentionArgs {
   int64_t s, b, heads, groups, d, window;
   float p;
   uint64_t seed, stream;
   int64_t first_sample, first_head;
   const int32_t* starts = nullptr;
-  const float* sinks = nullptr;
   Positions queries = {}, keys = {};
   bool part() const { return queries.end > 0; }
 };
@@ -104,7 +103,6 @@ struct AttentionArgs {
 struct DecodeArgs {
   int64_t rows, heads, groups, d, slots;
   const int64_t *samples, *positions;
-  const float* sinks = nullptr;
 };
 
 // adamw_rounding.h: the key, and which element of the global tensor each of a call's elements is. Element i has the number offset +

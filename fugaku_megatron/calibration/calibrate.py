@@ -89,8 +89,8 @@ class Messages:
 class NetworkRates(NamedTuple):
     """Measured communication.
 
-    inside, between: messages within a node and between nodes; None for one rank, whose messages are copies in memory
-    reduce_gbs: see `all_reduce_gbs`
+    inside, between: messages within a node and between nodes; None for one rank, whose messages are
+        copies in memory
     """
 
     inside: Messages | None = None
@@ -277,7 +277,6 @@ def describe(
     memory_gib: float,
     command: str = "calibrate",
 ) -> dict[str, Any]:
-    """Return the contents of the machine's file, each constant with its source."""
     first = ranks[0]
     threads = sum(r.threads for r in ranks)
     measured = f"measured by fugaku-megatron {command}"

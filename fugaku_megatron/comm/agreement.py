@@ -41,7 +41,6 @@ class StorageFailure(ValueError):
 
 
 def storage_failed(error: BaseException | None) -> bool:
-    """Return True if the error or a cause is a StorageFailure or in TRANSIENT_ERRNOS."""
     while error is not None:
         if isinstance(error, StorageFailure):
             return True
@@ -96,7 +95,6 @@ def agree(
 
 
 def _first(comm: Comm, flag: bool) -> int:
-    """Return the first rank with the flag, or `comm.size`. Collective."""
     return int(comm.all_reduce(torch.tensor(comm.rank if flag else comm.size), "min"))
 
 
@@ -118,10 +116,7 @@ def first_rank(comm: Comm, key: tuple[int, ...] | None, length: int) -> int | No
 def first_text(
     comm: Comm, key: tuple[int, ...] | None, length: int, text: Callable[[], str]
 ) -> str | None:
-    """Return the text of the first rank with the smallest key, or None without keys. Collective.
-
-    key, length: see `first_rank`
-    """
+    """Return the text of the first rank with the smallest key, or None without keys. Collective."""
     rank = first_rank(comm, key, length)
     if rank is None:
         return None
@@ -135,9 +130,8 @@ def on_root(
     prefix: str = "",
     hint: Callable[[], str] | None = None,
 ) -> T:
-    """Run `work` on rank 0; return its picklable result on all ranks. Errors as in `agree`. Collective.
-
-    comm: None if this process is alone
+    """Run `work` on rank 0; return its picklable result on all ranks. Errors as in `agree`.
+    Collective.
     """
     if comm is None:
         return work()
@@ -155,10 +149,9 @@ def describe(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of a world.
+    """A world's nodes.
 
-    ranks: this node's, in world order
-    number: index of this node
+    number: this node's index
     """
 
     ranks: Comm
@@ -171,10 +164,7 @@ class Nodes:
 
 
 def find_nodes(world: Comm, name: str | None = None) -> Nodes:
-    """Group ranks by node; nodes are numbered by their first ranks. Collective.
-
-    name: this node, by default the host's name
-    """
+    """Group ranks by node; nodes are numbered by their first ranks. Collective."""
     name = name or platform.node()
     ranks = world.split(zlib.crc32(name.encode()) & 0x7FFFFFFF, world.rank)
     names = sorted(set(ranks.all_gather_object(name)))
@@ -207,8 +197,6 @@ def differing(comm: Comm, values: Mapping[str, Any]) -> str | None:
     """Describe the first value that differs between ranks. Collective.
 
     Equal values cost one reduction of two numbers.
-
-    values: picklable, with the same names on every rank
     """
     if _equal(comm, values):
         return None
@@ -221,7 +209,6 @@ def differing(comm: Comm, values: Mapping[str, Any]) -> str | None:
 
 
 def _equal(comm: Comm, value: Any) -> bool:
-    """Return True if the value has one representation on all ranks. Collective."""
     crc = zlib.crc32(repr(value).encode("utf-8", "surrogateescape"))
     lowest, negated = comm.all_reduce(torch.tensor([crc, -crc]), "min").tolist()
     return bool(lowest == -negated)

@@ -151,18 +151,9 @@ def reduce_scatter_to_sequence_parallel(
 class RowBlocks:
     """An exchange of rows in `count` blocks a rank, overlapped with matmuls.
 
-        gathering = blocks.gather(shard)
-        for rows in gathering:                                blocks as they arrive, this rank's first
-            multiply(gathering.rows[rows], ...)
-        whole = gathering.wait()
-
-        total = blocks.sum(rows, width, dtype)
-        for rows, block in total:                             a block is sent during the next matmul
-            multiply(..., out=block)
-        shard = total.wait()
-
     Sums are formed in FP32 in rank order and rounded once. Ranks start exchanges in one order.
-    Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS).
+    Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition"
+    (ASPLOS).
     """
 
     comm: Comm
@@ -170,7 +161,6 @@ class RowBlocks:
     count: int
 
     def gather(self, shard: Tensor) -> Gathering:
-        """Start to gather shards (s / t, b, h)."""
         return Gathering(self, shard)
 
     def sum(self, rows: int, width: int, dtype: torch.dtype) -> Summing:
@@ -189,7 +179,7 @@ def _others(rank: int, ranks: int, step: int) -> Iterator[int]:
 
 
 class Gathering:
-    """A gathering in progress. rows: (n, h), valid in blocks already iterated over."""
+    """Iteration over a gathering's blocks, this rank's first. rows: (n, h), valid in earlier blocks."""
 
     def __init__(self, blocks: RowBlocks, shard: Tensor) -> None:
         comm = blocks.comm
@@ -256,7 +246,6 @@ class Summing:
         yield slice(comm.rank * length, (comm.rank + 1) * length), self._terms[comm.rank]
 
     def wait(self) -> Tensor:
-        """Return this rank's rows (n / t, width)."""
         for handle in self._receives:
             handle.wait()
         total = torch.empty_like(self._terms[0])

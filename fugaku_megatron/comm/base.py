@@ -1,8 +1,9 @@
 """Communicator protocol on torch tensors, and a communicator without other ranks.
 
-Tensors are contiguous and may have any shape; only the number of elements n counts. dtypes: float32/64, int32/64, uint8, bool,
-bfloat16, float16. A bool sum is a logical or. BF16 and FP16 sums are formed in FP32 in rank order and rounded once (once a level
-in `comm.two_level`). As in MPI, every rank starts a communicator's collectives in one order; handles may be waited for in any order.
+Tensors are contiguous. dtypes: float32/64, int32/64, uint8, bool, bfloat16, float16. A bool sum is
+a logical or. BF16 and FP16 sums are formed in FP32 in rank order and rounded once (once a level in
+`comm.two_level`). As in MPI, every rank starts a communicator's collectives in one order; handles
+may be waited for in any order.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from torch import Tensor
 class Handle(Protocol):
     """A started operation. Its tensors must not be touched before `wait` returns; the handle keeps them alive."""
 
-    def wait(self) -> None:
-        """Block until the operation is complete."""
+    def wait(self) -> None: ...
 
     def done(self) -> bool:
         """Return True if `wait` would return at once."""
@@ -27,8 +27,6 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class _Done:
-    """The handle of a completed operation."""
-
     def wait(self) -> None:
         pass
 
@@ -62,7 +60,7 @@ class Comm(Protocol):
         return tensor
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Concatenate every rank's `tensor` (n,) in rank order into `output` (size * n,); return `output`.
+        """Concatenate every rank's `tensor` (n,) in rank order into `output` (size * n,).
 
         `tensor` may be this rank's slice of `output`.
         """
@@ -70,7 +68,7 @@ class Comm(Protocol):
         return output
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Sum `tensor` (size * n,) over ranks, store this rank's slice in `output` (n,), and return `output`.
+        """Sum `tensor` (size * n,) over ranks and store this rank's slice in `output` (n,).
 
         `output` may be this rank's slice of `tensor`; the other slices are unchanged.
         """
@@ -80,7 +78,8 @@ class Comm(Protocol):
     def all_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Tensor:
-        """Send the first sent[0] rows of `tensor` (n, ...) to rank 0, the next sent[1] rows to rank 1 ...; return `output`.
+        """Send the first sent[0] rows of `tensor` (n, ...) to rank 0, the next sent[1] rows to rank
+        1 ...
 
         received[i] rows from rank i are stored in `output` (m, ...) in rank order.
         """
@@ -95,31 +94,26 @@ class Comm(Protocol):
 
     def iall_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> Handle:
-        """Start an all_to_all."""
+    ) -> Handle: ...
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Copy `root`'s values into `tensor` (one shape on all ranks) in place and return it."""
+        """Copy `root`'s values into `tensor` (one shape on all ranks)."""
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        """Send `tensor` (any shape) to rank `dst`; blocks."""
         assert dst != self.rank, "a blocking send to oneself never returns"
         self.isend(tensor, dst, tag).wait()
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0) -> Tensor:
-        """Receive from rank `src` into `tensor` (as many elements as were sent) and return it; blocks."""
+        """Receive from rank `src` into `tensor` (as many elements as were sent)."""
         assert src != self.rank, "a blocking receive from oneself never returns"
         self.irecv(tensor, src, tag).wait()
         return tensor
 
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle:
-        """Start a send."""
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle: ...
 
-    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Handle:
-        """Start a receive."""
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Handle: ...
 
-    def barrier(self) -> None:
-        """Return when every rank has entered."""
+    def barrier(self) -> None: ...
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """Return `root`'s picklable object on every rank. For set-up, not for the step."""
@@ -152,7 +146,6 @@ OPS = ("sum", "max", "min")
 
 
 def check(tensor: Tensor) -> Tensor:
-    """Assert that `tensor` (any shape) is contiguous and has a known dtype; return it."""
     assert tensor.is_contiguous(), (
         f"a communicated tensor must be contiguous: {tuple(tensor.shape)} {tensor.stride()}"
     )
@@ -161,10 +154,7 @@ def check(tensor: Tensor) -> Tensor:
 
 
 def rows(whole: Tensor, part: Tensor, size: int) -> Tensor:
-    """Return `whole` (size * n elements) as a view (size, n), one row for each rank.
-
-    Asserts equal dtypes and fitting sizes.
-    """
+    """Return `whole` (size * n elements) as a view (size, n), one row for each rank."""
     assert check(whole).dtype == check(part).dtype, f"{whole.dtype} and {part.dtype}"
     assert whole.numel() == size * part.numel(), (
         f"{whole.numel()} elements are not {size} x {part.numel()}"
@@ -175,7 +165,6 @@ def rows(whole: Tensor, part: Tensor, size: int) -> Tensor:
 def check_exchange(
     output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], size: int
 ) -> None:
-    """Assert that `output` (m, ...) and `tensor` (n, ...) have rows of one kind, as many as `received` and `sent` count."""
     assert check(output).dtype == check(tensor).dtype, f"{output.dtype} and {tensor.dtype}"
     assert output.shape[1:] == tensor.shape[1:], (
         f"rows {tuple(output.shape[1:])} and {tuple(tensor.shape[1:])}"
@@ -198,11 +187,7 @@ def rank_order_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 class SoloComm(Comm):
-    """Rank `rank` of `size` without the other ranks: no traffic, plausible values. Exact for size 1.
-
-    all_reduce and broadcast are the identity, all_gather repeats this rank's tensor, reduce_scatter keeps this rank's slice,
-    all_to_all repeats this rank's rows, recv fills with zeros.
-    """
+    """Rank `rank` of `size` without the other ranks: no traffic, plausible values. Exact for size 1."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
@@ -257,7 +242,6 @@ class SoloComm(Comm):
         return [obj for _ in range(self.size)]
 
     def subgroup(self, ranks: Sequence[int]) -> SoloComm:
-        """Build the communicator of `ranks`, which include this rank; see `comm.grid.subgroup`."""
         return SoloComm(ranks.index(self.rank), len(ranks))
 
     def split(self, color: int, key: int) -> SoloComm:

@@ -27,7 +27,7 @@ PATIENCE = 0.1  # s of waiting before `waits` is called, and before signals are 
 
 
 class Operation:
-    """A started operation. memory: kept alive until completion"""
+    """A started operation."""
 
     def __init__(self, engine: Engine, steps: Steps, channel: Hashable, memory: Any) -> None:
         self.steps = steps
@@ -57,7 +57,6 @@ class Operation:
 class Engine:
     """The MPI thread and its queue.
 
-    test: returns True if all requests in a list are complete, without blocking
     crowded: more ranks than cores, so a waiting rank sleeps as well
     waits: called with True and False around a wait for other ranks beyond PATIENCE
     own_core: nothing else runs on the thread's core
@@ -101,7 +100,6 @@ class Engine:
         return operation
 
     def hurry(self, lock: threading.Lock) -> None:
-        """Block until the thread, kept from sleeping, releases `lock`."""
         with self._wake:
             self._waiting += 1
             self._wake.notify()

@@ -1,9 +1,5 @@
 """All-to-all of expert-parallel rows as autograd functions.
 
-    copy_rows            forward rows to every rank                 backward sum of all copies' gradients
-    sum_copied_rows      forward sum over ranks                     backward gradients to every rank
-    GroupedExchange      dispatch or combine group by group, overlapped with other groups' computation
-
 Shapes: n rows of this rank, m rows received, h hidden
 """
 
@@ -58,7 +54,6 @@ class Exchange:
         return rank_order_sum(terms).to(rows.dtype)
 
     def unread_sum(self, rows: Tensor) -> Tensor:
-        """Return a placeholder for an unread `sum_copies`: (m, ...) -> (n, ...)."""
         return rows.new_empty(1).expand(self.sent[0], *rows.shape[1:])
 
 
@@ -70,10 +65,7 @@ def copy_rows(rows: Tensor, exchange: Exchange) -> Tensor:
 
 
 def sum_copied_rows(rows: Tensor, exchange: Exchange, needs_values: bool = True) -> Tensor:
-    """Sum rows (m, h) computed from copies -> (n, h); backward sends gradients to all ranks.
-
-    needs_values: see `autograd.reduce_scatter_to_sequence_parallel`
-    """
+    """Sum rows (m, h) computed from copies -> (n, h); backward sends gradients to all ranks."""
     if exchange.comm.size == 1:
         return rows
     forward = exchange.sum_copies if needs_values else exchange.unread_sum
@@ -109,7 +101,6 @@ class GroupedExchange:
         self._returned: list[Tensor] = []  # rows (n, ...) of all groups
 
     def dispatch(self, *rows: Tensor) -> Tensor:
-        """Start to send rows (n, ...); return a token for `dispatched`."""
         token: Tensor = apply_conjugates(
             self._start_dispatch, lambda _: self._wait_combine(), *rows
         )

@@ -1,7 +1,7 @@
-"""Process groups of a parallel layout.
+"""A parallel layout's process groups.
 
-Ranks 0 .. world-1 are reshaped to (dp, pp, cp, tp). Gradients are summed over the group `dp`, which includes the
-context-parallel ranks. Expert parallelism reshapes a stage's dp x tp ranks to (edp, ep, etp).
+Ranks 0 .. world-1 are reshaped to (dp, pp, cp, tp). Expert parallelism reshapes a stage's dp x tp
+ranks to (edp, ep, etp).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ALONE = SoloComm()
 
 @dataclass(frozen=True)
 class Groups:
-    """Communicators of one rank.
+    """One rank's communicators.
 
     dp: ranks with the same weights, context-parallel ranks included
     cp: ranks that share each sequence
@@ -46,8 +46,7 @@ class Groups:
 def subgroup(comm: Comm, ranks: Sequence[int]) -> Comm:
     """Build the communicator of `ranks` (of `comm`, in order), which include the caller.
 
-    Entered by every rank of `comm`, each with its group in one partition. `SoloComm` builds the group itself; others split, by
-    the group's first rank.
+    Entered by every rank of `comm`, each with its group in one partition.
     """
     own = getattr(comm, "subgroup", None)
     return own(ranks) if own else comm.split(color=ranks[0], key=ranks.index(comm.rank))
@@ -78,7 +77,6 @@ class Grid:
         return self.world_size // (self.tp * self.pp)
 
     def coords(self, rank: int) -> tuple[int, int, int]:
-        """Return a world rank's (index in the dp group, pp, tp)."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
@@ -86,7 +84,6 @@ class Grid:
         return dp * self.cp + cp, pp, tp
 
     def rank(self, dp: int, pp: int, tp: int) -> int:
-        """Invert `coords`."""
         dp, cp = divmod(dp, self.cp)
         return ((dp * self.pp + pp) * self.cp + cp) * self.tp + tp
 

@@ -27,8 +27,8 @@ GRACE = 0.5  # s that other ranks leave to rank 0, which may fail for the same r
 def init(waits: Callable[[bool], Any] = bool) -> Comm:
     """Start MPI on its own thread and return the world.
 
-    A process without a launcher is a world of one rank and needs no MPI. ValueError if a launcher started several processes and MPI is
-    missing or another than the launcher's, and for system limits with which MPI would abort.
+    A process without a launcher is a world of one rank and needs no MPI. ValueError if
+    a launcher started several processes and MPI is missing or another than the launcher's.
     """
     name, started = environment.processes()
     environment.check_launcher()
@@ -59,14 +59,14 @@ def describe(world: Comm) -> str:
 def run_or_abort(
     main: Callable[[Comm], T], comm: Comm | None = None, waits: Callable[[bool], Any] = bool
 ) -> T:
-    """Return main(comm); report an escaping exception as "rank R: <message>" on stderr and end the whole job.
+    """Return main(comm); report an escaping exception as "rank R: <message>" on stderr and end the
+    whole job.
 
-    Messages and exit codes: see `ExitCode` and docs/reliability.md. Mistakes take one line, bugs their traceback.
+    Mistakes take one line, bugs their traceback.
 
-    If all ranks fail alike, only rank 0 reports: others wait GRACE seconds (GRACE_EVERYWHERE after `everywhere`) for rank 0's
-    abort, and report themselves if it does not come. An exception in another thread ends the job, too.
-
-    comm: default: `init(waits)`
+    If all ranks fail alike, only rank 0 reports: others wait GRACE seconds (GRACE_EVERYWHERE after
+    `everywhere`) for rank 0's abort, and report themselves if it does not come. An exception in
+    another thread ends the job, too.
     """
     previous = threading.excepthook
     threading.excepthook = lambda failed: _thread_failed(failed, comm)

@@ -1,8 +1,9 @@
 """Communicator on mpi4py's nonblocking buffer calls, without pickling or copying tensors.
 
-Only this module imports mpi4py, inside functions. The engine's thread makes every MPI call.
-MPI has no BF16 or FP16: such data is sent as 16-bit integers; sums are an all-to-all and a local FP32 sum in rank
-order, rounded once; maxima and minima are formed in FP32. Tensors beyond MAX_COUNT elements are sent in pieces.
+Only this module imports mpi4py, inside functions. The engine's thread makes every MPI call. MPI has
+no BF16 or FP16: such data is sent as 16-bit integers; sums are an all-to-all and a local FP32 sum
+in rank order, rounded once; maxima and minima are formed in FP32. Tensors beyond MAX_COUNT elements
+are sent in pieces.
 
 Shapes: p ranks, n elements per rank
 """
@@ -39,11 +40,6 @@ ABORT_SECONDS = 5
 
 
 def mpi_world(waits: Callable[[bool], Any] = bool) -> MPIComm:
-    """Initialise MPI on the engine's thread and return MPI_COMM_WORLD.
-
-    ImportError or RuntimeError if MPI cannot be loaded; ValueError if the library grants no threads, or for an unknown level in
-    THREAD_LEVEL_VARIABLE.
-    """
     level = os.environ.get(THREAD_LEVEL_VARIABLE, "serialized").lower()
     if level not in THREAD_LEVELS[1:]:
         raise ValueError(

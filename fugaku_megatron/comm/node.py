@@ -41,19 +41,18 @@ SHARED_MEMORY = "/dev/shm"  # used by the MPI libraries
 
 
 def share_groups(groups: Groups, kernels: Any, node: int | None = None) -> Groups:
-    """Apply `share_node` to a grid's groups. Collective."""
     names = ("tp", "dp", "embedding", "ep", "edp", "cp")
     shared = {name: share_node(getattr(groups, name), kernels, node) for name in names}
     return replace(groups, **shared, etp=shared["tp"] if groups.etp is groups.tp else groups.etp)
 
 
 def share_node(comm: Comm, kernels: Any, node: int | None = None) -> Comm:
-    """Return `comm` with sums and gathers in shared memory, at two levels if its ranks are on several nodes. Collective.
+    """Return `comm` with sums and gathers in shared memory, at two levels if its ranks are on
+    several nodes. Collective.
 
-    MPI does everything if a node has one rank, if nodes have different numbers of ranks, or if shared memory is too small (containers
-    often have 64 MiB); BF16 and FP16 sums then run in stages (`two_level.in_stages`). Communicators without MPI stay unchanged.
-
-    node: common to a node's ranks; by default MPI finds it
+    MPI does everything if a node has one rank, if nodes have different numbers of ranks, or if
+    shared memory is too small (containers often have 64 MiB); BF16 and FP16 sums then run in stages
+    (`two_level.in_stages`). Communicators without MPI stay unchanged.
     """
     if comm.size == 1 or not isinstance(comm, MPIComm):
         return comm
@@ -101,7 +100,6 @@ def _bytes(rows: Tensor) -> Tensor:
 
 
 def _window(sizes: Sequence[int], start: int, end: int) -> list[slice]:
-    """Return segments' slices inside [start, end), relative to each segment."""
     begins = accumulate(sizes, initial=0)
     return [
         slice(min(max(start - begin, 0), size), min(max(end - begin, 0), size))
@@ -160,7 +158,6 @@ class NodeComm(MPIComm):
         return self._last
 
     def _now(self, steps: Steps, *tensors: Tensor) -> None:
-        """Run steps on the calling thread, unless an earlier collective is still with the engine."""
         if not (isinstance(steps, _WithoutMPI) and self._last.done()):
             self._collective(steps, *tensors).wait()
             return
@@ -196,12 +193,10 @@ class NodeComm(MPIComm):
         )
 
     def _half(self, dtype: torch.dtype) -> tuple[Tensor, int]:
-        """Return all ranks' halves (p, elements) for the next chunk, and its number."""
         self._chunks += 1
         return self._window.halves[self._chunks % 2].view(dtype), self._chunks
 
     def _flag(self, which: int, number: int) -> Ready:
-        """Raise this rank's flag; return a function that waits at most `seconds` for all flags."""
         flags = self._window.flags[which]
         self._kernels.set_flag(flags, self.rank, number)
         return lambda seconds=0.0: self._kernels.wait_for_flags(flags, number, seconds)

@@ -41,7 +41,6 @@ class Levels:
     ranks: Tensor
 
     def pieces(self, n: int) -> Iterator[slice]:
-        """Cut the nodes so that their ranks' tensors, (m, nodes, n), have about PIECE elements."""
         ranks_per_node, nodes = self.ranks.shape
         step = max(1, PIECE // max(1, ranks_per_node * n))
         return (slice(start, start + step) for start in range(0, nodes, step))
@@ -54,7 +53,6 @@ class Levels:
         return None
 
     def served(self, node: int, place: int) -> list[int]:
-        """Return the nodes that exchange rows with `node` through its rank `place`."""
         ranks_per_node, nodes = self.ranks.shape
         others = (other for other in range(nodes) if other != node)
         return [other for other in others if (node + other) % ranks_per_node == place]
@@ -168,7 +166,6 @@ class TwoLevelComm:
         return self._last
 
     def _do(self, verb: str, levels: bool, *operands: Any) -> Tensor:
-        """Run the levels' collectives, unless an earlier collective is still with the engine."""
         output: Tensor = operands[0]
         if not levels:
             getattr(self.whole, verb)(*operands)
@@ -280,7 +277,6 @@ class _Relay:
 
     empty: a tensor without rows
     counts: rows of each pair
-    segments: this rank's rows
     """
 
     empty: Tensor
@@ -288,7 +284,6 @@ class _Relay:
     segments: dict[Pair, Tensor]
 
     def exchange(self, comm: Comm, outgoing: list[list[Pair]], incoming: list[list[Pair]]) -> Calls:
-        """Send rows of outgoing[i] to rank i and receive rows of incoming[i] from it."""
         sent = [sum(self.counts[pair] for pair in pairs) for pairs in outgoing]
         received = [sum(self.counts[pair] for pair in pairs) for pairs in incoming]
         leaving = (self.segments.pop(pair) for pairs in outgoing for pair in pairs)

@@ -151,7 +151,7 @@ def shape(name: str, model: ModelConfig, f: int) -> tuple[int, int]:
     h = model.hidden_size
     keys = model.query_groups * model.kv_channels
     return {
-        "q_proj": (model.context_width, h),
+        "q_proj": (model.query_widths * model.context_width, h),
         "k_proj": (keys, h),
         "v_proj": (keys, h),
         QKV: (model.qkv_width, h),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..config.model import LEARNED, ROPE, SCALINGS, ModelConfig
+from ..nn.ops.activation import XIELU_BETA, XIELU_LIMIT
 from .rules import (
     ATTENTION_LAYERS,
     EXPERTS,
@@ -70,13 +71,18 @@ def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arrange
 
 
 def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
-    """Return queries (n d, h), keys or values (g d, h); ours has queries, key and value per group."""
-    queries = model.num_attention_heads // model.query_groups
+    """Return queries (n d, h), keys or values (g d, h); ours has queries, key and value per group.
+
+    Theirs have a query and its gates per head, and ours all queries of a group before their gates.
+    """
+    heads = model.num_attention_heads // model.query_groups
+    queries = model.query_widths * heads
     groups = ours.view(model.query_groups, queries + 2, model.kv_channels, *ours.shape[1:])
-    theirs = groups[
-        :, (slice(0, queries), slice(queries, queries + 1), slice(queries + 1, queries + 2))[part]
-    ]
-    return [theirs], (theirs.shape[0] * theirs.shape[1] * theirs.shape[2], *ours.shape[1:])
+    if part == 0:
+        theirs = groups[:, :queries].unflatten(1, (model.query_widths, heads)).transpose(1, 2)
+    else:
+        theirs = groups[:, queries + part - 1]
+    return [theirs], (theirs.numel() // ours.shape[1:].numel(), *ours.shape[1:])
 
 
 def stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
@@ -154,6 +160,7 @@ class Architecture:
     own_head_size: the head size may differ from h / n
     also: further conditions
     defaults: their field -> transformers' default, if neither a field nor a rule has it
+    constants: stored numbers of each layer that the block computes with, by their name
     predicts_more_tokens: files may have multi-token-prediction layers behind the others, which are left out
     """
 
@@ -169,6 +176,7 @@ class Architecture:
     own_head_size: bool = True
     also: Callable[[ModelConfig], bool] = lambda model: True
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, float] = field(default_factory=dict)
     predicts_more_tokens: bool = False
 
     @property
@@ -228,12 +236,14 @@ _PLAIN = {
     "num_experts": None,
     "qk_layernorm": False,
     "qk_layernorm_all_heads": False,
+    "attention_output_gate": False,
     "window_size": None,
     "window_attn_skip_freq": None,
     "window_rotary_base": None,
     "no_rope_freq": None,
     "norm_placement": "pre",
     "parallel_shared_norm": False,
+    "layer_types": None,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
@@ -1049,7 +1059,10 @@ APERTUS = _decoder(
             "mlp.activation.alpha_n": "mlp.act_fn.alpha_n",
         },
     ),
-    unused=re.compile(r".*\.(rotary_emb\.inv_freq|act_fn\.(beta|eps))"),
+    constants={
+        "layers.{}.mlp.act_fn.beta": XIELU_BETA,
+        "layers.{}.mlp.act_fn.eps": XIELU_LIMIT,
+    },
 )
 
 ARCHITECTURES = [

@@ -144,6 +144,15 @@ def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
     return found
 
 
+def constants(architecture: Architecture, model: ModelConfig) -> dict[str, float]:
+    """Return the stored constants of all layers by their names."""
+    return {
+        f"{architecture.prefix}{name.format(layer)}": value
+        for layer in range(model.num_layers)
+        for name, value in architecture.constants.items()
+    }
+
+
 def copy_flat(theirs: Tensor, views: list[Tensor]) -> None:
     """Fill views of ours, one after another, with the elements of their tensor."""
     elements = theirs.flatten().split([view.numel() for view in views])
@@ -307,7 +316,14 @@ class _Reader:
 def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConfig) -> _Reader:
     ours = shapes(model)
     table = parts(architecture, model)
-    names = _stored_names(files, architecture, list(table))
+    fixed = constants(architecture, model)
+    names = _stored_names(files, architecture, [*table, *fixed])
+    for name, value in fixed.items():
+        stored_value = files.read(names[name])
+        check(
+            torch.equal(stored_value, torch.full_like(stored_value, value)),
+            f"{name} is {stored_value.tolist()}, and the block computes {value}",
+        )
     stored: dict[str, dict[str, Part]] = defaultdict(dict)
     for their, part in table.items():
         empty = torch.empty(ours[part.ours], device="meta")
@@ -377,12 +393,16 @@ def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None
     like = weights.like()
     read = lru_cache(maxsize=1)(weights.read)
     theirs = {name: in_their_shape(like[part.ours], part, model) for name, part in table.items()}
-    write(
-        directory,
-        theirs,
-        lambda name: in_their_shape(read(table[name].ours), table[name], model),
-        max_bytes,
-    )
+    fixed = constants(architecture, model)
+    for name in fixed:
+        theirs[name] = torch.empty((), dtype=widest(weights.dtypes.values()), device="meta")
+
+    def value(name: str) -> Tensor:
+        if name in fixed:
+            return torch.tensor(fixed[name], dtype=theirs[name].dtype)
+        return in_their_shape(read(table[name].ours), table[name], model)
+
+    write(directory, theirs, value, max_bytes)
     carry(weights.carried, directory)
     config = config_of(architecture, model, {*weights.dtypes.values()}, before)
     (directory / FILE).write_text(

@@ -1,8 +1,8 @@
-"""Blocks of AdamW's 8-bit moments: which elements share a scale, and the scales of a rank. No torch.
+"""Blocks in AdamW's 8-bit moments: the elements that share a scale, and a rank's scales. No torch.
 
-A segment is a range of consecutive elements of a global tensor that no layout divides: a dimension of n sharded rows is divided at
-multiples of n / gcd(n, query groups). Segments are cut into equal blocks of at most MOMENT_BLOCK elements, so blocks do not depend
-on the layout.
+A segment is a range of consecutive elements of a global tensor that no layout divides: a dimension
+of n sharded rows is divided at multiples of n / gcd(n, query groups). Segments are cut into equal
+blocks of at most MOMENT_BLOCK elements, so blocks do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 
+from ..config.layer_kinds import ATTENTION, LayerKind
 from ..config.layout import Layout
 from ..config.lora import FC1, QKV
 from ..config.model import ACTIVATIONS, LEARNABLE, MLP_OF_EXPERTS, NORMS, ModelConfig
@@ -78,21 +79,24 @@ def _adapters(run: RunConfig, linear: Linear) -> Segments:
 
 
 def _attention_vectors(model: ModelConfig, tp: int) -> Segments:
-    vectors = NORMS[model.normalization].vectors
-    segments: Segments = [(model.layer_norms * vectors, model.hidden_size)]
+    """Return the segments of norms of queries and keys, sinks and biases."""
+    found: Segments = []
     if model.qk_layernorm:
         for heads in (model.num_attention_heads, model.query_groups):
             if model.qk_layernorm_all_heads:
-                segments.append(_shared(model, heads * model.kv_channels, tp))
+                found.append(_shared(model, heads * model.kv_channels, tp))
             else:
-                segments.append((vectors, model.kv_channels))
+                found.append((NORMS[model.normalization].vectors, model.kv_channels))
     if model.softmax_type == LEARNABLE:
-        segments.append(_shared(model, model.num_attention_heads, tp))
+        found.append(_shared(model, model.num_attention_heads, tp))
     if model.qkv_bias:
-        segments.append(_shared(model, model.qkv_width, tp))
+        found.append(_shared(model, model.qkv_width, tp))
     if not model.disable_bias_linear:
-        segments.append((1, model.hidden_size))  # of the projection
-    return segments
+        found.append((1, model.hidden_size))  # of the projection
+    return found
+
+
+_MIXER_VECTORS = {ATTENTION: _attention_vectors}
 
 
 def _router(model: ModelConfig) -> Segments:
@@ -111,20 +115,28 @@ def _mlp_vectors(model: ModelConfig, tp: int) -> Segments:
 
 
 @lru_cache(maxsize=64)  # each layer asks for the same
-def layer_segments(run: RunConfig, tp: int, mlp: str) -> tuple[Segments, Segments]:
+def layer_segments(run: RunConfig, tp: int, kind: LayerKind) -> tuple[Segments, Segments]:
     """Return a layer's trained segments on one rank: (divided experts, others)."""
     model = run.model
     divided: Segments = []
     others: Segments = []
-    for linear in linears(run, tp, mlp):
-        kind = divided if linear.divided else others
-        kind += _adapters(run, linear) if run.lora.on else _weight(model, linear)
+    for linear in linears(run, tp, kind):
+        segments = divided if linear.divided else others
+        segments += _adapters(run, linear) if run.lora.on else _weight(model, linear)
         if linear.in_experts and not run.lora.on and not model.disable_bias_linear:
-            kind.append(_expert_bias(model, linear))
+            segments.append(_expert_bias(model, linear))
     if run.lora.on:
         return divided, others
-    others += _attention_vectors(model, tp)
-    others += _router(model) if mlp == MLP_OF_EXPERTS else _mlp_vectors(model, tp)
+    norms = model.layer_norms
+    if kind.parts == 1:
+        norms = sum(model.norms_around)
+    others += [(norms * NORMS[model.normalization].vectors, model.hidden_size)]
+    if kind.mixer is not None:
+        others += _MIXER_VECTORS[kind.mixer](model, tp)
+    if kind.mlp == MLP_OF_EXPERTS:
+        others += _router(model)
+    elif kind.mlp is not None:
+        others += _mlp_vectors(model, tp)
     return divided, others
 
 
@@ -148,7 +160,7 @@ def unit_segments(
     segments: dict[Unit, tuple[Segments, Segments]] = {}
     for unit in units(run, layout, stage):
         if isinstance(unit, int):
-            segments[unit] = layer_segments(run, layout.tp, model.mlps[unit])
+            segments[unit] = layer_segments(run, layout.tp, model.layer_kinds[unit])
         else:
             segments[unit] = ([], others[unit])
     return segments

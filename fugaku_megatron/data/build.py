@@ -50,8 +50,6 @@ class Builder(DatasetConfig):
     arrays: in-memory documents by the name that replaces a prefix
     separate_sets: --multiple-validation-sets
     cuts_chats: truncate chats that are too long; False: refuse them; None: not chats
-    begun: sample numbers for which the train, valid and test orders were first made; None: the
-        requested ones
     """
 
     arrays: Mapping[str, TokenArrays] = field(default_factory=dict)
@@ -60,7 +58,6 @@ class Builder(DatasetConfig):
     begun: Sequence[int | None] = (None, None, None)
 
     def open(self, prefixes: Sequence[str]) -> dict[str, Indexed]:
-        """Open each prefix once. Raises ValueError if a file begins with unknown tokens."""
         return {prefix: self._open(prefix) for prefix in dict.fromkeys(prefixes)}
 
     def _open(self, prefix: str) -> Indexed:
@@ -81,9 +78,6 @@ class Builder(DatasetConfig):
     def dataset(
         self, source: Source, name: str, num_samples: int | None, begun: int | None
     ) -> Dataset:
-        """Build a data set, as `GPTDataset`. Each epoch has its own chat order, for any number of
-        epochs.
-        """
         indexed, documents = source
         if isinstance(indexed, (ChatFiles, ChatArrays)):
             truncate = self.cuts_chats is True
@@ -100,8 +94,6 @@ class Builder(DatasetConfig):
         """Blend `num_samples` samples: by weight, each with a small surplus, or else by length.
 
         Without weights each of several sources is read at most once; None: every sample once.
-
-        Raises ValueError for too few samples, and for weights with num_samples None.
         """
         prefix = sources[0][0].prefix
         if num_samples is None:
@@ -194,8 +186,7 @@ def build_separate_datasets(
 ) -> Datasets:
     """Return (train, valid, test) for the data path flags of each split.
 
-    A split without a path, or with `num_samples` 0, is None. The weight of a single prefix is
-    ignored. Other errors as `build_datasets`.
+    The weight of a single prefix is ignored.
     """
     built: list[Dataset | None] = []
     for name, path, needed in zip(SPLITS, paths, num_samples, strict=True):
@@ -234,7 +225,7 @@ def parse_split(split: str) -> list[float]:
 def listed_data(
     data_args_path: str | None, per_split_data_args_path: str | None
 ) -> dict[str, tuple[str, ...]]:
-    """Read the file of a data arguments flag. Raises ValueError if it is invalid.
+    """Read the file of a data arguments flag.
 
     Rules: Megatron-LM's get_blend_and_blend_per_split (megatron/training/utils.py).
     """

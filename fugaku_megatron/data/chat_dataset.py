@@ -2,10 +2,9 @@ r"""Chat files, and samples packed from whole chats.
 
 PREFIX.bin and .idx have one sequence a chat; PREFIX.mask marks trained tokens. .mask,
 little-endian: b"FMMASK\0\0", version u64 = 1, tokens u64, CRC-32 u32 of the sequence lengths, the
-first HEAD bytes of .bin, and the bits; then a bit a token, lowest bit first, 1 if trained. In
-memory a trained token is ~id (`signed`). Best fit decreasing packs chats into samples of seq_length
-+ 1 tokens, by lengths alone; each epoch shuffles chats of equal length and samples. Shapes: s =
-seq_length, n chats; int64 (2, s + 1) samples.
+first HEAD bytes of .bin, and the bits; then a bit a token, lowest bit first, 1 if trained. Best fit
+decreasing packs chats into samples of seq_length + 1 tokens, by lengths alone; each epoch shuffles
+chats of equal length and samples. Shapes: s = seq_length, n chats; int64 (2, s + 1) samples.
 """
 
 from __future__ import annotations
@@ -109,8 +108,7 @@ class ChatWriter(IndexedDatasetWriter):
 class ChatFiles(IndexedDataset):
     """`IndexedDataset` with trained tokens.
 
-    With `comm` only rank 0 reads and checks the files. Raises ValueError on every rank, also if
-    .mask is missing, damaged or belongs to other files.
+    Raises ValueError on every rank, also if .mask is missing, damaged or belongs to other files.
     """
 
     def __init__(self, prefix: PathLike, comm: Comm | None = None):
@@ -308,8 +306,6 @@ class ChatDataset:
     """At least `num_samples` samples, in whole epochs, from the chats `documents` (sequence ids);
     None: one epoch.
 
-    truncate: cut chats above seq_length + 1 tokens instead of refusing them
-
     Raises ValueError on every rank without chats or trained tokens, and for a chat that is too
     long.
     """
@@ -361,7 +357,6 @@ class ChatDataset:
         return self.files
 
     def _count(self) -> tuple[int, int]:
-        """Count the loss tokens, and the chats without any. Raises ValueError without loss tokens."""
         trained = 0
         lost = 0
         for first in range(0, len(self.lengths), COUNTED_AT_ONCE):

@@ -1,8 +1,5 @@
 """Tokenize JSON lines with a tokenizer's chat template, and mark the assistant's tokens.
 
-    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}
-    {"prompt": "2 + 2 = ", "completion": "4"}
-
 Trained tokens equal trl's SFTTrainer with assistant_only_loss or completion_only_loss. They are
 found by {% generation %} markers, or by rendering turn by turn. An ambiguous chat is refused.
 """
@@ -136,8 +133,6 @@ class Chat:
 
     begin: number of the completion's first message; None: train the assistant
     tools, options: further template arguments
-    where: file and line
-    unread: ignored fields
     texts: prompt and completion as texts, in place of messages
     """
 
@@ -164,7 +159,6 @@ def read_chat(document: Document) -> Chat:
 
 
 def chat_of(record: JsonObject, where: str) -> Chat:
-    """Build a chat from a JSON object. Raises ValueError that begins with `where`."""
     try:
         for key in WEIGHTS:
             if record.get(key) in (False, 0):
@@ -231,7 +225,6 @@ def _answered(value: object, key: str) -> Messages:
 
 
 def check_messages(value: object, key: str) -> Messages:
-    """Raise ValueError, with `key`, unless a value is a list of messages."""
     if not isinstance(value, list):
         raise ValueError(f"{key} is a {type(value).__name__}, not a list of messages: {LOOKS}")
     if not value:
@@ -274,7 +267,6 @@ def _called(message: JsonObject) -> list[str]:
 
 
 def unread_note(names: Collection[str]) -> str:
-    """Format ignored chat fields, and similar known fields; "" without any."""
     words = []
     for name in sorted(names)[:MANY_FIELDS]:
         near = get_close_matches(name, CHAT.names, n=1, cutoff=0.8)
@@ -350,9 +342,7 @@ class ChatTemplate:
         )
 
     def encode(self, chat: Chat) -> np.ndarray:
-        """Return int32 (n,), as `chat_dataset.signed`. Raises ValueError for ambiguous trained
-        tokens.
-        """
+        """Return int32 (n,), as `chat_dataset.signed`."""
         if chat.tools and self._with_tools is not None:
             return self._with_tools.encode(chat)
         try:
@@ -369,7 +359,6 @@ class ChatTemplate:
         return signed(ids, trained)
 
     def prompt(self, messages: Messages) -> list[int]:
-        """Tokenize messages and generation prompt. Raises ValueError if the template refuses."""
         chat = self._as_taken(Chat(messages))
         return list(self._rendered(chat, chat.messages, add_generation_prompt=True)["input_ids"])
 
@@ -400,10 +389,7 @@ class ChatTemplate:
         return texts[0] == texts[1]
 
     def _as_taken(self, chat: Chat) -> Chat:
-        """Convert contents to the kind that the template renders: text for a list, and for none.
-
-        Raises ValueError if tool calls without content would be lost.
-        """
+        """Convert contents to the kind that the template renders: text for a list, and for none."""
         whole = list(chat.messages)
         contents = [message.get("content") for message in whole]
         if any(isinstance(content, list) for content in contents) and not self._takes_parts:

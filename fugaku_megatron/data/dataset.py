@@ -2,8 +2,7 @@
 
 The sample order depends on no parallel layout. As in Megatron-core a "document" is an indexed
 sequence. Shapes: n samples, s = seq_length; a sample is int64 (s + 1,). An index takes 12 bytes a
-sample and 4 bytes a document and epoch. Mapped index pages are released every RELEASE_EVERY
-samples; .idx and .bin are read, not mapped.
+sample and 4 bytes a document and epoch.
 """
 
 from __future__ import annotations
@@ -99,7 +98,6 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, source: str, remedy: str =
 
 
 def normalize(weights: Sequence[float], flag: str = "--data-path") -> list[float]:
-    """Scale weights to sum to 1. Raises ValueError unless all are positive."""
     wrong = [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]
     if wrong:
         raise ValueError(
@@ -253,7 +251,6 @@ class GPTDataset:
         return len(self.shuffle_index)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Return sample `index` in shuffled order, int64 (s + 1,)."""
         check_index(index, self)
         self._fetched += 1
         if self._fetched % RELEASE_EVERY == 0:
@@ -281,10 +278,7 @@ def length_flags(name: str) -> str:
 
 
 class BlendedDataset:
-    """Mixed data sets: the first n samples follow the `weights` for any n.
-
-    Raises ValueError for weights that are not positive and for data sets with too few samples.
-    """
+    """Mixed data sets: the first n samples follow the `weights` for any n."""
 
     def __init__(
         self,
@@ -449,7 +443,6 @@ class TokenArrays:
         }
 
     def read_lengths(self, start: int, stop: int) -> np.ndarray:
-        """Return int32 (stop - start,)."""
         return self.sequence_lengths[start:stop]
 
     def check_open(self) -> None:
@@ -458,6 +451,5 @@ class TokenArrays:
     check = check_open
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return `length` tokens (default: the rest) from token `offset` on, int64 (n,)."""
         tokens = _tokens(self.documents[int(index)], f"document {index} of {self.prefix}")
         return tokens[offset : None if length is None else offset + length]

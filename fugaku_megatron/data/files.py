@@ -46,7 +46,7 @@ PathLike = str | os.PathLike[str]
 
 
 class MappedFile:
-    """Array of a .npy file, opened and mapped once. Raises OSError, or ValueError for another or truncated file."""
+    """Array of a .npy file, opened and mapped once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -185,7 +185,6 @@ class Document:
     """Document's raw bytes and position.
 
     line: from 1; 0: the whole file
-    number: file number from 0
     read: file bytes up to the document's end
     over_lines: JSON value that may span lines; `line` is its number
     """
@@ -210,9 +209,7 @@ class Document:
 
 @dataclass
 class Skipped:
-    """Counts and first reasons for documents dropped by --skip-invalid. Without the flag errors are
-    raised and name it.
-    """
+    """Counts and first reasons for documents dropped by --skip-invalid."""
 
     enabled: bool
     files: int = 0
@@ -230,8 +227,6 @@ class Skipped:
     ) -> Iterator[T]:
         """Yield the contents of documents; count those that are invalid. Raises ValueError without
         the flag.
-
-        kind: of documents, for the message
         """
         for document in documents:
             try:
@@ -289,7 +284,6 @@ def input_files(
 ) -> list[str]:
     """Return the --input files in order; folders recursively by name, without hidden files.
 
-    columns: table columns, by default json_keys
     skipped: takes files that are not text
 
     Raises ValueError, before any work, for unreadable or unsupported inputs, missing columns and
@@ -326,7 +320,7 @@ def input_files(
 def _is_text(
     path: str, name: str, columns: Columns, skipped: Skipped | None, forms: dict[str, Form]
 ) -> bool:
-    """Record a file's form; return False if it is skipped. Raises ValueError as `input_files`."""
+    """Record a file's form; return False if it is skipped."""
     try:
         forms[path] = _checked_form(path, name, columns)
         return True
@@ -382,7 +376,6 @@ def _readable(path: str) -> str:
 
 
 def _folder_files(folder: str) -> list[str]:
-    """Return a folder's files; only the tables if it is a saved data set."""
     files = []
     for place, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = sorted(
@@ -416,8 +409,6 @@ def read_documents(
     """Yield all documents in order from `start` on, without blank lines.
 
     skipped: takes files that are not text, and the rest after damage, instead of ValueError
-
-    Warns at the end about plain text that is not UTF-8.
     """
     foreign: dict[str, int] = {}  # path -> bytes that are not UTF-8
     for number, path in enumerate(paths):
@@ -484,7 +475,7 @@ def _warning(foreign: dict[str, int]) -> str:
 
 
 def read_record(document: Document, expected: str) -> tuple[str, JsonObject]:
-    """Return (file and line, JSON object). Raises ValueError, with file and line."""
+    """Return (file and line, JSON object)."""
     where = document.where
     try:
         record = json.loads(document.raw.decode("utf-8-sig"))
@@ -497,9 +488,6 @@ def read_record(document: Document, expected: str) -> tuple[str, JsonObject]:
 
 
 def document_texts(document: Document, keys: Sequence[str]) -> list[str | bytes]:
-    """Return the text under every key, or the whole plain text. Raises ValueError, with file and
-    line.
-    """
     if document.line == 0:
         return [document.raw]
     where, record = read_record(document, "a JSON object with the keys of --json-keys")

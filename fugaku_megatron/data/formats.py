@@ -1,7 +1,7 @@
 """Input formats by name and first bytes; compressed text; table rows as JSON objects.
 
 .arrow files that Hugging Face's `datasets` saves are read without that package. zstandard and
-pyarrow come with the extra [data]. Damage is reported when it is read.
+pyarrow come with the extra [data].
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CHAT = Columns(
 
 
 def library(name: str, extra: str, user: str) -> ModuleType:
-    """Import an optional package. Raises ValueError naming the extra. user: feature that needs it."""
+    """Import an optional package. Raises ValueError naming the extra."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -90,8 +90,6 @@ def form_of(path: str, columns: Columns) -> Form:
     """Return a file's form, by its name (case-insensitive) or else its first bytes.
 
     columns: JSON keys that distinguish JSON from other text
-
-    Raises ValueError for a damaged compressed file.
     """
     with open(path, "rb") as file:
         begin = file.read(BLOCK)
@@ -140,7 +138,6 @@ def text_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
 
 
 def check_table(path: str, form: Form, begin: bytes, columns: Columns) -> None:
-    """Raise ValueError, before any work, for another format and missing columns."""
     if form.packed:
         raise ValueError(f"--input {path}: is a compressed table: unpack it first")
     _check_magic(path, form.content, begin)

@@ -329,9 +329,6 @@ def writing(path: str) -> Iterator[None]:
 class IndexedDatasetWriter:
     """Writer for <prefix>.bin and .idx, under temporary names until the end.
 
-        with IndexedDatasetWriter(prefix, best_dtype(vocab_size)) as writer:
-            writer.add_document(tokens)  # an exception leaves no file
-
     folder: for the temporary files, on the same disk (None: the final folder)
     """
 
@@ -368,7 +365,6 @@ class IndexedDatasetWriter:
         return writing(f"{self.prefix}.bin")
 
     def add_document(self, tokens: np.ndarray | Sequence[int]) -> None:
-        """Append a document as one sequence, which may be empty."""
         ids = np.asarray(tokens, None if len(tokens) else self.dtype)
         self._append(ids, np.array([len(ids)]), np.ones(1, np.int64))
 

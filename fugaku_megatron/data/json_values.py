@@ -1,7 +1,6 @@
 """JSON files: an object a line, or objects over several lines, also as array elements.
 
-The layout is detected from the first bytes. Arrays and objects over lines are streamed, so a file
-may exceed memory.
+Arrays and objects over lines are streamed, so a file may exceed memory.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ def json_layout(head: bytes, more: bool, suffix: str, names: Sequence[str]) -> s
     """Return the layout, or None for a text that is not JSON.
 
     more: the file continues
-    suffix: file name suffix, in lower case
-    names: wanted keys
 
     Files named as JSON lines are JSON. Others are if their first lines are objects, or if the first
     object has a wanted key or the suffix is empty or a number: a notebook stays a text.
@@ -88,10 +85,7 @@ def _skip_space(text: str, place: int) -> int:
 
 
 def values(path: str, blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, bytes, int]]:
-    """Yield (number from 1, JSON, file bytes read) for each value or array element.
-
-    Raises ValueError, with the line, for invalid JSON.
-    """
+    """Yield (number from 1, JSON, file bytes read) for each value or array element."""
     stream = _Stream(path, blocks)
     number = 0
     while (begin := stream.peek()) != "":

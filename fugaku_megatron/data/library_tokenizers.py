@@ -64,10 +64,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def _auto_tokenizer(folder: Path, where: str) -> Any:
-    """Load `AutoTokenizer` without running the folder's code.
-
-    Raises ValueError, beginning with `where`, for damaged and unsupported files.
-    """
+    """Load `AutoTokenizer` without running the folder's code."""
     transformers = library("transformers", "huggingface", "--tokenizer-type HuggingFaceTokenizer")
     _check_files(folder, where)
     code = _named_code(folder)
@@ -163,9 +160,7 @@ class HuggingFaceTokenizer:
     Megatron-LM.
 
     vocab_size: len(tokenizer) with added tokens, or the largest id plus 1 if ids are missing
-    eod: eos token id, else sep token id, or None
 
-    Raises ValueError for a folder without a tokenizer, and without transformers.
     Source: megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py.
     """
 
@@ -189,7 +184,6 @@ class HuggingFaceTokenizer:
         self.checksum = zlib.crc32(json.dumps(sorted(vocabulary.items())).encode())
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Tokenize, with special tokens around every text."""
         return list(self.library(clean(text)).input_ids)
 
     def encode_many(self, texts: Sequence[str | bytes]) -> list[list[int]]:
@@ -205,10 +199,7 @@ class HuggingFaceTokenizer:
 
 
 def load_pieces(path: str | Path, user: str) -> tuple[Any, bytes]:
-    """Return a SentencePiece processor, and the file's bytes. Raises ValueError for another file.
-
-    user: flag that needs the package
-    """
+    """Return a SentencePiece processor, and the file's bytes."""
     package = library("sentencepiece", "sentencepiece", user)
     where = f"--tokenizer-model {path}"
     if reason := unreadable(path):
@@ -229,8 +220,7 @@ def load_pieces(path: str | Path, user: str) -> tuple[Any, bytes]:
 class SentencePieceTokenizer:
     """SentencePiece model. `vocab_size` is its number of pieces, `eod` its end of sentence.
 
-    `eod` is None without an end of sentence (Megatron-core uses -1, not a token id). Raises
-    ValueError for another file and without sentencepiece.
+    `eod` is None without an end of sentence (Megatron-core uses -1, not a token id).
     Sources: sentencepiece_tokenizer.py and, for `eod`, abstract_tokenizer.py in Megatron-LM's
         megatron/core/tokenizers/text/libraries.
     """
@@ -296,7 +286,6 @@ class NullTokenizer:
         self.eod = vocab_size - 1
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Parse numbers. Raises ValueError for other words and numbers outside the vocabulary."""
         words = clean(text).split()
         wrong = next((word for word in words if not (word.isascii() and word.isdigit())), None)
         if wrong is not None:
@@ -326,10 +315,10 @@ CACHE_PIECE = 64  # ... if they have at most this many characters, which limits 
 
 
 class ByteLevelBPE:
-    """Base of byte-level BPE: a text is cut at special tokens, then into pieces, whose bytes are merged.
+    """Base of byte-level BPE: a text is cut at special tokens, then into pieces, whose bytes are
+    merged.
 
     token_bytes: by id; none for a token that stands for no text
-    special: id by name
     """
 
     options: tuple[str, ...] = ()
@@ -344,7 +333,6 @@ class ByteLevelBPE:
         self._cached_merge = lru_cache(CACHE_ENTRIES)(self._merge)
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Tokenize; names of special tokens become these tokens."""
         text = self._text(text)
         ids: list[int] = []
         end = 0
@@ -402,10 +390,6 @@ PATTERNS = {
 class TikTokenizer(ByteLevelBPE):
     """Tiktoken BPE of `vocab_size` tokens, `special` of them without text; `eod` is the id of
     "</s>".
-
-    vocab_size: --vocab-size, by default 131,072
-
-    Raises ValueError for a missing, invalid or short file.
     """
 
     name = "TikTokenizer"

@@ -25,9 +25,8 @@ PADDED = 4  # nothing is predicted from this token: it is padding, or the last o
 
 @dataclass
 class MarkedDataset:
-    """Samples with marks, int64 (2, s + 1). Other attributes are the data set's.
+    """Samples with marks, int64 (2, s + 1).
 
-    eod: end-of-document token
     masks_loss: mask the label after it
     """
 
@@ -50,7 +49,6 @@ class MarkedDataset:
 
 
 def mark(dataset: Dataset | None, eod: int, masks_loss: bool) -> Dataset | None:
-    """Add marks to a data set, or to each of several validation sets; arguments as `MarkedDataset`."""
     if isinstance(dataset, ValidationSets):
         return ValidationSets([MarkedDataset(each, eod, masks_loss) for each in dataset.datasets])
     return None if dataset is None else MarkedDataset(dataset, eod, masks_loss)
@@ -66,7 +64,6 @@ class TokenCounts:
     counted: labels in the loss
     squares: sum of (document length)^2, to which attention time is proportional
     share: this rank's squares over the data-parallel ranks' mean
-    padded: tokens that predict nothing
     """
 
     counted: int

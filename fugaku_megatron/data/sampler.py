@@ -1,9 +1,8 @@
 """Samples of a data-parallel rank, and loading them in the background.
 
 Everything is a function of the samples consumed, so a run may resume with another data-parallel
-size. Left out: epochs (a dataset covers the whole run), Megatron's "cyclic" sampler. Micro-batches
-stay numpy arrays: torch in the prefetching thread would start more OpenMP threads. Shapes: s =
-sequence length, b = micro-batch size.
+size. Micro-batches stay numpy arrays: torch in the prefetching thread would start more OpenMP
+threads. Shapes: s = sequence length, b = micro-batch size.
 """
 
 from __future__ import annotations
@@ -81,7 +80,6 @@ def micro_batches(
 def own_micro_batches(
     dataset: Dataset, batch: Sequence[int], micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> Iterator[np.ndarray]:
-    """Yield a data-parallel rank's micro-batches of a global batch, given as sample numbers."""
     for m in range(len(batch) // (micro_batch_size * dp_size)):
         first = first_sample(0, m, micro_batch_size, dp_rank, dp_size)
         yield fetch(dataset, batch[first : first + micro_batch_size])
@@ -96,7 +94,7 @@ class Prefetcher(Generic[T]):
     """Iterator over `source` that loads up to `depth` items ahead in a thread.
 
     `next` raises the source's exception in place of the item. `close` (or leaving `with`) stops the
-    thread after the current item and may be called twice.
+    thread after the current item.
     """
 
     def __init__(self, source: Iterable[T], depth: int = 2):
@@ -178,7 +176,6 @@ class ReaderBatches:
 
     dataset: on the reader
     size: global batch size at a sample
-    samples: sample numbers of an iteration
     work: token counts of this rank's marked samples
     """
 

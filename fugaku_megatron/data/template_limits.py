@@ -54,9 +54,6 @@ class TemplateLimit(NeverSkipped):
 def apply_chat_template(library: Any, messages: Any, **options: Any) -> Any:
     """Render a chat with transformers in the other process.
 
-    library: transformers' tokenizer
-    options: its apply_chat_template's arguments
-
     Raises TemplateLimit and TemplateRefusal.
     """
     return _apply(type(library).apply_chat_template)(library, messages, **options)
@@ -85,7 +82,6 @@ class TemplateProcess:
         self._lock = threading.Lock()
 
     def render(self, **call: Any) -> tuple[list[str], list[list[tuple[int, int]]]]:
-        """Call transformers' function of this name. Raises as `apply_chat_template`."""
         text = json.dumps(call, default=_plain)
         limits = {"seconds": SECONDS, "characters": max(CHARACTERS, GROWTH * len(text))}
         line = f'{{"limits": {json.dumps(limits)}, "call": {text}}}\n'.encode()

@@ -120,8 +120,6 @@ class GPT2BPETokenizer(ByteLevelBPE):
 
     Bytes that are not UTF-8 stand for themselves (Python's surrogateescape, also in a str), so
     decode_bytes(encode(b)) == b for any b. Other lone surrogates become U+FFFD.
-
-    Raises ValueError for a missing, invalid or mismatched file.
     """
 
     name = "GPT2BPETokenizer"
@@ -297,7 +295,6 @@ def model_tokenizer(
 
     saved: data flags of that run
     carried: directory with Hugging Face files
-    size: number of the model's tokens
     """
     flags = TokenizerFlags.of(SimpleNamespace(**saved), size)
     if flags.named:

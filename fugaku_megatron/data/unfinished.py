@@ -90,10 +90,6 @@ class TokenFiles:
 class Unfinished:
     """Folder of one command. `journal` is the state to resume from.
 
-        with Unfinished(prefix, made_with, files, outputs, dtype) as work:
-            work.add(...)
-            work.finish(writers, shuffle)
-
     The folder is removed at the block's end, also if it fails before the first record.
 
     made_with: JSON of all that tokens depend on besides the files

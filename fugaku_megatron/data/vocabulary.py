@@ -40,8 +40,7 @@ NAMES = ("vocab.json", "merges.txt")
 def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
     """Train a vocabulary of at most `size` tokens into `output` and return its size.
 
-    Pairs that occur at least twice are merged. Raises ValueError for a size out of range, without
-    the `tokenizers` library, without text, and if the files cannot be written.
+    Pairs that occur at least twice are merged.
     """
     check_size(size)
     tokenizer = library("tokenizers", "demo", "training a vocabulary").ByteLevelBPETokenizer()

@@ -42,9 +42,7 @@ def problems(
 ) -> list[Problem]:
     """Return all mistakes, by line.
 
-    group: to charge, from pjsub's command line
     files: staged files must exist already
-    options: pjsub's, which replace directives
     """
     try:
         script = parse(text)
@@ -58,7 +56,6 @@ def problems(
 
 
 def _shape(request: Request) -> Iterator[Problem]:
-    """Check that the shape has whole torus units and fits the machine."""
     line = request.script.line("-L", "node")
     shape = request.shape
     best = torus.best_shape(request.nodes)
@@ -163,7 +160,6 @@ def _power(request: Request) -> Iterator[Problem]:
 
 
 def _clock(request: Request) -> Iterator[Problem]:
-    """Check that clock and eco state form an accepted mode that --cpu-frequency matches."""
     script = request.script
     freq = script.get("-L", "freq")
     eco = script.get("-L", "eco_state")
@@ -240,7 +236,6 @@ def _run(request: Request) -> Iterator[Problem]:
 
 
 def _rank_map(request: Request, layout: Layout, tensor: int) -> Iterator[Problem]:
-    """Check the rank map; warn of distant tensor-parallel ranks without a map."""
     if request.shape and not torus.whole(request.shape):
         return  # a problem of _shape
     script = request.script
@@ -264,7 +259,6 @@ def _rank_map(request: Request, layout: Layout, tensor: int) -> Iterator[Problem
 
 
 def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterator[Problem]:
-    """Check the modelled memory and the time to the first checkpoint."""
     script = request.script
     system = System.from_names(
         "a64fx", software.THIS_PROJECT, request.nodes, request.ranks_per_node
@@ -404,7 +398,6 @@ def _preloaded(request: Request) -> Iterator[Problem]:
 
 
 def _shared_files(request: Request) -> Iterator[Problem]:
-    """Check that few enough nodes and processes open one file."""
     script = request.script
     if (
         request.nodes <= limits.SINGLE_FILE_NODES

@@ -146,7 +146,7 @@ def _typed_here() -> bool:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a run.
+    """A run's end.
 
     code: exit code of the job
     signal: signal that ended a rank, or 0
@@ -187,11 +187,6 @@ def _first(patterns: tuple[str, ...], said: str) -> str | None:
 
 
 def ending(returncode: int, said: str) -> Ending:
-    """Return how a start ended.
-
-    returncode: negative if a signal ended the launcher
-    said: end of the output
-    """
     if returncode == 0:
         return Ending(ExitCode.FINISHED)
     node = (_first(_NODES, said) or "").rstrip(",.:")

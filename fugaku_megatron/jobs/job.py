@@ -28,7 +28,7 @@ MARGIN = 900  # seconds before the end of a job at which the trainer saves and e
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The contents of a job script.
+    """A job script's contents.
 
     flags: pretrain_gpt.py's, without paths
     elapse: seconds
@@ -77,10 +77,7 @@ def placeable(plan: search.Plan, shape: torus.Shape | None) -> bool:
 def choose(
     run: RunConfig, system: System, held: frozenset[str], shape: torus.Shape | None
 ) -> search.Plan:
-    """Return the fastest plan that can be placed. ValueError if there is none.
-
-    held: fields that keep the run's value
-    """
+    """Return the fastest plan that can be placed. ValueError if there is none."""
     result = search.search(run, system, held)
     check(
         result.plans,
@@ -113,7 +110,7 @@ def node_shape(nodes: int) -> torus.Shape | None:
 
 
 def decide(args: argparse.Namespace, own: tuple[str, ...]) -> Job:
-    """Return the job that parsed flags describe. ValueError for an impossible job.
+    """Return the job that parsed flags describe.
 
     own: names of flags that do not belong to pretrain_gpt.py
     """
@@ -204,7 +201,6 @@ def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str
 
 
 def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
-    """Return the decisions. source: of the resource groups' limits"""
     start = start_up(job.nodes)
     training = job.iterations * best.seconds
     in_a_job = max(

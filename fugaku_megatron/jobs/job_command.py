@@ -120,7 +120,6 @@ def job_from_words(words: Sequence[str]) -> jobs.Job:
 
 
 def job_from(args: argparse.Namespace) -> jobs.Job:
-    """Return the job. ValueError for a user's mistake."""
     check(args.nodes is not None, "--nodes is missing: pass the number of nodes of the job")
     mode = limits.mode(args.mode)
     check(not mode.refused, f"--mode {args.mode}: {mode.refused}")
@@ -172,12 +171,10 @@ def _write(path: Path, text: str, flag: str = "") -> None:
 
 
 def rendered(name: str) -> str:
-    """Return a script of scripts/pjsub."""
     return render.render(job_from_words(shlex.split(SCRIPTS[name])))
 
 
 def render_all(folder: Path) -> int:
-    """Write the scripts of scripts/pjsub."""
     check(folder.is_dir(), f"--all {folder}: pass an existing folder, such as scripts/pjsub")
     for name in SCRIPTS:
         _write(folder / name, rendered(name))
@@ -207,7 +204,6 @@ def add_render_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make(args: argparse.Namespace) -> int:
-    """Write a job's script, which needs no other file of the checkout."""
     if args.all:
         return render_all(args.all)
     check(
@@ -233,7 +229,6 @@ def make(args: argparse.Namespace) -> int:
 def _output(
     args: argparse.Namespace, text: str, why: Sequence[str] = (), left: Sequence[str] = ()
 ) -> int:
-    """Write a script into --output or to standard output. left: lines about what is to fill in"""
     if args.output:
         _write(Path(args.output), text, "-o ")
         print(*why, f"wrote {args.output}", *left, sep="\n")
@@ -280,7 +275,6 @@ def add_file_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _problems(args: argparse.Namespace, passed: Sequence[str] = ()) -> int:
-    """Print each mistake; return their number. passed: pjsub's options"""
     check(Path(args.file).is_file(), f"{args.file} is not a file: pass a job script")
     problems = checks.problems(
         script.read(Path(args.file)), args.group, files=not args.no_files, options=passed
@@ -291,7 +285,6 @@ def _problems(args: argparse.Namespace, passed: Sequence[str] = ()) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Print every mistake in a script."""
     if _problems(args):
         return 2
     print(f"{args.file}: no mistake found (limits: {limits.resource_groups()[1]})")
@@ -310,7 +303,6 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def submit(args: argparse.Namespace) -> int:
-    """Check, then call pjsub with the words after "--"."""
     rest = script.add_options(script.Script(), args.passed, 0)
     check(not rest, f"{' '.join(rest)!r} after -- is not an option of pjsub: pass FILE before --")
     check(args.steps is None or args.steps > 0, f"--steps is {args.steps}: pass a number above 0")

@@ -67,7 +67,7 @@ STATES = {
 
 
 class Mode(NamedTuple):
-    """A clock and power mode. freq: MHz. refused: the site's reason, or ""."""
+    """A clock and power mode. freq: MHz."""
 
     name: str
     freq: int
@@ -107,7 +107,6 @@ MODES = {
 
 
 def is_name(text: str) -> bool:
-    """Return True for a job or group name that needs no quotes."""
     return re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text) is not None
 
 
@@ -116,7 +115,6 @@ def is_number(text: str) -> bool:
 
 
 def mode(name: str) -> Mode:
-    """Return the mode. ValueError names the known modes."""
     if name not in MODES:
         raise unknown("--mode", name, MODES)
     return MODES[name]
@@ -150,7 +148,6 @@ def resource_groups() -> tuple[dict[str, ResourceGroup], str]:
 
 
 def smallest(nodes: int, groups: dict[str, ResourceGroup]) -> ResourceGroup:
-    """Return the usual group. ValueError if none accepts `nodes`."""
     for name in ("small", "large", "huge"):
         if name in groups and groups[name].accepts(nodes):
             return groups[name]
@@ -159,7 +156,7 @@ def smallest(nodes: int, groups: dict[str, ResourceGroup]) -> ResourceGroup:
 
 
 def seconds(clock: str, name: str = "elapse=") -> int:
-    """Parse HH:MM:SS, MM:SS or seconds. ValueError for anything else."""
+    """Parse HH:MM:SS, MM:SS or seconds."""
     parts = clock.split(":")
     check(1 <= len(parts) <= 3 and all(map(is_number, parts)), f"{name}{clock}: write HH:MM:SS")
     return sum(int(p) * 60**i for i, p in enumerate(reversed(parts)))

@@ -1,9 +1,8 @@
-"""Text of job scripts: Fugaku's from a job (`job.Job`), and Slurm's for every cluster and model.
+"""Job script text: Fugaku's from a job (`job.Job`), and Slurm's for every cluster and model.
 
 A Fugaku script has #PJM directives, values, the common part (pjsub.sh) and the run. Slurm scripts
-(scripts/slurm) share a template and slurm.sh. Their layouts are fixed here; rendering checks their
-modelled memory. They stage no files: on some hundred nodes Python can start from the shared file
-system.
+(scripts/slurm) share a template and slurm.sh. They stage no files: on some hundred nodes Python can
+start from the shared file system.
 """
 
 from __future__ import annotations
@@ -315,7 +314,6 @@ def fill(template: str, cluster: Cluster, **values: object) -> str:
 
 
 def render_slurm(cluster: Cluster, job: Recipe) -> str:
-    """Return the script. ValueError if the recipe does not fit on the cluster."""
     layout, mib = slurm_memory_mib(cluster, job)
     return fill(
         SLURM_TEMPLATE,

@@ -101,7 +101,6 @@ class Script:
         return (setting or first_of_option or Value("", self.last_directive)).line
 
     def value(self, name: str, environ: dict[str, str] | None = None) -> Value | None:
-        """Return a variable's value: from -x, or as `default` reads it."""
         option = self.get("-x", name)
         assignment = self.variables.get(name)
         if assignment is None or option and assignment.text.startswith("${"):
@@ -114,8 +113,6 @@ class Script:
 
 def add_options(script: Script, words: Sequence[str], line: int) -> list[str]:
     """Add pjsub's options; return the other words, from the script's name on.
-
-    ValueError names an unknown option.
 
     line: of a directive, 0 for the command line
     """
@@ -144,7 +141,6 @@ def _enter(script: Script, option: str, value: str, line: int) -> None:
 
 
 def read(path: Path) -> str:
-    """Return a script's text. ValueError if it cannot be read here or by bash."""
     if reason := unreadable(path):
         raise ValueError(f"{path}: {reason}: pass a job script")
     try:
@@ -161,7 +157,6 @@ def read(path: Path) -> str:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Iterate over (number, line); the common part's lines share one number."""
     for number, line in enumerate(text.splitlines(), 1):
         yield number, line
         if line.startswith(READS_COMMON):
@@ -169,7 +164,6 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def parse(text: str) -> Script:
-    """Parse a script. ValueError names an unreadable line."""
     script = Script()
     in_flags = False
     in_body = False
@@ -229,8 +223,6 @@ class Request:
     """A script's resources.
 
     elapse: seconds
-    group: to charge, from the command line
-    files: staged files must exist already
     """
 
     script: Script
@@ -292,7 +284,6 @@ def requested(script: Script, group: str | None, files: bool) -> Request:
 
 
 def _spares(script: Script, nodes: int) -> int:
-    """Return SPARE_NODES. ValueError unless below `nodes`."""
     setting = script.value("SPARE_NODES")
     if setting is None:
         return 0

@@ -89,7 +89,6 @@ class Nodes:
         self.run = replace(self.run, batch=replace(self.run.batch, global_batch_size=size))
 
     def layout(self, nodes: int) -> Layout:
-        """Return the layout. ValueError if the run does not fit."""
         return Layout.from_run(self.run, nodes * self.ranks_per_node)
 
     @property
@@ -211,7 +210,6 @@ class Supervisor:
             )
 
     def _reason_to_end(self, end: Ending) -> tuple[str, ExitCode]:
-        """Return the reason for no restart, or "", and the exit code."""
         if self.stop.stop_requested:
             return "asked to stop", ExitCode.FINISHED
         if self._minutes_left() == 0:
@@ -227,7 +225,6 @@ class Supervisor:
         return code
 
     def _saved(self) -> int:
-        """Return the newest checkpoint's iteration; 0 if there is none or it is unreadable."""
         try:
             return latest_iteration(self.run.output.save or "") or 0
         except (ValueError, OSError):
@@ -246,7 +243,6 @@ class Supervisor:
         folder: Path,
         ranks_per_node: int | None = None,
     ) -> list[str]:
-        """Return the launcher and the program. folder: for the file of {map}"""
         if self.nodes is None:
             return [*self.launcher, *program]
         each = ranks_per_node or self.nodes.ranks_per_node
@@ -312,7 +308,6 @@ def say(text: str) -> None:
 
 
 def read_hosts(text: str) -> list[str]:
-    """Return the unique hosts. ValueError if there are none."""
     if text.startswith("@"):
         words = read_text(text[1:], "--hosts", "pass a file with one host on each line").split()
     else:
@@ -323,7 +318,6 @@ def read_hosts(text: str) -> list[str]:
 
 
 def supervisor(args: argparse.Namespace, stop: Stop) -> Supervisor:
-    """Build the supervisor. ValueError for a command that cannot be restarted."""
     check(
         args.passed,
         "pass the command after --: fugaku-megatron supervise -- mpiexec -n 4 fugaku-megatron train ...",

@@ -83,7 +83,6 @@ def tensor_fits(tp: int, ranks_per_node: int) -> bool:
 
 
 def check_tensor(tp: int, ranks_per_node: int) -> None:
-    """Raise ValueError unless `tensor_fits`."""
     divisors = {d for d in range(1, ranks_per_node) if ranks_per_node % d == 0}
     sizes = sorted({ranks_per_node * n for n in TILES} | divisors)
     check(
@@ -121,7 +120,7 @@ def hops(a: Shape, b: Shape, shape: Shape) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMap:
-    """The placement of ranks.
+    """Rank placement.
 
     nodes: coordinates (x, y, z) of each rank's node
     box: edges of a stage's box, in tensor-parallel groups

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ..config.layer_kinds import LayerKind
 from ..config.run_config import RunConfig
 from ..nn.model import OUTPUT, WORD_EMBEDDINGS
 from .points import CHECKPOINT, GATHERED, KINDS, LOCAL, UPDATE, USED, Point, neighbour
@@ -93,12 +94,12 @@ class Difference:
     tolerance: float
     between: str | None
 
-    def line(self, layers: int) -> str:
-        """Return the report's line. layers: of the model"""
+    def line(self, kinds: Sequence[LayerKind]) -> str:
+        """Return the report's line. kinds: of the model's layers"""
         ranks = "rank" if len(self.ranks) == 1 else "ranks"
         return (
             f"first difference: {self.point}, on {ranks} {' '.join(map(str, self.ranks))}: error {self.error:.2g}, "
-            f"tolerance {self.tolerance:.2g}; between {neighbour(self.point, layers)}, which agrees, and this tensor: "
+            f"tolerance {self.tolerance:.2g}; between {neighbour(self.point, kinds)}, which agrees, and this tensor: "
             f"{self.between or 'no communication'}"
         )
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..comm.grid import Grid
+from ..config import layer_kinds
+from ..config.layer_kinds import LayerKind
 from ..config.layout import Layout, cp_comm_types
 from ..config.model import MLP_OF_EXPERTS
 from ..config.parallel import A2A, ALLGATHER
@@ -51,7 +54,9 @@ MLP_NORM = "pre_mlp_layernorm"
 MLP = "mlp"
 LAYER = ""
 FINAL_NORM = "decoder.final_layernorm"
-SITES = (INPUT_NORM, QKV, CORE, ATTENTION, MLP_NORM, MLP, LAYER)
+SITES_OF_MIXERS = {layer_kinds.ATTENTION: (INPUT_NORM, QKV, CORE, ATTENTION)}
+SITES_OF_MLP = (MLP_NORM, MLP)
+SITES = (*SITES_OF_MIXERS[layer_kinds.ATTENTION], *SITES_OF_MLP, LAYER)
 
 GROUPS = {
     "tp": "tensor-parallel",
@@ -127,10 +132,16 @@ def _place(name: str) -> int:
     return 1 + int(found[1]) * width + site
 
 
-def neighbour(point: Point, layers: int) -> str:
-    """Return the words for the tensor that the point's tensor is computed from."""
+def sites(kind: LayerKind) -> tuple[str, ...]:
+    """Return the sites of a layer, in the order of forward."""
+    own = () if kind.mixer is None else SITES_OF_MIXERS[kind.mixer]
+    return (*own, *(() if kind.mlp is None else SITES_OF_MLP), LAYER)
+
+
+def neighbour(point: Point, kinds: Sequence[LayerKind]) -> str:
+    """Return the words for the tensor that the point's tensor is computed from. kinds: of all layers"""
     names = [EMBEDDING]
-    names += [layer_name(layer, site) for layer in range(layers) for site in SITES]
+    names += [layer_name(layer, site) for layer, kind in enumerate(kinds) for site in sites(kind)]
     names.append(FINAL_NORM)
     if point.kind == FORWARD:
         index = names.index(point.name)
@@ -208,7 +219,7 @@ class Communication:
 
     def forward(self, layer: int, site: str) -> str | None:
         """Return the words for the communication before an output. layer: from 0"""
-        if site == INPUT_NORM:
+        if site == sites(self.run.model.layer_kinds[layer])[0]:
             return self._stage_border(layer, -1)
         if site == QKV:
             return self._into_matmul(backward=False)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import product, repeat
 from typing import Any, NamedTuple
 
-from ..config.experts import experts_in
+from ..config.layer_kinds import layer_symbols
 from ..config.layout import Layout, chunks, cp_comm_types
-from ..config.model import ModelConfig
+from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.output import OutputConfig
 from ..config.parallel import ParallelConfig
 from ..config.precision import PrecisionConfig
@@ -142,10 +142,14 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
     if model.num_experts:
         changes["num_experts"] = width.experts
         changes["moe_ffn_hidden_size"] = width.mlp
-        has_experts = experts_in(model.moe_layer_freq, model.num_layers)
-        changes["moe_layer_freq"] = str([int(has_experts[layer]) for layer in kept])
+        if model.layer_types is None:
+            experts = [model.mlps[layer] == MLP_OF_EXPERTS for layer in kept]
+            changes["moe_layer_freq"] = str([*map(int, experts)])
         if model.moe_shared_expert_intermediate_size:
             changes["moe_shared_expert_intermediate_size"] = width.mlp
+    if model.layer_types is not None:
+        symbols = layer_symbols(model.layer_types, model.num_layers)
+        changes["layer_types"] = ",".join(symbols[layer] for layer in kept)
     if model.window is not None:
         left = max(1, min(model.window - 1, (model.window - 1) * length // model.seq_length))
         changes["window_size"] = f"{left},0"

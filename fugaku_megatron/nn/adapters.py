@@ -146,11 +146,11 @@ def row_mask(
     if parts == (linear,) or linear not in (QKV, FC1):
         return None
     rows = b.shape[:-1].numel()
-    queries = model.num_attention_heads // model.query_groups
+    queries = model.query_widths * model.num_attention_heads // model.query_groups
     each = rows // a.shape[:-3].numel()  # of an expert
     if linear == FC1:
         owner = torch.arange(rows) % each // (each // 2)
-    else:  # a query group: queries, key, value
+    else:  # a query group: queries and gates, key, value
         slot = torch.arange(rows) // model.kv_channels % (queries + 2)
         owner = (slot - queries + 1).clamp(min=0)
     numbers = torch.tensor([MATRICES[linear].index(part) for part in parts])

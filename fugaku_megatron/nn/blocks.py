@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.grid import ALONE
+from ..config.layer_kinds import MIXERS
 from ..config.layout import group_copies
 from ..config.model import ACTIVATIONS, LAYER_NORM, LEARNABLE, MLP_OF_EXPERTS, NORMS, OFF_BY_ONE
 from ..config.parallel import A2A, P2P
@@ -36,6 +37,7 @@ from .ops import DropoutKey, recompute
 from .ops.activation import Activation
 from .ops.mlp import MLPWeights
 from .ops.norm import sharded_rms_norm
+from .ops.output_gate import gated, split_gate
 from .ops.rotary import HeadNorms, Rotary
 from .sequence_ranks import copy_groups, own_segments, positions, to_heads, to_rows
 from .shared_attention import AttentionMask, SharedCall
@@ -56,6 +58,9 @@ class SelfAttention(nn.Module):
         self.kind = model.layer_kinds[layer - 1]
         self.cp_comm_type = context.cp_comm_type(layer)
         tp = context.tp.size
+        self.own_heads = Heads(
+            model.num_attention_heads // tp, model.query_groups // tp, model.kv_channels
+        )
         # Ranks that share the heads in attention.
         cp = context.cp.size if self.cp_comm_type == A2A else 1
         self.group_copies = group_copies(model.query_groups // tp, cp)
@@ -143,10 +148,7 @@ class SelfAttention(nn.Module):
         ops = self.context.ops
         tp = self.context.tp
         cp = self.context.cp
-        whole = Heads(
-            model.num_attention_heads // tp.size, model.query_groups // tp.size, model.kv_channels
-        )
-        qkv = to_heads(copy_groups(qkv, whole, self.group_copies), cp)  # the whole sequence
+        qkv = to_heads(copy_groups(qkv, self.own_heads, self.group_copies), cp)  # whole sequence
         first_head = (tp.rank * cp.size + cp.rank) * self.heads.heads
         softcap = model.attn_logit_softcapping
         dropped = self._dropped(first_head * qkv.shape[0], forward_pass)
@@ -157,14 +159,16 @@ class SelfAttention(nn.Module):
             dropped=dropped,
             window=self.kind.window,
             starts=starts,
-            sinks=self._sinks(),
         )
-        if softcap is not None:
-            attention = partial(self._capped, dropped=dropped, starts=starts)
+        sinks = self._sinks()
+        if softcap is not None or sinks is not None:
+            mask = AttentionMask(len(qkv), self.kind.window, starts)
+            call = SharedCall(self.heads, mask, dropped, softcap, sinks)
+            attention = partial(self._alone, call=call)
         if model.uses_rotary(self.kind):
             qkv = self.apply_rotary(qkv, *self._angles(len(qkv), forward_pass))
         if forward_pass.rows is not None:
-            return forward_pass.rows.attend(ops, self.layer, qkv, attention, softcap, self._sinks())
+            return forward_pass.rows.attend(ops, self.layer, qkv, attention, softcap, sinks)
         return to_rows(attention(qkv), cp)
 
     def _sinks(self) -> Sinks | None:
@@ -177,11 +181,9 @@ class SelfAttention(nn.Module):
             return Sinks(torch.zeros(heads))
         return None
 
-    def _capped(self, qkv: Tensor, dropped: Dropout, starts: Tensor | None) -> Tensor:
-        """Attend with --attn-logit-softcapping, as one of no ranks that share the sequence."""
-        mask = AttentionMask(len(qkv), self.kind.window, starts)
-        softcap = self.context.model.attn_logit_softcapping
-        call = SharedCall(self.heads, mask, dropped, softcap, self._sinks())
+    def _alone(self, qkv: Tensor, call: SharedCall) -> Tensor:
+        """Attend as one of no ranks that share the sequence."""
+        call = call._replace(mask=replace(call.mask, length=len(qkv)))
         return self.context.ops.shared_attention(qkv, call, ALONE, P2P)
 
     def _dropped(self, row0: int, forward_pass: Pass) -> Dropout:
@@ -230,11 +232,16 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Attend, (s, b, h) -> (s, b, h), without the projection's bias."""
         qkv = self.linear_qkv(x, forward_pass)  # (s, b, g (n/g + 2) d)
+        gates = None
+        if self.context.model.attention_output_gate:
+            qkv, gates = split_gate(qkv, self.own_heads)
         # Below the lowest adapter there is no backward.
         if forward_pass.recompute == "selective" and qkv.requires_grad:
             context = recompute(self.attend, qkv, forward_pass)
         else:
             context = self.attend(qkv, forward_pass)
+        if gates is not None:
+            context = gated(context, gates)
         projected: Tensor = self.linear_proj(context, forward_pass)
         return projected
 
@@ -301,28 +308,42 @@ class MLP(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention and an MLP, with norms by --norm-placement. With --parallel-residual the MLP and attention have the same input."""
+    """A mixer such as attention and an MLP, or one of both, with norms by --norm-placement.
+
+    With --parallel-residual the MLP and attention have the same input.
+    """
 
     def __init__(self, layer: int, context: Context) -> None:
         super().__init__()
         name = f"decoder.layers.{layer - 1}"
         model = context.model
-        before, after = model.norms_around
+        kind = model.layer_kinds[layer - 1]
         self.layer = layer
         self.context = context
 
         def norm_if(present: bool, norm: str) -> Norm | None:
             return make_norm(f"{name}.{norm}", context) if present else None
 
+        before = model.norms_around.before and kind.mixer is not None
+        after = model.norms_around.after and kind.mixer is not None
         self.input_layernorm = norm_if(before, "input_layernorm")
-        self.self_attention = SelfAttention(f"{name}.self_attention", layer, context)
+        self.self_attention: Any = None
+        if kind.mixer is not None:
+            mixer = resolve_name(MIXERS[kind.mixer].layer)
+            self.self_attention = mixer(f"{name}.self_attention", layer, context)
         self.post_self_attn_layernorm = norm_if(after, "post_self_attn_layernorm")
+        before = model.norms_around.before and kind.mlp is not None
+        after = model.norms_around.after and kind.mlp is not None
         shared = model.parallel_shared_norm
         self.pre_mlp_layernorm = norm_if(before and not shared, "pre_mlp_layernorm")
-        mlp: type[nn.Module] = MLP
-        if model.layer_kinds[layer - 1].mlp == MLP_OF_EXPERTS:
-            mlp = resolve_name("fugaku_megatron.nn.experts:Experts")  # a module that imports this
-        self.mlp: Any = mlp(f"{name}.mlp", context)
+        self.mlp: Any = None
+        if kind.mlp is not None:
+            mlp: type[nn.Module] = MLP
+            if kind.mlp == MLP_OF_EXPERTS:
+                mlp = resolve_name(
+                    "fugaku_megatron.nn.experts:Experts"
+                )  # a module that imports this
+            self.mlp = mlp(f"{name}.mlp", context)
         self.post_mlp_layernorm = norm_if(after, "post_mlp_layernorm")
 
     def _scaled(self, out: Tensor, norm: Norm | None) -> Tensor:
@@ -333,6 +354,8 @@ class TransformerLayer(nn.Module):
     def _attended(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
         """Return (x + attention, MLP input), both (s, b, h)."""
         attention = self.self_attention
+        if attention is None:
+            return x, x if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x)
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
         out = self._scaled(attention(normed, forward_pass), self.post_self_attn_layernorm)
         added = (
@@ -341,6 +364,9 @@ class TransformerLayer(nn.Module):
             x,
             hidden_dropout(self.context, self.layer, "residual_1", x, forward_pass),
         )
+        if self.mlp is None:
+            total = self.context.ops.bias_dropout_add(*added, forward_pass.needs_values)
+            return total, total
         if self.context.model.parallel_residual:
             total = self.context.ops.bias_dropout_add(*added)
             return total, normed if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x)
@@ -351,6 +377,8 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         x, normed = self._attended(x, forward_pass)
+        if self.mlp is None:
+            return x
         inner = forward_pass
         if self.context.model.keeps_mlp_tensors:
             inner = replace(forward_pass, needs_values=True)

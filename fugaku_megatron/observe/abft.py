@@ -1,4 +1,4 @@
-"""Checksums of matmuls (`--abft`): algorithm-based fault tolerance."""
+"""Matmul checksums (`--abft`): algorithm-based fault tolerance."""
 
 from __future__ import annotations
 
@@ -135,7 +135,6 @@ def compare_grouped(
 
 
 def _group_of_rows(counts: Tensor) -> Tensor:
-    """Return each row's group, (m,)."""
     return torch.arange(len(counts)).repeat_interleave(counts)
 
 
@@ -168,7 +167,7 @@ Call = Callable[[], object]  # runs the kernel
 
 
 def _recheck(tensor: str, call: Call, check: Callable[[], Difference | None]) -> Finding | None:
-    """Run a matmul, and once more if its check fails. The second result stays."""
+    """Run a matmul, and once more if its check fails."""
     call()
     found = check()
     if found is None:
@@ -286,7 +285,6 @@ class Matmul(NamedTuple):
     """A checked kernel.
 
     weight: argument index of the weight or its gradient
-    check: check(call, *arguments) runs the kernel too
     """
 
     weight: int

@@ -1,4 +1,4 @@
-"""Energy that the nodes of a run use."""
+"""Energy that a run's nodes use."""
 
 from __future__ import annotations
 
@@ -48,5 +48,4 @@ class EnergyWatch(Observer):
 
 
 def short_seconds(value: float) -> str:
-    """Return "2.5 s" or "3 min"."""
     return f"{value:.2g} s" if value < 100 else f"{value / 60:.0f} min"

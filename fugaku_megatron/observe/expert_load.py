@@ -1,4 +1,4 @@
-"""Log lines and files about the load of experts."""
+"""Log lines and files about expert load."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class ExpertWatch(Observer):
         self.tokens = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.float64)
 
     def end(self, result: IterationResult) -> dict[str, Any]:
-        """Count an iteration's table (l, e + 2); return its values."""
         if result.experts is None:
             return {}
         own = result.experts[self.layers]

@@ -17,7 +17,7 @@ HISTOGRAM = "histogram"
 
 
 class Figure(NamedTuple):
-    """A figure. value: None if the interval has no such value"""
+    """Figure for export. value: None if the interval has no such value"""
 
     name: str
     kind: str

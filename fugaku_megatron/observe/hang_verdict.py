@@ -1,8 +1,8 @@
-"""Hang detection across nodes, which exchange censuses of their ranks until a census yields a verdict.
+"""Hang detection across nodes: they exchange rank censuses until a census yields a verdict.
 
-A rank is stuck if it has not moved for its limit, and neither waits for others nor has an awake watchdog.
-Nodes form a tree of UDP datagrams: node n reports its census, merged with its children's, to node (n - 1) // FAN, which answers.
-Two ranks per node listen, because one may have stopped. The tree also announces the end of a job.
+A rank is stuck if it has not moved for its limit, and neither waits for others nor has an awake
+watchdog. Nodes form a tree of UDP datagrams: node n reports its census, merged with its children's,
+to node (n - 1) // FAN, which answers. Two ranks per node listen, because one may have stopped.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class Census:
 
     @classmethod
     def parsed(cls, record: Message) -> Census:
-        """Invert `dataclasses.asdict`; KeyError or TypeError for another record."""
         standings = {
             name: tuple(Standing(**s) for s in record[name])
             for name in ("stuck", "waiters", "others")
@@ -77,7 +76,7 @@ class Census:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Reason for the end of a job. text: one line. stuck: ranks that cannot write their own stacks."""
+    """Reason for a job's end. text: one line. stuck: ranks that cannot write their own stacks."""
 
     text: str
     code: int
@@ -129,7 +128,6 @@ def _shortest(standings: Iterable[Standing]) -> tuple[Standing, ...]:
 def judge(census: Census, alone: bool = False, late: float = 0.0) -> Verdict | None:
     """Return the verdict on a hang that has lasted long enough.
 
-    alone: not all other nodes are heard, so a deadlock on this node needs twice the limit
     late: s in which another node may report first
 
     A silent node counts as stuck only if no rank elsewhere moves, because datagrams may be lost.
@@ -149,13 +147,11 @@ def judge(census: Census, alone: bool = False, late: float = 0.0) -> Verdict | N
 
 
 def _stands(census: Census) -> bool:
-    """Return True if every rank is stuck or has waited for half its limit."""
     waits = all(waiter.seconds >= waiter.limit / 2 for waiter in census.waiters[:1])
     return waits and census.ranks == census.waiting + len(census.stuck) + census.more
 
 
 def _patient(waiter: Standing, alone: bool, late: float) -> bool:
-    """Return True if a stuck rank would have been found by now."""
     limit = 2 * waiter.limit if alone else waiter.limit
     return waiter.seconds >= max(2 * ASLEEP, limit) + late
 
@@ -210,7 +206,6 @@ def own_address(towards: str | None = None) -> str:
 
 
 def open_socket(address: str, port: int = 0) -> socket.socket:
-    """Open a non-blocking UDP socket. port: 0: any free one"""
     opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     opened.bind((address, port))
     opened.setblocking(False)
@@ -219,7 +214,7 @@ def open_socket(address: str, port: int = 0) -> socket.socket:
 
 @dataclass(frozen=True)
 class Heard:
-    """Last datagram from another node. own: its ranks. whole: all nodes below, too."""
+    """Last datagram from another node."""
 
     time: float
     address: Address
@@ -253,7 +248,6 @@ class Link:
         return self._parent is None and self._began is not None and now - self._began > limit
 
     def deserted(self, limit: float, now: float) -> bool:
-        """Return True if the node above has fallen silent."""
         return self._parent is not None and self._parent.silent(limit, now)
 
     def receive(self, now: float) -> None:
@@ -280,7 +274,6 @@ class Link:
                 self._children[message["node"]] = heard
 
     def whole(self, own: Census, limit: float, now: float) -> Census:
-        """Return the census of this node, all nodes below, and a silent node above."""
         reports = [own]
         for heard in [*self._children.values(), *filter(None, [self._parent])]:
             if heard.silent(limit, now):
@@ -290,7 +283,6 @@ class Link:
         return merge(reports)
 
     def report(self, own: Census, whole: Census, limit: float, now: float) -> None:
-        """Report to the node above and answer those below, if it is time."""
         if now - self._reported < min(INTERVAL, limit / INTERVALS):
             return
         self._reported = now

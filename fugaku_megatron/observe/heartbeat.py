@@ -1,10 +1,8 @@
 """Heartbeats of a node's ranks in shared memory, and stack dumps.
 
-    heart = Heartbeat(node_folder(), rank=3)
-    with heart.phase("save"): ...           # a beat at both ends
-
-A heartbeat is a one-page file in /dev/shm, so that readers need neither the rank's interpreter nor MPI nor a signal. Times are
-seconds of CLOCK_MONOTONIC, shared by a node's processes. Stacks come from faulthandler, and from gdb or eu-stack if installed.
+A heartbeat is a one-page file in /dev/shm, so that readers need neither the rank's interpreter nor
+MPI nor a signal. Times are seconds of CLOCK_MONOTONIC, shared by a node's processes. Stacks come
+from faulthandler, and from gdb or eu-stack if installed.
 """
 
 from __future__ import annotations
@@ -56,10 +54,8 @@ class Beat:
     """A rank's last heartbeat. Times in s of CLOCK_MONOTONIC.
 
     limit: seconds without a move before the rank counts as stuck
-    moved: time of the last beat
     waits: for other ranks
     training: in an iteration
-    looked: time of the watchdog's last look
     """
 
     process: int
@@ -98,7 +94,6 @@ def node_folder() -> Path:
 
 
 def stat_words(process: int | str) -> list[str]:
-    """Return the words of /proc/PROCESS/stat from the state on. OSError without the process."""
     return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
 
 
@@ -130,7 +125,7 @@ def remove_dead() -> None:
 
 
 class Heartbeat:
-    """This rank's heartbeat. folder: None: private memory"""
+    """This rank's heartbeat."""
 
     def __init__(self, folder: Path | None = None, rank: int = 0, limit: float = 0.0) -> None:
         self.rank = rank
@@ -230,7 +225,6 @@ class Heartbeat:
 
 
 def decode(memory: mmap.mmap | bytes | bytearray) -> Beat | None:
-    """Decode a heartbeat page; None if not written yet."""
     before = b""
     for _ in range(3):  # until no beat came while the page was copied
         page = bytes(memory[: STATE_AT + STATE.size])
@@ -277,7 +271,6 @@ class Node:
         self._pages: dict[str, mmap.mmap] = {}
 
     def read(self) -> list[Beat]:
-        """Return the heartbeats of living ranks, by rank."""
         try:
             names = [name for name in os.listdir(self.folder) if name.isdecimal()]
         except OSError:
@@ -295,7 +288,6 @@ def rank_file(directory: Path, rank: int) -> Path:
 
 
 def write_own(directory: Path, rank: int, native: bool, until: float) -> None:
-    """Write this process's stacks. native: with native frames. until: monotonic time limit"""
     with contextlib.suppress(OSError), rank_file(directory, rank).open("a") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         if native:
@@ -304,7 +296,7 @@ def write_own(directory: Path, rank: int, native: bool, until: float) -> None:
 
 
 def write_of(directory: Path, rank: int, process: int, requested: Path, until: float) -> None:
-    """Write the stacks of another process on this node, until a monotonic time.
+    """Write the stacks of another process on this node.
 
     requested: its `on_request` file, written first: a debugger may run out of time
     """
@@ -359,7 +351,6 @@ def state(process: int) -> str:
 
 
 def native_stacks(process: int, until: float) -> str:
-    """Return all threads' native frames, read until a monotonic time; empty without a debugger."""
     command = next((words for words in DEBUGGERS if shutil.which(words[0])), None)
     if command is None:
         return ""

@@ -51,7 +51,6 @@ def read_run_history(path: Path) -> list[dict[str, Any]]:
 
 
 def open_history(path: Path, start_iteration: int) -> TextIO:
-    """Open the history to append, without records after `start_iteration`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [record for record in read_run_history(path) if record["iteration"] <= start_iteration]
     aside = path.with_name(path.name + ".tmp")

@@ -18,7 +18,6 @@ Reduction = Callable[[Sequence["IterationMetrics"], str], Any]
 class Metric(NamedTuple):
     """A field of `IterationMetrics`.
 
-    label, form: name in the log line; format specification or function
     tag, interval_tag: Megatron's TensorBoard tags
     """
 
@@ -59,7 +58,6 @@ def _rounded_mean(records: Sequence[IterationMetrics], name: str) -> int | None:
 
 
 def _mean_over_time(records: Sequence[IterationMetrics], name: str) -> float:
-    """Return a rate's mean, weighted by seconds."""
     weighted: float = sum(getattr(record, name) * record.elapsed_seconds for record in records)
     return weighted / _seconds(records)
 
@@ -141,7 +139,8 @@ def _metric(
 class IterationMetrics:
     """Metrics of an iteration or a log interval, in the log line's order. None is not printed.
 
-    elapsed_seconds, system_seconds, minor_faults: per iteration; faults and system time on the printing rank
+    elapsed_seconds, system_seconds, minor_faults: per iteration; faults and system time on the
+        printing rank
     lm_loss: minimised loss, including the z-loss
     lm_loss_alone: without the z-loss, only with --use-z-loss
     load_balancing_loss, router_z_loss: means over layers with experts, without their factors
@@ -151,8 +150,6 @@ class IterationMetrics:
     clock_ghz: printing rank, after the last iteration
     resident_mib, shared_mib: largest rank, after the last iteration
     watts: all nodes, mean
-
-    `from_interval` needs elapsed_seconds, global_batch_size, lm_loss, skipped and tflops; it computes nans and rates.
     """
 
     iteration: int
@@ -201,7 +198,6 @@ class IterationMetrics:
 
     @classmethod
     def from_interval(cls, records: Sequence[IterationMetrics]) -> IterationMetrics:
-        """Return an interval's metrics. records: at least one, in order"""
         values = {name: metric.reduction(records, name) for name, metric in METRICS}
         return cls(records[-1].iteration, records[-1].train_iters, **values)
 
@@ -220,10 +216,7 @@ METRICS: tuple[tuple[str, Metric], ...] = tuple(
 
 
 def parse_line(line: str) -> IterationMetrics:
-    """Invert `format_line`. Ignore a prefix (rank, time) and unknown fields; accept milliseconds.
-
-    ValueError for another line or a malformed number.
-    """
+    """Invert `format_line`. Ignore a prefix (rank, time) and unknown fields; accept milliseconds."""
     head = _START.search(line)
     if head is None:
         raise ValueError(f"not a log line of an iteration: {line.strip()[:80]!r}")
@@ -243,7 +236,6 @@ def parse_log(lines: Iterable[str]) -> list[IterationMetrics]:
 
 
 def published_header() -> tuple[str, ...]:
-    """Return the columns of document 002's tables."""
     return (
         "Nodes",
         "Freq",

@@ -67,7 +67,6 @@ ITERATION_COLUMNS = ("log", *(f.name for f in fields(IterationMetrics)))
 
 
 def row_of(log: LogSummary, notes: str | None = None) -> PublishedRow:
-    """Return the log's published row. ValueError for inconsistent flags. notes: default: from the log"""
     job = log.job
     run = job.run
     return PublishedRow(
@@ -106,7 +105,6 @@ def _notes(log: LogSummary) -> str:
 
 
 def energy_note(log: LogSummary) -> str | None:
-    """Return "412 W, 1.23 tokens per joule", or None without energy."""
     if log.watts is None:
         return None
     note = f"{log.watts:.0f} W"
@@ -116,7 +114,6 @@ def energy_note(log: LogSummary) -> str | None:
 
 
 def text(logs: Sequence[LogSummary], markdown: bool = False) -> str:
-    """Return the table and each row's basis."""
     lines = ["### Runs, measured", ""] if markdown else []
     lines += pipe_table([published_header(), *(row_of(log).cells() for log in logs)])
     if len(logs) > 1:
@@ -316,7 +313,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """Return the job in the flags, for logs without a `run:` line. ValueError for wrong flags."""
     for name in ("nodes", "ranks_per_node", "interval"):
         value = getattr(options, name)
         check(
@@ -343,7 +339,6 @@ def job_of(options: argparse.Namespace) -> Job:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Raise ValueError for unwritable output files or wrong extensions."""
     check(
         options.csv is not None or not options.per_iteration,
         "--per-iteration needs --csv FILE: pass both",
@@ -358,7 +353,6 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Raise ValueError, one line, for a user's mistake."""
     if options.ranks:
         return show_ranks(options)
     job = job_of(options)
@@ -429,7 +423,6 @@ def _write(options: argparse.Namespace, logs: Sequence[LogSummary]) -> None:
 
 
 def follow(files: Sequence[LogFile], options: argparse.Namespace) -> list[LogSummary]:
-    """Read growing logs, print progress and redraw, until all are finished or Ctrl-C."""
     shown: dict[str, int] = {}  # path -> iteration
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Plots of a run's loss."""
+"""Loss plots."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ SMALL_PANELS: tuple[tuple[str, str], ...] = (
 
 
 def describe(run: RunConfig, dp: int) -> str:
-    """Return 124M, DP 2 x TP 1 x PP 1, fp32."""
     tp = run.parallel.tensor_model_parallel_size
     pp = run.parallel.pipeline_model_parallel_size
     cp = run.parallel.context_parallel_size
@@ -40,7 +39,6 @@ def describe(run: RunConfig, dp: int) -> str:
 
 
 def title(description: str, place: StrPath) -> str:
-    """Return the description, and the path's end on a second line."""
     path = os.fspath(place)
     if len(path) > WIDTH:
         path = "..." + path[-WIDTH:]
@@ -67,10 +65,7 @@ def start_loss_curve(
 
 
 def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[Any]:
-    """Start a module of this package as a program: matplotlib would cost a rank 35 MiB.
-
-    words: command line. options: for subprocess.Popen
-    """
+    """Start a module of this package as a program: matplotlib would cost a rank 35 MiB."""
     package = Path(__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(

@@ -56,7 +56,7 @@ def steady_growth(readings: Sequence[tuple[int, int]]) -> float:
 
 
 class MemoryWatch(Observer):
-    """Memory readings, compared over all ranks. say: writes (iteration, text) to the log."""
+    """Memory readings, compared over all ranks."""
 
     def __init__(self, world: Comm, nodes: Nodes, say: Callable[[int, str], None]) -> None:
         self.world = world
@@ -79,7 +79,6 @@ class MemoryWatch(Observer):
         return {}
 
     def finish_interval(self, iteration: int) -> dict[str, Any]:
-        """Return the largest rank's resident and shared MiB; report growth."""
         now = usage()
         rate = 0.0
         if self._new >= NEW:

@@ -1,4 +1,4 @@
-"""Output of a run: log lines, TensorBoard, Weights & Biases, history, peak memory."""
+"""A run's output: log lines, TensorBoard, Weights & Biases, history, peak memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def format_validation(iteration: int, lm_loss: float, suffix: str = "") -> list[
 
 
 def parse_validation_line(line: str) -> tuple[int, float, float]:
-    """Return (iteration, lm loss, perplexity). ValueError for another line."""
+    """Return (iteration, lm loss, perplexity)."""
     match = _VALIDATION.search(line)
     if match is None:
         raise ValueError(f"not a validation line: {line.strip()[:80]!r}")
@@ -50,10 +50,8 @@ def parse_validation_line(line: str) -> tuple[int, float, float]:
 
 @dataclass(frozen=True)
 class LogOutputs:
-    """Destinations of a run's metrics.
+    """Destinations for a run's metrics.
 
-    stream: None: standard output
-    history: a JSON-lines file
     wandb: gets TensorBoard's scalars
     telemetry, textfile: get the figures of log intervals
     """
@@ -68,7 +66,6 @@ class LogOutputs:
     textfile: StrPath | None = None
 
     def check_installed(self) -> None:
-        """Raise ValueError on every rank without a requested package."""
         if self.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
             raise ValueError(
                 f"--tensorboard-dir {self.tensorboard_dir}: a package is missing: pip install tensorboard, or this package "
@@ -81,7 +78,6 @@ class LogOutputs:
 class MetricsWriter:
     """Writer of metrics, averaged over log intervals.
 
-    printing: True on the rank that writes
     start_iteration: the run resumes here; later records of the history are dropped
     """
 
@@ -207,7 +203,6 @@ class MetricsWriter:
         iteration: int,
         consumed_samples: int | None = None,
     ) -> None:
-        """Write a scalar, except None; in TensorBoard also over `consumed_samples`, as Megatron does."""
         if tag is None or value is None:
             return
         if self._wandb is not None:
@@ -226,5 +221,4 @@ def format_peak_memory(mib: list[float]) -> str:
 
 
 def parse_peak_memory(lines: Iterable[str]) -> int | None:
-    """Return the largest rank's MiB."""
     return next((int(match[1]) for line in lines if (match := _PEAK_MEMORY.search(line))), None)

@@ -99,10 +99,6 @@ def _describe_nonfinite(tensors: Iterable[Any]) -> str | None:
 
 
 def _name(operation: str, arguments: dict[str, Any], previous: str) -> str:
-    """Name an operation's module: linear, decoder.layers.0.self_attention.linear_qkv.
-
-    previous: name of the operation before
-    """
     if operation == "head_loss":
         return f"{operation}, output_layer"
     weight = arguments.get("weight")
@@ -125,8 +121,6 @@ class Search:
     """Inspection of this rank's operations in a repeated iteration.
 
     produced: first nonfinite result with finite inputs
-    met: first nonfinite input or gradient
-    stage: the trainer's parameters, without its hooks
     """
 
     def __init__(self, trainer: Trainer, consumed: int) -> None:
@@ -157,7 +151,6 @@ class Search:
         return result
 
     def _inspect_weight_gradients(self) -> None:
-        """Look for a nonfinite weight gradient: finite sums may overflow."""
         for unit in stage_units(self.trainer.stage):
             for parameter in unit:
                 assert isinstance(parameter, FlatParameter)
@@ -250,7 +243,8 @@ def _nonfinite_weight(trainer: Trainer) -> Finding | None:
 
 
 def find_nonfinite(trainer: Trainer, consumed: int, scale: float) -> str:
-    """Repeat the iteration from sample `consumed`; describe where its first Inf or NaN was produced. Collective.
+    """Repeat the iteration from sample `consumed`; describe the origin of its first Inf or NaN.
+    Collective.
 
     The weights must be unchanged since. Overwrites the gradients.
     """

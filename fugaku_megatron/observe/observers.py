@@ -50,14 +50,13 @@ LISTED = 4  # leading ranks of a group in its text
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Return ranks in a line: 0, 2, 4, 6 ... 14."""
     if len(ranks) <= LISTED + 1:
         return ", ".join(map(str, ranks))
     return f"{', '.join(map(str, ranks[:LISTED]))} ... {ranks[-1]}"
 
 
 class Heartbeats:
-    """Heartbeats of one rank. Pass `groups(...)`, `watch` and `reading` to the trainer."""
+    """One rank's heartbeats. Pass `groups(...)`, `watch` and `reading` to the trainer."""
 
     def __init__(self, heart: Heartbeat, grid: Grid, rank: int) -> None:
         self.heart = heart
@@ -111,7 +110,7 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class Observers:
-    """Observers of a rank. profile, checksums: None unless requested."""
+    """Observers on one rank."""
 
     phases: Phases
     beats: Heartbeats
@@ -152,7 +151,6 @@ def place(watchdog: Watchdog, world: Comm, nodes: Nodes) -> None:
 
 
 def _link(world: Comm, nodes: Nodes) -> Link:
-    """Open a socket; send this node's first ranks' addresses to the nodes below."""
     token, towards = world.broadcast_object((secrets.randbits(62), own_address()))
     opened = open_socket(own_address(towards) if nodes.number else towards)
     address, port = opened.getsockname()

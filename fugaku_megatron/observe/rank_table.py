@@ -58,7 +58,6 @@ class Interval:
 
 
 def parse_interval(line: str) -> Interval:
-    """Invert `Interval.line`. ValueError for another line."""
     try:
         interval = Interval(**json.loads(line))
         lengths = {
@@ -77,10 +76,7 @@ def parse_interval(line: str) -> Interval:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank.
-
-    seconds, usual: per iteration, measured and expected
-    """
+    """A slow rank."""
 
     rank: int
     stage: int
@@ -148,10 +144,7 @@ def _usual_of(interval: Interval) -> str:
 
 
 def read(path: StrPath) -> list[Interval]:
-    """Return a file's intervals with the last layout, in order; the last if repeated.
-
-    ValueError, with file and line, for another file.
-    """
+    """Return a file's intervals with the last layout, in order; the last if repeated."""
     lines = read_text(path, "", "pass a file that --log-ranks wrote").splitlines()
     found: dict[int, Interval] = {}
     for number, line in enumerate(lines, 1):
@@ -172,7 +165,6 @@ def read(path: StrPath) -> list[Interval]:
 
 
 def mean(intervals: Sequence[Interval]) -> Interval:
-    """Return the mean, without the first WARM_UP if there are more."""
     counted = intervals[WARM_UP:] or intervals
     seconds = {}
     for phase in counted[0].seconds:
@@ -195,7 +187,7 @@ def text(path: StrPath, intervals: Sequence[Interval]) -> str:
 
 
 def draw(path: StrPath, source: StrPath, intervals: Sequence[Interval]) -> None:
-    """Write a PNG heat map per phase: ranks down, log intervals across. ValueError on failure."""
+    """Write a PNG heat map per phase: ranks down, log intervals across."""
     phases = list(intervals[0].seconds)
     heading = title("Where the time of every rank went, measured", os.path.abspath(source))
     with picture(path, 2.6 * len(phases) + 1.4, 4.4) as figure:

@@ -42,7 +42,6 @@ class Spikes:
         self._in_spike = False
 
     def find(self, loss: float) -> str | None:
-        """Return the reason if the next loss begins a spike. A lasting spike is reported once."""
         middle, limit = self._limit()
         before = self._in_spike
         self._in_spike = not math.isfinite(loss) or loss > limit
@@ -123,12 +122,11 @@ def _describe(key: Key | None) -> str:
 
 
 def _search_key(key: Key | None) -> Key | None:
-    """Return the key for `first_rank`, with a nonnegative third number."""
     return None if key is None else (key[0], key[1], key[2] + LARGEST_PART)
 
 
 class Rerun:
-    """Check of the loss before every update; repeats spikes. say: writes (iteration, text) to the log."""
+    """Check of the loss before every update; repeats spikes."""
 
     def __init__(self, trainer: Trainer, say: Callable[[int, str], None]) -> None:
         self.trainer = trainer

@@ -56,11 +56,7 @@ _PEAK = re.compile(rb"peak memory per rank: max \d+ MiB")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Configuration of a logged run; properties are None if unknown.
-
-    values: fields in config/run_config.py
-    other_program: `values` come from flags
-    """
+    """Configuration of a logged run; properties are None if unknown."""
 
     values: dict[str, Any] = field(default_factory=dict)
     recipe: str | None = None
@@ -70,7 +66,6 @@ class Job:
 
     @property
     def run(self) -> RunConfig | None:
-        """Configuration, None without a model. ValueError if incomplete or refused."""
         if self.recipe is None and not any(f.name in self.values for f in fields(ModelConfig)):
             return None
         run = make_run(self.recipe, self.values)
@@ -147,7 +142,6 @@ def format_run(run: RunConfig, layout: Layout, nodes: int) -> str:
 
 
 def parse_run(line: str) -> Job:
-    """Invert `format_run`. ValueError for another line."""
     try:
         values = json.loads(line[line.index(_RUN + "{") + len(_RUN) :])
         nodes = values.pop("nodes")
@@ -185,12 +179,11 @@ def _check_job(job: Job) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSummary:
-    """Contents of a log.
+    """A log's contents.
 
     iterations: all jobs; repeated iterations as last logged
     counted: for medians: the last job's after WARM_UP, or all if there are no more
     memory_mib: maximum over ranks
-    finished: the last line is there
     """
 
     path: str
@@ -263,7 +256,7 @@ def exact_seconds(iteration: IterationMetrics) -> float | None:
 
 
 class LogReader:
-    """Incremental reader of lines. job: for logs without a `run:` line"""
+    """Incremental line reader."""
 
     def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
         self.path = path
@@ -282,7 +275,6 @@ class LogReader:
         self._memory: int | None = None
 
     def read_lines(self, lines: Iterable[str]) -> None:
-        """Read complete lines. ValueError, with file and line, for a damaged iteration."""
         for line in lines:
             self._lines += 1
             try:
@@ -381,7 +373,6 @@ class LogFile:
         self._rest = b""
 
     def poll(self) -> bool:
-        """Read appended lines; return True for any. ValueError for an unreadable file."""
         try:
             check(
                 os.path.isfile(self._path) or not os.path.exists(self._path),
@@ -400,7 +391,6 @@ class LogFile:
         return bool(new)
 
     def finish(self) -> LogSummary:
-        """Return the summary, with a last line that lacks its newline."""
         if self._rest.rstrip().endswith(b"|") or _PEAK.search(self._rest):
             self.reader.read_lines([self._rest.decode(errors="replace")])
             self._rest = b""

@@ -1,4 +1,4 @@
-"""Plots of pipeline schedules: modelled and measured."""
+"""Pipeline schedule plots: modelled and measured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def draw(
     heading: str,
     axis: str = "seconds (model)",
 ) -> None:
-    """Plot a schedule into a PNG file, later model chunks lighter. ValueError, with --png, on failure.
+    """Plot a schedule into a PNG file, later model chunks lighter.
 
     memory: peak MiB per stage, if known
     """
@@ -52,7 +52,7 @@ def draw(
 
 
 def compare(path: StrPath, rows: Sequence[tuple[str, Sequence[Span], Sequence[Span]]]) -> None:
-    """Write a PNG with rows of (name, planned spans, measured spans). ValueError, with --png, on failure."""
+    """Write a PNG with rows of (name, planned spans, measured spans)."""
     stages = 1 + max(span.stage for _, planned, _ in rows for span in planned)
     kinds: Kinds = {}
     last = 0.0
@@ -123,7 +123,6 @@ def _draw_spans(axes: Any, spans: Sequence[Span], colour: str, white: float) -> 
 
 
 def draw_trace(source: str, png: str) -> None:
-    """Plot a merged trace's schedule. ValueError for another trace or a file error."""
     trace = read_trace(source)
     spans = measured_spans(trace)
     if not spans:

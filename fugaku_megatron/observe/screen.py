@@ -63,7 +63,6 @@ def duration_text(seconds: float) -> str:
 
 
 def append(log_file: StrPath | None, *lines: str) -> None:
-    """Append to --log-file, if given. OSError if not writable."""
     if log_file is not None and lines:
         # surrogateescape: a path in a line may have any byte.
         with open(log_file, "a", encoding="utf-8", errors="surrogateescape") as file:
@@ -71,7 +70,7 @@ def append(log_file: StrPath | None, *lines: str) -> None:
 
 
 class LiveLine:
-    """Progress, loss, tokens per second and remaining time."""
+    """Line with progress, loss, tokens per second and remaining time."""
 
     def __init__(self, train_iters: int, start_iteration: int = 0) -> None:
         self._end = train_iters
@@ -103,7 +102,7 @@ class LiveLine:
 
 
 class Screen:
-    """Standard output and log file of the printing rank.
+    """The printing rank's standard output and log file.
 
     live: redrawn below other lines; None: prints log lines
     """
@@ -120,7 +119,6 @@ class Screen:
         self._shown = ""
 
     def line(self, text: str) -> None:
-        """Print a line above the live line; append it to the log file."""
         blank = f"\r{' ' * len(self._shown)}\r" if self._shown else ""
         self._shown = ""
         self._write(blank + text + "\n")
@@ -128,7 +126,6 @@ class Screen:
         self.refresh()
 
     def log_line(self, text: str) -> None:
-        """Append an iteration's line to the log file; print it without a live line."""
         if self._live is None:
             self._write(text + "\n")
         self._keep(text)

@@ -1,4 +1,4 @@
-"""Spans of a run, with the names of Megatron-LM's.
+"""A run's spans, under Megatron-LM's names.
 
 The names are in its megatron/training/training.py, core/pipeline_parallel and core/distributed.
 """

@@ -29,7 +29,7 @@ ATTENTION_COST = 2.0  # seconds per FLOP of attention, relative to a linear laye
 
 
 class RankTimes(Observer):
-    """Phase times per iteration, compared over all ranks. say: prints a line on rank 0"""
+    """Phase times per iteration, compared over all ranks."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ _JOB_IDS = ("NEMO_LENS_RUN_ID", "SLURM_JOB_ID", "PJM_JOBID")
 
 @dataclass(frozen=True)
 class Otlp:
-    """A requested export. resource: attributes of the run"""
+    """A requested export."""
 
     service_name: str
     groups: frozenset[str]
@@ -39,7 +39,6 @@ class Otlp:
 
     @classmethod
     def of(cls, run: RunConfig, dp: int) -> Otlp | None:
-        """Return the export that the flags request, with Megatron-LM's attributes. dp: data-parallel ranks"""
         output = run.output
         if not output.otel_enabled:
             return None
@@ -67,7 +66,6 @@ class Otlp:
         )
 
     def check(self) -> None:
-        """Raise ValueError without the packages, or for another protocol than HTTP."""
         try:
             found = importlib.util.find_spec(PACKAGE)
         except ImportError:
@@ -86,8 +84,6 @@ class Otlp:
 
 
 class _Warning(logging.Handler):
-    """The SDK's first warning as a note."""
-
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self._say = say
@@ -147,7 +143,6 @@ class Telemetry:
             self._instruments[figure.name] = cast(Callable[[float], None], add)
 
     def record(self, metrics: IterationMetrics) -> None:
-        """Record the figures of a log interval."""
         for figure in FIGURES:
             value = figure.value(metrics)
             if value is not None and figure.name in self._instruments:
@@ -157,7 +152,7 @@ class Telemetry:
     def span(self, name: str, **attributes: float) -> Iterator[dict[str, float]]:
         """Mark the block as a span of SPANS, below the span around the block.
 
-        attributes: without their prefix `megatron.`. The block may add others to the yielded dict.
+        attributes: without their prefix `megatron.`.
         """
         row = SPANS[name]
         added: dict[str, float] = {}
@@ -174,11 +169,9 @@ class Telemetry:
                     span.set_attribute(f"megatron.{key}", value)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """Mark a phase of an iteration as a span, for `Trainer.phase`."""
         return self.span(f"{ITERATION}.{name}")
 
     def watch(self, executor: Executor) -> Executor:
-        """Return the executor; with spans of its instructions if their groups are requested."""
         if not {span_groups.MICROBATCH, span_groups.COMMUNICATION} & self._groups:
             return executor
 
@@ -209,7 +202,6 @@ class Telemetry:
         self._open_interval = False
 
     def close(self) -> None:
-        """End open spans and send what is left."""
         self.end_interval()
         for provider in self._providers:
             provider.shutdown()

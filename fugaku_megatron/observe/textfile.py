@@ -24,7 +24,6 @@ class Textfile:
         self._counts: dict[str, int] = {}
 
     def write(self, metrics: IterationMetrics) -> None:
-        """Replace the file by one with these figures. Raises OSError."""
         for figure in FIGURES:
             value = figure.value(metrics)
             if value is not None:

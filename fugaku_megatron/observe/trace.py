@@ -17,7 +17,6 @@ Trace = dict[str, Any]
 
 
 def read_trace(path: StrPath) -> Trace:
-    """Read Chrome's format. ValueError for a damaged trace."""
     remedy = "pass a trace of a run with --profile"
     text = read_text(path, "", remedy)
     try:
@@ -105,7 +104,6 @@ def _message(span: Span) -> instructions.Instruction:
 
 
 def measured_memory(trace: Trace) -> list[float]:
-    """Return each stage's peak MiB; empty if unknown."""
     peaks = {
         event["pid"]: event["args"]["peak_mib"]
         for event in trace["traceEvents"]

@@ -23,7 +23,6 @@ class WandbRun:
     config: dict[str, Any] = field(default_factory=dict)
 
     def check_installed(self) -> None:
-        """Raise ValueError without the package."""
         if importlib.util.find_spec("wandb") is None:
             raise ValueError(
                 f"--wandb-project {self.project}: a package is missing: pip install wandb, or this package with "

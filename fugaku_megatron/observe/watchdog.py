@@ -1,7 +1,7 @@
-"""Watchdog thread of each rank: reads its node's heartbeats, reports a stuck rank, and ends the job.
+"""Each rank's watchdog thread: reads its node's heartbeats, reports a stuck rank, and ends the job.
 
-It uses neither MPI nor another process, because either may hang. A node's lowest rank with an awake watchdog judges and
-logs; every rank writes its stacks.
+It uses neither MPI nor another process, because either may hang. A node's lowest rank with an awake
+watchdog judges and logs; every rank writes its stacks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ END = "end"  # file with the reason for the end
 
 @dataclass(frozen=True)
 class HangSettings:
-    """Settings of the watchdog.
+    """Watchdog settings.
 
     seconds: --hang-timeout-in-secs; None: from measured iterations
     uneven: factor on an iteration's time, for example if one rank's experts receive all tokens
@@ -72,7 +72,6 @@ class ProcessActivity:
         self._last: dict[int, tuple[float, float, int]] = {}
 
     def active(self, process: int) -> bool:
-        """Return True after activity in the last window; False until the window has passed."""
         now = time.monotonic()
         if now - self._last.get(process, (0.0, 0.0, 0))[0] < WINDOW:
             return False
@@ -143,7 +142,6 @@ class Watchdog:
         return cls.start(HangSettings(0.0, Path(), None))
 
     def measured(self, seconds: float) -> None:
-        """Raise the limit after an iteration of so many seconds."""
         if seconds > self.slowest:
             self.slowest = seconds
             self.heart.introduce(self.heart.rank, self._limit())
@@ -151,7 +149,6 @@ class Watchdog:
     def placed(
         self, rank: int, folder: Path | None, local: tuple[int, ...], link: Link | None
     ) -> None:
-        """Set rank, folder, node and link, once MPI has started."""
         if self._node and folder:
             self.heart.move(folder)
             self.heart.introduce(rank, self.heart.limit)
@@ -199,7 +196,6 @@ class Watchdog:
                 self._judge(self._census(beats, now), now)
 
     def _judge(self, own: Census, now: float) -> None:
-        """End the job if a rank is stuck. The first node judges, or another if it is silent."""
         whole = own
         alone = self.alone
         late = 0.0
@@ -332,7 +328,6 @@ class Watchdog:
         os._exit(end["code"])
 
     def _all_written(self) -> bool:
-        """Return True if every awake rank of the node has written its stacks."""
         latest = time.monotonic() - hang_verdict.ASLEEP
         return all(beat.written or beat.looked < latest for beat in self._here.read())
 

@@ -1,4 +1,4 @@
-"""Muon: orthogonalised momentum updates of weight matrices."""
+"""Muon: orthogonalised momentum updates for weight matrices."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def matrices_of(
     if spec.name.endswith("linear_qkv.weight") and split_qkv:
         d = model.kv_channels
         group = model.num_attention_heads // model.query_groups
-        heads = weight.view(-1, (group + 2) * d, weight.shape[-1])
-        yield from heads.split((group * d, d, d), dim=1)
+        sizes = (*(group * d for _ in range(model.query_widths)), d, d)
+        yield from weight.view(-1, sum(sizes), weight.shape[-1]).split(sizes, dim=1)
     elif ".experts." in spec.name:
         yield from weight.view(len(weight), 1, -1, weight.shape[-1])
     else:
@@ -176,7 +176,7 @@ class Muon:
         return result.chunk(tp.size, dim)[tp.rank]
 
     def _scaled(self, matrix: Tensor, spec: ParameterSpec, shape: torch.Size) -> Tensor:
-        """Return a matrix's update, scaled by the global sizes. shape: of the weight that contains `matrix`"""
+        """Return a matrix's update, scaled by the global sizes."""
         config = self.config
         rows, columns = matrix.shape
         dim = spec.partition_dim

@@ -1,14 +1,13 @@
-"""Seconds of computation and communication of one rank, and the communication that computation
+"""One rank's seconds of computation and communication, and the communication that computation
 hides.
 
 Computation is a roofline model. GEMM on a CPU runs at peak x fraction x maximum / (1 + (half /
 n)^exponent); n is the cube root of m n k for published curves, and the harmonic mean of the sides
 for calibrate's curves. A matmul in INT8 reaches the same fraction of INT8's peak, and operands are
 quantized at the memory's rate, unless calibrate measured both. GEMM on a GPU runs in waves of
-tiles. Collectives are rings, or recursive
-halving and doubling if faster. MPI's rings cross nodes at the slowest link; software with two-level
-sums reduces inside a node first. Left out: routes through the torus; groups are assumed to be
-compact.
+tiles. Collectives are rings, or recursive halving and doubling if faster. MPI's rings cross nodes
+at the slowest link; software with two-level sums reduces inside a node first. Left out: routes
+through the torus; groups are assumed to be compact.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ LARGE_REDUCTIONS = ("dp", "edp", "embedding")  # communicators with gradient all
 class Network:
     """Communicators for a layout on a machine.
 
-    ranks_per_node: they share a node's ports
     slow: large all-reduces at the machine's pessimistic rate
     """
 
@@ -90,9 +88,7 @@ class Network:
         )
 
     def _exchange(self, group: str, bytes: int) -> float:
-        """Return the seconds for an all_to_all; across nodes one message per node pair
-        (comm/two_level.py).
-        """
+        """Return the seconds for an all_to_all, with one message per node pair."""
         members, together = self._group(group)
         inside = min(members, together)
         nodes = members // inside
@@ -218,7 +214,6 @@ def _after_backward(buckets: Sequence[tuple[int, float]], backward: float) -> fl
 
 
 def _before_forward(buckets: Sequence[tuple[int, float]], forward: float) -> float:
-    """Return a forward's delay until its buckets (bytes, seconds) are gathered."""
     whole = sum(size for size, _ in buckets)
     gathered = 0.0
     clock = 0.0
@@ -288,7 +283,6 @@ class Rank:
 
     @cached_property
     def _int8_peak(self) -> float:
-        """INT8's peak. ValueError without one."""
         check(
             INT8 in self.machine.peak_tflops,
             f"--int8 needs the rate of INT8 matmuls, which the description of machine {self.machine.name} "
@@ -298,7 +292,7 @@ class Rank:
 
     @cached_property
     def _matmul_share(self) -> float:
-        """Matmul rate outside attention relative to the run's precision. ValueError without BF16."""
+        """Matmul rate outside attention relative to the run's precision."""
         if not self.splits_fp32 or self.software.style != "native":
             return 1.0
         ratio = self.machine.peak_tflops["bf16"] / self.machine.peak_tflops["fp32"]
@@ -365,7 +359,6 @@ class Rank:
         return max(ends, there + back) - computed - 2 * half
 
     def traffic(self, bytes: float) -> float:
-        """Return the seconds to read and write `bytes` in total."""
         rate = self.machine.stream_gbs * GB * self.parameters.elementwise_fraction / self._sharers
         return bytes / rate * self._slowness
 

@@ -176,7 +176,6 @@ class Machine:
         )
 
     def curve_note(self, threads: int) -> str | None:
-        """Return a line about the curves for `threads`, or None if measured."""
         known = sorted(c.threads for c in self.gemm_curves)
         if threads in known:
             return None
@@ -189,7 +188,6 @@ class Machine:
         return f"{self.name} has no GEMM curve with {threads} threads: {used}"
 
     def at(self, ghz: float | None = None, eco: bool = False) -> Machine:
-        """Return the machine at another clock, or in eco mode. Raise ValueError if unknown."""
         check(
             ghz is None or ghz in self.clocks_ghz,
             f"--ghz {ghz} is not a clock of {self.name}: pass {' or '.join(map(str, self.clocks_ghz))}",
@@ -230,7 +228,7 @@ def _constants(path: Path) -> dict[str, Any]:
 
 
 def load(name: str) -> Machine:
-    """Load a machine by name, or from calibrate's or report's file. Raise ValueError if unknown."""
+    """Load a machine by name, or from calibrate's or report's file."""
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     if not path.is_file():
         raise unknown("--machine", name, names())
@@ -284,7 +282,6 @@ def _check_kinds(values: dict[str, Any]) -> None:
 
 
 def from_data(name: str, data: dict[str, Any]) -> Machine:
-    """Build a machine. Raise KeyError or TypeError for other data."""
     constants = data["constants"]
     values = {key: constant["value"] for key, constant in constants.items()}
     for key, value in values.items():

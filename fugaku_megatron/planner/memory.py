@@ -73,12 +73,14 @@ def _activations(
     moments: Sequence[InFlight],
     parameters: MemoryParameters,
 ) -> float:
-    """Return a stage's saved and temporary bytes, without the logits."""
     training = run.training
     hidden = tensors(run, layout.tp)["hidden"]
     saved = layer_saved_bytes(run, layout.tp)
     placement = layout.placement
-    layers = sum(map(len, accounting.stage_layers(run, placement, stage)))
+    layers = sum(
+        accounting.whole_layers(run.model, own)
+        for own in accounting.stage_layers(run, placement, stage)
+    )
     in_flight = max(sum(moment.activations) for moment in moments)
     temporary: float = 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
@@ -108,7 +110,7 @@ def stage_mib(
     nodes: int,
     parameters: MemoryParameters,
 ) -> float:
-    """Return the peak MiB on one `stage` rank. nodes: for MPI's buffers."""
+    """Return the peak MiB on one `stage` rank."""
     moments = _in_flight(run_schedule.full_batch_schedule(run, layout), stage)
     fixed = _fixed_mib(run, layout, code, nodes, parameters)
     if code.style == "native":
@@ -135,7 +137,6 @@ def _fixed_mib(
 
 
 def with_recompute(run: RunConfig, layout: Layout, system: System) -> RunConfig:
-    """Return the run with --recompute-auto resolved for the machine's memory or --memory-per-rank."""
     if not run.training.recompute_auto:
         return run
     plain = replace(run, training=replace(run.training, recompute_auto=False))
@@ -156,10 +157,7 @@ def tensor_room(run: RunConfig, layout: Layout, system: System) -> float:
 def peak_mib(
     run: RunConfig, layout: Layout, system: System, parameters: MemoryParameters | None = None
 ) -> float:
-    """Return the MiB on the fullest rank. If backward is whole, each kind's first stage is fullest.
-
-    parameters: None: the software's
-    """
+    """Return the MiB on the fullest rank. If backward is whole, each kind's first stage is fullest."""
     parameters = parameters or system.memory
     stages: Collection[int] = range(layout.pp)
     if not row(run.parallel.schedule).splits_backward:

@@ -1,8 +1,6 @@
 """Seconds per iteration on a machine: stage costs, the schedule's critical path, and per-iteration
 work.
 
-    predict(run, System.from_names("a64fx", "torch1.10", nodes=192)) -> Prediction
-
 Left out: input and output, evaluation, checkpoints.
 """
 
@@ -85,11 +83,9 @@ class Step:
 
     @property
     def least_seconds(self) -> float:
-        """Lower bound on the seconds with any schedule."""
         return self.seconds - self.pipeline + self.pipeline_least
 
     def breakdown(self) -> dict[str, float]:
-        """Return the seconds by cause: the slowest stage's and per-iteration work."""
         busy = self.slowest * self.schedule.microbatches
         waiting = self.pipeline - busy.total if self.schedule.placement.stages > 1 else 0.0
         return {
@@ -116,7 +112,8 @@ def virtual_stage_work(
     """
     phases = work.phases(run, layout.tp, code)
     placement = layout.placement
-    layers = len(accounting.virtual_stage_layers(run, placement, virtual_stage))
+    own = accounting.virtual_stage_layers(run, placement, virtual_stage)
+    layers = accounting.whole_layers(run.model, own)
     forward = [(phases["layer_forward"], layers)]
     backward = [(phases["layer_backward"], layers)]
     if groups := accounting.virtual_stage_recompute_groups(run, placement, virtual_stage):
@@ -158,7 +155,6 @@ def step(
     """Model one iteration at the full global batch size.
 
     without: Seconds field to set to zero
-    slow: large all-reduces at the pessimistic rate
     """
     active = system.software.active(run)
     network = Network(
@@ -293,7 +289,6 @@ def _exposed(
 
 
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
-    """Return the seconds for clipping, Adam or Muon in FP32, and packing weights in INT8, on the largest stage."""
     counts = rank.software.counts["optimizer"]
     kinds = set(memory.kinds(run, layout.placement))
     saved_bytes = 2 * activations.FP32_BYTES - run.optimizer.moment_bytes
@@ -301,7 +296,11 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
         saved_bytes += 2
     parameters = max(stage_parameters(run, layout, stage) for stage in kinds)
     layers = max(
-        sum(map(len, accounting.stage_layers(run, layout.placement, stage))) for stage in kinds
+        sum(
+            accounting.whole_layers(run.model, layers)
+            for layers in accounting.stage_layers(run, layout.placement, stage)
+        )
+        for stage in kinds
     )
     fp32 = replace(rank, precision="fp32")
     muon = max(fp32.seconds(work.muon(run, layout, stage)).gemm for stage in kinds)
@@ -322,7 +321,6 @@ TensorParallel = tuple[int, int, bool, str]
 
 
 def tensor_parallel(run: RunConfig, layout: Layout, system: System) -> TensorParallel | None:
-    """Return the collectives inside a layer; None without tensor parallelism."""
     if layout.tp == 1:
         return None
     return (
@@ -425,7 +423,6 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
 
 
 def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> tuple[str, ...]:
-    """Return one line for each reason why a prediction is uncertain or easy to misread."""
     code = system.software
     lines = []
     if code.name == software.THIS_PROJECT and system.machine.name == "a64fx":
@@ -470,7 +467,6 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
 
 
 def unmeasured(run: RunConfig, system: System) -> list[str]:
-    """Return one line for each rate that was not measured on the machine."""
     code = system.software
     lines = []
     if not code.known_on(system.machine):
@@ -494,7 +490,6 @@ def unmeasured(run: RunConfig, system: System) -> list[str]:
 
 
 def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[str, ...]:
-    """Return a line if tensor parallelism across nodes takes a large `share` of the time."""
     inside = system.nodes == 1 or system.ranks_per_node % layout.tp == 0
     if inside or share < LARGE_SHARE:
         return ()
@@ -512,7 +507,6 @@ def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[s
 
 
 def unmodelled(run: RunConfig) -> list[str]:
-    """Return the flags that change the real speed but not the prediction."""
     flags = {
         "--kernels torch": run.system.kernels == "torch",
         "--allocator stock": run.system.allocator == "stock",
@@ -541,7 +535,6 @@ def lacking_choices(run: RunConfig, code: Software) -> list[str]:
 
 
 def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
-    """Return the quantities compared with the fitted ranges."""
     return {
         "nodes": system.nodes,
         "parameters": accounting.parameters(run),

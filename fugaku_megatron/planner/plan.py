@@ -85,7 +85,6 @@ def _with_length(run: RunConfig) -> RunConfig:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Search and print. Raise ValueError if flags contradict or no layout runs."""
     check(args.against is None or args.explain, "--against goes with --explain: pass both")
     check(
         not (args.features and (args.explain or args.json or args.png)),
@@ -218,7 +217,6 @@ class Change:
     """Change between two software versions.
 
     seconds: iteration time after it
-    note: basis, or why it is left out
     """
 
     name: str
@@ -316,7 +314,6 @@ def changes_between(run: RunConfig, system: System, against: str, best: Plan) ->
 
 
 def _taken(name: str, before: float, result: Search) -> Change:
-    """Return the best plan as a change, empty with a reason if it does not help."""
     if not result.plans:
         return Change(
             name=name,

@@ -44,7 +44,6 @@ LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W
 
 
 def schedule_name(run: RunConfig) -> str:
-    """Return the table's name: 1f1b, zb-h1, zbv; with N model chunks per stage "il N" or "zb-h1 N"."""
     name = run.parallel.schedule
     count = chunks(run)
     schedule = row(name)
@@ -72,9 +71,6 @@ def _duration(plan: Plan) -> tuple[float, float] | None:
 
 
 def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse.Namespace) -> str:
-    """Format warnings, table, reasons for dropped layouts, and the first plan's pipeline and
-    command.
-    """
     first, prediction = best[0]
     lines = [
         f"{first.system.nodes} nodes of {first.system.machine.name}, {first.system.software.name}: {len(result.plans)} "
@@ -219,7 +215,6 @@ def _backward(plan: Plan) -> str:
 
 
 def png(plan: Plan, file: str) -> None:
-    """Draw the pipeline and the stages' memory. Raise ValueError if `file` cannot be written."""
     system = plan.system
     held = [
         memory.stage_mib(
@@ -261,7 +256,7 @@ def draw(
     file: StrPath,
     memory: Sequence[float],
 ) -> None:
-    """Draw the pipeline over time as PNG. Raise ValueError if `file` cannot be written.
+    """Draw the pipeline over time as PNG.
 
     memory: MiB on a rank, by stage
     """

@@ -74,9 +74,6 @@ def run_of(
 ) -> RunConfig:
     """Return the run that pretrain_gpt.py's flags describe. Raise ValueError, one line, for
     contradictions.
-
-    own: flags that do not belong to the run
-    defaults: values for missing flags
     """
     values = {name: value for name, value in vars(args).items() if name not in (*OWN, *own)}
     if values.get("recipe") is None:
@@ -94,7 +91,6 @@ def run_of(
 
 
 def system_of(args: argparse.Namespace) -> System:
-    """Raise ValueError for unknown names and impossible numbers."""
     code = args.software or DEFAULT_SOFTWARE.get(args.machine, software.THIS_PROJECT)
     return System.from_names(
         args.machine, code, args.nodes, args.ranks_per_node, args.ghz, args.eco_state == 2
@@ -156,7 +152,6 @@ def text(run: RunConfig, system: System, p: Prediction) -> str:
 
 
 def layout_of(run: RunConfig, system: System) -> Layout:
-    """Return the layout. Raise ValueError, with sizes that fit, if the run does not fit."""
     try:
         return Layout.from_run(run, system.world_size)
     except ValueError as error:
@@ -172,7 +167,6 @@ def layout_of(run: RunConfig, system: System) -> Layout:
 
 
 def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
-    """Yield layouts with other tensor- and pipeline-parallel sizes that fit, nearest first."""
     asked = run.parallel
     world = system.world_size
     sizes = [size for size in range(1, min(world, MOST) + 1) if world % size == 0]
@@ -200,7 +194,6 @@ def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Raise ValueError for a user's mistake."""
     system = system_of(args)
     run = system.software.cut(run_of(args, system))
     run, _ = search.resolve(run, layout_of(run, system), system)

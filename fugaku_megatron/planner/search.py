@@ -1,8 +1,5 @@
 """Choices by the performance model: a run's schedule and recompute, and its parallel layout.
 
-    resolve(run, layout, system, space)     --pipeline-schedule auto and --recompute-auto
-    search(run, system, held)               every layout that a trainer can run
-
 A choice depends on its arguments alone, so ranks and dry runs agree. Left out: placement in the
 torus, checkpoints, failures.
 """
@@ -123,8 +120,6 @@ def resolve(
 ) -> tuple[RunConfig, list[str]]:
     """Return the run with every automatic choice resolved, and log lines about the choices.
 
-    space: bytes for a rank's tensors; default: the machine's memory or --memory-per-rank
-
     If no schedule fits, use 1F1B, which needs least memory.
     """
     if space is None:
@@ -169,7 +164,6 @@ class Plan:
 
     seconds: per iteration; least_seconds: without a bubble
     memory_mib: on the fullest rank
-    asked: before --recompute-auto was resolved
     """
 
     asked: RunConfig
@@ -232,7 +226,6 @@ def _asked(run: RunConfig, held: frozenset[str]) -> str | None:
 
 
 def _orders(run: RunConfig, plan: Plan, held: frozenset[str]) -> list[Order]:
-    """Return the schedules to try. run: as the flags describe it."""
     stages = plan.layout.pp
     microbatches = plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))
     if (name := _asked(run, held)) is None:
@@ -255,7 +248,7 @@ def _orders(run: RunConfig, plan: Plan, held: frozenset[str]) -> list[Order]:
 def _rescheduled(
     plans: Sequence[Plan], kept: Sequence[Plan], run: RunConfig, held: frozenset[str]
 ) -> list[Plan]:
-    """Return the plans in schedules other than 1F1B. kept: in 1F1B.
+    """Return the plans in schedules other than 1F1B.
 
     Layouts are ordered by their lower bound; once it exceeds the WANTED best plans, stop. A
     schedule from the flags is tried with every layout.

@@ -147,7 +147,6 @@ class Choices:
 
     recompute: none, selective, full, block (some layers per stage) or auto (as few as memory
         allows)
-    names: features in config/features.py
     """
 
     ranks_per_node: tuple[int, ...]
@@ -182,14 +181,11 @@ class Choices:
 class Software:
     """Training-step implementation.
 
-    group: fitted software group
     style: name for its element-wise counts
     page_faults: "none" (memory is kept), "across nodes" (large blocks fault again, and cost more in
         runs on several nodes, whose network has registered them), "registered" (they always cost
         more)
     old_torch: element-wise work and operator calls are slower by PyTorch 1.7's factor
-    machines: on which it has run
-    counts: `style`'s row in software.json
     """
 
     name: str
@@ -245,15 +241,12 @@ class Software:
 
     @property
     def measured(self) -> bool:
-        """True if the parameters come from measured runs."""
         return bool(self.fitted.names)
 
     def known_on(self, machine: Machine) -> bool:
-        """Return True if it has run, or its kernels were measured, on `machine`."""
         return machine.name in self.machines or self.measured_on(machine)
 
     def measured_on(self, machine: Machine) -> bool:
-        """Return True if calibrate measured its kernels on `machine`."""
         return self.style == "native" and bool(machine.native)
 
     def parameters(self, machine: Machine) -> Parameters:
@@ -272,7 +265,6 @@ class Software:
 
 
 def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = None) -> RunConfig:
-    """Return the run with another pipeline schedule. chunks: per stage."""
     virtual = chunks if row(name).chunks is None and chunks > 1 else None
     return replace(
         run,
@@ -291,7 +283,6 @@ def names() -> list[str]:
 
 
 def load(name: str, flag: str = "--software") -> Software:
-    """Load by name or alias, `flag`'s value. Raise ValueError with the known names."""
     data = json.loads(DATA.read_text())
     name = ALIASES.get(name, name)
     if name not in data["software"]:

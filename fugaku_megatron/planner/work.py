@@ -148,6 +148,11 @@ def _rotary(run: RunConfig, sizes: Mapping[str, int]) -> Work:
     work = Work()
     if run.model.uses_rotary(accounting.typical_layer(run.model)):
         work = Work(moved=2.0 * sizes["qkv"], calls=1, allocations=((sizes["qkv"], 1),))
+    if run.model.attention_output_gate:
+        # queries, keys and values without the gates, and the context's product with the gates
+        moved = 2.0 * sizes["qkv"] + 5.0 * sizes["context"]
+        allocations = ((sizes["qkv"], 1), (sizes["context"], 2))
+        work += Work(moved=moved, calls=2, allocations=allocations)
     if run.model.residual_multiplier != 1.0:
         work += Work(moved=4.0 * sizes["hidden"], calls=2, allocations=((sizes["hidden"], 2),))
     more = max(0, run.model.layer_norms - 2)
@@ -219,7 +224,6 @@ def _forward(record: Record, options: _MatmulOptions) -> Work:
 
 
 def _backward(record: Record, options: _MatmulOptions) -> Work:
-    """Return the input-gradient and, unless the weight is frozen, weight-gradient matmuls."""
     matmuls = []
     quantized = options.quantized(record, weight_gradient=True)
     for p in _forward(record, options).matmuls:
@@ -356,7 +360,6 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
 
 
 def recomputed_layers(run: RunConfig, tp: int, groups: list[range], software: Software) -> Work:
-    """Return the work. groups: layers recomputed together."""
     whole = phases(run, tp, software)["layer_forward"]
     if not software.counts["recompute_ends_early"]:
         return repeat(whole, sum(map(len, groups)))

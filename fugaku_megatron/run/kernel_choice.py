@@ -1,4 +1,4 @@
-"""Choice of each operation family's kernels, by measurement if asked for."""
+"""Kernels for each operation family, chosen by measurement if asked for."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernel
 
 
 def int8_of(run: RunConfig) -> Int8 | None:
-    """Return the matmuls that the run quantizes, or None."""
     system = run.system
     if not system.int8:
         return None
@@ -73,7 +72,6 @@ def choose_kernels(plan: Plan, world: Comm, saved: dict[str, str] | None = None)
 
 
 def _native_matmuls(run: RunConfig) -> Iterator[str]:
-    """Yield the log's words about matmuls that only the C++ kernels have."""
     if run.system.splits_fp32:
         yield (
             "each FP32 operand as three BF16 numbers, six BF16 matmuls added up in FP32 "
@@ -139,7 +137,7 @@ LAYER_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Timing:
-    """Forward and backward seconds of one family by backend."""
+    """One family's forward and backward seconds by backend."""
 
     family: str
     native: float
@@ -173,12 +171,13 @@ def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Calla
     b = min(run.batch.micro_batch_size, LAYER_TOKENS // s)
     x = torch.randn(s, b, h).to(dtype).requires_grad_()
     residual = x.detach()[: s // sequence_shards(run, tp)].requires_grad_()
-    qkv = torch.randn(s, b, model.qkv_width // tp).to(dtype).requires_grad_()
     rows = min(accounting.padded_vocab_size(model, tp) // tp, 2048)
     table = _weight(rows, h, dtype=dtype)
     tokens = torch.randint(0, rows, (s, b))
     scores = DropoutKey(1, 1, 0, sample_dim=0)
     heads = Heads(model.num_attention_heads // tp, model.query_groups // tp, model.kv_channels)
+    width = (heads.heads + 2 * heads.groups) * heads.head_size
+    qkv = torch.randn(s, b, width).to(dtype).requires_grad_()
     head = HeadLoss(SoloComm(), 0, 1.0, z_loss=model.z_loss)
     return {
         "gemm": _mlp(model, x, tp),
@@ -205,7 +204,6 @@ def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
 
 
 def _add_and_normalize(model: ModelConfig, x: Tensor) -> Callable[[Ops], Tensor]:
-    """Return the norm of x + dropout(x + bias), x (s, b, h)."""
     add, norm, norm_bias = (_weight(model.hidden_size, dtype=x.dtype) for _ in range(3))
     dropped = Dropout(model.hidden_dropout, DropoutKey(1, 0, 0, sample_dim=1))
     epsilon = model.layernorm_epsilon

@@ -1,4 +1,4 @@
-"""Executor of a pipeline schedule's instructions for one iteration."""
+"""Executor for a pipeline schedule's instructions for one iteration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class StepShape:
 
     activation: shape (s, b, h) between stages; s is a shard with sequence parallelism.
     dtype: of activations. loss_factor: scale of the loss before backward.
-    recompute, count, tokens: see `Pass`.
     """
 
     activation: tuple[int, int, int]
@@ -42,7 +41,7 @@ class StepShape:
 
 
 class StepExecutor:
-    """Executor of the instructions of one iteration on this rank's model chunks.
+    """Executor for one iteration's instructions on this rank's model chunks.
 
     watch: wraps this executor in an observer.
     """

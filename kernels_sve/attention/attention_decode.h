@@ -143,16 +143,13 @@ template <class T>
 static void combine_splits(const Decode<T>& call, int64_t row, int64_t head) {
   const int64_t splits = (call.known(row) + DECODE_SLOTS - 1) / DECODE_SLOTS,
                 d_padded = call.d_padded;
-  const float sink = call.args.sinks ? call.args.sinks[head] * LOG2_E : -__builtin_inff();
-  float maximum = sink;
+  float maximum = -__builtin_inff();
   for (int64_t split = 0; split < splits; ++split) {
     const float m = call.partial(row, head, split)[d_padded];
     maximum = maximum > m ? maximum : m;
   }
   float* sum = static_cast<float*>(scratch(0, d_padded * sizeof(float)));
-  vf first[1] = {broadcast(sink - maximum)};
-  exp2_each(first);
-  vf total = first[0];
+  vf total = {};
   for (int64_t split = 0; split < splits; ++split) {
     const float* part = call.partial(row, head, split);
     vf factor[1] = {broadcast(part[d_padded] - maximum)};

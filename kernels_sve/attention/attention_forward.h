@@ -238,13 +238,6 @@ static QueryBlock<P> begin_queries(const AttentionShape& shape, const Documents&
   return q;
 }
 
-// Begins the softmax of these queries with a score without a value, the sink of their head; c as in `attend`.
-template <class P>
-FM_INLINE void begin_with_sink(QueryBlock<P>& q, float sink, float c) {
-  for (int v = 0; v < ATTENTION_NV; ++v)
-    q.maximum[v] = broadcast(sink * LOG2_E / c), q.sum[v] = broadcast(1.0f);
-}
-
 // The next round of the softmax of these queries; false where there was none.
 template <class P>
 static bool next_round(const AttentionShape& shape, const PackedKeysValues<P>& head,
@@ -301,7 +294,6 @@ static void forward_task(const AttentionShape& shape, const AttentionArgs& a,
       if (end == first || last <= shape.queries.begin) continue;
       blocks[count] = begin_queries<P>(shape, documents, query, first, last, memory,
                                        memory + scores + count * matrices);
-      if (a.sinks) begin_with_sink(blocks[count], a.sinks[index % a.heads], c);
       ++count;
     }
     for (bool more = true; more;) {

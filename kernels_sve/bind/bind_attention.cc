@@ -36,15 +36,6 @@ const int32_t* check_starts(const std::optional<TensorView>& starts, int64_t b, 
   return values;
 }
 
-// sinks (heads); null for None.
-const float* check_sinks(py::handle sinks_object, int64_t heads, const TensorView& out) {
-  const auto sinks = optional_view("sinks", sinks_object);
-  if (!sinks) return nullptr;
-  sinks->dtype({DType::f32}).shape({heads}).contiguous().aligned(4);
-  out.disjoint({&*sinks});
-  return sinks->data<float>();
-}
-
 // Sizes from qkv (queries, b, (heads + 2 groups) d), out (queries, b, heads d) and lse (b, heads, queries), of a sequence of s.
 AttentionArgs check(const TensorView& qkv, const TensorView& out, const TensorView& lse, int64_t s,
                     const Dropout& dropout, std::optional<int64_t> window,
@@ -85,11 +76,10 @@ AttentionArgs check(const TensorView& qkv, const TensorView& out, const TensorVi
 
 void bind_forward(py::handle qkv_object, py::handle out_object, py::handle lse_object, double p,
                   uint64_t seed, uint64_t stream, int64_t first_sample, int64_t first_head,
-                  std::optional<int64_t> window, py::handle starts, py::handle sinks) {
+                  std::optional<int64_t> window, py::handle starts) {
   TensorView qkv("qkv", qkv_object), out("out", out_object), lse("lse", lse_object);
-  AttentionArgs args = check(qkv, out, lse, qkv.size(0),
-                             {p, seed, stream, first_sample, first_head}, window, starts);
-  args.sinks = check_sinks(sinks, args.heads, out);
+  const AttentionArgs args = check(qkv, out, lse, qkv.size(0),
+                                   {p, seed, stream, first_sample, first_head}, window, starts);
   out.disjoint({&qkv});
   lse.disjoint({&qkv, &out});
   if (!qkv.numel()) return;
@@ -205,13 +195,11 @@ DecodeArgs check_decode(const TensorView& qkv, const TensorView& keys, const Ten
 }
 
 Call bind_decode(py::handle qkv_object, py::handle keys_object, py::handle values_object,
-                 py::handle samples_object, py::handle positions_object, py::handle out_object,
-                 py::handle sinks) {
+                 py::handle samples_object, py::handle positions_object, py::handle out_object) {
   TensorView qkv("qkv", qkv_object), keys("keys", keys_object), values("values", values_object),
       out("out", out_object);
   TensorView samples("samples", samples_object), positions("positions", positions_object);
-  DecodeArgs args = check_decode(qkv, keys, samples, positions);
-  args.sinks = check_sinks(sinks, args.heads, out);
+  const DecodeArgs args = check_decode(qkv, keys, samples, positions);
   values.same_dtype(qkv).same_shape(keys).contiguous().disjoint({&keys, &qkv});
   keys.disjoint({&qkv});
   out.same_dtype(qkv).shape({args.rows, args.heads * args.d}).contiguous();
@@ -227,7 +215,7 @@ FM_BIND(attention) {
   using namespace py::literals;
   def_repeatable(
       module, "attention_decode", &bind_decode, "qkv"_a, "keys"_a, "values"_a, "samples"_a,
-      "positions"_a, "out"_a, "sinks"_a = py::none(),
+      "positions"_a, "out"_a,
       "Attention of one new token of each of `rows` samples, whose key and value are kept.\n"
       "qkv: float32, bfloat16 or float16 (rows, (heads + 2 groups) d), as in attention_forward. "
       "out: (rows, heads * d).\n"
@@ -237,11 +225,11 @@ FM_BIND(attention) {
       "positions are attended to. samples, positions: int64 (rows), each row's place among all "
       "samples, no two "
       "of them\n"
-      "the same, and its position in its own. sinks: as in attention_forward. Sums are float32.");
+      "the same, and its position in its own. Sums are float32.");
   module.def(
       "attention_forward", &bind_forward, "qkv"_a, "out"_a, "lse"_a, "p"_a = 0.0, "seed"_a = 0,
       "stream"_a = 0, "first_sample"_a = 0, "first_head"_a = 0, "window"_a = py::none(),
-      "starts"_a = py::none(), "sinks"_a = py::none(),
+      "starts"_a = py::none(),
       "out = dropout(softmax(Q K^T / sqrt(d), causal), p) V for every head, and lse = "
       "log(sum(exp(scores))) for "
       "the backward.\n"
@@ -253,10 +241,6 @@ FM_BIND(attention) {
       "starts: int32 (b, s), where the document of each position begins: query i sees no key "
       "before starts[i]. It never\n"
       "falls within a sample. None: each sample is one document.\n"
-      "sinks: float32 (heads), a score of each head that adds exp(sink) to the sum of every "
-      "softmax "
-      "and to lse, and has no value;\n"
-      "None: none. attention_backward takes this out and lse without sinks.\n"
       "Dropout is that of dropout() on probabilities (b, heads, s, s) with sample_dim=0, "
       "row0=first_head * s.\n"
       "A NaN or infinity in a value reaches the queries that see it and those within a tile of "

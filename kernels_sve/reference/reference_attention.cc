@@ -78,11 +78,9 @@ void for_heads(const AttentionArgs& a, DType dtype, const F& f) {
 void forward_query(const Head& h, const void* qkv, const void* kv, void* out, float* lse,
                    int64_t q) {
   std::vector<double> p(q + 1), context(h.a.d);
-  const double sink = h.a.sinks ? h.a.sinks[h.head] : -HUGE_VAL;
-  double maximum = sink;
+  double maximum = -HUGE_VAL, sum = 0;
   const int64_t begin = h.first_key(q), end = h.end_key(q);
   for (int64_t k = begin; k < end; ++k) maximum = std::fmax(maximum, p[k] = h.score(qkv, kv, q, k));
-  double sum = h.a.sinks ? std::exp(sink - maximum) : 0;
   for (int64_t k = begin; k < end; ++k) sum += p[k] = std::exp(p[k] - maximum);
   const std::vector<double> keep = h.dropout(q);
   for (int64_t k = begin; k < end; ++k)
@@ -120,9 +118,9 @@ void backward_query(const Head& h, const void* qkv, const void* kv, const void* 
 // Attention of one query, `query` elements into qkv, to `known` slots from `cached` elements on, to `to` elements into out.
 void decode_query(const DecodeArgs& a, DType dtype, const void* qkv, const void* keys,
                   const void* values, void* out, int64_t query, int64_t cached, int64_t known,
-                  int64_t to, double sink) {
+                  int64_t to) {
   std::vector<double> p(known), context(a.d);
-  double maximum = sink;
+  double maximum = -HUGE_VAL, sum = 0;
   for (int64_t k = 0; k < known; ++k) {
     for (int64_t c = 0; c < a.d; ++c) {
       p[k] += double(get(qkv, dtype, query + c)) * get(keys, dtype, cached + k * a.d + c) /
@@ -130,7 +128,6 @@ void decode_query(const DecodeArgs& a, DType dtype, const void* qkv, const void*
     }
     maximum = std::fmax(maximum, p[k]);
   }
-  double sum = a.sinks ? std::exp(sink - maximum) : 0;
   for (int64_t k = 0; k < known; ++k) sum += p[k] = std::exp(p[k] - maximum);
   for (int64_t k = 0; k < known; ++k)
     for (int64_t c = 0; c < a.d; ++c)
@@ -155,8 +152,7 @@ void attention_decode(const void* qkv, void* keys, void* values, void* out, DTyp
       }
       for (int64_t h = 0; h < share; ++h) {
         decode_query(a, dtype, qkv, keys, values, out, query + h * a.d, cached, known,
-                     (row * a.heads + group * share + h) * a.d,
-                     a.sinks ? a.sinks[group * share + h] : -HUGE_VAL);
+                     (row * a.heads + group * share + h) * a.d);
       }
     }
 }

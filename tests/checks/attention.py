@@ -76,13 +76,13 @@ def make(s, b, heads, d, dtype=torch.float32, seed=0, groups=None):
     return qkv, torch.randn(s, b, heads * d, generator=generator).to(dtype)
 
 
-def attention(qkv, dout, heads, sinks=None, **options):
+def attention(qkv, dout, heads, **options):
     """Return the kernels' (out, lse, dqkv). Every output is full of NaN before."""
     s, b, _ = dout.shape
     out = torch.full_like(dout, math.nan)
     lse = torch.full((b, heads, s), math.nan)
     dqkv = torch.full_like(qkv, math.nan)
-    kernels.attention_forward(qkv, out, lse, **options, sinks=sinks)
+    kernels.attention_forward(qkv, out, lse, **options)
     kernels.attention_backward(qkv, out, lse, dout, dqkv, **options)
     return out, lse, dqkv
 
@@ -98,7 +98,7 @@ def document_starts(s, b, seed):
     return torch.where(begins, torch.arange(s), 0).cummax(1)[0].int()
 
 
-def explicit(qkv, dout, heads, window=None, starts=None, first_head=0, sinks=None, **dropout):
+def explicit(qkv, dout, heads, window=None, starts=None, first_head=0, **dropout):
     """Return `attention` from the formula in double, with the mask of kernels.dropout on (b, heads, s, s)."""
     s, b, width = qkv.shape
     d = dout.shape[2] // heads
@@ -116,13 +116,10 @@ def explicit(qkv, dout, heads, window=None, starts=None, first_head=0, sinks=Non
     if starts is not None:
         visible = (visible & (torch.arange(s) >= starts[:, :, None]))[:, None]
     scores = scores.masked_fill(~visible, -math.inf)
-    if sinks is not None:
-        column = sinks.double().view(1, heads, 1, 1).expand(b, heads, s, 1)
-        scores = torch.cat((scores, column), -1)
     mask = torch.ones(b, heads, s, s)
     if dropout:
         kernels.dropout(mask, mask, **dropout, sample_dim=0, row0=first_head * s)
-    out = ((scores.softmax(-1)[..., :s] * mask) @ v).permute(2, 0, 1, 3).reshape(s, b, -1)
+    out = ((scores.softmax(-1) * mask) @ v).permute(2, 0, 1, 3).reshape(s, b, -1)
     out.backward(dout.double())
     return out.detach(), scores.detach().logsumexp(-1), x.grad
 

@@ -219,7 +219,7 @@ WITHIN_THE_RUN = set(
     moe_router_bias_update_rate moe_router_load_balancing_type moe_z_loss_coeff
     moe_expert_capacity_factor moe_token_drop_policy ffn_hidden_size max_position_embeddings
     padded_vocab_size mask_vocab_padding init_method_std normalization apply_layernorm_1p
-    layernorm_epsilon geglu quick_geglu glu_linear_offset activation_func_clamp_value xielu softmax_type squared_relu activation_func bias_gelu_fusion openai_gelu use_z_loss z_loss_strength
+    layernorm_epsilon geglu squared_relu activation_func bias_gelu_fusion openai_gelu use_z_loss z_loss_strength
     group_query_attention num_query_groups kv_channels add_qkv_bias qk_layernorm
     qk_layernorm_all_heads position_embedding_type rotary_base rotary_percent rotary_interleaved
     rotary_seq_len_interpolation_factor rotary_scaling_factor yarn_original_max_position_embeddings
@@ -227,12 +227,12 @@ WITHIN_THE_RUN = set(
     use_rope_scaling rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
     rope_scaling_original_max_position_embeddings rope_dynamic_factor
     untie_embeddings_and_output_weights window_size window_attn_skip_freq window_rotary_base
-    no_rope_freq norm_placement parallel_shared_norm attn_logit_softcapping
+    no_rope_freq norm_placement parallel_shared_norm attention_output_gate attn_logit_softcapping
     final_logit_softcapping parallel_residual embedding_multiplier
     residual_multiplier attention_multiplier logits_scaling muon_no_split_qkv muon_scale_mode
     muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps muon_tp_mode vocab_file
     merge_file tokenizer_model tiktoken_pattern tiktoken_num_special_tokens fp16_accumulation_chunk
-    fp32_matmul
+    fp32_matmul quick_geglu glu_linear_offset activation_func_clamp_value xielu softmax_type
     """.split()
 )
 # Fields of Trainer.save: tests/parallel/test_library_start.py.

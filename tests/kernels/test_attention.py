@@ -33,23 +33,6 @@ def test_attention_agrees_with_formula(every_target, dtype, dropout):
         assert_close(got, exact(case, dtype, bool(dropout)))
 
 
-SINKS = [
-    Case(17, 2, 6, 8, groups=3),
-    Case(131, 2, 6, 12, groups=2, window=13),
-    Case(193, 1, 4, 64, groups=1, window=48, documents=5),
-]
-
-
-@pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_sinks_agree_with_formula(every_target, dtype, dropout):
-    """Include sinks above every score and below every score."""
-    for case in SINKS if every_target != "reference" else SINKS[:1]:
-        options = {**case.mask(), **dropout, "sinks": torch.linspace(-90.0, 40.0, case.heads)}
-        inputs = case.inputs(dtype)
-        assert_close(attention(*inputs, **options), explicit(*inputs, **options))
-
-
 @for_each(dtype=FAST_DTYPES)
 def test_a_document_has_nothing_of_another(target, dtype):
     """Its results have the same bits whatever finite values, or NaN in whole tiles, are in the other documents."""
@@ -210,17 +193,13 @@ def test_bad_arguments_are_value_errors_before_a_byte_is_written():
         "starts: .*shape": int32([0, 0, 0]),
     }
     memory = {"out: .*apart from qkv": qkv.view(-1)[: dout.numel()].view(5, 2, 24)}
-    sinks = {
-        "sinks: .*shape": {"sinks": torch.zeros(4)},
-        "sinks: .*dtype": {"sinks": torch.zeros(3, dtype=torch.bfloat16)},
-    }
     backward = {
         "out: .*dtype float32 as qkv": out.bfloat16(),
         "out: .*multiple of 4": torch.full((5, 2, 30), 7.0),
         "dout: .*shape": dout[:4],
         "dqkv: .*apart from qkv": qkv,
     }
-    refuses(kernels.attention_forward, (qkv, out, lse), {**both, **memory, **sinks})
+    refuses(kernels.attention_forward, (qkv, out, lse), {**both, **memory})
     arguments = qkv, out, lse, dout, torch.full_like(qkv, 7.0)
     refuses(kernels.attention_backward, arguments, {**both, **backward})
 

@@ -31,17 +31,17 @@ def make(heads, groups, d, slots, dtype=torch.float32, rows=3):
     return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
 
 
-def decode(qkv, keys, values, samples=SAMPLES, positions=POSITIONS, sinks=None):
+def decode(qkv, keys, values, samples=SAMPLES, positions=POSITIONS):
     """Return the kernel's (out, keys, values), out full of NaN before."""
     keys = keys.clone()
     values = values.clone()
     out = qkv.new_full((len(qkv), qkv.shape[1] - 2 * keys.shape[1] * keys.shape[3]), math.nan)
     places = (torch.tensor(numbers, dtype=torch.int64) for numbers in (samples, positions))
-    kernels.attention_decode(qkv, keys, values, *places, out, sinks)
+    kernels.attention_decode(qkv, keys, values, *places, out)
     return out, keys, values
 
 
-def explicit(qkv, keys, values, sinks=None):
+def explicit(qkv, keys, values):
     """Return the same row by row and head by head."""
     keys = keys.clone()
     values = values.clone()
@@ -54,16 +54,13 @@ def explicit(qkv, keys, values, sinks=None):
         known = min(position + 1, slots)
         k = keys[sample, :, :known].double()
         v = values[sample, :, :known].double()
-        scores = row[:, :-2].double() @ k.transpose(1, 2) / math.sqrt(d)
-        if sinks is not None:
-            scores = torch.cat((scores, sinks.double().view(groups, -1, 1)), -1)
-        out.append(torch.softmax(scores, -1)[..., :known] @ v)
+        out.append(torch.softmax(row[:, :-2].double() @ k.transpose(1, 2) / math.sqrt(d), -1) @ v)
     return torch.stack(out).flatten(1), keys, values
 
 
-def assert_explicit(tensors, tolerance, sinks=None):
-    got = decode(*tensors, sinks=sinks)
-    want = explicit(*tensors, sinks)
+def assert_explicit(tensors, tolerance):
+    got = decode(*tensors)
+    want = explicit(*tensors)
     assert (got[0].double() - want[0]).abs().max() <= tolerance * max(1.0, want[0].abs().max())
     assert_equal(got[1:], want[1:])
 
@@ -71,11 +68,6 @@ def assert_explicit(tensors, tolerance, sinks=None):
 @for_each(dtype=TOLERANCE, shape=SHAPES)
 def test_decoding_agrees_with_formula(every_target, dtype, shape):
     assert_explicit(make(*shape, dtype), TOLERANCE[dtype])
-
-
-@for_each(dtype=TOLERANCE, shape=SHAPES[:4])
-def test_decoding_with_sinks_agrees_with_formula(every_target, dtype, shape):
-    assert_explicit(make(*shape, dtype), TOLERANCE[dtype], torch.linspace(-90.0, 40.0, shape[0]))
 
 
 def test_no_rows(every_target):
@@ -128,6 +120,5 @@ def test_bad_arguments_are_value_errors_before_a_byte_is_written():
             "positions: .*0 or more, got -1": torch.tensor([0, -1, 3]),
             "positions: .*shape": positions[:2],
             "out: .*shape": torch.full((3, 28), 7.0),
-            "sinks: .*shape": {"sinks": torch.zeros(3)},
         },
     )

@@ -136,6 +136,9 @@ MODELS = {
             "num_query_groups": 4,
         }
     ),
+    "gated attention": Model(
+        {**BASE, **FAMILIES["qwen3"], "attention_output_gate": True, "apply_layernorm_1p": True}
+    ),
     "norms around and soft caps": Model(
         {
             **DROPOUT,
@@ -315,9 +318,16 @@ LAYOUTS = {  # every option once at least, and pairs of options rather than all 
         "cp2 tp2 p2p selective",
         "tp2 sequence blocks",
     ],
+    "gated attention": ["tp2 pp2 sequence selective", "cp2 p2p", "cp2 full", "pp2 zb-h1", "torch"],
     "norms around and soft caps": ["tp2 pp2 sequence full", "cp2 selective", "cp2 p2p torch"],
     "one norm for both": ["tp2 sequence", "pp2 full"],
-    "sinks": ["tp2 pp2 sequence", "cp2 selective", "cp2 tp2 p2p", "cp2 allgather torch", "pp2 torch"],
+    "sinks": [
+        "tp2 pp2 sequence",
+        "cp2 selective",
+        "cp2 tp2 p2p",
+        "cp2 allgather torch",
+        "pp2 torch",
+    ],
     "one more in the denominator": ["tp2 sequence blocks", "cp2 p2p torch", "pp2 zb-h1"],
     "experts with biases": ["tp2", "tp2 dp2 ep2 sequence", "tp2 etp1 sequence", "pp2 zb-h1 torch"],
     "documents": [

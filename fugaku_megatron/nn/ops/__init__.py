@@ -19,7 +19,7 @@ from .. import shared_attention as _shared_attention
 from ..dropout_key import DropoutKey
 from ..packed_weights import WeightCache
 from ..recompute import backward, recompute
-from . import activation, experts, gemm, loss, norm, overlapped
+from . import activation, delta_net, experts, gemm, loss, norm, overlapped
 from . import attention as _attention
 from . import dropout as _dropout
 from . import embedding as _embedding
@@ -106,6 +106,13 @@ class Ops(Backend):
     attend_block = _attention.attend_block
     add_block_gradients = _attention.add_block_gradients
     shared_attention = _shared_attention.shared_attention
+
+    delta_gates = delta_net.delta_gates
+    gated_delta_rule = delta_net.gated_delta_rule
+    cached_delta_rule = delta_net.cached_delta_rule
+    causal_convolution = delta_net.causal_convolution
+    cached_convolution = delta_net.cached_convolution
+    gated_rms_norm = delta_net.gated_rms_norm
 
     layer_norm = norm.layer_norm
     rms_norm = norm.rms_norm

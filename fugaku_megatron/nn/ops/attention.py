@@ -39,56 +39,44 @@ def attention(
     dropped: Dropout,
     window: int | None = None,
     starts: Tensor | None = None,
-    sinks: Sinks | None = None,
 ) -> Tensor:
     """Attend from each token to the tokens before it, qkv -> (s, b, n d).
 
     window: token i attends to tokens j with i - window < j <= i.
     starts: int32 (b, s), first visible token of each token's document.
-    sinks: see --softmax-type
     """
     if ops.is_native("attention"):
         mask = {"window": window, "starts": starts}
-        return _NativeAttention.apply(ops.kernels, qkv, _Call(heads, dropped, mask, sinks))
+        return _NativeAttention.apply(ops.kernels, qkv, heads, dropped, mask)
     drop = partial(dropout, ops, dropped=dropped) if dropped.p else None
-    return _torch_attention(qkv, heads, _visible_keys(len(qkv), window, starts), drop, sinks)
-
-
-class _Call(NamedTuple):
-    heads: Heads
-    dropped: Dropout
-    mask: dict[str, Any]
-    sinks: Sinks | None
+    return _torch_attention(qkv, heads, window, drop, starts)
 
 
 class _NativeAttention(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Any, kernels: Any, qkv: Tensor, call: _Call) -> Tensor:
+    def forward(
+        ctx: Any, kernels: Any, qkv: Tensor, heads: Heads, dropped: Dropout, mask: dict[str, Any]
+    ) -> Tensor:
         qkv = qkv.contiguous()
-        heads, dropped, mask, sinks = call
         s, b, _ = qkv.shape
         out = qkv.new_empty(s, b, heads.heads * heads.head_size)
         lse = qkv.new_empty(b, heads.heads, s, dtype=torch.float32)
         ctx.kernels = kernels
         ctx.mask = mask
-        ctx.sinks = sinks
         key = dropped.key
         ctx.dropped = (dropped.p, key.seed, key.stream, key.first_sample, key.row0 // s)
-        values = None if sinks is None else sinks.values
-        kernels.attention_forward(qkv, out, lse, *ctx.dropped, **mask, sinks=values)
+        kernels.attention_forward(qkv, out, lse, *ctx.dropped, **mask)
         ctx.save_for_backward(qkv, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None, None, None]:
         qkv, out, lse = ctx.saved_tensors
         dqkv = torch.empty_like(qkv)
-        if ctx.sinks is not None:
-            ctx.sinks.backward(out, lse, dout)
         ctx.kernels.attention_backward(
             qkv, out, lse, dout.contiguous(), dqkv, *ctx.dropped, **ctx.mask
         )
-        return None, dqkv, None
+        return None, dqkv, None, None, None
 
 
 def _visible_keys(s: int, window: int | None, starts: Tensor | None) -> Tensor | None:
@@ -101,42 +89,20 @@ def _visible_keys(s: int, window: int | None, starts: Tensor | None) -> Tensor |
     return (visible & (torch.arange(s) >= starts.unsqueeze(-1))).unsqueeze(1)
 
 
-class _WithSinks(Function[Tensor]):
-    """Scores (b, n, s, s) with the sinks as one more key, (b, n, s, s + 1)."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, sinks: Sinks) -> Tensor:
-        ctx.sinks = sinks
-        column = sinks.values.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
-        return torch.cat((scores, column.to(scores.dtype)), -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.sinks.add_gradient(grad[..., -1].float().sum((0, 2)))
-        return grad[..., :-1], None
-
-
-def _softmax(scores: Tensor, sinks: Sinks | None) -> Tensor:
-    if sinks is None:
-        return torch.softmax(scores, -1)
-    with_sinks: Tensor = _WithSinks.apply(scores, sinks)
-    return torch.softmax(with_sinks, -1)[..., :-1]
-
-
 def _torch_attention(
     qkv: Tensor,
     heads: Heads,
-    visible: Tensor | None,
+    window: int | None,
     drop: Callable[[Tensor], Tensor] | None,
-    sinks: Sinks | None,
+    starts: Tensor | None,
 ) -> Tensor:
-    """visible: as from `_visible_keys`."""
     s, b, _ = qkv.shape
     d = heads.head_size
     queries, keys, values = (
         x.permute(1, 2, 3, 0, 4).flatten(1, 2) for x in heads.split(qkv)
     )  # (b, n or g, s, d)
-    if drop is None and sinks is None:
+    visible = _visible_keys(s, window, starts)
+    if drop is None:
         context = F.scaled_dot_product_attention(
             queries,
             keys,
@@ -150,9 +116,7 @@ def _torch_attention(
     # The queries of a group are stacked, (b, g, n/g s, d), so that no key or value is repeated.
     stacked = queries.unflatten(1, (heads.groups, -1)).flatten(2, 3)
     scores = torch.matmul(stacked, keys.transpose(-1, -2)).reshape(b, heads.heads, s, s) * d**-0.5
-    probabilities = _softmax(scores.masked_fill(hidden, float("-inf")), sinks)
-    if drop is not None:
-        probabilities = drop(probabilities)
+    probabilities = drop(torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1))
     context = torch.matmul(probabilities.view(b, heads.groups, -1, s), values)
     return context.reshape(b, heads.heads, s, d).permute(2, 0, 1, 3).reshape(s, b, -1)
 
@@ -173,10 +137,9 @@ def cached_attention(
     values = cache.values
     samples, positions = rows
     _, groups, slots, d = keys.shape
-    if ops.is_native("attention") and softcap is None:
+    if ops.is_native("attention") and softcap is None and sinks is None:
         out = qkv.new_empty(len(qkv), qkv.shape[-1] - 2 * groups * d)
-        scores = None if sinks is None else sinks.values
-        ops.kernels.attention_decode(as_rows(qkv), keys, values, samples, positions, out, scores)
+        ops.kernels.attention_decode(as_rows(qkv), keys, values, samples, positions, out)
         return out.unsqueeze(1)
     context = []
     heads = qkv.view(len(qkv), groups, -1, d)
@@ -193,8 +156,7 @@ def cached_attention(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if sinks is not None:
-            column = sinks.values.view(1, groups, -1, 1)
-            scores = torch.cat((scores, column), -1)
+            scores = torch.cat((scores, sinks.values.view(1, groups, -1, 1)), -1)
         probabilities = torch.softmax(scores, -1)[..., : keys[stored].shape[2]]
         context.append((probabilities @ values[stored].float()).to(qkv.dtype))
     return torch.cat(context).view(len(qkv), 1, -1)

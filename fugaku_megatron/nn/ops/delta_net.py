@@ -1,0 +1,441 @@
+"""Gated delta rule (Yang et al. 2024, arXiv:2412.06464), with the convolution, the gates and the norm of its layer.
+
+A head has a state S (key size x value size). Token t with unit key k, unit query q, value v, log decay g and strength beta updates it:
+    S = exp(g) S,   S = S + beta k (v - S^T k)^T,   out = S^T q / sqrt(key size)
+A chunk of 64 tokens is a few matmuls and a triangular solve. Backward recomputes each chunk from its first state.
+
+s sequence, b micro-batch, r rows of generation; qkv as in `DeltaHeads`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...comm.autograd import Function
+from ..gradients import accumulate, as_rows
+from .backend import Backend
+from .norm import norm_gradients, normalized
+
+CHUNK = 64
+L2_EPSILON = 1e-6
+
+
+class DeltaHeads(NamedTuple):
+    """Heads of a rank. A key head belongs to value_heads / key_heads consecutive value heads.
+
+    qkv (s, b, 2 key_heads key_size + value_heads value_size): the queries of all key heads, their keys, the values.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+
+    @property
+    def group(self) -> int:
+        return self.value_heads // self.key_heads
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return views of queries and keys (s, b, key_heads, key_size), and values (s, b, value_heads, value_size)."""
+        keys = self.key_heads * self.key_size
+        queries, keys_, values = qkv.split((keys, keys, self.value_heads * self.value_size), -1)
+        sizes = (-1, self.key_size)
+        return (
+            queries.unflatten(-1, sizes),
+            keys_.unflatten(-1, sizes),
+            values.unflatten(-1, (-1, self.value_size)),
+        )
+
+
+class DeltaGates(NamedTuple):
+    """FP32 (s, b, value_heads): log decay, at most 0, and strength of the update."""
+
+    decay: Tensor
+    beta: Tensor
+
+
+def delta_gates(
+    ops: Backend, alpha: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor
+) -> DeltaGates:
+    """Return log decays -exp(a_log) softplus(alpha + dt_bias), and sigmoid(beta).
+
+    alpha, beta: (s, b, value_heads). a_log, dt_bias: parameters (value_heads).
+    """
+    return DeltaGates(*_Gates.apply(alpha, beta, a_log, dt_bias))
+
+
+class _Gates(Function[tuple[Tensor, Tensor]]):
+    @staticmethod
+    def forward(
+        ctx: Any, alpha: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        decay = -a_log.float().exp() * F.softplus(alpha.float() + dt_bias.float())
+        strength = torch.sigmoid(beta.float())
+        ctx.save_for_backward(alpha, decay, strength)
+        ctx.parameters = (a_log, dt_bias)
+        return decay, strength
+
+    @staticmethod
+    def backward(ctx: Any, ddecay: Tensor, dstrength: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        alpha, decay, strength = ctx.saved_tensors
+        a_log, dt_bias = ctx.parameters
+        slope = -a_log.float().exp() * torch.sigmoid(alpha.float() + dt_bias.float())
+        dalpha = ddecay * slope
+        accumulate(a_log, as_rows(ddecay * decay).sum(0))
+        accumulate(dt_bias, as_rows(dalpha).sum(0))
+        dbeta = dstrength * strength * (1 - strength)
+        return dalpha.to(alpha.dtype), dbeta.to(alpha.dtype), None, None
+
+
+class _Rule(NamedTuple):
+    heads: DeltaHeads
+    starts: Tensor | None
+
+
+def gated_delta_rule(
+    ops: Backend,
+    qkv: Tensor,
+    gates: DeltaGates,
+    heads: DeltaHeads,
+    starts: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the result (s, b, value_heads value_size) and the state after the last token.
+
+    starts: int32 (b, s), first token of each token's document, before which the state is zero.
+    state: FP32 (b, value_heads, key_size, value_size), the state before the first token; None: zero.
+    """
+    if state is None:
+        shape = (qkv.shape[1], heads.value_heads, heads.key_size, heads.value_size)
+        state = qkv.new_zeros(shape, dtype=torch.float32)
+    return _TorchRule.apply(qkv, *gates, _Rule(heads, starts), state)
+
+
+class _Chunk(NamedTuple):
+    """Tokens of a chunk, n value heads, c tokens.
+
+    Queries and keys are unit vectors, keys (b, n, c, key_size), values (b, n, c, value_size), beta (b, n, c, 1).
+    pairwise: decay from token j to token i (b, n, c, c), 0 for j > i and another document.
+    from_state, to_state (b, n, c, 1), whole (b, n, 1, 1): decay from the first state, to the last state, and between both.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    beta: Tensor
+    pairwise: Tensor
+    from_state: Tensor
+    to_state: Tensor
+    whole: Tensor
+
+
+def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x (..., d) divided by its length, and the reciprocal length (..., 1), in FP32."""
+    x = x.float()
+    reciprocal = torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON)
+    return x * reciprocal, reciprocal
+
+
+def _read_chunk(
+    qkv: Tensor, gates: DeltaGates, rule: _Rule, first: int
+) -> tuple[_Chunk, tuple[Tensor, Tensor]]:
+    """Return the chunk from token `first` on, and the reciprocal lengths of its queries and keys."""
+    tokens = slice(first, first + CHUNK)
+    heads = rule.heads
+    queries, keys, values = (
+        x.permute(1, 2, 0, 3) for x in heads.split(qkv[tokens])
+    )  # (b, heads, c, size)
+    queries, query_lengths = _unit(queries)
+    keys, key_lengths = _unit(keys)
+    # Differences of long sums: in double.
+    decay = gates.decay[tokens].permute(1, 2, 0).double().cumsum(-1)
+    count = decay.shape[-1]
+    visible = torch.ones(count, count, dtype=torch.bool).tril()
+    reached = torch.ones(count, dtype=torch.bool)
+    if rule.starts is not None:
+        starts = rule.starts[:, None, tokens]
+        visible = visible & (torch.arange(first, first + count) >= starts.unsqueeze(-1))
+        reached = starts < max(first, 1)
+    pairwise = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~visible, float("-inf"))
+    pairwise = pairwise.exp().float()
+    from_state = (decay.exp().float() * reached).unsqueeze(-1)
+    chunk = _Chunk(
+        queries.repeat_interleave(heads.group, 1),
+        keys.repeat_interleave(heads.group, 1),
+        values.float(),
+        gates.beta[tokens].permute(1, 2, 0).unsqueeze(-1),
+        pairwise,
+        from_state,
+        to_state=pairwise[..., -1, :].unsqueeze(-1),
+        whole=from_state[..., -1:, :],
+    )
+    return chunk, (query_lengths, key_lengths)
+
+
+def _corrections(chunk: _Chunk, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the chunk's updates of the state, values minus predictions (b, n, c, value_size), before and after times beta."""
+    products = (chunk.keys @ chunk.keys.transpose(-1, -2) * chunk.pairwise).tril(-1)
+    target = chunk.values - chunk.from_state * (chunk.keys @ state)
+    updates = torch.linalg.solve_triangular(
+        products * chunk.beta, target * chunk.beta, upper=False, unitriangular=True
+    )
+    return target - products @ updates, updates
+
+
+def _chunk_results(chunk: _Chunk, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the results (b, n, c, value_size) and the next state."""
+    _, updates = _corrections(chunk, state)
+    scores = chunk.queries @ chunk.keys.transpose(-1, -2) * chunk.pairwise
+    results = chunk.from_state * (chunk.queries @ state) + scores @ updates
+    state = chunk.whole * state + (chunk.to_state * chunk.keys).transpose(-1, -2) @ updates
+    return results * scale, state
+
+
+class _ChunkGradients(NamedTuple):
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+def _chunk_gradients(
+    chunk: _Chunk, state: Tensor, dresults: Tensor, dstate: Tensor
+) -> tuple[_ChunkGradients, Tensor]:
+    """Return the gradients of a chunk, and of its first state.
+
+    dresults: of the results before the scale. dstate: of the next state.
+    """
+    unscaled, updates = _corrections(chunk, state)
+    queries, keys = chunk.queries, chunk.keys
+    dupdates = (
+        (queries @ keys.transpose(-1, -2) * chunk.pairwise).transpose(-1, -2) @ dresults
+        + chunk.to_state * (keys @ dstate)
+    )  # fmt: skip
+    products = (keys @ keys.transpose(-1, -2) * chunk.pairwise).tril(-1)
+    solved = torch.linalg.solve_triangular(
+        (products * chunk.beta).transpose(-1, -2), dupdates, upper=True, unitriangular=True
+    )
+    dvalues = chunk.beta * solved
+    # Of the matrices of scores and of products, each already times its decays.
+    dscores = dresults @ updates.transpose(-1, -2) * chunk.pairwise
+    dproducts = -(dvalues @ updates.transpose(-1, -2) * chunk.pairwise).tril(-1)
+    from_results = chunk.from_state * dresults
+    from_values = -chunk.from_state * dvalues
+    to_next = updates @ dstate.transpose(-1, -2) * chunk.to_state
+    dqueries = from_results @ state.transpose(-1, -2) + dscores @ keys
+    dkeys = (
+        from_values @ state.transpose(-1, -2)
+        + dscores.transpose(-1, -2) @ queries
+        + (dproducts + dproducts.transpose(-1, -2)) @ keys
+        + to_next
+    )
+    weighted = dscores * (queries @ keys.transpose(-1, -2)) + dproducts * (
+        keys @ keys.transpose(-1, -2)
+    )
+    weighted = weighted.tril(-1)
+    # The last token is added to the last state as it is.
+    to_last = (to_next * keys).sum(-1)
+    to_last[..., -1] = 0
+    of_state = (from_results * (queries @ state) + from_values * (keys @ state)).sum(-1)
+    ddecay = weighted.sum(-1) - weighted.sum(-2) + of_state - to_last
+    ddecay[..., -1] += to_last.sum(-1) + (chunk.whole * state * dstate).sum((-1, -2))
+    first_dstate = (
+        chunk.whole * dstate
+        + queries.transpose(-1, -2) @ from_results
+        + keys.transpose(-1, -2) @ from_values
+    )
+    gradients = _ChunkGradients(
+        dqueries,
+        dkeys,
+        dvalues,
+        ddecay.flip(-1).cumsum(-1).flip(-1),
+        (solved * unscaled).sum(-1),
+    )
+    return gradients, first_dstate
+
+
+def _unit_gradient(dunit: Tensor, unit: Tensor, reciprocal: Tensor) -> Tensor:
+    along = (dunit * unit).sum(-1, keepdim=True)
+    return reciprocal * (dunit - unit * along)
+
+
+class _TorchRule(Function[tuple[Tensor, Tensor]]):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, decay: Tensor, beta: Tensor, rule: _Rule, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        s, b, _ = qkv.shape
+        heads = rule.heads
+        out = qkv.new_empty(s, b, heads.value_heads, heads.value_size)
+        states = []
+        for first in range(0, s, CHUNK):
+            chunk, _ = _read_chunk(qkv, DeltaGates(decay, beta), rule, first)
+            states.append(state)
+            results, state = _chunk_results(chunk, state, heads.key_size**-0.5)
+            out[first : first + CHUNK] = results.permute(2, 0, 1, 3)
+        ctx.save_for_backward(qkv, decay, beta, *states)
+        ctx.rule = rule
+        return out.flatten(2), state
+
+    @staticmethod
+    def backward(
+        ctx: Any, dout: Tensor, dstate: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
+        qkv, decay, beta, *states = ctx.saved_tensors
+        heads = ctx.rule.heads
+        dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+        ddecay = torch.empty_like(decay)
+        dbeta = torch.empty_like(beta)
+        dheads = dout.unflatten(-1, (-1, heads.value_size))
+        for first in reversed(range(0, len(qkv), CHUNK)):
+            tokens = slice(first, first + CHUNK)
+            chunk, lengths = _read_chunk(qkv, DeltaGates(decay, beta), ctx.rule, first)
+            dresults = dheads[tokens].permute(1, 2, 0, 3).float() * heads.key_size**-0.5
+            gradients, dstate = _chunk_gradients(chunk, states.pop(), dresults, dstate)
+            dqueries, dkeys, dvalues = heads.split(dqkv[tokens])
+            dvalues.copy_(gradients.values.permute(2, 0, 1, 3))
+            for d, dunit, unit, length in zip(
+                (dqueries, dkeys), gradients[:2], chunk[:2], lengths, strict=True
+            ):
+                summed = dunit.unflatten(1, (-1, heads.group)).sum(2)
+                first_unit = unit[:, :: heads.group]
+                d.copy_(_unit_gradient(summed, first_unit, length).permute(2, 0, 1, 3))
+            ddecay[tokens] = gradients.decay.permute(2, 0, 1)
+            dbeta[tokens] = gradients.beta.permute(2, 0, 1)
+        return dqkv, ddecay, dbeta, None, dstate
+
+
+def cached_delta_rule(
+    ops: Backend,
+    qkv: Tensor,
+    gates: DeltaGates,
+    heads: DeltaHeads,
+    states: Tensor,
+    samples: Tensor,
+) -> Tensor:
+    """Update the states of one new token per sample, qkv (r, 1, ...) -> (r, 1, value_heads value_size). Nothing is saved.
+
+    states: FP32 (samples, value_heads, key_size, value_size). samples: int64 (r,), each row's sample.
+    """
+    queries, keys, values = heads.split(qkv.squeeze(1))
+    queries, keys = (
+        _unit(x)[0].repeat_interleave(heads.group, 1).unsqueeze(-1) for x in (queries, keys)
+    )  # (r, n, key_size, 1)
+    state = states[samples] * gates.decay.squeeze(1)[..., None, None].exp()
+    predicted = (keys * state).sum(-2)
+    updates = (values.float() - predicted) * gates.beta.squeeze(1).unsqueeze(-1)
+    state = state + keys * updates.unsqueeze(-2)
+    states[samples] = state
+    out: Tensor = (queries * state).sum(-2) * heads.key_size**-0.5
+    return out.flatten(1).unsqueeze(1).to(qkv.dtype)
+
+
+def causal_convolution(
+    ops: Backend,
+    x: Tensor,
+    weight: Tensor,
+    starts: Tensor | None = None,
+    earlier: Tensor | None = None,
+) -> Tensor:
+    """Return silu of the depthwise convolution of x (s, b, channels) over each token and the w - 1 before it.
+
+    weight: parameter (channels, w), the token itself last. starts: see `gated_delta_rule`.
+    earlier: (w - 1, b, channels), inputs before the first token; None: zeros.
+    """
+    return _TorchConvolution.apply(x, weight, starts, earlier)
+
+
+def _taps(x: Tensor, width: int, starts: Tensor | None, earlier: Tensor | None) -> list[Tensor]:
+    """Return the inputs (s, b, channels) of each tap, of the token itself last, in FP32."""
+    s = len(x)
+    if earlier is None:
+        earlier = x.new_zeros(width - 1, *x.shape[1:])
+    padded = torch.cat((earlier, x)).float()
+    taps = [padded[tap : tap + s] for tap in range(width)]
+    if starts is None:
+        return taps
+    positions = torch.arange(s).unsqueeze(1)
+    # The first document contains the earlier inputs.
+    starts = starts.t().masked_fill(starts.t() == 0, -width)
+    return [
+        taps[tap] * (positions - (width - 1 - tap) >= starts).unsqueeze(-1) for tap in range(width)
+    ]
+
+
+def _convolve(taps: list[Tensor], weight: Tensor) -> Tensor:
+    total = torch.zeros_like(taps[0])
+    for tap, inputs in enumerate(taps):
+        total += inputs * weight[:, tap].float()
+    return total
+
+
+class _TorchConvolution(Function[Tensor]):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, starts: Tensor | None, earlier: Tensor | None
+    ) -> Tensor:
+        taps = _taps(x, weight.shape[1], starts, earlier)
+        total = _convolve(taps, weight)
+        ctx.save_for_backward(x, starts, earlier)
+        ctx.weight = weight
+        return F.silu(total).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
+        x, starts, earlier = ctx.saved_tensors
+        weight = ctx.weight
+        s, width = len(x), weight.shape[1]
+        taps = _taps(x, width, starts, earlier)
+        total = _convolve(taps, weight)
+        sigmoid = torch.sigmoid(total)
+        dtotal = dy.float() * sigmoid * (1 + total * (1 - sigmoid))
+        accumulate(weight, torch.stack([as_rows(dtotal * each).sum(0) for each in taps], 1))
+        dpadded = dtotal.new_zeros(s + width - 1, *x.shape[1:])
+        ones = torch.ones_like(x[..., :1], dtype=torch.float32)
+        before = None if earlier is None else torch.ones_like(earlier[..., :1])
+        for tap, visible in enumerate(_taps(ones, width, starts, before)):
+            dpadded[tap : tap + s] += dtotal * visible * weight[:, tap].float()
+        dearlier = None if earlier is None else dpadded[: width - 1].to(x.dtype)
+        return dpadded[width - 1 :].to(x.dtype), None, None, dearlier
+
+
+def cached_convolution(
+    ops: Backend, x: Tensor, weight: Tensor, inputs: Tensor, samples: Tensor
+) -> Tensor:
+    """Convolve one new token per sample, x (r, 1, channels) -> the same shape. Nothing is saved.
+
+    inputs: (samples, w - 1, channels), the last inputs of each sample, to which x is appended. samples: int64 (r,).
+    """
+    window = torch.cat((inputs[samples], x), 1)  # (r, w, channels)
+    inputs[samples] = window[:, 1:]
+    return F.silu(_convolve(list(window.float().unbind(1)), weight)).unsqueeze(1).to(x.dtype)
+
+
+def gated_rms_norm(ops: Backend, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return the RMS norm of x (..., h) times silu(gate), computed in FP32. gate: (..., h). weight: parameter (h)."""
+    return _TorchGatedNorm.apply(x, gate, weight, epsilon)
+
+
+class _TorchGatedNorm(Function[Tensor]):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        y, rstd = normalized(x.float(), weight.float(), epsilon)
+        ctx.save_for_backward(x, gate, rstd)
+        ctx.weight = weight
+        return (y * F.silu(gate.float())).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, gate, rstd = ctx.saved_tensors
+        weight = ctx.weight
+        z = gate.float()
+        sigmoid = torch.sigmoid(z)
+        dx, dweight = norm_gradients(dy.float() * z * sigmoid, x.float(), rstd, weight.float())
+        accumulate(weight, dweight)
+        dgate = dy.float() * (x.float() * rstd * weight.float()) * sigmoid * (1 + z * (1 - sigmoid))
+        return dx.to(x.dtype), dgate.to(gate.dtype), None, None

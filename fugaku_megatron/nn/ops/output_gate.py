@@ -1,0 +1,60 @@
+"""Sigmoid gate on attention's output (Qiu et al. 2025, arXiv:2505.06708), computed next to the queries.
+
+s sequence, b micro-batch, n heads of this rank in g query groups, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm.autograd import Function
+from ..heads import Heads
+
+
+def split_gate(projected: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    """Return qkv as in `Heads` and gates (s, b, n d).
+
+    projected: (s, b, g (2 n/g + 2) d), for each group queries, their gates, a key and a value
+    """
+    return _SplitGate.apply(projected, heads)
+
+
+class _SplitGate(Function[tuple[Tensor, Tensor]]):
+    @staticmethod
+    def forward(ctx: Any, projected: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+        ctx.heads = heads
+        each = heads.queries_per_group
+        slots = projected.unflatten(-1, (heads.groups, -1, heads.head_size))
+        queries, gates, others = slots.split((each, each, 2), dim=3)
+        qkv = torch.cat((queries, others), 3).flatten(2)
+        return qkv, gates.flatten(2).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dqkv: Tensor, dgates: Tensor) -> tuple[Tensor, None]:
+        heads = ctx.heads
+        dqueries, *others = heads.split(dqkv.contiguous())
+        dgate = dgates.unflatten(-1, dqueries.shape[2:])
+        return torch.cat((dqueries, dgate, *others), 3).flatten(2), None
+
+
+def gated(context: Tensor, gates: Tensor) -> Tensor:
+    """Return context * sigmoid(gates), (s, b, n d), computed in FP32."""
+    return _Gated.apply(context, gates)
+
+
+class _Gated(Function[Tensor]):
+    @staticmethod
+    def forward(ctx: Any, context: Tensor, gates: Tensor) -> Tensor:
+        ctx.save_for_backward(context, gates)
+        return (context * torch.sigmoid(gates.float())).to(context.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+        context, gates = ctx.saved_tensors
+        sigmoid = torch.sigmoid(gates.float())
+        scaled = dout * sigmoid
+        dgates = scaled * context * (1.0 - sigmoid)
+        return scaled.to(context.dtype), dgates.to(gates.dtype)
