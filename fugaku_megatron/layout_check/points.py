@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,11 +128,9 @@ def _place(name: str) -> int:
     return 1 + int(found[1]) * width + site
 
 
-def neighbour(point: Point, layers: int) -> str:
-    """Return the words for the tensor that the point's tensor is computed from."""
-    names = [EMBEDDING]
-    names += [layer_name(layer, site) for layer in range(layers) for site in SITES]
-    names.append(FINAL_NORM)
+def neighbour(point: Point, outputs: Iterable[str]) -> str:
+    """Return the words for the tensor that the point's tensor is computed from. outputs: names of recorded modules"""
+    names = sorted(outputs, key=_place)
     if point.kind == FORWARD:
         index = names.index(point.name)
         return f"the output of {names[index - 1]}" if index else "the tokens"
@@ -206,10 +205,12 @@ class Communication:
                 )
         return None
 
+    def into_layer(self, layer: int) -> str | None:
+        """Return the words for the message before a layer. layer: from 0"""
+        return self._stage_border(layer, -1)
+
     def forward(self, layer: int, site: str) -> str | None:
-        """Return the words for the communication before an output. layer: from 0"""
-        if site == INPUT_NORM:
-            return self._stage_border(layer, -1)
+        """Return the words for the communication before an output, inside a layer. layer: from 0"""
         if site == QKV:
             return self._into_matmul(backward=False)
         if site == CORE:
@@ -239,13 +240,13 @@ class Communication:
     def _mlp(self, layer: int, backward: bool) -> str | None:
         has_experts = self.run.model.mlps[layer] == MLP_OF_EXPERTS
         if has_experts and self.run.parallel.divides_experts:
-            return _joined(
+            return joined(
                 self.over("all-to-all of tokens", "ep"),
                 self.over("all-gather and reduce-scatter of rows", "etp"),
             )
         if backward:
-            return _joined(self._out_of_matmul(backward), self._into_matmul(backward))
-        return _joined(self._into_matmul(backward), self._out_of_matmul(backward))
+            return joined(self._out_of_matmul(backward), self._into_matmul(backward))
+        return joined(self._into_matmul(backward), self._out_of_matmul(backward))
 
     def embedding(self, backward: bool) -> str | None:
         return None if backward else self._out_of_matmul(backward=False)
@@ -263,7 +264,7 @@ class Communication:
         parts.append(self.over(verb, "edp" if expert else "dp"))
         if tied:
             parts.append(self.over("all-reduce of the tied embedding's gradient", "embedding"))
-        return _joined(*parts)
+        return joined(*parts)
 
     def weight_gather(self, expert: bool) -> str | None:
         if not self.run.parallel.zero_stage:
@@ -271,5 +272,6 @@ class Communication:
         return self.over("all-gather of updated weights", "edp" if expert else "dp")
 
 
-def _joined(*texts: str | None) -> str | None:
+def joined(*texts: str | None) -> str | None:
+    """Return the words for several communications after each other."""
     return ", then ".join(text for text in texts if text) or None

@@ -28,6 +28,11 @@ LEARNING_RATE = 1e-2
 # The update is then a smooth function of the gradient: with 1e-8 it is the gradient's sign, also of rounding errors.
 ADAM_EPS = 1e-3
 LOSS_SCALE = 1024.0
+# Factors of small terms, if the run has them: with a run's usual factors, rounding hides a mistake in such a term.
+BALANCING = 1.0
+Z_LOSS = 0.1
+WEIGHT_DECAY = 1.0
+CLIP_GRAD = 0.1  # less than the norm of the gradients
 HEAD_SIZES = (8, 16, 32, 64)
 MLP_WIDTHS = (16, 32, 64, 128, 256)  # of a tensor-parallel rank
 EXPERTS = (2, 4, 8, 16)  # of an expert-parallel rank
@@ -144,8 +149,15 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
         changes["moe_ffn_hidden_size"] = width.mlp
         has_experts = experts_in(model.moe_layer_freq, model.num_layers)
         changes["moe_layer_freq"] = str([int(has_experts[layer]) for layer in kept])
+        changes["moe_aux_loss_coeff"] = tuple(
+            BALANCING if factor else 0.0 for factor in model.moe_aux_loss_coeff
+        )
+        if model.moe_z_loss_coeff:
+            changes["moe_z_loss_coeff"] = Z_LOSS
         if model.moe_shared_expert_intermediate_size:
             changes["moe_shared_expert_intermediate_size"] = width.mlp
+    if model.use_z_loss:
+        changes["z_loss_strength"] = Z_LOSS
     if model.window is not None:
         left = max(1, min(model.window - 1, (model.window - 1) * length // model.seq_length))
         changes["window_size"] = f"{left},0"
@@ -238,6 +250,8 @@ def _optimizer(run: RunConfig) -> Any:
         lr_warmup_init=0.0,
         lr_wsd_decay_iters=None,
         lr_wsd_decay_samples=None,
+        weight_decay=WEIGHT_DECAY if optimizer.weight_decay else 0.0,
+        clip_grad=CLIP_GRAD if optimizer.clip_grad else 0.0,
         start_weight_decay=None,
         end_weight_decay=None,
         weight_decay_incr_style="constant",
