@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -93,6 +94,15 @@ def shrink(run: RunConfig, layout: Layout) -> Small:
         except ValueError as error:
             refused = error
     raise ValueError(f"--check-layout finds no narrow layers that fit the layout: {refused}")
+
+
+def fewest_ranks(run: RunConfig, layout: Layout) -> int:
+    """Return the fewest ranks on which a check has all of a run's communication, and the run's batch fits."""
+    replica = layout.tp * layout.pp * layout.cp
+    for ranks in range(_data_parallel_size(layout) * replica, layout.world_size, replica):
+        with contextlib.suppress(ValueError):
+            return Layout.from_run(run, ranks).world_size
+    return layout.world_size
 
 
 def _data_parallel_size(layout: Layout) -> int:
