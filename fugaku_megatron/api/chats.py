@@ -57,7 +57,6 @@ def _template(run: RunConfig) -> ChatTemplate:
 
 
 def _marked(chat: Any, where: str) -> np.ndarray:
-    """Return a pair's array (n,), see `signed`."""
     expected = (
         "pass chats (messages, or prompt and completion), or pairs (token ids, which of them are "
         "trained)"

@@ -1,8 +1,5 @@
-"""Config of a run for Python: flags of fugaku-megatron train as keywords. Imports neither torch nor MPI.
-
-config = Config(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024, micro_batch_size=1, lr=6e-4)
-config = Config.recipe("124m", lr=3e-4)
-config = Config.from_flags(["--recipe", "124m", "--lr", "3e-4"])
+"""A run's config for Python: fugaku-megatron train's flags as keywords. Imports neither torch nor
+MPI.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from ..config.run_config import GROUPS, RunConfig
 
 
 def _with_checkpoint_model(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values, with use_checkpoint_args the checkpoint's model."""
     if not values.get("use_checkpoint_args"):
         return values
     from ..run.train_command import with_checkpoint_model
@@ -48,13 +44,15 @@ class Config:
 
     @classmethod
     def recipe(cls, name: str, **flags: Any) -> Config:
-        """Return the config of a published model ("124m", "llama-3.2-1b" ...), with flags that replace its values."""
+        """Return a published model's config ("124m", "llama-3.2-1b" ...), with flags that replace
+        its values.
+        """
         check(isinstance(name, str), f"the name of a recipe is {name!r:.60}: expected str")
         return cls._of(name, field_values(flags))
 
     @classmethod
     def from_flags(cls, words: Sequence[str]) -> Config:
-        """Return the config of the words of a command line, as fugaku-megatron train reads them."""
+        """Return the config for a command line's words, as fugaku-megatron train reads them."""
         check(
             not isinstance(words, str),
             f"from_flags takes a list of words, not one text: pass {words!r:.60}.split()",

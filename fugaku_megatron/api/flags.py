@@ -1,4 +1,4 @@
-"""Flags of fugaku-megatron train that a Trainer refuses; all others act as in the command."""
+"""Flags that a Trainer refuses; all others act as in the command."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ def _words(value: Any) -> str:
 
 
 def trainer_notes(config: Config, has_data: bool) -> list[str]:
-    """Return the notes that apply to a Trainer."""
     acting = [*_WITHOUT_SAVE, *_WITHOUT_LOAD]
     if has_data:
         acting += _OF_DATA

@@ -1,8 +1,4 @@
-"""Model in memory for texts and tokens, from this program, Hugging Face or Megatron-LM.
-
-model = load("my_model")
-print(model.generate("Once", max_new_tokens=50), model.loss("Once upon a time"))
-"""
+"""Model in memory for texts and tokens, from this program, Hugging Face or Megatron-LM."""
 
 from __future__ import annotations
 
@@ -39,7 +35,7 @@ SIDE_BY_SIDE = 4  # windows of a text that are scored together
 
 
 class TokenizerFiles(TypedDict, total=False):
-    """Keywords of `load` for a tokenizer."""
+    """Tokenizer keywords for `load`."""
 
     tokenizer_type: str | None
     vocab_file: str | os.PathLike[str] | None
@@ -127,7 +123,7 @@ class Model:
         return choose_tokenizer(self._flags, data, carried, self._loaded.vocab_size, self._where)
 
     def config(self, **flags: Any) -> Config:
-        """Return the config of a run that trains this model, with other flags such as micro_batch_size and lr."""
+        """Return a config that trains this model, with other flags such as micro_batch_size and lr."""
         own = {
             f.name: value
             for f in fields(ModelConfig)
@@ -203,7 +199,7 @@ class Model:
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """Return FP32 logits (s, v) of the token after each of `tokens` (s,)."""
+        """Return FP32 logits (s, v) for the token after each in `tokens` (s,)."""
         ids = torch.as_tensor(tokens)
         model = self.architecture
         vocab_size = self._loaded.vocab_size

@@ -1,4 +1,4 @@
-"""Start of a Trainer: a checkpoint, weights of any program, or the model of adapters."""
+"""A Trainer's start: a checkpoint, any program's weights, or the adapters' model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ..training.trainer import ForeignModel
 
 @dataclass(frozen=True)
 class Start:
-    """Start of a run.
+    """A run's start.
 
-    run: with the loaded directory in its output flags. resume: checkpoints of this program.
+    run: with the loaded directory in its output flags. resume: this program's checkpoints.
     weights: another program's whole model. carried: directory with the model's tokenizer files.
     """
 
@@ -41,7 +41,7 @@ class Start:
 
 
 def config_start(plan: Plan, world: Comm) -> Start:
-    """Return the start of --load or else --pretrained-checkpoint. Collective; ValueError on every
+    """Return the start from --load or else --pretrained-checkpoint. Collective; ValueError on every
     rank.
     """
     output = plan.config.output
@@ -61,10 +61,10 @@ def load_start(
     ckpt_step: int | None = None,
     weights_only: bool = False,
 ) -> Start:
-    """Return the start from a directory of this program, Hugging Face or Megatron-LM. Collective.
+    """Return the start from this program's, Hugging Face's or Megatron-LM's directory. Collective.
 
-    weights_only: as --finetune; other and converted weights are always loaded so.
-    Raise ValueError on every rank.
+    weights_only: as --finetune; other and converted weights are always loaded so. Raise ValueError
+    on every rank.
     """
     run = plan.config
     own = on_root(world, lambda: own_checkpoint(directory, ckpt_step))
@@ -91,14 +91,12 @@ def _state(directory: str, iteration: int | None) -> dict[str, Any]:
 
 
 def _resumed(plan: Plan, world: Comm) -> Start:
-    """Return the command's start; adapters may have another program's model."""
     resume = find_checkpoint(plan, world, partial(_open_base, plan.config))
     source = resume.checkpoint or resume.base
     return Start(plan.config, resume, carried=None if source is None else _carried(source))
 
 
 def _foreign(run: RunConfig, directory: str, ckpt_step: int | None, world: Comm) -> Start:
-    """Return another program's start; a run of adapters starts new adapters."""
     with everywhere():
         weights = _open_foreign(run, directory, ckpt_step)
     config = {"model": {"mask_vocab_padding": weights.model.mask_vocab_padding}}
@@ -118,7 +116,6 @@ def _open_base(
 
 
 def _open_foreign(run: RunConfig, directory: str, iteration: int | None) -> Weights:
-    """Open another program's model, whose architecture must be the run's."""
     weights = open_weights(directory, iteration, run.model.vocab_size)
     saved = architecture(weights.model)
     check_model(saved, architecture(run.model, saved), Path(directory))

@@ -1,9 +1,4 @@
-"""Training from Python: the trainer of fugaku-megatron train, with the loop left to the caller.
-
-trainer = Trainer(Config.recipe("demo", vocab_size=512, train_iters=100), data=arrays)
-for step in trainer.steps():
-    print(step.iteration, step.loss)
-"""
+"""Training from Python: fugaku-megatron train's trainer, with the loop left to the caller."""
 
 from __future__ import annotations
 
@@ -196,7 +191,6 @@ class Trainer:
         )
 
     def _named(self, name: str, source: Source) -> tuple[str, ...]:
-        """Return a data flag's words: prefixes, or a name for documents."""
         if isinstance(source, (str, os.PathLike)):
             return (os.fspath(source),)
         if isinstance(source, (list, tuple)) and any(
@@ -217,7 +211,6 @@ class Trainer:
         return (named,)
 
     def _with_length(self, run: RunConfig, iterations: int) -> RunConfig:
-        """Return the run with so many iterations, unless the config sets them."""
         if self._length_given:
             return run
         return replace(run, training=replace(run.training, train_iters=iterations))
@@ -305,7 +298,6 @@ class Trainer:
         return replace(schedule, **{name: saved[name] for name in names if name in saved})
 
     def _check_weights(self) -> None:
-        """Raise ValueError for adapters without their model."""
         with everywhere():
             check(
                 not self._weightless,
@@ -577,7 +569,6 @@ class Trainer:
 
 
 def _names_arrays(line: str) -> bool:
-    """Return True for a line about documents in memory."""
     return any(repr(f"<{name}>") in line for name in ("data", "valid"))
 
 

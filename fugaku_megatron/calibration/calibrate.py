@@ -277,7 +277,6 @@ def describe(
     memory_gib: float,
     command: str = "calibrate",
 ) -> dict[str, Any]:
-    """Return the contents of the machine's file, each constant with its source."""
     first = ranks[0]
     threads = sum(r.threads for r in ranks)
     measured = f"measured by fugaku-megatron {command}"

@@ -69,7 +69,6 @@ def _call(n: int, number: int, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def _int8_call(n: int, number: int) -> Callable[[], None]:
-    """Build a matmul whose weight is packed."""
     x, weight, out = (torch.randn(n, n) for _ in range(3))
     transposed = number % 2 == 1
     size = kernels.packed_weight_size(n, n, weight.dtype, transposed, int8=True)

@@ -42,7 +42,7 @@ from .trusted import refuse_suspect, suspects
 
 @dataclass(frozen=True)
 class Foreign:
-    """Tensors of another program's checkpoint.
+    """Another program's checkpoint tensors.
 
     names: weights by name, other tensors by key
     read: see `fill_shards`
@@ -82,10 +82,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Directory, comm: Comm, iteration: int | None = None) -> Checkpoint:
-    """Open the latest checkpoint, or the one at `iteration`, without tensors. Collective.
-
-    Raises ValueError on all ranks for a missing, damaged or foreign tracker or manifest.
-    """
+    """Open the latest checkpoint, or the one at `iteration`, without tensors. Collective."""
     directory = Path(directory)
     files = []
     prefix = f"--load {directory}: "
@@ -111,7 +108,7 @@ def load_shards(
     padded: Collection[str] = (),
     converts: Collection[str] = (),
 ) -> int:
-    """Fill the tensors of `shards` in place and return the bytes read by this rank. Collective.
+    """Fill `shards` in place and return the bytes read by this rank. Collective.
 
     model: values that the saved config's "model" must match
     padded, converts: see `Search`
@@ -230,11 +227,9 @@ def load_weights(
     comm: Comm,
     padded: Collection[str] = (),
 ) -> None:
-    """Fill the tensors of `targets`, of any dtype, in place and verified. Collective.
+    """Fill `targets`, of any dtype, in place and verified. Collective.
 
     padded: see `Search`
-
-    Raises ValueError on all ranks for a missing, incomplete or misshapen tensor, or a damaged file.
     """
     path = iteration_path(Path(directory), iteration)
     prefix = f"--load {directory}: "

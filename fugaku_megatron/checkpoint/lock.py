@@ -1,4 +1,4 @@
-"""Lock file of a --save directory: one job writes there at a time.
+"""A --save directory's lock file: one job writes there at a time.
 
 The lock is created by link(2), atomic on shared file systems too (O_EXCL without hard links), and
 its time stamp is renewed every BEAT seconds. The next job takes over a lock if the process is gone
@@ -113,7 +113,6 @@ def hold(
 
 
 def _read(path: Path) -> Owner | None:
-    """Return the lock owner, None if damaged. Raises FileNotFoundError."""
     try:
         owner = Owner(**json.loads(path.read_text(encoding="utf-8")))
         return owner if owner.is_possible() else None
@@ -130,10 +129,7 @@ def _job(owner: Owner | None) -> str:
 
 
 class Lock:
-    """Lock on one directory until `release`. Raises ValueError if another job holds it.
-
-    patience: seconds without a sign of life before another node's lock is stale
-    """
+    """Lock on one directory until `release`. Raises ValueError if another job holds it."""
 
     def __init__(
         self,
@@ -173,9 +169,6 @@ class Lock:
                 self._remove_if_dead()
 
     def _remove_if_dead(self) -> None:
-        """Remove a dead job's lock. Raises ValueError if the job lives, FileNotFoundError without a
-        lock.
-        """
         if not stat.S_ISREG(self.path.lstat().st_mode):
             raise ValueError(
                 f"--save {self.path.parent}: {LOCK} in it is not a regular file: remove it, or pass another --save"

@@ -104,7 +104,7 @@ def existing_iteration(directory: Directory) -> int | None:
 
 
 def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, int | None] | None:
-    """Return directory and iteration of this program's checkpoint, given either path, or None."""
+    """Return this program's checkpoint directory and iteration, given either path, or None."""
     path = Path(directory)
     if (
         iteration is None
@@ -116,10 +116,10 @@ def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, i
 
 
 def list_iterations(directory: Directory, after: int = -1) -> list[int]:
-    """Return iterations above `after`, ascending, with a readable manifest and the recorded file sizes.
+    """Return iterations above `after`, ascending, with a readable manifest and the recorded file
+    sizes.
 
-    In folders, which may have 100,000 files, only folder manifests are checked. Checksums are
-    verified on load.
+    In folders, which may have 100,000 files, only folder manifests are checked.
     """
     present = (iteration for iteration in saved_iterations(Path(directory)) if iteration > after)
     return [iteration for iteration in present if _is_complete(Path(directory), iteration)]
@@ -130,10 +130,7 @@ def saved_iterations(directory: Path) -> list[int]:
 
 
 def read_manifest(directory: Directory, iteration: int) -> Manifest:
-    """Return the manifest with the records of all files; names are relative to the checkpoint.
-
-    Raises ValueError as `read_head`, also for folder manifests.
-    """
+    """Return the manifest with all file records; names are relative to the checkpoint."""
     head = read_head(directory, iteration)
     if "folders" not in head:
         return head
@@ -147,7 +144,6 @@ def read_manifest(directory: Directory, iteration: int) -> Manifest:
 
 
 def read_folder(path: Path, folder: str, head: Manifest) -> Files:
-    """Return a folder's entries. Raises ValueError if its manifest was changed."""
     place = path / folder / MANIFEST
     verify_file(place, head["folders"][folder])
     contents: dict[str, Files] = _read_json(place)
@@ -165,7 +161,7 @@ def write_folder(path: Path, files: Files) -> Entry:
 
 
 def read_head(directory: Directory, iteration: int) -> Manifest:
-    """Return the stored manifest, with "files", or with "folders" that have manifests of their own.
+    """Return the stored manifest, with "files", or with "folders" that have manifests.
 
     Raises ValueError if it is missing, damaged, changed, or from another program or version.
     """
@@ -244,7 +240,7 @@ def unsigned_note(manifest: Manifest, path: Path) -> str:
 class Description:
     """Checkpoint metadata. config and state are JSON values (tuples are loaded as lists).
 
-    keep: number of newest checkpoints to keep; None: all
+    keep: newest checkpoints to keep; None: all
     retain: keep older checkpoints only if divisible by this; None: all
 
     The newest checkpoint with agreeing replicas is always kept (`trusted`).
@@ -267,7 +263,7 @@ class Description:
 def write_manifest(
     path: Path, description: Description, files: Files, ranks: int | None = None
 ) -> None:
-    """Write the manifest of the folder `path`. Raises TypeError if config or state is not JSON.
+    """Write folder `path`'s manifest.
 
     files: name -> {"size", "crc32", "shards": records}; with `ranks` (rank count): folder ->
         {"size", "crc32"}
@@ -352,7 +348,7 @@ def file_name(rank: int) -> str:
 
 
 def folder_of(rank: int, ranks: int) -> str:
-    """Return the folder of a rank's file; "" for the checkpoint itself."""
+    """Return the folder for a rank's file; "" for the checkpoint itself."""
     names = []
     span = FOLDER_FILES
     while span < ranks:
@@ -369,7 +365,7 @@ class Folders:
     """Ranks grouped by checkpoint folder. Splits `comm`, so construct it once a run. Collective.
 
     members: ranks that share this rank's folder `name`, led by the first
-    leaders: leaders of all folders in order; on other ranks, this rank alone
+    leaders: all folders' leaders in order; on other ranks, this rank alone
     """
 
     def __init__(self, comm: Comm) -> None:

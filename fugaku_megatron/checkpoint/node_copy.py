@@ -44,7 +44,7 @@ _NAME_LENGTH = 64
 
 
 def run_name(save: Directory, comm: Comm, make: bool = False) -> str | None:
-    """Return the id of the run with checkpoints in `save`, if any. Collective."""
+    """Return the run id in `save`, if any. Collective."""
     return on_root(comm, partial(_run_name, Path(save) / RUN, make))
 
 
@@ -88,10 +88,7 @@ def node_first_steps(
 def local_steps(
     local: Directory, shards: list[Shard], description: Description, name: str | None, comm: Comm
 ) -> Steps:
-    """Write this rank's copy, remove older ones once all ranks have theirs, and return `Written`.
-
-    Yields work and raises errors as `save.save_steps`.
-    """
+    """Write this rank's copy, remove older ones once all ranks have theirs, and return `Written`."""
     own = own_folder(local, comm)
     iteration = description.iteration
     prefix = f"--save-local {local}: iteration {iteration} is not saved: "
@@ -154,7 +151,6 @@ def newest_everywhere(local: Directory, comm: Comm, fits: Callable[[Manifest], b
     held = [number for number in list_iterations(own) if fits(read_head(own, number))]
 
     def lowest(bound: int) -> int:
-        """Return the lowest of the ranks' newest iterations up to `bound`."""
         newest = max((number for number in held if number <= bound), default=0)
         return int(comm.all_reduce(torch.tensor(newest), "min"))
 

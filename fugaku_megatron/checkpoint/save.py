@@ -318,7 +318,7 @@ def _warning(path: Path) -> Iterator[None]:
 
 
 class Snapshot:
-    """Preallocated copies of shards; pages are touched once, so that copying causes no page faults."""
+    """Preallocated shard copies; pages are touched once, so that copying causes no page faults."""
 
     def __init__(self, shards: list[Shard]) -> None:
         self._copies = [
@@ -339,11 +339,6 @@ class Snapshot:
 
 class BackgroundSave:
     """Save that overlaps training: a thread does the work of its steps.
-
-        saving = BackgroundSave(save_steps(...))   on every rank, with shards of a Snapshot
-        saving.done                                whether this rank's thread is idle
-        saving.advance()                           when all are done: collective part
-        saving.finish()                            wait for the rest
 
     The thread never communicates. The caller detects by its own collective that all ranks are done.
     All methods but `done` are collective and raise the steps' ValueErrors.

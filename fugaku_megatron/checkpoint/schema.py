@@ -36,9 +36,7 @@ _BYTE = 1 << 23
 
 
 def checksum(manifest: Manifest) -> str:
-    """Return the CRC-32 of the manifest without its checksum, as JSON with sorted keys and no
-    spaces.
-    """
+    """Return the manifest's CRC-32 without its checksum, as JSON with sorted keys and no spaces."""
     rest = {name: value for name, value in manifest.items() if name != CHECKSUM}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
@@ -85,10 +83,7 @@ RECORD = {
 
 
 def check_contents(manifest: Manifest) -> None:
-    """Raise ValueError naming the first field that is missing, mistyped or out of range.
-
-    Records in folders are checked with their folder (`check_files`).
-    """
+    """Raise ValueError naming the first field that is missing, mistyped or out of range."""
     _check(manifest, {"iteration": COUNT, "layout": OBJECT, "config": OBJECT, "state": OBJECT})
     _check(manifest["layout"], dict.fromkeys(manifest["layout"], SIZE), "layout.")
     if "model" in manifest["config"]:

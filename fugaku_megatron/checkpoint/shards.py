@@ -1,7 +1,7 @@
-"""Shards of a checkpoint: find the files that contain their pieces, and read them.
+"""Checkpoint shards: find the files that contain their pieces, and read them.
 
 Pieces are found by global tensor name and position, for any layout that wrote them. Ranges are cut
-into boxes of the global tensor, and intersections of boxes are copied.
+into boxes in the global tensor, and box intersections are copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WEIGHT = "weight/"  # beginning of the key of a weight
 
 @dataclass(frozen=True)
 class Box:
-    """Box of a global tensor: `extent` elements from `begin` on, per dimension."""
+    """Box in a global tensor: `extent` elements from `begin` on, per dimension."""
 
     begin: Place
     extent: Place
@@ -40,7 +40,6 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Index of this box in the global tensor."""
         return tuple(slice(b, b + n) for b, n in zip(self.begin, self.extent, strict=True))
 
     def meet(self, other: Box) -> Box | None:
@@ -94,7 +93,6 @@ class Piece:
         )
 
     def span(self, box: Box) -> tuple[int, int]:
-        """Return the shortest range [first, last) of this piece's elements that contains a box."""
         last = tuple(b + n - 1 for b, n in zip(box.begin, box.extent, strict=True))
         return self.index(box.begin), self.index(last) + 1
 
@@ -285,7 +283,6 @@ class Search:
         return self._found.get(shard.key) or self._found.get(shard.alias or "")
 
     def plan(self, path: Path) -> dict[str, list[tuple[Shard, Source]]]:
-        """Return the copies by file name. Raises ValueError for a misfit or incomplete shard."""
         plan: dict[str, list[tuple[Shard, Source]]] = {}
         for shard in self.shards:
             for source in self._checked(shard, path).sources:
@@ -340,8 +337,7 @@ def _show(record: Record) -> str:
 def read_shards(path: Path, work: list[tuple[Shard, Source]]) -> int:
     """Copy one file's pieces into the shards' tensors, in file order; return the bytes read.
 
-    Needs READ_BYTES and some blocks of extra memory. Raises ValueError if the file contradicts the
-    manifest.
+    Needs READ_BYTES and some blocks of extra memory.
     """
     with BlockFile(path, work[0][1].entry) as file:
         stored = read_header(file)

@@ -64,8 +64,6 @@ def write_tensors(
     """Write contiguous tensors, of any shape; return the file's entry without shards.
 
     values: produces one tensor at a time, to save memory; `tensors` may then be on the meta device
-
-    Raises ValueError naming the file.
     """
     ordered = sorted(
         tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
@@ -112,7 +110,6 @@ def _write(file: Any, data: memoryview, checksums: BlockChecksums) -> None:
 
 
 def copy_verified(source: Path, entry: Entry, path: Path) -> None:
-    """Copy and verify a file. Raises ValueError if the source differs or writing fails."""
     try:
         with BlockFile(source, entry) as original, open(path, "wb", buffering=0) as file:
             for index in range(-(-entry["size"] // original.block_size)):
@@ -193,7 +190,7 @@ class BlockFile:
 
 
 def read_into(data: memoryview, file: Any, start: int) -> None:
-    """Fill `data` with an unbuffered file's bytes from `start` on. Raises ValueError beyond the end."""
+    """Fill `data` with an unbuffered file's bytes from `start` on."""
     file.seek(start)
     done = 0
     while done < len(data):
@@ -207,7 +204,7 @@ def read_into(data: memoryview, file: Any, start: int) -> None:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Location of a stored tensor: numel values from byte `start` on."""
+    """A stored tensor's location: numel values from byte `start` on."""
 
     dtype: torch.dtype
     numel: int

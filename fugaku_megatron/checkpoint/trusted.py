@@ -67,7 +67,6 @@ def newest_agreed(directory: Directory, numbers: Iterable[int]) -> int | None:
 
 
 def read_fault(directory: Directory) -> Fault | None:
-    """Return the fault record, if any. Raises ValueError if it is damaged."""
     path = Path(directory) / FAULT
     if not path.is_file():
         return None

@@ -254,7 +254,6 @@ def model_flags(model: ModelConfig) -> list[str]:
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Parse a run's flags alone. Raises ValueError with one line."""
     return interpret(vars(build_parser().parse_args(argv)))
 
 
@@ -324,13 +323,11 @@ def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) 
 
 
 def check_other_flags(values: Mapping[str, Any], run: RunConfig) -> None:
-    """Raise ValueError for a flag of Megatron-LM that does not fit this run."""
     for name, (fits, reason) in _GOES_WITH.items():
         check(_OTHER + name not in values or fits(run), f"{name}: {reason}")
 
 
 def _spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace --hybrid-layer-pattern and --pipeline-model-parallel-layout by the fields that they set."""
     return with_stages(with_layers(values))
 
 

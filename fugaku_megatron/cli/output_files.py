@@ -13,7 +13,6 @@ from ..config.fields import check
 
 
 def check_file(flag: str, file: str | Path | None) -> None:
-    """Raise ValueError, one line, if `file` cannot be written."""
     if file is None:
         return
     check(str(file) not in ("", "."), f"{flag} {str(file)!r} is not a name: pass a file")
@@ -57,7 +56,6 @@ def shown(text: str) -> str:
 
 @contextmanager
 def writing(flag: str, file: str | Path) -> Iterator[None]:
-    """Convert an OSError while writing `file`, the value of `flag`, to a one-line ValueError."""
     try:
         yield
     except OSError as error:

@@ -37,7 +37,6 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 def add_field(group: argparse._ActionsContainer, declared: Declaration) -> None:
-    """Add a field's flags. A flag that is not passed leaves no attribute."""
     help = declared.help
     default = declared.default
     if default not in (MISSING, None, ()) and declared.kind is not bool:
@@ -109,7 +108,6 @@ class Parser(argparse.ArgumentParser):
         self._wrong_values: list[str] | None = None
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Store a wrong value's message and continue with None."""
         try:
             return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:

@@ -138,7 +138,6 @@ def guarded(program: str, work: Callable[[], int]) -> int:
 
 
 def _message(error: ValueError) -> str:
-    """Return one line; several refused flags are counted, then listed one a line."""
     mistakes = error.lines if isinstance(error, Refused) else (str(error),)
     lines = [" ".join(line.split()) for line in mistakes]
     if len(lines) == 1:
@@ -204,7 +203,6 @@ def _one_process_prints() -> Iterator[None]:
 
 
 def _print_version() -> int:
-    """Print the version, and the kernels' instruction set or why they are missing."""
     try:
         kernels = importlib.import_module(f"{PACKAGE}.host.kernels").instruction_set()
     except ImportError as error:

@@ -77,7 +77,6 @@ def complete_from_yaml(namespace: argparse.Namespace, build_parser: Callable[[],
 
 
 def _load(path: str, parser: Parser) -> dict[str, Any]:
-    """Parse the file's keys. Raises ValueError with the file and every wrong key."""
     keys = dict(_flattened(path))
     decided = OF_THE_ACTIVATION if any(where.endswith("activation_func") for where in keys) else ()
     known = {
@@ -121,7 +120,6 @@ def _flattened(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _words(key: str, value: Any, known: Mapping[str, argparse.Action]) -> list[str]:
-    """Raise ValueError for a wrong key or value."""
     if key == "activation_func":
         check(
             value in ACTIVATIONS,

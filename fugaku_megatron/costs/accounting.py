@@ -1,7 +1,8 @@
-"""Parameters, FLOPs, saved activations and communicated bytes of a run, as integers, without torch.
+"""Parameters, FLOPs, saved activations and communicated bytes for a run, as integers, without
+torch.
 
-Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads with d elements in g groups, l layers, v padded vocabulary,
-t tensor-parallel size.
+Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads with d elements in g groups, l
+layers, v padded vocabulary, t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -103,7 +104,6 @@ def document_length(run: RunConfig) -> int:
 
 
 def mean_visible_share(model: ModelConfig, s: int) -> float:
-    """Return the mean over the layers."""
     return sum(visible_share(s, kind.window) for kind in model.layer_kinds) / model.num_layers
 
 
@@ -265,7 +265,6 @@ def typical_layer(model: ModelConfig) -> LayerKind:
 
 
 def of_layers(run: RunConfig, value: Callable[[LayerKind], int]) -> tuple[int, ...]:
-    """Return value(kind) of every layer."""
     values = {kind: value(kind) for kind in set(run.model.layer_kinds)}
     return tuple(values[kind] for kind in run.model.layer_kinds)
 
@@ -325,7 +324,6 @@ UNQUANTIZED = ("attention", "router", "shared_gate")
 
 
 def is_quantized(run: RunConfig, record: Record) -> bool:
-    """Return True if the run quantizes the operands of the record's forward and data-gradient matmuls (--int8)."""
     if record.gemm is None or record.adapts or record.name in UNQUANTIZED:
         return False
     return run.system.int8_head if record.name == "logits" else run.system.int8
@@ -333,7 +331,6 @@ def is_quantized(run: RunConfig, record: Record) -> bool:
 
 @lru_cache(maxsize=4096)  # searches repeat the same runs
 def quantized_weights(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the elements of a stage's weights that --int8 quantizes once for each optimizer step."""
     elements = 0
     for record in stage_records(run, layout, stage):
         if record.gemm and is_quantized(run, record):
@@ -369,7 +366,6 @@ def virtual_stage_layers(run: RunConfig, placement: Placement, virtual_stage: in
 
 
 def stage_layers(run: RunConfig, placement: Placement, stage: int) -> list[range]:
-    """Return the layers (from 0) in each of a stage's model chunks."""
     return [
         virtual_stage_layers(run, placement, virtual_stage)
         for virtual_stage in placement.virtual_stages_of(stage)
@@ -402,7 +398,6 @@ def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> list[Reco
 
 
 def stage_records(run: RunConfig, layout: Layout, stage: int) -> list[Record]:
-    """Return all operations on one micro-batch."""
     comm_types = cp_comm_types(run)
     records = list[Record]()
     for virtual_stage in layout.placement.virtual_stages_of(stage):

@@ -37,10 +37,8 @@ class Record:
     divided: expert parameters that ranks shard unlike other matrices.
     gemm: (M, N, K) for each of `gemm_count` forward matmuls; grouped: expert matmuls.
     visible: share of attention's square that a kernel computes.
-    dropout: attention probabilities are dropped.
-    flops_forward, flops_backward: multiply and add counted separately, matmuls only, attention over the full square.
-    forward, backward: collectives in order.
-    frozen: the weight has no gradient.
+    flops_forward, flops_backward: multiply and add counted separately, matmuls only, attention over
+        the full square.
     """
 
     name: str
@@ -94,7 +92,7 @@ def typical_cp_comm_type(run: RunConfig) -> str:
 
 
 def qkv_bytes(run: RunConfig, tp: int, cp_comm_type: str | None = None) -> int:
-    """Return the bytes of this rank's queries, keys and values, copied groups included."""
+    """Return the bytes for this rank's queries, keys and values, copied groups included."""
     model = run.model
     groups = run.model.query_groups // tp
     copies = 1
@@ -244,11 +242,9 @@ class MatmulCollectives:
     out_backward: tuple[Collective, ...]
 
     def column(self, name: str, gemm: tuple[int, int, int], **more: int) -> Record:
-        """Return a `linear` whose outputs are sharded."""
         return linear(name, gemm, forward=self.into, backward=self.into_backward, **more)
 
     def row(self, name: str, gemm: tuple[int, int, int], **more: int) -> Record:
-        """Return a `linear` whose inputs are sharded."""
         return linear(name, gemm, forward=self.out, backward=self.out_backward, **more)
 
     @staticmethod
@@ -276,7 +272,6 @@ def recompute_groups(layers: int, method: str, number: int) -> list[range]:
 
 
 def adapted(run: RunConfig, tp: int, records: tuple[Record, ...]) -> tuple[Record, ...]:
-    """Return the records for adapter training: frozen weights, and the adapters' matmuls."""
     if not run.lora.on:
         return records
     return tuple(

@@ -1,7 +1,8 @@
-"""Parameters, matmuls, saved activations and communicated bytes of a layer's experts, as integers, without torch.
+"""A layer's expert parameters, matmuls, saved activations and communicated bytes, as integers,
+without torch.
 
-Ranks are assumed to have equally many tokens for their experts.
-Legend: s sequence, b micro-batch, h hidden, f expert width.
+Ranks are assumed to have equally many tokens for their experts. Legend: s sequence, b micro-batch,
+h hidden, f expert width.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ EXCHANGED_GROUPS = 8
 
 
 def exchanged_groups(held: int) -> int:
-    """Return the number of equal expert groups that are sent one after another."""
+    """Return how many equal expert groups are sent one after another."""
     return max(groups for groups in range(1, EXCHANGED_GROUPS + 1) if held % groups == 0)
 
 
@@ -72,7 +73,7 @@ class Division:
 
 
 class PairBytes(NamedTuple):
-    """Bytes of routed tensors on a rank: (pairs, h), (pairs, f), and the shared expert's (s, b, f)."""
+    """Routed tensors' bytes on a rank: (pairs, h), (pairs, f), and the shared expert's (s, b, f)."""
 
     hidden: int
     inner: int

@@ -1,8 +1,9 @@
-"""Blocks of AdamW's 8-bit moments: which elements share a scale, and the scales of a rank. No torch.
+"""Blocks in AdamW's 8-bit moments: which elements share a scale, and the scales of a rank. No
+torch.
 
-A segment is a range of consecutive elements of a global tensor that no layout divides: a dimension of n sharded rows is divided at
-multiples of n / gcd(n, query groups). Segments are cut into equal blocks of at most MOMENT_BLOCK elements, so blocks do not depend
-on the layout.
+A segment is a range of consecutive elements of a global tensor that no layout divides: a dimension
+of n sharded rows is divided at multiples of n / gcd(n, query groups). Segments are cut into equal
+blocks of at most MOMENT_BLOCK elements, so blocks do not depend on the layout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Linear layers of a transformer layer: shapes on a rank, and bytes of frozen weights in eight bits. No torch."""
+"""A transformer layer's linear layers: shapes on a rank, and bytes for frozen weights in eight
+bits. No torch.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class Linear(NamedTuple):
     divided: bool = False
 
     def shard(self) -> tuple[int, int]:
-        """Return (rows, columns) of all matrices of the layer on a rank."""
+        """Return (rows, columns) of all the layer's matrices on a rank."""
         rows = self.experts * self.widths * self.outputs
         if self.name in (QKV, FC1):
             return rows // self.ranks, self.inputs
@@ -57,7 +59,7 @@ def linears(run: RunConfig, tp: int, mlp: str) -> list[Linear]:
 
 
 def stored_bytes(rows: int, columns: int) -> int:
-    """Return the bytes of a matrix in eight bits, with its scales."""
+    """Return the bytes for a matrix in eight bits, with its scales."""
     return rows * (columns + SCALE_BYTES * math.ceil(columns / Q8_BLOCK))
 
 
@@ -73,7 +75,6 @@ def _layer_savings(run: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def q8_savings(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the bytes that frozen weights in eight bits save on a rank."""
     return _layer_savings(run, layout, stage) if run.lora.base_in_int8 else 0
 
 

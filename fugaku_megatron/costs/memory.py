@@ -1,6 +1,8 @@
-"""Memory of one rank at the peak of a step: weights, gradients, optimizer state, activations and logits, in bytes. No torch.
+"""One rank's memory at a step's peak: weights, gradients, optimizer state, activations and logits,
+in bytes. No torch.
 
-Left out: MPI's buffers and other software (`planner.memory`), and in `stage_memory` `attention_bytes`.
+Left out: MPI's buffers and other software (`planner.memory`), and in `stage_memory`
+    `attention_bytes`.
 """
 
 from __future__ import annotations
@@ -258,7 +260,7 @@ INDEX_MAX_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank at the peak of a step, by use.
+    """Bytes on one rank at a step's peak, by use.
 
     saving: the copy that --async-save writes.
     reused: activations whose memory gradients reuse later in the step.
@@ -374,7 +376,7 @@ def _attention_bytes(run: RunConfig, tp: int, threads: int, cp_comm_type: str) -
 
 
 def inner_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes of this rank's shard of one (s, b, f) tensor."""
+    """Return the bytes in this rank's shard of one (s, b, f) tensor."""
     return run.tokens_per_microbatch * mlp_width(run.model) * run.element_bytes // tp
 
 

@@ -90,7 +90,6 @@ def recompute_name(run: RunConfig) -> str:
 
 
 def resolve_recompute(run: RunConfig, layout: Layout, limit: float) -> tuple[RunConfig, list[str]]:
-    """Return the run with --recompute-auto resolved within `limit` bytes, and its log line."""
     run = with_recompute(run, layout, limit, full_batch_schedule(run, layout).in_flight)
     return run, [choice_line(run, layout.placement, limit)]
 

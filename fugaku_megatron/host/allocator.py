@@ -1,8 +1,9 @@
-"""Memory of a rank: allocator settings, the process's use, and the remaining memory on its node or in its job.
+"""Memory of a rank: allocator settings, the process's use, and the memory left on its node or in its
+job.
 
-An arena (kernels_sve/arena.h) keeps its pages for torch's large tensors, and malloc is tuned for the rest: glibc returns freed blocks
-above 32 MiB to the kernel, and the next micro-batch faults their pages in again.
-`python -m benchmarks alloc` compares allocators.
+An arena (kernels_sve/arena.h) keeps its pages for torch's large tensors, and malloc is tuned for
+the rest: glibc returns freed blocks above 32 MiB to the kernel, and the next micro-batch faults
+their pages in again.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ _FIELD = re.compile(rb"^(VmRSS|RssFile|RssShmem|HugetlbPages):\s+(\d+) kB", re.M
 
 
 def allocator_name(maps: str | None = None) -> str:
-    """Return "tcmalloc" or "glibc 2.28" for example, from the loaded libraries in `maps` (/proc/self/maps)."""
     text = (read_text(_MAPS) or "") if maps is None else maps
     loaded = {
         match[1] for match in re.finditer(r"/lib([a-z]+)[^/\s]*\.so[^/\s]*$", text, re.MULTILINE)
@@ -112,14 +112,14 @@ def huge_pages(root: Path = Path("/")) -> dict[str, Any]:
 
 
 def page_faults() -> tuple[int, float]:
-    """Return (minor page faults, seconds of system time) of this process."""
+    """Return (minor page faults, seconds of system time) in this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_minflt, usage.ru_stime
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Memory of a process, bytes.
+    """A process's memory, bytes.
 
     resident: large pages included
     shared: resident memory mapped by other processes as well (MPI windows)

@@ -140,7 +140,7 @@ def header_constants(text: str) -> dict[str, int]:
 
 
 def _power_api(library: str, headers: tuple[str, ...]) -> Counter | str:
-    """Return the counter of Fugaku's Power API, or the reason for none; "" if not installed."""
+    """Return Fugaku's Power API counter, or the reason for none; "" if not installed."""
     try:
         api = ctypes.CDLL(library)
     except OSError:

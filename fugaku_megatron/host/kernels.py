@@ -1,9 +1,5 @@
-"""The C++ kernels. Import through this module: torch first, because the extension uses torch's OpenMP runtime.
-
-    from fugaku_megatron.host import kernels
-    kernels.squared_norm(x)                        any function in the extension
-    with kernels.target("portable"): ...           another build, process-wide, inside the block
-    kernels.table.flops("activate", x, None, y)    a call's cost
+"""The C++ kernels. Import through this module: torch first, because the extension uses torch's
+OpenMP runtime.
 
 Formulas: kernels_sve/*.h. Autograd: nn/ops/.
 """
@@ -44,7 +40,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def target(name: str) -> Iterator[None]:
-    """Use a target of targets() inside the block. Raises use()'s errors."""
+    """Use a target of targets() inside the block."""
     before = active()
     use(name)
     try:
@@ -82,7 +78,7 @@ Factor = tuple[
 
 @dataclass(frozen=True)
 class _Operand:
-    """A leading argument of a kernel.
+    """A kernel's leading argument.
 
     dims: factors of each tensor dimension
     folds: the first factor covers several dimensions

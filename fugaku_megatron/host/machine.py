@@ -49,7 +49,7 @@ SECONDS = 5  # for a compiler to say its version
 
 
 def facts(root: Path = Path("/")) -> dict[str, Any]:
-    """Return facts without names. root: another file system, for tests"""
+    """Return facts without names."""
     mask = os.sched_getaffinity(0)
     node = Node.read(root)
     cpus = root / "sys/devices/system/cpu"

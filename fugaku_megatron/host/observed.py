@@ -101,7 +101,7 @@ def observe_wait(name: str, result: Any, observe: Observer) -> Any:
 
 
 def observe_groups(groups: Groups, observer: Callable[[str], Observer]) -> Groups:
-    """Return the groups, observed unless they have one rank. observer: returns the observer for a group's name"""
+    """Return the groups, observed unless they have one rank."""
     named = {field.name: getattr(groups, field.name) for field in fields(groups)}
     observed = {
         name: Observed(comm, VERBS, observer(name)) for name, comm in named.items() if comm.size > 1

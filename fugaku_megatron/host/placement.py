@@ -37,7 +37,6 @@ def parse_list(text: str) -> list[int]:
 
 
 def format_list(cpus: Iterable[int]) -> str:
-    """Invert `parse_list`."""
     runs: list[list[int]] = []
     for cpu in sorted(set(cpus)):
         if runs and runs[-1][1] == cpu - 1:
@@ -62,7 +61,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Node:
-    """NUMA domains that compute, by number. sockets: number of CPU packages"""
+    """NUMA domains that compute, by number. sockets: CPU packages"""
 
     domains: tuple[Domain, ...]
     sockets: int
@@ -124,7 +123,6 @@ class Node:
         return self._cores.get(cpu, (cpu,))
 
     def describe(self) -> str:
-        """Return "2 sockets, 8 NUMA domains of 24 cores and 94 GiB, 2 hardware threads a core" for example."""
         sizes = {len(domain.cores) for domain in self.domains}
         memory = {
             round(domain.memory_gib) for domain in self.domains if domain.memory_gib is not None
@@ -167,7 +165,6 @@ def _domain(
 
 
 def cpuset() -> set[int] | None:
-    """Return the CPUs of this process's cgroup."""
     text = cgroup.cpuset()
     return set(parse_list(text)) if text else None
 
@@ -321,7 +318,6 @@ def used(node: Node, rank: Rank) -> dict[int, list[int]]:
 
 
 def rank_line(node: Node, rank: Rank) -> str:
-    """Return "rank 1: 24 threads pinned to cores 24-47 (domain 1)" for example."""
     placement = rank.placement
     where = used(node, rank)
     words = "pinned to" if placement.cpus else "on"

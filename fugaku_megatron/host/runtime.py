@@ -1,7 +1,4 @@
-"""The process: pinned threads, time limit, clock, and the log's first lines.
-
-Cores of a rank: placement.py. Memory: allocator.py. Description of the machine: machine.py.
-"""
+"""The process: pinned threads, time limit, clock, and the log's first lines."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ CLOCK_TOLERANCE = 0.03  # A64FX's clocks are 10 % apart; the measurement's sprea
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Settings of a rank's process, from flags.
+    """A rank's process settings, from flags.
 
     reserve_core: leave a core to the thread that calls MPI
     """

@@ -1,4 +1,4 @@
-"""Wall time of calls."""
+"""Wall time for calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def timings(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Return the mean seconds per call of each round, after a warm-up round."""
+    """Return each round's mean seconds per call, after a warm-up round."""
 
     def one_round() -> None:
         for call in calls:
@@ -28,7 +28,7 @@ def timings(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
 
 
 def best_seconds(calls: Sequence[Callable[[], object]], rounds: int = 3) -> float:
-    """Return the mean seconds per call of the fastest round, after a warm-up round."""
+    """Return the fastest round's mean seconds per call, after a warm-up round."""
     return min(timings(calls, rounds))
 
 

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Checkpoint and window sizes. Raises ValueError for values out of range."""
+    """Checkpoint and window sizes."""
 
     source: Source
     seq_length: int | None = optional("tokens of a window (default: the model's)")
@@ -96,7 +96,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Evaluations. Raises ValueError for values out of range."""
+    """Evaluations."""
 
     model: Model
     input: str | None = optional("perplexity of this text", aliases=("--text",), metavar="FILE")
@@ -194,7 +194,6 @@ class Windows:
 
     @classmethod
     def of(cls, request: Request, model: ModelConfig) -> Windows:
-        """Raise ValueError for windows beyond the model's and strides that skip tokens."""
         length = request.model.window(model)
         stride = request.stride or length
         check(
@@ -204,7 +203,6 @@ class Windows:
         return cls(length, stride, request.max_windows)
 
     def cut(self, ids: np.ndarray | StoredTokens, source: str) -> list[scoring.Request]:
-        """Cut windows. Raises ValueError if there are too few tokens for one."""
         check(
             len(ids) > self.length,
             f"{source} has {len(ids)} tokens, and a window needs {self.length} and the one that follows: "
@@ -214,12 +212,7 @@ class Windows:
 
 
 def sizes_of(source: Source, world: Comm, saved: dict[str, Any]) -> tuple[int, int]:
-    """Return a replica's (tensor, pipeline) parallel size.
-
-    saved: checkpoint layout
-
-    Raises ValueError unless it divides the ranks.
-    """
+    """Return a replica's (tensor, pipeline) parallel size."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     default = (
         [saved[name] for name in names] if world.size > 1 and not any(source.sizes) else [1, 1]
@@ -246,7 +239,6 @@ def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray | St
 def read_all(
     request: Request, manifest: dict[str, Any], cut: Windows, model: ModelConfig
 ) -> Inputs:
-    """Raise ValueError for unreadable inputs."""
     tokenizer = request.model.source.open_tokenizer(manifest)
     requests = []
     tokens = 0

@@ -60,7 +60,6 @@ Answer = Callable[[list[int], Finished], Iterator[list[Tensor]]]  # prompt -> as
 def describe(
     run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int, q8: bool = False
 ) -> str:
-    """Describe parameters, layout, and any rank's largest weights and cache. q8: linear layers and head in eight bits."""
     tp = run.parallel.tensor_model_parallel_size
     pp = run.parallel.pipeline_model_parallel_size
     layout = Layout(tp * pp, tp, pp, 1).placed(run)
@@ -98,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Prompts and settings. Raises ValueError for values out of range."""
+    """Prompts and settings."""
 
     source: Source
     sampling: Sampling = Sampling()
@@ -157,12 +156,10 @@ class Request:
         )
 
     def all_prompts(self) -> list[Prompt]:
-        """Return all prompts. Raises ValueError for a file without prompts."""
         listed = [] if self.prompts is None else prompts_of(self.prompts, self.chat)
         return [*self.prompt, *listed]
 
     def encoder(self, tokenizer: Tokenizer, model: ModelConfig) -> PromptEncoder:
-        """Raise ValueError if a chat template is needed and there is none."""
         template = ChatTemplate(tokenizer, read_template(self.chat_template)) if self.chat else None
         return PromptEncoder(
             tokenizer, model, self.max_new_tokens, self.stop, template, self.system
@@ -172,12 +169,7 @@ class Request:
 def layout_of(
     source: Source, world: Comm, saved: dict[str, Any], dry_run: bool = False
 ) -> tuple[int, int] | None:
-    """Return (tensor, pipeline) parallel size, or None for the training layout.
-
-    saved: checkpoint layout
-
-    Raises ValueError if the rank count does not fit.
-    """
+    """Return (tensor, pipeline) parallel size, or None for the training layout."""
     tp, pp = source.sizes
     if tp is not None or pp is not None:
         tp = tp or 1
@@ -328,7 +320,6 @@ def converse(
 
 
 def _next_prompt(encode: Callable[[str], list[int]]) -> list[int] | None:
-    """Return the next valid prompt's tokens; None at the end of input."""
     while (line := read_line()) is not None:
         try:
             return encode(line)

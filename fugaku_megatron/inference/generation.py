@@ -88,10 +88,7 @@ Prompt = str | Messages
 
 
 def prompts_of(path: str, chat: bool = False) -> list[Prompt]:
-    """Read one prompt a line, or a .json list. Raises ValueError for other files.
-
-    chat: also accept lists of messages
-    """
+    """Read one prompt a line, or a .json list."""
     remedy = "pass a UTF-8 file of lines, or a JSON list of texts (.json)"
     text = read_text(path, "--prompts", remedy)
     try:
@@ -115,7 +112,6 @@ def prompts_of(path: str, chat: bool = False) -> list[Prompt]:
 class StopCondition:
     """End tokens and stop words.
 
-    decode: ids -> text
     more: end tokens besides `eod`
 
     Tokens of an answer are int64 (tokens,).
@@ -273,7 +269,6 @@ def _prefill_batches(lengths: Sequence[int]) -> Iterator[slice]:
 def check_lengths(
     model: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> None:
-    """Raise ValueError beyond the learned positions."""
     if not model.learned_positions:
         return
     for number, prompt in enumerate(prompts):
@@ -287,7 +282,6 @@ def check_lengths(
 
 
 def check_request(max_new_tokens: int, stop: Sequence[str]) -> None:
-    """Raise ValueError for a negative number of tokens and empty stop words."""
     check(max_new_tokens >= 0, f"--max-new-tokens is {max_new_tokens}: pass 0 or more")
     check(all(stop), "--stop is empty: pass a text")
 
@@ -329,7 +323,6 @@ class PromptEncoder:
         )
 
     def encode(self, *prompts: Prompt) -> list[list[int]]:
-        """Raise ValueError for an empty or too long prompt."""
         ids = [self._ids(prompt) for prompt in prompts]
         check(all(ids), "a prompt is empty: pass at least one character")
         check_lengths(self.model, ids, self.max_new_tokens)
@@ -348,7 +341,6 @@ class Conversation:
         self._asked = self._said
 
     def encode(self, line: str) -> list[int]:
-        """Tokenize the chat with the next turn. Raises ValueError if the model cannot continue it."""
         asked = [*self._said, user_turn(line)]
         (ids,) = self.encoder.encode(asked)
         self._asked = asked

@@ -23,7 +23,6 @@ NEW_TOKENS = 256  # where a task does not say; the harness's own default
 
 
 def read_arguments(values: Mapping[str, Any]) -> evaluate.Model:
-    """Parse evaluate's flags without dashes. Raises ValueError for wrong ones."""
     parser = Parser()
     evaluate.add_model_arguments(parser)
     words = [
@@ -128,7 +127,6 @@ class Asker:
         return [sum(next(scores)[0] for _ in part) for part in parts]
 
     def texts_until(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Continue contexts under the harness's settings."""
         results = [""] * len(asked)
         groups: dict[str, list[int]] = {}
         for number, (_, settings) in enumerate(asked):

@@ -121,7 +121,6 @@ class Source:
         return self.weights_format == Q8
 
     def run(self, manifest: dict[str, Any], sizes: tuple[int, int] | None) -> RunConfig:
-        """Return `saved_run` in the precision of --weights-format."""
         run = saved_run(manifest, sizes)
         if self.weights_format is None or self.q8:
             return run
@@ -307,8 +306,6 @@ def choose_tokenizer(
 
     saved: data flags of that run
     carried: directory with Hugging Face files
-    size: the model's tokens
-    where: the model in messages
 
     Raises ValueError if it is missing, unreadable, or has more tokens than the model.
     """
@@ -336,7 +333,6 @@ def choose_tokenizer(
 
 
 def _check_passed_type(named: TokenizerFlags, flags: TokenizerFlags, where: str) -> None:
-    """Raise ValueError for a --tokenizer-type without a file that differs from the model's."""
     passed = named.tokenizer_type
     if named.named or passed == TokenizerFlags().tokenizer_type:
         return
@@ -351,7 +347,6 @@ def _check_passed_type(named: TokenizerFlags, flags: TokenizerFlags, where: str)
 
 
 def tokenizer_note(tokenizer: Tokenizer, manifest: dict[str, Any]) -> str:
-    """Return a warning if the training run had another tokenizer, else ""."""
     other = mismatch(identity(tokenizer), manifest["state"].get("tokenizer"))
     return (
         f"note: the model was trained with {other}: its tokens mean different texts"
@@ -383,9 +378,6 @@ class RecordingKernels:
         return getattr(self._library if self._calls is None else self._calls, name)
 
     def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> RecordedStep:
-        """Record `step`. Raises AssertionError if torch computes, AttributeError for a kernel that
-        cannot be recorded.
-        """
         self._calls = calls = kernels.Calls()
         try:
             with _KernelsAlone():  # type: ignore[no-untyped-call]  # torch's class has no types

@@ -80,7 +80,6 @@ def score(
     likelier than all their `others`.
 
     batch: requests per forward pass
-    noun: of the requests, for a line of progress; None: no line
     """
     # its tensor-parallel ranks have the same
     dp = loaded.groups.dp
@@ -172,8 +171,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, window: i
     """Build the request for `continuation` after `context`, cut on the left to `window` + 1 tokens.
 
     Trailing spaces move to the continuation, because tokens begin with them. An empty context
-    becomes a start token (`encode_after`). Raises ValueError for a continuation without tokens or
-    longer than `window`.
+    becomes a start token (`encode_after`).
     """
     before = tokenizer.encode(context.rstrip())
     whole = tokenizer.encode(context + continuation)
@@ -193,10 +191,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, window: i
 
 
 def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokenize after the tokenizer's start token, or else its end-of-document token.
-
-    Raises ValueError if it has neither.
-    """
+    """Tokenize after the tokenizer's start token, or else its end-of-document token."""
     if tokenizer.encode(""):  # tokens that stand around every text
         return tokenizer.encode(text)
     if tokenizer.eod is None:
@@ -241,7 +236,6 @@ class ChatFile:
 
 
 def read_chat_file(path: str, template: ChatTemplate, window: int) -> ChatFile:
-    """Raise ValueError, with file and line, for invalid chats, and for an empty file."""
     requests = []
     cut = 0
     left_out = 0
@@ -265,7 +259,6 @@ class Question:
 
     requests: one per choice
     lengths: characters per choice
-    answer: index of the right choice
     bare: choices are scored after a start token (`encode_after`)
     """
 
@@ -276,7 +269,6 @@ class Question:
 
 
 def read_questions(path: str, tokenizer: Tokenizer, window: int) -> list[Question]:
-    """Raise ValueError with the question's number."""
     try:
         records = json.loads(read_text(path, "--choices"))
     except (ValueError, RecursionError) as error:
@@ -406,8 +398,6 @@ def read_needles(
 
     depths: percent before the sentence
     window: tokens; default lengths are fractions of it
-
-    Raises ValueError for an empty text and lengths out of range.
     """
     lengths = lengths or tuple(sorted({max(1, window // part) for part in (4, 2, 1)}))
     depths = depths or DEPTHS
@@ -516,7 +506,7 @@ def needle_lines(figures: dict[str, Any]) -> list[str]:
 
 
 def draw_needles(path: str | os.PathLike[str], figures: dict[str, Any], place: str) -> None:
-    """Draw heat maps (lengths across, depths down) as PNG. Raises ValueError naming --png."""
+    """Draw heat maps (lengths across, depths down) as PNG."""
     lengths = figures["lengths"]
     depths = figures["depths"]
     with picture(path, 5 + 0.9 * len(lengths), 1.8 + 0.4 * len(depths)) as figure:

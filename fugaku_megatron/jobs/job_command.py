@@ -185,7 +185,6 @@ def rendered(name: str) -> str:
 
 
 def render_all(folder: Path) -> int:
-    """Write the scripts of scripts/pjsub."""
     check(folder.is_dir(), f"--all {folder}: pass an existing folder, such as scripts/pjsub")
     for name in SCRIPTS:
         _write(folder / name, rendered(name))
@@ -240,7 +239,6 @@ def make(args: argparse.Namespace) -> int:
 def _output(
     args: argparse.Namespace, text: str, why: Sequence[str] = (), left: Sequence[str] = ()
 ) -> int:
-    """Write a script into --output or to standard output."""
     if args.output:
         _write(Path(args.output), text, "-o ")
         print(*why, f"wrote {args.output}", *left, sep="\n")

@@ -121,7 +121,6 @@ class Search:
     """Inspection of this rank's operations in a repeated iteration.
 
     produced: first nonfinite result with finite inputs
-    met: first nonfinite input or gradient
     """
 
     def __init__(self, trainer: Trainer, consumed: int) -> None:

@@ -17,7 +17,6 @@ class Observer:
         return {}
 
     def finish_interval(self, iteration: int) -> dict[str, Any]:
-        """Return further values for the metrics of an interval's last iteration."""
         return {}
 
     def report(self, iteration: int) -> None: ...

@@ -39,7 +39,6 @@ class Otlp:
 
     @classmethod
     def of(cls, run: RunConfig, dp: int) -> Otlp | None:
-        """Return the export that the flags request, with Megatron-LM's attributes."""
         output = run.output
         if not output.otel_enabled:
             return None

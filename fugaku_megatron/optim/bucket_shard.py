@@ -1,4 +1,4 @@
-"""The shard of a bucket that this rank updates, and the blocks in which AdamW updates it."""
+"""The bucket shard that this rank updates, and the blocks in which AdamW updates it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Updates = list[tuple[Range, Place | None]]
 
 
 class StepFactors(NamedTuple):
-    """Factors of an optimizer step. decoupled_lr: learning rate under --decoupled-lr"""
+    """An optimizer step's factors. decoupled_lr: learning rate under --decoupled-lr"""
 
     lr: float
     decoupled_lr: float

@@ -107,7 +107,6 @@ class BucketComm:
     # Sums
 
     def begin(self, microbatches: int) -> None:
-        """Reset before the first forward of an iteration."""
         self._microbatches = microbatches
         self._left: dict[int, int] = {}  # unit -> micro-batches with finished backward
         self._completed: set[int] = set()
@@ -177,7 +176,7 @@ class BucketComm:
         return _Sum(handle, sent, grads)
 
     def reduce(self) -> list[Tensor]:
-        """Return the summed gradients of this rank's shards, as views. Call once per `begin`."""
+        """Return this rank's summed shard gradients, as views. Call once per `begin`."""
         if self._tied is not None and self._tied_sum is None:
             self._tied_sum = self._sum_tied(self._tied, overlap=self._untied > 0)
         while len(self._sums) < self._untied:

@@ -1,7 +1,8 @@
-"""Parameter memory of a stage: one flat buffer of values, and gradients by bucket.
+"""A stage's parameter memory: one flat value buffer, and gradients by bucket.
 
-A bucket orders its parameters by treatment (Muon's matrices, decayed, other), so an update is a few calls on long ranges and a
-ZeRO-1 shard is one slice. Gradients are allocated at first use, often in memory that backward has freed.
+A bucket orders its parameters by treatment (Muon's matrices, decayed, other), so an update is a few
+calls on long ranges and a ZeRO-1 shard is one slice. Gradients are allocated at first use, often in
+memory that backward has freed.
 """
 
 from __future__ import annotations
@@ -114,7 +115,6 @@ class Gradients:
 
 
 def _offset(view: Tensor, memory: Tensor) -> int | None:
-    """Return the element of `memory` at which `view` begins, or None."""
     offset = view.data_ptr() - memory.data_ptr()
     return offset // memory.element_size() if 0 <= offset < memory.nbytes else None
 
@@ -136,7 +136,7 @@ class FlatParameter(ModelParameter):
 
 
 class FrozenParameter(ModelParameter):
-    """A parameter that is not trained. scales: of a weight in eight bits."""
+    """A parameter that is not trained. scales: for a weight in eight bits."""
 
     frozen = True
     main_grad = None
@@ -149,7 +149,6 @@ class FrozenParameter(ModelParameter):
 
 
 def stage_units(stage: Stage) -> list[list[ModelParameter]]:
-    """Return a stage's trained parameters by unit, in the order of `costs.units.units`."""
     tied = [] if stage.tied_copy is None else [stage.tied_copy]
     units = [
         [p for p in _trained(module) if not any(p is t for t in tied)]
@@ -165,7 +164,7 @@ def _trained(module: nn.Module) -> list[ModelParameter]:
 
 
 def unit_modules(stage: Stage) -> list[nn.Module]:
-    """Return the modules of a stage's units: final norm (with an untied output weight), layers, embeddings."""
+    """Return a stage's unit modules: final norm (with an untied output weight), layers, embeddings."""
     modules: list[nn.Module] = []
     if stage.last:
         modules.append(stage.last.final_layernorm)
@@ -285,7 +284,7 @@ class FlatParameters:
                 yield parameter, begin, first, last
 
     def owner(self, tensor: Tensor) -> FlatParameter | None:
-        """Return the parameter whose values or gradients contain the start of `tensor`, or None."""
+        """Return the parameter whose values or gradients contain `tensor`'s start, or None."""
         element = _offset(tensor, self.values)
         element = self.gradients.find(tensor) if element is None else element
         return None if element is None else self.parameters[bisect_right(self.starts, element) - 1]
@@ -340,7 +339,7 @@ class FlatParameters:
     def _share(
         self, comm: Comm, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
     ) -> list[Tensor]:
-        """Allocate tensors, one copy for the ranks of a node. Collective."""
+        """Allocate tensors, one copy for a node's ranks. Collective."""
         sizes = [math.prod(shape) for shape in shapes]
         memory = NodeTensor(comm, sum(sizes), dtype)
         self.frozen_memory.append(memory)
@@ -429,7 +428,6 @@ def _scales_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def _batches(parameters: list[FrozenParameter]) -> list[list[FrozenParameter]]:
-    """Return consecutive parameters in batches of at most BATCH elements, or of one parameter."""
     batches: list[list[FrozenParameter]] = []
     room = 0
     for parameter in parameters:
@@ -464,7 +462,6 @@ def _shard(
 
 
 def random_stream(parameter: ModelParameter) -> int:
-    """Return a parameter's random stream, equal for both copies of a tied weight."""
     return zlib.crc32(parameter.spec.init_name.encode())
 
 

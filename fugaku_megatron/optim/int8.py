@@ -99,7 +99,6 @@ def _cut(first: int, end: int, segment: int) -> Iterator[tuple[int, int, int]]:
 def blocks_of_shard(
     flat: FlatParameters, model: ModelConfig, shard: tuple[int, int], cut: list[int]
 ) -> list[Blocks]:
-    """Return the blocks in elements `shard` of the flat buffer. cut: its bucket's `cut_blocks`"""
     start, end = shard
     made: list[Blocks] = []
     scale = 0
@@ -192,7 +191,6 @@ class EightBitMoment:
     def _views(
         self, values: Tensor, chunk: Sequence[Blocks], blocks: Blocks
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of the blocks' elements and scales. values: elements of the whole `chunk`."""
         scales = self.scales[blocks.first_scale : blocks.first_scale + blocks.scales]
         rows = scales.view(blocks.segments, -1)
         own = values[blocks.start - chunk[0].start : blocks.end - chunk[0].start]

@@ -1,4 +1,4 @@
-"""Dynamic loss scale of FP16."""
+"""Dynamic loss scale for FP16."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class LossScaler:
         return self.dynamic and self.scale > self.precision.min_loss_scale
 
     def update(self, overflow: bool) -> None:
-        """Adjust the scale after a step. overflow: a gradient was Inf or NaN"""
         if not self.dynamic:
             return
         if overflow:

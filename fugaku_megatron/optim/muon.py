@@ -1,4 +1,4 @@
-"""Muon: orthogonalised momentum updates of weight matrices."""
+"""Muon: orthogonalised momentum updates for weight matrices."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class ElementUpdate(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step. grad_norm: before clipping. num_zeros: zeros among the gradients."""
+    """An optimizer step's result. grad_norm: before clipping. num_zeros: zeros among the gradients."""
 
     grad_norm: float
     num_zeros: float
@@ -336,7 +336,6 @@ class Optimizer:
     def _new_moments(
         self, shard: BucketShard, blocks: Blocks, grads: Tensor, factors: StepFactors
     ) -> tuple[Tensor, Tensor]:
-        """Return both updated moments (n,) of 8-bit blocks, without storing them."""
         assert shard.eight_bit is not None
         own = slice(blocks.start, blocks.end)
         first, second = (moment.read([blocks]) for moment in shard.eight_bit)

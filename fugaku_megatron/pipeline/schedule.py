@@ -1,8 +1,7 @@
 """Pipeline schedules as lists of instructions, and the loop that executes a list.
 
-    build("zbv", stages=8, chunks=2, microbatches=16).instructions(3)      stage 3's instructions in an iteration
-
-F, B, I and W are forward, backward, and backward's halves: input gradient and weight gradient. Sends are nonblocking.
+F, B, I and W are forward, backward, and backward's halves: input gradient and weight gradient.
+Sends are nonblocking.
 """
 
 from __future__ import annotations
@@ -109,8 +108,6 @@ def _alternate(
 
 
 def _forwards(placement: Placement, stage: int, microbatches: int) -> list[Instruction]:
-    """Return a stage's forwards, ordered by slot."""
-
     def slot(forward: Instruction) -> int:
         virtual_stage = placement.virtual_stage(stage, forward.model_chunk)
         return placement.forward_slot(forward.microbatch, virtual_stage)

@@ -233,7 +233,6 @@ class _Simulation:
                 woken |= {stage, self._finish(stage)}
 
     def _finish(self, stage: int) -> int:
-        """Complete a stage's last computation; return the stage that receives its result, or this one."""
         last = self.did[stage][-1]
         route = _routes(self.placement)[stage][last.op, last.model_chunk]
         self.done[last.op][route.virtual_stage] += 1
@@ -246,7 +245,6 @@ class _Simulation:
         return stage
 
     def _begin(self, stage: int) -> int | None:
-        """Start an idle stage's next computation; return its cost, or None."""
         ready = self._ready(stage)
         mine = self.did[stage]
         last = mine[-1].op if mine else None

@@ -134,7 +134,6 @@ def _fixed_mib(
 
 
 def with_recompute(run: RunConfig, layout: Layout, system: System) -> RunConfig:
-    """Return the run with --recompute-auto resolved for the machine's memory or --memory-per-rank."""
     if not run.training.recompute_auto:
         return run
     plain = replace(run, training=replace(run.training, recompute_auto=False))

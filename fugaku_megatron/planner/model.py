@@ -1,5 +1,5 @@
 """Seconds per iteration on a machine: stage costs, the schedule's critical path, and per-iteration
-    work.
+work.
 
 Left out: input and output, evaluation, checkpoints.
 """
@@ -502,7 +502,6 @@ def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[s
 
 
 def unmodelled(run: RunConfig) -> list[str]:
-    """Return the flags that change the real speed but not the prediction."""
     flags = {
         "--kernels torch": run.system.kernels == "torch",
         "--allocator stock": run.system.allocator == "stock",

@@ -154,7 +154,6 @@ def text(run: RunConfig, system: System, p: Prediction) -> str:
 
 
 def layout_of(run: RunConfig, system: System) -> Layout:
-    """Return the layout. Raise ValueError, with sizes that fit, if the run does not fit."""
     try:
         return Layout.from_run(run, system.world_size)
     except ValueError as error:

@@ -192,7 +192,6 @@ def memory_set_up(sections: Sections) -> Iterator[Finding]:
 
 
 def slow_kernels(sections: Sections) -> Iterator[Finding]:
-    """Check shares of the peak and of STREAM's triad."""
     kernels = sections.get("kernels")
     if not kernels or kernels["shrunk"]:
         return
@@ -319,7 +318,6 @@ LOOKS: tuple[Callable[[Sections], Iterator[Finding]], ...] = (
 
 
 def text(data: dict[str, Any]) -> str:
-    """Format the report in about 30 lines."""
     sections = data["sections"]
     lines = [heading(data), *summary(sections), ""]
     if data.get("findings"):

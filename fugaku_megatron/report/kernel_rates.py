@@ -2,8 +2,7 @@
 
 A case builds one kernel's arguments from fixed numbers, so that every machine computes the same.
 `compared` runs it on the target in use and on the scalar reference; `elementwise_rates` times it
-beyond the caches. Other rates are calibrate's, with sizes that fit into the time. All ranks compute
-at the same time, as in training.
+beyond the caches. All ranks compute at the same time, as in training.
 """
 
 from __future__ import annotations
@@ -52,15 +51,12 @@ class Numbers:
         self._random = np.random.default_rng(1)
 
     def normal(self, *shape: int) -> Tensor:
-        """Return normal values (...,)."""
         return self.single(*shape).to(self.dtype)
 
     def single(self, *shape: int) -> Tensor:
-        """Return FP32 values (...,)."""
         return torch.from_numpy(self._random.standard_normal(shape, np.float32))
 
     def below(self, limit: int, count: int) -> Tensor:
-        """Return integers below `limit` (n,)."""
         return torch.from_numpy(self._random.integers(0, limit, count))
 
 
@@ -190,7 +186,6 @@ def difference(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def compared(sizes: Sizes | None = None) -> list[dict[str, Any]]:
-    """Return each kernel and precision's checksums, difference and verdict."""
     rows = []
     sizes = sizes or Sizes()
     for dtype, limit in TOLERANCE.items():

@@ -53,7 +53,6 @@ def page(data: dict[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table; headings are aligned like the values below them."""
     columns = zip(head, zip(*rows))
     lines = ["".join(f"<th{_side(*column)}>{html.escape(name)}</th>" for name, column in columns)]
     lines += ["".join(map(_cell, row)) for row in rows]
@@ -263,7 +262,6 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", color: str = "#
 
 
 def _short(number: float) -> str:
-    """Format 16384 as 16K."""
     for power, letter in ((30, "G"), (20, "M"), (10, "K")):
         if number >= 1 << power and number % (1 << power) == 0:
             return f"{number / (1 << power):.0f}{letter}"

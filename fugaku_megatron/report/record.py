@@ -85,7 +85,6 @@ def private_words() -> dict[str, str]:
 
 
 def without_names(value: Any, words: Mapping[str, str]) -> Any:
-    """Replace private words and paths in all texts, and drop their keys."""
     if isinstance(value, dict):
         return {key: without_names(part, words) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -151,7 +150,6 @@ class Record:
             write_atomically(self.path.with_suffix(suffix), page(data))
 
     def end(self, how: str, complete: bool) -> None:
-        """Write the end. how: reason if the run did not complete"""
         self.data |= {"ended": how, "complete": complete}
         self.write()
 
@@ -170,7 +168,6 @@ def clock(seconds: float) -> str:
 
 
 def read(flag: str, path: Path) -> dict[str, Any]:
-    """Read a report. ValueError for another file."""
     remedy = "pass a file that fugaku-megatron report wrote"
     text = read_text(path, flag, remedy)
     try:
@@ -246,7 +243,6 @@ def figures(data: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def compared(first: Path, second: Path) -> str:
-    """Return the table. ValueError for a file that is not a report."""
     one = read("--compare", first)
     two = read("--compare", second)
     a = figures(one)

@@ -84,7 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise ValueError for a user's mistake."""
     check(
         0 < args.minutes <= 1440,
         f"--minutes is {args.minutes:g}: pass a number above 0, at most 1440",

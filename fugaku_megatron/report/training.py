@@ -108,7 +108,6 @@ def repeated(comm: Comm, call: Callable[[], object], limit: float) -> tuple[floa
 
 
 def rank_counts(size: int) -> list[int]:
-    """Return 1, 2, 4 ... and the whole."""
     powers = [1 << power for power in range(size.bit_length()) if 1 << power < size]
     return [*powers, size]
 
@@ -229,7 +228,6 @@ def two_layers(context: Context, shape: str, tp: int, s: int) -> RunConfig:
 
 
 def chosen_layers(context: Context, shape: str, seconds: float) -> RunConfig | None:
-    """Return the run on the fewest ranks, with the longest sequence that fits, or None."""
     here = context.nodes.ranks.size
     least = USABLE * context.free / here
     sizes = [tp for tp in TENSOR_PARALLEL if here % tp == 0]
@@ -376,7 +374,6 @@ def hours(sections: dict[str, Any]) -> list[dict[str, Any]]:
 def whole_model(
     name: str, row: dict[str, Any], recipe: str, changes: dict[str, Any], sections: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a model's tokens per second and hours at a measured rate."""
     run = make_run(recipe, {**changes, "seq_length": row["seq_length"], "mock_data": True})
     parameters = accounting.parameters(run)
     tokens = row["seq_length"]

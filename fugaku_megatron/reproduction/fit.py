@@ -229,7 +229,6 @@ PARTS: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
 
 
 def cases(rows: Sequence[Row]) -> list[Case]:
-    """Return arguments for `model.step`."""
     result = []
     for row in rows:
         system = row_system(row)
@@ -467,7 +466,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Fit every group and write --output."""
     check_file("--output", args.output)
     data = {}
     for group in PRIORS:

@@ -37,7 +37,6 @@ class Record:
     cells: Mapping[str, str]
 
     def expect(self, condition: bool, column: str, expected: str, value: str | None = None) -> None:
-        """Raise ValueError with file, line, column, value and expectation unless `condition` holds."""
         shown = self.cells.get(column, "") if value is None else value
         check(
             condition,
@@ -47,7 +46,6 @@ class Record:
     def convert(
         self, column: str, parse: Callable[[str], Any], expected: str, value: str | None = None
     ) -> Any:
-        """Parse the cell, or `value`; ValueError as in `expect`."""
         try:
             return parse(self.cells[column] if value is None else value)
         except (ValueError, KeyError):  # no number or no match of a pattern, no key of a dictionary
@@ -366,7 +364,6 @@ class Row:
         return measured and self.duplicate_of is None and not self.unfit(purpose)
 
     def run(self) -> RunConfig:
-        """Raise ValueError for impossible sizes."""
         return RunConfig(
             model=ModelConfig(
                 num_layers=self.layers,
@@ -413,7 +410,6 @@ def load(documents: Sequence[str] = ()) -> tuple[Row, ...]:
 
 
 def read(folder: Path) -> tuple[Row, ...]:
-    """Read all rows. ValueError with file, line, column and value."""
     records = tuple(map(_erratum, read_csv(folder / "errata.csv", ERRATUM_COLUMNS)))
     tables = {}
     for record in read_csv(folder / "tables.csv", TABLE_COLUMNS):
@@ -552,7 +548,6 @@ def row_system(row: Row) -> System:
 
 
 def predict_row(row: Row) -> Prediction:
-    """Raise ValueError for a row that cannot run."""
     if problem := row.problem():
         raise ValueError(problem)
     return predict(row.run(), row_system(row))

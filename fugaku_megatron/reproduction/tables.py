@@ -59,7 +59,6 @@ def interval(row: Row) -> tuple[float, float]:
 
 
 def agrees(row: Row, printed: float) -> bool:
-    """Return True if `printed` TFLOPs agree with the corrected time within rounding."""
     low, high = interval(row)
     return low - TFLOPS_ROUNDING - _SLACK <= printed <= high + TFLOPS_ROUNDING + _SLACK
 
@@ -152,7 +151,6 @@ def compare(rows: Sequence[Row], predict: Callable[[Row], Prediction]) -> list[C
 
 
 def _with_progress(rows: Sequence[Row]) -> Iterable[Row]:
-    """Iterate with a bar on a terminal if tqdm is installed."""
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         return rows
     from tqdm import tqdm
@@ -175,7 +173,6 @@ OUR_HEADER = (
 
 
 def text(comparisons: Sequence[Comparison], markdown: bool = False) -> str:
-    """Format tables and summaries."""
     parts = []
     for document, group in groupby(comparisons, lambda c: c.row.document):
         document_rows = list(group)
@@ -230,7 +227,6 @@ def cells(comparison: Comparison) -> tuple[str, ...]:
 
 
 def _errata(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return one line per erratum, with its document lines."""
     lines: dict[tuple[str, str, str], list[str]] = {}
     table = comparisons[0].row.table
     names = dict(zip(table.columns, table.header))
@@ -282,7 +278,6 @@ _TRAITS: dict[str, Callable[[Any], str]] = {
 
 
 def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
-    """Draw a panel per document. ValueError if `path` cannot be written. Needs matplotlib."""
     documents = [d for d in DOCUMENTS if any(c.row.document == d for c in comparisons)]
     columns = min(2, len(documents))
     rows = -(-len(documents) // columns)
@@ -399,7 +394,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Raise ValueError for unknown documents and files that cannot be written."""
     rows = load(args.document)
     check_file("--csv", args.csv)
     check_picture(args.png)
@@ -413,7 +407,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def save_csv(path: Path, comparisons: Sequence[Comparison]) -> None:
-    """Write one line per row. ValueError if `path` cannot be written."""
     records = [_record(comparison) for comparison in comparisons]
     with writing("--csv", path):
         write_csv(path, list(records[0]), records)

@@ -1,4 +1,4 @@
-"""--check-layout: train small copies of the run in its layout and on one rank, and compare every tensor."""
+"""--check-layout: train small copies in the run's layout and on one rank, and compare every tensor."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .start import configure_process
 
 
 class LayoutDiffers(RuntimeError):
-    """Error of a layout that does not train as one rank. Raised on every rank, with one line."""
+    """Error for a layout that does not train as one rank. Raised on every rank, with one line."""
 
     exit_code = ExitCode.LAYOUT_DIFFERS
     everywhere = True  # rank 0 alone reports it
 
 
 def small_ops(run: RunConfig) -> Ops:
-    """Build the operations of a small run; its shapes are too small to choose kernels by time."""
+    """Build a small run's operations; its shapes are too small to choose kernels by time."""
     backend = "torch" if run.system.kernels == "torch" else "native"
     return build_ops(run, dict.fromkeys(FAMILIES, backend))
 
@@ -41,9 +41,10 @@ def connect(layout: Layout, world: Comm) -> Groups:
 
 
 def check_run_layout(run: RunConfig, world: Comm, files: Files) -> Report:
-    """Check the layout of a run, and print the report on rank 0. Collective.
+    """Check a run's layout, and print the report on rank 0. Collective.
 
-    The temporary checkpoint is written into --save, or the closest directory above it that exists. Raise LayoutDiffers on every rank.
+    The temporary checkpoint is written into --save, or the closest directory above it that exists.
+    Raise LayoutDiffers on every rank.
     """
     nodes = find_nodes(world)
     # No file of the run is read, so the vocabulary's size may be unknown.

@@ -1,4 +1,4 @@
-"""Datasets of a run."""
+"""A run's datasets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Data = tuple[Dataset | None, Dataset | None]
 
 
 def valid_sizes(plan: Plan, valid: Dataset | None, world: Comm) -> tuple[int, ...]:
-    """Return the samples of each validation set, on every rank. Collective.
+    """Return each validation set's samples, on every rank. Collective.
 
     Raise ValueError on every rank for a set below a batch of --full-validation.
     """
@@ -54,11 +54,10 @@ def build_data(
     tokenizer: dict[str, Any] | None = None,
     order: DataOrder = NEW_ORDER,
 ) -> Data:
-    """Open training and validation samples on the ranks that read data; (None, None) elsewhere. Collective.
+    """Open training and validation samples on the ranks that read data; (None, None) elsewhere.
+    Collective.
 
     readers: without them every rank that needs data reads
-    tokenizer: identity of the run's tokenizer (`data.tokenizer.identity`)
-    order: the run's when it began
     """
     length = plan.length
     if plan.config.training.skip_train:  # validation data has the order of one evaluation

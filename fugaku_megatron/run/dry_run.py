@@ -1,7 +1,7 @@
-"""--dry-run: the grid, every stage, the schedule and the memory of a run of any size, built in one process without traffic.
+"""--dry-run: the grid, every stage, the schedule and the memory for a run with any size, built in
+one process without traffic.
 
 Stages are built for real (on the meta device) and their parameters compared with `accounting`.
-Run: python pretrain_gpt.py --recipe 30b --dry-run --world-size 12288 ...
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ SLOTS = 3  # of a micro-batch on a stage: forward, gradient of the input, gradie
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Pipeline stage of one rank, by model chunk.
+    """One rank's pipeline stage, by model chunk.
 
-    in_flight: largest number of micro-batches between forward and backward
-    again: recomputed layers
+    in_flight: most micro-batches between forward and backward
     """
 
     stage: int
@@ -74,7 +73,6 @@ def plan_stage(plan: Plan, stage: int) -> StagePlan:
 
 
 def _figures(memory: Memory) -> dict[str, int]:
-    """Return the table's columns; all-zero columns are left out."""
     return {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -164,7 +162,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def packing(run: RunConfig) -> list[str]:
-    """Return how full --sft samples are. Raise ValueError for chats that a run would refuse."""
+    """Return how full --sft samples are."""
     if not run.data.sft:
         return []
     if run.data.train_data_path or run.data.data_path:
@@ -215,13 +213,7 @@ def cores(node: placement.Node, root: str, world_size: int, rank_bytes: int) -> 
 def report(
     run: RunConfig, world_size: int, png: str | None = None, sys_root: str | None = None
 ) -> str:
-    """Return the plan as text, and draw the pipeline over time into `png`.
-
-    sys_root: folder of a node's /sys tree
-
-    Raise ValueError for a run that does not fit on `world_size` ranks, a picture that cannot be written, or a folder without a
-    tree.
-    """
+    """Return the plan as text, and draw the pipeline over time into `png`."""
     node = placement.Node.read(sys_root) if sys_root else None
     plan = Plan.of(run, world_size).resolve(MachineLimits())
     stages = [plan_stage(plan, stage) for stage in range(plan.layout.pp)]

@@ -1,4 +1,4 @@
-"""Choice of each operation family's kernels, by measurement if asked for."""
+"""Kernels for each operation family, chosen by measurement if asked for."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernel
 
 
 def int8_of(run: RunConfig) -> Int8 | None:
-    """Return the matmuls that the run quantizes, or None."""
     system = run.system
     if not system.int8:
         return None
@@ -72,7 +71,6 @@ def choose_kernels(plan: Plan, world: Comm, saved: dict[str, str] | None = None)
 
 
 def _native_matmuls(run: RunConfig) -> Iterator[str]:
-    """Yield the log's words about matmuls that only the C++ kernels have."""
     if run.system.splits_fp32:
         yield (
             "each FP32 operand as three BF16 numbers, six BF16 matmuls added up in FP32 "
@@ -138,7 +136,7 @@ LAYER_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Timing:
-    """Forward and backward seconds of one family by backend."""
+    """One family's forward and backward seconds by backend."""
 
     family: str
     native: float
@@ -203,7 +201,6 @@ def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
 
 
 def _add_and_normalize(model: ModelConfig, x: Tensor) -> Callable[[Ops], Tensor]:
-    """Return the norm of x + dropout(x + bias), x (s, b, h)."""
     add, norm, norm_bias = (_weight(model.hidden_size, dtype=x.dtype) for _ in range(3))
     dropped = Dropout(model.hidden_dropout, DropoutKey(1, 0, 0, sample_dim=1))
     epsilon = model.layernorm_epsilon

@@ -1,4 +1,4 @@
-"""This machine's bounds on automatic choices of a plan: memory of nodes, ranks of a node."""
+"""This machine's bounds on a plan's automatic choices: node memory, ranks on a node."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class MachineLimits:
     nodes: Nodes | None = None
 
     def sequence_spans_nodes(self, layout: Layout) -> bool:
-        """Return False if the nodes are unknown."""
         if self.world is None or self.nodes is None:
             return False
         sharing = layout.tp * layout.cp  # consecutive ranks

@@ -1,4 +1,4 @@
-"""Loop of a run on one rank: train, evaluate, log, save, leave on request."""
+"""A run's loop on one rank: train, evaluate, log, save, leave on request."""
 
 from __future__ import annotations
 
@@ -37,11 +37,7 @@ EXPLAINED_AT_MOST = 3  # skipped iterations of one start: under a fixed loss sca
 
 @dataclass
 class Session:
-    """Trainer with its log, and the reasons to leave early.
-
-    iterations: at the end of the run
-    valid_sizes: samples of each validation set
-    """
+    """Trainer with its log, and the reasons to leave early."""
 
     trainer: Trainer
     writer: MetricsWriter
@@ -120,7 +116,6 @@ class Session:
         self._await_picture()
 
     def _ends(self, interval: int | None) -> bool:
-        """Return True if the last iteration ends an interval; None and 0 have no end."""
         return bool(interval and self.iteration % interval == 0)
 
     def evaluate_only(self) -> None:
@@ -138,7 +133,6 @@ class Session:
         return asked
 
     def _step(self) -> tuple[IterationResult, dict[str, Any]]:
-        """Train an iteration; return its result, and the observers' values for `IterationMetrics`."""
         self.telemetry.begin_interval()
         for observer in self.observers:
             observer.begin()
@@ -163,7 +157,6 @@ class Session:
         return result, values
 
     def _first_iteration(self) -> AbstractContextManager[object]:
-        """Return a span around the first iteration of this process, and nothing around the others."""
         if self.trained:
             return nullcontext()
         self.trained = True
@@ -285,7 +278,6 @@ class Session:
             self._leave(ExitCode.REPLICAS_DIFFER, self.trainer.describe_difference(found, save))
 
     def _leave(self, code: ExitCode, text: str) -> NoReturn:
-        """Raise SystemExit after a line in log and history."""
         self.writer.flush()
         self.writer.event(self.iteration, text)
         raise SystemExit(code) from None
@@ -328,7 +320,6 @@ class Session:
         self._print_validation(-(-iteration // training.eval_interval) - 1 - left_out)
 
     def _print_validation(self, number: int) -> None:
-        """Evaluate every validation set. number: of the evaluation, from 0."""
         self._check_data()
         trainer = self.trainer
         iteration = self.iteration
@@ -413,7 +404,6 @@ class Session:
             self._draw(directory)
 
     def _draw(self, directory: str) -> None:
-        """Start to draw the losses, unless an earlier picture is being drawn."""
         self.picture_is_old = self.picture is not None and self.picture.poll() is None
         if not self.picture_is_old:
             description = loss_plot.describe(self.config, self.trainer.layout.dp)

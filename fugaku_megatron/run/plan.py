@@ -1,4 +1,5 @@
-"""Plan of a run: layout, schedule, memory, FLOPs and length, computed once from its config. No torch.
+"""A run's plan: layout, schedule, memory, FLOPs and length, computed once from its config. No
+torch.
 
 The command, the library and --dry-run build the same plan.
 """
@@ -31,8 +32,7 @@ MACHINE = "a64fx"
 class Limits(Protocol):
     """Bounds that the machine sets on automatic choices. Every method is collective."""
 
-    def sequence_spans_nodes(self, layout: Layout) -> bool:
-        """Return True if a sequence's ranks are on several nodes."""
+    def sequence_spans_nodes(self, layout: Layout) -> bool: ...
 
     def tensor_bytes(self, config: RunConfig, layout: Layout) -> int:
         """Return the bytes that a rank's tensors may have, the same on every rank."""
@@ -41,7 +41,7 @@ class Limits(Protocol):
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of an iteration at the full global batch size.
+    """An iteration's floating-point operations at the full global batch size.
 
     hardware: with recomputation
     model: without it, causal attention counted once
@@ -52,11 +52,11 @@ class Flops(NamedTuple):
 
 
 class Length(NamedTuple):
-    """Length of a run.
+    """A run's length.
 
     iterations, samples: at its end
-    train_samples: for the order of the training data
-    valid_samples: of all evaluations; None: every sample once
+    train_samples: for the training data's order
+    valid_samples: for all evaluations; None: every sample once
     """
 
     iterations: int
@@ -119,12 +119,12 @@ class Plan:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of an iteration, after a ramp-up."""
+        """Samples in an iteration, after a ramp-up."""
         return self.layout.global_batch_size(self.config)
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches of a rank at the full global batch size."""
+        """A rank's micro-batches at the full global batch size."""
         return self.layout.microbatches(self.config, self.global_batch_size)
 
     @cached_property
@@ -177,7 +177,7 @@ class Plan:
         return max(0, iterations // training.eval_interval + 1 - max(0, before_first))
 
     def valid_samples(self, evaluations: int) -> int | None:
-        """Return the validation samples of so many evaluations; None: all in the files.
+        """Return the validation samples for so many evaluations; None: all in the files.
 
         Random samples have no end: --full-validation reads one evaluation's.
         """

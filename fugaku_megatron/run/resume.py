@@ -54,7 +54,7 @@ class Resume:
 
     state, config: saved next to the tensors
     finetune: load weights alone; the state is empty
-    base: model of adapters; `checkpoint` itself if the adapters are new
+    base: the adapters' model; `checkpoint` itself if the adapters are new
     """
 
     checkpoint: Checkpoint | None = None
@@ -133,10 +133,11 @@ def open_pretrained(directory: str, world: Comm, iteration: int | None = None) -
 
 
 def find_checkpoint(plan: Plan, world: Comm, open_base: OpenBase = open_pretrained) -> Resume:
-    """Open the checkpoint of --load and --ckpt-step, or else of --pretrained-checkpoint. Collective.
+    """Open the checkpoint of --load and --ckpt-step, or else of --pretrained-checkpoint.
+    Collective.
 
-    Raise ValueError on every rank for a --load without a checkpoint, or with weights alone and no --finetune.
-    open_base: opens the model of adapters
+    Raise ValueError on every rank for a --load without a checkpoint, or with weights alone and no
+    --finetune. open_base: opens the adapters' model
     """
     run = plan.config
     output = run.output
@@ -176,7 +177,6 @@ def find_checkpoint(plan: Plan, world: Comm, open_base: OpenBase = open_pretrain
 
 
 def _check_kind(run: RunConfig, checkpoint: Checkpoint | None) -> None:
-    """Raise ValueError if adapters are loaded as a model, a model as adapters, or adapters as others."""
     if checkpoint is None:
         return
     lora = run.lora
@@ -327,7 +327,7 @@ def _resumed(plan: Plan, directory: str, world: Comm) -> Checkpoint | None:
 
 
 def _megatron_run(run: RunConfig, directory: str, world: Comm, iteration: int) -> Checkpoint | None:
-    """Open a run of Megatron-LM in the format torch_dist, None for another checkpoint. Collective."""
+    """Open a Megatron-LM run in the format torch_dist, None for another checkpoint. Collective."""
     path = Path(directory)
 
     def read() -> Checkpoint | None:
@@ -348,7 +348,7 @@ def _megatron_run(run: RunConfig, directory: str, world: Comm, iteration: int) -
 
 
 def _newest_copy(plan: Plan, load: str, local: str, world: Comm) -> int:
-    """Return the newest iteration of this run and layout in --save-local, 0 for none. Collective."""
+    """Return the newest iteration with this run and layout in --save-local, 0 for none. Collective."""
     name = run_name(load, world)
     if name is None:
         return 0
@@ -433,7 +433,6 @@ LENGTH = {
 
 
 def _order_note(run: RunConfig, resume: Resume) -> list[str]:
-    """Return a line if the checkpoint has no sample order, and the flags may change it."""
     if resume.order.train or run.data.mock_data or run.data.sft:
         return []
     changed = differences(run, resume.config, LENGTH)
@@ -446,7 +445,6 @@ def _order_note(run: RunConfig, resume: Resume) -> list[str]:
 
 
 def _carry(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Copy a converted model's tokenizer files to --save, for a later conversion."""
     save = trainer.run.output.save
     if save:
         carry_files(checkpoint.directory / CARRIED, save, trainer.world)
@@ -455,7 +453,7 @@ def _carry(trainer: Trainer, checkpoint: Checkpoint) -> None:
 def carry_files(
     source: Path, save: str, world: Comm, copy: Callable[[Path, Path], object] = shutil.copytree
 ) -> None:
-    """Copy a model's tokenizer files to a directory of checkpoints that has none. Collective.
+    """Copy a model's tokenizer files to a checkpoint directory that has none. Collective.
 
     copy: from `source`, a directory, to a directory that does not exist
     """
@@ -517,7 +515,6 @@ def _tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
 
 
 def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
-    """Return lines about changed --skip-samples: ahead, and too late. Ranges skipped before need no note."""
     position = trainer.progress.consumed_samples
     now = trainer.skips
     saved = Skips.parse(resume.config.get("data", {}).get("skip_samples"))
@@ -539,7 +536,6 @@ def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
 
 
 def _moment_notes(run: RunConfig, resume: Resume) -> list[str]:
-    """Return lines about weights and moments of another format than the checkpoint's (default FP32)."""
     saved = resume.config.get("optimizer", {})
     names = ["main_params_dtype"]
     if not run.optimizer.no_load_optim:
@@ -557,7 +553,6 @@ def _moment_notes(run: RunConfig, resume: Resume) -> list[str]:
 
 
 def _schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -> list[str]:
-    """Return a line about a learning rate schedule that differs from the saved one."""
     state = resume.state.get("param_schedule")
     samples = resume.progress.scheduled_samples
     optimizer = trainer.run.optimizer
@@ -665,7 +660,6 @@ COURSE = {
 def differences(
     run: RunConfig, saved: dict[str, Any], settings: Mapping[str, tuple[str, ...]] = COURSE
 ) -> list[str]:
-    """Return a phrase with the flag for each differing setting."""
     phrases = []
     for group, names in settings.items():
         now = getattr(run, group)
@@ -679,7 +673,7 @@ def differences(
 
 
 def mask_note(run: RunConfig, before: str) -> list[str]:
-    """Return a line if a run from saved weights masks other rows of the softmax. before: saved value"""
+    """Return a line if a run from saved weights masks other rows of the softmax."""
     now = run.model.mask_vocab_padding
     if now in (before, UNRESOLVED):
         return []
@@ -690,7 +684,7 @@ def mask_note(run: RunConfig, before: str) -> list[str]:
 
 
 def angle_note(run: RunConfig, saved: dict[str, Any]) -> list[str]:
-    """Return a line if a run from saved weights rotates queries and keys by other angles. saved: its model"""
+    """Return a line if a run from saved weights rotates queries and keys by other angles."""
     changed = [
         f"{flag(name)} is {getattr(run.model, name)}, was {saved[name]}"
         for name in ANGLES
@@ -704,7 +698,6 @@ def angle_note(run: RunConfig, saved: dict[str, Any]) -> list[str]:
 
 
 def layout_notes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
-    """Return lines about another layout than the saved one, and sizes that follow."""
     saved = checkpoint.head["layout"]
     now = layout_record(trainer.run, trainer.layout)
     # The context-parallel size is recorded above 1 only.
@@ -730,7 +723,6 @@ def _sizes_text(sizes: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 def _batch_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """Return a line if a derived global batch size, micro-batch x data-parallel size, changed."""
     batch = config["batch"]
     own = trainer.layout.global_batch_size(trainer.run)
     size = batch["micro_batch_size"] * saved.get("data_parallel_size", trainer.layout.dp)

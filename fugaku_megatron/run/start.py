@@ -1,4 +1,4 @@
-"""Start of a run on one rank: check, build data and trainer, resume, run the loop."""
+"""A run's start on one rank: check, build data and trainer, resume, run the loop."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def configure_process(plan: Plan, world: Comm, nodes: Nodes | None = None) -> st
 
 
 class Built(NamedTuple):
-    """Trainer of this rank with its observers. valid_sizes: samples of each validation set."""
+    """This rank's trainer with its observers. valid_sizes: each validation set's samples."""
 
     trainer: Trainer
     observers: Observers
@@ -158,7 +158,6 @@ def wandb_run(run: RunConfig) -> WandbRun | None:
 
 
 def _say(log_file: str | None, world: Comm, *lines: str | None) -> None:
-    """Print lines before the first iteration, on rank 0, and add them to --log-file."""
     known = [line for line in lines if line]
     if world.rank != 0:
         return

@@ -1,4 +1,4 @@
-"""Tokenizer of a run, and the resulting vocabulary size."""
+"""A run's tokenizer, and the resulting vocabulary size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def resolve_vocabulary(run: RunConfig, world: Comm) -> tuple[RunConfig, dict[str
 
 
 def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
-    """Return the identity of the run's tokenizer (`data.tokenizer.identity`).
+    """Return the run's tokenizer identity (`data.tokenizer.identity`).
 
     None without a tokenizer flag, if the run needs none or starts from a model without one.
     Collective: one rank reads the files. ValueError on every rank if that fails.
@@ -53,10 +53,7 @@ def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
 
 
 def find_tokenizer(run: RunConfig) -> TokenizerFlags | None:
-    """Return the tokenizer of the flags, or else of the model that the run starts from.
-
-    ValueError for an unreadable checkpoint.
-    """
+    """Return the flags' tokenizer, or else the model's that the run starts from."""
     flags = TokenizerFlags.of(run.data, run.model.vocab_size)
     if flags.named:
         return flags
@@ -113,7 +110,6 @@ def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConf
 
 
 def end_of_document(data: DataConfig, tokenizer: dict[str, Any] | None) -> int:
-    """Return the token that ends a document. Raise ValueError if unknown."""
     check(
         bool(tokenizer),
         f"{data.marks_documents}: the token that ends a document is not known: name the tokenizer of the data, "
@@ -131,7 +127,7 @@ def end_of_document(data: DataConfig, tokenizer: dict[str, Any] | None) -> int:
 def tokenizer_notes(
     run: RunConfig, tokenizer: dict[str, Any] | None, saved: dict[str, Any] | None, world: Comm
 ) -> list[str]:
-    """Return lines about data and a checkpoint of another tokenizer. Collective."""
+    """Return lines about data and a checkpoint with another tokenizer. Collective."""
     notes = on_root(world, lambda: [*_data_notes(run, tokenizer)])
     if other := mismatch(tokenizer, saved):
         notes.append(

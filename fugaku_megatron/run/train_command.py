@@ -100,9 +100,11 @@ DROPOUT = ("attention_dropout", "hidden_dropout")  # which Megatron-LM takes wit
 
 
 def with_checkpoint_model(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parsed flags, with --use-checkpoint-args the model flags of the checkpoint in --load, if it exists.
+    """Return parsed flags, with --use-checkpoint-args the checkpoint's model flags from --load, if
+    it exists.
 
-    As Megatron-LM's load_args_from_checkpoint (megatron/training/checkpointing.py). Every process reads the manifest.
+    As Megatron-LM's load_args_from_checkpoint (megatron/training/checkpointing.py). Every process
+    reads the manifest.
     """
     load = values.get("load")
     step = values.get("ckpt_step")
@@ -163,7 +165,7 @@ def hang_settings(run: RunConfig) -> HangSettings:
 def print_plan(
     arguments: Arguments, world: Comm, png: str | None = None, sys_root: str | None = None
 ) -> None:
-    """Print the plan of --dry-run, and draw it into `png`, on rank 0. Collective."""
+    """Print --dry-run's plan, and draw it into `png`, on rank 0. Collective."""
     from ..comm.agreement import everywhere
     from .dry_run import report
     from .tokenizer import resolve_vocabulary

@@ -1,4 +1,4 @@
-"""Tokens of each expert of the model, gathered over the ranks."""
+"""Each expert's tokens, gathered over the ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ def reset_loads(stage: Stage) -> None:
 
 
 def gather_loads(stage: Stage, run: RunConfig, groups: Groups, microbatches: int) -> Tensor | None:
-    """Return the expert loads of an iteration on every rank, (l, e + 2) in FP64; None without experts. Collective.
+    """Return an iteration's expert loads on every rank, (l, e + 2) in FP64; None without experts.
+    Collective.
 
-    A row has each expert's tokens, the balancing loss and the z-loss, both means over micro-batches; zeros for a dense layer.
+    A row has each expert's tokens, the balancing loss and the z-loss, both means over
+    micro-batches; zeros for a dense layer.
     """
     model = run.model
     if model.num_experts is None:

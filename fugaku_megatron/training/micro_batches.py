@@ -1,4 +1,4 @@
-"""Micro-batches of a rank: the datasets it reads, and a window of samples read ahead."""
+"""A rank's micro-batches: the datasets it reads, and a window of samples read ahead."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ..nn.sequence_ranks import own_segments, positions
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Micro-batch of one data-parallel rank.
+    """One data-parallel rank's micro-batch.
 
     index: number in the iteration.
     samples: (s + 1, b) on the first and the last stage, and with marks on all stages.
@@ -60,7 +60,7 @@ class MicroBatch:
 
     @property
     def labels(self) -> Tensor | None:
-        """Following token of each token, (rows, b); -1 if it does not count in the loss."""
+        """Each token's next token, (rows, b); -1 if it does not count in the loss."""
         if self.samples is None:
             return None
         if self.marks is None:
@@ -71,7 +71,7 @@ class MicroBatch:
 class MicroBatchWindow:
     """Micro-batches fetched by number from a source in data order; early ones are kept.
 
-    uses: model chunks of this rank; after as many fetches a micro-batch is dropped.
+    uses: this rank's model chunks; after as many fetches a micro-batch is dropped.
     """
 
     def __init__(self, source: Iterator[MicroBatch], uses: int = 1) -> None:
@@ -119,7 +119,6 @@ def datasets_of(
     arrays: Mapping[str, TokenArrays] | None = None,
     begun: Sequence[int | None] = (None, None, None),
 ) -> Datasets:
-    """Open (train, valid, test). Errors: see `data.build.build_datasets`."""
     data = run.data
     separate = run.training.multiple_validation_sets
     builder = Builder(
@@ -143,7 +142,7 @@ def datasets_of(
 
 @dataclass(frozen=True)
 class RunBatches:
-    """Batches of a run on one rank.
+    """A run's batches on one rank.
 
     readers: see `Trainer`. waiting: context around every fetch of samples.
     shift: rank r computes the samples of data-parallel rank r + shift.
@@ -191,7 +190,7 @@ class RunBatches:
         )
 
     def begin(self, source: Source | None) -> TokenCounts | None:
-        """Begin an iteration or an evaluation batch; return the work of a marked batch. Collective."""
+        """Begin an iteration or an evaluation batch; return a marked batch's work. Collective."""
         if isinstance(source, ReaderBatches):
             with self.waiting():
                 source.begin()

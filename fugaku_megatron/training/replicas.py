@@ -47,7 +47,7 @@ COPIES = {
 
 
 class ReplicasDiffer(RuntimeError):
-    """Error of ranks that must have the same bits and differ. Raised on every rank, with one line."""
+    """Error for ranks that must have the same bits and differ. Raised on every rank, with one line."""
 
     exit_code = ExitCode.REPLICAS_DIFFER
     everywhere = True  # rank 0 alone reports it
@@ -110,7 +110,9 @@ def content_hash(tensor: Tensor) -> int:
 
 
 class Replicas:
-    """Tensors of this rank that have copies on other ranks. agreed: last iteration without a difference."""
+    """This rank's tensors that have copies on other ranks. agreed: last iteration without a
+    difference.
+    """
 
     def __init__(self, optimizer: Optimizer, stage: Stage, groups: Groups) -> None:
         self._optimizer = optimizer
@@ -140,7 +142,6 @@ class Replicas:
         return AGREED if self.agreed == iteration else NOT_COMPARED
 
     def reset(self) -> None:
-        """Discard the last comparison after weights were loaded."""
         self.agreed = None
 
     def difference(self, iteration: int) -> Difference | None:

@@ -1,4 +1,4 @@
-"""Executor of a pipeline schedule's instructions for one iteration."""
+"""Executor for a pipeline schedule's instructions for one iteration."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StepShape:
 
 
 class StepExecutor:
-    """Executor of the instructions of one iteration on this rank's model chunks.
+    """Executor for one iteration's instructions on this rank's model chunks.
 
     watch: wraps this executor in an observer.
     """

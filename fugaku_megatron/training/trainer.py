@@ -1,4 +1,4 @@
-"""Trainer of one rank: build its stage, step, evaluate, save and load."""
+"""One rank's trainer: build its stage, step, evaluate, save and load."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ Watch = Callable[[schedule.Executor], schedule.Executor]
 
 @dataclass
 class Progress:
-    """Position of a run, saved in every checkpoint.
+    """A run's position, saved in every checkpoint.
 
     unscheduled: consumed samples that the schedules do not count, such as of skipped iterations.
     """
@@ -82,7 +82,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """Model of another program, to which adapters belong.
+    """Another program's model, to which adapters belong.
 
     names, read: see `fill_shards`. carried: directory with tokenizer files.
     """
@@ -96,10 +96,10 @@ class ForeignModel:
 
 @dataclass(frozen=True)
 class IterationResult:
-    """Figures of one training iteration, equal on every rank.
+    """A training iteration's figures, equal on every rank.
 
-    consumed: samples before it. work: of marked samples; only its share is this rank's own. experts: `gather_loads`. z_loss: share of
-    --use-z-loss in the loss, None without the flag.
+    consumed: samples before it. work: of marked samples; only its share is this rank's own.
+    experts: `gather_loads`. z_loss: share of --use-z-loss in the loss, None without the flag.
     """
 
     loss: float
@@ -121,7 +121,7 @@ class IterationResult:
 
 
 class GlobalBatch(NamedTuple):
-    """Samples of an iteration that has begun. consumed: samples before it."""
+    """Samples in an iteration that has begun. consumed: samples before it."""
 
     source: Source | None
     work: TokenCounts | None
@@ -137,15 +137,17 @@ def uncounted_line(iteration: int, result: IterationResult) -> str:
 
 @dataclass
 class Trainer:
-    """One rank of a run.
+    """One rank in a run.
 
     train, valid: datasets, on ranks where `reads_data` is true.
     readers: ranks that share samples; only the first one needs the datasets.
     make_schedule: (run, micro-batches) -> training schedule.
     waiting_for_data: context around every fetch of samples.
-    before_update: (samples consumed, loss) -> loss, called between gradient reduction and update; it may replace the gradients.
+    before_update: (samples consumed, loss) -> loss, called between gradient reduction and update;
+        it may replace the gradients.
     phase: name -> context around "forward_backward" and "optimizer" of an iteration.
-    tokenizer, data_files: records for checkpoints. order: samples for which the order of the data was first made.
+    tokenizer, data_files: records for checkpoints. order: samples for which the order of the data
+        was first made.
     """
 
     run: RunConfig
@@ -206,7 +208,7 @@ class Trainer:
         stage: Stage | None = None,
         watch: Watch | None = None,
     ) -> list[Tensor]:
-        """Run a schedule; return the losses of this rank's micro-batches.
+        """Run a schedule; return this rank's micro-batch losses.
 
         Their mean over all ranks is the mean over counted labels.
         """
@@ -336,7 +338,8 @@ class Trainer:
         watch: Watch | None = None,
         shift: int = 0,
     ) -> float:
-        """Recompute the gradients of the iteration that began at sample `consumed`; return its mean loss. Collective.
+        """Recompute the gradients in the iteration that began at sample `consumed`; return its mean
+        loss. Collective.
 
         stage: another stage with the same parameters. shift: see `RunBatches`.
         """
@@ -397,7 +400,6 @@ class Trainer:
         agree(self.world, lambda: check_unchanged((self.train, self.valid)), name_rank=False)
 
     def close(self) -> None:
-        """Stop reading ahead, and wait for weight gathers."""
         self.optimizer.buckets.await_weights()
         if self._batches is not None:
             self._batches.close()
@@ -487,9 +489,10 @@ class Trainer:
         return on_root(self.world, lambda: record_fault(directory, iteration, why, suspect_from))
 
     def save(self, directory: str) -> None:
-        """Write a checkpoint of the present iteration. Collective.
+        """Write the present iteration's checkpoint. Collective.
 
-        Raise ValueError on every rank if a rank cannot write; ReplicasDiffer, before anything is written, if copies differ.
+        Raise ValueError on every rank if a rank cannot write; ReplicasDiffer, before anything is
+        written, if copies differ.
         """
         self.check_replicas(directory)
         run_steps(self._save_steps(directory, self._saved_shards()))
@@ -507,10 +510,11 @@ class Trainer:
         return BackgroundSave(self._save_steps(directory, copies, node_first=True))
 
     def load(self, source: str | Checkpoint, weights_only: bool = False) -> dict[str, Any]:
-        """Resume from a checkpoint of any layout, or from the latest in a directory; return its `state`. Collective.
+        """Resume from a checkpoint in any layout, or from the latest in a directory; return its
+        `state`. Collective.
 
-        weights_only: load nothing but weights, of any dtype.
-        Raise ValueError on every rank for a checkpoint that is damaged, of another model or of another program.
+        weights_only: load nothing but weights, of any dtype. Raise ValueError on every rank for a
+        checkpoint that is damaged, or from another model or program.
         """
         checkpoint = open_checkpoint(source, self.world) if isinstance(source, str) else source
         saved = checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
@@ -591,7 +595,7 @@ class Trainer:
         }
 
     def start_from(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
-        """Load whole weights of another program, and nothing else, as `fill_shards`. Collective.
+        """Load another program's whole weights, and nothing else, as `fill_shards`. Collective.
 
         Every rank reads its own shards. Raise ValueError on every rank if a rank cannot.
         """

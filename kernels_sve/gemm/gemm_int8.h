@@ -161,12 +161,12 @@ FM_INLINE V larger(V a, V b) {
   return a > b ? a : b;
 }
 
-// Scale and inverse of a row whose largest magnitude has these bits as a float. One below 2^-100 counts as 0.
+// Scale and inverse of a row whose largest magnitude has these bits as a float.
 // Not inline: in a loop the divisions would be vector instructions, which take 98 cycles on A64FX.
 static __attribute__((noinline)) void set_scale(uint32_t bits, float* scale, float* inverse) {
   float most;
   __builtin_memcpy(&most, &bits, sizeof most);
-  const bool finite = bits < 0x7f800000u, zero = bits < 0x0d800000u;
+  const bool finite = bits < INFINITY_BITS, zero = bits < SMALLEST_BITS;
   *scale = !finite ? __builtin_nanf("") : zero ? 0.0f : most / 127.0f;
   *inverse = !finite || zero ? 0.0f : 127.0f / most;
 }

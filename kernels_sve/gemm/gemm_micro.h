@@ -6,6 +6,7 @@
 // The tile is tuning.h's; on A64FX a broadcast is one LD1RW. docs/kernels-howto.md
 #pragma once
 #include "gemm/gemm_fetch.h"
+#include "gemm/magnitude_bits.h"
 #include "simd/rounding_word.h"
 #include "simd/tiles.h"
 

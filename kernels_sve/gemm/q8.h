@@ -6,6 +6,7 @@
 // infinity is zeros with the scale NaN, so every product with it is NaN. Reference: reference_q8.cc. Tested by
 // tests/kernels/test_q8.py. Matmuls: gemm_q8.h, decode.h.
 #pragma once
+#include "gemm/magnitude_bits.h"
 #include "gemm/q8_elements.h"
 
 namespace fm::FM_TARGET {
@@ -17,8 +18,8 @@ struct Q8Scale {
 
 // Of a block whose largest magnitude has these bits as a float. Not inline: in a loop the divisions would be vector instructions.
 static __attribute__((noinline)) Q8Scale q8_scale_of(uint32_t bits) {
-  if (bits >= 0x7f800000u) return {{0x7fc0}, 0.0f};
-  if (bits < 0x0d800000u) return {{0}, 0.0f};
+  if (bits >= INFINITY_BITS) return {{0x7fc0}, 0.0f};
+  if (bits < SMALLEST_BITS) return {{0}, 0.0f};
   float most;
   __builtin_memcpy(&most, &bits, sizeof most);
   float scale = most / 127.0f;

@@ -1,5 +1,6 @@
 // Hooks of simd.h for AVX2 with FMA and F16C. Included by simd.h.
 #pragma once
+#include "simd/lane_loops.h"
 
 namespace fm::FM_TARGET {
 
@@ -15,24 +16,8 @@ FM_INLINE vu load_u16(const uint16_t* p) {
   return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
 }
 FM_INLINE void store_u16(uint16_t* p, vu v) { _mm_storeu_si128((__m128i*)p, narrow(v)); }
-FM_INLINE vu load_u16_n(const uint16_t* p, int n) {
-  vu v = {};
-  for (int i = 0; i < n; ++i) v[i] = p[i];
-  return v;
-}
-FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) {
-  for (int i = 0; i < n; ++i) p[i] = static_cast<uint16_t>(v[i]);
-}
 FM_INLINE vi load_i8(const int8_t* p) {
   return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
-}
-FM_INLINE vi load_i8_n(const int8_t* p, int n) {
-  vi v = {};
-  for (int i = 0; i < n; ++i) v[i] = p[i];
-  return v;
-}
-FM_INLINE void store_i8_n(int8_t* p, vi v, int n) {
-  for (int i = 0; i < n; ++i) p[i] = static_cast<int8_t>(v[i]);
 }
 FM_INLINE vf half_to_float(vu h) { return (vf)_mm256_cvtph_ps(narrow(h)); }
 FM_INLINE vu float_to_half(vf v) {

@@ -1,6 +1,7 @@
 // Hooks of simd.h in plain loops over lanes, for the baseline of any machine (SSE2, NEON) and for SVE of 128 bits.
 // Included by simd.h.
 #pragma once
+#include "simd/lane_loops.h"
 
 namespace fm::FM_TARGET {
 
@@ -12,25 +13,9 @@ FM_INLINE vf load_n(const float* p, int n) {
 FM_INLINE void store_n(float* p, vf v, int n) {
   for (int i = 0; i < n; ++i) p[i] = v[i];
 }
-FM_INLINE vu load_u16_n(const uint16_t* p, int n) {
-  vu v = {};
-  for (int i = 0; i < n; ++i) v[i] = p[i];
-  return v;
-}
-FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) {
-  for (int i = 0; i < n; ++i) p[i] = static_cast<uint16_t>(v[i]);
-}
 FM_INLINE vu load_u16(const uint16_t* p) { return load_u16_n(p, VL); }
 FM_INLINE void store_u16(uint16_t* p, vu v) { store_u16_n(p, v, VL); }
 
-FM_INLINE vi load_i8_n(const int8_t* p, int n) {
-  vi v = {};
-  for (int i = 0; i < n; ++i) v[i] = p[i];
-  return v;
-}
-FM_INLINE void store_i8_n(int8_t* p, vi v, int n) {
-  for (int i = 0; i < n; ++i) p[i] = static_cast<int8_t>(v[i]);
-}
 #if defined(__SSE2__)
 FM_INLINE vi load_i8(const int8_t* p) {
   int32_t bytes;
