@@ -30,7 +30,7 @@ LEARNING_RATE = 1e-2
 ADAM_EPS = 1e-3
 LOSS_SCALE = 1024.0
 # Factors of small terms, if the run has them: with a run's usual factors, rounding hides a mistake in such a term.
-BALANCING = 1.0
+BALANCING = 100.0
 Z_LOSS = 0.1
 WEIGHT_DECAY = 1.0
 CLIP_GRAD = 0.1  # less than the norm of the gradients

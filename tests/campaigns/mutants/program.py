@@ -59,6 +59,7 @@ class Program:
             importlib.import_module(f"{PACKAGE.name}.{module}")
         self._functions: dict[tuple[str, str, int], list[FunctionType]] = {}
         self._caches = []
+        gc.unfreeze()  # frozen objects are not listed
         for found in gc.get_objects():
             if isinstance(found, FunctionType):
                 code = found.__code__
@@ -70,19 +71,30 @@ class Program:
     def replace(self, name: str, changed: ast.Module | str) -> int:
         """Give a file's functions the code of a changed source; return how many changed."""
         path = str(PACKAGE / name)
-        original = compile(Path(path).read_text(), path, "exec", dont_inherit=True)
         other = compile(changed, path, "exec", dont_inherit=True)
         count = 0
-        for old, new in zip(_functions_in(original), _functions_in(other), strict=True):
+        for old, new in zip(_functions_in(_original(path)), _functions_in(other), strict=True):
             assert old.co_qualname == new.co_qualname, (old, new)
-            if old == new:
-                continue
-            for function in self._functions.get((path, old.co_qualname, old.co_firstlineno), ()):
-                function.__code__ = new
-                count += 1
+            if old != new:
+                count += self._set_code(path, old, new)
+        return count
+
+    def replace_with_original(self, name: str) -> None:
+        path = str(PACKAGE / name)
+        for code in _functions_in(_original(path)):
+            self._set_code(path, code, code)
+
+    def _set_code(self, path: str, old: CodeType, new: CodeType) -> int:
+        functions = self._functions.get((path, old.co_qualname, old.co_firstlineno), [])
+        for function in functions:
+            function.__code__ = new
         for cache in self._caches:
             cache.cache_clear()
-        return count
+        return len(functions)
+
+
+def _original(path: str) -> CodeType:
+    return compile(Path(path).read_text(), path, "exec", dont_inherit=True)
 
 
 def _functions_in(code: CodeType) -> Iterator[CodeType]:

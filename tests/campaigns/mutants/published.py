@@ -62,7 +62,7 @@ PUBLISHED = (
         "",
         "tp2",
         {**EXPERTS, **FOUR},
-        (": gradient of decoder.layers.3.pre_mlp_layernorm", f"all-reduce {OVER_TP}"),
+        (": gradient of decoder.layers.1.pre_mlp_layernorm", f"all-reduce {OVER_TP}"),
     ),
     Published(
         "experts' gradients are summed over the dense ranks",
@@ -72,7 +72,7 @@ PUBLISHED = (
         "return self.groups.dp",
         "tp2 dp2 ep2 sequence",
         {**EXPERTS, **FOUR},
-        (": weight gradient of decoder.layers.3.mlp.experts",),
+        (": weight gradient of decoder.layers.1.mlp.experts",),
     ),
     Published(
         "experts' gradients are missing in the norm",
@@ -112,7 +112,7 @@ PUBLISHED = (
         "balance_factor = forward_pass.balance_factor * self.context.sequence_shares",
         "tp2 sequence",
         {**EXPERTS, **FOUR},
-        (": gradient of decoder.layers.3.pre_mlp_layernorm",),
+        (": gradient of decoder.layers.1.pre_mlp_layernorm",),
     ),
     Published(
         "the balancing loss counts local tokens",
@@ -122,7 +122,7 @@ PUBLISHED = (
         "",
         "tp2 sequence",
         {**EXPERTS, **FOUR},
-        (": gradient of decoder.layers.3.pre_mlp_layernorm",),
+        (": gradient of decoder.layers.1.pre_mlp_layernorm",),
     ),
     Published(
         "the loss is scaled by the context-parallel ranks",
@@ -143,7 +143,7 @@ PUBLISHED = (
         "cp2 p2p",
         {**UNTIED, **FOUR},
         (
-            ": gradient of decoder.layers.3.self_attention.linear_qkv",
+            ": gradient of decoder.layers.1.self_attention.linear_qkv",
             "ring of keys and values over the context-parallel ranks 0 1",
         ),
     ),
@@ -210,7 +210,7 @@ PUBLISHED = (
         "pp2",
         EIGHT,
         (
-            ": gradient of decoder.layers.1,",
+            ": gradient of decoder.layers.0,",
             "message from rank 1 (stage 1) to rank 0 (stage 0)",
         ),
     ),
