@@ -24,7 +24,17 @@ from .fields import (
     required,
     switch,
 )
-from .layer_kinds import GLOBAL, LOCAL, LayerKind, layer_pattern
+from .layer_kinds import (
+    ATTENTION,
+    EXPERTS_SYMBOL,
+    GLOBAL,
+    LOCAL,
+    MIXERS,
+    MLP_SYMBOLS,
+    LayerKind,
+    layer_pattern,
+    layer_symbols,
+)
 from .rules import check_rules
 
 Q8_BLOCK = 64  # neighbouring input columns of a weight in eight bits that share a scale
@@ -141,6 +151,10 @@ class ModelConfig(ExpertFields):
 
     num_layers: int = required(
         "number of transformer layers", maximum=4096, aliases=("--encoder-num-layers",)
+    )
+    layer_types: str | None = optional(
+        "symbols of each layer, separated by commas: * an attention, - an MLP, E experts, or an attention and one of both, such as "
+        "'*,*-,-'; --hybrid-layer-pattern sets it (default: every layer has both, with experts by --moe-layer-freq)"
     )
     hidden_size: int = required("width h of the residual stream", maximum=2**20)
     num_attention_heads: int = required(
@@ -432,6 +446,22 @@ class ModelConfig(ExpertFields):
                 f"{flag(name)} {getattr(self, name)} needs rope: pass --position-embedding-type rope "
                 "as well",
             )
+        check(
+            self.layer_types is None or self.moe_layer_freq == "1",
+            f"--moe-layer-freq {self.moe_layer_freq} and --layer-types {self.layer_types!r:.60} exclude each other: E are the "
+            "layers with experts",
+        )
+        check(
+            self.layer_types is None
+            or (EXPERTS_SYMBOL in self.layer_types) == bool(self.num_experts),
+            f"--layer-types {self.layer_types!r:.60} and --num-experts {self.num_experts} contradict each other: E is a layer "
+            "with experts, - with another MLP",
+        )
+        check(
+            self.layer_types is None or not self.parallel_residual,
+            f"--parallel-residual needs an attention and an MLP in every layer, and --layer-types is {self.layer_types!r:.60}: "
+            "leave one out",
+        )
         without_rope = self.no_rope_freq or "1"
         if without_rope.strip().isdecimal():
             check(
@@ -492,11 +522,32 @@ class ModelConfig(ExpertFields):
 
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        return tuple(map(LayerKind, self._mlps, self._windows, self._ropes))
+        kinds = map(LayerKind, self._mixers, self._mlps, self._windows, self._ropes)
+        return tuple(
+            kind if kind.mixer == ATTENTION else kind._replace(window=None, rope=None)
+            for kind in kinds
+        )
 
     @cached_property
-    def _mlps(self) -> tuple[str, ...]:
+    def _symbols(self) -> tuple[str, ...] | None:
+        """Symbols of each layer, None without --layer-types."""
+        return (
+            None if self.layer_types is None else layer_symbols(self.layer_types, self.num_layers)
+        )
+
+    @cached_property
+    def _mixers(self) -> tuple[str | None, ...]:
+        if self._symbols is None:
+            return tuple(repeat(ATTENTION, self.num_layers))
+        by_symbol = {row.symbol: name for name, row in MIXERS.items()}
+        return tuple(by_symbol.get(symbols[0]) for symbols in self._symbols)
+
+    @cached_property
+    def _mlps(self) -> tuple[str | None, ...]:
         dense = self.activation
+        if self._symbols is not None:
+            by_symbol = dict(zip(MLP_SYMBOLS, (dense, MLP_OF_EXPERTS), strict=True))
+            return tuple(by_symbol.get(symbols[-1]) for symbols in self._symbols)
         if not self.num_experts:
             return tuple(repeat(dense, self.num_layers))
         experts = experts_in(self.moe_layer_freq, self.num_layers)
@@ -536,10 +587,15 @@ class ModelConfig(ExpertFields):
 
     @cached_property
     def layer_norms(self) -> int:
-        """Norms of h elements in a layer."""
+        """Norms of h elements in a layer with an attention and an MLP."""
         if self.parallel_shared_norm:
             return 1
         return 2 * sum(self.norms_around)
+
+    @cached_property
+    def residual_parts(self) -> int:
+        """Modules of all layers whose output is added to the residual stream."""
+        return sum(kind.parts for kind in self.layer_kinds)
 
     @cached_property
     def ropes(self) -> dict[str, ModelConfig]:
@@ -560,8 +616,8 @@ class ModelConfig(ExpertFields):
         return {GLOBAL: self, LOCAL: local}
 
     @cached_property
-    def mlps(self) -> tuple[str, ...]:
-        """Key in `ACTIVATIONS` for each layer, or MLP_OF_EXPERTS."""
+    def mlps(self) -> tuple[str | None, ...]:
+        """`LayerKind.mlp` of each layer."""
         return tuple(kind.mlp for kind in self.layer_kinds)
 
     @cached_property
@@ -653,7 +709,7 @@ class ModelConfig(ExpertFields):
 
     def uses_rotary(self, kind: LayerKind) -> bool:
         """Return True if a layer's queries and keys are rotated or normalised before attention."""
-        return kind.rope is not None or self.qk_layernorm
+        return kind.mixer == ATTENTION and (kind.rope is not None or self.qk_layernorm)
 
     @cached_property
     def masks_padding(self) -> bool:
@@ -747,6 +803,7 @@ BLOCK = (
     "window_size",
     "norm_placement",
     "parallel_shared_norm",
+    "layer_types",
     "window_attn_skip_freq",
     "no_rope_freq",
     *(name for name in EXPERTS if name not in (*BALANCE, *CAPACITY)),

@@ -222,6 +222,7 @@ _PLAIN = {
     "no_rope_freq": None,
     "norm_placement": "pre",
     "parallel_shared_norm": False,
+    "layer_types": None,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }

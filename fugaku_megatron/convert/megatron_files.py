@@ -28,8 +28,8 @@ from ..cli.parser import Parser
 from ..comm.agreement import describe
 from ..config.experts import EXPERTS
 from ..config.fields import check, check_type, flag, is_off
-from ..config.hybrid import parse_pattern
-from ..config.layer_kinds import layer_pattern
+from ..config.hybrid import PER_SYMBOL, Pattern, parse_pattern, with_layers
+from ..config.layer_kinds import DENSE_SYMBOL, EXPERTS_SYMBOL, MIXERS, layer_pattern
 from ..config.megatron_flags import OTHER_FLAGS, saved_arguments
 from ..config.model import (
     LEARNED,
@@ -73,8 +73,6 @@ _EXPERT_VARIANTS = (
 )
 # Arguments with the layers of a HybridModel, the newest first.
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-# Arguments with a number or a list for layers, which are text here. They count other layers in a HybridModel.
-_NUMBERING = ("window_attn_skip_freq", "no_rope_freq")
 # Arguments that `model_of` reads, next to ModelConfig's fields.
 READ = frozenset(
     {
@@ -84,7 +82,7 @@ READ = frozenset(
         "norm_epsilon",
         "padded_vocab_size",
         "use_rotary_position_embeddings",
-        *(f.name for f in fields(ModelConfig)),
+        *(f.name for f in fields(ModelConfig) if f.name != "layer_types"),
     }
 )
 _OWN = (
@@ -92,7 +90,8 @@ _OWN = (
     "disable_bias_linear",
     "position_embedding_type",
     "window_size",
-    *_NUMBERING,
+    *PER_SYMBOL,
+    "layer_types",
     "vocab_size",
     "padded_vocab_size",
     "make_vocab_size_divisible_by",
@@ -211,7 +210,6 @@ def model_of(
     values: dict[str, Any] = {
         **dict(_values(given)),
         **_experts(given),
-        **_layers(given),
         "vocab_size": vocab_size or given.get("vocab_size") or rows,
         "mask_vocab_padding": MASKED,
         "position_embedding_type": _positions(given),
@@ -223,8 +221,12 @@ def model_of(
     )
     if window := given.get("window_size"):
         values["window_size"] = window if isinstance(window, str) else ",".join(map(str, window))
-    values |= {name: str(given[name]) for name in _NUMBERING if given.get(name) is not None}
-    return ModelConfig(**values)
+    values |= {name: str(given[name]) for name in PER_SYMBOL if not is_off(given.get(name))}
+    pattern = pattern_of(given)
+    if pattern is not None:
+        values["hybrid_layer_pattern"] = pattern
+        values.pop("moe_layer_freq", None)  # which a HybridModel does not read
+    return ModelConfig(**with_layers(values))
 
 
 def _values(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -258,32 +260,24 @@ def pattern_of(given: Mapping[str, Any]) -> str | None:
     return None if pattern is None else str(pattern)
 
 
-def _layers(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the layers of the GPT that equals a HybridModel."""
-    pattern = pattern_of(given)
-    if pattern is None:
-        return {}
-    for name in _NUMBERING:
-        check(
-            is_off(given.get(name)),
-            f"{name} is {given.get(name)!r:.60}: in a HybridModel it numbers other layers than here",
-        )
-    experts = parse_pattern(pattern).experts
-    layers = {"num_layers": len(experts), "moe_layer_freq": "1"}
-    if not any(experts):
-        return {**layers, "num_experts": None}
-    return layers if all(experts) else {**layers, "moe_layer_freq": str([*map(int, experts)])}
+def model_pattern(model: ModelConfig) -> Pattern:
+    """Return the layers of a model as those of a HybridModel."""
+    mlps = {None: "", MLP_OF_EXPERTS: EXPERTS_SYMBOL, model.activation: DENSE_SYMBOL}
+    layers = (
+        ("" if kind.mixer is None else MIXERS[kind.mixer].symbol) + mlps[kind.mlp]
+        for kind in model.layer_kinds
+    )
+    return Pattern(tuple(layers), (model.num_layers,))
 
 
 def check_pattern(pattern: str, model: ModelConfig) -> None:
     """Raise ValueError unless a HybridModel with these layers equals the model."""
-    experts = tuple(mlp == MLP_OF_EXPERTS for mlp in model.mlps)
-    right = "".join("*E" if layer else "*-" for layer in experts)
+    right = "".join(model_pattern(model).layers)
     check(
-        parse_pattern(pattern).experts == experts,
+        "".join(parse_pattern(pattern).layers) == right,
         f"--hybrid-layer-pattern is {pattern!r:.80}, and the layers of the model are {right!r:.80}",
     )
-    for name in _NUMBERING:
+    for name in PER_SYMBOL:
         check(
             is_off(getattr(model, name)),
             f"{flag(name)} is {getattr(model, name)}: in a HybridModel it numbers other layers: leave "
@@ -325,7 +319,7 @@ def arguments_of(
         model.num_query_groups or 1
     )  # its default, which counts with group_query_attention
     window = None if model.window is None else (model.window - 1, 0)
-    for name in _NUMBERING:
+    for name in PER_SYMBOL:
         text = getattr(model, name)
         found = None if text is None else layer_pattern(name, text, model.num_layers)
         same[name] = list(map(int, found)) if isinstance(found, tuple) else found

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..config.layer_kinds import LayerKind
+from ..config.layer_kinds import ATTENTION, LayerKind
 from ..config.layout import cp_comm_types, group_copies
 from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV
 from ..config.parallel import A2A, ALLGATHER, P2P
@@ -371,7 +371,9 @@ def _of_experts(
 
 
 def cache_slots(kind: LayerKind, positions: int) -> int:
-    """Return a layer's cached positions: at most the window."""
+    """Return a layer's cached positions: at most the window, none without an attention."""
+    if kind.mixer != ATTENTION:
+        return 0
     return min(positions, kind.window or positions)
 
 

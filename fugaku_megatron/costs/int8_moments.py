@@ -1,5 +1,4 @@
-"""Blocks in AdamW's 8-bit moments: which elements share a scale, and the scales of a rank. No
-torch.
+"""Blocks in AdamW's 8-bit moments: the elements that share a scale, and a rank's scales. No torch.
 
 A segment is a range of consecutive elements of a global tensor that no layout divides: a dimension
 of n sharded rows is divided at multiples of n / gcd(n, query groups). Segments are cut into equal
@@ -12,9 +11,10 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 
+from ..config.layer_kinds import ATTENTION, LayerKind
 from ..config.layout import Layout
 from ..config.lora import FC1, QKV
-from ..config.model import NORMS, ModelConfig
+from ..config.model import MLP_OF_EXPERTS, NORMS, ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
 from ..config.run_config import RunConfig
 from .accounting import padded_vocab_size
@@ -72,36 +72,49 @@ def _adapters(run: RunConfig, linear: Linear) -> Segments:
     return [down, (linear.experts, linear.outputs * rank)]
 
 
+def _attention_vectors(model: ModelConfig, tp: int) -> Segments:
+    """Return the segments of norms of queries and keys and of biases."""
+    found: Segments = []
+    if model.qk_layernorm:
+        for heads in (model.num_attention_heads, model.query_groups):
+            if model.qk_layernorm_all_heads:
+                found.append(_shared(model, heads * model.kv_channels, tp))
+            else:
+                found.append((NORMS[model.normalization].vectors, model.kv_channels))
+    if model.qkv_bias:
+        found.append(_shared(model, model.qkv_width, tp))
+    if not model.disable_bias_linear:
+        found.append((1, model.hidden_size))  # of the projection
+    return found
+
+
+_MIXER_VECTORS = {ATTENTION: _attention_vectors}
+
+
 @lru_cache(maxsize=64)  # each layer asks for the same
-def layer_segments(run: RunConfig, tp: int, mlp: str) -> tuple[Segments, Segments]:
+def layer_segments(run: RunConfig, tp: int, kind: LayerKind) -> tuple[Segments, Segments]:
     """Return a layer's trained segments on one rank: (divided experts, others)."""
     model = run.model
     h = model.hidden_size
     divided: Segments = []
     others: Segments = []
-    for linear in linears(run, tp, mlp):
-        kind = divided if linear.divided else others
-        kind += _adapters(run, linear) if run.lora.on else _weight(model, linear)
+    for linear in linears(run, tp, kind):
+        segments = divided if linear.divided else others
+        segments += _adapters(run, linear) if run.lora.on else _weight(model, linear)
     if run.lora.on:
         return divided, others
-    vectors = NORMS[model.normalization].vectors
+    norms = model.layer_norms
+    if kind.parts == 1:
+        norms = sum(model.norms_around)
+    others += [(norms * NORMS[model.normalization].vectors, h)]
+    if kind.mixer is not None:
+        others += _MIXER_VECTORS[kind.mixer](model, tp)
     bias = not model.disable_bias_linear
-    others += [(model.layer_norms * vectors, h)]
-    if model.qk_layernorm:
-        for heads in (model.num_attention_heads, model.query_groups):
-            if model.qk_layernorm_all_heads:
-                others.append(_shared(model, heads * model.kv_channels, tp))
-            else:
-                others.append((vectors, model.kv_channels))
-    if model.qkv_bias:
-        others += [_shared(model, model.qkv_width, tp)]
-    if bias:
-        others += [(1, h)]  # of the projection
-    if mlp == "experts":
+    if kind.mlp == MLP_OF_EXPERTS:
         experts = model.num_experts or 0
         others += [(1, experts * h), (int(model.moe_router_enable_expert_bias), experts)]
         others += [(int(model.moe_shared_expert_gate), h)]
-    elif bias:
+    elif bias and kind.mlp is not None:
         others += [_shared(model, model.ffn_hidden_size, tp, outer=model.fc1_widths), (1, h)]
     return divided, others
 
@@ -126,7 +139,7 @@ def unit_segments(
     segments: dict[Unit, tuple[Segments, Segments]] = {}
     for unit in units(run, layout, stage):
         if isinstance(unit, int):
-            segments[unit] = layer_segments(run, layout.tp, model.mlps[unit])
+            segments[unit] = layer_segments(run, layout.tp, model.layer_kinds[unit])
         else:
             segments[unit] = ([], others[unit])
     return segments

@@ -7,9 +7,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from ..config.layer_kinds import ATTENTION, LayerKind
 from ..config.layout import Layout
 from ..config.lora import FC1, FC2, PROJ, QKV
-from ..config.model import Q8_BLOCK
+from ..config.model import MLP_OF_EXPERTS, Q8_BLOCK, ModelConfig
 from ..config.run_config import RunConfig
 from .accounting import padded_vocab_size
 from .experts import Division
@@ -37,21 +38,32 @@ class Linear(NamedTuple):
         return rows, self.inputs // self.ranks
 
 
-def linears(run: RunConfig, tp: int, mlp: str) -> list[Linear]:
+def attention_linears(model: ModelConfig, tp: int) -> list[Linear]:
+    h = model.hidden_size
+    return [Linear(QKV, 1, model.qkv_width, h, tp), Linear(PROJ, 1, h, model.context_width, tp)]
+
+
+MIXER_LINEARS = {ATTENTION: attention_linears}
+
+
+def linears(run: RunConfig, tp: int, kind: LayerKind) -> list[Linear]:
+    layers = [] if kind.mixer is None else MIXER_LINEARS[kind.mixer](run.model, tp)
+    return layers if kind.mlp is None else [*layers, *_mlp_linears(run, tp, kind.mlp)]
+
+
+def _mlp_linears(run: RunConfig, tp: int, mlp: str) -> list[Linear]:
     model = run.model
     h = model.hidden_size
-    layers = [
-        Linear(QKV, 1, model.qkv_width, h, tp),
-        Linear(PROJ, 1, h, model.context_width, tp),
-    ]
-    if mlp != "experts":
+    if mlp != MLP_OF_EXPERTS:
         f = model.ffn_hidden_size
-        return [*layers, Linear(FC1, model.fc1_widths, f, h, tp), Linear(FC2, 1, h, f, tp)]
+        return [Linear(FC1, model.fc1_widths, f, h, tp), Linear(FC2, 1, h, f, tp)]
     division = Division.of(run, tp)
     experts = ((model.num_experts or 0) // division.ep, division.divided)
     f = model.moe_ffn_hidden_size or 0
-    layers.append(Linear(FC1, model.fc1_widths, f, h, division.etp, *experts))
-    layers.append(Linear(FC2, 1, h, f, division.etp, *experts))
+    layers = [
+        Linear(FC1, model.fc1_widths, f, h, division.etp, *experts),
+        Linear(FC2, 1, h, f, division.etp, *experts),
+    ]
     if shared := model.moe_shared_expert_intermediate_size:
         layers.append(Linear(FC1, model.fc1_widths, shared, h, tp))
         layers.append(Linear(FC2, 1, h, shared, tp))
@@ -68,7 +80,7 @@ def _layer_savings(run: RunConfig, layout: Layout, stage: int) -> int:
     for unit in units(run, layout, stage):
         if not isinstance(unit, int):
             continue
-        for linear in linears(run, layout.tp, run.model.mlps[unit]):
+        for linear in linears(run, layout.tp, run.model.layer_kinds[unit]):
             rows, columns = linear.shard()
             saved += rows * columns * run.element_bytes - stored_bytes(rows, columns)
     return saved

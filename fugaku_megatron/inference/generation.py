@@ -178,6 +178,7 @@ class Decoder:
                 loaded.dtype,
             )
             for layer in loaded.stage.layers
+            if layer.self_attention is not None
         }
         alone = loaded.groups.tp.size == loaded.groups.pp.size == 1
         self._recorder = (

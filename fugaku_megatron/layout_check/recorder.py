@@ -154,15 +154,16 @@ class Recorder:
         layer.register_forward_pre_hook(self._enter_layer)
         layer.register_forward_pre_hook(self._use_weights)
         attention = layer.self_attention
-        outputs = {
-            QKV: attention.linear_qkv,
-            ATTENTION: attention,
-            MLP: layer.mlp,
-            LAYER: layer,
-        }
+        outputs = {LAYER: layer}
+        inputs = {}
+        if attention is not None:
+            outputs |= {QKV: attention.linear_qkv, ATTENTION: attention}
+            inputs[CORE] = attention.linear_proj
+        if layer.mlp is not None:
+            outputs[MLP] = layer.mlp
+            inputs[MLP_NORM] = layer.mlp
         if layer.input_layernorm is not None:
             outputs[INPUT_NORM] = layer.input_layernorm
-        inputs = {CORE: attention.linear_proj, MLP_NORM: layer.mlp}
         communication = self._communication
         sites = {**outputs, **inputs}
         first = min(sites, key=SITES.index)

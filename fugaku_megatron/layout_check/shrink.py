@@ -9,9 +9,9 @@ from dataclasses import replace
 from itertools import product, repeat
 from typing import Any, NamedTuple
 
-from ..config.experts import experts_in
+from ..config.layer_kinds import layer_symbols
 from ..config.layout import Layout, chunks, cp_comm_types
-from ..config.model import ModelConfig
+from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.output import OutputConfig
 from ..config.parallel import ParallelConfig
 from ..config.precision import PrecisionConfig
@@ -155,17 +155,10 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
     if model.group_query_attention:
         changes["num_query_groups"] = model.query_groups // width.divisor
     if model.num_experts:
-        changes["num_experts"] = width.experts
-        changes["moe_ffn_hidden_size"] = width.mlp
-        has_experts = experts_in(model.moe_layer_freq, model.num_layers)
-        changes["moe_layer_freq"] = str([int(has_experts[layer]) for layer in kept])
-        changes["moe_aux_loss_coeff"] = tuple(
-            BALANCING if factor else 0.0 for factor in model.moe_aux_loss_coeff
-        )
-        if model.moe_z_loss_coeff:
-            changes["moe_z_loss_coeff"] = Z_LOSS
-        if model.moe_shared_expert_intermediate_size:
-            changes["moe_shared_expert_intermediate_size"] = width.mlp
+        changes |= _expert_changes(model, kept, width)
+    if model.layer_types is not None:
+        symbols = layer_symbols(model.layer_types, model.num_layers)
+        changes["layer_types"] = ",".join(symbols[layer] for layer in kept)
     if model.use_z_loss:
         changes["z_loss_strength"] = Z_LOSS
     if model.window is not None:
@@ -194,6 +187,24 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
     )
     padded = accounting.padded_vocab_size(small, layout.tp)
     return replace(small, padded_vocab_size=padded)
+
+
+def _expert_changes(model: ModelConfig, kept: list[int], width: _Width) -> dict[str, Any]:
+    changes: dict[str, Any] = {
+        "num_experts": width.experts,
+        "moe_ffn_hidden_size": width.mlp,
+        "moe_aux_loss_coeff": tuple(
+            BALANCING if factor else 0.0 for factor in model.moe_aux_loss_coeff
+        ),
+    }
+    if model.layer_types is None:
+        experts = [model.mlps[layer] == MLP_OF_EXPERTS for layer in kept]
+        changes["moe_layer_freq"] = str([*map(int, experts)])
+    if model.moe_z_loss_coeff:
+        changes["moe_z_loss_coeff"] = Z_LOSS
+    if model.moe_shared_expert_intermediate_size:
+        changes["moe_shared_expert_intermediate_size"] = width.mlp
+    return changes
 
 
 def _parallel(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.grid import ALONE
+from ..config.layer_kinds import MIXERS
 from ..config.layout import group_copies
 from ..config.model import LAYER_NORM, MLP_OF_EXPERTS, NORMS
 from ..config.parallel import A2A, P2P
@@ -274,28 +275,42 @@ class MLP(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention and an MLP, with norms by --norm-placement. With --parallel-residual the MLP and attention have the same input."""
+    """A mixer such as attention and an MLP, or one of both, with norms by --norm-placement.
+
+    With --parallel-residual the MLP and attention have the same input.
+    """
 
     def __init__(self, layer: int, context: Context) -> None:
         super().__init__()
         name = f"decoder.layers.{layer - 1}"
         model = context.model
-        before, after = model.norms_around
+        kind = model.layer_kinds[layer - 1]
         self.layer = layer
         self.context = context
 
         def norm_if(present: bool, norm: str) -> Norm | None:
             return make_norm(f"{name}.{norm}", context) if present else None
 
+        before = model.norms_around.before and kind.mixer is not None
+        after = model.norms_around.after and kind.mixer is not None
         self.input_layernorm = norm_if(before, "input_layernorm")
-        self.self_attention = SelfAttention(f"{name}.self_attention", layer, context)
+        self.self_attention: Any = None
+        if kind.mixer is not None:
+            mixer = resolve_name(MIXERS[kind.mixer].layer)
+            self.self_attention = mixer(f"{name}.self_attention", layer, context)
         self.post_self_attn_layernorm = norm_if(after, "post_self_attn_layernorm")
+        before = model.norms_around.before and kind.mlp is not None
+        after = model.norms_around.after and kind.mlp is not None
         shared = model.parallel_shared_norm
         self.pre_mlp_layernorm = norm_if(before and not shared, "pre_mlp_layernorm")
-        mlp: type[nn.Module] = MLP
-        if model.layer_kinds[layer - 1].mlp == MLP_OF_EXPERTS:
-            mlp = resolve_name("fugaku_megatron.nn.experts:Experts")  # a module that imports this
-        self.mlp: Any = mlp(f"{name}.mlp", context)
+        self.mlp: Any = None
+        if kind.mlp is not None:
+            mlp: type[nn.Module] = MLP
+            if kind.mlp == MLP_OF_EXPERTS:
+                mlp = resolve_name(
+                    "fugaku_megatron.nn.experts:Experts"
+                )  # a module that imports this
+            self.mlp = mlp(f"{name}.mlp", context)
         self.post_mlp_layernorm = norm_if(after, "post_mlp_layernorm")
 
     def _scaled(self, out: Tensor, norm: Norm | None) -> Tensor:
@@ -306,6 +321,8 @@ class TransformerLayer(nn.Module):
     def _attended(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
         """Return (x + attention, MLP input), both (s, b, h)."""
         attention = self.self_attention
+        if attention is None:
+            return x, x if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x)
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
         out = self._scaled(attention(normed, forward_pass), self.post_self_attn_layernorm)
         added = (
@@ -314,6 +331,9 @@ class TransformerLayer(nn.Module):
             x,
             hidden_dropout(self.context, self.layer, "residual_1", x, forward_pass),
         )
+        if self.mlp is None:
+            total = self.context.ops.bias_dropout_add(*added, forward_pass.needs_values)
+            return total, total
         if self.context.model.parallel_residual:
             total = self.context.ops.bias_dropout_add(*added)
             return total, normed if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x)
@@ -324,6 +344,8 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         x, normed = self._attended(x, forward_pass)
+        if self.mlp is None:
+            return x
         inner = forward_pass
         if self.context.model.keeps_mlp_tensors:
             inner = replace(forward_pass, needs_values=True)

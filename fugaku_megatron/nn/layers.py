@@ -236,7 +236,7 @@ class Context:
     @property
     def output_std(self) -> float:
         """Standard deviation of matrices that write to the residual stream, as in Megatron-LM."""
-        return float(self.model.init_method_std / (2.0 * self.model.num_layers) ** 0.5)
+        return float(self.model.init_method_std / self.model.residual_parts**0.5)
 
 
 def multiplied(x: Tensor, factor: float) -> Tensor:

@@ -43,6 +43,11 @@ MODELS = {
     "plain norms in parallel": {"normalization": "PlainLayerNorm", "parallel_residual": True},
     "geglu": {"normalization": "RMSNorm", "apply_layernorm_1p": True, "geglu": True},
     "exact gelu": {"bias_gelu_fusion": False},
+    "layers of one part": {
+        **FAMILIES["qwen3"],
+        "num_layers": 2,
+        "layer_types": "-,*",
+    },
     "squared relu": {"squared_relu": True, "use_z_loss": True},
     "norms after": {
         **FAMILIES["mistral"],
@@ -82,6 +87,7 @@ FULL = {"recompute_granularity": "full"}
         *((family, "tp2 pp2") for family in FAMILIES),
         ("norms after", "tp2 pp2"),
         ("one norm", "tp2"),
+        ("layers of one part", "tp2 pp2"),
         ("gated attention", "tp2 pp2"),
     ],
 )
@@ -288,6 +294,7 @@ def test_parameter_flops_reproduce_the_tables():
         ("qwen3", "tp2 pp2 zero"),
         ("norms after", "tp2 pp2 sequence full"),
         ("qwen3", "tp2 pp2 sequence blocks"),
+        ("layers of one part", "tp2 pp2 sequence"),
     ],
 )
 def test_bytes_are_those_communicated(model, layout):
@@ -369,6 +376,8 @@ def test_keys_that_ranks_pass_are_those_that_queries_see(s, ranks, window):
         ("gpt with dropout", "cp4 p2p"),
         ("qwen3", "cp2 p2p selective"),
         ("llama", "cp2 allgather bf16"),
+        ("layers of one part", "tp2 sequence selective"),
+        ("layers of one part", "full recompute_num_layers=2"),
     ],
 )
 def test_saved_bytes_are_those_that_autograd_keeps(model, layout):
@@ -438,6 +447,12 @@ def test_peak_of_a_split_backward_with_other_activations(model, stage, schedule)
     """Between the halves of a backward the argument and its gradient are kept, and the activation's values are not."""
     run = small_run(**{**MODELS[model], **MODEL, "pipeline_schedule": schedule})
     check_peak(SoloComm(stage, STAGES), run)
+
+
+def test_peak_of_a_split_backward_of_layers_of_one_part():
+    types = ",".join(["*,*-,-,*-"] * (MODEL["num_layers"] // 4))
+    run = small_run(**{**MODEL, "layer_types": types, "pipeline_schedule": "zb-h1"})
+    check_peak(SoloComm(0, STAGES), run)
 
 
 class HeldTensor:

@@ -52,6 +52,7 @@ CLEAN = {
     "cp2 p2p": {},
     "cp2 tp2 sequence": UNTIED,
     "pp2 interleaved": {},
+    "pp2 tp2 sequence": {"layer_types": "-,*,*-,*"},
     "pp2 zbv": {"norm_placement": "post", "disable_bias_linear": True},
     "tp2 pp2": LORA,
     "tp2 bf16": EIGHT,

@@ -157,6 +157,33 @@ def test_a_hybrid_model_has_its_own_layers(ours, tmp_path):
     assert (args.hybrid_layer_pattern, args.num_layers, args.is_hybrid_model) == ("*-*E", 4, True)
 
 
+@pytest.mark.parametrize("engine", ["local", "transformer_engine"])
+def test_layers_of_one_part_are_those_of_a_hybrid_model(tmp_path, capsys, engine):
+    trainer = make_trainer(SoloComm(), small_run(num_layers=4, layer_types="*,*-,-,-"))
+    trainer.save(str(tmp_path / "ours"))
+    trainer.close()
+    theirs = tmp_path / "theirs"
+    words = ["--load", tmp_path / "ours", "--to-megatron", theirs, "--transformer-impl", engine]
+    assert convert(*words, *DIST.split()) == 0
+    args = load_pickled(theirs / "release" / "common.pt")["args"]
+    assert (args.hybrid_layer_pattern, args.num_layers) == ("**---", 5)
+    keys = load_metadata(theirs / "release" / ".metadata").state_dict_metadata
+    for number in (2, 3, 4):
+        assert f"decoder.layers.{number}.mlp.linear_fc1.layer_norm_weight" in keys
+    assert "decoder.layers.1.self_attention.linear_qkv.weight" in keys
+    assert convert("--from-megatron", theirs, "--save", tmp_path / "back") == 0
+    assert open_weights(str(tmp_path / "back")).model.layer_types == "*,*-,-,-"
+    check_same(read(tmp_path / "back"), read(tmp_path / "ours"))
+    capsys.readouterr()
+    for words, message in (
+        (["--to-megatron", tmp_path / "no"], "only HybridModel has these layers"),
+        (["--to-hf", tmp_path / "no"], "no architecture of Hugging Face has this block"),
+    ):
+        assert convert("--load", tmp_path / "ours", *words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line and not (tmp_path / "no").exists()
+
+
 def rewrite(theirs: Path, change: Any) -> None:
     for file in theirs.glob("release/*/model_optim_rng.pt"):
         contents = torch.load(file, weights_only=False)
@@ -230,10 +257,6 @@ def test_a_layout_that_cannot_be_written_is_one_line(ours, tmp_path, capsys, fla
         ({"hybrid_layer_pattern": "*-*-"}, "holds no decoder.layers.1.input_layernorm.weight"),
         ({"moe_layer_freq": [1, 1]}, "holds no decoder.layers.0.mlp.router.weight"),
         ({"num_experts": 8}, "router.weight has 128 elements, and its shape [8, 32] has 256"),
-        (
-            {"hybrid_layer_pattern": "*-*E", "no_rope_freq": 2},
-            "no_rope_freq is 2: in a HybridModel it numbers other layers than here",
-        ),
         ({"moe_router_topk": "two"}, "moe_router_topk is 'two', not int"),
         ({"moe_router_score_function": "sqrtsoftplus"}, "moe-router-score-function"),
     ],

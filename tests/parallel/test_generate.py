@@ -285,6 +285,7 @@ def test_greedy_tokens_of_families_that_people_train(family):
             "moe_layer_freq": "2",
             "moe_expert_capacity_factor": 9.0,
         },
+        {"layer_types": "-,*,*-,-", "num_layers": 4, "position_embedding_type": "rope"},
         {
             "normalization": "RMSNorm",
             "apply_layernorm_1p": True,
