@@ -19,7 +19,6 @@ from .pipeline_layout import stage_fields
 BORDER = "|"
 UNSUPPORTED = {
     "M": "a Mamba-2 layer",
-    "G": "a Gated Delta Network layer",
     "D": "a layer of DeepSeek Sparse Attention",
     "+": "a layer of multi-latent attention",
     "/": "the begin of layers that predict several tokens",

@@ -48,15 +48,19 @@ _BACKWARDS = (BACKWARD, LOCAL, REDUCED)
 EMBEDDING = "embedding"
 INPUT_NORM = "input_layernorm"
 QKV = "self_attention.linear_qkv"
+IN_PROJ = "self_attention.in_proj"
 CORE = "self_attention.core_attention"
 ATTENTION = "self_attention"
 MLP_NORM = "pre_mlp_layernorm"
 MLP = "mlp"
 LAYER = ""
 FINAL_NORM = "decoder.final_layernorm"
-SITES_OF_MIXERS = {layer_kinds.ATTENTION: (INPUT_NORM, QKV, CORE, ATTENTION)}
+SITES_OF_MIXERS = {
+    layer_kinds.ATTENTION: (INPUT_NORM, QKV, CORE, ATTENTION),
+    layer_kinds.GATED_DELTA_NET: (INPUT_NORM, IN_PROJ, CORE, ATTENTION),
+}
 SITES_OF_MLP = (MLP_NORM, MLP)
-SITES = (*SITES_OF_MIXERS[layer_kinds.ATTENTION], *SITES_OF_MLP, LAYER)
+SITES = (INPUT_NORM, QKV, IN_PROJ, CORE, ATTENTION, *SITES_OF_MLP, LAYER)
 
 GROUPS = {
     "tp": "tensor-parallel",
@@ -221,7 +225,7 @@ class Communication:
         """Return the words for the communication before an output. layer: from 0"""
         if site == sites(self.run.model.layer_kinds[layer])[0]:
             return self._stage_border(layer, -1)
-        if site == QKV:
+        if site in (QKV, IN_PROJ):
             return self._into_matmul(backward=False)
         if site == CORE:
             return self._attention(layer)
@@ -241,7 +245,7 @@ class Communication:
             return self._mlp(layer, backward=True)
         if site == CORE:
             return self._out_of_matmul(backward=True)
-        if site == QKV:
+        if site in (QKV, IN_PROJ):
             return self._attention(layer)
         if site == INPUT_NORM:
             return self._into_matmul(backward=True)
