@@ -83,7 +83,8 @@ class Step:
 
 
 class Trainer:
-    """A run on the ranks of `world`: alone, or one of those that mpiexec started, each with the same calls.
+    """A run on the ranks of `world`: alone, or one of those that mpiexec started, each with the
+    same calls.
 
     data: a prefix of .bin/.idx files, or what --data-path takes as a list: prefixes, or weights and
     prefixes in turn. Or documents: a sequence, or a map-style data set of torch, whose items are
@@ -99,8 +100,7 @@ class Trainer:
     does the same later.
 
     Raises ValueError, one line, for a config that does not fit these ranks, for data and
-    checkpoints that cannot be read, and for flags on which only the command acts. What its log
-    would note is a warning of the first rank.
+    checkpoints that cannot be read, and for flags on which only the command acts.
     """
 
     def __init__(

@@ -389,7 +389,6 @@ def field_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(declared: Declaration, name: str, given: Any) -> Any:
-    """Convert a path to str, a list to a tuple, numpy numbers to Python's, and check the type."""
     plain = _plain(given)
     if declared.nargs == "+" and isinstance(plain, str):
         plain = (plain,)

@@ -109,10 +109,11 @@ def waiting_bytes(run: RunConfig, tp: int) -> int:
 
 
 def pair_working_bytes(run: RunConfig, tp: int) -> int:
-    """Return the temporary bytes of the experts' backward, less what the shared expert's backward has freed.
+    """Return the temporary bytes of the experts' backward, less the memory that the shared expert's
+    backward has freed.
 
-    The pre-activation's gradient exists first with the output gradients and the second matmul's input, then with the input and its
-    gradient.
+    The pre-activation's gradient exists first with the output gradients and the second matmul's
+    input, then with the input and its gradient.
     """
     hidden, inner, shared = _pair_bytes(run, tp)
     widths = run.model.fc1_widths

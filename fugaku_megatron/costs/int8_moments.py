@@ -1,5 +1,4 @@
-"""Blocks in AdamW's 8-bit moments: which elements share a scale, and the scales of a rank. No
-torch.
+"""Blocks in AdamW's 8-bit moments: the elements that share a scale, and a rank's scales. No torch.
 
 A segment is a range of consecutive elements of a global tensor that no layout divides: a dimension
 of n sharded rows is divided at multiples of n / gcd(n, query groups). Segments are cut into equal

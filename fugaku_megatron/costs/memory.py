@@ -477,10 +477,11 @@ def posted_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def logits_rows(run: RunConfig, layout: Layout) -> int:
-    """Return the rows per logits block: equal blocks, as few as their memory allows, up to LOGITS_MAX_ROWS.
+    """Return the rows per logits block: equal blocks, as few as their memory allows, up to
+    LOGITS_MAX_ROWS.
 
-    The limit is a quarter of what the layers keep, or with --recompute-part-layers would keep, so that recompute does not change the
-    order of sums.
+    The limit is a quarter of the memory that the layers keep, or with --recompute-part-layers would
+    keep, so that recompute does not change the order of sums.
     """
     placement = layout.placement
     vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp

@@ -83,7 +83,7 @@ class Model:
         return from_options(cls, options, source=Source.of(options))
 
     def window(self, model: ModelConfig) -> int:
-        """Return --seq-length or the model's. ValueError beyond learned positions."""
+        """Return --seq-length or the model's."""
         length = self.seq_length or model.seq_length
         positions = model.max_position_embeddings
         check(

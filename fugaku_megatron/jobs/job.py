@@ -77,10 +77,7 @@ def placeable(plan: search.Plan, shape: torus.Shape | None) -> bool:
 def choose(
     run: RunConfig, system: System, held: frozenset[str], shape: torus.Shape | None
 ) -> search.Plan:
-    """Return the fastest plan that can be placed. ValueError if there is none.
-
-    held: fields that keep the run's value
-    """
+    """Return the fastest plan that can be placed. ValueError if there is none."""
     result = search.search(run, system, held)
     check(
         result.plans,

@@ -1,4 +1,4 @@
-"""Life cycle of what observes a run's iterations: memory, energy, slow ranks, experts."""
+"""Life cycle of a run's observers: memory, energy, slow ranks, experts."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Range:
 class Place:
     """Global positions of a parameter's elements, independent of the layout.
 
-    Element i is number offset + (first + i) // columns * row + (first + i) % columns. stream: see `random_stream`
+    Element i is number offset + (first + i) // columns * row + (first + i) % columns.
     """
 
     stream: int

@@ -263,7 +263,6 @@ def one_f_one_b(
 
 
 def _common_shift(before: np.ndarray, now: np.ndarray) -> float | None:
-    """Return the seconds by which every clock moved, or None."""
     moved = now[:, 1:-1] - before[:, 1:-1]
     return float(moved[0, 0]) if np.ptp(moved) <= 1e-12 * now[0].max() else None
 

@@ -74,8 +74,6 @@ def run_of(
 ) -> RunConfig:
     """Return the run that pretrain_gpt.py's flags describe. Raise ValueError, one line, for
     contradictions.
-
-    defaults: values for missing flags
     """
     values = {name: value for name, value in vars(args).items() if name not in (*OWN, *own)}
     if values.get("recipe") is None:

@@ -160,7 +160,6 @@ ELEMENTWISE = (
 
 
 def result(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
-    """Return a call's floating operands and the number that it returns."""
     call = arguments(name, dtype, sizes)
     value = getattr(kernels, name)(*call)
     tensors = [a for a in call if isinstance(a, Tensor) and a.is_floating_point()]

@@ -257,7 +257,6 @@ def compared(first: Path, second: Path) -> str:
 
 
 def ratio(unit: str, first: float | None, second: float | None) -> str:
-    """Return how many times as fast the second is, or "-"."""
     if not first or not second:
         return "-"
     return f"{first / second if unit in LESS_IS_MORE else second / first:.2f}"
