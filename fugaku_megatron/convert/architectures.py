@@ -1121,9 +1121,9 @@ ARCHITECTURES = [
     GLM4,
     GLM4_MOE,
     GRANITE_HYBRID,
-    QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
+    QWEN3_NEXT,
 ]
 # What the block does not build -> model_types that are near to these.
 _NOT_SUPPORTED = {

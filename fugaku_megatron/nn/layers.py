@@ -173,6 +173,7 @@ class Context:
             partition_dim=partition_dim,
             init_std=std,
             init_fill=fill,
+            log_range=None,
             init_name=init_name or name,
             owned=owned,
             counted=owned and init_name is None and not traits.get("balances"),
