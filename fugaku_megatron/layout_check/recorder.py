@@ -32,6 +32,7 @@ from .points import (
     GATHERED,
     IN_PROJ,
     INPUT_NORM,
+    INPUT_PROJECTIONS,
     LAYER,
     LOCAL,
     LOSS,
@@ -41,11 +42,12 @@ from .points import (
     NORM,
     QKV,
     REDUCED,
-    SITES_OF_MIXERS,
+    SITES,
     UPDATE,
     USED,
     Communication,
     Point,
+    joined,
     layer_name,
 )
 
@@ -159,7 +161,7 @@ class Recorder:
         if attention is not None:
             mixer = context.model.layer_kinds[number].mixer
             into, out = attention.projections
-            outputs |= {SITES_OF_MIXERS[mixer][1]: into, ATTENTION: attention}
+            outputs |= {INPUT_PROJECTIONS[mixer]: into, ATTENTION: attention}
             inputs[CORE] = out
         if layer.mlp is not None:
             outputs[MLP] = layer.mlp
@@ -167,8 +169,13 @@ class Recorder:
         if layer.input_layernorm is not None:
             outputs[INPUT_NORM] = layer.input_layernorm
         communication = self._communication
-        for site, module in {**outputs, **inputs}.items():
-            between = communication.forward(number, site), communication.backward(number, site)
+        sites = {**outputs, **inputs}
+        first = min(sites, key=SITES.index)
+        for site, module in sites.items():
+            before = communication.forward(number, site)
+            if site == first:
+                before = joined(communication.into_layer(number), before)
+            between = before, communication.backward(number, site)
             name = layer_name(number, site)
             if site in outputs:
                 self._watch_output(module, context, name, between=between)
