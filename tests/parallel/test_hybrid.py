@@ -242,7 +242,7 @@ def test_a_pattern_of_layers_of_one_part_sets_their_types(pattern):
     ("types", "reason"),
     [
         ("*,*-,-", "has 3 layers, and --num-layers is 2"),
-        ("*,-*", "has '-*': pass *, - or E, or one of each"),
+        ("*,-*", "has '-*': pass * or G, - or E, or one of each"),
         ("*,", "has '': pass"),
         ("*-,E", "and --num-experts None contradict each other: E is a layer with experts"),
         (f"*,E {MOE} --moe-layer-freq 2", "exclude each other: E are the layers with experts"),
