@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config.model import ModelConfig
 from .heads import Angles
-from .kv_cache import KeyValueCache
+from .kv_cache import Cache, LayerCache
 from .ops import Ops
 from .ops.attention import CachedRows
 from .positions import TokenAngles, document_angles, rotary_angles
@@ -21,7 +21,7 @@ from .sinks import Sinks
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a forward with a key-value cache.
+    """Rows of a forward with a cache.
 
     lengths: rows of each sample with any.
     samples: (len(lengths),), places in the cache.
@@ -29,7 +29,7 @@ class Rows:
     angles: two tensors (r, rotated elements / 2) by `LayerKind.rope`.
     """
 
-    cache: KeyValueCache
+    cache: Cache
     samples: Tensor
     lengths: tuple[int, ...]
     positions: Tensor
@@ -38,7 +38,7 @@ class Rows:
     @staticmethod
     def of(
         model: ModelConfig,
-        cache: KeyValueCache,
+        cache: Cache,
         samples: Tensor,
         first: Tensor,
         lengths: Sequence[int],
@@ -95,6 +95,7 @@ class Rows:
         softcap: see --attn-logit-softcapping. sinks: see --softmax-type
         """
         cache = self.cache[layer]
+        assert isinstance(cache, LayerCache)
         if self.one_each:
             rows = CachedRows(self.samples, self.positions)
             return ops.cached_attention(qkv, cache, rows, softcap, sinks)
