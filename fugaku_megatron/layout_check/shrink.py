@@ -30,13 +30,14 @@ LEARNING_RATE = 1e-2
 ADAM_EPS = 1e-3
 LOSS_SCALE = 1024.0
 # Factors of small terms, if the run has them: with a run's usual factors, rounding hides a mistake in such a term.
-BALANCING = 100.0
+BALANCING = 1.0
 Z_LOSS = 0.1
 WEIGHT_DECAY = 1.0
 CLIP_GRAD = 0.1  # less than the norm of the gradients
 HEAD_SIZES = (8, 16, 32, 64)
 MLP_WIDTHS = (16, 32, 64, 128, 256)  # of a tensor-parallel rank
 EXPERTS = (2, 4, 8, 16)  # of an expert-parallel rank
+CHOICES = 2  # experts for each that a token has, at least
 
 
 class Small(NamedTuple):
@@ -140,7 +141,10 @@ def _widths(run: RunConfig, layout: Layout) -> Iterator[_Width]:
     widths = [width * layout.tp for width in MLP_WIDTHS]
     experts: list[int | None] = [None]
     if model.num_experts:
-        few = [number * layout.ep for number in EXPERTS if number * layout.ep < model.num_experts]
+        # With no more experts than each token has, the load is even and no mistake of the router shows.
+        sizes = [number * layout.ep for number in EXPERTS]
+        least = CHOICES * model.moe_router_topk
+        few = [size for size in sizes if least <= size < model.num_experts]
         experts = [*few, model.num_experts]
     for mlp, head, number, divisor in product(widths, heads, experts, divisors):
         yield _Width(mlp, head, divisor, number)

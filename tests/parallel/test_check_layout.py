@@ -17,6 +17,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.layout_check.check import NO_FILES, Files, Report, Tools, check_layout
 from fugaku_megatron.layout_check.points import BACKWARD, CHECKPOINT, FORWARD, REDUCED, USED, Point
+from fugaku_megatron.layout_check.shrink import shrink
 from fugaku_megatron.nn import blocks, layers, model, router, sequence_ranks
 from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
 from fugaku_megatron.nn.ops import loss
@@ -295,6 +296,13 @@ def test_a_mistake_is_found_and_named(mistake, monkeypatch):
     assert line.startswith(f"first difference: {mistake.words[0]} of "), line
     assert all(words in line for words in mistake.words), line
     assert report.lines.count("in FP32:") == 1 and len(report.lines) < 20
+
+
+@pytest.mark.parametrize("chosen, kept", [(2, 4), (3, 8), (5, 16)])
+def test_a_small_router_still_chooses(chosen, kept):
+    """With two experts of which each token has two, a balancing loss has no gradient but rounding errors."""
+    run, ranks = lay_out("tp2", {**EXPERTS, "num_experts": 16, "moe_router_topk": chosen})
+    assert shrink(run, Layout.from_run(run, ranks)).run.model.num_experts == kept
 
 
 def test_a_rank_with_another_library_is_named(monkeypatch):
