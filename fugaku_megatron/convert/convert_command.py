@@ -203,11 +203,12 @@ def _abandoned(final: Path) -> list[Path]:
 
 
 TRANSFORMER_ENGINE = "transformer_engine"
+LEGACY_FORMAT = "torch"
 DIST_FORMAT = "torch_dist"
 COMMON_FILE = "file"
 # Flags of --to-megatron that belong to one --ckpt-format, and their defaults.
 OF_FORMAT: dict[str, dict[str, Any]] = {
-    "torch": {
+    LEGACY_FORMAT: {
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "expert_model_parallel_size": 1,
@@ -333,9 +334,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ckpt-format",
         choices=tuple(OF_FORMAT),
-        default="torch",
-        help="format of --to-megatron: torch is the legacy one, with a file per rank; torch_dist "
-        "loads into any layout of ranks (default: %(default)s)",
+        default=DIST_FORMAT,
+        help="format of --to-megatron: torch_dist loads into any layout of ranks; torch is the "
+        "legacy one, with a file per rank (default: %(default)s, as in Megatron-LM)",
     )
     parser.add_argument(
         "--hybrid-layer-pattern",

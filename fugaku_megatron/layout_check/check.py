@@ -116,7 +116,7 @@ def _result(report: Report, small: Small, seconds: float, files: Files) -> str:
     if report.problem is not None:
         return report.problem
     if report.first is not None:
-        return report.first.line(small.run.model.layer_kinds)
+        return report.first.line()
     reference = "one rank" if files.against is None else str(files.against)
     return f"the layout trains as {reference} ({seconds:.1f} s)"
 

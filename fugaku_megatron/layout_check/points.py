@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..comm.grid import Grid
-from ..config import layer_kinds
-from ..config.layer_kinds import LayerKind
 from ..config.layout import Layout, cp_comm_types
 from ..config.model import MLP_OF_EXPERTS
 from ..config.parallel import A2A, ALLGATHER
@@ -54,9 +52,7 @@ MLP_NORM = "pre_mlp_layernorm"
 MLP = "mlp"
 LAYER = ""
 FINAL_NORM = "decoder.final_layernorm"
-SITES_OF_MIXERS = {layer_kinds.ATTENTION: (INPUT_NORM, QKV, CORE, ATTENTION)}
-SITES_OF_MLP = (MLP_NORM, MLP)
-SITES = (*SITES_OF_MIXERS[layer_kinds.ATTENTION], *SITES_OF_MLP, LAYER)
+SITES = (INPUT_NORM, QKV, CORE, ATTENTION, MLP_NORM, MLP, LAYER)
 
 GROUPS = {
     "tp": "tensor-parallel",
@@ -132,17 +128,9 @@ def _place(name: str) -> int:
     return 1 + int(found[1]) * width + site
 
 
-def sites(kind: LayerKind) -> tuple[str, ...]:
-    """Return the sites of a layer, in the order of forward."""
-    own = () if kind.mixer is None else SITES_OF_MIXERS[kind.mixer]
-    return (*own, *(() if kind.mlp is None else SITES_OF_MLP), LAYER)
-
-
-def neighbour(point: Point, kinds: Sequence[LayerKind]) -> str:
-    """Return the words for the tensor that the point's tensor is computed from. kinds: of all layers"""
-    names = [EMBEDDING]
-    names += [layer_name(layer, site) for layer, kind in enumerate(kinds) for site in sites(kind)]
-    names.append(FINAL_NORM)
+def neighbour(point: Point, outputs: Iterable[str]) -> str:
+    """Return the words for the tensor that the point's tensor is computed from. outputs: names of recorded modules"""
+    names = sorted(outputs, key=_place)
     if point.kind == FORWARD:
         index = names.index(point.name)
         return f"the output of {names[index - 1]}" if index else "the tokens"
@@ -217,10 +205,12 @@ class Communication:
                 )
         return None
 
+    def into_layer(self, layer: int) -> str | None:
+        """Return the words for the message before a layer. layer: from 0"""
+        return self._stage_border(layer, -1)
+
     def forward(self, layer: int, site: str) -> str | None:
-        """Return the words for the communication before an output. layer: from 0"""
-        if site == sites(self.run.model.layer_kinds[layer])[0]:
-            return self._stage_border(layer, -1)
+        """Return the words for the communication before an output, inside a layer. layer: from 0"""
         if site == QKV:
             return self._into_matmul(backward=False)
         if site == CORE:
@@ -250,13 +240,13 @@ class Communication:
     def _mlp(self, layer: int, backward: bool) -> str | None:
         has_experts = self.run.model.mlps[layer] == MLP_OF_EXPERTS
         if has_experts and self.run.parallel.divides_experts:
-            return _joined(
+            return joined(
                 self.over("all-to-all of tokens", "ep"),
                 self.over("all-gather and reduce-scatter of rows", "etp"),
             )
         if backward:
-            return _joined(self._out_of_matmul(backward), self._into_matmul(backward))
-        return _joined(self._into_matmul(backward), self._out_of_matmul(backward))
+            return joined(self._out_of_matmul(backward), self._into_matmul(backward))
+        return joined(self._into_matmul(backward), self._out_of_matmul(backward))
 
     def embedding(self, backward: bool) -> str | None:
         return None if backward else self._out_of_matmul(backward=False)
@@ -274,7 +264,7 @@ class Communication:
         parts.append(self.over(verb, "edp" if expert else "dp"))
         if tied:
             parts.append(self.over("all-reduce of the tied embedding's gradient", "embedding"))
-        return _joined(*parts)
+        return joined(*parts)
 
     def weight_gather(self, expert: bool) -> str | None:
         if not self.run.parallel.zero_stage:
@@ -282,5 +272,6 @@ class Communication:
         return self.over("all-gather of updated weights", "edp" if expert else "dp")
 
 
-def _joined(*texts: str | None) -> str | None:
+def joined(*texts: str | None) -> str | None:
+    """Return the words for several communications after each other."""
     return ", then ".join(text for text in texts if text) or None

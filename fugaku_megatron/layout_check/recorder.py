@@ -40,10 +40,12 @@ from .points import (
     NORM,
     QKV,
     REDUCED,
+    SITES,
     UPDATE,
     USED,
     Communication,
     Point,
+    joined,
     layer_name,
 )
 
@@ -163,8 +165,13 @@ class Recorder:
         if layer.input_layernorm is not None:
             outputs[INPUT_NORM] = layer.input_layernorm
         communication = self._communication
-        for site, module in {**outputs, **inputs}.items():
-            between = communication.forward(number, site), communication.backward(number, site)
+        sites = {**outputs, **inputs}
+        first = min(sites, key=SITES.index)
+        for site, module in sites.items():
+            before = communication.forward(number, site)
+            if site == first:
+                before = joined(communication.into_layer(number), before)
+            between = before, communication.backward(number, site)
             name = layer_name(number, site)
             if site in outputs:
                 self._watch_output(module, context, name, between=between)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -28,6 +29,11 @@ LEARNING_RATE = 1e-2
 # The update is then a smooth function of the gradient: with 1e-8 it is the gradient's sign, also of rounding errors.
 ADAM_EPS = 1e-3
 LOSS_SCALE = 1024.0
+# Factors of small terms, if the run has them: with a run's usual factors, rounding hides a mistake in such a term.
+BALANCING = 100.0
+Z_LOSS = 0.1
+WEIGHT_DECAY = 1.0
+CLIP_GRAD = 0.1  # less than the norm of the gradients
 HEAD_SIZES = (8, 16, 32, 64)
 MLP_WIDTHS = (16, 32, 64, 128, 256)  # of a tensor-parallel rank
 EXPERTS = (2, 4, 8, 16)  # of an expert-parallel rank
@@ -90,6 +96,15 @@ def shrink(run: RunConfig, layout: Layout) -> Small:
     raise ValueError(f"--check-layout finds no narrow layers that fit the layout: {refused}")
 
 
+def fewest_ranks(run: RunConfig, layout: Layout) -> int:
+    """Return the fewest ranks on which a check has all of a run's communication, and the run's batch fits."""
+    replica = layout.tp * layout.pp * layout.cp
+    for ranks in range(_data_parallel_size(layout) * replica, layout.world_size, replica):
+        with contextlib.suppress(ValueError):
+            return Layout.from_run(run, ranks).world_size
+    return layout.world_size
+
+
 def _data_parallel_size(layout: Layout) -> int:
     """Return the fewest data-parallel ranks that have the run's communication."""
     experts = layout.ep * (layout.etp or layout.tp)
@@ -140,16 +155,12 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
     if model.group_query_attention:
         changes["num_query_groups"] = model.query_groups // width.divisor
     if model.num_experts:
-        changes["num_experts"] = width.experts
-        changes["moe_ffn_hidden_size"] = width.mlp
-        if model.layer_types is None:
-            experts = [model.mlps[layer] == MLP_OF_EXPERTS for layer in kept]
-            changes["moe_layer_freq"] = str([*map(int, experts)])
-        if model.moe_shared_expert_intermediate_size:
-            changes["moe_shared_expert_intermediate_size"] = width.mlp
+        changes |= _expert_changes(model, kept, width)
     if model.layer_types is not None:
         symbols = layer_symbols(model.layer_types, model.num_layers)
         changes["layer_types"] = ",".join(symbols[layer] for layer in kept)
+    if model.use_z_loss:
+        changes["z_loss_strength"] = Z_LOSS
     if model.window is not None:
         left = max(1, min(model.window - 1, (model.window - 1) * length // model.seq_length))
         changes["window_size"] = f"{left},0"
@@ -176,6 +187,24 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
     )
     padded = accounting.padded_vocab_size(small, layout.tp)
     return replace(small, padded_vocab_size=padded)
+
+
+def _expert_changes(model: ModelConfig, kept: list[int], width: _Width) -> dict[str, Any]:
+    changes: dict[str, Any] = {
+        "num_experts": width.experts,
+        "moe_ffn_hidden_size": width.mlp,
+        "moe_aux_loss_coeff": tuple(
+            BALANCING if factor else 0.0 for factor in model.moe_aux_loss_coeff
+        ),
+    }
+    if model.layer_types is None:
+        experts = [model.mlps[layer] == MLP_OF_EXPERTS for layer in kept]
+        changes["moe_layer_freq"] = str([*map(int, experts)])
+    if model.moe_z_loss_coeff:
+        changes["moe_z_loss_coeff"] = Z_LOSS
+    if model.moe_shared_expert_intermediate_size:
+        changes["moe_shared_expert_intermediate_size"] = width.mlp
+    return changes
 
 
 def _parallel(
@@ -242,6 +271,8 @@ def _optimizer(run: RunConfig) -> Any:
         lr_warmup_init=0.0,
         lr_wsd_decay_iters=None,
         lr_wsd_decay_samples=None,
+        weight_decay=WEIGHT_DECAY if optimizer.weight_decay else 0.0,
+        clip_grad=CLIP_GRAD if optimizer.clip_grad else 0.0,
         start_weight_decay=None,
         end_weight_decay=None,
         weight_decay_incr_style="constant",

@@ -245,6 +245,12 @@ MISTAKES = (
         (FORWARD, "decoder.layers.1.input_layernorm", "message from rank 0 (stage 0) to rank 1"),
     ),
     Mistake(
+        swapped_micro_batches,
+        "pp2",
+        (FORWARD, "linear_qkv", "message from rank 0 (stage 0)", "the output of decoder.layers.0,"),
+        {**EIGHT, "norm_placement": "post", "disable_bias_linear": True},
+    ),
+    Mistake(
         balancing_loss_twice,
         "tp2 dp2 ep2 sequence",
         (BACKWARD, "decoder.layers.1.pre_mlp_layernorm", "all-to-all of tokens over the expert"),

@@ -99,7 +99,7 @@ LLAMA_ARGS = Namespace(
     rotary_interleaved=False,
 )
 MEGATRON_LAYOUT = (
-    f"--tensor-model-parallel-size {TP} --pipeline-model-parallel-size {PP} "
+    f"--ckpt-format torch --tensor-model-parallel-size {TP} --pipeline-model-parallel-size {PP} "
     "--make-vocab-size-divisible-by 64"
 ).split()
 State = dict[str, torch.Tensor]
@@ -616,6 +616,8 @@ def test_other_mistakes(models, tmp_path, capsys):
             source,
             "--to-megatron",
             tmp_path / "other",
+            "--ckpt-format",
+            "torch",
             "--tensor-model-parallel-size",
             3,
         )

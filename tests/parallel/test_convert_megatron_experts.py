@@ -72,6 +72,7 @@ def check_same(found: Tensors, expected: Tensors) -> None:
 
 
 DIST = "--ckpt-format torch_dist"
+LEGACY = "--ckpt-format torch"
 
 
 @pytest.mark.parametrize(
@@ -80,9 +81,10 @@ DIST = "--ckpt-format torch_dist"
         DIST,
         f"{DIST} --transformer-impl local --common-state object",
         f"{DIST} --hybrid-layer-pattern *-|*E",
-        "--tensor-model-parallel-size 2 --expert-model-parallel-size 2",
-        "--transformer-impl local --pipeline-model-parallel-size 2 --expert-model-parallel-size 4",
-        "--pipeline-model-parallel-size 2",
+        f"{LEGACY} --tensor-model-parallel-size 2 --expert-model-parallel-size 2",
+        f"{LEGACY} --transformer-impl local --pipeline-model-parallel-size 2 --expert-model-parallel-size 4",
+        f"{LEGACY} --pipeline-model-parallel-size 2",
+        "",
     ],
 )
 def test_experts_come_back_from_megatron_lm_s_layouts(ours, tmp_path, flags):
@@ -176,7 +178,7 @@ def test_layers_of_one_part_are_those_of_a_hybrid_model(tmp_path, capsys, engine
     check_same(read(tmp_path / "back"), read(tmp_path / "ours"))
     capsys.readouterr()
     for words, message in (
-        (["--to-megatron", tmp_path / "no"], "only HybridModel has these layers"),
+        (["--to-megatron", tmp_path / "no", *LEGACY.split()], "only HybridModel has these layers"),
         (["--to-hf", tmp_path / "no"], "no architecture of Hugging Face has this block"),
     ):
         assert convert("--load", tmp_path / "ours", *words) == 2
@@ -201,7 +203,7 @@ def together(model: Tensors) -> None:
 
 
 def test_experts_of_a_grouped_mlp_are_read(ours, tmp_path):
-    flags = "--tensor-model-parallel-size 2 --expert-model-parallel-size 2"
+    flags = f"{LEGACY} --tensor-model-parallel-size 2 --expert-model-parallel-size 2"
     assert convert("--load", ours, "--to-megatron", tmp_path / "theirs", *flags.split()) == 0
     rewrite(tmp_path / "theirs", together)
     check_same(read(tmp_path / "theirs"), read(ours))
@@ -235,12 +237,15 @@ def test_experts_with_keys_of_their_own_are_read(ours, tmp_path, common_file):
             "--hybrid-layer-pattern is '*-*-', and the layers of the model are '*-*E'",
         ),
         (
-            f"{DIST} --tensor-model-parallel-size 2",
+            "--tensor-model-parallel-size 2",
             "--tensor-model-parallel-size 2 is for --ckpt-format torch: pass both",
         ),
-        ("--common-state object", "--common-state object is for --ckpt-format torch_dist"),
-        ("--expert-model-parallel-size 3", "4 experts are not divisible by 3 ranks"),
-        ("--expert-model-parallel-size 0", "--expert-model-parallel-size"),
+        (
+            f"{LEGACY} --common-state object",
+            "--common-state object is for --ckpt-format torch_dist",
+        ),
+        (f"{LEGACY} --expert-model-parallel-size 3", "4 experts are not divisible by 3 ranks"),
+        (f"{LEGACY} --expert-model-parallel-size 0", "--expert-model-parallel-size"),
     ],
 )
 def test_a_layout_that_cannot_be_written_is_one_line(ours, tmp_path, capsys, flags, message):
