@@ -150,7 +150,8 @@ static void convolution_backward(const ConvolutionArgs& a, const ConvolutionGrad
         convolution_backward_columns<T>(a, grad, from, columns, taps, sums, dtaps);
         for (int64_t c = 0; c < columns; ++c) {
           for (int64_t tap = 0; tap < a.taps; ++tap)
-            grad.dweight[(from + c) * a.taps + tap] += dtaps[tap * columns + c];
+            add_to(grad.dweight + (from + c) * a.taps + tap, load_n(dtaps + tap * columns + c, 1),
+                   1);
         }
       }
     });
