@@ -538,9 +538,10 @@ class Trainer:
     ) -> None:
         """Resume from the latest checkpoint in a directory or from `ckpt_step`, or start from weights. Collective.
 
-        A checkpoint of this program may have any layout, and restores optimizer, schedules and data position too; directories of
-        Hugging Face or Megatron-LM and converted checkpoints have weights alone. In a run of adapters, a checkpoint of adapters
-        is loaded with its model, or with pretrained_checkpoint; a model starts new adapters.
+        A checkpoint of this program may have any layout, and restores optimizer, schedules and data position too, as a run of
+        Megatron-LM in the format torch_dist does; its other directories, Hugging Face's and converted checkpoints have weights
+        alone. In a run of adapters, a checkpoint of adapters is loaded with its model, or with pretrained_checkpoint; a model
+        starts new adapters.
         weights_only: load nothing but weights, as with finetune in the config.
         Raise ValueError on every rank for files that are missing, damaged or of another architecture.
         """

@@ -189,6 +189,23 @@ class BlockFile:
             )
 
 
+@dataclass
+class PlainFile:
+    """A file without checksums, read by range."""
+
+    path: Path
+    size: int
+
+    def read(self, start: int, end: int) -> bytearray:
+        data = bytearray(end - start)
+        self.read_into(memoryview(data), start)
+        return data
+
+    def read_into(self, data: memoryview, start: int) -> None:
+        with open(self.path, "rb", buffering=0) as file:
+            read_into(data, file, start)
+
+
 def read_into(data: memoryview, file: Any, start: int) -> None:
     """Fill `data` with an unbuffered file's bytes from `start` on."""
     file.seek(start)

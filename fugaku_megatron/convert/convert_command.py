@@ -59,11 +59,13 @@ def open_megatron(
     iteration: int | None,
     vocab_size: int | None,
     ignored: Collection[str] = (),
+    source: str = "--from-megatron",
 ) -> Weights:
     """Open the latest checkpoint in `directory`, or `iteration`.
 
     vocab_size: number of tokens, if the checkpoint does not state it
     ignored: saved arguments that do not change the model
+    source: flags before the directory in a message
 
     Raise ValueError, one line.
     """
@@ -81,7 +83,7 @@ def open_megatron(
         )
         return open_legacy(path, vocab_size, ignored)
     except ValueError as error:
-        raise ValueError(f"--from-megatron {directory}: {error}") from error
+        raise ValueError(f"{source} {directory}: {error}") from error
 
 
 def _iteration(directory: Path, iteration: int | None) -> Path:

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from ..checkpoint.tensor_files import (
     DTYPES,
+    PlainFile,
     StoredTensor,
     UnsupportedFormat,
     as_bytes,
     read_header,
-    read_into,
     write_tensors,
 )
 from ..comm.agreement import describe
@@ -56,23 +56,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SAVE_AS = "save the model in F32, BF16 or F16"
 _PICKLED = ("*.bin", "*.pt", "*.pth")
-
-
-@dataclass
-class PlainFile:
-    """A file without checksums, as a `checkpoint.tensor_files.Readable`."""
-
-    path: Path
-    size: int
-
-    def read(self, start: int, end: int) -> bytearray:
-        data = bytearray(end - start)
-        self.read_into(memoryview(data), start)
-        return data
-
-    def read_into(self, data: memoryview, start: int) -> None:
-        with open(self.path, "rb", buffering=0) as file:
-            read_into(data, file, start)
 
 
 @dataclass(frozen=True)

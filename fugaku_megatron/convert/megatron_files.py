@@ -13,6 +13,7 @@ import functools
 import io
 import pickle
 import re
+import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -387,6 +388,21 @@ _METADATA = (
     "_MEM_FORMAT_ENCODING",
 )
 _VALUES = (torch.dtype, torch.memory_format, torch.layout)
+# What pickle and torch raise for damaged files.
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    EOFError,
+    ImportError,
+    OSError,
+    RuntimeError,
+    struct.error,
+    pickle.UnpicklingError,
+)
 
 
 class Nothing:
@@ -427,7 +443,7 @@ def _load(source: Path | io.BytesIO, name: str, foreign: str, damaged: str) -> A
     """Load what torch.save wrote. foreign, damaged: beginnings of messages"""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
-    except (ValueError, RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{foreign}: {_first_line(error)}") from error
     others = [name for name in names if name not in _NAMESPACES and not name.startswith(_IGNORED)]
     check(
@@ -443,7 +459,7 @@ def _load(source: Path | io.BytesIO, name: str, foreign: str, damaged: str) -> A
             return torch.load(
                 source, map_location="cpu", mmap=isinstance(source, Path), weights_only=True
             )
-    except (ValueError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{damaged}: {_first_line(error)}") from error
 
 
@@ -488,16 +504,7 @@ def load_metadata(path: Path) -> metadata.Metadata:
     try:
         with open(path, "rb") as file:
             contents: metadata.Metadata = _MetadataReader(file).load()
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        KeyError,
-        IndexError,
-        EOFError,
-        RuntimeError,
-        pickle.UnpicklingError,
-    ) as error:
+    except UNREADABLE as error:
         raise ValueError(
             f"{path} is damaged, or is not metadata of torch.distributed.checkpoint: {_first_line(error)}"
         ) from error

@@ -252,8 +252,16 @@ class Communication:
         return None if backward else self._out_of_matmul(backward=False)
 
     def head(self) -> str | None:
-        """Return the words for the communication between the final norm and the loss, both ways."""
-        return self._into_matmul(backward=True) or self.over("all-reduce", "tp")
+        """Return the words for the communication between the loss and the final norm's gradient."""
+        return self._into_matmul(backward=True)
+
+    def loss(self) -> str | None:
+        """Return the words for the communication between the final norm and the mean loss."""
+        return joined(
+            self._into_matmul(backward=False),
+            self.over("all-reduce of the softmax", "tp"),
+            self.over("all-reduce of the mean", "dp"),
+        )
 
     def gradient_sum(self, expert: bool, partial: bool, tied: bool) -> str | None:
         """Return the words for a weight gradient's sums. partial: see `ParameterSpec.sequence_parallel`"""

@@ -105,7 +105,7 @@ class Recorder:
         return self.trainer.optimizer.shards
 
     def _finished(self, result: IterationResult) -> None:
-        self._scalar(LOSS, result.loss, self._communication.head())
+        self._scalar(LOSS, result.loss, self._communication.loss())
         self._scalar(NORM, result.grad_norm, "all-reduces of the squared norm over all ranks")
         flat = self.trainer.optimizer.flat
         for shard, before in zip(self._shards, self._before, strict=True):

@@ -227,7 +227,7 @@ WITHIN_THE_RUN = set(
     use_rope_scaling rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
     rope_scaling_original_max_position_embeddings rope_dynamic_factor
     untie_embeddings_and_output_weights window_size window_attn_skip_freq window_rotary_base
-    no_rope_freq norm_placement parallel_shared_norm attention_output_gate attn_logit_softcapping
+    no_rope_freq layer_types norm_placement parallel_shared_norm attention_output_gate attn_logit_softcapping
     final_logit_softcapping parallel_residual embedding_multiplier
     residual_multiplier attention_multiplier logits_scaling muon_no_split_qkv muon_scale_mode
     muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps muon_tp_mode vocab_file

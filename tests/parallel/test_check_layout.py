@@ -20,7 +20,8 @@ from fugaku_megatron.layout_check.points import BACKWARD, CHECKPOINT, FORWARD, R
 from fugaku_megatron.nn import blocks, layers, model, router, sequence_ranks
 from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
 from fugaku_megatron.optim import buckets
-from fugaku_megatron.run.check_layout import connect, small_ops
+from fugaku_megatron.run import check_layout as check_layout_module
+from fugaku_megatron.run.check_layout import connect, differing_libraries, small_ops
 from fugaku_megatron.training import step, trainer
 from fugaku_megatron.training.micro_batches import MicroBatch, MicroBatchWindow
 from tests.helpers import DROPOUT, lay_out
@@ -278,6 +279,16 @@ def test_a_mistake_is_found_and_named(mistake, monkeypatch):
     assert line.startswith(f"first difference: {mistake.words[0]} of "), line
     assert all(words in line for words in mistake.words), line
     assert report.lines.count("in FP32:") == 1 and len(report.lines) < 20
+
+
+def test_a_rank_with_another_library_is_named(monkeypatch):
+    def versions(world: Comm) -> dict[str, str]:
+        return {"torch": "2.9.1", "MPI": "MPICH 4.2" if world.rank == 2 else "MPICH 4.3"}
+
+    assert ThreadWorld(2).run(differing_libraries) == [[], []]
+    monkeypatch.setattr(check_layout_module, "library_versions", versions)
+    line = "the ranks have different libraries: MPI MPICH 4.3 on rank 0 1; MPICH 4.2 on rank 2"
+    assert ThreadWorld(3).run(differing_libraries) == [[line]] * 3
 
 
 @pytest.fixture(scope="module")

@@ -560,6 +560,10 @@ DIST = "iter_0000007"
 DIST_DAMAGE = [
     (lambda d: (d / DIST / "__3_0.distcp").unlink(), "__3_0.distcp is missing"),
     (
+        lambda d: os.truncate(d / DIST / "__3_0.distcp", 5000),
+        "__3_0.distcp is damaged at byte",
+    ),
+    (
         lambda d: (d / DIST / "__3_0.distcp").write_bytes(b"x" * 10**5),
         "__3_0.distcp is damaged at byte",
     ),

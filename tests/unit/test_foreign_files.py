@@ -28,9 +28,11 @@ from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.convert import megatron_files, peft
 from fugaku_megatron.convert.architectures import ARCHITECTURES, LLAMA, ONLY
 from fugaku_megatron.convert.config_fields import IGNORED, IGNORED_OF, read_fields
+from fugaku_megatron.convert.convert_command import open_weights
 from fugaku_megatron.convert.hugging_face import open_hugging_face, read_config
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.run.resume import matrices
+from tests.file_damage import damages
 from tools.foreign_fields import LINE, PAGE, tables
 
 FOREIGN = Path(__file__).resolve().parents[1] / "foreign"
@@ -76,6 +78,23 @@ def test_objects_that_megatron_core_allows_are_read_and_do_nothing(value, tmp_pa
     metadata = Metadata({}, planner_data=value)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert isinstance(megatron_files.load_metadata(tmp_path / ".metadata"), Metadata)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
+def test_damage_to_a_torch_dist_checkpoint_is_one_line(tmp_path, name):
+    shutil.copytree(FOREIGN / "torch_dist" / "llama_tp2", tmp_path / "run")
+    file = tmp_path / "run" / "iter_0000010" / name
+    refused = 0
+    for content in damages(file.read_bytes(), 60):
+        file.write_bytes(content)
+        try:
+            weights = open_weights(str(tmp_path / "run"))
+            for each in weights.dtypes:
+                weights.read(each)
+        except ValueError as error:
+            assert str(tmp_path / "run") in str(error) and "\n" not in str(error)
+            refused += 1
+    assert refused > 10
 
 
 @pytest.mark.parametrize("value", [eval, os.system, subprocess.Popen, torch.load, pickle.loads])
