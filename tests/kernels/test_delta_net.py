@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fugaku_megatron.costs import delta_net
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import DTYPES, assert_near, random, refuses
 
@@ -161,6 +162,10 @@ def test_the_gated_norm(target, reference, same_for_any_threads, dtype):
         got = same_for_any_threads(lambda a=arguments: norm(*a))
         for actual, exact in zip(got, reference(lambda a=arguments: norm(*a)), strict=True):
             assert_near(actual, exact, dtype, scale=2)
+
+
+def test_costs_count_the_states_that_the_kernels_save():
+    assert delta_net.SEGMENT == kernels.DELTA_SEGMENT
 
 
 def test_wrong_arguments_are_refused():
