@@ -12,14 +12,13 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from .fields import check, flag, optional
-from .layer_kinds import ATTENTION, EXPERTS_SYMBOL, MIXERS, MLP_SYMBOLS, layer_pattern
+from .layer_kinds import EXPERTS_SYMBOL, GATED_DELTA_NET, MIXERS, MLP_SYMBOLS, layer_pattern
 from .model import ModelConfig
 from .pipeline_layout import stage_fields
 
 BORDER = "|"
 UNSUPPORTED = {
     "M": "a Mamba-2 layer",
-    "G": "a Gated Delta Network layer",
     "D": "a layer of DeepSeek Sparse Attention",
     "+": "a layer of multi-latent attention",
     "/": "the begin of layers that predict several tokens",
@@ -43,7 +42,7 @@ class HybridFields:
 
     hybrid_layer_pattern: str | None = optional(
         "the layers in place of --num-layers, as in Megatron-LM's HybridModel: * attention, - an MLP, E experts, "
-        "| between stages, such as '*-*-|*E*E'; an attention and the MLP or experts after it are one layer here",
+        "| between stages, G a gated delta net, such as '*-*-|*E*E'; an attention and the MLP or experts after it are one layer here",
         aliases=("--hybrid-override-pattern",),
     )
 
@@ -75,11 +74,11 @@ def parse_pattern(text: str) -> Pattern:
         else:
             check(
                 symbol not in UNSUPPORTED,
-                f"{place} is {UNSUPPORTED.get(symbol)}, which is not supported: *, -, E and | are",
+                f"{place} is {UNSUPPORTED.get(symbol)}, which is not supported: *, G, -, E and | are",
             )
             check(
                 symbol in (*mixers, *MLP_SYMBOLS),
-                f"{place} is no layer: * is attention, - an MLP, E experts, | the border of a stage",
+                f"{place} is no layer: * is attention, G a gated delta net, - an MLP, E experts, | the border of a stage",
             )
             layers.append(symbol)
             stages[-1] += 1
@@ -115,15 +114,19 @@ def with_layers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(pattern: Pattern) -> dict[str, str | None]:
-    """Return --layer-types, which layers of an attention and an MLP each do without, and --moe-layer-freq."""
-    attention = MIXERS[ATTENTION].symbol
-    if any(len(layer) == 1 or layer[0] != attention for layer in pattern.layers):
+    """Return --layer-types, or the flags that layers with a mixer and an MLP each have in its place."""
+    if any(len(layer) == 1 for layer in pattern.layers):
         return {"layer_types": ",".join(pattern.layers), "moe_layer_freq": "1"}
     experts = [EXPERTS_SYMBOL in layer for layer in pattern.layers]
     freq = "1"
     if any(experts) and not all(experts):
         freq = str([*map(int, experts)])
-    return {"layer_types": None, "moe_layer_freq": freq}
+    found: dict[str, str | None] = {"layer_types": None, "moe_layer_freq": freq}
+    delta = [int(layer[0] == MIXERS[GATED_DELTA_NET].symbol) for layer in pattern.layers]
+    if any(delta):
+        found["experimental_attention_variant"] = GATED_DELTA_NET
+        found["linear_attention_freq"] = f"[{','.join(map(str, delta))}]"
+    return found
 
 
 def _by_layer(fields: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:

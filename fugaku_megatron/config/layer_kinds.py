@@ -12,6 +12,7 @@ from .fields import check, flag
 MAX_PATTERN = 4096  # layers
 
 ATTENTION = "attention"
+GATED_DELTA_NET = "gated_delta_net"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,10 @@ class MixerPart:
     symbol: str
 
 
-MIXERS = {ATTENTION: MixerPart(layer="fugaku_megatron.nn.blocks:SelfAttention", symbol="*")}
+MIXERS = {
+    ATTENTION: MixerPart(layer="fugaku_megatron.nn.blocks:SelfAttention", symbol="*"),
+    GATED_DELTA_NET: MixerPart(layer="fugaku_megatron.nn.delta_net:GatedDeltaNet", symbol="G"),
+}
 
 # Symbols of the MLPs of a layer.
 DENSE_SYMBOL = "-"

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import repeat
 from typing import Any, NamedTuple
 
+from .delta_net import DELTA_NET, DeltaNetFields
 from .experts import BALANCE, CAPACITY, EXPERTS, ExpertFields, experts_in
 from .fields import (
     FRACTION,
@@ -27,6 +28,7 @@ from .fields import (
 from .layer_kinds import (
     ATTENTION,
     EXPERTS_SYMBOL,
+    GATED_DELTA_NET,
     GLOBAL,
     LOCAL,
     MIXERS,
@@ -144,7 +146,7 @@ HEAD_MULTIPLE = 4  # the C++ attention kernels take head sizes that are a multip
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ExpertFields):
+class ModelConfig(ExpertFields, DeltaNetFields):
     """Architecture of the GPT, by default Megatron-LM's GPT-2."""
 
     # A field of type int with default None is computed from other fields, and never None afterwards.
@@ -364,6 +366,7 @@ class ModelConfig(ExpertFields):
         self._check_rotary()
         self._check_block()
         self._check_experts(self.num_layers, not self.disable_bias_linear)
+        self._check_delta_net(self.layer_types)
         self._check_layers()
 
     def _derive(self) -> None:
@@ -538,7 +541,8 @@ class ModelConfig(ExpertFields):
     @cached_property
     def _mixers(self) -> tuple[str | None, ...]:
         if self._symbols is None:
-            return tuple(repeat(ATTENTION, self.num_layers))
+            delta = self.delta_layers(self.num_layers)
+            return tuple(GATED_DELTA_NET if layer else ATTENTION for layer in delta)
         by_symbol = {row.symbol: name for name, row in MIXERS.items()}
         return tuple(by_symbol.get(symbols[0]) for symbols in self._symbols)
 
@@ -575,6 +579,10 @@ class ModelConfig(ExpertFields):
             name = GLOBAL if window is None or self.window_rotary_base is None else LOCAL
             ropes.append(None if no_rope else name)
         return tuple(ropes)
+
+    @cached_property
+    def has_delta_nets(self) -> bool:
+        return any(kind.mixer == GATED_DELTA_NET for kind in self.layer_kinds)
 
     @cached_property
     def norms_around(self) -> NormPlacement:
@@ -686,6 +694,7 @@ class ModelConfig(ExpertFields):
             and self.num_experts is None
             and not self.qk_layernorm_all_heads
             and not self.attention_output_gate
+            and not self.has_delta_nets
         )
 
     @cached_property
@@ -806,6 +815,7 @@ BLOCK = (
     "layer_types",
     "window_attn_skip_freq",
     "no_rope_freq",
+    *DELTA_NET,
     *(name for name in EXPERTS if name not in (*BALANCE, *CAPACITY)),
 )
 

@@ -16,12 +16,14 @@ from .rules import (
     FULL_ATTENTION,
     GLM_EXPERTS,
     HEADS,
+    LINEAR_LAYERS,
     LOGIT_SCALE,
     MULTIPLIED,
     MULTIPLIERS,
     NEW_FALCON,
     NO_DROPOUT,
     NO_ROPE_LAYERS,
+    NORMALISED_EXPERTS,
     QUERY_SCALE,
     ROTARY,
     SCALED_WORDS,
@@ -33,6 +35,7 @@ from .rules import (
     query_scale,
     rotary,
     rotary_by_layer,
+    rotary_of_text,
     rotates_windows_alone,
     scales_full_layers_alone,
     tied,
@@ -101,6 +104,41 @@ def fused_stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
 def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gate 0 (f, h), value 0, gate 1 ... by `part` from ours (experts, 2, f, h)."""
     return [ours[part // 2, part % 2]], tuple(ours.shape[2:])
+
+
+def _key_heads(ours: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
+    """Return the queries, keys, values, and if present gates, strengths and decays, each (k, rows, ...) of k key heads."""
+    keys = model.linear_num_key_heads
+    group = model.linear_num_value_heads // keys
+    values = group * model.linear_value_head_dim
+    sizes: tuple[int, ...] = (model.linear_key_head_dim, model.linear_key_head_dim, values)
+    heads = ours.view(keys, -1, *ours.shape[1:])
+    if heads.shape[1] > sum(sizes):
+        sizes = (*sizes, values, group, group)
+    parts: tuple[Tensor, ...] = heads.split(sizes, dim=1)
+    return parts
+
+
+def delta_projections(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
+    """Return Qwen3-Next's in_proj_qkvz, or in_proj_ba, both by key head."""
+    keys = model.linear_num_key_heads
+    heads = ours.view(keys, -1, *ours.shape[1:])
+    small = 2 * model.linear_num_value_heads // keys
+    theirs = heads.split((heads.shape[1] - small, small), dim=1)[part]
+    return [theirs], (keys * theirs.shape[1], *ours.shape[1:])
+
+
+def delta_parts(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
+    """Return Qwen3.5's in_proj_qkv, all queries before all keys and values; in_proj_z, in_proj_b, or in_proj_a."""
+    queries, keys, values, *others = _key_heads(ours, model)
+    theirs = [queries, keys, values] if part == 0 else [others[part - 1]]
+    rows = sum(view.shape[0] * view.shape[1] for view in theirs)
+    return theirs, (rows, *ours.shape[1:])
+
+
+def delta_convolution(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
+    """Return conv1d (channels, 1, width), all queries before all keys and values."""
+    return list(_key_heads(ours, model)), (len(ours), 1, ours.shape[1])
 
 
 # Architectures -------------------------------------------------------------------------------------------------------------------
@@ -216,6 +254,8 @@ _PLAIN = {
     "qk_layernorm": False,
     "qk_layernorm_all_heads": False,
     "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    "linear_attention_freq": None,
     "window_size": None,
     "window_attn_skip_freq": None,
     "window_rotary_base": None,
@@ -911,6 +951,120 @@ GLM4_MOE = _decoder(
     also=has_glm_experts,
     predicts_more_tokens=True,
 )
+_DELTA_NET_FIELDS = tuple(
+    Field(name, name, default)
+    for name, default in (
+        ("linear_conv_kernel_dim", 4),
+        ("linear_key_head_dim", 128),
+        ("linear_value_head_dim", 128),
+        ("linear_num_key_heads", 16),
+        ("linear_num_value_heads", 32),
+    )
+)
+_DELTA_NET_BLOCK = {
+    "apply_layernorm_1p": True,
+    "qk_layernorm": True,
+    "attention_output_gate": True,
+}
+_DELTA_NET_FREE = ("rotary_percent", "experimental_attention_variant", "linear_attention_freq")
+_DELTA_NET_PLACES = _places(
+    "layers.{}.linear_attn.",
+    {
+        "self_attention.in_proj": Counterpart(("in_proj_qkvz", "in_proj_ba"), delta_projections),
+        "self_attention.conv1d": Counterpart(("conv1d",), delta_convolution),
+        "self_attention.dt_bias": "dt_bias",
+        "self_attention.A_log": "A_log",
+        "self_attention.out_norm": "norm",
+        "self_attention.out_proj": "out_proj",
+    },
+)
+_SHARED_WIDTH = Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512)
+QWEN3_NEXT = _decoder(
+    name="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "num_experts": 512,
+        "norm_topk_prob": True,
+    },
+    rules=(
+        HEADS,
+        rotary(0.25),
+        tied(False),
+        NO_DROPOUT,
+        LINEAR_LAYERS,
+        EXPERTS,
+        SPARSE_LAYERS,
+    ),
+    fields=(
+        *_DECODER_FIELDS,
+        _EPSILON,
+        _OF_A_TOKEN,
+        _OF_AN_EXPERT,
+        _SHARED_WIDTH,
+        *_DELTA_NET_FIELDS,
+    ),
+    only={"attention_bias": (False,)},
+    block={**_EXPERT_BLOCK, **_DELTA_NET_BLOCK, "moe_shared_expert_gate": True},
+    free=("num_experts", *_DELTA_NET_FREE),
+    places=_EXPERT_PLACES | _DELTA_NET_PLACES,
+    predicts_more_tokens=True,
+)
+_QWEN3_5_PLACES = _DELTA_NET_PLACES | _places(
+    "layers.{}.linear_attn.",
+    {
+        "self_attention.in_proj": Counterpart(
+            ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), delta_parts
+        )
+    },
+)
+_QWEN3_5_ONLY = {"attention_bias": (False,), "attn_output_gate": (True,)}
+QWEN3_5 = _decoder(
+    name="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    defaults={"num_key_value_heads": 4, "head_dim": 256},
+    rules=(HEADS, rotary_of_text(0.25), tied(False), NO_DROPOUT, LINEAR_LAYERS),
+    fields=(*_DECODER_FIELDS, _EPSILON, *_DELTA_NET_FIELDS),
+    only=_QWEN3_5_ONLY,
+    block=_DELTA_NET_BLOCK,
+    free=_DELTA_NET_FREE,
+    places=_DECODER_PLACES | _QWEN3_5_PLACES,
+    predicts_more_tokens=True,
+)
+QWEN3_5_MOE = _decoder(
+    name="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    defaults={"num_key_value_heads": 2, "head_dim": 256, "num_experts": 256},
+    rules=(
+        HEADS,
+        rotary_of_text(0.25),
+        tied(False),
+        NO_DROPOUT,
+        LINEAR_LAYERS,
+        NORMALISED_EXPERTS,
+    ),
+    fields=(
+        *_FIELDS,
+        Field("max_position_embeddings", "max_position_embeddings"),
+        _EPSILON,
+        Field("num_experts_per_tok", "moe_router_topk", 8),
+        Field("moe_intermediate_size", "moe_ffn_hidden_size", 512),
+        _SHARED_WIDTH,
+        *_DELTA_NET_FIELDS,
+    ),
+    only=_QWEN3_5_ONLY,
+    block={
+        **_EXPERT_BLOCK,
+        **_DELTA_NET_BLOCK,
+        "moe_shared_expert_gate": True,
+        "moe_router_pre_softmax": False,
+        "moe_layer_freq": "1",
+    },
+    free=("num_experts", *_DELTA_NET_FREE),
+    places=_EXPERT_PLACES | _QWEN3_5_PLACES,
+    predicts_more_tokens=True,
+)
 GRANITE_HYBRID = _decoder(
     name="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
@@ -967,6 +1121,9 @@ ARCHITECTURES = [
     GLM4,
     GLM4_MOE,
     GRANITE_HYBRID,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
 ]
 # What the block does not build -> model_types that are near to these.
 _NOT_SUPPORTED = {
@@ -977,7 +1134,12 @@ _NOT_SUPPORTED = {
     "positions as a slope of each head (ALiBi) are": ("bloom", "mpt"),
 }
 # model_type with a text_config -> text model types whose language model is converted; the other towers are left out.
-TEXT_OF = {"gemma3": ("gemma3_text",), "mistral3": ("mistral",)}
+TEXT_OF = {
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("mistral",),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
+}
 REFUSED = {
     kind: f"{what} not supported" for what, kinds in _NOT_SUPPORTED.items() for kind in kinds
 }

@@ -13,7 +13,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -249,6 +249,7 @@ def open_hugging_face(directory: str) -> Weights:
             files, note = _without_towers(files)
             notes.append(note)
         architecture, model = read_config(config)
+        files = _with_single_experts(files, model)
         if architecture.predicts_more_tokens:
             files, note = _without_later_layers(files, model.num_layers)
             notes.append(note)
@@ -272,7 +273,7 @@ def text_config(config: JsonObject) -> JsonObject:
     return {**tied, **text, "architectures": None}
 
 
-_TOWER = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|audio_tower)\..*")
+_TOWER = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector|audio_tower)\..*")
 
 
 def _without_towers(files: TensorDirectory) -> tuple[TensorDirectory, str]:
@@ -289,6 +290,29 @@ def _without_towers(files: TensorDirectory) -> tuple[TensorDirectory, str]:
     return TensorDirectory(files.path, tensors), note if left_out else ""
 
 
+_FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+def _with_single_experts(files: TensorDirectory, model: ModelConfig) -> TensorDirectory:
+    """Return the tensors with each expert's matrices on their own, where a file has those of all experts as one."""
+    tensors = {}
+    for name, (file, stored) in files.tensors.items():
+        match = _FUSED.fullmatch(name)
+        if match is None or len(stored.shape) != 3 or stored.shape[0] != model.num_experts:
+            tensors[name] = file, stored
+            continue
+        parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else (match[2],)
+        experts, rows, columns = stored.shape
+        shape = (rows // len(parts), columns)
+        numel = shape[0] * columns
+        for number, (expert, part) in enumerate(itertools.product(range(experts), parts)):
+            start = stored.start + number * numel * stored.dtype.itemsize
+            single = replace(stored, shape=shape, start=start, numel=numel)
+            tensors[f"{match[1]}.{expert}.{part}.weight"] = file, single
+    return TensorDirectory(files.path, tensors)
+
+
+_PREDICTS = re.compile(r"(model\.)?mtp\..*")
 _NUMBERED = re.compile(r"(?:model\.)?layers\.(\d+)\..*")
 
 
@@ -297,7 +321,7 @@ def _without_later_layers(files: TensorDirectory, layers: int) -> tuple[TensorDi
     tensors = {}
     for name, tensor in files.tensors.items():
         match = _NUMBERED.fullmatch(name)
-        if match is None or int(match[1]) < layers:
+        if match is None and not _PREDICTS.fullmatch(name) or match and int(match[1]) < layers:
             tensors[name] = tensor
     left_out = len(files.tensors) - len(tensors)
     note = f"{left_out} tensors of multi-token-prediction layers are left out"

@@ -227,7 +227,9 @@ def model_of(
     if pattern is not None:
         values["hybrid_layer_pattern"] = pattern
         values.pop("moe_layer_freq", None)  # which a HybridModel does not read
-    return ModelConfig(**with_layers(values))
+    model = ModelConfig(**with_layers(values))
+    _check_mixers(model)
+    return model
 
 
 def _values(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -295,6 +297,14 @@ def _positions(given: dict[str, Any]) -> str:
     )
 
 
+def _check_mixers(model: ModelConfig) -> None:
+    check(
+        not model.has_delta_nets,
+        "gated delta nets are not converted from or to checkpoints of Megatron-LM, whose norm there has another weight: "
+        "convert the model from or to Hugging Face",
+    )
+
+
 def arguments_of(
     model: ModelConfig, rows: int, dtype: torch.dtype, tp: int, pp: int
 ) -> argparse.Namespace:
@@ -302,6 +312,7 @@ def arguments_of(
 
     Raise ValueError for a model that Megatron-LM cannot describe.
     """
+    _check_mixers(model)
     for name, values in _DESCRIBED.items():
         check(
             getattr(model, name) in values,

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import chain
 
 from ..config.fields import check
-from ..config.layer_kinds import ATTENTION, LayerKind
+from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import Layout, cp_comm_types, placement, stage_sizes
 from ..config.model import LAYER_NORM, MLP_OF_EXPERTS, NORMS, ModelConfig
 from ..config.parallel import A2A, ParallelConfig
@@ -36,6 +36,7 @@ from .activations import (
     sequence_shards,
     typical_cp_comm_type,
 )
+from .delta_net import delta_net_records, recomputed_bytes
 from .experts import expert_records, mlp_records
 
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
@@ -181,6 +182,8 @@ def _rotary(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind) -> tupl
 
 def selective_recompute_bytes(run: RunConfig, tp: int, kind: LayerKind) -> int:
     """Return the bytes of a layer that selective recompute does not save."""
+    if kind.mixer == GATED_DELTA_NET:
+        return recomputed_bytes(run, tp)
     if kind.mixer != ATTENTION:
         return 0
     return softmax_bytes(run, tp) + sum(
@@ -257,7 +260,7 @@ def attention_records(
 
 
 # Key in `MIXERS` -> records of (run, tp, cp_comm_type, kind or None).
-MIXER_RECORDS = {ATTENTION: attention_records}
+MIXER_RECORDS = {ATTENTION: attention_records, GATED_DELTA_NET: delta_net_records}
 
 
 def _mlp(run: RunConfig, tp: int, mlp: str) -> tuple[Record, ...]:
@@ -338,7 +341,7 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> tuple[Record, ...]:
     return adapted(run, tp, (_norm("final_layernorm", run, tp), logits, loss))
 
 
-UNQUANTIZED = ("attention", "router", "shared_gate")
+UNQUANTIZED = ("attention", "delta_rule", "router", "shared_gate")
 
 
 def is_quantized(run: RunConfig, record: Record) -> bool:

@@ -6,17 +6,19 @@ Between matmuls every rank has whole activations (s, b, h), or with --sequence-p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..config.layer_kinds import ATTENTION, LayerKind
+from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import cp_comm_types, group_copies
 from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV
+from ..config.model import ModelConfig
 from ..config.parallel import A2A, ALLGATHER, P2P
 from ..config.run_config import RunConfig
 
 FP32_BYTES = 4
+IN_PROJ = "in_proj"  # of a gated delta net
 
 
 @dataclass(frozen=True)
@@ -285,9 +287,11 @@ def _frozen(run: RunConfig, record: Record) -> Record:
     saved = record.saved_bytes
     if record.name == QKV and not run.lora.parts(QKV, run.model):
         saved = 0
+    if record.name == IN_PROJ:
+        saved = 0
     if record.name == FC1 and run.lora.parts(FC2, run.model) and not run.lora.parts(FC1, run.model):
         saved = 0
-    gathers = _linear_name(record) in (QKV, FC1)  # only for the weight gradient
+    gathers = _linear_name(record) in (QKV, FC1, IN_PROJ)  # only for the weight gradient
     backward = record.backward[-1:] if gathers else record.backward
     return replace(
         record,
@@ -378,9 +382,17 @@ def cache_slots(kind: LayerKind, positions: int) -> int:
 
 
 def cache_bytes(
-    run: RunConfig, samples: int, positions: int, kinds: Iterable[LayerKind], tp: int
+    run: RunConfig, samples: int, positions: int, kinds: Sequence[LayerKind], tp: int
 ) -> int:
     model = run.model
     slots = sum(cache_slots(kind, positions) for kind in kinds)
     elements = samples * slots * model.query_groups // tp * model.kv_channels
-    return 2 * elements * run.element_bytes
+    states = samples * sum(kind.mixer == GATED_DELTA_NET for kind in kinds)
+    inputs = (model.linear_conv_kernel_dim - 1) * model.delta_convolved // tp * run.element_bytes
+    return 2 * elements * run.element_bytes + states * (state_bytes(model, tp) + inputs)
+
+
+def state_bytes(model: ModelConfig, ranks: int) -> int:
+    """Return the bytes of a gated delta net's state of one sample on a rank, in FP32. ranks: that share the heads"""
+    heads = model.linear_num_value_heads // ranks
+    return heads * model.linear_key_head_dim * model.linear_value_head_dim * FP32_BYTES

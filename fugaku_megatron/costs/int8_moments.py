@@ -11,14 +11,13 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ..config.layer_kinds import ATTENTION, LayerKind
+from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import Layout
-from ..config.lora import FC1, QKV
 from ..config.model import MLP_OF_EXPERTS, NORMS, ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
 from ..config.run_config import RunConfig
 from .accounting import padded_vocab_size
-from .linear_layers import Linear, linears
+from .linear_layers import COLUMN_PARALLEL, Linear, linears
 from .units import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, units
 
 Segments = list[tuple[int, int]]  # (how many a rank holds, elements of each)
@@ -54,7 +53,7 @@ def _split_outputs(model: ModelConfig, linear: Linear, columns: int) -> tuple[in
 
 
 def _weight(model: ModelConfig, linear: Linear) -> Segments:
-    if linear.name in (QKV, FC1):
+    if linear.name in COLUMN_PARALLEL:
         return [_split_outputs(model, linear, linear.inputs)]
     outer = linear.experts * linear.outputs
     return [_shared(model, linear.inputs, linear.ranks, outer=outer)]
@@ -66,7 +65,7 @@ def _adapters(run: RunConfig, linear: Linear) -> Segments:
     rows = len(run.lora.parts(linear.name, model)) * rank
     if not rows:
         return []
-    if linear.name in (QKV, FC1):
+    if linear.name in COLUMN_PARALLEL:
         return [(linear.experts, rows * linear.inputs), _split_outputs(model, linear, rank)]
     down = _shared(model, linear.inputs, linear.ranks, outer=linear.experts * rows)
     return [down, (linear.experts, linear.outputs * rank)]
@@ -88,7 +87,15 @@ def _attention_vectors(model: ModelConfig, tp: int) -> Segments:
     return found
 
 
-_MIXER_VECTORS = {ATTENTION: _attention_vectors}
+def _delta_net_vectors(model: ModelConfig, tp: int) -> Segments:
+    """Return the segments of the convolution, the decays and the norm."""
+    width = model.linear_conv_kernel_dim
+    heads = _shared(model, model.linear_num_value_heads, tp)
+    convolution = _shared(model, model.delta_convolved, tp, inner=width)
+    return [convolution, heads, heads, (1, model.linear_value_head_dim)]
+
+
+_MIXER_VECTORS = {ATTENTION: _attention_vectors, GATED_DELTA_NET: _delta_net_vectors}
 
 
 @lru_cache(maxsize=64)  # each layer asks for the same

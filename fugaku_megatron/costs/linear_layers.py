@@ -7,16 +7,18 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..config.layer_kinds import ATTENTION, LayerKind
+from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import Layout
 from ..config.lora import FC1, FC2, PROJ, QKV
 from ..config.model import MLP_OF_EXPERTS, Q8_BLOCK, ModelConfig
 from ..config.run_config import RunConfig
 from .accounting import padded_vocab_size
+from .activations import IN_PROJ
 from .experts import Division
 from .units import units
 
 SCALE_BYTES = 2  # BF16
+COLUMN_PARALLEL = (QKV, FC1, IN_PROJ)
 
 
 class Linear(NamedTuple):
@@ -33,7 +35,7 @@ class Linear(NamedTuple):
     def shard(self) -> tuple[int, int]:
         """Return (rows, columns) of all the layer's matrices on a rank."""
         rows = self.experts * self.widths * self.outputs
-        if self.name in (QKV, FC1):
+        if self.name in COLUMN_PARALLEL:
             return rows // self.ranks, self.inputs
         return rows, self.inputs // self.ranks
 
@@ -43,7 +45,15 @@ def attention_linears(model: ModelConfig, tp: int) -> list[Linear]:
     return [Linear(QKV, 1, model.qkv_width, h, tp), Linear(PROJ, 1, h, model.context_width, tp)]
 
 
-MIXER_LINEARS = {ATTENTION: attention_linears}
+def delta_net_linears(model: ModelConfig, tp: int) -> list[Linear]:
+    h = model.hidden_size
+    return [
+        Linear(IN_PROJ, 1, model.delta_width, h, tp),
+        Linear("out_proj", 1, h, model.delta_values, tp),
+    ]
+
+
+MIXER_LINEARS = {ATTENTION: attention_linears, GATED_DELTA_NET: delta_net_linears}
 
 
 def linears(run: RunConfig, tp: int, kind: LayerKind) -> list[Linear]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config.layer_kinds import ATTENTION, LayerKind
+from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import Layout, cp_comm_types, group_copies
 from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.optimizer import MOMENT_BYTES
@@ -20,6 +20,7 @@ from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
 from ..pipeline.instructions import InFlight
 from ..pipeline.schedule_names import row
+from . import delta_net
 from .accounting import (
     FLAT_ALIGNMENT,
     embedding_records,
@@ -326,7 +327,10 @@ def _attention_input_bytes(run: RunConfig, tp: int) -> int:
     return 2 * activation_bytes(run) + context_bytes(run, tp) + qkv_bytes(run, tp)
 
 
-_MIXER_INPUT_BYTES = {ATTENTION: _attention_input_bytes}
+_MIXER_INPUT_BYTES = {
+    ATTENTION: _attention_input_bytes,
+    GATED_DELTA_NET: delta_net.weight_input_bytes,
+}
 
 
 def weight_input_bytes(run: RunConfig, tp: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from ..config.layer_kinds import ATTENTION, LayerKind
+from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import Layout
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.run_config import RunConfig
@@ -44,7 +44,13 @@ def _attention_matrices(run: RunConfig) -> Matrices:
     return [*qkv, (1, h, queries)]
 
 
-_MIXER_MATRICES = {ATTENTION: _attention_matrices}
+def _delta_net_matrices(run: RunConfig) -> Matrices:
+    model = run.model
+    h = model.hidden_size
+    return [(1, model.delta_width, h), (1, h, model.delta_values)]
+
+
+_MIXER_MATRICES = {ATTENTION: _attention_matrices, GATED_DELTA_NET: _delta_net_matrices}
 
 
 def layer_matrices(run: RunConfig, kind: LayerKind) -> Matrices:

@@ -84,7 +84,7 @@ def describe(
     precision = f"{run.precision.name} and {Q8}" if q8 else run.precision.name
     return (
         f"{accounting.parameters(run):,} parameters in {precision}, tensor parallel {tp}, pipeline parallel {pp}\n"
-        f"a rank holds at most {weights / MIB:.1f} MiB of weights and {cache / MIB:.1f} MiB of keys and values: "
+        f"a rank holds at most {weights / MIB:.1f} MiB of weights and {cache / MIB:.1f} MiB of cache: "
         f"{max(map(len, kinds))} layers, {len(prompts)} samples, {slots} positions"
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..comm.grid import Grid
+from ..config import layer_kinds
 from ..config.layout import Layout, cp_comm_types
 from ..config.model import MLP_OF_EXPERTS
 from ..config.parallel import A2A, ALLGATHER
@@ -46,13 +47,15 @@ _BACKWARDS = (BACKWARD, LOCAL, REDUCED)
 EMBEDDING = "embedding"
 INPUT_NORM = "input_layernorm"
 QKV = "self_attention.linear_qkv"
+IN_PROJ = "self_attention.in_proj"
 CORE = "self_attention.core_attention"
 ATTENTION = "self_attention"
 MLP_NORM = "pre_mlp_layernorm"
 MLP = "mlp"
 LAYER = ""
 FINAL_NORM = "decoder.final_layernorm"
-SITES = (INPUT_NORM, QKV, CORE, ATTENTION, MLP_NORM, MLP, LAYER)
+INPUT_PROJECTIONS = {layer_kinds.ATTENTION: QKV, layer_kinds.GATED_DELTA_NET: IN_PROJ}
+SITES = (INPUT_NORM, QKV, IN_PROJ, CORE, ATTENTION, MLP_NORM, MLP, LAYER)
 
 GROUPS = {
     "tp": "tensor-parallel",
@@ -211,7 +214,7 @@ class Communication:
 
     def forward(self, layer: int, site: str) -> str | None:
         """Return the words for the communication before an output, inside a layer. layer: from 0"""
-        if site == QKV:
+        if site in INPUT_PROJECTIONS.values():
             return self._into_matmul(backward=False)
         if site == CORE:
             return self._attention(layer)
@@ -231,7 +234,7 @@ class Communication:
             return self._mlp(layer, backward=True)
         if site == CORE:
             return self._out_of_matmul(backward=True)
-        if site == QKV:
+        if site in INPUT_PROJECTIONS.values():
             return self._attention(layer)
         if site == INPUT_NORM:
             return self._into_matmul(backward=True)

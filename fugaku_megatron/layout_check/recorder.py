@@ -30,7 +30,9 @@ from .points import (
     FINAL_NORM,
     FORWARD,
     GATHERED,
+    IN_PROJ,
     INPUT_NORM,
+    INPUT_PROJECTIONS,
     LAYER,
     LOCAL,
     LOSS,
@@ -157,8 +159,10 @@ class Recorder:
         outputs = {LAYER: layer}
         inputs = {}
         if attention is not None:
-            outputs |= {QKV: attention.linear_qkv, ATTENTION: attention}
-            inputs[CORE] = attention.linear_proj
+            mixer = context.model.layer_kinds[number].mixer
+            into, out = attention.projections
+            outputs |= {INPUT_PROJECTIONS[mixer]: into, ATTENTION: attention}
+            inputs[CORE] = out
         if layer.mlp is not None:
             outputs[MLP] = layer.mlp
             inputs[MLP_NORM] = layer.mlp
@@ -234,7 +238,7 @@ class Recorder:
     def _add_activation(
         self, point: Point, x: Tensor, context: Context, between: str | None
     ) -> None:
-        shards_width = point.name.endswith((QKV, CORE))
+        shards_width = point.name.endswith((QKV, IN_PROJ, CORE))
         ranks = context.tp if shards_width else None
         if shards_width:  # of the whole sequence
             segments = own_segments(len(x), context.cp)

@@ -321,3 +321,12 @@ def on_one_rank(run: RunConfig) -> RunConfig:
             recompute_part_layers=None,
         ),
     )
+
+
+def with_other_kernels(run: RunConfig) -> RunConfig:
+    """Return the run on torch's kernels, so that a mistake of the native ones differs; the same run if torch has not all of them."""
+    if run.precision.name != "fp32":
+        return run
+    with contextlib.suppress(ValueError):
+        return replace(run, system=replace(run.system, kernels="torch", cache_packed_weights=False))
+    return run

@@ -19,10 +19,12 @@ from ..config.layer_kinds import MIXERS
 from ..config.layout import group_copies
 from ..config.model import LAYER_NORM, MLP_OF_EXPERTS, NORMS
 from ..config.parallel import A2A, P2P
+from ..costs import activations
 from .adapters import activated_linear
 from .dropout_key import Dropout
 from .forward_context import Pass
 from .heads import Angles, Heads
+from .kv_cache import LayerCache
 from .layers import (
     ColumnParallelLinear,
     Context,
@@ -83,6 +85,20 @@ class SelfAttention(nn.Module):
             context,
             not model.disable_bias_linear,
         )
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """Bias (h) of the projection, added with the residual."""
+        return self.linear_proj.bias
+
+    @property
+    def projections(self) -> tuple[nn.Module, nn.Module]:
+        return self.linear_qkv, self.linear_proj
+
+    def empty_cache(self, samples: int, positions: int, dtype: torch.dtype) -> LayerCache:
+        slots = activations.cache_slots(self.kind, positions)
+        groups = self.own_heads.groups
+        return LayerCache.empty(samples, groups, slots, self.own_heads.head_size, dtype)
 
     def apply_rotary(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
         """Normalize and rotate the queries and keys of qkv.
@@ -327,7 +343,7 @@ class TransformerLayer(nn.Module):
         out = self._scaled(attention(normed, forward_pass), self.post_self_attn_layernorm)
         added = (
             out,
-            attention.linear_proj.bias,
+            attention.output_bias,
             x,
             hidden_dropout(self.context, self.layer, "residual_1", x, forward_pass),
         )

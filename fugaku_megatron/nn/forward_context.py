@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config.model import ModelConfig
 from .heads import Angles
-from .kv_cache import KeyValueCache
+from .kv_cache import Cache, LayerCache
 from .ops import Ops
 from .ops.attention import CachedRows
 from .positions import TokenAngles, document_angles, rotary_angles
@@ -20,7 +20,7 @@ from .positions import TokenAngles, document_angles, rotary_angles
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a forward with a key-value cache.
+    """Rows of a forward with a cache.
 
     lengths: rows of each sample with any.
     samples: (len(lengths),), places in the cache.
@@ -28,7 +28,7 @@ class Rows:
     angles: two tensors (r, rotated elements / 2) by `LayerKind.rope`.
     """
 
-    cache: KeyValueCache
+    cache: Cache
     samples: Tensor
     lengths: tuple[int, ...]
     positions: Tensor
@@ -37,7 +37,7 @@ class Rows:
     @staticmethod
     def of(
         model: ModelConfig,
-        cache: KeyValueCache,
+        cache: Cache,
         samples: Tensor,
         first: Tensor,
         lengths: Sequence[int],
@@ -93,6 +93,7 @@ class Rows:
         softcap: see --attn-logit-softcapping
         """
         cache = self.cache[layer]
+        assert isinstance(cache, LayerCache)
         if self.one_each:
             rows = CachedRows(self.samples, self.positions)
             return ops.cached_attention(qkv, cache, rows, softcap)

@@ -489,6 +489,8 @@ def initial_values(parameter: ModelParameter, seed: int, kernels: Any) -> Tensor
 def fill_initial(values: Tensor, parameter: ModelParameter, seed: int, kernels: Any) -> Tensor:
     """Set `values` (any dtype) to `initial_values`, by pieces."""
     spec = parameter.spec
+    if spec.log_range is not None:
+        return values.copy_(_log_uniform(parameter, seed, kernels))
     if spec.init_std is None:
         return values.fill_(spec.init_fill)
     rows, columns = spec.shape[-2:]
@@ -510,3 +512,14 @@ def fill_initial(values: Tensor, parameter: ModelParameter, seed: int, kernels: 
             )
             block.copy_(drawn)
     return values
+
+
+def _log_uniform(parameter: ModelParameter, seed: int, kernels: Any) -> Tensor:
+    """Return logarithms (n,) of uniform numbers in `spec.log_range`."""
+    spec = parameter.spec
+    assert spec.log_range is not None
+    low, high = spec.log_range
+    normal = torch.empty(1, len(parameter))
+    stream = random_stream(parameter)
+    kernels.philox_normal(normal, seed, stream, 0, spec.offset[0], spec.shape[0], 1.0)
+    return torch.log(low + (high - low) * torch.special.ndtr(normal[0]))

@@ -228,6 +228,8 @@ WITHIN_THE_RUN = set(
     rope_scaling_original_max_position_embeddings rope_dynamic_factor
     untie_embeddings_and_output_weights window_size window_attn_skip_freq window_rotary_base
     no_rope_freq layer_types norm_placement parallel_shared_norm attention_output_gate attn_logit_softcapping
+    experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
+    linear_value_head_dim linear_num_key_heads linear_num_value_heads
     final_logit_softcapping parallel_residual embedding_multiplier
     residual_multiplier attention_multiplier logits_scaling muon_no_split_qkv muon_scale_mode
     muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps muon_tp_mode vocab_file

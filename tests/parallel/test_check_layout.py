@@ -19,6 +19,7 @@ from fugaku_megatron.layout_check.check import NO_FILES, Files, Report, Tools, c
 from fugaku_megatron.layout_check.points import BACKWARD, CHECKPOINT, FORWARD, REDUCED, USED, Point
 from fugaku_megatron.nn import blocks, layers, model, router, sequence_ranks
 from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
+from fugaku_megatron.nn.ops import loss
 from fugaku_megatron.optim import buckets
 from fugaku_megatron.run import check_layout as check_layout_module
 from fugaku_megatron.run.check_layout import connect, differing_libraries, small_ops
@@ -187,6 +188,16 @@ def altered_checkpoint(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(trainer, "write_shards", altered)
 
 
+def native_loss_twice(patch: pytest.MonkeyPatch) -> None:
+    """Double the gradient of the C++ kernels' loss on every rank."""
+    original = loss._block_loss
+
+    def block_loss(kernels, logits, labels, call, factor, dlogits):
+        return original(kernels, logits, labels, call, 2 * factor, dlogits)
+
+    patch.setattr(loss, "_block_loss", block_loss)
+
+
 def left_out_layer(patch: pytest.MonkeyPatch) -> None:
     original = model.Chunk.run_layers
 
@@ -266,6 +277,11 @@ MISTAKES = (
         left_out_layer,
         "pp2",
         (USED, "decoder.layers.1.input_layernorm", "no rank has all of its 32 elements"),
+    ),
+    Mistake(
+        native_loss_twice,
+        "tp2",
+        (BACKWARD, "decoder.final_layernorm", "the loss, which agrees", "all-reduce over the"),
     ),
     Mistake(altered_checkpoint, "dp2", (CHECKPOINT, "exp_avg/", "on rank 0:")),
 )

@@ -21,6 +21,7 @@ BASE = (
     "--hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --mock-data "
     "--vocab-size 64 --train-iters 2 --swiglu --disable-bias-linear"
 ).split()
+SIZES = "--linear-num-key-heads 2 --linear-num-value-heads 2 --linear-key-head-dim 8 --linear-value-head-dim 8"
 MOE = "--num-experts 4 --moe-router-topk 2"
 # Patterns of docs/user-guide/hybrid-model-migration.md and of the tests of Megatron-LM's HybridModel, and the GPT of each.
 EXAMPLES = {
@@ -30,6 +31,10 @@ EXAMPLES = {
     "*-*-|*-*-": (
         "--pipeline-model-parallel-size 2",
         "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-split 2,2",
+    ),
+    "G-*-": (
+        SIZES,
+        f"--num-layers 2 --experimental-attention-variant gdn --linear-attention-freq [1,0] {SIZES}",
     ),
     "*E*-*E": (MOE, f"--num-layers 3 {MOE} --moe-layer-freq ([1,0,1])"),
     "*-|*E*E": (
@@ -92,11 +97,13 @@ def test_borders_do_not_matter_to_one_stage():
     ("pattern", "reason"),
     [
         ("M-*-", "M at position 1 is a Mamba-2 layer, which is not supported"),
-        ("*-G-", "G at position 3 is a Gated Delta Network layer"),
         ("*-D-", "D at position 3 is a layer of DeepSeek Sparse Attention"),
         ("+-", r"+ at position 1 is a layer of multi-latent attention"),
         ("*-/*-", "/ at position 3 is the begin of layers that predict several tokens"),
-        ("*-x", "x at position 3 is no layer: * is attention, - an MLP, E experts, | the border"),
+        (
+            "*-x",
+            "x at position 3 is no layer: * is attention, G a gated delta net, - an MLP, E experts, | the border",
+        ),
         ("*-|", "| at position 4 ends a stage without layers"),
         ("|*-", "| at position 1 ends a stage without layers"),
         ("", "| at position 1 ends a stage without layers"),
@@ -237,7 +244,7 @@ def test_a_pattern_of_layers_of_one_part_sets_their_types(pattern):
     ("types", "reason"),
     [
         ("*,*-,-", "has 3 layers, and --num-layers is 2"),
-        ("*,-*", "has '-*': pass *, - or E, or one of each"),
+        ("*,-*", "has '-*': pass * or G, - or E, or one of each"),
         ("*,", "has '': pass"),
         ("*-,E", "and --num-experts None contradict each other: E is a layer with experts"),
         (f"*,E {MOE} --moe-layer-freq 2", "exclude each other: E are the layers with experts"),

@@ -61,6 +61,18 @@ CHATS_OF_EXPERTS = {**CHATS, **EXPERTS, **packed(8)}
 BALANCED_CHATS = {**CHATS_OF_EXPERTS, **BALANCED}
 ONE_CHAT = {"micro_batch_size": 1, "global_batch_size": 1}
 DYNAMIC_ROPE = {"rope_dynamic_factor": 2.0, "rope_scaling_original_max_position_embeddings": 4}
+DELTA_NETS = {
+    **BASE,
+    **FAMILIES["qwen3"],
+    "apply_layernorm_1p": True,
+    "attention_output_gate": True,
+    "experimental_attention_variant": "gdn",
+    "linear_attention_freq": "2",
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 MODELS = {
     "gpt": Model(BASE),
     "gpt of 8 layers": Model({**BASE, "num_layers": 8}),
@@ -138,6 +150,8 @@ MODELS = {
     "gated attention": Model(
         {**BASE, **FAMILIES["qwen3"], "attention_output_gate": True, "apply_layernorm_1p": True}
     ),
+    "gated delta nets": Model(DELTA_NETS),
+    "documents in gated delta nets": Model({**DELTA_NETS, **RESETS}, "texts"),
     "norms around and soft caps": Model(
         {
             **DROPOUT,
@@ -299,6 +313,14 @@ LAYOUTS = {  # every option once at least, and pairs of options rather than all 
         "tp2 sequence blocks",
     ],
     "gated attention": ["tp2 pp2 sequence selective", "cp2 p2p", "cp2 full", "pp2 zb-h1", "torch"],
+    "gated delta nets": [
+        "tp2 pp2 sequence selective",
+        "tp2 sequence blocks",
+        "pp2 zb-h1",
+        "cp2 full",
+        "dp2 zero torch",
+    ],
+    "documents in gated delta nets": ["tp2 pp2 sequence", "cp2 selective", "torch"],
     "norms around and soft caps": ["tp2 pp2 sequence full", "cp2 selective", "cp2 p2p torch"],
     "one norm for both": ["tp2 sequence", "pp2 full"],
     "documents": [

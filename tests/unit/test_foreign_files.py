@@ -115,7 +115,6 @@ def test_names_that_could_run_code_are_refused(value, tmp_path):
         ("mtp_num_layers", 1, "mtp_num_layers is 1"),
         ("use_mup", True, "use_mup is True"),
         ("multi_latent_attention", True, "multi_latent_attention is True"),
-        ("experimental_attention_variant", "dsa", "experimental_attention_variant is 'dsa'"),
         ("apply_residual_connection_post_layernorm", True, "apply_residual_connection_post"),
         ("glu_linear_offset", 1.0, "glu_linear_offset is 1.0"),
         ("activation_func_clamp_value", 7.0, "activation_func_clamp_value is 7.0"),
