@@ -216,7 +216,9 @@ def first_iteration(world, run):
 
 
 @pytest.mark.parametrize("pattern", ALONE)
-@pytest.mark.parametrize("layout", ["dp1", "tp2 sequence_parallel", "pp2", "full"])
+@pytest.mark.parametrize(
+    "layout", ["dp1", "tp2 sequence_parallel", "pp2", "pp2 zb-h1", "full", "cp2"]
+)
 def test_layers_of_one_part_are_those_of_plain_torch(pattern, layout):
     own = {"layer_types": ",".join(parse_pattern(pattern).layers), "num_layers": 2}
     experts = dict(num_experts=4, moe_router_topk=2, disable_bias_linear=True, swiglu=True)
