@@ -23,14 +23,14 @@ CHUNK = 64  # tokens that a few matmuls compute together
 SEGMENT = 256  # tokens between two saved states
 
 
-def _chunk_flops(model: ModelConfig) -> int:
-    """Return a chunk's forward FLOPs per value head.
+def _token_flops(model: ModelConfig) -> int:
+    """Return a token's forward FLOPs per value head, without the solved triangle.
 
-    Keys with keys and queries with keys, both with the state and the updates, the update of the state, and the solved triangle.
+    Keys with keys and queries with keys, both with the state and the updates, and the update of the state.
     """
     k = model.linear_key_head_dim
     v = model.linear_value_head_dim
-    return 4 * CHUNK**2 * (k + v) + CHUNK**2 * v + 6 * CHUNK * k * v
+    return 4 * min(CHUNK, model.seq_length) * (k + v) + 6 * k * v
 
 
 def _mixed_bytes(run: RunConfig, tp: int) -> tuple[int, int, int]:
@@ -67,7 +67,7 @@ def delta_net_records(
             Collective("all_to_all", "cp", rows * each * run.element_bytes)
             for each in (width, values)
         )
-    flops = rows * heads * _chunk_flops(model) // CHUNK
+    flops = rows * heads * _token_flops(model)
     return (
         around.column(IN_PROJ, (rows, width, h), saved_bytes=residual_bytes(run, tp)),
         Record(
