@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import product, repeat
 from typing import Any, NamedTuple
 
-from ..config.layer_kinds import layer_symbols
+from ..config.layer_kinds import GATED_DELTA_NET, layer_symbols
 from ..config.layout import Layout, chunks, cp_comm_types
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.output import OutputConfig
@@ -173,6 +173,9 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
             changes["window_attn_skip_freq"] = str(windows)
     if model.no_rope_freq is not None:
         changes["no_rope_freq"] = str([int(model.layer_kinds[n].rope is None) for n in kept])
+    if model.has_delta_nets and model.layer_types is None:
+        delta = [int(model.layer_kinds[n].mixer == GATED_DELTA_NET) for n in kept]
+        changes["linear_attention_freq"] = str(delta)
     small = replace(
         model,
         num_layers=len(kept),
