@@ -65,7 +65,7 @@ class Program:
                 code = found.__code__
                 key = (code.co_filename, code.co_qualname, code.co_firstlineno)
                 self._functions.setdefault(key, []).append(found)
-            elif isinstance(found, functools._lru_cache_wrapper):
+            elif _is_cache_of_the_package(found):
                 self._caches.append(found)
 
     def replace(self, name: str, changed: ast.Module | str) -> int:
@@ -91,6 +91,11 @@ class Program:
         for cache in self._caches:
             cache.cache_clear()
         return len(functions)
+
+
+def _is_cache_of_the_package(found: object) -> bool:
+    # By type: isinstance would ask proxies of torch for their class, which warns.
+    return type(found) is functools._lru_cache_wrapper and found.__module__.startswith(PACKAGE.name)
 
 
 def _original(path: str) -> CodeType:
