@@ -115,8 +115,8 @@ Call bind_delta_decode(py::handle qkv_object, py::handle decay_object, py::handl
 // Rows of x, of which those of a sequence are equally far apart.
 int64_t token_stride(const TensorView& x) {
   x.last_contiguous();
-  if (x.rank() == 2) return x.stride(0);
-  const bool regular = x.size(0) <= 1 || x.size(1) < 1 || x.stride(0) == x.size(1) * x.stride(1);
+  if (x.rank() == 2 || x.size(1) == 1) return x.stride(0);
+  const bool regular = x.size(0) <= 1 || x.size(1) == 0 || x.stride(0) == x.size(1) * x.stride(1);
   if (!regular) x.fail("rows of all tokens equally far apart", "another stride of dimension 0");
   return x.stride(1);
 }

@@ -117,6 +117,14 @@ def test_the_convolution(target, reference, same_for_any_threads, dtype):
             assert_near(actual, exact, dtype)
 
 
+def test_the_stride_of_a_single_sequence_counts_for_nothing(target):
+    x = random(9, 20)[:, :10].unsqueeze(1)
+    assert x.stride() == (20, 10, 1)
+    weight = random(10, 4)
+    y, *_ = convolution(x.contiguous(), weight, None, None)
+    assert torch.equal(convolution(x, weight, None, None)[0], y)
+
+
 def convolved(x, weight, inputs, samples):
     inputs = inputs.clone()
     y = torch.full_like(x, 7.0, memory_format=torch.contiguous_format)

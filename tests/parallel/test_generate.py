@@ -178,10 +178,7 @@ def test_what_a_rank_would_hold(write, trained):
     cache = (
         2 * 1 * 2 * 12 * 32 // 2 * 4
     )  # keys and values, layers, samples, positions, half of the width, bytes
-    assert (
-        f"{cache / 2**20:.1f} MiB of keys and values: 1 layers, 2 samples, 12 positions\n"
-        in printed
-    )
+    assert f"{cache / 2**20:.1f} MiB of cache: 1 layers, 2 samples, 12 positions\n" in printed
     manifest = read_manifest(trained[0], 80)
     loaded = load_model(saved_run(manifest, (1, 1)), SoloComm(), str(trained[0]), 80, manifest)
     weights = sum(p.nbytes for p in loaded.stage.parameters())
