@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...comm.autograd import Function
+from ...costs.delta_net import CHUNK
 from ..gradients import accumulate, as_rows, vector_gradient
 from .backend import Backend
 from .norm import norm_gradients, normalized
 
-CHUNK = 64
 L2_EPSILON = 1e-6
 
 

@@ -61,7 +61,8 @@ class Program:
         self._caches = []
         gc.unfreeze()  # frozen objects are not listed
         for found in gc.get_objects():
-            if isinstance(found, FunctionType):
+            # By type: isinstance would ask proxies of torch for their class, which warns.
+            if type(found) is FunctionType:
                 code = found.__code__
                 key = (code.co_filename, code.co_qualname, code.co_firstlineno)
                 self._functions.setdefault(key, []).append(found)
@@ -94,7 +95,6 @@ class Program:
 
 
 def _is_cache_of_the_package(found: object) -> bool:
-    # By type: isinstance would ask proxies of torch for their class, which warns.
     return type(found) is functools._lru_cache_wrapper and found.__module__.startswith(PACKAGE.name)
 
 
