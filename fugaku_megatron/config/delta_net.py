@@ -60,6 +60,13 @@ class DeltaNetFields:
         return 2 * self.delta_keys + self.delta_values
 
     @property
+    def key_head_parts(self) -> tuple[int, ...]:
+        """Rows of a key head in the input projection: its query and key, and its value heads' values, gates, strengths and decays."""
+        group = self.linear_num_value_heads // self.linear_num_key_heads
+        values = group * self.linear_value_head_dim
+        return self.linear_key_head_dim, self.linear_key_head_dim, values, values, group, group
+
+    @property
     def delta_width(self) -> int:
         """Elements per token in a gated delta net's input projection."""
         return self.delta_convolved + self.delta_values + 2 * self.linear_num_value_heads

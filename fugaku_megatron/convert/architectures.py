@@ -124,13 +124,10 @@ def transposed_experts(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
 
 def _key_heads(ours: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
     """Return the queries, keys, values, and if present gates, strengths and decays, each (k, rows, ...) of k key heads."""
-    keys = model.linear_num_key_heads
-    group = model.linear_num_value_heads // keys
-    values = group * model.linear_value_head_dim
-    sizes: tuple[int, ...] = (model.linear_key_head_dim, model.linear_key_head_dim, values)
-    heads = ours.view(keys, -1, *ours.shape[1:])
-    if heads.shape[1] > sum(sizes):
-        sizes = (*sizes, values, group, group)
+    heads = ours.view(model.linear_num_key_heads, -1, *ours.shape[1:])
+    sizes = model.key_head_parts
+    if heads.shape[1] < sum(sizes):
+        sizes = sizes[:3]
     parts: tuple[Tensor, ...] = heads.split(sizes, dim=1)
     return parts
 
@@ -139,8 +136,8 @@ def delta_projections(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return Qwen3-Next's in_proj_qkvz, or in_proj_ba, both by key head."""
     keys = model.linear_num_key_heads
     heads = ours.view(keys, -1, *ours.shape[1:])
-    small = 2 * model.linear_num_value_heads // keys
-    theirs = heads.split((heads.shape[1] - small, small), dim=1)[part]
+    sizes = model.key_head_parts
+    theirs = heads.split((sum(sizes[:4]), sum(sizes[4:])), dim=1)[part]
     return [theirs], (keys * theirs.shape[1], *ours.shape[1:])
 
 

@@ -188,9 +188,11 @@ def selective_recompute_bytes(run: RunConfig, tp: int, kind: LayerKind) -> int:
         return recomputed_bytes(run, tp)
     if kind.mixer != ATTENTION:
         return 0
-    return softmax_bytes(run, tp) + sum(
-        record.saved_bytes for record in _rotary(run, tp, typical_cp_comm_type(run), kind)
-    )
+    cp_comm_type = typical_cp_comm_type(run)
+    saved = sum(record.saved_bytes for record in _rotary(run, tp, cp_comm_type, kind))
+    if run.parallel.context_parallel_size > 1 and cp_comm_type == A2A:
+        saved += context_bytes(run, tp)  # before heads are exchanged for rows
+    return saved + softmax_bytes(run, tp)
 
 
 def softmax_bytes(run: RunConfig, tp: int) -> int:

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import cp_comm_types, group_copies
-from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV
+from ..config.lora import FC1, FC2, PROJ, QKV
 from ..config.model import ModelConfig
 from ..config.parallel import A2A, ALLGATHER, P2P
 from ..config.run_config import RunConfig
@@ -285,9 +285,7 @@ def _frozen(run: RunConfig, record: Record) -> Record:
     """Return a record without weight gradients; without an adapter no input is saved."""
     matmul = record.gemm is not None and record.parameters > 0 or record.name == "logits"
     saved = record.saved_bytes
-    if record.name == QKV and not run.lora.parts(QKV, run.model):
-        saved = 0
-    if record.name == IN_PROJ:
+    if record.name in (QKV, IN_PROJ) and not run.lora.parts(record.name, run.model):
         saved = 0
     if record.name == FC1 and run.lora.parts(FC2, run.model) and not run.lora.parts(FC1, run.model):
         saved = 0
@@ -312,7 +310,7 @@ def _linear_name(record: Record) -> str:
 def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
     name = _linear_name(record)
     rank = run.lora.rank
-    matrices = run.lora.parts(name, run.model) if name in MATRICES else ()
+    matrices = run.lora.parts(name, run.model)
     if not matrices or record.gemm is None:
         return ()
     rows, outputs, inputs = record.gemm

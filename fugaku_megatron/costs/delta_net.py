@@ -20,16 +20,17 @@ from .activations import (
 )
 
 CHUNK = 64  # tokens that a few matmuls compute together
+SEGMENT = 256  # tokens between two saved states
 
 
-def _chunk_flops(model: ModelConfig) -> int:
-    """Return a chunk's forward FLOPs per value head.
+def _token_flops(model: ModelConfig) -> int:
+    """Return a token's forward FLOPs per value head, without the solved triangle.
 
-    Keys with keys and queries with keys, both with the state and the updates, the update of the state, and the solved triangle.
+    Keys with keys and queries with keys, both with the state and the updates, and the update of the state.
     """
     k = model.linear_key_head_dim
     v = model.linear_value_head_dim
-    return 4 * CHUNK**2 * (k + v) + CHUNK**2 * v + 6 * CHUNK * k * v
+    return 4 * min(CHUNK, model.seq_length) * (k + v) + 6 * k * v
 
 
 def _mixed_bytes(run: RunConfig, tp: int) -> tuple[int, int, int]:
@@ -40,10 +41,10 @@ def _mixed_bytes(run: RunConfig, tp: int) -> tuple[int, int, int]:
     heads = model.linear_num_value_heads // tp
     convolved = rows * model.delta_convolved // tp * low
     values = rows * model.delta_values // tp * low
-    chunks = -(-run.model.seq_length // CHUNK) * run.batch.micro_batch_size
-    states = chunks * state_bytes(model, tp * run.parallel.context_parallel_size)
+    saved = (-(-model.seq_length // SEGMENT) + 1) * run.batch.micro_batch_size
+    states = saved * state_bytes(model, tp * run.parallel.context_parallel_size)
     gates = rows * heads * (low + 2 * FP32_BYTES)
-    return convolved, convolved + states + gates, 2 * values + rows * heads * FP32_BYTES
+    return convolved, convolved + states + gates, 2 * values
 
 
 def delta_net_records(
@@ -66,7 +67,7 @@ def delta_net_records(
             Collective("all_to_all", "cp", rows * each * run.element_bytes)
             for each in (width, values)
         )
-    flops = rows * heads * _chunk_flops(model) // CHUNK
+    flops = rows * heads * _token_flops(model)
     return (
         around.column(IN_PROJ, (rows, width, h), saved_bytes=residual_bytes(run, tp)),
         Record(

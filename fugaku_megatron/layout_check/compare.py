@@ -18,7 +18,7 @@ from .recorder import Piece
 ROUNDOFFS = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12, "int8": 2.0**-8}
 FACTOR = 32.0  # of the tolerance over the error of random roundings
 OF_WEIGHTS = 8.0  # of their tolerance, because an update divides by the root of a second moment
-OF_UPDATES = 2.0  # roundings of an update, which is the difference of two rounded weights
+OF_UPDATES = 4.0  # roundings of an update, the difference of two rounded weights, in both runs
 WEIGHTS = (USED, UPDATE, GATHERED, CHECKPOINT)
 REROUTED = 4.0  # of the tolerance, for tokens that a rounding error sends to another expert
 

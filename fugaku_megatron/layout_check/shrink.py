@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import product, repeat
 from typing import Any, NamedTuple
 
-from ..config.layer_kinds import layer_symbols
+from ..config.layer_kinds import GATED_DELTA_NET, layer_symbols
 from ..config.layout import Layout, chunks, cp_comm_types
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.output import OutputConfig
@@ -30,13 +30,14 @@ LEARNING_RATE = 1e-2
 ADAM_EPS = 1e-3
 LOSS_SCALE = 1024.0
 # Factors of small terms, if the run has them: with a run's usual factors, rounding hides a mistake in such a term.
-BALANCING = 100.0
+BALANCING = 1.0
 Z_LOSS = 0.1
 WEIGHT_DECAY = 1.0
 CLIP_GRAD = 0.1  # less than the norm of the gradients
 HEAD_SIZES = (8, 16, 32, 64)
 MLP_WIDTHS = (16, 32, 64, 128, 256)  # of a tensor-parallel rank
 EXPERTS = (2, 4, 8, 16)  # of an expert-parallel rank
+CHOICES = 2  # experts for each that a token has, at least
 
 
 class Small(NamedTuple):
@@ -140,7 +141,10 @@ def _widths(run: RunConfig, layout: Layout) -> Iterator[_Width]:
     widths = [width * layout.tp for width in MLP_WIDTHS]
     experts: list[int | None] = [None]
     if model.num_experts:
-        few = [number * layout.ep for number in EXPERTS if number * layout.ep < model.num_experts]
+        # With no more experts than each token has, the load is even and no mistake of the router shows.
+        sizes = [number * layout.ep for number in EXPERTS]
+        least = CHOICES * model.moe_router_topk
+        few = [size for size in sizes if least <= size < model.num_experts]
         experts = [*few, model.num_experts]
     for mlp, head, number, divisor in product(widths, heads, experts, divisors):
         yield _Width(mlp, head, divisor, number)
@@ -169,6 +173,9 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
             changes["window_attn_skip_freq"] = str(windows)
     if model.no_rope_freq is not None:
         changes["no_rope_freq"] = str([int(model.layer_kinds[n].rope is None) for n in kept])
+    if model.has_delta_nets and model.layer_types is None:
+        delta = [int(model.layer_kinds[n].mixer == GATED_DELTA_NET) for n in kept]
+        changes["linear_attention_freq"] = str(delta)
     small = replace(
         model,
         num_layers=len(kept),
@@ -321,3 +328,12 @@ def on_one_rank(run: RunConfig) -> RunConfig:
             recompute_part_layers=None,
         ),
     )
+
+
+def with_other_kernels(run: RunConfig) -> RunConfig:
+    """Return the run on torch's kernels, so that a mistake of the native ones differs; the same run if torch has not all of them."""
+    if run.precision.name != "fp32":
+        return run
+    with contextlib.suppress(ValueError):
+        return replace(run, system=replace(run.system, kernels="torch", cache_packed_weights=False))
+    return run

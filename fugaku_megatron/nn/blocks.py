@@ -356,9 +356,8 @@ class TransformerLayer(nn.Module):
         if kind.mlp is not None:
             mlp: type[nn.Module] = MLP
             if kind.mlp == MLP_OF_EXPERTS:
-                mlp = resolve_name(
-                    "fugaku_megatron.nn.experts:Experts"
-                )  # a module that imports this
+                # By name, because its module imports this one.
+                mlp = resolve_name("fugaku_megatron.nn.experts:Experts")
             self.mlp = mlp(f"{name}.mlp", context)
         self.post_mlp_layernorm = norm_if(after, "post_mlp_layernorm")
 

@@ -88,19 +88,17 @@ class GatedDeltaNet(nn.Module):
 
     def _split(self, projected: Tensor) -> _Inputs:
         heads = self.heads
-        values = heads.group * heads.value_size
-        convolved = 2 * heads.key_size + values
+        sizes = self.context.model.key_head_parts
         parts = projected.unflatten(-1, (heads.key_heads, -1)).split(
-            (convolved, values, heads.group, heads.group), -1
+            (sum(sizes[:3]), *sizes[3:]), -1
         )
         flat = [part.flatten(2) for part in parts]
         return _Inputs(flat[0], flat[1].unflatten(-1, (heads.value_heads, -1)), flat[2], flat[3])
 
     def _ordered(self, convolved: Tensor) -> Tensor:
         """Return the queries of all key heads, their keys, and the values, as `DeltaHeads` has them."""
-        heads = self.heads
-        sizes = (heads.key_size, heads.key_size, heads.group * heads.value_size)
-        parts = convolved.unflatten(-1, (heads.key_heads, -1)).split(sizes, -1)
+        sizes = self.context.model.key_head_parts[:3]
+        parts = convolved.unflatten(-1, (self.heads.key_heads, -1)).split(sizes, -1)
         return torch.cat([part.flatten(2) for part in parts], -1)
 
     def _own(self, parameter: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from ..comm.autograd import (
 )
 from ..comm.base import Comm
 from ..comm.grid import ALONE
-from ..config.lora import MATRICES, LoraConfig
+from ..config.lora import LoraConfig
 from ..config.model import LAYER_NORM, NORMS, ModelConfig
 from ..config.parallel import A2A
 from ..costs import activations
@@ -194,10 +194,7 @@ class Context:
         split: bool = False,
         experts: tuple[int, ...] = (),
     ) -> Adapter | None:
-        linear = name.rsplit(".", 1)[-1]
-        if not self.lora.on or linear not in MATRICES:
-            return None
-        parts = self.lora.parts(linear, self.model)
+        parts = self.lora.parts(name.rsplit(".", 1)[-1], self.model)
         if not parts:
             return None
         return Adapter(name, parts, inputs, outputs, split, self, experts)

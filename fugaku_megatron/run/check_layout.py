@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from .. import _kernels
-from ..comm.agreement import everywhere, find_nodes
+from ..comm.agreement import everywhere, find_nodes, ranks_by_value
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
 from ..comm.node import share_groups
@@ -62,11 +62,11 @@ def differing_libraries(world: Comm) -> list[str]:
     everyone = world.all_gather_object(library_versions(world))
     lines = []
     for library in everyone[0]:
-        ranks: dict[str, list[str]] = {}
-        for rank, versions in enumerate(everyone):
-            ranks.setdefault(versions[library], []).append(str(rank))
+        ranks = ranks_by_value(versions[library] for versions in everyone)
         if len(ranks) > 1:
-            each = "; ".join(f"{name} on rank {' '.join(some)}" for name, some in ranks.items())
+            each = "; ".join(
+                f"{name} on rank {' '.join(map(str, some))}" for name, some in ranks.items()
+            )
             lines.append(f"the ranks have different libraries: {library} {each}")
     return lines
 

@@ -57,6 +57,16 @@ MODELS = {
         "qk_layernorm_all_heads": True,
     },
     "gated attention": {**FAMILIES["qwen3"], "attention_output_gate": True},
+    "gated delta nets": {
+        **FAMILIES["qwen3"],
+        "attention_output_gate": True,
+        "experimental_attention_variant": "gdn",
+        "linear_attention_freq": "2",
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    },
     "norms around and soft caps": {
         **FAMILIES["llama"],
         "norm_placement": "both",
@@ -73,6 +83,7 @@ MODELS = {
     },
 }
 SEQUENCE = {**TP2, "sequence_parallel": True}
+COMPUTED_AGAIN = {"attn_logit_softcapping", "softmax_type", "experimental_attention_variant"}
 FULL = {"recompute_granularity": "full"}
 
 
@@ -91,6 +102,7 @@ FULL = {"recompute_granularity": "full"}
         ("sinks and scalars", "tp2 pp2"),
         ("layers of one part", "tp2 pp2"),
         ("gated attention", "tp2 pp2"),
+        ("gated delta nets", "tp2 pp2"),
     ],
 )
 def test_parameters_are_those_of_the_stages(model, layout):
@@ -126,12 +138,8 @@ def test_recipes_have_the_published_number_of_parameters(recipe, count):
     ("model", "dropout"),
     [
         ("gpt", 0.1),
-        # The backward of attention in blocks, with soft caps or sinks, computes the scores again.
-        *(
-            (name, 0.0)
-            for name, flags in MODELS.items()
-            if flags.keys().isdisjoint({"attn_logit_softcapping", "softmax_type"})
-        ),
+        # The backward of attention in blocks, with soft caps or sinks, and of the delta rule computes parts of the forward again.
+        *((name, 0.0) for name, flags in MODELS.items() if not COMPUTED_AGAIN & flags.keys()),
     ],
 )
 def test_flops_are_torchs(model, dropout):
@@ -299,6 +307,7 @@ def test_parameter_flops_reproduce_the_tables():
         ("gpt", "cp2 tp2 pp2 sequence allgather bf16"),
         ("qwen3", "tp2 pp2 zero"),
         ("norms after", "tp2 pp2 sequence full"),
+        ("gated delta nets", "tp2 cp2 sequence"),
         ("qwen3", "tp2 pp2 sequence blocks"),
         ("layers of one part", "tp2 pp2 sequence"),
     ],
@@ -372,6 +381,8 @@ def test_keys_that_ranks_pass_are_those_that_queries_see(s, ranks, window):
         ("norms around and soft caps", "selective"),
         ("one norm", "tp2 sequence"),
         ("gated attention", "tp2 selective"),
+        ("gated delta nets", "tp2 sequence"),
+        ("gated delta nets", "cp2 selective"),
         ("geglu", "tp2 sequence"),
         ("exact gelu", "tp2 bf16"),
         ("squared relu", "tp2 sequence"),

@@ -17,8 +17,10 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.layout_check.check import NO_FILES, Files, Report, Tools, check_layout
 from fugaku_megatron.layout_check.points import BACKWARD, CHECKPOINT, FORWARD, REDUCED, USED, Point
+from fugaku_megatron.layout_check.shrink import shrink
 from fugaku_megatron.nn import blocks, layers, model, router, sequence_ranks
 from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
+from fugaku_megatron.nn.ops import loss
 from fugaku_megatron.optim import buckets
 from fugaku_megatron.run import check_layout as check_layout_module
 from fugaku_megatron.run.check_layout import connect, differing_libraries, small_ops
@@ -54,6 +56,15 @@ CLEAN = {
     "cp2 tp2 sequence": UNTIED,
     "pp2 interleaved": {},
     "pp2 tp2 sequence": {"layer_types": "-,*,*-,*"},
+    "tp2 cp2": {
+        **UNTIED,
+        "experimental_attention_variant": "gdn",
+        "linear_attention_freq": "2",
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "pp2 zbv": {"norm_placement": "post", "disable_bias_linear": True},
     "tp2 pp2": LORA,
     "tp2 bf16": EIGHT,
@@ -187,6 +198,16 @@ def altered_checkpoint(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(trainer, "write_shards", altered)
 
 
+def native_loss_twice(patch: pytest.MonkeyPatch) -> None:
+    """Double the gradient of the C++ kernels' loss on every rank."""
+    original = loss._block_loss
+
+    def block_loss(kernels, logits, labels, call, factor, dlogits):
+        return original(kernels, logits, labels, call, 2 * factor, dlogits)
+
+    patch.setattr(loss, "_block_loss", block_loss)
+
+
 def left_out_layer(patch: pytest.MonkeyPatch) -> None:
     original = model.Chunk.run_layers
 
@@ -267,6 +288,11 @@ MISTAKES = (
         "pp2",
         (USED, "decoder.layers.1.input_layernorm", "no rank has all of its 32 elements"),
     ),
+    Mistake(
+        native_loss_twice,
+        "tp2",
+        (BACKWARD, "decoder.final_layernorm", "the loss, which agrees", "all-reduce over the"),
+    ),
     Mistake(altered_checkpoint, "dp2", (CHECKPOINT, "exp_avg/", "on rank 0:")),
 )
 
@@ -279,6 +305,13 @@ def test_a_mistake_is_found_and_named(mistake, monkeypatch):
     assert line.startswith(f"first difference: {mistake.words[0]} of "), line
     assert all(words in line for words in mistake.words), line
     assert report.lines.count("in FP32:") == 1 and len(report.lines) < 20
+
+
+@pytest.mark.parametrize("chosen, kept", [(2, 4), (3, 8), (5, 16)])
+def test_a_small_router_still_chooses(chosen, kept):
+    """With two experts of which each token has two, a balancing loss has no gradient but rounding errors."""
+    run, ranks = lay_out("tp2", {**EXPERTS, "num_experts": 16, "moe_router_topk": chosen})
+    assert shrink(run, Layout.from_run(run, ranks)).run.model.num_experts == kept
 
 
 def test_a_rank_with_another_library_is_named(monkeypatch):

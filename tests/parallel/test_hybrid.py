@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fugaku_megatron.api.config import Config
+from fugaku_megatron.cli import program
 from fugaku_megatron.cli.arguments import make_run, model_flags, parse
 from fugaku_megatron.config.hybrid import parse_pattern
 from fugaku_megatron.config.layout import Layout
@@ -86,6 +87,14 @@ def test_segments_are_the_layers_of_virtual_stages():
         ).run
         placement = Layout.from_run(run, 2).placement
         assert accounting.virtual_stage_sizes(run, placement) == sizes
+
+
+def test_a_recipe_with_gated_delta_nets_is_planned(capsys):
+    words = (
+        "--recipe qwen3.6-35b-a3b --mock-data --bf16 --recompute-granularity selective --dry-run"
+    )
+    assert program.main(["train", *words.split()]) == 0
+    assert "parameters 34660.6 M, of which a token meets 3455.0 M" in capsys.readouterr().out
 
 
 def test_borders_do_not_matter_to_one_stage():
@@ -207,7 +216,9 @@ def first_iteration(world, run):
 
 
 @pytest.mark.parametrize("pattern", ALONE)
-@pytest.mark.parametrize("layout", ["dp1", "tp2 sequence_parallel", "pp2", "full"])
+@pytest.mark.parametrize(
+    "layout", ["dp1", "tp2 sequence_parallel", "pp2", "pp2 zb-h1", "full", "cp2"]
+)
 def test_layers_of_one_part_are_those_of_plain_torch(pattern, layout):
     own = {"layer_types": ",".join(parse_pattern(pattern).layers), "num_layers": 2}
     experts = dict(num_experts=4, moe_router_topk=2, disable_bias_linear=True, swiglu=True)

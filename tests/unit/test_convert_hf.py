@@ -561,12 +561,6 @@ BAD_CONFIGS = [
     (
         "qwen2_moe",
         "model_type",
-        "gpt_oss",
-        "attention sinks, clamped gates and biases of experts, and MXFP4 weights",
-    ),
-    (
-        "qwen2_moe",
-        "model_type",
         "granitemoe",
         "model_type is 'granitemoe': this variant of experts is not supported; it can be",
     ),

@@ -61,11 +61,12 @@ class Program:
         self._caches = []
         gc.unfreeze()  # frozen objects are not listed
         for found in gc.get_objects():
-            if isinstance(found, FunctionType):
+            # By type: isinstance would ask proxies of torch for their class, which warns.
+            if type(found) is FunctionType:
                 code = found.__code__
                 key = (code.co_filename, code.co_qualname, code.co_firstlineno)
                 self._functions.setdefault(key, []).append(found)
-            elif isinstance(found, functools._lru_cache_wrapper):
+            elif _is_cache_of_the_package(found):
                 self._caches.append(found)
 
     def replace(self, name: str, changed: ast.Module | str) -> int:
@@ -91,6 +92,10 @@ class Program:
         for cache in self._caches:
             cache.cache_clear()
         return len(functions)
+
+
+def _is_cache_of_the_package(found: object) -> bool:
+    return type(found) is functools._lru_cache_wrapper and found.__module__.startswith(PACKAGE.name)
 
 
 def _original(path: str) -> CodeType:
