@@ -193,7 +193,7 @@ test-torch test-torch-full: setup $(STAMPS)/kernels $(STAMPS)/test-packages
 	@set -e; for version in $(OTHER_TORCH); do \
 	    folder=$$($(BIN)/python -m tools.other_torch $$version); \
 	    echo "torch $$version"; \
-	    PYTHONPATH=$$folder OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --best-target $(TORCH_TESTS); \
+	    PYTHONPATH=$$folder PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --best-target $(TORCH_TESTS); \
 	done
 
 docs: setup $(STAMPS)/test-packages
