@@ -16,8 +16,10 @@ FAULTS ?= 1000
 TARGET ?=
 # The oldest that pyproject.toml allows and the newest, next to the one of requirements.txt.
 OTHER_TORCH := 2.9.1 2.15.0
-# SHARE=1/3: of each test of `make test-full` every third case, from the second on.
-SHARE ?= 0/1
+# SHARE=1/3: of each test of `make test-full`, and of those of `make test` with MANY cases, every third case from the second on.
+# The commit chooses the third. SHARE=0/1: all cases.
+SHARE := $(or $(SHARE),$(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))/3)
+MANY := 8
 FAULTS_SHORT ?= 15
 FAULTS_SEED ?= 1
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
@@ -29,12 +31,13 @@ help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
 	@echo "             TRAIN_FLAGS='--train-iters 20' adds training flags)"
 	@echo "make check   set up, then lint, unit tests, kernels and a few parallel runs (under 4 minutes once set up)"
-	@echo "make test    set up, then lint and run all tests that need neither apt nor root (under 12 minutes with the set-up)"
+	@echo "make test    set up, then lint and run all tests that need neither apt nor root (under 12 minutes with the set-up);"
+	@echo "             of a test with $(MANY) cases or more a third, chosen by the commit (SHARE=0/1: all)"
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and this CPU's C++ kernels (MPI=system: the machine's own MPI)"
 	@echo "make kernels  compile the C++ kernels for all CPUs of this machine type (TARGET=avx512: for this row of TARGETS in setup.py alone)"
 	@echo "make docs    set up, then run every command of README.md and docs/, and the examples (5 minutes)"
 	@echo "make site    write the documentation site into site/; needs neither the kernels nor MPI (Python 3.11.5 or newer)"
-	@echo "make test-full     the long jobs and the combinations of layouts, schedules and flags that make test leaves out"
+	@echo "make test-full     the long jobs and the combinations of layouts, schedules and flags that make test leaves out (SHARE=0/1: all)"
 	@echo "make test-slow     the tests that install an environment of their own or need more packages (a real Slurm if it is installed)"
 	@echo "make test-openmpi  the tests of MPI jobs under Open MPI"
 	@echo "make test-torch    some tests with torch $(OTHER_TORCH) (x86-64); the first time downloads them into ~/.cache"
@@ -171,7 +174,7 @@ test: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI)
 	@$(MAKE) --no-print-directory tested
 
 tested: setup lint
-	$(PYTEST) --durations=30 -m "not (slow or docs or full or arm)"
+	$(PYTEST) --durations=30 --share $(SHARE) --share-from $(MANY) -m "not (slow or docs or full or arm)"
 
 test-full: setup $(STAMPS)/kernels $(STAMPS)/test-packages
 	$(PYTEST) --share $(SHARE) -m full

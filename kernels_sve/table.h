@@ -232,6 +232,63 @@ struct RotaryGradArgs {
   float *dq_weight, *dk_weight;
 };
 
+// delta_rule.h: tokens of a chunk, and from one saved state to the next.
+constexpr int64_t DELTA_CHUNK = 64, DELTA_SEGMENT = 256;
+
+// qkv (s, b, 2 groups d + heads dv), first the queries of all groups, then their keys, then the values; decay and beta (s, b, heads).
+// A group has heads / groups consecutive heads. starts (b, s): the token at which the document of each token begins, or null.
+// states (segments + 1, b, heads, d, dv): before each segment and after the last token.
+struct DeltaArgs {
+  int64_t s, b, groups, heads, d, dv;
+  const void* qkv;
+  const float *decay, *beta;
+  DType dtype;
+  const int32_t* starts = nullptr;
+  const float* states = nullptr;
+};
+
+// dstate (b, heads, d, dv): the gradient of the last state, which becomes that of the first.
+struct DeltaGradArgs {
+  const void* dout;
+  void* dqkv;
+  float *ddecay, *dbeta, *dstate;
+};
+
+// convolution.h: x (s, b, cols), tokens x_row elements apart, weight (cols, taps), earlier (taps - 1, b, cols) or null. starts as above;
+// the first document includes the earlier inputs.
+struct ConvolutionArgs {
+  int64_t s, b, cols, taps;
+  const void* x;
+  int64_t x_row;
+  const void *weight, *earlier;
+  DType dtype;
+  const int32_t* starts = nullptr;
+};
+
+// dweight is added to. dearlier may be null.
+struct ConvolutionGradArgs {
+  const void* dy;
+  void *dx, *dearlier;
+  float* dweight;
+};
+
+// gated_norm.h: x (rows, cols), a row of each of `heads` heads of a token; gate the same, with tokens gate_row elements apart.
+struct GatedNormArgs {
+  int64_t rows, heads, cols;
+  const void *x, *gate;
+  int64_t gate_row;
+  const void* weight;
+  float eps;
+  DType dtype;
+};
+
+// dx and dgate are contiguous, dweight is added to.
+struct GatedNormGradArgs {
+  const void* dy;
+  void *dx, *dgate;
+  float* dweight;
+};
+
 // Rows of logits whose column 0 is word first_row of the vocabulary. Each kernel uses the members it needs. z_loss: the loss has
 // z_loss (log sum exp)^2 added.
 struct CrossEntropyArgs {

@@ -49,6 +49,13 @@ def pytest_addoption(parser):
         metavar="N/M",
         help="of each test's cases only every M-th, from the N-th on (N from 0)",
     )
+    parser.addoption(
+        "--share-from",
+        type=int,
+        default=2,
+        metavar="CASES",
+        help="--share leaves out cases of tests that have at least so many",
+    )
 
 
 def share(text: str) -> tuple[int, int]:
@@ -111,13 +118,14 @@ class OneShare:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
         number, total = config.getoption("--share")
+        many = config.getoption("--share-from")
         cases = Counter(item.nodeid.partition("[")[0] for item in items)
         seen = Counter()
         kept = []
         left_out = []
         for item in items:
             test = item.nodeid.partition("[")[0]
-            period = min(total, cases[test])
+            period = min(total, cases[test]) if cases[test] >= many else 1
             is_kept = seen[test] % period == number % period
             (kept if is_kept else left_out).append(item)
             seen[test] += 1

@@ -34,11 +34,18 @@ def gpt2(n_layer: int = 3) -> torch.nn.Module:
     )
 
 
+OF_TEXT = (
+    "Gemma3",
+    "Qwen3_5",
+    "Qwen3_5Moe",
+)  # models with images, whose text model has a config of its own
+
+
 def decoder(kind: str, **changes):
     """Return a function that builds a small model of Llama's family: grouped heads, untied unless `changes` tie it."""
 
     def build() -> torch.nn.Module:
-        name = f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config"
+        name = f"{kind}TextConfig" if kind in OF_TEXT else f"{kind}Config"
         config = getattr(transformers, name)(
             **{
                 "vocab_size": VOCABULARY,
@@ -72,6 +79,19 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 FAST = {"rope_type": "default", "rope_theta": 5000.0}
 FULL = "full_attention"
 WINDOWED = "sliding_attention"
+LINEAR = "linear_attention"
+# The norm after a delta rule divides by the size of its result, which is near 0 where a query and a key nearly cancel: with
+# the usual epsilon the FP32 gradients of transformers differ from FP64 by 1e-4.
+DELTA_NET = {
+    "rms_norm_eps": 0.03,
+    "num_hidden_layers": 3,
+    "layer_types": [LINEAR, FULL, LINEAR],
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 MODELS = {
     "gpt2": gpt2,
     "llama": decoder("Llama", rope_parameters=LLAMA3, tie_word_embeddings=True),
@@ -193,6 +213,35 @@ MODELS = {
         layer_types=[WINDOWED, FULL, WINDOWED],
         logit_scale=0.25,
     ),
+    "gpt_oss": decoder(
+        "GptOss",
+        head_dim=16,
+        sliding_window=7,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        swiglu_limit=1.5,
+        rope_parameters={**YARN, "truncate": False, "rope_theta": 1000.0},
+    ),
+    "apertus": decoder("Apertus", rope_parameters=LLAMA3),
+    "qwen3_next": decoder(
+        "Qwen3Next",
+        **DELTA_NET,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=36,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_5": decoder("Qwen3_5", **DELTA_NET),
+    "qwen3_5_moe": decoder(
+        "Qwen3_5Moe",
+        **DELTA_NET,
+        intermediate_size=None,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=36,
+    ),
     "stablelm": decoder("StableLm", use_qkv_bias=True, partial_rotary_factor=0.5),
 }
 
@@ -268,6 +317,8 @@ W = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the gradient of every weight by its name in a file, where each expert's matrices are separate tensors."""
+    if model.config.model_type == "gpt_oss":  # stores them together
+        return {name: p.grad for name, p in model.named_parameters()}
     found = {}
     for name, p in model.named_parameters():
         prefix, kind = name.rsplit(".", 1)

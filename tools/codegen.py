@@ -132,6 +132,13 @@ def hot_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
             sums,
             fetch_steps,
         ),
+        Kernel(
+            "delta rule inner products",
+            r"delta_matmul\.h",
+            rf"delta_tile<{rows}, (true|false)>",
+            0.98,
+            sums,
+        ),
         # Tiles next to the diagonal have 8 or 16 sums, which wait for their own latency of 9 cycles.
         Kernel("attention inner products", "attention_tile.h", r"Singles", 0.95, 24),
     ]

@@ -83,7 +83,8 @@ class Step:
 
 
 class Trainer:
-    """A run on the ranks of `world`: alone, or one of those that mpiexec started, each with the same calls.
+    """A run on the ranks of `world`: alone, or one of those that mpiexec started, each with the
+    same calls.
 
     data: a prefix of .bin/.idx files, or what --data-path takes as a list: prefixes, or weights and
     prefixes in turn. Or documents: a sequence, or a map-style data set of torch, whose items are
@@ -99,8 +100,7 @@ class Trainer:
     does the same later.
 
     Raises ValueError, one line, for a config that does not fit these ranks, for data and
-    checkpoints that cannot be read, and for flags on which only the command acts. What its log
-    would note is a warning of the first rank.
+    checkpoints that cannot be read, and for flags on which only the command acts.
     """
 
     def __init__(
@@ -538,9 +538,10 @@ class Trainer:
     ) -> None:
         """Resume from the latest checkpoint in a directory or from `ckpt_step`, or start from weights. Collective.
 
-        A checkpoint of this program may have any layout, and restores optimizer, schedules and data position too; directories of
-        Hugging Face or Megatron-LM and converted checkpoints have weights alone. In a run of adapters, a checkpoint of adapters
-        is loaded with its model, or with pretrained_checkpoint; a model starts new adapters.
+        A checkpoint of this program may have any layout, and restores optimizer, schedules and data position too, as a run of
+        Megatron-LM in the format torch_dist does; its other directories, Hugging Face's and converted checkpoints have weights
+        alone. In a run of adapters, a checkpoint of adapters is loaded with its model, or with pretrained_checkpoint; a model
+        starts new adapters.
         weights_only: load nothing but weights, as with finetune in the config.
         Raise ValueError on every rank for files that are missing, damaged or of another architecture.
         """

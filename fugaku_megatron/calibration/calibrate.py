@@ -89,8 +89,8 @@ class Messages:
 class NetworkRates(NamedTuple):
     """Measured communication.
 
-    inside, between: messages within a node and between nodes; None for one rank, whose messages are copies in memory
-    reduce_gbs: see `all_reduce_gbs`
+    inside, between: messages within a node and between nodes; None for one rank, whose messages are
+        copies in memory
     """
 
     inside: Messages | None = None

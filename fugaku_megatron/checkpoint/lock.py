@@ -169,7 +169,6 @@ class Lock:
                 self._remove_if_dead()
 
     def _remove_if_dead(self) -> None:
-        """Remove a dead job's lock."""
         if not stat.S_ISREG(self.path.lstat().st_mode):
             raise ValueError(
                 f"--save {self.path.parent}: {LOCK} in it is not a regular file: remove it, or pass another --save"

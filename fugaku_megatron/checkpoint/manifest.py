@@ -115,6 +115,13 @@ def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, i
     return (directory, iteration) if any(path.glob(f"iter_*/{MANIFEST}")) else None
 
 
+def holds_megatron(directory: str) -> bool:
+    """Return True for a directory that Megatron-LM's --save wrote, without a checkpoint of this program."""
+    path = Path(directory)
+    found = any(any(path.glob(f"*/{name}")) for name in MEGATRON_FILES)
+    return found and own_checkpoint(directory) is None
+
+
 def list_iterations(directory: Directory, after: int = -1) -> list[int]:
     """Return iterations above `after`, ascending, with a readable manifest and the recorded file
     sizes.

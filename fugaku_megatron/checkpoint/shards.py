@@ -283,7 +283,6 @@ class Search:
         return self._found.get(shard.key) or self._found.get(shard.alias or "")
 
     def plan(self, path: Path) -> dict[str, list[tuple[Shard, Source]]]:
-        """Return the copies by file name."""
         plan: dict[str, list[tuple[Shard, Source]]] = {}
         for shard in self.shards:
             for source in self._checked(shard, path).sources:

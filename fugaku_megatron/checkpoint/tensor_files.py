@@ -110,7 +110,6 @@ def _write(file: Any, data: memoryview, checksums: BlockChecksums) -> None:
 
 
 def copy_verified(source: Path, entry: Entry, path: Path) -> None:
-    """Copy and verify a file."""
     try:
         with BlockFile(source, entry) as original, open(path, "wb", buffering=0) as file:
             for index in range(-(-entry["size"] // original.block_size)):
@@ -188,6 +187,23 @@ class BlockFile:
                 f"{self.path} has CRC-32 {actual} in its bytes {first} to {first + len(data)}, the manifest "
                 f"says {expected}: its contents were altered"
             )
+
+
+@dataclass
+class PlainFile:
+    """A file without checksums, read by range."""
+
+    path: Path
+    size: int
+
+    def read(self, start: int, end: int) -> bytearray:
+        data = bytearray(end - start)
+        self.read_into(memoryview(data), start)
+        return data
+
+    def read_into(self, data: memoryview, start: int) -> None:
+        with open(self.path, "rb", buffering=0) as file:
+            read_into(data, file, start)
 
 
 def read_into(data: memoryview, file: Any, start: int) -> None:

@@ -161,7 +161,6 @@ def _files(path: Path, head: Manifest, problems: list[str]) -> Iterator[tuple[st
 
 
 def check_file(path: Path, entry: Entry) -> list[str]:
-    """Verify every block, and the header against the records; return problems."""
     try:
         check_size(path, entry)
         with BlockFile(path, entry) as file:

@@ -32,6 +32,7 @@ from ..config.no_effect import no_effect_notes
 from ..config.pipeline_layout import PipelineLayoutFields, with_stages
 from ..config.recipes import RECIPES
 from ..config.run_config import GROUP_OF, GROUPS, RunConfig
+from .otel_variables import with_otel_variables
 from .parser import Parser, add_field, nearest
 from .yaml_flags import complete_from_yaml
 
@@ -317,9 +318,11 @@ def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) 
         flags.world_size is None or flags.world_size > 0,
         f"--world-size is {flags.world_size}: pass a number above 0",
     )
-    run, notes = checked_run(flags.recipe, flags.fields, passed)
+    fields, variable_notes = with_otel_variables(flags.fields)
+    run, notes = checked_run(flags.recipe, fields, passed)
     check_other_flags(values, run)
-    return Arguments(**{**vars(flags), "notes": flags.notes + notes}, run=run)
+    notes = flags.notes + variable_notes + notes
+    return Arguments(**{**vars(flags), "fields": fields, "notes": notes}, run=run)
 
 
 def check_other_flags(values: Mapping[str, Any], run: RunConfig) -> None:
@@ -389,7 +392,6 @@ def field_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(declared: Declaration, name: str, given: Any) -> Any:
-    """Convert a path to str, a list to a tuple, numpy numbers to Python's, and check the type."""
     plain = _plain(given)
     if declared.nargs == "+" and isinstance(plain, str):
         plain = (plain,)

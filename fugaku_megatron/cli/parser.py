@@ -37,7 +37,6 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 def add_field(group: argparse._ActionsContainer, declared: Declaration) -> None:
-    """Add a field's flags. A flag that is not passed leaves no attribute."""
     help = declared.help
     default = declared.default
     if default not in (MISSING, None, ()) and declared.kind is not bool:

@@ -138,7 +138,6 @@ def guarded(program: str, work: Callable[[], int]) -> int:
 
 
 def _message(error: ValueError) -> str:
-    """Return one line; several refused flags are counted, then listed one a line."""
     mistakes = error.lines if isinstance(error, Refused) else (str(error),)
     lines = [" ".join(line.split()) for line in mistakes]
     if len(lines) == 1:

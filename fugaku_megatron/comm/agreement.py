@@ -10,7 +10,7 @@ import errno
 import pickle
 import platform
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -201,11 +201,17 @@ def differing(comm: Comm, values: Mapping[str, Any]) -> str | None:
     if _equal(comm, values):
         return None
     name = next(name for name, value in values.items() if not _equal(comm, value))
-    found: dict[str, list[int]] = {}
-    for rank, value in enumerate(comm.all_gather_object(values[name])):
-        found.setdefault(str(value), []).append(rank)
+    found = ranks_by_value(comm.all_gather_object(values[name]))
     shown = [f"{value:.60} on {_format_ranks(ranks)}" for value, ranks in [*found.items()][:3]]
     return f"{name} is {', '.join(shown)}"
+
+
+def ranks_by_value(values: Iterable[Any]) -> dict[str, list[int]]:
+    """Return value as text -> ranks with it. values: of each rank, in order"""
+    found: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(str(value), []).append(rank)
+    return found
 
 
 def _equal(comm: Comm, value: Any) -> bool:

@@ -113,8 +113,7 @@ class Comm(Protocol):
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Handle: ...
 
-    def barrier(self) -> None:
-        """Return when every rank has entered."""
+    def barrier(self) -> None: ...
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """Return `root`'s picklable object on every rank. For set-up, not for the step."""

@@ -40,7 +40,6 @@ ABORT_SECONDS = 5
 
 
 def mpi_world(waits: Callable[[bool], Any] = bool) -> MPIComm:
-    """Initialise MPI on the engine's thread and return MPI_COMM_WORLD."""
     level = os.environ.get(THREAD_LEVEL_VARIABLE, "serialized").lower()
     if level not in THREAD_LEVELS[1:]:
         raise ValueError(

@@ -109,8 +109,9 @@ class ExpertFields:
         if self.num_experts is None:
             return
         check(
-            not bias,
-            "--num-experts supports only experts without biases: pass --disable-bias-linear",
+            not bias or self.moe_shared_expert_intermediate_size is None,
+            f"--moe-shared-expert-intermediate-size {self.moe_shared_expert_intermediate_size} is computed "
+            "without biases: pass --disable-bias-linear as well",
         )
         scored = (
             self.moe_router_score_function == SIGMOID

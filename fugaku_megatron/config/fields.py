@@ -157,6 +157,8 @@ def flag(name: str) -> str:
 def flag_words(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [flag(name) if value else flag("no_" + name)]
+    if isinstance(value, str) and value.startswith("-"):
+        return [f"{flag(name)}={value}"]  # which argparse takes for a flag otherwise
     values = value if isinstance(value, tuple) else (value,)
     return [flag(name), *map(str, values)]
 

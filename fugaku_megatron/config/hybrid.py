@@ -8,30 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from .fields import check, flag, optional
-from .layer_kinds import layer_pattern
+from .layer_kinds import EXPERTS_SYMBOL, GATED_DELTA_NET, MIXERS, MLP_SYMBOLS, layer_pattern
 from .model import ModelConfig
 from .pipeline_layout import stage_fields
 
-ATTENTION = "*"
-EXPERTS = "E"
-MLPS = ("-", EXPERTS)
 BORDER = "|"
 UNSUPPORTED = {
     "M": "a Mamba-2 layer",
-    "G": "a Gated Delta Network layer",
     "D": "a layer of DeepSeek Sparse Attention",
     "+": "a layer of multi-latent attention",
     "/": "the begin of layers that predict several tokens",
 }
-# Fields in symbols.
-_COUNTS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+# Field with a number of symbols -> counted from the last one.
+_COUNTS = {"decoder_first_pipeline_num_layers": False, "decoder_last_pipeline_num_layers": True}
 # Field with an entry for each symbol, or a number N -> entry of every Nth symbol, the opposite of the others.
-_PER_SYMBOL = {"window_attn_skip_freq": False, "no_rope_freq": True}
+PER_SYMBOL = {"window_attn_skip_freq": False, "no_rope_freq": True}
 # Fields that the pattern replaces.
 _BY_PATTERN = (
+    "layer_types",
     "moe_layer_freq",
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
@@ -43,57 +41,49 @@ class HybridFields:
     """Flags of a HybridModel, which set fields of the model and the layout."""
 
     hybrid_layer_pattern: str | None = optional(
-        "the layers in place of --num-layers, as in Megatron-LM's HybridModel: * attention and - MLP or E experts after it, "
-        "| between stages, such as '*-*-|*E*E'",
+        "the layers in place of --num-layers, as in Megatron-LM's HybridModel: * attention, - an MLP, E experts, "
+        "| between stages, G a gated delta net, such as '*-*-|*E*E'; an attention and the MLP or experts after it are one layer here",
         aliases=("--hybrid-override-pattern",),
     )
 
 
 class Pattern(NamedTuple):
-    """A parsed pattern. experts: True for each layer with experts. stages: layers of each segment"""
+    """A parsed pattern. layers: symbols of each layer. stages: layers of each segment"""
 
-    experts: tuple[bool, ...]
+    layers: tuple[str, ...]
     stages: tuple[int, ...]
+
+    @property
+    def symbols(self) -> int:
+        return sum(map(len, self.layers))
 
 
 def parse_pattern(text: str) -> Pattern:
-    """Raise ValueError, one line with the position, for a pattern that no GPT equals."""
-    experts: list[bool] = []
+    """Cut a pattern into layers. Raises ValueError, one line with the position, for an unknown symbol."""
+    mixers = [row.symbol for row in MIXERS.values()]
+    layers: list[str] = []
     stages = [0]
     before = ""
     for position, symbol in enumerate(f"{text}{BORDER}", 1):
-        _check_symbol(text, position, symbol)
         place = f"--hybrid-layer-pattern {text!r:.80}: {symbol} at position {position}"
-        if before == ATTENTION:
-            check(
-                symbol in MLPS,
-                f"--hybrid-layer-pattern {text!r:.80}: * at position {position - 1} has no - or E after it, and "
-                "a layer here has both: add one",
-            )
-            experts.append(symbol == EXPERTS)
-            stages[-1] += 1
-        elif symbol == BORDER:
+        if symbol == BORDER:
             check(stages[-1] > 0, f"{place} ends a stage without layers: add some")
             stages.append(0)
+        elif symbol in MLP_SYMBOLS and before in mixers:
+            layers[-1] += symbol
         else:
             check(
-                symbol == ATTENTION,
-                f"{place} has no * before it, and a layer here has both: add it",
+                symbol not in UNSUPPORTED,
+                f"{place} is {UNSUPPORTED.get(symbol)}, which is not supported: *, G, -, E and | are",
             )
+            check(
+                symbol in (*mixers, *MLP_SYMBOLS),
+                f"{place} is no layer: * is attention, G a gated delta net, - an MLP, E experts, | the border of a stage",
+            )
+            layers.append(symbol)
+            stages[-1] += 1
         before = symbol
-    return Pattern(tuple(experts), tuple(stages[:-1]))
-
-
-def _check_symbol(text: str, position: int, symbol: str) -> None:
-    place = f"--hybrid-layer-pattern {text!r:.80}: {symbol} at position {position}"
-    check(
-        symbol not in UNSUPPORTED,
-        f"{place} is {UNSUPPORTED.get(symbol)}, which is not supported: *, -, E and | are",
-    )
-    check(
-        symbol in (ATTENTION, *MLPS, BORDER),
-        f"{place} is no layer: * is attention, - an MLP, E experts, | the border of a stage",
-    )
+    return Pattern(tuple(layers), tuple(stages[:-1]))
 
 
 def with_layers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,38 +102,57 @@ def with_layers(values: Mapping[str, Any]) -> dict[str, Any]:
             fields.get(name) is None,
             f"{flag(name)} {fields.get(name)} and --hybrid-layer-pattern {text!r:.80} exclude each other: the pattern says it",
         )
-    fields["num_layers"] = len(pattern.experts)
-    fields["moe_layer_freq"] = str([*map(int, pattern.experts)])
-    if all(pattern.experts) or not any(pattern.experts):
-        fields["moe_layer_freq"] = "1"
-    if not any(pattern.experts):
+    fields["num_layers"] = len(pattern.layers)
+    fields |= _layer_types(pattern)
+    if EXPERTS_SYMBOL not in text:
         fields["num_experts"] = None
-    fields |= _of_attention(fields, 2 * len(pattern.experts))
+    fields |= _by_layer(fields, pattern)
     if len(pattern.stages) > 1:
         place = f"--hybrid-layer-pattern {text!r:.80}"
         fields |= stage_fields(place, pattern.stages, fields.get("pipeline_model_parallel_size"))
     return fields
 
 
-def _of_attention(fields: Mapping[str, Any], symbols: int) -> dict[str, Any]:
-    """Return the fields that count every symbol, as in Megatron-LM, counted by attentions, which are every other symbol."""
+def _layer_types(pattern: Pattern) -> dict[str, str | None]:
+    """Return --layer-types, or the flags that layers with a mixer and an MLP each have in its place."""
+    if any(len(layer) == 1 for layer in pattern.layers):
+        return {"layer_types": ",".join(pattern.layers), "moe_layer_freq": "1"}
+    experts = [EXPERTS_SYMBOL in layer for layer in pattern.layers]
+    freq = "1"
+    if any(experts) and not all(experts):
+        freq = str([*map(int, experts)])
+    found: dict[str, str | None] = {"layer_types": None, "moe_layer_freq": freq}
+    delta = [int(layer[0] == MIXERS[GATED_DELTA_NET].symbol) for layer in pattern.layers]
+    if any(delta):
+        found["experimental_attention_variant"] = GATED_DELTA_NET
+        found["linear_attention_freq"] = f"[{','.join(map(str, delta))}]"
+    return found
+
+
+def _by_layer(fields: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
+    """Return the fields that count symbols, as in Megatron-LM, counted by layers: an entry is that of the first symbol."""
     found: dict[str, Any] = {}
-    for name, of_every_nth in _PER_SYMBOL.items():
+    ends = [*accumulate(map(len, pattern.layers))]
+    firsts = [0, *ends[:-1]]
+    symbols = pattern.symbols
+    for name, of_every_nth in PER_SYMBOL.items():
         if fields.get(name) is not None:
             each = layer_pattern(name, fields[name], symbols)
             if isinstance(each, int):
                 each = tuple((place % each == 0) == of_every_nth for place in range(1, symbols + 1))
-            found[name] = str([*map(int, each[::2])])
-    for name in _COUNTS:
+            found[name] = str([int(each[first]) for first in firsts])
+    for name, from_last in _COUNTS.items():
         if fields.get(name) is not None:
+            borders = [symbols - first for first in reversed(firsts)] if from_last else ends
             check(
-                fields[name] % 2 == 0,
-                f"{flag(name)} {fields[name]} counts the symbols of --hybrid-layer-pattern, of which two are a layer here: "
-                "pass an even number",
+                fields[name] in borders,
+                f"{flag(name)} {fields[name]} counts the symbols of --hybrid-layer-pattern and cuts a layer here, an attention "
+                "and its MLP: pass a number that does not",
             )
-            found[name] = fields[name] // 2
-    if len(fields.get("cp_comm_type") or ()) == symbols:
-        found["cp_comm_type"] = fields["cp_comm_type"][::2]
+            found[name] = 1 + borders.index(fields[name])
+    types = fields.get("cp_comm_type") or ()
+    if len(types) == symbols:
+        found["cp_comm_type"] = tuple(types[first] for first in firsts)
     return found
 
 
@@ -153,16 +162,16 @@ def hybrid_notes(values: Mapping[str, Any], model: ModelConfig) -> list[str]:
     if text is None:
         return []
     check(
-        EXPERTS not in text or model.num_experts is not None,
+        EXPERTS_SYMBOL not in text or model.num_experts is not None,
         f"--hybrid-layer-pattern {text!r:.80} has E, a layer with experts: pass --num-experts, or - in its place",
     )
     notes = []
     layers = values.get("num_layers")
     if layers not in (None, model.num_layers):
         notes.append(
-            f"--num-layers {layers} has no effect: --hybrid-layer-pattern {text!r:.80} has {model.num_layers} pairs of an "
-            "attention and an MLP, which are the layers here"
+            f"--num-layers {layers} has no effect: --hybrid-layer-pattern {text!r:.80} has {model.num_layers} layers here, of "
+            "which an attention and the MLP after it are one"
         )
-    if EXPERTS not in text and values.get("num_experts"):
+    if EXPERTS_SYMBOL not in text and values.get("num_experts"):
         notes.append(f"--num-experts has no effect: --hybrid-layer-pattern {text!r:.80} has no E")
     return notes

@@ -4,11 +4,38 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .fields import check, flag
 
 MAX_PATTERN = 4096  # layers
+
+ATTENTION = "attention"
+GATED_DELTA_NET = "gated_delta_net"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerPart:
+    """A part of a layer that mixes tokens of a sequence.
+
+    layer: "module:class" with the module of a layer, built as `layer(name, layer number, context)`
+    symbol: letter in --hybrid-layer-pattern and --layer-types
+    """
+
+    layer: str
+    symbol: str
+
+
+MIXERS = {
+    ATTENTION: MixerPart(layer="fugaku_megatron.nn.blocks:SelfAttention", symbol="*"),
+    GATED_DELTA_NET: MixerPart(layer="fugaku_megatron.nn.delta_net:GatedDeltaNet", symbol="G"),
+}
+
+# Symbols of the MLPs of a layer.
+DENSE_SYMBOL = "-"
+EXPERTS_SYMBOL = "E"
+MLP_SYMBOLS = (DENSE_SYMBOL, EXPERTS_SYMBOL)
 
 # Keys of `ModelConfig.ropes`.
 GLOBAL = "global"
@@ -18,14 +45,39 @@ LOCAL = "local"
 class LayerKind(NamedTuple):
     """One layer of a model.
 
-    mlp: key in `ACTIVATIONS`, or MLP_OF_EXPERTS
+    mixer: key in `MIXERS`; None: the layer has an MLP alone
+    mlp: key in `ACTIVATIONS`, or MLP_OF_EXPERTS; None: the layer has a mixer alone
     window: tokens that a token attends to, including itself; None: all before it
     rope: key in `ModelConfig.ropes`; None: queries and keys are not rotated
     """
 
-    mlp: str
+    mixer: str | None
+    mlp: str | None
     window: int | None
     rope: str | None
+
+    @property
+    def parts(self) -> int:
+        """Modules whose output is added to the residual stream: the mixer and the MLP."""
+        return (self.mixer is not None) + (self.mlp is not None)
+
+
+def layer_symbols(text: str, layers: int) -> tuple[str, ...]:
+    """Return the symbols of each layer in --layer-types. Raises ValueError, one line."""
+    mixers = [row.symbol for row in MIXERS.values()]
+    known = {*mixers, *MLP_SYMBOLS, *(mixer + mlp for mixer in mixers for mlp in MLP_SYMBOLS)}
+    found = tuple(text.split(","))
+    wrong = [symbols for symbols in found if symbols not in known]
+    check(
+        not wrong,
+        f"--layer-types {text!r:.60} has {(wrong or [''])[0]!r:.20}: pass {' or '.join(mixers)}, - or E, or "
+        "one of each, for every layer, separated by commas",
+    )
+    check(
+        len(found) == layers,
+        f"--layer-types {text!r:.60} has {len(found)} layers, and --num-layers is {layers}: change one",
+    )
+    return found
 
 
 def layer_pattern(name: str, text: str, layers: int) -> int | tuple[bool, ...]:

@@ -107,6 +107,8 @@ class Layout:
             divided["moe-shared-expert-intermediate-size"] = shared
         if model.group_query_attention:
             divided["num-query-groups"] = model.query_groups
+        if model.has_delta_nets:
+            divided["linear-num-key-heads"] = model.linear_num_key_heads
         for name, value in divided.items():
             check(
                 value % tp == 0,
@@ -207,6 +209,11 @@ def _check_context(run: RunConfig, cp: int, tp: int, shards: int) -> None:
     )
     if A2A in cp_comm_types(run):
         _check_heads(run, cp, tp)
+    check(
+        not model.has_delta_nets or model.linear_num_key_heads % (tp * cp) == 0,
+        f"--linear-num-key-heads {model.linear_num_key_heads} is not divisible by --tensor-model-parallel-size {tp} x "
+        f"--context-parallel-size {cp}, whose ranks exchange heads of gated delta nets: change one of them",
+    )
 
 
 def cp_comm_types(run: RunConfig) -> tuple[str, ...]:

@@ -110,7 +110,8 @@ class LoraConfig:
         return tuple(name.strip() for name in self.lora_target.split(","))
 
     def parts(self, linear: str, model: ModelConfig) -> tuple[str, ...]:
-        if not self.on:
+        """Return the adapted matrices of a linear layer, none for layers that cannot be adapted."""
+        if not self.on or linear not in MATRICES:
             return ()
         names = _NAMES if self.targets == (ALL_LINEAR,) else self.targets
         if linear in names:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import repeat
 from typing import Any, NamedTuple
 
+from .delta_net import DELTA_NET, DeltaNetFields
 from .experts import BALANCE, CAPACITY, EXPERTS, ExpertFields, experts_in
 from .fields import (
     FRACTION,
@@ -24,7 +25,18 @@ from .fields import (
     required,
     switch,
 )
-from .layer_kinds import GLOBAL, LOCAL, LayerKind, layer_pattern
+from .layer_kinds import (
+    ATTENTION,
+    EXPERTS_SYMBOL,
+    GATED_DELTA_NET,
+    GLOBAL,
+    LOCAL,
+    MIXERS,
+    MLP_SYMBOLS,
+    LayerKind,
+    layer_pattern,
+    layer_symbols,
+)
 from .rules import check_rules
 
 Q8_BLOCK = 64  # neighbouring input columns of a weight in eight bits that share a scale
@@ -90,21 +102,42 @@ class ActivationPart:
     gated: the first matmul has two outputs, gates and the values that they multiply
     kernel: name in the C++ kernels; None: torch computes the activation, also between C++ matmuls
     flag: field that selects the activation; None: --activation-func selects it by name
+    settings: fields whose values the functions take
+    parameters: scalars that each layer trains, and the value at which they start
     """
 
     functions: str
     gated: bool = False
     kernel: str | None = None
     flag: str | None = None
+    settings: tuple[str, ...] = ()
+    parameters: Mapping[str, float] = field(default_factory=dict)
+
+
+def inverse_softplus(x: float) -> float:
+    return math.log(math.expm1(x))
 
 
 _FUNCTIONS = "fugaku_megatron.nn.ops.activation"
+# xIELU's parameters and their softplus in the beginning (Huang and Schlag 2024, arXiv:2411.13010).
+XIELU = {"alpha_p": 0.8, "alpha_n": 0.3}
 ACTIVATIONS = {
     "swiglu": ActivationPart(
         functions=f"{_FUNCTIONS}:SWIGLU", gated=True, kernel="silu", flag="swiglu"
     ),
     "geglu": ActivationPart(
         functions=f"{_FUNCTIONS}:GEGLU", gated=True, kernel="gelu", flag="geglu"
+    ),
+    "quick_geglu": ActivationPart(
+        functions=f"{_FUNCTIONS}:QUICK_GEGLU",
+        gated=True,
+        flag="quick_geglu",
+        settings=("activation_func_clamp_value", "glu_linear_offset"),
+    ),
+    "xielu": ActivationPart(
+        functions=f"{_FUNCTIONS}:XIELU",
+        flag="xielu",
+        parameters={name: inverse_softplus(start) for name, start in XIELU.items()},
     ),
     "squared_relu": ActivationPart(
         functions=f"{_FUNCTIONS}:SQUARED_RELU", kernel="squared_relu", flag="squared_relu"
@@ -114,6 +147,11 @@ ACTIVATIONS = {
         functions=f"{_FUNCTIONS}:GELU_EXACT", kernel="gelu_exact", flag="no_bias_gelu_fusion"
     ),
 }
+
+# Values of --softmax-type.
+VANILLA = "vanilla"
+OFF_BY_ONE = "off-by-one"
+LEARNABLE = "learnable"
 
 MLP_OF_EXPERTS = "experts"  # in place of an activation, in a layer with experts
 
@@ -134,13 +172,17 @@ HEAD_MULTIPLE = 4  # the C++ attention kernels take head sizes that are a multip
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ExpertFields):
+class ModelConfig(ExpertFields, DeltaNetFields):
     """Architecture of the GPT, by default Megatron-LM's GPT-2."""
 
     # A field of type int with default None is computed from other fields, and never None afterwards.
 
     num_layers: int = required(
         "number of transformer layers", maximum=4096, aliases=("--encoder-num-layers",)
+    )
+    layer_types: str | None = optional(
+        "symbols of each layer, separated by commas: * an attention, - an MLP, E experts, or an attention and one of both, such as "
+        "'*,*-,-'; --hybrid-layer-pattern sets it (default: every layer has both, with experts by --moe-layer-freq)"
     )
     hidden_size: int = required("width h of the residual stream", maximum=2**20)
     num_attention_heads: int = required(
@@ -193,6 +235,17 @@ class ModelConfig(ExpertFields):
     geglu: bool = switch(
         "the MLP is W2 (gelu(Wg x) * (Wv x)) with the tanh form of the GELU; its default width is as with "
         "--swiglu"
+    )
+    quick_geglu: bool = switch(
+        "the MLP is W2 (g sigmoid(1.702 g) * (Wv x + --glu-linear-offset)), g = Wg x; its default width is "
+        "as with --swiglu"
+    )
+    glu_linear_offset: float = option(0.0, "see --quick-geglu", range=None)
+    activation_func_clamp_value: float | None = optional(
+        "limit of --quick-geglu: gates are at most this, values at most this in size"
+    )
+    xielu: bool = switch(
+        "the MLP is W2 xielu(W1 x), with two scalars that each layer trains, as in Apertus"
     )
     squared_relu: bool = switch("the MLP is W2 relu(W1 x)^2, instead of the GELU")
     activation_func: str | None = optional(
@@ -313,6 +366,12 @@ class ModelConfig(ExpertFields):
     parallel_shared_norm: bool = switch(
         "attention and the MLP of --parallel-residual read the same norm, as in Cohere's models"
     )
+    softmax_type: str = option(
+        VANILLA,
+        "denominator of attention's softmax: the sum over the keys, or 1 more (off-by-one), or exp of a score "
+        "more that each head trains (learnable), as in gpt-oss",
+        choices=(VANILLA, OFF_BY_ONE, LEARNABLE),
+    )
     embedding_multiplier: float = option(1.0, "multiply the word embeddings by this")
     residual_multiplier: float = option(
         1.0, "multiply the outputs of attention and the MLP by this"
@@ -350,6 +409,7 @@ class ModelConfig(ExpertFields):
         self._check_rotary()
         self._check_block()
         self._check_experts(self.num_layers, not self.disable_bias_linear)
+        self._check_delta_net(self.layer_types)
         self._check_layers()
 
     def _derive(self) -> None:
@@ -372,6 +432,10 @@ class ModelConfig(ExpertFields):
             object.__setattr__(self, "window_size", _window_size(self.window_size))
 
     def _check_activation(self) -> None:
+        check(
+            not self.xielu or self.num_experts is None,
+            "--xielu is for MLPs without experts: leave out --num-experts",
+        )
         name = self.activation_func
         if name is None:
             return
@@ -432,6 +496,22 @@ class ModelConfig(ExpertFields):
                 f"{flag(name)} {getattr(self, name)} needs rope: pass --position-embedding-type rope "
                 "as well",
             )
+        check(
+            self.layer_types is None or self.moe_layer_freq == "1",
+            f"--moe-layer-freq {self.moe_layer_freq} and --layer-types {self.layer_types!r:.60} exclude each other: E are the "
+            "layers with experts",
+        )
+        check(
+            self.layer_types is None
+            or (EXPERTS_SYMBOL in self.layer_types) == bool(self.num_experts),
+            f"--layer-types {self.layer_types!r:.60} and --num-experts {self.num_experts} contradict each other: E is a layer "
+            "with experts, - with another MLP",
+        )
+        check(
+            self.layer_types is None or not self.parallel_residual,
+            f"--parallel-residual needs an attention and an MLP in every layer, and --layer-types is {self.layer_types!r:.60}: "
+            "leave one out",
+        )
         without_rope = self.no_rope_freq or "1"
         if without_rope.strip().isdecimal():
             check(
@@ -492,11 +572,33 @@ class ModelConfig(ExpertFields):
 
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        return tuple(map(LayerKind, self._mlps, self._windows, self._ropes))
+        kinds = map(LayerKind, self._mixers, self._mlps, self._windows, self._ropes)
+        return tuple(
+            kind if kind.mixer == ATTENTION else kind._replace(window=None, rope=None)
+            for kind in kinds
+        )
 
     @cached_property
-    def _mlps(self) -> tuple[str, ...]:
+    def _symbols(self) -> tuple[str, ...] | None:
+        """Symbols of each layer, None without --layer-types."""
+        return (
+            None if self.layer_types is None else layer_symbols(self.layer_types, self.num_layers)
+        )
+
+    @cached_property
+    def _mixers(self) -> tuple[str | None, ...]:
+        if self._symbols is None:
+            delta = self.delta_layers(self.num_layers)
+            return tuple(GATED_DELTA_NET if layer else ATTENTION for layer in delta)
+        by_symbol = {row.symbol: name for name, row in MIXERS.items()}
+        return tuple(by_symbol.get(symbols[0]) for symbols in self._symbols)
+
+    @cached_property
+    def _mlps(self) -> tuple[str | None, ...]:
         dense = self.activation
+        if self._symbols is not None:
+            by_symbol = dict(zip(MLP_SYMBOLS, (dense, MLP_OF_EXPERTS), strict=True))
+            return tuple(by_symbol.get(symbols[-1]) for symbols in self._symbols)
         if not self.num_experts:
             return tuple(repeat(dense, self.num_layers))
         experts = experts_in(self.moe_layer_freq, self.num_layers)
@@ -526,6 +628,10 @@ class ModelConfig(ExpertFields):
         return tuple(ropes)
 
     @cached_property
+    def has_delta_nets(self) -> bool:
+        return any(kind.mixer == GATED_DELTA_NET for kind in self.layer_kinds)
+
+    @cached_property
     def norms_around(self) -> NormPlacement:
         return NORM_PLACEMENTS[self.norm_placement]
 
@@ -536,10 +642,15 @@ class ModelConfig(ExpertFields):
 
     @cached_property
     def layer_norms(self) -> int:
-        """Norms of h elements in a layer."""
+        """Norms of h elements in a layer with an attention and an MLP."""
         if self.parallel_shared_norm:
             return 1
         return 2 * sum(self.norms_around)
+
+    @cached_property
+    def residual_parts(self) -> int:
+        """Modules of all layers whose output is added to the residual stream."""
+        return sum(kind.parts for kind in self.layer_kinds)
 
     @cached_property
     def ropes(self) -> dict[str, ModelConfig]:
@@ -560,8 +671,8 @@ class ModelConfig(ExpertFields):
         return {GLOBAL: self, LOCAL: local}
 
     @cached_property
-    def mlps(self) -> tuple[str, ...]:
-        """Key in `ACTIVATIONS` for each layer, or MLP_OF_EXPERTS."""
+    def mlps(self) -> tuple[str | None, ...]:
+        """`LayerKind.mlp` of each layer."""
         return tuple(kind.mlp for kind in self.layer_kinds)
 
     @cached_property
@@ -627,9 +738,11 @@ class ModelConfig(ExpertFields):
             and ACTIVATIONS[self.activation].kernel is not None
             and plain
             and not capped
+            and self.softmax_type == VANILLA
             and self.num_experts is None
             and not self.qk_layernorm_all_heads
             and not self.attention_output_gate
+            and not self.has_delta_nets
         )
 
     @cached_property
@@ -653,7 +766,7 @@ class ModelConfig(ExpertFields):
 
     def uses_rotary(self, kind: LayerKind) -> bool:
         """Return True if a layer's queries and keys are rotated or normalised before attention."""
-        return kind.rope is not None or self.qk_layernorm
+        return kind.mixer == ATTENTION and (kind.rope is not None or self.qk_layernorm)
 
     @cached_property
     def masks_padding(self) -> bool:
@@ -723,6 +836,11 @@ BLOCK = (
     "swiglu",
     "geglu",
     "activation_func",
+    "quick_geglu",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
+    "xielu",
+    "softmax_type",
     "parallel_residual",
     "embedding_multiplier",
     "residual_multiplier",
@@ -747,8 +865,10 @@ BLOCK = (
     "window_size",
     "norm_placement",
     "parallel_shared_norm",
+    "layer_types",
     "window_attn_skip_freq",
     "no_rope_freq",
+    *DELTA_NET,
     *(name for name in EXPERTS if name not in (*BALANCE, *CAPACITY)),
 )
 

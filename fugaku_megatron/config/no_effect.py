@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..pipeline.schedule_names import AUTO
 from .data import TIKTOKEN
+from .delta_net import DELTA_SIZES
 from .experts import EXPERTS
 from .fields import flag
 from .model import ROPE, ROPE_SCALING, SCALINGS, YARN, YARN_SCALING
@@ -57,6 +58,8 @@ REQUIREMENTS = (
         ("bias_gelu_fusion", "openai_gelu"),
     ),
     _when_set("num_experts", *EXPERTS[1:]),
+    _when_set("experimental_attention_variant", "linear_attention_freq"),
+    Requirement("a gated delta net", lambda run: run.model.has_delta_nets, DELTA_SIZES),
     _when_set("moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
     _when_set("moe_expert_capacity_factor", "moe_token_drop_policy"),
     Requirement("--optimizer muon", lambda run: run.optimizer.muon, MUON_FLAGS),

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from .data import DataConfig
+from .layer_kinds import GATED_DELTA_NET
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
 from .output import OutputConfig
@@ -277,6 +278,60 @@ def qwen_3_30b_a3b() -> RunConfig:
     )
 
 
+_QWEN_36: dict[str, Any] = {
+    "vocab_size": 248320,
+    "seq_length": 4096,
+    "max_position_embeddings": 262144,
+    "kv_channels": 256,
+    "rotary_base": 1e7,
+    "rotary_percent": 0.25,
+    "layernorm_epsilon": 1e-6,
+    "apply_layernorm_1p": True,
+    "qk_layernorm": True,
+    "attention_output_gate": True,
+    "experimental_attention_variant": GATED_DELTA_NET,
+    "linear_attention_freq": "4",
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def qwen_36_27b() -> RunConfig:
+    """Qwen3.6 27B (Qwen/Qwen3.6-27B): 64 layers, h 5120, 3 of 4 a gated delta net of 48 heads, the others 24 heads in 4 groups."""
+    return _llama(
+        **_QWEN_36,
+        num_layers=64,
+        hidden_size=5120,
+        ffn_hidden_size=17408,
+        num_attention_heads=24,
+        num_query_groups=4,
+        linear_num_value_heads=48,
+        lr=1e-4,
+        global_batch_size=256,
+    )
+
+
+def qwen_36_35b_a3b() -> RunConfig:
+    """Qwen3.6 35B-A3B (Qwen/Qwen3.6-35B-A3B): 40 layers, h 2048, 3 of 4 a gated delta net of 32 heads, the others 16 heads in 2 groups.
+
+    A token has 8 of 256 experts of 512, and a shared one.
+    """
+    return _llama(
+        **_QWEN_36,
+        num_layers=40,
+        hidden_size=2048,
+        num_attention_heads=16,
+        num_query_groups=2,
+        num_experts=256,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=512,
+        moe_shared_expert_intermediate_size=512,
+        moe_shared_expert_gate=True,
+        moe_aux_loss_coeff=(1e-3,),
+        lr=1e-4,
+        global_batch_size=256,
+    )
+
+
 def olmoe() -> RunConfig:
     """OLMoE 1B-7B (allenai/OLMoE-1B-7B-0924): 16 layers, h 2048, 16 heads, 8 of 64 experts of 1024 for a token.
 
@@ -377,6 +432,8 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "tinyllama-1.1b": tinyllama_11b,
     "mistral-7b": mistral_7b,
     "qwen3-30b-a3b": qwen_3_30b_a3b,
+    "qwen3.6-27b": qwen_36_27b,
+    "qwen3.6-35b-a3b": qwen_36_35b_a3b,
     "olmoe": olmoe,
     "mixtral": mixtral_8x7b,
     "qwen2.5-0.5b-sft": _as_zephyr(qwen_25_05b),

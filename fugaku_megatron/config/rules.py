@@ -87,7 +87,9 @@ def _compared(
 # A group of RunConfig -> its rules. They are checked after the range of each field.
 RULES: dict[str, tuple[Rule, ...]] = {
     "model": (
-        one_of("swiglu", "geglu", "squared_relu", "activation_func"),
+        one_of("swiglu", "geglu", "quick_geglu", "xielu", "squared_relu", "activation_func"),
+        needs("glu_linear_offset", "quick_geglu", with_value=True),
+        needs("activation_func_clamp_value", "quick_geglu", with_value=True),
         needs("window_attn_skip_freq", "window_size"),
         needs("window_rotary_base", "window_size"),
         needs("parallel_shared_norm", "parallel_residual"),

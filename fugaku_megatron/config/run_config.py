@@ -206,6 +206,7 @@ class RunConfig:
         divided = (
             *((width, tp, of_tp) for width in (model.context_width, dense, shared)),
             (experts, etp, "--expert-tensor-parallel-size"),
+            (model.delta_values if model.has_delta_nets else None, tp, of_tp),
         )
         for width, ranks, name in divided:
             check(

@@ -10,18 +10,22 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..config.model import LEARNED, ROPE, SCALINGS, ModelConfig
+from ..nn.ops.activation import XIELU_BETA, XIELU_LIMIT
 from .rules import (
     ATTENTION_LAYERS,
     EXPERTS,
     FULL_ATTENTION,
     GLM_EXPERTS,
     HEADS,
+    LINEAR_LAYERS,
     LOGIT_SCALE,
     MULTIPLIED,
     MULTIPLIERS,
+    NAMED_ROTARY,
     NEW_FALCON,
     NO_DROPOUT,
     NO_ROPE_LAYERS,
+    NORMALISED_EXPERTS,
     QUERY_SCALE,
     ROTARY,
     SCALED_WORDS,
@@ -33,6 +37,7 @@ from .rules import (
     query_scale,
     rotary,
     rotary_by_layer,
+    rotary_of_text,
     rotates_windows_alone,
     scales_full_layers_alone,
     tied,
@@ -103,6 +108,52 @@ def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     return [ours[part // 2, part % 2]], tuple(ours.shape[2:])
 
 
+def interleaved(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
+    """Return gates and values in turn, (experts, h, 2 f) or (experts, 2 f), from ours (experts, 2, f, h) or (experts, 2, f)."""
+    theirs = ours.movedim(1, -1)  # (experts, f, h, 2) or (experts, f, 2)
+    if ours.dim() == 4:
+        theirs = theirs.transpose(1, 2)
+    return [theirs], (*theirs.shape[:-2], 2 * theirs.shape[-2])
+
+
+def transposed_experts(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
+    """Return (experts, f, h) from ours (experts, h, f)."""
+    theirs = ours.transpose(1, 2)
+    return [theirs], tuple(theirs.shape)
+
+
+def _key_heads(ours: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
+    """Return the queries, keys, values, and if present gates, strengths and decays, each (k, rows, ...) of k key heads."""
+    heads = ours.view(model.linear_num_key_heads, -1, *ours.shape[1:])
+    sizes = model.key_head_parts
+    if heads.shape[1] < sum(sizes):
+        sizes = sizes[:3]
+    parts: tuple[Tensor, ...] = heads.split(sizes, dim=1)
+    return parts
+
+
+def delta_projections(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
+    """Return Qwen3-Next's in_proj_qkvz, or in_proj_ba, both by key head."""
+    keys = model.linear_num_key_heads
+    heads = ours.view(keys, -1, *ours.shape[1:])
+    sizes = model.key_head_parts
+    theirs = heads.split((sum(sizes[:4]), sum(sizes[4:])), dim=1)[part]
+    return [theirs], (keys * theirs.shape[1], *ours.shape[1:])
+
+
+def delta_parts(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
+    """Return Qwen3.5's in_proj_qkv, all queries before all keys and values; in_proj_z, in_proj_b, or in_proj_a."""
+    queries, keys, values, *others = _key_heads(ours, model)
+    theirs = [queries, keys, values] if part == 0 else [others[part - 1]]
+    rows = sum(view.shape[0] * view.shape[1] for view in theirs)
+    return theirs, (rows, *ours.shape[1:])
+
+
+def delta_convolution(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
+    """Return conv1d (channels, 1, width), all queries before all keys and values."""
+    return list(_key_heads(ours, model)), (len(ours), 1, ours.shape[1])
+
+
 # Architectures -------------------------------------------------------------------------------------------------------------------
 
 REQUIRED = object()
@@ -144,6 +195,7 @@ class Architecture:
     own_head_size: the head size may differ from h / n
     also: further conditions
     defaults: their field -> transformers' default, if neither a field nor a rule has it
+    constants: stored numbers of each layer that the block computes with, by their name
     predicts_more_tokens: files may have multi-token-prediction layers behind the others, which are left out
     """
 
@@ -159,6 +211,7 @@ class Architecture:
     own_head_size: bool = True
     also: Callable[[ModelConfig], bool] = lambda model: True
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, float] = field(default_factory=dict)
     predicts_more_tokens: bool = False
 
     @property
@@ -168,6 +221,10 @@ class Architecture:
     @property
     def embedding(self) -> str:
         return f"{self.places[_WORDS].names[0]}.weight"
+
+    @property
+    def stores_single_experts(self) -> bool:
+        return any("{expert}" in place.names[0] for place in self.places.values())
 
     @property
     def without_head(self) -> str:
@@ -210,18 +267,24 @@ _PLAIN = {
     "attention_multiplier": None,
     "parallel_residual": False,
     "geglu": False,
+    "quick_geglu": False,
+    "xielu": False,
     "activation_func": None,
+    "softmax_type": "vanilla",
     "apply_layernorm_1p": False,
     "num_experts": None,
     "qk_layernorm": False,
     "qk_layernorm_all_heads": False,
     "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    "linear_attention_freq": None,
     "window_size": None,
     "window_attn_skip_freq": None,
     "window_rotary_base": None,
     "no_rope_freq": None,
     "norm_placement": "pre",
     "parallel_shared_norm": False,
+    "layer_types": None,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
@@ -910,6 +973,120 @@ GLM4_MOE = _decoder(
     also=has_glm_experts,
     predicts_more_tokens=True,
 )
+_DELTA_NET_FIELDS = tuple(
+    Field(name, name, default)
+    for name, default in (
+        ("linear_conv_kernel_dim", 4),
+        ("linear_key_head_dim", 128),
+        ("linear_value_head_dim", 128),
+        ("linear_num_key_heads", 16),
+        ("linear_num_value_heads", 32),
+    )
+)
+_DELTA_NET_BLOCK = {
+    "apply_layernorm_1p": True,
+    "qk_layernorm": True,
+    "attention_output_gate": True,
+}
+_DELTA_NET_FREE = ("rotary_percent", "experimental_attention_variant", "linear_attention_freq")
+_DELTA_NET_PLACES = _places(
+    "layers.{}.linear_attn.",
+    {
+        "self_attention.in_proj": Counterpart(("in_proj_qkvz", "in_proj_ba"), delta_projections),
+        "self_attention.conv1d": Counterpart(("conv1d",), delta_convolution),
+        "self_attention.dt_bias": "dt_bias",
+        "self_attention.A_log": "A_log",
+        "self_attention.out_norm": "norm",
+        "self_attention.out_proj": "out_proj",
+    },
+)
+_SHARED_WIDTH = Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512)
+QWEN3_NEXT = _decoder(
+    name="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "num_experts": 512,
+        "norm_topk_prob": True,
+    },
+    rules=(
+        HEADS,
+        rotary(0.25),
+        tied(False),
+        NO_DROPOUT,
+        LINEAR_LAYERS,
+        EXPERTS,
+        SPARSE_LAYERS,
+    ),
+    fields=(
+        *_DECODER_FIELDS,
+        _EPSILON,
+        _OF_A_TOKEN,
+        _OF_AN_EXPERT,
+        _SHARED_WIDTH,
+        *_DELTA_NET_FIELDS,
+    ),
+    only={"attention_bias": (False,)},
+    block={**_EXPERT_BLOCK, **_DELTA_NET_BLOCK, "moe_shared_expert_gate": True},
+    free=("num_experts", *_DELTA_NET_FREE),
+    places=_EXPERT_PLACES | _DELTA_NET_PLACES,
+    predicts_more_tokens=True,
+)
+_QWEN3_5_PLACES = _DELTA_NET_PLACES | _places(
+    "layers.{}.linear_attn.",
+    {
+        "self_attention.in_proj": Counterpart(
+            ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), delta_parts
+        )
+    },
+)
+_QWEN3_5_ONLY = {"attention_bias": (False,), "attn_output_gate": (True,)}
+QWEN3_5 = _decoder(
+    name="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    defaults={"num_key_value_heads": 4, "head_dim": 256},
+    rules=(HEADS, rotary_of_text(0.25), tied(False), NO_DROPOUT, LINEAR_LAYERS),
+    fields=(*_DECODER_FIELDS, _EPSILON, *_DELTA_NET_FIELDS),
+    only=_QWEN3_5_ONLY,
+    block=_DELTA_NET_BLOCK,
+    free=_DELTA_NET_FREE,
+    places=_DECODER_PLACES | _QWEN3_5_PLACES,
+    predicts_more_tokens=True,
+)
+QWEN3_5_MOE = _decoder(
+    name="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    defaults={"num_key_value_heads": 2, "head_dim": 256, "num_experts": 256},
+    rules=(
+        HEADS,
+        rotary_of_text(0.25),
+        tied(False),
+        NO_DROPOUT,
+        LINEAR_LAYERS,
+        NORMALISED_EXPERTS,
+    ),
+    fields=(
+        *_FIELDS,
+        Field("max_position_embeddings", "max_position_embeddings"),
+        _EPSILON,
+        Field("num_experts_per_tok", "moe_router_topk", 8),
+        Field("moe_intermediate_size", "moe_ffn_hidden_size", 512),
+        _SHARED_WIDTH,
+        *_DELTA_NET_FIELDS,
+    ),
+    only=_QWEN3_5_ONLY,
+    block={
+        **_EXPERT_BLOCK,
+        **_DELTA_NET_BLOCK,
+        "moe_shared_expert_gate": True,
+        "moe_router_pre_softmax": False,
+        "moe_layer_freq": "1",
+    },
+    free=("num_experts", *_DELTA_NET_FREE),
+    places=_EXPERT_PLACES | _QWEN3_5_PLACES,
+    predicts_more_tokens=True,
+)
 GRANITE_HYBRID = _decoder(
     name="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
@@ -935,6 +1112,112 @@ GRANITE_HYBRID = _decoder(
             "mlp.linear_fc2": "output_linear",
         },
     ),
+)
+
+GPT_OSS = _decoder(
+    name="GptOssForCausalLM",
+    model_type="gpt_oss",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    fields=(
+        *_DECODER_FIELDS,
+        _LARGER_EPSILON,
+        _OF_A_TOKEN,
+        Field("num_local_experts", "num_experts"),
+        Field("swiglu_limit", "activation_func_clamp_value", 7.0),
+    ),
+    rules=(
+        HEADS,
+        NAMED_ROTARY,
+        tied(False),
+        NO_DROPOUT,
+        windows_by_layer(128, every=2),
+    ),
+    only={"attention_bias": (True,), "swiglu_alpha": (1.702,)},
+    block={
+        **_EXPERT_BLOCK,
+        **_NO_SHARED,
+        "moe_router_pre_softmax": False,
+        "moe_layer_freq": "1",
+        "disable_bias_linear": False,
+        "swiglu": False,
+        "quick_geglu": True,
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+    },
+    free=("num_experts", "window_size", "window_attn_skip_freq"),
+    also=lambda model: (
+        model.moe_ffn_hidden_size == model.ffn_hidden_size
+        and model.activation_func_clamp_value is not None
+    ),
+    places=_DECODER_PLACES
+    | _places(
+        "layers.{}.",
+        {
+            "self_attention.core_attention.softmax_offset": "self_attn.sinks",
+            "mlp.router": "mlp.router",
+            "mlp.experts.linear_fc1.weight": Counterpart(
+                ("mlp.experts.gate_up_proj",), interleaved
+            ),
+            "mlp.experts.linear_fc1.bias": Counterpart(
+                ("mlp.experts.gate_up_proj_bias",), interleaved
+            ),
+            "mlp.experts.linear_fc2.weight": Counterpart(
+                ("mlp.experts.down_proj",), transposed_experts
+            ),
+            "mlp.experts.linear_fc2.bias": "mlp.experts.down_proj_bias",
+        },
+    ),
+)
+APERTUS = _decoder(
+    name="ApertusForCausalLM",
+    model_type="apertus",
+    defaults={
+        "rope_theta": 12000000.0,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    fields=(*_DECODER_FIELDS, _LARGER_EPSILON),
+    rules=(HEADS, NAMED_ROTARY, tied(False), NO_DROPOUT),
+    only={
+        "hidden_act": ("xielu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "post_norm": (False,),
+        "qk_norm": (True,),
+    },
+    block={"qk_layernorm": True, "swiglu": False, "squared_relu": False, "xielu": True},
+    places=_DECODER_PLACES
+    | _places(
+        "layers.{}.",
+        {
+            "input_layernorm": "attention_layernorm",
+            "pre_mlp_layernorm": "feedforward_layernorm",
+            "mlp.linear_fc1": "mlp.up_proj",
+            "mlp.activation.alpha_p": "mlp.act_fn.alpha_p",
+            "mlp.activation.alpha_n": "mlp.act_fn.alpha_n",
+        },
+    ),
+    constants={
+        "layers.{}.mlp.act_fn.beta": XIELU_BETA,
+        "layers.{}.mlp.act_fn.eps": XIELU_LIMIT,
+    },
 )
 
 ARCHITECTURES = [
@@ -966,17 +1249,28 @@ ARCHITECTURES = [
     GLM4,
     GLM4_MOE,
     GRANITE_HYBRID,
+    GPT_OSS,
+    APERTUS,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
 ]
 # What the block does not build -> model_types that are near to these.
 _NOT_SUPPORTED = {
     "a bias of the output layer is": ("phi",),
     "keys and values compressed into a latent vector (MLA) are": ("deepseek_v2", "deepseek_v3"),
-    "attention sinks, clamped gates and biases of experts, and MXFP4 weights, are": ("gpt_oss",),
     "this variant of experts is": ("phimoe", "granitemoe"),
     "positions as a slope of each head (ALiBi) are": ("bloom", "mpt"),
 }
 # model_type with a text_config -> text model types whose language model is converted; the other towers are left out.
-TEXT_OF = {"gemma3": ("gemma3_text",), "mistral3": ("mistral",)}
+TEXT_OF = {
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("mistral",),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
+}
+# model_type of files whose experts' weights may be MXFP4.
+PACKED = ("gpt_oss",)
 REFUSED = {
     kind: f"{what} not supported" for what, kinds in _NOT_SUPPORTED.items() for kind in kinds
 }

@@ -54,10 +54,23 @@ IGNORED = {
 }
 # model_type -> fields that this architecture alone does not read.
 IGNORED_OF = {
-    kind: ("sliding_window",)  # without use_sliding_window
-    for kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-} | {
+    **dict.fromkeys(
+        ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
+        ("sliding_window",),  # without use_sliding_window
+    ),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"),
+        (  # of layers that are left out with a note, and of the format of a state elsewhere
+            "mtp_num_hidden_layers",
+            "mtp_use_dedicated_embeddings",
+            "mamba_ssm_dtype",
+        ),
+    ),
     "glm4_moe": ("num_nextn_predict_layers",),  # layers that are left out with a note
+    "gpt_oss": (  # num_experts_per_tok and rope_scaling say the same
+        "experts_per_token",
+        "initial_context_length",
+    ),
     "granitemoehybrid": (  # without Mamba layers and experts
         "intermediate_size",
         "mamba_chunk_size",

@@ -59,11 +59,13 @@ def open_megatron(
     iteration: int | None,
     vocab_size: int | None,
     ignored: Collection[str] = (),
+    source: str = "--from-megatron",
 ) -> Weights:
     """Open the latest checkpoint in `directory`, or `iteration`.
 
     vocab_size: number of tokens, if the checkpoint does not state it
     ignored: saved arguments that do not change the model
+    source: flags before the directory in a message
 
     Raise ValueError, one line.
     """
@@ -81,7 +83,7 @@ def open_megatron(
         )
         return open_legacy(path, vocab_size, ignored)
     except ValueError as error:
-        raise ValueError(f"--from-megatron {directory}: {error}") from error
+        raise ValueError(f"{source} {directory}: {error}") from error
 
 
 def _iteration(directory: Path, iteration: int | None) -> Path:
@@ -203,11 +205,12 @@ def _abandoned(final: Path) -> list[Path]:
 
 
 TRANSFORMER_ENGINE = "transformer_engine"
+LEGACY_FORMAT = "torch"
 DIST_FORMAT = "torch_dist"
 COMMON_FILE = "file"
 # Flags of --to-megatron that belong to one --ckpt-format, and their defaults.
 OF_FORMAT: dict[str, dict[str, Any]] = {
-    "torch": {
+    LEGACY_FORMAT: {
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "expert_model_parallel_size": 1,
@@ -333,9 +336,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ckpt-format",
         choices=tuple(OF_FORMAT),
-        default="torch",
-        help="format of --to-megatron: torch is the legacy one, with a file per rank; torch_dist "
-        "loads into any layout of ranks (default: %(default)s)",
+        default=DIST_FORMAT,
+        help="format of --to-megatron: torch_dist loads into any layout of ranks; torch is the "
+        "legacy one, with a file per rank (default: %(default)s, as in Megatron-LM)",
     )
     parser.add_argument(
         "--hybrid-layer-pattern",

@@ -29,7 +29,7 @@ from ..data.library_tokenizers import (
 )
 from ..data.tokenizer import bytes_to_unicode
 from ..text.named_files import read_text
-from .hugging_face import read_json
+from .tensor_directory import read_json
 
 INEXACT = "--gguf-inexact-tokenizer"
 # kinds of tokens in llama.cpp

@@ -13,23 +13,14 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..checkpoint.tensor_files import (
-    DTYPES,
-    StoredTensor,
-    UnsupportedFormat,
-    as_bytes,
-    read_header,
-    read_into,
-    write_tensors,
-)
-from ..comm.agreement import describe
+from ..checkpoint.tensor_files import DTYPES, write_tensors
 from ..config.fields import check, check_type
 from ..config.model import MASKED, ModelConfig
 from ..config.model import architecture as shape_values
@@ -40,6 +31,7 @@ from .architectures import (
     ARCHITECTURES,
     ONLY,
     OUTPUT,
+    PACKED,
     REFUSED,
     REQUIRED,
     TEXT_OF,
@@ -49,98 +41,10 @@ from .architectures import (
     whole,
 )
 from .config_fields import check_fields
+from .mxfp4 import is_mxfp4, unpacked
 from .rules import FILE
+from .tensor_directory import INDEX, SAVE_AS, SINGLE, TensorDirectory, read_json
 from .weights import Weights, layer_of, place_of, shapes, widest
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-SAVE_AS = "save the model in F32, BF16 or F16"
-_PICKLED = ("*.bin", "*.pt", "*.pth")
-
-
-@dataclass
-class PlainFile:
-    """A file without checksums, as a `checkpoint.tensor_files.Readable`."""
-
-    path: Path
-    size: int
-
-    def read(self, start: int, end: int) -> bytearray:
-        data = bytearray(end - start)
-        self.read_into(memoryview(data), start)
-        return data
-
-    def read_into(self, data: memoryview, start: int) -> None:
-        with open(self.path, "rb", buffering=0) as file:
-            read_into(data, file, start)
-
-
-@dataclass(frozen=True)
-class TensorDirectory:
-    path: Path
-    tensors: dict[str, tuple[PlainFile, StoredTensor]]
-
-    @staticmethod
-    def open(path: Path) -> TensorDirectory:
-        """Read the headers. Raise ValueError for a missing, truncated or foreign file."""
-        if (path / INDEX).exists():
-            return TensorDirectory(path, _indexed(path, _weight_map(path / INDEX)))
-        pickled = [file.name for pattern in _PICKLED for file in sorted(path.glob(pattern))]
-        also = ""
-        if pickled:
-            also = f", but {pickled[0]}, which is pickled, may hold code and is not read: save the model as safetensors"
-        check((path / SINGLE).exists(), f"{path} holds neither {SINGLE} nor {INDEX}{also}")
-        return TensorDirectory(path, header(path / SINGLE))
-
-    def read(self, name: str) -> Tensor:
-        file, stored = self.tensors[name]
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        file.read_into(as_bytes(tensor), stored.start)
-        return tensor
-
-
-def read_json(path: Path) -> JsonObject:
-    """Read a JSON object. Raise ValueError, one line."""
-    check(path.is_file(), f"{path} is missing")
-    try:
-        contents: JsonObject = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {describe(error)}") from error
-    check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not an object")
-    return contents
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(
-        isinstance(file, str) and Path(file).name == file for file in names.values()
-    ):
-        raise ValueError(f"{index} has no weight_map of tensors and files in this directory")
-    return names
-
-
-def _indexed(path: Path, weight_map: dict[str, str]) -> dict[str, tuple[PlainFile, StoredTensor]]:
-    tensors: dict[str, tuple[PlainFile, StoredTensor]] = {}
-    for file in sorted(set(weight_map.values())):
-        check(
-            (path / file).is_file(),
-            f"{path / file} is missing, and {INDEX} names it: copy the whole directory again",
-        )
-        tensors |= header(path / file)
-    for name, file in weight_map.items():
-        check(
-            name in tensors,
-            f"{path / file} does not hold {name}, as {INDEX} says: copy the directory again",
-        )
-    return tensors
-
-
-def header(path: Path) -> dict[str, tuple[PlainFile, StoredTensor]]:
-    file = PlainFile(path, path.stat().st_size)
-    try:
-        return {name: (file, stored) for name, stored in read_header(file).items()}
-    except UnsupportedFormat as error:
-        raise ValueError(f"{error}: {SAVE_AS}") from error
 
 
 def write(
@@ -240,6 +144,15 @@ def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
     return found
 
 
+def constants(architecture: Architecture, model: ModelConfig) -> dict[str, float]:
+    """Return the stored constants of all layers by their names."""
+    return {
+        f"{architecture.prefix}{name.format(layer)}": value
+        for layer in range(model.num_layers)
+        for name, value in architecture.constants.items()
+    }
+
+
 def copy_flat(theirs: Tensor, views: list[Tensor]) -> None:
     """Fill views of ours, one after another, with the elements of their tensor."""
     elements = theirs.flatten().split([view.numel() for view in views])
@@ -265,7 +178,12 @@ def open_hugging_face(directory: str) -> Weights:
             config = text_config(config)
             files, note = _without_towers(files)
             notes.append(note)
+        if config.get("model_type") in PACKED and is_mxfp4(config.get("quantization_config")):
+            config = {**config, "quantization_config": None}
+            files = unpacked(files)
         architecture, model = read_config(config)
+        if architecture.stores_single_experts:
+            files = _with_single_experts(files, model)
         if architecture.predicts_more_tokens:
             files, note = _without_later_layers(files, model.num_layers)
             notes.append(note)
@@ -289,7 +207,7 @@ def text_config(config: JsonObject) -> JsonObject:
     return {**tied, **text, "architectures": None}
 
 
-_TOWER = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|audio_tower)\..*")
+_TOWER = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector|audio_tower)\..*")
 
 
 def _without_towers(files: TensorDirectory) -> tuple[TensorDirectory, str]:
@@ -306,6 +224,29 @@ def _without_towers(files: TensorDirectory) -> tuple[TensorDirectory, str]:
     return TensorDirectory(files.path, tensors), note if left_out else ""
 
 
+_FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+def _with_single_experts(files: TensorDirectory, model: ModelConfig) -> TensorDirectory:
+    """Return the tensors with each expert's matrices on their own, where a file has those of all experts as one."""
+    tensors = {}
+    for name, (file, stored) in files.tensors.items():
+        match = _FUSED.fullmatch(name)
+        if match is None or len(stored.shape) != 3 or stored.shape[0] != model.num_experts:
+            tensors[name] = file, stored
+            continue
+        parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else (match[2],)
+        experts, rows, columns = stored.shape
+        shape = (rows // len(parts), columns)
+        numel = shape[0] * columns
+        for number, (expert, part) in enumerate(itertools.product(range(experts), parts)):
+            start = stored.start + number * numel * stored.dtype.itemsize
+            single = replace(stored, shape=shape, start=start, numel=numel)
+            tensors[f"{match[1]}.{expert}.{part}.weight"] = file, single
+    return TensorDirectory(files.path, tensors)
+
+
+_PREDICTS = re.compile(r"(model\.)?mtp\..*")
 _NUMBERED = re.compile(r"(?:model\.)?layers\.(\d+)\..*")
 
 
@@ -314,7 +255,7 @@ def _without_later_layers(files: TensorDirectory, layers: int) -> tuple[TensorDi
     tensors = {}
     for name, tensor in files.tensors.items():
         match = _NUMBERED.fullmatch(name)
-        if match is None or int(match[1]) < layers:
+        if match is None and not _PREDICTS.fullmatch(name) or match and int(match[1]) < layers:
             tensors[name] = tensor
     left_out = len(files.tensors) - len(tensors)
     note = f"{left_out} tensors of multi-token-prediction layers are left out"
@@ -400,7 +341,14 @@ class _Reader:
 def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConfig) -> _Reader:
     ours = shapes(model)
     table = parts(architecture, model)
-    names = _stored_names(files, architecture, list(table))
+    fixed = constants(architecture, model)
+    names = _stored_names(files, architecture, [*table, *fixed])
+    for name, value in fixed.items():
+        stored_value = files.read(names[name])
+        check(
+            torch.equal(stored_value, torch.full_like(stored_value, value)),
+            f"{name} is {stored_value.tolist()}, and the block computes {value}",
+        )
     stored: dict[str, dict[str, Part]] = defaultdict(dict)
     for their, part in table.items():
         empty = torch.empty(ours[part.ours], device="meta")
@@ -470,12 +418,16 @@ def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None
     like = weights.like()
     read = lru_cache(maxsize=1)(weights.read)
     theirs = {name: in_their_shape(like[part.ours], part, model) for name, part in table.items()}
-    write(
-        directory,
-        theirs,
-        lambda name: in_their_shape(read(table[name].ours), table[name], model),
-        max_bytes,
-    )
+    fixed = constants(architecture, model)
+    for name in fixed:
+        theirs[name] = torch.empty((), dtype=widest(weights.dtypes.values()), device="meta")
+
+    def value(name: str) -> Tensor:
+        if name in fixed:
+            return torch.tensor(fixed[name], dtype=theirs[name].dtype)
+        return in_their_shape(read(table[name].ours), table[name], model)
+
+    write(directory, theirs, value, max_bytes)
     carry(weights.carried, directory)
     config = config_of(architecture, model, {*weights.dtypes.values()}, before)
     (directory / FILE).write_text(
@@ -500,7 +452,14 @@ def architecture_of(model: ModelConfig, before: JsonObject) -> Architecture:
 
 
 def carried_config(carried: Path | None) -> JsonObject:
-    return read_json(carried / FILE) if carried and (carried / FILE).exists() else {}
+    if carried is None or not (carried / FILE).exists():
+        return {}
+    config = read_json(carried / FILE)
+    if is_mxfp4(
+        config.get("quantization_config")
+    ):  # of the files, not of the weights read from them
+        del config["quantization_config"]
+    return config
 
 
 def config_of(

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from ..checkpoint.manifest import TRACKER, write_text
 from ..config.fields import check
+from ..config.hybrid import parse_pattern
+from ..config.layer_kinds import LayerKind
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..costs.accounting import round_up
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
@@ -34,6 +36,7 @@ from .megatron_files import (
     arguments_of,
     check_pattern,
     model_of,
+    model_pattern,
     our_name,
     pattern_of,
     their_name,
@@ -80,10 +83,11 @@ def dist_reader(
     common = files.common()
     check("args" in common, f"{path} holds no arguments of Megatron-LM")
     args = common["args"]
-    hybrid = pattern_of(args if isinstance(args, dict) else vars(args)) is not None
+    pattern = pattern_of(args if isinstance(args, dict) else vars(args))
+    owners: Sequence[int] = () if pattern is None else owners_of(path, pattern)
     stored: dict[str, str] = {}
     for key in files.tensors:
-        name = our_name(gpt_key(key) if hybrid else key)
+        name = our_name(gpt_key(key, owners) if owners else key)
         if name is not None and STATE.fullmatch(key) is None and "optimizer" not in key:
             stored[name] = key
     check(WORD_EMBEDDINGS in stored, f"{path} holds no {WORD_EMBEDDINGS}")
@@ -103,9 +107,25 @@ def checked_model(
         raise ValueError(f"{path}: {error}") from error
 
 
-def gpt_key(key: str) -> str:
-    """Return a HybridModel's key with the number of the GPT's layer."""
-    return _HYBRID_LAYER.sub(lambda number: str(int(number[0]) // 2), key, count=1)
+def owners_of(path: Path, pattern: str) -> list[int]:
+    """Return the layer here of each layer of a HybridModel. Raise ValueError for an unknown symbol."""
+    try:
+        layers = parse_pattern(pattern).layers
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return [number for number, symbols in enumerate(layers) for _ in symbols]
+
+
+def gpt_key(key: str, owners: Sequence[int]) -> str:
+    """Return a HybridModel's key with the number of the layer here, after the last one for a layer that the pattern lacks."""
+
+    def number(theirs: re.Match[str]) -> str:
+        place = int(theirs[0])
+        if place < len(owners):
+            return str(owners[place])
+        return str(place + owners[-1] + 1)
+
+    return _HYBRID_LAYER.sub(number, key, count=1)
 
 
 @dataclass(frozen=True)
@@ -182,7 +202,7 @@ class DistFormat:
 
     transformer_engine: name norms and extra states as its layers do
     multiple: pad the vocabulary to a multiple of this
-    pattern: layers of a HybridModel, None for a GPTModel
+    pattern: layers of a HybridModel, None for a GPTModel unless the model has layers of an attention or an MLP alone
     common_file: write common.pt, which every version reads, in place of the object of megatron-core
         since 0.19
     """
@@ -199,6 +219,8 @@ def save_dist(weights: Weights, directory: Path, form: DistFormat) -> None:
     Raise ValueError for a model that Megatron-LM cannot describe.
     """
     model = weights.model
+    if model.layer_types is not None and form.pattern is None:
+        form = replace(form, pattern="".join(model_pattern(model).layers))
     if form.pattern is not None:
         check_pattern(form.pattern, model)
     assert model.vocab_size is not None, "weights say it"
@@ -240,7 +262,7 @@ class _Names:
     def describe(self, args: argparse.Namespace) -> None:
         """Complete arguments with the model's class."""
         if self.form.pattern is not None:
-            args.num_layers = 2 * self.model.num_layers
+            args.num_layers = self.model.residual_parts
             args.hybrid_layer_pattern = self.form.pattern
             args.is_hybrid_model = True
         if self.model.num_experts is not None:
@@ -265,7 +287,10 @@ class _Names:
         if self.form.pattern is None:
             return theirs
         if layer is not None:
-            number = 2 * layer + int(".mlp." in theirs or MLP_NORM in theirs)
+            kinds = self.model.layer_kinds
+            number = sum(kind.parts for kind in kinds[:layer])
+            if kinds[layer].mixer is not None:
+                number += int(".mlp." in theirs or MLP_NORM in theirs)
             theirs = theirs.replace(f".layers.{layer}.", f".layers.{number}.", 1)
         return theirs.replace("decoder.final_layernorm.", "decoder.final_norm.")
 
@@ -296,13 +321,8 @@ class _Names:
 
     def extra_states(self) -> Iterator[str]:
         """Yield the keys of extra states, all empty: of FP8, which the weights here do not have."""
-        for layer, mlp in enumerate(self.model.mlps):
-            modules = [*_ATTENTION, *(_EXPERTS if mlp == MLP_OF_EXPERTS else _MLP)]
-            if mlp == MLP_OF_EXPERTS and self.model.moe_shared_expert_intermediate_size is not None:
-                modules += _SHARED
-            if self.form.transformer_engine:
-                modules += self._engine_modules(mlp == MLP_OF_EXPERTS)
-            for module in modules:
+        for layer, kind in enumerate(self.model.layer_kinds):
+            for module in self._stateful_modules(kind):
                 yield from self._extra_state(layer, module)
         if self.form.pattern is not None:
             yield object_key("output_layer._extra_state")
@@ -310,13 +330,25 @@ class _Names:
             name = "final_layernorm" if self.form.pattern is None else "final_norm"
             yield object_key(f"decoder.{name}._extra_state")
 
-    def _engine_modules(self, experts: bool) -> list[str]:
-        modules = ["self_attention.core_attention"]
-        if self.model.qk_layernorm:
-            modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
-        if experts:
-            modules.append("pre_mlp_layernorm")
-        return modules
+    def _stateful_modules(self, kind: LayerKind) -> Iterator[str]:
+        """Yield the modules of a layer that have extra state."""
+        engine = self.form.transformer_engine
+        if kind.mixer is not None:
+            yield from _ATTENTION
+        if kind.mixer is not None and engine:
+            yield "self_attention.core_attention"
+            if self.model.qk_layernorm:
+                yield from ("self_attention.q_layernorm", "self_attention.k_layernorm")
+        if kind.mlp is None:
+            return
+        if kind.mlp != MLP_OF_EXPERTS:
+            yield from _MLP
+            return
+        yield from _EXPERTS
+        if self.model.moe_shared_expert_intermediate_size is not None:
+            yield from _SHARED
+        if engine:
+            yield "pre_mlp_layernorm"
 
     def _extra_state(self, layer: int, module: str) -> Iterator[str]:
         name = self.key(f"decoder.layers.{layer}.{module}._extra_state")

@@ -13,6 +13,7 @@ import functools
 import io
 import pickle
 import re
+import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -28,8 +29,8 @@ from ..cli.parser import Parser
 from ..comm.agreement import describe
 from ..config.experts import EXPERTS
 from ..config.fields import check, check_type, flag, is_off
-from ..config.hybrid import parse_pattern
-from ..config.layer_kinds import layer_pattern
+from ..config.hybrid import PER_SYMBOL, Pattern, parse_pattern, with_layers
+from ..config.layer_kinds import DENSE_SYMBOL, EXPERTS_SYMBOL, MIXERS, layer_pattern
 from ..config.megatron_flags import OTHER_FLAGS, saved_arguments
 from ..config.model import (
     LEARNED,
@@ -60,6 +61,14 @@ _DESCRIBED: dict[str, tuple[Any, ...]] = {
     "norm_placement": ("pre",),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
+    "xielu": (False,),
+}
+# Arguments of both programs, whose weights are not converted -> the values that are.
+_NOT_CONVERTED: dict[str, tuple[Any, ...]] = {
+    "softmax_type": ("vanilla",),
+    "quick_geglu": (False,),
+    "glu_linear_offset": (0,),
+    "activation_func_clamp_value": (None,),
 }
 _CONSTANTS = ROPE_SCALING[
     1:
@@ -73,8 +82,6 @@ _EXPERT_VARIANTS = (
 )
 # Arguments with the layers of a HybridModel, the newest first.
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-# Arguments with a number or a list for layers, which are text here. They count other layers in a HybridModel.
-_NUMBERING = ("window_attn_skip_freq", "no_rope_freq")
 # Arguments that `model_of` reads, next to ModelConfig's fields.
 READ = frozenset(
     {
@@ -84,7 +91,7 @@ READ = frozenset(
         "norm_epsilon",
         "padded_vocab_size",
         "use_rotary_position_embeddings",
-        *(f.name for f in fields(ModelConfig)),
+        *(f.name for f in fields(ModelConfig) if f.name != "layer_types"),
     }
 )
 _OWN = (
@@ -92,7 +99,8 @@ _OWN = (
     "disable_bias_linear",
     "position_embedding_type",
     "window_size",
-    *_NUMBERING,
+    *PER_SYMBOL,
+    "layer_types",
     "vocab_size",
     "padded_vocab_size",
     "make_vocab_size_divisible_by",
@@ -155,6 +163,12 @@ def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None
 
     ignored: names that the user declares harmless
     """
+    for name, converted in _NOT_CONVERTED.items():
+        value = given.get(name)
+        check(
+            value is None or value in converted,
+            f"{name} is {value!r:.60}: Megatron-LM's weights of such layers are not converted",
+        )
     variants = () if given.get("num_experts") is None else _EXPERT_VARIANTS
     for name in variants:
         check(
@@ -211,7 +225,6 @@ def model_of(
     values: dict[str, Any] = {
         **dict(_values(given)),
         **_experts(given),
-        **_layers(given),
         "vocab_size": vocab_size or given.get("vocab_size") or rows,
         "mask_vocab_padding": MASKED,
         "position_embedding_type": _positions(given),
@@ -223,8 +236,22 @@ def model_of(
     )
     if window := given.get("window_size"):
         values["window_size"] = window if isinstance(window, str) else ",".join(map(str, window))
-    values |= {name: str(given[name]) for name in _NUMBERING if given.get(name) is not None}
-    return ModelConfig(**values)
+    values |= {name: str(given[name]) for name in PER_SYMBOL if not is_off(given.get(name))}
+    pattern = pattern_of(given)
+    if pattern is not None:
+        values["hybrid_layer_pattern"] = pattern
+        values.pop("moe_layer_freq", None)  # which a HybridModel does not read
+    model = ModelConfig(**with_layers(values))
+    _check_biases(model)
+    _check_mixers(model)
+    return model
+
+
+def _check_biases(model: ModelConfig) -> None:
+    check(
+        model.num_experts is None or model.disable_bias_linear,
+        "--num-experts is converted for experts without biases (--disable-bias-linear) alone",
+    )
 
 
 def _values(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -258,32 +285,24 @@ def pattern_of(given: Mapping[str, Any]) -> str | None:
     return None if pattern is None else str(pattern)
 
 
-def _layers(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the layers of the GPT that equals a HybridModel."""
-    pattern = pattern_of(given)
-    if pattern is None:
-        return {}
-    for name in _NUMBERING:
-        check(
-            is_off(given.get(name)),
-            f"{name} is {given.get(name)!r:.60}: in a HybridModel it numbers other layers than here",
-        )
-    experts = parse_pattern(pattern).experts
-    layers = {"num_layers": len(experts), "moe_layer_freq": "1"}
-    if not any(experts):
-        return {**layers, "num_experts": None}
-    return layers if all(experts) else {**layers, "moe_layer_freq": str([*map(int, experts)])}
+def model_pattern(model: ModelConfig) -> Pattern:
+    """Return the layers of a model as those of a HybridModel."""
+    mlps = {None: "", MLP_OF_EXPERTS: EXPERTS_SYMBOL, model.activation: DENSE_SYMBOL}
+    layers = (
+        ("" if kind.mixer is None else MIXERS[kind.mixer].symbol) + mlps[kind.mlp]
+        for kind in model.layer_kinds
+    )
+    return Pattern(tuple(layers), (model.num_layers,))
 
 
 def check_pattern(pattern: str, model: ModelConfig) -> None:
     """Raise ValueError unless a HybridModel with these layers equals the model."""
-    experts = tuple(mlp == MLP_OF_EXPERTS for mlp in model.mlps)
-    right = "".join("*E" if layer else "*-" for layer in experts)
+    right = "".join(model_pattern(model).layers)
     check(
-        parse_pattern(pattern).experts == experts,
+        "".join(parse_pattern(pattern).layers) == right,
         f"--hybrid-layer-pattern is {pattern!r:.80}, and the layers of the model are {right!r:.80}",
     )
-    for name in _NUMBERING:
+    for name in PER_SYMBOL:
         check(
             is_off(getattr(model, name)),
             f"{flag(name)} is {getattr(model, name)}: in a HybridModel it numbers other layers: leave "
@@ -300,6 +319,14 @@ def _positions(given: dict[str, Any]) -> str:
     )
 
 
+def _check_mixers(model: ModelConfig) -> None:
+    check(
+        not model.has_delta_nets,
+        "gated delta nets are not converted from or to checkpoints of Megatron-LM, whose norm there has another weight: "
+        "convert the model from or to Hugging Face",
+    )
+
+
 def arguments_of(
     model: ModelConfig, rows: int, dtype: torch.dtype, tp: int, pp: int
 ) -> argparse.Namespace:
@@ -307,7 +334,9 @@ def arguments_of(
 
     Raise ValueError for a model that Megatron-LM cannot describe.
     """
-    for name, values in _DESCRIBED.items():
+    _check_mixers(model)
+    _check_biases(model)
+    for name, values in (_DESCRIBED | _NOT_CONVERTED).items():
         check(
             getattr(model, name) in values,
             f"{flag(name)} is {getattr(model, name)}, and Megatron-LM's GPT computes "
@@ -325,7 +354,7 @@ def arguments_of(
         model.num_query_groups or 1
     )  # its default, which counts with group_query_attention
     window = None if model.window is None else (model.window - 1, 0)
-    for name in _NUMBERING:
+    for name in PER_SYMBOL:
         text = getattr(model, name)
         found = None if text is None else layer_pattern(name, text, model.num_layers)
         same[name] = list(map(int, found)) if isinstance(found, tuple) else found
@@ -393,6 +422,21 @@ _METADATA = (
     "_MEM_FORMAT_ENCODING",
 )
 _VALUES = (torch.dtype, torch.memory_format, torch.layout)
+# What pickle and torch raise for damaged files.
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    EOFError,
+    ImportError,
+    OSError,
+    RuntimeError,
+    struct.error,
+    pickle.UnpicklingError,
+)
 
 
 class Nothing:
@@ -433,7 +477,7 @@ def _load(source: Path | io.BytesIO, name: str, foreign: str, damaged: str) -> A
     """Load what torch.save wrote. foreign, damaged: beginnings of messages"""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
-    except (ValueError, RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{foreign}: {_first_line(error)}") from error
     others = [name for name in names if name not in _NAMESPACES and not name.startswith(_IGNORED)]
     check(
@@ -449,7 +493,7 @@ def _load(source: Path | io.BytesIO, name: str, foreign: str, damaged: str) -> A
             return torch.load(
                 source, map_location="cpu", mmap=isinstance(source, Path), weights_only=True
             )
-    except (ValueError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{damaged}: {_first_line(error)}") from error
 
 
@@ -494,16 +538,7 @@ def load_metadata(path: Path) -> metadata.Metadata:
     try:
         with open(path, "rb") as file:
             contents: metadata.Metadata = _MetadataReader(file).load()
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        KeyError,
-        IndexError,
-        EOFError,
-        RuntimeError,
-        pickle.UnpicklingError,
-    ) as error:
+    except UNREADABLE as error:
         raise ValueError(
             f"{path} is damaged, or is not metadata of torch.distributed.checkpoint: {_first_line(error)}"
         ) from error

@@ -31,6 +31,7 @@ from .megatron_files import (
     arguments_of,
     load_pickled,
     our_name,
+    pattern_of,
     their_name,
 )
 from .weights import Weights, check_elements, check_rest, layer_of, specs, widest
@@ -62,6 +63,10 @@ def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = (
         "args" in first, f"{path} holds no arguments of Megatron-LM: it was saved before version 2"
     )
     args = first["args"]
+    check(
+        pattern_of(vars(args)) is None,
+        f"{path} is a HybridModel in the legacy format, which is not supported: save it as torch_dist",
+    )
     ranks = _ranks(path, files, getattr(args, "expert_model_parallel_size", 1) or 1)
     tp = getattr(args, "tensor_model_parallel_size", ranks.tp)
     check(
@@ -296,6 +301,11 @@ def save_legacy(weights: Weights, directory: Path, form: LegacyFormat) -> None:
 
     Raise ValueError if sizes do not divide.
     """
+    check(
+        weights.model.layer_types is None,
+        f"--layer-types {weights.model.layer_types!r:.60}: only HybridModel has these layers, whose checkpoints are torch_dist: "
+        "pass --ckpt-format torch_dist",
+    )
     model = replace(weights.model, make_vocab_size_divisible_by=form.multiple)
     weights = replace(weights, model=model)
     for name, value, size in (

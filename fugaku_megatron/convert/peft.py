@@ -31,15 +31,13 @@ from .architectures import (
 )
 from .hugging_face import (
     Part,
-    TensorDirectory,
     architecture_of,
     carried_config,
     copy_flat,
-    header,
     in_their_shape,
     parts,
-    read_json,
 )
+from .tensor_directory import TensorDirectory, header, read_json
 from .weights import Adapters, Weights, adapter_shapes, layer_of
 
 CONFIG = "adapter_config.json"

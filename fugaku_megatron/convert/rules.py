@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.fields import check, is_off
+from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET
 from ..config.model import ROPE, YARN, ModelConfig
 from ..config.model import SCALINGS as FLAGS
 from ..data.json_values import JsonObject
@@ -250,6 +251,33 @@ def _write_scaling(model: ModelConfig) -> JsonObject:
 
 ROTARY = rotary()
 
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")  # positions of a text are equal in each section
+
+
+def rotary_of_text(share: float) -> Rule:
+    """Convert rope of a text in a model that also rotates by the places in images. share: as in `rotary`"""
+    plain = rotary(share, ("default", "yarn", "linear", "llama3"))
+
+    def read(config: JsonObject) -> JsonObject:
+        rope = config.get("rope_parameters")
+        if isinstance(rope, dict):
+            kept = {name: value for name, value in rope.items() if name not in _OF_IMAGES}
+            config = {**config, "rope_parameters": kept}
+        return plain.read(config)
+
+    return Rule(read, plain.write, plain.names)
+
+
+def _write_named_rope(model: ModelConfig) -> JsonObject:
+    scaling = _write_scaling(model)["rope_scaling"] or {"rope_type": "default"}
+    return {"rope_scaling": None, "rope_parameters": {**scaling, "rope_theta": model.rotary_base}}
+
+
+# Of an architecture that is scaled if the file names no type of rope.
+NAMED_ROTARY = Rule(
+    rotary(None, ("default", "linear", "llama3", "yarn")).read, _write_named_rope, ROTARY.names
+)
+
 
 def window(default: int | None) -> Rule:
     """Convert sliding_window w: a token sees itself and w - 1 before it; null: all. default: if
@@ -345,6 +373,41 @@ def windows_by_layer(default: int | None, every: int | None = None) -> Rule:
 
     names = ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern")
     return Rule(read, write, names)
+
+
+LINEAR = "linear_attention"
+
+
+def _read_linear_layers(config: JsonObject) -> JsonObject:
+    layers = number(config, "num_hidden_layers", None, whole=True) or 0
+    kinds = config.get("layer_types")
+    if kinds is None:
+        step = number(config, "full_attention_interval", 4, whole=True)
+        kinds = [LINEAR if (layer + 1) % step else FULL for layer in range(layers)]
+    right = (
+        isinstance(kinds, list) and len(kinds) == layers and {*map(str, kinds)} <= {LINEAR, FULL}
+    )
+    check(
+        right,
+        f"{FILE}: layer_types is {kinds!r:.80}, not {LINEAR} or {FULL} for each of {layers} layers",
+    )
+    full = [kind == FULL for kind in kinds]
+    if all(full):
+        return {"experimental_attention_variant": None, "linear_attention_freq": None}
+    freq = _pattern(full, listed=False, divides=False)
+    return {
+        "experimental_attention_variant": GATED_DELTA_NET,
+        "linear_attention_freq": freq or f"[{','.join('1' for _ in full)}]",
+    }
+
+
+LINEAR_LAYERS = Rule(
+    _read_linear_layers,
+    lambda model: {
+        "layer_types": [FULL if kind.mixer == ATTENTION else LINEAR for kind in model.layer_kinds]
+    },
+    ("layer_types", "full_attention_interval"),
+)
 
 
 def no_rope_in_full_layers(default: int | None, every: int, without_windows: bool) -> Rule:
@@ -633,6 +696,12 @@ def _read_experts(config: JsonObject) -> JsonObject:
     }
 
 
+# Experts of an architecture that always normalises the chosen scores.
+NORMALISED_EXPERTS = Rule(
+    lambda config: _read_experts({**config, "norm_topk_prob": True}),
+    lambda model: {"num_experts": model.num_experts},
+    ("num_experts", "num_local_experts"),
+)
 EXPERTS = Rule(
     _read_experts,
     lambda model: {

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from ..checkpoint.manifest import fsync, write_text
 from ..checkpoint.shards import Box, range_boxes
 from ..config.fields import check
-from .megatron_files import load_metadata, load_object, load_pickled
+from .megatron_files import UNREADABLE, load_metadata, load_object, load_pickled
 
 METADATA = ".metadata"
 CONFIG = "metadata.json"
@@ -45,6 +45,21 @@ Shape = tuple[int, ...]
 def object_key(name: str, index: Shape = (0,), shape: Shape = (1,)) -> str:
     """Return the key of an object at `index` in an array of `shape`."""
     return f"{name}/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}"
+
+
+def _is_shape(values: Any) -> bool:
+    return all(type(n) is int and n >= 0 for n in values)
+
+
+def _is_tensor(stored: TensorStorageMetadata) -> bool:
+    shapes = [stored.size, *(s for chunk in stored.chunks for s in (chunk.offsets, chunk.sizes))]
+    ranks = {len(shape) for shape in shapes}
+    dtype = stored.properties.dtype
+    return len(ranks) == 1 and isinstance(dtype, torch.dtype) and all(map(_is_shape, shapes))
+
+
+def _is_place(place: Any) -> bool:
+    return type(place.relative_path) is str and _is_shape((place.offset, place.length))
 
 
 @dataclass(frozen=True)
@@ -62,11 +77,19 @@ class DistFiles:
     def open(path: Path) -> DistFiles:
         """Read the metadata alone. Raise ValueError, one line."""
         metadata = load_metadata(path / METADATA)
-        tensors = {
-            key: value
-            for key, value in metadata.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata)
-        }
+        try:
+            tensors = {
+                key: value
+                for key, value in metadata.state_dict_metadata.items()
+                if isinstance(value, TensorStorageMetadata)
+            }
+            sound = all(map(_is_tensor, tensors.values())) and all(
+                isinstance(index, MetadataIndex) and _is_place(place)
+                for index, place in metadata.storage_data.items()
+            )
+        except UNREADABLE:
+            sound = False
+        check(sound, f"{path / METADATA} is damaged: shapes or places of pieces are no numbers")
         return DistFiles(path, tensors, metadata.storage_data)
 
     def common(self) -> dict[str, Any]:
@@ -184,13 +207,7 @@ class DistFiles:
         try:
             piece = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             piece = piece.view(tuple(chunk.sizes))
-        except (
-            ValueError,
-            RuntimeError,
-            EOFError,
-            AttributeError,
-            pickle.UnpicklingError,
-        ) as error:
+        except UNREADABLE as error:
             raise ValueError(f"{where}, where a piece of {key} should be") from error
         tensor: Tensor = piece
         return tensor

@@ -36,7 +36,7 @@ from ..comm.base import SoloComm
 from ..comm.grid import Grid
 from ..config.fields import check
 from ..config.layout import Layout
-from ..config.lora import MATRICES, LoraConfig
+from ..config.lora import LoraConfig
 from ..config.model import ModelConfig, architecture
 from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig, saved_run
@@ -69,9 +69,7 @@ class Adapters:
 
     def parts(self, name: str) -> tuple[str, ...]:
         linear, kind = name.split(".")[-2:]
-        if linear not in MATRICES or kind != "weight":
-            return ()
-        return self.lora.parts(linear, self.model)
+        return self.lora.parts(linear, self.model) if kind == "weight" else ()
 
     def of(self, name: str) -> tuple[Tensor, Tensor]:
         """Return A (p, r, in), for experts (e, p, r, in), and B with the weight's rows and r

@@ -7,14 +7,15 @@ layers, v padded vocabulary, t tensor-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 
 from ..config.fields import check
-from ..config.layer_kinds import LayerKind
+from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import Layout, cp_comm_types, placement, stage_sizes
-from ..config.model import LAYER_NORM, MLP_OF_EXPERTS, NORMS, ModelConfig
+from ..config.model import LAYER_NORM, LEARNABLE, MLP_OF_EXPERTS, NORMS, ModelConfig
 from ..config.parallel import A2A, ParallelConfig
 from ..config.run_config import RunConfig
 from ..pipeline.cuts import balanced_cut, cut_of_stages, even_cut
@@ -35,6 +36,7 @@ from .activations import (
     sequence_shards,
     typical_cp_comm_type,
 )
+from .delta_net import delta_net_records, recomputed_bytes
 from .experts import expert_records, mlp_records
 
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
@@ -104,8 +106,9 @@ def document_length(run: RunConfig) -> int:
 
 
 def mean_visible_share(model: ModelConfig, s: int) -> float:
-    """Return the mean over the layers."""
-    return sum(visible_share(s, kind.window) for kind in model.layer_kinds) / model.num_layers
+    """Return the mean over the layers with an attention."""
+    windows = [kind.window for kind in model.layer_kinds if kind.mixer == ATTENTION]
+    return sum(visible_share(s, window) for window in windows) / max(1, len(windows))
 
 
 def _attention(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None) -> Record:
@@ -127,8 +130,10 @@ def _attention(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | Non
     saved += softmax_bytes(run, tp)
     window = (kind or typical_layer(model)).window
     forward, backward = attention_messages(run, tp, cp_comm_type, window)
+    sinks = model.num_attention_heads // tp if model.softmax_type == LEARNABLE else 0
     return Record(
         name="attention",
+        parameters=sinks,
         gemm=(side, side, d),
         gemm_count=-(-rows * each // side**2),
         flops_forward=flops,
@@ -177,12 +182,17 @@ def _rotary(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind) -> tupl
     )
 
 
-def selective_recompute_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes that selective recompute does not save."""
-    return softmax_bytes(run, tp) + sum(
-        record.saved_bytes
-        for record in _rotary(run, tp, typical_cp_comm_type(run), typical_layer(run.model))
-    )
+def selective_recompute_bytes(run: RunConfig, tp: int, kind: LayerKind) -> int:
+    """Return the bytes of a layer that selective recompute does not save."""
+    if kind.mixer == GATED_DELTA_NET:
+        return recomputed_bytes(run, tp)
+    if kind.mixer != ATTENTION:
+        return 0
+    cp_comm_type = typical_cp_comm_type(run)
+    saved = sum(record.saved_bytes for record in _rotary(run, tp, cp_comm_type, kind))
+    if run.parallel.context_parallel_size > 1 and cp_comm_type == A2A:
+        saved += context_bytes(run, tp)  # before heads are exchanged for rows
+    return saved + softmax_bytes(run, tp)
 
 
 def softmax_bytes(run: RunConfig, tp: int) -> int:
@@ -220,7 +230,19 @@ def layer_records(
     kind: None: `typical_layer`, with the mean visible share of all layers.
     """
     each = kind or typical_layer(run.model)
-    cp_comm_type = cp_comm_type or typical_cp_comm_type(run)
+    around_mixer, around_mlp = _layer_norms(run, tp)
+    records: tuple[Record, ...] = ()
+    if each.mixer is not None:
+        mixer = MIXER_RECORDS[each.mixer](run, tp, cp_comm_type or typical_cp_comm_type(run), kind)
+        records = (*around_mixer[0], *mixer, *around_mixer[1])
+    if each.mlp is not None:
+        records += (*around_mlp[0], *_mlp(run, tp, each.mlp), *around_mlp[1])
+    return adapted(run, tp, records)
+
+
+def attention_records(
+    run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None
+) -> tuple[Record, ...]:
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
     h = model.hidden_size
@@ -228,41 +250,43 @@ def layer_records(
     qkv = model.qkv_width // tp
     context = model.context_width // tp
     bias = 0 if model.disable_bias_linear else h
-    around_attention, around_mlp = _layer_norms(run, tp)
-    if each.mlp == MLP_OF_EXPERTS:
-        mlp_of_layer = expert_records(run, tp)
-    else:
-        width = model.ffn_hidden_size
-        kept = 0 if model.parallel_shared_norm else residual_bytes(run, tp)  # also of QKV
-        mlp_of_layer = mlp_records(run, tp, "linear", width, kept)
-    return adapted(
-        run,
-        tp,
-        (
-            *around_attention[0],
-            around.column(
-                "linear_qkv",
-                (rows, qkv, h),
-                bias=qkv if model.qkv_bias else 0,
-                saved_bytes=residual_bytes(run, tp),
-            ),
-            *_rotary(run, tp, cp_comm_type, each),
-            _attention(run, tp, cp_comm_type, kind),
-            around.row("linear_proj", (rows, h, context), bias=bias, replicated=bias),
-            *around_attention[1],
-            *around_mlp[0],
-            *mlp_of_layer,
-            *around_mlp[1],
+    return (
+        around.column(
+            "linear_qkv",
+            (rows, qkv, h),
+            bias=qkv if model.qkv_bias else 0,
+            saved_bytes=residual_bytes(run, tp),
         ),
+        *_rotary(run, tp, cp_comm_type, kind or typical_layer(model)),
+        _attention(run, tp, cp_comm_type, kind),
+        around.row("linear_proj", (rows, h, context), bias=bias, replicated=bias),
     )
 
 
+# Key in `MIXERS` -> records of (run, tp, cp_comm_type, kind or None).
+MIXER_RECORDS = {ATTENTION: attention_records, GATED_DELTA_NET: delta_net_records}
+
+
+def _mlp(run: RunConfig, tp: int, mlp: str) -> tuple[Record, ...]:
+    if mlp == MLP_OF_EXPERTS:
+        return expert_records(run, tp)
+    kept = 0 if run.model.parallel_shared_norm else residual_bytes(run, tp)  # also of QKV
+    return mlp_records(run, tp, "linear", run.model.ffn_hidden_size, kept)
+
+
 def typical_layer(model: ModelConfig) -> LayerKind:
-    """Return the most frequent kind; a layer with experts in a model with experts."""
+    """Return the most frequent kind; a layer with experts in a model with experts.
+
+    A mixer or MLP that it lacks is that of another layer.
+    """
     kinds = model.layer_kinds
     sparse = [kind for kind in kinds if kind.mlp == MLP_OF_EXPERTS]
     candidates = sparse or list(kinds)
-    return max(candidates, key=candidates.count)
+    typical = max(candidates, key=candidates.count)
+    if typical.mixer is None:
+        mixing = next((kind for kind in kinds if kind.mixer is not None), typical)
+        return mixing._replace(mlp=typical.mlp)
+    return typical._replace(mlp=typical.mlp or next(filter(None, model.mlps), None))
 
 
 def of_layers(run: RunConfig, value: Callable[[LayerKind], int]) -> tuple[int, ...]:
@@ -321,7 +345,7 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> tuple[Record, ...]:
     return adapted(run, tp, (_norm("final_layernorm", run, tp), logits, loss))
 
 
-UNQUANTIZED = ("attention", "router", "shared_gate")
+UNQUANTIZED = ("attention", "delta_rule", "router", "shared_gate")
 
 
 def is_quantized(run: RunConfig, record: Record) -> bool:
@@ -332,7 +356,6 @@ def is_quantized(run: RunConfig, record: Record) -> bool:
 
 @lru_cache(maxsize=4096)  # searches repeat the same runs
 def quantized_weights(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the elements of a stage's weights that --int8 quantizes once for each optimizer step."""
     elements = 0
     for record in stage_records(run, layout, stage):
         if record.gemm and is_quantized(run, record):
@@ -374,6 +397,11 @@ def stage_layers(run: RunConfig, placement: Placement, stage: int) -> list[range
     ]
 
 
+def whole_layers(model: ModelConfig, layers: Iterable[int]) -> int:
+    """Return the number of layers with a mixer and an MLP that have as many parts as these layers, rounded up."""
+    return -(-sum(model.layer_kinds[layer].parts for layer in layers) // 2)
+
+
 def virtual_stage_recompute_groups(
     run: RunConfig, placement: Placement, virtual_stage: int
 ) -> list[range]:
@@ -400,7 +428,6 @@ def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> list[Reco
 
 
 def stage_records(run: RunConfig, layout: Layout, stage: int) -> list[Record]:
-    """Return all operations on one micro-batch."""
     comm_types = cp_comm_types(run)
     records = list[Record]()
     for virtual_stage in layout.placement.virtual_stages_of(stage):
@@ -461,11 +488,12 @@ def _recompute_fraction(run: RunConfig) -> float:
 
 def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
     layers = run.model.layer_kinds
-    linear = 0.0
+    linear = attention = 0.0
     for kind in dict.fromkeys(layers):  # in one order on all ranks
         flops = {r.name: r.flops_forward for r in layer_records(run, tp, kind)}
-        attention = flops.pop("attention")
-        linear += sum(flops.values()) * layers.count(kind) / len(layers)
+        share = layers.count(kind) / len(layers)
+        attention += flops.pop("attention", 0) * share
+        linear += sum(flops.values()) * share
     return linear, attention
 
 
@@ -548,7 +576,8 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
 
 def frozen_flops(run: RunConfig) -> float:
     """Return the weight-gradient FLOPs per sample, logits included, that adapter training skips."""
-    records = (*layer_records(run, 1) * run.model.num_layers, *head_records(run, 1, tied=False))
+    layers = (layer_records(run, 1, kind) for kind in run.model.layer_kinds)
+    records = (*chain.from_iterable(layers), *head_records(run, 1, tied=False))
     return sum(r.flops_forward for r in records if r.frozen) / (
         run.tokens_per_microbatch / run.model.seq_length
     )

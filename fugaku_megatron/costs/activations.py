@@ -6,17 +6,19 @@ Between matmuls every rank has whole activations (s, b, h), or with --sequence-p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..config.layer_kinds import LayerKind
+from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import cp_comm_types, group_copies
-from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV
+from ..config.lora import FC1, FC2, PROJ, QKV
+from ..config.model import ModelConfig
 from ..config.parallel import A2A, ALLGATHER, P2P
 from ..config.run_config import RunConfig
 
 FP32_BYTES = 4
+IN_PROJ = "in_proj"  # of a gated delta net
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,8 @@ class Record:
     divided: expert parameters that ranks shard unlike other matrices.
     gemm: (M, N, K) for each of `gemm_count` forward matmuls; grouped: expert matmuls.
     visible: share of attention's square that a kernel computes.
-    dropout: attention probabilities are dropped.
-    flops_forward, flops_backward: multiply and add counted separately, matmuls only, attention over the full square.
-    forward, backward: collectives in order.
-    frozen: the weight has no gradient.
+    flops_forward, flops_backward: multiply and add counted separately, matmuls only, attention over
+        the full square.
     """
 
     name: str
@@ -274,7 +274,6 @@ def recompute_groups(layers: int, method: str, number: int) -> list[range]:
 
 
 def adapted(run: RunConfig, tp: int, records: tuple[Record, ...]) -> tuple[Record, ...]:
-    """Return the records for adapter training: frozen weights, and the adapters' matmuls."""
     if not run.lora.on:
         return records
     return tuple(
@@ -286,11 +285,11 @@ def _frozen(run: RunConfig, record: Record) -> Record:
     """Return a record without weight gradients; without an adapter no input is saved."""
     matmul = record.gemm is not None and record.parameters > 0 or record.name == "logits"
     saved = record.saved_bytes
-    if record.name == QKV and not run.lora.parts(QKV, run.model):
+    if record.name in (QKV, IN_PROJ) and not run.lora.parts(record.name, run.model):
         saved = 0
     if record.name == FC1 and run.lora.parts(FC2, run.model) and not run.lora.parts(FC1, run.model):
         saved = 0
-    gathers = _linear_name(record) in (QKV, FC1)  # only for the weight gradient
+    gathers = _linear_name(record) in (QKV, FC1, IN_PROJ)  # only for the weight gradient
     backward = record.backward[-1:] if gathers else record.backward
     return replace(
         record,
@@ -311,7 +310,7 @@ def _linear_name(record: Record) -> str:
 def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
     name = _linear_name(record)
     rank = run.lora.rank
-    matrices = run.lora.parts(name, run.model) if name in MATRICES else ()
+    matrices = run.lora.parts(name, run.model)
     if not matrices or record.gemm is None:
         return ()
     rows, outputs, inputs = record.gemm
@@ -374,14 +373,24 @@ def _of_experts(
 
 
 def cache_slots(kind: LayerKind, positions: int) -> int:
-    """Return a layer's cached positions: at most the window."""
+    """Return a layer's cached positions: at most the window, none without an attention."""
+    if kind.mixer != ATTENTION:
+        return 0
     return min(positions, kind.window or positions)
 
 
 def cache_bytes(
-    run: RunConfig, samples: int, positions: int, kinds: Iterable[LayerKind], tp: int
+    run: RunConfig, samples: int, positions: int, kinds: Sequence[LayerKind], tp: int
 ) -> int:
     model = run.model
     slots = sum(cache_slots(kind, positions) for kind in kinds)
     elements = samples * slots * model.query_groups // tp * model.kv_channels
-    return 2 * elements * run.element_bytes
+    states = samples * sum(kind.mixer == GATED_DELTA_NET for kind in kinds)
+    inputs = (model.linear_conv_kernel_dim - 1) * model.delta_convolved // tp * run.element_bytes
+    return 2 * elements * run.element_bytes + states * (state_bytes(model, tp) + inputs)
+
+
+def state_bytes(model: ModelConfig, ranks: int) -> int:
+    """Return the bytes of a gated delta net's state of one sample on a rank, in FP32. ranks: that share the heads"""
+    heads = model.linear_num_value_heads // ranks
+    return heads * model.linear_key_head_dim * model.linear_value_head_dim * FP32_BYTES

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..config.model import ModelConfig
+from ..config.model import ACTIVATIONS, ModelConfig
 from ..config.run_config import RunConfig
 from .activations import (
     FP32_BYTES,
@@ -109,10 +109,11 @@ def waiting_bytes(run: RunConfig, tp: int) -> int:
 
 
 def pair_working_bytes(run: RunConfig, tp: int) -> int:
-    """Return the temporary bytes of the experts' backward, less what the shared expert's backward has freed.
+    """Return the temporary bytes of the experts' backward, less the memory that the shared expert's
+    backward has freed.
 
-    The pre-activation's gradient exists first with the output gradients and the second matmul's input, then with the input and its
-    gradient.
+    The pre-activation's gradient exists first with the output gradients and the second matmul's
+    input, then with the input and its gradient.
     """
     hidden, inner, shared = _pair_bytes(run, tp)
     widths = run.model.fc1_widths
@@ -142,17 +143,24 @@ def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
     else:
         around = _expert_collectives(run, tp)
 
-    def grouped(name: str, outputs: int, inputs: int) -> Record:
+    def grouped(name: str, outputs: int, inputs: int, replicated: int = 0) -> Record:
         matmul = linear(name, (division.here, outputs, inputs))
-        size = local_experts * outputs * inputs
+        bias = 0 if model.disable_bias_linear else outputs
+        size = local_experts * (outputs * inputs + bias)
         return replace(
             matmul,
             gemm=(mean_rows, outputs, inputs),
             gemm_count=local_experts,
             grouped=True,
             parameters=size,
+            replicated=replicated,
+            of_heads=replicated,
             divided=size if division.divided else 0,
         )
+
+    # Ranks that share an expert have its second bias.
+    is_shared = not division.divided or division.etp > 1
+    second_bias = local_experts * h if is_shared and not model.disable_bias_linear else 0
 
     activation_bytes = division.here * model.fc1_widths * f * run.element_bytes
     shared = model.moe_shared_expert_intermediate_size
@@ -166,7 +174,7 @@ def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
         ),
         grouped("linear_fc1", model.fc1_widths * f, h),
         Record(name=model.activation, saved_bytes=activation_bytes),
-        grouped("linear_fc2", h, f),
+        grouped("linear_fc2", h, f, second_bias),
         Record(name="experts_sum", forward=around.out, backward=around.out_backward),
         *(_shared_expert(run, tp, shared) if shared else ()),
     )
@@ -179,6 +187,8 @@ def _router(run: RunConfig, tp: int) -> Record:
     rows = run.tokens_per_microbatch // shards
     parameters = e * model.hidden_size
     if model.moe_router_enable_expert_bias:
+        parameters += e
+    if not model.disable_bias_linear:
         parameters += e
     tables = len(model.balances)  # saved (rows, e + 1) tables; users of the logits share one
     if (
@@ -299,9 +309,16 @@ def mlp_records(
     f = width // tp
     fc1 = model.fc1_widths * f
     biases = (0, 0) if model.disable_bias_linear else (fc1, h)
+    scalars = len(ACTIVATIONS[model.activation].parameters)
     return (
         around.column(f"{name}_fc1", (rows, fc1, h), bias=biases[0], saved_bytes=saved_bytes),
-        Record(name=model.activation, saved_bytes=rows * fc1 * run.element_bytes),
+        Record(
+            name=model.activation,
+            parameters=scalars,
+            replicated=scalars,
+            of_heads=scalars,
+            saved_bytes=rows * fc1 * run.element_bytes,
+        ),
         around.row(f"{name}_fc2", (rows, h, f), bias=biases[1], replicated=biases[1]),
     )
 

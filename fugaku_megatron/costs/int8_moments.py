@@ -1,5 +1,4 @@
-"""Blocks in AdamW's 8-bit moments: which elements share a scale, and the scales of a rank. No
-torch.
+"""Blocks in AdamW's 8-bit moments: the elements that share a scale, and a rank's scales. No torch.
 
 A segment is a range of consecutive elements of a global tensor that no layout divides: a dimension
 of n sharded rows is divided at multiples of n / gcd(n, query groups). Segments are cut into equal
@@ -12,13 +11,13 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 
+from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import Layout
-from ..config.lora import FC1, QKV
-from ..config.model import NORMS, ModelConfig
+from ..config.model import ACTIVATIONS, LEARNABLE, MLP_OF_EXPERTS, NORMS, ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
 from ..config.run_config import RunConfig
 from .accounting import padded_vocab_size
-from .linear_layers import Linear, linears
+from .linear_layers import COLUMN_PARALLEL, Linear, linears
 from .units import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, units
 
 Segments = list[tuple[int, int]]  # (how many a rank holds, elements of each)
@@ -54,10 +53,16 @@ def _split_outputs(model: ModelConfig, linear: Linear, columns: int) -> tuple[in
 
 
 def _weight(model: ModelConfig, linear: Linear) -> Segments:
-    if linear.name in (QKV, FC1):
+    if linear.name in COLUMN_PARALLEL:
         return [_split_outputs(model, linear, linear.inputs)]
     outer = linear.experts * linear.outputs
     return [_shared(model, linear.inputs, linear.ranks, outer=outer)]
+
+
+def _expert_bias(model: ModelConfig, linear: Linear) -> tuple[int, int]:
+    if linear.name in COLUMN_PARALLEL:
+        return _split_outputs(model, linear, 1)
+    return linear.experts, linear.outputs
 
 
 def _adapters(run: RunConfig, linear: Linear) -> Segments:
@@ -66,43 +71,79 @@ def _adapters(run: RunConfig, linear: Linear) -> Segments:
     rows = len(run.lora.parts(linear.name, model)) * rank
     if not rows:
         return []
-    if linear.name in (QKV, FC1):
+    if linear.name in COLUMN_PARALLEL:
         return [(linear.experts, rows * linear.inputs), _split_outputs(model, linear, rank)]
     down = _shared(model, linear.inputs, linear.ranks, outer=linear.experts * rows)
     return [down, (linear.experts, linear.outputs * rank)]
 
 
-@lru_cache(maxsize=64)  # each layer asks for the same
-def layer_segments(run: RunConfig, tp: int, mlp: str) -> tuple[Segments, Segments]:
-    """Return a layer's trained segments on one rank: (divided experts, others)."""
-    model = run.model
-    h = model.hidden_size
-    divided: Segments = []
-    others: Segments = []
-    for linear in linears(run, tp, mlp):
-        kind = divided if linear.divided else others
-        kind += _adapters(run, linear) if run.lora.on else _weight(model, linear)
-    if run.lora.on:
-        return divided, others
-    vectors = NORMS[model.normalization].vectors
-    bias = not model.disable_bias_linear
-    others += [(model.layer_norms * vectors, h)]
+def _attention_vectors(model: ModelConfig, tp: int) -> Segments:
+    """Return the segments of norms of queries and keys, sinks and biases."""
+    found: Segments = []
     if model.qk_layernorm:
         for heads in (model.num_attention_heads, model.query_groups):
             if model.qk_layernorm_all_heads:
-                others.append(_shared(model, heads * model.kv_channels, tp))
+                found.append(_shared(model, heads * model.kv_channels, tp))
             else:
-                others.append((vectors, model.kv_channels))
+                found.append((NORMS[model.normalization].vectors, model.kv_channels))
+    if model.softmax_type == LEARNABLE:
+        found.append(_shared(model, model.num_attention_heads, tp))
     if model.qkv_bias:
-        others += [_shared(model, model.qkv_width, tp)]
-    if bias:
-        others += [(1, h)]  # of the projection
-    if mlp == "experts":
-        experts = model.num_experts or 0
-        others += [(1, experts * h), (int(model.moe_router_enable_expert_bias), experts)]
-        others += [(int(model.moe_shared_expert_gate), h)]
-    elif bias:
-        others += [_shared(model, model.ffn_hidden_size, tp, outer=model.fc1_widths), (1, h)]
+        found.append(_shared(model, model.qkv_width, tp))
+    if not model.disable_bias_linear:
+        found.append((1, model.hidden_size))  # of the projection
+    return found
+
+
+def _delta_net_vectors(model: ModelConfig, tp: int) -> Segments:
+    """Return the segments of the convolution, the decays and the norm."""
+    width = model.linear_conv_kernel_dim
+    heads = _shared(model, model.linear_num_value_heads, tp)
+    convolution = _shared(model, model.delta_convolved, tp, inner=width)
+    return [convolution, heads, heads, (1, model.linear_value_head_dim)]
+
+
+_MIXER_VECTORS = {ATTENTION: _attention_vectors, GATED_DELTA_NET: _delta_net_vectors}
+
+
+def _router(model: ModelConfig) -> Segments:
+    experts = model.num_experts or 0
+    biases = int(model.moe_router_enable_expert_bias) + int(not model.disable_bias_linear)
+    gates = int(model.moe_shared_expert_gate)
+    return [(1, experts * model.hidden_size), (biases, experts), (gates, model.hidden_size)]
+
+
+def _mlp_vectors(model: ModelConfig, tp: int) -> Segments:
+    segments: Segments = [(len(ACTIVATIONS[model.activation].parameters), 1)]
+    if not model.disable_bias_linear:
+        segments.append(_shared(model, model.ffn_hidden_size, tp, outer=model.fc1_widths))
+        segments.append((1, model.hidden_size))
+    return segments
+
+
+@lru_cache(maxsize=64)  # each layer asks for the same
+def layer_segments(run: RunConfig, tp: int, kind: LayerKind) -> tuple[Segments, Segments]:
+    """Return a layer's trained segments on one rank: (divided experts, others)."""
+    model = run.model
+    divided: Segments = []
+    others: Segments = []
+    for linear in linears(run, tp, kind):
+        segments = divided if linear.divided else others
+        segments += _adapters(run, linear) if run.lora.on else _weight(model, linear)
+        if linear.in_experts and not run.lora.on and not model.disable_bias_linear:
+            segments.append(_expert_bias(model, linear))
+    if run.lora.on:
+        return divided, others
+    norms = model.layer_norms
+    if kind.parts == 1:
+        norms = sum(model.norms_around)
+    others += [(norms * NORMS[model.normalization].vectors, model.hidden_size)]
+    if kind.mixer is not None:
+        others += _MIXER_VECTORS[kind.mixer](model, tp)
+    if kind.mlp == MLP_OF_EXPERTS:
+        others += _router(model)
+    elif kind.mlp is not None:
+        others += _mlp_vectors(model, tp)
     return divided, others
 
 
@@ -126,7 +167,7 @@ def unit_segments(
     segments: dict[Unit, tuple[Segments, Segments]] = {}
     for unit in units(run, layout, stage):
         if isinstance(unit, int):
-            segments[unit] = layer_segments(run, layout.tp, model.mlps[unit])
+            segments[unit] = layer_segments(run, layout.tp, model.layer_kinds[unit])
         else:
             segments[unit] = ([], others[unit])
     return segments

@@ -7,19 +7,27 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import Layout
 from ..config.lora import FC1, FC2, PROJ, QKV
-from ..config.model import Q8_BLOCK
+from ..config.model import MLP_OF_EXPERTS, Q8_BLOCK, ModelConfig
 from ..config.run_config import RunConfig
 from .accounting import padded_vocab_size
+from .activations import IN_PROJ
 from .experts import Division
 from .units import units
 
 SCALE_BYTES = 2  # BF16
+COLUMN_PARALLEL = (QKV, FC1, IN_PROJ)
 
 
 class Linear(NamedTuple):
-    """A linear layer. widths: 2 with a gate. ranks: share its outputs, or inputs. experts: on a rank."""
+    """A linear layer.
+
+    widths: 2 with a gate.
+    ranks: share its outputs, or inputs.
+    experts: on a rank; in_experts: one matrix for each.
+    """
 
     name: str
     widths: int
@@ -28,30 +36,50 @@ class Linear(NamedTuple):
     ranks: int
     experts: int = 1
     divided: bool = False
+    in_experts: bool = False
 
     def shard(self) -> tuple[int, int]:
         """Return (rows, columns) of all the layer's matrices on a rank."""
         rows = self.experts * self.widths * self.outputs
-        if self.name in (QKV, FC1):
+        if self.name in COLUMN_PARALLEL:
             return rows // self.ranks, self.inputs
         return rows, self.inputs // self.ranks
 
 
-def linears(run: RunConfig, tp: int, mlp: str) -> list[Linear]:
+def attention_linears(model: ModelConfig, tp: int) -> list[Linear]:
+    h = model.hidden_size
+    return [Linear(QKV, 1, model.qkv_width, h, tp), Linear(PROJ, 1, h, model.context_width, tp)]
+
+
+def delta_net_linears(model: ModelConfig, tp: int) -> list[Linear]:
+    h = model.hidden_size
+    return [
+        Linear(IN_PROJ, 1, model.delta_width, h, tp),
+        Linear("out_proj", 1, h, model.delta_values, tp),
+    ]
+
+
+MIXER_LINEARS = {ATTENTION: attention_linears, GATED_DELTA_NET: delta_net_linears}
+
+
+def linears(run: RunConfig, tp: int, kind: LayerKind) -> list[Linear]:
+    layers = [] if kind.mixer is None else MIXER_LINEARS[kind.mixer](run.model, tp)
+    return layers if kind.mlp is None else [*layers, *_mlp_linears(run, tp, kind.mlp)]
+
+
+def _mlp_linears(run: RunConfig, tp: int, mlp: str) -> list[Linear]:
     model = run.model
     h = model.hidden_size
-    layers = [
-        Linear(QKV, 1, model.qkv_width, h, tp),
-        Linear(PROJ, 1, h, model.context_width, tp),
-    ]
-    if mlp != "experts":
+    if mlp != MLP_OF_EXPERTS:
         f = model.ffn_hidden_size
-        return [*layers, Linear(FC1, model.fc1_widths, f, h, tp), Linear(FC2, 1, h, f, tp)]
+        return [Linear(FC1, model.fc1_widths, f, h, tp), Linear(FC2, 1, h, f, tp)]
     division = Division.of(run, tp)
-    experts = ((model.num_experts or 0) // division.ep, division.divided)
+    experts = ((model.num_experts or 0) // division.ep, division.divided, True)
     f = model.moe_ffn_hidden_size or 0
-    layers.append(Linear(FC1, model.fc1_widths, f, h, division.etp, *experts))
-    layers.append(Linear(FC2, 1, h, f, division.etp, *experts))
+    layers = [
+        Linear(FC1, model.fc1_widths, f, h, division.etp, *experts),
+        Linear(FC2, 1, h, f, division.etp, *experts),
+    ]
     if shared := model.moe_shared_expert_intermediate_size:
         layers.append(Linear(FC1, model.fc1_widths, shared, h, tp))
         layers.append(Linear(FC2, 1, h, shared, tp))
@@ -68,7 +96,7 @@ def _layer_savings(run: RunConfig, layout: Layout, stage: int) -> int:
     for unit in units(run, layout, stage):
         if not isinstance(unit, int):
             continue
-        for linear in linears(run, layout.tp, run.model.mlps[unit]):
+        for linear in linears(run, layout.tp, run.model.layer_kinds[unit]):
             rows, columns = linear.shard()
             saved += rows * columns * run.element_bytes - stored_bytes(rows, columns)
     return saved

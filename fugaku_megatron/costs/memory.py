@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import Layout, cp_comm_types, group_copies
-from ..config.model import ACTIVATIONS
+from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.optimizer import MOMENT_BYTES
 from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
 from ..pipeline.instructions import InFlight
 from ..pipeline.schedule_names import row
+from . import delta_net
 from .accounting import (
     FLAT_ALIGNMENT,
     embedding_records,
@@ -34,8 +36,8 @@ from .accounting import (
     stage_layers,
     stage_parameters,
     stage_records,
+    virtual_stage_layers,
     virtual_stage_recompute_groups,
-    virtual_stage_sizes,
     zero_shards,
 )
 from .activations import (
@@ -47,6 +49,7 @@ from .activations import (
     qkv_bytes,
     residual_bytes,
     sequence_shards,
+    typical_cp_comm_type,
 )
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
 from .int8_moments import scales, unit_segments
@@ -292,37 +295,61 @@ def data_index_bytes(run: RunConfig, samples: int) -> int:
     return min(INDEX_SAMPLE_BYTES * samples, INDEX_MAX_BYTES) if run.data.files else 0
 
 
-def layer_saved_bytes(run: RunConfig, tp: int) -> int:
-    saved = sum(r.saved_bytes for r in layer_records(run, tp))
-    if run.training.recompute_granularity == "selective":
-        saved -= selective_recompute_bytes(run, tp)
-    return saved
+@lru_cache(maxsize=64)
+def layer_saved_bytes(run: RunConfig, tp: int) -> tuple[int, ...]:
+    """Return the bytes that each layer of the model saves for backward."""
+
+    def saved(kind: LayerKind) -> int:
+        records = layer_records(run, tp, kind, typical_cp_comm_type(run))
+        total = sum(r.saved_bytes for r in records)
+        if run.training.recompute_granularity == "selective":
+            total -= selective_recompute_bytes(run, tp, kind)
+        return total
+
+    return of_layers(run, saved)
 
 
 def layers_kept_bytes(
-    run: RunConfig, tp: int, layers: int, groups: Sequence[range]
+    run: RunConfig, tp: int, layers: range, groups: Sequence[range]
 ) -> tuple[int, int]:
-    """Return (bytes that `layers` layers keep per micro-batch, additional recompute bytes in backward).
+    """Return (bytes that layers keep per micro-batch, additional recompute bytes in backward).
 
-    groups: layers recomputed together. Backward has freed other layers by then.
+    groups: layers recomputed together, counted from the first of `layers`. Backward has freed other layers by then.
     """
-    per_layer = layer_saved_bytes(run, tp)
-    plain = layers - sum(map(len, groups))
-    largest = max(map(len, groups), default=0)
-    kept = len(groups) * residual_bytes(run, tp) + plain * per_layer
-    return kept, max(0, largest - plain) * per_layer
+    saved = layer_saved_bytes(run, tp)[layers.start : layers.stop]
+    recomputed = [sum(saved[group.start : group.stop]) for group in groups]
+    plain = sum(saved) - sum(recomputed)
+    kept = len(groups) * residual_bytes(run, tp) + plain
+    return kept, max(0, max(recomputed, default=0) - plain)
 
 
-def weight_input_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes that a layer keeps between the halves of a split backward.
+def _attention_input_bytes(run: RunConfig, tp: int) -> int:
+    return 2 * activation_bytes(run) + context_bytes(run, tp) + qkv_bytes(run, tp)
+
+
+_MIXER_INPUT_BYTES = {
+    ATTENTION: _attention_input_bytes,
+    GATED_DELTA_NET: delta_net.weight_input_bytes,
+}
+
+
+def weight_input_bytes(run: RunConfig, tp: int) -> tuple[int, ...]:
+    """Return the bytes that each layer of the model keeps between the halves of a split backward.
 
     Whole (s, b, h): QKV and MLP inputs, projection and MLP output gradients. Sharded: the context, QKV's gradient, and the MLP's
     pre-activation with its gradient.
     """
-    attention = 2 * activation_bytes(run) + context_bytes(run, tp) + qkv_bytes(run, tp)
-    if run.model.num_experts:
-        return attention + waiting_bytes(run, tp)
-    return attention + 2 * activation_bytes(run) + 2 * run.model.fc1_widths * inner_bytes(run, tp)
+
+    def kept(kind: LayerKind) -> int:
+        mixer = 0 if kind.mixer is None else _MIXER_INPUT_BYTES[kind.mixer](run, tp)
+        if kind.mlp is None:
+            return mixer
+        if kind.mlp == MLP_OF_EXPERTS:
+            return mixer + waiting_bytes(run, tp)
+        inner = inner_bytes(run, tp, run.model.ffn_hidden_size)
+        return mixer + 2 * activation_bytes(run) + 2 * run.model.fc1_widths * inner
+
+    return of_layers(run, kept)
 
 
 # Attention kernels (kernels_sve/attention/attention_shape.h): rows of a block, dQ sums per head, and the length from which heads are few.
@@ -375,9 +402,9 @@ def _attention_bytes(run: RunConfig, tp: int, threads: int, cp_comm_type: str) -
     return FP32_BYTES * (heads_at_once * per_head + groups_at_once * per_group)
 
 
-def inner_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes in this rank's shard of one (s, b, f) tensor."""
-    return run.tokens_per_microbatch * mlp_width(run.model) * run.element_bytes // tp
+def inner_bytes(run: RunConfig, tp: int, width: int) -> int:
+    """Return the bytes of this rank's shard of one (s, b, width) tensor."""
+    return run.tokens_per_microbatch * width * run.element_bytes // tp
 
 
 def live_bytes(run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]) -> int:
@@ -387,7 +414,7 @@ def live_bytes(run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[I
     return chunks_live_bytes(
         run,
         layout.tp,
-        [virtual_stage_sizes(run, placement)[n] for n in virtual_stages],
+        [virtual_stage_layers(run, placement, n) for n in virtual_stages],
         [virtual_stage_recompute_groups(run, placement, n) for n in virtual_stages],
         in_flight,
     )
@@ -396,7 +423,7 @@ def live_bytes(run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[I
 def chunks_live_bytes(
     run: RunConfig,
     tp: int,
-    layers: Sequence[int],
+    layers: Sequence[range],
     groups: Sequence[Sequence[range]],
     in_flight: Sequence[InFlight],
 ) -> int:
@@ -408,7 +435,8 @@ def chunks_live_bytes(
         *(layers_kept_bytes(run, tp, *chunk) for chunk in zip(layers, groups, strict=True)),
         strict=True,
     )
-    waiting = [count * weight_input_bytes(run, tp) for count in layers]
+    each = weight_input_bytes(run, tp)
+    waiting = [sum(each[chunk.start : chunk.stop]) for chunk in layers]
     largest = 0
     for moment in in_flight:
         counts = (*moment.activations, *moment.weight_inputs)
@@ -428,7 +456,9 @@ def working_bytes(run: RunConfig, tp: int) -> int:
     inner_tensors = 1
     if run.lora.of_mlps(run.model) or ACTIVATIONS[run.model.activation].kernel is None:
         inner_tensors = 3  # adapters compute their own, and torch all columns at once
-    mlp = hidden_tensors * activation_bytes(run) + inner_tensors * inner_bytes(run, tp)
+    mlp = hidden_tensors * activation_bytes(run) + inner_tensors * inner_bytes(
+        run, tp, mlp_width(run.model)
+    )
     if run.model.num_experts:
         mlp += pair_working_bytes(run, tp)
     return max(mlp, key_working_bytes(run, tp))
@@ -447,10 +477,11 @@ def posted_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def logits_rows(run: RunConfig, layout: Layout) -> int:
-    """Return the rows per logits block: equal blocks, as few as their memory allows, up to LOGITS_MAX_ROWS.
+    """Return the rows per logits block: equal blocks, as few as their memory allows, up to
+    LOGITS_MAX_ROWS.
 
-    The limit is a quarter of what the layers keep, or with --recompute-part-layers would keep, so that recompute does not change the
-    order of sums.
+    The limit is a quarter of the memory that the layers keep, or with --recompute-part-layers would
+    keep, so that recompute does not change the order of sums.
     """
     placement = layout.placement
     vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
@@ -460,7 +491,7 @@ def logits_rows(run: RunConfig, layout: Layout) -> int:
         layers_kept_bytes(
             run,
             layout.tp,
-            virtual_stage_sizes(run, placement)[virtual_stage],
+            virtual_stage_layers(run, placement, virtual_stage),
             () if free else virtual_stage_recompute_groups(run, placement, virtual_stage),
         )[0]
         for virtual_stage in placement.virtual_stages_of(placement.last_stage)

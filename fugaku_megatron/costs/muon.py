@@ -8,18 +8,21 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import Layout
-from ..config.model import ModelConfig
+from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.run_config import RunConfig
 from .accounting import of_layers, stage_layers
 
 Matrices = list[tuple[int, int, int]]  # (how many, rows, columns)
 
 
-def _mlp_matrices(model: ModelConfig, mlp: str) -> Matrices:
+def _mlp_matrices(model: ModelConfig, mlp: str | None) -> Matrices:
     h = model.hidden_size
     widths = model.fc1_widths
-    if mlp != "experts":
+    if mlp is None:
+        return []
+    if mlp != MLP_OF_EXPERTS:
         return [(1, widths * model.ffn_hidden_size, h), (1, h, model.ffn_hidden_size)]
     e = model.num_experts or 0
     f = model.moe_ffn_hidden_size or 0
@@ -29,7 +32,7 @@ def _mlp_matrices(model: ModelConfig, mlp: str) -> Matrices:
     return matrices
 
 
-def layer_matrices(run: RunConfig, mlp: str) -> Matrices:
+def _attention_matrices(run: RunConfig) -> Matrices:
     model = run.model
     queries = model.context_width
     keys = model.query_groups * model.kv_channels
@@ -38,11 +41,25 @@ def layer_matrices(run: RunConfig, mlp: str) -> Matrices:
         qkv = [(1, model.qkv_width, h)]
     else:
         qkv = [(model.query_widths, queries, h), (2, keys, h)]
-    return [*qkv, (1, h, queries), *_mlp_matrices(model, mlp)]
+    return [*qkv, (1, h, queries)]
 
 
-def _replicated(model: ModelConfig, mlp: str) -> Matrices:
-    if mlp != "experts":
+def _delta_net_matrices(run: RunConfig) -> Matrices:
+    model = run.model
+    h = model.hidden_size
+    return [(1, model.delta_width, h), (1, h, model.delta_values)]
+
+
+_MIXER_MATRICES = {ATTENTION: _attention_matrices, GATED_DELTA_NET: _delta_net_matrices}
+
+
+def layer_matrices(run: RunConfig, kind: LayerKind) -> Matrices:
+    matrices = _mlp_matrices(run.model, kind.mlp)
+    return matrices if kind.mixer is None else [*_MIXER_MATRICES[kind.mixer](run), *matrices]
+
+
+def _replicated(model: ModelConfig, mlp: str | None) -> Matrices:
+    if mlp != MLP_OF_EXPERTS:
         return []
     matrices = [(1, model.num_experts or 0, model.hidden_size)]
     if model.moe_shared_expert_gate:
@@ -61,7 +78,7 @@ def matrix_elements(run: RunConfig, tp: int) -> tuple[int, ...]:
     return of_layers(
         run,
         lambda kind: (
-            total(layer_matrices(run, kind.mlp)) // tp + total(_replicated(run.model, kind.mlp))
+            total(layer_matrices(run, kind)) // tp + total(_replicated(run.model, kind.mlp))
         ),
     )
 
@@ -76,8 +93,8 @@ def orthogonalized(run: RunConfig, layout: Layout, stage: int) -> Counter[tuple[
     if not run.optimizer.muon:
         return found
     for layer in itertools.chain(*stage_layers(run, layout.placement, stage)):
-        mlp = run.model.mlps[layer]
-        for count, rows, columns in [*layer_matrices(run, mlp), *_replicated(run.model, mlp)]:
+        kind = run.model.layer_kinds[layer]
+        for count, rows, columns in [*layer_matrices(run, kind), *_replicated(run.model, kind.mlp)]:
             m, n = sorted((max(1, rows // shards), columns))
             found[m, n] += count
     return found

@@ -19,6 +19,7 @@ from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
 from .accounting import (
     layer_and_head_flops,
+    stage_layers,
     virtual_stage_recompute_groups,
     virtual_stage_sizes,
 )
@@ -90,7 +91,6 @@ def recompute_name(run: RunConfig) -> str:
 
 
 def resolve_recompute(run: RunConfig, layout: Layout, limit: float) -> tuple[RunConfig, list[str]]:
-    """Return the run with --recompute-auto resolved within `limit` bytes, and its log line."""
     run = with_recompute(run, layout, limit, full_batch_schedule(run, layout).in_flight)
     return run, [choice_line(run, layout.placement, limit)]
 
@@ -143,8 +143,8 @@ def fewest(
     run: RunConfig, layout: Layout, stage: int, limit: float, in_flight: Sequence[InFlight]
 ) -> tuple[int, ...]:
     placement = layout.placement
-    sizes = virtual_stage_sizes(run, placement)
-    layers = [sizes[virtual_stage] for virtual_stage in placement.virtual_stages_of(stage)]
+    own = stage_layers(run, placement, stage)
+    layers = [len(chunk) for chunk in own]
     whole = stage_memory(run, layout, stage, in_flight)
     if whole.total <= limit:
         return (0,) * len(layers)
@@ -155,7 +155,7 @@ def fewest(
     def fits(count: int) -> bool:
         counts = spread(count, layers, in_flight)
         groups = [[range(i, i + 1) for i in range(number)] for number in counts]
-        return chunks_live_bytes(run, layout.tp, layers, groups, in_flight) <= space
+        return chunks_live_bytes(run, layout.tp, own, groups, in_flight) <= space
 
     # With one micro-batch in flight, recomputing all layers keeps more than recomputing all but one.
     some = range(1, sum(layers))

@@ -14,7 +14,6 @@ Unit = int | str  # a layer's number, or one of these
 
 
 def holds_tied_copy(run: RunConfig, placement: Placement, stage: int) -> bool:
-    """Return True if this stage has one of two trained word embeddings."""
     first = placement.owner(0)[0]
     last = placement.last_stage
     return run.model.tied and not run.lora.on and first != last and stage in (first, last)

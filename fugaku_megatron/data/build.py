@@ -50,8 +50,6 @@ class Builder(DatasetConfig):
     arrays: in-memory documents by the name that replaces a prefix
     separate_sets: --multiple-validation-sets
     cuts_chats: truncate chats that are too long; False: refuse them; None: not chats
-    begun: sample numbers for which the train, valid and test orders were first made; None: the
-        requested ones
     """
 
     arrays: Mapping[str, TokenArrays] = field(default_factory=dict)

@@ -306,8 +306,6 @@ class ChatDataset:
     """At least `num_samples` samples, in whole epochs, from the chats `documents` (sequence ids);
     None: one epoch.
 
-    truncate: cut chats above seq_length + 1 tokens instead of refusing them
-
     Raises ValueError on every rank without chats or trained tokens, and for a chat that is too
     long.
     """
@@ -359,7 +357,6 @@ class ChatDataset:
         return self.files
 
     def _count(self) -> tuple[int, int]:
-        """Count the loss tokens, and the chats without any."""
         trained = 0
         lost = 0
         for first in range(0, len(self.lengths), COUNTED_AT_ONCE):

@@ -133,8 +133,6 @@ class Chat:
 
     begin: number of the completion's first message; None: train the assistant
     tools, options: further template arguments
-    where: file and line
-    unread: ignored fields
     texts: prompt and completion as texts, in place of messages
     """
 
@@ -361,7 +359,6 @@ class ChatTemplate:
         return signed(ids, trained)
 
     def prompt(self, messages: Messages) -> list[int]:
-        """Tokenize messages and generation prompt."""
         chat = self._as_taken(Chat(messages))
         return list(self._rendered(chat, chat.messages, add_generation_prompt=True)["input_ids"])
 

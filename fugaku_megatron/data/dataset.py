@@ -98,7 +98,6 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, source: str, remedy: str =
 
 
 def normalize(weights: Sequence[float], flag: str = "--data-path") -> list[float]:
-    """Scale weights to sum to 1."""
     wrong = [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]
     if wrong:
         raise ValueError(

@@ -46,7 +46,7 @@ PathLike = str | os.PathLike[str]
 
 
 class MappedFile:
-    """Array of a .npy file, opened and mapped once. Raises OSError, or ValueError for another or truncated file."""
+    """Array of a .npy file, opened and mapped once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -185,7 +185,6 @@ class Document:
     """Document's raw bytes and position.
 
     line: from 1; 0: the whole file
-    number: file number from 0
     read: file bytes up to the document's end
     over_lines: JSON value that may span lines; `line` is its number
     """
@@ -489,7 +488,6 @@ def read_record(document: Document, expected: str) -> tuple[str, JsonObject]:
 
 
 def document_texts(document: Document, keys: Sequence[str]) -> list[str | bytes]:
-    """Return the text under every key, or the whole plain text."""
     if document.line == 0:
         return [document.raw]
     where, record = read_record(document, "a JSON object with the keys of --json-keys")

@@ -61,7 +61,7 @@ CHAT = Columns(
 
 
 def library(name: str, extra: str, user: str) -> ModuleType:
-    """Import an optional package. Raises ValueError naming the extra. user: feature that needs it."""
+    """Import an optional package. Raises ValueError naming the extra."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

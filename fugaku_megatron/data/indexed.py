@@ -365,7 +365,6 @@ class IndexedDatasetWriter:
         return writing(f"{self.prefix}.bin")
 
     def add_document(self, tokens: np.ndarray | Sequence[int]) -> None:
-        """Append a document as one sequence, which may be empty."""
         ids = np.asarray(tokens, None if len(tokens) else self.dtype)
         self._append(ids, np.array([len(ids)]), np.ones(1, np.int64))
 

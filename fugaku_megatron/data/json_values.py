@@ -1,7 +1,6 @@
 """JSON files: an object a line, or objects over several lines, also as array elements.
 
-The layout is detected from the first bytes. Arrays and objects over lines are streamed, so a file
-may exceed memory.
+Arrays and objects over lines are streamed, so a file may exceed memory.
 """
 
 from __future__ import annotations

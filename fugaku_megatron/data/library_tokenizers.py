@@ -160,7 +160,6 @@ class HuggingFaceTokenizer:
     Megatron-LM.
 
     vocab_size: len(tokenizer) with added tokens, or the largest id plus 1 if ids are missing
-    eod: eos token id, else sep token id, or None
 
     Source: megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py.
     """
@@ -316,10 +315,10 @@ CACHE_PIECE = 64  # ... if they have at most this many characters, which limits 
 
 
 class ByteLevelBPE:
-    """Base of byte-level BPE: a text is cut at special tokens, then into pieces, whose bytes are merged.
+    """Base of byte-level BPE: a text is cut at special tokens, then into pieces, whose bytes are
+    merged.
 
     token_bytes: by id; none for a token that stands for no text
-    special: id by name
     """
 
     options: tuple[str, ...] = ()
@@ -391,8 +390,6 @@ PATTERNS = {
 class TikTokenizer(ByteLevelBPE):
     """Tiktoken BPE of `vocab_size` tokens, `special` of them without text; `eod` is the id of
     "</s>".
-
-    vocab_size: --vocab-size, by default 131,072
     """
 
     name = "TikTokenizer"

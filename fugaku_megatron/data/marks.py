@@ -27,7 +27,6 @@ PADDED = 4  # nothing is predicted from this token: it is padding, or the last o
 class MarkedDataset:
     """Samples with marks, int64 (2, s + 1).
 
-    eod: end-of-document token
     masks_loss: mask the label after it
     """
 
@@ -65,7 +64,6 @@ class TokenCounts:
     counted: labels in the loss
     squares: sum of (document length)^2, to which attention time is proportional
     share: this rank's squares over the data-parallel ranks' mean
-    padded: tokens that predict nothing
     """
 
     counted: int

@@ -100,7 +100,6 @@ class Encoded:
     position.
 
     read: bytes of the last file read
-    unread: ignored fields of chats
     """
 
     texts: list[DocumentTokens]
@@ -124,7 +123,6 @@ class Encoder:
         self._unread: set[str] = set()
 
     def encode(self, documents: list[Document]) -> Encoded:
-        """Tokenize at least one document."""
         skipped = Skipped(self.job.skip_invalid)
         self._unread.clear()
         read: Callable[[Document], list[Any]] = partial(document_texts, keys=self.job.keys)

@@ -94,7 +94,7 @@ class Prefetcher(Generic[T]):
     """Iterator over `source` that loads up to `depth` items ahead in a thread.
 
     `next` raises the source's exception in place of the item. `close` (or leaving `with`) stops the
-    thread after the current item and may be called twice.
+    thread after the current item.
     """
 
     def __init__(self, source: Iterable[T], depth: int = 2):
@@ -176,7 +176,6 @@ class ReaderBatches:
 
     dataset: on the reader
     size: global batch size at a sample
-    samples: sample numbers of an iteration
     work: token counts of this rank's marked samples
     """
 

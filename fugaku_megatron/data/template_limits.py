@@ -82,7 +82,6 @@ class TemplateProcess:
         self._lock = threading.Lock()
 
     def render(self, **call: Any) -> tuple[list[str], list[list[tuple[int, int]]]]:
-        """Call transformers' function of this name."""
         text = json.dumps(call, default=_plain)
         limits = {"seconds": SECONDS, "characters": max(CHARACTERS, GROWTH * len(text))}
         line = f'{{"limits": {json.dumps(limits)}, "call": {text}}}\n'.encode()

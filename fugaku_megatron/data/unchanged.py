@@ -30,7 +30,6 @@ def sources(datasets: Iterable[Dataset | None]) -> list[IndexedDataset]:
 
 
 def check_unchanged(datasets: Iterable[Dataset | None]) -> None:
-    """Raise ValueError for a data file that was written, truncated, replaced or removed."""
     for files in sources(datasets):
         files.check()
 

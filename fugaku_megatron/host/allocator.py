@@ -45,7 +45,6 @@ _FIELD = re.compile(rb"^(VmRSS|RssFile|RssShmem|HugetlbPages):\s+(\d+) kB", re.M
 
 
 def allocator_name(maps: str | None = None) -> str:
-    """Return "tcmalloc" or "glibc 2.28" for example, from the loaded libraries in `maps` (/proc/self/maps)."""
     text = (read_text(_MAPS) or "") if maps is None else maps
     loaded = {
         match[1] for match in re.finditer(r"/lib([a-z]+)[^/\s]*\.so[^/\s]*$", text, re.MULTILINE)

@@ -28,7 +28,7 @@ class Counter:
     """An energy counter.
 
     read: joules since some moment, None on failure
-    wraps: joules at which the counter restarts
+    wraps: joules until the counter restarts
     """
 
     name: str

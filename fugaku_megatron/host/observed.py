@@ -241,7 +241,6 @@ class Profiler:
     # Results --------------------------------------------------------------------------------------------------------------------
 
     def table(self) -> list[str]:
-        """Return operation, calls, seconds, percent of the step, GFLOP/s and percent of the FMA peak, per iteration."""
         calls: dict[str, list[Event]] = {}
         for event in self.events:
             if event.track != "schedule":

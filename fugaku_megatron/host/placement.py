@@ -1,11 +1,11 @@
-"""Cores, NUMA domains and memory of a node, and the cores on which its ranks compute.
+"""Cores, NUMA domains and memory of a node, and its ranks' cores.
 
     Node.read()            this machine, from its /sys tree
     Node.read("saved")     another machine, whose tree the command SAVE copied into the folder saved
 
-By default a rank has a NUMA domain to itself, with one thread on each core and idle hyper-threads. Ranks that a launcher binds
-keep their masks; ranks with one mask share its cores in NUMA order. The log proposes another number of ranks if it does not fit
-the domains.
+By default a rank has a NUMA domain to itself, with one thread on each core and idle hyper-threads.
+Ranks that a launcher binds keep their masks; ranks with one mask share its cores in NUMA order. The
+log proposes another number of ranks if it does not fit the domains.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def parse_list(text: str) -> list[int]:
 
 
 def format_list(cpus: Iterable[int]) -> str:
-    """Invert `parse_list`."""
     runs: list[list[int]] = []
     for cpu in sorted(set(cpus)):
         if runs and runs[-1][1] == cpu - 1:

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Checkpoint and window sizes. Raises ValueError for values out of range."""
+    """Checkpoint and window sizes."""
 
     source: Source
     seq_length: int | None = optional("tokens of a window (default: the model's)")
@@ -83,7 +83,7 @@ class Model:
         return from_options(cls, options, source=Source.of(options))
 
     def window(self, model: ModelConfig) -> int:
-        """Return --seq-length or the model's. ValueError beyond learned positions."""
+        """Return --seq-length or the model's."""
         length = self.seq_length or model.seq_length
         positions = model.max_position_embeddings
         check(
@@ -96,7 +96,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Evaluations. Raises ValueError for values out of range."""
+    """Evaluations."""
 
     model: Model
     input: str | None = optional("perplexity of this text", aliases=("--text",), metavar="FILE")

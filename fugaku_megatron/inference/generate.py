@@ -60,7 +60,6 @@ Answer = Callable[[list[int], Finished], Iterator[list[Tensor]]]  # prompt -> as
 def describe(
     run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int, q8: bool = False
 ) -> str:
-    """Describe parameters, layout, and any rank's largest weights and cache."""
     tp = run.parallel.tensor_model_parallel_size
     pp = run.parallel.pipeline_model_parallel_size
     layout = Layout(tp * pp, tp, pp, 1).placed(run)
@@ -85,7 +84,7 @@ def describe(
     precision = f"{run.precision.name} and {Q8}" if q8 else run.precision.name
     return (
         f"{accounting.parameters(run):,} parameters in {precision}, tensor parallel {tp}, pipeline parallel {pp}\n"
-        f"a rank holds at most {weights / MIB:.1f} MiB of weights and {cache / MIB:.1f} MiB of keys and values: "
+        f"a rank holds at most {weights / MIB:.1f} MiB of weights and {cache / MIB:.1f} MiB of cache: "
         f"{max(map(len, kinds))} layers, {len(prompts)} samples, {slots} positions"
     )
 
@@ -98,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Prompts and settings. Raises ValueError for values out of range."""
+    """Prompts and settings."""
 
     source: Source
     sampling: Sampling = Sampling()

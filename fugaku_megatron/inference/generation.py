@@ -15,12 +15,11 @@ from torch import Tensor
 from ..comm.autograd import gather_from_tensor_parallel
 from ..config.fields import check, option
 from ..config.model import ModelConfig
-from ..costs import activations
 from ..data.chats import ASSISTANT, ChatTemplate, Messages, check_messages, user_turn
 from ..data.tokenizer import Tokenizer
 from ..nn.forward_context import Pass, Rows
 from ..nn.heads import Angles
-from ..nn.kv_cache import LayerCache
+from ..nn.kv_cache import Cache
 from ..nn.positions import rotary_angles
 from ..text.named_files import read_text
 from .loading import FEW_ROWS, LoadedModel, RecordedStep, RecordingKernels, through_stages
@@ -112,7 +111,6 @@ def prompts_of(path: str, chat: bool = False) -> list[Prompt]:
 class StopCondition:
     """End tokens and stop words.
 
-    decode: ids -> text
     more: end tokens besides `eod`
 
     Tokens of an answer are int64 (tokens,).
@@ -169,16 +167,12 @@ class Decoder:
             for name, rope in model.ropes.items()
             if rope.rope_dynamic_factor is None
         }
-        groups = model.query_groups // loaded.groups.tp.size
-        self.cache = {
-            layer.layer: LayerCache.empty(
-                len(positions),
-                groups,
-                activations.cache_slots(model.layer_kinds[layer.layer - 1], max(positions)),
-                model.kv_channels,
-                loaded.dtype,
+        self.cache: Cache = {
+            layer.layer: layer.self_attention.empty_cache(
+                len(positions), max(positions), loaded.dtype
             )
             for layer in loaded.stage.layers
+            if layer.self_attention is not None
         }
         alone = loaded.groups.tp.size == loaded.groups.pp.size == 1
         self._recorder = (
@@ -342,7 +336,6 @@ class Conversation:
         self._asked = self._said
 
     def encode(self, line: str) -> list[int]:
-        """Tokenize the chat with the next turn."""
         asked = [*self._said, user_turn(line)]
         (ids,) = self.encoder.encode(asked)
         self._asked = asked

@@ -347,7 +347,6 @@ def _check_passed_type(named: TokenizerFlags, flags: TokenizerFlags, where: str)
 
 
 def tokenizer_note(tokenizer: Tokenizer, manifest: dict[str, Any]) -> str:
-    """Return a warning if the training run had another tokenizer, else ""."""
     other = mismatch(identity(tokenizer), manifest["state"].get("tokenizer"))
     return (
         f"note: the model was trained with {other}: its tokens mean different texts"

@@ -171,8 +171,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, window: i
     """Build the request for `continuation` after `context`, cut on the left to `window` + 1 tokens.
 
     Trailing spaces move to the continuation, because tokens begin with them. An empty context
-    becomes a start token (`encode_after`). Raises ValueError for a continuation without tokens or
-    longer than `window`.
+    becomes a start token (`encode_after`).
     """
     before = tokenizer.encode(context.rstrip())
     whole = tokenizer.encode(context + continuation)
@@ -260,7 +259,6 @@ class Question:
 
     requests: one per choice
     lengths: characters per choice
-    answer: index of the right choice
     bare: choices are scored after a start token (`encode_after`)
     """
 

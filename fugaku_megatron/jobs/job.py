@@ -17,6 +17,7 @@ from ..config.layout import Layout
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
 from ..costs.run_schedule import recompute_name
+from ..layout_check.shrink import fewest_ranks
 from ..planner import plan_text, search, software
 from ..planner.predict import run_of
 from ..planner.system import System
@@ -33,6 +34,7 @@ class Job:
     flags: pretrain_gpt.py's, without paths
     elapse: seconds
     why: the decisions as text
+    check_ranks: ranks that check the layout before the run; None: no check
     """
 
     name: str
@@ -49,6 +51,7 @@ class Job:
     iterations: int
     why: tuple[str, ...]
     kind: str = "train"
+    check_ranks: int | None = None
 
     @property
     def processes(self) -> int:
@@ -77,10 +80,7 @@ def placeable(plan: search.Plan, shape: torus.Shape | None) -> bool:
 def choose(
     run: RunConfig, system: System, held: frozenset[str], shape: torus.Shape | None
 ) -> search.Plan:
-    """Return the fastest plan that can be placed. ValueError if there is none.
-
-    held: fields that keep the run's value
-    """
+    """Return the fastest plan that can be placed. ValueError if there is none."""
     result = search.search(run, system, held)
     check(
         result.plans,
@@ -154,6 +154,7 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> Job:
         layout=best.layout,
         iterations=iterations,
         why=(),
+        check_ranks=fewest_ranks(best.run, best.layout) if args.check_layout else None,
     )
     return replace(job, why=tuple(reasons(job, best, source)))
 

@@ -39,6 +39,7 @@ OWN = (
     "resource_group",
     "name",
     "kind",
+    "check_layout",
     "output",
     "all",
     "report",
@@ -109,6 +110,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         choices=sorted(render.RUNS),
         help="what the script does (default: train)",
     )
+    group.add_argument(
+        "--check-layout",
+        action="store_true",
+        help="first compare the layout with one rank, on the fewest ranks that hold a replica",
+    )
     group.add_argument("-o", "--output", help="file to write")
     arguments.add_train_flags(parser, "the planner chooses those that are not set")
 
@@ -144,6 +150,10 @@ def job_from(args: argparse.Namespace) -> jobs.Job:
         re.fullmatch(r"/vol\w+(:/vol\w+)*", args.volumes) is not None,
         f"--volumes {args.volumes!r:.60}: pass volumes such as /vol0004, joined by colons",
     )
+    check(
+        not args.check_layout or args.kind in render.CHECKED_KINDS,
+        f"--check-layout checks before a run of --kind {' or '.join(render.CHECKED_KINDS)}, not {args.kind}: leave it out",
+    )
     job = jobs.decide(args, OWN)
     problems = checks.problems(render.render(job), group="submitter", files=False)
     check(not problems, problems[0].text if problems else "")
@@ -175,7 +185,6 @@ def rendered(name: str) -> str:
 
 
 def render_all(folder: Path) -> int:
-    """Write the scripts of scripts/pjsub."""
     check(folder.is_dir(), f"--all {folder}: pass an existing folder, such as scripts/pjsub")
     for name in SCRIPTS:
         _write(folder / name, rendered(name))
@@ -230,7 +239,6 @@ def make(args: argparse.Namespace) -> int:
 def _output(
     args: argparse.Namespace, text: str, why: Sequence[str] = (), left: Sequence[str] = ()
 ) -> int:
-    """Write a script into --output or to standard output."""
     if args.output:
         _write(Path(args.output), text, "-o ")
         print(*why, f"wrote {args.output}", *left, sep="\n")

@@ -148,7 +148,6 @@ def resource_groups() -> tuple[dict[str, ResourceGroup], str]:
 
 
 def smallest(nodes: int, groups: dict[str, ResourceGroup]) -> ResourceGroup:
-    """Return the usual group."""
     for name in ("small", "large", "huge"):
         if name in groups and groups[name].accepts(nodes):
             return groups[name]

@@ -110,6 +110,14 @@ train() {  # train LABEL [flags]: one run on all ranks; START=supervise restarts
         "${FLAGS[@]}" "${DATA_FLAGS[@]}" --exit-duration-in-mins "$(minutes_left)" "$@"
 }
 
+check_layout() {  # check_layout RANKS: compares the layout with one rank, on the first nodes of the job
+    local MAP='' WORDS
+    start_words check_layout "$1"
+    mkdir -p "$SAVE"
+    "${WORDS[@]}" bash -c "$(declare -f local_rank use_local run_rank); run_rank \"\$@\"" run_rank \
+        "$LOCAL/app/pretrain_gpt.py" "${FLAGS[@]}" "${DATA_FLAGS[@]}" --save "$SAVE" --check-layout
+}
+
 echo "copying $ARCHIVE to $NODES nodes"
 llio_transfer "$ARCHIVE"  # a copy on every storage node: thousands of compute nodes must not open the same file
 trap 'llio_transfer --purge "$ARCHIVE"' EXIT

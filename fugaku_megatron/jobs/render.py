@@ -63,6 +63,7 @@ launch report bash -c "$(declare -f local_rank use_local run_rank); run_rank \"\
     -m fugaku_megatron report --output "$OUT/report.json" --save "$SAVE" ${MORE:-}
 echo "text, page and figures: $OUT/report.txt, report.html, report.json"''',
 }
+CHECKED_KINDS = ("train", "resume")  # kinds that --check-layout goes with
 REPORT_FLAGS = "--recipe 124m --micro-batch-size 1 --train-iters 20 --eval-iters 0"
 REPORT_TIME = "00:30:00"
 SLURM_REPORT = r"""#!/bin/bash
@@ -176,6 +177,8 @@ def other_clocks(job: Job) -> str:
 
 def render(job: Job) -> str:
     run = RUNS[job.kind].replace("@OTHERS@", other_clocks(job))
+    if job.check_ranks is not None:
+        run = f"check_layout {job.check_ranks}  # ends the job if the layout trains differently\n{run}"
     lines = [
         "#!/bin/bash",
         *directives(job),

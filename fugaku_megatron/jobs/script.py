@@ -101,7 +101,6 @@ class Script:
         return (setting or first_of_option or Value("", self.last_directive)).line
 
     def value(self, name: str, environ: dict[str, str] | None = None) -> Value | None:
-        """Return a variable's value: from -x, or as `default` reads it."""
         option = self.get("-x", name)
         assignment = self.variables.get(name)
         if assignment is None or option and assignment.text.startswith("${"):

@@ -225,7 +225,6 @@ class Supervisor:
         return code
 
     def _saved(self) -> int:
-        """Return the newest checkpoint's iteration; 0 if there is none or it is unreadable."""
         try:
             return latest_iteration(self.run.output.save or "") or 0
         except (ValueError, OSError):

@@ -24,7 +24,7 @@ from .compare import Comparison, Difference, Tolerance
 from .points import CHECKPOINT, Point
 from .recorder import Piece, Recorder, assembled, pieces_of
 from .samples import samples_of
-from .shrink import ITERATIONS, Small, in_fp32, on_one_rank, shrink
+from .shrink import ITERATIONS, Small, in_fp32, on_one_rank, shrink, with_other_kernels
 from .tensor_record import check_against, check_record, read_record, write_record
 
 COLUMNS = f"  {'tensors':<30} {'number':>7}  {'error':>8}  {'allowed':>8}  largest error"
@@ -116,7 +116,7 @@ def _result(report: Report, small: Small, seconds: float, files: Files) -> str:
     if report.problem is not None:
         return report.problem
     if report.first is not None:
-        return report.first.line(small.run.model.num_layers)
+        return report.first.line()
     reference = "one rank" if files.against is None else str(files.against)
     return f"the layout trains as {reference} ({seconds:.1f} s)"
 
@@ -165,7 +165,9 @@ def _compare_alone(
     """Train on one rank and compare. Return the reason if the layout's checkpoint does not load."""
     run = on_one_rank(small.run)
     alone = Small(run, Layout.from_run(run, 1))
-    with contextlib.closing(_trainer(alone, SoloComm(), tools)) as trainer:
+    with contextlib.closing(
+        _trainer(Small(with_other_kernels(run), alone.layout), SoloComm(), tools)
+    ) as trainer:
         recorder = Recorder(trainer)
         recorder.train(ITERATIONS)
         reference = assembled(recorder.pieces)

@@ -11,16 +11,14 @@ from torch import Tensor
 
 from ..config.run_config import RunConfig
 from ..nn.model import OUTPUT, WORD_EMBEDDINGS
-from .points import CHECKPOINT, GATHERED, KINDS, LOCAL, UPDATE, USED, Point, neighbour
+from .points import CHECKPOINT, FORWARD, GATHERED, KINDS, LOCAL, UPDATE, USED, Point, neighbour
 from .recorder import Piece
-from .shrink import LEARNING_RATE
 
 # Largest relative error of one rounding.
 ROUNDOFFS = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12, "int8": 2.0**-8}
 FACTOR = 32.0  # of the tolerance over the error of random roundings
 OF_WEIGHTS = 8.0  # of their tolerance, because an update divides by the root of a second moment
-# An update is the difference of two rounded weights near 1, and its largest element at least a hundredth of the learning rate.
-OF_UPDATES = 2 * ROUNDOFFS["fp32"] / (LEARNING_RATE / 100)
+OF_UPDATES = 4.0  # roundings of an update, the difference of two rounded weights, in both runs
 WEIGHTS = (USED, UPDATE, GATHERED, CHECKPOINT)
 REROUTED = 4.0  # of the tolerance, for tokens that a rounding error sends to another expert
 
@@ -55,9 +53,16 @@ class Tolerance:
         return Tolerance(value, by_norm=False)
 
     def of_kind(self, kind: str) -> float:
-        if kind not in WEIGHTS:
-            return self.value
-        return self.value * OF_WEIGHTS + (OF_UPDATES if kind == UPDATE else 0.0)
+        return self.value * OF_WEIGHTS if kind in WEIGHTS else self.value
+
+    def of_update(self, update: Tensor, weight: Tensor) -> float:
+        """Return the tolerance of an update, whose weight was rounded before and after it."""
+        allowed = self.of_kind(UPDATE)
+        largest = float(update.abs().max())
+        if largest:
+            rounding = OF_UPDATES * ROUNDOFFS["fp32"]
+            allowed += rounding * (float(weight.abs().max()) + largest) / largest
+        return allowed
 
     def error(self, found: Tensor, expected: Tensor, whole: Tensor) -> float:
         """Return the error of a piece of the tensor `whole`."""
@@ -85,30 +90,36 @@ def _stored_formats(run: RunConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs from the reference, on these ranks. between: see `Piece`"""
+    """A tensor that differs from the reference, on these ranks.
+
+    between: see `Piece`
+    before: the tensor that it is computed from, in words
+    """
 
     point: Point
     ranks: tuple[int, ...]
     error: float
     tolerance: float
     between: str | None
+    before: str = ""
 
-    def line(self, layers: int) -> str:
-        """Return the report's line. layers: of the model"""
+    def line(self) -> str:
+        """Return the report's line."""
         ranks = "rank" if len(self.ranks) == 1 else "ranks"
         return (
             f"first difference: {self.point}, on {ranks} {' '.join(map(str, self.ranks))}: error {self.error:.2g}, "
-            f"tolerance {self.tolerance:.2g}; between {neighbour(self.point, layers)}, which agrees, and this tensor: "
+            f"tolerance {self.tolerance:.2g}; between {self.before}, which agrees, and this tensor: "
             f"{self.between or 'no communication'}"
         )
 
 
 @dataclass
 class Largest:
-    """Number of tensors of one kind, and the one with the largest error."""
+    """Number of tensors of one kind, and the one with the largest share of its tolerance."""
 
     tensors: set[Point] = field(default_factory=set)
     error: float = 0.0
+    allowed: float = math.inf
     name: str = ""
 
 
@@ -118,6 +129,7 @@ class Comparison:
 
     missing: tensors without a counterpart in the reference
     covered: elements of the reference that a rank has, by tensor
+    outputs: names of the modules whose outputs were compared
     """
 
     tolerance: Tolerance
@@ -126,6 +138,7 @@ class Comparison:
     missing: set[Point] = field(default_factory=set)
     covered: dict[Point, Tensor] = field(default_factory=dict)
     ranks: int = 0
+    outputs: set[str] = field(default_factory=set)
 
     @property
     def first(self) -> Difference | None:
@@ -135,11 +148,13 @@ class Comparison:
         first = min(self.differences, key=lambda each: (each.point.order, each.ranks))
         same = [each for each in self.differences if each.point == first.point]
         ranks = tuple(sorted({rank for each in same for rank in each.ranks}))
-        return replace(first, ranks=ranks, error=max(each.error for each in same))
+        before = neighbour(first.point, self.outputs)
+        return replace(first, ranks=ranks, error=max(each.error for each in same), before=before)
 
     def add(self, ranks: Sequence[Iterable[Piece]], reference: Mapping[Point, Tensor]) -> None:
         """Compare each rank's pieces with the reference."""
         self.ranks = max(self.ranks, len(ranks))
+        self.outputs |= {point.name for point in reference if point.kind == FORWARD}
         for rank, pieces in enumerate(ranks):
             for piece in pieces:
                 if piece.point.kind != LOCAL:
@@ -179,14 +194,22 @@ class Comparison:
                     piece.point, torch.zeros(piece.shape, dtype=torch.bool)
                 )
                 covered[piece.index] = True
+        allowed = self._allowed(piece.point, whole, reference)
         largest = self.kinds.setdefault(piece.point.kind, Largest())
         largest.tensors.add(piece.point)
-        if error >= largest.error:
+        if error / allowed >= largest.error / largest.allowed:
             largest.error = error
+            largest.allowed = allowed
             largest.name = str(piece.point)
-        allowed = self.tolerance.of_kind(piece.point.kind)
         if error > allowed:
             self.differences.append(Difference(piece.point, ranks, error, allowed, piece.between))
+
+    def _allowed(self, point: Point, whole: Tensor, reference: Mapping[Point, Tensor]) -> float:
+        if point.kind == UPDATE:
+            weight = _counterpart(point._replace(kind=USED), reference)
+            if weight is not None:
+                return self.tolerance.of_update(whole, weight)
+        return self.tolerance.of_kind(point.kind)
 
     def rows(self) -> list[str]:
         """Return the table's lines, one for each kind of tensors."""
@@ -195,7 +218,7 @@ class Comparison:
             if kind in self.kinds:
                 largest = self.kinds[kind]
                 lines.append(
-                    f"  {kind:<30} {len(largest.tensors):>7}  {largest.error:>8.1e}  {self.tolerance.of_kind(kind):>8.1e}  "
+                    f"  {kind:<30} {len(largest.tensors):>7}  {largest.error:>8.1e}  {largest.allowed:>8.1e}  "
                     f"{largest.name}"
                 )
         return lines

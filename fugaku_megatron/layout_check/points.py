@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..comm.grid import Grid
+from ..config import layer_kinds
 from ..config.layout import Layout, cp_comm_types
 from ..config.model import MLP_OF_EXPERTS
 from ..config.parallel import A2A, ALLGATHER
@@ -45,13 +47,15 @@ _BACKWARDS = (BACKWARD, LOCAL, REDUCED)
 EMBEDDING = "embedding"
 INPUT_NORM = "input_layernorm"
 QKV = "self_attention.linear_qkv"
+IN_PROJ = "self_attention.in_proj"
 CORE = "self_attention.core_attention"
 ATTENTION = "self_attention"
 MLP_NORM = "pre_mlp_layernorm"
 MLP = "mlp"
 LAYER = ""
 FINAL_NORM = "decoder.final_layernorm"
-SITES = (INPUT_NORM, QKV, CORE, ATTENTION, MLP_NORM, MLP, LAYER)
+INPUT_PROJECTIONS = {layer_kinds.ATTENTION: QKV, layer_kinds.GATED_DELTA_NET: IN_PROJ}
+SITES = (INPUT_NORM, QKV, IN_PROJ, CORE, ATTENTION, MLP_NORM, MLP, LAYER)
 
 GROUPS = {
     "tp": "tensor-parallel",
@@ -127,11 +131,9 @@ def _place(name: str) -> int:
     return 1 + int(found[1]) * width + site
 
 
-def neighbour(point: Point, layers: int) -> str:
-    """Return the words for the tensor that the point's tensor is computed from."""
-    names = [EMBEDDING]
-    names += [layer_name(layer, site) for layer in range(layers) for site in SITES]
-    names.append(FINAL_NORM)
+def neighbour(point: Point, outputs: Iterable[str]) -> str:
+    """Return the words for the tensor that the point's tensor is computed from. outputs: names of recorded modules"""
+    names = sorted(outputs, key=_place)
     if point.kind == FORWARD:
         index = names.index(point.name)
         return f"the output of {names[index - 1]}" if index else "the tokens"
@@ -206,11 +208,13 @@ class Communication:
                 )
         return None
 
+    def into_layer(self, layer: int) -> str | None:
+        """Return the words for the message before a layer. layer: from 0"""
+        return self._stage_border(layer, -1)
+
     def forward(self, layer: int, site: str) -> str | None:
-        """Return the words for the communication before an output. layer: from 0"""
-        if site == INPUT_NORM:
-            return self._stage_border(layer, -1)
-        if site == QKV:
+        """Return the words for the communication before an output, inside a layer. layer: from 0"""
+        if site in INPUT_PROJECTIONS.values():
             return self._into_matmul(backward=False)
         if site == CORE:
             return self._attention(layer)
@@ -230,7 +234,7 @@ class Communication:
             return self._mlp(layer, backward=True)
         if site == CORE:
             return self._out_of_matmul(backward=True)
-        if site == QKV:
+        if site in INPUT_PROJECTIONS.values():
             return self._attention(layer)
         if site == INPUT_NORM:
             return self._into_matmul(backward=True)
@@ -239,20 +243,28 @@ class Communication:
     def _mlp(self, layer: int, backward: bool) -> str | None:
         has_experts = self.run.model.mlps[layer] == MLP_OF_EXPERTS
         if has_experts and self.run.parallel.divides_experts:
-            return _joined(
+            return joined(
                 self.over("all-to-all of tokens", "ep"),
                 self.over("all-gather and reduce-scatter of rows", "etp"),
             )
         if backward:
-            return _joined(self._out_of_matmul(backward), self._into_matmul(backward))
-        return _joined(self._into_matmul(backward), self._out_of_matmul(backward))
+            return joined(self._out_of_matmul(backward), self._into_matmul(backward))
+        return joined(self._into_matmul(backward), self._out_of_matmul(backward))
 
     def embedding(self, backward: bool) -> str | None:
         return None if backward else self._out_of_matmul(backward=False)
 
     def head(self) -> str | None:
-        """Return the words for the communication between the final norm and the loss, both ways."""
-        return self._into_matmul(backward=True) or self.over("all-reduce", "tp")
+        """Return the words for the communication between the loss and the final norm's gradient."""
+        return self._into_matmul(backward=True)
+
+    def loss(self) -> str | None:
+        """Return the words for the communication between the final norm and the mean loss."""
+        return joined(
+            self._into_matmul(backward=False),
+            self.over("all-reduce of the softmax", "tp"),
+            self.over("all-reduce of the mean", "dp"),
+        )
 
     def gradient_sum(self, expert: bool, partial: bool, tied: bool) -> str | None:
         """Return the words for a weight gradient's sums. partial: see `ParameterSpec.sequence_parallel`"""
@@ -263,7 +275,7 @@ class Communication:
         parts.append(self.over(verb, "edp" if expert else "dp"))
         if tied:
             parts.append(self.over("all-reduce of the tied embedding's gradient", "embedding"))
-        return _joined(*parts)
+        return joined(*parts)
 
     def weight_gather(self, expert: bool) -> str | None:
         if not self.run.parallel.zero_stage:
@@ -271,5 +283,6 @@ class Communication:
         return self.over("all-gather of updated weights", "edp" if expert else "dp")
 
 
-def _joined(*texts: str | None) -> str | None:
+def joined(*texts: str | None) -> str | None:
+    """Return the words for several communications after each other."""
     return ", then ".join(text for text in texts if text) or None

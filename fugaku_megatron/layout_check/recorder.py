@@ -30,7 +30,9 @@ from .points import (
     FINAL_NORM,
     FORWARD,
     GATHERED,
+    IN_PROJ,
     INPUT_NORM,
+    INPUT_PROJECTIONS,
     LAYER,
     LOCAL,
     LOSS,
@@ -40,10 +42,12 @@ from .points import (
     NORM,
     QKV,
     REDUCED,
+    SITES,
     UPDATE,
     USED,
     Communication,
     Point,
+    joined,
     layer_name,
 )
 
@@ -103,7 +107,7 @@ class Recorder:
         return self.trainer.optimizer.shards
 
     def _finished(self, result: IterationResult) -> None:
-        self._scalar(LOSS, result.loss, self._communication.head())
+        self._scalar(LOSS, result.loss, self._communication.loss())
         self._scalar(NORM, result.grad_norm, "all-reduces of the squared norm over all ranks")
         flat = self.trainer.optimizer.flat
         for shard, before in zip(self._shards, self._before, strict=True):
@@ -152,18 +156,26 @@ class Recorder:
         layer.register_forward_pre_hook(self._enter_layer)
         layer.register_forward_pre_hook(self._use_weights)
         attention = layer.self_attention
-        outputs = {
-            QKV: attention.linear_qkv,
-            ATTENTION: attention,
-            MLP: layer.mlp,
-            LAYER: layer,
-        }
+        outputs = {LAYER: layer}
+        inputs = {}
+        if attention is not None:
+            mixer = context.model.layer_kinds[number].mixer
+            into, out = attention.projections
+            outputs |= {INPUT_PROJECTIONS[mixer]: into, ATTENTION: attention}
+            inputs[CORE] = out
+        if layer.mlp is not None:
+            outputs[MLP] = layer.mlp
+            inputs[MLP_NORM] = layer.mlp
         if layer.input_layernorm is not None:
             outputs[INPUT_NORM] = layer.input_layernorm
-        inputs = {CORE: attention.linear_proj, MLP_NORM: layer.mlp}
         communication = self._communication
-        for site, module in {**outputs, **inputs}.items():
-            between = communication.forward(number, site), communication.backward(number, site)
+        sites = {**outputs, **inputs}
+        first = min(sites, key=SITES.index)
+        for site, module in sites.items():
+            before = communication.forward(number, site)
+            if site == first:
+                before = joined(communication.into_layer(number), before)
+            between = before, communication.backward(number, site)
             name = layer_name(number, site)
             if site in outputs:
                 self._watch_output(module, context, name, between=between)
@@ -226,7 +238,7 @@ class Recorder:
     def _add_activation(
         self, point: Point, x: Tensor, context: Context, between: str | None
     ) -> None:
-        shards_width = point.name.endswith((QKV, CORE))
+        shards_width = point.name.endswith((QKV, IN_PROJ, CORE))
         ranks = context.tp if shards_width else None
         if shards_width:  # of the whole sequence
             segments = own_segments(len(x), context.cp)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product, repeat
 from typing import Any, NamedTuple
 
-from ..config.experts import experts_in
+from ..config.layer_kinds import GATED_DELTA_NET, layer_symbols
 from ..config.layout import Layout, chunks, cp_comm_types
-from ..config.model import ModelConfig
+from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.output import OutputConfig
 from ..config.parallel import ParallelConfig
 from ..config.precision import PrecisionConfig
@@ -28,9 +29,15 @@ LEARNING_RATE = 1e-2
 # The update is then a smooth function of the gradient: with 1e-8 it is the gradient's sign, also of rounding errors.
 ADAM_EPS = 1e-3
 LOSS_SCALE = 1024.0
+# Factors of small terms, if the run has them: with a run's usual factors, rounding hides a mistake in such a term.
+BALANCING = 1.0
+Z_LOSS = 0.1
+WEIGHT_DECAY = 1.0
+CLIP_GRAD = 0.1  # less than the norm of the gradients
 HEAD_SIZES = (8, 16, 32, 64)
 MLP_WIDTHS = (16, 32, 64, 128, 256)  # of a tensor-parallel rank
 EXPERTS = (2, 4, 8, 16)  # of an expert-parallel rank
+CHOICES = 2  # experts for each that a token has, at least
 
 
 class Small(NamedTuple):
@@ -90,6 +97,15 @@ def shrink(run: RunConfig, layout: Layout) -> Small:
     raise ValueError(f"--check-layout finds no narrow layers that fit the layout: {refused}")
 
 
+def fewest_ranks(run: RunConfig, layout: Layout) -> int:
+    """Return the fewest ranks on which a check has all of a run's communication, and the run's batch fits."""
+    replica = layout.tp * layout.pp * layout.cp
+    for ranks in range(_data_parallel_size(layout) * replica, layout.world_size, replica):
+        with contextlib.suppress(ValueError):
+            return Layout.from_run(run, ranks).world_size
+    return layout.world_size
+
+
 def _data_parallel_size(layout: Layout) -> int:
     """Return the fewest data-parallel ranks that have the run's communication."""
     experts = layout.ep * (layout.etp or layout.tp)
@@ -125,7 +141,10 @@ def _widths(run: RunConfig, layout: Layout) -> Iterator[_Width]:
     widths = [width * layout.tp for width in MLP_WIDTHS]
     experts: list[int | None] = [None]
     if model.num_experts:
-        few = [number * layout.ep for number in EXPERTS if number * layout.ep < model.num_experts]
+        # With no more experts than each token has, the load is even and no mistake of the router shows.
+        sizes = [number * layout.ep for number in EXPERTS]
+        least = CHOICES * model.moe_router_topk
+        few = [size for size in sizes if least <= size < model.num_experts]
         experts = [*few, model.num_experts]
     for mlp, head, number, divisor in product(widths, heads, experts, divisors):
         yield _Width(mlp, head, divisor, number)
@@ -140,12 +159,12 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
     if model.group_query_attention:
         changes["num_query_groups"] = model.query_groups // width.divisor
     if model.num_experts:
-        changes["num_experts"] = width.experts
-        changes["moe_ffn_hidden_size"] = width.mlp
-        has_experts = experts_in(model.moe_layer_freq, model.num_layers)
-        changes["moe_layer_freq"] = str([int(has_experts[layer]) for layer in kept])
-        if model.moe_shared_expert_intermediate_size:
-            changes["moe_shared_expert_intermediate_size"] = width.mlp
+        changes |= _expert_changes(model, kept, width)
+    if model.layer_types is not None:
+        symbols = layer_symbols(model.layer_types, model.num_layers)
+        changes["layer_types"] = ",".join(symbols[layer] for layer in kept)
+    if model.use_z_loss:
+        changes["z_loss_strength"] = Z_LOSS
     if model.window is not None:
         left = max(1, min(model.window - 1, (model.window - 1) * length // model.seq_length))
         changes["window_size"] = f"{left},0"
@@ -154,6 +173,9 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
             changes["window_attn_skip_freq"] = str(windows)
     if model.no_rope_freq is not None:
         changes["no_rope_freq"] = str([int(model.layer_kinds[n].rope is None) for n in kept])
+    if model.has_delta_nets and model.layer_types is None:
+        delta = [int(model.layer_kinds[n].mixer == GATED_DELTA_NET) for n in kept]
+        changes["linear_attention_freq"] = str(delta)
     small = replace(
         model,
         num_layers=len(kept),
@@ -172,6 +194,24 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
     )
     padded = accounting.padded_vocab_size(small, layout.tp)
     return replace(small, padded_vocab_size=padded)
+
+
+def _expert_changes(model: ModelConfig, kept: list[int], width: _Width) -> dict[str, Any]:
+    changes: dict[str, Any] = {
+        "num_experts": width.experts,
+        "moe_ffn_hidden_size": width.mlp,
+        "moe_aux_loss_coeff": tuple(
+            BALANCING if factor else 0.0 for factor in model.moe_aux_loss_coeff
+        ),
+    }
+    if model.layer_types is None:
+        experts = [model.mlps[layer] == MLP_OF_EXPERTS for layer in kept]
+        changes["moe_layer_freq"] = str([*map(int, experts)])
+    if model.moe_z_loss_coeff:
+        changes["moe_z_loss_coeff"] = Z_LOSS
+    if model.moe_shared_expert_intermediate_size:
+        changes["moe_shared_expert_intermediate_size"] = width.mlp
+    return changes
 
 
 def _parallel(
@@ -238,6 +278,8 @@ def _optimizer(run: RunConfig) -> Any:
         lr_warmup_init=0.0,
         lr_wsd_decay_iters=None,
         lr_wsd_decay_samples=None,
+        weight_decay=WEIGHT_DECAY if optimizer.weight_decay else 0.0,
+        clip_grad=CLIP_GRAD if optimizer.clip_grad else 0.0,
         start_weight_decay=None,
         end_weight_decay=None,
         weight_decay_incr_style="constant",
@@ -286,3 +328,12 @@ def on_one_rank(run: RunConfig) -> RunConfig:
             recompute_part_layers=None,
         ),
     )
+
+
+def with_other_kernels(run: RunConfig) -> RunConfig:
+    """Return the run on torch's kernels, so that a mistake of the native ones differs; the same run if torch has not all of them."""
+    if run.precision.name != "fp32":
+        return run
+    with contextlib.suppress(ValueError):
+        return replace(run, system=replace(run.system, kernels="torch", cache_packed_weights=False))
+    return run

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoint.tensor_files import read_header, write_tensors
+from ..checkpoint.tensor_files import PlainFile, read_header, write_tensors
 from ..config.fields import check
 from .points import KINDS, Point
 
@@ -48,18 +48,6 @@ def write_record(directory: Path, number_format: str, tensors: Mapping[Point, Te
     write_tensors(file_of(directory, number_format), named)
 
 
-class _Content:
-    """A file that was read as a whole."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.data = path.read_bytes()
-        self.size = len(self.data)
-
-    def read(self, start: int, end: int) -> bytearray:
-        return bytearray(self.data[start:end])
-
-
 def read_record(directory: Path, number_format: str) -> dict[Point, Tensor] | None:
     """Return the tensors of one number format in FP32, or None if the record has none.
 
@@ -68,7 +56,7 @@ def read_record(directory: Path, number_format: str) -> dict[Point, Tensor] | No
     path = file_of(directory, number_format)
     if not path.is_file():
         return None
-    content = _Content(path)
+    content = PlainFile(path, path.stat().st_size)
     tensors: dict[Point, Tensor] = {}
     for key, stored in read_header(content).items():
         end = stored.start + stored.numel * stored.dtype.itemsize

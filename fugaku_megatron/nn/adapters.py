@@ -25,7 +25,7 @@ from .dropout_key import Dropout, DropoutKey
 from .forward_context import Pass
 from .gradients import as_rows, gradient_of
 from .ops import Ops
-from .ops.activation import is_fused
+from .ops.activation import Activation, is_fused
 from .ops.dropout import masked
 from .ops.mlp import argument_gradient
 from .parameter_views import matrix
@@ -248,7 +248,7 @@ class _Up(Function[Tensor]):
 
 def activated_linear(
     context: Any,
-    activation: str,
+    activation: Activation,
     pre: Tensor,
     weight: Tensor,
     adapter: Adapter | None,
@@ -270,7 +270,7 @@ def activated_linear(
 class _Activated(NamedTuple):
     """Arguments of `_ActivatedLinear` without gradients."""
 
-    activation: str
+    activation: Activation
     weight: Tensor
     dropout: InputDropout | None
     needs_values: bool
@@ -329,7 +329,9 @@ class _ActivatedLinear(Function[tuple[Tensor, Tensor | None]]):
         return None, total.view(pre.shape), None, None
 
 
-def _inner_gradient(ops: Ops, dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> Tensor:
+def _inner_gradient(
+    ops: Ops, dy: Tensor, weight: Tensor, pre: Tensor, activation: Activation
+) -> Tensor:
     """Return dy weight (rows, f), times the derivative at pre if the kernel is fused."""
     dinner = pre.new_empty(len(pre), weight.shape[1])
     if is_fused(ops, activation):

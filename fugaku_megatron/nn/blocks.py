@@ -15,13 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.grid import ALONE
+from ..config.layer_kinds import MIXERS
 from ..config.layout import group_copies
-from ..config.model import LAYER_NORM, MLP_OF_EXPERTS, NORMS
+from ..config.model import ACTIVATIONS, LAYER_NORM, LEARNABLE, MLP_OF_EXPERTS, NORMS, OFF_BY_ONE
 from ..config.parallel import A2A, P2P
+from ..costs import activations
 from .adapters import activated_linear
 from .dropout_key import Dropout
 from .forward_context import Pass
 from .heads import Angles, Heads
+from .kv_cache import LayerCache
 from .layers import (
     ColumnParallelLinear,
     Context,
@@ -33,12 +36,14 @@ from .layers import (
     multiplied,
 )
 from .ops import DropoutKey, recompute
+from .ops.activation import Activation
 from .ops.mlp import MLPWeights
 from .ops.norm import sharded_rms_norm
 from .ops.output_gate import gated, split_gate
 from .ops.rotary import HeadNorms, Rotary
 from .sequence_ranks import copy_groups, own_segments, positions, to_heads, to_rows
 from .shared_attention import AttentionMask, SharedCall
+from .sinks import Sinks
 
 
 def make_norm(name: str, context: Context) -> Norm:
@@ -75,6 +80,14 @@ class SelfAttention(nn.Module):
             heads = model.num_attention_heads
             self.q_layernorm = HeadNorm(f"{name}.q_layernorm", heads, context)
             self.k_layernorm = HeadNorm(f"{name}.k_layernorm", model.query_groups, context)
+        self.softmax_offset = None
+        if model.softmax_type == LEARNABLE:
+            self.softmax_offset = context.parameter(
+                f"{name}.core_attention.softmax_offset",
+                (model.num_attention_heads,),
+                0,
+                model.init_method_std,
+            )
         self.linear_proj = RowParallelLinear(
             f"{name}.linear_proj",
             model.context_width,
@@ -82,6 +95,20 @@ class SelfAttention(nn.Module):
             context,
             not model.disable_bias_linear,
         )
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """Bias (h) of the projection, added with the residual."""
+        return self.linear_proj.bias
+
+    @property
+    def projections(self) -> tuple[nn.Module, nn.Module]:
+        return self.linear_qkv, self.linear_proj
+
+    def empty_cache(self, samples: int, positions: int, dtype: torch.dtype) -> LayerCache:
+        slots = activations.cache_slots(self.kind, positions)
+        groups = self.own_heads.groups
+        return LayerCache.empty(samples, groups, slots, self.own_heads.head_size, dtype)
 
     def apply_rotary(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
         """Normalize and rotate the queries and keys of qkv.
@@ -149,19 +176,30 @@ class SelfAttention(nn.Module):
             window=self.kind.window,
             starts=starts,
         )
-        if softcap is not None:
-            attention = partial(self._capped, dropped=dropped, starts=starts)
+        sinks = self._sinks()
+        if softcap is not None or sinks is not None:
+            mask = AttentionMask(len(qkv), self.kind.window, starts)
+            call = SharedCall(self.heads, mask, dropped, softcap, sinks)
+            attention = partial(self._alone, call=call)
         if model.uses_rotary(self.kind):
             qkv = self.apply_rotary(qkv, *self._angles(len(qkv), forward_pass))
         if forward_pass.rows is not None:
-            return forward_pass.rows.attend(ops, self.layer, qkv, attention, softcap)
+            return forward_pass.rows.attend(ops, self.layer, qkv, attention, softcap, sinks)
         return to_rows(attention(qkv), cp)
 
-    def _capped(self, qkv: Tensor, dropped: Dropout, starts: Tensor | None) -> Tensor:
-        """Attend with --attn-logit-softcapping, as one of no ranks that share the sequence."""
-        mask = AttentionMask(len(qkv), self.kind.window, starts)
-        softcap = self.context.model.attn_logit_softcapping
-        call = SharedCall(self.heads, mask, dropped, softcap)
+    def _sinks(self) -> Sinks | None:
+        """Return the sinks of the heads that `attend` computes."""
+        heads = self.heads.heads
+        if self.softmax_offset is not None:
+            first = self.context.cp.rank * heads if self.cp_comm_type == A2A else 0
+            return Sinks.of(self.softmax_offset, slice(first, first + heads))
+        if self.context.model.softmax_type == OFF_BY_ONE:
+            return Sinks(torch.zeros(heads))
+        return None
+
+    def _alone(self, qkv: Tensor, call: SharedCall) -> Tensor:
+        """Attend as one of no ranks that share the sequence."""
+        call = call._replace(mask=replace(call.mask, length=len(qkv)))
         return self.context.ops.shared_attention(qkv, call, ALONE, P2P)
 
     def _dropped(self, row0: int, forward_pass: Pass) -> Dropout:
@@ -203,6 +241,7 @@ class SelfAttention(nn.Module):
             AttentionMask(s, self.kind.window, documents.starts),
             self._dropped(context.tp.rank * self.heads.heads * s, forward_pass),
             model.attn_logit_softcapping,
+            self._sinks(),
         )
         return context.ops.shared_attention(qkv, call, context.cp, self.cp_comm_type)
 
@@ -236,6 +275,15 @@ class MLP(nn.Module):
         outputs = (2, f) if model.gated else (f,)
         self.linear_fc1 = ColumnParallelLinear(f"{name}.linear_fc1", h, outputs, context, bias)
         self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", f, h, context, bias)
+        # Each rank computes the gradient from its own columns.
+        self.activation = nn.ParameterDict(
+            {
+                each: context.parameter(
+                    f"{name}.activation.{each}", (1,), fill=start, sequence_parallel=True
+                )
+                for each, start in ACTIVATIONS[model.activation].parameters.items()
+            }
+        )
 
     @property
     def output_bias(self) -> Tensor | None:
@@ -246,7 +294,9 @@ class MLP(nn.Module):
         fc1 = self.linear_fc1
         fc2 = self.linear_fc2
         context = self.context
-        weights = MLPWeights(fc1.weight, fc1.bias, fc2.weight, context.model.activation)
+        names = ACTIVATIONS[context.model.activation].parameters
+        activation = Activation.of(context.model, tuple(self.activation[each] for each in names))
+        weights = MLPWeights(fc1.weight, fc1.bias, fc2.weight, activation)
         if fc1.adapter is not None or fc2.adapter is not None:
             return self._adapted(x, weights, forward_pass)
         needs_values = forward_pass.needs_values
@@ -274,28 +324,41 @@ class MLP(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention and an MLP, with norms by --norm-placement. With --parallel-residual the MLP and attention have the same input."""
+    """A mixer such as attention and an MLP, or one of both, with norms by --norm-placement.
+
+    With --parallel-residual the MLP and attention have the same input.
+    """
 
     def __init__(self, layer: int, context: Context) -> None:
         super().__init__()
         name = f"decoder.layers.{layer - 1}"
         model = context.model
-        before, after = model.norms_around
+        kind = model.layer_kinds[layer - 1]
         self.layer = layer
         self.context = context
 
         def norm_if(present: bool, norm: str) -> Norm | None:
             return make_norm(f"{name}.{norm}", context) if present else None
 
+        before = model.norms_around.before and kind.mixer is not None
+        after = model.norms_around.after and kind.mixer is not None
         self.input_layernorm = norm_if(before, "input_layernorm")
-        self.self_attention = SelfAttention(f"{name}.self_attention", layer, context)
+        self.self_attention: Any = None
+        if kind.mixer is not None:
+            mixer = resolve_name(MIXERS[kind.mixer].layer)
+            self.self_attention = mixer(f"{name}.self_attention", layer, context)
         self.post_self_attn_layernorm = norm_if(after, "post_self_attn_layernorm")
+        before = model.norms_around.before and kind.mlp is not None
+        after = model.norms_around.after and kind.mlp is not None
         shared = model.parallel_shared_norm
         self.pre_mlp_layernorm = norm_if(before and not shared, "pre_mlp_layernorm")
-        mlp: type[nn.Module] = MLP
-        if model.layer_kinds[layer - 1].mlp == MLP_OF_EXPERTS:
-            mlp = resolve_name("fugaku_megatron.nn.experts:Experts")  # a module that imports this
-        self.mlp: Any = mlp(f"{name}.mlp", context)
+        self.mlp: Any = None
+        if kind.mlp is not None:
+            mlp: type[nn.Module] = MLP
+            if kind.mlp == MLP_OF_EXPERTS:
+                # By name, because its module imports this one.
+                mlp = resolve_name("fugaku_megatron.nn.experts:Experts")
+            self.mlp = mlp(f"{name}.mlp", context)
         self.post_mlp_layernorm = norm_if(after, "post_mlp_layernorm")
 
     def _scaled(self, out: Tensor, norm: Norm | None) -> Tensor:
@@ -306,14 +369,19 @@ class TransformerLayer(nn.Module):
     def _attended(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
         """Return (x + attention, MLP input), both (s, b, h)."""
         attention = self.self_attention
+        if attention is None:
+            return x, x if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x)
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
         out = self._scaled(attention(normed, forward_pass), self.post_self_attn_layernorm)
         added = (
             out,
-            attention.linear_proj.bias,
+            attention.output_bias,
             x,
             hidden_dropout(self.context, self.layer, "residual_1", x, forward_pass),
         )
+        if self.mlp is None:
+            total = self.context.ops.bias_dropout_add(*added, forward_pass.needs_values)
+            return total, total
         if self.context.model.parallel_residual:
             total = self.context.ops.bias_dropout_add(*added)
             return total, normed if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x)
@@ -324,6 +392,8 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         x, normed = self._attended(x, forward_pass)
+        if self.mlp is None:
+            return x
         inner = forward_pass
         if self.context.model.keeps_mlp_tensors:
             inner = replace(forward_pass, needs_values=True)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,10 @@ from ..costs.experts import exchanged_groups
 from .adapters import AdaptedExperts
 from .blocks import MLP
 from .forward_context import Pass
-from .gradients import as_rows
+from .gradients import as_rows, gradient_of, is_frozen, parts
 from .layers import Context
 from .ops import Ops
-from .ops.mlp import MLPWeights
+from .ops.activation import Activation
 from .router import Router, SmallLinear
 
 
@@ -158,8 +158,66 @@ def in_turn(rows: Sequence[int]) -> list[int]:
     return ascending[::2] + ascending[1::2][::-1]
 
 
+class ExpertWeights(NamedTuple):
+    """Matrices and biases of this rank's experts, and their activation.
+
+    weight1, bias1: (e, f, h) and (e, f), or with a gate (e, 2, f, h) and (e, 2, f).
+    weight2, bias2: (e, h, f) and (e, h).
+    ranks: ranks that share an expert and sum their results; each adds 1 / ranks of bias2.
+    """
+
+    weight1: Tensor
+    bias1: Tensor | None
+    weight2: Tensor
+    bias2: Tensor | None
+    activation: Activation
+    ranks: int
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor, Activation]:
+        return self.weight1, self.weight2, self.activation
+
+    def add_first_bias(self, pre: Tensor, counts: Sequence[int]) -> None:
+        """Add bias1 of each row's expert to pre (n, f or 2 f)."""
+        if self.bias1 is None:
+            return
+        for number, rows in parts(counts):
+            pre[rows] += self.bias1[number].detach().flatten()
+
+    def add_second_bias(self, out: Tensor, counts: Sequence[int], factors: Tensor) -> None:
+        """Add bias2 of each row's expert times factors (n,) to out (n, h)."""
+        if self.bias2 is None:
+            return
+        shares = (factors / self.ranks).to(out.dtype)
+        for number, rows in parts(counts):
+            out[rows].addr_(shares[rows], self.bias2[number].detach())
+
+    def add_first_bias_gradient(self, dpre: Tensor, counts: Sequence[int]) -> None:
+        bias = self.bias1
+        if bias is None or is_frozen(bias):
+            return
+        for number, rows in parts(counts):
+            gradient = gradient_of(bias)[number]
+            gradient += dpre[rows].float().sum(0).view_as(gradient)
+
+    def second_bias_gradient(
+        self, dout: Tensor, counts: Sequence[int], factors: Tensor
+    ) -> Tensor | float:
+        """Add the gradient of bias2, and return the gradient of factors (n,). dout: (n, h)"""
+        bias = self.bias2
+        if bias is None:
+            return 0.0
+        dfactors = torch.empty_like(factors)
+        for number, rows in parts(counts):
+            own = dout[rows].float() / self.ranks
+            torch.mv(own, bias[number].detach().float(), out=dfactors[rows])
+            if not is_frozen(bias):
+                gradient_of(bias)[number] += factors[rows] @ own
+        return dfactors
+
+
 class _Experts(Function[Tensor]):
-    """Sum of score x expert: x (s, b, h), scores (rows, k), weight1 (e, 2, f, h) or (e, f, h), weight2 (e, h, f) -> (rows, h).
+    """Sum of score x expert: x (s, b, h), scores (rows, k) -> (rows, h).
 
     Scores multiply the second matmul's input.
     """
@@ -171,15 +229,16 @@ class _Experts(Function[Tensor]):
         x: Tensor,
         scores: Tensor,
         order: Order,
-        weights: MLPWeights,
+        weights: ExpertWeights,
         needs_values: bool,
     ) -> Tensor:
-        weight1, _, weight2, activation = weights
+        weight1, weight2, activation = weights.matrices
         rows = as_rows(x)
         factors = scores.detach().flatten()[order.pairs]  # (n,)
         inputs = order.dispatch(rows)
         pre = rows.new_empty(len(order.pairs), weight1[0, ..., 0].numel())
         ops.grouped_matmul(inputs, weight1, order.counts, pre)
+        weights.add_first_bias(pre, order.counts)
         ctx.save_for_backward(x, pre, factors)
         ctx.ops = ops
         ctx.order = order
@@ -189,12 +248,13 @@ class _Experts(Function[Tensor]):
         inner = ops.scaled_gate(pre, factors, activation)
         out = rows.new_empty(len(pre), weight2.shape[1])
         ops.grouped_matmul(inner, weight2, order.counts, out)
+        weights.add_second_bias(out, order.counts, factors)
         return order.combine(out)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, pre, factors = ctx.saved_tensors
-        weight1, _, weight2, activation = ctx.weights
+        weight1, weight2, activation = ctx.weights.matrices
         ops = ctx.ops
         order = ctx.order
         dout = order.dispatch(as_rows(dy))  # (n, h)
@@ -206,10 +266,12 @@ class _Experts(Function[Tensor]):
             inner, pre, factors, dpre, activation
         )  # inner then has its value
         ops.grouped_weight_gradient(dout, inner, weight2, order.counts)
+        dscores[order.pairs] += ctx.weights.second_bias_gradient(dout, order.counts, factors)
         del dout, inner
         inputs = order.dispatch(as_rows(x).detach())
         dinputs = torch.empty_like(inputs)
         ops.grouped_weight_gradient(dpre, inputs, weight1, order.counts)
+        ctx.weights.add_first_bias_gradient(dpre, order.counts)
         ops.grouped_data_gradient(dpre, weight1, order.counts, dinputs)
         dx = order.combine(dinputs).view_as(x)
         return None, dx, dscores.view_as(order.places), None, None, None
@@ -240,6 +302,14 @@ class ExpertLinear(nn.Module):
             experts=True,
             quantized=context.lora.base_in_int8,
         )
+        self.bias = None
+        if not context.model.disable_bias_linear:
+            self.bias = context.parameter(
+                f"{name}.bias",
+                (*experts, *outputs),
+                None if split else len(outputs),
+                experts=True,
+            )
         self.adapter = context.adapter(name, inputs, outputs, split, experts)
 
 
@@ -344,13 +414,16 @@ class Experts(nn.Module):
     def _computed(self, x: Tensor, scores: Tensor, order: Order, forward_pass: Pass) -> Tensor:
         """Return the sum of score x expert (rows, h) for this rank's expert shard."""
         experts = self.experts
-        weights = MLPWeights(
+        context = self.context
+        weights = ExpertWeights(
             experts.linear_fc1.weight,
-            None,
+            experts.linear_fc1.bias,
             experts.linear_fc2.weight,
-            self.context.model.activation,
+            experts.linear_fc2.bias,
+            Activation.of(context.model),
+            (context.etp or context.tp).size,
         )
-        ops = experts.ops(self.context.ops)
+        ops = experts.ops(context.ops)
         return _Experts.apply(ops, x, scores, order, weights, forward_pass.needs_values)
 
     def _exchanged(

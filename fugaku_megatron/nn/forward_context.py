@@ -12,15 +12,16 @@ from torch import Tensor
 
 from ..config.model import ModelConfig
 from .heads import Angles
-from .kv_cache import KeyValueCache
+from .kv_cache import Cache, LayerCache
 from .ops import Ops
 from .ops.attention import CachedRows
 from .positions import TokenAngles, document_angles, rotary_angles
+from .sinks import Sinks
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a forward with a key-value cache.
+    """Rows of a forward with a cache.
 
     lengths: rows of each sample with any.
     samples: (len(lengths),), places in the cache.
@@ -28,7 +29,7 @@ class Rows:
     angles: two tensors (r, rotated elements / 2) by `LayerKind.rope`.
     """
 
-    cache: KeyValueCache
+    cache: Cache
     samples: Tensor
     lengths: tuple[int, ...]
     positions: Tensor
@@ -37,7 +38,7 @@ class Rows:
     @staticmethod
     def of(
         model: ModelConfig,
-        cache: KeyValueCache,
+        cache: Cache,
         samples: Tensor,
         first: Tensor,
         lengths: Sequence[int],
@@ -86,16 +87,18 @@ class Rows:
         qkv: Tensor,
         whole: Callable[[Tensor], Tensor],
         softcap: float | None,
+        sinks: Sinks | None,
     ) -> Tensor:
         """Attend from each row to earlier positions in its sample, qkv -> (r, 1, n d).
 
         whole: attention of a sequence without cached tokens.
-        softcap: see --attn-logit-softcapping
+        softcap: see --attn-logit-softcapping. sinks: see --softmax-type
         """
         cache = self.cache[layer]
+        assert isinstance(cache, LayerCache)
         if self.one_each:
             rows = CachedRows(self.samples, self.positions)
-            return ops.cached_attention(qkv, cache, rows, softcap)
+            return ops.cached_attention(qkv, cache, rows, softcap, sinks)
         context = []
         for sample, part in zip(self.samples.tolist(), qkv.split(self.lengths), strict=True):
             groups = part.view(

@@ -1,4 +1,4 @@
-"""Key-value cache of generation."""
+"""Key-value cache and recurrent states of generation."""
 
 from __future__ import annotations
 
@@ -33,4 +33,31 @@ class LayerCache:
             cache[sample].index_copy_(1, kept % self.slots, new[kept].transpose(0, 1))
 
 
-KeyValueCache = dict[int, LayerCache]  # by the number of the layer, from 1 on
+@dataclass(frozen=True)
+class DeltaState:
+    """States of a gated delta net, whose size does not depend on the number of tokens.
+
+    inputs: last inputs of the convolution (samples, w - 1, channels).
+    states: of the delta rule, FP32 (samples, n, key size, value size).
+    """
+
+    inputs: Tensor
+    states: Tensor
+
+    @staticmethod
+    def zeros(
+        samples: int, inputs: tuple[int, int], state: tuple[int, int, int], dtype: torch.dtype
+    ) -> DeltaState:
+        return DeltaState(torch.zeros(samples, *inputs, dtype=dtype), torch.zeros(samples, *state))
+
+    def store(self, sample: int, inputs: Tensor, state: Tensor) -> None:
+        """Store the last of a prompt's inputs (s, 1, channels), and its last state (1, n, key size, value size)."""
+        own = self.inputs[sample]
+        count = min(len(inputs), len(own))
+        own.zero_()
+        own[len(own) - count :] = inputs[len(inputs) - count :, 0]
+        self.states[sample] = state[0]
+
+
+# By the number of the layer, from 1 on.
+Cache = dict[int, LayerCache | DeltaState]

@@ -173,6 +173,7 @@ class Context:
             partition_dim=partition_dim,
             init_std=std,
             init_fill=fill,
+            log_range=None,
             init_name=init_name or name,
             owned=owned,
             counted=owned and init_name is None and not traits.get("balances"),
@@ -193,8 +194,6 @@ class Context:
         split: bool = False,
         experts: tuple[int, ...] = (),
     ) -> Adapter | None:
-        if not self.lora.on:
-            return None
         parts = self.lora.parts(name.rsplit(".", 1)[-1], self.model)
         if not parts:
             return None
@@ -236,7 +235,7 @@ class Context:
     @property
     def output_std(self) -> float:
         """Standard deviation of matrices that write to the residual stream, as in Megatron-LM."""
-        return float(self.model.init_method_std / (2.0 * self.model.num_layers) ** 0.5)
+        return float(self.model.init_method_std / self.model.residual_parts**0.5)
 
 
 def multiplied(x: Tensor, factor: float) -> Tensor:

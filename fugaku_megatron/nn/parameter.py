@@ -18,6 +18,7 @@ class ParameterSpec:
     offset: first element of this rank's slice in each dimension.
     partition_dim: dimension sharded over tensor-parallel ranks; None for a replica.
     init_std: of normal initial values; None: `init_fill`.
+    log_range: initial values are logarithms of uniform numbers in this range.
     init_name: selects the random stream (a tied head starts like the embedding).
     owned: this rank saves it.
     counted: this rank's copy counts in norms.
@@ -36,6 +37,7 @@ class ParameterSpec:
     init_name: str
     owned: bool
     counted: bool
+    log_range: tuple[float, float] | None = None
     sequence_parallel: bool = False
     expert: bool = False
     balances: bool = False
@@ -49,8 +51,9 @@ class ParameterSpec:
 
     @cached_property
     def orthogonal(self) -> bool:
-        """True if Muon orthogonalizes the updates: for matrices but embeddings and logits."""
-        return self.decayed and not self.name.startswith(("embedding.", "output_layer."))
+        """True if Muon orthogonalizes the updates: for matrices but embeddings, logits and convolutions."""
+        outside = self.name.startswith(("embedding.", "output_layer."))
+        return self.decayed and not outside and not self.name.endswith(".conv1d.weight")
 
     @cached_property
     def decoupled(self) -> bool:

@@ -18,6 +18,7 @@ class _View(Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
     parameter: Tensor
     number: int | None = None  # of a matrix, if the parameter stacks several
+    rows: slice | None = None
 
     @property
     def frozen(self) -> bool:
@@ -40,6 +41,8 @@ class _View(Tensor):
             return None
         if self.number is not None:
             gradient = gradient[self.number]
+        if self.rows is not None:
+            gradient = gradient[self.rows]
         return gradient.view(self.shape)
 
 
@@ -54,6 +57,13 @@ def matrix_of(parameter: Tensor, number: int) -> Tensor:
     """Return matrix `number` (outputs, h) of a parameter (e, ..., h), with its gradient."""
     view = derived(parameter, parameter.detach()[number].flatten(0, -2))
     view.number = number
+    return view
+
+
+def rows_of(parameter: Tensor, rows: slice) -> Tensor:
+    """Return rows of a parameter (n, ...), with their gradient."""
+    view = derived(parameter, parameter.detach()[rows])
+    view.rows = rows
     return view
 
 

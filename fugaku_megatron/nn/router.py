@@ -30,20 +30,26 @@ class SmallLinear(Function[Tensor]):
     """A linear layer with few outputs, computed in FP32."""
 
     @staticmethod
-    def forward(ctx: Any, ops: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """Return x W^T. x (s, b, h), weight (e, h) -> (rows, e)."""
+    def forward(
+        ctx: Any, ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """Return x W^T + bias. x (s, b, h), weight (e, h), bias (e,) -> (rows, e)."""
         ctx.save_for_backward(x)
         ctx.ops = ops
         ctx.weight = weight
-        return as_rows(x).float() @ weight.detach().float().t()
+        ctx.bias = bias
+        y = as_rows(x).float() @ weight.detach().float().t()
+        return y if bias is None else y + bias.detach().float()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
         (x,) = ctx.saved_tensors
         weight = ctx.weight
+        if ctx.bias is not None:
+            accumulate(ctx.bias, dy.sum(0))
         rows = as_rows(x).detach()
         ctx.ops.weight_gradients.add(lambda: accumulate(weight, dy.t() @ rows.float()))
-        return None, (dy @ weight.detach().float()).to(x.dtype).view_as(x), None
+        return None, (dy @ weight.detach().float()).to(x.dtype).view_as(x), None, None
 
 
 class _Counted(Function[Tensor]):
@@ -163,6 +169,9 @@ class Router(nn.Module):
         self.weight = context.parameter(
             f"{name}.weight", (experts, model.hidden_size), std=model.init_method_std
         )
+        self.bias = None
+        if not model.disable_bias_linear:
+            self.bias = context.parameter(f"{name}.bias", (experts,))
         biased = model.moe_router_enable_expert_bias
         self.expert_bias = (
             context.parameter(f"{name}.expert_bias", (experts,), balances=True) if biased else None
@@ -173,7 +182,7 @@ class Router(nn.Module):
         """Return (scores in FP32, experts), both (rows, k). Rows of padding are arbitrary."""
         ops = self.context.ops
         model = self.context.model
-        logits = SmallLinear.apply(ops, x, self.weight)
+        logits = SmallLinear.apply(ops, x, self.weight, self.bias)
         padding = forward_pass.documents.padding
         ranks = self._ranks(logits, padding) if model.sinkhorn and forward_pass.training else None
         scores, chosen = route(ops, logits, self.expert_bias, model, ranks)

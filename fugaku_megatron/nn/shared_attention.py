@@ -26,6 +26,7 @@ from ..costs.activations import rank_segments, span, visible_keys
 from .dropout_key import Dropout
 from .heads import Heads
 from .sequence_ranks import to_rank_order, to_sequence_order
+from .sinks import Sinks
 
 # Message tags for a rank's first segment; the second segment's are one more.
 KEYS = 0
@@ -61,12 +62,13 @@ class AttentionMask:
 
 
 class SharedCall(NamedTuple):
-    """softcap: see --attn-logit-softcapping"""
+    """softcap: see --attn-logit-softcapping. sinks: see --softmax-type"""
 
     heads: Heads
     mask: AttentionMask
     dropped: Dropout
     softcap: float | None = None
+    sinks: Sinks | None = None
 
 
 class Block(NamedTuple):
@@ -93,9 +95,12 @@ def needed(mask: AttentionMask, queries: list[range], keys: range) -> range:
 class Result:
     """Attention of r queries to the keys so far: total (r, b, n, d) in FP32, log of the softmax sums lse (b, n, r)."""
 
-    def __init__(self, r: int, b: int, heads: Heads) -> None:
+    def __init__(self, r: int, b: int, call: SharedCall) -> None:
+        heads = call.heads
         self.total = torch.zeros(r, b, heads.heads, heads.head_size)
         self.lse = torch.full((b, heads.heads, r), -torch.inf)
+        if call.sinks is not None:
+            self.lse.copy_(call.sinks.values.unsqueeze(1))
 
     def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge the attention of `rows` to further keys: out (q, b, n d), lse (b, n, q)."""
@@ -287,7 +292,7 @@ class _SharedAttention(Function[Tensor]):
         ctx.call = call
         ctx.cp = cp
         ctx.kind = _Gathered if cp_comm_type == ALLGATHER else _Passed
-        result = Result(len(qkv), qkv.shape[1], call.heads)
+        result = Result(len(qkv), qkv.shape[1], call)
         for block, kv in ctx.kind(cp, call, keys_of(qkv, call.heads).flatten(2).contiguous()):
             result.merge(block.rows, *ops.attend_block(call, block, qkv[block.rows], kv))
         out = result.total.flatten(2).to(qkv.dtype)
@@ -300,6 +305,8 @@ class _SharedAttention(Function[Tensor]):
         qkv, out, lse = ctx.saved_tensors
         call = ctx.call
         heads = call.heads
+        if call.sinks is not None:
+            call.sinks.backward(out, lse, dout)
         whole = AttentionGradients(qkv, out, lse, dout.contiguous(), torch.zeros(qkv.shape))
 
         def add(block: Block, kv: Tensor, dkv: Tensor) -> None:

@@ -54,10 +54,8 @@ class Beat:
     """A rank's last heartbeat. Times in s of CLOCK_MONOTONIC.
 
     limit: seconds without a move before the rank counts as stuck
-    moved: time of the last beat
     waits: for other ranks
     training: in an iteration
-    looked: time of the watchdog's last look
     """
 
     process: int
@@ -290,7 +288,6 @@ def rank_file(directory: Path, rank: int) -> Path:
 
 
 def write_own(directory: Path, rank: int, native: bool, until: float) -> None:
-    """Write this process's stacks."""
     with contextlib.suppress(OSError), rank_file(directory, rank).open("a") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         if native:

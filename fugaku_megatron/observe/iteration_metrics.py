@@ -236,7 +236,6 @@ def parse_log(lines: Iterable[str]) -> list[IterationMetrics]:
 
 
 def published_header() -> tuple[str, ...]:
-    """Return the columns of document 002's tables."""
     return (
         "Nodes",
         "Freq",

@@ -105,7 +105,6 @@ def _notes(log: LogSummary) -> str:
 
 
 def energy_note(log: LogSummary) -> str | None:
-    """Return "412 W, 1.23 tokens per joule", or None without energy."""
     if log.watts is None:
         return None
     note = f"{log.watts:.0f} W"
@@ -314,7 +313,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """Return the job in the flags, for logs without a `run:` line."""
     for name in ("nodes", "ranks_per_node", "interval"):
         value = getattr(options, name)
         check(

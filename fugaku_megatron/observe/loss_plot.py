@@ -31,7 +31,6 @@ SMALL_PANELS: tuple[tuple[str, str], ...] = (
 
 
 def describe(run: RunConfig, dp: int) -> str:
-    """Return 124M, DP 2 x TP 1 x PP 1, fp32."""
     tp = run.parallel.tensor_model_parallel_size
     pp = run.parallel.pipeline_model_parallel_size
     cp = run.parallel.context_parallel_size

@@ -78,7 +78,6 @@ class LogOutputs:
 class MetricsWriter:
     """Writer of metrics, averaged over log intervals.
 
-    printing: True on the rank that writes
     start_iteration: the run resumes here; later records of the history are dropped
     """
 
@@ -222,5 +221,4 @@ def format_peak_memory(mib: list[float]) -> str:
 
 
 def parse_peak_memory(lines: Iterable[str]) -> int | None:
-    """Return the largest rank's MiB."""
     return next((int(match[1]) for line in lines if (match := _PEAK_MEMORY.search(line))), None)

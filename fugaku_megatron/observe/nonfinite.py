@@ -121,7 +121,6 @@ class Search:
     """Inspection of this rank's operations in a repeated iteration.
 
     produced: first nonfinite result with finite inputs
-    met: first nonfinite input or gradient
     """
 
     def __init__(self, trainer: Trainer, consumed: int) -> None:
@@ -244,7 +243,8 @@ def _nonfinite_weight(trainer: Trainer) -> Finding | None:
 
 
 def find_nonfinite(trainer: Trainer, consumed: int, scale: float) -> str:
-    """Repeat the iteration from sample `consumed`; describe where its first Inf or NaN was produced. Collective.
+    """Repeat the iteration from sample `consumed`; describe the origin of its first Inf or NaN.
+    Collective.
 
     The weights must be unchanged since. Overwrites the gradients.
     """

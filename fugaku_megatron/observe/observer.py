@@ -1,4 +1,4 @@
-"""Life cycle of what observes a run's iterations: memory, energy, slow ranks, experts."""
+"""Life cycle of a run's observers: memory, energy, slow ranks, experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class Observer:
         return {}
 
     def finish_interval(self, iteration: int) -> dict[str, Any]:
-        """Return further values for the metrics of an interval's last iteration."""
         return {}
 
     def report(self, iteration: int) -> None: ...

@@ -30,7 +30,6 @@ def first_pipeline(layout: Layout) -> list[int]:
 
 
 def profiled_ranks(output: OutputConfig, layout: Layout) -> list[int]:
-    """Return the ranks that write a trace: --profile-ranks and rank 0's pipeline."""
     return sorted({*output.profile_ranks, *first_pipeline(layout)})
 
 

@@ -184,7 +184,6 @@ class LogSummary:
     iterations: all jobs; repeated iterations as last logged
     counted: for medians: the last job's after WARM_UP, or all if there are no more
     memory_mib: maximum over ranks
-    finished: the last line is there
     """
 
     path: str
@@ -374,7 +373,6 @@ class LogFile:
         self._rest = b""
 
     def poll(self) -> bool:
-        """Read appended lines; return True for any."""
         try:
             check(
                 os.path.isfile(self._path) or not os.path.exists(self._path),

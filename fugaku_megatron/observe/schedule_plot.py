@@ -123,7 +123,6 @@ def _draw_spans(axes: Any, spans: Sequence[Span], colour: str, white: float) -> 
 
 
 def draw_trace(source: str, png: str) -> None:
-    """Plot a merged trace's schedule."""
     trace = read_trace(source)
     spans = measured_spans(trace)
     if not spans:

@@ -119,7 +119,6 @@ class Screen:
         self._shown = ""
 
     def line(self, text: str) -> None:
-        """Print a line above the live line; append it to the log file."""
         blank = f"\r{' ' * len(self._shown)}\r" if self._shown else ""
         self._shown = ""
         self._write(blank + text + "\n")
@@ -127,7 +126,6 @@ class Screen:
         self.refresh()
 
     def log_line(self, text: str) -> None:
-        """Append an iteration's line to the log file; print it without a live line."""
         if self._live is None:
             self._write(text + "\n")
         self._keep(text)

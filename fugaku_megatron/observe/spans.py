@@ -40,12 +40,19 @@ SPANS = {
     SAVE: SpanRow(span_groups.CHECKPOINT),
     FINALIZE: SpanRow(span_groups.CHECKPOINT),
     EVALUATE: SpanRow(span_groups.EVALUATE, goodput=False),
+    f"{EVALUATE}.step": SpanRow(span_groups.EVALUATE, goodput=False),
     "megatron.microbatch.forward": SpanRow(span_groups.MICROBATCH, goodput=False),
     "megatron.microbatch.backward": SpanRow(span_groups.MICROBATCH, goodput=False),
     "megatron.p2p.recv_forward": SpanRow(span_groups.COMMUNICATION, goodput=False),
     "megatron.p2p.send_forward": SpanRow(span_groups.COMMUNICATION, goodput=False),
     "megatron.p2p.recv_backward": SpanRow(span_groups.COMMUNICATION, goodput=False),
     "megatron.p2p.send_backward": SpanRow(span_groups.COMMUNICATION, goodput=False),
+}
+# Phase that the trainer marks -> its span.
+PHASE_SPANS = {
+    "forward_backward": f"{ITERATION}.forward_backward",
+    "optimizer": f"{ITERATION}.optimizer",
+    "evaluate": f"{EVALUATE}.step",
 }
 # Instruction of a schedule -> its span. Both halves of a backward are spans of a backward.
 INSTRUCTION_SPANS = {

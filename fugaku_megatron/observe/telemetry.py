@@ -20,7 +20,7 @@ from ..host.observed import INSTRUCTIONS, Arguments, Keywords, Observed
 from ..pipeline.schedule import Executor
 from .figures import COUNTER, FIGURES, HISTOGRAM, NAMESPACE
 from .iteration_metrics import IterationMetrics
-from .spans import INSTRUCTION_SPANS, ITERATION, SPANS, TRAIN
+from .spans import INSTRUCTION_SPANS, PHASE_SPANS, SPANS, TRAIN
 
 SERVICE = "megatron-lm"
 PROTOCOL = "http/protobuf"
@@ -39,7 +39,6 @@ class Otlp:
 
     @classmethod
     def of(cls, run: RunConfig, dp: int) -> Otlp | None:
-        """Return the export that the flags request, with Megatron-LM's attributes."""
         output = run.output
         if not output.otel_enabled:
             return None
@@ -169,8 +168,8 @@ class Telemetry:
                 for key, value in {**attributes, **added}.items():
                     span.set_attribute(f"megatron.{key}", value)
 
-    def phase(self, name: str) -> contextlib.AbstractContextManager[object]:
-        return self.span(f"{ITERATION}.{name}")
+    def phase(self, name: str, **attributes: float) -> contextlib.AbstractContextManager[object]:
+        return self.span(PHASE_SPANS[name], **attributes)
 
     def watch(self, executor: Executor) -> Executor:
         if not {span_groups.MICROBATCH, span_groups.COMMUNICATION} & self._groups:

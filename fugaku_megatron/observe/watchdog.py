@@ -196,7 +196,6 @@ class Watchdog:
                 self._judge(self._census(beats, now), now)
 
     def _judge(self, own: Census, now: float) -> None:
-        """End the job if a rank is stuck."""
         whole = own
         alone = self.alone
         late = 0.0

@@ -51,7 +51,7 @@ class Range:
 class Place:
     """Global positions of a parameter's elements, independent of the layout.
 
-    Element i is number offset + (first + i) // columns * row + (first + i) % columns. stream: see `random_stream`
+    Element i is number offset + (first + i) // columns * row + (first + i) % columns.
     """
 
     stream: int
@@ -149,7 +149,6 @@ class FrozenParameter(ModelParameter):
 
 
 def stage_units(stage: Stage) -> list[list[ModelParameter]]:
-    """Return a stage's trained parameters by unit, in the order of `costs.units.units`."""
     tied = [] if stage.tied_copy is None else [stage.tied_copy]
     units = [
         [p for p in _trained(module) if not any(p is t for t in tied)]
@@ -490,15 +489,19 @@ def initial_values(parameter: ModelParameter, seed: int, kernels: Any) -> Tensor
 def fill_initial(values: Tensor, parameter: ModelParameter, seed: int, kernels: Any) -> Tensor:
     """Set `values` (any dtype) to `initial_values`, by pieces."""
     spec = parameter.spec
+    if spec.log_range is not None:
+        return values.copy_(_log_uniform(parameter, seed, kernels))
     if spec.init_std is None:
         return values.fill_(spec.init_fill)
-    rows, columns = spec.shape[-2:]
+    rows, columns = (1, *spec.shape)[-2:]  # a vector is one row
     band = max(1, PIECE // columns)
     first = 0
     if len(spec.shape) > 2:
         first = spec.offset[0] * math.prod(spec.shape[1:-2])
-    for index, matrix in enumerate(values.view(-1, *values.shape[-2:]), first):
-        for start, block in zip(count(index * rows + spec.offset[-2], band), matrix.split(band)):
+    first_row = (0, *spec.offset)[-2]
+    own_rows, own_columns = (1, *values.shape)[-2:]
+    for index, matrix in enumerate(values.view(-1, own_rows, own_columns), first):
+        for start, block in zip(count(index * rows + first_row, band), matrix.split(band)):
             drawn = block if block.dtype == torch.float32 else torch.empty(block.shape)
             kernels.philox_normal(
                 drawn,
@@ -511,3 +514,14 @@ def fill_initial(values: Tensor, parameter: ModelParameter, seed: int, kernels: 
             )
             block.copy_(drawn)
     return values
+
+
+def _log_uniform(parameter: ModelParameter, seed: int, kernels: Any) -> Tensor:
+    """Return logarithms (n,) of uniform numbers in `spec.log_range`."""
+    spec = parameter.spec
+    assert spec.log_range is not None
+    low, high = spec.log_range
+    normal = torch.empty(1, len(parameter))
+    stream = random_stream(parameter)
+    kernels.philox_normal(normal, seed, stream, 0, spec.offset[0], spec.shape[0], 1.0)
+    return torch.log(low + (high - low) * torch.special.ndtr(normal[0]))

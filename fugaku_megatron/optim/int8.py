@@ -99,7 +99,6 @@ def _cut(first: int, end: int, segment: int) -> Iterator[tuple[int, int, int]]:
 def blocks_of_shard(
     flat: FlatParameters, model: ModelConfig, shard: tuple[int, int], cut: list[int]
 ) -> list[Blocks]:
-    """Return the blocks in elements `shard` of the flat buffer. cut: its bucket's `cut_blocks`"""
     start, end = shard
     made: list[Blocks] = []
     scale = 0

@@ -176,7 +176,7 @@ class Muon:
         return result.chunk(tp.size, dim)[tp.rank]
 
     def _scaled(self, matrix: Tensor, spec: ParameterSpec, shape: torch.Size) -> Tensor:
-        """Return a matrix's update, scaled by the global sizes. shape: of the weight that contains `matrix`"""
+        """Return a matrix's update, scaled by the global sizes."""
         config = self.config
         rows, columns = matrix.shape
         dim = spec.partition_dim

@@ -365,7 +365,7 @@ class Optimizer:
         shard.round_weights(at)
 
     def checkpoint_shards(self, owned: bool = False) -> list[Shard]:
-        """Return checkpoint records for weights and moments. owned: only if this rank saves them"""
+        """Return checkpoint records for weights and moments."""
         self.buckets.await_weights()
         records: list[Shard] = []
         for kind in KINDS:

@@ -76,7 +76,7 @@ class Placement:
 
 
 def placement_of(name: str, stages: int, chunks: int) -> Placement:
-    """Return a schedule's placement. chunks: per stage; 1 for 1F1B, 2 for ZBV."""
+    """Return a schedule's placement."""
     schedule = row(name)
     assert schedule.chunks in (None, chunks), (name, chunks)
     return Placement(stages, chunks, schedule.kind)

@@ -87,7 +87,6 @@ def row(name: str) -> ScheduleRow:
 
 
 def chunked() -> list[str]:
-    """Return the names of the schedules with any number of model chunks per stage."""
     return [name for name, each in SCHEDULES.items() if each.chunks is None]
 
 

@@ -114,11 +114,11 @@ def makespan(schedule: Schedule, costs: Costs) -> float:
 
 @dataclass(frozen=True)
 class Levels:
-    """Computations on all stages in levels: each depends on earlier levels only and runs on another stage.
+    """Computations on all stages in levels: each depends on earlier levels only and runs on another
+    stage.
 
     cost: index into the flat costs, operation x stage x model chunk.
     source: index of the computation that it depends on, or the number of computations.
-    message: the result comes from another stage.
     ends: per level.
     """
 
@@ -263,7 +263,6 @@ def one_f_one_b(
 
 
 def _common_shift(before: np.ndarray, now: np.ndarray) -> float | None:
-    """Return the seconds by which every clock moved, or None."""
     moved = now[:, 1:-1] - before[:, 1:-1]
     return float(moved[0, 0]) if np.ptp(moved) <= 1e-12 * now[0].max() else None
 

@@ -29,7 +29,7 @@ class NoList(ValueError):
 
 
 class Policy(NamedTuple):
-    """Rule by which stages choose their next operation.
+    """Rule for a stage's next operation.
 
     newest: prefer I on the last model chunk over the first; such lists need not become periodic.
     empties: prefer W if at most one more F fits.

@@ -77,7 +77,10 @@ def _activations(
     hidden = tensors(run, layout.tp)["hidden"]
     saved = layer_saved_bytes(run, layout.tp)
     placement = layout.placement
-    layers = sum(map(len, accounting.stage_layers(run, placement, stage)))
+    layers = sum(
+        accounting.whole_layers(run.model, own)
+        for own in accounting.stage_layers(run, placement, stage)
+    )
     in_flight = max(sum(moment.activations) for moment in moments)
     temporary: float = 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
@@ -134,7 +137,6 @@ def _fixed_mib(
 
 
 def with_recompute(run: RunConfig, layout: Layout, system: System) -> RunConfig:
-    """Return the run with --recompute-auto resolved for the machine's memory or --memory-per-rank."""
     if not run.training.recompute_auto:
         return run
     plain = replace(run, training=replace(run.training, recompute_auto=False))

@@ -1,5 +1,5 @@
 """Seconds per iteration on a machine: stage costs, the schedule's critical path, and per-iteration
-    work.
+work.
 
 Left out: input and output, evaluation, checkpoints.
 """
@@ -112,7 +112,8 @@ def virtual_stage_work(
     """
     phases = work.phases(run, layout.tp, code)
     placement = layout.placement
-    layers = len(accounting.virtual_stage_layers(run, placement, virtual_stage))
+    own = accounting.virtual_stage_layers(run, placement, virtual_stage)
+    layers = accounting.whole_layers(run.model, own)
     forward = [(phases["layer_forward"], layers)]
     backward = [(phases["layer_backward"], layers)]
     if groups := accounting.virtual_stage_recompute_groups(run, placement, virtual_stage):
@@ -295,7 +296,11 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
         saved_bytes += 2
     parameters = max(stage_parameters(run, layout, stage) for stage in kinds)
     layers = max(
-        sum(map(len, accounting.stage_layers(run, layout.placement, stage))) for stage in kinds
+        sum(
+            accounting.whole_layers(run.model, layers)
+            for layers in accounting.stage_layers(run, layout.placement, stage)
+        )
+        for stage in kinds
     )
     fp32 = replace(rank, precision="fp32")
     muon = max(fp32.seconds(work.muon(run, layout, stage)).gemm for stage in kinds)
@@ -502,7 +507,6 @@ def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[s
 
 
 def unmodelled(run: RunConfig) -> list[str]:
-    """Return the flags that change the real speed but not the prediction."""
     flags = {
         "--kernels torch": run.system.kernels == "torch",
         "--allocator stock": run.system.allocator == "stock",

@@ -217,7 +217,6 @@ class Change:
     """Change between two software versions.
 
     seconds: iteration time after it
-    note: basis, or why it is left out
     """
 
     name: str

@@ -74,8 +74,6 @@ def run_of(
 ) -> RunConfig:
     """Return the run that pretrain_gpt.py's flags describe. Raise ValueError, one line, for
     contradictions.
-
-    defaults: values for missing flags
     """
     values = {name: value for name, value in vars(args).items() if name not in (*OWN, *own)}
     if values.get("recipe") is None:
@@ -154,7 +152,6 @@ def text(run: RunConfig, system: System, p: Prediction) -> str:
 
 
 def layout_of(run: RunConfig, system: System) -> Layout:
-    """Return the layout. Raise ValueError, with sizes that fit, if the run does not fit."""
     try:
         return Layout.from_run(run, system.world_size)
     except ValueError as error:

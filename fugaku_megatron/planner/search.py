@@ -120,8 +120,6 @@ def resolve(
 ) -> tuple[RunConfig, list[str]]:
     """Return the run with every automatic choice resolved, and log lines about the choices.
 
-    space: bytes for a rank's tensors; default: the machine's memory or --memory-per-rank
-
     If no schedule fits, use 1F1B, which needs least memory.
     """
     if space is None:

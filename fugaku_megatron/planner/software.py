@@ -147,7 +147,6 @@ class Choices:
 
     recompute: none, selective, full, block (some layers per stage) or auto (as few as memory
         allows)
-    names: features in config/features.py
     """
 
     ranks_per_node: tuple[int, ...]
@@ -182,14 +181,11 @@ class Choices:
 class Software:
     """Training-step implementation.
 
-    group: fitted software group
     style: name for its element-wise counts
     page_faults: "none" (memory is kept), "across nodes" (large blocks fault again, and cost more in
         runs on several nodes, whose network has registered them), "registered" (they always cost
         more)
     old_torch: element-wise work and operator calls are slower by PyTorch 1.7's factor
-    machines: on which it has run
-    counts: `style`'s row in software.json
     """
 
     name: str

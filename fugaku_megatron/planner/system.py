@@ -1,4 +1,4 @@
-"""Nodes of a machine with a software, on which a run is modelled."""
+"""A machine's nodes and software, for a modelled run."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ class System:
 
     @property
     def limit_mib(self) -> float:
-        """MiB at which a rank is out of memory; caching allocators first return unused blocks."""
+        """A rank's memory limit in MiB; caching allocators first return unused blocks."""
         room: float = 1 - self.software.counts["reclaimed"]
         return self.machine.node_memory_bytes / MIB / self.ranks_per_node / room

@@ -373,7 +373,8 @@ def recomputed_layers(run: RunConfig, tp: int, groups: list[range], software: So
 
 def recomputed_attention(run: RunConfig, tp: int, software: Software) -> Work:
     sizes = tensors(run, tp)
-    record = next(r for r in accounting.layer_records(run, tp) if r.name == "attention")
+    mixers = ("attention", "delta_rule")
+    record = next(r for r in accounting.layer_records(run, tp) if r.name in mixers)
     moved, allocated = software.counts["layer_forward"].get("scores", (0, 0))
     return Work(
         matmuls=_forward(record, _MatmulOptions(run=run)).matmuls,

@@ -2,8 +2,7 @@
 
 A case builds one kernel's arguments from fixed numbers, so that every machine computes the same.
 `compared` runs it on the target in use and on the scalar reference; `elementwise_rates` times it
-beyond the caches. Other rates are calibrate's, with sizes that fit into the time. All ranks compute
-at the same time, as in training.
+beyond the caches. All ranks compute at the same time, as in training.
 """
 
 from __future__ import annotations
@@ -52,15 +51,12 @@ class Numbers:
         self._random = np.random.default_rng(1)
 
     def normal(self, *shape: int) -> Tensor:
-        """Return normal values (...,)."""
         return self.single(*shape).to(self.dtype)
 
     def single(self, *shape: int) -> Tensor:
-        """Return FP32 values (...,)."""
         return torch.from_numpy(self._random.standard_normal(shape, np.float32))
 
     def below(self, limit: int, count: int) -> Tensor:
-        """Return integers below `limit` (n,)."""
         return torch.from_numpy(self._random.integers(0, limit, count))
 
 
@@ -164,7 +160,6 @@ ELEMENTWISE = (
 
 
 def result(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
-    """Return a call's floating operands and the number that it returns."""
     call = arguments(name, dtype, sizes)
     value = getattr(kernels, name)(*call)
     tensors = [a for a in call if isinstance(a, Tensor) and a.is_floating_point()]

@@ -85,7 +85,6 @@ def private_words() -> dict[str, str]:
 
 
 def without_names(value: Any, words: Mapping[str, str]) -> Any:
-    """Replace private words and paths in all texts, and drop their keys."""
     if isinstance(value, dict):
         return {key: without_names(part, words) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -258,7 +257,6 @@ def compared(first: Path, second: Path) -> str:
 
 
 def ratio(unit: str, first: float | None, second: float | None) -> str:
-    """Return how many times as fast the second is, or "-"."""
     if not first or not second:
         return "-"
     return f"{first / second if unit in LESS_IS_MORE else second / first:.2f}"

@@ -228,7 +228,6 @@ def two_layers(context: Context, shape: str, tp: int, s: int) -> RunConfig:
 
 
 def chosen_layers(context: Context, shape: str, seconds: float) -> RunConfig | None:
-    """Return the run on the fewest ranks, with the longest sequence that fits, or None."""
     here = context.nodes.ranks.size
     least = USABLE * context.free / here
     sizes = [tp for tp in TENSOR_PARALLEL if here % tp == 0]
@@ -375,7 +374,6 @@ def hours(sections: dict[str, Any]) -> list[dict[str, Any]]:
 def whole_model(
     name: str, row: dict[str, Any], recipe: str, changes: dict[str, Any], sections: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a model's tokens per second and hours at a measured rate."""
     run = make_run(recipe, {**changes, "seq_length": row["seq_length"], "mock_data": True})
     parameters = accounting.parameters(run)
     tokens = row["seq_length"]

@@ -59,7 +59,6 @@ def interval(row: Row) -> tuple[float, float]:
 
 
 def agrees(row: Row, printed: float) -> bool:
-    """Return True if `printed` TFLOPs agree with the corrected time within rounding."""
     low, high = interval(row)
     return low - TFLOPS_ROUNDING - _SLACK <= printed <= high + TFLOPS_ROUNDING + _SLACK
 
@@ -152,7 +151,6 @@ def compare(rows: Sequence[Row], predict: Callable[[Row], Prediction]) -> list[C
 
 
 def _with_progress(rows: Sequence[Row]) -> Iterable[Row]:
-    """Iterate with a bar on a terminal if tqdm is installed."""
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         return rows
     from tqdm import tqdm

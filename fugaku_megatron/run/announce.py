@@ -51,7 +51,6 @@ def data_lines(plan: Plan, data: Data, ordered: bool) -> list[str]:
 
 
 def data_line(train: Any) -> str | None:
-    """Return how often the training set reads the data; None for random data."""
     epochs = getattr(train, "num_epochs", None)
     if epochs is None:
         return None

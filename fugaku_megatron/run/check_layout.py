@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
-from ..comm.agreement import everywhere, find_nodes
+import numpy
+import torch
+
+from .. import _kernels
+from ..comm.agreement import everywhere, find_nodes, ranks_by_value
 from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
 from ..comm.node import share_groups
@@ -40,6 +45,32 @@ def connect(layout: Layout, world: Comm) -> Groups:
     return share_groups(Grid(*layout.sizes).groups(world), kernels)
 
 
+def library_versions(world: Comm) -> dict[str, str]:
+    """Return the version of each library that computes; the kernels' has a checksum of their file."""
+    library = Path(_kernels.__file__)  # type: ignore[attr-defined]  # mypy does not know the extension
+    checksum = zlib.crc32(library.read_bytes())
+    return {
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "kernels": f"{kernels.active()} {checksum:08x}",
+        "MPI": getattr(world, "library", "no MPI"),
+    }
+
+
+def differing_libraries(world: Comm) -> list[str]:
+    """Return a line for each library whose version is not the same on all ranks. Collective."""
+    everyone = world.all_gather_object(library_versions(world))
+    lines = []
+    for library in everyone[0]:
+        ranks = ranks_by_value(versions[library] for versions in everyone)
+        if len(ranks) > 1:
+            each = "; ".join(
+                f"{name} on rank {' '.join(map(str, some))}" for name, some in ranks.items()
+            )
+            lines.append(f"the ranks have different libraries: {library} {each}")
+    return lines
+
+
 def check_run_layout(run: RunConfig, world: Comm, files: Files) -> Report:
     """Check a run's layout, and print the report on rank 0. Collective.
 
@@ -53,6 +84,7 @@ def check_run_layout(run: RunConfig, world: Comm, files: Files) -> Report:
     with everywhere():
         plan = Plan.of(known, world.size).resolve(MachineLimits(world, nodes))
     configure_process(plan, world, nodes)
+    libraries = differing_libraries(world)
     folder = None
     if run.output.save:
         save = Path(run.output.save).absolute()
@@ -66,7 +98,7 @@ def check_run_layout(run: RunConfig, world: Comm, files: Files) -> Report:
             files=files._replace(folder=folder),
         )
     if world.rank == 0:
-        print(*report.lines[:-1], sep="\n", flush=True)
+        print(*libraries, *report.lines[:-1], sep="\n", flush=True)
     if not report.agrees:
         raise LayoutDiffers(report.lines[-1])
     if world.rank == 0:

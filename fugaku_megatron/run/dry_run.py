@@ -41,7 +41,6 @@ class StagePlan:
     """One rank's pipeline stage, by model chunk.
 
     in_flight: most micro-batches between forward and backward
-    again: recomputed layers
     """
 
     stage: int

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Comm, SoloComm
-from ..config.model import NORMS, RMS_NORM, ModelConfig
+from ..config.model import ACTIVATIONS, NORMS, RMS_NORM, ModelConfig
 from ..config.run_config import RunConfig
 from ..costs import accounting
 from ..costs.activations import sequence_shards
@@ -20,6 +20,7 @@ from ..host.timing import timings
 from ..nn.dropout_key import Dropout
 from ..nn.heads import Heads
 from ..nn.ops import BACKENDS, FAMILIES, DropoutKey, Int8, Ops
+from ..nn.ops.activation import Activation
 from ..nn.ops.loss import HeadLoss
 from ..nn.ops.mlp import MLPWeights
 from ..nn.ops.norm import LayerNormArguments
@@ -196,7 +197,9 @@ def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
     fc1 = _weight(*gates, f, h, dtype=x.dtype)
     bias = _weight(*gates, f, dtype=x.dtype)
     fc2 = _weight(h, f, dtype=x.dtype)
-    weights = MLPWeights(fc1, bias, fc2, model.activation)
+    row = ACTIVATIONS[model.activation]
+    activation = Activation.of(model, tuple(_weight(1, dtype=x.dtype) for _ in row.parameters))
+    weights = MLPWeights(fc1, bias, fc2, activation)
     return lambda ops: ops.mlp(x, weights).sum()
 
 

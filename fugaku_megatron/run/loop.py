@@ -320,7 +320,6 @@ class Session:
         self._print_validation(-(-iteration // training.eval_interval) - 1 - left_out)
 
     def _print_validation(self, number: int) -> None:
-        """Evaluate every validation set."""
         self._check_data()
         trainer = self.trainer
         iteration = self.iteration

@@ -153,7 +153,7 @@ class Plan:
 
     @cached_property
     def length(self) -> Length:
-        """Length from where the run begins. ValueError if no flag sets it."""
+        """Length from the run's beginning. ValueError if no flag sets it."""
         iterations, samples = batches.run_length(
             self.config, self.global_batch_size, self.iteration, self.consumed_samples
         )

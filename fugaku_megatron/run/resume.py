@@ -673,7 +673,7 @@ def differences(
 
 
 def mask_note(run: RunConfig, before: str) -> list[str]:
-    """Return a line if a run from saved weights masks other rows of the softmax. before: saved value"""
+    """Return a line if a run from saved weights masks other rows of the softmax."""
     now = run.model.mask_vocab_padding
     if now in (before, UNRESOLVED):
         return []

@@ -110,7 +110,6 @@ def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConf
 
 
 def end_of_document(data: DataConfig, tokenizer: dict[str, Any] | None) -> int:
-    """Return the token that ends a document."""
     check(
         bool(tokenizer),
         f"{data.marks_documents}: the token that ends a document is not known: name the tokenizer of the data, "

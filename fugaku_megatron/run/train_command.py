@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import atexit
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.manifest import latest_iteration, read_head
+from ..checkpoint.manifest import holds_megatron, latest_iteration, read_head
 from ..cli.arguments import Arguments, add_flags, interpret
 from ..cli.output_files import check_picture
 from ..config.fields import check
@@ -110,13 +111,28 @@ def with_checkpoint_model(values: Mapping[str, Any]) -> dict[str, Any]:
     step = values.get("ckpt_step")
     if not (values.get("use_checkpoint_args") and load and Path(load).is_dir()):
         return dict(values)
-    iteration = latest_iteration(load) if step is None else step
-    if iteration is None:
-        return dict(values)
-    saved = with_block(read_head(load, iteration)["config"].get("model", {}))
+    if holds_megatron(load):
+        saved = _megatron_model(load, step, values)
+    else:
+        iteration = latest_iteration(load) if step is None else step
+        if iteration is None:
+            return dict(values)
+        saved = with_block(read_head(load, iteration)["config"].get("model", {}))
     kept = {name: value for name, value in with_layers(values).items() if name not in ARCHITECTURE}
     names = (name for name in (*ARCHITECTURE, *DROPOUT) if saved.get(name) is not None)
     return kept | {name: saved[name] for name in names}
+
+
+def _megatron_model(load: str, step: int | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model that a checkpoint of Megatron-LM describes; with a tokenizer's files its vocabulary."""
+    from ..convert.convert_command import open_megatron  # with torch
+
+    vocab_size = values.get("vocab_size")
+    source = "--use-checkpoint-args --load"
+    saved = asdict(open_megatron(load, step, vocab_size, source=source).model)
+    if vocab_size is None and any(values.get(name) for name in ("vocab_file", "tokenizer_model")):
+        del saved["vocab_size"]
+    return saved
 
 
 def _train(arguments: Arguments) -> int:

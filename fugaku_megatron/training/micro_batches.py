@@ -144,7 +144,7 @@ def datasets_of(
 class RunBatches:
     """A run's batches on one rank.
 
-    readers: see `Trainer`. waiting: context around every fetch of samples.
+    waiting: context around every fetch of samples.
     shift: rank r computes the samples of data-parallel rank r + shift.
     """
 

@@ -62,7 +62,9 @@ class Replica(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """Tensor whose copies differ within a group. rank: in the group. hashes, places: of every rank."""
+    """Tensor with copies that differ within a group. rank: in the group. hashes, places: of every
+    rank.
+    """
 
     kind: str
     name: str

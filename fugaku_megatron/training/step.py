@@ -29,7 +29,6 @@ class StepShape:
 
     activation: shape (s, b, h) between stages; s is a shard with sequence parallelism.
     dtype: of activations. loss_factor: scale of the loss before backward.
-    recompute, count, tokens: see `Pass`.
     """
 
     activation: tuple[int, int, int]

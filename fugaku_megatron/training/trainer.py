@@ -62,6 +62,10 @@ MOMENTS = ("exp_avg/", "exp_avg_sq/")
 Watch = Callable[[schedule.Executor], schedule.Executor]
 
 
+def _no_phase(name: str, **attributes: float) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
 @dataclass
 class Progress:
     """A run's position, saved in every checkpoint.
@@ -145,7 +149,7 @@ class Trainer:
     waiting_for_data: context around every fetch of samples.
     before_update: (samples consumed, loss) -> loss, called between gradient reduction and update;
         it may replace the gradients.
-    phase: name -> context around "forward_backward" and "optimizer" of an iteration.
+    phase: name -> context around "forward_backward" and "optimizer" of an iteration, and around an iteration of "evaluate".
     tokenizer, data_files: records for checkpoints. order: samples for which the order of the data
         was first made.
     """
@@ -163,7 +167,7 @@ class Trainer:
     readers: ReaderGroup | None = None
     waiting_for_data: Callable[[], AbstractContextManager[None]] = nullcontext
     before_update: Callable[[int, float], float] | None = None
-    phase: Callable[[str], AbstractContextManager[object]] = nullcontext
+    phase: Callable[..., AbstractContextManager[object]] = _no_phase
     tokenizer: dict[str, Any] | None = None
     order: DataOrder = NEW_ORDER
     data_files: list[Record] = field(default_factory=list)
@@ -375,7 +379,8 @@ class Trainer:
             work = self.batches.begin(source)
             weight = 1 if work is None else work.counted
             samples = GlobalBatch(source, work, first + i * size)
-            losses = self._execute(samples, lists, factor=1.0, training=False)
+            with self.phase("evaluate", eval_iteration=i + 1):
+                losses = self._execute(samples, lists, factor=1.0, training=False)
             total += weight * self._mean_loss(losses)
             weights += weight
         if source:

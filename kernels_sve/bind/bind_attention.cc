@@ -21,21 +21,6 @@ int64_t groups_of(const TensorView& qkv, int64_t heads, int64_t d) {
   return groups;
 }
 
-// starts (b, s), each at or before its position and never falling within a sample; null for None.
-const int32_t* check_starts(const std::optional<TensorView>& starts, int64_t b, int64_t s) {
-  if (!starts) return nullptr;
-  starts->dtype({DType::i32}).shape({b, s}).contiguous().aligned(4);
-  const int32_t* values = starts->data<int32_t>();
-  for (int64_t i = 0; i < b * s; ++i) {
-    const int32_t earliest = i % s ? values[i - 1] : 0;
-    require(values[i] >= earliest && values[i] <= i % s, "starts",
-            "positions from " + std::to_string(earliest) + " to " + std::to_string(i % s) +
-                " at position " + std::to_string(i % s),
-            std::to_string(values[i]));
-  }
-  return values;
-}
-
 // Sizes from qkv (queries, b, (heads + 2 groups) d), out (queries, b, heads d) and lse (b, heads, queries), of a sequence of s.
 AttentionArgs check(const TensorView& qkv, const TensorView& out, const TensorView& lse, int64_t s,
                     const Dropout& dropout, std::optional<int64_t> window,
@@ -71,7 +56,7 @@ AttentionArgs check(const TensorView& qkv, const TensorView& out, const TensorVi
           dropout.stream,
           dropout.first_sample,
           dropout.first_head,
-          check_starts(optional_view("starts", starts_object), qkv.size(1), s)};
+          document_starts(starts_object, qkv.size(1), s)};
 }
 
 void bind_forward(py::handle qkv_object, py::handle out_object, py::handle lse_object, double p,

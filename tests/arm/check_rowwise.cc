@@ -241,6 +241,8 @@ void check_embedding(DType dtype, int64_t cols) {
   });
 }
 
+#include "check_delta_net.h"
+
 void check_all() {
   for (DType dtype : {DType::f32, DType::bf16}) {
     const float tolerance = dtype == DType::f32 ? 2e-5f : 5e-2f;
@@ -260,7 +262,11 @@ void check_all() {
       check_few_rows(dtype, tolerance, cols);
       check_q8(dtype, tolerance, cols);
       check_embedding(dtype, cols);
+      check_convolution(dtype, tolerance, cols);
+      check_gated_norm(dtype, tolerance, cols);
     }
+    check_delta_rule(dtype, tolerance, 1, 8, 16);
+    check_delta_rule(dtype, tolerance, 70, 5, 37);
   }
   check_cross_entropy(DType::f32, 2e-5f, 4133);
 }

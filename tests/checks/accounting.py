@@ -237,7 +237,7 @@ def check_kept(run: RunConfig) -> None:
     cp = run.parallel.context_parallel_size
     layout = Layout.from_run(run, tp * cp)
     groups = accounting.virtual_stage_recompute_groups(run, layout.placement, 0)
-    layers = memory.layers_kept_bytes(run, tp, run.model.num_layers, groups)[0]
+    layers = memory.layers_kept_bytes(run, tp, range(run.model.num_layers), groups)[0]
     outside = sum(
         r.saved_bytes
         for virtual_stage in layout.placement.virtual_stages_of(0)

@@ -227,12 +227,14 @@ WITHIN_THE_RUN = set(
     use_rope_scaling rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
     rope_scaling_original_max_position_embeddings rope_dynamic_factor
     untie_embeddings_and_output_weights window_size window_attn_skip_freq window_rotary_base
-    no_rope_freq norm_placement parallel_shared_norm attention_output_gate attn_logit_softcapping
+    no_rope_freq layer_types norm_placement parallel_shared_norm attention_output_gate attn_logit_softcapping
+    experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
+    linear_value_head_dim linear_num_key_heads linear_num_value_heads
     final_logit_softcapping parallel_residual embedding_multiplier
     residual_multiplier attention_multiplier logits_scaling muon_no_split_qkv muon_scale_mode
     muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps muon_tp_mode vocab_file
     merge_file tokenizer_model tiktoken_pattern tiktoken_num_special_tokens fp16_accumulation_chunk
-    fp32_matmul
+    fp32_matmul quick_geglu glu_linear_offset activation_func_clamp_value xielu softmax_type
     """.split()
 )
 # Fields of Trainer.save: tests/parallel/test_library_start.py.

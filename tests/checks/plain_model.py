@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fugaku_megatron.config.model import MLP_OF_EXPERTS
 from fugaku_megatron.config.run_config import ModelConfig
+from tests.checks.experts import plain_experts
 
 
 def plain_angles(model: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,6 +57,9 @@ def plain_mlp(x: Tensor, weights: dict[str, Tensor], name: str, model: ModelConf
     if model.geglu:
         gates, values = inner.chunk(2, -1)
         inner = F.gelu(gates, approximate="tanh") * values
+    elif model.swiglu:
+        gates, values = inner.chunk(2, -1)
+        inner = F.silu(gates) * values
     elif model.squared_relu:
         inner = torch.clamp(inner, min=0) ** 2
     else:
@@ -63,6 +68,15 @@ def plain_mlp(x: Tensor, weights: dict[str, Tensor], name: str, model: ModelConf
     return F.linear(
         inner, weights[f"{name}.linear_fc2.weight"], weights.get(f"{name}.linear_fc2.bias")
     )
+
+
+def experts_of(x: Tensor, weights: dict[str, Tensor], name: str, model: ModelConfig) -> Tensor:
+    own = {
+        key.removeprefix(f"{name}."): weight
+        for key, weight in weights.items()
+        if key.startswith(f"{name}.")
+    }
+    return plain_experts(own, x.flatten(0, 1), model).view(x.shape)
 
 
 def plain_attention(
@@ -131,13 +145,23 @@ def plain_losses(
             return F.rms_norm(x, width, weight, model.layernorm_epsilon)
         return F.layer_norm(x, width, weight, weights.get(f"{name}.bias"), model.layernorm_epsilon)
 
-    for layer in range(model.num_layers):
+    for layer, kind in enumerate(model.layer_kinds):
         name = f"decoder.layers.{layer}"
-        attended = x + model.residual_multiplier * plain_attention(
-            norm(x, f"{name}.input_layernorm"), weights, f"{name}.self_attention", model, seen
-        )
+        attended = x
+        if kind.mixer is not None:
+            attended = x + model.residual_multiplier * plain_attention(
+                norm(x, f"{name}.input_layernorm"), weights, f"{name}.self_attention", model, seen
+            )
+        if kind.mlp is None:
+            x = attended
+            continue
         read = norm(x if model.parallel_residual else attended, f"{name}.pre_mlp_layernorm")
-        x = attended + model.residual_multiplier * plain_mlp(read, weights, f"{name}.mlp", model)
+        out = (
+            experts_of(read, weights, f"{name}.mlp", model)
+            if kind.mlp == MLP_OF_EXPERTS
+            else plain_mlp(read, weights, f"{name}.mlp", model)
+        )
+        x = attended + model.residual_multiplier * out
     logits = (
         norm(x, "decoder.final_layernorm")
         @ weights.get("output_layer.weight", words).t()

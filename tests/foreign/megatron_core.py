@@ -58,6 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "experts": (dict(LLAMA, **EXPERTS), UNTIED, None),
     "shared": (dict(LLAMA, **EXPERTS, **SHARED), UNTIED, None),
     "hybrid": (dict(LLAMA, num_layers=4), UNTIED, "*-*-"),
+    "hybrid_parts": (dict(LLAMA, num_layers=3), UNTIED, "**-"),
     "hybrid_experts": (dict(LLAMA, **EXPERTS, num_layers=4), UNTIED, "*E*E"),
 }
 

@@ -43,6 +43,11 @@ MODELS = {
     "plain norms in parallel": {"normalization": "PlainLayerNorm", "parallel_residual": True},
     "geglu": {"normalization": "RMSNorm", "apply_layernorm_1p": True, "geglu": True},
     "exact gelu": {"bias_gelu_fusion": False},
+    "layers of one part": {
+        **FAMILIES["qwen3"],
+        "num_layers": 2,
+        "layer_types": "-,*",
+    },
     "squared relu": {"squared_relu": True, "use_z_loss": True},
     "norms after": {
         **FAMILIES["mistral"],
@@ -52,12 +57,23 @@ MODELS = {
         "qk_layernorm_all_heads": True,
     },
     "gated attention": {**FAMILIES["qwen3"], "attention_output_gate": True},
+    "gated delta nets": {
+        **FAMILIES["qwen3"],
+        "attention_output_gate": True,
+        "experimental_attention_variant": "gdn",
+        "linear_attention_freq": "2",
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    },
     "norms around and soft caps": {
         **FAMILIES["llama"],
         "norm_placement": "both",
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
     },
+    "sinks and scalars": {"softmax_type": "learnable", "xielu": True},
     "one norm": {
         "normalization": "LayerNormWithoutBias",
         "parallel_residual": True,
@@ -67,6 +83,7 @@ MODELS = {
     },
 }
 SEQUENCE = {**TP2, "sequence_parallel": True}
+COMPUTED_AGAIN = {"attn_logit_softcapping", "softmax_type", "experimental_attention_variant"}
 FULL = {"recompute_granularity": "full"}
 
 
@@ -82,7 +99,10 @@ FULL = {"recompute_granularity": "full"}
         *((family, "tp2 pp2") for family in FAMILIES),
         ("norms after", "tp2 pp2"),
         ("one norm", "tp2"),
+        ("sinks and scalars", "tp2 pp2"),
+        ("layers of one part", "tp2 pp2"),
         ("gated attention", "tp2 pp2"),
+        ("gated delta nets", "tp2 pp2"),
     ],
 )
 def test_parameters_are_those_of_the_stages(model, layout):
@@ -118,8 +138,8 @@ def test_recipes_have_the_published_number_of_parameters(recipe, count):
     ("model", "dropout"),
     [
         ("gpt", 0.1),
-        # The backward of soft-capped attention computes the scores again.
-        *((name, 0.0) for name, flags in MODELS.items() if "attn_logit_softcapping" not in flags),
+        # The backward of attention in blocks, with soft caps or sinks, and of the delta rule computes parts of the forward again.
+        *((name, 0.0) for name, flags in MODELS.items() if not COMPUTED_AGAIN & flags.keys()),
     ],
 )
 def test_flops_are_torchs(model, dropout):
@@ -287,7 +307,9 @@ def test_parameter_flops_reproduce_the_tables():
         ("gpt", "cp2 tp2 pp2 sequence allgather bf16"),
         ("qwen3", "tp2 pp2 zero"),
         ("norms after", "tp2 pp2 sequence full"),
+        ("gated delta nets", "tp2 cp2 sequence"),
         ("qwen3", "tp2 pp2 sequence blocks"),
+        ("layers of one part", "tp2 pp2 sequence"),
     ],
 )
 def test_bytes_are_those_communicated(model, layout):
@@ -359,6 +381,8 @@ def test_keys_that_ranks_pass_are_those_that_queries_see(s, ranks, window):
         ("norms around and soft caps", "selective"),
         ("one norm", "tp2 sequence"),
         ("gated attention", "tp2 selective"),
+        ("gated delta nets", "tp2 sequence"),
+        ("gated delta nets", "cp2 selective"),
         ("geglu", "tp2 sequence"),
         ("exact gelu", "tp2 bf16"),
         ("squared relu", "tp2 sequence"),
@@ -369,6 +393,8 @@ def test_keys_that_ranks_pass_are_those_that_queries_see(s, ranks, window):
         ("gpt with dropout", "cp4 p2p"),
         ("qwen3", "cp2 p2p selective"),
         ("llama", "cp2 allgather bf16"),
+        ("layers of one part", "tp2 sequence selective"),
+        ("layers of one part", "full recompute_num_layers=2"),
     ],
 )
 def test_saved_bytes_are_those_that_autograd_keeps(model, layout):
@@ -438,6 +464,12 @@ def test_peak_of_a_split_backward_with_other_activations(model, stage, schedule)
     """Between the halves of a backward the argument and its gradient are kept, and the activation's values are not."""
     run = small_run(**{**MODELS[model], **MODEL, "pipeline_schedule": schedule})
     check_peak(SoloComm(stage, STAGES), run)
+
+
+def test_peak_of_a_split_backward_of_layers_of_one_part():
+    types = ",".join(["*,*-,-,*-"] * (MODEL["num_layers"] // 4))
+    run = small_run(**{**MODEL, "layer_types": types, "pipeline_schedule": "zb-h1"})
+    check_peak(SoloComm(0, STAGES), run)
 
 
 class HeldTensor:

@@ -10,6 +10,7 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.dropout_key import Dropout
 from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import BACKENDS, DropoutKey, Ops, recompute
+from fugaku_megatron.nn.ops.activation import Activation
 from fugaku_megatron.nn.ops.mlp import MLPWeights
 from fugaku_megatron.nn.ops.rotary import HeadNorms, Rotary
 from tests.checks.ops import (
@@ -39,7 +40,7 @@ def wide_gated_mlp(ops, dtype, put_off=False):
     w1, b1, w2 = (
         parameter(random(*shape, dtype=dtype)) for shape in ((2, 1100, H), (2, 1100), (H, 1100))
     )
-    y = ops.mlp(x, MLPWeights(w1, b1, w2, "swiglu"))
+    y = ops.mlp(x, MLPWeights(w1, b1, w2, Activation("swiglu")))
     if put_off:
         with ops.weight_gradients.put_off() as waiting:
             y.backward(dy)
@@ -181,5 +182,5 @@ def test_packed_copies_of_a_gated_weight_are_kept():
     w1 = parameter(random(2, F_WIDTH, H))
     w2 = parameter(random(H, F_WIDTH))
     for _ in range(3):
-        ops.mlp(x, MLPWeights(w1, None, w2, "swiglu")).sum().backward()
+        ops.mlp(x, MLPWeights(w1, None, w2, Activation("swiglu"))).sum().backward()
     assert len(ops.weight_cache._entries) == 4  # two weights, forward and backward

@@ -17,10 +17,13 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.layout_check.check import NO_FILES, Files, Report, Tools, check_layout
 from fugaku_megatron.layout_check.points import BACKWARD, CHECKPOINT, FORWARD, REDUCED, USED, Point
+from fugaku_megatron.layout_check.shrink import shrink
 from fugaku_megatron.nn import blocks, layers, model, router, sequence_ranks
 from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
+from fugaku_megatron.nn.ops import loss
 from fugaku_megatron.optim import buckets
-from fugaku_megatron.run.check_layout import connect, small_ops
+from fugaku_megatron.run import check_layout as check_layout_module
+from fugaku_megatron.run.check_layout import connect, differing_libraries, small_ops
 from fugaku_megatron.training import step, trainer
 from fugaku_megatron.training.micro_batches import MicroBatch, MicroBatchWindow
 from tests.helpers import DROPOUT, lay_out
@@ -52,6 +55,16 @@ CLEAN = {
     "cp2 p2p": {},
     "cp2 tp2 sequence": UNTIED,
     "pp2 interleaved": {},
+    "pp2 tp2 sequence": {"layer_types": "-,*,*-,*"},
+    "tp2 cp2": {
+        **UNTIED,
+        "experimental_attention_variant": "gdn",
+        "linear_attention_freq": "2",
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "pp2 zbv": {"norm_placement": "post", "disable_bias_linear": True},
     "tp2 pp2": LORA,
     "tp2 bf16": EIGHT,
@@ -185,6 +198,16 @@ def altered_checkpoint(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(trainer, "write_shards", altered)
 
 
+def native_loss_twice(patch: pytest.MonkeyPatch) -> None:
+    """Double the gradient of the C++ kernels' loss on every rank."""
+    original = loss._block_loss
+
+    def block_loss(kernels, logits, labels, call, factor, dlogits):
+        return original(kernels, logits, labels, call, 2 * factor, dlogits)
+
+    patch.setattr(loss, "_block_loss", block_loss)
+
+
 def left_out_layer(patch: pytest.MonkeyPatch) -> None:
     original = model.Chunk.run_layers
 
@@ -244,6 +267,12 @@ MISTAKES = (
         (FORWARD, "decoder.layers.1.input_layernorm", "message from rank 0 (stage 0) to rank 1"),
     ),
     Mistake(
+        swapped_micro_batches,
+        "pp2",
+        (FORWARD, "linear_qkv", "message from rank 0 (stage 0)", "the output of decoder.layers.0,"),
+        {**EIGHT, "norm_placement": "post", "disable_bias_linear": True},
+    ),
+    Mistake(
         balancing_loss_twice,
         "tp2 dp2 ep2 sequence",
         (BACKWARD, "decoder.layers.1.pre_mlp_layernorm", "all-to-all of tokens over the expert"),
@@ -259,6 +288,11 @@ MISTAKES = (
         "pp2",
         (USED, "decoder.layers.1.input_layernorm", "no rank has all of its 32 elements"),
     ),
+    Mistake(
+        native_loss_twice,
+        "tp2",
+        (BACKWARD, "decoder.final_layernorm", "the loss, which agrees", "all-reduce over the"),
+    ),
     Mistake(altered_checkpoint, "dp2", (CHECKPOINT, "exp_avg/", "on rank 0:")),
 )
 
@@ -271,6 +305,23 @@ def test_a_mistake_is_found_and_named(mistake, monkeypatch):
     assert line.startswith(f"first difference: {mistake.words[0]} of "), line
     assert all(words in line for words in mistake.words), line
     assert report.lines.count("in FP32:") == 1 and len(report.lines) < 20
+
+
+@pytest.mark.parametrize("chosen, kept", [(2, 4), (3, 8), (5, 16)])
+def test_a_small_router_still_chooses(chosen, kept):
+    """With two experts of which each token has two, a balancing loss has no gradient but rounding errors."""
+    run, ranks = lay_out("tp2", {**EXPERTS, "num_experts": 16, "moe_router_topk": chosen})
+    assert shrink(run, Layout.from_run(run, ranks)).run.model.num_experts == kept
+
+
+def test_a_rank_with_another_library_is_named(monkeypatch):
+    def versions(world: Comm) -> dict[str, str]:
+        return {"torch": "2.9.1", "MPI": "MPICH 4.2" if world.rank == 2 else "MPICH 4.3"}
+
+    assert ThreadWorld(2).run(differing_libraries) == [[], []]
+    monkeypatch.setattr(check_layout_module, "library_versions", versions)
+    line = "the ranks have different libraries: MPI MPICH 4.3 on rank 0 1; MPICH 4.2 on rank 2"
+    assert ThreadWorld(3).run(differing_libraries) == [[line]] * 3
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ LLAMA_ARGS = Namespace(
     rotary_interleaved=False,
 )
 MEGATRON_LAYOUT = (
-    f"--tensor-model-parallel-size {TP} --pipeline-model-parallel-size {PP} "
+    f"--ckpt-format torch --tensor-model-parallel-size {TP} --pipeline-model-parallel-size {PP} "
     "--make-vocab-size-divisible-by 64"
 ).split()
 State = dict[str, torch.Tensor]
@@ -560,6 +560,10 @@ DIST = "iter_0000007"
 DIST_DAMAGE = [
     (lambda d: (d / DIST / "__3_0.distcp").unlink(), "__3_0.distcp is missing"),
     (
+        lambda d: os.truncate(d / DIST / "__3_0.distcp", 5000),
+        "__3_0.distcp is damaged at byte",
+    ),
+    (
         lambda d: (d / DIST / "__3_0.distcp").write_bytes(b"x" * 10**5),
         "__3_0.distcp is damaged at byte",
     ),
@@ -616,6 +620,8 @@ def test_other_mistakes(models, tmp_path, capsys):
             source,
             "--to-megatron",
             tmp_path / "other",
+            "--ckpt-format",
+            "torch",
             "--tensor-model-parallel-size",
             3,
         )

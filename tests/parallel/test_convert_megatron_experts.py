@@ -72,6 +72,7 @@ def check_same(found: Tensors, expected: Tensors) -> None:
 
 
 DIST = "--ckpt-format torch_dist"
+LEGACY = "--ckpt-format torch"
 
 
 @pytest.mark.parametrize(
@@ -80,9 +81,10 @@ DIST = "--ckpt-format torch_dist"
         DIST,
         f"{DIST} --transformer-impl local --common-state object",
         f"{DIST} --hybrid-layer-pattern *-|*E",
-        "--tensor-model-parallel-size 2 --expert-model-parallel-size 2",
-        "--transformer-impl local --pipeline-model-parallel-size 2 --expert-model-parallel-size 4",
-        "--pipeline-model-parallel-size 2",
+        f"{LEGACY} --tensor-model-parallel-size 2 --expert-model-parallel-size 2",
+        f"{LEGACY} --transformer-impl local --pipeline-model-parallel-size 2 --expert-model-parallel-size 4",
+        f"{LEGACY} --pipeline-model-parallel-size 2",
+        "",
     ],
 )
 def test_experts_come_back_from_megatron_lm_s_layouts(ours, tmp_path, flags):
@@ -157,6 +159,33 @@ def test_a_hybrid_model_has_its_own_layers(ours, tmp_path):
     assert (args.hybrid_layer_pattern, args.num_layers, args.is_hybrid_model) == ("*-*E", 4, True)
 
 
+@pytest.mark.parametrize("engine", ["local", "transformer_engine"])
+def test_layers_of_one_part_are_those_of_a_hybrid_model(tmp_path, capsys, engine):
+    trainer = make_trainer(SoloComm(), small_run(num_layers=4, layer_types="*,*-,-,-"))
+    trainer.save(str(tmp_path / "ours"))
+    trainer.close()
+    theirs = tmp_path / "theirs"
+    words = ["--load", tmp_path / "ours", "--to-megatron", theirs, "--transformer-impl", engine]
+    assert convert(*words, *DIST.split()) == 0
+    args = load_pickled(theirs / "release" / "common.pt")["args"]
+    assert (args.hybrid_layer_pattern, args.num_layers) == ("**---", 5)
+    keys = load_metadata(theirs / "release" / ".metadata").state_dict_metadata
+    for number in (2, 3, 4):
+        assert f"decoder.layers.{number}.mlp.linear_fc1.layer_norm_weight" in keys
+    assert "decoder.layers.1.self_attention.linear_qkv.weight" in keys
+    assert convert("--from-megatron", theirs, "--save", tmp_path / "back") == 0
+    assert open_weights(str(tmp_path / "back")).model.layer_types == "*,*-,-,-"
+    check_same(read(tmp_path / "back"), read(tmp_path / "ours"))
+    capsys.readouterr()
+    for words, message in (
+        (["--to-megatron", tmp_path / "no", *LEGACY.split()], "only HybridModel has these layers"),
+        (["--to-hf", tmp_path / "no"], "no architecture of Hugging Face has this block"),
+    ):
+        assert convert("--load", tmp_path / "ours", *words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line and not (tmp_path / "no").exists()
+
+
 def rewrite(theirs: Path, change: Any) -> None:
     for file in theirs.glob("release/*/model_optim_rng.pt"):
         contents = torch.load(file, weights_only=False)
@@ -174,7 +203,7 @@ def together(model: Tensors) -> None:
 
 
 def test_experts_of_a_grouped_mlp_are_read(ours, tmp_path):
-    flags = "--tensor-model-parallel-size 2 --expert-model-parallel-size 2"
+    flags = f"{LEGACY} --tensor-model-parallel-size 2 --expert-model-parallel-size 2"
     assert convert("--load", ours, "--to-megatron", tmp_path / "theirs", *flags.split()) == 0
     rewrite(tmp_path / "theirs", together)
     check_same(read(tmp_path / "theirs"), read(ours))
@@ -208,12 +237,15 @@ def test_experts_with_keys_of_their_own_are_read(ours, tmp_path, common_file):
             "--hybrid-layer-pattern is '*-*-', and the layers of the model are '*-*E'",
         ),
         (
-            f"{DIST} --tensor-model-parallel-size 2",
+            "--tensor-model-parallel-size 2",
             "--tensor-model-parallel-size 2 is for --ckpt-format torch: pass both",
         ),
-        ("--common-state object", "--common-state object is for --ckpt-format torch_dist"),
-        ("--expert-model-parallel-size 3", "4 experts are not divisible by 3 ranks"),
-        ("--expert-model-parallel-size 0", "--expert-model-parallel-size"),
+        (
+            f"{LEGACY} --common-state object",
+            "--common-state object is for --ckpt-format torch_dist",
+        ),
+        (f"{LEGACY} --expert-model-parallel-size 3", "4 experts are not divisible by 3 ranks"),
+        (f"{LEGACY} --expert-model-parallel-size 0", "--expert-model-parallel-size"),
     ],
 )
 def test_a_layout_that_cannot_be_written_is_one_line(ours, tmp_path, capsys, flags, message):
@@ -230,10 +262,6 @@ def test_a_layout_that_cannot_be_written_is_one_line(ours, tmp_path, capsys, fla
         ({"hybrid_layer_pattern": "*-*-"}, "holds no decoder.layers.1.input_layernorm.weight"),
         ({"moe_layer_freq": [1, 1]}, "holds no decoder.layers.0.mlp.router.weight"),
         ({"num_experts": 8}, "router.weight has 128 elements, and its shape [8, 32] has 256"),
-        (
-            {"hybrid_layer_pattern": "*-*E", "no_rope_freq": 2},
-            "no_rope_freq is 2: in a HybridModel it numbers other layers than here",
-        ),
         ({"moe_router_topk": "two"}, "moe_router_topk is 'two', not int"),
         ({"moe_router_score_function": "sqrtsoftplus"}, "moe-router-score-function"),
     ],

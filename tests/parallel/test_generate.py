@@ -178,10 +178,7 @@ def test_what_a_rank_would_hold(write, trained):
     cache = (
         2 * 1 * 2 * 12 * 32 // 2 * 4
     )  # keys and values, layers, samples, positions, half of the width, bytes
-    assert (
-        f"{cache / 2**20:.1f} MiB of keys and values: 1 layers, 2 samples, 12 positions\n"
-        in printed
-    )
+    assert f"{cache / 2**20:.1f} MiB of cache: 1 layers, 2 samples, 12 positions\n" in printed
     manifest = read_manifest(trained[0], 80)
     loaded = load_model(saved_run(manifest, (1, 1)), SoloComm(), str(trained[0]), 80, manifest)
     weights = sum(p.nbytes for p in loaded.stage.parameters())
@@ -270,6 +267,36 @@ def test_greedy_tokens_of_families_that_people_train(family):
     )
 
 
+DELTA_NETS = {
+    "layer_types": "G-,*-,G-,-",
+    "num_layers": 4,
+    "position_embedding_type": "rope",
+    "attention_output_gate": True,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+def test_ranks_and_a_state_that_does_not_grow():
+    """Gated delta nets write the same texts on tensor- and pipeline-parallel ranks, with states of one size."""
+    model = random_model(SoloComm(), "gpt", 1, 1, **DELTA_NETS)
+    expected = tokens_of(model, SHORT, 8)
+    for tp, pp in ((2, 1), (1, 2)):
+        found = ThreadWorld(2).run(
+            lambda world, tp=tp, pp=pp: tokens_of(
+                random_model(world, "gpt", tp, pp, **DELTA_NETS), SHORT, 8
+            )
+        )
+        assert found == [expected, expected]
+    sizes = [
+        sum(tensor.nbytes for tensor in vars(generation.Decoder(model, [length]).cache[1]).values())
+        for length in (16, 4096)
+    ]
+    assert sizes[0] == sizes[1]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -285,6 +312,8 @@ def test_greedy_tokens_of_families_that_people_train(family):
             "moe_layer_freq": "2",
             "moe_expert_capacity_factor": 9.0,
         },
+        {"layer_types": "-,*,*-,-", "num_layers": 4, "position_embedding_type": "rope"},
+        DELTA_NETS,
         {
             "normalization": "RMSNorm",
             "apply_layernorm_1p": True,

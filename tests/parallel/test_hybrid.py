@@ -3,14 +3,18 @@
 import dataclasses
 
 import pytest
+import torch
 
 from fugaku_megatron.api.config import Config
-from fugaku_megatron.cli.arguments import make_run, parse
+from fugaku_megatron.cli import program
+from fugaku_megatron.cli.arguments import make_run, model_flags, parse
 from fugaku_megatron.config.hybrid import parse_pattern
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.pipeline_layout import parse_layout
 from fugaku_megatron.costs import accounting
-from tests.helpers import train
+from fugaku_megatron.data.sampler import fetch
+from tests.checks.plain_model import plain_losses
+from tests.helpers import assert_near, lay_out, make_trainer, run_layout, train, whole_tensors
 from tests.threads import ThreadWorld
 
 SPEC = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec".split()
@@ -18,6 +22,7 @@ BASE = (
     "--hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --mock-data "
     "--vocab-size 64 --train-iters 2 --swiglu --disable-bias-linear"
 ).split()
+SIZES = "--linear-num-key-heads 2 --linear-num-value-heads 2 --linear-key-head-dim 8 --linear-value-head-dim 8"
 MOE = "--num-experts 4 --moe-router-topk 2"
 # Patterns of docs/user-guide/hybrid-model-migration.md and of the tests of Megatron-LM's HybridModel, and the GPT of each.
 EXAMPLES = {
@@ -27,6 +32,10 @@ EXAMPLES = {
     "*-*-|*-*-": (
         "--pipeline-model-parallel-size 2",
         "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-split 2,2",
+    ),
+    "G-*-": (
+        SIZES,
+        f"--num-layers 2 --experimental-attention-variant gdn --linear-attention-freq [1,0] {SIZES}",
     ),
     "*E*-*E": (MOE, f"--num-layers 3 {MOE} --moe-layer-freq ([1,0,1])"),
     "*-|*E*E": (
@@ -80,6 +89,14 @@ def test_segments_are_the_layers_of_virtual_stages():
         assert accounting.virtual_stage_sizes(run, placement) == sizes
 
 
+def test_a_recipe_with_gated_delta_nets_is_planned(capsys):
+    words = (
+        "--recipe qwen3.6-35b-a3b --mock-data --bf16 --recompute-granularity selective --dry-run"
+    )
+    assert program.main(["train", *words.split()]) == 0
+    assert "parameters 34660.6 M, of which a token meets 3455.0 M" in capsys.readouterr().out
+
+
 def test_borders_do_not_matter_to_one_stage():
     bordered = parse([*BASE, "--hybrid-override-pattern", "*-|*-"]).run
     assert bordered == parse([*BASE, "--num-layers", "2"]).run
@@ -89,21 +106,19 @@ def test_borders_do_not_matter_to_one_stage():
     ("pattern", "reason"),
     [
         ("M-*-", "M at position 1 is a Mamba-2 layer, which is not supported"),
-        ("*-G-", "G at position 3 is a Gated Delta Network layer"),
         ("*-D-", "D at position 3 is a layer of DeepSeek Sparse Attention"),
         ("+-", r"+ at position 1 is a layer of multi-latent attention"),
         ("*-/*-", "/ at position 3 is the begin of layers that predict several tokens"),
-        ("*-x", "x at position 3 is no layer: * is attention, - an MLP, E experts, | the border"),
-        ("**--", "* at position 1 has no - or E after it"),
-        ("*-*", "* at position 3 has no - or E after it"),
-        ("*|-", "* at position 1 has no - or E after it"),
-        ("*--", "- at position 3 has no * before it"),
+        (
+            "*-x",
+            "x at position 3 is no layer: * is attention, G a gated delta net, - an MLP, E experts, | the border",
+        ),
         ("*-|", "| at position 4 ends a stage without layers"),
         ("|*-", "| at position 1 ends a stage without layers"),
         ("", "| at position 1 ends a stage without layers"),
     ],
 )
-def test_a_pattern_that_no_gpt_equals_is_refused_with_the_position(pattern, reason):
+def test_a_wrong_pattern_is_refused_with_the_position(pattern, reason):
     assert refusal(pattern).startswith(f"--hybrid-layer-pattern '{pattern}': {reason}")
 
 
@@ -139,11 +154,18 @@ def test_values_of_each_layer_count_symbols():
         ValueError, match="--decoder-first-pipeline-num-layers 1 counts the symbols"
     ):
         parse([*words, *two, "1"])
+    last = "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 3".split()
+    parallel = parse([*words[:-1], "*-**--", *last]).run.parallel
+    assert parallel.decoder_last_pipeline_num_layers == 2
     for given, kept in {"[1,0,0,0,1,0]": (3, None, 3), "3": (3, None, 3), "2": (3, 3, 3)}.items():
         model = parse([*words, "--window-attn-skip-freq", given]).run.model
         assert [kind.window for kind in model.layer_kinds] == [each and each + 1 for each in kept]
     model = parse([*words, "--no-rope-freq", "3"]).run.model
     assert [kind.rope is None for kind in model.layer_kinds] == [False, True, False]
+    model = parse(
+        [*words[:-2], "--hybrid-layer-pattern=-**", "--window-attn-skip-freq", "[1,0,1]"]
+    ).run.model
+    assert [kind.window for kind in model.layer_kinds] == [None, None, 4]
     with pytest.raises(
         ValueError, match=r"--no-rope-freq \[1,0,1\] has 3 layers, and --num-layers is 6"
     ):
@@ -159,7 +181,7 @@ def test_values_that_a_pattern_replaces_are_noted():
     four = parse([*BASE, *words, "--num-layers", "4", *MOE.split()])
     assert four.run == plain.run
     assert four.notes[0].startswith(
-        "--num-layers 4 has no effect: --hybrid-layer-pattern '*-*-' has 2 pairs"
+        "--num-layers 4 has no effect: --hybrid-layer-pattern '*-*-' has 2 layers"
     )
     assert four.notes[1] == "--num-experts has no effect: --hybrid-layer-pattern '*-*-' has no E"
 
@@ -173,7 +195,75 @@ def test_a_pattern_replaces_the_layers_of_a_recipe_and_is_a_keyword_of_the_libra
     mixed = Config.recipe("qwen3-30b-a3b", mock_data=True, hybrid_layer_pattern="*-*E")
     assert mixed.run.model.moe_layer_freq == "[0, 1]"
     assert mixed.replace(hybrid_layer_pattern="*-").run.model.num_experts is None
-    assert parse_pattern("*-*E|*-").stages == (2, 1)
+    assert parse_pattern("*-*E|*-") == (("*-", "*E", "*-"), (2, 1))
+
+
+ALONE = {
+    "**-": "--layer-types *,*-",
+    "*--": "--layer-types *-,-",
+    "-*E": f"--layer-types=-,*E {MOE}",
+}
+
+
+def first_iteration(world, run):
+    """Return (loss, whole gradients, weights before, samples) of a run's first iteration."""
+    trainer = make_trainer(world, run)
+    weights = whole_tensors(trainer, "weight")
+    loss = trainer.train_step().loss
+    trainer.close()
+    samples = fetch(trainer.train, range(4)) if world.rank == 0 else None
+    return loss, whole_tensors(trainer, "grad"), weights, samples
+
+
+@pytest.mark.parametrize("pattern", ALONE)
+@pytest.mark.parametrize(
+    "layout", ["dp1", "tp2 sequence_parallel", "pp2", "pp2 zb-h1", "full", "cp2"]
+)
+def test_layers_of_one_part_are_those_of_plain_torch(pattern, layout):
+    own = {"layer_types": ",".join(parse_pattern(pattern).layers), "num_layers": 2}
+    experts = dict(num_experts=4, moe_router_topk=2, disable_bias_linear=True, swiglu=True)
+    flags = {**own, **(experts if "E" in pattern else {})}
+    flags |= {
+        "global_batch_size": 4,
+        "init_method_std": 0.2,
+        "clip_grad": 0.0,
+        "untie_embeddings_and_output_weights": True,
+    }
+    loss, grads, weights, samples = run_layout(layout, first_iteration, flags)[0]
+    plain = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    tokens, labels = torch.from_numpy(samples[:-1]), torch.from_numpy(samples[1:])
+    model = lay_out(layout, flags)[0].model
+    expected = plain_losses(plain, tokens.t(), labels.t(), model).mean()
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert grads.keys() == plain.keys()
+    assert_near(grads, {name: value.grad for name, value in plain.items()}, 2e-5)
+
+
+@pytest.mark.parametrize("pattern", ALONE)
+def test_a_pattern_of_layers_of_one_part_sets_their_types(pattern):
+    words = [*BASE, f"--hybrid-layer-pattern={pattern}", *(MOE.split() if "E" in pattern else [])]
+    model = parse(words).run.model
+    assert model == parse([*BASE, "--num-layers", "2", *ALONE[pattern].split()]).run.model
+    assert model.residual_parts == 3
+    assert parse([*BASE, *model_flags(model)]).run.model == model
+
+
+@pytest.mark.parametrize(
+    ("types", "reason"),
+    [
+        ("*,*-,-", "has 3 layers, and --num-layers is 2"),
+        ("*,-*", "has '-*': pass * or G, - or E, or one of each"),
+        ("*,", "has '': pass"),
+        ("*-,E", "and --num-experts None contradict each other: E is a layer with experts"),
+        (f"*,E {MOE} --moe-layer-freq 2", "exclude each other: E are the layers with experts"),
+        ("*,- --parallel-residual", "--parallel-residual needs an attention and an MLP in every"),
+    ],
+)
+def test_wrong_types_of_layers_are_refused(types, reason):
+    with pytest.raises(ValueError) as refused:
+        parse([*BASE, "--num-layers", "2", "--layer-types", *types.split()])
+    assert reason in str(refused.value) and "\n" not in str(refused.value)
 
 
 LAYOUT = "--num-layers 7 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout".split()

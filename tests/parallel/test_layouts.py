@@ -53,6 +53,7 @@ TEN = {"lr": 1e-3, "hidden_dropout": 0.1}
 IN_INT8 = {"bf16": True, "int8": True}
 ALL_IN_INT8 = {**IN_INT8, "int8_wgrad": True, "int8_head": True}
 CAPPED = {"moe_expert_capacity_factor": 1.0}
+QUICK = {"quick_geglu": True, "activation_func_clamp_value": 0.05, "glu_linear_offset": 1.0}
 PLAIN = {"swiglu": False, "squared_relu": True}
 ATTENTION = {"lora_target": "q_proj,k_proj,v_proj,o_proj"}
 EVEN = {**EXPERTS, **SHARED, **SINKHORN, "moe_router_topk": 1, "moe_z_loss_coeff": 0.01}
@@ -61,6 +62,18 @@ CHATS_OF_EXPERTS = {**CHATS, **EXPERTS, **packed(8)}
 BALANCED_CHATS = {**CHATS_OF_EXPERTS, **BALANCED}
 ONE_CHAT = {"micro_batch_size": 1, "global_batch_size": 1}
 DYNAMIC_ROPE = {"rope_dynamic_factor": 2.0, "rope_scaling_original_max_position_embeddings": 4}
+DELTA_NETS = {
+    **BASE,
+    **FAMILIES["qwen3"],
+    "apply_layernorm_1p": True,
+    "attention_output_gate": True,
+    "experimental_attention_variant": "gdn",
+    "linear_attention_freq": "2",
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 MODELS = {
     "gpt": Model(BASE),
     "gpt of 8 layers": Model({**BASE, "num_layers": 8}),
@@ -138,6 +151,8 @@ MODELS = {
     "gated attention": Model(
         {**BASE, **FAMILIES["qwen3"], "attention_output_gate": True, "apply_layernorm_1p": True}
     ),
+    "gated delta nets": Model(DELTA_NETS),
+    "documents in gated delta nets": Model({**DELTA_NETS, **RESETS}, "texts"),
     "norms around and soft caps": Model(
         {
             **DROPOUT,
@@ -169,6 +184,25 @@ MODELS = {
         },
         tolerance=1e-6,
         iterations=4,
+    ),
+    "sinks": Model(
+        {
+            **BASE,
+            **RESETS,
+            **ROPE,
+            "softmax_type": "learnable",
+            **QUICK,
+            "group_query_attention": True,
+            "num_query_groups": 4,
+            "window_size": "4,0",
+            "window_attn_skip_freq": "2",
+        },
+        "texts",
+    ),
+    "one more in the denominator": Model({"softmax_type": "off-by-one", "xielu": True}),
+    "experts with biases": Model(
+        {**EXPERTS, **BALANCED, "swiglu": False, **QUICK, "disable_bias_linear": False},
+        tolerance=2e-6,
     ),
     "documents": Model({**BASE, **RESETS}, "texts"),
     "documents with rope": Model({**BASE, **RESETS, **ROPE}, "texts"),
@@ -299,8 +333,25 @@ LAYOUTS = {  # every option once at least, and pairs of options rather than all 
         "tp2 sequence blocks",
     ],
     "gated attention": ["tp2 pp2 sequence selective", "cp2 p2p", "cp2 full", "pp2 zb-h1", "torch"],
+    "gated delta nets": [
+        "tp2 pp2 sequence selective",
+        "tp2 sequence blocks",
+        "pp2 zb-h1",
+        "cp2 full",
+        "dp2 zero torch",
+    ],
+    "documents in gated delta nets": ["tp2 pp2 sequence", "cp2 selective", "torch"],
     "norms around and soft caps": ["tp2 pp2 sequence full", "cp2 selective", "cp2 p2p torch"],
     "one norm for both": ["tp2 sequence", "pp2 full"],
+    "sinks": [
+        "tp2 pp2 sequence",
+        "cp2 selective",
+        "cp2 tp2 p2p",
+        "cp2 allgather torch",
+        "pp2 torch",
+    ],
+    "one more in the denominator": ["tp2 sequence blocks", "cp2 p2p torch", "pp2 zb-h1"],
+    "experts with biases": ["tp2", "tp2 dp2 ep2 sequence", "tp2 etp1 sequence", "pp2 zb-h1 torch"],
     "documents": [
         "tp2 sequence",
         "pp2 zbv",

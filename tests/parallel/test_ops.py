@@ -13,7 +13,7 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.dropout_key import Dropout
 from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops
-from fugaku_megatron.nn.ops.activation import functions
+from fugaku_megatron.nn.ops.activation import Activation
 from fugaku_megatron.nn.ops.dropout import add_bias
 from fugaku_megatron.nn.ops.loss import HeadLoss
 from fugaku_megatron.nn.ops.mlp import MLPWeights
@@ -95,7 +95,7 @@ OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights
     "linear, no bias": (lambda o, *a: o.linear(*a), F.linear, [X], [(OUT, H)], 1),
     "layer norm": (lambda o, *a: o.layer_norm(*a, 1e-3), norm, [X], [(H,), (H,)], 1),
     "rms norm": (lambda o, *a: o.rms_norm(*a, 1e-3), plain_rms_norm, [X], [(H,)], 1),
-    "gelu": (lambda o, x: functions("gelu").value(x), plain_gelu, [X], [], 1),
+    "gelu": (lambda o, x: Activation("gelu").functions.value(x), plain_gelu, [X], [], 1),
     "add bias": (lambda o, *a: add_bias(*a), torch.add, [X], [(H,)], 1),
     "mlp": (
         lambda o, x, *w: o.mlp(x, MLPWeights(*w)),
@@ -112,35 +112,35 @@ OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights
         3,
     ),
     "mlp, exact gelu": (
-        lambda o, x, *w: o.mlp(x, MLPWeights(*w, activation="gelu_exact")),
+        lambda o, x, *w: o.mlp(x, MLPWeights(*w, activation=Activation("gelu_exact"))),
         lambda x, w1, b1, w2: F.gelu(x @ w1.t() + b1) @ w2.t(),
         [X],
         [W1, B1, W2],
         3,
     ),
     "mlp, squared relu": (
-        lambda o, x, *w: o.mlp(x, MLPWeights(*w, activation="squared_relu")),
+        lambda o, x, *w: o.mlp(x, MLPWeights(*w, activation=Activation("squared_relu"))),
         lambda x, w1, b1, w2: F.relu(x @ w1.t() + b1).square() @ w2.t(),
         [X],
         [W1, B1, W2],
         6,
     ),
     "mlp, gated gelu": (
-        lambda o, x, w1, w2, b1: o.mlp(x, MLPWeights(w1, b1, w2, "geglu")),
+        lambda o, x, w1, w2, b1: o.mlp(x, MLPWeights(w1, b1, w2, Activation("geglu"))),
         lambda *a: plain_gated_mlp(*a, function=plain_gelu),
         [X],
         [GATED, (H, 20), (2, 20)],
         4,
     ),
     "gated mlp": (
-        lambda o, x, w1, w2, b1: o.mlp(x, MLPWeights(w1, b1, w2, "swiglu")),
+        lambda o, x, w1, w2, b1: o.mlp(x, MLPWeights(w1, b1, w2, Activation("swiglu"))),
         plain_gated_mlp,
         [X],
         [GATED, (H, 20), (2, 20)],
         4,
     ),
     "gated mlp, no bias": (
-        lambda o, x, w1, w2: o.mlp(x, MLPWeights(w1, None, w2, "swiglu")),
+        lambda o, x, w1, w2: o.mlp(x, MLPWeights(w1, None, w2, Activation("swiglu"))),
         plain_gated_mlp,
         [X],
         [GATED, (H, 20)],

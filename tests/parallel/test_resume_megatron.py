@@ -4,6 +4,7 @@ Sources of the layouts: megatron/core/optimizer/distrib_optimizer.py and optimiz
 megatron/core/optimizer_param_scheduler.py, megatron/training/checkpointing.py.
 """
 
+import contextlib
 import functools
 import re
 from argparse import Namespace
@@ -15,10 +16,16 @@ import numpy as np
 import pytest
 import torch
 
+import fugaku_megatron as fm
 from fugaku_megatron.checkpoint.manifest import read_manifest
+from fugaku_megatron.cli import program
+from fugaku_megatron.cli.arguments import build_parser, interpret
 from fugaku_megatron.comm.base import Comm, SoloComm
+from fugaku_megatron.config.model import architecture
 from fugaku_megatron.config.run_config import RunConfig
+from fugaku_megatron.convert.convert_command import open_megatron
 from fugaku_megatron.run.resume import resume_training, with_padding
+from fugaku_megatron.run.train_command import with_checkpoint_model
 from tests.checks.torch_dist import write_iteration
 from tests.helpers import (
     find_checkpoint,
@@ -31,6 +38,7 @@ from tests.helpers import (
 )
 from tests.threads import ThreadWorld
 
+FOREIGN = Path(__file__).parents[1] / "foreign"
 DONE = 3  # iterations before the checkpoint
 MORE = 5
 BATCH = 4
@@ -231,6 +239,61 @@ def test_the_log_names_what_continues(tmp_path):
     assert not [line for line in lines if "learning rate" in line or "vocabulary" in line]
     assert trainer.progress.consumed_samples == DONE * BATCH
     trainer.close()
+
+
+def test_the_library_continues_a_run(tmp_path):
+    directory = write_run(tmp_path)
+    config = fm.Config(
+        **{name: value for name, value in FLAGS.items() if name != "num_layers"},
+        seq_length=16,
+        micro_batch_size=2,
+        mock_data=True,
+        load=str(directory),
+        use_checkpoint_args=True,
+    )
+    assert (config.num_layers, config.hidden_size, config.vocab_size) == (2, 32, 128)
+    with contextlib.closing(fm.Trainer(config)) as trainer:
+        assert trainer.iteration == DONE
+        saved = trainer._trainer.optimizer.checkpoint_shards()
+        found = {shard.key: shard.tensor for shard in saved}
+        for name, tensor in reference().moments["exp_avg"].items():
+            assert torch.equal(found[f"exp_avg/{name}"].view(tensor.shape), tensor), name
+        trainer.load(directory, weights_only=True)
+        assert trainer.iteration == 0
+    with pytest.raises(ValueError, match="pass --no-load-optim"):
+        fm.Trainer(config.replace(load=str(write_run(tmp_path / "other", "dp_reshardable"))))
+
+
+@pytest.mark.parametrize(
+    "folder", ["megatron/llama_0_18", "torch_dist/llama_tp2", "megatron/gpt_tp2"]
+)
+def test_the_saved_arguments_are_the_model(folder, tmp_path):
+    directory = FOREIGN / folder
+    words = "--micro-batch-size 1 --num-layers 7 --seq-length 8 --use-checkpoint-args --mock-data"
+    values = vars(build_parser().parse_args([*words.split(), "--load", str(directory)]))
+    model = interpret(with_checkpoint_model(values)).run.model
+    assert architecture(model) == architecture(open_megatron(str(directory), None, None).model)
+    assert model.seq_length == 8
+    values = vars(
+        build_parser().parse_args(
+            [*words.split(), "--load", str(tmp_path), "--vocab-file", "v", "--merge-file", "m"]
+        )
+    )
+    (tmp_path / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(ValueError) as refused:
+        with_checkpoint_model(values)
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith(f"--use-checkpoint-args --load {tmp_path}: ")
+
+
+def test_the_saved_arguments_of_a_legacy_checkpoint_are_the_model(tmp_path):
+    theirs = FOREIGN / "torch_dist" / "llama_tp2"
+    words = ["convert", "--from-megatron", theirs, "--to-megatron", tmp_path / "legacy"]
+    assert program.main([*map(str, words), "--ckpt-format", "torch"]) == 0
+    words = ["--micro-batch-size", "1", "--seq-length", "8", "--mock-data", "--use-checkpoint-args"]
+    values = vars(build_parser().parse_args([*words, "--load", str(tmp_path / "legacy")]))
+    model = interpret(with_checkpoint_model(values)).run.model
+    assert architecture(model) == architecture(open_megatron(str(theirs), None, None).model)
 
 
 def test_weights_of_bf16_continue_from_their_fp32_copies(tmp_path):

@@ -131,8 +131,13 @@ def test_a_collector_receives_the_figures_and_spans_under_megatrons_names(collec
         "megatron.microbatch.forward",
         "megatron.microbatch.backward",
         "megatron.evaluate",
+        "megatron.evaluate.step",
         "megatron.checkpoint.save",
     }
+    evaluations = {span.span_id for span in collector.of("megatron.evaluate")}
+    for step in collector.of("megatron.evaluate.step"):
+        assert step.parent_span_id in evaluations
+        assert attributes(step) == {"megatron.eval_iteration": 1}
     iterations = collector.of("megatron.train.iteration")
     assert [attributes(span)["megatron.iteration"] for span in iterations] == [1, 2, 3, 4]
     assert attributes(iterations[0])["megatron.skipped"] is False
@@ -166,6 +171,49 @@ def test_one_rank_exports_the_default_groups_and_the_stages_messages(collector, 
     ThreadWorld(2).run(lambda world: train(*words, world=world))
     names = {span.name for span in collector.spans}
     assert names == {"megatron.p2p.send_forward", "megatron.p2p.recv_backward"}
+
+
+PLAIN = [word for word in WORDS if word != "--otel-enabled"]
+
+
+def test_variables_of_megatron_lm_are_flags(collector, monkeypatch):
+    monkeypatch.setenv("NEMO_LENS_ENABLED", "1")
+    monkeypatch.setenv("MEGATRON_OTEL_SPAN_GROUPS", "evaluate")
+    start_module.pretrain(parse(PLAIN), SoloComm(), Watchdog.off())
+    assert {span.name for span in collector.spans} == {
+        "megatron.evaluate",
+        "megatron.evaluate.step",
+    }
+    assert parse([*PLAIN, "--otel-span-groups", "job"]).run.output.otel_span_groups == "job"
+    monkeypatch.setenv("MEGATRON_OTEL_ENABLED", "0")  # has precedence
+    assert not parse(PLAIN).run.output.otel_enabled
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "note"),
+    [
+        ("RANK_STRATEGY", "single_rank", None),
+        ("TRACES_ENABLED", "1", None),
+        ("EXPORTER", "console", "MEGATRON_OTEL_EXPORTER console has no effect: rank 0 exports"),
+        ("EXPORT_RANK", "-1", "MEGATRON_OTEL_EXPORT_RANK -1 has no effect: rank 0 exports"),
+        ("METRICS_ENABLED", "0", "MEGATRON_OTEL_METRICS_ENABLED 0 has no effect"),
+    ],
+)
+def test_a_variable_without_effect_is_noted(monkeypatch, name, value, note):
+    monkeypatch.setenv(f"MEGATRON_OTEL_{name}", value)
+    notes = [each for each in parse(WORDS).notes if "MEGATRON_OTEL" in each]
+    assert len(notes) == bool(note) and all(each.startswith(note) for each in notes)
+    assert not [each for each in parse(PLAIN).notes if "MEGATRON_OTEL" in each]
+
+
+def test_wrong_variables_are_one_line(monkeypatch):
+    monkeypatch.setenv("MEGATRON_OTEL_ENABLED", "maybe")
+    with pytest.raises(ValueError, match="MEGATRON_OTEL_ENABLED is 'maybe': set it to 1 or 0"):
+        parse(PLAIN)
+    monkeypatch.setenv("MEGATRON_OTEL_ENABLED", "1")
+    monkeypatch.setenv("MEGATRON_OTEL_SPAN_GROUPS", "steps")
+    with pytest.raises(ValueError, match="--otel-span-groups steps has 'steps'"):
+        parse(PLAIN)
 
 
 def test_skipped_iterations_are_counted(collector):

@@ -60,6 +60,14 @@ ROWWISE = set(
     "layer_norm residual residual_norm dropout gelu cross_entropy cross_entropy_tp embedding position "
     "squared_norm count_zeros sum_rows adamw rms_norm residual_rms_norm swiglu rotary rotary_norm".split()
 )
+DELTA_NET = {
+    "delta_rule_forward",
+    "delta_rule",
+    "delta_rule_decode",
+    "convolution",
+    "gated_norm",
+}
+IN_MEMORY = {"attention_decode", "delta_rule_decode", "convolution", "gated_norm"}
 # The arguments: a folder, and a JSON list of names and commands. The result and the output of a command are files in the folder.
 COMMANDS = f"""{QUICK}
 import contextlib, json, sys
@@ -83,6 +91,7 @@ TOGETHER = {
 }
 LONGER = {
     "attention bf16": f"attention {ROUND} --dtype bf16 --mkl full",
+    "delta_net fp32": f"delta_net {ROUND} --seq-length 65 --key-heads 1 --value-heads 2 --key-size 16 --value-size 16 --mkl full",
     "save": f"save {ROUND} --seq-length 32 --directory ",  # and a folder
     "watch": "watch --recipe demo --rounds 2 --seq-length 32",
     "adapters": "adapters --quick --threads 1",
@@ -112,6 +121,7 @@ def run_together(folder, commands):
         commands["save"] += str(saved)
     if not importlib.util.find_spec("transformers"):
         commands.pop("decode", None)
+        commands.pop("delta_net fp32", None)
     if any(not importlib.util.find_spec(name) for name in llama_cpp.PACKAGES):
         commands.pop("llama.cpp", None)
     environment = preloads.mkl_environment("full")
@@ -138,6 +148,7 @@ def run_together(folder, commands):
         pytest.param("attention", "bf16", ATTENTION, marks=pytest.mark.full),
         ("rowwise", "fp32", ROWWISE),
         pytest.param("rowwise", "bf16", ROWWISE, marks=pytest.mark.full),
+        pytest.param("delta_net", "fp32", DELTA_NET, marks=pytest.mark.full),
     ],
 )
 def test_a_family_of_kernels(request, tmp_path, family, dtype, ops):
@@ -168,7 +179,7 @@ def test_a_family_of_kernels(request, tmp_path, family, dtype, ops):
             assert of_rival["ratio"] == pytest.approx(of_rival["seconds"] / row["seconds"])
             assert f" x {rival}" in lines[-2]
         assert row["max_error"] < (2e-5 if row["dtype"] == "fp32" else 2e-2), row["op"]
-        in_memory = family == "rowwise" or row["op"] == "attention_decode"
+        in_memory = family == "rowwise" or row["op"] in IN_MEMORY
         assert (row["gflops"] is None) == (row["peak_fraction"] is None) == in_memory
         assert row["gb_per_second"] > 0
         assert f"--only={row['op']} " in row["repeat"].replace("'", "") and row["repeat"] in printed

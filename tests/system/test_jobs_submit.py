@@ -349,3 +349,38 @@ def test_the_same_for_slurm(cluster, tmp_path, command):
 )
 def test_mistakes_of_such_a_job(words, message, command):
     command("job render", words, code=2).mistake(message)
+
+
+@pytest.mark.parametrize("code", [0, 8])
+def test_a_job_whose_layout_differs_does_not_train(code, tmp_path):
+    """The check starts 8 of the job's 256 ranks."""
+    words = (
+        "--recipe 124m --nodes 64 --ranks-per-node 4 --check-layout --tensor-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 2 --zero-stage 1 --pipeline-schedule 1f1b --micro-batch-size 1 --elapse 1:00:00"
+    )
+    job = tmp_path / "job.sh"
+    job.write_text(render.self_contained(render.render(job_command.job_from_words(words.split()))))
+    log = tmp_path / "log"
+    commands = tmp_path / "fugaku_megatron" / "bin"
+    commands.mkdir(parents=True)
+    for name in ("mpiexec", "llio_transfer", "python3"):
+        command = commands / name
+        command.write_text(
+            "#!/bin/bash\n"
+            "words=$*\n"
+            f"echo \"{name} ${{words//$'\\n'/ }}\" >> {log}\n"
+            f"[[ $* != *--check-layout ]] || exit {code}\n"
+        )
+        command.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "PJM_JOBID": "1",
+        "PJM_LOCALTMP": str(tmp_path),
+    }
+    ended = subprocess.run(["bash", str(job)], cwd=tmp_path, env=environment)
+    assert ended.returncode == code
+    lines = log.read_text().splitlines()
+    (check_line,) = [line for line in lines if line.endswith("--check-layout")]
+    assert check_line.startswith("mpiexec -n 8 ") and "--tensor-model-parallel-size 2" in check_line
+    assert any("supervise" in line for line in lines) == (code == 0)

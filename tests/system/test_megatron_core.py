@@ -24,7 +24,7 @@ from tests.helpers import find_checkpoint, make_trainer, small_run, whole_tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/foreign/megatron_core.py"
-PATTERNS = {"hybrid": "*-*-", "hybrid_experts": "*E*E"}
+PATTERNS = {"hybrid": "*-*-", "hybrid_parts": "**-", "hybrid_experts": "*E*E"}
 # version of Python -> models
 CASES = {
     "3.12": ("dense", "llama", "experts", "shared", *PATTERNS),

@@ -76,6 +76,43 @@ def test_derived_values_and_groups():
     assert windows == {"3,0": 4, "(3, 0)": 4, " 0,0": 1, "-1,0": None}
 
 
+DELTA_NET = {"num_layers": 4, "experimental_attention_variant": "gdn"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "mixers"),
+    [
+        ({"linear_attention_freq": "2"}, "G*G*"),
+        ({"linear_attention_freq": "[1]*3+[0]"}, "GGG*"),
+        ({"layer_types": "G-,*-,G,-"}, "G*G-"),
+    ],
+)
+def test_gated_delta_nets_are_the_layers_of_a_pattern(flags, mixers):
+    symbols = {"gated_delta_net": "G", "attention": "*", None: "-"}
+    model = ModelConfig(**{**MODEL, **DELTA_NET, **flags})
+    assert "".join(symbols[kind.mixer] for kind in model.layer_kinds) == mixers
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, "gated_delta_net needs either --linear-attention-freq, the layers"),
+        (
+            {"linear_attention_freq": "[1,0]"},
+            "--linear-attention-freq [1,0] has 2 layers, and --num-",
+        ),
+        (
+            {"linear_attention_freq": "2", "linear_num_value_heads": 40},
+            "40 is not divisible by --lin",
+        ),
+        ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
+    ],
+)
+def test_wrong_gated_delta_nets_are_refused(flags, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelConfig(**{**MODEL, **DELTA_NET, **flags})
+
+
 LAYERS = {"position_embedding_type": "rope", "window_size": "2,0", "num_layers": 4}
 
 

@@ -43,6 +43,7 @@ from tests.helpers import make_trainer, small_run
 transformers = pytest.importorskip("transformers")
 
 from tests.hf_models import (  # noqa: E402
+    DELTA_NET,
     LENGTH,
     LLAMA3,
     MODELS,
@@ -111,6 +112,68 @@ def assert_same_logits(model: torch.nn.Module, ours: Path, length: int, rtol: fl
     )
 
 
+def test_a_gated_delta_net_of_several_chunks(tmp_path):
+    changes = {**DELTA_NET, "max_position_embeddings": 192}
+    model = randomized(decoder("Qwen3_5", **changes))
+    model.save_pretrained(tmp_path / "hf")
+    read_hf(tmp_path / "hf", tmp_path / "ours")
+    assert_same_logits(model, tmp_path / "ours", 150, 1e-5)
+
+
+def fused_experts(directory: Path) -> None:
+    """Store each layer's experts as one tensor, as published files of Qwen3.5 do."""
+    stored = load_file(directory / "model.safetensors")
+    fused = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
+    for name in stored:
+        if not name.endswith(".experts.0.gate_proj.weight"):
+            continue
+        prefix = name.removesuffix("0.gate_proj.weight")
+        count = sum(each.startswith(prefix) for each in stored) // 3
+        gates, ups, downs = (
+            torch.stack([stored[f"{prefix}{expert}.{part}.weight"] for expert in range(count)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        )
+        fused[f"{prefix}gate_up_proj"] = torch.cat((gates, ups), 1)
+        fused[f"{prefix}down_proj"] = downs
+    save_file(fused, directory / "model.safetensors", {"format": "pt"})
+
+
+def test_a_published_model_with_images_is_converted_as_a_text_model(tmp_path, capsys):
+    """Leave out the tower and the layers that predict several tokens, and read experts stored as one tensor."""
+    model = randomized(MODELS["qwen3_5_moe"])
+    model.save_pretrained(tmp_path / "text")
+    read_hf(tmp_path / "text", tmp_path / "expected")
+    whole_model = tmp_path / "whole"
+    shutil.copytree(tmp_path / "text", whole_model)
+    fused_experts(whole_model)
+    stored = load_file(whole_model / "model.safetensors")
+    renamed = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in stored.items()
+    }
+    extra = {"model.visual.blocks.0.norm1.weight": torch.ones(4), "mtp.fc.weight": torch.ones(4, 8)}
+    save_file({**renamed, **extra}, whole_model / "model.safetensors", {"format": "pt"})
+    text = json.loads((whole_model / "config.json").read_text())
+    text |= {"attn_output_gate": True, "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32"}
+    text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    config = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": text,
+        "tie_word_embeddings": False,
+        "vision_config": {"depth": 1},
+    }
+    (whole_model / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    read_hf(whole_model, tmp_path / "ours")
+    printed = capsys.readouterr().out
+    assert "1 tensors of images are left out" in printed
+    assert "1 tensors of multi-token-prediction layers are left out" in printed
+    for directory in (tmp_path / "expected", tmp_path / "ours"):
+        write_hf(directory, tmp_path / f"{directory.name} back")
+    assert same(tensors(tmp_path / "expected back"), tensors(tmp_path / "ours back"))
+
+
 def model_of_flags(ours: Path) -> ModelConfig:
     """Return the model of the flags next to a checkpoint."""
     words = (ours / "model.flags").read_text().split()
@@ -147,6 +210,12 @@ def test_greedy_tokens_are_those_of_transformers(converted):
         ours.append(logits.argmax(-1, keepdim=True))
         logits = decoder.logits(samples, [1, 1], ours[-1].flatten())
     assert torch.equal(torch.cat(ours, 1), tokens)
+
+
+# Transformers computes the gradient of decays with differences of long FP32 sums: it differs by up to 2e-4 from the same
+# computation in FP64, from which the gradient of this program differs by 5e-6.
+ROUNDED = 5e-4
+OF_DECAYS = ("dt_bias", "A_log", "in_proj_a.weight", "in_proj_ba.weight")
 
 
 def check_training(
@@ -196,7 +265,7 @@ def check_training(
             gradient / scale,
             found[name] / scale,
             rtol=0,
-            atol=1e-5,
+            atol=ROUNDED if name.endswith(OF_DECAYS) else 1e-5,
             msg=lambda m, n=name: f"{n}: {m}",
         )
 
@@ -394,6 +463,20 @@ BAD_CONFIGS = [
         "bloom",
         "model_type is 'bloom': positions as a slope of each head (ALiBi) are not supported; it can be",
     ),
+    (
+        "qwen3_5",
+        "layer_types",
+        ["linear_attention", "sliding_attention", "full_attention"],
+        "layer_types is ['linear_attention', 'sliding_attention', 'full_attention'], not "
+        "linear_attention or full_attention for each of 3 layers",
+    ),
+    (
+        "qwen3_5",
+        "attn_output_gate",
+        False,
+        "attn_output_gate is False, and the block computes True",
+    ),
+    ("qwen3_5", "linear_num_value_heads", 3, "--linear-num-value-heads 3 is not divisible by"),
     ("smollm3", "no_rope_layers", [1], "no_rope_layers is [1], not 0 or 1 for each of 3 layers"),
     (
         "smollm3",
@@ -474,12 +557,6 @@ BAD_CONFIGS = [
         "model_type",
         "deepseek_v2",
         "into a latent vector (MLA) are not supported; it can be",
-    ),
-    (
-        "qwen2_moe",
-        "model_type",
-        "gpt_oss",
-        "attention sinks, clamped gates and biases of experts, and MXFP4 weights",
     ),
     (
         "qwen2_moe",
@@ -1062,6 +1139,51 @@ def test_names_of_published_files(copied, tmp_path):
     )
     back = there_and_back(tmp_path)
     assert same(tensors(back), stored)
+
+
+def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return random blocks and scales for an expert weight (e, h, f), and transformers' values of them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    experts, inputs, outputs = weight.shape
+    generator = torch.Generator().manual_seed(7)
+    shape = (experts, outputs, inputs // 32)
+    blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(100, 127, shape, generator=generator, dtype=torch.uint8)
+    return blocks, scales, convert_moe_packed_tensors(blocks, scales)
+
+
+def test_mxfp4_weights_of_gpt_oss_are_converted_to_bf16(tmp_path, capsys):
+    size = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 3}
+    model = randomized(decoder("GptOss", head_dim=16, num_experts_per_tok=2, **size)).bfloat16()
+    source = tmp_path / "hf"
+    model.save_pretrained(source)
+    expected = tensors(source)
+    stored = {}
+    for name, tensor in expected.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = tensor
+            continue
+        blocks, scales, expected[name] = mxfp4(tensor)
+        stored[f"{name}_blocks"] = blocks
+        stored[f"{name}_scales"] = scales
+    save_file(stored, source / "model.safetensors", {"format": "pt"})
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    edit(source / "config.json", "quantization_config", quantization)
+    back = there_and_back(tmp_path)
+    assert same(tensors(back), expected)
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
+    again = transformers.AutoModelForCausalLM.from_pretrained(back)
+    assert same(again.state_dict(), expected)
+    capsys.readouterr()
+    name = next(name for name in stored if name.endswith("_scales"))
+    for wrong, message in (
+        ({name: stored[name][:, :1].clone()}, "which is not MXFP4: copy the whole directory again"),
+        ({}, f"without {name}: copy the whole directory again"),
+    ):
+        others = {place: x for place, x in stored.items() if place != name}
+        save_file({**others, **wrong}, source / "model.safetensors", {"format": "pt"})
+        assert message in refused(capsys, "--from-hf", source, "--save", tmp_path / "none")
 
 
 def test_layers_that_predict_more_tokens_are_left_out_with_a_note(copied, tmp_path, capsys):

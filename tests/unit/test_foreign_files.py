@@ -28,9 +28,11 @@ from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.convert import megatron_files, peft
 from fugaku_megatron.convert.architectures import ARCHITECTURES, LLAMA, ONLY
 from fugaku_megatron.convert.config_fields import IGNORED, IGNORED_OF, read_fields
+from fugaku_megatron.convert.convert_command import open_weights
 from fugaku_megatron.convert.hugging_face import open_hugging_face, read_config
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.run.resume import matrices
+from tests.file_damage import damages
 from tools.foreign_fields import LINE, PAGE, tables
 
 FOREIGN = Path(__file__).resolve().parents[1] / "foreign"
@@ -78,6 +80,23 @@ def test_objects_that_megatron_core_allows_are_read_and_do_nothing(value, tmp_pa
     assert isinstance(megatron_files.load_metadata(tmp_path / ".metadata"), Metadata)
 
 
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
+def test_damage_to_a_torch_dist_checkpoint_is_one_line(tmp_path, name):
+    shutil.copytree(FOREIGN / "torch_dist" / "llama_tp2", tmp_path / "run")
+    file = tmp_path / "run" / "iter_0000010" / name
+    refused = 0
+    for content in damages(file.read_bytes(), 60):
+        file.write_bytes(content)
+        try:
+            weights = open_weights(str(tmp_path / "run"))
+            for each in weights.dtypes:
+                weights.read(each)
+        except ValueError as error:
+            assert str(tmp_path / "run") in str(error) and "\n" not in str(error)
+            refused += 1
+    assert refused > 10
+
+
 @pytest.mark.parametrize("value", [eval, os.system, subprocess.Popen, torch.load, pickle.loads])
 def test_names_that_could_run_code_are_refused(value, tmp_path):
     torch.save({"args": Namespace(), "other": value}, tmp_path / "common.pt")
@@ -96,7 +115,6 @@ def test_names_that_could_run_code_are_refused(value, tmp_path):
         ("mtp_num_layers", 1, "mtp_num_layers is 1"),
         ("use_mup", True, "use_mup is True"),
         ("multi_latent_attention", True, "multi_latent_attention is True"),
-        ("experimental_attention_variant", "dsa", "experimental_attention_variant is 'dsa'"),
         ("apply_residual_connection_post_layernorm", True, "apply_residual_connection_post"),
         ("glu_linear_offset", 1.0, "glu_linear_offset is 1.0"),
         ("activation_func_clamp_value", 7.0, "activation_func_clamp_value is 7.0"),
@@ -260,7 +278,8 @@ REQUIRED = {
 def short_config(row) -> dict:
     """Return the shortest config.json of an architecture."""
     given = {name: value for name, value in REQUIRED.items() if name in read_fields(row)}
-    given.pop("num_experts" if row.model_type == "mixtral" else "num_local_experts", None)
+    named = row.model_type in ("mixtral", "gpt_oss")
+    given.pop("num_experts" if named else "num_local_experts", None)
     if "sliding_window_pattern" in read_fields(row):  # some layers have a window
         given.pop("sliding_window")
     if row.model_type == "granitemoehybrid":  # its defaults are layers of Mamba with experts

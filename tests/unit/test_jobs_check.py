@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.jobs import check, limits, script, torus
 from fugaku_megatron.jobs.job_command import job_from_words
 from fugaku_megatron.jobs.render import render, self_contained
 from fugaku_megatron.jobs.torus import RankMap
+from fugaku_megatron.layout_check.shrink import fewest_ranks
 from fugaku_megatron.planner.system import System
 from tests.checks.jobs import (
     check_map,
 )
+from tests.helpers import small_run
 
 PJSUB = Path(__file__).resolve().parents[2] / "scripts" / "pjsub"
 HELD = (
@@ -27,6 +30,8 @@ JOBS = {
     "small": "--recipe 124m --nodes 256 --name small --elapse 36:00:00 --ranks-per-node 4 --zero-stage 1 "
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --micro-batch-size 2 "
     "--recompute-granularity selective",
+    "checked": "--recipe 124m --nodes 64 --ranks-per-node 4 --kind resume --check-layout --tensor-model-parallel-size 2 "
+    "--pipeline-model-parallel-size 2 --zero-stage 1 --pipeline-schedule 1f1b --micro-batch-size 1",
     "large": f"--recipe 30b --nodes 6144 --name large --pipeline-model-parallel-size 32 {HELD}",
     "top": f"--recipe 30b --nodes 12288 --name top --pipeline-model-parallel-size 6 {HELD}",
     "tensor": "--recipe 30b --nodes 384 --ranks-per-node 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 24 "
@@ -45,6 +50,32 @@ def scripts():
 @pytest.mark.parametrize("name", JOBS)
 def test_what_is_rendered_passes(name, scripts):
     assert check.problems(scripts[name], files=False) == []
+
+
+def test_a_layout_is_checked_before_the_run(scripts):
+    """Two replicas have the communication of all of them."""
+    lines = scripts["checked"].splitlines()
+    ranks = 2 * 2 * 2
+    check_line = next(
+        n for n, line in enumerate(lines) if line.startswith(f"check_layout {ranks} ")
+    )
+    assert lines[check_line + 2].startswith("START=supervise train")
+    assert "\ncheck_layout " not in scripts["small"]
+
+
+def test_a_job_of_another_kind_checks_no_layout():
+    with pytest.raises(
+        ValueError,
+        match="--check-layout checks before a run of --kind train or resume, not frequency",
+    ):
+        job_from_words(shlex.split("--recipe 124m --nodes 16 --kind frequency --check-layout"))
+
+
+@pytest.mark.parametrize("batch, replicas", [(24, 2), (9, 3)])
+def test_the_run_s_batch_fits_on_the_ranks_of_the_check(batch, replicas):
+    run = small_run(tensor_model_parallel_size=2, micro_batch_size=1, global_batch_size=batch)
+    layout = Layout.from_run(run, 2 * 3)
+    assert fewest_ranks(run, layout) == 2 * replicas
 
 
 # script, what stands there, the mistake, words of the answer (a line of `mistake` must be the line it names)

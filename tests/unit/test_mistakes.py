@@ -534,7 +534,11 @@ FLAGS = {
         ),
     ],
     EXPERTS_WITH_BIASES: [
-        ("", "--num-experts supports only experts without biases: pass --disable-bias-linear"),
+        (
+            "--moe-shared-expert-intermediate-size 64",
+            "--moe-shared-expert-intermediate-size 64 is computed without biases: pass --disable-bias-linear",
+        ),
+        ("--xielu", "--xielu is for MLPs without experts: leave out --num-experts"),
     ],
     f"{EXPERTS} --dry-run --world-size 4 --global-batch-size 8": [
         (

@@ -9,29 +9,69 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pkgutil import resolve_name
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...config.model import ACTIVATIONS
+from ...config.model import ACTIVATIONS, ModelConfig
+from ..gradients import accumulate
 from .backend import Backend
 
 
 class Functions(NamedTuple):
-    """An activation in torch.
+    """An activation in torch. The settings and parameters of `Activation` follow the arguments of each function.
 
     value: pre-activation -> value (rows, f).
     gradient: value gradient, pre-activation -> pre-activation gradient.
+    parameter_gradients: value gradient, pre-activation -> gradient of each parameter; None without parameters.
     """
 
-    value: Callable[[Tensor], Tensor]
-    gradient: Callable[[Tensor, Tensor], Tensor]
+    value: Callable[..., Tensor]
+    gradient: Callable[..., Tensor]
+    parameter_gradients: Callable[..., tuple[Tensor, ...]] | None = None
 
 
-def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *tensors: function(*(tensor.float() for tensor in tensors)).to(tensors[-1].dtype)
+class Activation(NamedTuple):
+    """An activation of a layer.
+
+    name: key in ACTIVATIONS.
+    settings: the model's values of the row's settings.
+    parameters: trained scalars (1,) of the layer.
+    """
+
+    name: str
+    settings: tuple[float, ...] = ()
+    parameters: tuple[Tensor, ...] = ()
+
+    @staticmethod
+    def of(model: ModelConfig, parameters: tuple[Tensor, ...] = ()) -> Activation:
+        settings = tuple(getattr(model, name) for name in ACTIVATIONS[model.activation].settings)
+        return Activation(model.activation, settings, parameters)
+
+    @property
+    def gated(self) -> bool:
+        return ACTIVATIONS[self.name].gated
+
+    @property
+    def functions(self) -> Functions:
+        found: Functions = resolve_name(ACTIVATIONS[self.name].functions)
+        return found
+
+    @property
+    def numbers(self) -> tuple[float | Tensor, ...]:
+        return (*self.settings, *(parameter.detach() for parameter in self.parameters))
+
+
+def _in_fp32(function: Callable[..., Tensor], tensors: int) -> Callable[..., Tensor]:
+    """Compute a function in FP32. tensors: number of its first arguments; others are numbers"""
+
+    def computed(*arguments: Any) -> Tensor:
+        dtype = arguments[tensors - 1].dtype
+        return function(*(x.float() if isinstance(x, Tensor) else x for x in arguments)).to(dtype)
+
+    return computed
 
 
 def _squared_relu(x: Tensor) -> Tensor:
@@ -78,38 +118,92 @@ def _geglu_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return torch.cat((dy * values * slope, 0.5 * dy * gates * (1.0 + tanh)), -1)
 
 
+QUICK = 1.702  # Hendrycks and Gimpel 2016: x sigmoid(1.702 x) is near to the GELU
+
+
+def _clamped(x: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    """Return gates, at most `limit`, and values, at most `limit` in size."""
+    gates, values = x.chunk(2, -1)
+    if limit is None:
+        return gates, values
+    return gates.clamp(max=limit), values.clamp(-limit, limit)
+
+
+def _quick_geglu(x: Tensor, limit: float | None, offset: float) -> Tensor:
+    gates, values = _clamped(x, limit)
+    return gates * torch.sigmoid(QUICK * gates) * (values + offset)
+
+
+def _quick_geglu_gradient(dy: Tensor, x: Tensor, limit: float | None, offset: float) -> Tensor:
+    gates, values = _clamped(x, limit)
+    sigmoid = torch.sigmoid(QUICK * gates)
+    slope = sigmoid * (1.0 + QUICK * gates * (1.0 - sigmoid))
+    both = torch.cat((dy * (values + offset) * slope, dy * gates * sigmoid), -1)
+    if limit is None:
+        return both
+    return both * (torch.cat((gates, values), -1) == x)  # what is clamped has no slope
+
+
+# xIELU: Huang and Schlag 2024 (arXiv:2411.13010). p and n: the parameters before softplus.
+XIELU_BETA = 0.5
+XIELU_START = 0.8  # slope of both sides' curvature in the beginning
+XIELU_LIMIT = -1e-6  # expm1's argument is at most this
+
+
+def _xielu(x: Tensor, p: Tensor, n: Tensor) -> Tensor:
+    negative = (XIELU_BETA + F.softplus(n)) * (torch.expm1(x.clamp(max=XIELU_LIMIT)) - x)
+    return torch.where(x > 0, F.softplus(p) * x * x, negative) + XIELU_BETA * x
+
+
+def _xielu_gradient(dy: Tensor, x: Tensor, p: Tensor, n: Tensor) -> Tensor:
+    growth = torch.exp(x) * (x < XIELU_LIMIT) - 1.0
+    slope = torch.where(x > 0, 2.0 * F.softplus(p) * x, (XIELU_BETA + F.softplus(n)) * growth)
+    return dy * (slope + XIELU_BETA)
+
+
+def _xielu_parameter_gradients(
+    dy: Tensor, x: Tensor, p: Tensor, n: Tensor
+) -> tuple[Tensor, Tensor]:
+    dy = dy.float()
+    x = x.float()
+    of_p = torch.where(x > 0, dy * x * x, 0.0).sum()
+    of_n = torch.where(x > 0, 0.0, dy * (torch.expm1(x.clamp(max=XIELU_LIMIT)) - x)).sum()
+    return of_p * torch.sigmoid(p.float()), of_n * torch.sigmoid(n.float())
+
+
 # Squared ReLU: So et al. 2021 (arXiv:2109.08668). GELU: Hendrycks and Gimpel 2016 (arXiv:1606.08415), "gelu" in its tanh form.
 GELU = Functions(partial(F.gelu, approximate="tanh"), _gelu_gradient)
-GELU_EXACT = Functions(_in_fp32(F.gelu), _in_fp32(_exact_gelu_gradient))
-SQUARED_RELU = Functions(_in_fp32(_squared_relu), _in_fp32(_squared_relu_gradient))
-SWIGLU = Functions(_swiglu, _in_fp32(_swiglu_gradient))
-GEGLU = Functions(_in_fp32(_geglu), _in_fp32(_geglu_gradient))
+GELU_EXACT = Functions(_in_fp32(F.gelu, 1), _in_fp32(_exact_gelu_gradient, 2))
+SQUARED_RELU = Functions(_in_fp32(_squared_relu, 1), _in_fp32(_squared_relu_gradient, 2))
+SWIGLU = Functions(_swiglu, _in_fp32(_swiglu_gradient, 2))
+GEGLU = Functions(_in_fp32(_geglu, 1), _in_fp32(_geglu_gradient, 2))
+QUICK_GEGLU = Functions(_in_fp32(_quick_geglu, 1), _in_fp32(_quick_geglu_gradient, 2))
+XIELU = Functions(
+    _in_fp32(_xielu, 1),
+    _in_fp32(_xielu_gradient, 2),
+    parameter_gradients=_xielu_parameter_gradients,
+)
 
 
-def functions(activation: str) -> Functions:
-    found: Functions = resolve_name(ACTIVATIONS[activation].functions)
-    return found
-
-
-def kernel(ops: Backend, activation: str) -> str | None:
+def kernel(ops: Backend, activation: Activation) -> str | None:
     """Return the C++ kernels' name of the activation, or None."""
-    return ACTIVATIONS[activation].kernel if ops.is_native("gemm") else None
+    return ACTIVATIONS[activation.name].kernel if ops.is_native("gemm") else None
 
 
-def is_fused(ops: Backend, activation: str) -> bool:
-    return kernel(ops, activation) is not None and not ACTIVATIONS[activation].gated
+def is_fused(ops: Backend, activation: Activation) -> bool:
+    return kernel(ops, activation) is not None and not activation.gated
 
 
 def as_gates(pre: Tensor) -> Tensor:
     return pre.view(len(pre), 2, pre.shape[-1] // 2)
 
 
-def activate(ops: Backend, pre: Tensor, activation: str) -> Tensor:
+def activate(ops: Backend, pre: Tensor, activation: Activation) -> Tensor:
     """Apply the activation, -> (rows, f)."""
     name = kernel(ops, activation)
     if name is None:
-        return functions(activation).value(pre)
-    if not ACTIVATIONS[activation].gated:
+        return activation.functions.value(pre, *activation.numbers)
+    if not activation.gated:
         inner = torch.empty_like(pre)
         ops.kernels.activate(pre, None, inner, name)
         return inner
@@ -119,11 +213,16 @@ def activate(ops: Backend, pre: Tensor, activation: str) -> Tensor:
 
 
 def activation_gradient(
-    ops: Backend, dinner: Tensor, pre: Tensor, dpre: Tensor, activation: str
+    ops: Backend, dinner: Tensor, pre: Tensor, dpre: Tensor, activation: Activation
 ) -> None:
-    """Write the gradient of pre to dpre, from the value gradient dinner (rows, f)."""
+    """Write the gradient of pre to dpre, from the value gradient dinner (rows, f), and add the gradients of parameters."""
     name = kernel(ops, activation)
-    if name is not None and ACTIVATIONS[activation].gated:
+    if name is not None and activation.gated:
         ops.kernels.gate_backward(dinner, as_gates(pre), as_gates(dpre), name)
-    else:
-        dpre.copy_(functions(activation).gradient(dinner, pre))
+        return
+    functions = activation.functions
+    dpre.copy_(functions.gradient(dinner, pre, *activation.numbers))
+    if functions.parameter_gradients is not None:
+        gradients = functions.parameter_gradients(dinner, pre, *activation.numbers)
+        for parameter, gradient in zip(activation.parameters, gradients, strict=True):
+            accumulate(parameter, gradient)

@@ -20,6 +20,7 @@ from ..gradients import as_rows
 from ..heads import Heads
 from ..kv_cache import LayerCache
 from ..shared_attention import AttentionGradients, Block, SharedCall
+from ..sinks import Sinks
 from .backend import Backend
 from .dropout import dropout
 
@@ -121,17 +122,22 @@ def _torch_attention(
 
 
 def cached_attention(
-    ops: Backend, qkv: Tensor, cache: LayerCache, rows: CachedRows, softcap: float | None = None
+    ops: Backend,
+    qkv: Tensor,
+    cache: LayerCache,
+    rows: CachedRows,
+    softcap: float | None = None,
+    sinks: Sinks | None = None,
 ) -> Tensor:
     """Store the keys and values of one new token per sample, and attend, qkv (r, 1, ...) -> (r, 1, n d). Nothing is saved.
 
-    softcap: see --attn-logit-softcapping
+    softcap: see --attn-logit-softcapping. sinks: see --softmax-type
     """
     keys = cache.keys
     values = cache.values
     samples, positions = rows
     _, groups, slots, d = keys.shape
-    if ops.is_native("attention") and softcap is None:
+    if ops.is_native("attention") and softcap is None and sinks is None:
         out = qkv.new_empty(len(qkv), qkv.shape[-1] - 2 * groups * d)
         ops.kernels.attention_decode(as_rows(qkv), keys, values, samples, positions, out)
         return out.unsqueeze(1)
@@ -143,11 +149,15 @@ def cached_attention(
         stored = slice(sample, sample + 1), slice(None), slice(min(position + 1, slots))
         # (1, g, n / g, d): a group's queries are the rows of attention, so that nothing is repeated.
         queries = row[None, :, :-2]
-        if softcap is None:
+        if softcap is None and sinks is None:
             context.append(F.scaled_dot_product_attention(queries, keys[stored], values[stored]))
             continue
         scores = queries.float() @ keys[stored].float().transpose(-1, -2) * d**-0.5
-        probabilities = torch.softmax(softcap * torch.tanh(scores / softcap), -1)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.values.view(1, groups, -1, 1)), -1)
+        probabilities = torch.softmax(scores, -1)[..., : keys[stored].shape[2]]
         context.append((probabilities @ values[stored].float()).to(qkv.dtype))
     return torch.cat(context).view(len(qkv), 1, -1)
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...comm.autograd import Function
-from ..gradients import accumulate, as_rows
+from ...costs.delta_net import CHUNK
+from ..gradients import accumulate, as_rows, vector_gradient
 from .backend import Backend
 from .norm import norm_gradients, normalized
 
-CHUNK = 64
 L2_EPSILON = 1e-6
 
 
@@ -112,7 +112,60 @@ def gated_delta_rule(
     if state is None:
         shape = (qkv.shape[1], heads.value_heads, heads.key_size, heads.value_size)
         state = qkv.new_zeros(shape, dtype=torch.float32)
-    return _TorchRule.apply(qkv, *gates, _Rule(heads, starts), state)
+    rule = _Rule(heads, starts)
+    if ops.is_native("attention"):
+        return _NativeRule.apply(ops.kernels, qkv, *gates, rule, state)
+    return _TorchRule.apply(qkv, *gates, rule, state)
+
+
+class _NativeRule(Function[tuple[Tensor, Tensor]]):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Any,
+        qkv: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        rule: _Rule,
+        state: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        qkv = qkv.contiguous()
+        decay = decay.contiguous()
+        beta = beta.contiguous()
+        s, b, _ = qkv.shape
+        segments = -(-s // kernels.DELTA_SEGMENT)
+        states = state.new_empty(segments + 1, *state.shape)
+        states[0] = state
+        out = qkv.new_empty(s, b, rule.heads.value_heads * rule.heads.value_size)
+        kernels.delta_rule_forward(qkv, decay, beta, states, out, starts=rule.starts)
+        ctx.save_for_backward(qkv, decay, beta, states)
+        ctx.kernels = kernels
+        ctx.starts = rule.starts
+        return out, states[-1].clone()
+
+    @staticmethod
+    def backward(
+        ctx: Any, dout: Tensor, dstate: Tensor
+    ) -> tuple[None, Tensor, Tensor, Tensor, None, Tensor]:
+        qkv, decay, beta, states = ctx.saved_tensors
+        dqkv = torch.empty_like(qkv)
+        ddecay = torch.empty_like(decay)
+        dbeta = torch.empty_like(beta)
+        # The kernel replaces the gradient of the last state by that of the first.
+        dstate = dstate.clone(memory_format=torch.contiguous_format)
+        ctx.kernels.delta_rule_backward(
+            qkv,
+            decay,
+            beta,
+            states,
+            dout.contiguous(),
+            dstate,
+            dqkv,
+            ddecay,
+            dbeta,
+            starts=ctx.starts,
+        )
+        return None, dqkv, ddecay, dbeta, None, dstate
 
 
 class _Chunk(NamedTuple):
@@ -322,13 +375,20 @@ def cached_delta_rule(
 
     states: FP32 (samples, value_heads, key_size, value_size). samples: int64 (r,), each row's sample.
     """
-    queries, keys, values = heads.split(qkv.squeeze(1))
+    rows = qkv.squeeze(1)
+    decay = gates.decay.squeeze(1)
+    beta = gates.beta.squeeze(1)
+    if ops.is_native("attention"):
+        result = qkv.new_empty(len(rows), heads.value_heads * heads.value_size)
+        ops.kernels.delta_rule_decode(rows, decay, beta, states, samples, result)
+        return result.unsqueeze(1)
+    queries, keys, values = heads.split(rows)
     queries, keys = (
         _unit(x)[0].repeat_interleave(heads.group, 1).unsqueeze(-1) for x in (queries, keys)
     )  # (r, n, key_size, 1)
-    state = states[samples] * gates.decay.squeeze(1)[..., None, None].exp()
+    state = states[samples] * decay[..., None, None].exp()
     predicted = (keys * state).sum(-2)
-    updates = (values.float() - predicted) * gates.beta.squeeze(1).unsqueeze(-1)
+    updates = (values.float() - predicted) * beta.unsqueeze(-1)
     state = state + keys * updates.unsqueeze(-2)
     states[samples] = state
     out: Tensor = (queries * state).sum(-2) * heads.key_size**-0.5
@@ -347,7 +407,44 @@ def causal_convolution(
     weight: parameter (channels, w), the token itself last. starts: see `gated_delta_rule`.
     earlier: (w - 1, b, channels), inputs before the first token; None: zeros.
     """
-    return _TorchConvolution.apply(x, weight, starts, earlier)
+    function = _NativeConvolution if ops.is_native("rowwise") else _TorchConvolution
+    return function.apply(ops.kernels, x, weight, starts, earlier)
+
+
+class _NativeConvolution(Function[Tensor]):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Any,
+        x: Tensor,
+        weight: Tensor,
+        starts: Tensor | None,
+        earlier: Tensor | None,
+    ) -> Tensor:
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        earlier = None if earlier is None else earlier.contiguous()
+        kernels.convolution_forward(x, weight, y, starts=starts, earlier=earlier)
+        ctx.save_for_backward(x, starts, earlier)
+        ctx.kernels = kernels
+        ctx.weight = weight
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, Tensor | None]:
+        x, starts, earlier = ctx.saved_tensors
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dearlier = None if earlier is None else torch.empty_like(earlier)
+        ctx.kernels.convolution_backward(
+            dy.contiguous(),
+            x,
+            ctx.weight,
+            dx,
+            vector_gradient(ctx.weight),
+            starts=starts,
+            earlier=earlier,
+            dearlier=dearlier,
+        )
+        return None, dx, None, None, dearlier
 
 
 def _taps(x: Tensor, width: int, starts: Tensor | None, earlier: Tensor | None) -> list[Tensor]:
@@ -377,7 +474,12 @@ def _convolve(taps: list[Tensor], weight: Tensor) -> Tensor:
 class _TorchConvolution(Function[Tensor]):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, starts: Tensor | None, earlier: Tensor | None
+        ctx: Any,
+        kernels: Any,
+        x: Tensor,
+        weight: Tensor,
+        starts: Tensor | None,
+        earlier: Tensor | None,
     ) -> Tensor:
         taps = _taps(x, weight.shape[1], starts, earlier)
         total = _convolve(taps, weight)
@@ -386,7 +488,7 @@ class _TorchConvolution(Function[Tensor]):
         return F.silu(total).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, Tensor | None]:
         x, starts, earlier = ctx.saved_tensors
         weight = ctx.weight
         s, width = len(x), weight.shape[1]
@@ -401,7 +503,7 @@ class _TorchConvolution(Function[Tensor]):
         for tap, visible in enumerate(_taps(ones, width, starts, before)):
             dpadded[tap : tap + s] += dtotal * visible * weight[:, tap].float()
         dearlier = None if earlier is None else dpadded[: width - 1].to(x.dtype)
-        return dpadded[width - 1 :].to(x.dtype), None, None, dearlier
+        return None, dpadded[width - 1 :].to(x.dtype), None, None, dearlier
 
 
 def cached_convolution(
@@ -411,26 +513,69 @@ def cached_convolution(
 
     inputs: (samples, w - 1, channels), the last inputs of each sample, to which x is appended. samples: int64 (r,).
     """
+    if ops.is_native("rowwise"):
+        y = x.new_empty(len(x), x.shape[-1])
+        ops.kernels.convolution_decode(x.squeeze(1), weight, inputs, samples, y)
+        return y.unsqueeze(1)
     window = torch.cat((inputs[samples], x), 1)  # (r, w, channels)
     inputs[samples] = window[:, 1:]
     return F.silu(_convolve(list(window.float().unbind(1)), weight)).unsqueeze(1).to(x.dtype)
 
 
 def gated_rms_norm(ops: Backend, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return the RMS norm of x (..., h) times silu(gate), computed in FP32. gate: (..., h). weight: parameter (h)."""
-    return _TorchGatedNorm.apply(x, gate, weight, epsilon)
+    """Return the RMS norm of each head of x times silu(gate), computed in FP32. x, gate: (..., heads, h). weight: parameter (h)."""
+    function = _NativeGatedNorm if ops.is_native("rowwise") else _TorchGatedNorm
+    return function.apply(ops.kernels, x, gate, weight, epsilon)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """Return x (..., heads, h) as (tokens, heads, h), copied only if tokens have different distances."""
+    return x.flatten(0, -3) if x.dim() > 3 else x
+
+
+class _NativeGatedNorm(Function[Tensor]):
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float
+    ) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        kernels.gated_norm(_tokens(x), _tokens(gate), weight, _tokens(y), epsilon)
+        ctx.save_for_backward(x, gate)
+        ctx.call = (kernels, weight, epsilon)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor, None, None]:
+        kernels, weight, epsilon = ctx.call
+        x, gate = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        dgate = torch.empty_like(x)
+        kernels.gated_norm_backward(
+            _tokens(dy.contiguous()),
+            _tokens(x),
+            _tokens(gate),
+            weight,
+            _tokens(dx),
+            _tokens(dgate),
+            vector_gradient(weight),
+            epsilon,
+        )
+        return None, dx, dgate, None, None
 
 
 class _TorchGatedNorm(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward(
+        ctx: Any, kernels: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float
+    ) -> Tensor:
         y, rstd = normalized(x.float(), weight.float(), epsilon)
         ctx.save_for_backward(x, gate, rstd)
         ctx.weight = weight
         return (y * F.silu(gate.float())).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor, None, None]:
         x, gate, rstd = ctx.saved_tensors
         weight = ctx.weight
         z = gate.float()
@@ -438,4 +583,4 @@ class _TorchGatedNorm(Function[Tensor]):
         dx, dweight = norm_gradients(dy.float() * z * sigmoid, x.float(), rstd, weight.float())
         accumulate(weight, dweight)
         dgate = dy.float() * (x.float() * rstd * weight.float()) * sigmoid * (1 + z * (1 - sigmoid))
-        return dx.to(x.dtype), dgate.to(gate.dtype), None, None
+        return None, dx.to(x.dtype), dgate.to(gate.dtype), None, None

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from ...comm.autograd import Function
 from ...config.experts import SIGMOID
-from ...config.model import ACTIVATIONS, ModelConfig
-from .activation import activate, activation_gradient, as_gates, kernel
+from ...config.model import ModelConfig
+from .activation import Activation, activate, activation_gradient, as_gates, kernel
 from .backend import Backend
 
 NORMALIZER = 1e-20  # added to the sum of sigmoid scores, as in Megatron-LM
@@ -154,10 +154,10 @@ def unpermute(ops: Backend, x: Tensor, places: Tensor) -> Tensor:
     return F.embedding_bag(places, table, mode="sum")
 
 
-def scaled_gate(ops: Backend, pre: Tensor, factors: Tensor, activation: str) -> Tensor:
+def scaled_gate(ops: Backend, pre: Tensor, factors: Tensor, activation: Activation) -> Tensor:
     """Return the activation of pre (n, f or 2 f) times factors (n,) -> (n, f)."""
     name = kernel(ops, activation)
-    if name is None or not ACTIVATIONS[activation].gated:
+    if name is None or not activation.gated:
         return _scaled(activate(ops, pre, activation), factors)
     inner = pre.new_empty(len(pre), pre.shape[1] // 2)
     ops.kernels.scaled_gate(as_gates(pre), factors, inner, name)
@@ -165,14 +165,14 @@ def scaled_gate(ops: Backend, pre: Tensor, factors: Tensor, activation: str) -> 
 
 
 def scaled_gate_gradient(
-    ops: Backend, dinner: Tensor, pre: Tensor, factors: Tensor, dpre: Tensor, activation: str
+    ops: Backend, dinner: Tensor, pre: Tensor, factors: Tensor, dpre: Tensor, activation: Activation
 ) -> Tensor:
     """Write the gradient of pre (n, f or 2 f) to dpre, and return the gradient of factors (n,).
 
     dinner: (n, f), overwritten with the value of `scaled_gate`.
     """
     name = kernel(ops, activation)
-    if name is not None and ACTIVATIONS[activation].gated:
+    if name is not None and activation.gated:
         dfactors = torch.empty_like(factors)
         ops.kernels.scaled_gate_backward(
             dinner, as_gates(pre), factors, as_gates(dpre), dfactors, dinner, name

@@ -17,13 +17,15 @@ from ...config.model import ACTIVATIONS
 from ..gradients import as_rows, gradient_of, is_frozen
 from ..parameter_views import matrix
 from ..q8_weight import columns_of, keywords
-from .activation import activate, activation_gradient, as_gates, is_fused, kernel
+from .activation import Activation, activate, activation_gradient, as_gates, is_fused, kernel
 from .backend import Backend
 from .gemm import data_gradient, matmul, row_count, weight_gradient
 
 # Backward has two copies of this fraction of the inner tensor, and at least so many columns.
 COLUMN_BLOCKS = 4
 MIN_COLUMNS = 512
+
+GELU = Activation("gelu")
 
 
 class MLPWeights(NamedTuple):
@@ -36,10 +38,10 @@ class MLPWeights(NamedTuple):
     weight1: Tensor
     bias1: Tensor | None
     weight2: Tensor
-    activation: str = "gelu"
+    activation: Activation = GELU
 
     def as_matrices(self) -> MLPWeights:
-        if not ACTIVATIONS[self.activation].gated:
+        if not self.activation.gated:
             return self
         return self._replace(weight1=matrix(self.weight1), bias1=matrix(self.bias1))
 
@@ -77,7 +79,7 @@ class _MLP(Function[Tensor]):
             out = x.new_empty(len(rows), len(weight2))
             if is_fused(ops, activation):
                 inner = torch.empty_like(pre)
-                matmul(ops, rows, weight1, inner, bias1, ACTIVATIONS[activation].kernel, pre)
+                matmul(ops, rows, weight1, inner, bias1, ACTIVATIONS[activation.name].kernel, pre)
             else:
                 matmul(ops, rows, weight1, pre, bias1)
                 inner = activate(ops, pre, activation)
@@ -120,7 +122,7 @@ class _MLP(Function[Tensor]):
 
 
 def argument_gradient(
-    ops: Backend, dy: Tensor, weight2: Tensor, pre: Tensor, dpre: Tensor, activation: str
+    ops: Backend, dy: Tensor, weight2: Tensor, pre: Tensor, dpre: Tensor, activation: Activation
 ) -> None:
     """Write the gradient of pre to dpre, from dy (rows, h)."""
     if is_fused(ops, activation):
@@ -129,7 +131,7 @@ def argument_gradient(
             weight2,
             dpre,
             pre,
-            ACTIVATIONS[activation].kernel,
+            ACTIVATIONS[activation.name].kernel,
             packed=ops.packed(weight2, dy.dtype, transposed=True),
             fp16_chunk=ops.sum_length(dy),
             **keywords(weight2),
@@ -141,7 +143,7 @@ def argument_gradient(
 
 
 def add_second_weight_gradient(
-    ops: Backend, dy: Tensor, pre: Tensor, weight2: Tensor, activation: str
+    ops: Backend, dy: Tensor, pre: Tensor, weight2: Tensor, activation: Activation
 ) -> None:
     """Add dy^T f(pre) to the gradient of weight2 (h, f), perhaps later: dy and pre must not change until then."""
     if is_frozen(weight2):
@@ -161,9 +163,9 @@ def add_second_weight_gradient(
 
 
 def _overwrite_with_gradient(
-    ops: Backend, dy: Tensor, pre: Tensor, weight2: Tensor, activation: str
+    ops: Backend, dy: Tensor, pre: Tensor, weight2: Tensor, activation: Activation
 ) -> None:
-    row = ACTIVATIONS[activation]
+    row = ACTIVATIONS[activation.name]
     packed = ops.packed(weight2, dy.dtype, transposed=True)
     length = ops.sum_length(dy)
     for columns, inner in _column_blocks(pre, weight2.shape[1], whole=packed is not None):
@@ -206,16 +208,21 @@ def _column_blocks(pre: Tensor, width: int, whole: bool) -> Iterator[tuple[slice
         yield block, buffer[: len(pre) * (block.stop - first)].view(len(pre), -1)
 
 
-def _columns(pre: Tensor, columns: slice, activation: str) -> Tensor:
-    if ACTIVATIONS[activation].gated:
+def _columns(pre: Tensor, columns: slice, activation: Activation) -> Tensor:
+    if activation.gated:
         return as_gates(pre)[:, :, columns]
     return pre[:, columns]
 
 
 def _add_columns_gradient(
-    ops: Backend, dy: Tensor, argument: Tensor, inner: Tensor, gradient: Tensor, activation: str
+    ops: Backend,
+    dy: Tensor,
+    argument: Tensor,
+    inner: Tensor,
+    gradient: Tensor,
+    activation: Activation,
 ) -> None:
-    row = ACTIVATIONS[activation]
+    row = ACTIVATIONS[activation.name]
     if row.gated:
         ops.kernels.gate(argument, inner, row.kernel)
     else:

@@ -128,7 +128,7 @@ class _OverlappedMLP(Function[Tensor]):
             if inner is None:
                 matmul(ops, gathering.rows[rows], weight1, pre[rows], bias1)
             else:
-                kernel = ACTIVATIONS[activation].kernel
+                kernel = ACTIVATIONS[activation.name].kernel
                 matmul(ops, gathering.rows[rows], weight1, inner[rows], bias1, kernel, pre[rows])
         gathering.wait()
         ctx.save_for_backward(x, pre)

@@ -1,5 +1,8 @@
 """--check-layout on real MPI processes, and its mistakes."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from fugaku_megatron.cli import program
@@ -17,6 +20,30 @@ def test_a_layout_is_checked_without_the_run_s_data(mpi):
     job = mpi.run(2, *words(CHECK))
     assert "check of the layout DP 1 x TP 2 x PP 1 of 2 of 2 ranks" in job.stdout
     assert "the layout trains as one rank" in job.stdout
+
+
+def of_one_faulty_rank(mpi, fault):
+    """Return the standard output and the error of a check on two ranks of which rank 1 has a wrong library."""
+    program = Path(__file__).with_name("faulty_library.py")
+    job = mpi.run(2, str(program), fault, *words(CHECK)[2:], code=ExitCode.LAYOUT_DIFFERS)
+    return job.stdout, job.stderr
+
+
+def test_a_wrong_kernel_is_named(mpich):
+    """One constant of the activation is altered in rank 1's copy of the library."""
+    out, error = of_one_faulty_rank(mpich, "kernel")
+    assert re.search(
+        r"the ranks have different libraries: kernels \w+ \w+ on rank 0; \w+ \w+ on rank 1\n", out
+    )
+    assert "first difference: output of decoder.layers.0.mlp" in error
+
+
+def test_a_wrong_reduction_is_named(mpich):
+    """One element of every sum is altered on rank 1."""
+    out, error = of_one_faulty_rank(mpich, "sum")
+    assert "the ranks have different libraries" not in out
+    assert "first difference: loss, iteration 1" in error
+    assert "all-reduce of the softmax over the tensor-parallel ranks 0 1" in error
 
 
 def test_a_layout_that_does_not_fit_is_refused(mpich):

@@ -1,0 +1,107 @@
+"""Fields of gated delta nets, layers with a recurrent state in place of attention over all tokens before.
+
+Names and meaning follow Megatron-LM (megatron/core/transformer/transformer_config.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .fields import check, option, optional
+from .layer_kinds import GATED_DELTA_NET, layer_pattern
+
+# Values of --experimental-attention-variant; Megatron-LM has both names.
+VARIANTS = (GATED_DELTA_NET, "gdn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetFields:
+    experimental_attention_variant: str | None = optional(
+        "the layers of --linear-attention-freq are gated delta nets, as in Qwen3-Next",
+        choices=VARIANTS,
+    )
+    linear_attention_freq: str | None = optional(
+        "layers with attention in a model with gated delta nets: every Nth, or a list of 1 (gated delta net) and 0 "
+        "(attention) for all layers, such as ([1]*3+[0])*12"
+    )
+    linear_conv_kernel_dim: int = option(
+        4,
+        "tokens of the convolution in front of a gated delta net: the token itself and those before it",
+        maximum=64,
+    )
+    linear_key_head_dim: int = option(
+        128, "size of a query or key head of a gated delta net", maximum=2**12
+    )
+    linear_value_head_dim: int = option(
+        128, "size of a value head of a gated delta net", maximum=2**12
+    )
+    linear_num_key_heads: int = option(
+        16, "query and key heads of a gated delta net", maximum=2**12
+    )
+    linear_num_value_heads: int = option(
+        32,
+        "value heads of a gated delta net; must be a multiple of --linear-num-key-heads",
+        maximum=2**12,
+    )
+
+    @property
+    def delta_keys(self) -> int:
+        """Elements per token in a gated delta net's queries, or in its keys."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def delta_values(self) -> int:
+        """Elements per token in a gated delta net's values, gates, or output."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def delta_convolved(self) -> int:
+        """Elements per token in a gated delta net's queries, keys and values."""
+        return 2 * self.delta_keys + self.delta_values
+
+    @property
+    def key_head_parts(self) -> tuple[int, ...]:
+        """Rows of a key head in the input projection: its query and key, and its value heads' values, gates, strengths and decays."""
+        group = self.linear_num_value_heads // self.linear_num_key_heads
+        values = group * self.linear_value_head_dim
+        return self.linear_key_head_dim, self.linear_key_head_dim, values, values, group, group
+
+    @property
+    def delta_width(self) -> int:
+        """Elements per token in a gated delta net's input projection."""
+        return self.delta_convolved + self.delta_values + 2 * self.linear_num_value_heads
+
+    def _check_delta_net(self, layer_types: str | None) -> None:
+        if self.experimental_attention_variant is not None:
+            object.__setattr__(self, "experimental_attention_variant", GATED_DELTA_NET)
+            check(
+                (self.linear_attention_freq is None) != (layer_types is None),
+                f"--experimental-attention-variant {GATED_DELTA_NET} needs either --linear-attention-freq, the layers "
+                "with attention, or --layer-types: pass one of them",
+            )
+        keys = self.linear_num_key_heads
+        values = self.linear_num_value_heads
+        check(
+            values % keys == 0,
+            f"--linear-num-value-heads {values} is not divisible by --linear-num-key-heads {keys}: change one of them",
+        )
+
+    def delta_layers(self, layers: int) -> tuple[bool, ...]:
+        """Return True for each layer that --linear-attention-freq makes a gated delta net."""
+        if self.experimental_attention_variant is None or self.linear_attention_freq is None:
+            return (False,) * layers
+        found = layer_pattern("linear_attention_freq", self.linear_attention_freq, layers)
+        if isinstance(found, int):
+            return tuple((layer + 1) % found != 0 for layer in range(layers))
+        return found
+
+
+# Fields with the sizes of gated delta nets.
+DELTA_SIZES = (
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+DELTA_NET = ("experimental_attention_variant", "linear_attention_freq", *DELTA_SIZES)

@@ -1,0 +1,94 @@
+"""Tensors of a directory of safetensors files: one file, or several with an index."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.tensor_files import (
+    PlainFile,
+    StoredTensor,
+    UnsupportedFormat,
+    as_bytes,
+    read_header,
+)
+from ..comm.agreement import describe
+from ..config.fields import check
+from ..data.json_values import JsonObject
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SAVE_AS = "save the model in F32, BF16 or F16"
+_PICKLED = ("*.bin", "*.pt", "*.pth")
+
+
+@dataclass(frozen=True)
+class TensorDirectory:
+    path: Path
+    tensors: dict[str, tuple[PlainFile, StoredTensor]]
+
+    @staticmethod
+    def open(path: Path) -> TensorDirectory:
+        """Read the headers. Raise ValueError for a missing, truncated or foreign file."""
+        if (path / INDEX).exists():
+            return TensorDirectory(path, _indexed(path, _weight_map(path / INDEX)))
+        pickled = [file.name for pattern in _PICKLED for file in sorted(path.glob(pattern))]
+        also = ""
+        if pickled:
+            also = f", but {pickled[0]}, which is pickled, may hold code and is not read: save the model as safetensors"
+        check((path / SINGLE).exists(), f"{path} holds neither {SINGLE} nor {INDEX}{also}")
+        return TensorDirectory(path, header(path / SINGLE))
+
+    def read(self, name: str) -> Tensor:
+        file, stored = self.tensors[name]
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        file.read_into(as_bytes(tensor), stored.start)
+        return tensor
+
+
+def read_json(path: Path) -> JsonObject:
+    """Read a JSON object. Raise ValueError, one line."""
+    check(path.is_file(), f"{path} is missing")
+    try:
+        contents: JsonObject = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {describe(error)}") from error
+    check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not an object")
+    return contents
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in names.values()
+    ):
+        raise ValueError(f"{index} has no weight_map of tensors and files in this directory")
+    return names
+
+
+def _indexed(path: Path, weight_map: dict[str, str]) -> dict[str, tuple[PlainFile, StoredTensor]]:
+    tensors: dict[str, tuple[PlainFile, StoredTensor]] = {}
+    for file in sorted(set(weight_map.values())):
+        check(
+            (path / file).is_file(),
+            f"{path / file} is missing, and {INDEX} names it: copy the whole directory again",
+        )
+        tensors |= header(path / file)
+    for name, file in weight_map.items():
+        check(
+            name in tensors,
+            f"{path / file} does not hold {name}, as {INDEX} says: copy the directory again",
+        )
+    return tensors
+
+
+def header(path: Path) -> dict[str, tuple[PlainFile, StoredTensor]]:
+    file = PlainFile(path, path.stat().st_size)
+    try:
+        return {name: (file, stored) for name, stored in read_header(file).items()}
+    except UnsupportedFormat as error:
+        raise ValueError(f"{error}: {SAVE_AS}") from error

@@ -1,0 +1,103 @@
+"""Operations, matrices and bytes of gated delta nets. No torch.
+
+Legend: h hidden, c tokens of a chunk, n value heads, k and v sizes of key and value heads.
+"""
+
+from __future__ import annotations
+
+from ..config.layer_kinds import LayerKind
+from ..config.model import ModelConfig
+from ..config.run_config import RunConfig
+from .activations import (
+    FP32_BYTES,
+    IN_PROJ,
+    Collective,
+    MatmulCollectives,
+    Record,
+    activation_bytes,
+    residual_bytes,
+    state_bytes,
+)
+
+CHUNK = 64  # tokens that a few matmuls compute together
+SEGMENT = 256  # tokens between two saved states
+
+
+def _token_flops(model: ModelConfig) -> int:
+    """Return a token's forward FLOPs per value head, without the solved triangle.
+
+    Keys with keys and queries with keys, both with the state and the updates, and the update of the state.
+    """
+    k = model.linear_key_head_dim
+    v = model.linear_value_head_dim
+    return 4 * min(CHUNK, model.seq_length) * (k + v) + 6 * k * v
+
+
+def _mixed_bytes(run: RunConfig, tp: int) -> tuple[int, int, int]:
+    """Return the bytes that the convolution, the delta rule and the norm save."""
+    model = run.model
+    rows = run.tokens_per_microbatch
+    low = run.element_bytes
+    heads = model.linear_num_value_heads // tp
+    convolved = rows * model.delta_convolved // tp * low
+    values = rows * model.delta_values // tp * low
+    saved = (-(-model.seq_length // SEGMENT) + 1) * run.batch.micro_batch_size
+    states = saved * state_bytes(model, tp * run.parallel.context_parallel_size)
+    gates = rows * heads * (low + 2 * FP32_BYTES)
+    return convolved, convolved + states + gates, 2 * values
+
+
+def delta_net_records(
+    run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None
+) -> tuple[Record, ...]:
+    """Return a gated delta net's operations. Ranks that share a sequence exchange heads, whatever --cp-comm-type says."""
+    model = run.model
+    around = MatmulCollectives.from_run(run, tp)
+    h = model.hidden_size
+    rows = run.tokens_per_microbatch
+    width = model.delta_width // tp
+    values = model.delta_values // tp
+    heads = model.linear_num_value_heads // tp
+    k = model.linear_key_head_dim
+    v = model.linear_value_head_dim
+    convolved, rule, norm = _mixed_bytes(run, tp)
+    messages: tuple[Collective, ...] = ()
+    if run.parallel.context_parallel_size > 1:
+        messages = tuple(
+            Collective("all_to_all", "cp", rows * each * run.element_bytes)
+            for each in (width, values)
+        )
+    flops = rows * heads * _token_flops(model)
+    return (
+        around.column(IN_PROJ, (rows, width, h), saved_bytes=residual_bytes(run, tp)),
+        Record(
+            name="conv1d",
+            parameters=model.delta_convolved // tp * model.linear_conv_kernel_dim,
+            saved_bytes=convolved,
+        ),
+        Record(
+            name="delta_rule",
+            parameters=2 * heads,
+            gemm=(CHUNK, v, k),
+            gemm_count=-(-flops // (2 * CHUNK * v * k)),
+            flops_forward=flops,
+            flops_backward=2 * flops,
+            saved_bytes=rule,
+            forward=messages,
+            backward=messages[::-1],
+        ),
+        Record(name="gated_norm", parameters=v, replicated=v, of_heads=v, saved_bytes=norm),
+        around.row("out_proj", (rows, h, values), saved_bytes=rows * values * run.element_bytes),
+    )
+
+
+def recomputed_bytes(run: RunConfig, tp: int) -> int:
+    """Return the bytes that selective recompute does not save: it keeps the input projection's output."""
+    width = run.model.delta_width // tp
+    return sum(_mixed_bytes(run, tp)) - run.tokens_per_microbatch * width * run.element_bytes
+
+
+def weight_input_bytes(run: RunConfig, tp: int) -> int:
+    """Return the bytes that a gated delta net keeps between the halves of a split backward."""
+    width = (run.model.delta_width + run.model.delta_values) // tp
+    return 2 * activation_bytes(run) + run.tokens_per_microbatch * width * run.element_bytes

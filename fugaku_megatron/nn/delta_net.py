@@ -1,0 +1,175 @@
+"""Gated delta net as a layer's mixer (Yang et al. 2024, arXiv:2412.06464): projections, convolution, delta rule, gated norm.
+
+s sequence, b micro-batch, h hidden, k key heads of this rank, n value heads of this rank. The input projection has for each key
+head a query, a key, and of its n / k value heads the values, gates, update strengths and decays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .forward_context import Pass, Rows
+from .kv_cache import DeltaState
+from .layers import ColumnParallelLinear, Context, RowParallelLinear
+from .ops import recompute
+from .ops.delta_net import DeltaGates, DeltaHeads
+from .parameter_views import rows_of
+from .sequence_ranks import to_heads, to_rows
+
+A_RANGE = (1.0, 16.0)  # of exp(A_log) at the start, uniform as in Megatron-LM
+
+
+class _Inputs(NamedTuple):
+    """Parts of the input projection.
+
+    convolved: queries, keys and values of one key head after another (s, b, 2 k key size + n value size)
+    gates: (s, b, n, value size). strengths, decays: (s, b, n)
+    """
+
+    convolved: Tensor
+    gates: Tensor
+    strengths: Tensor
+    decays: Tensor
+
+
+class GatedDeltaNet(nn.Module):
+    def __init__(self, name: str, layer: int, context: Context) -> None:
+        super().__init__()
+        model = context.model
+        self.context = context
+        self.layer = layer
+        shares = context.tp.size * context.cp.size  # ranks exchange heads for the whole sequence
+        self.heads = DeltaHeads(
+            model.linear_num_key_heads // shares,
+            model.linear_num_value_heads // shares,
+            model.linear_key_head_dim,
+            model.linear_value_head_dim,
+        )
+        width = model.linear_conv_kernel_dim
+        values = (model.linear_num_value_heads,)
+        self.in_proj = ColumnParallelLinear(
+            f"{name}.in_proj", model.hidden_size, (model.delta_width,), context, bias=False
+        )
+        # The variance of torch's uniform initial values.
+        self.conv1d = context.parameter(
+            f"{name}.conv1d.weight", (model.delta_convolved, width), 0, (3.0 * width) ** -0.5
+        )
+        self.dt_bias = context.parameter(f"{name}.dt_bias", values, 0, fill=1.0)
+        self.A_log = context.parameter(f"{name}.A_log", values, 0)
+        self.A_log.spec = replace(self.A_log.spec, log_range=A_RANGE)
+        # Each rank computes the gradient from its own heads.
+        self.out_norm = context.parameter(
+            f"{name}.out_norm.weight",
+            (model.linear_value_head_dim,),
+            fill=1.0,
+            sequence_parallel=True,
+        )
+        self.out_proj = RowParallelLinear(
+            f"{name}.out_proj", model.delta_values, model.hidden_size, context, bias=False
+        )
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        return self.out_proj.bias
+
+    @property
+    def projections(self) -> tuple[nn.Module, nn.Module]:
+        return self.in_proj, self.out_proj
+
+    def empty_cache(self, samples: int, positions: int, dtype: torch.dtype) -> DeltaState:
+        heads = self.heads
+        channels, width = self.conv1d.shape
+        state = (heads.value_heads, heads.key_size, heads.value_size)
+        return DeltaState.zeros(samples, (width - 1, channels), state, dtype)
+
+    def _split(self, projected: Tensor) -> _Inputs:
+        heads = self.heads
+        sizes = self.context.model.key_head_parts
+        parts = projected.unflatten(-1, (heads.key_heads, -1)).split(
+            (sum(sizes[:3]), *sizes[3:]), -1
+        )
+        flat = [part.flatten(2) for part in parts]
+        return _Inputs(flat[0], flat[1].unflatten(-1, (heads.value_heads, -1)), flat[2], flat[3])
+
+    def _ordered(self, convolved: Tensor) -> Tensor:
+        """Return the queries of all key heads, their keys, and the values, as `DeltaHeads` has them."""
+        sizes = self.context.model.key_head_parts[:3]
+        parts = convolved.unflatten(-1, (self.heads.key_heads, -1)).split(sizes, -1)
+        return torch.cat([part.flatten(2) for part in parts], -1)
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        """Return the rows of a parameter for the heads that this rank computes."""
+        cp = self.context.cp
+        if cp.size == 1:
+            return parameter
+        rows = len(parameter) // cp.size
+        return rows_of(parameter, slice(cp.rank * rows, (cp.rank + 1) * rows))
+
+    def mix(self, projected: Tensor, forward_pass: Pass) -> Tensor:
+        """Return the output of all heads, (s, b, n value size). Selective recompute reruns it."""
+        context = self.context
+        ops = context.ops
+        inputs = self._split(to_heads(projected, context.cp))
+        gates = ops.delta_gates(
+            inputs.decays, inputs.strengths, self._own(self.A_log), self._own(self.dt_bias)
+        )
+        weight = self._own(self.conv1d)
+        rows = forward_pass.rows
+        if rows is None:
+            starts = forward_pass.documents.starts
+            qkv = self._ordered(ops.causal_convolution(inputs.convolved, weight, starts))
+            out, _ = ops.gated_delta_rule(qkv, gates, self.heads, starts)
+        else:
+            state = rows.cache[self.layer]
+            assert isinstance(state, DeltaState)
+            compute = self._advance if rows.one_each else self._prefill
+            out = compute(inputs.convolved, gates, state, rows)
+        shape = (*out.shape[:2], self.heads.value_heads, self.heads.value_size)
+        normed = ops.gated_rms_norm(
+            out.view(shape), inputs.gates, self.out_norm, context.model.layernorm_epsilon
+        )
+        return to_rows(normed.flatten(2), context.cp)
+
+    def _advance(
+        self, convolved: Tensor, gates: DeltaGates, state: DeltaState, rows: Rows
+    ) -> Tensor:
+        """Compute one new token per sample, and update its state."""
+        ops = self.context.ops
+        samples = rows.samples
+        qkv = ops.cached_convolution(convolved, self.conv1d, state.inputs, samples)
+        return ops.cached_delta_rule(
+            self._ordered(qkv), gates, self.heads, state.states, samples=samples
+        )
+
+    def _prefill(
+        self, convolved: Tensor, gates: DeltaGates, state: DeltaState, rows: Rows
+    ) -> Tensor:
+        """Compute whole prompts, and store their last states."""
+        ops = self.context.ops
+        prompts = zip(
+            rows.samples.tolist(),
+            *(x.split(rows.lengths) for x in (convolved, *gates)),
+            strict=True,
+        )
+        outs = []
+        for sample, x, decay, beta in prompts:
+            qkv = self._ordered(ops.causal_convolution(x, self.conv1d))
+            out, last = ops.gated_delta_rule(qkv, DeltaGates(decay, beta), self.heads)
+            state.store(sample, x, last)
+            outs.append(out)
+        return torch.cat(outs)
+
+    def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
+        """Apply the layer, (s, b, h) -> (s, b, h)."""
+        projected = self.in_proj(x, forward_pass)
+        # Below the lowest adapter there is no backward.
+        if forward_pass.recompute == "selective" and projected.requires_grad:
+            mixed = recompute(self.mix, projected, forward_pass)
+        else:
+            mixed = self.mix(projected, forward_pass)
+        out: Tensor = self.out_proj(mixed, forward_pass)
+        return out
