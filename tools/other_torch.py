@@ -21,6 +21,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+UNAVAILABLE = 3  # exit status by which `make test-torch` leaves a version out
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fugaku_megatron"
 LEFT_OUT = re.compile(
     r"torch/(include|share)/|torch/lib/\S+\.a$|torch/lib/lib(?!c10_)\S*(cuda|cu|nv)\S*\.so"
@@ -123,17 +124,30 @@ def replace_cuda(folder: Path) -> None:
             (folder / name).symlink_to(library.name)
 
 
-def make(version: str, folder: Path) -> None:
-    """Download torch's wheel and unpack what runs on a CPU. No cap of this machine's pip applies."""
+class Unavailable(Exception):
+    """Reason why this machine cannot have another torch, in one line."""
+
+
+def download(version: str, folder: Path) -> Path:
+    """Download torch's wheel into `folder`. No cap of this machine's pip applies."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
+    done = subprocess.run(
+        [*pip, "--no-deps", "--no-cache-dir", "--dest", folder, f"torch=={version}"],
+        env={**os.environ, "PIP_CONSTRAINT": os.devnull},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["failed"])[-1]
+        raise Unavailable(f"no torch {version} here: pip: {reason}")
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def make(version: str, folder: Path) -> None:
+    """Unpack what runs on a CPU of torch's wheel."""
     with tempfile.TemporaryDirectory(dir=CACHE) as downloaded:
-        subprocess.run(
-            [*pip, "--no-deps", "--no-cache-dir", "--dest", downloaded, f"torch=={version}"],
-            check=True,
-            env={**os.environ, "PIP_CONSTRAINT": os.devnull},
-        )
-        (wheel,) = Path(downloaded).glob("*.whl")
-        archive = zipfile.ZipFile(wheel)
+        archive = zipfile.ZipFile(download(version, Path(downloaded)))
         archive.extractall(folder, [x for x in archive.namelist() if not LEFT_OUT.search(x)])
     for name in EMPTIED:
         if (folder / name).exists():
@@ -151,23 +165,33 @@ def place(version: str) -> Path:
     return CACHE / f"torch-{version}-{digest[:8]}"
 
 
-def main() -> None:
-    if platform.machine() != "x86_64" or len(sys.argv) != 2:
-        sys.exit("other_torch: pass one version of torch, such as 2.9.1, on x86-64")
-    folder = place(sys.argv[1])
+def unpacked(version: str) -> Path:
+    """Return the folder of a version, made if the cache lacks it."""
+    if platform.machine() != "x86_64":
+        raise Unavailable(f"no torch {version} here: tools/other_torch.py is for x86-64")
+    folder = place(version)
     CACHE.mkdir(parents=True, exist_ok=True)
     with open(CACHE / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             unfinished = CACHE / "unfinished"
             shutil.rmtree(unfinished, ignore_errors=True)
-            try:
-                make(sys.argv[1], unfinished)
-            except subprocess.CalledProcessError as error:
-                words = (error.stderr or "").strip().splitlines() or ["see above"]
-                sys.exit(f"other_torch: {error.cmd[0]} failed: {words[-1]}")
+            make(version, unfinished)
             unfinished.rename(folder)
-    print(folder)
+    return folder
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("other_torch: pass one version of torch, such as 2.9.1")
+    try:
+        print(unpacked(sys.argv[1]))
+    except Unavailable as reason:
+        print(f"other_torch: {reason}", file=sys.stderr)
+        sys.exit(UNAVAILABLE)
+    except subprocess.CalledProcessError as error:
+        words = error.stderr.strip().splitlines() or ["no output"]
+        sys.exit(f"other_torch: {error.cmd[0]} failed: {words[-1]}")
 
 
 if __name__ == "__main__":
