@@ -301,7 +301,10 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     saved_bytes = 2 * activations.FP32_BYTES - run.optimizer.moment_bytes
     if run.optimizer.main_params_dtype == "bf16":
         saved_bytes += 2
-    parameters = max(stage_parameters(run, layout, stage) for stage in kinds)
+    parameters = max(
+        stage_parameters(run, layout, stage) - rank_memory.frozen_elements(run, layout, stage)
+        for stage in kinds
+    )
     layers = max(
         sum(
             accounting.whole_layers(run.model, layers)
