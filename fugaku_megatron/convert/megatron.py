@@ -354,7 +354,6 @@ class _Names:
             yield object_key(f"decoder.{name}._extra_state")
 
     def _stateful_modules(self, kind: LayerKind) -> Iterator[str]:
-        """Yield the modules of a layer that have extra state."""
         engine = self.form.transformer_engine
         if kind.mixer is not None:
             yield from (f"self_attention.{linear}" for linear in MIXER_LINEARS[kind.mixer])
