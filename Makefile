@@ -47,7 +47,7 @@ help:
 	@echo "make lint    ruff, clang-format and mypy; make format lays out every file"
 	@echo "make wheel   build the wheel into dist/, as pip does in an environment of its own"
 	@echo "make wheels  build the wheels for x86-64 and aarch64 (manylinux_2_28) into dist/; needs make arm-env"
-	@echo "make sdist   write the archive of the sources into packaging/easybuild/, for its recipe"
+	@echo "make sdist   write the archive of the sources, and the recipes of EasyBuild and Spack with its checksum, into dist/release/"
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
 	@echo "make setup-test  a fresh clone in which MPI=system fails, then trains (some minutes)"
 	@echo "make bench   set up, then measure kernels and the step against torch (about 5 minutes; alone on the machine); JSON in bench/"
@@ -217,7 +217,9 @@ wheel: $(STAMPS)/venv
 	$(PIP) wheel --no-deps --wheel-dir dist .
 
 sdist: $(STAMPS)/build-packages
-	$(BIN)/python setup.py --quiet sdist --dist-dir packaging/easybuild
+	@rm -rf dist/release
+	@$(BIN)/python setup.py --quiet sdist --dist-dir dist/release
+	@$(BIN)/python -m tools.release_recipes dist/release/*.tar.gz
 
 wheels: arm-env $(STAMPS)/kernels
 	$(BIN)/python -m tools.wheels
