@@ -25,7 +25,7 @@ FAULTS_SEED ?= 1
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels train check test test-full test-slow test-openmpi test-torch torches wheels sdist docs site faults faults-short lint format wheel wheel-test setup-test bench rendered clean
+.PHONY: help setup kernels train check test test-full test-slow test-openmpi test-torch test-torch-full wheels sdist docs site faults faults-short lint format wheel wheel-test setup-test bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
@@ -40,7 +40,8 @@ help:
 	@echo "make test-full     the long jobs and the combinations of layouts, schedules and flags that make test leaves out (SHARE=0/1: all)"
 	@echo "make test-slow     the tests that install an environment of their own or need more packages (a real Slurm if it is installed)"
 	@echo "make test-openmpi  the tests of MPI jobs under Open MPI"
-	@echo "make test-torch    some tests with torch $(OTHER_TORCH) (x86-64)"
+	@echo "make test-torch    some tests with torch $(OTHER_TORCH) (x86-64); the first time downloads them into ~/.cache"
+	@echo "make test-torch-full  all unit, kernel and smoke tests with them"
 	@echo "make faults-short  $(FAULTS_SHORT) faults at random moments of small runs, one of each kind"
 	@echo "make faults  faults at random moments of small runs (hours; FAULTS=100 for fewer); writes the table of docs/reliability.md"
 	@echo "make lint    ruff, clang-format and mypy; make format lays out every file"
@@ -184,17 +185,19 @@ test-slow: setup $(STAMPS)/kernels $(STAMPS)/slow-packages
 test-openmpi: setup $(STAMPS)/test-packages $(STAMPS)/openmpi
 	$(PYTEST) -m "mpi and not (slow or full)" --mpi openmpi
 
-torches: $(STAMPS)/venv
-	@set -e; for version in $(OTHER_TORCH); do $(BIN)/python -m tools.other_torch $$version; done
-
-# The same library as for the tests of .venv's torch: the arena in torch's allocator, the OpenMP runtime, kernels, training.
-test-torch: setup $(STAMPS)/kernels $(STAMPS)/test-packages torches
-	@set -e; for version in $(OTHER_TORCH); do \
-	    echo "torch $$version"; PYTHONPATH=.torch/$$version OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --best-target \
-	        tests/system/test_allocator.py::test_few_addresses_are_enough_to_go_on \
-	        tests/system/test_setup.py::test_a_process_has_one_openmp_runtime \
-	        tests/kernels/test_gate.py tests/parallel/test_layouts.py tests/system/mpi/test_cli.py \
-	        -m "smoke or kernels or (system and not mpi)"; \
+# A version that cannot be downloaded is left out, with a line that says why (exit status 3 of tools/other_torch.py).
+# The same library as for the tests of .venv's torch: the arena in torch's allocator, the OpenMP runtime, files, kernels, training.
+test-torch: TORCH_TESTS := \
+    tests/system/test_allocator.py::test_few_addresses_are_enough_to_go_on \
+    tests/system/test_setup.py::test_a_process_has_one_openmp_runtime \
+    tests/unit/test_tensor_files.py tests/kernels/test_gate.py tests/kernels/test_adamw.py \
+    tests/parallel/test_layouts.py tests/system/mpi/test_cli.py -m "smoke or unit or kernels or (system and not mpi)"
+test-torch-full: TORCH_TESTS := -m "(unit or kernels or smoke) and not (slow or docs or full)"
+test-torch test-torch-full: setup $(STAMPS)/kernels $(STAMPS)/test-packages
+	@for version in $(OTHER_TORCH); do \
+	    folder=$$($(BIN)/python -m tools.other_torch $$version) || { [ $$? = 3 ] && continue; exit 1; }; \
+	    echo "torch $$version"; \
+	    PYTHONPATH=$$folder PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --best-target $(TORCH_TESTS) || exit 1; \
 	done
 
 docs: setup $(STAMPS)/test-packages
@@ -243,7 +246,7 @@ rendered: setup
 	$(BIN)/python -m tools.megatron_flags --write
 
 clean:
-	rm -rf $(VENV) .torch build dist site fugaku_megatron.egg-info fugaku_megatron/_kernels*.so
+	rm -rf $(VENV) build dist site fugaku_megatron.egg-info fugaku_megatron/_kernels*.so
 
 # ARM without an A64FX: an emulated one in .arm/ (tools/arm_env.py), on x86-64 Debian 12 with apt and root.
 .PHONY: arm-env arm-ext test-arm arm-codegen amx-codegen arm-driver driver

@@ -1,13 +1,16 @@
-"""Puts another torch beside the one of .venv, into .torch/VERSION, to run tests with it.
+"""Puts another torch beside the one of .venv, into ~/.cache/fugaku_megatron, and prints its folder, to run tests with it.
 
-    PYTHONPATH=.torch/2.9.1 python -m pytest ...            after: python -m tools.other_torch 2.9.1
+    PYTHONPATH=$(python -m tools.other_torch 2.9.1) python -m pytest ...
 
 Most of torch's x86-64 wheels are for CUDA, whose libraries are gigabytes that no test calls. They are left out: one small
-library has the symbols that the rest of torch names of them. Where torch calls it at its start, it answers with zeros.
+library has the symbols that the rest of torch names of them, finds no device, and answers the rest with zeros. The checkouts
+of a machine share the folder ($XDG_CACHE_HOME names another than ~/.cache), as they share ccache's objects.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import platform
 import re
@@ -18,8 +21,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / ".torch"
+UNAVAILABLE = 3  # exit status by which `make test-torch` leaves a version out
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fugaku_megatron"
 LEFT_OUT = re.compile(
     r"torch/(include|share)/|torch/lib/\S+\.a$|torch/lib/lib(?!c10_)\S*(cuda|cu|nv)\S*\.so"
 )
@@ -28,13 +31,21 @@ EMPTIED = ("torch/_native/ops/__init__.py",)
 CUDA_LIBRARY = re.compile(r"lib(cu|nv|torch_cuda|torch_nv)")
 CUDA_SYMBOL = re.compile(r"_Z(N|NK|TIN|TVN)(2at|3c10|4c10d|5torch|3sdp)|cu[A-Z]")
 
-# A constructor makes an object with virtual functions, a type is a class without bases, any other function returns zeros.
+# Beside the folders that PYTHONPATH names, pip would install these for a torch that calls none of them.
+CUDA_REQUIREMENT = re.compile(
+    r"^Requires-Dist: (nvidia|cuda|triton).*\n", re.MULTILINE | re.IGNORECASE
+)
+
+# A constructor makes an object with virtual functions, a type is a class without bases, the number of devices is an error
+# (cudaErrorNoDevice), any other function returns zeros.
 ASSEMBLY = """
 .section .note.GNU-stack,"",@progbits
 .local zeros
 .comm zeros,65536,64
 .text
 function: lea zeros(%rip),%rax
+ret
+no_device: mov $100,%eax
 ret
 constructor: lea virtual(%rip),%rax
 mov %rax,(%rdi)
@@ -87,6 +98,8 @@ def absent_symbols(libraries: list[Path]) -> dict[str, set[str]]:
 def definition(symbol: str) -> str:
     if symbol.startswith(("_ZTI", "_ZTV")):
         return TYPE.format(symbol)
+    if symbol == "cudaGetDeviceCount":
+        return FUNCTION.format(symbol, "no_device")
     return FUNCTION.format(symbol, "constructor" if "C1E" in symbol else "function")
 
 
@@ -111,40 +124,74 @@ def replace_cuda(folder: Path) -> None:
             (folder / name).symlink_to(library.name)
 
 
-def make(version: str, folder: Path) -> None:
-    """Download torch's wheel and unpack what runs on a CPU. No cap of this machine's pip applies."""
+class Unavailable(Exception):
+    """Reason why this machine cannot have another torch, in one line."""
+
+
+def download(version: str, folder: Path) -> Path:
+    """Download torch's wheel into `folder`. No cap of this machine's pip applies."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
-    with tempfile.TemporaryDirectory(dir=FOLDER) as downloaded:
-        subprocess.run(
-            [*pip, "--no-deps", "--dest", downloaded, f"torch=={version}"],
-            check=True,
-            env={**os.environ, "PIP_CONSTRAINT": os.devnull},
-        )
-        (wheel,) = Path(downloaded).glob("*.whl")
-        archive = zipfile.ZipFile(wheel)
+    done = subprocess.run(
+        [*pip, "--no-deps", "--no-cache-dir", "--dest", folder, f"torch=={version}"],
+        env={**os.environ, "PIP_CONSTRAINT": os.devnull},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["failed"])[-1]
+        raise Unavailable(f"no torch {version} here: pip: {reason}")
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def make(version: str, folder: Path) -> None:
+    """Unpack what runs on a CPU of torch's wheel."""
+    with tempfile.TemporaryDirectory(dir=CACHE) as downloaded:
+        archive = zipfile.ZipFile(download(version, Path(downloaded)))
         archive.extractall(folder, [x for x in archive.namelist() if not LEFT_OUT.search(x)])
     for name in EMPTIED:
         if (folder / name).exists():
             (folder / name).write_text("")
     (folder / "torch" / "bin" / "torch_shm_manager").chmod(0o755)
     replace_cuda(folder / "torch" / "lib")
+    (metadata,) = folder.glob("torch-*.dist-info/METADATA")
+    metadata.write_text(CUDA_REQUIREMENT.sub("", metadata.read_text()))
+
+
+def place(version: str) -> Path:
+    """Return the folder of a version as this recipe makes it."""
+    recipe = (LEFT_OUT, EMPTIED, CUDA_LIBRARY, CUDA_SYMBOL, CUDA_REQUIREMENT, ASSEMBLY, TYPE)
+    digest = hashlib.sha256(repr(recipe).encode()).hexdigest()
+    return CACHE / f"torch-{version}-{digest[:8]}"
+
+
+def unpacked(version: str) -> Path:
+    """Return the folder of a version, made if the cache lacks it."""
+    if platform.machine() != "x86_64":
+        raise Unavailable(f"no torch {version} here: tools/other_torch.py is for x86-64")
+    folder = place(version)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            unfinished = CACHE / "unfinished"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            make(version, unfinished)
+            unfinished.rename(folder)
+    return folder
 
 
 def main() -> None:
-    if platform.machine() != "x86_64" or len(sys.argv) != 2:
-        sys.exit("other_torch: pass one version of torch, such as 2.9.1, on x86-64")
-    folder = FOLDER / sys.argv[1]
-    if folder.exists():
-        return
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    if len(sys.argv) != 2:
+        sys.exit("other_torch: pass one version of torch, such as 2.9.1")
     try:
-        make(sys.argv[1], unfinished)
+        print(unpacked(sys.argv[1]))
+    except Unavailable as reason:
+        print(f"other_torch: {reason}", file=sys.stderr)
+        sys.exit(UNAVAILABLE)
     except subprocess.CalledProcessError as error:
-        words = (error.stderr or "").strip().splitlines() or ["see above"]
+        words = error.stderr.strip().splitlines() or ["no output"]
         sys.exit(f"other_torch: {error.cmd[0]} failed: {words[-1]}")
-    unfinished.rename(folder)
 
 
 if __name__ == "__main__":

@@ -83,21 +83,17 @@ class Step:
 
 
 class Trainer:
-    """A run on the ranks of `world`: alone, or one of those that mpiexec started, each with the
-    same calls.
+    """A run on the ranks of `world`. Ranks that mpiexec started make the same calls with the same data.
 
-    data: a prefix of .bin/.idx files, or what --data-path takes as a list: prefixes, or weights and
-    prefixes in turn. Or documents: a sequence, or a map-style data set of torch, whose items are
-    one-dimensional arrays of token ids (of numpy or torch, or lists); they are read as if they had
-    been written to such files. Every rank passes the same data. Without it the config's data flags
-    count. With sft in the config documents are chats: objects as `fugaku-megatron preprocess
-    --chat` reads them, rendered by the config's tokenizer, or pairs of an array of token ids and
-    one that is true for those that are trained. valid: the same for `evaluate`. All documents of
-    `data` are for training, unless the config has a split and `valid` is not given.
+    data: a prefix of .bin/.idx files, or a list as of --data-path: prefixes, or weights and prefixes
+    in turn. Or documents, a sequence or a map-style data set of torch: one-dimensional arrays of
+    token ids (numpy, torch or lists). With sft in the config documents are chats: objects as
+    `fugaku-megatron preprocess --chat` reads them, rendered by the config's tokenizer, or pairs of
+    token ids and flags of those that are trained. None: the config's data flags.
+    valid: the same for `evaluate`. Without it and without a split all documents are for training.
 
-    The config's load and pretrained_checkpoint name what the run begins with, as they do in the
-    command: weights of adapters and models, and everything else that a checkpoint holds. `load`
-    does the same later.
+    The run begins with the config's load and pretrained_checkpoint, as in the command; `load` does
+    the same later.
 
     Raises ValueError, one line, for a config that does not fit these ranks, for data and
     checkpoints that cannot be read, and for flags on which only the command acts.

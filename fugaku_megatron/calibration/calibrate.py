@@ -3,10 +3,9 @@
     mpiexec -n 2 fugaku-megatron calibrate --output host.json
     fugaku-megatron predict --machine host.json ...
 
-Start as many ranks as a training run has, on one node or on several: all ranks measure at the same time, so that they share caches,
-memory and network as in training. A node's rates are the sums over its ranks; matmuls are also measured by one rank with all
-threads of the node. Left out: matmuls in 16 bits, which predict counts as FP32's; the kernels' measurements themselves
-(host_kernels.py).
+Start as many ranks as a training run has: all measure at the same time and share caches, memory and network as in training.
+A node's rates are the sums over its ranks; matmuls are also measured by one rank with all threads of the node.
+Left out: matmuls in 16 bits, which predict counts as FP32's; the kernels' measurements themselves (host_kernels.py).
 """
 
 from __future__ import annotations

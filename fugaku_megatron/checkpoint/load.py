@@ -233,9 +233,14 @@ def load_weights(
     """
     path = iteration_path(Path(directory), iteration)
     prefix = f"--load {directory}: "
-    if comm.rank == 0 and (note := unsigned_note(manifest, path)):
-        print(note)
     search = Search(targets, padded, converts=("",))
     for name, entry in manifest["files"].items():
         search.look(name, entry)
     _read(search, path, comm, prefix=prefix)
+
+
+def note_unsigned(directory: Directory, iteration: int, manifest: Manifest, comm: Comm) -> None:
+    """Print a line on one rank if the manifest has no checksum."""
+    note = unsigned_note(manifest, iteration_path(Path(directory), iteration))
+    if comm.rank == 0 and note:
+        print(note)

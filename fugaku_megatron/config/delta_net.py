@@ -6,6 +6,7 @@ Names and meaning follow Megatron-LM (megatron/core/transformer/transformer_conf
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
 
 from .fields import check, option, optional
 from .layer_kinds import GATED_DELTA_NET, layer_pattern
@@ -89,7 +90,7 @@ class DeltaNetFields:
     def delta_layers(self, layers: int) -> tuple[bool, ...]:
         """Return True for each layer that --linear-attention-freq makes a gated delta net."""
         if self.experimental_attention_variant is None or self.linear_attention_freq is None:
-            return (False,) * layers
+            return tuple(repeat(False, layers))
         found = layer_pattern("linear_attention_freq", self.linear_attention_freq, layers)
         if isinstance(found, int):
             return tuple((layer + 1) % found != 0 for layer in range(layers))

@@ -22,15 +22,30 @@ QKV = "linear_qkv"
 PROJ = "linear_proj"
 FC1 = "linear_fc1"
 FC2 = "linear_fc2"
+IN_PROJ = "in_proj"
+OUT_PROJ = "out_proj"
+DELTA_NET = (IN_PROJ, OUT_PROJ)  # linear layers of a gated delta net
+# Matrix of a gated delta net's input projection -> its `ModelConfig.key_head_parts`. The last two are Qwen3-Next's.
+IN_PROJ_PARTS = {
+    "in_proj_qkv": (0, 1, 2),
+    "in_proj_z": (3,),
+    "in_proj_b": (4,),
+    "in_proj_a": (5,),
+    "in_proj_qkvz": (0, 1, 2, 3),
+    "in_proj_ba": (4, 5),
+}
+_FUSED = ("in_proj_qkvz", "in_proj_ba")
 # A linear layer of the block -> its matrices in Hugging Face's models, in the order of its rows.
 MATRICES = {
     QKV: ("q_proj", "k_proj", "v_proj"),
     PROJ: ("o_proj",),
     FC1: ("gate_proj", "up_proj"),
     FC2: ("down_proj",),
+    IN_PROJ: tuple(IN_PROJ_PARTS),
+    OUT_PROJ: (OUT_PROJ,),
 }
-_NAMES = tuple(name for names in MATRICES.values() for name in names)
-TARGETS = (ALL_LINEAR, *_NAMES, *MATRICES)
+_NAMES = tuple(name for names in MATRICES.values() for name in names if name not in _FUSED)
+TARGETS = tuple(dict.fromkeys((ALL_LINEAR, *_NAMES, *_FUSED, *MATRICES)))
 
 
 @cached_hash
@@ -48,8 +63,9 @@ class LoraConfig:
     lora_target: str = option(
         ALL_LINEAR,
         "matrices with an adapter, separated by commas: q_proj, k_proj, v_proj, o_proj, gate_proj, "
-        "up_proj, down_proj as in peft; linear_qkv, linear_proj, linear_fc1, linear_fc2, with one adapter "
-        "for all their matrices; or all-linear, all seven of peft's",
+        "up_proj, down_proj as in peft, and of gated delta nets in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, out_proj; "
+        "linear_qkv, linear_proj, linear_fc1, linear_fc2, in_proj, with one adapter for all their matrices; in_proj_qkvz, "
+        "in_proj_ba with one for two of them, as in Qwen3-Next; or all-linear, all of peft's",
     )
     lora_base_format: str | None = optional(
         "with --lora-rank, storage of the frozen weights of the linear layers: int8, eight bits with a "
@@ -76,11 +92,17 @@ class LoraConfig:
             f"--lora-target {self.lora_target} names a matrix twice: leave one out",
         )
         for whole, parts in MATRICES.items():
-            both = [part for part in parts if whole in names and part in names]
+            both = [part for part in parts if whole in names and part in names and part != whole]
             check(
                 not both,
                 f"--lora-target {self.lora_target}: {whole} holds {''.join(both[:1])}: leave one of them out",
             )
+        rows = [row for name in names for row in IN_PROJ_PARTS.get(name, ())]
+        check(
+            len(set(rows)) == len(rows),
+            f"--lora-target {self.lora_target} names rows of in_proj twice: in_proj_qkvz holds in_proj_qkv and in_proj_z, "
+            "in_proj_ba holds in_proj_b and in_proj_a: leave one of them out",
+        )
         check(
             ALL_LINEAR not in names or len(names) == 1,
             f"--lora-target {self.lora_target}: pass all-linear without other names",
@@ -113,6 +135,8 @@ class LoraConfig:
         """Return the adapted matrices of a linear layer, none for layers that cannot be adapted."""
         if not self.on or linear not in MATRICES:
             return ()
+        if linear in DELTA_NET and not model.has_delta_nets:
+            return ()
         names = _NAMES if self.targets == (ALL_LINEAR,) else self.targets
         if linear in names:
             return (linear,)
@@ -134,7 +158,19 @@ class LoraConfig:
             model.gated or "gate_proj" not in self.targets,
             "--lora-target gate_proj: the MLP has no gate: leave it out, or pass --swiglu",
         )
-        names = [name for linear in MATRICES for name in self.parts(linear, model)]
+        of_delta_nets = {name for linear in DELTA_NET for name in (linear, *MATRICES[linear])}
+        unused = sorted(of_delta_nets & {*self.targets})
+        check(
+            model.has_delta_nets or not unused,
+            f"--lora-target {','.join(unused[:1])}: the model has no gated delta net: leave it out",
+        )
+        # Strengths and decays are one row a head, and adapters of any rank are peft's.
+        names = [
+            name
+            for linear in MATRICES
+            for name in self.parts(linear, model)
+            if name not in ("in_proj_b", "in_proj_a", "in_proj_ba")
+        ]
         for name, width in product(names, model.mlp_widths):
             rows, columns = shape(name, model, width)
             check(
@@ -151,6 +187,9 @@ def shape(name: str, model: ModelConfig, f: int) -> tuple[int, int]:
     """Return (outputs, inputs) for the matrix `name`. f: width of the MLP or expert"""
     h = model.hidden_size
     keys = model.query_groups * model.kv_channels
+    if name in IN_PROJ_PARTS:
+        rows = sum(model.key_head_parts[part] for part in IN_PROJ_PARTS[name])
+        return model.linear_num_key_heads * rows, h
     return {
         "q_proj": (model.query_widths * model.context_width, h),
         "k_proj": (keys, h),
@@ -163,4 +202,6 @@ def shape(name: str, model: ModelConfig, f: int) -> tuple[int, int]:
         FC1: (model.fc1_widths * f, h),
         "down_proj": (h, f),
         FC2: (h, f),
+        IN_PROJ: (model.delta_width, h),
+        OUT_PROJ: (h, model.delta_values),
     }[name]

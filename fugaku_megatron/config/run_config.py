@@ -178,10 +178,10 @@ class RunConfig:
             f"{given} is not supported with --optimizer {self.optimizer.optimizer}: pass adam",
         )
         tp = self.parallel.tensor_model_parallel_size
-        whole = all(
-            size // tp % DROPOUT_COLUMNS == 0
-            for size in (self.model.context_width, self.model.ffn_hidden_size)
-        )
+        widths = [self.model.context_width, self.model.ffn_hidden_size]
+        if self.model.has_delta_nets:
+            widths.append(self.model.delta_values)
+        whole = all(size // tp % DROPOUT_COLUMNS == 0 for size in widths)
         check(
             not self.lora.lora_dropout or whole,
             f"--lora-dropout {self.lora.lora_dropout} needs multiples "

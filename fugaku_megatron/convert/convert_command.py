@@ -87,7 +87,6 @@ def open_megatron(
 
 
 def _iteration(directory: Path, iteration: int | None) -> Path:
-    """Return the folder of the latest iteration, or of `iteration`."""
     check(directory.is_dir(), "is not a directory")
     if iteration is not None:
         return directory / iteration_name(iteration)

@@ -23,18 +23,19 @@ from torch import Tensor
 from ..checkpoint.manifest import TRACKER, write_text
 from ..config.fields import check
 from ..config.hybrid import parse_pattern
-from ..config.layer_kinds import LayerKind
+from ..config.layer_kinds import GATED_DELTA_NET, LayerKind
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..costs.accounting import round_up
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
+from .megatron_delta_net import is_shifted, joined_parts, parts_of, shifted, split_parts
 from .megatron_files import (
-    FUSED,
-    INPUT_NORM,
+    MIXER_LINEARS,
     MLP_NORM,
     VERSION,
     arguments_of,
     check_pattern,
+    fused_norms,
     model_of,
     model_pattern,
     our_name,
@@ -59,7 +60,6 @@ _HYBRID_LAYER = re.compile(r"(?<=decoder\.layers\.)(\d+)(?=\.)")
 _EXPERTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
 _SHARED = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 _MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
-_ATTENTION = ("self_attention.linear_qkv", "self_attention.linear_proj")
 
 
 class Place(NamedTuple):
@@ -152,6 +152,7 @@ class DistReader:
             [(name, None)],
             [(stacked, layer_of(name))],
             [(each, None) for each in experts],
+            [(each, None) for each in parts_of(name)],
         ]
         for choice in choices:
             for halves in (("",), ("_w", "_v")):
@@ -180,19 +181,30 @@ class DistReader:
         )
 
     def dtype(self, name: str) -> torch.dtype:
+        if is_shifted(name, self.model):
+            return self(name).dtype
         return widest(self.files.dtype(place.key) for place in self.places(name))
 
     def __call__(self, name: str) -> Tensor:
         spec = self.specs[name]
-        whole = self.joined(name, [self.files.tensor(*place) for place in self.places(name)])
+        parts = [self.files.tensor(*place) for place in self.places(name)]
+        whole = self.weight(name, parts)
         return whole[: spec.shape[0]].contiguous() if name in VOCABULARY else whole
+
+    def weight(self, name: str, parts: list[Tensor]) -> Tensor:
+        """Return a weight as `joined`, and add a subtracted 1 in the format of the layer's other weights."""
+        whole = self.joined(name, parts)
+        if is_shifted(name, self.model):
+            whole = shifted(whole, 1.0, self.dtype(name.replace(".out_norm.", ".out_proj.")))
+        return whole
 
     def joined(self, name: str, parts: list[Tensor]) -> Tensor:
         """Return a tensor with all rows of the vocabulary from the tensors at its places."""
         whole = parts[0]
         if len(parts) > 1:
             dtype = widest(part.dtype for part in parts)
-            whole = torch.stack([part.to(dtype) for part in parts])
+            parts = [part.to(dtype) for part in parts]
+            whole = joined_parts(parts, self.model) if parts_of(name) else torch.stack(parts)
         return whole if name in VOCABULARY else whole.view(self.specs[name].shape)
 
 
@@ -257,25 +269,30 @@ class _Names:
     @property
     def stacked(self) -> bool:
         """True if equal layers are one tensor, as in TransformerBlock.sharded_state_dict."""
-        return self.form.pattern is None and self.model.moe_layer_freq == "1"
+        equal = self.model.moe_layer_freq == "1" and not self.model.has_delta_nets
+        return equal and self.form.pattern is None
 
     def describe(self, args: argparse.Namespace) -> None:
         """Complete arguments with the model's class."""
         if self.form.pattern is not None:
             args.num_layers = self.model.residual_parts
             args.hybrid_layer_pattern = self.form.pattern
+            args.experimental_attention_variant = None  # of a GPTModel
+            args.linear_attention_freq = None
             args.is_hybrid_model = True
         if self.model.num_experts is not None:
             args.moe_grouped_gemm = self.form.transformer_engine
 
-    def _fused(self, layer: int | None) -> tuple[str, ...]:
+    def _fused(self, layer: int | None) -> dict[str, str]:
         """Return the norms with a key of the next matmul.
 
         Transformer Engine has no such matmul for experts; a local GPTModel maps both norms.
         """
-        experts = layer is not None and self.model.mlps[layer] == MLP_OF_EXPERTS
+        if layer is None:
+            return {}
+        kind = self.model.layer_kinds[layer]
         apart = self.form.transformer_engine or self.form.pattern is not None
-        return (INPUT_NORM,) if experts and apart else tuple(FUSED)
+        return fused_norms(kind.mixer, apart and kind.mlp == MLP_OF_EXPERTS)
 
     def key(self, name: str) -> str:
         layer = layer_of(name)
@@ -298,6 +315,12 @@ class _Names:
         """Yield a tensor in pieces that a rank may ask for: experts, gates and values."""
         name = spec.name
         layer = layer_of(name)
+        if parts := parts_of(name):
+            for part, values in zip(parts, split_parts(name, whole, self.model), strict=True):
+                yield GlobalPiece(self.key(part), tuple(values.shape), (0,) * values.dim(), values)
+            return
+        if is_shifted(name, self.model):
+            whole = shifted(whole, -1.0, whole.dtype)
         if name in VOCABULARY:
             whole = padded(whole, rows)
         dim = int(".mlp.experts." in name)  # of the rows
@@ -331,11 +354,12 @@ class _Names:
             yield object_key(f"decoder.{name}._extra_state")
 
     def _stateful_modules(self, kind: LayerKind) -> Iterator[str]:
-        """Yield the modules of a layer that have extra state."""
         engine = self.form.transformer_engine
         if kind.mixer is not None:
-            yield from _ATTENTION
-        if kind.mixer is not None and engine:
+            yield from (f"self_attention.{linear}" for linear in MIXER_LINEARS[kind.mixer])
+        if kind.mixer == GATED_DELTA_NET and engine:
+            yield "self_attention.out_norm"
+        elif kind.mixer is not None and engine:
             yield "self_attention.core_attention"
             if self.model.qk_layernorm:
                 yield from ("self_attention.q_layernorm", "self_attention.k_layernorm")

@@ -30,7 +30,14 @@ from ..comm.agreement import describe
 from ..config.experts import EXPERTS
 from ..config.fields import check, check_type, flag, is_off
 from ..config.hybrid import PER_SYMBOL, Pattern, parse_pattern, with_layers
-from ..config.layer_kinds import DENSE_SYMBOL, EXPERTS_SYMBOL, MIXERS, layer_pattern
+from ..config.layer_kinds import (
+    ATTENTION,
+    DENSE_SYMBOL,
+    EXPERTS_SYMBOL,
+    GATED_DELTA_NET,
+    MIXERS,
+    layer_pattern,
+)
 from ..config.megatron_flags import OTHER_FLAGS, saved_arguments
 from ..config.model import (
     LEARNED,
@@ -94,12 +101,14 @@ READ = frozenset(
         *(f.name for f in fields(ModelConfig) if f.name != "layer_types"),
     }
 )
+# Arguments that are a number or a list there, and text here.
+BY_LAYER = (*PER_SYMBOL, "linear_attention_freq")
 _OWN = (
     *EXPERTS,
     "disable_bias_linear",
     "position_embedding_type",
     "window_size",
-    *PER_SYMBOL,
+    *BY_LAYER,
     "layer_types",
     "vocab_size",
     "padded_vocab_size",
@@ -122,7 +131,7 @@ _RENAMES = tuple(
         (r"\.input_norm\.", ".input_layernorm."),
         (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
         (r"\.final_norm\.", ".final_layernorm."),
-        (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
+        (r"\.self_attention\.(linear_qkv|in_proj)\.layer_norm_", ".input_layernorm."),
         (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
         (r"\.mlp\.experts\.experts\.", ".mlp.experts."),
         (r"\.shared_experts\.gate_weight", ".shared_experts.gate.weight"),
@@ -133,10 +142,23 @@ _UNUSED = re.compile(
 )  # no weights, or copies
 INPUT_NORM = "input_layernorm."
 MLP_NORM = "pre_mlp_layernorm."
-FUSED = {
-    INPUT_NORM: "self_attention.linear_qkv.layer_norm_",
-    MLP_NORM: "mlp.linear_fc1.layer_norm_",
+# Linear layers of a mixer: the first one, which has its norm, and the last one.
+MIXER_LINEARS = {
+    ATTENTION: ("linear_qkv", "linear_proj"),
+    GATED_DELTA_NET: ("in_proj", "out_proj"),
 }
+
+
+def fused_norms(mixer: str | None, experts: bool = False) -> dict[str, str]:
+    """Return the norms that are named as parts of the next matmul, and their names.
+
+    experts: the layer has experts, which have no such matmul
+    """
+    first, _ = MIXER_LINEARS[mixer or ATTENTION]
+    norms = {INPUT_NORM: f"self_attention.{first}.layer_norm_"}
+    if not experts:
+        norms[MLP_NORM] = "mlp.linear_fc1.layer_norm_"
+    return norms
 
 
 def our_name(theirs: str) -> str | None:
@@ -147,14 +169,11 @@ def our_name(theirs: str) -> str | None:
     return None if _UNUSED.fullmatch(name) else name
 
 
-def their_name(ours: str, fused: Collection[str]) -> str:
-    """Return Megatron-LM's name of a tensor.
-
-    fused: norms that are named as parts of the next matmul, keys of `FUSED`
-    """
+def their_name(ours: str, fused: Mapping[str, str]) -> str:
+    """Return Megatron-LM's name of a tensor. fused: as `fused_norms`"""
     if ours.startswith("decoder.layers."):
-        for norm in fused:
-            ours = ours.replace(norm, FUSED[norm])
+        for norm, theirs in fused.items():
+            ours = ours.replace(norm, theirs)
     return ours.replace(".shared_experts.gate.weight", ".shared_experts.gate_weight")
 
 
@@ -236,14 +255,14 @@ def model_of(
     )
     if window := given.get("window_size"):
         values["window_size"] = window if isinstance(window, str) else ",".join(map(str, window))
-    values |= {name: str(given[name]) for name in PER_SYMBOL if not is_off(given.get(name))}
+    values |= {name: str(given[name]) for name in BY_LAYER if not is_off(given.get(name))}
     pattern = pattern_of(given)
     if pattern is not None:
         values["hybrid_layer_pattern"] = pattern
-        values.pop("moe_layer_freq", None)  # which a HybridModel does not read
+        for name in ("moe_layer_freq", "linear_attention_freq"):  # not read by a HybridModel
+            values.pop(name, None)
     model = ModelConfig(**with_layers(values))
     _check_biases(model)
-    _check_mixers(model)
     return model
 
 
@@ -319,14 +338,6 @@ def _positions(given: dict[str, Any]) -> str:
     )
 
 
-def _check_mixers(model: ModelConfig) -> None:
-    check(
-        not model.has_delta_nets,
-        "gated delta nets are not converted from or to checkpoints of Megatron-LM, whose norm there has another weight: "
-        "convert the model from or to Hugging Face",
-    )
-
-
 def arguments_of(
     model: ModelConfig, rows: int, dtype: torch.dtype, tp: int, pp: int
 ) -> argparse.Namespace:
@@ -334,7 +345,6 @@ def arguments_of(
 
     Raise ValueError for a model that Megatron-LM cannot describe.
     """
-    _check_mixers(model)
     _check_biases(model)
     for name, values in (_DESCRIBED | _NOT_CONVERTED).items():
         check(
@@ -354,7 +364,7 @@ def arguments_of(
         model.num_query_groups or 1
     )  # its default, which counts with group_query_attention
     window = None if model.window is None else (model.window - 1, 0)
-    for name in PER_SYMBOL:
+    for name in BY_LAYER:
         text = getattr(model, name)
         found = None if text is None else layer_pattern(name, text, model.num_layers)
         same[name] = list(map(int, found)) if isinstance(found, tuple) else found

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from ..checkpoint.manifest import TRACKER, write_text
 from ..config.fields import check
+from ..config.layer_kinds import ATTENTION
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..costs.accounting import round_up
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
 from .megatron import RELEASE, checked_model, padded
 from .megatron_files import (
-    FUSED,
-    INPUT_NORM,
     VERSION,
     arguments_of,
+    fused_norms,
     load_pickled,
     our_name,
     pattern_of,
@@ -77,6 +77,10 @@ def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = (
     chunks = list(_chunks(path, files, ranks))
     rows = sum(len(rank.get(WORD_EMBEDDINGS, ())) for rank in chunks[0][: ranks.tp])
     model = checked_model(path, args, rows, vocab_size, ignored)
+    check(
+        not model.has_delta_nets,
+        f"{path} has gated delta nets in the legacy format, which is not supported: save it as torch_dist",
+    )
     reader = _LegacyReader(path, model, version, specs(model), _numbered(chunks), ranks)
     reader.check()
     return Weights(
@@ -306,6 +310,10 @@ def save_legacy(weights: Weights, directory: Path, form: LegacyFormat) -> None:
         f"--layer-types {weights.model.layer_types!r:.60}: only HybridModel has these layers, whose checkpoints are torch_dist: "
         "pass --ckpt-format torch_dist",
     )
+    check(
+        not weights.model.has_delta_nets,
+        "--ckpt-format torch does not have gated delta nets, which are converted as torch_dist: pass --ckpt-format torch_dist",
+    )
     model = replace(weights.model, make_vocab_size_divisible_by=form.multiple)
     weights = replace(weights, model=model)
     for name, value, size in (
@@ -375,9 +383,9 @@ class _RankWriter:
         """Yield a tensor, or each of a rank's experts, with Megatron-LM's name."""
         mlps = self.weights.model.mlps
         experts = layer is not None and mlps[layer] == MLP_OF_EXPERTS
-        fused: tuple[str, ...] = ()
+        fused: dict[str, str] = {}
         if self.form.transformer_engine:
-            fused = (INPUT_NORM,) if experts else tuple(FUSED)
+            fused = fused_norms(ATTENTION, experts)
         theirs = their_name(name, fused)
         if ".mlp.experts." not in theirs:
             yield theirs, part

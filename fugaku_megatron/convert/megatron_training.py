@@ -137,7 +137,9 @@ class _TrainingReader:
         if kind and spec.balances:
             return torch.zeros(spec.shape)
         parts = [self._part(kind or _MASTER, place) for place in self.weights.places(name)]
-        return self.weights.joined(name, parts)
+        return (
+            self.weights.joined(name, parts) if kind else self.weights.weight(name, parts).float()
+        )
 
     def _part(self, kind: str, place: Place) -> Tensor:
         files = self.weights.files

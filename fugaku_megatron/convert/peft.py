@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..checkpoint.tensor_files import write_tensors
 from ..config.fields import check, is_off
-from ..config.lora import FC1, FC2, MATRICES, LoraConfig
+from ..config.lora import FC1, FC2, IN_PROJ, MATRICES, LoraConfig
 from ..config.model import ModelConfig
 from ..data.json_values import JsonObject
 from ..nn.adapters import expanded, row_mask
@@ -122,10 +122,13 @@ def places(weights: Weights) -> Iterator[Place]:
             number = part.number
             if ".mlp.experts." in part.ours:
                 expert, number = divmod(part.number, len(MATRICES[linear]))
+            module = theirs.removesuffix(".weight")
             target = linear
-            if part.ours in several or len(MATRICES[linear]) == 1:
+            if module.rsplit(".", 1)[-1] in MATRICES[linear]:
+                target = module.rsplit(".", 1)[-1]
+            elif part.ours in several or len(MATRICES[linear]) == 1:
                 target = MATRICES[linear][number]
-            yield Place(theirs.removesuffix(".weight"), part.ours, target, part, expert)
+            yield Place(module, part.ours, target, part, expert)
 
 
 def _key(module: str, kind: str) -> str:
@@ -163,6 +166,7 @@ def save_peft(weights: Weights, directory: Path) -> None:
     ).items():
         tensors |= zip((_key(module, kind) for kind in "AB"), _fused(adapters, ours))
         parameters.add(f"mlp.experts.{PARAMETERS[ours.split('.')[-2]]}")
+    _check_matrices(adapters, rows)
     for place in (row for row in rows if row.expert is None):
         names = adapters.parts(place.ours)
         linear = place.ours.split(".")[-2]
@@ -197,6 +201,21 @@ def save_peft(weights: Weights, directory: Path) -> None:
     (directory / CONFIG).write_text(
         json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
     )
+
+
+def _check_matrices(adapters: Adapters, rows: list[Place]) -> None:
+    """Raise ValueError for an adapter of a matrix that the architecture stores otherwise."""
+    targets: dict[str, set[str]] = {}
+    for row in rows:
+        linear = row.ours.split(".")[-2]
+        targets.setdefault(linear, {linear}).add(row.target)
+    for linear, known in targets.items():
+        other = [name for name in adapters.lora.parts(linear, adapters.model) if name not in known]
+        check(
+            linear != IN_PROJ or not other,
+            f"--to-peft: {''.join(other[:1])} is no matrix of this model's files, which have "
+            f"{', '.join(sorted(known - {linear}))}: train those with --lora-target, or {linear}",
+        )
 
 
 def _fused(adapters: Adapters, ours: str) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,6 @@ Shape = tuple[int, ...]
 
 
 def object_key(name: str, index: Shape = (0,), shape: Shape = (1,)) -> str:
-    """Return the key of an object at `index` in an array of `shape`."""
     return f"{name}/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}"
 
 

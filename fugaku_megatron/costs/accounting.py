@@ -183,7 +183,6 @@ def _rotary(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind) -> tupl
 
 
 def selective_recompute_bytes(run: RunConfig, tp: int, kind: LayerKind) -> int:
-    """Return the bytes of a layer that selective recompute does not save."""
     if kind.mixer == GATED_DELTA_NET:
         return recomputed_bytes(run, tp)
     if kind.mixer != ATTENTION:

@@ -12,13 +12,12 @@ from functools import lru_cache
 
 from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import cp_comm_types, group_copies
-from ..config.lora import FC1, FC2, PROJ, QKV
+from ..config.lora import FC1, FC2, IN_PROJ, OUT_PROJ, PROJ, QKV
 from ..config.model import ModelConfig
 from ..config.parallel import A2A, ALLGATHER, P2P
 from ..config.run_config import RunConfig
 
 FP32_BYTES = 4
-IN_PROJ = "in_proj"  # of a gated delta net
 
 
 @dataclass(frozen=True)
@@ -315,7 +314,7 @@ def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
         return ()
     rows, outputs, inputs = record.gemm
     width = len(matrices) * rank
-    is_row_parallel = name in (PROJ, FC2)
+    is_row_parallel = name in (PROJ, FC2, OUT_PROJ)
     if record.grouped:
         down = linear(f"{name}_lora_A", (rows, width, inputs))
         up = linear(f"{name}_lora_B", (rows, outputs, width))

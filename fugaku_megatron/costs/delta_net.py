@@ -6,11 +6,11 @@ Legend: h hidden, c tokens of a chunk, n value heads, k and v sizes of key and v
 from __future__ import annotations
 
 from ..config.layer_kinds import LayerKind
+from ..config.lora import IN_PROJ, OUT_PROJ
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from .activations import (
     FP32_BYTES,
-    IN_PROJ,
     Collective,
     MatmulCollectives,
     Record,
@@ -87,7 +87,7 @@ def delta_net_records(
             backward=messages[::-1],
         ),
         Record(name="gated_norm", parameters=v, replicated=v, of_heads=v, saved_bytes=norm),
-        around.row("out_proj", (rows, h, values), saved_bytes=rows * values * run.element_bytes),
+        around.row(OUT_PROJ, (rows, h, values), saved_bytes=rows * values * run.element_bytes),
     )
 
 

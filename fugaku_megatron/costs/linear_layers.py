@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import Layout
-from ..config.lora import FC1, FC2, PROJ, QKV
+from ..config.lora import FC1, FC2, IN_PROJ, OUT_PROJ, PROJ, QKV
 from ..config.model import MLP_OF_EXPERTS, Q8_BLOCK, ModelConfig
 from ..config.run_config import RunConfig
 from .accounting import padded_vocab_size
-from .activations import IN_PROJ
 from .experts import Division
 from .units import units
 
@@ -55,7 +54,7 @@ def delta_net_linears(model: ModelConfig, tp: int) -> list[Linear]:
     h = model.hidden_size
     return [
         Linear(IN_PROJ, 1, model.delta_width, h, tp),
-        Linear("out_proj", 1, h, model.delta_values, tp),
+        Linear(OUT_PROJ, 1, h, model.delta_values, tp),
     ]
 
 

@@ -46,7 +46,6 @@ def _folders(controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def memory_limits() -> Iterator[int]:
-    """Iterate over limits in bytes."""
     for version, folder in _folders("memory"):
         limit = _number(folder / _MEMORY[version][0])
         if limit is not None:

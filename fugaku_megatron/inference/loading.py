@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..checkpoint import manifest as checkpoint
-from ..checkpoint.load import load_weights
+from ..checkpoint.load import load_weights, note_unsigned
 from ..checkpoint.manifest import CARRIED
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..checkpoint.trusted import iteration_to_load
@@ -44,7 +44,7 @@ from ..nn.layers import ColumnParallelLinear, RowParallelLinear
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops, quantize_activations
 from ..nn.parameter import PARAMETER_DTYPES, ModelParameter, parameters_of
-from ..nn.q8_weight import Q8Weight
+from ..nn.q8_weight import Q8Weight, scales_of
 
 Q8 = "q8"
 WEIGHTS_FORMATS = (*PARAMETER_DTYPES, Q8)  # of --weights-format
@@ -162,25 +162,71 @@ def load_model(
 ) -> LoadedModel:
     """Load the model, LoRA adapters merged. Collective; raises ValueError on every rank.
 
-    q8: quantize the linear layers and the head afterwards.
+    q8: store the linear layers and the head in eight bits.
     """
-    loaded = _load_float(run, world, directory, iteration, manifest)
-    if q8:
-        quantize(loaded.stage)
+    loaded = _empty_model(replace(run, lora=LoraConfig()), world)
+    base = (directory, iteration, manifest)
+    adapters: dict[nn.Module, Any] = {}
+    if manifest["state"].get("lora"):
+        base = _base_of(directory, manifest, world)
+        adapters = _load_adapters(loaded, run, world, (directory, iteration, manifest))
+    note_unsigned(*base, world)
+
+    def load(module: nn.Module | None, shards: list[Shard]) -> None:
+        load_weights(*base, shards, world, VOCABULARY)
+        for part in () if module is None else module.modules():
+            if part in adapters:
+                weight: Any = part.weight
+                weight.data.copy_(adapters.pop(part).merged(weight.data))
+
+    _fill(loaded, load, q8)
     return loaded
 
 
-def quantize(stage: Stage) -> None:
-    """Store the weights of linear layers and of the head in eight bits. A tied embedding stays as it is, next to the head."""
-    linear = (ColumnParallelLinear, RowParallelLinear, ExpertLinear)
-    for module in stage.modules():
-        if isinstance(module, linear):
+def model_of(
+    run: RunConfig, names: Collection[str], read: Callable[[str], Tensor], q8: bool = False
+) -> LoadedModel:
+    """Build the whole model in this process; arguments as `fill_shards`, and q8 as `load_model`."""
+    loaded = _empty_model(run, SoloComm())
+    _fill(loaded, lambda _, shards: fill_shards(shards, names, read), q8)
+    return loaded
+
+
+def _fill(
+    loaded: LoadedModel, load: Callable[[nn.Module | None, list[Shard]], None], q8: bool
+) -> None:
+    """Give the model memory and its weights; with q8 a layer at a time, so that the others are in eight bits.
+
+    load: (module, its new shards) -> fills them; (None, []) for a layer of another stage. Collective.
+    """
+    stage = loaded.stage
+    layers = {layer.layer: layer for layer in stage.layers}
+    parts: list[nn.Module | None] = [stage]
+    if q8:
+        parts = [*map(layers.get, range(1, loaded.run.model.num_layers + 1)), stage]
+    for part in parts:
+        if part is None:
+            load(None, [])
+            continue
+        new = _give_memory(part, loaded.dtype)
+        load(part, [_target(parameter) for parameter in new])
+        del new
+        if q8:
+            quantize(part)
+
+
+def quantize(part: nn.Module) -> None:
+    """Store the weights of linear layers and of a stage's head in eight bits. A tied embedding stays as it is, next to the head."""
+    for module in part.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ExpertLinear)):
             module.weight = _quantized(module.weight)
-    if stage.last:
-        stage.last.output_weight = _quantized(stage.last.output_weight)
+    if isinstance(part, Stage) and part.last:
+        part.last.output_weight = _quantized(part.last.output_weight)
 
 
 def _quantized(weight: ModelParameter) -> ModelParameter:
+    if scales_of(weight) is not None:
+        return weight
     q8 = Q8Weight.of(weight.data)
     parameter = ModelParameter(q8.values, requires_grad=False)
     parameter.spec = weight.spec
@@ -188,14 +234,11 @@ def _quantized(weight: ModelParameter) -> ModelParameter:
     return parameter
 
 
-def _load_float(
-    run: RunConfig, world: Comm, directory: str, iteration: int, manifest: dict[str, Any]
-) -> LoadedModel:
-    adapts = manifest["state"].get("lora")
-    loaded, shards = _empty_model(replace(run, lora=LoraConfig()), world)
-    if adapts is None:
-        load_weights(directory, iteration, manifest, shards, world, VOCABULARY)
-        return loaded
+def _base_of(
+    directory: str, manifest: dict[str, Any], world: Comm
+) -> tuple[str, int, dict[str, Any]]:
+    """Return directory, iteration and manifest of the model that adapters were trained on."""
+    adapts = manifest["state"]["lora"]
     base = adapts.get("base")
     step = adapts.get("base_iteration")
     convert = f"fugaku-megatron convert --load {directory}"
@@ -206,50 +249,35 @@ def _load_float(
         f"program: merge them with {merge}",
     )
     read = partial(checkpoint.read_manifest, base, step)
-    of_base = on_root(
+    found = on_root(
         world,
         read,
         f"--load {directory} holds adapters of the model in {base}, which cannot be read: ",
         lambda: f". If the model is elsewhere, merge them with {merge}",
     )
-    load_weights(base, step, of_base, shards, world, VOCABULARY)
+    return base, step, found
+
+
+def _load_adapters(
+    loaded: LoadedModel, run: RunConfig, world: Comm, source: tuple[str, int, dict[str, Any]]
+) -> dict[nn.Module, Any]:
+    """Return the adapter of each linear layer of `loaded`. Collective."""
     adapted = Stage(run, loaded.stage.layout, loaded.groups, loaded.stage.ops)
     modules = ((path, getattr(module, "adapter", None)) for path, module in adapted.named_modules())
-    adapters: dict[str, Any] = {path: adapter for path, adapter in modules if adapter is not None}
-    for adapter in adapters.values():
-        _give_memory(adapter, torch.float32)
-    targets = [
-        _target(parameter) for adapter in adapters.values() for parameter in adapter.parameters()
-    ]
-    load_weights(directory, iteration, manifest, targets, world)
-    for path, adapter in adapters.items():
-        weight: Any = loaded.stage.get_submodule(path).weight
-        weight.data.copy_(adapter.merged(weight.data))
-    return loaded
+    adapters = {path: adapter for path, adapter in modules if adapter is not None}
+    new = [each for adapter in adapters.values() for each in _give_memory(adapter, torch.float32)]
+    note_unsigned(*source, world)
+    load_weights(*source, [_target(parameter) for parameter in new], world)
+    return {loaded.stage.get_submodule(path): adapter for path, adapter in adapters.items()}
 
 
-def model_of(
-    run: RunConfig, names: Collection[str], read: Callable[[str], Tensor], q8: bool = False
-) -> LoadedModel:
-    """Build the whole model in this process; arguments as `fill_shards`, and q8 as `load_model`."""
-    loaded, shards = _empty_model(run, SoloComm())
-    fill_shards(shards, names, read)
-    if q8:
-        shards.clear()
-        quantize(loaded.stage)
-    return loaded
-
-
-def _empty_model(run: RunConfig, world: Comm) -> tuple[LoadedModel, list[Shard]]:
-    """Return this rank's stage with zero weights and no expert capacity, and the shards."""
+def _empty_model(run: RunConfig, world: Comm) -> LoadedModel:
+    """Return this rank's stage without memory, and without expert capacity."""
     layout = Layout.from_run(run, world.size)
     groups = Grid(*layout.sizes).groups(world)
     # With a capacity a text's scores would depend on the texts next to it, and a token's on later ones.
     unlimited = replace(run, model=replace(run.model, moe_expert_capacity_factor=None))
-    stage = Stage(unlimited, layout, groups, operations(run.model))
-    loaded = LoadedModel(run, groups, stage)
-    _give_memory(loaded.stage, loaded.dtype)
-    return loaded, [_target(parameter) for parameter in parameters_of(loaded.stage)]
+    return LoadedModel(run, groups, Stage(unlimited, layout, groups, operations(run.model)))
 
 
 def _target(parameter: ModelParameter) -> Shard:
@@ -266,14 +294,17 @@ def _target(parameter: ModelParameter) -> Shard:
     )
 
 
-def _give_memory(stage: nn.Module, dtype: torch.dtype) -> None:
+def _give_memory(module: nn.Module, dtype: torch.dtype) -> list[ModelParameter]:
+    """Replace the parameters without memory by zeros, and return these."""
     new: dict[nn.Parameter, ModelParameter] = {}
-    for meta in parameters_of(stage):
-        new[meta] = ModelParameter(torch.zeros(meta.shape, dtype=dtype), requires_grad=False)
-        new[meta].spec = meta.spec
-    for module in stage.modules():
-        for name, own in list(module.named_parameters(recurse=False)):
-            setattr(module, name, new[own])
+    for meta in parameters_of(module):
+        if meta.is_meta:
+            new[meta] = ModelParameter(torch.zeros(meta.shape, dtype=dtype), requires_grad=False)
+            new[meta].spec = meta.spec
+    for part in module.modules():
+        for name, own in list(part.named_parameters(recurse=False)):
+            setattr(part, name, new.get(own, own))
+    return list(new.values())
 
 
 @torch.no_grad()

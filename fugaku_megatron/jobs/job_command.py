@@ -110,13 +110,17 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         choices=sorted(render.RUNS),
         help="what the script does (default: train)",
     )
+    _add_check_layout(group)
+    group.add_argument("-o", "--output", help="file to write")
+    arguments.add_train_flags(parser, "the planner chooses those that are not set")
+
+
+def _add_check_layout(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--check-layout",
         action="store_true",
         help="first compare the layout with one rank, on the fewest ranks that hold a replica",
     )
-    group.add_argument("-o", "--output", help="file to write")
-    arguments.add_train_flags(parser, "the planner chooses those that are not set")
 
 
 def job_from_words(words: Sequence[str]) -> jobs.Job:
@@ -359,11 +363,12 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe", choices=render.SLURM_RECIPES, help="scripts of this model (default: of all)"
     )
+    _add_check_layout(parser)
 
 
 def write_slurm(args: argparse.Namespace) -> int:
     check(args.folder.is_dir(), f"{args.folder}: pass an existing folder, such as scripts/slurm")
-    for path, text in render.slurm_scripts(args.recipe).items():
+    for path, text in render.slurm_scripts(args.recipe, args.check_layout).items():
         (args.folder / path).parent.mkdir(parents=True, exist_ok=True)
         _write(args.folder / path, text)
     return 0

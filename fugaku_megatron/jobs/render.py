@@ -17,6 +17,7 @@ from ..cli.arguments import parse
 from ..config.fields import check
 from ..config.layout import Layout
 from ..costs import memory, run_schedule
+from ..layout_check.shrink import fewest_ranks
 from . import limits, torus
 from .job import MARGIN, Job
 from .script import COMMON
@@ -107,7 +108,7 @@ SLURM_TEMPLATE = r"""#!/bin/bash
 set -euo pipefail
 
 @FLAGS@
-
+@CHECK@
 COMMON=${FUGAKU_MEGATRON:-$SLURM_SUBMIT_DIR}/fugaku_megatron/jobs/slurm.sh
 [ -f "$COMMON" ] || { echo "$COMMON was not found: submit from the checkout, or set FUGAKU_MEGATRON to its path" >&2; exit 2; }
 # shellcheck source-path=SCRIPTDIR source=../../../fugaku_megatron/jobs/slurm.sh
@@ -316,7 +317,12 @@ def fill(template: str, cluster: Cluster, **values: object) -> str:
     return re.sub("@([A-Z]+)@", lambda mark: str(values[mark[1].lower()]), template)
 
 
-def render_slurm(cluster: Cluster, job: Recipe) -> str:
+def _check_ranks(job: Recipe, layout: Layout) -> str:
+    ranks = fewest_ranks(parse(["--mock-data", *job.words]).run, layout)
+    return f"CHECK_RANKS=${{CHECK_RANKS:-{ranks}}}  # the fewest that hold a replica; 0: no check\n"
+
+
+def render_slurm(cluster: Cluster, job: Recipe, checks_layout: bool = False) -> str:
     layout, mib = slurm_memory_mib(cluster, job)
     return fill(
         SLURM_TEMPLATE,
@@ -325,6 +331,7 @@ def render_slurm(cluster: Cluster, job: Recipe) -> str:
         nodes=job.nodes,
         leave=LEAVE_SECONDS,
         flags="\n".join(flag_lines(job.words)),
+        check=_check_ranks(job, layout) if checks_layout else "",
         layout=f"{layout}; {mib:.0f} MiB on the fullest rank (model)",
     )
 
@@ -333,9 +340,9 @@ def render_slurm_report(cluster: Cluster, nodes: int) -> str:
     return fill(SLURM_REPORT, cluster, nodes=nodes, time=REPORT_TIME)
 
 
-def slurm_scripts(recipe: str | None = None) -> dict[str, str]:
+def slurm_scripts(recipe: str | None = None, checks_layout: bool = False) -> dict[str, str]:
     return {
-        f"{cluster.name}/run_{job.recipe}.sbatch": render_slurm(cluster, job)
+        f"{cluster.name}/run_{job.recipe}.sbatch": render_slurm(cluster, job, checks_layout)
         for cluster in CLUSTERS.values()
         for job in cluster.recipes
         if recipe in (None, job.recipe)

@@ -11,6 +11,7 @@ TOKENIZER=${TOKENIZER:-}                      # file or folder of --tokenizer-mo
 SAVE=${SAVE:-$SLURM_SUBMIT_DIR/checkpoints/$SLURM_JOB_NAME}
 SPARE_NODES=${SPARE_NODES:-0}                 # how many of --nodes stay unused until another node fails
 MAX_RESTARTS=${MAX_RESTARTS:-5}               # after a fault, inside this job
+CHECK_RANKS=${CHECK_RANKS:-0}                 # so many ranks first compare the layout with one rank (docs/reliability.md)
 export PYTHONPATH=$HERE${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 export SRUN_CPUS_PER_TASK=$OMP_NUM_THREADS    # since Slurm 22.05 srun does not inherit this from sbatch
@@ -32,6 +33,23 @@ else
     DATA_FLAGS=(--data-path "$DATA" --vocab-file "${VOCAB:?set VOCAB to the vocab.json of DATA}"
         --merge-file "${MERGES:?set MERGES to the merges.txt of DATA}")
 fi
+RANKS_PER_NODE=$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))
+mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+
+check_layout() {  # ends the job if the layout trains differently
+    local nodes=$(((CHECK_RANKS + RANKS_PER_NODE - 1) / RANKS_PER_NODE)) used words
+    used=("${HOSTS[@]:0:nodes}")
+    words=${LAUNCH//"{nodes}"/$nodes}
+    words=${words//"{ranks}"/$CHECK_RANKS}
+    words=${words//"{hosts}"/$(IFS=,; echo "${used[*]}")}
+    words=${words//"{slots}"/$(IFS=,; echo "${used[*]/%/:$RANKS_PER_NODE}")}
+    mkdir -p "$SAVE"
+    # shellcheck disable=SC2086 # a command and its arguments
+    $words "$PYTHON" "$HERE/pretrain_gpt.py" "${FLAGS[@]}" "${DATA_FLAGS[@]}" --save "$SAVE" "$@" --check-layout
+}
+if ((CHECK_RANKS && ! ${SLURM_RESTART_COUNT:-0})); then
+    check_layout "$@"
+fi
 
 # After a fault the run restarts from SAVE: on a spare node, otherwise on fewer nodes with the same global batch.
 # Before the time limit Slurm sends a signal to this shell. The trainer saves after its iteration and exits, and the job goes back into
@@ -41,8 +59,7 @@ trainer=
 trap 'leaving=1; kill -USR1 "$trainer" 2>/dev/null || true' USR1
 trap 'kill -TERM "$trainer" 2>/dev/null || true' TERM
 "$PYTHON" -m fugaku_megatron supervise --max-restarts "$MAX_RESTARTS" --spare-nodes "$SPARE_NODES" \
-    --hosts "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)" \
-    --ranks-per-node "$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))" --launcher "$LAUNCH" -- \
+    --hosts "$(IFS=,; echo "${HOSTS[*]}")" --ranks-per-node "$RANKS_PER_NODE" --launcher "$LAUNCH" -- \
     "$PYTHON" "$HERE/pretrain_gpt.py" "${FLAGS[@]}" "${DATA_FLAGS[@]}" --save "$SAVE" --load "$SAVE" "$@" &
 trainer=$!
 code=0

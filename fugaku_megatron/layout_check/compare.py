@@ -65,7 +65,6 @@ class Tolerance:
         return allowed
 
     def error(self, found: Tensor, expected: Tensor, whole: Tensor) -> float:
-        """Return the error of a piece of the tensor `whole`."""
         difference = (found - expected).double()
         if not bool(torch.isfinite(difference).all()):
             return math.inf

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.autograd import Function
-from ..config.lora import DROPOUT_COLUMNS, FC1, MATRICES, QKV, LoraConfig
+from ..config.lora import (
+    DROPOUT_COLUMNS,
+    FC1,
+    IN_PROJ,
+    IN_PROJ_PARTS,
+    MATRICES,
+    QKV,
+    LoraConfig,
+)
 from ..config.model import ModelConfig
 from .dropout_key import Dropout, DropoutKey
 from .forward_context import Pass
@@ -143,18 +151,39 @@ def row_mask(
     linear: str, parts: tuple[str, ...], a: Tensor, b: Tensor, model: ModelConfig
 ) -> Tensor | None:
     """Return (rows, p, 1), 1 if a row of a weight shard belongs to an adapter; None: all belong to the only adapter."""
-    if parts == (linear,) or linear not in (QKV, FC1):
+    if parts == (linear,) or linear not in _ROW_OWNERS:
         return None
-    rows = b.shape[:-1].numel()
+    rows = torch.arange(b.shape[:-1].numel())
+    owners = _ROW_OWNERS[linear](rows, len(rows) // a.shape[:-3].numel(), model)
+    numbers = [torch.tensor(_numbers(linear, part)) for part in parts]
+    return torch.stack([torch.isin(owners, each) for each in numbers], 1).float().unsqueeze(-1)
+
+
+def _of_query_groups(rows: Tensor, each: int, model: ModelConfig) -> Tensor:
+    """Return the number of each row's matrix: a query group has queries and gates, a key, a value."""
     queries = model.query_widths * model.num_attention_heads // model.query_groups
-    each = rows // a.shape[:-3].numel()  # of an expert
-    if linear == FC1:
-        owner = torch.arange(rows) % each // (each // 2)
-    else:  # a query group: queries and gates, key, value
-        slot = torch.arange(rows) // model.kv_channels % (queries + 2)
-        owner = (slot - queries + 1).clamp(min=0)
-    numbers = torch.tensor([MATRICES[linear].index(part) for part in parts])
-    return (owner[:, None] == numbers).float().unsqueeze(-1)
+    slot = rows // model.kv_channels % (queries + 2)
+    return (slot - queries + 1).clamp(min=0)
+
+
+def _of_gates(rows: Tensor, each: int, model: ModelConfig) -> Tensor:
+    """Return 0 for rows of gates, 1 for rows of values. each: rows of an expert"""
+    return rows % each // (each // 2)
+
+
+def _of_key_heads(rows: Tensor, each: int, model: ModelConfig) -> Tensor:
+    """Return the place of each row in `ModelConfig.key_head_parts`."""
+    ends = torch.tensor(model.key_head_parts).cumsum(0)
+    return torch.bucketize(rows % int(ends[-1]), ends, right=True)
+
+
+# Linear layer of several matrices -> owner of each row.
+_ROW_OWNERS = {QKV: _of_query_groups, FC1: _of_gates, IN_PROJ: _of_key_heads}
+
+
+def _numbers(linear: str, part: str) -> tuple[int, ...]:
+    """Return the owners of a matrix's rows."""
+    return IN_PROJ_PARTS.get(part, (MATRICES[linear].index(part),))
 
 
 def expanded(b: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -254,7 +254,6 @@ def dropout_layer(stream: int) -> int:
 def hidden_dropout(
     context: Context, layer: int, site: str, x: Tensor, forward_pass: Pass
 ) -> Dropout:
-    """Return the dropout of x (s, b, h) at a site of a layer."""
     stream = dropout_stream(layer, site)
     key = DropoutKey.of_segments(
         context.segments(x), context.seed, stream, forward_pass.first_sample

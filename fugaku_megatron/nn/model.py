@@ -68,12 +68,10 @@ class Stage(nn.Module):
 
     @property
     def first(self) -> Chunk | None:
-        """Chunk with the embeddings, or None."""
         return next((chunk for chunk in self.chunks if chunk.is_first), None)
 
     @property
     def last(self) -> Chunk | None:
-        """Chunk with the head, or None."""
         return next((chunk for chunk in self.chunks if chunk.is_last), None)
 
     @property

@@ -4,8 +4,8 @@
     fugaku-megatron plan --recipe 30b --nodes 6144 --tensor-model-parallel-size 4 \
         --pipeline-model-parallel-size 48 --checkpoint-activations --software fugaku_megatron --against torch1.10 --explain
 
-The search varies TP, PP, the micro-batch, ranks per node, recompute and ZeRO as far as the software has them; a value whose flag
-is on the command line is kept. With --against the flags describe the run as it is today, and only the last step varies everything.
+The search varies TP, PP, the micro-batch, ranks per node, recompute and ZeRO, but no value whose flag is on the command line. With
+--against the flags describe the run as it is today, and only the last step varies everything.
 Left out: the placement of ranks in the torus, checkpoints, failures.
 """
 

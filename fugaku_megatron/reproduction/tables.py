@@ -1,10 +1,9 @@
 """The published benchmark tables in their own format, with corrected, recomputed and modelled values next to the printed ones.
 
-"recomputed TFLOPs" follow from the corrected time by the formula that the table used (`costs.accounting`). The tables round times
-to the digits they show, and TFLOPs to two digits; x.xx5 is the mean of two logged values of two digits each, so every printed
-TFLOPs has an error of up to 0.005. PetaFLOPs are TFLOPs x nodes / 1024 (erratum R6), rounded to the digits they show; document 002
-truncates instead. Columns named "model" are modelled, not measured, and are filled for planned rows too; "error %" is the
-difference of the modelled from the corrected value. A table's errata follow it. Documents 000 and 002 are 124M and 001 is 30B on
+"recomputed TFLOPs" follow from the corrected time by the formula that the table used (`costs.accounting`). Printed TFLOPs have an
+error of up to 0.005: two digits, or x.xx5 as the mean of two values. PetaFLOPs are TFLOPs x nodes / 1024 (erratum R6), rounded to the
+digits they show, in document 002 truncated. Columns named "model" are modelled, for planned rows too; "error %" is the difference
+of the modelled from the corrected value. A table's errata follow it. Documents 000 and 002 are 124M and 001 is 30B on
 A64FX; 004 is A100.
 
     fugaku-megatron tables --document 001 --png 30b.png
@@ -103,7 +102,6 @@ class Comparison:
 
     @property
     def model_tflops(self) -> float | None:
-        """TFLOPs per rank for the modelled time."""
         return None if self.prediction is None else tflops(self.row, self.prediction.seconds)
 
     @property

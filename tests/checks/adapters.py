@@ -25,6 +25,18 @@ ADAPTED_EXPERTS = {
     "moe_layer_freq": "[0,1]",
 }
 QWEN = {**FAMILIES["qwen2"], **LORA}
+DELTA_NETS = {
+    **FAMILIES["qwen3"],
+    **LORA,
+    "apply_layernorm_1p": True,
+    "attention_output_gate": True,
+    "experimental_attention_variant": "gdn",
+    "linear_attention_freq": "2",
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 
 
 def curve(world, run, steps: int = 2):

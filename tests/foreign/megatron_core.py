@@ -49,6 +49,20 @@ SHARED = dict(
     moe_router_enable_expert_bias=True,
     moe_layer_freq=[0, 1],
 )
+DELTA = dict(
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=8,
+    linear_value_head_dim=6,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    attention_output_gate=True,
+    qk_layernorm=True,
+    layernorm_zero_centered_gamma=True,
+    deterministic_mode=True,
+)
+DELTA_LAYERS = dict(
+    experimental_attention_variant="gated_delta_net", linear_attention_freq=[1, 0, 1]
+)
 UNTIED = dict(position_embedding_type="rope", share_embeddings_and_output_weights=False)
 TIED = dict(position_embedding_type="learned_absolute", share_embeddings_and_output_weights=True)
 # name -> fields of the config, arguments of the model, pattern of a HybridModel
@@ -60,6 +74,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "hybrid": (dict(LLAMA, num_layers=4), UNTIED, "*-*-"),
     "hybrid_parts": (dict(LLAMA, num_layers=3), UNTIED, "**-"),
     "hybrid_experts": (dict(LLAMA, **EXPERTS, num_layers=4), UNTIED, "*E*E"),
+    "delta": (dict(LLAMA, **DELTA, **DELTA_LAYERS, num_layers=3), UNTIED, None),
+    "hybrid_delta": (dict(LLAMA, **DELTA, num_layers=4), UNTIED, "G-*-"),
 }
 
 
@@ -122,14 +138,78 @@ def arguments(name: str) -> argparse.Namespace:
         pipeline_model_parallel_size=1,
         hybrid_layer_pattern=pattern,
     )
-    foreign = ("gated_linear_unit", "activation_func", "num_moe_experts")
+    arguments.apply_layernorm_1p = fields.get("layernorm_zero_centered_gamma", False)
+    foreign = (
+        "gated_linear_unit",
+        "activation_func",
+        "num_moe_experts",
+        "layernorm_zero_centered_gamma",
+    )
     for field, value in fields.items():
         if field not in foreign:
             setattr(arguments, field, value)
     return arguments
 
 
-def hybrid_stack() -> Any:
+class Norm(torch.nn.Module):
+    """RMSNorm of megatron-core's arguments, with weights minus 1 too, which torch's own does not have."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.shift = float(config.layernorm_zero_centered_gamma)
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size) - self.shift)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight + self.shift, self.eps)
+
+
+def delta_net() -> Any:
+    """Return the attention of a gated delta net out of layers for a CPU; its spec needs a GPU package."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, common
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    common.HAVE_FLA = True
+    common.l2norm = lambda x: x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    return ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear
+        ),
+    )
+
+
+def delta_layers(config: Any) -> Any:
+    """Return the layers of a GPTModel with gated delta nets, named as Transformer Engine's."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    specs = []
+    for is_delta in config.linear_attention_freq:
+        layer = get_gpt_layer_local_submodules(normalization="RMSNorm", qk_layernorm=True)
+        with_norms(layer)
+        if is_delta:
+            layer.self_attention = delta_net()
+            keys = dict(layer.sharded_state_dict_keys_map)
+            keys["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+            layer.sharded_state_dict_keys_map = keys
+        specs.append(ModuleSpec(module=TransformerLayer, submodules=layer))
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def with_norms(layer: Any) -> None:
+    """Replace the norms of a layer."""
+    layer.input_layernorm = Norm
+    layer.pre_mlp_layernorm = Norm
+    attention = layer.self_attention.submodules
+    attention.q_layernorm = Norm
+    attention.k_layernorm = Norm
+
+
+def hybrid_stack(pattern: str) -> Any:
     """Return a HybridModel's layers out of megatron-core's own modules; its spec needs a GPU package."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
@@ -144,10 +224,25 @@ def hybrid_stack() -> Any:
         TransformerLayerSubmodules,
     )
 
-    hybrid_block.TENorm = WrappedTorchNorm
-    dense = get_gpt_layer_local_submodules(normalization="RMSNorm")
+    has_delta = "G" in pattern
+    hybrid_block.TENorm = Norm if has_delta else WrappedTorchNorm
+    dense = get_gpt_layer_local_submodules(normalization="RMSNorm", qk_layernorm=has_delta)
     experts = get_gpt_layer_local_submodules(normalization="RMSNorm", num_experts=4)
     norms = dense.sharded_state_dict_keys_map
+    delta = None
+    if has_delta:
+        with_norms(dense)
+        delta = ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=Norm,
+                self_attention=delta_net(),
+                self_attn_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map={
+                    "input_layernorm.": "self_attention.in_proj.layer_norm_"
+                },
+            ),
+        )
     attention = TransformerLayerSubmodules(
         input_layernorm=dense.input_layernorm,
         self_attention=dense.self_attention,
@@ -166,6 +261,7 @@ def hybrid_stack() -> Any:
     return ModuleSpec(
         module=HybridStack,
         submodules=HybridStackSubmodules(
+            gdn_layer=delta,
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
             moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=moe),
@@ -199,8 +295,10 @@ def build(name: str) -> torch.nn.Module:
     if pattern is not None:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-        return HybridModel(config, hybrid_stack(), hybrid_layer_pattern=pattern, **common)
-    if config.num_moe_experts is None:
+        return HybridModel(config, hybrid_stack(pattern), hybrid_layer_pattern=pattern, **common)
+    if config.linear_attention_freq is not None:
+        spec = delta_layers(config)
+    elif config.num_moe_experts is None:
         spec = get_gpt_layer_local_spec(
             normalization=config.normalization, qk_layernorm=config.qk_layernorm
         )

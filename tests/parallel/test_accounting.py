@@ -389,6 +389,7 @@ def test_keys_that_ranks_pass_are_those_that_queries_see(s, ranks, window):
         ("qwen3", "tp2 sequence"),
         ("qwen3", "lora_rank=4"),
         ("gpt", "tp2 sequence lora_rank=4"),
+        ("gated delta nets", "tp2 sequence lora_rank=4"),
         ("gpt with dropout", "cp2"),
         ("gpt with dropout", "cp4 p2p"),
         ("qwen3", "cp2 p2p selective"),

@@ -25,11 +25,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.convert.megatron_delta_net import shifted
+from fugaku_megatron.convert.torch_dist import DistFiles
 from tests.helpers import find_checkpoint, small_run
 
 transformers = pytest.importorskip("transformers")
 
 from tests.hf_models import (  # noqa: E402
+    MODELS,
     VOCABULARY,
     convert,
     decoder,
@@ -455,6 +458,79 @@ def test_what_is_written_for_megatron_has_its_layout(models, tmp_path, kind, imp
     assert same(there(tmp_path / "megatron", tmp_path), theirs)
 
 
+DELTA_KEYS = {
+    "self_attention.in_proj.layer_norm_weight": (48,),
+    "self_attention.in_proj.weight.query": (16, 48),
+    "self_attention.in_proj.weight.key": (16, 48),
+    "self_attention.in_proj.weight.value": (48, 48),
+    "self_attention.in_proj.weight.z": (48, 48),
+    "self_attention.in_proj.weight.beta": (4, 48),
+    "self_attention.in_proj.weight.alpha": (4, 48),
+    "self_attention.conv1d.weight.query": (16, 1, 4),
+    "self_attention.conv1d.weight.key": (16, 1, 4),
+    "self_attention.conv1d.weight.value": (48, 1, 4),
+    "self_attention.dt_bias": (4,),
+    "self_attention.A_log": (4,),
+    "self_attention.out_norm.weight": (12,),
+    "self_attention.out_proj.weight": (48, 48),
+}
+
+
+def write_delta_nets(kind: str, dtype: torch.dtype, directory: Path) -> None:
+    """Write a random model with gated delta nets for Megatron-LM."""
+    randomized(MODELS[kind]).to(dtype).save_pretrained(directory / "start")
+    words = ("--ckpt-format", "torch_dist", "--make-vocab-size-divisible-by", 64)
+    assert (
+        convert("--from-hf", directory / "start", "--to-megatron", directory / "megatron", *words)
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("qwen3_next", torch.bfloat16), ("qwen3_5", torch.float32)]
+)
+def test_gated_delta_nets_have_the_tensors_of_megatron(tmp_path, kind, dtype):
+    """Layers have keys of their own, and the norm after the delta rule its weight minus 1."""
+    write_delta_nets(kind, dtype, tmp_path)
+    files = DistFiles.open(tmp_path / "megatron" / "release")
+    prefix = "decoder.layers.0."
+    found = {
+        key.removeprefix(prefix): files.shape(key)
+        for key in files.tensors
+        if key.startswith(f"{prefix}self_attention.")
+    }
+    assert found == DELTA_KEYS
+    theirs = tensors(tmp_path / "start")
+    layer = "model.layers.0.linear_attn."
+    norm = files.tensor(f"{prefix}self_attention.out_norm.weight")
+    assert torch.equal(norm.float() + 1, theirs[f"{layer}norm.weight"].float())
+    if kind == "qwen3_5":
+        queries = files.tensor(f"{prefix}self_attention.in_proj.weight.query")
+        assert torch.equal(queries, theirs[f"{layer}in_proj_qkv.weight"][:16])
+    args = vars(files.common()["args"])
+    assert args["experimental_attention_variant"] == "gated_delta_net"
+    assert args["linear_attention_freq"] == 2 and args["apply_layernorm_1p"]
+    assert same(there(tmp_path / "megatron", tmp_path), theirs)
+
+
+def test_a_norm_that_its_format_would_round_is_fp32():
+    """0.2 - 1 has more digits than BF16."""
+    weight = torch.tensor([0.2, 1.25]).bfloat16()
+    stored = shifted(weight, -1.0, torch.bfloat16)
+    assert stored.dtype is torch.float32
+    back = shifted(stored, 1.0, torch.bfloat16)
+    assert back.dtype is torch.bfloat16 and torch.equal(back, weight)
+
+
+def test_gated_delta_nets_of_the_legacy_format_are_refused(tmp_path, capsys):
+    write_delta_nets("qwen3_5", torch.float32, tmp_path)
+    capsys.readouterr()
+    words = ("--from-hf", tmp_path / "start", "--to-megatron", tmp_path / "old")
+    assert convert(*words, "--ckpt-format", "torch") == 2
+    message = capsys.readouterr().err
+    assert "--ckpt-format torch does not have gated delta nets" in message
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_norms_that_store_their_weight_minus_one(models, tmp_path, kind):
     theirs = {
@@ -514,7 +590,7 @@ LEGACY_DAMAGE = [
     ),
     (
         lambda d: rewrite(d / FIRST, args={"quick_geglu": True}),
-        "quick_geglu is True: the MLP has GELU",
+        "quick_geglu is True: Megatron-LM's weights of such layers are not converted",
     ),
     (
         lambda d: rewrite(d / FIRST, args={"num_experts": 8, "add_bias_linear": False}),

@@ -11,7 +11,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.costs import activations
 from fugaku_megatron.data.tokenizer import gpt2_files
-from fugaku_megatron.inference import generate, generation
+from fugaku_megatron.inference import generate, generation, loading
 from fugaku_megatron.inference.generation import Decoder, Sampling
 from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.forward_context import Pass
@@ -195,6 +195,31 @@ def test_what_a_rank_would_hold(write, trained):
     kept = sum(cache.keys.nbytes + cache.values.nbytes for cache in decoder.cache.values())
     kinds = loaded.run.model.layer_kinds
     assert kept == activations.cache_bytes(loaded.run, 2, 12, kinds, 1)
+
+
+def test_layers_are_quantized_as_they_are_loaded(trained, monkeypatch):
+    """At any time one layer has its weights in the format of the checkpoint."""
+    stages = []
+    counts = []
+    load = loading.load_weights
+    empty = loading._empty_model
+
+    def captured(*args):
+        loaded = empty(*args)
+        stages.append(loaded.stage)
+        return loaded
+
+    def counted(*args):
+        load(*args)
+        weights = [layer.mlp.linear_fc1.weight for layer in stages[-1].layers]
+        counts.append(sum(not w.is_meta and scales_of(w) is None for w in weights))
+
+    monkeypatch.setattr(loading, "_empty_model", captured)
+    monkeypatch.setattr(loading, "load_weights", counted)
+    manifest = read_manifest(trained[0], 80)
+    run = saved_run(manifest, (1, 1))
+    load_model(run, SoloComm(), str(trained[0]), 80, manifest, True)
+    assert counts == [1] * run.model.num_layers + [0]
 
 
 SHORT = [

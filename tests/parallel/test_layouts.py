@@ -9,6 +9,7 @@ import torch
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.run_config import RunConfig
 from tests.checks.adapters import ADAPTED_EXPERTS, QWEN
+from tests.checks.adapters import DELTA_NETS as ADAPTED_DELTA_NETS
 from tests.checks.chats import CHAT_LENGTH, PADDED_CHATS, packed, write_chats, write_random_chats
 from tests.checks.documents import RESETS
 from tests.checks.experts import (
@@ -235,6 +236,7 @@ MODELS = {
     "lora of two matrices of experts": Model(
         {**ADAPTED_EXPERTS, "lora_target": "up_proj,down_proj"}
     ),
+    "lora of gated delta nets": Model({**ADAPTED_DELTA_NETS, "lora_dropout": 0.25, **DROPOUT}),
     "lora of fc1": Model({**ADAPTED_EXPERTS, "lora_target": "linear_fc1"}),
     "lora of experts, ten iterations": Model(
         {**ADAPTED_EXPERTS, **TEN, "moe_layer_freq": "1"}, iterations=10
@@ -443,6 +445,7 @@ LAYOUTS = {  # every option once at least, and pairs of options rather than all 
     "lora of experts in bf16": ["tp2 dp2 ep2 sequence"],
     "lora of all matrices of experts": ["dp2 ep2 torch"],
     "lora of two matrices of experts": ["tp2 dp2 ep2 sequence"],
+    "lora of gated delta nets": ["tp2 pp2 sequence selective", "cp2 full", "torch"],
     "lora of fc1": ["tp2"],
     # Chats packed into longer samples, which are filled with padding.
     "chats": ["seq_length=24", "seq_length=32 torch"],

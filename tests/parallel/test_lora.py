@@ -27,7 +27,7 @@ from fugaku_megatron.inference.scoring import EVALUATION
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.run.resume import resume_training
-from tests.checks.adapters import ADAPTED_EXPERTS, QWEN
+from tests.checks.adapters import ADAPTED_EXPERTS, DELTA_NETS, QWEN
 from tests.checks.allocations import allocated
 from tests.checks.experts import CAPACITY, EXPERTS, SHARED, layer_of, plain_experts
 from tests.helpers import (
@@ -449,6 +449,77 @@ def test_adapters_go_to_peft_and_back(dense, tmp_path):
     trainer, lines = start_alone(**{**QWEN, "lora_target": target}, load=back, finetune=True)
     assert "starting from the weights" in lines[0]
     trainer.close()
+
+
+NEXT = {
+    **DELTA_NETS,
+    "num_experts": 4,
+    "moe_layer_freq": "[0,1,1,1]",
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_shared_expert_gate": True,
+    "lora_target": "in_proj_qkvz,in_proj_ba,out_proj",
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows"),
+    [
+        (DELTA_NETS, {"qkv": 96, "z": 64, "b": 4, "a": 4}),
+        ({**DELTA_NETS, "lora_target": "in_proj"}, {"qkv": 96, "z": 64, "b": 4, "a": 4}),
+        (NEXT, {"qkvz": 160, "ba": 8}),
+    ],
+    ids=["all-linear", "one adapter", "Qwen3-Next"],
+)
+def test_adapters_of_gated_delta_nets_go_to_peft_and_back(flags, rows, tmp_path):
+    trained = train_adapters(tmp_path, flags)
+    theirs = load_file(trained.peft / "adapter_model.safetensors")
+    merged = open_weights(trained.run)
+    plain = open_weights(trained.base)
+    name = "decoder.layers.0.self_attention.in_proj.weight"
+    found = 0
+    for part, count in rows.items():
+        module = f"base_model.model.model.layers.0.linear_attn.in_proj_{part}"
+        a, b = (theirs[f"{module}.lora_{kind}.weight"] for kind in "AB")
+        assert a.shape == (4, 32) and b.shape == (count, 4)
+        found += (4.0 * b @ a).square().sum().item()
+    difference = merged.read(name) - plain.read(name)
+    assert found == pytest.approx(difference.square().sum().item(), rel=1e-4) and found > 1e-6
+    assert torch.allclose(fm.load(trained.run).logits(TOKENS), trained.logits, atol=1e-5)
+    back = tmp_path / "back"
+    convert("--load", trained.base, "--from-peft", trained.peft, "--save", back)
+    assert torch.allclose(fm.load(back).logits(TOKENS), trained.logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({**QWEN, "lora_target": "out_proj"}, "the model has no gated delta net: leave it out"),
+        (
+            {**DELTA_NETS, "lora_target": "in_proj_qkvz,in_proj_z"},
+            "names rows of in_proj twice",
+        ),
+        (
+            {**DELTA_NETS, "lora_target": "in_proj,in_proj_b"},
+            "in_proj holds in_proj_b: leave one of them out",
+        ),
+    ],
+)
+def test_targets_that_do_not_fit_gated_delta_nets(flags, message):
+    with pytest.raises(ValueError, match=message):
+        small_run(**flags)
+
+
+def test_adapters_of_matrices_that_a_file_stores_together_are_refused(tmp_path, capsys):
+    flags = {**NEXT, "lora_target": "in_proj_z"}
+    base = save_model(tmp_path / "base", **without_adapters(flags))
+    trainer, _ = start_alone(**flags, pretrained_checkpoint=base)
+    trainer.save(str(tmp_path / "run"))
+    trainer.close()
+    words = ("--load", str(tmp_path / "run"), "--to-peft", str(tmp_path / "peft"))
+    assert program.main(["convert", *words]) == 2
+    message = "in_proj_z is no matrix of this model's files, which have in_proj_ba, in_proj_qkvz"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,15 @@ from tests.helpers import find_checkpoint, make_trainer, small_run, whole_tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/foreign/megatron_core.py"
-PATTERNS = {"hybrid": "*-*-", "hybrid_parts": "**-", "hybrid_experts": "*E*E"}
+PATTERNS = {
+    "hybrid": "*-*-",
+    "hybrid_parts": "**-",
+    "hybrid_experts": "*E*E",
+    "hybrid_delta": "G-*-",
+}
 # version of Python -> models
 CASES = {
-    "3.12": ("dense", "llama", "experts", "shared", *PATTERNS),
+    "3.12": ("dense", "llama", "experts", "shared", "delta", *PATTERNS),
     "3.11": ("dense", "llama", "experts", "shared"),
 }
 
@@ -90,8 +95,10 @@ def test_megatron_core_and_this_program_read_each_other(version, common, tmp_pat
         after = expected(tmp_path / "ours" / name, "loaded.pt")
         assert before["weights"].keys() == after["weights"].keys()
         for key, tensor in before["weights"].items():
-            assert torch.equal(after["weights"][key], tensor), (name, key)
-        assert torch.equal(after["logits"], before["logits"])
+            # The norm of a gated delta net is 1 more here, and FP32 rounds the sum.
+            digits = 6e-8 if key.endswith(".out_norm.weight") else 0.0
+            torch.testing.assert_close(after["weights"][key], tensor, rtol=0, atol=digits)
+        torch.testing.assert_close(after["logits"], before["logits"], rtol=0, atol=1e-6)
 
 
 class Samples:

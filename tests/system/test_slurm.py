@@ -101,6 +101,50 @@ def test_a_recipe_that_cannot_run_is_refused():
         render.render_slurm(cluster, job._replace(tp=5))
 
 
+@pytest.mark.parametrize("code, restarts", [(0, 0), (8, 0), (0, 1)])
+def test_a_job_first_checks_its_layout_if_asked(code, restarts, tmp_path):
+    """Four of the eight nodes hold two replicas; a job that was requeued is not checked again."""
+    job = tmp_path / "job.sbatch"
+    recipe = render.Recipe("124m", nodes=8, tp=2, pp=4)
+    job.write_text(render.render_slurm(render.CLUSTERS["a64fx"], recipe, checks_layout=True))
+    log = tmp_path / "log"
+    nodes = [f"c{n}" for n in range(8)]
+    commands = {
+        "mpiexec": f'echo "started $*" >> {log}\n[[ $* != *--check-layout ]] || exit {code}',
+        "scontrol": f"printf '%s\\n' {' '.join(nodes)}",
+        "python": f'echo "started $*" >> {log}',
+    }
+    for name, text in commands.items():
+        command = tmp_path / name
+        command.write_text(f"#!/bin/bash\n{text}\n")
+        command.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "FUGAKU_MEGATRON": str(ROOT),
+        "PYTHON": str(tmp_path / "python"),
+        "LAUNCHER": "mpiexec",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_NAME": "job",
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "c[0-7]",
+        "SLURM_JOB_NUM_NODES": "8",
+        "SLURM_NTASKS": "32",
+        "SLURM_RESTART_COUNT": str(restarts),
+    }
+    ended = subprocess.run(["bash", str(job), "--lr", "1e-3"], env=environment)
+    assert ended.returncode == code
+    lines = log.read_text().splitlines()
+    checked = [line for line in lines if line.endswith("--check-layout")]
+    assert len(checked) == (restarts == 0)
+    for line in checked:
+        assert line.startswith("started -n 16 --host c0:4,c1:4,c2:4,c3:4 ") and "--lr 1e-3" in line
+    started = [line for line in lines if "supervise" in line]
+    assert len(started) == (code == 0)
+    for line in started:
+        assert f"--hosts {','.join(nodes)} --ranks-per-node 4" in line
+
+
 def two_ports() -> int:
     """Return a free port with a free next port: slurmctld's and slurmd's."""
     while True:

@@ -1,12 +1,13 @@
-"""The wheel is complete, names no folder on the build machine, and trains without the checkout.
+"""The wheel is complete, names no folder on the build machine, leaves a site's torch alone and trains without the checkout.
 
-The quick tests build it once from the objects that `make setup` left. The slow one is `make wheel-test`: `pip install .`
-in an empty environment.
+The quick tests build it once from the objects that `make setup` left. The slow ones are `make wheel-test`: `pip install .`
+in an empty environment, and this wheel in environments with the oldest, the pinned and the newest torch.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import platform
 import re
@@ -20,10 +21,12 @@ from pathlib import Path
 
 import pytest
 
-from tools import wheels
+from tools import other_torch, wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+PINNED = re.search(r"^torch==(\S+); .*x86_64", (ROOT / "requirements.txt").read_text(), re.M)[1]
+OTHERS = re.search(r"^OTHER_TORCH := (.*)", (ROOT / "Makefile").read_text(), re.M)[1].split()
 TRAIN = (
     "train --recipe demo --mock-data --train-iters 2 --micro-batch-size 1 --global-batch-size 1"
 ).split()
@@ -144,6 +147,73 @@ def test_the_wheel_trains_without_the_checkout(bin_folder, tmp_path):
 )
 def test_the_wheel_holds_its_data(bin_folder, tmp_path, words, answer):
     assert answer in run([bin_folder / "fugaku-megatron", *words.split()], tmp_path).stdout
+
+
+@pytest.fixture
+def site_with(tmp_path):
+    """Make an environment where pip finds packages of these versions, and nothing else."""
+
+    def make(**versions: str) -> Path:
+        venv.create(tmp_path / "site", symlinks=True)
+        packages = next((tmp_path / "site").glob("lib/python*/site-packages"))
+        for name, version in versions.items():
+            folder = packages / f"{name}-{version}.dist-info"
+            folder.mkdir()
+            text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            (folder / "METADATA").write_text(text)
+        return tmp_path / "site" / "bin" / "python"
+
+    return make
+
+
+def would_install(python: Path, wheel: Path) -> subprocess.CompletedProcess:
+    """Return pip's report on installing the wheel, without an index of packages and this machine's settings of pip."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment["PIP_CONFIG_FILE"] = os.devnull
+    options = ["install", "--no-index", "--dry-run", "--report", "-", wheel]
+    command = [*PIP, "--python", python, *options]
+    return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
+
+
+SITE = {"numpy": "1.26.4", "regex": "2024.11.6", "psutil": "5.9", "safetensors": "0.4"}
+
+
+def test_pip_leaves_a_sites_packages_alone(wheel, site_with):
+    done = would_install(site_with(torch="2.9.1", **SITE), wheel)
+    assert done.returncode == 0, done.stderr
+    names = [package["metadata"]["name"] for package in json.loads(done.stdout)["install"]]
+    assert names == ["fugaku-megatron"]
+
+
+def test_pip_says_that_a_sites_torch_is_too_old(wheel, site_with):
+    done = would_install(site_with(torch="2.8.0", **SITE), wheel)
+    assert done.returncode != 0 and "torch>=2.9" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [PINNED, *OTHERS])
+def test_the_wheel_trains_with_every_torch(wheel, tmp_path, monkeypatch, version):
+    """The torch is there before the wheel, and stays."""
+    monkeypatch.setenv("PIP_CONSTRAINT", os.devnull)
+    venv.create(tmp_path / "site", with_pip=True, symlinks=True)
+    programs = tmp_path / "site" / "bin"
+    pip = [programs / "python", *PIP[1:], "install"]
+    if version == PINNED:
+        run([*pip, f"torch=={version}"], tmp_path, timeout=600)
+    else:
+        try:
+            folder = other_torch.unpacked(version)
+        except other_torch.Unavailable as reason:
+            pytest.skip(str(reason))
+        packages = next((tmp_path / "site").glob("lib/python*/site-packages"))
+        (packages / "torch.pth").write_text(f"{folder}\n")
+    run([*pip, f"{wheel}[mpich]"], tmp_path, timeout=600)
+    printed = run([programs / "python", "-c", "import torch; print(torch.__version__)"], tmp_path)
+    assert printed.stdout.split("+")[0].strip() == version
+    smoke = "train --recipe demo --mock-data --vocab-size 512 --train-iters 20 --eval-iters 0"
+    command = [programs / "mpiexec", "-n", "2", programs / "fugaku-megatron", *smoke.split()]
+    job = run(command, tmp_path, timeout=600)
+    assert " iteration       20/      20 |" in job.stdout and "MPICH" in job.stdout
 
 
 @pytest.mark.slow

@@ -146,7 +146,6 @@ def _quick_geglu_gradient(dy: Tensor, x: Tensor, limit: float | None, offset: fl
 
 # xIELU: Huang and Schlag 2024 (arXiv:2411.13010). p and n: the parameters before softplus.
 XIELU_BETA = 0.5
-XIELU_START = 0.8  # slope of both sides' curvature in the beginning
 XIELU_LIMIT = -1e-6  # expm1's argument is at most this
 
 

@@ -81,7 +81,6 @@ class _TorchLayerNorm(Function[Tensor]):
 
 
 def layer_norm_without_bias(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return the layer norm of x (..., h), computed by torch."""
     return _LayerNormWithoutBias.apply(x, weight, epsilon)
 
 

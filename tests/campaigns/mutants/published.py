@@ -269,7 +269,7 @@ PUBLISHED = (
         "shards of a weight have the same initial values",
         "https://github.com/modelscope/ms-swift/pull/7944",
         "optim/flat.py",
-        "count(index * rows + spec.offset[-2], band)",
+        "count(index * rows + first_row, band)",
         "count(index * rows, band)",
         "tp2",
         FOUR,

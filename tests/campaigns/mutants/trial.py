@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.layout_check import check
 from fugaku_megatron.layout_check.check import NO_FILES, Report, Small, Tools
 from fugaku_megatron.layout_check.compare import Comparison, Tolerance
+from fugaku_megatron.layout_check.points import Point
 from fugaku_megatron.layout_check.recorder import Piece, assembled
 from fugaku_megatron.run.check_layout import LayoutDiffers, check_run_layout
 from tests.campaigns.mutants.layouts import run_of
@@ -30,6 +32,7 @@ NOT_EXECUTED = "not executed"
 FOUND = (NAMED, ELSEWHERE, STOPPED)
 
 Ranks = list[list[Piece]]
+Tensors = Mapping[Point, Tensor]
 
 
 class Result(NamedTuple):
@@ -40,13 +43,44 @@ class Result(NamedTuple):
     text: str
 
 
+class Compared(NamedTuple):
+    """Tensors of a comparison. alone: those of one rank, {} if its training stopped"""
+
+    tolerance: Tolerance
+    ranks: Ranks
+    alone: dict[Point, Tensor]
+
+    def first_change(self, before: Compared) -> Point | None:
+        """Return the first tensor, of the ranks or of one rank, that differs from the original's by more than the tolerance."""
+        originals = assembled(piece for pieces in before.ranks for piece in pieces)
+        alone = [Piece(point, (*x.shape,), (...,), x) for point, x in self.alone.items()]
+        firsts = (
+            self._first_difference(self.ranks, originals),
+            self._first_difference([alone], before.alone),
+        )
+        return min(filter(None, firsts), key=lambda point: point.order, default=None)
+
+    def _first_difference(self, ranks: Ranks, originals: Tensors) -> Point | None:
+        comparison = Comparison(self.tolerance)
+        comparison.add(ranks, originals)
+        comparison.check_complete(originals)
+        return comparison.first.point if comparison.first else None
+
+    def is_equal(self, before: Compared) -> bool:
+        """Return True if every bit is the original's."""
+        if len(self.ranks) != len(before.ranks) or self.alone.keys() != before.alone.keys():
+            return False
+        equal = (_bits(own) == _bits(other) for own, other in zip(self.ranks, before.ranks))
+        return all(equal) and all(x.equal(before.alone[point]) for point, x in self.alone.items())
+
+
 @dataclass
 class Checked:
-    """A layout's report, and its ranks' tensors by number format. errors: largest shares of the tolerances"""
+    """A layout's report, and its tensors by number format. errors: largest shares of the tolerances"""
 
     report: Report | None = None
     problem: str = ""
-    formats: list[tuple[Tolerance, Ranks]] = field(default_factory=list)
+    formats: list[Compared] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
 
 
@@ -88,7 +122,15 @@ class _watched:
             tools: Tools,
             directory: Any,
         ) -> str | None:
-            checked.formats.append((comparison.tolerance, ranks))
+            alone: dict[Point, Tensor] = {}
+            checked.formats.append(Compared(comparison.tolerance, ranks, alone))
+            check_complete = comparison.check_complete
+
+            def completed(reference: Tensors) -> None:
+                alone.update(reference)
+                check_complete(reference)
+
+            comparison.check_complete = completed  # type: ignore[method-assign]
             problem = compare_alone(small, ranks, comparison, tools, directory)
             for kind, largest in comparison.kinds.items():
                 share = largest.error / largest.allowed
@@ -108,35 +150,18 @@ def result_of(layout: str, flags: dict[str, Any], original: Checked) -> Result:
     except BaseException as error:
         text = next(iter(str(error).splitlines()), "")
         return Result(STOPPED, layout, f"{type(error).__name__}: {text:.200}")
-    changes = [
-        _first_change(tolerance, ranks, before)
-        for (tolerance, ranks), (_, before) in zip(found.formats, original.formats, strict=False)
-    ]
-    change = next((each for each in changes if each), None)
+    pairs = list(zip(found.formats, original.formats, strict=False))
+    changes = [own.first_change(before) for own, before in pairs]
+    change = next((str(each) for each in changes if each), None)
     if found.problem:
         right = change is not None and f": {change}," in found.problem
         return Result(NAMED if right else ELSEWHERE, layout, f"{found.problem} [{change}]")
     if change is not None:
         return Result(ALIKE, layout, change)
-    pairs = zip(found.formats, original.formats, strict=True)
-    if all(_equal(ranks, before) for (_, ranks), (_, before) in pairs):
+    equal = len(found.formats) == len(original.formats)
+    if equal and all(own.is_equal(before) for own, before in pairs):
         return Result(EQUIVALENT, layout, "")
     return Result(ROUNDING, layout, "")
-
-
-def _first_change(tolerance: Tolerance, ranks: Ranks, before: Ranks) -> str | None:
-    """Return the first tensor that differs from the original's by more than the tolerance."""
-    reference = assembled(piece for pieces in before for piece in pieces)
-    comparison = Comparison(tolerance)
-    comparison.add(ranks, reference)
-    comparison.check_complete(reference)
-    return str(comparison.first.point) if comparison.first else None
-
-
-def _equal(ranks: Sequence[Iterable[Piece]], before: Sequence[Iterable[Piece]]) -> bool:
-    if len(ranks) != len(before):
-        return False
-    return all(_bits(each) == _bits(other) for each, other in zip(ranks, before, strict=True))
 
 
 def _bits(pieces: Iterable[Piece]) -> dict[Any, bytes]:
