@@ -1,7 +1,6 @@
 """On the path in tests' MPI jobs: no pictures; a wrong gradient and waiting ranks if variables ask for them.
 
-The process that draws the losses after a save takes longer than a run. It ends at once. torch is imported without its operators on
-meta tensors that are written in Python: they take a quarter of the import, and no job calls one. FAULT_GRADIENT is
+The process that draws the losses after a save takes longer than a run. It ends at once. FAULT_GRADIENT is
 rank,call,element,mark: that call to attention's backward on that rank leaves a NaN in its result, and creates the file `mark`.
 FAULT_HOLD is mark:iteration:...; after each of these iterations, the first time, the last rank waits to be killed. `mark`.iteration
 is then a link to its process number. FAULT_HOLD_IMPORT is a mark: every rank creates `mark`.process and waits in an import until a
@@ -13,12 +12,10 @@ import os
 import signal
 import sys
 import time
-import types
 from pathlib import Path
 
 KERNELS = "fugaku_megatron._kernels"
 TRAINER = "fugaku_megatron.training.trainer"
-META_TENSORS = "torch._meta_registrations"
 
 
 class Changed:
@@ -83,7 +80,6 @@ def await_signal(mark):
 
 if {"fugaku_megatron.observe.loss_plot", "loss"} <= {*sys.orig_argv}:
     os._exit(0)
-sys.modules[META_TENSORS] = types.ModuleType(META_TENSORS)
 rank, _, fault = os.environ.get("FAULT_GRADIENT", "").partition(",")
 if fault and os.environ.get("PMI_RANK") == rank:
     sys.meta_path.insert(
