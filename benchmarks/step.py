@@ -63,6 +63,10 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
+# Options that are fields of the run, None: the recipe's.
+SIZES = ("seq_length", "num_layers", "vocab_size", "num_experts")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
     shapes.add_arguments(parser)
@@ -72,6 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--vocab-size", type=int, help="words, for a part of a large model (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--num-experts",
+        type=int,
+        help="experts of a layer, for a part of a large model (default: the recipe's)",
     )
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="with --ranks")
     parser.add_argument(
@@ -178,11 +187,7 @@ def run_values(options: argparse.Namespace) -> dict[str, Any]:
 
     Balancing losses are left out, because the baselines do not compute them.
     """
-    sizes = {
-        name: value
-        for name in ("seq_length", "num_layers", "vocab_size")
-        if (value := getattr(options, name)) is not None
-    }
+    sizes = {name: value for name in SIZES if (value := getattr(options, name)) is not None}
     adapters = {}
     if options.lora_rank is not None:
         model = shapes.run_of(options, **sizes).model
@@ -455,8 +460,8 @@ def layout_job(options: argparse.Namespace, cell: jobs.Cell) -> jobs.Job:
 def measure_layouts(options: argparse.Namespace) -> dict[str, Any]:
     """All layouts in turn. ratio: throughput over one rank's."""
     check(
-        options.num_layers is options.vocab_size is None,
-        "--num-layers and --vocab-size are compared with a baseline: omit them, or --ranks",
+        options.num_layers is options.vocab_size is options.num_experts is None,
+        "--num-layers, --vocab-size and --num-experts are compared with a baseline: omit them, or --ranks",
     )
     cells = candidates(options)
     planned = {name: layout_job(options, cell) for name, cell in cells.items()}

@@ -297,11 +297,12 @@ def layer_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
     return of_layers(run, lambda kind: sum(r.parameters for r in layer_records(run, tp, kind)))
 
 
-def last_recomputed_records(run: RunConfig, tp: int) -> list[Record]:
+def last_recomputed_records(run: RunConfig, tp: int, kind: LayerKind | None = None) -> list[Record]:
     """Return the operations that full recompute repeats in a group's last layer, whose result is not read again."""
+    records = layer_records(run, tp, kind)
     if run.model.keeps_mlp_tensors:
-        return list(layer_records(run, tp))
-    return [r for r in layer_records(run, tp) if r.name not in ("linear_fc2", "experts_sum")]
+        return list(records)
+    return [r for r in records if r.name not in ("linear_fc2", "experts_sum")]
 
 
 @lru_cache(maxsize=64)

@@ -398,6 +398,8 @@ class Rank:
 
     def _matmul(self, p: Matmul) -> float:
         flops = 2.0 * p.m * p.n * p.k * p.count * p.times
+        if p.fp32_share is not None:
+            return flops / (self._peak_in("fp32") * p.fp32_share)
         if p.attention and self.parameters.attention_forward:
             return self._attention(p, flops)
         if p.quantized:

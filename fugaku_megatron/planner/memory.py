@@ -43,10 +43,12 @@ def kinds(run: RunConfig, placement: Placement) -> tuple[int, ...]:
 def virtual_stage_kinds(run: RunConfig, placement: Placement) -> tuple[int, ...]:
     sizes = accounting.virtual_stage_sizes(run, placement)
     recomputed = run.training.recompute_part_layers
-    features = [
-        (layers, n == 0, n == len(sizes) - 1, recomputed and min(recomputed[n], layers))
-        for n, layers in enumerate(sizes)
-    ]
+    features = []
+    for n, layers in enumerate(sizes):
+        own = accounting.virtual_stage_layers(run, placement, n)
+        kinds = run.model.layer_kinds[own.start : own.stop]
+        again = recomputed and min(recomputed[n], layers)
+        features.append((kinds, n == 0, n == len(sizes) - 1, again))
     return tuple(map(features.index, features))
 
 

@@ -7,6 +7,7 @@ Left out: input and output, evaluation, checkpoints.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -110,16 +111,21 @@ def virtual_stage_work(
     Weight-gradient matmuls in layers are deferrable. A head with logits in blocks computes its
     gradients in forward.
     """
-    phases = work.phases(run, layout.tp, code)
+    tp = layout.tp
     placement = layout.placement
     own = accounting.virtual_stage_layers(run, placement, virtual_stage)
-    layers = accounting.whole_layers(run.model, own)
-    forward = [(phases["layer_forward"], layers)]
-    backward = [(phases["layer_backward"], layers)]
+    layer_kinds = run.model.layer_kinds[own.start : own.stop]
+    counts = Counter(layer_kinds)
+    by_kind = {kind: work.phases(run, tp, code, kind) for kind in counts}
+    forward = [(by_kind[kind]["layer_forward"], count) for kind, count in counts.items()]
+    backward = [(by_kind[kind]["layer_backward"], count) for kind, count in counts.items()]
+    weights = [(by_kind[kind]["layer_weights"], count) for kind, count in counts.items()]
     if groups := accounting.virtual_stage_recompute_groups(run, placement, virtual_stage):
-        backward.append((work.recomputed_layers(run, layout.tp, groups, code), 1))
+        backward.append((work.recomputed_layers(run, tp, layer_kinds, groups, code), 1))
     elif run.training.recompute_granularity == "selective":
-        backward.append((work.recomputed_attention(run, layout.tp, code), layers))
+        for kind, count in counts.items():
+            backward.append((work.recomputed_mixer(run, tp, kind, code), count))
+    phases = work.phases(run, tp, code)
     if virtual_stage == 0:
         forward.append((phases["embedding_forward"], 1))
         backward.append((phases["embedding_backward"], 1))
@@ -128,9 +134,10 @@ def virtual_stage_work(
         head_gradients = forward if code.counts["logits_in_chunks"] else backward
         head_gradients.append((phases["head_backward"], 1))
     parameters = accounting.virtual_stage_parameters(run, layout, virtual_stage)
-    gradients = work.weight_gradients(run, layout.tp, parameters, 12 * layers, code)
+    layers = accounting.whole_layers(run.model, own)
+    gradients = work.weight_gradients(run, tp, parameters, 12 * layers, code)
     backward.append((gradients, 1))
-    return forward, backward, [(phases["layer_weights"], layers)]
+    return forward, backward, weights
 
 
 stage_parameters = lru_cache(maxsize=4096)(accounting.stage_parameters)
@@ -294,7 +301,10 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     saved_bytes = 2 * activations.FP32_BYTES - run.optimizer.moment_bytes
     if run.optimizer.main_params_dtype == "bf16":
         saved_bytes += 2
-    parameters = max(stage_parameters(run, layout, stage) for stage in kinds)
+    parameters = max(
+        stage_parameters(run, layout, stage) - rank_memory.frozen_elements(run, layout, stage)
+        for stage in kinds
+    )
     layers = max(
         sum(
             accounting.whole_layers(run.model, layers)

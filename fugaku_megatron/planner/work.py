@@ -7,13 +7,16 @@ tensor-parallel size.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import MappingProxyType
 
 from ..config import features
+from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
 from ..config.layout import Layout
+from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.run_config import RunConfig
 from ..costs import accounting, activations, experts, memory
 from ..costs.activations import Collective, Record
@@ -27,6 +30,7 @@ class Matmul:
     """Call with `count` matmuls (m, k) x (k, n), made `times` times.
 
     attention: Q K^T or P V; a kernel computes the share `visible`
+    fp32_share: share of the FP32 peak that a kernel of its own reaches; None: by shape and precision
     quantized: operands that the call quantizes to INT8: the first, or both; 0: not in INT8
     """
 
@@ -39,6 +43,7 @@ class Matmul:
     dropout: bool = False
     backward: bool = False
     quantized: int = 0
+    fp32_share: float | None = None
     times: int = 1
 
 
@@ -106,22 +111,55 @@ def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
     )
 
 
-def tensors(run: RunConfig, tp: int) -> dict[str, int]:
-    """Return the bytes per tensor kind. mlp: mean over an activation's argument and result."""
-    model = run.model
+def _attention_tensors(run: RunConfig, tp: int) -> dict[str, int]:
     rows = run.tokens_per_microbatch * run.element_bytes
     return {
-        "hidden": rows * model.hidden_size,
         "qkv": activations.qkv_bytes(run, tp),
         "context": activations.context_bytes(run, tp),
-        "scores": rows * model.seq_length * model.num_attention_heads // tp,
-        "mlp": rows * experts.mlp_width(model) * (model.fc1_widths + 1) // 2 // tp,
+        "scores": rows * run.model.seq_length * run.model.num_attention_heads // tp,
+    }
+
+
+def _delta_net_tensors(run: RunConfig, tp: int) -> dict[str, int]:
+    rows = run.tokens_per_microbatch * run.element_bytes
+    return {
+        "qkv": rows * run.model.delta_width // tp,
+        "context": rows * run.model.delta_values // tp,
+        "scores": 0,
+    }
+
+
+_MIXER_TENSORS = {ATTENTION: _attention_tensors, GATED_DELTA_NET: _delta_net_tensors}
+_NO_MIXER = {"qkv": 0, "context": 0, "scores": 0}
+
+
+def _mlp_width(model: ModelConfig, mlp: str | None) -> int:
+    if mlp is None:
+        return 0
+    return experts.mlp_width(model) if mlp == MLP_OF_EXPERTS else model.ffn_hidden_size
+
+
+def tensors(run: RunConfig, tp: int, kind: LayerKind | None = None) -> dict[str, int]:
+    """Return the bytes per tensor kind. mlp: mean over an activation's argument and result.
+
+    kind: None: `typical_layer`
+    """
+    model = run.model
+    each = kind or accounting.typical_layer(model)
+    rows = run.tokens_per_microbatch * run.element_bytes
+    mixer = _NO_MIXER if each.mixer is None else _MIXER_TENSORS[each.mixer](run, tp)
+    return {
+        "hidden": rows * model.hidden_size,
+        **mixer,
+        "mlp": rows * _mlp_width(model, each.mlp) * (model.fc1_widths + 1) // 2 // tp,
         "logits": rows * accounting.padded_vocab_size(model, tp) // tp,
     }
 
 
-def _elementwise_tensors(run: RunConfig, tp: int, software: Software) -> dict[str, int]:
-    sizes = tensors(run, tp)
+def _elementwise_tensors(
+    run: RunConfig, tp: int, software: Software, kind: LayerKind | None = None
+) -> dict[str, int]:
+    sizes = tensors(run, tp, kind)
     return (
         {**sizes, "hidden": sizes["hidden"] // tp}
         if features.SEQUENCE_PARALLEL in software.active(run)
@@ -140,25 +178,49 @@ def _elementwise(software: Software, phase: str, sizes: dict[str, int]) -> Work:
     )
 
 
-def _rotary(run: RunConfig, sizes: Mapping[str, int]) -> Work:
-    """Return the rotary work: qkv read and written once.
-
-    --residual-multiplier also reads and writes two results, and norms beyond two a layer a tensor each.
-    """
+def _rotary(run: RunConfig, sizes: Mapping[str, int], kind: LayerKind) -> Work:
+    """Return the work around attention: qkv read and written once by rope, and the gates of the output."""
     work = Work()
-    if run.model.uses_rotary(accounting.typical_layer(run.model)):
+    if run.model.uses_rotary(kind):
         work = Work(moved=2.0 * sizes["qkv"], calls=1, allocations=((sizes["qkv"], 1),))
     if run.model.attention_output_gate:
         # queries, keys and values without the gates, and the context's product with the gates
         moved = 2.0 * sizes["qkv"] + 5.0 * sizes["context"]
         allocations = ((sizes["qkv"], 1), (sizes["context"], 2))
         work += Work(moved=moved, calls=2, allocations=allocations)
+    return work
+
+
+def _around_delta_rule(run: RunConfig, sizes: Mapping[str, int], kind: LayerKind) -> Work:
+    """Return the work around the delta rule: parts cut out of the projection, convolution, order of heads, norm."""
+    convolved = sizes["qkv"] * run.model.delta_convolved / run.model.delta_width
+    moved = 6.0 * convolved + 5.0 * sizes["context"]
+    allocations = ((sizes["qkv"], 3), (sizes["context"], 1))
+    return Work(moved=moved, calls=8, allocations=allocations)
+
+
+_AROUND_MIXERS = {ATTENTION: _rotary, GATED_DELTA_NET: _around_delta_rule}
+
+
+def _around_parts(
+    run: RunConfig, software: Software, phase: str, sizes: dict[str, int], kind: LayerKind
+) -> Work:
+    """Return a layer's element-wise work. The counts of a phase are a layer's with a mixer and an MLP.
+
+    --residual-multiplier also reads and writes two results, and norms beyond two a layer a tensor each.
+    """
+    work = _elementwise(software, phase, sizes)
+    if kind.mixer is not None:
+        work += _AROUND_MIXERS[kind.mixer](run, sizes, kind)
     if run.model.residual_multiplier != 1.0:
         work += Work(moved=4.0 * sizes["hidden"], calls=2, allocations=((sizes["hidden"], 2),))
     more = max(0, run.model.layer_norms - 2)
     if more:
         moved = 2.0 * more * sizes["hidden"]
         work += Work(moved=moved, calls=more, allocations=((sizes["hidden"], more),))
+    if kind.parts == 1:
+        halves = tuple((size, count / 2) for size, count in work.allocations)
+        return replace(work, moved=work.moved / 2, calls=work.calls / 2, allocations=halves)
     return work
 
 
@@ -218,6 +280,8 @@ def _forward(record: Record, options: _MatmulOptions) -> Work:
             dropout=record.dropout,
         )
         matmuls = (matmul, replace(matmul, n=k, k=n))
+    elif record.name == "delta_rule":
+        matmuls = (replace(linear, fp32_share=DELTA_RULE_SHARE),)
     elif record.name == "logits":
         matmuls = (replace(linear, m=m // options.chunks, times=options.chunks),)
     return Work(matmuls=matmuls, collectives=_once(record.forward))
@@ -318,66 +382,87 @@ def _between_experts(collective: Collective) -> bool:
     return (collective.verb, collective.group) == ("all_to_all", "ep")
 
 
+# Share of the FP32 peak in forward and backward (docs/performance.md, kernels of a gated delta net).
+DELTA_RULE_SHARE = 0.42
+
+
 def _weights(record: Record, options: _MatmulOptions) -> Work:
     return Work(
         matmuls=()
         if record.frozen
-        else tuple(p for p in _backward(record, options).matmuls[1::2] if not p.attention)
+        else tuple(
+            p
+            for p in _backward(record, options).matmuls[1::2]
+            if not p.attention and p.fp32_share is None
+        )
     )
 
 
 @cache
-def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
+def phases(
+    run: RunConfig, tp: int, software: Software, kind: LayerKind | None = None
+) -> Mapping[str, Work]:
     """Return the work by phase, without recompute and weight gradients. Shared by callers.
 
     Keys: "layer_forward", "layer_backward", "embedding_forward" and so on; "layer_weights": the
     deferrable backward.
+    kind: of the layer; None: `typical_layer`
     """
-    sizes = _elementwise_tensors(run, tp, software)
+    sizes = _elementwise_tensors(run, tp, software, kind)
     options = _MatmulOptions.of(run, tp, software)
-    places = {
-        "layer": accounting.layer_records(run, tp),
+    each = kind or accounting.typical_layer(run.model)
+    layer = accounting.layer_records(run, tp, kind)
+    ends = {
         "embedding": accounting.embedding_records(run, tp),
         "head": accounting.head_records(run, tp, tied=False),
     }
     work = {}
-    for place, records in places.items():
-        for phase, record_work in (("forward", _forward), ("backward", _backward)):
+    for phase, record_work in (("forward", _forward), ("backward", _backward)):
+        of_layer = _layer(run, tp, software, layer, partial(record_work, options=options))
+        name = f"layer_{phase}"
+        work[name] = of_layer + _around_parts(run, software, name, sizes, each)
+        for place, records in ends.items():
             name = f"{place}_{phase}"
             elementwise = _elementwise(software, name, sizes)
-            if place == "layer":
-                work[name] = sum(
-                    (
-                        _layer(run, tp, software, records, partial(record_work, options=options)),
-                        _rotary(run, sizes),
-                    ),
-                    elementwise,
-                )
-            else:
-                work[name] = sum((record_work(record, options) for record in records), elementwise)
-    work["layer_weights"] = sum((_weights(record, options) for record in places["layer"]), Work())
+            work[name] = sum((record_work(record, options) for record in records), elementwise)
+    work["layer_weights"] = sum((_weights(record, options) for record in layer), Work())
     return MappingProxyType(work)
 
 
-def recomputed_layers(run: RunConfig, tp: int, groups: list[range], software: Software) -> Work:
-    whole = phases(run, tp, software)["layer_forward"]
-    if not software.counts["recompute_ends_early"]:
-        return repeat(whole, sum(map(len, groups)))
-    records = accounting.last_recomputed_records(run, tp)
-    sizes = _elementwise_tensors(run, tp, software)
+def recomputed_layers(
+    run: RunConfig, tp: int, kinds: Sequence[LayerKind], groups: list[range], software: Software
+) -> Work:
+    """Return the forward of groups of layers. kinds: of a virtual stage's layers"""
+    early = software.counts["recompute_ends_early"]
+    lasts = Counter(kinds[group[-1]] for group in groups if early)
+    others = Counter(kinds[layer] for group in groups for layer in group) - lasts
+    work = Work()
+    for kind, count in others.items():
+        work += repeat(phases(run, tp, software, kind)["layer_forward"], count)
+    for kind, count in lasts.items():
+        work += repeat(_last_recomputed(run, tp, kind, software), count)
+    return work
+
+
+def _last_recomputed(run: RunConfig, tp: int, kind: LayerKind, software: Software) -> Work:
+    """Return the forward of a group's last layer."""
+    records = accounting.last_recomputed_records(run, tp, kind)
+    sizes = _elementwise_tensors(run, tp, software, kind)
     forward = partial(_forward, options=_MatmulOptions.of(run, tp, software))
-    pieces = (_layer(run, tp, software, records, forward), _rotary(run, sizes))
-    last = sum(pieces, _elementwise(software, "layer_forward", sizes))
-    return repeat(whole, sum(map(len, groups)) - len(groups)) + repeat(last, len(groups))
+    layer = _layer(run, tp, software, records, forward)
+    return layer + _around_parts(run, software, "layer_forward", sizes, kind)
 
 
-def recomputed_attention(run: RunConfig, tp: int, software: Software) -> Work:
-    sizes = tensors(run, tp)
+def recomputed_mixer(run: RunConfig, tp: int, kind: LayerKind, software: Software) -> Work:
+    """Return the work that selective recompute repeats in a layer."""
     mixers = ("attention", "delta_rule")
-    record = next(r for r in accounting.layer_records(run, tp) if r.name in mixers)
+    records = [r for r in accounting.layer_records(run, tp, kind) if r.name in mixers]
+    if not records:
+        return Work()
+    sizes = tensors(run, tp, kind)
     moved, allocated = software.counts["layer_forward"].get("scores", (0, 0))
     return Work(
-        matmuls=_forward(record, _MatmulOptions(run=run)).matmuls,
+        matmuls=_forward(records[0], _MatmulOptions(run=run)).matmuls,
         moved=moved * sizes["scores"],
         calls=5,
         allocations=((sizes["scores"], allocated),) if allocated else (),

@@ -45,6 +45,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.forward_context import Pass
+from tests.checks.adapters import DELTA_NETS
 from tests.checks.benchmarks import QUICK, needs_mpi, options, result, start
 from tests.checks.once import once
 from tests.helpers import OUR_LOG, make_trainer, small_run
@@ -365,6 +366,13 @@ _OF_EXPERTS = {name: value for name, value in BLOCKS["qwen3"].items() if name !=
 EXPERTS = {
     "mixtral": _OF_EXPERTS,
     "qwen3-moe": {**_OF_EXPERTS, "qk_layernorm": True, "moe_ffn_hidden_size": 24},
+    "qwen3.5-moe": {
+        **{name: value for name, value in DELTA_NETS.items() if not name.startswith("lora")},
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 24,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_shared_expert_gate": True,
+    },
 }
 
 
@@ -380,15 +388,15 @@ EXPERTS = {
 def test_a_baseline_trains_with_our_losses(baseline, block):
     if baseline == "hf":
         pytest.importorskip("transformers")
-    run = small_run(
-        lr_decay_style="constant",
-        lr=3e-3,
-        train_iters=6,
-        weight_decay=0.1,
-        clip_grad=0.5,
-        global_batch_size=8,
-        **block,
-    )
+    flags = {
+        "lr_decay_style": "constant",
+        "lr": 3e-3,
+        "train_iters": 6,
+        "weight_decay": 0.1,
+        "clip_grad": 0.5,
+        "global_batch_size": 8,
+    }
+    run = small_run(**{**block, **flags})
     theirs = contestant.BaselineTrainer(baseline, run, compiled=False)
     trainer = make_trainer(SoloComm(), run)
     trainer.train = contestant.MockDataset(
@@ -401,14 +409,14 @@ def test_a_baseline_trains_with_our_losses(baseline, block):
 
 
 def test_a_part_of_a_large_model_reaches_the_process():
-    model = "--recipe qwen3-30b-a3b --num-layers 1 --vocab-size 1024"
+    model = "--recipe qwen3.6-35b-a3b --num-layers 4 --vocab-size 1024 --num-experts 32"
     given = options(f"step {model} --baseline hf")
     sent = json.loads(json.dumps(asdict(step.task(given, "ours", []))))
     task = contestant.Task(**sent)
     run = shapes.run_from_json(task.recipe, task.values)
     assert hash(run) == hash(shapes.run_of(given, **step.run_values(given)))
     assert run.model.balances == ()
-    assert (run.model.num_layers, run.model.vocab_size, run.model.num_experts) == (1, 1024, 128)
+    assert (run.model.num_layers, run.model.vocab_size, run.model.num_experts) == (4, 1024, 32)
 
 
 @pytest.mark.parametrize(

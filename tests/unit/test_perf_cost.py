@@ -335,13 +335,67 @@ def test_matmuls_are_accountings_flops(recompute, tp, pp, schedule):
     assert sum(pieces_flops(weights) for _, _, weights in works) == run.model.num_layers * linear
 
 
+DELTA_NETS = {
+    "normalization": "RMSNorm",
+    "experimental_attention_variant": "gdn",
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**DELTA_NETS, "linear_attention_freq": "([1]*8+[0]*4)"},
+        {"num_experts": 4, "swiglu": True, "moe_layer_freq": "([0]*4+[1]*8)"},
+        {**DELTA_NETS, "layer_types": ",".join(["G", "-", "*-"] * 4)},
+    ],
+    ids=["gated delta nets", "experts", "layers of one part"],
+)
+def test_layers_of_each_kind_count_their_own_matmuls(changes, recompute):
+    """Stages with other kinds of layers have other times."""
+    plain = gpt_124m()
+    run = replace(
+        plain,
+        model=replace(plain.model, disable_bias_linear=True, **changes),
+        parallel=ParallelConfig(pipeline_model_parallel_size=3),
+    )
+    again = replace(run, training=TrainingConfig(recompute_granularity=recompute))
+    layout = Layout(3, 1, 3, 1).placed(run)
+    totals = []
+    for stage in range(3):
+        records = accounting.stage_records(run, layout, stage)
+        forward = sum(r.flops_forward for r in records)
+        both = forward + sum(r.flops_backward for r in records)
+        works = model.virtual_stage_work(run, layout, stage, EAGER)
+        totals.append(pieces_flops(works[0]) + pieces_flops(works[1]))
+        assert totals[-1] == pytest.approx(both, rel=1e-3)
+        repeated = model.virtual_stage_work(again, layout, stage, EAGER)
+        more = pieces_flops(repeated[1]) - pieces_flops(works[1])
+        mixers = ("attention", "delta_rule")
+        expected = {
+            None: 0,
+            "full": forward - sum(r.flops_forward for r in records if r.name == "logits"),
+            "selective": sum(r.flops_forward for r in records if r.name in mixers),
+        }
+        assert more == pytest.approx(expected[recompute], rel=1e-3)
+    assert totals[0] != totals[1] or totals[1] != totals[2]
+
+
 def test_native_code_leaves_out_what_nobody_reads():
     run = replace(
         gpt_124m(), training=TrainingConfig(recompute_granularity="full", recompute_num_layers=3)
     )
     ours, eager = (
         work.recomputed_layers(
-            run, 1, accounting.recompute_groups(12, "uniform", 3), software.load(name)
+            run,
+            1,
+            run.model.layer_kinds,
+            accounting.recompute_groups(12, "uniform", 3),
+            software.load(name),
         )
         for name in ("fugaku_megatron", "torch1.10")
     )
