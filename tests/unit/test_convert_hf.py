@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,15 +22,18 @@ from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.model import ModelConfig, architecture
 from fugaku_megatron.config.recipes import RECIPES
-from fugaku_megatron.config.run_config import saved_run
+from fugaku_megatron.config.run_config import RunConfig, saved_run
+from fugaku_megatron.config.training import BatchConfig
 from fugaku_megatron.convert import convert_command
 from fugaku_megatron.convert.convert_command import whole
 from fugaku_megatron.convert.hugging_face import (
     in_their_shape,
     open_hugging_face,
     parts,
+    plain_config,
     read_config,
 )
+from fugaku_megatron.costs import accounting
 from fugaku_megatron.inference.generation import Decoder
 from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.forward_context import Pass
@@ -721,6 +724,8 @@ BAD_CONFIGS = [
         2,
         "holds 12 tensors that GPT2LMHeadModel does not have here, such as ['transformer.h.2.",
     ),
+    ("qwen3_5", "output_gate_type", "sigmoid", "output_gate_type is 'sigmoid', and the block"),
+    ("qwen3_moe", "shared_expert_intermediate_size", 5, "shared_expert_intermediate_size is 5"),
     (
         "gpt2",
         "vocab_size",
@@ -1124,6 +1129,50 @@ def test_a_block_that_megatron_does_not_have_is_refused(sources, tmp_path, capsy
 def test_published_configurations_without_a_recipe_are_read(kind, expected):
     model = read_config(PUBLISHED[kind])[1]
     assert {name: getattr(model, name) for name in expected} == expected
+
+
+# config.json of models as published, each with the file that it was found in. "parameters": transformers' number.
+MODELS_PUBLISHED = json.loads(
+    (Path(__file__).parents[1] / "foreign" / "published_models.json").read_text()
+)
+CONVERTED = {name: row for name, row in MODELS_PUBLISHED.items() if "parameters" in row}
+REFUSED = {
+    "MiniMaxAI/MiniMax-M2.5": "model_type is 'minimax_m2'",
+    "Qwen/Qwen3-32B-FP8": "quantization_config is",
+    "Qwen/Qwen3-VL-2B-Instruct": "model_type is 'qwen3_vl'",
+    "XiaomiMiMo/MiMo-7B-Base": "model_type is 'mimo'",
+    "deepseek-ai/DeepSeek-V3.2": "model_type is 'deepseek_v32'",
+    "google/gemma-4-26B-A4B": "model_type is 'gemma4'",
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "model_type is 'llama4'",
+    "moonshotai/Kimi-K2-Instruct": "model_type is 'kimi_k2'",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "model_type is 'nemotron_h'",
+    "zai-org/GLM-5": "model_type is 'glm_moe_dsa'",
+}
+
+
+def model_of_file(name: str) -> ModelConfig:
+    return read_config(plain_config(MODELS_PUBLISHED[name]["config"]))[1]
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_published_file_is_a_model_of_the_published_size(name):
+    model = replace(model_of_file(name), make_vocab_size_divisible_by=1)
+    run = RunConfig(model=model, batch=BatchConfig(micro_batch_size=1))
+    assert accounting.parameters(run) == CONVERTED[name]["parameters"]
+
+
+@pytest.mark.parametrize("size", ["27B", "35B-A3B"])
+def test_the_recipes_of_qwen3_6_are_the_published_models(size):
+    found = model_of_file(f"nvidia/Qwen3.6-{size}-NVFP4")
+    recipe = RECIPES[f"qwen3.6-{size.lower()}"]()
+    assert architecture(found) == architecture(recipe.model)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_published_file_that_is_not_built_is_refused_by_a_field(name):
+    with pytest.raises(ValueError, match=REFUSED[name]) as error:
+        model_of_file(name)
+    assert "\n" not in str(error.value)
 
 
 def test_names_of_published_files(copied, tmp_path):
