@@ -16,9 +16,9 @@ FAULTS ?= 1000
 TARGET ?=
 # The oldest that pyproject.toml allows and the newest, next to the one of requirements.txt.
 OTHER_TORCH := 2.9.1 2.15.0
-# SHARE=1/3: of each test of `make test-full`, and of those of `make test` with MANY cases, every third case from the second on.
-# The commit chooses the third. SHARE=0/1: all cases.
-SHARE := $(or $(SHARE),$(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))/3)
+# SHARE=1/6: of each test of `make test-full`, and of those of `make test` and `make test-arm` with MANY cases, every sixth case from
+# the second on. The commit chooses the sixth. SHARE=0/1: all cases.
+SHARE := $(or $(SHARE),$(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))/6)
 MANY := 8
 FAULTS_SHORT ?= 15
 FAULTS_SEED ?= 1
@@ -32,7 +32,7 @@ help:
 	@echo "             TRAIN_FLAGS='--train-iters 20' adds training flags)"
 	@echo "make check   set up, then lint, unit tests, kernels and a few parallel runs (under 4 minutes once set up)"
 	@echo "make test    set up, then lint and run all tests that need neither apt nor root (under 12 minutes with the set-up);"
-	@echo "             of a test with $(MANY) cases or more a third, chosen by the commit (SHARE=0/1: all)"
+	@echo "             of a test with $(MANY) cases or more a sixth, chosen by the commit (SHARE=0/1: all)"
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and this CPU's C++ kernels (MPI=system: the machine's own MPI)"
 	@echo "make kernels  compile the C++ kernels for all CPUs of this machine type (TARGET=avx512: for this row of TARGETS in setup.py alone)"
 	@echo "make docs    set up, then run every command of README.md and docs/, and the examples (5 minutes)"
@@ -47,7 +47,7 @@ help:
 	@echo "make lint    ruff, clang-format and mypy; make format lays out every file"
 	@echo "make wheel   build the wheel into dist/, as pip does in an environment of its own"
 	@echo "make wheels  build the wheels for x86-64 and aarch64 (manylinux_2_28) into dist/; needs make arm-env"
-	@echo "make sdist   write the archive of the sources into packaging/easybuild/, for its recipe"
+	@echo "make sdist   write the archive of the sources, and the recipes of EasyBuild and Spack with its checksum, into dist/release/"
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
 	@echo "make setup-test  a fresh clone in which MPI=system fails, then trains (some minutes)"
 	@echo "make bench   set up, then measure kernels and the step against torch (about 5 minutes; alone on the machine); JSON in bench/"
@@ -183,7 +183,7 @@ test-slow: setup $(STAMPS)/kernels $(STAMPS)/slow-packages
 	$(PYTEST) -m "slow and not arm"
 
 test-openmpi: setup $(STAMPS)/test-packages $(STAMPS)/openmpi
-	$(PYTEST) -m "mpi and not (slow or full)" --mpi openmpi
+	$(PYTEST) -m "mpi and not (slow or full)" --mpi openmpi tests/system tests/campaigns
 
 # A version that cannot be downloaded is left out, with a line that says why (exit status 3 of tools/other_torch.py).
 # The same library as for the tests of .venv's torch: the arena in torch's allocator, the OpenMP runtime, files, kernels, training.
@@ -217,7 +217,9 @@ wheel: $(STAMPS)/venv
 	$(PIP) wheel --no-deps --wheel-dir dist .
 
 sdist: $(STAMPS)/build-packages
-	$(BIN)/python setup.py --quiet sdist --dist-dir packaging/easybuild
+	@rm -rf dist/release
+	@$(BIN)/python setup.py --quiet sdist --dist-dir dist/release
+	@$(BIN)/python -m tools.release_recipes dist/release/*.tar.gz
 
 wheels: arm-env $(STAMPS)/kernels
 	$(BIN)/python -m tools.wheels
@@ -258,7 +260,7 @@ arm-ext: arm-env $(STAMPS)/kernels
 	@$(BIN)/python -m tools.arm_env extension
 
 test-arm: arm-ext
-	$(PYTEST) --dist loadfile tests/arm \
+	$(PYTEST) --dist loadfile --share $(SHARE) --share-from $(MANY) tests/arm \
 	    tests/kernels/test_dispatch.py::test_target_flags_stay_in_their_namespace
 
 arm-codegen: setup

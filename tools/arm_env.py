@@ -256,10 +256,13 @@ def prepare(name: str, recipe: str, make: Callable[[Path], None]) -> None:
 
 
 def extension_environment() -> dict[str, str]:
-    """The variables with which setup.py builds the extension for ARM."""
-    headers = ARM / "sysroot" / "usr" / "include"
-    site = ARM / "site"
-    includes = (headers / f"python{PYTHON}", site / "pybind11" / "include")
+    """The variables with which setup.py builds the extension for ARM.
+
+    Its commands run in ROOT: paths from there let checkouts share objects by ccache.
+    """
+    arm = ARM.relative_to(ROOT)
+    headers = arm / "sysroot" / "usr" / "include"
+    includes = (headers / f"python{PYTHON}", arm / "site" / "pybind11" / "include")
     # The root's other headers come last: the cross compiler has its own C library, but not pyconfig.h.
     flags = " ".join([*(f"-isystem {path}" for path in includes), f"-idirafter {headers}"])
     return {

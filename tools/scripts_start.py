@@ -10,6 +10,7 @@ script starts when `fugaku-megatron train` builds its run and plans it (--dry-ru
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import shlex
@@ -136,10 +137,17 @@ def vocabulary(run: RunConfig) -> RunConfig:
     )
 
 
-def plan(flags: Sequence[Sequence[str | None]]) -> Arguments:
-    """Return what `train --dry-run` does with these flags. Raises ValueError, or Refused, as it does."""
+@functools.cache
+def train_parser() -> Parser:
+    """Return the parser of `train`."""
     parser = Parser()
     train_command.add_arguments(parser)
+    return parser
+
+
+def plan(flags: Sequence[Sequence[str | None]]) -> Arguments:
+    """Return what `train --dry-run` does with these flags. Raises ValueError, or Refused, as it does."""
+    parser = train_parser()
     arguments = interpret(vars(parser.parse_args([*words(flags, parser)])))
     run = vocabulary(arguments.run)
     if not run.data.files:  # a part of a script, to which its user adds the data and the length

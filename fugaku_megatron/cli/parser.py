@@ -136,7 +136,8 @@ class Parser(argparse.ArgumentParser):
             self._wrong_values = None
         mistakes = []
         if unknown:
-            mistakes.append(self._too_many(words[:end], unknown) or self._unknown(unknown))
+            too_many = self._too_many(words[:end], unknown)
+            mistakes.append(_short(too_many) if too_many else self._unknown(unknown))
         mistakes += wrong
         if self.mistakes_among:
             mistakes += self.mistakes_among(vars(values), bool(mistakes))

@@ -878,7 +878,12 @@ QWEN3_MOE = _decoder(
     rules=_SPARSE_RULES,
     places=_EXPERT_PLACES,
     fields=(*_DECODER_FIELDS, _EPSILON, _OF_A_TOKEN, _OF_AN_EXPERT),
-    only={**_NO_WINDOW, "attention_bias": (False,)},
+    only={
+        **_NO_WINDOW,
+        "attention_bias": (False,),
+        "shared_expert_intermediate_size": (None, 0),
+        "use_qk_norm": (None, True),
+    },
     block={**_EXPERT_BLOCK, **_NO_SHARED, "qk_layernorm": True},
     free=("num_experts",),
 )
@@ -1041,7 +1046,11 @@ _QWEN3_5_PLACES = _DELTA_NET_PLACES | _places(
         )
     },
 )
-_QWEN3_5_ONLY = {"attention_bias": (False,), "attn_output_gate": (True,)}
+_QWEN3_5_ONLY = {
+    "attention_bias": (False,),
+    "attn_output_gate": (True,),
+    "output_gate_type": (None, "swish"),  # of a gated delta net's norm
+}
 QWEN3_5 = _decoder(
     name="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",

@@ -175,13 +175,11 @@ def open_hugging_face(directory: str) -> Weights:
         files = TensorDirectory.open(path)
         notes = []
         if config.get("model_type") in TEXT_OF:
-            config = text_config(config)
             files, note = _without_towers(files)
             notes.append(note)
-        if config.get("model_type") in PACKED and is_mxfp4(config.get("quantization_config")):
-            config = {**config, "quantization_config": None}
+        if _is_packed(config):
             files = unpacked(files)
-        architecture, model = read_config(config)
+        architecture, model = read_config(plain_config(config))
         if architecture.stores_single_experts:
             files = _with_single_experts(files, model)
         if architecture.predicts_more_tokens:
@@ -192,6 +190,19 @@ def open_hugging_face(directory: str) -> Weights:
         raise ValueError(f"--from-hf {directory}: {error}") from error
     dtypes = {name: reader.dtype(name) for name in reader.shapes}
     return Weights(model, dtypes, reader, path, notes=tuple(filter(None, notes)))
+
+
+def _is_packed(config: JsonObject) -> bool:
+    return config.get("model_type") in PACKED and is_mxfp4(config.get("quantization_config"))
+
+
+def plain_config(config: JsonObject) -> JsonObject:
+    """Return the text model's config.json, without a quantization that is unpacked."""
+    if config.get("model_type") in TEXT_OF:
+        config = text_config(config)
+    if _is_packed(config):
+        config = {**config, "quantization_config": None}
+    return config
 
 
 def text_config(config: JsonObject) -> JsonObject:

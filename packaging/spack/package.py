@@ -16,6 +16,7 @@ class PyFugakuMegatron(PythonPackage):
 
     license("Apache-2.0")
 
+    # make sdist writes a recipe with the checksum of its archive.
     version("0.2.0")
 
     depends_on("cxx", type="build")
@@ -33,7 +34,7 @@ class PyFugakuMegatron(PythonPackage):
     depends_on("py-psutil", type="run")
     depends_on("py-safetensors", type="run")
 
-    import_modules = ["fugaku_megatron"]
+    import_modules = ("fugaku_megatron",)
 
     def test_train(self):
         """train 20 iterations on two ranks and verify the checkpoint"""

@@ -72,10 +72,12 @@ def expected(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory):
-    """One process on the emulated A64FX: kernel tests, then training."""
+def emulated(tmp_path_factory, request):
+    """One process on the emulated A64FX: this run's share of the kernel tests, then training."""
     output = tmp_path_factory.mktemp("arm") / "losses.json"
-    return run(output, str(builds.PYTHON), [KERNEL_TESTS, "-k", f"not ({' or '.join(TOO_SLOW)})"])
+    share = "{}/{}".format(*request.config.getoption("--share"))
+    chosen = ["-k", f"not ({' or '.join(TOO_SLOW)})", "--share", share]
+    return run(output, str(builds.PYTHON), [KERNEL_TESTS, *chosen])
 
 
 def assert_same(losses, expected, iterations=10):

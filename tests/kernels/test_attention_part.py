@@ -72,12 +72,12 @@ def in_blocks(qkv, dout, heads, ranges, every=False, window=None, starts=None, *
     kv = keys_and_values(qkv, lies)
     options = {"window": window, "starts": starts, **dropout}
     pairs = itertools.product(ranges, ranges)
+    mask = AttentionMask(s, window, starts)
     if not every:
-        mask = AttentionMask(s, window, starts)
         visible = (visible_blocks(mask, [queries], keys) for queries, keys in pairs)
         pairs = [(part.queries, part.keys) for parts in visible for part in parts]
     blocks = [block(*pair) for pair in pairs]
-    result = Result(s, b, lies)
+    result = Result(s, b, SharedCall(lies, mask, Dropout(0.0, DropoutKey(0, 0, 0, 0, 0))))
     for part in blocks:
         result.merge(part.rows, *forward(part, qkv, kv, heads, s, **options))
     out = result.total.flatten(2).to(qkv.dtype)

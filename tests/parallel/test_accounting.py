@@ -453,6 +453,15 @@ def test_peak_of_another_block(stage, layout):
 
 
 @pytest.mark.parametrize(
+    ("stage", "layout"), [(1, "selective"), (0, ""), (3, "full"), (1, "lora_rank=4")]
+)
+def test_peak_of_gated_delta_nets(stage, layout):
+    widths = {"ffn_hidden_size": 192, "num_attention_heads": 8, "kv_channels": 16}
+    run, _ = lay_out(layout, {**MODELS["gated delta nets"], **MODEL, **widths})
+    check_peak(SoloComm(stage, STAGES), run)
+
+
+@pytest.mark.parametrize(
     ("model", "stage", "schedule"),
     [
         ("geglu", 0, "zb-h1"),

@@ -249,7 +249,8 @@ CHANGES = (
     ("docs/install.md", "mkdir ", f"{ELSEWHERE} ", "Spack"),
     ("docs/install.md", "cp ", f"{ELSEWHERE} ", "Spack"),
     ("docs/install.md", "spack ", f"{ELSEWHERE} ", "Spack"),
-    ("docs/install.md", "conda build", ELSEWHERE, "conda"),
+    ("docs/install.md", "rattler-build ", f"{ELSEWHERE} ", "conda"),
+    ("docs/install.md", "scripts/build.sh\n", ELSEWHERE + "\n", "1.2 GB and minutes"),
     ("docs/install.md", "module load", f"{ELSEWHERE} load", "RHEL"),
     ("docs/install.md", "docker ", f"{ELSEWHERE} ", "Docker; tests/system/test_containers.py"),
     (

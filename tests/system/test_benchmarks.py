@@ -47,6 +47,7 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.forward_context import Pass
 from tests.checks.adapters import DELTA_NETS
 from tests.checks.benchmarks import QUICK, needs_mpi, options, result, start
+from tests.checks.once import once
 from tests.helpers import OUR_LOG, make_trainer, small_run
 from tests.llama_models import FAMILIES as BLOCKS
 
@@ -87,7 +88,7 @@ TOGETHER = {
     "gemm fp32": f"gemm {ROUND} --only 128x128x128",  # one shape, with all rivals
     "gemm int8": f"gemm {ROUND} --dtype int8 --only 128x128x128",
     "rowwise fp32": f"rowwise {ROUND}",
-    "step": STEP,
+    "step": f"{STEP} --mkl full",
     "step int8": f"{STEP} --dtype bf16 --int8 --int8-wgrad --mkl full",
 }
 LONGER = {
@@ -105,36 +106,41 @@ LONGER = {
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
     """Run the commands in `TOGETHER`; return a function from a name to the JSON result and the output."""
-    yield from run_together(tmp_path_factory.mktemp("together"), TOGETHER)
+    return run_together(tmp_path_factory, "together", TOGETHER)
 
 
 @pytest.fixture(scope="module")
 def longer(tmp_path_factory):
     """Run the commands in `LONGER`, as `together`."""
-    yield from run_together(tmp_path_factory.mktemp("longer"), LONGER)
+    return run_together(tmp_path_factory, "longer", LONGER)
 
 
-def run_together(folder, commands):
-    saved = folder / "saved"
-    saved.mkdir()
+def run_together(tmp_path_factory, name, commands):
     commands = dict(commands)
-    if "save" in commands:
-        commands["save"] += str(saved)
     if not importlib.util.find_spec("transformers"):
         commands.pop("decode", None)
         commands.pop("delta_net fp32", None)
     if any(not importlib.util.find_spec(name) for name in llama_cpp.PACKAGES):
         commands.pop("llama.cpp", None)
     environment = preloads.mkl_environment("full")
-    done = start(COMMANDS, str(folder), json.dumps(list(commands.items())), **environment)
+
+    def run(folder):
+        saved = folder / "saved"
+        saved.mkdir(exist_ok=True)
+        if "save" in commands:
+            commands["save"] += str(saved)
+        done = start(COMMANDS, str(folder), json.dumps(list(commands.items())), **environment)
+        (folder / "errors").write_text(done.stderr)
+        assert list(saved.iterdir()) == []
+
+    folder = once(tmp_path_factory, name, run)
 
     def of(name: str) -> tuple[dict, str]:
         path = folder / f"{name}.json"
-        assert path.exists(), done.stderr
+        assert path.exists(), (folder / "errors").read_text()
         return json.loads(path.read_text()), path.with_suffix(".txt").read_text()
 
-    yield of
-    assert list(saved.iterdir()) == []
+    return of
 
 
 # Kernels against torch -----------------------------------------------------------------------------------------------------------

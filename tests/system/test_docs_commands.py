@@ -37,7 +37,7 @@ from tests.system.doc_commands import (
 
 # Programs of the system, or of a site; their own flags are not ours to check.
 SYSTEM = set(
-    "module source export cd git apt-get dnf sudo docker apptainer conda eb pjsub squeue curl ls mkdir cp pip cat "
+    "module source export cd git apt-get dnf sudo docker apptainer rattler-build eb pjsub squeue curl ls mkdir cp pip cat "
     "echo nproc lscpu srun python3 tee spack g++ make".split()
 )
 DOCUMENTS_WITH_COMMANDS = [document for document in DOCUMENTS if any(commands(document))]

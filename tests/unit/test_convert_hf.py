@@ -1,5 +1,6 @@
 """Hugging Face models to checkpoints and back: the same bytes, the same logits, and clean failures."""
 
+import copy
 import importlib.util
 import json
 import os
@@ -9,28 +10,32 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.model import ModelConfig, architecture
 from fugaku_megatron.config.recipes import RECIPES
-from fugaku_megatron.config.run_config import saved_run
+from fugaku_megatron.config.run_config import RunConfig, saved_run
+from fugaku_megatron.config.training import BatchConfig
 from fugaku_megatron.convert import convert_command
 from fugaku_megatron.convert.convert_command import whole
 from fugaku_megatron.convert.hugging_face import (
     in_their_shape,
     open_hugging_face,
     parts,
+    plain_config,
     read_config,
 )
+from fugaku_megatron.costs import accounting
 from fugaku_megatron.inference.generation import Decoder
 from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.forward_context import Pass
@@ -101,15 +106,26 @@ def test_there_and_back_every_byte_is_the_same(converted):
     )
 
 
-def assert_same_logits(model: torch.nn.Module, ours: Path, length: int, rtol: float) -> None:
+# Largest difference of logits, relative to the largest logit. Compared with transformers' code in FP64, transformers is off by
+# 3e-7 to 2.4e-6 and this program by 3e-7 to 2.2e-6: FP32 does not allow 1e-6 for the families with larger bounds.
+CLOSE = 2e-6
+CLOSE_IN_FP32 = {"smollm3": 4e-6, "gpt_oss": 4e-6} | dict.fromkeys(
+    ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), 5e-6
+)
+
+
+def assert_same_logits(
+    model: torch.nn.Module, ours: Path, length: int, bound: float | None = None
+) -> None:
     tokens = torch.randint(
         0, VOCABULARY, (length, 2), generator=torch.Generator().manual_seed(3)
     )  # (s, b)
     with torch.no_grad():
         expected = model(tokens.t()).logits.transpose(0, 1)
-    torch.testing.assert_close(
-        our_logits(ours, tokens), expected, rtol=rtol, atol=1e-5 * expected.abs().max().item()
-    )
+    largest = expected.abs().max().item()
+    if bound is None:
+        bound = CLOSE_IN_FP32.get(model.config.model_type, CLOSE)
+    torch.testing.assert_close(our_logits(ours, tokens), expected, rtol=0, atol=bound * largest)
 
 
 def test_a_gated_delta_net_of_several_chunks(tmp_path):
@@ -181,7 +197,7 @@ def model_of_flags(ours: Path) -> ModelConfig:
 
 
 def test_the_same_logits_and_flags_that_make_the_model(converted):
-    assert_same_logits(converted.model, converted.ours, LENGTH, 1e-5)
+    assert_same_logits(converted.model, converted.ours, LENGTH)
     saved = read_manifest(converted.ours, 0)["config"]["model"]
     model = model_of_flags(converted.ours)
     assert all(
@@ -212,10 +228,72 @@ def test_greedy_tokens_are_those_of_transformers(converted):
     assert torch.equal(torch.cat(ours, 1), tokens)
 
 
-# Transformers computes the gradient of decays with differences of long FP32 sums: it differs by up to 2e-4 from the same
-# computation in FP64, from which the gradient of this program differs by 5e-6.
-ROUNDED = 5e-4
+RECENT = (
+    *("smollm3", "ministral", "olmo3", "exaone4", "gemma3", "glm4", "glm4_moe", "granitemoehybrid"),
+    *("cohere2", "gpt_oss", "apertus", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+)
+
+
+@pytest.mark.parametrize("kind", RECENT)
+def test_a_greedy_text_of_100_tokens_is_transformers(tmp_path, kind):
+    """Pass every window and a chunk of the delta rule, with the caches of both programs."""
+    model = randomized(MODELS[kind])
+    model.config.max_position_embeddings = 128
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path / "hf")
+    read_hf(tmp_path / "hf", tmp_path / "ours")
+    prompt = torch.randint(3, VOCABULARY, (1, 5), generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        expected = model.generate(prompt, do_sample=False, max_new_tokens=100, use_cache=True)
+    manifest = read_manifest(tmp_path / "ours", 0)
+    loaded = load_model(
+        saved_run(manifest, (1, 1)), SoloComm(), str(tmp_path / "ours"), 0, manifest
+    )
+    decoder = Decoder(loaded, [105])
+    samples = torch.arange(1)
+    ours = [prompt]
+    logits = decoder.logits(samples, [5], prompt.flatten())
+    for _ in range(100):
+        ours.append(logits.argmax(-1, keepdim=True))
+        logits = decoder.logits(samples, [1], ours[-1].flatten())
+    assert torch.equal(torch.cat(ours, 1), expected)
+
+
+# Gradients that transformers computes with differences of long FP32 sums: they differ by up to 2e-4 from the same code in FP64,
+# with which this program's are compared (largest difference 2e-5).
 OF_DECAYS = ("dt_bias", "A_log", "in_proj_a.weight", "in_proj_ba.weight")
+IN_FP64 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+
+class InDouble(TorchFunctionMode):
+    """Replace FP32 by FP64 where code asks for FP32."""
+
+    def __torch_function__(self, function, types, arguments=(), named=None):
+        if function is torch.Tensor.float:
+            return arguments[0].double()
+
+        def widened(value: object) -> object:
+            return torch.float64 if value is torch.float32 else value
+
+        named = {name: widened(value) for name, value in (named or {}).items()}
+        return function(*map(widened, arguments), **named)
+
+
+def exact_gradients(
+    model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of the cross entropy from transformers' code in FP64."""
+    exact = copy.deepcopy(model).double()
+    exact.config._experts_implementation = "eager"
+    exact.zero_grad()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with InDouble():
+            logits = exact(tokens).logits.flatten(0, 1)
+            torch.nn.functional.cross_entropy(logits, labels.flatten()).backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return {name: gradient.float() for name, gradient in gradients(exact).items()}
 
 
 def check_training(
@@ -252,6 +330,9 @@ def check_training(
         loss + balance * sum(trainer.run.model.moe_aux_loss_coeff), expected, rtol=1e-5, atol=0
     )
     found = gradients(theirs)
+    if architecture.model_type in IN_FP64:
+        exact = exact_gradients(theirs, tokens.t(), labels.t())
+        found |= {name: exact[name] for name in exact if name.endswith(OF_DECAYS)}
     made = {
         "lm_head.weight" if name == architecture.head else name: part
         for name, part in parts(architecture, model).items()
@@ -265,7 +346,7 @@ def check_training(
             gradient / scale,
             found[name] / scale,
             rtol=0,
-            atol=ROUNDED if name.endswith(OF_DECAYS) else 1e-5,
+            atol=3e-5 if name.endswith(OF_DECAYS) else 1e-5,
             msg=lambda m, n=name: f"{n}: {m}",
         )
 
@@ -721,6 +802,8 @@ BAD_CONFIGS = [
         2,
         "holds 12 tensors that GPT2LMHeadModel does not have here, such as ['transformer.h.2.",
     ),
+    ("qwen3_5", "output_gate_type", "sigmoid", "output_gate_type is 'sigmoid', and the block"),
+    ("qwen3_moe", "shared_expert_intermediate_size", 5, "shared_expert_intermediate_size is 5"),
     (
         "gpt2",
         "vocab_size",
@@ -1124,6 +1207,50 @@ def test_a_block_that_megatron_does_not_have_is_refused(sources, tmp_path, capsy
 def test_published_configurations_without_a_recipe_are_read(kind, expected):
     model = read_config(PUBLISHED[kind])[1]
     assert {name: getattr(model, name) for name in expected} == expected
+
+
+# config.json of models as published, each with the file that it was found in. "parameters": transformers' number.
+MODELS_PUBLISHED = json.loads(
+    (Path(__file__).parents[1] / "foreign" / "published_models.json").read_text()
+)
+CONVERTED = {name: row for name, row in MODELS_PUBLISHED.items() if "parameters" in row}
+REFUSED = {
+    "MiniMaxAI/MiniMax-M2.5": "model_type is 'minimax_m2'",
+    "Qwen/Qwen3-32B-FP8": "quantization_config is",
+    "Qwen/Qwen3-VL-2B-Instruct": "model_type is 'qwen3_vl'",
+    "XiaomiMiMo/MiMo-7B-Base": "model_type is 'mimo'",
+    "deepseek-ai/DeepSeek-V3.2": "model_type is 'deepseek_v32'",
+    "google/gemma-4-26B-A4B": "model_type is 'gemma4'",
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "model_type is 'llama4'",
+    "moonshotai/Kimi-K2-Instruct": "model_type is 'kimi_k2'",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "model_type is 'nemotron_h'",
+    "zai-org/GLM-5": "model_type is 'glm_moe_dsa'",
+}
+
+
+def model_of_file(name: str) -> ModelConfig:
+    return read_config(plain_config(MODELS_PUBLISHED[name]["config"]))[1]
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_published_file_is_a_model_of_the_published_size(name):
+    model = replace(model_of_file(name), make_vocab_size_divisible_by=1)
+    run = RunConfig(model=model, batch=BatchConfig(micro_batch_size=1))
+    assert accounting.parameters(run) == CONVERTED[name]["parameters"]
+
+
+@pytest.mark.parametrize("size", ["27B", "35B-A3B"])
+def test_the_recipes_of_qwen3_6_are_the_published_models(size):
+    found = model_of_file(f"nvidia/Qwen3.6-{size}-NVFP4")
+    recipe = RECIPES[f"qwen3.6-{size.lower()}"]()
+    assert architecture(found) == architecture(recipe.model)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_published_file_that_is_not_built_is_refused_by_a_field(name):
+    with pytest.raises(ValueError, match=REFUSED[name]) as error:
+        model_of_file(name)
+    assert "\n" not in str(error.value)
 
 
 def test_names_of_published_files(copied, tmp_path):

@@ -20,8 +20,8 @@ from tests.time_limit import wait_until
 pytestmark = pytest.mark.mpi
 ROOT = launch.TESTS.parent
 SCRIPTS = ROOT / "scripts" / "pjsub"
-# 1,600 micro-batches: longer than the 0.6 s that a job trains at least, also at 0.5 ms per micro-batch
-FLAGS = "--train-iters 100 --global-batch-size 32 --save-interval 100000"
+# 1,280 micro-batches: longer than the 0.6 s that a job trains at least, also at 0.5 ms per micro-batch
+FLAGS = "--train-iters 40 --global-batch-size 32 --save-interval 100000"
 TRIAL = "--elapse 240 --wait"
 ALONE = f"--scale 1 {TRIAL}"
 PAIR = f"--scale 2 {TRIAL}"

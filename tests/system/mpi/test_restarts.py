@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from fugaku_megatron.data.chat_dataset import ChatWriter, signed
+from tests.checks.once import once
 from tests.system.mpi import launch
 from tests.system.mpi.kills import PATIENCE, holding, kill_held
 from tests.system.mpi.launch import words
@@ -66,7 +67,12 @@ def train_undisturbed(mpi: launch.MPI, folder: Path, kills: int, *flags: object)
 @pytest.fixture(scope="module")
 def undisturbed(mpich, kills, tmp_path_factory):
     """Losses of two undisturbed ranks."""
-    return train_undisturbed(mpich, tmp_path_factory.mktemp("whole"), kills, TINY, FLAGS)
+    folder = once(
+        tmp_path_factory,
+        "undisturbed",
+        lambda folder: train_undisturbed(mpich, folder, kills, TINY, FLAGS),
+    )
+    return losses(folder)
 
 
 def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, undisturbed):
