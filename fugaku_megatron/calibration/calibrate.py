@@ -5,7 +5,7 @@
 
 Start as many ranks as a training run has: all measure at the same time and share caches, memory and network as in training.
 A node's rates are the sums over its ranks; matmuls are also measured by one rank with all threads of the node.
-Left out: matmuls in 16 bits, which predict counts as FP32's; the kernels' measurements themselves (host_kernels.py).
+Left out: matmuls in 16 bits, which predict counts as FP32's.
 """
 
 from __future__ import annotations

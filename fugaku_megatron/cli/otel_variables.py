@@ -26,7 +26,6 @@ _ONE_WAY = {
 
 
 def _variable(name: str) -> tuple[str, str] | None:
-    """Return the name and the value of the variable that is set, or None."""
     for prefix in PREFIXES:
         value = os.environ.get(f"{prefix}_{name}", "").strip()
         if value:

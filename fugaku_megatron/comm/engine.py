@@ -27,8 +27,6 @@ PATIENCE = 0.1  # s of waiting before `waits` is called, and before signals are 
 
 
 class Operation:
-    """A started operation."""
-
     def __init__(self, engine: Engine, steps: Steps, channel: Hashable, memory: Any) -> None:
         self.steps = steps
         self.channel = channel

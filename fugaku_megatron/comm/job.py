@@ -62,10 +62,8 @@ def run_or_abort(
     """Return main(comm); report an escaping exception as "rank R: <message>" on stderr and end the
     whole job.
 
-    Mistakes take one line, bugs their traceback.
-
-    If all ranks fail alike, only rank 0 reports: others wait GRACE seconds (GRACE_EVERYWHERE after
-    `everywhere`) for rank 0's abort, and report themselves if it does not come. An exception in
+    Mistakes take one line, bugs their traceback. If all ranks fail alike, only rank 0 reports: others
+    wait GRACE seconds (GRACE_EVERYWHERE after `everywhere`) for rank 0's abort. An exception in
     another thread ends the job, too.
     """
     previous = threading.excepthook

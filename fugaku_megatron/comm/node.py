@@ -51,7 +51,7 @@ def share_node(comm: Comm, kernels: Any, node: int | None = None) -> Comm:
     several nodes. Collective.
 
     MPI does everything if a node has one rank, if nodes have different numbers of ranks, or if
-    shared memory is too small (containers often have 64 MiB); BF16 and FP16 sums then run in stages
+    shared memory is too small; BF16 and FP16 sums then run in stages
     (`two_level.in_stages`). Communicators without MPI stay unchanged.
     """
     if comm.size == 1 or not isinstance(comm, MPIComm):

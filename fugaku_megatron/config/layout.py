@@ -1,7 +1,4 @@
-"""Parallel layout: world-size factors, pipeline stages and model chunks.
-
-Left out: splits by cost (`accounting.virtual_stage_sizes`).
-"""
+"""Parallel layout: world-size factors, pipeline stages and model chunks."""
 
 from __future__ import annotations
 

@@ -86,6 +86,7 @@ def gpt_124m() -> RunConfig:
 
 
 def gpt_1b3() -> RunConfig:
+    """GPT-3 XL, 1.3B, sequence 2048."""
     return _gpt(
         num_layers=24,
         hidden_size=2048,

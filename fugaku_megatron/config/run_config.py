@@ -1,7 +1,7 @@
 """Run configuration: frozen dataclasses, checked when they are built.
 
-`cli.arguments` turns the fields into Megatron-LM's flags (num_layers -> --num-layers). Left out:
-checks that need the world size or the disk. Errors: ValueError with flag, value and remedy.
+`cli.arguments` turns the fields into Megatron-LM's flags (num_layers -> --num-layers).
+Errors: ValueError with flag, value and remedy.
 """
 
 from __future__ import annotations

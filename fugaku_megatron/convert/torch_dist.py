@@ -121,7 +121,6 @@ class DistFiles:
         return contents[0]
 
     def shape(self, key: str, layer: int | None = None) -> Shape:
-        """Return the shape of a tensor, or of one layer of stacked layers."""
         size = tuple(self.tensors[key].size)
         return size if layer is None else size[1:]
 
@@ -130,7 +129,7 @@ class DistFiles:
         return dtype
 
     def tensor(self, key: str, layer: int | None = None) -> Tensor:
-        """Return a tensor, or one layer of stacked layers."""
+        """Return a tensor, or a layer of stacked layers."""
         shape = self.shape(key, layer)
         whole = torch.empty(shape, dtype=self.dtype(key))
         filled = 0

@@ -112,7 +112,6 @@ def segment_numbers(rank: int, ranks: int) -> tuple[int, int]:
 
 
 def rank_segments(rank: int, ranks: int, s: int) -> list[range]:
-    """Return a rank's positions, one range per contiguous segment."""
     if ranks == 1:
         return [range(s)]
     length = s // (2 * ranks)

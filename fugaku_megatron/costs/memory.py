@@ -1,8 +1,7 @@
 """One rank's memory at a step's peak: weights, gradients, optimizer state, activations and logits,
 in bytes. No torch.
 
-Left out: MPI's buffers and other software (`planner.memory`), and in `stage_memory`
-    `attention_bytes`.
+MPI's buffers and other software: `planner.memory`.
 """
 
 from __future__ import annotations

@@ -282,7 +282,6 @@ class IndexedDataset:
         return self._bin.read(self.dtype, start * self.dtype.itemsize, count)
 
     def read_lengths(self, start: int, stop: int) -> np.ndarray:
-        """Return consecutive sequence lengths, int32 (stop - start,)."""
         return self._index.read("<i4", HEADER.size + 4 * start, stop - start)
 
     def read_pointers(self, start: int, stop: int) -> np.ndarray:

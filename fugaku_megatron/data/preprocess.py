@@ -4,10 +4,9 @@ object a line), tables, folders.
     fugaku-megatron preprocess --input corpus.jsonl --output-prefix corpus --append-eod
     --workers 8
 
-writes corpus_text_document.bin and .idx, and prints the flags to train on them. Documents are
-shuffled; --keep-order keeps the input order, as Megatron-LM does. The result depends neither on
---workers nor on the file format. An interrupted command resumes from the folder corpus.unfinished;
-outputs appear when complete. tools/preprocess_data.py is Megatron-LM's name for this command.
+writes corpus_text_document.bin and .idx. Documents are shuffled; --keep-order keeps the input
+order, as Megatron-LM does. The result depends neither on --workers nor on the file format. An
+interrupted command resumes from the folder corpus.unfinished; outputs appear when complete.
 
     fugaku-megatron preprocess --chat --input chats.jsonl --output-prefix chats
     --tokenizer-type HuggingFaceTokenizer ...

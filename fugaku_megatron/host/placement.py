@@ -4,8 +4,7 @@
     Node.read("saved")     another machine, whose tree the command SAVE copied into the folder saved
 
 By default a rank has a NUMA domain to itself, with one thread on each core and idle hyper-threads.
-Ranks that a launcher binds keep their masks; ranks with one mask share its cores in NUMA order. The
-log proposes another number of ranks if it does not fit the domains.
+Ranks that a launcher binds keep their masks; ranks with one mask share its cores in NUMA order.
 """
 
 from __future__ import annotations

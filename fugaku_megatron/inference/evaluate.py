@@ -7,8 +7,8 @@
     fugaku-megatron evaluate --load tuned --chats held_out.jsonl
     fugaku-megatron evaluate --load checkpoints --needle book.txt --needle-lengths 1024 4096
 
-Texts are cut into windows of the sequence length; a last, shorter window is left out. Ranks share
-the model in the checkpoint's layout, or by flags, and its replicas share the windows.
+Texts are cut into windows of the sequence length, without a last, shorter one. Ranks share the
+model by flags, or in the checkpoint's layout, and its replicas share the windows.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ r"""Continue texts with a trained checkpoint.
     fugaku-megatron generate --load tuned --chat --prompt "Which flag names the data?"
     --temperature 0
 
-The model follows from the manifest. Ranks share it by flags, or in the checkpoint's layout; one
-process needs no mpiexec. Keys and values are cached, prompts in a batch may differ in length, and
-finished samples cost nothing. The same seed generates the same text in every layout.
+Ranks share the model by flags, or in the checkpoint's layout. Keys and values are cached, prompts
+in a batch may differ in length, and finished samples cost nothing. The same seed generates the same
+text in every layout.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Sampling:
         )
 
     def generator(self, sample: int) -> torch.Generator:
-        """Return a random generator, independent of the number of samples."""
+        """Return a generator, independent of the number of samples."""
         return torch.Generator().manual_seed((self.seed + sample * NEXT_SAMPLE) % 2**63)
 
     def pick(self, logits: Tensor, generator: torch.Generator) -> int:

@@ -7,7 +7,7 @@
     fugaku-megatron job submit FILE -g GROUP [--steps 5]              check, then pjsub; --steps: a chain of step jobs
     fugaku-megatron job slurm scripts/slurm                           write Slurm scripts for every cluster and model
 
-FUGAKU_GROUP sets the default of the group. `python scripts/submit.py` in the checkout is the same command.
+FUGAKU_GROUP sets the default of the group.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ r"""Start a run, and restart it from its last checkpoint after a fault, inside t
     fugaku-megatron supervise --hosts c1,c2,c3 --spare-nodes 1 --ranks-per-node 4 --launcher 'mpiexec -n {ranks} --host {slots}' \
         -- fugaku-megatron train ... --save DIR --load DIR
 
-With --hosts a failed node is replaced by a spare node; without one the run continues with fewer data-parallel replicas and the
-same global batch. In --launcher {ranks}, {nodes}, {hosts} (a,b), {slots} (a:4,b:4) and {map} (a file with the host of each rank)
-are replaced. SIGTERM and SIGUSR1 ask the trainer to save and exit. A run that finished, was refused or diverged is not restarted.
-Left out: how a run ended (child.py).
+With --hosts a spare node replaces a failed one; without one the run continues with fewer data-parallel replicas and the same global
+batch. --launcher may contain {ranks}, {nodes}, {hosts} (a,b), {slots} (a:4,b:4) and {map} (a file with the host of each rank).
+SIGTERM and SIGUSR1 ask the trainer to save and exit. A run that finished, was refused or diverged is not restarted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The Tofu network: shape of a job's nodes, and placement of ranks on nodes.
 
 A unit is 2x3x2 nodes. A tensor-parallel group stays inside a node or a box within a unit; the boxes
-form a grid, cut into a box of data-parallel replicas for every pipeline stage. Hops are shortest
-paths; routing is not modelled.
+form a grid, cut into a box of replicas for every pipeline stage. Hops are shortest paths.
 
     python -m fugaku_megatron.jobs.torus 16x24x32 2 8 6 > map     shape, ranks per node, TP, PP, and CP unless 1:
                                                                   for mpiexec --vcoordfile

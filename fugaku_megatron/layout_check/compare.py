@@ -39,7 +39,6 @@ class Tolerance:
 
     @staticmethod
     def of(run: RunConfig) -> Tolerance:
-        """Return the tolerance of a run's formats and sizes."""
         model = run.model
         names = [run.precision.name, *_stored_formats(run)]
         if run.system.int8 or run.lora.base_in_int8:
@@ -151,7 +150,6 @@ class Comparison:
         return replace(first, ranks=ranks, error=max(each.error for each in same), before=before)
 
     def add(self, ranks: Sequence[Iterable[Piece]], reference: Mapping[Point, Tensor]) -> None:
-        """Compare each rank's pieces with the reference."""
         self.ranks = max(self.ranks, len(ranks))
         self.outputs |= {point.name for point in reference if point.kind == FORWARD}
         for rank, pieces in enumerate(ranks):

@@ -42,7 +42,6 @@ class MarkedSamples:
 
 
 def samples_of(run: RunConfig, count: int) -> Dataset:
-    """Return random samples for a run's iterations."""
     model = run.model
     assert model.vocab_size is not None, "shrink sets it"
     tokens = MockDataset(model.vocab_size, model.seq_length, count, run.training.seed)

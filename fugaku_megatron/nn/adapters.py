@@ -1,7 +1,7 @@
 """LoRA adapters: y + scale dropout(x) A^T B^T next to a frozen linear layer (`config.lora`).
 
 p matrices of a layer, such as QKV, share A (p, r, in); B (out, r) is sharded like the weight, and row i multiplies the r columns
-for its own matrix. Rows without an adapter stay zero. Experts have A (e, p, r, in) and B (e, out, r).
+for its own matrix. Experts have A (e, p, r, in) and B (e, out, r).
     column-parallel   A replicated, B sharded; x A^T is gathered under sequence parallelism
     row-parallel      A sharded, B replicated; x A^T is summed over ranks
 s sequence, b micro-batch, r adapter rank, f MLP width, e experts of a rank, n rows of all experts.

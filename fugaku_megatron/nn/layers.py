@@ -82,7 +82,7 @@ class Context:
         return self.cp.size * (self.sequence.size if self.sequence else 1)
 
     def sum_over_sequence(self, x: Tensor) -> None:
-        """Sum x in place over all ranks that share a sequence."""
+        """Sum x in place over ranks that share a sequence."""
         for comm in (self.sequence, self.cp):
             if comm is not None:
                 comm.all_reduce(x)
@@ -435,15 +435,11 @@ class RMSNorm(Norm):
 
 
 class PlainLayerNorm(Norm):
-    """Layer norm without weight and bias."""
-
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], eps=self.epsilon)
 
 
 class LayerNormWithoutBias(Norm):
-    """Layer norm with a weight and no bias."""
-
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
         self.weight = context.parameter(

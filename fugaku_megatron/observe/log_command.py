@@ -3,15 +3,13 @@
     fugaku-megatron log run.log                              a row for each log
     fugaku-megatron log run.log --follow --png run.png       redrawn while the job runs, until it ends
     fugaku-megatron log run.log --csv run.csv --per-iteration    loss, time and rates of every iteration
-    fugaku-megatron log checkpoints/history.jsonl --png run.png  the same from the history in --save
     fugaku-megatron log tuned_a tuned_b --png both.png --x tokens    several runs, by their --save, with the lowest loss
     fugaku-megatron log ranks.jsonl --ranks --png ranks.png  every rank's seconds by phase, from train --log-ranks
     fugaku-megatron log a100.log --nodes 10 --ranks-per-node 8 --tensor-model-parallel-size 8 \\
         --pipeline-model-parallel-size 10                    a log of another program
 
-Sec/it and TFLOPs (per rank, as logged) are medians over the last job's iterations, without its first two if it has more. TFLOPs
-are recomputed from the time if the model is known. Logs with Megatron-LM's or Megatron-DeepSpeed's lines, and histories, need flags
-that describe the run; logs of `fugaku-megatron train` describe themselves.
+Sec/it and TFLOPs (per rank) are medians over the last job's iterations, without its first two if it has more. TFLOPs are recomputed
+from the time if the model is known. Logs of Megatron-LM and Megatron-DeepSpeed, and histories, need flags that describe the run.
 """
 
 from __future__ import annotations

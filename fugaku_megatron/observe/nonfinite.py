@@ -2,8 +2,7 @@
 
 Nonfinite gradients leave the weights unchanged, so the iteration is repeated with the same samples and dropout masks, and every
 operation is inspected. The search finds the first operation with finite inputs and a nonfinite result, ordered by sample, then
-forward through the model and backward again. If sequence parallelism sums over tensor-parallel ranks inside a linear layer's
-backward, the first rank is named.
+forward through the model and backward again.
 """
 
 from __future__ import annotations

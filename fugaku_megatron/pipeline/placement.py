@@ -40,7 +40,6 @@ class Placement:
         return [self.virtual_stage(stage, chunk) for chunk in range(self.model_chunks)]
 
     def owner(self, virtual_stage: int) -> tuple[int, int]:
-        """Return (stage, model chunk) of a virtual stage."""
         model_chunk, stage = divmod(virtual_stage, self.stages)
         if self.kind == V and model_chunk == 1:
             stage = self.stages - 1 - stage

@@ -17,13 +17,12 @@ class ScheduleRow:
     needs_chunks: True if these flags are required
     kind: of `Placement`
     splits_backward: I and W are instructions of their own
-    receives_ahead: receives of each kind that a stage posts ahead against deadlock; one suffices, except for schedules made for
-        virtual stages of different costs
+    receives_ahead: receives of each kind that a stage posts ahead against deadlock; more than one for virtual stages of
+        different costs
     has_backward: a stage's neighbours answer, so that it knows when its sends are complete
-    is_1f1b: the lists are in 1F1B's order, with the least memory; the planner has formulas for it and models every layout with it first
+    is_1f1b: the lists are in 1F1B's order, with the least memory; the planner has formulas for it
     feature: name in `config.features`, without which software lacks the schedule
-    tried_chunks, tried_chunks_if_few: model chunks per stage to try in a search; more if there are few micro-batches, because the
-        bubble is small otherwise
+    tried_chunks, tried_chunks_if_few: model chunks per stage to try in a search; more if there are few micro-batches
     short: name in the planner's table
     """
 

@@ -44,7 +44,6 @@ class Network:
     slow: bool = False
 
     def seconds(self, verb: str, group: str, bytes: int) -> float:
-        """Return the seconds for a `verb` call with `bytes` per rank."""
         members, together = self._group(group)
         if members == 1:
             return 0.0

@@ -445,7 +445,6 @@ def recomputed_layers(
 
 
 def _last_recomputed(run: RunConfig, tp: int, kind: LayerKind, software: Software) -> Work:
-    """Return the forward of a group's last layer."""
     records = accounting.last_recomputed_records(run, tp, kind)
     sizes = _elementwise_tensors(run, tp, software, kind)
     forward = partial(_forward, options=_MatmulOptions.of(run, tp, software))
@@ -454,7 +453,6 @@ def _last_recomputed(run: RunConfig, tp: int, kind: LayerKind, software: Softwar
 
 
 def recomputed_mixer(run: RunConfig, tp: int, kind: LayerKind, software: Software) -> Work:
-    """Return the work that selective recompute repeats in a layer."""
     mixers = ("attention", "delta_rule")
     records = [r for r in accounting.layer_records(run, tp, kind) if r.name in mixers]
     if not records:

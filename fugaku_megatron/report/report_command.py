@@ -4,9 +4,8 @@
     mpiexec -n 8 fugaku-megatron report --output report.json       the ranks of a job, on one node or on several
     fugaku-megatron report --compare A.json B.json                 two reports next to each other, with ratios
 
-Three files are written after every section: report.json (all figures, for --compare and for
---machine of plan and predict), report.html (one page with plots) and report.txt. A run that is killed leaves them as they are,
-marked partial. Names of users, hosts and paths are left out unless --with-names is passed.
+report.json (all figures, for --compare and for --machine of plan and predict), report.html (with plots) and report.txt are written
+after every section, marked partial until the last. Names of users, hosts and paths are left out unless --with-names is passed.
 """
 
 from __future__ import annotations

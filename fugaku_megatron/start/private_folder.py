@@ -1,8 +1,7 @@
 """Private folders and files in a directory that other users can write, such as /dev/shm or /tmp.
 
 Another user can create any name there first, as a folder or link. Therefore a folder must belong to this user and be
-closed to others, and a file is never opened through a link. The directory is sticky: nobody else can rename or remove our
-files.
+closed to others, and a file is never opened through a link.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Compared are, among
         and without --zero-stage 1 master weights and moments
     tensor-parallel ranks: norms, routers, biases, whatever is not split, and its state
     the first and the last pipeline stage: the tied word embedding and its state
-Each tensor becomes one number, compared by two small reductions per group. A fault in a ZeRO-1 shard reaches all replicas with
-the next gather, so it is not found.
+Each tensor becomes one number, compared by two small reductions per group. A fault in a ZeRO-1 shard reaches all replicas, so it is
+not found.
 """
 
 from __future__ import annotations

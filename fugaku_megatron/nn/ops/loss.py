@@ -47,7 +47,7 @@ class HeadLoss(NamedTuple):
 
 
 def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return softcap tanh(logits / softcap), in FP32; the logits themselves without a softcap."""
+    """Return softcap tanh(logits / softcap), in FP32."""
     return logits if softcap is None else torch.tanh(logits.float() / softcap) * softcap
 
 
