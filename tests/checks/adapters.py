@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+from tests import llama_models
 from tests.helpers import (
     make_trainer,
     whole_tensors,
@@ -26,16 +27,10 @@ ADAPTED_EXPERTS = {
 }
 QWEN = {**FAMILIES["qwen2"], **LORA}
 DELTA_NETS = {
-    **FAMILIES["qwen3"],
+    **llama_models.DELTA_NETS,
     **LORA,
     "apply_layernorm_1p": True,
-    "attention_output_gate": True,
-    "experimental_attention_variant": "gdn",
-    "linear_attention_freq": "2",
-    "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
 }
 
 

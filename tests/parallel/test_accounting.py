@@ -34,7 +34,7 @@ from tests.helpers import (
     parse_layout,
     small_run,
 )
-from tests.llama_models import FAMILIES
+from tests.llama_models import DELTA_NETS, FAMILIES
 
 MODELS = {
     "gpt": {},
@@ -57,16 +57,7 @@ MODELS = {
         "qk_layernorm_all_heads": True,
     },
     "gated attention": {**FAMILIES["qwen3"], "attention_output_gate": True},
-    "gated delta nets": {
-        **FAMILIES["qwen3"],
-        "attention_output_gate": True,
-        "experimental_attention_variant": "gdn",
-        "linear_attention_freq": "2",
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-    },
+    "gated delta nets": {**DELTA_NETS, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "norms around and soft caps": {
         **FAMILIES["llama"],
         "norm_placement": "both",

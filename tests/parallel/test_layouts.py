@@ -8,6 +8,7 @@ import torch
 
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.run_config import RunConfig
+from tests import llama_models
 from tests.checks.adapters import ADAPTED_EXPERTS, QWEN
 from tests.checks.adapters import DELTA_NETS as ADAPTED_DELTA_NETS
 from tests.checks.chats import CHAT_LENGTH, PADDED_CHATS, packed, write_chats, write_random_chats
@@ -63,18 +64,7 @@ CHATS_OF_EXPERTS = {**CHATS, **EXPERTS, **packed(8)}
 BALANCED_CHATS = {**CHATS_OF_EXPERTS, **BALANCED}
 ONE_CHAT = {"micro_batch_size": 1, "global_batch_size": 1}
 DYNAMIC_ROPE = {"rope_dynamic_factor": 2.0, "rope_scaling_original_max_position_embeddings": 4}
-DELTA_NETS = {
-    **BASE,
-    **FAMILIES["qwen3"],
-    "apply_layernorm_1p": True,
-    "attention_output_gate": True,
-    "experimental_attention_variant": "gdn",
-    "linear_attention_freq": "2",
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
+DELTA_NETS = {**BASE, **llama_models.DELTA_NETS, "apply_layernorm_1p": True}
 MODELS = {
     "gpt": Model(BASE),
     "gpt of 8 layers": Model({**BASE, "num_layers": 8}),
