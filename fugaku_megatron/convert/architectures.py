@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..config.model import LEARNED, ROPE, SCALINGS, ModelConfig
-from ..nn.ops.activation import XIELU_BETA, XIELU_LIMIT
+from ..config.model import LEARNABLE, LEARNED, ROPE, SCALINGS, VANILLA, ModelConfig
+from ..nn.ops.activation import QUICK, XIELU_BETA, XIELU_LIMIT
 from .rules import (
     ATTENTION_LAYERS,
     EXPERTS,
@@ -270,7 +270,7 @@ _PLAIN = {
     "quick_geglu": False,
     "xielu": False,
     "activation_func": None,
-    "softmax_type": "vanilla",
+    "softmax_type": VANILLA,
     "apply_layernorm_1p": False,
     "num_experts": None,
     "qk_layernorm": False,
@@ -1153,7 +1153,7 @@ GPT_OSS = _decoder(
         NO_DROPOUT,
         windows_by_layer(128, every=2),
     ),
-    only={"attention_bias": (True,), "swiglu_alpha": (1.702,)},
+    only={"attention_bias": (True,), "swiglu_alpha": (QUICK,)},
     block={
         **_EXPERT_BLOCK,
         **_NO_SHARED,
@@ -1163,7 +1163,7 @@ GPT_OSS = _decoder(
         "swiglu": False,
         "quick_geglu": True,
         "glu_linear_offset": 1.0,
-        "softmax_type": "learnable",
+        "softmax_type": LEARNABLE,
     },
     free=("num_experts", "window_size", "window_attn_skip_freq"),
     also=lambda model: (

@@ -1,9 +1,10 @@
 """Weights of Hugging Face's models and Megatron-LM's checkpoints as checkpoints of this program, and the other way.
 
-fugaku-megatron convert --from-hf my_model --save start
-fugaku-megatron convert --load checkpoints --to-hf my_model
-fugaku-megatron convert --load checkpoints --to-gguf my_model.gguf --gguf-type q8_0
+    fugaku-megatron convert --from-hf my_model --save start
+    fugaku-megatron convert --load checkpoints --to-hf my_model
+    fugaku-megatron convert --load checkpoints --to-gguf my_model.gguf --gguf-type q8_0
 
+Formats: hugging_face.py, gguf_file.py, megatron.py.
 """
 
 from __future__ import annotations

@@ -466,9 +466,8 @@ def carried_config(carried: Path | None) -> JsonObject:
     if carried is None or not (carried / FILE).exists():
         return {}
     config = read_json(carried / FILE)
-    if is_mxfp4(
-        config.get("quantization_config")
-    ):  # of the files, not of the weights read from them
+    # The files were quantized, the weights read from them are not.
+    if is_mxfp4(config.get("quantization_config")):
         del config["quantization_config"]
     return config
 

@@ -38,6 +38,7 @@ from ..config.layer_kinds import (
     MIXERS,
     layer_pattern,
 )
+from ..config.lora import DELTA_NET, PROJ, QKV
 from ..config.megatron_flags import OTHER_FLAGS, saved_arguments
 from ..config.model import (
     LEARNED,
@@ -46,6 +47,7 @@ from ..config.model import (
     NO_POSITIONS,
     ROPE,
     ROPE_SCALING,
+    VANILLA,
     ModelConfig,
 )
 
@@ -72,7 +74,7 @@ _DESCRIBED: dict[str, tuple[Any, ...]] = {
 }
 # Arguments of both programs, whose weights are not converted -> the values that are.
 _NOT_CONVERTED: dict[str, tuple[Any, ...]] = {
-    "softmax_type": ("vanilla",),
+    "softmax_type": (VANILLA,),
     "quick_geglu": (False,),
     "glu_linear_offset": (0,),
     "activation_func_clamp_value": (None,),
@@ -144,8 +146,8 @@ INPUT_NORM = "input_layernorm."
 MLP_NORM = "pre_mlp_layernorm."
 # Linear layers of a mixer: the first one, which has its norm, and the last one.
 MIXER_LINEARS = {
-    ATTENTION: ("linear_qkv", "linear_proj"),
-    GATED_DELTA_NET: ("in_proj", "out_proj"),
+    ATTENTION: (QKV, PROJ),
+    GATED_DELTA_NET: DELTA_NET,
 }
 
 
