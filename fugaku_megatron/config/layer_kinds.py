@@ -14,6 +14,14 @@ MAX_PATTERN = 4096  # layers
 ATTENTION = "attention"
 GATED_DELTA_NET = "gated_delta_net"
 
+# Linear layers of a layer, as in Megatron-LM.
+QKV = "linear_qkv"
+PROJ = "linear_proj"
+FC1 = "linear_fc1"
+FC2 = "linear_fc2"
+IN_PROJ = "in_proj"
+OUT_PROJ = "out_proj"
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixerPart:
@@ -21,16 +29,45 @@ class MixerPart:
 
     layer: "module:class" with the module of a layer, built as `layer(name, layer number, context)`
     symbol: letter in --hybrid-layer-pattern and --layer-types
+    linears: input and output projection
+    costs: "module:class", a `costs.mixers.MixerCosts`
     """
 
     layer: str
     symbol: str
+    linears: tuple[str, str]
+    costs: str
 
 
 MIXERS = {
-    ATTENTION: MixerPart(layer="fugaku_megatron.nn.blocks:SelfAttention", symbol="*"),
-    GATED_DELTA_NET: MixerPart(layer="fugaku_megatron.nn.delta_net:GatedDeltaNet", symbol="G"),
+    ATTENTION: MixerPart(
+        layer="fugaku_megatron.nn.blocks:SelfAttention",
+        symbol="*",
+        linears=(QKV, PROJ),
+        costs="fugaku_megatron.costs.attention:AttentionCosts",
+    ),
+    GATED_DELTA_NET: MixerPart(
+        layer="fugaku_megatron.nn.delta_net:GatedDeltaNet",
+        symbol="G",
+        linears=(IN_PROJ, OUT_PROJ),
+        costs="fugaku_megatron.costs.delta_net:DeltaNetCosts",
+    ),
 }
+
+
+def input_projections() -> tuple[str, ...]:
+    return tuple(row.linears[0] for row in MIXERS.values())
+
+
+def column_parallel() -> tuple[str, ...]:
+    """Return the linear layers whose outputs tensor-parallel ranks share."""
+    return (*input_projections(), FC1)
+
+
+def row_parallel() -> tuple[str, ...]:
+    """Return the linear layers whose inputs tensor-parallel ranks share."""
+    return (*(row.linears[1] for row in MIXERS.values()), FC2)
+
 
 # Symbols of the MLPs of a layer.
 DENSE_SYMBOL = "-"

@@ -23,14 +23,13 @@ from torch import Tensor
 from ..checkpoint.manifest import TRACKER, write_text
 from ..config.fields import check
 from ..config.hybrid import parse_pattern
-from ..config.layer_kinds import GATED_DELTA_NET, LayerKind
+from ..config.layer_kinds import GATED_DELTA_NET, MIXERS, LayerKind
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..costs.accounting import round_up
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
 from .megatron_delta_net import is_shifted, joined_parts, parts_of, shifted, split_parts
 from .megatron_files import (
-    MIXER_LINEARS,
     MLP_NORM,
     VERSION,
     arguments_of,
@@ -356,7 +355,7 @@ class _Names:
     def _stateful_modules(self, kind: LayerKind) -> Iterator[str]:
         engine = self.form.transformer_engine
         if kind.mixer is not None:
-            yield from (f"self_attention.{linear}" for linear in MIXER_LINEARS[kind.mixer])
+            yield from (f"self_attention.{linear}" for linear in MIXERS[kind.mixer].linears)
         if kind.mixer == GATED_DELTA_NET and engine:
             yield "self_attention.out_norm"
         elif kind.mixer is not None and engine:

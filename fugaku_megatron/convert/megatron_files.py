@@ -34,11 +34,9 @@ from ..config.layer_kinds import (
     ATTENTION,
     DENSE_SYMBOL,
     EXPERTS_SYMBOL,
-    GATED_DELTA_NET,
     MIXERS,
     layer_pattern,
 )
-from ..config.lora import DELTA_NET, PROJ, QKV
 from ..config.megatron_flags import OTHER_FLAGS, saved_arguments
 from ..config.model import (
     LEARNED,
@@ -144,11 +142,6 @@ _UNUSED = re.compile(
 )  # no weights, or copies
 INPUT_NORM = "input_layernorm."
 MLP_NORM = "pre_mlp_layernorm."
-# Linear layers of a mixer: the first one, which has its norm, and the last one.
-MIXER_LINEARS = {
-    ATTENTION: (QKV, PROJ),
-    GATED_DELTA_NET: DELTA_NET,
-}
 
 
 def fused_norms(mixer: str | None, experts: bool = False) -> dict[str, str]:
@@ -156,7 +149,7 @@ def fused_norms(mixer: str | None, experts: bool = False) -> dict[str, str]:
 
     experts: the layer has experts, which have no such matmul
     """
-    first, _ = MIXER_LINEARS[mixer or ATTENTION]
+    first, _ = MIXERS[mixer or ATTENTION].linears
     norms = {INPUT_NORM: f"self_attention.{first}.layer_norm_"}
     if not experts:
         norms[MLP_NORM] = "mlp.linear_fc1.layer_norm_"
