@@ -21,7 +21,6 @@ from .rules import (
     LOGIT_SCALE,
     MULTIPLIED,
     MULTIPLIERS,
-    NAMED_ROTARY,
     NEW_FALCON,
     NO_DROPOUT,
     NO_ROPE_LAYERS,
@@ -32,6 +31,7 @@ from .rules import (
     SPARSE_LAYERS,
     Rule,
     has_glm_experts,
+    named_rotary,
     no_padding,
     no_rope_in_full_layers,
     query_scale,
@@ -669,6 +669,7 @@ EXAONE4 = _decoder(
         windows_by_layer(4096, every=4),
         no_rope_in_full_layers(4096, every=4, without_windows=False),
     ),
+    only={"reorder_qk_norm": (True,)},
     block={"qk_layernorm": True, "norm_placement": "post"},
     free=("window_size", "window_attn_skip_freq", "no_rope_freq"),
     places=_POST_PLACES,
@@ -1111,6 +1112,7 @@ GRANITE_HYBRID = _decoder(
         "attention_bias": (False,),
         "position_embedding_type": ("rope",),
         "num_local_experts": (0,),
+        "normalization_function": ("rmsnorm",),
     },
     free=(*MULTIPLIERS, "attention_multiplier"),
     places=_DECODER_PLACES
@@ -1126,19 +1128,7 @@ GRANITE_HYBRID = _decoder(
 GPT_OSS = _decoder(
     name="GptOssForCausalLM",
     model_type="gpt_oss",
-    defaults={
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "rope_theta": 150000.0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-    },
+    defaults={"num_key_value_heads": 8, "head_dim": 64},
     fields=(
         *_DECODER_FIELDS,
         _LARGER_EPSILON,
@@ -1148,7 +1138,17 @@ GPT_OSS = _decoder(
     ),
     rules=(
         HEADS,
-        NAMED_ROTARY,
+        named_rotary(
+            {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            }
+        ),
         tied(False),
         NO_DROPOUT,
         windows_by_layer(128, every=2),
@@ -1192,18 +1192,22 @@ GPT_OSS = _decoder(
 APERTUS = _decoder(
     name="ApertusForCausalLM",
     model_type="apertus",
-    defaults={
-        "rope_theta": 12000000.0,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
     fields=(*_DECODER_FIELDS, _LARGER_EPSILON),
-    rules=(HEADS, NAMED_ROTARY, tied(False), NO_DROPOUT),
+    rules=(
+        HEADS,
+        named_rotary(
+            {
+                "rope_type": "llama3",
+                "rope_theta": 12000000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        ),
+        tied(False),
+        NO_DROPOUT,
+    ),
     only={
         "hidden_act": ("xielu",),
         "attention_bias": (False,),

@@ -649,6 +649,14 @@ BAD_CONFIGS = [
     ("glm4_moe", "first_k_dense_replace", 2, "first_k_dense_replace is 2, not a number of layers"),
     ("cohere2", "logit_scale", 0, "config.json: logit_scale is 0, not a number above 0"),
     ("exaone4", "attention_bias", True, "attention_bias is True, which is not known of Exaone4"),
+    ("exaone4", "reorder_qk_norm", False, "reorder_qk_norm is False, and the block computes True"),
+    ("apertus", "post_norm", True, "post_norm is True, and the block computes False"),
+    (
+        "granitemoehybrid",
+        "normalization_function",
+        "layernorm",
+        "normalization_function is 'layernorm', and the block computes 'rmsnorm'",
+    ),
     (
         "mixtral",
         "router_jitter_noise",
@@ -1253,6 +1261,7 @@ REFUSED = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "model_type is 'llama4'",
     "moonshotai/Kimi-K2-Instruct": "model_type is 'kimi_k2'",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "model_type is 'nemotron_h'",
+    "swiss-ai/Apertus 8B with 8192 positions": "rope_scaling is None without rope_parameters",
     "zai-org/GLM-5": "model_type is 'glm_moe_dsa'",
 }
 
@@ -1266,6 +1275,33 @@ def test_a_published_file_is_a_model_of_the_published_size(name):
     model = replace(model_of_file(name), make_vocab_size_divisible_by=1)
     run = RunConfig(model=model, batch=BatchConfig(micro_batch_size=1))
     assert accounting.parameters(run) == CONVERTED[name]["parameters"]
+
+
+def test_apertus_with_rope_as_the_message_asks_has_the_published_size():
+    config = MODELS_PUBLISHED["swiss-ai/Apertus 8B with 8192 positions"]["config"]
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    model = read_config({**config, "rope_parameters": rope})[1]
+    assert (model.rotary_base, model.use_rope_scaling) == (5e5, False)
+    linear = {"rope_type": "linear", "factor": 2.0}
+    scaled = {name: config[name] for name in config if name != "rope_theta"}
+    assert read_config({**scaled, "rope_scaling": linear})[1].rotary_base == 12e6
+    model = replace(model, make_vocab_size_divisible_by=1)
+    run = RunConfig(model=model, batch=BatchConfig(micro_batch_size=1))
+    assert accounting.parameters(run) == 8053338176
+
+
+def test_a_pattern_of_exaone_in_letters():
+    """The text of EXAONE 4.5 has both."""
+    published = MODELS_PUBLISHED["LGAI-EXAONE/EXAONE-4.0-1.2B"]["config"]
+    config = {**published, "sliding_window": 4096, "num_hidden_layers": 8, "reorder_qk_norm": True}
+    kinds = 2 * [*3 * ["sliding_attention"], "full_attention"]
+    named = read_config({**config, "layer_types": kinds, "sliding_window_pattern": "LLLG"})[1]
+    assert (named.window_size, named.window_attn_skip_freq) == ("4095,0", "4")
+    for pattern in ("LLLG", 4):
+        given = {**config, "layer_types": None, "sliding_window_pattern": pattern}
+        assert read_config(given)[1] == named
+    with pytest.raises(ValueError, match="sliding_window_pattern is 'LGLL', not a whole number"):
+        read_config({**config, "layer_types": None, "sliding_window_pattern": "LGLL"})
 
 
 @pytest.mark.parametrize("size", ["27B", "35B-A3B"])
