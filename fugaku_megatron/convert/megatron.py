@@ -245,9 +245,9 @@ def save_dist(weights: Weights, directory: Path, form: DistFormat) -> None:
     if form.common_file:
         torch.save(common, path / TORCH_DIST_COMMON)
     else:
-        writer.add_object(0, object_key(COMMON_STATE), common)
+        writer.add_object(object_key(COMMON_STATE), common)
     for key in names.extra_states():
-        writer.add_object(0, key, None)
+        writer.add_object(key, None)
     for name, spec in specs(model).items():
         layer = layer_of(name)
         file = 0 if layer is None else 1 + layer

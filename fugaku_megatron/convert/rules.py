@@ -255,18 +255,19 @@ ROTARY = rotary()
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")  # positions of a text are equal in each section
 
 
-def rotary_of_text(share: float) -> Rule:
-    """Convert rope of a text in a model that also rotates by the places in images. share: as in `rotary`"""
-    plain = rotary(share, ("default", "yarn", "linear", "llama3"))
+_QUARTER = rotary(0.25, ("default", "yarn", "linear", "llama3"))
 
-    def read(config: JsonObject) -> JsonObject:
-        rope = config.get("rope_parameters")
-        if isinstance(rope, dict):
-            kept = {name: value for name, value in rope.items() if name not in _OF_IMAGES}
-            config = {**config, "rope_parameters": kept}
-        return plain.read(config)
 
-    return Rule(read, plain.write, plain.names)
+def _read_rotary_of_text(config: JsonObject) -> JsonObject:
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict):
+        kept = {name: value for name, value in rope.items() if name not in _OF_IMAGES}
+        config = {**config, "rope_parameters": kept}
+    return _QUARTER.read(config)
+
+
+# Rope of a text in a model that also rotates by the places in images.
+ROTARY_OF_TEXT = Rule(_read_rotary_of_text, _QUARTER.write, _QUARTER.names)
 
 
 def _write_named_rope(model: ModelConfig) -> JsonObject:

@@ -251,9 +251,9 @@ class DistWriter:
         stored.chunks.append(ChunkStorageMetadata(offsets, values.shape))
         self._append(file, MetadataIndex(piece.key, offsets), values)
 
-    def add_object(self, file: int, key: str, value: Any) -> None:
+    def add_object(self, key: str, value: Any) -> None:
         self._tensors[key] = BytesStorageMetadata()
-        self._append(file, MetadataIndex(key), [value])
+        self._append(0, MetadataIndex(key), [value])
 
     def _append(self, file: int, index: MetadataIndex, value: Any) -> None:
         name = f"__{file}_0.distcp"

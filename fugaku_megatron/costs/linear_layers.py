@@ -50,10 +50,10 @@ def linears(run: RunConfig, tp: int, kind: LayerKind) -> list[Linear]:
         shapes = mixer_costs(kind.mixer).shapes(run.model)
         for name, (outputs, inputs) in zip(MIXERS[kind.mixer].linears, shapes, strict=True):
             layers.append(Linear(name, 1, outputs, inputs, tp))
-    return layers if kind.mlp is None else [*layers, *_mlp_linears(run, tp, kind.mlp)]
+    return layers if kind.mlp is None else [*layers, *mlp_linears(run, tp, kind.mlp)]
 
 
-def _mlp_linears(run: RunConfig, tp: int, mlp: str) -> list[Linear]:
+def mlp_linears(run: RunConfig, tp: int, mlp: str) -> list[Linear]:
     model = run.model
     h = model.hidden_size
     if mlp != MLP_OF_EXPERTS:

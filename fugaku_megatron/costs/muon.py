@@ -13,27 +13,16 @@ from ..config.layout import Layout
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.run_config import RunConfig
 from .accounting import of_layers, stage_layers
+from .linear_layers import mlp_linears
 from .mixers import Matrices, mixer_costs
 
 
-def _mlp_matrices(model: ModelConfig, mlp: str | None) -> Matrices:
-    h = model.hidden_size
-    widths = model.fc1_widths
-    if mlp is None:
-        return []
-    if mlp != MLP_OF_EXPERTS:
-        return [(1, widths * model.ffn_hidden_size, h), (1, h, model.ffn_hidden_size)]
-    e = model.num_experts or 0
-    f = model.moe_ffn_hidden_size or 0
-    matrices = [(e, widths * f, h), (e, h, f)]
-    if shared := model.moe_shared_expert_intermediate_size:
-        matrices += [(1, widths * shared, h), (1, h, shared)]
-    return matrices
-
-
 def layer_matrices(run: RunConfig, kind: LayerKind) -> Matrices:
-    matrices = _mlp_matrices(run.model, kind.mlp)
-    return matrices if kind.mixer is None else [*mixer_costs(kind.mixer).matrices(run), *matrices]
+    matrices = [] if kind.mixer is None else mixer_costs(kind.mixer).matrices(run)
+    for linear in [] if kind.mlp is None else mlp_linears(run, 1, kind.mlp):
+        count = run.model.num_experts or 0 if linear.in_experts else 1
+        matrices.append((count, linear.widths * linear.outputs, linear.inputs))
+    return matrices
 
 
 def _replicated(model: ModelConfig, mlp: str | None) -> Matrices:
