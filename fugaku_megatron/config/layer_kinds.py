@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from .fields import check, flag
@@ -133,6 +134,24 @@ def layer_pattern(name: str, text: str, layers: int) -> int | tuple[bool, ...]:
         f"{flag(name)} {text:.60} has {len(found)} layers, and --num-layers is {layers}: change one",
     )
     return tuple(map(bool, found))
+
+
+# Field -> True for a layer, from 0, that a number N in the field marks.
+_MARKED: dict[str, Callable[[int, int], bool]] = {
+    "moe_layer_freq": lambda layer, n: layer % n == 0,
+    "window_attn_skip_freq": lambda layer, n: (layer + 1) % n != 0,
+    "linear_attention_freq": lambda layer, n: (layer + 1) % n != 0,
+    "no_rope_freq": lambda layer, n: (layer + 1) % n == 0,
+}
+
+
+@lru_cache(maxsize=64)
+def marked_layers(name: str, text: str, layers: int) -> tuple[bool, ...]:
+    """Return True for each layer that a field marks with a number or a list. Raises ValueError, one line."""
+    found = layer_pattern(name, text, layers)
+    if isinstance(found, int):
+        return tuple(_MARKED[name](layer, found) for layer in range(layers))
+    return found
 
 
 def _value(node: ast.expr) -> int | Sequence[int]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint.manifest import TRACKER, write_text
+from ..checkpoint.manifest import TORCH_DIST_COMMON, TRACKER, write_text
 from ..config.fields import check
 from ..config.hybrid import parse_pattern
 from ..config.layer_kinds import GATED_DELTA_NET, MIXERS, LayerKind
@@ -42,7 +42,6 @@ from .megatron_files import (
     their_name,
 )
 from .torch_dist import (
-    COMMON,
     COMMON_STATE,
     DistFiles,
     DistWriter,
@@ -244,7 +243,7 @@ def save_dist(weights: Weights, directory: Path, form: DistFormat) -> None:
     writer = DistWriter(path)
     common = {"args": args, "checkpoint_version": VERSION, "iteration": 0}
     if form.common_file:
-        torch.save(common, path / COMMON)
+        torch.save(common, path / TORCH_DIST_COMMON)
     else:
         writer.add_object(0, object_key(COMMON_STATE), common)
     for key in names.extra_states():
