@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -906,43 +906,36 @@ OLMOE = _decoder(
     also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
     own_head_size=False,
 )
-_GLM_FIELDS = (
-    *_DECODER_FIELDS,
-    Field("rms_norm_eps", "layernorm_epsilon", 1.5625e-07),
-    Field("attention_bias", "add_qkv_bias", True),
-)
-_GLM_RULES = (HEADS, rotary(0.5), tied(False), NO_DROPOUT, no_padding(151329))
-_FUSED_MLP = _places(
-    "layers.{}.", {"mlp.linear_fc1": Counterpart(("mlp.gate_up_proj",), fused_stacked)}
-)
-_GLM_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128}
 GLM = _decoder(
     name="GlmForCausalLM",
     model_type="glm",
-    defaults=_GLM_DEFAULTS,
-    fields=_GLM_FIELDS,
-    rules=_GLM_RULES,
+    defaults={"num_key_value_heads": 2, "head_dim": 128},
+    fields=(
+        *_DECODER_FIELDS,
+        Field("rms_norm_eps", "layernorm_epsilon", 1.5625e-07),
+        Field("attention_bias", "add_qkv_bias", True),
+    ),
+    rules=(HEADS, rotary(0.5), tied(False), NO_DROPOUT, no_padding(151329)),
     block={"rotary_interleaved": True},
     free=("rotary_percent", "add_qkv_bias"),
-    places=_DECODER_PLACES | _FUSED_MLP,
+    places=_DECODER_PLACES
+    | _places("layers.{}.", {"mlp.linear_fc1": Counterpart(("mlp.gate_up_proj",), fused_stacked)}),
 )
-GLM4 = _decoder(
+GLM4 = replace(
+    GLM,
     name="Glm4ForCausalLM",
     model_type="glm4",
-    defaults=_GLM_DEFAULTS,
-    fields=_GLM_FIELDS,
-    rules=_GLM_RULES,
-    block={"rotary_interleaved": True, "norm_placement": "both"},
-    free=("rotary_percent", "add_qkv_bias"),
-    places=_DECODER_PLACES
-    | _FUSED_MLP
-    | _places(
-        "layers.{}.",
-        {
-            "post_self_attn_layernorm": "post_self_attn_layernorm",
-            "post_mlp_layernorm": "post_mlp_layernorm",
-        },
-    ),
+    block={**GLM.block, "norm_placement": "both"},
+    places={
+        **GLM.places,
+        **_places(
+            "layers.{}.",
+            {
+                "post_self_attn_layernorm": "post_self_attn_layernorm",
+                "post_mlp_layernorm": "post_mlp_layernorm",
+            },
+        ),
+    },
 )
 GLM4_MOE = _decoder(
     name="Glm4MoeForCausalLM",

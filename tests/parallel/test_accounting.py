@@ -109,6 +109,8 @@ def test_parameters_are_those_of_the_stages(model, layout):
         ("qwen3-0.6b", 596_049_920),
         ("tinyllama-1.1b", 1_100_048_384),
         ("mistral-7b", 7_241_732_096),
+        ("llm-jp-4-8b", 8_590_200_832),
+        ("llm-jp-4-32b-a3b", 32_139_028_992),
         ("124m", 124_439_808),
         ("30b", pytest.approx(30e9, rel=0.01)),
     ],

@@ -28,7 +28,7 @@ from tests.checks.generation import (
     tokens_of,
     write_tokenizer,
 )
-from tests.llama_models import FAMILIES, copy_to, theirs
+from tests.llama_models import DELTA_HEADS, FAMILIES, copy_to, theirs
 from tests.threads import ThreadWorld
 
 
@@ -297,10 +297,7 @@ DELTA_NETS = {
     "num_layers": 4,
     "position_embedding_type": "rope",
     "attention_output_gate": True,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    **DELTA_HEADS,
 }
 
 
