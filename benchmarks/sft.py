@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from fugaku_megatron.config.fields import check
-from fugaku_megatron.config.lora import ALL_LINEAR, DELTA_NET, MATRICES, QKV
+from fugaku_megatron.config.layer_kinds import GATED_DELTA_NET, MIXERS, QKV
+from fugaku_megatron.config.lora import ALL_LINEAR, MATRICES
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.convert import hugging_face
 from fugaku_megatron.data.dataset import MockDataset
@@ -65,7 +66,8 @@ def adapted_matrices(model: ModelConfig) -> str:
     """Return the --lora-target with an A for each linear layer of Hugging Face's model, as peft has it."""
     table = hugging_face.parts(hugging_face.architecture_of(model, {}), model)
     separate = any(part.number and f".{QKV}." in part.ours for part in table.values())
-    fused = (name for name in MATRICES if name not in DELTA_NET)  # no model with one fuses them
+    apart = MIXERS[GATED_DELTA_NET].linears
+    fused = (name for name in MATRICES if name not in apart)  # no model with one fuses them
     return ALL_LINEAR if separate else ",".join(fused)
 
 

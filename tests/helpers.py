@@ -227,25 +227,14 @@ def train(
 
 def save_checkpoint(
     directory: str | os.PathLike,
-    iteration: int,
     shards: list[Shard],
-    state: dict[str, Any],
     comm: Comm,
-    layout: dict[str, int],
-    config: dict[str, Any],
-    keep: int | None = None,
+    description: Description,
     folders: Folders | None = None,
 ) -> Path:
     """Write a checkpoint here and now. Collective."""
-    description = Description(iteration, layout, config, state, keep)
-    return run_steps(
-        save_steps(
-            directory,
-            partial(write_shards, comm.rank, shards),
-            description,
-            folders or Folders(comm),
-        )
-    )
+    write = partial(write_shards, comm.rank, shards)
+    return run_steps(save_steps(directory, write, description, folders or Folders(comm)))
 
 
 def load_checkpoint(

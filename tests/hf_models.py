@@ -244,6 +244,21 @@ MODELS = {
     ),
     "stablelm": decoder("StableLm", use_qkv_bias=True, partial_rotary_factor=0.5),
 }
+RECENT = (
+    *(
+        "smollm3",
+        "ministral",
+        "olmo2",
+        "olmo3",
+        "exaone4",
+        "gemma2",
+        "gemma3",
+        "glm",
+        "glm4",
+        "glm4_moe",
+    ),
+    *("granitemoehybrid", "cohere2", "gpt_oss", "apertus", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+)
 
 
 def convert(*words: object) -> int:

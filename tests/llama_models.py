@@ -47,17 +47,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "untie_embeddings_and_output_weights": True,
     },
 }
-# Every second layer is attention, the others are gated delta nets.
-DELTA_NETS: dict[str, Any] = {
-    **FAMILIES["qwen3"],
-    "attention_output_gate": True,
-    "experimental_attention_variant": "gdn",
-    "linear_attention_freq": "2",
+DELTA_HEADS: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+# Every second layer is attention, the others are gated delta nets.
+DELTA_LAYERS: dict[str, Any] = {
+    "experimental_attention_variant": "gdn",
+    "linear_attention_freq": "2",
+    **DELTA_HEADS,
+}
+DELTA_NETS: dict[str, Any] = {**FAMILIES["qwen3"], "attention_output_gate": True, **DELTA_LAYERS}
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 

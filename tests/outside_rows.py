@@ -1,14 +1,17 @@
 """Rows that a program outside the package adds to its tables; each computes what a built-in row computes, in plain torch."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fugaku_megatron.config.decay_shapes import SHAPES, Shape
+from fugaku_megatron.config.layer_kinds import IN_PROJ, MIXERS, OUT_PROJ, MixerPart
 from fugaku_megatron.config.model import ACTIVATIONS, NORMS, ActivationPart, NormPart
 from fugaku_megatron.config.optimizer import OPTIMIZERS, OptimizerPart
+from fugaku_megatron.costs.activations import MatmulCollectives, residual_bytes
+from fugaku_megatron.costs.mixers import MixerCosts
 from fugaku_megatron.nn.gradients import accumulate
-from fugaku_megatron.nn.layers import Context, Norm
+from fugaku_megatron.nn.layers import ColumnParallelLinear, Context, Norm, RowParallelLinear
 from fugaku_megatron.nn.ops.activation import Functions
 from fugaku_megatron.optim.optimizer import ElementUpdate
 from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
@@ -59,6 +62,38 @@ class RootMeanSquare(Norm):
         return _Normalize.apply(x, self.weight, self.epsilon)
 
 
+class CausalMean(nn.Module):
+    """The mean of all tokens so far, channel by channel."""
+
+    output_bias = None
+
+    def __init__(self, name: str, layer: int, context: Context) -> None:
+        super().__init__()
+        h = context.model.hidden_size
+        self.in_proj = ColumnParallelLinear(f"{name}.{IN_PROJ}", h, (h,), context, bias=False)
+        self.out_proj = RowParallelLinear(f"{name}.{OUT_PROJ}", h, h, context, bias=False)
+
+    def forward(self, x: Tensor, forward_pass) -> Tensor:
+        values = self.in_proj(x, forward_pass)
+        tokens = torch.arange(1, len(values) + 1).view(-1, 1, 1)
+        return self.out_proj(values.cumsum(0) / tokens, forward_pass)
+
+
+class CausalMeanCosts(MixerCosts):
+    def shapes(self, model):
+        return ((model.hidden_size, model.hidden_size),) * 2
+
+    def records(self, run, tp, cp_comm_type, kind):
+        around = MatmulCollectives.from_run(run, tp)
+        h = run.model.hidden_size
+        rows = run.tokens_per_microbatch
+        saved = rows * h // tp * run.element_bytes
+        return (
+            around.column(IN_PROJ, (rows, h // tp, h), saved_bytes=residual_bytes(run, tp)),
+            around.row(OUT_PROJ, (rows, h, h // tp), saved_bytes=saved),
+        )
+
+
 def adamw(update: ElementUpdate) -> None:
     """AdamW (Loshchilov and Hutter 2019)."""
     o = update.config
@@ -81,6 +116,16 @@ ROWS = [
     (ACTIVATIONS, "gate", ActivationPart(functions=f"{__name__}:GATE", gated=True)),
     (ACTIVATIONS, "square", ActivationPart(functions=f"{__name__}:SQUARE")),
     (NORMS, "RMS", NormPart(layer=f"{__name__}:RootMeanSquare", vectors=1, statistics=1)),
+    (
+        MIXERS,
+        "causal_mean",
+        MixerPart(
+            layer=f"{__name__}:CausalMean",
+            symbol="M",
+            linears=(IN_PROJ, OUT_PROJ),
+            costs=f"{__name__}:CausalMeanCosts",
+        ),
+    ),
     (OPTIMIZERS, "own_adamw", OptimizerPart(elements=f"{__name__}:adamw")),
     (SHAPES, "straight", Shape(factor=lambda fraction: 1 - fraction)),
     (SCHEDULES, "gpipe", ScheduleRow(lists=f"{__name__}:all_forwards_first")),

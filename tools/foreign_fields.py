@@ -43,8 +43,10 @@ def config_json() -> Iterator[str]:
     yield from ("", "| ignored | because |", "|---|---|")
     for reason, found in config_fields.IGNORED.items():
         yield f"| {names(found)} | {reason} |"
-    for kind, found in config_fields.IGNORED_OF.items():
-        yield f"| {names(found)} of `{kind}` | no layer has a window without `use_sliding_window` |"
+    for kind, reasons in config_fields.IGNORED_OF.items():
+        for reason in dict.fromkeys(reasons.values()):
+            found = [name for name in reasons if reasons[name] == reason]
+            yield f"| {names(found)} of `{kind}` | {reason} |"
     yield from ("", "Any other field is refused, unless it is null, false or empty.", "")
 
 

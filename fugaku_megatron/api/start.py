@@ -10,12 +10,10 @@ from typing import Any
 from ..checkpoint.load import Checkpoint
 from ..checkpoint.manifest import (
     CARRIED,
-    TORCH_DIST,
     existing_iteration,
-    iteration_path,
-    latest_iteration,
     own_checkpoint,
     read_head,
+    torch_dist_iteration,
 )
 from ..checkpoint.shards import check_model
 from ..comm.agreement import everywhere, on_root
@@ -78,7 +76,9 @@ def load_start(
     own = on_root(world, lambda: own_checkpoint(directory, ckpt_step))
     if own is None:
         begins = weights_only or run.output.finetune or run.lora.on
-        iteration = None if begins else on_root(world, lambda: _megatron_run(directory, ckpt_step))
+        iteration = (
+            None if begins else on_root(world, lambda: torch_dist_iteration(directory, ckpt_step))
+        )
         if iteration is None:
             return _foreign(run, directory, ckpt_step, world)
         output = replace(run.output, load=directory, ckpt_step=iteration)
@@ -93,16 +93,6 @@ def load_start(
         run.output, load=own[0], ckpt_step=step, finetune=finetune, pretrained_checkpoint=base
     )
     return _resumed(replace(plan, config=replace(run, output=output)), world)
-
-
-def _megatron_run(directory: str, ckpt_step: int | None) -> int | None:
-    """Return the iteration of a Megatron-LM run in the format torch_dist, None for another directory."""
-    path = Path(directory)
-    if not any(path.glob(f"iter_*/{TORCH_DIST}")):
-        return None
-    iteration = latest_iteration(directory) if ckpt_step is None else ckpt_step
-    found = iteration is not None and (iteration_path(path, iteration) / TORCH_DIST).is_file()
-    return iteration if found else None
 
 
 def _state(directory: str, iteration: int | None) -> dict[str, Any]:

@@ -42,8 +42,9 @@ _REMEDY = "restore the file from a copy, or choose another iteration by --ckpt-s
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})(\.tmp|\.old)?")
 _TRACKER_DIGITS = 18
 TORCH_DIST = ".metadata"  # of Megatron-LM's checkpoints in the format torch_dist
+TORCH_DIST_COMMON = "common.pt"
 MEGATRON_LEGACY = "mp_rank_*"  # of its legacy checkpoints
-MEGATRON_FILES = (MEGATRON_LEGACY, TORCH_DIST, "common.pt")
+MEGATRON_FILES = (MEGATRON_LEGACY, TORCH_DIST, TORCH_DIST_COMMON)
 FOLDER_FILES = 127  # files of ranks, or folders, in a directory; a manifest is one more. Records of 127 ranks take about 5 MiB
 
 
@@ -120,6 +121,20 @@ def holds_megatron(directory: str) -> bool:
     path = Path(directory)
     found = any(any(path.glob(f"*/{name}")) for name in MEGATRON_FILES)
     return found and own_checkpoint(directory) is None
+
+
+def torch_dist_iteration(directory: Directory, iteration: int | None) -> int | None:
+    """Return an iteration that Megatron-LM saved in the format torch_dist, None if it is no such iteration.
+
+    iteration: None: the latest one
+    """
+    path = Path(directory)
+    if not any(path.glob(f"iter_*/{TORCH_DIST}")):
+        return None
+    found = latest_iteration(path) if iteration is None else iteration
+    if found is None or not (iteration_path(path, found) / TORCH_DIST).is_file():
+        return None
+    return found
 
 
 def list_iterations(directory: Directory, after: int = -1) -> list[int]:

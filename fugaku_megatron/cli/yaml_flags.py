@@ -101,7 +101,7 @@ def _load(path: str, parser: Parser) -> dict[str, Any]:
 
 
 def _flattened(path: str) -> Iterator[tuple[str, Any]]:
-    top = read_yaml(path, "--yaml-cfg")
+    top = read_yaml(path)
     seen = set()
     for name, value in top.items():
         inside = isinstance(value, Mapping)

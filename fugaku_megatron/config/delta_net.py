@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from .fields import check, option, optional
-from .layer_kinds import GATED_DELTA_NET, layer_pattern
+from .layer_kinds import GATED_DELTA_NET, marked_layers
 
 # Values of --experimental-attention-variant; Megatron-LM has both names.
 VARIANTS = (GATED_DELTA_NET, "gdn")
@@ -91,10 +91,7 @@ class DeltaNetFields:
         """Return True for each layer that --linear-attention-freq makes a gated delta net."""
         if self.experimental_attention_variant is None or self.linear_attention_freq is None:
             return tuple(repeat(False, layers))
-        found = layer_pattern("linear_attention_freq", self.linear_attention_freq, layers)
-        if isinstance(found, int):
-            return tuple((layer + 1) % found != 0 for layer in range(layers))
-        return found
+        return marked_layers("linear_attention_freq", self.linear_attention_freq, layers)
 
 
 # Fields with the sizes of gated delta nets.

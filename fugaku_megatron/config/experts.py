@@ -6,10 +6,10 @@ Names and meaning follow Megatron-LM (megatron/core/transformer/transformer_conf
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from .fields import NOT_NEGATIVE, check, check_positive, option, optional, switch
-from .layer_kinds import layer_pattern
+from .layer_kinds import marked_layers
 
 # Values of --moe-router-load-balancing-type.
 NO_BALANCE = "none"
@@ -132,7 +132,7 @@ class ExpertFields:
         self._check_groups(self.num_experts, self.moe_router_topk)
         self._check_balance()
         check(
-            any(experts_in(self.moe_layer_freq, layers)),
+            any(marked_layers("moe_layer_freq", self.moe_layer_freq, layers)),
             f"--moe-layer-freq {self.moe_layer_freq} has no layer with experts: "
             "leave out --num-experts",
         )
@@ -227,15 +227,6 @@ class ExpertRanks:
         if self.expert_model_parallel_size > 1:
             return f"--expert-model-parallel-size {self.expert_model_parallel_size}"
         return f"--expert-tensor-parallel-size {self.expert_tensor_parallel_size}"
-
-
-@lru_cache(maxsize=64)
-def experts_in(pattern: str, layers: int) -> tuple[bool, ...]:
-    """Return True for each layer with experts. Raises ValueError, one line, for a wrong pattern."""
-    found = layer_pattern("moe_layer_freq", pattern, layers)
-    if isinstance(found, int):
-        return tuple(layer % found == 0 for layer in range(layers))
-    return found
 
 
 EXPERTS = tuple(field.name for field in fields(ExpertFields))

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from .fields import check, flag, optional
-from .layer_kinds import EXPERTS_SYMBOL, GATED_DELTA_NET, MIXERS, MLP_SYMBOLS, layer_pattern
+from .layer_kinds import EXPERTS_SYMBOL, GATED_DELTA_NET, MIXERS, MLP_SYMBOLS, marked_layers
 from .model import ModelConfig
 from .pipeline_layout import stage_fields
 
@@ -25,8 +25,8 @@ UNSUPPORTED = {
 }
 # Field with a number of symbols -> counted from the last one.
 _COUNTS = {"decoder_first_pipeline_num_layers": False, "decoder_last_pipeline_num_layers": True}
-# Field with an entry for each symbol, or a number N -> entry of every Nth symbol, the opposite of the others.
-PER_SYMBOL = {"window_attn_skip_freq": False, "no_rope_freq": True}
+# Fields with an entry for each symbol, or a number.
+PER_SYMBOL = ("window_attn_skip_freq", "no_rope_freq")
 # Fields that the pattern replaces.
 _BY_PATTERN = (
     "layer_types",
@@ -135,11 +135,9 @@ def _by_layer(fields: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
     ends = [*accumulate(map(len, pattern.layers))]
     firsts = [0, *ends[:-1]]
     symbols = pattern.symbols
-    for name, of_every_nth in PER_SYMBOL.items():
+    for name in PER_SYMBOL:
         if fields.get(name) is not None:
-            each = layer_pattern(name, fields[name], symbols)
-            if isinstance(each, int):
-                each = tuple((place % each == 0) == of_every_nth for place in range(1, symbols + 1))
+            each = marked_layers(name, fields[name], symbols)
             found[name] = str([int(each[first]) for first in firsts])
     for name, from_last in _COUNTS.items():
         if fields.get(name) is not None:

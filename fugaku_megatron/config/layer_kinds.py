@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from .fields import check, flag
@@ -14,6 +15,14 @@ MAX_PATTERN = 4096  # layers
 ATTENTION = "attention"
 GATED_DELTA_NET = "gated_delta_net"
 
+# Linear layers of a layer, as in Megatron-LM.
+QKV = "linear_qkv"
+PROJ = "linear_proj"
+FC1 = "linear_fc1"
+FC2 = "linear_fc2"
+IN_PROJ = "in_proj"
+OUT_PROJ = "out_proj"
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixerPart:
@@ -21,16 +30,45 @@ class MixerPart:
 
     layer: "module:class" with the module of a layer, built as `layer(name, layer number, context)`
     symbol: letter in --hybrid-layer-pattern and --layer-types
+    linears: input and output projection
+    costs: "module:class", a `costs.mixers.MixerCosts`
     """
 
     layer: str
     symbol: str
+    linears: tuple[str, str]
+    costs: str
 
 
 MIXERS = {
-    ATTENTION: MixerPart(layer="fugaku_megatron.nn.blocks:SelfAttention", symbol="*"),
-    GATED_DELTA_NET: MixerPart(layer="fugaku_megatron.nn.delta_net:GatedDeltaNet", symbol="G"),
+    ATTENTION: MixerPart(
+        layer="fugaku_megatron.nn.blocks:SelfAttention",
+        symbol="*",
+        linears=(QKV, PROJ),
+        costs="fugaku_megatron.costs.attention:AttentionCosts",
+    ),
+    GATED_DELTA_NET: MixerPart(
+        layer="fugaku_megatron.nn.delta_net:GatedDeltaNet",
+        symbol="G",
+        linears=(IN_PROJ, OUT_PROJ),
+        costs="fugaku_megatron.costs.delta_net:DeltaNetCosts",
+    ),
 }
+
+
+def input_projections() -> tuple[str, ...]:
+    return tuple(row.linears[0] for row in MIXERS.values())
+
+
+def column_parallel() -> tuple[str, ...]:
+    """Return the linear layers whose outputs tensor-parallel ranks share."""
+    return (*input_projections(), FC1)
+
+
+def row_parallel() -> tuple[str, ...]:
+    """Return the linear layers whose inputs tensor-parallel ranks share."""
+    return (*(row.linears[1] for row in MIXERS.values()), FC2)
+
 
 # Symbols of the MLPs of a layer.
 DENSE_SYMBOL = "-"
@@ -96,6 +134,24 @@ def layer_pattern(name: str, text: str, layers: int) -> int | tuple[bool, ...]:
         f"{flag(name)} {text:.60} has {len(found)} layers, and --num-layers is {layers}: change one",
     )
     return tuple(map(bool, found))
+
+
+# Field -> True for a layer, from 0, that a number N in the field marks.
+_MARKED: dict[str, Callable[[int, int], bool]] = {
+    "moe_layer_freq": lambda layer, n: layer % n == 0,
+    "window_attn_skip_freq": lambda layer, n: (layer + 1) % n != 0,
+    "linear_attention_freq": lambda layer, n: (layer + 1) % n != 0,
+    "no_rope_freq": lambda layer, n: (layer + 1) % n == 0,
+}
+
+
+@lru_cache(maxsize=64)
+def marked_layers(name: str, text: str, layers: int) -> tuple[bool, ...]:
+    """Return True for each layer that a field marks with a number or a list. Raises ValueError, one line."""
+    found = layer_pattern(name, text, layers)
+    if isinstance(found, int):
+        return tuple(_MARKED[name](layer, found) for layer in range(layers))
+    return found
 
 
 def _value(node: ast.expr) -> int | Sequence[int]:

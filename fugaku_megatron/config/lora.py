@@ -12,19 +12,13 @@ from functools import cached_property
 from itertools import product
 
 from .fields import FRACTION, cached_hash, check, check_fields, option, optional, switch
+from .layer_kinds import FC1, FC2, GATED_DELTA_NET, IN_PROJ, MIXERS, OUT_PROJ, PROJ, QKV
 from .model import ModelConfig
 
 ALL_LINEAR = "all-linear"
 INT8_BASE = "int8"
 BASE_FORMATS = (INT8_BASE,)  # of frozen weights, besides the model's own
 DROPOUT_COLUMNS = 8  # block size of a dropout mask over a sharded input
-QKV = "linear_qkv"
-PROJ = "linear_proj"
-FC1 = "linear_fc1"
-FC2 = "linear_fc2"
-IN_PROJ = "in_proj"
-OUT_PROJ = "out_proj"
-DELTA_NET = (IN_PROJ, OUT_PROJ)  # linear layers of a gated delta net
 # Matrix of a gated delta net's input projection -> its `ModelConfig.key_head_parts`. The last two are Qwen3-Next's.
 IN_PROJ_PARTS = {
     "in_proj_qkv": (0, 1, 2),
@@ -135,7 +129,7 @@ class LoraConfig:
         """Return the adapted matrices of a linear layer, none for layers that cannot be adapted."""
         if not self.on or linear not in MATRICES:
             return ()
-        if linear in DELTA_NET and not model.has_delta_nets:
+        if linear in MIXERS[GATED_DELTA_NET].linears and not model.has_delta_nets:
             return ()
         names = _NAMES if self.targets == (ALL_LINEAR,) else self.targets
         if linear in names:
@@ -158,7 +152,8 @@ class LoraConfig:
             model.gated or "gate_proj" not in self.targets,
             "--lora-target gate_proj: the MLP has no gate: leave it out, or pass --swiglu",
         )
-        of_delta_nets = {name for linear in DELTA_NET for name in (linear, *MATRICES[linear])}
+        linears = MIXERS[GATED_DELTA_NET].linears
+        of_delta_nets = {name for linear in linears for name in (linear, *MATRICES[linear])}
         unused = sorted(of_delta_nets & {*self.targets})
         check(
             model.has_delta_nets or not unused,

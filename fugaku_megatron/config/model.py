@@ -13,7 +13,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from .delta_net import DELTA_NET, DeltaNetFields
-from .experts import BALANCE, CAPACITY, EXPERTS, ExpertFields, experts_in
+from .experts import BALANCE, CAPACITY, EXPERTS, ExpertFields
 from .fields import (
     FRACTION,
     cached_hash,
@@ -34,8 +34,8 @@ from .layer_kinds import (
     MIXERS,
     MLP_SYMBOLS,
     LayerKind,
-    layer_pattern,
     layer_symbols,
+    marked_layers,
 )
 from .rules import check_rules
 
@@ -601,26 +601,21 @@ class ModelConfig(ExpertFields, DeltaNetFields):
             return tuple(by_symbol.get(symbols[-1]) for symbols in self._symbols)
         if not self.num_experts:
             return tuple(repeat(dense, self.num_layers))
-        experts = experts_in(self.moe_layer_freq, self.num_layers)
+        experts = marked_layers("moe_layer_freq", self.moe_layer_freq, self.num_layers)
         return tuple(MLP_OF_EXPERTS if layer else dense for layer in experts)
 
     @cached_property
     def _windows(self) -> tuple[int | None, ...]:
         if self.window_attn_skip_freq is None:
             return tuple(repeat(self.window, self.num_layers))
-        found = layer_pattern("window_attn_skip_freq", self.window_attn_skip_freq, self.num_layers)
-        if isinstance(found, int):
-            found = tuple((layer + 1) % found != 0 for layer in range(self.num_layers))
-        return tuple(self.window if layer else None for layer in found)
+        marked = marked_layers("window_attn_skip_freq", self.window_attn_skip_freq, self.num_layers)
+        return tuple(self.window if layer else None for layer in marked)
 
     @cached_property
     def _ropes(self) -> tuple[str | None, ...]:
         without = tuple(repeat(not self.rotary, self.num_layers))
         if self.no_rope_freq is not None:
-            found = layer_pattern("no_rope_freq", self.no_rope_freq, self.num_layers)
-            if isinstance(found, int):
-                found = tuple((layer + 1) % found == 0 for layer in range(self.num_layers))
-            without = found
+            without = marked_layers("no_rope_freq", self.no_rope_freq, self.num_layers)
         ropes = []
         for window, no_rope in zip(self._windows, without, strict=True):
             name = GLOBAL if window is None or self.window_rotary_base is None else LOCAL

@@ -278,6 +278,57 @@ def qwen_3_30b_a3b() -> RunConfig:
     )
 
 
+_LLM_JP_4: dict[str, Any] = {
+    "num_layers": 32,
+    "vocab_size": 196608,
+    "seq_length": 4096,
+    "max_position_embeddings": 4096,
+    "rotary_base": 500000.0,
+    "layernorm_epsilon": 1e-6,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def llm_jp_4_8b() -> RunConfig:
+    """LLM-jp-4 8B (llm-jp/llm-jp-4-8b-base) before its context was extended: 32 layers, h 4096, 32 heads in 8 groups.
+
+    Sizes follow from the numbers of parameters in its model card.
+    """
+    return _llama(
+        **_LLM_JP_4,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        lr=1.2e-4,
+        global_batch_size=512,
+    )
+
+
+def llm_jp_4_32b_a3b() -> RunConfig:
+    """LLM-jp-4 32B-A3B (llm-jp/llm-jp-4-32b-a3b-base) before its context was extended: 32 layers, h 2560, 40 heads of 128 in 4 groups.
+
+    A token has 8 of 128 experts of 960. Trained as its script in llm-jp/scripts says.
+    """
+    return _llama(
+        **_LLM_JP_4,
+        hidden_size=2560,
+        ffn_hidden_size=960,
+        num_attention_heads=40,
+        num_query_groups=4,
+        kv_channels=128,
+        qk_layernorm=True,
+        num_experts=128,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=960,
+        moe_aux_loss_coeff=(1e-2,),
+        moe_z_loss_coeff=1e-3,
+        init_method_std=0.006,
+        lr=4e-4,
+        global_batch_size=1024,
+    )
+
+
 _QWEN_36: dict[str, Any] = {
     "vocab_size": 248320,
     "seq_length": 4096,
@@ -432,6 +483,8 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "tinyllama-1.1b": tinyllama_11b,
     "mistral-7b": mistral_7b,
     "qwen3-30b-a3b": qwen_3_30b_a3b,
+    "llm-jp-4-8b": llm_jp_4_8b,
+    "llm-jp-4-32b-a3b": llm_jp_4_32b_a3b,
     "qwen3.6-27b": qwen_36_27b,
     "qwen3.6-35b-a3b": qwen_36_35b_a3b,
     "olmoe": olmoe,

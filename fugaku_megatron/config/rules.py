@@ -51,8 +51,8 @@ def both_or_neither(name: str, other: str) -> Rule:
     return Rule((name, other), mistake)
 
 
-def at_most(name: str, limit: str, remedy: str = "lower it") -> Rule:
-    return _compared(name, limit, "above", remedy, lambda value, other: value <= other)
+def at_most(name: str, limit: str) -> Rule:
+    return _compared(name, limit, "above", "lower it", lambda value, other: value <= other)
 
 
 def at_least(name: str, limit: str, remedy: str) -> Rule:

@@ -30,9 +30,9 @@ COLLECTIONS = {"map": "MappingNode", "seq": "SequenceNode"}
 SURPRISING = re.compile(r"[-+]?0_*[0-9][0-9_]*|[^:]*:.*")
 
 
-def read_yaml(path: str, flag: str) -> dict[str, Any]:
-    """Return the keys in the file that `flag` names. Raises ValueError, with file and line."""
-    where = f"{flag} {path}"
+def read_yaml(path: str) -> dict[str, Any]:
+    """Return the keys in the file of --yaml-cfg. Raises ValueError, with file and line."""
+    where = f"--yaml-cfg {path}"
     try:
         import yaml
     except ImportError:
@@ -40,7 +40,7 @@ def read_yaml(path: str, flag: str) -> dict[str, Any]:
             f"{where}: a package is missing: pip install PyYAML, or this package with its "
             "extra [yaml]"
         ) from None
-    text = read_text(path, flag, largest=LARGEST)
+    text = read_text(path, "--yaml-cfg", largest=LARGEST)
     loader: Any = None
     try:
         loader = yaml.SafeLoader(text)

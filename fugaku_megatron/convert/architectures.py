@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,23 +21,23 @@ from .rules import (
     LOGIT_SCALE,
     MULTIPLIED,
     MULTIPLIERS,
-    NAMED_ROTARY,
     NEW_FALCON,
     NO_DROPOUT,
     NO_ROPE_LAYERS,
     NORMALISED_EXPERTS,
     QUERY_SCALE,
     ROTARY,
+    ROTARY_OF_TEXT,
     SCALED_WORDS,
     SPARSE_LAYERS,
     Rule,
     has_glm_experts,
+    named_rotary,
     no_padding,
     no_rope_in_full_layers,
     query_scale,
     rotary,
     rotary_by_layer,
-    rotary_of_text,
     rotates_windows_alone,
     scales_full_layers_alone,
     tied,
@@ -669,6 +669,7 @@ EXAONE4 = _decoder(
         windows_by_layer(4096, every=4),
         no_rope_in_full_layers(4096, every=4, without_windows=False),
     ),
+    only={"reorder_qk_norm": (True,)},
     block={"qk_layernorm": True, "norm_placement": "post"},
     free=("window_size", "window_attn_skip_freq", "no_rope_freq"),
     places=_POST_PLACES,
@@ -905,43 +906,36 @@ OLMOE = _decoder(
     also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
     own_head_size=False,
 )
-_GLM_FIELDS = (
-    *_DECODER_FIELDS,
-    Field("rms_norm_eps", "layernorm_epsilon", 1.5625e-07),
-    Field("attention_bias", "add_qkv_bias", True),
-)
-_GLM_RULES = (HEADS, rotary(0.5), tied(False), NO_DROPOUT, no_padding(151329))
-_FUSED_MLP = _places(
-    "layers.{}.", {"mlp.linear_fc1": Counterpart(("mlp.gate_up_proj",), fused_stacked)}
-)
-_GLM_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128}
 GLM = _decoder(
     name="GlmForCausalLM",
     model_type="glm",
-    defaults=_GLM_DEFAULTS,
-    fields=_GLM_FIELDS,
-    rules=_GLM_RULES,
+    defaults={"num_key_value_heads": 2, "head_dim": 128},
+    fields=(
+        *_DECODER_FIELDS,
+        Field("rms_norm_eps", "layernorm_epsilon", 1.5625e-07),
+        Field("attention_bias", "add_qkv_bias", True),
+    ),
+    rules=(HEADS, rotary(0.5), tied(False), NO_DROPOUT, no_padding(151329)),
     block={"rotary_interleaved": True},
     free=("rotary_percent", "add_qkv_bias"),
-    places=_DECODER_PLACES | _FUSED_MLP,
+    places=_DECODER_PLACES
+    | _places("layers.{}.", {"mlp.linear_fc1": Counterpart(("mlp.gate_up_proj",), fused_stacked)}),
 )
-GLM4 = _decoder(
+GLM4 = replace(
+    GLM,
     name="Glm4ForCausalLM",
     model_type="glm4",
-    defaults=_GLM_DEFAULTS,
-    fields=_GLM_FIELDS,
-    rules=_GLM_RULES,
-    block={"rotary_interleaved": True, "norm_placement": "both"},
-    free=("rotary_percent", "add_qkv_bias"),
-    places=_DECODER_PLACES
-    | _FUSED_MLP
-    | _places(
-        "layers.{}.",
-        {
-            "post_self_attn_layernorm": "post_self_attn_layernorm",
-            "post_mlp_layernorm": "post_mlp_layernorm",
-        },
-    ),
+    block={**GLM.block, "norm_placement": "both"},
+    places={
+        **GLM.places,
+        **_places(
+            "layers.{}.",
+            {
+                "post_self_attn_layernorm": "post_self_attn_layernorm",
+                "post_mlp_layernorm": "post_mlp_layernorm",
+            },
+        ),
+    },
 )
 GLM4_MOE = _decoder(
     name="Glm4MoeForCausalLM",
@@ -1055,7 +1049,7 @@ QWEN3_5 = _decoder(
     name="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",
     defaults={"num_key_value_heads": 4, "head_dim": 256},
-    rules=(HEADS, rotary_of_text(0.25), tied(False), NO_DROPOUT, LINEAR_LAYERS),
+    rules=(HEADS, ROTARY_OF_TEXT, tied(False), NO_DROPOUT, LINEAR_LAYERS),
     fields=(*_DECODER_FIELDS, _EPSILON, *_DELTA_NET_FIELDS),
     only=_QWEN3_5_ONLY,
     block=_DELTA_NET_BLOCK,
@@ -1069,7 +1063,7 @@ QWEN3_5_MOE = _decoder(
     defaults={"num_key_value_heads": 2, "head_dim": 256, "num_experts": 256},
     rules=(
         HEADS,
-        rotary_of_text(0.25),
+        ROTARY_OF_TEXT,
         tied(False),
         NO_DROPOUT,
         LINEAR_LAYERS,
@@ -1111,6 +1105,7 @@ GRANITE_HYBRID = _decoder(
         "attention_bias": (False,),
         "position_embedding_type": ("rope",),
         "num_local_experts": (0,),
+        "normalization_function": ("rmsnorm",),
     },
     free=(*MULTIPLIERS, "attention_multiplier"),
     places=_DECODER_PLACES
@@ -1126,19 +1121,7 @@ GRANITE_HYBRID = _decoder(
 GPT_OSS = _decoder(
     name="GptOssForCausalLM",
     model_type="gpt_oss",
-    defaults={
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "rope_theta": 150000.0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-    },
+    defaults={"num_key_value_heads": 8, "head_dim": 64},
     fields=(
         *_DECODER_FIELDS,
         _LARGER_EPSILON,
@@ -1148,7 +1131,17 @@ GPT_OSS = _decoder(
     ),
     rules=(
         HEADS,
-        NAMED_ROTARY,
+        named_rotary(
+            {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            }
+        ),
         tied(False),
         NO_DROPOUT,
         windows_by_layer(128, every=2),
@@ -1192,18 +1185,22 @@ GPT_OSS = _decoder(
 APERTUS = _decoder(
     name="ApertusForCausalLM",
     model_type="apertus",
-    defaults={
-        "rope_theta": 12000000.0,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
     fields=(*_DECODER_FIELDS, _LARGER_EPSILON),
-    rules=(HEADS, NAMED_ROTARY, tied(False), NO_DROPOUT),
+    rules=(
+        HEADS,
+        named_rotary(
+            {
+                "rope_type": "llama3",
+                "rope_theta": 12000000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        ),
+        tied(False),
+        NO_DROPOUT,
+    ),
     only={
         "hidden_act": ("xielu",),
         "attention_bias": (False,),

@@ -44,7 +44,9 @@ IGNORED = {
             "problem_type summary_activation summary_first_dropout summary_proj_to_labels summary_type "
             "summary_use_proj"
         ),
-        "it is about training, where flags say it": "embd_pdrop router_aux_loss_coef",
+        "it is about training, where flags say it": (
+            "embd_pdrop hidden_dropout init_method router_aux_loss_coef"
+        ),
         # max_window_layers: of windows, which use_sliding_window must have switched off; multi_query: of Falcon before
         # new_decoder_architecture
         "transformers' class of this model_type does not read it": (
@@ -52,38 +54,42 @@ IGNORED = {
         ),
     }.items()
 }
-# model_type -> fields that this architecture alone does not read.
-IGNORED_OF = {
+_LEFT_OUT = "it describes layers that are left out with a note"
+# model_type -> fields that this architecture alone does not read, with the reason.
+IGNORED_OF: dict[str, dict[str, str]] = {
     **dict.fromkeys(
         ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
-        ("sliding_window",),  # without use_sliding_window
+        {"sliding_window": "no layer has a window without `use_sliding_window`"},
     ),
     **dict.fromkeys(
         ("qwen3_5_text", "qwen3_5_moe_text"),
-        (  # of layers that are left out with a note, and of the format of a state elsewhere
-            "mtp_num_hidden_layers",
-            "mtp_use_dedicated_embeddings",
-            "mamba_ssm_dtype",
+        {
+            "mtp_num_hidden_layers": _LEFT_OUT,
+            "mtp_use_dedicated_embeddings": _LEFT_OUT,
+            "mamba_ssm_dtype": "it is the format of a state in other programs",
+        },
+    ),
+    "glm4_moe": {"num_nextn_predict_layers": _LEFT_OUT},
+    "gpt_oss": dict.fromkeys(
+        ("experts_per_token", "initial_context_length"),
+        "`num_experts_per_tok` and `rope_scaling` say the same",
+    ),
+    "granitemoehybrid": dict.fromkeys(
+        (
+            "intermediate_size",
+            "mamba_chunk_size",
+            "mamba_conv_bias",
+            "mamba_d_conv",
+            "mamba_d_head",
+            "mamba_d_state",
+            "mamba_expand",
+            "mamba_n_groups",
+            "mamba_n_heads",
+            "mamba_proj_bias",
+            "num_experts_per_tok",
+            "time_step_limit",
         ),
-    ),
-    "glm4_moe": ("num_nextn_predict_layers",),  # layers that are left out with a note
-    "gpt_oss": (  # num_experts_per_tok and rope_scaling say the same
-        "experts_per_token",
-        "initial_context_length",
-    ),
-    "granitemoehybrid": (  # without Mamba layers and experts
-        "intermediate_size",
-        "mamba_chunk_size",
-        "mamba_conv_bias",
-        "mamba_d_conv",
-        "mamba_d_head",
-        "mamba_d_state",
-        "mamba_expand",
-        "mamba_n_groups",
-        "mamba_n_heads",
-        "mamba_proj_bias",
-        "num_experts_per_tok",
-        "time_step_limit",
+        "the model has neither Mamba layers nor experts",
     ),
 }
 _EVERYWHERE = frozenset(name for names in IGNORED.values() for name in names)

@@ -20,17 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint.manifest import TRACKER, write_text
+from ..checkpoint.manifest import TORCH_DIST_COMMON, TRACKER, write_text
 from ..config.fields import check
 from ..config.hybrid import parse_pattern
-from ..config.layer_kinds import GATED_DELTA_NET, LayerKind
+from ..config.layer_kinds import GATED_DELTA_NET, MIXERS, LayerKind
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..costs.accounting import round_up
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
 from .megatron_delta_net import is_shifted, joined_parts, parts_of, shifted, split_parts
 from .megatron_files import (
-    MIXER_LINEARS,
     MLP_NORM,
     VERSION,
     arguments_of,
@@ -43,7 +42,6 @@ from .megatron_files import (
     their_name,
 )
 from .torch_dist import (
-    COMMON,
     COMMON_STATE,
     DistFiles,
     DistWriter,
@@ -245,11 +243,11 @@ def save_dist(weights: Weights, directory: Path, form: DistFormat) -> None:
     writer = DistWriter(path)
     common = {"args": args, "checkpoint_version": VERSION, "iteration": 0}
     if form.common_file:
-        torch.save(common, path / COMMON)
+        torch.save(common, path / TORCH_DIST_COMMON)
     else:
-        writer.add_object(0, object_key(COMMON_STATE), common)
+        writer.add_object(object_key(COMMON_STATE), common)
     for key in names.extra_states():
-        writer.add_object(0, key, None)
+        writer.add_object(key, None)
     for name, spec in specs(model).items():
         layer = layer_of(name)
         file = 0 if layer is None else 1 + layer
@@ -356,7 +354,7 @@ class _Names:
     def _stateful_modules(self, kind: LayerKind) -> Iterator[str]:
         engine = self.form.transformer_engine
         if kind.mixer is not None:
-            yield from (f"self_attention.{linear}" for linear in MIXER_LINEARS[kind.mixer])
+            yield from (f"self_attention.{linear}" for linear in MIXERS[kind.mixer].linears)
         if kind.mixer == GATED_DELTA_NET and engine:
             yield "self_attention.out_norm"
         elif kind.mixer is not None and engine:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+import gc
 import io
 import pickle
 import re
@@ -34,11 +35,9 @@ from ..config.layer_kinds import (
     ATTENTION,
     DENSE_SYMBOL,
     EXPERTS_SYMBOL,
-    GATED_DELTA_NET,
     MIXERS,
     layer_pattern,
 )
-from ..config.lora import DELTA_NET, PROJ, QKV
 from ..config.megatron_flags import OTHER_FLAGS, saved_arguments
 from ..config.model import (
     LEARNED,
@@ -144,11 +143,6 @@ _UNUSED = re.compile(
 )  # no weights, or copies
 INPUT_NORM = "input_layernorm."
 MLP_NORM = "pre_mlp_layernorm."
-# Linear layers of a mixer: the first one, which has its norm, and the last one.
-MIXER_LINEARS = {
-    ATTENTION: (QKV, PROJ),
-    GATED_DELTA_NET: DELTA_NET,
-}
 
 
 def fused_norms(mixer: str | None, experts: bool = False) -> dict[str, str]:
@@ -156,7 +150,7 @@ def fused_norms(mixer: str | None, experts: bool = False) -> dict[str, str]:
 
     experts: the layer has experts, which have no such matmul
     """
-    first, _ = MIXER_LINEARS[mixer or ATTENTION]
+    first, _ = MIXERS[mixer or ATTENTION].linears
     norms = {INPUT_NORM: f"self_attention.{first}.layer_norm_"}
     if not experts:
         norms[MLP_NORM] = "mlp.linear_fc1.layer_norm_"
@@ -547,6 +541,8 @@ class _MetadataReader(pickle.Unpickler):
 
 def load_metadata(path: Path) -> metadata.Metadata:
     check(path.is_file(), f"{path} is missing")
+    collects = gc.isenabled()
+    gc.disable()  # it would scan the growing table again and again: 100,000 pieces take 1.5 s instead of 2.6 s
     try:
         with open(path, "rb") as file:
             contents: metadata.Metadata = _MetadataReader(file).load()
@@ -554,6 +550,9 @@ def load_metadata(path: Path) -> metadata.Metadata:
         raise ValueError(
             f"{path} is damaged, or is not metadata of torch.distributed.checkpoint: {_first_line(error)}"
         ) from error
+    finally:
+        if collects:
+            gc.enable()
     check(
         isinstance(contents, metadata.Metadata),
         f"{path} holds {type(contents).__name__}, not Metadata",

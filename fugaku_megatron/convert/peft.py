@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..checkpoint.tensor_files import write_tensors
 from ..config.fields import check, is_off
-from ..config.lora import FC1, FC2, IN_PROJ, MATRICES, LoraConfig
+from ..config.layer_kinds import FC1, FC2, IN_PROJ
+from ..config.lora import MATRICES, LoraConfig
 from ..config.model import ModelConfig
 from ..data.json_values import JsonObject
 from ..nn.adapters import expanded, row_mask

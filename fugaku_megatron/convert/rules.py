@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -254,18 +255,19 @@ ROTARY = rotary()
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")  # positions of a text are equal in each section
 
 
-def rotary_of_text(share: float) -> Rule:
-    """Convert rope of a text in a model that also rotates by the places in images. share: as in `rotary`"""
-    plain = rotary(share, ("default", "yarn", "linear", "llama3"))
+_QUARTER = rotary(0.25, ("default", "yarn", "linear", "llama3"))
 
-    def read(config: JsonObject) -> JsonObject:
-        rope = config.get("rope_parameters")
-        if isinstance(rope, dict):
-            kept = {name: value for name, value in rope.items() if name not in _OF_IMAGES}
-            config = {**config, "rope_parameters": kept}
-        return plain.read(config)
 
-    return Rule(read, plain.write, plain.names)
+def _read_rotary_of_text(config: JsonObject) -> JsonObject:
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict):
+        kept = {name: value for name, value in rope.items() if name not in _OF_IMAGES}
+        config = {**config, "rope_parameters": kept}
+    return _QUARTER.read(config)
+
+
+# Rope of a text in a model that also rotates by the places in images.
+ROTARY_OF_TEXT = Rule(_read_rotary_of_text, _QUARTER.write, _QUARTER.names)
 
 
 def _write_named_rope(model: ModelConfig) -> JsonObject:
@@ -273,10 +275,22 @@ def _write_named_rope(model: ModelConfig) -> JsonObject:
     return {"rope_scaling": None, "rope_parameters": {**scaling, "rope_theta": model.rotary_base}}
 
 
-# Of an architecture that is scaled if the file names no type of rope.
-NAMED_ROTARY = Rule(
-    rotary(None, ("default", "linear", "llama3", "yarn")).read, _write_named_rope, ROTARY.names
-)
+def named_rotary(scaled: JsonObject) -> Rule:
+    """Convert rope of an architecture that is scaled if the file says nothing of rope. scaled: its rope_parameters then"""
+    plain = rotary(None, ("default", "linear", "llama3", "yarn"))
+
+    def read(config: JsonObject) -> JsonObject:
+        if not (config.get("rope_scaling") or config.get("rope_parameters")):
+            for name in ("rope_scaling", "rope_theta"):
+                check(
+                    name not in config,
+                    f"{FILE}: {name} is {config.get(name)!r:.40} without rope_parameters, which transformers 4 and 5 "
+                    "read differently: write rope_parameters with rope_type and rope_theta",
+                )
+            config = {**config, "rope_parameters": scaled}
+        return plain.read({"rope_theta": scaled["rope_theta"], **config})
+
+    return Rule(read, _write_named_rope, ROTARY.names)
 
 
 def window(default: int | None) -> Rule:
@@ -299,6 +313,15 @@ WINDOWED = "sliding_attention"
 FULL = "full_attention"
 
 
+def _pattern_length(pattern: object) -> int | None:
+    """Return N of a pattern in which every Nth layer is FULL: N, or as EXAONE 4 writes it, "LLLG" for 4."""
+    if isinstance(pattern, str) and re.fullmatch("L*G", pattern):
+        return len(pattern)
+    name = "sliding_window_pattern"
+    length: int | None = number({name: pattern}, name, None, whole=True)
+    return length
+
+
 def _layer_types(config: JsonObject, every: int | None) -> list[str]:
     """Return WINDOWED or FULL for each layer.
 
@@ -307,13 +330,9 @@ def _layer_types(config: JsonObject, every: int | None) -> list[str]:
     layers = number(config, "num_hidden_layers", None, whole=True) or 0
     kinds = config.get("layer_types")
     if kinds is None:
-        pattern = config.get("_sliding_window_pattern", every)
-        step = number(
-            {"sliding_window_pattern": pattern, **config},
-            "sliding_window_pattern",
-            None,
-            whole=True,
-        )
+        default = config.get("_sliding_window_pattern", every)
+        pattern = config.get("sliding_window_pattern", default)
+        step = _pattern_length(pattern)
         if step is None or config.get("sliding_window") is None:
             kind = FULL if config.get("sliding_window") is None else WINDOWED
             kinds = [kind for _ in range(layers)]

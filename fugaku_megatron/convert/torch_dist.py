@@ -30,14 +30,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..checkpoint.manifest import fsync, write_text
+from ..checkpoint.manifest import TORCH_DIST, TORCH_DIST_COMMON, fsync, write_text
 from ..checkpoint.shards import Box, range_boxes
 from ..config.fields import check
 from .megatron_files import UNREADABLE, load_metadata, load_object, load_pickled
 
-METADATA = ".metadata"
 CONFIG = "metadata.json"
-COMMON = "common.pt"
 COMMON_STATE = "common_state"
 Shape = tuple[int, ...]
 
@@ -75,7 +73,7 @@ class DistFiles:
     @staticmethod
     def open(path: Path) -> DistFiles:
         """Read the metadata alone. Raise ValueError, one line."""
-        metadata = load_metadata(path / METADATA)
+        metadata = load_metadata(path / TORCH_DIST)
         try:
             tensors = {
                 key: value
@@ -88,17 +86,17 @@ class DistFiles:
             )
         except UNREADABLE:
             sound = False
-        check(sound, f"{path / METADATA} is damaged: shapes or places of pieces are no numbers")
+        check(sound, f"{path / TORCH_DIST} is damaged: shapes or places of pieces are no numbers")
         return DistFiles(path, tensors, metadata.storage_data)
 
     def common(self) -> dict[str, Any]:
         """Return the state that is neither tensor nor sharded object."""
-        if (self.path / COMMON).exists():
-            return load_pickled(self.path / COMMON)
+        if (self.path / TORCH_DIST_COMMON).exists():
+            return load_pickled(self.path / TORCH_DIST_COMMON)
         found = self.object(object_key(COMMON_STATE))
         check(
             found is not None,
-            f"{self.path} holds neither {COMMON} nor the object {COMMON_STATE} of megatron-core since 0.19",
+            f"{self.path} holds neither {TORCH_DIST_COMMON} nor the object {COMMON_STATE} of megatron-core since 0.19",
         )
         check(
             isinstance(found, dict),
@@ -253,9 +251,9 @@ class DistWriter:
         stored.chunks.append(ChunkStorageMetadata(offsets, values.shape))
         self._append(file, MetadataIndex(piece.key, offsets), values)
 
-    def add_object(self, file: int, key: str, value: Any) -> None:
+    def add_object(self, key: str, value: Any) -> None:
         self._tensors[key] = BytesStorageMetadata()
-        self._append(file, MetadataIndex(key), [value])
+        self._append(0, MetadataIndex(key), [value])
 
     def _append(self, file: int, index: MetadataIndex, value: Any) -> None:
         name = f"__{file}_0.distcp"
@@ -267,9 +265,9 @@ class DistWriter:
     def finish(self) -> None:
         for name in {place.relative_path for place in self._places.values()}:
             fsync(self.path / name)
-        with open(self.path / METADATA, "wb") as stream:
+        with open(self.path / TORCH_DIST, "wb") as stream:
             pickle.dump(Metadata(self._tensors, storage_data=self._places), stream)
-        fsync(self.path / METADATA)
+        fsync(self.path / TORCH_DIST)
         config = {
             "sharded_backend": "torch_dist",
             "sharded_backend_version": 1,

@@ -13,10 +13,10 @@ from functools import lru_cache
 from itertools import chain
 
 from ..config.fields import check
-from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
+from ..config.layer_kinds import ATTENTION, LayerKind
 from ..config.layout import Layout, cp_comm_types, placement, stage_sizes
-from ..config.model import LAYER_NORM, LEARNABLE, MLP_OF_EXPERTS, NORMS, ModelConfig
-from ..config.parallel import A2A, ParallelConfig
+from ..config.model import MLP_OF_EXPERTS, NORMS, ModelConfig
+from ..config.parallel import ParallelConfig
 from ..config.run_config import RunConfig
 from ..pipeline.cuts import balanced_cut, cut_of_stages, even_cut
 from ..pipeline.placement import Placement
@@ -27,17 +27,14 @@ from .activations import (
     activation_bytes,
     adapted,
     all_reduce,
-    attention_messages,
-    context_bytes,
     linear,
-    qkv_bytes,
     recompute_groups,
     residual_bytes,
     sequence_shards,
     typical_cp_comm_type,
 )
-from .delta_net import delta_net_records, recomputed_bytes
 from .experts import expert_records, mlp_records
+from .mixers import mixer_costs
 
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
 
@@ -111,94 +108,6 @@ def mean_visible_share(model: ModelConfig, s: int) -> float:
     return sum(visible_share(s, window) for window in windows) / max(1, len(windows))
 
 
-def _attention(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None) -> Record:
-    model = run.model
-    cp = run.parallel.context_parallel_size
-    each = document_length(run)
-    rows = run.tokens_per_microbatch * (model.num_attention_heads // tp)
-    d = model.kv_channels
-    flops = 4 * rows * each * d  # Q K^T and P V over the full square, as Megatron counts it
-    side = each  # of the squares that a kernel call computes
-    contexts = 1  # the context is also the projection's input, unless ranks exchange heads
-    if cp > 1 and cp_comm_type == A2A:
-        contexts = 2
-    elif cp > 1:
-        side = min(each, model.seq_length // (2 * cp))
-    if model.attention_output_gate:  # the gates and the gated context
-        contexts += 2
-    saved = qkv_bytes(run, tp, cp_comm_type) + contexts * context_bytes(run, tp)
-    saved += softmax_bytes(run, tp)
-    window = (kind or typical_layer(model)).window
-    forward, backward = attention_messages(run, tp, cp_comm_type, window)
-    sinks = model.num_attention_heads // tp if model.softmax_type == LEARNABLE else 0
-    return Record(
-        name="attention",
-        parameters=sinks,
-        gemm=(side, side, d),
-        gemm_count=-(-rows * each // side**2),
-        flops_forward=flops,
-        flops_backward=2 * flops,
-        visible=visible_share(each, window) if kind else mean_visible_share(model, each),
-        dropout=model.attention_dropout > 0,
-        saved_bytes=saved,
-        forward=forward,
-        backward=backward,
-    )
-
-
-def _rotary(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind) -> tuple[Record, ...]:
-    """Return the rotary record; only the query and key norms save their inputs."""
-    model = run.model
-    if not model.uses_rotary(kind):
-        return ()
-    if not model.qk_layernorm:
-        return (Record(name="rotary"),)
-    saved = qkv_bytes(run, tp, cp_comm_type)
-    together = model.qk_layernorm_all_heads
-    heads = (model.num_attention_heads + model.query_groups) // tp
-    if NORMS[model.normalization].kernel == LAYER_NORM or together:
-        # queries, keys, and the mean and deviation of each head or of all heads
-        statistics = 2 if together else 2 * heads
-        saved = run.tokens_per_microbatch * (
-            heads * model.kv_channels * run.element_bytes + statistics * FP32_BYTES
-        )
-    if together:  # sharded like the heads; ranks sum the squares of queries and keys
-        sums = all_reduce(2 * run.tokens_per_microbatch * FP32_BYTES, tp)
-        weights = heads * model.kv_channels
-        return (
-            Record(
-                name="rotary", parameters=weights, saved_bytes=saved, forward=sums, backward=sums
-            ),
-        )
-    weights = 2 * NORMS[model.normalization].vectors * model.kv_channels
-    return (
-        Record(
-            name="rotary",
-            parameters=weights,
-            replicated=weights,
-            of_heads=weights,
-            saved_bytes=saved,
-        ),
-    )
-
-
-def selective_recompute_bytes(run: RunConfig, tp: int, kind: LayerKind) -> int:
-    if kind.mixer == GATED_DELTA_NET:
-        return recomputed_bytes(run, tp)
-    if kind.mixer != ATTENTION:
-        return 0
-    cp_comm_type = typical_cp_comm_type(run)
-    saved = sum(record.saved_bytes for record in _rotary(run, tp, cp_comm_type, kind))
-    if run.parallel.context_parallel_size > 1 and cp_comm_type == A2A:
-        saved += context_bytes(run, tp)  # before heads are exchanged for rows
-    return saved + softmax_bytes(run, tp)
-
-
-def softmax_bytes(run: RunConfig, tp: int) -> int:
-    """Return the softmax statistics' bytes: one FP32 number per row and head."""
-    return run.tokens_per_microbatch * run.model.num_attention_heads // tp * FP32_BYTES
-
-
 Norms = tuple[list[Record], list[Record]]  # before and after attention or the MLP
 
 
@@ -232,38 +141,12 @@ def layer_records(
     around_mixer, around_mlp = _layer_norms(run, tp)
     records: tuple[Record, ...] = ()
     if each.mixer is not None:
-        mixer = MIXER_RECORDS[each.mixer](run, tp, cp_comm_type or typical_cp_comm_type(run), kind)
+        comm_type = cp_comm_type or typical_cp_comm_type(run)
+        mixer = mixer_costs(each.mixer).records(run, tp, comm_type, kind)
         records = (*around_mixer[0], *mixer, *around_mixer[1])
     if each.mlp is not None:
         records += (*around_mlp[0], *_mlp(run, tp, each.mlp), *around_mlp[1])
     return adapted(run, tp, records)
-
-
-def attention_records(
-    run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None
-) -> tuple[Record, ...]:
-    model = run.model
-    around = MatmulCollectives.from_run(run, tp)
-    h = model.hidden_size
-    rows = run.tokens_per_microbatch
-    qkv = model.qkv_width // tp
-    context = model.context_width // tp
-    bias = 0 if model.disable_bias_linear else h
-    return (
-        around.column(
-            "linear_qkv",
-            (rows, qkv, h),
-            bias=qkv if model.qkv_bias else 0,
-            saved_bytes=residual_bytes(run, tp),
-        ),
-        *_rotary(run, tp, cp_comm_type, kind or typical_layer(model)),
-        _attention(run, tp, cp_comm_type, kind),
-        around.row("linear_proj", (rows, h, context), bias=bias, replicated=bias),
-    )
-
-
-# Key in `MIXERS` -> records of (run, tp, cp_comm_type, kind or None).
-MIXER_RECORDS = {ATTENTION: attention_records, GATED_DELTA_NET: delta_net_records}
 
 
 def _mlp(run: RunConfig, tp: int, mlp: str) -> tuple[Record, ...]:
@@ -345,11 +228,11 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> tuple[Record, ...]:
     return adapted(run, tp, (_norm("final_layernorm", run, tp), logits, loss))
 
 
-UNQUANTIZED = ("attention", "delta_rule", "router", "shared_gate")
+UNQUANTIZED = ("router", "shared_gate")
 
 
 def is_quantized(run: RunConfig, record: Record) -> bool:
-    if record.gemm is None or record.adapts or record.name in UNQUANTIZED:
+    if record.gemm is None or record.adapts or record.mixes or record.name in UNQUANTIZED:
         return False
     return run.system.int8_head if record.name == "logits" else run.system.int8
 
@@ -490,10 +373,11 @@ def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
     layers = run.model.layer_kinds
     linear = attention = 0.0
     for kind in dict.fromkeys(layers):  # in one order on all ranks
-        flops = {r.name: r.flops_forward for r in layer_records(run, tp, kind)}
         share = layers.count(kind) / len(layers)
-        attention += flops.pop("attention", 0) * share
-        linear += sum(flops.values()) * share
+        records = layer_records(run, tp, kind)
+        squares = sum(r.flops_forward for r in records if r.visible is not None)
+        attention += squares * share
+        linear += (sum(r.flops_forward for r in records) - squares) * share
     return linear, attention
 
 

@@ -6,14 +6,12 @@ Between matmuls every rank has whole activations (s, b, h), or with --sequence-p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
+from ..config.layer_kinds import FC1, FC2, column_parallel, input_projections, row_parallel
 from ..config.layout import cp_comm_types, group_copies
-from ..config.lora import FC1, FC2, IN_PROJ, OUT_PROJ, PROJ, QKV
-from ..config.model import ModelConfig
 from ..config.parallel import A2A, ALLGATHER, P2P
 from ..config.run_config import RunConfig
 
@@ -37,7 +35,9 @@ class Record:
     of_heads: replicated parameters with partial gradients from a rank's own heads or expert shards.
     divided: expert parameters that ranks shard unlike other matrices.
     gemm: (M, N, K) for each of `gemm_count` forward matmuls; grouped: expert matmuls.
-    visible: share of attention's square that a kernel computes.
+    mixes: combines the tokens of a sequence, without a weight matrix; selective recompute repeats it.
+    visible: share of attention's squares Q K^T and P V that a kernel computes; None: no attention.
+    fp32_share: share of the FP32 peak that a kernel of its own reaches; None: by shape and precision.
     flops_forward, flops_backward: multiply and add counted separately, matmuls only, attention over
         the full square.
     """
@@ -50,7 +50,9 @@ class Record:
     gemm: tuple[int, int, int] | None = None
     gemm_count: int = 1
     grouped: bool = False
-    visible: float = 1.0
+    mixes: bool = False
+    visible: float | None = None
+    fp32_share: float | None = None
     dropout: bool = False
     flops_forward: int = 0
     flops_backward: int = 0
@@ -283,11 +285,11 @@ def _frozen(run: RunConfig, record: Record) -> Record:
     """Return a record without weight gradients; without an adapter no input is saved."""
     matmul = record.gemm is not None and record.parameters > 0 or record.name == "logits"
     saved = record.saved_bytes
-    if record.name in (QKV, IN_PROJ) and not run.lora.parts(record.name, run.model):
+    if record.name in input_projections() and not run.lora.parts(record.name, run.model):
         saved = 0
     if record.name == FC1 and run.lora.parts(FC2, run.model) and not run.lora.parts(FC1, run.model):
         saved = 0
-    gathers = _linear_name(record) in (QKV, FC1, IN_PROJ)  # only for the weight gradient
+    gathers = _linear_name(record) in column_parallel()  # only for the weight gradient
     backward = record.backward[-1:] if gathers else record.backward
     return replace(
         record,
@@ -313,7 +315,7 @@ def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
         return ()
     rows, outputs, inputs = record.gemm
     width = len(matrices) * rank
-    is_row_parallel = name in (PROJ, FC2, OUT_PROJ)
+    is_row_parallel = name in row_parallel()
     if record.grouped:
         down = linear(f"{name}_lora_A", (rows, width, inputs))
         up = linear(f"{name}_lora_B", (rows, outputs, width))
@@ -368,27 +370,3 @@ def _of_experts(
         flops_backward=matmul.flops_backward * count,
         adapts=True,
     )
-
-
-def cache_slots(kind: LayerKind, positions: int) -> int:
-    """Return a layer's cached positions: at most the window, none without an attention."""
-    if kind.mixer != ATTENTION:
-        return 0
-    return min(positions, kind.window or positions)
-
-
-def cache_bytes(
-    run: RunConfig, samples: int, positions: int, kinds: Sequence[LayerKind], tp: int
-) -> int:
-    model = run.model
-    slots = sum(cache_slots(kind, positions) for kind in kinds)
-    elements = samples * slots * model.query_groups // tp * model.kv_channels
-    states = samples * sum(kind.mixer == GATED_DELTA_NET for kind in kinds)
-    inputs = (model.linear_conv_kernel_dim - 1) * model.delta_convolved // tp * run.element_bytes
-    return 2 * elements * run.element_bytes + states * (state_bytes(model, tp) + inputs)
-
-
-def state_bytes(model: ModelConfig, ranks: int) -> int:
-    """Return the bytes of a gated delta net's state of one sample on a rank, in FP32. ranks: that share the heads"""
-    heads = model.linear_num_value_heads // ranks
-    return heads * model.linear_key_head_dim * model.linear_value_head_dim * FP32_BYTES

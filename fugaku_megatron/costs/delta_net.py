@@ -5,8 +5,9 @@ Legend: h hidden, c tokens of a chunk, n value heads, k and v sizes of key and v
 
 from __future__ import annotations
 
-from ..config.layer_kinds import LayerKind
-from ..config.lora import IN_PROJ, OUT_PROJ
+from collections.abc import Mapping
+
+from ..config.layer_kinds import IN_PROJ, OUT_PROJ, LayerKind
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from .activations import (
@@ -14,13 +15,15 @@ from .activations import (
     Collective,
     MatmulCollectives,
     Record,
-    activation_bytes,
     residual_bytes,
-    state_bytes,
 )
+from .int8_moments import shared_segments
+from .mixers import Elementwise, MixerCosts, Segments, Shapes
 
 CHUNK = 64  # tokens that a few matmuls compute together
 SEGMENT = 256  # tokens between two saved states
+# Share of the FP32 peak in forward and backward (docs/performance.md, kernels of a gated delta net).
+FP32_SHARE = 0.42
 
 
 def _token_flops(model: ModelConfig) -> int:
@@ -42,62 +45,91 @@ def _mixed_bytes(run: RunConfig, tp: int) -> tuple[int, int, int]:
     convolved = rows * model.delta_convolved // tp * low
     values = rows * model.delta_values // tp * low
     saved = (-(-model.seq_length // SEGMENT) + 1) * run.batch.micro_batch_size
-    states = saved * state_bytes(model, tp * run.parallel.context_parallel_size)
+    states = saved * _state_bytes(model, tp * run.parallel.context_parallel_size)
     gates = rows * heads * (low + 2 * FP32_BYTES)
     return convolved, convolved + states + gates, 2 * values
 
 
-def delta_net_records(
-    run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None
-) -> tuple[Record, ...]:
-    """Return a gated delta net's operations. Ranks that share a sequence exchange heads, whatever --cp-comm-type says."""
-    model = run.model
-    around = MatmulCollectives.from_run(run, tp)
-    h = model.hidden_size
-    rows = run.tokens_per_microbatch
-    width = model.delta_width // tp
-    values = model.delta_values // tp
-    heads = model.linear_num_value_heads // tp
-    k = model.linear_key_head_dim
-    v = model.linear_value_head_dim
-    convolved, rule, norm = _mixed_bytes(run, tp)
-    messages: tuple[Collective, ...] = ()
-    if run.parallel.context_parallel_size > 1:
-        messages = tuple(
-            Collective("all_to_all", "cp", rows * each * run.element_bytes)
-            for each in (width, values)
+def _state_bytes(model: ModelConfig, ranks: int) -> int:
+    """Return the bytes of a gated delta net's state of one sample on a rank, in FP32. ranks: that share the heads"""
+    heads = model.linear_num_value_heads // ranks
+    return heads * model.linear_key_head_dim * model.linear_value_head_dim * FP32_BYTES
+
+
+class DeltaNetCosts(MixerCosts):
+    """Costs of `nn.delta_net.GatedDeltaNet`."""
+
+    def records(
+        self, run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None
+    ) -> tuple[Record, ...]:
+        """Return a gated delta net's operations. Ranks that share a sequence exchange heads, whatever --cp-comm-type says."""
+        model = run.model
+        around = MatmulCollectives.from_run(run, tp)
+        h = model.hidden_size
+        rows = run.tokens_per_microbatch
+        width = model.delta_width // tp
+        values = model.delta_values // tp
+        heads = model.linear_num_value_heads // tp
+        k = model.linear_key_head_dim
+        v = model.linear_value_head_dim
+        convolved, rule, norm = _mixed_bytes(run, tp)
+        messages: tuple[Collective, ...] = ()
+        if run.parallel.context_parallel_size > 1:
+            messages = tuple(
+                Collective("all_to_all", "cp", rows * each * run.element_bytes)
+                for each in (width, values)
+            )
+        flops = rows * heads * _token_flops(model)
+        return (
+            around.column(IN_PROJ, (rows, width, h), saved_bytes=residual_bytes(run, tp)),
+            Record(
+                name="conv1d",
+                parameters=model.delta_convolved // tp * model.linear_conv_kernel_dim,
+                saved_bytes=convolved,
+            ),
+            Record(
+                name="delta_rule",
+                parameters=2 * heads,
+                gemm=(CHUNK, v, k),
+                gemm_count=-(-flops // (2 * CHUNK * v * k)),
+                flops_forward=flops,
+                flops_backward=2 * flops,
+                mixes=True,
+                fp32_share=FP32_SHARE,
+                saved_bytes=rule,
+                forward=messages,
+                backward=messages[::-1],
+            ),
+            Record(name="gated_norm", parameters=v, replicated=v, of_heads=v, saved_bytes=norm),
+            around.row(OUT_PROJ, (rows, h, values), saved_bytes=rows * values * run.element_bytes),
         )
-    flops = rows * heads * _token_flops(model)
-    return (
-        around.column(IN_PROJ, (rows, width, h), saved_bytes=residual_bytes(run, tp)),
-        Record(
-            name="conv1d",
-            parameters=model.delta_convolved // tp * model.linear_conv_kernel_dim,
-            saved_bytes=convolved,
-        ),
-        Record(
-            name="delta_rule",
-            parameters=2 * heads,
-            gemm=(CHUNK, v, k),
-            gemm_count=-(-flops // (2 * CHUNK * v * k)),
-            flops_forward=flops,
-            flops_backward=2 * flops,
-            saved_bytes=rule,
-            forward=messages,
-            backward=messages[::-1],
-        ),
-        Record(name="gated_norm", parameters=v, replicated=v, of_heads=v, saved_bytes=norm),
-        around.row(OUT_PROJ, (rows, h, values), saved_bytes=rows * values * run.element_bytes),
-    )
 
+    def recomputed_bytes(self, run: RunConfig, tp: int, kind: LayerKind) -> int:
+        """Return the bytes that selective recompute does not save: it keeps the input projection's output."""
+        width = run.model.delta_width // tp
+        return sum(_mixed_bytes(run, tp)) - run.tokens_per_microbatch * width * run.element_bytes
 
-def recomputed_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes that selective recompute does not save: it keeps the input projection's output."""
-    width = run.model.delta_width // tp
-    return sum(_mixed_bytes(run, tp)) - run.tokens_per_microbatch * width * run.element_bytes
+    def shapes(self, model: ModelConfig) -> Shapes:
+        h = model.hidden_size
+        return (model.delta_width, h), (h, model.delta_values)
 
+    def elementwise(self, run: RunConfig, sizes: Mapping[str, int], kind: LayerKind) -> Elementwise:
+        """Return the parts cut out of the projection, the convolution, the order of heads and the norm."""
+        convolved = sizes["qkv"] * run.model.delta_convolved / run.model.delta_width
+        moved = 6.0 * convolved + 5.0 * sizes["context"]
+        allocations = ((sizes["qkv"], 3), (sizes["context"], 1))
+        return Elementwise(moved=moved, calls=8, allocations=allocations)
 
-def weight_input_bytes(run: RunConfig, tp: int) -> int:
-    """Return the bytes that a gated delta net keeps between the halves of a split backward."""
-    width = (run.model.delta_width + run.model.delta_values) // tp
-    return 2 * activation_bytes(run) + run.tokens_per_microbatch * width * run.element_bytes
+    def cache_bytes(
+        self, run: RunConfig, samples: int, positions: int, kind: LayerKind, tp: int
+    ) -> int:
+        model = run.model
+        inputs = (model.linear_conv_kernel_dim - 1) * model.delta_convolved // tp
+        return samples * (_state_bytes(model, tp) + inputs * run.element_bytes)
+
+    def vectors(self, model: ModelConfig, tp: int) -> Segments:
+        """Return the segments of the convolution, the decays and the norm."""
+        width = model.linear_conv_kernel_dim
+        heads = shared_segments(model, model.linear_num_value_heads, tp)
+        convolution = shared_segments(model, model.delta_convolved, tp, inner=width)
+        return [convolution, heads, heads, (1, model.linear_value_head_dim)]

@@ -11,16 +11,15 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
+from ..config.layer_kinds import LayerKind, column_parallel
 from ..config.layout import Layout
-from ..config.model import ACTIVATIONS, LEARNABLE, MLP_OF_EXPERTS, NORMS, ModelConfig
+from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS, NORMS, ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
 from ..config.run_config import RunConfig
 from .accounting import padded_vocab_size
-from .linear_layers import COLUMN_PARALLEL, Linear, linears
+from .linear_layers import Linear, linears
+from .mixers import Segments, mixer_costs
 from .units import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, units
-
-Segments = list[tuple[int, int]]  # (how many a rank holds, elements of each)
 
 
 def undivided_rows(model: ModelConfig, rows: int, vocabulary: bool = False) -> int:
@@ -39,7 +38,7 @@ def block_length(length: int) -> int:
     return math.ceil(length / math.ceil(length / MOMENT_BLOCK))
 
 
-def _shared(
+def shared_segments(
     model: ModelConfig, rows: int, ranks: int, inner: int = 1, outer: int = 1
 ) -> tuple[int, int]:
     """Return a rank's segments of a tensor (outer, rows, inner) whose rows `ranks` share."""
@@ -49,18 +48,18 @@ def _shared(
 
 def _split_outputs(model: ModelConfig, linear: Linear, columns: int) -> tuple[int, int]:
     outer = linear.experts * linear.widths
-    return _shared(model, linear.outputs, linear.ranks, inner=columns, outer=outer)
+    return shared_segments(model, linear.outputs, linear.ranks, inner=columns, outer=outer)
 
 
 def _weight(model: ModelConfig, linear: Linear) -> Segments:
-    if linear.name in COLUMN_PARALLEL:
+    if linear.name in column_parallel():
         return [_split_outputs(model, linear, linear.inputs)]
     outer = linear.experts * linear.outputs
-    return [_shared(model, linear.inputs, linear.ranks, outer=outer)]
+    return [shared_segments(model, linear.inputs, linear.ranks, outer=outer)]
 
 
 def _expert_bias(model: ModelConfig, linear: Linear) -> tuple[int, int]:
-    if linear.name in COLUMN_PARALLEL:
+    if linear.name in column_parallel():
         return _split_outputs(model, linear, 1)
     return linear.experts, linear.outputs
 
@@ -71,39 +70,10 @@ def _adapters(run: RunConfig, linear: Linear) -> Segments:
     rows = len(run.lora.parts(linear.name, model)) * rank
     if not rows:
         return []
-    if linear.name in COLUMN_PARALLEL:
+    if linear.name in column_parallel():
         return [(linear.experts, rows * linear.inputs), _split_outputs(model, linear, rank)]
-    down = _shared(model, linear.inputs, linear.ranks, outer=linear.experts * rows)
+    down = shared_segments(model, linear.inputs, linear.ranks, outer=linear.experts * rows)
     return [down, (linear.experts, linear.outputs * rank)]
-
-
-def _attention_vectors(model: ModelConfig, tp: int) -> Segments:
-    """Return the segments of norms of queries and keys, sinks and biases."""
-    found: Segments = []
-    if model.qk_layernorm:
-        for heads in (model.num_attention_heads, model.query_groups):
-            if model.qk_layernorm_all_heads:
-                found.append(_shared(model, heads * model.kv_channels, tp))
-            else:
-                found.append((NORMS[model.normalization].vectors, model.kv_channels))
-    if model.softmax_type == LEARNABLE:
-        found.append(_shared(model, model.num_attention_heads, tp))
-    if model.qkv_bias:
-        found.append(_shared(model, model.qkv_width, tp))
-    if not model.disable_bias_linear:
-        found.append((1, model.hidden_size))  # of the projection
-    return found
-
-
-def _delta_net_vectors(model: ModelConfig, tp: int) -> Segments:
-    """Return the segments of the convolution, the decays and the norm."""
-    width = model.linear_conv_kernel_dim
-    heads = _shared(model, model.linear_num_value_heads, tp)
-    convolution = _shared(model, model.delta_convolved, tp, inner=width)
-    return [convolution, heads, heads, (1, model.linear_value_head_dim)]
-
-
-_MIXER_VECTORS = {ATTENTION: _attention_vectors, GATED_DELTA_NET: _delta_net_vectors}
 
 
 def _router(model: ModelConfig) -> Segments:
@@ -116,7 +86,7 @@ def _router(model: ModelConfig) -> Segments:
 def _mlp_vectors(model: ModelConfig, tp: int) -> Segments:
     segments: Segments = [(len(ACTIVATIONS[model.activation].parameters), 1)]
     if not model.disable_bias_linear:
-        segments.append(_shared(model, model.ffn_hidden_size, tp, outer=model.fc1_widths))
+        segments.append(shared_segments(model, model.ffn_hidden_size, tp, outer=model.fc1_widths))
         segments.append((1, model.hidden_size))
     return segments
 
@@ -139,7 +109,7 @@ def layer_segments(run: RunConfig, tp: int, kind: LayerKind) -> tuple[Segments, 
         norms = sum(model.norms_around)
     others += [(norms * NORMS[model.normalization].vectors, model.hidden_size)]
     if kind.mixer is not None:
-        others += _MIXER_VECTORS[kind.mixer](model, tp)
+        others += mixer_costs(kind.mixer).vectors(model, tp)
     if kind.mlp == MLP_OF_EXPERTS:
         others += _router(model)
     elif kind.mlp is not None:

@@ -7,17 +7,16 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
+from ..config.layer_kinds import FC1, FC2, MIXERS, LayerKind, column_parallel
 from ..config.layout import Layout
-from ..config.lora import FC1, FC2, IN_PROJ, OUT_PROJ, PROJ, QKV
-from ..config.model import MLP_OF_EXPERTS, Q8_BLOCK, ModelConfig
+from ..config.model import MLP_OF_EXPERTS, Q8_BLOCK
 from ..config.run_config import RunConfig
 from .accounting import padded_vocab_size
 from .experts import Division
+from .mixers import mixer_costs
 from .units import units
 
 SCALE_BYTES = 2  # BF16
-COLUMN_PARALLEL = (QKV, FC1, IN_PROJ)
 
 
 class Linear(NamedTuple):
@@ -40,33 +39,21 @@ class Linear(NamedTuple):
     def shard(self) -> tuple[int, int]:
         """Return (rows, columns) of all the layer's matrices on a rank."""
         rows = self.experts * self.widths * self.outputs
-        if self.name in COLUMN_PARALLEL:
+        if self.name in column_parallel():
             return rows // self.ranks, self.inputs
         return rows, self.inputs // self.ranks
 
 
-def attention_linears(model: ModelConfig, tp: int) -> list[Linear]:
-    h = model.hidden_size
-    return [Linear(QKV, 1, model.qkv_width, h, tp), Linear(PROJ, 1, h, model.context_width, tp)]
-
-
-def delta_net_linears(model: ModelConfig, tp: int) -> list[Linear]:
-    h = model.hidden_size
-    return [
-        Linear(IN_PROJ, 1, model.delta_width, h, tp),
-        Linear(OUT_PROJ, 1, h, model.delta_values, tp),
-    ]
-
-
-MIXER_LINEARS = {ATTENTION: attention_linears, GATED_DELTA_NET: delta_net_linears}
-
-
 def linears(run: RunConfig, tp: int, kind: LayerKind) -> list[Linear]:
-    layers = [] if kind.mixer is None else MIXER_LINEARS[kind.mixer](run.model, tp)
-    return layers if kind.mlp is None else [*layers, *_mlp_linears(run, tp, kind.mlp)]
+    layers: list[Linear] = []
+    if kind.mixer is not None:
+        shapes = mixer_costs(kind.mixer).shapes(run.model)
+        for name, (outputs, inputs) in zip(MIXERS[kind.mixer].linears, shapes, strict=True):
+            layers.append(Linear(name, 1, outputs, inputs, tp))
+    return layers if kind.mlp is None else [*layers, *mlp_linears(run, tp, kind.mlp)]
 
 
-def _mlp_linears(run: RunConfig, tp: int, mlp: str) -> list[Linear]:
+def mlp_linears(run: RunConfig, tp: int, mlp: str) -> list[Linear]:
     model = run.model
     h = model.hidden_size
     if mlp != MLP_OF_EXPERTS:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
+from ..config.layer_kinds import LayerKind
 from ..config.layout import Layout, cp_comm_types, group_copies
 from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.optimizer import MOMENT_BYTES
@@ -19,7 +19,6 @@ from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
 from ..pipeline.instructions import InFlight
 from ..pipeline.schedule_names import row
-from . import delta_net
 from .accounting import (
     FLAT_ALIGNMENT,
     embedding_records,
@@ -31,7 +30,6 @@ from .accounting import (
     padded_vocab_size,
     quantized_weights,
     round_up,
-    selective_recompute_bytes,
     stage_layers,
     stage_parameters,
     stage_records,
@@ -43,9 +41,7 @@ from .activations import (
     FP32_BYTES,
     Collective,
     activation_bytes,
-    context_bytes,
     key_working_bytes,
-    qkv_bytes,
     residual_bytes,
     sequence_shards,
     typical_cp_comm_type,
@@ -53,6 +49,7 @@ from .activations import (
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
 from .int8_moments import scales, unit_segments
 from .linear_layers import q8_savings
+from .mixers import mixer_costs
 from .muon import matrix_elements
 from .units import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, units
 
@@ -301,8 +298,8 @@ def layer_saved_bytes(run: RunConfig, tp: int) -> tuple[int, ...]:
     def saved(kind: LayerKind) -> int:
         records = layer_records(run, tp, kind, typical_cp_comm_type(run))
         total = sum(r.saved_bytes for r in records)
-        if run.training.recompute_granularity == "selective":
-            total -= selective_recompute_bytes(run, tp, kind)
+        if run.training.recompute_granularity == "selective" and kind.mixer is not None:
+            total -= mixer_costs(kind.mixer).recomputed_bytes(run, tp, kind)
         return total
 
     return of_layers(run, saved)
@@ -322,16 +319,6 @@ def layers_kept_bytes(
     return kept, max(0, max(recomputed, default=0) - plain)
 
 
-def _attention_input_bytes(run: RunConfig, tp: int) -> int:
-    return 2 * activation_bytes(run) + context_bytes(run, tp) + qkv_bytes(run, tp)
-
-
-_MIXER_INPUT_BYTES = {
-    ATTENTION: _attention_input_bytes,
-    GATED_DELTA_NET: delta_net.weight_input_bytes,
-}
-
-
 def weight_input_bytes(run: RunConfig, tp: int) -> tuple[int, ...]:
     """Return the bytes that each layer of the model keeps between the halves of a split backward.
 
@@ -340,7 +327,7 @@ def weight_input_bytes(run: RunConfig, tp: int) -> tuple[int, ...]:
     """
 
     def kept(kind: LayerKind) -> int:
-        mixer = 0 if kind.mixer is None else _MIXER_INPUT_BYTES[kind.mixer](run, tp)
+        mixer = 0 if kind.mixer is None else mixer_costs(kind.mixer).weight_input_bytes(run, tp)
         if kind.mlp is None:
             return mixer
         if kind.mlp == MLP_OF_EXPERTS:

@@ -8,54 +8,21 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
+from ..config.layer_kinds import LayerKind
 from ..config.layout import Layout
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.run_config import RunConfig
 from .accounting import of_layers, stage_layers
-
-Matrices = list[tuple[int, int, int]]  # (how many, rows, columns)
-
-
-def _mlp_matrices(model: ModelConfig, mlp: str | None) -> Matrices:
-    h = model.hidden_size
-    widths = model.fc1_widths
-    if mlp is None:
-        return []
-    if mlp != MLP_OF_EXPERTS:
-        return [(1, widths * model.ffn_hidden_size, h), (1, h, model.ffn_hidden_size)]
-    e = model.num_experts or 0
-    f = model.moe_ffn_hidden_size or 0
-    matrices = [(e, widths * f, h), (e, h, f)]
-    if shared := model.moe_shared_expert_intermediate_size:
-        matrices += [(1, widths * shared, h), (1, h, shared)]
-    return matrices
-
-
-def _attention_matrices(run: RunConfig) -> Matrices:
-    model = run.model
-    queries = model.context_width
-    keys = model.query_groups * model.kv_channels
-    h = model.hidden_size
-    if run.optimizer.muon_no_split_qkv:
-        qkv = [(1, model.qkv_width, h)]
-    else:
-        qkv = [(model.query_widths, queries, h), (2, keys, h)]
-    return [*qkv, (1, h, queries)]
-
-
-def _delta_net_matrices(run: RunConfig) -> Matrices:
-    model = run.model
-    h = model.hidden_size
-    return [(1, model.delta_width, h), (1, h, model.delta_values)]
-
-
-_MIXER_MATRICES = {ATTENTION: _attention_matrices, GATED_DELTA_NET: _delta_net_matrices}
+from .linear_layers import mlp_linears
+from .mixers import Matrices, mixer_costs
 
 
 def layer_matrices(run: RunConfig, kind: LayerKind) -> Matrices:
-    matrices = _mlp_matrices(run.model, kind.mlp)
-    return matrices if kind.mixer is None else [*_MIXER_MATRICES[kind.mixer](run), *matrices]
+    matrices = [] if kind.mixer is None else mixer_costs(kind.mixer).matrices(run)
+    for linear in [] if kind.mlp is None else mlp_linears(run, 1, kind.mlp):
+        count = run.model.num_experts or 0 if linear.in_experts else 1
+        matrices.append((count, linear.widths * linear.outputs, linear.inputs))
+    return matrices
 
 
 def _replicated(model: ModelConfig, mlp: str | None) -> Matrices:

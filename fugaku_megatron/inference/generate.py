@@ -35,7 +35,9 @@ from ..config.fields import check, flag, option, optional, switch
 from ..config.layout import Layout
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
-from ..costs import accounting, activations, linear_layers
+from ..costs import accounting, linear_layers
+from ..costs.attention import cache_slots
+from ..costs.mixers import cache_bytes
 from ..data.chats import ChatTemplate, read_template
 from ..data.tokenizer import Tokenizer
 from ..host import allocator
@@ -79,8 +81,8 @@ def describe(
         ]
         for stage in stages
     ]
-    cache = max(activations.cache_bytes(run, len(prompts), positions, own, tp) for own in kinds)
-    slots = max(activations.cache_slots(kind, positions) for own in kinds for kind in own)
+    cache = max(cache_bytes(run, len(prompts), positions, own, tp) for own in kinds)
+    slots = max(cache_slots(kind, positions) for own in kinds for kind in own)
     precision = f"{run.precision.name} and {Q8}" if q8 else run.precision.name
     return (
         f"{accounting.parameters(run):,} parameters in {precision}, tensor parallel {tp}, pipeline parallel {pp}\n"

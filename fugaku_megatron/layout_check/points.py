@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..comm.grid import Grid
-from ..config import layer_kinds
+from ..config.layer_kinds import MIXERS
 from ..config.layout import Layout, cp_comm_types
 from ..config.model import MLP_OF_EXPERTS
 from ..config.parallel import A2A, ALLGATHER
@@ -46,16 +46,15 @@ _BACKWARDS = (BACKWARD, LOCAL, REDUCED)
 # Modules whose outputs are recorded, named as in Megatron-core.
 EMBEDDING = "embedding"
 INPUT_NORM = "input_layernorm"
-QKV = "self_attention.linear_qkv"
-IN_PROJ = "self_attention.in_proj"
 CORE = "self_attention.core_attention"
 ATTENTION = "self_attention"
 MLP_NORM = "pre_mlp_layernorm"
 MLP = "mlp"
 LAYER = ""
 FINAL_NORM = "decoder.final_layernorm"
-INPUT_PROJECTIONS = {layer_kinds.ATTENTION: QKV, layer_kinds.GATED_DELTA_NET: IN_PROJ}
-SITES = (INPUT_NORM, QKV, IN_PROJ, CORE, ATTENTION, MLP_NORM, MLP, LAYER)
+# Key in `MIXERS` -> the module of its input projection.
+INPUT_PROJECTIONS = {name: f"{ATTENTION}.{row.linears[0]}" for name, row in MIXERS.items()}
+SITES = (INPUT_NORM, *INPUT_PROJECTIONS.values(), CORE, ATTENTION, MLP_NORM, MLP, LAYER)
 
 GROUPS = {
     "tp": "tensor-parallel",

@@ -30,7 +30,6 @@ from .points import (
     FINAL_NORM,
     FORWARD,
     GATHERED,
-    IN_PROJ,
     INPUT_NORM,
     INPUT_PROJECTIONS,
     LAYER,
@@ -40,7 +39,6 @@ from .points import (
     MLP_NORM,
     MOMENT,
     NORM,
-    QKV,
     REDUCED,
     SITES,
     UPDATE,
@@ -238,7 +236,7 @@ class Recorder:
     def _add_activation(
         self, point: Point, x: Tensor, context: Context, between: str | None
     ) -> None:
-        shards_width = point.name.endswith((QKV, IN_PROJ, CORE))
+        shards_width = point.name.endswith((*INPUT_PROJECTIONS.values(), CORE))
         ranks = context.tp if shards_width else None
         if shards_width:  # of the whole sequence
             segments = own_segments(len(x), context.cp)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product, repeat
+from itertools import product
 from typing import Any, NamedTuple
 
 from ..config.layer_kinds import GATED_DELTA_NET, layer_symbols
@@ -70,9 +70,9 @@ def shrink(run: RunConfig, layout: Layout) -> Small:
         * dp,
     )
     world_size = dp * layout.tp * layout.pp * layout.cp
-    kept = _kept_layers(run, layout)
-    comm_types = cp_comm_types(run) if layout.cp > 1 else ()
-    kept_comm_types = tuple(comm_types[layer] for layer in kept) if comm_types else ()
+    comm_types = cp_comm_types(run) if layout.cp > 1 else None
+    kept = _kept_layers(run, layout, comm_types)
+    kept_comm_types = None if comm_types is None else tuple(comm_types[layer] for layer in kept)
     refused = None
     for width in _widths(run, layout):
         try:
@@ -115,13 +115,12 @@ def _data_parallel_size(layout: Layout) -> int:
     return dp
 
 
-def _kept_layers(run: RunConfig, layout: Layout) -> list[int]:
+def _kept_layers(run: RunConfig, layout: Layout, comm_types: Sequence[str] | None) -> list[int]:
     """Return the layers that stay: each kind of layer, and equally many for each virtual stage."""
     model = run.model
-    comm_types: Iterable[str] = repeat("", model.num_layers)
-    if layout.cp > 1:
-        comm_types = cp_comm_types(run)
-    kinds = list(zip(model.layer_kinds, comm_types, strict=True))
+    kinds = [
+        (kind, comm_types and comm_types[layer]) for layer, kind in enumerate(model.layer_kinds)
+    ]
     firsts = sorted({kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values())
     stages = layout.pp * chunks(run)
     each = max(-(-len(firsts) // stages), 2 if stages == 1 else 1)
@@ -215,7 +214,7 @@ def _expert_changes(model: ModelConfig, kept: list[int], width: _Width) -> dict[
 
 
 def _parallel(
-    run: RunConfig, layout: Layout, layers: int, comm_types: tuple[str, ...]
+    run: RunConfig, layout: Layout, layers: int, comm_types: tuple[str, ...] | None
 ) -> ParallelConfig:
     parallel = run.parallel
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
@@ -227,7 +226,7 @@ def _parallel(
         decoder_first_pipeline_num_layers=None,
         decoder_last_pipeline_num_layers=None,
         num_layers_per_virtual_pipeline_stage=per_chunk,
-        cp_comm_type=comm_types or None,
+        cp_comm_type=comm_types,
         ddp_bucket_size=1 if parallel.overlap_grad_reduce else None,
     )
 

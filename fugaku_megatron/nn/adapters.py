@@ -19,13 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.autograd import Function
+from ..config.layer_kinds import FC1, IN_PROJ, QKV
 from ..config.lora import (
     DROPOUT_COLUMNS,
-    FC1,
-    IN_PROJ,
     IN_PROJ_PARTS,
     MATRICES,
-    QKV,
     LoraConfig,
 )
 from ..config.model import ModelConfig

@@ -19,7 +19,7 @@ from ..config.layer_kinds import MIXERS
 from ..config.layout import group_copies
 from ..config.model import ACTIVATIONS, LAYER_NORM, LEARNABLE, MLP_OF_EXPERTS, NORMS, OFF_BY_ONE
 from ..config.parallel import A2A, P2P
-from ..costs import activations
+from ..costs.attention import cache_slots
 from .adapters import activated_linear
 from .dropout_key import Dropout
 from .forward_context import Pass
@@ -106,7 +106,7 @@ class SelfAttention(nn.Module):
         return self.linear_qkv, self.linear_proj
 
     def empty_cache(self, samples: int, positions: int, dtype: torch.dtype) -> LayerCache:
-        slots = activations.cache_slots(self.kind, positions)
+        slots = cache_slots(self.kind, positions)
         groups = self.own_heads.groups
         return LayerCache.empty(samples, groups, slots, self.own_heads.head_size, dtype)
 

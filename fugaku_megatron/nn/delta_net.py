@@ -6,12 +6,14 @@ head a query, a key, and of its n / k value heads the values, gates, update stre
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..comm.autograd import Function
 from .forward_context import Pass, Rows
 from .kv_cache import DeltaState
 from .layers import ColumnParallelLinear, Context, RowParallelLinear
@@ -34,6 +36,37 @@ class _Inputs(NamedTuple):
     gates: Tensor
     strengths: Tensor
     decays: Tensor
+
+
+class _PartOrder(Function[Tensor]):
+    """Copy of the columns, one part of all key heads after another instead of all parts of one key head after another.
+
+    The delta rule's kernels read queries, keys and values apart. `torch.cat` of the parts would copy them twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, key_heads: int, sizes: Sequence[int]) -> Tensor:
+        ctx.shape = (key_heads, sizes)
+        out = torch.empty_like(x)
+        for to, part in zip(*_parts(out, x, key_heads, sizes), strict=True):
+            to.copy_(part)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+        dx = torch.empty_like(dout)
+        for gradient, to in zip(*_parts(dout, dx, *ctx.shape), strict=True):
+            to.copy_(gradient)
+        return dx, None, None
+
+
+def _parts(
+    by_part: Tensor, by_head: Tensor, key_heads: int, sizes: Sequence[int]
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Return the same parts of both tensors, each (.., key heads, size)."""
+    columns = by_part.split([key_heads * size for size in sizes], -1)
+    parts = by_head.unflatten(-1, (key_heads, -1)).split(list(sizes), -1)
+    return [part.unflatten(-1, (key_heads, -1)) for part in columns], parts
 
 
 class GatedDeltaNet(nn.Module):
@@ -98,8 +131,7 @@ class GatedDeltaNet(nn.Module):
     def _ordered(self, convolved: Tensor) -> Tensor:
         """Return the queries of all key heads, their keys, and the values, as `DeltaHeads` has them."""
         sizes = self.context.model.key_head_parts[:3]
-        parts = convolved.unflatten(-1, (self.heads.key_heads, -1)).split(sizes, -1)
-        return torch.cat([part.flatten(2) for part in parts], -1)
+        return _PartOrder.apply(convolved, self.heads.key_heads, sizes)
 
     def _own(self, parameter: Tensor) -> Tensor:
         """Return the rows of a parameter for the heads that this rank computes."""

@@ -414,8 +414,8 @@ class LayerNorm(Norm):
         return self.ops.bias_dropout_add_layer_norm(x, bias, residual, dropped, norm)
 
 
-class RMSNorm(Norm):
-    """RMS norm, with a weight and no bias."""
+class WeightedNorm(Norm):
+    """Norm with a weight and no bias."""
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
@@ -423,6 +423,8 @@ class RMSNorm(Norm):
             f"{name}.weight", (context.model.hidden_size,), fill=1.0 - self.centered
         )
 
+
+class RMSNorm(WeightedNorm):
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.scale(), self.epsilon)
 
@@ -439,13 +441,7 @@ class PlainLayerNorm(Norm):
         return F.layer_norm(x, x.shape[-1:], eps=self.epsilon)
 
 
-class LayerNormWithoutBias(Norm):
-    def __init__(self, name: str, context: Context) -> None:
-        super().__init__(name, context)
-        self.weight = context.parameter(
-            f"{name}.weight", (context.model.hidden_size,), fill=1.0 - self.centered
-        )
-
+class LayerNormWithoutBias(WeightedNorm):
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm_without_bias(x, self.scale(), self.epsilon)
 

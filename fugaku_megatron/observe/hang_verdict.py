@@ -205,9 +205,9 @@ def own_address(towards: str | None = None) -> str:
     return "127.0.0.1"
 
 
-def open_socket(address: str, port: int = 0) -> socket.socket:
+def open_socket(address: str) -> socket.socket:
     opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    opened.bind((address, port))
+    opened.bind((address, 0))
     opened.setblocking(False)
     return opened
 

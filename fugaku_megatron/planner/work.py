@@ -14,12 +14,13 @@ from functools import cache, partial
 from types import MappingProxyType
 
 from ..config import features
-from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET, LayerKind
+from ..config.layer_kinds import LayerKind
 from ..config.layout import Layout
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.run_config import RunConfig
 from ..costs import accounting, activations, experts, memory
 from ..costs.activations import Collective, Record
+from ..costs.mixers import mixer_costs
 from ..costs.muon import orthogonalized
 from ..pipeline.schedule_names import row
 from .software import Software
@@ -111,25 +112,6 @@ def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
     )
 
 
-def _attention_tensors(run: RunConfig, tp: int) -> dict[str, int]:
-    rows = run.tokens_per_microbatch * run.element_bytes
-    return {
-        "qkv": activations.qkv_bytes(run, tp),
-        "context": activations.context_bytes(run, tp),
-        "scores": rows * run.model.seq_length * run.model.num_attention_heads // tp,
-    }
-
-
-def _delta_net_tensors(run: RunConfig, tp: int) -> dict[str, int]:
-    rows = run.tokens_per_microbatch * run.element_bytes
-    return {
-        "qkv": rows * run.model.delta_width // tp,
-        "context": rows * run.model.delta_values // tp,
-        "scores": 0,
-    }
-
-
-_MIXER_TENSORS = {ATTENTION: _attention_tensors, GATED_DELTA_NET: _delta_net_tensors}
 _NO_MIXER = {"qkv": 0, "context": 0, "scores": 0}
 
 
@@ -147,7 +129,7 @@ def tensors(run: RunConfig, tp: int, kind: LayerKind | None = None) -> dict[str,
     model = run.model
     each = kind or accounting.typical_layer(model)
     rows = run.tokens_per_microbatch * run.element_bytes
-    mixer = _NO_MIXER if each.mixer is None else _MIXER_TENSORS[each.mixer](run, tp)
+    mixer = _NO_MIXER if each.mixer is None else mixer_costs(each.mixer).tensors(run, tp)
     return {
         "hidden": rows * model.hidden_size,
         **mixer,
@@ -178,30 +160,6 @@ def _elementwise(software: Software, phase: str, sizes: dict[str, int]) -> Work:
     )
 
 
-def _rotary(run: RunConfig, sizes: Mapping[str, int], kind: LayerKind) -> Work:
-    """Return the work around attention: qkv read and written once by rope, and the gates of the output."""
-    work = Work()
-    if run.model.uses_rotary(kind):
-        work = Work(moved=2.0 * sizes["qkv"], calls=1, allocations=((sizes["qkv"], 1),))
-    if run.model.attention_output_gate:
-        # queries, keys and values without the gates, and the context's product with the gates
-        moved = 2.0 * sizes["qkv"] + 5.0 * sizes["context"]
-        allocations = ((sizes["qkv"], 1), (sizes["context"], 2))
-        work += Work(moved=moved, calls=2, allocations=allocations)
-    return work
-
-
-def _around_delta_rule(run: RunConfig, sizes: Mapping[str, int], kind: LayerKind) -> Work:
-    """Return the work around the delta rule: parts cut out of the projection, convolution, order of heads, norm."""
-    convolved = sizes["qkv"] * run.model.delta_convolved / run.model.delta_width
-    moved = 6.0 * convolved + 5.0 * sizes["context"]
-    allocations = ((sizes["qkv"], 3), (sizes["context"], 1))
-    return Work(moved=moved, calls=8, allocations=allocations)
-
-
-_AROUND_MIXERS = {ATTENTION: _rotary, GATED_DELTA_NET: _around_delta_rule}
-
-
 def _around_parts(
     run: RunConfig, software: Software, phase: str, sizes: dict[str, int], kind: LayerKind
 ) -> Work:
@@ -211,7 +169,7 @@ def _around_parts(
     """
     work = _elementwise(software, phase, sizes)
     if kind.mixer is not None:
-        work += _AROUND_MIXERS[kind.mixer](run, sizes, kind)
+        work += Work(**mixer_costs(kind.mixer).elementwise(run, sizes, kind)._asdict())
     if run.model.residual_multiplier != 1.0:
         work += Work(moved=4.0 * sizes["hidden"], calls=2, allocations=((sizes["hidden"], 2),))
     more = max(0, run.model.layer_norms - 2)
@@ -267,9 +225,16 @@ def _forward(record: Record, options: _MatmulOptions) -> Work:
     if record.gemm is None:
         return Work(collectives=_once(record.forward))
     m, n, k = record.gemm
-    linear = Matmul(m=m, n=n, k=k, times=record.gemm_count, quantized=options.quantized(record))
+    linear = Matmul(
+        m=m,
+        n=n,
+        k=k,
+        times=record.gemm_count,
+        quantized=options.quantized(record),
+        fp32_share=record.fp32_share,
+    )
     matmuls: tuple[Matmul, ...] = (linear,)
-    if record.name == "attention":
+    if record.visible is not None:
         matmul = Matmul(
             m=m,
             n=n,
@@ -280,8 +245,6 @@ def _forward(record: Record, options: _MatmulOptions) -> Work:
             dropout=record.dropout,
         )
         matmuls = (matmul, replace(matmul, n=k, k=n))
-    elif record.name == "delta_rule":
-        matmuls = (replace(linear, fp32_share=DELTA_RULE_SHARE),)
     elif record.name == "logits":
         matmuls = (replace(linear, m=m // options.chunks, times=options.chunks),)
     return Work(matmuls=matmuls, collectives=_once(record.forward))
@@ -382,20 +345,10 @@ def _between_experts(collective: Collective) -> bool:
     return (collective.verb, collective.group) == ("all_to_all", "ep")
 
 
-# Share of the FP32 peak in forward and backward (docs/performance.md, kernels of a gated delta net).
-DELTA_RULE_SHARE = 0.42
-
-
 def _weights(record: Record, options: _MatmulOptions) -> Work:
-    return Work(
-        matmuls=()
-        if record.frozen
-        else tuple(
-            p
-            for p in _backward(record, options).matmuls[1::2]
-            if not p.attention and p.fp32_share is None
-        )
-    )
+    if record.frozen or record.mixes:
+        return Work()
+    return Work(matmuls=_backward(record, options).matmuls[1::2])
 
 
 @cache
@@ -453,8 +406,7 @@ def _last_recomputed(run: RunConfig, tp: int, kind: LayerKind, software: Softwar
 
 
 def recomputed_mixer(run: RunConfig, tp: int, kind: LayerKind, software: Software) -> Work:
-    mixers = ("attention", "delta_rule")
-    records = [r for r in accounting.layer_records(run, tp, kind) if r.name in mixers]
+    records = [r for r in accounting.layer_records(run, tp, kind) if r.mixes]
     if not records:
         return Work()
     sizes = tensors(run, tp, kind)

@@ -111,16 +111,19 @@ def _table(plans: list[StagePlan]) -> list[str]:
     return [head + "   (MiB per rank, model)", *(_row(group, columns) for group in alike)]
 
 
-def _picture(schedule: Schedule, width: int = 24) -> list[str]:
+PICTURED = 24  # instructions of a stage
+
+
+def _picture(schedule: Schedule) -> list[str]:
     """Return a few stages' first instructions: F forward, B backward, or its halves I and W; without messages."""
     mark = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
     stages = schedule.placement.stages
     chunks = schedule.placement.model_chunks
     # Later micro-batches follow the steps that are shown.
-    first = replace(schedule, microbatches=min(schedule.microbatches, stages * chunks + width))
+    first = replace(schedule, microbatches=min(schedule.microbatches, stages * chunks + PICTURED))
     letters = string.ascii_lowercase if chunks > 1 else [""]
     count = (3 if schedule.splits_backward else 2) * schedule.microbatches * chunks
-    more = f" ... ({count} in all)" if count > width else ""
+    more = f" ... ({count} in all)" if count > PICTURED else ""
     lines = []
     for stage in sorted({0, stages // 2, stages - 1}):
         steps = [
@@ -128,7 +131,7 @@ def _picture(schedule: Schedule, width: int = 24) -> list[str]:
             for i in first.instructions(stage)
             if i.op in mark
         ]
-        lines.append(f"  stage {stage:>3}: {' '.join(steps[:width])}{more}")
+        lines.append(f"  stage {stage:>3}: {' '.join(steps[:PICTURED])}{more}")
     return lines
 
 

@@ -16,12 +16,11 @@ from ..checkpoint.load import Checkpoint, open_checkpoint
 from ..checkpoint.manifest import (
     CARRIED,
     MANIFEST,
-    TORCH_DIST,
     TRACKER,
-    iteration_path,
     join,
     latest_iteration,
     list_iterations,
+    torch_dist_iteration,
 )
 from ..checkpoint.node_copy import newest_everywhere, open_copy, run_name
 from ..checkpoint.trusted import FAULT, fault_note, refuse_suspect, suspects
@@ -328,16 +327,15 @@ def _resumed(plan: Plan, directory: str, world: Comm) -> Checkpoint | None:
 
 def _megatron_run(run: RunConfig, directory: str, world: Comm, iteration: int) -> Checkpoint | None:
     """Open a Megatron-LM run in the format torch_dist, None for another checkpoint. Collective."""
-    path = Path(directory)
 
     def read() -> Checkpoint | None:
-        if not (iteration_path(path, iteration) / TORCH_DIST).is_file():
+        if torch_dist_iteration(directory, iteration) is None:
             return None
         # with torch.distributed, which takes a second to load
         from ..convert.megatron_training import open_run
 
         return open_run(
-            path,
+            Path(directory),
             iteration,
             run.model.vocab_size,
             weights_only=run.output.finetune,

@@ -25,12 +25,9 @@ FM_INLINE void row_rstds(const GatedNormArgs& a, const T* x, float (&rstd)[R]) {
     const vf v = load_lanes(x + r * a.cols + i, lanes);
     return v * v;
   });
-  vf variance = {};
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) variance[r] = rstd[r] / static_cast<float>(a.cols) + a.eps;
-  const vf root = rsqrt(variance);
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) rstd[r] = root[r];
+  for (int r = 0; r < R; ++r) rstd[r] /= static_cast<float>(a.cols);
+  to_rstds<R>(rstd, a.eps);
 }
 
 static void gated_norm(const GatedNormArgs& a, void* y) {

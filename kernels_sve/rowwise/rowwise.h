@@ -39,12 +39,11 @@ FM_ONCE void norm_rows(const LayerNormArgs& a, int64_t row) {
     const vf d = first_of(centred<N>(load_lanes(x + r * cols + i, lanes), mean[r]), lanes);
     return d * d;
   });
-  vf variance = {};  // of all rows, for one reciprocal square root
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) variance[r] = rstd[r] * inverse + a.eps;
-  const vf root = rsqrt(variance);
+  for (int r = 0; r < R; ++r) rstd[r] *= inverse;
+  to_rstds<R>(rstd, a.eps);
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) a.rstd[row + r] = rstd[r] = root[r];
+  for (int r = 0; r < R; ++r) a.rstd[row + r] = rstd[r];
   for_vectors(0, cols, [&](int64_t i, int lanes) {
     const vf w = load_lanes(weight + i, lanes),
              b = N == Norm::LAYER ? load_lanes(bias + i, lanes) : vf{};

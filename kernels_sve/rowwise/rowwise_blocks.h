@@ -73,6 +73,17 @@ FM_INLINE void sum_over_columns(int64_t cols, float (&sum)[R], const F& f) {
   for (int r = 0; r < R; ++r) sum[r] = hsum(total[r][0] + total[r][1]);
 }
 
+// variance[r] = 1 / sqrt(variance[r] + eps), all rows in one reciprocal square root.
+template <int R>
+FM_INLINE void to_rstds(float (&variance)[R], float eps) {
+  vf all = {};
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) all[r] = variance[r] + eps;
+  const vf root = rsqrt(all);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) variance[r] = root[r];
+}
+
 // Runs body(first row, end row, partial, stride) over fixed chunks of rows, in which body adds its K column sums to
 // partial[k * stride + column], and then adds the chunks, in order, to sums[k]. A null sums[k] is not wanted.
 template <int K, class F>

@@ -65,8 +65,9 @@ DELTA_LAYERS = dict(
 )
 UNTIED = dict(position_embedding_type="rope", share_embeddings_and_output_weights=False)
 TIED = dict(position_embedding_type="learned_absolute", share_embeddings_and_output_weights=True)
-# name -> fields of the config, arguments of the model, pattern of a HybridModel
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
+# Fields of the config, arguments of the model, pattern of a HybridModel.
+Case = tuple[dict[str, Any], dict[str, Any], str | None]
+CASES: dict[str, Case] = {
     "dense": ({}, TIED, None),
     "llama": (dict(LLAMA, qk_layernorm=True), UNTIED, None),
     "experts": (dict(LLAMA, **EXPERTS), UNTIED, None),
@@ -89,8 +90,8 @@ class OnCpu(TorchFunctionMode):
         return function(*arguments, **named)
 
 
-def without_gpu() -> None:
-    """Answer megatron-core's questions to a GPU, and start one process alone."""
+def without_gpu(rank: int = 0, size: int = 1, store: dist.Store | None = None) -> None:
+    """Answer megatron-core's questions to a GPU, and start tensor-parallel ranks, or one process alone."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
@@ -112,13 +113,13 @@ def without_gpu() -> None:
     torch.Tensor.type = as_on_gpu
     torch.cuda.current_stream = lambda *_: contextlib.nullcontext()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+    dist.init_process_group("gloo", store=store or dist.HashStore(), rank=rank, world_size=size)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
 
 
-def arguments(name: str) -> argparse.Namespace:
-    """Return the arguments that Megatron-LM's training script saves."""
-    config, other, pattern = CASES[name]
+def arguments(case: Case, size: int = 1) -> argparse.Namespace:
+    """Return the arguments that Megatron-LM's training script saves. size: tensor-parallel ranks"""
+    config, other, pattern = case
     fields = {**COMMON, **config}
     arguments = argparse.Namespace(
         seq_length=LENGTH,
@@ -128,13 +129,13 @@ def arguments(name: str) -> argparse.Namespace:
         norm_epsilon=1e-5,
         group_query_attention="num_query_groups" in fields,
         swiglu=fields.get("gated_linear_unit", False),
-        bias_gelu_fusion=False,
+        bias_gelu_fusion=fields.get("bias_activation_fusion", False),
         num_experts=fields.get("num_moe_experts"),
         position_embedding_type=other["position_embedding_type"],
         untie_embeddings_and_output_weights=not other["share_embeddings_and_output_weights"],
         rotary_base=10000,
         rotary_percent=1.0,
-        tensor_model_parallel_size=1,
+        tensor_model_parallel_size=size,
         pipeline_model_parallel_size=1,
         hybrid_layer_pattern=pattern,
     )
@@ -142,6 +143,7 @@ def arguments(name: str) -> argparse.Namespace:
     foreign = (
         "gated_linear_unit",
         "activation_func",
+        "bias_activation_fusion",
         "num_moe_experts",
         "layernorm_zero_centered_gamma",
     )
@@ -269,7 +271,7 @@ def hybrid_stack(pattern: str) -> Any:
     )
 
 
-def build(name: str) -> torch.nn.Module:
+def build(case: Case, rank: int = 0, size: int = 1) -> torch.nn.Module:
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
@@ -277,20 +279,20 @@ def build(name: str) -> torch.nn.Module:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    fields, other, pattern = CASES[name]
+    fields, other, pattern = case
     config = TransformerConfig(
-        **{**COMMON, **fields},
+        **{**COMMON, "bias_activation_fusion": False, **fields},
+        tensor_model_parallel_size=size,
         use_cpu_initialization=True,
         pipeline_dtype=torch.float32,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=0.2,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
-    torch.manual_seed(1)
+    torch.manual_seed(1 + rank)
     common = dict(vocab_size=ROWS, max_sequence_length=LENGTH, parallel_output=False, **other)
     if pattern is not None:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -327,7 +329,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def save(name: str, folder: Path) -> None:
     from megatron.core import __version__, dist_checkpointing
 
-    model = build(name)
+    model = build(CASES[name])
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     for key, value in model.named_buffers():
@@ -336,7 +338,7 @@ def save(name: str, folder: Path) -> None:
     path = folder / name / "iter_0000010"
     path.mkdir(parents=True)
     state = {
-        "args": arguments(name),
+        "args": arguments(CASES[name]),
         "checkpoint_version": 3.0,
         "iteration": 10,
         "model": model.sharded_state_dict(),
@@ -350,7 +352,7 @@ def save(name: str, folder: Path) -> None:
 def load(name: str, folder: Path) -> None:
     from megatron.core import __version__, dist_checkpointing
 
-    model = build(name)
+    model = build(CASES[name])
     directory = folder / name
     iteration = (directory / "latest_checkpointed_iteration.txt").read_text().strip()
     path = directory / (iteration if iteration == "release" else f"iter_{int(iteration):07d}")
@@ -405,7 +407,7 @@ def train(name: str, folder: Path) -> None:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    module = build(name)
+    module = build(CASES[name])
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
     model = DistributedDataParallel(module.config, ddp, module)
     adam = OptimizerConfig(
@@ -425,7 +427,7 @@ def train(name: str, folder: Path) -> None:
         scheduler.step(increment=BATCH)
     path = folder / name / f"iter_{DONE:07d}"
     path.mkdir(parents=True)
-    args = arguments(name)
+    args = arguments(CASES[name])
     vars(args).update(
         consumed_train_samples=DONE * BATCH,
         global_batch_size=BATCH,
@@ -475,7 +477,7 @@ def train_plainly(
 
     scheduler: sets the learning rate of the optimizer `theirs`
     """
-    model = build(name)
+    model = build(CASES[name])
     for key, parameter in model.named_parameters():
         parameter.data.copy_(weights[key])
     groups = [

@@ -109,6 +109,8 @@ def test_parameters_are_those_of_the_stages(model, layout):
         ("qwen3-0.6b", 596_049_920),
         ("tinyllama-1.1b", 1_100_048_384),
         ("mistral-7b", 7_241_732_096),
+        ("llm-jp-4-8b", 8_590_200_832),
+        ("llm-jp-4-32b-a3b", 32_139_028_992),
         ("124m", 124_439_808),
         ("30b", pytest.approx(30e9, rel=0.01)),
     ],
@@ -427,28 +429,24 @@ def test_memory_of_attention_is_that_of_its_kernels(heads, groups, seq_length):
 
 
 @pytest.mark.parametrize(
-    ("stage", "layout"),
+    ("block", "stage", "layout"),
     [
-        (3, "selective"),
-        (1, "full"),
-        (0, "zb-h1"),
-        (1, "lora_rank=4"),
-        (0, "lora_rank=4"),
-        (3, "lora_rank=4"),
+        ("qwen3", 3, "selective"),
+        ("qwen3", 1, "full"),
+        ("qwen3", 0, "zb-h1"),
+        ("qwen3", 1, "lora_rank=4"),
+        ("qwen3", 0, "lora_rank=4"),
+        ("qwen3", 3, "lora_rank=4"),
+        ("gated delta nets", 1, "selective"),
+        ("gated delta nets", 0, ""),
+        ("gated delta nets", 3, "full"),
+        ("gated delta nets", 1, "lora_rank=4"),
     ],
 )
-def test_peak_of_another_block(stage, layout):
+def test_peak_of_another_block(block, stage, layout):
     widths = {"ffn_hidden_size": 192, "num_attention_heads": 8, "kv_channels": 16}
-    run, _ = lay_out(layout, {**FAMILIES["qwen3"], **MODEL, **widths})
-    check_peak(SoloComm(stage, STAGES), run)
-
-
-@pytest.mark.parametrize(
-    ("stage", "layout"), [(1, "selective"), (0, ""), (3, "full"), (1, "lora_rank=4")]
-)
-def test_peak_of_gated_delta_nets(stage, layout):
-    widths = {"ffn_hidden_size": 192, "num_attention_heads": 8, "kv_channels": 16}
-    run, _ = lay_out(layout, {**MODELS["gated delta nets"], **MODEL, **widths})
+    model = {**FAMILIES, **MODELS}[block]
+    run, _ = lay_out(layout, {**model, **MODEL, **widths})
     check_peak(SoloComm(stage, STAGES), run)
 
 

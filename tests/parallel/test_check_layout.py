@@ -27,6 +27,7 @@ from fugaku_megatron.run.check_layout import connect, differing_libraries, small
 from fugaku_megatron.training import step, trainer
 from fugaku_megatron.training.micro_batches import MicroBatch, MicroBatchWindow
 from tests.helpers import DROPOUT, lay_out
+from tests.llama_models import DELTA_LAYERS
 from tests.threads import ThreadWorld
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,12 +59,8 @@ CLEAN = {
     "pp2 tp2 sequence": {"layer_types": "-,*,*-,*"},
     "tp2 cp2": {
         **UNTIED,
-        "experimental_attention_variant": "gdn",
-        "linear_attention_freq": "2",
+        **DELTA_LAYERS,
         "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
     },
     "pp2 zbv": {"norm_placement": "post", "disable_bias_linear": True},
     "tp2 pp2": LORA,

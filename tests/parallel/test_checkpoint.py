@@ -12,7 +12,12 @@ import torch
 from fugaku_megatron.checkpoint import manifest
 from fugaku_megatron.checkpoint import save as save_module
 from fugaku_megatron.checkpoint.load import open_checkpoint
-from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations, read_manifest
+from fugaku_megatron.checkpoint.manifest import (
+    Description,
+    latest_iteration,
+    list_iterations,
+    read_manifest,
+)
 from fugaku_megatron.checkpoint.save import check_replaces, check_writable
 from fugaku_megatron.checkpoint.shards import Shard
 from tests.helpers import flip_bit, largest_file, load_checkpoint, one_error, save_checkpoint
@@ -46,17 +51,13 @@ def _zeroed(shards):
     return shards
 
 
-def _save(directory, iteration=100, seed=1, **arguments):
+def _save(directory, iteration=100, seed=1, keep=None):
     def rank(comm):
         return save_checkpoint(
             directory,
-            iteration,
             _shards(comm.rank, seed),
-            {**STATE, "seed": seed},
             comm,
-            LAYOUT,
-            CONFIG,
-            **arguments,
+            Description(iteration, LAYOUT, CONFIG, {**STATE, "seed": seed}, keep),
         )
 
     return ThreadWorld(WORLD).run(rank)
@@ -139,7 +140,7 @@ def test_keep_leaves_the_newest_and_what_is_not_ours(tmp_path):
     _save(tmp_path, 15, keep=1)  # started again from 10: later ones are not of this run, and stay
     assert list_iterations(tmp_path) == [15, 20, 30]
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        save_checkpoint(tmp_path, 40, [], {}, None, LAYOUT, CONFIG, keep=0)
+        save_checkpoint(tmp_path, [], None, Description(40, LAYOUT, CONFIG, {}, 0))
 
 
 class _Stop(BaseException):
@@ -153,7 +154,10 @@ def test_a_save_interrupted_anywhere_leaves_a_whole_checkpoint(tmp_path, monkeyp
     def rank(comm, iteration, value):
         shards = [Shard("w", torch.full((3,), value), (3,), (0,), (3,))]
         save_checkpoint(
-            tmp_path, iteration, shards, {"value": value}, comm, {"world_size": 1}, {}, keep=1
+            tmp_path,
+            shards,
+            comm,
+            Description(iteration, {"world_size": 1}, {}, {"value": value}, 1),
         )
 
     seen = set()
@@ -174,7 +178,9 @@ def test_a_checkpoint_left_between_two_renames_is_loaded_and_outlives_a_failing_
     assert _load(tmp_path, seed=9)[0] == 100 and list_iterations(tmp_path) == [100]
     message = one_error(
         WORLD,
-        lambda comm: save_checkpoint(tmp_path, 110, [], {"x": torch.ones(1)}, comm, LAYOUT, CONFIG),
+        lambda comm: save_checkpoint(
+            tmp_path, [], comm, Description(110, LAYOUT, CONFIG, {"x": torch.ones(1)})
+        ),
     )
     assert "TypeError: Object of type Tensor is not JSON serializable" in message
     assert _load(tmp_path, seed=9)[0] == 100
@@ -243,7 +249,9 @@ def test_a_disk_that_refuses_the_bytes_fails_on_all_ranks_and_loses_nothing(tmp_
 
     def work(comm):
         big = [Shard("big", torch.zeros(1 << 16), (1 << 16,), (0,), (1 << 16,))]
-        save_checkpoint(tmp_path, 100, big if comm.rank == 2 else [], STATE, comm, LAYOUT, CONFIG)
+        save_checkpoint(
+            tmp_path, big if comm.rank == 2 else [], comm, Description(100, LAYOUT, CONFIG, STATE)
+        )
 
     with largest_file(1 << 16):
         message = one_error(WORLD, work)
@@ -256,7 +264,7 @@ def test_a_disk_that_refuses_the_bytes_fails_on_all_ranks_and_loses_nothing(tmp_
 def test_a_shard_given_by_two_ranks_is_refused(tmp_path):
     shard = Shard("w", torch.ones(2), (2,), (0,), (2,))
     message = one_error(
-        WORLD, lambda comm: save_checkpoint(tmp_path, 1, [shard], {}, comm, LAYOUT, {})
+        WORLD, lambda comm: save_checkpoint(tmp_path, [shard], comm, Description(1, LAYOUT, {}, {}))
     )
     assert (
         "w is saved by two ranks, in rank_00000.safetensors and rank_00001.safetensors" in message
@@ -268,7 +276,7 @@ def test_a_foreign_directory_of_the_same_name_is_not_replaced(tmp_path):
     foreign.parent.mkdir(parents=True)
     foreign.write_bytes(b"precious")
     message = one_error(
-        WORLD, lambda comm: save_checkpoint(tmp_path, 100, [], {}, comm, LAYOUT, {})
+        WORLD, lambda comm: save_checkpoint(tmp_path, [], comm, Description(100, LAYOUT, {}, {}))
     )
     assert (
         "iter_0000100 exists and is not a whole checkpoint" in message and "move it away" in message

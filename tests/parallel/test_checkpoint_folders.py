@@ -15,6 +15,7 @@ from fugaku_megatron.checkpoint import manifest as folders_module
 from fugaku_megatron.checkpoint.load import open_checkpoint
 from fugaku_megatron.checkpoint.manifest import (
     FOLDER_FILES,
+    Description,
     Folders,
     all_folders,
     folder_of,
@@ -55,10 +56,10 @@ def content(rank):
     return [own, [7.0]] if rank == 4 else [own]
 
 
-def save(directory, iteration=1, size=RANKS, **more):
+def save(directory, iteration=1, size=RANKS):
     ThreadWorld(size).run(
         lambda comm: save_checkpoint(
-            directory, iteration, shards(comm.rank), {"a": 1}, comm, LAYOUT, {}, **more
+            directory, shards(comm.rank), comm, Description(iteration, LAYOUT, {}, {"a": 1})
         )
     )
 
@@ -202,7 +203,9 @@ def peak_of_a_save_and_a_load(directory, size):
     comm = Realistic(0, size)
     tracemalloc.start()
     folders = Folders(comm)
-    save_checkpoint(directory, 1, big_shards(), {"a": 1}, comm, LAYOUT, {}, folders=folders)
+    save_checkpoint(
+        directory, big_shards(), comm, Description(1, LAYOUT, {}, {"a": 1}), folders=folders
+    )
     load_module.load_shards(open_checkpoint(directory, comm), big_shards(), folders)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -8,6 +8,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.run.resume import resume_training
 from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import DROPOUT, find_checkpoint, make_trainer, run_layout, small_run
+from tests.llama_models import DELTA_NETS
 
 ALL = "tp2 pp2 dp2 zero"
 ONE = "dp1"
@@ -40,10 +41,10 @@ def trained(
 
 
 def curve(
-    layout: str, source=None, target=None, iterations: int = AFTER
+    layout: str, source=None, target=None, iterations: int = AFTER, flags=FLAGS
 ) -> list[tuple[float, float]]:
     directories = (source and str(source), target and str(target))
-    ranks = run_layout(layout, trained, FLAGS, *directories, iterations)
+    ranks = run_layout(layout, trained, flags, *directories, iterations)
     assert all(rank == ranks[0] for rank in ranks)
     return ranks[0]
 
@@ -72,6 +73,14 @@ def test_a_run_goes_on_in_another_layout_and_back_again(layout, saved, tmp_path)
     assert difference(curve(layout, directory), expected) <= 1e-6
     curve(layout, directory, tmp_path, 0)  # nothing but the layout has changed
     assert curve(ALL, tmp_path, iterations=2) == expected[:2], "the same bits"
+
+
+def test_gated_delta_nets_go_on_with_the_same_bits_and_in_another_layout(tmp_path):
+    flags = {**FLAGS, **DELTA_NETS}
+    straight = curve(ALL, iterations=FIRST + AFTER, flags=flags)
+    curve(ALL, target=tmp_path, iterations=FIRST, flags=flags)
+    assert curve(ALL, tmp_path, flags=flags) == straight[FIRST:]
+    assert difference(curve(ONE, tmp_path, flags=flags), straight[FIRST:]) <= 1e-6
 
 
 def everything(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 
 from fugaku_megatron.checkpoint import load as load_module
 from fugaku_megatron.checkpoint.load import load_shards, load_weights, open_checkpoint
-from fugaku_megatron.checkpoint.manifest import Folders, read_manifest
+from fugaku_megatron.checkpoint.manifest import Description, Folders, read_manifest
 from fugaku_megatron.checkpoint.schema import BLOCK_BYTES
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.comm.base import SoloComm
@@ -31,7 +31,7 @@ def stored(directory, ranks: int = 1) -> torch.Tensor:
             Shard("matrix", part, (ROWS, COLUMNS), (comm.rank * len(part), 0), tuple(part.shape)),
             Shard(f"vector {comm.rank}", torch.ones(7), (7,), (0,), (7,)),
         ]
-        save_checkpoint(directory, 1, shards, {}, comm, {}, {})
+        save_checkpoint(directory, shards, comm, Description(1, {}, {}, {}))
 
     ThreadWorld(ranks).run(save)
     return whole
@@ -109,14 +109,14 @@ def test_a_rank_opens_only_files_that_hold_what_it_needs(tmp_path, monkeypatch):
 )
 def test_what_does_not_fit_is_named_with_both_sides(changes, problem, tmp_path):
     shard = Shard("w", torch.ones(8, 6), (8, 6), (0, 0), (8, 6))
-    save_checkpoint(tmp_path, 1, [shard], {}, SoloComm(), {}, {})
+    save_checkpoint(tmp_path, [shard], SoloComm(), Description(1, {}, {}, {}))
     with pytest.raises(ValueError, match=problem):
         load_checkpoint(tmp_path, [replace(shard, **changes)], SoloComm())
 
 
 def test_a_gap_is_named_and_nothing_is_copied(tmp_path):
     half = Shard("w", torch.ones(4, 6), (8, 6), (4, 0), (4, 6))
-    save_checkpoint(tmp_path, 1, [half], {}, SoloComm(), {}, {})
+    save_checkpoint(tmp_path, [half], SoloComm(), Description(1, {}, {}, {}))
     whole = Shard("w", torch.zeros(8, 6), (8, 6), (0, 0), (8, 6))
     with pytest.raises(
         ValueError, match=r"hold 24 of the 48 elements \[0, 48\) of the slice \[8, 6\] at \[0, 0\]"
@@ -154,7 +154,9 @@ def pieces(whole, rows, columns, ranges, rng):
 
 def save(directory, shards):
     ThreadWorld(len(shards)).run(
-        lambda comm: save_checkpoint(directory, 1, [shards[comm.rank]], {}, comm, {}, {})
+        lambda comm: save_checkpoint(
+            directory, [shards[comm.rank]], comm, Description(1, {}, {}, {})
+        )
     )
 
 

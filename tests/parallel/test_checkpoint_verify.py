@@ -9,7 +9,7 @@ import torch
 from fugaku_megatron.checkpoint import load as load_module
 from fugaku_megatron.checkpoint import manifest as folders_module
 from fugaku_megatron.checkpoint import verify
-from fugaku_megatron.checkpoint.manifest import FORMAT, MANIFEST, TRACKER
+from fugaku_megatron.checkpoint.manifest import FORMAT, MANIFEST, TRACKER, Description
 from fugaku_megatron.checkpoint.schema import BLOCK_BYTES, checksum
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.cli import program
@@ -33,7 +33,10 @@ def save(directory, iteration=10, leave_out=None):
             Shard(f"b{comm.rank}", torch.ones(3), (3,), (0,), (3,)),
         ]
         save_checkpoint(
-            directory, iteration, [] if comm.rank == leave_out else shards, {}, comm, {}, {}
+            directory,
+            [] if comm.rank == leave_out else shards,
+            comm,
+            Description(iteration, {}, {}, {}),
         )
 
     ThreadWorld(RANKS).run(rank)

@@ -30,7 +30,7 @@ from tests.helpers import (
     run_layout,
     small_run,
 )
-from tests.llama_models import FAMILIES
+from tests.llama_models import DELTA_NETS, FAMILIES
 from tests.threads import ThreadWorld
 
 SIZES = {**HALF_SIZES, "global_batch_size": 8}
@@ -89,6 +89,7 @@ MODELS = {
     "experts": SHARED,
     "lora": LORA,
     "lora of experts": {**SHARED, **LORA},
+    "gated delta nets": DELTA_NETS,
 }
 LAYOUTS = (
     "tp4",
@@ -134,7 +135,7 @@ def test_every_layout_rounds_loaded_moments_to_the_same_bits(model, tmp_path):
             assert torch.equal(found[key], moment), (key, layout)
 
 
-@pytest.mark.parametrize("model", ["gpt", "experts"])
+@pytest.mark.parametrize("model", ["gpt", "experts", "gated delta nets"])
 def test_shards_of_zero_have_the_bits_of_replicas(model):
     """Blocks that the boundaries of shards cut have one scale.
 
@@ -176,6 +177,7 @@ def test_random_rounding_of_matmuls_has_the_same_bits_again():
     ("layout", "changes"),
     [
         ("tp2 dp2 zero", {**EXPERTS, **EIGHT}),
+        ("tp2 dp2 zero", {**DELTA_NETS, **EIGHT}),
         ("dp4 ep2 zero", {**EXPERTS, **EIGHT}),
         ("tp2 dp2 zero", INT8),
         ("pp2 dp2 zero", {**EXPERTS, **INT8, "int8_stochastic_rounding": True}),
@@ -241,7 +243,7 @@ def held_bytes(ranks: int, run: RunConfig, rank: int) -> int:
         ("tp2", SHARED),
         ("tp2 dp2 ep2 etp1 sequence", SHARED),
         ("tp2", {**SHARED, **LORA}),
-        *(("tp2", family) for family in FAMILIES.values()),
+        *(("tp2", family) for family in (*FAMILIES.values(), DELTA_NETS)),
     ],
 )
 def test_memory_is_what_the_formula_says(layout, model):

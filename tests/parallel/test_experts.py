@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.experts import experts_in
+from fugaku_megatron.config.layer_kinds import marked_layers
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import accounting, experts, memory
 from fugaku_megatron.host import kernels
@@ -796,7 +796,6 @@ def test_a_scaled_down_a3b_holds_what_the_formula_says():
 
 
 def test_layers_with_experts():
-    assert experts_in("2", 5) == (True, False, True, False, True)
-    assert (
-        experts_in("([0]*1+[1]*3)", 4) == (False, True, True, True) == experts_in("[0, 1, 1, 1]", 4)
-    )
+    assert marked_layers("moe_layer_freq", "2", 5) == (True, False, True, False, True)
+    for pattern in ("([0]*1+[1]*3)", "[0, 1, 1, 1]"):
+        assert marked_layers("moe_layer_freq", pattern, 4) == (False, True, True, True)

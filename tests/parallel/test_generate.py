@@ -9,7 +9,7 @@ from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import saved_run
-from fugaku_megatron.costs import activations
+from fugaku_megatron.costs.mixers import cache_bytes
 from fugaku_megatron.data.tokenizer import gpt2_files
 from fugaku_megatron.inference import generate, generation, loading
 from fugaku_megatron.inference.generation import Decoder, Sampling
@@ -28,7 +28,7 @@ from tests.checks.generation import (
     tokens_of,
     write_tokenizer,
 )
-from tests.llama_models import FAMILIES, copy_to, theirs
+from tests.llama_models import DELTA_HEADS, FAMILIES, copy_to, theirs
 from tests.threads import ThreadWorld
 
 
@@ -194,7 +194,7 @@ def test_what_a_rank_would_hold(write, trained):
     decoder = Decoder(loaded, [12, 8])
     kept = sum(cache.keys.nbytes + cache.values.nbytes for cache in decoder.cache.values())
     kinds = loaded.run.model.layer_kinds
-    assert kept == activations.cache_bytes(loaded.run, 2, 12, kinds, 1)
+    assert kept == cache_bytes(loaded.run, 2, 12, kinds, 1)
 
 
 def test_layers_are_quantized_as_they_are_loaded(trained, monkeypatch):
@@ -297,10 +297,7 @@ DELTA_NETS = {
     "num_layers": 4,
     "position_embedding_type": "rope",
     "attention_output_gate": True,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    **DELTA_HEADS,
 }
 
 

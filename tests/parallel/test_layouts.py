@@ -144,6 +144,12 @@ MODELS = {
     ),
     "gated delta nets": Model(DELTA_NETS),
     "documents in gated delta nets": Model({**DELTA_NETS, **RESETS}, "texts"),
+    "gated delta nets by muon": Model(
+        {**DELTA_NETS, "optimizer": "muon", "muon_extra_scale_factor": 0.2}, tolerance=1e-5
+    ),
+    "moments in int8 of gated delta nets": Model(
+        {**UNEVEN, **DELTA_NETS, **EIGHT, "lr_decay_style": "constant"}, iterations=5
+    ),
     "norms around and soft caps": Model(
         {
             **DROPOUT,
@@ -333,6 +339,8 @@ LAYOUTS = {  # every option once at least, and pairs of options rather than all 
         "dp2 zero torch",
     ],
     "documents in gated delta nets": ["tp2 pp2 sequence", "cp2 selective", "torch"],
+    "gated delta nets by muon": ["tp2 dp2 zero", "pp2 cp2"],
+    "moments in int8 of gated delta nets": ["tp2", "pp2 dp2 zero"],
     "norms around and soft caps": ["tp2 pp2 sequence full", "cp2 selective", "cp2 p2p torch"],
     "one norm for both": ["tp2 sequence", "pp2 full"],
     "sinks": [

@@ -8,7 +8,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -488,6 +488,59 @@ def test_adapters_of_gated_delta_nets_go_to_peft_and_back(flags, rows, tmp_path)
     assert torch.allclose(fm.load(trained.run).logits(TOKENS), trained.logits, atol=1e-5)
     back = tmp_path / "back"
     convert("--load", trained.base, "--from-peft", trained.peft, "--save", back)
+    assert torch.allclose(fm.load(back).logits(TOKENS), trained.logits, atol=1e-5)
+
+
+ADAPTED = {
+    "dense": QWEN,
+    "gated delta nets": DELTA_NETS,
+    "one adapter": {**DELTA_NETS, "lora_target": "in_proj"},
+    "Qwen3-Next": NEXT,
+}
+
+
+def their_model(adapted: Adapted, folder: Path) -> Any:
+    """Return transformers' model without adapters."""
+    transformers = pytest.importorskip("transformers")
+    convert("--load", adapted.base, "--to-hf", folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_every_adapter_belongs_to_a_matrix_of_transformers(kind, tmp_path):
+    """Add b a to the matrix that an adapter's name names, as peft does."""
+    trained = train_adapters(tmp_path, ADAPTED[kind])
+    model = their_model(trained, tmp_path / "hf")
+    targets = json.loads((trained.peft / "adapter_config.json").read_text())["target_modules"]
+    named = [
+        name
+        for name, _ in model.named_modules()
+        if any(name == target or name.endswith(f".{target}") for target in targets)
+    ]
+    theirs = load_file(trained.peft / "adapter_model.safetensors")
+    assert sorted(theirs) == sorted(
+        f"base_model.model.{name}.lora_{kind}.weight" for name in named for kind in "AB"
+    )
+    with torch.no_grad():
+        for name in named:
+            a, b = (theirs[f"base_model.model.{name}.lora_{kind}.weight"] for kind in "AB")
+            model.get_submodule(name).weight.add_(4.0 * b @ a)
+        logits = model(TOKENS[None]).logits[0]
+    assert torch.allclose(logits, trained.logits, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_peft_computes_our_logits_and_saves_files_that_are_read(kind, tmp_path):
+    peft = pytest.importorskip("peft", reason="no peft: pip install -r requirements-trl.txt")
+    trained = train_adapters(tmp_path, ADAPTED[kind])
+    model = peft.PeftModel.from_pretrained(their_model(trained, tmp_path / "hf"), trained.peft)
+    with torch.no_grad():
+        logits = model(TOKENS[None]).logits[0]
+    assert torch.allclose(logits, trained.logits, atol=1e-5)
+    model.save_pretrained(tmp_path / "saved")
+    back = tmp_path / "back"
+    convert("--load", trained.base, "--from-peft", tmp_path / "saved", "--save", back)
     assert torch.allclose(fm.load(back).logits(TOKENS), trained.logits, atol=1e-5)
 
 

@@ -46,6 +46,7 @@ from tests.helpers import (
     small_run,
     whole_tensors,
 )
+from tests.llama_models import DELTA_NETS
 
 
 def test_ten_steps_equal_torch_adamw():
@@ -626,15 +627,14 @@ def plain_orthogonal(x, steps):
 
 
 def plain_matrices(name, update, model, split):
-    """Return the rows (n,) of each matrix in a global weight."""
+    """Return the rows (n,) of each matrix in a global weight: queries, gates if there are any, keys and values."""
     if "linear_qkv" not in name or not split:
         return [torch.arange(len(update))]
-    per_group = model.num_attention_heads // model.query_groups + 2
-    head = torch.arange(len(update)) // model.kv_channels % per_group
-    return [
-        which.nonzero()[:, 0]
-        for which in (head < per_group - 2, head == per_group - 2, head == per_group - 1)
-    ]
+    heads = model.num_attention_heads // model.query_groups
+    parts = [heads, *([heads] if model.attention_output_gate else []), 1, 1]
+    of_head = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor(parts))
+    part = of_head[torch.arange(len(update)) // model.kv_channels % len(of_head)]
+    return [(part == i).nonzero()[:, 0] for i in range(len(parts))]
 
 
 class PlainMuon:
@@ -646,7 +646,9 @@ class PlainMuon:
         self.momentum = {
             name: torch.zeros_like(w)
             for name, w in self.weights.items()
-            if w.dim() > 1 and name.startswith("decoder.") and not name.endswith(".bias")
+            if w.dim() > 1
+            and name.startswith("decoder.")
+            and not name.endswith((".bias", ".conv1d.weight"))
         }
         groups = [
             {
@@ -702,8 +704,9 @@ def test_muon_steps_equal_plain_torch_in_a_split_layout():
         GROUPED,
         {**GROUPED, "muon_no_split_qkv": True, "muon_nesterov": True, "muon_num_ns_steps": 3},
         {"muon_nesterov": True},
+        DELTA_NETS,
     ],
-    ids=["grouped", "nesterov", "gpt"],
+    ids=["grouped", "nesterov", "gpt", "gated delta nets"],
 )
 def test_muon_steps_of_each_layout(changes):
     """Compare with plain Muon, with each step's gradients."""
@@ -770,9 +773,12 @@ def test_a_muon_run_resumes_in_another_layout(tmp_path):
     )
 
 
-@pytest.mark.parametrize("layout", ["", "bf16", "tp2 pp2 dp2 zero"])
-def test_memory_of_muon_is_what_the_formula_says(layout):
-    run, ranks = lay_out(layout, MUON)
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [("", {}), ("bf16", {}), ("tp2 pp2 dp2 zero", {}), ("tp2 pp2 dp2 zero", DELTA_NETS)],
+)
+def test_memory_of_muon_is_what_the_formula_says(layout, model):
+    run, ranks = lay_out(layout, {**MUON, **model})
     held = []
     for rank in range(0, ranks, 2):
         parts = make_trainer(SoloComm(rank, ranks), run).optimizer.shards
@@ -786,4 +792,4 @@ def test_memory_of_muon_is_what_the_formula_says(layout):
     stages = range(Layout.from_run(run, ranks).pp)
     planned = [plan_memory(run, ranks, stage).optimizer for stage in stages]
     assert max(held) == max(planned)
-    assert planned[0] < plan_memory(lay_out(layout)[0], ranks).optimizer
+    assert planned[0] < plan_memory(lay_out(layout, model)[0], ranks).optimizer

@@ -1,4 +1,4 @@
-"""An activation, a norm, an optimizer, a learning-rate shape and a schedule of a module outside the package."""
+"""An activation, a norm, a mixer, an optimizer, a learning-rate shape and a schedule of a module outside the package."""
 
 import pytest
 
@@ -41,6 +41,7 @@ RMS = {"normalization": "RMS", **PLAIN}
 RMS_NORM = {"normalization": "RMSNorm", **PLAIN}
 SEQUENCE = {**TP2, "sequence_parallel": True}
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, **PLAIN}
+MEAN = {"layer_types": "M-,*-,M-,M"}
 STYLE = "lr_decay_style"
 
 
@@ -72,6 +73,14 @@ def test_losses_are_those_of_the_built_in_row(ours, built_in, layout, ranks):
     assert abs(own[2] - own[0]) > 10 * tolerance * own[0]
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_layouts_of_the_mixer_have_the_losses_of_one_rank(optimizer):
+    changes = {**MEAN, "optimizer": optimizer, "lr": 1e-2}
+    expected = losses(small_run(**changes), ranks=1)
+    assert losses(small_run(**changes, **SEQUENCE), ranks=2) == pytest.approx(expected, rel=5e-5)
+    assert abs(expected[2] - expected[0]) > 1e-3 * expected[0]
+
+
 def test_the_schedule_trains_as_1f1b():
     """The order of the micro-batches' backwards is the same, so every bit is."""
     own = losses(small_run(**PP2, pipeline_schedule="gpipe"), ranks=2)
@@ -82,7 +91,7 @@ def test_the_schedule_trains_as_1f1b():
 
 def test_rows_are_accounted_for():
     """Parameters, FLOPs, messages and saved bytes."""
-    for changes in (GATE, SQUARE, RMS):
+    for changes in (GATE, SQUARE, RMS, MEAN):
         check_parameters(small_run(**changes, **TP2), 2)
         check_bytes(small_run(**changes, **TP2), 2)
         check_kept(small_run(**changes))

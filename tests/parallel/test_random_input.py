@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.internal.conjecture.providers import HypothesisProvider
 
 from fugaku_megatron.checkpoint import manifest
+from fugaku_megatron.checkpoint.manifest import Description
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.checkpoint.verify import check_iteration
 from fugaku_megatron.cli import arguments
@@ -226,7 +227,7 @@ def test_no_changed_file_of_tensors_loads(tmp_path):
             (4 * comm.rank, 0),
             (4, 6),
         )
-        save_checkpoint(tmp_path, 1, [part], {}, comm, {}, {})
+        save_checkpoint(tmp_path, [part], comm, Description(1, {}, {}, {}))
 
     ThreadWorld(2).run(save)
     folder = tmp_path / "iter_0000001"

@@ -21,9 +21,11 @@ from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.cli import program
 from fugaku_megatron.cli.arguments import build_parser, interpret
 from fugaku_megatron.comm.base import Comm, SoloComm
-from fugaku_megatron.config.model import architecture
+from fugaku_megatron.config.model import ModelConfig, architecture
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.convert.convert_command import open_megatron
+from fugaku_megatron.convert.megatron_delta_net import parts_of, split_parts
+from fugaku_megatron.convert.megatron_files import arguments_of
 from fugaku_megatron.run.resume import resume_training, with_padding
 from fugaku_megatron.run.train_command import with_checkpoint_model
 from tests.checks.torch_dist import write_iteration
@@ -36,6 +38,7 @@ from tests.helpers import (
     small_run,
     whole_tensors,
 )
+from tests.llama_models import DELTA_NETS
 from tests.threads import ThreadWorld
 
 FOREIGN = Path(__file__).parents[1] / "foreign"
@@ -95,7 +98,7 @@ def arguments(run: RunConfig, **changes: Any) -> Namespace:
 
 @functools.cache
 def reference() -> Reference:
-    """Train with torch.optim.AdamW and the schedule of FLAGS."""
+    """Train a GPT with torch.optim.AdamW and the schedule of FLAGS."""
     run = small_run(**FLAGS)
     trainer = make_trainer(SoloComm(), run)
     weights = {
@@ -230,6 +233,67 @@ def test_updates_equal_those_of_torch_s_adamw_from_the_same_state(tmp_path, kind
     for name, tensor in reference().trained.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
         assert (tensor - reference().saved[name]).abs().max() > 1e-4, "an update without moments"
+
+
+DELTA_FLAGS: dict[str, Any] = {**FLAGS, **DELTA_NETS, "apply_layernorm_1p": True}
+
+
+def delta_keys(name: str, tensor: torch.Tensor, model: ModelConfig) -> Tensors:
+    """Return a tensor's keys in a checkpoint whose layers differ."""
+    mixer = "in_proj" if ".layers.0." in name else "linear_qkv"
+    theirs = name.replace("input_layernorm.", f"self_attention.{mixer}.layer_norm_")
+    theirs = theirs.replace("pre_mlp_layernorm.", NORMS["pre_mlp_layernorm."])
+    if parts := parts_of(name):
+        return dict(zip(parts, split_parts(name, tensor, model), strict=True))
+    return {theirs: tensor.flatten(0, 1) if ".linear_fc1.weight" in name else tensor}
+
+
+def write_delta_nets(directory: Path) -> Tensors:
+    """Write a run's checkpoint with optimizer state; return its weights after the remaining updates."""
+    run = small_run(**DELTA_FLAGS)
+    trainer = make_trainer(SoloComm(), run)
+    for _ in range(DONE):
+        trainer.train_step()
+    weights = whole_tensors(trainer, "weight")
+    stored = {s.key: s.tensor.clone() for s in trainer.optimizer.checkpoint_shards()}
+    tensors: Tensors = {}
+    for name, weight in weights.items():
+        saved = weight - 1 if name.endswith(".out_norm.weight") else weight
+        tensors |= delta_keys(name, saved, run.model)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            moment = stored[f"{kind}/{name}"].view(weight.shape)
+            found = delta_keys(name, moment, run.model)
+            tensors |= {f"optimizer.state.{kind}.{key}": found[key] for key in found}
+    args = arguments_of(run.model, 128, torch.float32, 1, 1)
+    vars(args).update(
+        {
+            name: value
+            for name, value in vars(arguments(run)).items()
+            if name in FLAGS or name in ("consumed_train_samples", "micro_batch_size")
+        }
+    )
+    common = {
+        "args": args,
+        "iteration": DONE,
+        "optimizer": {"optimizer": GROUPS, "param_state_sharding_type": "fully_reshardable"},
+        "opt_param_scheduler": SCHEDULER,
+    }
+    write_iteration(directory, DONE, tensors, common)
+    for _ in range(MORE):
+        trainer.train_step()
+    trainer.close()
+    return whole_tensors(trainer, "weight")
+
+
+@pytest.mark.parametrize("layout", ["", "tp2 dp2 zero"])
+def test_updates_of_gated_delta_nets_continue(tmp_path, layout):
+    """Parts of a projection and of a convolution have moments of their own, and the norm's weight is 1 less."""
+    expected = write_delta_nets(tmp_path)
+    ranks, flags = parse_layout(layout)
+    changes = {**DELTA_FLAGS, **flags}
+    found = ThreadWorld(ranks).run(lambda comm: updated(comm, tmp_path, **changes))[0]
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
 
 
 def test_the_log_names_what_continues(tmp_path):

@@ -17,8 +17,9 @@ import torch
 import fugaku_megatron as fm
 from fugaku_megatron.cli import program
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.model import architecture
+from fugaku_megatron.config.model import ModelConfig, architecture
 from fugaku_megatron.convert.convert_command import open_weights
+from fugaku_megatron.convert.megatron_delta_net import is_shifted, joined_parts, parts_of
 from fugaku_megatron.run.resume import resume_training, with_padding
 from tests.helpers import find_checkpoint, make_trainer, small_run, whole_tensors
 
@@ -117,7 +118,7 @@ class Samples:
 @pytest.mark.parametrize("version", CASES)
 def test_a_run_of_megatron_core_continues(version, tmp_path):
     """Five updates equal those of torch.optim.AdamW from the same state."""
-    names = ("dense", "llama", "experts")
+    names = [name for name in ("dense", "llama", "experts", "delta") if name in CASES[version]]
     theirs(version, "train", tmp_path, *names)
     for name in names:
         folder = tmp_path / name
@@ -150,10 +151,12 @@ def test_a_run_of_megatron_core_continues(version, tmp_path):
             trainer.train_step()
         trained = whole_tensors(trainer, "weight")
         trainer.close()
-        check_weights(trained, found["weights"])
+        check_weights(trained, found["weights"], trainer.run.model)
 
 
-def check_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+def check_weights(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], model: ModelConfig
+) -> None:
     """Compare with a local GPTModel's parameters."""
     compared = 0
     for name, tensor in ours.items():
@@ -167,5 +170,10 @@ def check_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
         else:
             value = theirs[key]
             compared += 1
+        if parts := parts_of(name):
+            sizes = [model.linear_num_key_heads * size for size in model.key_head_parts]
+            value = joined_parts(value.split(sizes[: len(parts)]), model)
+        if is_shifted(name, model):
+            value = value + 1
         torch.testing.assert_close(tensor, value.view(tensor.shape), rtol=1e-6, atol=1e-6)
     assert compared == len(theirs)

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -38,7 +39,7 @@ from fugaku_megatron.convert.hugging_face import (
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.inference.generation import Decoder
 from fugaku_megatron.inference.loading import load_model
-from fugaku_megatron.nn.forward_context import Pass
+from fugaku_megatron.nn.forward_context import Documents, Pass
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.positions import frequencies, rotary_angles
 from fugaku_megatron.training import expert_counts
@@ -52,6 +53,7 @@ from tests.hf_models import (  # noqa: E402
     LENGTH,
     LLAMA3,
     MODELS,
+    RECENT,
     VOCABULARY,
     YARN,
     convert,
@@ -228,12 +230,6 @@ def test_greedy_tokens_are_those_of_transformers(converted):
     assert torch.equal(torch.cat(ours, 1), tokens)
 
 
-RECENT = (
-    *("smollm3", "ministral", "olmo3", "exaone4", "gemma3", "glm4", "glm4_moe", "granitemoehybrid"),
-    *("cohere2", "gpt_oss", "apertus", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
-)
-
-
 @pytest.mark.parametrize("kind", RECENT)
 def test_a_greedy_text_of_100_tokens_is_transformers(tmp_path, kind):
     """Pass every window and a chunk of the delta rule, with the caches of both programs."""
@@ -279,27 +275,40 @@ class InDouble(TorchFunctionMode):
         return function(*map(widened, arguments), **named)
 
 
-def exact_gradients(
+Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def cross_entropy(
     model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
+
+
+def exact_gradients(
+    model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor, loss_of: Loss
 ) -> dict[str, torch.Tensor]:
-    """Return the gradients of the cross entropy from transformers' code in FP64."""
+    """Return the gradients of the loss from transformers' code in FP64."""
     exact = copy.deepcopy(model).double()
     exact.config._experts_implementation = "eager"
     exact.zero_grad()
     torch.set_default_dtype(torch.float64)
     try:
         with InDouble():
-            logits = exact(tokens).logits.flatten(0, 1)
-            torch.nn.functional.cross_entropy(logits, labels.flatten()).backward()
+            loss_of(exact, tokens, labels).backward()
     finally:
         torch.set_default_dtype(torch.float32)
     return {name: gradient.float() for name, gradient in gradients(exact).items()}
 
 
 def check_training(
-    theirs: torch.nn.Module, directory: Path, backend: str, loss_of: Callable, **changes: object
+    theirs: torch.nn.Module,
+    directory: Path,
+    backend: str,
+    loss_of: Loss = cross_entropy,
+    documents: Documents | None = None,
+    **changes: object,
 ) -> None:
-    """Compare the loss and the gradient of every weight, norms and biases included. loss_of: (tokens, labels) -> theirs."""
+    """Compare the loss and the gradient of every weight, norms and biases included. loss_of: of transformers' model"""
     architecture, model = read_config(json.loads((directory / "config.json").read_text()))
     plain = {
         "seq_length": LENGTH,
@@ -318,10 +327,12 @@ def check_training(
         0, VOCABULARY, (2, LENGTH, 2), generator=torch.Generator().manual_seed(5)
     )  # (s, b) each
     theirs.zero_grad()
-    expected = loss_of(tokens.t(), labels.t())
+    expected = loss_of(theirs, tokens.t(), labels.t())
     expected.backward()
     trainer.optimizer.zero_grad()
-    loss = trainer.stage.last(tokens, labels, Pass(first_sample=0))
+    loss = trainer.stage.last(
+        tokens, labels, Pass(first_sample=0, documents=documents or Documents())
+    )
     loss.backward()
     balance = sum(
         router.take_load()[-2].item() for router in expert_counts.routers(trainer.stage).values()
@@ -331,7 +342,7 @@ def check_training(
     )
     found = gradients(theirs)
     if architecture.model_type in IN_FP64:
-        exact = exact_gradients(theirs, tokens.t(), labels.t())
+        exact = exact_gradients(theirs, tokens.t(), labels.t(), loss_of)
         found |= {name: exact[name] for name in exact if name.endswith(OF_DECAYS)}
     made = {
         "lm_head.weight" if name == architecture.head else name: part
@@ -353,12 +364,30 @@ def check_training(
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_the_same_loss_and_gradients(converted, backend):
-    def loss(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(
-            converted.model(tokens).logits.flatten(0, 1), labels.flatten()
-        )
+    check_training(converted.model, converted.theirs, backend)
 
-    check_training(converted.model, converted.theirs, backend, loss)
+
+BORDERS = ((0, 1, 9, LENGTH), (0, 8, LENGTH))  # of the documents of two samples
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_the_same_loss_and_gradients_of_documents(converted, backend):
+    """A sample's documents are texts of their own in transformers."""
+    starts = torch.zeros(2, LENGTH, dtype=torch.int32)
+    for own, borders in zip(starts, BORDERS, strict=True):
+        for border in borders[:-1]:
+            own[border:] = border
+    positions = (torch.arange(LENGTH, dtype=torch.int32) - starts).t().contiguous()
+
+    def loss(model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        sums = [
+            cross_entropy(model, tokens[i : i + 1, first:end], labels[i, first:end]) * (end - first)
+            for i, borders in enumerate(BORDERS)
+            for first, end in itertools.pairwise(borders)
+        ]
+        return torch.stack(sums).sum() / tokens.numel()
+
+    check_training(converted.model, converted.theirs, backend, loss, Documents(starts, positions))
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
@@ -379,7 +408,7 @@ def test_the_same_loss_with_the_balancing_loss(tmp_path, kind, more, backend):
     model = randomized(decoder(kind, num_hidden_layers=1, num_experts_per_tok=2, **more))
     model.save_pretrained(tmp_path)
 
-    def loss(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def loss(model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         out = model(tokens, output_router_logits=True)
         return (
             torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
@@ -620,6 +649,14 @@ BAD_CONFIGS = [
     ("glm4_moe", "first_k_dense_replace", 2, "first_k_dense_replace is 2, not a number of layers"),
     ("cohere2", "logit_scale", 0, "config.json: logit_scale is 0, not a number above 0"),
     ("exaone4", "attention_bias", True, "attention_bias is True, which is not known of Exaone4"),
+    ("exaone4", "reorder_qk_norm", False, "reorder_qk_norm is False, and the block computes True"),
+    ("apertus", "post_norm", True, "post_norm is True, and the block computes False"),
+    (
+        "granitemoehybrid",
+        "normalization_function",
+        "layernorm",
+        "normalization_function is 'layernorm', and the block computes 'rmsnorm'",
+    ),
     (
         "mixtral",
         "router_jitter_noise",
@@ -1224,6 +1261,7 @@ REFUSED = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "model_type is 'llama4'",
     "moonshotai/Kimi-K2-Instruct": "model_type is 'kimi_k2'",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "model_type is 'nemotron_h'",
+    "swiss-ai/Apertus 8B with 8192 positions": "rope_scaling is None without rope_parameters",
     "zai-org/GLM-5": "model_type is 'glm_moe_dsa'",
 }
 
@@ -1237,6 +1275,33 @@ def test_a_published_file_is_a_model_of_the_published_size(name):
     model = replace(model_of_file(name), make_vocab_size_divisible_by=1)
     run = RunConfig(model=model, batch=BatchConfig(micro_batch_size=1))
     assert accounting.parameters(run) == CONVERTED[name]["parameters"]
+
+
+def test_apertus_with_rope_as_the_message_asks_has_the_published_size():
+    config = MODELS_PUBLISHED["swiss-ai/Apertus 8B with 8192 positions"]["config"]
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    model = read_config({**config, "rope_parameters": rope})[1]
+    assert (model.rotary_base, model.use_rope_scaling) == (5e5, False)
+    linear = {"rope_type": "linear", "factor": 2.0}
+    scaled = {name: config[name] for name in config if name != "rope_theta"}
+    assert read_config({**scaled, "rope_scaling": linear})[1].rotary_base == 12e6
+    model = replace(model, make_vocab_size_divisible_by=1)
+    run = RunConfig(model=model, batch=BatchConfig(micro_batch_size=1))
+    assert accounting.parameters(run) == 8053338176
+
+
+def test_a_pattern_of_exaone_in_letters():
+    """The text of EXAONE 4.5 has both."""
+    published = MODELS_PUBLISHED["LGAI-EXAONE/EXAONE-4.0-1.2B"]["config"]
+    config = {**published, "sliding_window": 4096, "num_hidden_layers": 8, "reorder_qk_norm": True}
+    kinds = 2 * [*3 * ["sliding_attention"], "full_attention"]
+    named = read_config({**config, "layer_types": kinds, "sliding_window_pattern": "LLLG"})[1]
+    assert (named.window_size, named.window_attn_skip_freq) == ("4095,0", "4")
+    for pattern in ("LLLG", 4):
+        given = {**config, "layer_types": None, "sliding_window_pattern": pattern}
+        assert read_config(given)[1] == named
+    with pytest.raises(ValueError, match="sliding_window_pattern is 'LGLL', not a whole number"):
+        read_config({**config, "layer_types": None, "sliding_window_pattern": "LGLL"})
 
 
 @pytest.mark.parametrize("size", ["27B", "35B-A3B"])

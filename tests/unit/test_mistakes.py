@@ -266,6 +266,10 @@ FLAGS = {
             "--start-weight-decay 0.2 --end-weight-decay 0.1 --weight-decay-incr-style cosine",
             "--end-weight-decay 0.1 is below --start-weight-decay 0.2",
         ),
+        (
+            "--optimizer muon --use-precision-aware-optimizer --exp-avg-dtype int8 --exp-avg-sq-dtype int8",
+            "--exp-avg-dtype int8 is supported with AdamW, not with --optimizer muon: pass bf16",
+        ),
         *(
             (
                 f"--optimizer muon --muon-num-ns-steps {steps}",

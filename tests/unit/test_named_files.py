@@ -30,7 +30,7 @@ from tests.tokenizer_files import make
 VOCABULARY = make.HERE / "two_files" / "vocab.json"
 NULL = TokenizerFlags("NullTokenizer", None, None, None, vocab_size=16).build()
 READERS: dict[str, Callable[[str], object]] = {
-    "--yaml-cfg": lambda path: read_yaml(path, "--yaml-cfg"),
+    "--yaml-cfg": lambda path: read_yaml(path),
     "--chat-template": read_template,
     "--prompts": prompts_of,
     "--choices": lambda path: read_questions(path, NULL, 8),

@@ -375,11 +375,10 @@ def test_layers_of_each_kind_count_their_own_matmuls(changes, recompute):
         assert totals[-1] == pytest.approx(both, rel=1e-3)
         repeated = model.virtual_stage_work(again, layout, stage, EAGER)
         more = pieces_flops(repeated[1]) - pieces_flops(works[1])
-        mixers = ("attention", "delta_rule")
         expected = {
             None: 0,
             "full": forward - sum(r.flops_forward for r in records if r.name == "logits"),
-            "selective": sum(r.flops_forward for r in records if r.name in mixers),
+            "selective": sum(r.flops_forward for r in records if r.mixes),
         }
         assert more == pytest.approx(expected[recompute], rel=1e-3)
     assert totals[0] != totals[1] or totals[1] != totals[2]

@@ -73,7 +73,7 @@ def test_a_mistake_names_the_file_and_the_line(content, message, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError) as refused:
-        read_yaml(str(path), "--yaml-cfg")
+        read_yaml(str(path))
     text = str(refused.value)
     assert text.startswith(f"--yaml-cfg {path}: {message}") and text.isprintable()
     assert len(text) < 400 + len(str(path))
@@ -82,7 +82,7 @@ def test_a_mistake_names_the_file_and_the_line(content, message, tmp_path):
 def test_merge_keys_numbers_and_quoted_text_are_read(tmp_path):
     text = "a: &x {b: 1, c: 0}\nd: {<<: *x, b: 2}\ne: '010'\nf: -0.5\ng: 0x10\nh: 1_000\ni: 1e-3\nj: on\n"
     (tmp_path / "run.yaml").write_text(text)
-    assert read_yaml(str(tmp_path / "run.yaml"), "--yaml-cfg") == {
+    assert read_yaml(str(tmp_path / "run.yaml")) == {
         "a": {"b": 1, "c": 0},
         "d": {"b": 2, "c": 0},
         "e": "010",

@@ -1,0 +1,199 @@
+"""Costs of attention. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config.layer_kinds import ATTENTION, PROJ, QKV, LayerKind
+from ..config.model import LAYER_NORM, LEARNABLE, NORMS, ModelConfig
+from ..config.parallel import A2A
+from ..config.run_config import RunConfig
+from .accounting import document_length, mean_visible_share, typical_layer, visible_share
+from .activations import (
+    FP32_BYTES,
+    MatmulCollectives,
+    Record,
+    all_reduce,
+    attention_messages,
+    context_bytes,
+    qkv_bytes,
+    residual_bytes,
+    typical_cp_comm_type,
+)
+from .int8_moments import shared_segments
+from .mixers import Elementwise, Matrices, MixerCosts, Segments, Shapes
+
+
+class AttentionCosts(MixerCosts):
+    """Costs of `nn.blocks.SelfAttention`."""
+
+    def records(
+        self, run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None
+    ) -> tuple[Record, ...]:
+        model = run.model
+        around = MatmulCollectives.from_run(run, tp)
+        h = model.hidden_size
+        rows = run.tokens_per_microbatch
+        qkv = model.qkv_width // tp
+        context = model.context_width // tp
+        bias = 0 if model.disable_bias_linear else h
+        return (
+            around.column(
+                QKV,
+                (rows, qkv, h),
+                bias=qkv if model.qkv_bias else 0,
+                saved_bytes=residual_bytes(run, tp),
+            ),
+            *_rotary(run, tp, cp_comm_type, kind or typical_layer(model)),
+            _attention(run, tp, cp_comm_type, kind),
+            around.row(PROJ, (rows, h, context), bias=bias, replicated=bias),
+        )
+
+    def shapes(self, model: ModelConfig) -> Shapes:
+        h = model.hidden_size
+        return (model.qkv_width, h), (h, model.context_width)
+
+    def tensors(self, run: RunConfig, tp: int) -> dict[str, int]:
+        rows = run.tokens_per_microbatch * run.element_bytes
+        scores = rows * run.model.seq_length * run.model.num_attention_heads // tp
+        return {**super().tensors(run, tp), "qkv": qkv_bytes(run, tp), "scores": scores}
+
+    def elementwise(self, run: RunConfig, sizes: Mapping[str, int], kind: LayerKind) -> Elementwise:
+        """Return rope, which reads and writes qkv once, and the gates of the output."""
+        moved = 0.0
+        calls = 0
+        allocations: tuple[tuple[int, int], ...] = ()
+        if run.model.uses_rotary(kind):
+            moved += 2.0 * sizes["qkv"]
+            calls += 1
+            allocations += ((sizes["qkv"], 1),)
+        if run.model.attention_output_gate:
+            # queries, keys and values without the gates, and the context's product with the gates
+            moved += 2.0 * sizes["qkv"] + 5.0 * sizes["context"]
+            calls += 2
+            allocations += ((sizes["qkv"], 1), (sizes["context"], 2))
+        return Elementwise(moved, calls, allocations)
+
+    def recomputed_bytes(self, run: RunConfig, tp: int, kind: LayerKind) -> int:
+        cp_comm_type = typical_cp_comm_type(run)
+        saved = sum(record.saved_bytes for record in _rotary(run, tp, cp_comm_type, kind))
+        if run.parallel.context_parallel_size > 1 and cp_comm_type == A2A:
+            saved += context_bytes(run, tp)  # before heads are exchanged for rows
+        return saved + _softmax_bytes(run, tp)
+
+    def cache_bytes(
+        self, run: RunConfig, samples: int, positions: int, kind: LayerKind, tp: int
+    ) -> int:
+        slots = samples * cache_slots(kind, positions)
+        elements = slots * run.model.query_groups // tp * run.model.kv_channels
+        return 2 * elements * run.element_bytes
+
+    def matrices(self, run: RunConfig) -> Matrices:
+        model = run.model
+        queries = model.context_width
+        keys = model.query_groups * model.kv_channels
+        h = model.hidden_size
+        if run.optimizer.muon_no_split_qkv:
+            return super().matrices(run)
+        return [(model.query_widths, queries, h), (2, keys, h), (1, h, queries)]
+
+    def vectors(self, model: ModelConfig, tp: int) -> Segments:
+        """Return the segments of norms of queries and keys, sinks and biases."""
+        found: Segments = []
+        if model.qk_layernorm:
+            for heads in (model.num_attention_heads, model.query_groups):
+                if model.qk_layernorm_all_heads:
+                    found.append(shared_segments(model, heads * model.kv_channels, tp))
+                else:
+                    found.append((NORMS[model.normalization].vectors, model.kv_channels))
+        if model.softmax_type == LEARNABLE:
+            found.append(shared_segments(model, model.num_attention_heads, tp))
+        if model.qkv_bias:
+            found.append(shared_segments(model, model.qkv_width, tp))
+        if not model.disable_bias_linear:
+            found.append((1, model.hidden_size))  # of the projection
+        return found
+
+
+def _attention(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None) -> Record:
+    model = run.model
+    cp = run.parallel.context_parallel_size
+    each = document_length(run)
+    rows = run.tokens_per_microbatch * (model.num_attention_heads // tp)
+    d = model.kv_channels
+    flops = 4 * rows * each * d  # Q K^T and P V over the full square, as Megatron counts it
+    side = each  # of the squares that a kernel call computes
+    contexts = 1  # the context is also the projection's input, unless ranks exchange heads
+    if cp > 1 and cp_comm_type == A2A:
+        contexts = 2
+    elif cp > 1:
+        side = min(each, model.seq_length // (2 * cp))
+    if model.attention_output_gate:  # the gates and the gated context
+        contexts += 2
+    saved = qkv_bytes(run, tp, cp_comm_type) + contexts * context_bytes(run, tp)
+    saved += _softmax_bytes(run, tp)
+    window = (kind or typical_layer(model)).window
+    forward, backward = attention_messages(run, tp, cp_comm_type, window)
+    sinks = model.num_attention_heads // tp if model.softmax_type == LEARNABLE else 0
+    return Record(
+        name="attention",
+        parameters=sinks,
+        gemm=(side, side, d),
+        gemm_count=-(-rows * each // side**2),
+        flops_forward=flops,
+        flops_backward=2 * flops,
+        mixes=True,
+        visible=visible_share(each, window) if kind else mean_visible_share(model, each),
+        dropout=model.attention_dropout > 0,
+        saved_bytes=saved,
+        forward=forward,
+        backward=backward,
+    )
+
+
+def _rotary(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind) -> tuple[Record, ...]:
+    """Return the rotary record; only the query and key norms save their inputs."""
+    model = run.model
+    if not model.uses_rotary(kind):
+        return ()
+    if not model.qk_layernorm:
+        return (Record(name="rotary"),)
+    saved = qkv_bytes(run, tp, cp_comm_type)
+    together = model.qk_layernorm_all_heads
+    heads = (model.num_attention_heads + model.query_groups) // tp
+    if NORMS[model.normalization].kernel == LAYER_NORM or together:
+        # queries, keys, and the mean and deviation of each head or of all heads
+        statistics = 2 if together else 2 * heads
+        saved = run.tokens_per_microbatch * (
+            heads * model.kv_channels * run.element_bytes + statistics * FP32_BYTES
+        )
+    if together:  # sharded like the heads; ranks sum the squares of queries and keys
+        sums = all_reduce(2 * run.tokens_per_microbatch * FP32_BYTES, tp)
+        weights = heads * model.kv_channels
+        return (
+            Record(
+                name="rotary", parameters=weights, saved_bytes=saved, forward=sums, backward=sums
+            ),
+        )
+    weights = 2 * NORMS[model.normalization].vectors * model.kv_channels
+    return (
+        Record(
+            name="rotary",
+            parameters=weights,
+            replicated=weights,
+            of_heads=weights,
+            saved_bytes=saved,
+        ),
+    )
+
+
+def _softmax_bytes(run: RunConfig, tp: int) -> int:
+    """Return the softmax statistics' bytes: one FP32 number per row and head."""
+    return run.tokens_per_microbatch * run.model.num_attention_heads // tp * FP32_BYTES
+
+
+def cache_slots(kind: LayerKind, positions: int) -> int:
+    """Return a layer's cached positions: at most the window, none without an attention."""
+    if kind.mixer != ATTENTION:
+        return 0
+    return min(positions, kind.window or positions)

@@ -1,0 +1,87 @@
+"""Costs that a layer's mixer has of its own: the interface between a row of `MIXERS` and the formulas. No torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
+from typing import NamedTuple
+
+from ..config.layer_kinds import MIXERS, LayerKind
+from ..config.model import ModelConfig
+from ..config.run_config import RunConfig
+from .activations import Record, activation_bytes
+
+Matrices = list[tuple[int, int, int]]  # (how many, rows, columns)
+Shapes = tuple[tuple[int, int], tuple[int, int]]
+Segments = list[tuple[int, int]]  # (how many a rank holds, elements of each)
+
+
+class Elementwise(NamedTuple):
+    """Operations without a record: bytes read and written, calls, (bytes per tensor, tensors) allocated."""
+
+    moved: float = 0.0
+    calls: int = 0
+    allocations: tuple[tuple[int, int], ...] = ()
+
+
+class MixerCosts(ABC):
+    """Costs of a mixer on one rank for one micro-batch."""
+
+    @abstractmethod
+    def records(
+        self, run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None
+    ) -> tuple[Record, ...]:
+        """Return the operations. kind: None: `typical_layer`, with the mean visible share of all layers"""
+
+    @abstractmethod
+    def shapes(self, model: ModelConfig) -> Shapes:
+        """Return (outputs, inputs) of the input and of the output projection."""
+
+    def tensors(self, run: RunConfig, tp: int) -> dict[str, int]:
+        """Return the bytes between the projections: of the first result, the last argument, and scores."""
+        rows = run.tokens_per_microbatch * run.element_bytes
+        (outputs, _), (_, inputs) = self.shapes(run.model)
+        return {"qkv": rows * outputs // tp, "context": rows * inputs // tp, "scores": 0}
+
+    def elementwise(self, run: RunConfig, sizes: Mapping[str, int], kind: LayerKind) -> Elementwise:
+        """Return the forward work that `records` leave out. sizes: of `tensors`"""
+        return Elementwise()
+
+    def recomputed_bytes(self, run: RunConfig, tp: int, kind: LayerKind) -> int:
+        """Return the bytes that selective recompute does not save."""
+        return 0
+
+    def weight_input_bytes(self, run: RunConfig, tp: int) -> int:
+        """Return the bytes kept between the halves of a split backward."""
+        sizes = self.tensors(run, tp)
+        return 2 * activation_bytes(run) + sizes["qkv"] + sizes["context"]
+
+    def cache_bytes(
+        self, run: RunConfig, samples: int, positions: int, kind: LayerKind, tp: int
+    ) -> int:
+        """Return the bytes that generation keeps."""
+        return 0
+
+    def matrices(self, run: RunConfig) -> Matrices:
+        """Return the matrices that Muon orthogonalizes: the linear layers' weights."""
+        return [(1, outputs, inputs) for outputs, inputs in self.shapes(run.model)]
+
+    def vectors(self, model: ModelConfig, tp: int) -> Segments:
+        """Return the segments of parameters other than the linear layers' weights."""
+        return []
+
+
+def mixer_costs(mixer: str) -> MixerCosts:
+    costs: type[MixerCosts] = resolve_name(MIXERS[mixer].costs)
+    return costs()
+
+
+def cache_bytes(
+    run: RunConfig, samples: int, positions: int, kinds: Sequence[LayerKind], tp: int
+) -> int:
+    return sum(
+        mixer_costs(kind.mixer).cache_bytes(run, samples, positions, kind, tp)
+        for kind in kinds
+        if kind.mixer is not None
+    )
