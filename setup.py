@@ -378,7 +378,9 @@ class Compiler:
         stamp.unlink(missing_ok=True)
         began = time.time()
         cached = ["ccache"] if shutil.which("ccache") else []
-        subprocess.run([*cached, *command], check=True, cwd=ROOT)
+        # With -g the folder is in the object; no tool reads it from there.
+        variables = {**os.environ, "CCACHE_NOHASHDIR": "1"}
+        subprocess.run([*cached, *command], check=True, cwd=ROOT, env=variables)
         if all(
             (ROOT / path).stat().st_mtime < began for path in inputs(obj)
         ):  # not edited meanwhile

@@ -180,7 +180,7 @@ def assembly(cxx: str, name: str, machine: Machine = A64FX) -> str:
     """The machine's code with line numbers, by setup.py's own flags, one family after another; made anew only after a change."""
     compiler = setup.Compiler(ROOT / "build", {**os.environ, "CXX": machine.cxx, "TARGET_CXX": cxx})
     target = next(t for t in setup.TARGETS if t.name == machine.target)
-    flags = [f"-I{setup.SOURCES}", "-g1", "-S"]
+    flags = ["-g1", "-S"]
     texts = []
     for family in machine.families:
         output = compiler.objects / f"codegen_{name.replace(' ', '')}_{machine.target}_{family}.s"

@@ -83,15 +83,15 @@ void check_adamw(int64_t n, DType moments) {
   });
 }
 
-// Output, log-sum-exp and gradients of s positions, with dropout and a head size that ends in the middle of a vector: 6 heads,
-// of which 6 / groups share a key and a value.
-void check_attention(int64_t s, int64_t groups, int64_t window) {
+// Output, log-sum-exp and gradients of s positions, with dropout and a head size that ends in the middle of a vector. heads / groups
+// queries share a key and a value.
+void check_attention(int64_t s, int64_t heads, int64_t groups, int64_t window) {
   for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     const float tolerance = dtype == DType::f32 ? 4e-6f : dtype == DType::f16 ? 4e-3f : 3e-2f;
     compare("attention", tolerance, tolerance, [&] {
-      const AttentionArgs args{s, 1, 6, groups, 36, window, 0.3f, 99, 3, 5, 1};
-      const int64_t n = s * 6 * 36, inputs = s * (6 + 2 * groups) * 36;
-      Floats qkv = random_floats(inputs, 9), dout = random_floats(n, 10), out(n), lse(6 * s),
+      const AttentionArgs args{s, 1, heads, groups, 36, window, 0.3f, 99, 3, 5, 1};
+      const int64_t n = s * heads * 36, inputs = s * (heads + 2 * groups) * 36;
+      Floats qkv = random_floats(inputs, 9), dout = random_floats(n, 10), out(n), lse(heads * s),
              dqkv(inputs);
       std::vector<uint16_t> half_qkv(inputs), half_dout(n), half_out(n), half_dqkv(inputs);
       const bool whole = dtype == DType::f32;
@@ -151,9 +151,9 @@ void check_all() {
     check_philox(n);
     for (DType moments : {DType::f32, DType::bf16}) check_adamw(n, moments);
   }
-  for (int64_t s : {1, 17, 131}) check_attention(s, 6, NO_WINDOW);
-  check_attention(61, 2, NO_WINDOW);
-  check_attention(131, 1, 21);
+  for (int64_t s : {1, 17, 131}) check_attention(s, 2, 2, NO_WINDOW);
+  check_attention(61, 6, 2, NO_WINDOW);
+  check_attention(131, 3, 1, 21);
   for (int64_t slots : {20, 150}) check_decode(slots);
   check_gemm();
 }
