@@ -6,7 +6,6 @@ in an empty environment, and this wheel in environments with the oldest, the pin
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checks.once import once
 from tools import other_torch, wheels
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,31 +49,28 @@ def run(command: list[str | Path], folder: Path, **options) -> subprocess.Comple
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built once, by this environment's packages and from objects that are there already, not by two workers at the same time."""
-    folder = tmp_path_factory.mktemp("wheel")
-    with open(ROOT / "setup.py") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        run(
-            [*PIP, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, ROOT],
-            folder,
-        )
-    return next(folder.glob("fugaku_megatron-*.whl"))
+    """Built once for all workers, by this environment's packages and from objects that are there already."""
+
+    def build(folder: Path) -> None:
+        options = ["--no-build-isolation", "--no-deps", "--wheel-dir", folder]
+        run([*PIP, "wheel", *options, ROOT], folder)
+
+    return next(once(tmp_path_factory, "wheel", build).glob("fugaku_megatron-*.whl"))
 
 
 @pytest.fixture(scope="module")
 def bin_folder(wheel, tmp_path_factory) -> Path:
     """Programs in an environment with the wheel; its path has this environment's packages, but not the checkout."""
-    folder = tmp_path_factory.mktemp("installed")
-    venv.create(folder, symlinks=True)
-    site = next(folder.glob("lib/python*/site-packages"))
-    (site / "packages.pth").write_text(
-        sysconfig.get_path("purelib") + "\n"
-    )  # without its .pth files: one leads to the checkout
-    run(
-        [*PIP, "--python", folder / "bin" / "python", "install", "--no-deps", "--no-index", wheel],
-        folder,
-    )
-    return folder / "bin"
+
+    def install(folder: Path) -> None:
+        venv.create(folder, symlinks=True)
+        site = next(folder.glob("lib/python*/site-packages"))
+        # Without its .pth files: one leads to the checkout.
+        (site / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        python = folder / "bin" / "python"
+        run([*PIP, "--python", python, "install", "--no-deps", "--no-index", wheel], folder)
+
+    return once(tmp_path_factory, "installed", install) / "bin"
 
 
 def names(wheel: Path) -> set[str]:
