@@ -28,6 +28,10 @@ LEFT_OUT = re.compile(
 )
 # torch 2.15 looks for the CUDA kernels that these replace.
 EMPTIED = ("torch/_native/ops/__init__.py",)
+# transformers asks before each forward pass, also on a CPU.
+APPENDED = {
+    "torch/cuda/graphs.py": "\n\ndef is_current_stream_capturing() -> bool:\n    return False\n"
+}
 CUDA_LIBRARY = re.compile(r"lib(cu|nv|torch_cuda|torch_nv)")
 CUDA_SYMBOL = re.compile(r"_Z(N|NK|TIN|TVN)(2at|3c10|4c10d|5torch|3sdp)|cu[A-Z]")
 
@@ -152,6 +156,9 @@ def make(version: str, folder: Path) -> None:
     for name in EMPTIED:
         if (folder / name).exists():
             (folder / name).write_text("")
+    for name, lines in APPENDED.items():
+        with open(folder / name, "a") as module:
+            module.write(lines)
     (folder / "torch" / "bin" / "torch_shm_manager").chmod(0o755)
     replace_cuda(folder / "torch" / "lib")
     (metadata,) = folder.glob("torch-*.dist-info/METADATA")
@@ -160,7 +167,8 @@ def make(version: str, folder: Path) -> None:
 
 def place(version: str) -> Path:
     """Return the folder of a version as this recipe makes it."""
-    recipe = (LEFT_OUT, EMPTIED, CUDA_LIBRARY, CUDA_SYMBOL, CUDA_REQUIREMENT, ASSEMBLY, TYPE)
+    replaced = (EMPTIED, APPENDED, ASSEMBLY, TYPE)
+    recipe = (LEFT_OUT, CUDA_LIBRARY, CUDA_SYMBOL, CUDA_REQUIREMENT, *replaced)
     digest = hashlib.sha256(repr(recipe).encode()).hexdigest()
     return CACHE / f"torch-{version}-{digest[:8]}"
 
