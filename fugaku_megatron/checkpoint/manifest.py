@@ -129,9 +129,9 @@ def torch_dist_iteration(directory: Directory, iteration: int | None) -> int | N
     iteration: None: the latest one
     """
     path = Path(directory)
-    if not any(path.glob(f"iter_*/{TORCH_DIST}")):
-        return None
-    found = latest_iteration(path) if iteration is None else iteration
+    found = iteration
+    if found is None and any(path.glob(f"iter_*/{TORCH_DIST}")):
+        found = latest_iteration(path)
     if found is None or not (iteration_path(path, found) / TORCH_DIST).is_file():
         return None
     return found
