@@ -70,7 +70,7 @@ def load(
     """Load the weights of a checkpoint of this program or Megatron-LM, or of a directory of Hugging Face.
 
     Every calling process has the whole model. A checkpoint of adapters is loaded with its model, and merged into it.
-    Raise ValueError, one line, for a model that is missing, damaged or not supported.
+    Raise ValueError for a model that is missing, damaged or not supported.
 
     ckpt_step: iteration; None: the latest.
     pretrained_checkpoint: place of the adapters' model, if it has moved.

@@ -95,7 +95,7 @@ class Trainer:
     The run begins with the config's load and pretrained_checkpoint, as in the command; `load` does
     the same later.
 
-    Raises ValueError, one line, for a config that does not fit these ranks, for data and
+    Raises ValueError for a config that does not fit these ranks, for data and
     checkpoints that cannot be read, and for flags on which only the command acts.
     """
 

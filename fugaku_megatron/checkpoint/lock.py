@@ -98,7 +98,7 @@ def hold(
 
     alive: called repeatedly while waiting for another job's sign of life
 
-    Raises ValueError on every rank if another job holds the lock or the directory is not writable.
+    Raises ValueError if another job holds the lock or the directory is not writable.
     """
     if directory is None:
         yield

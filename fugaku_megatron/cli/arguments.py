@@ -373,7 +373,7 @@ def _keywords() -> dict[str, tuple[Declaration, Any]]:
 def field_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Convert keywords named after flags to field values by name.
 
-    Raises ValueError, one line, for an unknown keyword or a wrong type.
+    Raises ValueError for an unknown keyword or a wrong type.
     """
     known = _keywords()
     values: dict[str, Any] = {}

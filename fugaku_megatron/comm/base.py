@@ -44,7 +44,7 @@ class Comm(Protocol):
 
     inside_node: all ranks share memory, and the caller of a blocking collective does its work
 
-    Shapes: (n,) is any shape with n elements. `tensor` and `output` have one dtype.
+    Shapes: p ranks; (n,) is any shape with n elements. `tensor` and `output` have one dtype.
     """
 
     rank: int

@@ -3,8 +3,6 @@
 Only this module imports mpi4py, inside functions. The engine's thread makes every MPI call. MPI has
 no BF16 or FP16: such data is sent as 16-bit integers; sums are an all-to-all and a local FP32 sum
 in rank order, rounded once; maxima and minima are formed in FP32.
-
-Shapes: p ranks, n elements per rank
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Every rank has a segment of an MPI shared-memory window, in two halves used alte
 second-level cache: each rank copies its chunk into its half and raises a flag; after all flags, it sums its slice over all
 segments and raises a second flag; then it copies the other slices. Blocking collectives run on the caller's threads,
 nonblocking ones on the engine's thread. Float64, integers, maxima and broadcasts remain MPI's.
-
-Shapes: p ranks, n elements per rank
 """
 
 from __future__ import annotations

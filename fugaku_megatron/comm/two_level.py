@@ -6,7 +6,7 @@
     all_to_all       to the local rank that sends to the target node; one message per pair of nodes; to the target rank
 
 m ranks on each of k nodes have k communicators inside and m between (ranks with one index on each node).
-BF16 and FP16 sums are rounded once a level. Shapes: p = k m ranks, n elements per rank
+BF16 and FP16 sums are rounded once a level. p = k m ranks
 """
 
 from __future__ import annotations

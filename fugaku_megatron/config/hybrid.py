@@ -59,7 +59,7 @@ class Pattern(NamedTuple):
 
 
 def parse_pattern(text: str) -> Pattern:
-    """Cut a pattern into layers. Raises ValueError, one line with the position, for an unknown symbol."""
+    """Cut a pattern into layers. Raises ValueError with the position for an unknown symbol."""
     mixers = [row.symbol for row in MIXERS.values()]
     layers: list[str] = []
     stages = [0]
@@ -87,7 +87,7 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def with_layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace a pattern among field values by the fields that it sets. Raises ValueError, one line.
+    """Replace a pattern among field values by the fields that it sets, or raise ValueError.
 
     As in Megatron-LM, the pattern has precedence over --num-layers, and over --num-experts if no layer has experts.
     """

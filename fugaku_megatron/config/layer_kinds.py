@@ -101,7 +101,7 @@ class LayerKind(NamedTuple):
 
 
 def layer_symbols(text: str, layers: int) -> tuple[str, ...]:
-    """Return the symbols of each layer in --layer-types. Raises ValueError, one line."""
+    """Return the symbols of each layer in --layer-types, or raise ValueError."""
     mixers = [row.symbol for row in MIXERS.values()]
     known = {*mixers, *MLP_SYMBOLS, *(mixer + mlp for mixer in mixers for mlp in MLP_SYMBOLS)}
     found = tuple(text.split(","))
@@ -119,7 +119,7 @@ def layer_symbols(text: str, layers: int) -> tuple[str, ...]:
 
 
 def layer_pattern(name: str, text: str, layers: int) -> int | tuple[bool, ...]:
-    """Return the number N or the list of 0 and 1 in a field. Raises ValueError, one line, for other text."""
+    """Return the number N or the list of 0 and 1 in a field. Raises ValueError for other text."""
     mistake = f"{flag(name)} {text!r:.60}: pass a number above 0, or a list of 0 and 1, such as ([0]*1+[1]*23)"
     try:
         found = _value(ast.parse(text.strip(), mode="eval").body)
@@ -147,7 +147,7 @@ _MARKED: dict[str, Callable[[int, int], bool]] = {
 
 @lru_cache(maxsize=64)
 def marked_layers(name: str, text: str, layers: int) -> tuple[bool, ...]:
-    """Return True for each layer that a field marks with a number or a list. Raises ValueError, one line."""
+    """Return True for each layer that a field marks with a number or a list, or raise ValueError."""
     found = layer_pattern(name, text, layers)
     if isinstance(found, int):
         return tuple(_MARKED[name](layer, found) for layer in range(layers))

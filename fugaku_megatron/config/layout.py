@@ -85,7 +85,7 @@ class Layout:
 
     @staticmethod
     def from_run(run: RunConfig, world_size: int) -> Layout:
-        """Build the layout. Raises ValueError, one line with flag and remedy, if the run does not
+        """Build the layout. Raises ValueError with flag and remedy if the run does not
         fit on the ranks.
         """
         model = run.model

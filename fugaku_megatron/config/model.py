@@ -667,7 +667,6 @@ class ModelConfig(ExpertFields, DeltaNetFields):
 
     @cached_property
     def mlps(self) -> tuple[str | None, ...]:
-        """`LayerKind.mlp` of each layer."""
         return tuple(kind.mlp for kind in self.layer_kinds)
 
     @cached_property

@@ -40,7 +40,7 @@ class PipelineLayoutFields:
 
 
 def parse_layout(text: str) -> tuple[int, ...]:
-    """Return the layers of each virtual stage. Raises ValueError, one line, for another text."""
+    """Return the layers of each virtual stage. Raises ValueError for another text."""
     place = f"--pipeline-model-parallel-layout {text!r:.80}"
     letters = text.replace(",", "")
     for repeated in (_GROUP, _LETTER):
@@ -67,7 +67,7 @@ def _unrolled(repeated: re.Match[str]) -> str:
 
 
 def with_stages(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace a layout among field values by the fields that it sets. Raises ValueError, one line."""
+    """Replace a layout among field values by the fields that it sets, or raise ValueError."""
     fields = dict(values)
     text = fields.pop("pipeline_model_parallel_layout", None)
     if text is None:

@@ -74,7 +74,7 @@ def _gpt(*, lr: float, global_batch_size: int, **model: Any) -> RunConfig:
 
 
 def gpt_124m() -> RunConfig:
-    """GPT-2 124M, sequence 1024, global batch 1024: the 124M tables."""
+    """GPT-2 124M, as in the 124M tables."""
     return _gpt(
         num_layers=12,
         hidden_size=768,
@@ -86,7 +86,7 @@ def gpt_124m() -> RunConfig:
 
 
 def gpt_1b3() -> RunConfig:
-    """GPT-3 XL, 1.3B, sequence 2048."""
+    """GPT-3 XL, 1.3B."""
     return _gpt(
         num_layers=24,
         hidden_size=2048,
@@ -99,7 +99,7 @@ def gpt_1b3() -> RunConfig:
 
 
 def gpt_13b() -> RunConfig:
-    """13B as Fugaku-LLM trained it: 40 layers, h 5184, 36 heads, global batch 2016."""
+    """13B as Fugaku-LLM trained it."""
     return _gpt(
         num_layers=40,
         hidden_size=5184,
@@ -112,7 +112,7 @@ def gpt_13b() -> RunConfig:
 
 
 def gpt_30b() -> RunConfig:
-    """30B of the tables: 48 layers, h 7168, 56 heads, sequence 2048, global batch 1536."""
+    """30B of the tables."""
     return _gpt(
         num_layers=48,
         hidden_size=7168,
@@ -139,7 +139,7 @@ def _llama(*, lr: float, global_batch_size: int, **model: Any) -> RunConfig:
 
 
 def llama_32_1b() -> RunConfig:
-    """Llama 3.2 1B (meta-llama/Llama-3.2-1B): 16 layers, h 2048, 32 heads in 8 groups, rope lengthened 32 times."""
+    """Llama 3.2 1B (meta-llama/Llama-3.2-1B)."""
     return _llama(
         num_layers=16,
         hidden_size=2048,
@@ -158,7 +158,7 @@ def llama_32_1b() -> RunConfig:
 
 
 def llama_31_8b() -> RunConfig:
-    """Llama 3.1 8B (meta-llama/Llama-3.1-8B): 32 layers, h 4096, 32 heads in 8 groups.
+    """Llama 3.1 8B (meta-llama/Llama-3.1-8B).
 
     Learning rate: Dubey et al. 2024, table 3; batches of 4 M tokens, as their largest model began with.
     """
@@ -181,7 +181,7 @@ def llama_31_8b() -> RunConfig:
 
 
 def qwen_25_05b() -> RunConfig:
-    """Qwen2.5 0.5B (Qwen/Qwen2.5-0.5B): 24 layers, h 896, 14 heads in 2 groups, biases of queries, keys and values."""
+    """Qwen2.5 0.5B (Qwen/Qwen2.5-0.5B)."""
     return _llama(
         num_layers=24,
         hidden_size=896,
@@ -200,7 +200,7 @@ def qwen_25_05b() -> RunConfig:
 
 
 def qwen_3_06b() -> RunConfig:
-    """Qwen3 0.6B (Qwen/Qwen3-0.6B): 28 layers, h 1024, 16 heads of 128 in 8 groups, norms of queries and keys."""
+    """Qwen3 0.6B (Qwen/Qwen3-0.6B)."""
     return _llama(
         num_layers=28,
         hidden_size=1024,
@@ -220,7 +220,7 @@ def qwen_3_06b() -> RunConfig:
 
 
 def tinyllama_11b() -> RunConfig:
-    """TinyLlama 1.1B (TinyLlama/TinyLlama_v1.1): 22 layers, h 2048, 32 heads in 4 groups; trained as in Zhang et al. 2024."""
+    """TinyLlama 1.1B (TinyLlama/TinyLlama_v1.1); trained as in Zhang et al. 2024."""
     return _llama(
         num_layers=22,
         hidden_size=2048,
@@ -236,7 +236,7 @@ def tinyllama_11b() -> RunConfig:
 
 
 def mistral_7b() -> RunConfig:
-    """Mistral 7B (mistralai/Mistral-7B-v0.1): 32 layers, h 4096, 32 heads in 8 groups, a window of 4096 tokens."""
+    """Mistral 7B (mistralai/Mistral-7B-v0.1)."""
     return _llama(
         num_layers=32,
         hidden_size=4096,
@@ -254,7 +254,7 @@ def mistral_7b() -> RunConfig:
 
 
 def qwen_3_30b_a3b() -> RunConfig:
-    """Qwen3 30B-A3B (Qwen/Qwen3-30B-A3B): 48 layers, h 2048, 32 heads of 128 in 4 groups, 8 of 128 experts of 768 for a token."""
+    """Qwen3 30B-A3B (Qwen/Qwen3-30B-A3B)."""
     return _llama(
         num_layers=48,
         hidden_size=2048,
@@ -290,7 +290,7 @@ _LLM_JP_4: dict[str, Any] = {
 
 
 def llm_jp_4_8b() -> RunConfig:
-    """LLM-jp-4 8B (llm-jp/llm-jp-4-8b-base) before its context was extended: 32 layers, h 4096, 32 heads in 8 groups.
+    """LLM-jp-4 8B (llm-jp/llm-jp-4-8b-base) before its context was extended.
 
     Sizes follow from the numbers of parameters in its model card.
     """
@@ -306,9 +306,9 @@ def llm_jp_4_8b() -> RunConfig:
 
 
 def llm_jp_4_32b_a3b() -> RunConfig:
-    """LLM-jp-4 32B-A3B (llm-jp/llm-jp-4-32b-a3b-base) before its context was extended: 32 layers, h 2560, 40 heads of 128 in 4 groups.
+    """LLM-jp-4 32B-A3B (llm-jp/llm-jp-4-32b-a3b-base) before its context was extended.
 
-    A token has 8 of 128 experts of 960. Trained as its script in llm-jp/scripts says.
+    Trained as its script in llm-jp/scripts says.
     """
     return _llama(
         **_LLM_JP_4,
@@ -347,7 +347,7 @@ _QWEN_36: dict[str, Any] = {
 
 
 def qwen_36_27b() -> RunConfig:
-    """Qwen3.6 27B (Qwen/Qwen3.6-27B): 64 layers, h 5120, 3 of 4 a gated delta net of 48 heads, the others 24 heads in 4 groups."""
+    """Qwen3.6 27B (Qwen/Qwen3.6-27B)."""
     return _llama(
         **_QWEN_36,
         num_layers=64,
@@ -362,10 +362,7 @@ def qwen_36_27b() -> RunConfig:
 
 
 def qwen_36_35b_a3b() -> RunConfig:
-    """Qwen3.6 35B-A3B (Qwen/Qwen3.6-35B-A3B): 40 layers, h 2048, 3 of 4 a gated delta net of 32 heads, the others 16 heads in 2 groups.
-
-    A token has 8 of 256 experts of 512, and a shared one.
-    """
+    """Qwen3.6 35B-A3B (Qwen/Qwen3.6-35B-A3B)."""
     return _llama(
         **_QWEN_36,
         num_layers=40,
@@ -384,7 +381,7 @@ def qwen_36_35b_a3b() -> RunConfig:
 
 
 def olmoe() -> RunConfig:
-    """OLMoE 1B-7B (allenai/OLMoE-1B-7B-0924): 16 layers, h 2048, 16 heads, 8 of 64 experts of 1024 for a token.
+    """OLMoE 1B-7B (allenai/OLMoE-1B-7B-0924).
 
     Trained as in Muennighoff et al. 2024 (arXiv:2409.02060), table 10.
     """
@@ -409,7 +406,7 @@ def olmoe() -> RunConfig:
 
 
 def mixtral_8x7b() -> RunConfig:
-    """Mixtral 8x7B (mistralai/Mixtral-8x7B-v0.1): 32 layers, h 4096, 32 heads in 8 groups, 2 of 8 experts of 14336 for a token."""
+    """Mixtral 8x7B (mistralai/Mixtral-8x7B-v0.1)."""
     return _llama(
         num_layers=32,
         hidden_size=4096,

@@ -61,13 +61,11 @@ def open_megatron(
     ignored: Collection[str] = (),
     source: str = "--from-megatron",
 ) -> Weights:
-    """Open the latest checkpoint in `directory`, or `iteration`.
+    """Open the latest checkpoint in `directory`, or `iteration`, or raise ValueError.
 
     vocab_size: number of tokens, if the checkpoint does not state it
     ignored: saved arguments that do not change the model
     source: flags before the directory in a message
-
-    Raise ValueError, one line.
     """
     # with torch.distributed, which takes a second to load and which no other format needs
     from .megatron import open_dist
@@ -113,7 +111,7 @@ def open_weights(
 ) -> Weights:
     """Open weights in any supported format; arguments as `open_megatron` and `open_own`.
 
-    Raise ValueError, one line, for another directory, and for missing or damaged parts.
+    Raise ValueError for another directory, and for missing or damaged parts.
     """
     path = Path(directory)
     check(

@@ -90,7 +90,7 @@ def save_gguf(
     kind: --gguf-type
     inexact: allow differences in a few texts
 
-    Raise ValueError, one line, for a model that llama.cpp cannot represent.
+    Raise ValueError for a model that llama.cpp cannot represent.
     """
     gguf = library("gguf", "gguf", "--to-gguf")
     model = weights.model

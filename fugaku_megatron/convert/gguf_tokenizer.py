@@ -182,7 +182,7 @@ def read_tokenizer(
     chat_template: replaces the folder's
     inexact: allow differences in a few texts
 
-    Raise ValueError, one line, for a part that llama.cpp computes differently.
+    Raise ValueError for a part that llama.cpp computes differently.
     """
     if folder is None or not has_tokenizer(folder):
         raise ValueError(

@@ -164,7 +164,7 @@ def copy_flat(theirs: Tensor, views: list[Tensor]) -> None:
 
 
 def open_hugging_face(directory: str) -> Weights:
-    """Open a model directory. Raise ValueError, one line."""
+    """Open a model directory, or raise ValueError."""
     path = Path(directory)
     check(
         path.is_dir(),

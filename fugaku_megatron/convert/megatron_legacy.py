@@ -56,7 +56,7 @@ class Ranks(NamedTuple):
 
 
 def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = ()) -> Weights:
-    """Open an iteration directory. Raise ValueError, one line."""
+    """Open an iteration directory, or raise ValueError."""
     files = _files(path)
     first = load_pickled(next(iter(files.values())))
     check(
@@ -342,8 +342,6 @@ def save_legacy(weights: Weights, directory: Path, form: LegacyFormat) -> None:
 
 @dataclass(frozen=True)
 class _RankWriter:
-    """State of one rank."""
-
     weights: Weights
     form: LegacyFormat
     rank: int

@@ -61,7 +61,7 @@ def open_run(
     weights_only: bool = False,
     with_optimizer: bool = True,
 ) -> Checkpoint:
-    """Open an iteration as a checkpoint to resume from. Raise ValueError, one line.
+    """Open an iteration as a checkpoint to resume from, or raise ValueError.
 
     vocab_size: number of tokens
     weights_only: read no state, for a run that begins

@@ -51,7 +51,7 @@ class TensorDirectory:
 
 
 def read_json(path: Path) -> JsonObject:
-    """Read a JSON object. Raise ValueError, one line."""
+    """Read a JSON object, or raise ValueError."""
     check(path.is_file(), f"{path} is missing")
     try:
         contents: JsonObject = json.loads(path.read_text(encoding="utf-8"))

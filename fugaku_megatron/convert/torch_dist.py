@@ -72,7 +72,7 @@ class DistFiles:
 
     @staticmethod
     def open(path: Path) -> DistFiles:
-        """Read the metadata alone. Raise ValueError, one line."""
+        """Read the metadata alone, or raise ValueError."""
         metadata = load_metadata(path / TORCH_DIST)
         try:
             tensors = {
@@ -127,7 +127,7 @@ class DistFiles:
         return dtype
 
     def tensor(self, key: str, layer: int | None = None) -> Tensor:
-        """Return a tensor, or a layer of stacked layers."""
+        """Return a tensor, or one layer."""
         shape = self.shape(key, layer)
         whole = torch.empty(shape, dtype=self.dtype(key))
         filled = 0

@@ -1,7 +1,7 @@
 """Activations, operations and matmul collectives for one micro-batch, in bytes, without torch.
 
 Between matmuls every rank has whole activations (s, b, h), or with --sequence-parallel 1/t of the sequence (Korthikanti et al.
-2022, arXiv:2205.05198). Legend: s sequence, b micro-batch, h hidden, t tensor-parallel size.
+2022, arXiv:2205.05198). Legend: as in `accounting`.
 """
 
 from __future__ import annotations

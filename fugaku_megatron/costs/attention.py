@@ -25,8 +25,6 @@ from .mixers import Elementwise, Matrices, MixerCosts, Segments, Shapes
 
 
 class AttentionCosts(MixerCosts):
-    """Costs of `nn.blocks.SelfAttention`."""
-
     def records(
         self, run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None
     ) -> tuple[Record, ...]:

@@ -57,8 +57,6 @@ def _state_bytes(model: ModelConfig, ranks: int) -> int:
 
 
 class DeltaNetCosts(MixerCosts):
-    """Costs of `nn.delta_net.GatedDeltaNet`."""
-
     def records(
         self, run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None
     ) -> tuple[Record, ...]:

@@ -1,8 +1,8 @@
 """A layer's expert parameters, matmuls, saved activations and communicated bytes, as integers,
 without torch.
 
-Ranks are assumed to have equally many tokens for their experts. Legend: s sequence, b micro-batch,
-h hidden, f expert width.
+Ranks are assumed to have equally many tokens for their experts. Legend:
+as in `accounting`, f expert width.
 """
 
 from __future__ import annotations

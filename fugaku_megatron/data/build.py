@@ -45,7 +45,7 @@ Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]  # train, valid
 
 @dataclass(frozen=True)
 class Builder(DatasetConfig):
-    """Builder for data sets that share a configuration. Collective over `comm`.
+    """Data sets that share a configuration. Collective over `comm`.
 
     arrays: in-memory documents by the name that replaces a prefix
     separate_sets: --multiple-validation-sets
@@ -150,11 +150,11 @@ def build_datasets(
     builder: Builder,
     legacy_split: bool = False,
 ) -> Datasets:
-    """Return (train, valid, test) for --data-path and --split. Collective.
+    """Return (train, valid, test) for --data-path and --split, or raise ValueError. Collective.
 
     num_samples: 0: no data set; None: every sample once, without weights
 
-    valid and test are None if --split assigns them no documents. Raises ValueError on every rank.
+    valid and test are None if --split assigns them no documents.
     """
     prefixes, weights = parse_data_path(data_path)
     shares = parse_split(split)

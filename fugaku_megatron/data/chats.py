@@ -543,7 +543,7 @@ class ChatTemplate:
     def _rendered(
         self, chat: Chat, messages: Messages, template: str | None = None, **how: Any
     ) -> Any:
-        """Render messages of a chat. template: None: the one for chats that are not trained"""
+        """Render messages. template: None: the one for chats that are not trained"""
         try:
             return apply_chat_template(
                 self._library,

@@ -302,7 +302,7 @@ def provide(
 ) -> Index:
     """Return an index, built by `build` on rank 0 unless cached. Collective.
 
-    Raises ValueError on every rank if its files cannot be written.
+    Raises ValueError if its files cannot be written.
     """
     cache = cache or IndexCache()
     small = request.size <= cache.in_memory

@@ -260,7 +260,7 @@ def place(
     OMP_PLACES or GOMP_CPU_AFFINITY.
 
     affinity: "pin", "none", or "auto": pin if the node's cores are in several NUMA domains
-    reserve: leave a core to the thread that calls MPI if the rank has ENOUGH_CORES and no number of threads is set
+    reserve: as `reserve_core`, if the rank has ENOUGH_CORES and no number of threads is set
     """
     own = set(masks[index])
     sharers = [i for i, other in enumerate(masks) if not own.isdisjoint(other)]

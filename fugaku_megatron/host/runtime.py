@@ -76,9 +76,9 @@ def init(
     nodes: Nodes | None = None,
     needed: int | None = None,
 ) -> str:
-    """Set up this rank's memory, threads, cores, clock and denormals before its first large tensor; return the log's lines. Collective.
+    """Set up this rank as `settings` say before its first large tensor; return the log's lines. Collective.
 
-    ValueError on every rank if the clock differs from the requested one.
+    ValueError if the clock differs from the requested one.
 
     needed: bytes of memory that this rank will need, if known
     """

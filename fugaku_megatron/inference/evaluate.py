@@ -96,8 +96,6 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Evaluations."""
-
     model: Model
     input: str | None = optional("perplexity of this text", aliases=("--text",), metavar="FILE")
     data_path: str | None = optional(

@@ -99,8 +99,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Prompts and settings."""
-
     source: Source
     sampling: Sampling = Sampling()
     prompt: tuple[str, ...] = option(

@@ -131,7 +131,7 @@ class Source:
         return self.tensor_model_parallel_size, self.pipeline_model_parallel_size
 
     def manifest(self, world: Comm) -> tuple[int, dict[str, Any]]:
-        """Return (iteration, manifest). Collective; raises ValueError on every rank."""
+        """Return (iteration, manifest). Collective; raises ValueError."""
         step = self.ckpt_step
         iteration = on_root(world, lambda: iteration_to_load(self.load) if step is None else step)
         if iteration is None:
@@ -160,7 +160,7 @@ def load_model(
     manifest: dict[str, Any],
     q8: bool = False,
 ) -> LoadedModel:
-    """Load the model, LoRA adapters merged. Collective; raises ValueError on every rank.
+    """Load the model, LoRA adapters merged. Collective; raises ValueError.
 
     q8: store the linear layers and the head in eight bits.
     """

@@ -71,7 +71,7 @@ def check_layout(
 ) -> Report:
     """Train small copies of a run in its layout and on one rank, and compare them. Collective.
 
-    Raise ValueError on every rank for a run that cannot be made small, or a record that cannot be read or written.
+    Raise ValueError for a run that cannot be made small, or a record that cannot be read or written.
     """
     started = time.perf_counter()
     on_root(world, lambda: _check_files(files))

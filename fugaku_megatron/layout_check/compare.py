@@ -102,7 +102,6 @@ class Difference:
     before: str = ""
 
     def line(self) -> str:
-        """Return the report's line."""
         ranks = "rank" if len(self.ranks) == 1 else "ranks"
         return (
             f"first difference: {self.point}, on {ranks} {' '.join(map(str, self.ranks))}: error {self.error:.2g}, "

@@ -131,7 +131,7 @@ def _place(name: str) -> int:
 
 
 def neighbour(point: Point, outputs: Iterable[str]) -> str:
-    """Return the words for the tensor that the point's tensor is computed from. outputs: names of recorded modules"""
+    """Describe the tensor that the point's tensor is computed from. outputs: names of recorded modules"""
     names = sorted(outputs, key=_place)
     if point.kind == FORWARD:
         index = names.index(point.name)
@@ -165,7 +165,7 @@ class Communication:
         return Grid(*self.layout.sizes).ranks(self.rank)
 
     def over(self, verb: str, group: str) -> str | None:
-        """Return the words for a collective, or None if the group is one rank."""
+        """Describe a collective, or return None if the group is one rank."""
         members = self.ranks.get(group, ())
         if len(members) < 2:
             return None
@@ -193,7 +193,7 @@ class Communication:
         return self.over(verb, "cp")
 
     def _stage_border(self, layer: int, step: int) -> str | None:
-        """Return the words for the message between this rank's layer and a neighbouring layer."""
+        """Describe the message between this rank's layer and a neighbouring layer."""
         other = layer + step
         placement = self.layout.placement
         for stage in range(self.layout.pp):
@@ -208,11 +208,11 @@ class Communication:
         return None
 
     def into_layer(self, layer: int) -> str | None:
-        """Return the words for the message before a layer. layer: from 0"""
+        """Describe the message before a layer. layer: from 0"""
         return self._stage_border(layer, -1)
 
     def forward(self, layer: int, site: str) -> str | None:
-        """Return the words for the communication before an output, inside a layer. layer: from 0"""
+        """Describe the communication before an output, inside a layer. layer: from 0"""
         if site in INPUT_PROJECTIONS.values():
             return self._into_matmul(backward=False)
         if site == CORE:
@@ -224,7 +224,7 @@ class Communication:
         return None
 
     def backward(self, layer: int, site: str) -> str | None:
-        """Return the words for the communication before an output's gradient. layer: from 0"""
+        """Describe the communication before an output's gradient. layer: from 0"""
         if site == LAYER:
             if layer == self.run.model.num_layers - 1:
                 return None
@@ -254,11 +254,11 @@ class Communication:
         return None if backward else self._out_of_matmul(backward=False)
 
     def head(self) -> str | None:
-        """Return the words for the communication between the loss and the final norm's gradient."""
+        """Describe the communication between the loss and the final norm's gradient."""
         return self._into_matmul(backward=True)
 
     def loss(self) -> str | None:
-        """Return the words for the communication between the final norm and the mean loss."""
+        """Describe the communication between the final norm and the mean loss."""
         return joined(
             self._into_matmul(backward=False),
             self.over("all-reduce of the softmax", "tp"),
@@ -266,7 +266,7 @@ class Communication:
         )
 
     def gradient_sum(self, expert: bool, partial: bool, tied: bool) -> str | None:
-        """Return the words for a weight gradient's sums. partial: see `ParameterSpec.sequence_parallel`"""
+        """Describe a weight gradient's sums. partial: see `ParameterSpec.sequence_parallel`"""
         verb = "reduce-scatter" if self.run.parallel.zero_stage else "all-reduce"
         parts = []
         if partial:
@@ -283,5 +283,4 @@ class Communication:
 
 
 def joined(*texts: str | None) -> str | None:
-    """Return the words for several communications after each other."""
     return ", then ".join(text for text in texts if text) or None

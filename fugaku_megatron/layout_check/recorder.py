@@ -1,7 +1,7 @@
 """Record of a rank's tensors during its iterations, each with its place in the whole tensor.
 
 Hooks on the stage's modules copy outputs and their gradients; weights and their gradients are cut into boxes as a checkpoint's are.
-s sequence, b micro-batch, w width.
+Shapes: as in `nn`, w width.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ p matrices of a layer, such as QKV, share A (p, r, in); B (out, r) is sharded li
 for its own matrix. Experts have A (e, p, r, in) and B (e, out, r).
     column-parallel   A replicated, B sharded; x A^T is gathered under sequence parallelism
     row-parallel      A sharded, B replicated; x A^T is summed over ranks
-s sequence, b micro-batch, r adapter rank, f MLP width, e experts of a rank, n rows of all experts.
+r adapter rank, f MLP width, e experts of a rank, n rows of all experts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The transformer block, assembled from the classes named in `config.model`.
 
-s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank, d head size; qkv as in `Heads`. With sequence parallelism s
-is this rank's shard if the last dimension is h, otherwise whole.
+f MLP width, n heads of this rank. With sequence parallelism s is this rank's shard if the last dimension is h, otherwise whole.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gated delta net as a layer's mixer (Yang et al. 2024, arXiv:2412.06464): projections, convolution, delta rule, gated norm.
 
-s sequence, b micro-batch, h hidden, k key heads of this rank, n value heads of this rank. The input projection has for each key
+k key heads and n value heads of this rank. The input projection has for each key
 head a query, a key, and of its n / k value heads the values, gates, update strengths and decays.
 """
 

@@ -2,7 +2,7 @@
 
 With expert parallelism (Lepikhin et al. 2020, "GShard", arXiv:2006.16668) rows are dispatched and combined (`comm.exchange`) in
 groups of experts: one group is computed while rows of others are in flight.
-s sequence, b micro-batch, h hidden, f expert width of this rank, e experts, k per token, n pairs of token and expert, rows = s b.
+f expert width of this rank, e experts, k per token, n pairs of token and expert.
 """
 
 from __future__ import annotations

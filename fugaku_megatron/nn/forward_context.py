@@ -92,7 +92,6 @@ class Rows:
         """Attend from each row to earlier positions in its sample, qkv -> (r, 1, n d).
 
         whole: attention of a sequence without cached tokens.
-        softcap: see --attn-logit-softcapping. sinks: see --softmax-type
         """
         cache = self.cache[layer]
         assert isinstance(cache, LayerCache)

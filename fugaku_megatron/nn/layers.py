@@ -1,8 +1,7 @@
 """Parallel layers: column- and row-parallel linear, vocab-parallel embedding, learned positions, norms.
 
 Parameters start on the meta device (`parameter.spec`); `optim.flat.FlatParameters` allocates and fills them.
-s sequence, b micro-batch, h hidden. With sequence parallelism s is this rank's shard if the last dimension is whole, otherwise
-the whole sequence.
+With sequence parallelism s is this rank's shard if the last dimension is whole, otherwise the whole sequence.
 """
 
 from __future__ import annotations

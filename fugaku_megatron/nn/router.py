@@ -2,7 +2,7 @@
 
 Computes what megatron/core/transformer/moe/router.py and moe_utils.py of Megatron-LM do, in FP32. Padding (`Documents`) takes no
 part in losses, loads, and choices for other tokens.
-s sequence, b micro-batch, h hidden, e experts, k experts per token, rows = s b.
+e experts, k experts per token.
 """
 
 from __future__ import annotations

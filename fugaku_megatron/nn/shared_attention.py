@@ -35,7 +35,7 @@ GRADIENTS = 2
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Visible pairs of a causal sequence. starts: int32 (b, s), first position of each token's document; None: one document."""
+    """Visible pairs of a causal sequence. starts: see `Documents`."""
 
     length: int
     window: int | None = None
@@ -62,8 +62,6 @@ class AttentionMask:
 
 
 class SharedCall(NamedTuple):
-    """softcap: see --attn-logit-softcapping. sinks: see --softmax-type"""
-
     heads: Heads
     mask: AttentionMask
     dropped: Dropout

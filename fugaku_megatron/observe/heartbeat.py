@@ -125,8 +125,6 @@ def remove_dead() -> None:
 
 
 class Heartbeat:
-    """This rank's heartbeat."""
-
     def __init__(self, folder: Path | None = None, rank: int = 0, limit: float = 0.0) -> None:
         self.rank = rank
         self.limit = limit

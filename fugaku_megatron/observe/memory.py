@@ -56,8 +56,6 @@ def steady_growth(readings: Sequence[tuple[int, int]]) -> float:
 
 
 class MemoryWatch(Observer):
-    """Memory readings, compared over all ranks."""
-
     def __init__(self, world: Comm, nodes: Nodes, say: Callable[[int, str], None]) -> None:
         self.world = world
         self.here = nodes.ranks
@@ -124,7 +122,7 @@ def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
 
 
 def check_memory(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes | None = None) -> str:
-    """Return the log's line. ValueError on every rank if a node has too little memory. Collective."""
+    """Return the log's line. ValueError if a node has too little memory. Collective."""
     own = rank_bytes(run, layout, world.rank)
     has = node_bytes()
     here = (nodes or find_nodes(world)).ranks

@@ -110,8 +110,6 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class Observers:
-    """Observers on one rank."""
-
     phases: Phases
     beats: Heartbeats
     profile: Profile | None

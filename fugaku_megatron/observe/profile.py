@@ -34,7 +34,7 @@ def profiled_ranks(output: OutputConfig, layout: Layout) -> list[int]:
 
 
 class Profile:
-    """Profile of a run, on every rank: recording begins and ends collectively.
+    """Profile of a run; recording begins and ends collectively.
 
     profiler: None on other ranks
     detailed: on --profile-ranks, which also record kernels and messages

@@ -76,8 +76,6 @@ def parse_interval(line: str) -> Interval:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank."""
-
     rank: int
     stage: int
     phase: str

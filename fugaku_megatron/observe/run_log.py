@@ -256,8 +256,6 @@ def exact_seconds(iteration: IterationMetrics) -> float | None:
 
 
 class LogReader:
-    """Incremental line reader."""
-
     def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
         self.path = path
         self.job = job or Job(other_program=True)

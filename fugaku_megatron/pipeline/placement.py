@@ -75,7 +75,6 @@ class Placement:
 
 
 def placement_of(name: str, stages: int, chunks: int) -> Placement:
-    """Return a schedule's placement."""
     schedule = row(name)
     assert schedule.chunks in (None, chunks), (name, chunks)
     return Placement(stages, chunks, schedule.kind)

@@ -72,7 +72,7 @@ def run_of(
     own: Sequence[str] = (),
     defaults: dict[str, Any] | None = None,
 ) -> RunConfig:
-    """Return the run that pretrain_gpt.py's flags describe. Raise ValueError, one line, for
+    """Return the run that pretrain_gpt.py's flags describe. Raise ValueError for
     contradictions.
     """
     values = {name: value for name, value in vars(args).items() if name not in (*OWN, *own)}

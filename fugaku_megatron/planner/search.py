@@ -1,7 +1,6 @@
 """Choices by the performance model: a run's schedule and recompute, and its parallel layout.
 
-A choice depends on its arguments alone, so ranks and dry runs agree. Left out: placement in the
-torus, checkpoints, failures.
+A choice depends on its arguments alone, so ranks and dry runs agree.
 """
 
 from __future__ import annotations

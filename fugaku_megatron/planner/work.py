@@ -1,8 +1,7 @@
 """One rank's work for one micro-batch: matmuls, bytes moved and allocated, operator calls,
 collectives.
 
-Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads, v padded vocabulary, t
-tensor-parallel size.
+Legend: as in `costs.accounting`.
 """
 
 from __future__ import annotations

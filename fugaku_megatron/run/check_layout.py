@@ -75,7 +75,7 @@ def check_run_layout(run: RunConfig, world: Comm, files: Files) -> Report:
     """Check a run's layout, and print the report on rank 0. Collective.
 
     The temporary checkpoint is written into --save, or the closest directory above it that exists.
-    Raise LayoutDiffers on every rank.
+    Raises LayoutDiffers.
     """
     nodes = find_nodes(world)
     # No file of the run is read, so the vocabulary's size may be unknown.

@@ -28,7 +28,7 @@ from .resume import Resume
 def check_same_run(run: RunConfig, world: Comm) -> list[str]:
     """Return the log's lines about flags that differ between ranks. Collective.
 
-    Raise ValueError on every rank, with flag, values and ranks, if a flag must not differ.
+    Raise ValueError, with flag, values and ranks, if a flag must not differ.
     """
     shared = {flag(name): value for name, value in run.values.items() if name not in RANK_FIELDS}
     text = differing(world, shared)
@@ -104,7 +104,7 @@ def check_data(run: RunConfig, arrays: Collection[str] = ()) -> None:
 def check_run(run: RunConfig, world: Comm, arrays: Collection[str] = ()) -> tuple[Plan, list[str]]:
     """Make all checks that need neither a model nor a checkpoint. Collective.
 
-    Return the plan with its listed data, and the log's lines. Raise ValueError on every rank.
+    Return the plan with its listed data, and the log's lines, or raise ValueError.
     """
     with everywhere():
         plan = check_early(run, world.size)
@@ -115,7 +115,7 @@ def check_run(run: RunConfig, world: Comm, arrays: Collection[str] = ()) -> tupl
 
 
 def check_outputs(plan: Plan, resume: Resume, world: Comm, nodes: Nodes) -> None:
-    """Raise ValueError on every rank for an output that is not writable or would replace checkpoints. Collective."""
+    """Raise ValueError for an output that is not writable or would replace checkpoints. Collective."""
     output = plan.config.output
     writers = (world.rank,) if nodes.leads else ()
     if output.save:

@@ -26,7 +26,7 @@ Data = tuple[Dataset | None, Dataset | None]
 def valid_sizes(plan: Plan, valid: Dataset | None, world: Comm) -> tuple[int, ...]:
     """Return each validation set's samples, on every rank. Collective.
 
-    Raise ValueError on every rank for a set below a batch of --full-validation.
+    Raise ValueError for a set below a batch of --full-validation.
     """
     own: tuple[int, ...] = ()
     if isinstance(valid, ValidationSets):

@@ -84,7 +84,7 @@ class Plan:
 
     @staticmethod
     def of(config: RunConfig, world_size: int) -> Plan:
-        """Lay the run out. Raise ValueError, one line with flag and remedy, if it does not fit."""
+        """Lay the run out. Raise ValueError with flag and remedy if it does not fit."""
         return Plan(config, Layout.from_run(config, world_size))
 
     def resolve(self, limits: Limits) -> Plan:

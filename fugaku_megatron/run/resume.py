@@ -119,7 +119,7 @@ OpenBase = Callable[[str, Comm, int | None], Checkpoint | ForeignModel]
 
 
 def open_pretrained(directory: str, world: Comm, iteration: int | None = None) -> Checkpoint:
-    """Open a whole model's checkpoint. Collective. ValueError on every rank for another program's directory."""
+    """Open a whole model's checkpoint. Collective. ValueError for another program's directory."""
     known = on_root(world, lambda: any(Path(directory).glob(f"iter_*/{MANIFEST}")))
     with everywhere():
         check(
@@ -135,7 +135,7 @@ def find_checkpoint(plan: Plan, world: Comm, open_base: OpenBase = open_pretrain
     """Open the checkpoint of --load and --ckpt-step, or else of --pretrained-checkpoint.
     Collective.
 
-    Raise ValueError on every rank for a --load without a checkpoint, or with weights alone and no
+    Raise ValueError for a --load without a checkpoint, or with weights alone and no
     --finetune. open_base: opens the adapters' model
     """
     run = plan.config

@@ -25,10 +25,7 @@ from ..data.tokenizer import (
 
 
 def resolve_vocabulary(run: RunConfig, world: Comm) -> tuple[RunConfig, dict[str, Any] | None]:
-    """Return the run with its vocabulary size, and its tokenizer's identity. Collective.
-
-    Raise ValueError on every rank.
-    """
+    """Return the run with its vocabulary size, and its tokenizer's identity. Collective."""
     with everywhere():
         tokenizer = read_tokenizer(run, world)
         return with_vocabulary(run, tokenizer), tokenizer
@@ -38,7 +35,7 @@ def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
     """Return the run's tokenizer identity (`data.tokenizer.identity`).
 
     None without a tokenizer flag, if the run needs none or starts from a model without one.
-    Collective: one rank reads the files. ValueError on every rank if that fails.
+    Collective: one rank reads the files. ValueError if that fails.
     """
 
     def read() -> dict[str, Any] | None:

@@ -401,7 +401,7 @@ class Trainer:
         return other
 
     def check_data(self) -> None:
-        """Raise ValueError on every rank if a data file changed since it was opened. Collective."""
+        """Raise ValueError if a data file changed since it was opened. Collective."""
         agree(self.world, lambda: check_unchanged((self.train, self.valid)), name_rank=False)
 
     def close(self) -> None:
@@ -484,7 +484,7 @@ class Trainer:
         return f"{text}. Nothing is saved: {advice}"
 
     def check_replicas(self, directory: str | None = None) -> None:
-        """Raise ReplicasDiffer on every rank if copies of the same state differ. Collective."""
+        """Raise ReplicasDiffer if copies of the same state differ. Collective."""
         if found := self.find_difference():
             raise ReplicasDiffer(self.describe_difference(found, directory))
 
@@ -496,7 +496,7 @@ class Trainer:
     def save(self, directory: str) -> None:
         """Write the present iteration's checkpoint. Collective.
 
-        Raise ValueError on every rank if a rank cannot write; ReplicasDiffer, before anything is
+        Raise ValueError if a rank cannot write; ReplicasDiffer, before anything is
         written, if copies differ.
         """
         self.check_replicas(directory)
@@ -518,8 +518,8 @@ class Trainer:
         """Resume from a checkpoint in any layout, or from the latest in a directory; return its
         `state`. Collective.
 
-        weights_only: load nothing but weights, of any dtype. Raise ValueError on every rank for a
-        checkpoint that is damaged, or from another model or program.
+        weights_only: load nothing but weights, of any dtype. Raise ValueError for a checkpoint
+        that is damaged, or from another model or program.
         """
         checkpoint = open_checkpoint(source, self.world) if isinstance(source, str) else source
         saved = checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
@@ -560,7 +560,7 @@ class Trainer:
     ) -> None:
         """Load the frozen weights to which adapters belong. Collective: the first data-parallel ranks read.
 
-        Raise ValueError on every rank if the weights differ from `saved`, their record in the adapters' checkpoint.
+        Raise ValueError if the weights differ from `saved`, their record in the adapters' checkpoint.
         """
         flat = self.optimizer.flat
         if isinstance(base, ForeignModel):
@@ -602,7 +602,7 @@ class Trainer:
     def start_from(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
         """Load another program's whole weights, and nothing else, as `fill_shards`. Collective.
 
-        Every rank reads its own shards. Raise ValueError on every rank if a rank cannot.
+        Every rank reads its own shards. Raise ValueError if a rank cannot.
         """
         shards = self._shards(weights_only=True)
         agree(self.world, lambda: fill_shards(shards, names, read))

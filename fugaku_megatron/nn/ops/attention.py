@@ -1,6 +1,6 @@
 """Causal attention (groups: Ainslie et al. 2023, arXiv:2305.13245; window: Beltagy et al. 2020, arXiv:2004.05150).
 
-s sequence, b micro-batch, n heads of this rank in g query groups, d head size; qkv as in `Heads`.
+n heads of this rank in g query groups.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def attention(
     """Attend from each token to the tokens before it, qkv -> (s, b, n d).
 
     window: token i attends to tokens j with i - window < j <= i.
-    starts: int32 (b, s), first visible token of each token's document.
+    starts: see `Documents`.
     """
     if ops.is_native("attention"):
         mask = {"window": window, "starts": starts}

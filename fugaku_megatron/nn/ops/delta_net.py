@@ -4,7 +4,7 @@ A head has a state S (key size x value size). Token t with unit key k, unit quer
     S = exp(g) S,   S = S + beta k (v - S^T k)^T,   out = S^T q / sqrt(key size)
 A chunk of 64 tokens is a few matmuls and a triangular solve. Backward recomputes each chunk from its first state.
 
-s sequence, b micro-batch, r rows of generation; qkv as in `DeltaHeads`.
+r rows of generation; qkv as in `DeltaHeads`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Word and position embeddings. s sequence, b micro-batch, h hidden, v rows of the word table on this rank."""
+"""Word and position embeddings. v rows of the word table on this rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Matrix products of linear layers, and of the experts' rows.
 
 Weight gradients are added to `main_grad`, at once or when the schedule asks for them.
-s sequence, b micro-batch, rows = s b.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cross-entropy of the language-model head, with the vocabulary sharded over tensor-parallel ranks.
 
 The native form computes the logits in blocks.
-s sequence, b micro-batch, h hidden, v vocabulary of this rank.
+v vocabulary of this rank.
 """
 
 from __future__ import annotations

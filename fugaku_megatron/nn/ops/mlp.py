@@ -1,6 +1,6 @@
 """The MLP f(x W1^T + b1) W2^T as one operation, which saves its input and `pre`, the argument of f.
 
-s sequence, b micro-batch, h hidden, f MLP width, rows = s b; shapes with a gate as in `activation`.
+f MLP width; shapes with a gate as in `activation`.
 """
 
 from __future__ import annotations

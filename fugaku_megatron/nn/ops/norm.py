@@ -1,7 +1,4 @@
-"""Layer norm and RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467), also fused with bias, dropout and residual.
-
-s sequence, b micro-batch, h hidden.
-"""
+"""Layer norm and RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467), also fused with bias, dropout and residual."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Sigmoid gate on attention's output (Qiu et al. 2025, arXiv:2505.06708), computed next to the queries.
 
-s sequence, b micro-batch, n heads of this rank in g query groups, d head size.
+n heads of this rank in g query groups.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     overlapped_mlp  both, with the activation in between
 
 Weight gradients run while the last blocks are sent. Results have the same bits as without blocks.
-s sequence, b micro-batch, t ranks.
+Shapes: t ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864), with the norm of queries and keys.
-
-s sequence, b micro-batch, d head size; qkv as in `Heads`.
-"""
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864), with the norm of queries and keys."""
 
 from __future__ import annotations
 
