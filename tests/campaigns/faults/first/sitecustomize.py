@@ -1,4 +1,4 @@
-"""On the path in tests' MPI jobs: no pictures; a wrong gradient and waiting ranks if variables ask for them.
+"""On the path in tests' MPI jobs: no pictures, less of torch; a wrong gradient and waiting ranks if variables ask for them.
 
 The process that draws the losses after a save takes longer than a run. It ends at once. FAULT_GRADIENT is
 rank,call,element,mark: that call to attention's backward on that rank leaves a NaN in its result, and creates the file `mark`.
@@ -16,6 +16,40 @@ from pathlib import Path
 
 KERNELS = "fugaku_megatron._kernels"
 TRAINER = "fugaku_megatron.training.trainer"
+META = "torch._meta_registrations"
+USERS_OF_META = ("torch._dynamo", "transformers")
+GENERATOR_METACLASSES = (  # torch 2.15, 2.13
+    ("torch._custom_class_base", "CustomClassBaseMeta"),
+    ("torch._opaque_base", "OpaqueBaseMeta"),
+)
+
+
+class WithoutMeta:
+    """Skips torch's Python operators on meta tensors, a fifth of its import, until a library that uses them is imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == META:
+            return importlib.util.spec_from_loader(name, self)
+        if name in USERS_OF_META:
+            sys.meta_path.remove(self)
+            sys.modules.pop(META, None)
+            importlib.import_module(META)
+        return None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        """Let torch make generators, as a module of these operators does from 2.13 on."""
+        import torch
+
+        if not hasattr(torch._C, "_set_generator_metaclass"):
+            return
+        for base, metaclass in GENERATOR_METACLASSES:
+            if importlib.util.find_spec(base):
+                made = getattr(importlib.import_module(base), metaclass)
+                torch._C._set_generator_metaclass(made)
+                return
 
 
 class Changed:
@@ -80,6 +114,7 @@ def await_signal(mark):
 
 if {"fugaku_megatron.observe.loss_plot", "loss"} <= {*sys.orig_argv}:
     os._exit(0)
+sys.meta_path.insert(0, WithoutMeta())
 rank, _, fault = os.environ.get("FAULT_GRADIENT", "").partition(",")
 if fault and os.environ.get("PMI_RANK") == rank:
     sys.meta_path.insert(
