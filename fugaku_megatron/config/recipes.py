@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from .data import DataConfig
+from .fields import FieldValues
 from .layer_kinds import GATED_DELTA_NET
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
@@ -126,7 +127,7 @@ def gpt_30b() -> RunConfig:
 
 def _llama(*, lr: float, global_batch_size: int, **model: Any) -> RunConfig:
     """Return a run with RMS norm, SwiGLU and rotary positions, without biases and dropout."""
-    block: dict[str, Any] = {
+    block: FieldValues = {
         "normalization": "RMSNorm",
         "swiglu": True,
         "disable_bias_linear": True,
@@ -278,7 +279,7 @@ def qwen_3_30b_a3b() -> RunConfig:
     )
 
 
-_LLM_JP_4: dict[str, Any] = {
+_LLM_JP_4: FieldValues = {
     "num_layers": 32,
     "vocab_size": 196608,
     "seq_length": 4096,
@@ -329,7 +330,7 @@ def llm_jp_4_32b_a3b() -> RunConfig:
     )
 
 
-_QWEN_36: dict[str, Any] = {
+_QWEN_36: FieldValues = {
     "vocab_size": 248320,
     "seq_length": 4096,
     "max_position_embeddings": 262144,

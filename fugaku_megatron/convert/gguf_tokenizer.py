@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from ..config.fields import check
 from ..data.formats import library
-from ..data.json_values import JsonObject
 from ..data.library_tokenizers import (
     CHAT_TEMPLATE,
     PIECES,
@@ -28,7 +27,7 @@ from ..data.library_tokenizers import (
     load_pieces,
 )
 from ..data.tokenizer import bytes_to_unicode
-from ..text.named_files import read_text
+from ..text.named_files import JsonObject, read_text
 from .tensor_directory import read_json
 
 INEXACT = "--gguf-inexact-tokenizer"

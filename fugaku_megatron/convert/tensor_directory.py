@@ -18,7 +18,7 @@ from ..checkpoint.tensor_files import (
 )
 from ..comm.agreement import describe
 from ..config.fields import check
-from ..data.json_values import JsonObject
+from ..text.named_files import JsonObject
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..comm.autograd import Function
+from ..comm.autograd import Function, Gradients
 from .forward_context import Pass, Rows
 from .kv_cache import DeltaState
 from .layers import ColumnParallelLinear, Context, RowParallelLinear
@@ -53,7 +53,7 @@ class _PartOrder(Function[Tensor]):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> Gradients:
         dx = torch.empty_like(dout)
         for gradient, to in zip(*_parts(dout, dx, *ctx.shape), strict=True):
             to.copy_(gradient)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..config import features
+from ..config.fields import FieldValues
 from ..config.layout import Layout, check_split
 from ..config.layout import chunks as chunks_of
 from ..config.parallel import CP_COMM_TYPES
@@ -392,7 +393,7 @@ SWITCHED: dict[str, tuple[bool, ...]] = {
 
 def _switches(
     tried: dict[str, Sequence[bool]], tp: int, zero_stage: int, ranks_per_node: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[FieldValues]:
     """Yield every meaningful combination of SWITCHED flags, by field.
 
     Skip overlapped collectives inside a node, whose reductions use all cores; always overlap with
@@ -418,8 +419,8 @@ EXPERT_RANKS = 64  # largest size to try; all-to-alls among more ranks have shor
 
 
 def _divided(
-    run: RunConfig, switches: Iterator[dict[str, Any]], tp: int, dp: int, held: frozenset[str]
-) -> Iterator[dict[str, Any]]:
+    run: RunConfig, switches: Iterator[FieldValues], tp: int, dp: int, held: frozenset[str]
+) -> Iterator[FieldValues]:
     experts = run.model.num_experts
     given = {"expert_model_parallel_size", "expert_tensor_parallel_size"} & held
     for values in switches:
