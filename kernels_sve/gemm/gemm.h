@@ -51,6 +51,7 @@ struct Gemm {
   static constexpr int64_t GROUP =
       PACK_PANELS *
       COLUMNS;  // columns of B that are packed at a time, or GROUPS_OF_FEW times as many
+  static constexpr int64_t SHARED_UNIT = 64;  // rows or columns: whole vectors of any element
   const GemmArgs& g;
   GemmBlocks blocks;
   int64_t depth;  // of a block of k
@@ -67,6 +68,7 @@ struct Gemm {
   int64_t partial_row;
   Scales a_scales,
       b_scales;  // of the rows from rows.begin and of the columns from cols.begin on, where Words are INT8
+  bool scales_are_shared = false;
 
   static int64_t words(int64_t depth) { return panel_words<Words>(depth); }
 
@@ -138,7 +140,10 @@ struct Gemm {
 
   void run() {
     if (!rows.size() || (!cols.size() && !first_cols)) return;
-    if constexpr (Words::INT8) find_scales_across_k();
+    if constexpr (Words::INT8) {
+      if (!scales_are_shared)
+        find_scales_across_k(rows, cols, a_scales, b_scales, first_cols ? g.a_sums : nullptr);
+    }
     int64_t jc = cols.begin;
     do {  // once without columns: the sums of A's rows
       const Span columns = {jc, min(cols.end, jc + blocks.nc)};
@@ -159,7 +164,7 @@ struct Gemm {
     for (int64_t ic = rows.begin; ic < rows.end; ic += blocks.mc) {
       const Span some = {ic, min(rows.end, ic + blocks.mc)};
       if constexpr (Words::INT8) {
-        if (p == 0 && columns.begin == cols.begin && !a_is_across_k())
+        if (p == 0 && columns.begin == cols.begin && !a_is_across_k(g))
           find_scales_along_k(a_at(some.begin, 0), g.a_row, some.size(), g.k,
                               scales_from(a_scales, some.begin - rows.begin));
       }
@@ -190,20 +195,57 @@ struct Gemm {
   }
 
   // True if the scales of A are found across k: its rows are not contiguous, or their sums are wanted, which only that pass has.
-  bool a_is_across_k() const { return g.a_col != 1 || g.a_sums; }
+  static bool a_is_across_k(const GemmArgs& args) { return args.a_col != 1 || args.a_sums; }
+
+  static bool b_is_across_k(const GemmArgs& args) { return !args.packed && !b_of(args).along_k(); }
 
   // Scales of operands that are contiguous along their rows or columns, all at once: memory is read in its order. Others are found
-  // for a block of rows or columns before it is packed.
-  void find_scales_across_k() {
-    if (a_is_across_k()) {
-      float* sums = g.a_sums && first_cols ? g.a_sums + rows.begin : nullptr;
-      fm::FM_TARGET::find_scales_across_k(a_at(rows.begin, 0), g.a_col, rows.size(), g.k, a_scales,
-                                          sums);
+  // for a block of rows or columns before it is packed. a, b: of the first of them. sums: null, or those of all rows of A.
+  void find_scales_across_k(Span some_rows, Span some_cols, Scales a, Scales of_b, float* sums) {
+    if (a_is_across_k(g)) {
+      fm::FM_TARGET::find_scales_across_k(a_at(some_rows.begin, 0), g.a_col, some_rows.size(), g.k,
+                                          a, sums ? sums + some_rows.begin : nullptr);
     }
-    if (!g.packed && !b().along_k()) find_b_scales(b(), cols, g.k, b_scales);
+    if (b_is_across_k(g)) find_b_scales(b(), some_cols, g.k, of_b);
   }
 
-  BOperand<T> b() const { return {g.b, g.b_row, g.b_col, g.b_scales}; }
+  // Zeros for the scales and their inverses of all rows and columns; null if none are found across k.
+  static float* shared_scales(const GemmArgs& args) {
+    if (!a_is_across_k(args) && !b_is_across_k(args)) return nullptr;
+    const int64_t floats = 2 * (shared_size(args.m) + shared_size(args.n));
+    float* memory = buffer(5, floats);
+    __builtin_memset(memory, 0, floats * sizeof(float));
+    return memory;
+  }
+  static int64_t shared_size(int64_t count) {
+    return ceil_div(count, SHARED_UNIT) * SHARED_UNIT + (PACK_PANELS + 1) * max(ROWS, COLUMNS);
+  }
+
+  // All threads of a call find its scales across k together, so that an operand is read once and not by every part of the grid that
+  // needs it. memory: shared_scales.
+  void share_scales(float* memory, int index, int threads) {
+    const int64_t all_rows = shared_size(g.m), all_columns = shared_size(g.n);
+    const Span some_rows = part(g.m, SHARED_UNIT, index, threads),
+               some_cols = part(g.n, SHARED_UNIT, index, threads);
+    const Scales all_a = {memory, memory + all_rows};
+    memory += 2 * all_rows;
+    const Scales all_b = {memory, memory + all_columns};
+    find_scales_across_k(some_rows, some_cols, scales_from(all_a, some_rows.begin),
+                         scales_from(all_b, some_cols.begin), g.a_sums);
+    if (a_is_across_k(g)) {
+      a_scales.scale = all_a.scale + rows.begin, a_scales.inverse = all_a.inverse + rows.begin;
+    }
+    if (b_is_across_k(g)) {
+      b_scales.scale = all_b.scale + cols.begin, b_scales.inverse = all_b.inverse + cols.begin;
+    }
+    scales_are_shared = true;
+    barrier();
+  }
+
+  static BOperand<T> b_of(const GemmArgs& args) {
+    return {args.b, args.b_row, args.b_col, args.b_scales};
+  }
+  BOperand<T> b() const { return b_of(g); }
 
   // What pack_b reads next, from column j on or of the next block of k.
   Source source_of_b(Span columns, int64_t j, int64_t p, int64_t deep) const {
@@ -457,9 +499,18 @@ FM_INLINE void with_gemm_threads(const GemmArgs& args, const F& f) {
 static void gemm(const GemmArgs& args) {
   FM_LEAVE_TO_BASE(factors_of(args.in_dtype), gemm, args)
   if (!args.m || (!args.n && !args.a_sums)) return;
+  float* scales = nullptr;
+  with_words(args.in_dtype, args.fp16_chunk, [&](auto words, auto element) {
+    if constexpr (decltype(words)::INT8)
+      scales = Gemm<decltype(words), decltype(element)>::shared_scales(args);
+  });
   with_gemm_threads(args, [&](auto words, auto element, int thread, int threads) {
     using Work = Gemm<decltype(words), decltype(element)>;
-    Work(args, Work::grid_of(args, threads), thread).run();
+    Work work(args, Work::grid_of(args, threads), thread);
+    if constexpr (decltype(words)::INT8) {
+      if (scales) work.share_scales(scales, thread, threads);
+    }
+    work.run();
   });
 }
 
