@@ -21,6 +21,7 @@ from .run_config import RunConfig
 from .training import BatchConfig, TrainingConfig
 
 GPT2_VOCABULARY = 50257
+Recipe = Callable[[], RunConfig]
 
 
 def demo() -> RunConfig:
@@ -427,9 +428,7 @@ def mixtral_8x7b() -> RunConfig:
     )
 
 
-def _on_chats(
-    published: Callable[[], RunConfig], how: str, lr: float, style: str, warmup: float
-) -> Callable[[], RunConfig]:
+def _on_chats(published: Recipe, how: str, lr: float, style: str, warmup: float) -> Recipe:
     def recipe() -> RunConfig:
         model = published().model
         return RunConfig(
@@ -448,7 +447,7 @@ def _on_chats(
     return recipe
 
 
-def _as_zephyr(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
+def _as_zephyr(published: Recipe) -> Recipe:
     return _on_chats(
         published,
         "Zephyr 7B was (huggingface/alignment-handbook, recipes/zephyr-7b-beta/sft/config_full.yaml)",
@@ -458,7 +457,7 @@ def _as_zephyr(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
     )
 
 
-def _as_tulu(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
+def _as_tulu(published: Recipe) -> Recipe:
     return _on_chats(
         published,
         "Tulu 3 8B was (Lambert et al. 2024; allenai/open-instruct has the command)",
@@ -468,7 +467,7 @@ def _as_tulu(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
     )
 
 
-RECIPES: dict[str, Callable[[], RunConfig]] = {
+RECIPES: dict[str, Recipe] = {
     "demo": demo,
     "124m": gpt_124m,
     "1.3b": gpt_1b3,
