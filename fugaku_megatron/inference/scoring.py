@@ -27,7 +27,7 @@ from ..data.formats import CHAT
 from ..data.indexed import StoredTokens
 from ..data.tokenizer import Tokenizer
 from ..nn.forward_context import Documents, Pass
-from ..text.named_files import JsonObject, StrPath, read_text
+from ..text.named_files import JsonObject, StrPath, about, read_text
 from ..text.table import pipe_table
 from .loading import LoadedModel, through_stages
 
@@ -282,10 +282,8 @@ def read_questions(path: str, tokenizer: Tokenizer, window: int) -> list[Questio
     )
     questions = []
     for number, record in enumerate(records):
-        try:
+        with about(f"--choices {path}: question {number}"):
             questions.append(_question(record, tokenizer, window))
-        except ValueError as error:
-            raise ValueError(f"--choices {path}: question {number}: {error}") from None
     return questions
 
 

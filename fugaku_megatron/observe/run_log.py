@@ -19,7 +19,7 @@ from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig, TrainingConfig
 from ..costs import accounting
-from ..text.named_files import JsonObject
+from ..text.named_files import JsonObject, about
 from .iteration_metrics import IterationMetrics, parse_line
 from .metrics_writer import parse_peak_memory, parse_validation_line
 
@@ -159,10 +159,8 @@ def parse_run(line: str) -> Job:
         nodes=nodes,
         ranks=ranks,
     )
-    try:
+    with about("the run line is damaged"):
         _check_job(job)
-    except ValueError as error:
-        raise ValueError(f"the run line is damaged: {error}") from None
     return job
 
 
@@ -275,10 +273,8 @@ class LogReader:
     def read_lines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self._lines += 1
-            try:
+            with about(f"{self.path} line {self._lines}"):
                 self._read(line)
-            except ValueError as error:
-                raise ValueError(f"{self.path} line {self._lines}: {error}") from None
 
     def _read(self, line: str) -> None:
         if line.startswith(_RECORD):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 StrPath = str | os.PathLike[str]
@@ -25,6 +26,15 @@ KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
+
+
+@contextmanager
+def about(place: str) -> Iterator[None]:
+    """Begin the messages of the block's ValueErrors with a place."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 def is_pointer(path: StrPath) -> bool:
