@@ -31,7 +31,7 @@ class MixerPart:
     layer: "module:class" with the module of a layer, built as `layer(name, layer number, context)`
     symbol: letter in --hybrid-layer-pattern and --layer-types
     linears: input and output projection
-    norms, stateful: modules next to them with a state in Transformer Engine; norms: with --qk-layernorm
+    stateful, norms: modules with a state in Transformer Engine, always or with --qk-layernorm
     costs: "module:class", a `costs.mixers.MixerCosts`
     """
 

@@ -133,7 +133,6 @@ def places(weights: Weights) -> Iterator[Place]:
 
 
 def _key(module: str, kind: str) -> str:
-    """Return the name of a module's A or B in the file."""
     return f"{PREFIX}{module}.lora_{kind}.weight"
 
 

@@ -223,19 +223,16 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> Records:
         forward=around.into,
         backward=around.into_backward[-1:],
     )
-    if tied and model.tied:
-        logits = replace(logits, parameters=0)
+    parameters = 0 if tied and model.tied else logits.parameters
+    logits = replace(logits, parameters=parameters, is_head=True)
     loss = Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, tp))
     return adapted(run, tp, (_norm("final_layernorm", run, tp), logits, loss))
 
 
-UNQUANTIZED = ("router", "shared_gate")
-
-
 def is_quantized(run: RunConfig, record: Record) -> bool:
-    if record.gemm is None or record.adapts or record.mixes or record.name in UNQUANTIZED:
+    if record.gemm is None or record.adapts or record.mixes or not record.quantizes:
         return False
-    return run.system.int8_head if record.name == "logits" else run.system.int8
+    return run.system.int8_head if record.is_head else run.system.int8
 
 
 @lru_cache(maxsize=4096)  # searches repeat the same runs

@@ -37,7 +37,7 @@ class Record:
     replicated: parameters on every tensor-parallel rank.
     of_heads: replicated parameters with partial gradients from a rank's own heads or expert shards.
     divided: expert parameters that ranks shard unlike other matrices.
-    gemm: (M, N, K) for each of `gemm_count` forward matmuls; grouped: expert matmuls.
+    gemm: (M, N, K) for each of `gemm_count` forward matmuls; grouped: expert matmuls; quantizes: in INT8 with --int8.
     mixes: combines the tokens of a sequence, without a weight matrix; selective recompute repeats it.
     visible: share of attention's squares Q K^T and P V that a kernel computes; None: no attention.
     fp32_share: share of the FP32 peak that a kernel of its own reaches; None: by shape and precision.
@@ -53,6 +53,8 @@ class Record:
     gemm: tuple[int, int, int] | None = None
     gemm_count: int = 1
     grouped: bool = False
+    quantizes: bool = True
+    is_head: bool = False
     mixes: bool = False
     visible: float | None = None
     fp32_share: float | None = None
@@ -289,7 +291,7 @@ def adapted(run: RunConfig, tp: int, records: Records) -> Records:
 
 def _frozen(run: RunConfig, record: Record) -> Record:
     """Return a record without weight gradients; without an adapter no input is saved."""
-    matmul = record.gemm is not None and record.parameters > 0 or record.name == "logits"
+    matmul = record.gemm is not None and record.parameters > 0 or record.is_head
     saved = record.saved_bytes
     if record.name in input_projections() and not run.lora.parts(record.name, run.model):
         saved = 0

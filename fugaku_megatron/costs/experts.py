@@ -211,6 +211,7 @@ def _router(run: RunConfig, tp: int) -> Record:
         ),
         parameters=parameters,
         replicated=parameters,
+        quantizes=False,
     )
 
 
@@ -330,4 +331,5 @@ def _shared_expert(run: RunConfig, tp: int, width: int) -> Records:
     own = run.tokens_per_microbatch // sequence_shards(run, tp)
     h = run.model.hidden_size
     saved = residual_bytes(run, tp) + own * (FP32_BYTES + run.element_bytes % FP32_BYTES)
-    return *records, linear("shared_gate", (own, 1, h), saved_bytes=saved, replicated=h)
+    gate = linear("shared_gate", (own, 1, h), saved_bytes=saved, replicated=h)
+    return *records, replace(gate, quantizes=False)

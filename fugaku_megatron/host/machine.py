@@ -49,7 +49,6 @@ SECONDS = 5  # for a compiler to say its version
 
 
 def facts(root: Path = Path("/")) -> JsonObject:
-    """Return facts without names."""
     mask = os.sched_getaffinity(0)
     node = Node.read(root)
     cpus = root / "sys/devices/system/cpu"

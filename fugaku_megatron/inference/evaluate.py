@@ -67,8 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Checkpoint and window sizes."""
-
     source: Source
     seq_length: int | None = optional("tokens of a window (default: the model's)")
     micro_batch_size: int = option(4, "windows side by side")

@@ -112,7 +112,6 @@ def layer_name(layer: int, site: str) -> str:
 
 
 def _place(name: str) -> int:
-    """Return a position in the order of forward."""
     found = re.search(r"decoder\.layers\.(\d+)(?:\.(.*))?$", name)
     width = len(SITES) + 1
     if found is None:

@@ -244,7 +244,7 @@ def _forward(record: Record, options: _MatmulOptions) -> Work:
             dropout=record.dropout,
         )
         matmuls = (matmul, replace(matmul, n=k, k=n))
-    elif record.name == "logits":
+    elif record.is_head:
         matmuls = (replace(linear, m=m // options.chunks, times=options.chunks),)
     return Work(matmuls=matmuls, collectives=_once(record.forward))
 

@@ -1,6 +1,6 @@
 """Operations of a layer's experts: routing scores, permutation of rows, activations times scores. All follow the choice of "gemm".
 
-h hidden, f expert width, e experts, k per token, n pairs of a token and an expert, numbered row * k + place.
+f expert width, e experts, k per token, n pairs of a token and an expert, numbered row * k + place.
 """
 
 from __future__ import annotations
