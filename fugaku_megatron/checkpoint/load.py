@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..comm.agreement import agree, on_root, scatter_object
 from ..comm.base import Comm
+from ..text.named_files import JsonObject
 from .manifest import (
     FOLDER_FILES,
     TRACKER,
@@ -71,13 +72,13 @@ class Checkpoint:
     foreign: Foreign | None = field(default=None, repr=False)
 
     @property
-    def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.head["state"]
+    def state(self) -> JsonObject:
+        state: JsonObject = self.head["state"]
         return state
 
     @property
-    def config(self) -> dict[str, Any]:
-        config: dict[str, Any] = self.head["config"]
+    def config(self) -> JsonObject:
+        config: JsonObject = self.head["config"]
         return config
 
 
@@ -104,7 +105,7 @@ def load_shards(
     checkpoint: Checkpoint,
     shards: list[Shard],
     folders: Folders,
-    model: dict[str, Any] | None = None,
+    model: JsonObject | None = None,
     padded: Collection[str] = (),
     converts: Collection[str] = (),
 ) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 from ..config.experts import EXPERTS, ExpertRanks
 from ..config.fields import (
     Declaration,
+    FieldValues,
     check,
     check_type,
     declarations,
@@ -87,7 +88,7 @@ class RunFlags:
     """Parsed flags, not yet checked as a run. fields: values by field name."""
 
     recipe: str | None
-    fields: dict[str, Any]
+    fields: FieldValues
     dry_run: bool
     world_size: int | None
     notes: tuple[str, ...]
@@ -160,7 +161,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "the others are refused with the reason.",
     )
     for name, other in OTHER_FLAGS.items():
-        kind: dict[str, Any] = {"nargs": other.values} if other.values else {"action": "store_true"}
+        kind: FieldValues = {"nargs": other.values} if other.values else {"action": "store_true"}
         parser.add_argument(
             name, dest=_OTHER + name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind
         )
@@ -179,7 +180,7 @@ class _FullRecompute(argparse.Action):
         namespace.recompute_granularity = "full"
 
 
-def _from_recipe(name: str | None) -> dict[str, dict[str, Any]]:
+def _from_recipe(name: str | None) -> dict[str, FieldValues]:
     if name is None:
         return {group: {} for group in GROUPS}
     if name.lower() not in RECIPES:
@@ -213,7 +214,7 @@ _DERIVED: dict[str, tuple[str, ...]] = {
 }
 
 
-def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
+def make_run(recipe: str | None, values: FieldValues) -> RunConfig:
     """Build a RunConfig from a recipe's name and field values that override it.
 
     Raises ValueError for values that the config refuses, and for missing required fields, all at
@@ -271,7 +272,7 @@ def run_flags(values: Mapping[str, Any]) -> RunFlags:
     )
 
 
-def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(values: Mapping[str, Any]) -> FieldValues:
     return {
         name: tuple(v) if isinstance(v, list) else v
         for name, v in values.items()
@@ -330,12 +331,12 @@ def check_other_flags(values: Mapping[str, Any], run: RunConfig) -> None:
         check(_OTHER + name not in values or fits(run), f"{name}: {reason}")
 
 
-def _spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
+def _spelled_out(values: Mapping[str, Any]) -> FieldValues:
     return with_stages(with_layers(values))
 
 
 def checked_run(
-    recipe: str | None, values: dict[str, Any], passed: Collection[str] | None = None
+    recipe: str | None, values: FieldValues, passed: Collection[str] | None = None
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the run, and a note for each value in `passed` without effect.
 
@@ -370,13 +371,13 @@ def _keywords() -> dict[str, tuple[Declaration, Any]]:
     return found
 
 
-def field_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
+def field_values(keywords: Mapping[str, Any]) -> FieldValues:
     """Convert keywords named after flags to field values by name.
 
     Raises ValueError for an unknown keyword or a wrong type.
     """
     known = _keywords()
-    values: dict[str, Any] = {}
+    values: FieldValues = {}
     for name, given in keywords.items():
         if name not in known:
             remedy = nearest(name, known, ": fugaku-megatron train --help lists the flags")

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ..config.fields import FieldValues
+
 PREFIXES = ("MEGATRON_OTEL", "NEMO_LENS")
 _ON = ("1", "true", "yes", "on")
 _OFF = ("0", "false", "no", "off")
@@ -33,7 +35,7 @@ def _variable(name: str) -> tuple[str, str] | None:
     return None
 
 
-def with_otel_variables(fields: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def with_otel_variables(fields: Mapping[str, Any]) -> tuple[FieldValues, tuple[str, ...]]:
     """Return field values with those of variables, and a note on each variable without effect, or raise ValueError."""
     found = dict(fields)
     enabled = _variable("ENABLED")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from .data import DataConfig
+from .fields import FieldValues
 from .layer_kinds import GATED_DELTA_NET
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
@@ -20,6 +21,7 @@ from .run_config import RunConfig
 from .training import BatchConfig, TrainingConfig
 
 GPT2_VOCABULARY = 50257
+Recipe = Callable[[], RunConfig]
 
 
 def demo() -> RunConfig:
@@ -126,7 +128,7 @@ def gpt_30b() -> RunConfig:
 
 def _llama(*, lr: float, global_batch_size: int, **model: Any) -> RunConfig:
     """Return a run with RMS norm, SwiGLU and rotary positions, without biases and dropout."""
-    block: dict[str, Any] = {
+    block: FieldValues = {
         "normalization": "RMSNorm",
         "swiglu": True,
         "disable_bias_linear": True,
@@ -278,7 +280,7 @@ def qwen_3_30b_a3b() -> RunConfig:
     )
 
 
-_LLM_JP_4: dict[str, Any] = {
+_LLM_JP_4: FieldValues = {
     "num_layers": 32,
     "vocab_size": 196608,
     "seq_length": 4096,
@@ -329,7 +331,7 @@ def llm_jp_4_32b_a3b() -> RunConfig:
     )
 
 
-_QWEN_36: dict[str, Any] = {
+_QWEN_36: FieldValues = {
     "vocab_size": 248320,
     "seq_length": 4096,
     "max_position_embeddings": 262144,
@@ -426,9 +428,7 @@ def mixtral_8x7b() -> RunConfig:
     )
 
 
-def _on_chats(
-    published: Callable[[], RunConfig], how: str, lr: float, style: str, warmup: float
-) -> Callable[[], RunConfig]:
+def _on_chats(published: Recipe, how: str, lr: float, style: str, warmup: float) -> Recipe:
     def recipe() -> RunConfig:
         model = published().model
         return RunConfig(
@@ -447,7 +447,7 @@ def _on_chats(
     return recipe
 
 
-def _as_zephyr(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
+def _as_zephyr(published: Recipe) -> Recipe:
     return _on_chats(
         published,
         "Zephyr 7B was (huggingface/alignment-handbook, recipes/zephyr-7b-beta/sft/config_full.yaml)",
@@ -457,7 +457,7 @@ def _as_zephyr(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
     )
 
 
-def _as_tulu(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
+def _as_tulu(published: Recipe) -> Recipe:
     return _on_chats(
         published,
         "Tulu 3 8B was (Lambert et al. 2024; allenai/open-instruct has the command)",
@@ -467,7 +467,7 @@ def _as_tulu(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
     )
 
 
-RECIPES: dict[str, Callable[[], RunConfig]] = {
+RECIPES: dict[str, Recipe] = {
     "demo": demo,
     "124m": gpt_124m,
     "1.3b": gpt_1b3,

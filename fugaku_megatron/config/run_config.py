@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
 
 from .data import DataConfig
 from .faults import NumbersConfig
-from .fields import cached_hash, check, flag
+from .fields import FieldValues, cached_hash, check, flag
 from .lora import DROPOUT_COLUMNS, LoraConfig
 from .model import Q8_BLOCK, ModelConfig
 from .optimizer import OptimizerConfig
@@ -216,7 +215,7 @@ class RunConfig:
             )
 
     @cached_property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> FieldValues:
         return {
             field.name: getattr(getattr(self, group), field.name)
             for group, config in GROUPS.items()
@@ -273,12 +272,12 @@ GROUPS: dict[str, type] = {
 GROUP_OF = {field.name: group for group, config in GROUPS.items() for field in fields(config)}
 
 
-def saved_run(manifest: dict[str, Any], sizes: tuple[int, int] | None = None) -> RunConfig:
+def saved_run(manifest: FieldValues, sizes: tuple[int, int] | None = None) -> RunConfig:
     """Return a checkpoint's run for inference with single samples.
 
     sizes: tensor- and pipeline-parallel sizes; None: as in the checkpoint
     """
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, FieldValues] = {}
     for name in GROUPS:
         saved = manifest["config"].get(name, {}).items()
         groups[name] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved}

@@ -24,9 +24,8 @@ from ..checkpoint.tensor_files import DTYPES, write_tensors
 from ..config.fields import check, check_type
 from ..config.model import MASKED, ModelConfig
 from ..config.model import architecture as shape_values
-from ..data.json_values import JsonObject
 from ..data.library_tokenizers import CHAT_TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
-from ..text.named_files import unreadable
+from ..text.named_files import JsonObject, unreadable
 from .architectures import (
     ARCHITECTURES,
     ONLY,

@@ -26,6 +26,7 @@ from ..config.optimizer import OptimizerConfig
 from ..config.param_schedule import ParamSchedule
 from ..config.precision import PrecisionConfig
 from ..config.run_config import GROUPS
+from ..text.named_files import JsonObject
 from .megatron import STATE, DistReader, Place, dist_reader
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -155,7 +156,7 @@ class _TrainingReader:
         )
         return files.tensor(key, place.layer).float()
 
-    def optimizer_state(self, common: Mapping[str, Any]) -> dict[str, Any]:
+    def optimizer_state(self, common: Mapping[str, Any]) -> JsonObject:
         """Return the optimizer's state apart from tensors, which may be objects of ranks."""
         files = self.weights.files
         keys = [index.fqn for index in files.places if _OPTIMIZER.fullmatch(index.fqn)]
@@ -191,7 +192,7 @@ def _values(group: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield f.name, value
 
 
-def _layout(given: Mapping[str, Any]) -> dict[str, Any]:
+def _layout(given: Mapping[str, Any]) -> JsonObject:
     names = {
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
@@ -206,7 +207,7 @@ def _state(
     common: Mapping[str, Any],
     given: Mapping[str, Any],
     optimizer: Mapping[str, Any],
-) -> dict[str, Any]:
+) -> JsonObject:
     consumed = _count(path, "consumed_train_samples", given.get("consumed_train_samples"))
     scheduler = common.get("opt_param_scheduler") or {}
     counted = _count(path, "num_steps", scheduler.get("num_steps", consumed))
@@ -214,7 +215,7 @@ def _state(
         counted <= consumed,
         f"{path}: the scheduler counted {counted} samples, and the run consumed {consumed}",
     )
-    state: dict[str, Any] = {
+    state: JsonObject = {
         "progress": {
             "iteration": iteration,
             "consumed_samples": consumed,

@@ -24,8 +24,8 @@ from ..config.fields import check, is_off
 from ..config.layer_kinds import FC1, FC2, IN_PROJ
 from ..config.lora import MATRICES, LoraConfig
 from ..config.model import ModelConfig
-from ..data.json_values import JsonObject
 from ..nn.adapters import expanded, row_mask
+from ..text.named_files import JsonObject
 from .architectures import (
     conv_query_key_value,
     transposed,

@@ -12,7 +12,7 @@ from ..config.fields import check, is_off
 from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET
 from ..config.model import ROPE, YARN, ModelConfig
 from ..config.model import SCALINGS as FLAGS
-from ..data.json_values import JsonObject
+from ..text.named_files import JsonObject
 
 FILE = "config.json"
 POSITIONS = "original_max_position_embeddings"

@@ -27,6 +27,9 @@ class Collective:
     bytes: int
 
 
+Collectives = tuple[Collective, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One operation on one rank for one micro-batch.
@@ -57,10 +60,13 @@ class Record:
     flops_forward: int = 0
     flops_backward: int = 0
     saved_bytes: int = 0
-    forward: tuple[Collective, ...] = ()
-    backward: tuple[Collective, ...] = ()
+    forward: Collectives = ()
+    backward: Collectives = ()
     frozen: bool = False
     adapts: bool = False
+
+
+Records = tuple[Record, ...]
 
 
 def linear(
@@ -69,8 +75,8 @@ def linear(
     *,
     bias: int = 0,
     saved_bytes: int = 0,
-    forward: tuple[Collective, ...] = (),
-    backward: tuple[Collective, ...] = (),
+    forward: Collectives = (),
+    backward: Collectives = (),
     replicated: int = 0,
 ) -> Record:
     """Return a matmul and its two gradient matmuls. gemm: (rows, outputs, inputs)."""
@@ -155,7 +161,7 @@ def p2p_keys(s: int, ranks: int, window: int | None) -> tuple[tuple[int, int], .
 
 def attention_messages(
     run: RunConfig, tp: int, cp_comm_type: str, window: int | None
-) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+) -> tuple[Collectives, Collectives]:
     """Return attention's context-parallel collectives, forward and backward; p2p: on the rank that sends most.
 
     a2a: sequence to heads before attention, back after it. allgather: keys and values, again in backward, which reduce-scatters their
@@ -230,7 +236,7 @@ def overlap_blocks(tp: int) -> int:
     return -(-EXCHANGED_BLOCKS // tp)
 
 
-def all_reduce(bytes: int, tp: int) -> tuple[Collective, ...]:
+def all_reduce(bytes: int, tp: int) -> Collectives:
     return (Collective("all_reduce", "tp", bytes),) if tp > 1 else ()
 
 
@@ -238,10 +244,10 @@ def all_reduce(bytes: int, tp: int) -> tuple[Collective, ...]:
 class MatmulCollectives:
     """Collectives into a column-parallel matmul and out of a row-parallel one."""
 
-    into: tuple[Collective, ...]
-    into_backward: tuple[Collective, ...]
-    out: tuple[Collective, ...]
-    out_backward: tuple[Collective, ...]
+    into: Collectives
+    into_backward: Collectives
+    out: Collectives
+    out_backward: Collectives
 
     def column(self, name: str, gemm: tuple[int, int, int], **more: int) -> Record:
         return linear(name, gemm, forward=self.into, backward=self.into_backward, **more)
@@ -273,7 +279,7 @@ def recompute_groups(layers: int, method: str, number: int) -> list[range]:
 # Adapters (`nn.adapters`) ---------------------------------------------------------------------------------------------------------
 
 
-def adapted(run: RunConfig, tp: int, records: tuple[Record, ...]) -> tuple[Record, ...]:
+def adapted(run: RunConfig, tp: int, records: Records) -> Records:
     if not run.lora.on:
         return records
     return tuple(
@@ -307,7 +313,7 @@ def _linear_name(record: Record) -> str:
     return record.name.replace("shared_", "linear_")
 
 
-def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
+def _adapters(run: RunConfig, tp: int, record: Record) -> Records:
     name = _linear_name(record)
     rank = run.lora.rank
     matrices = run.lora.parts(name, run.model)

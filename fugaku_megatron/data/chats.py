@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ..text.named_files import read_text
+from ..text.named_files import JsonObject, read_text
 from .chat_dataset import ChatFiles, signed, unsigned
 from .files import Document, read_record
 from .formats import CHAT
-from .json_values import JsonObject
 from .library_tokenizers import HuggingFaceTokenizer, clean
 from .template_limits import (
     LARGEST_TEMPLATE,

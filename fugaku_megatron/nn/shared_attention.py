@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..comm.autograd import Function
+from ..comm.autograd import Function, Gradients
 from ..comm.base import DONE, Comm, Handle
 from ..config.parallel import ALLGATHER
 from ..costs.activations import rank_segments, span, visible_keys
@@ -299,7 +299,7 @@ class _SharedAttention(Function[Tensor]):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> Gradients:
         qkv, out, lse = ctx.saved_tensors
         call = ctx.call
         heads = call.heads

@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from ..cli.arguments import make_run
 from ..config.fields import check, check_type
@@ -20,6 +19,7 @@ from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig, TrainingConfig
 from ..costs import accounting
+from ..text.named_files import JsonObject
 from .iteration_metrics import IterationMetrics, parse_line
 from .metrics_writer import parse_peak_memory, parse_validation_line
 
@@ -58,7 +58,7 @@ _PEAK = re.compile(rb"peak memory per rank: max \d+ MiB")
 class Job:
     """Configuration of a logged run; properties are None if unknown."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: JsonObject = field(default_factory=dict)
     recipe: str | None = None
     nodes: int | None = None
     ranks: int | None = None
@@ -193,7 +193,7 @@ class LogSummary:
     job: Job
     formula: str
     machine: str
-    experts: dict[str, Any] | None
+    experts: JsonObject | None
     ghz: float | None
     memory_mib: int | None
     finished: bool
@@ -262,7 +262,7 @@ class LogReader:
         self.formula = formula
         self.by_iteration: dict[int, IterationMetrics] = {}
         self.validations: dict[int, float] = {}
-        self.experts: dict[str, Any] | None = None
+        self.experts: JsonObject | None = None
         self._lines = 0
         self._start("")
 

@@ -18,7 +18,7 @@ from ..config.layout import Layout
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.run_config import RunConfig
 from ..costs import accounting, activations, experts, memory
-from ..costs.activations import Collective, Record
+from ..costs.activations import Collective, Collectives, Record
 from ..costs.mixers import mixer_costs
 from ..costs.muon import orthogonalized
 from ..pipeline.schedule_names import row
@@ -54,7 +54,7 @@ class Exchange:
     first: one block's matmuls, before or after the exchange; None if all are `overlapped`
     """
 
-    collectives: tuple[Collective, ...]
+    collectives: Collectives
     first: Matmul | None
     overlapped: tuple[Matmul, ...]
 
@@ -72,8 +72,8 @@ class ExpertExchange:
         expert's, half on each side.
     """
 
-    there: tuple[Collective, ...]
-    back: tuple[Collective, ...]
+    there: Collectives
+    back: Collectives
     groups: int
     overlapped: tuple[Matmul, ...]
     around: tuple[Matmul, ...]
@@ -181,7 +181,7 @@ def _around_parts(
     return work
 
 
-def _once(collectives: tuple[Collective, ...]) -> tuple[tuple[Collective, int], ...]:
+def _once(collectives: Collectives) -> tuple[tuple[Collective, int], ...]:
     return tuple((c, 1) for c in collectives)
 
 
@@ -282,7 +282,7 @@ def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
     )
 
 
-def _passed(run: RunConfig, work: Work, collectives: tuple[Collective, ...]) -> Work:
+def _passed(run: RunConfig, work: Work, collectives: Collectives) -> Work:
     """Return context-parallel attention with messages overlapped, except in the last step."""
     if any(c.verb != "send" for c in collectives):
         return work
@@ -307,7 +307,7 @@ def _layer(
     if not run.parallel.divides_experts or features.EXPERT_GROUPS not in software.active(run):
         return whole
 
-    def sent(name: str) -> tuple[Collective, ...]:
+    def sent(name: str) -> Collectives:
         return tuple(
             c
             for each, work in named

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 StrPath = str | os.PathLike[str]
+JsonObject = dict[str, Any]
 FIRST_BYTES = b"version https://git-lfs.github.com/spec/"
 
 POINTER = "it is a Git LFS pointer: run git lfs pull"
@@ -73,9 +74,9 @@ def read_text(
         ) from None
 
 
-def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: Iterable[tuple[str, Any]]) -> JsonObject:
     """Build a JSON object, as an object_pairs_hook. Raises ValueError for a duplicate key."""
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for key, value in pairs:
         if key in values:
             raise ValueError(f"the key {key!r:.60} stands in an object twice: leave one out")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...comm.autograd import Function
+from ...comm.autograd import Function, Gradients
 from ...costs.delta_net import CHUNK
 from ..gradients import accumulate, as_rows, vector_gradient
 from .backend import Backend
@@ -75,7 +75,7 @@ class _Gates(Function[tuple[Tensor, Tensor]]):
         return decay, strength
 
     @staticmethod
-    def backward(ctx: Any, ddecay: Tensor, dstrength: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, ddecay: Tensor, dstrength: Tensor) -> Gradients:
         alpha, decay, strength = ctx.saved_tensors
         a_log, dt_bias = ctx.parameters
         slope = -a_log.float().exp() * torch.sigmoid(alpha.float() + dt_bias.float())
@@ -139,9 +139,7 @@ class _NativeRule(Function[tuple[Tensor, Tensor]]):
         return out, states[-1].clone()
 
     @staticmethod
-    def backward(
-        ctx: Any, dout: Tensor, dstate: Tensor
-    ) -> tuple[None, Tensor, Tensor, Tensor, None, Tensor]:
+    def backward(ctx: Any, dout: Tensor, dstate: Tensor) -> Gradients:
         qkv, decay, beta, states = ctx.saved_tensors
         dqkv = torch.empty_like(qkv)
         ddecay = torch.empty_like(decay)
@@ -332,9 +330,7 @@ class _TorchRule(Function[tuple[Tensor, Tensor]]):
         return out.flatten(2), state
 
     @staticmethod
-    def backward(
-        ctx: Any, dout: Tensor, dstate: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
+    def backward(ctx: Any, dout: Tensor, dstate: Tensor) -> Gradients:
         qkv, decay, beta, *states = ctx.saved_tensors
         heads = ctx.rule.heads
         dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
@@ -426,7 +422,7 @@ class _NativeConvolution(Function[Tensor]):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, Tensor | None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, starts, earlier = ctx.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         dearlier = None if earlier is None else torch.empty_like(earlier)
@@ -484,7 +480,7 @@ class _TorchConvolution(Function[Tensor]):
         return F.silu(total).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, Tensor | None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, starts, earlier = ctx.saved_tensors
         weight = ctx.weight
         s, width = len(x), weight.shape[1]
@@ -542,7 +538,7 @@ class _NativeGatedNorm(Function[Tensor]):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         kernels, weight, epsilon = ctx.call
         x, gate = ctx.saved_tensors
         dx = torch.empty_like(x)
@@ -571,7 +567,7 @@ class _TorchGatedNorm(Function[Tensor]):
         return (y * F.silu(gate.float())).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, gate, rstd = ctx.saved_tensors
         weight = ctx.weight
         z = gate.float()
