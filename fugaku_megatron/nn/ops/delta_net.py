@@ -27,7 +27,7 @@ L2_EPSILON = 1e-6
 class DeltaHeads(NamedTuple):
     """Heads of a rank. A key head belongs to value_heads / key_heads consecutive value heads.
 
-    qkv (s, b, 2 key_heads key_size + value_heads value_size): the queries of all key heads, their keys, the values.
+    qkv (s, b, 2 key_heads key_size + value_heads value_size): of each key head its query, its key and its value heads' values.
     """
 
     key_heads: int
@@ -40,15 +40,10 @@ class DeltaHeads(NamedTuple):
         return self.value_heads // self.key_heads
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views of queries and keys (s, b, key_heads, key_size), and values (s, b, value_heads, value_size)."""
-        keys = self.key_heads * self.key_size
-        queries, keys_, values = qkv.split((keys, keys, self.value_heads * self.value_size), -1)
-        sizes = (-1, self.key_size)
-        return (
-            queries.unflatten(-1, sizes),
-            keys_.unflatten(-1, sizes),
-            values.unflatten(-1, (-1, self.value_size)),
-        )
+        """Return views of queries and keys (s, b, key_heads, key_size), and values (s, b, key_heads, group, value_size)."""
+        sizes = (self.key_size, self.key_size, self.group * self.value_size)
+        queries, keys, values = qkv.unflatten(-1, (self.key_heads, -1)).split(sizes, -1)
+        return queries, keys, values.unflatten(-1, (self.group, -1))
 
 
 class DeltaGates(NamedTuple):
@@ -197,8 +192,9 @@ def _read_chunk(
     """Return the chunk from token `first` on, and the reciprocal lengths of its queries and keys."""
     tokens = slice(first, first + CHUNK)
     heads = rule.heads
+    queries, keys, values = heads.split(qkv[tokens])
     queries, keys, values = (
-        x.permute(1, 2, 0, 3) for x in heads.split(qkv[tokens])
+        x.permute(1, 2, 0, 3) for x in (queries, keys, values.flatten(2, 3))
     )  # (b, heads, c, size)
     queries, query_lengths = _unit(queries)
     keys, key_lengths = _unit(keys)
@@ -347,7 +343,7 @@ class _TorchRule(Function[tuple[Tensor, Tensor]]):
             dresults = dheads[tokens].permute(1, 2, 0, 3).float() * heads.key_size**-0.5
             gradients, dstate = _chunk_gradients(chunk, states.pop(), dresults, dstate)
             dqueries, dkeys, dvalues = heads.split(dqkv[tokens])
-            dvalues.copy_(gradients.values.permute(2, 0, 1, 3))
+            dvalues.copy_(gradients.values.permute(2, 0, 1, 3).unflatten(2, (-1, heads.group)))
             for d, dunit, unit, length in zip(
                 (dqueries, dkeys), gradients[:2], chunk[:2], lengths, strict=True
             ):
@@ -384,7 +380,7 @@ def cached_delta_rule(
     )  # (r, n, key_size, 1)
     state = states[samples] * decay[..., None, None].exp()
     predicted = (keys * state).sum(-2)
-    updates = (values.float() - predicted) * beta.unsqueeze(-1)
+    updates = (values.flatten(1, 2).float() - predicted) * beta.unsqueeze(-1)
     state = state + keys * updates.unsqueeze(-2)
     states[samples] = state
     out: Tensor = (queries * state).sum(-2) * heads.key_size**-0.5
