@@ -230,7 +230,7 @@ class Model:
         """
         check(not self._q8, f"the model was loaded with dtype {Q8}: load it without to save it")
         weights = self._loaded.weights
-        rows = {name: spec[0] for name, spec in self._shapes().items()}
+        rows = {name: len(tensor) for name, tensor in self._weights.like().items()}
         in_memory = Weights(
             self.architecture,
             dict.fromkeys(self._weights.dtypes, self._loaded.dtype),
@@ -239,6 +239,3 @@ class Model:
         )
         with whole("save_hf", os.fspath(directory)) as target:
             save_hugging_face(in_memory, target, SHARD_BYTES)
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._weights.like().items()}

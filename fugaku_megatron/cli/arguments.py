@@ -19,6 +19,7 @@ from ..config.experts import EXPERTS, ExpertRanks
 from ..config.fields import (
     Declaration,
     FieldValues,
+    as_tuples,
     check,
     check_type,
     declarations,
@@ -274,8 +275,8 @@ def run_flags(values: Mapping[str, Any]) -> RunFlags:
 
 def _fields(values: Mapping[str, Any]) -> FieldValues:
     return {
-        name: tuple(v) if isinstance(v, list) else v
-        for name, v in values.items()
+        name: value
+        for name, value in as_tuples(values).items()
         if name in GROUP_OF or name in _SPELLED
     }
 

@@ -16,6 +16,13 @@ TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 FieldValues = dict[str, Any]  # by field name
 
 
+def as_tuples(values: Mapping[str, Any]) -> FieldValues:
+    """Return values of JSON or a command line with tuples in place of lists."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+
+
 class RowNames:
     """Names of a table's rows, also of rows added later, and other values: the choices of a flag.
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from .data import DataConfig
 from .faults import NumbersConfig
-from .fields import FieldValues, cached_hash, check, flag
+from .fields import FieldValues, as_tuples, cached_hash, check, flag
 from .lora import DROPOUT_COLUMNS, LoraConfig
 from .model import Q8_BLOCK, ModelConfig
 from .optimizer import OptimizerConfig
@@ -279,8 +279,7 @@ def saved_run(manifest: FieldValues, sizes: tuple[int, int] | None = None) -> Ru
     """
     groups: dict[str, FieldValues] = {}
     for name in GROUPS:
-        saved = manifest["config"].get(name, {}).items()
-        groups[name] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved}
+        groups[name] = as_tuples(manifest["config"].get(name, {}))
     groups["batch"] = {"micro_batch_size": 1}
     groups["model"]["use_z_loss"] = False  # in training only
     groups["training"]["recompute_part_layers"] = None  # depends on the layout

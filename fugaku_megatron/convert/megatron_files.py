@@ -29,7 +29,7 @@ from ..cli.arguments import add_flags
 from ..cli.parser import Parser
 from ..comm.agreement import describe
 from ..config.experts import EXPERTS
-from ..config.fields import FieldValues, check, check_type, flag, is_off
+from ..config.fields import FieldValues, as_tuples, check, check_type, flag, is_off
 from ..config.hybrid import PER_SYMBOL, Pattern, parse_pattern, with_layers
 from ..config.layer_kinds import (
     ATTENTION,
@@ -291,7 +291,7 @@ def _experts(given: FieldValues) -> FieldValues:
     for f in fields(ModelConfig):
         if f.name in values:
             check_type(f, values[f.name])
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return as_tuples(values)
 
 
 def pattern_of(given: Mapping[str, Any]) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from ..cli.arguments import make_run
-from ..config.fields import check, check_type
+from ..config.fields import as_tuples, check, check_type
 from ..config.layout import Layout, flags_of_sizes
 from ..config.model import ModelConfig
 from ..config.parallel import ParallelConfig
@@ -155,7 +155,7 @@ def parse_run(line: str) -> Job:
         "wrote it",
     )
     job = Job(
-        values={name: tuple(v) if isinstance(v, list) else v for name, v in values.items()},
+        values=as_tuples(values),
         nodes=nodes,
         ranks=ranks,
     )
