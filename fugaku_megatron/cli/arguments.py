@@ -236,7 +236,7 @@ def make_run(recipe: str | None, values: FieldValues) -> RunConfig:
     return RunConfig(**{group: config(**groups[group]) for group, config in GROUPS.items()})
 
 
-def _missing(groups: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any]) -> list[str]:
+def _missing(groups: Mapping[str, FieldValues], values: FieldValues) -> list[str]:
     return [
         flag(f.name)
         for group, config in GROUPS.items()
@@ -260,7 +260,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     return interpret(vars(build_parser().parse_args(argv)))
 
 
-def run_flags(values: Mapping[str, Any]) -> RunFlags:
+def run_flags(values: FieldValues) -> RunFlags:
     others = [name.removeprefix(_OTHER) for name in values if name.startswith(_OTHER)]
     notes = tuple(f"{name}: {OTHER_FLAGS[name].note}" for name in others)
     notes = values.get("yaml_notes", ()) + notes
@@ -306,7 +306,7 @@ def _mistakes(values: Mapping[str, Any], others: bool) -> Iterator[str]:
         yield str(error)
 
 
-def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) -> Arguments:
+def interpret(values: FieldValues, passed: Collection[str] | None = None) -> Arguments:
     """Build a run from parsed values. Raises ValueError with one line for a user's mistake.
 
     passed: fields that notes may mention, if a checkpoint has set others; None: all
@@ -327,12 +327,12 @@ def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) 
     return Arguments(**{**vars(flags), "fields": fields, "notes": notes}, run=run)
 
 
-def check_other_flags(values: Mapping[str, Any], run: RunConfig) -> None:
+def check_other_flags(values: FieldValues, run: RunConfig) -> None:
     for name, (fits, reason) in _GOES_WITH.items():
         check(_OTHER + name not in values or fits(run), f"{name}: {reason}")
 
 
-def _spelled_out(values: Mapping[str, Any]) -> FieldValues:
+def _spelled_out(values: FieldValues) -> FieldValues:
     return with_stages(with_layers(values))
 
 
@@ -372,7 +372,7 @@ def _keywords() -> dict[str, tuple[Declaration, Any]]:
     return found
 
 
-def field_values(keywords: Mapping[str, Any]) -> FieldValues:
+def field_values(keywords: FieldValues) -> FieldValues:
     """Convert keywords named after flags to field values by name.
 
     Raises ValueError for an unknown keyword or a wrong type.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .delta_net import DELTA_NET, DeltaNetFields
 from .experts import BALANCE, CAPACITY, EXPERTS, ExpertFields
@@ -882,7 +882,7 @@ ARCHITECTURE = (
 )
 
 
-def architecture(model: ModelConfig, saved: Mapping[str, Any] | None = None) -> FieldValues:
+def architecture(model: ModelConfig, saved: FieldValues | None = None) -> FieldValues:
     """Return the fields in ARCHITECTURE; the sequence length only if it is a weight's shape.
 
     saved: model of the weights to start from; omit the fields in ANGLES, which the run may change

@@ -6,9 +6,7 @@ The grammar is in megatron/core/transformer/pipeline_parallel_layer_layout.py th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from .fields import FieldValues, check, flag, optional
 
@@ -66,7 +64,7 @@ def _unrolled(repeated: re.Match[str]) -> str:
     return repeated[1] * min(int(repeated[2]), LONGEST)
 
 
-def with_stages(values: Mapping[str, Any]) -> FieldValues:
+def with_stages(values: FieldValues) -> FieldValues:
     """Replace a layout among field values by the fields that it sets, or raise ValueError."""
     fields = dict(values)
     text = fields.pop("pipeline_model_parallel_layout", None)
