@@ -47,6 +47,9 @@ class Matmul:
     times: int = 1
 
 
+Matmuls = tuple[Matmul, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """Collectives for --tp-comm-overlap, block by block, while matmuls read or produce the blocks.
@@ -56,7 +59,7 @@ class Exchange:
 
     collectives: Collectives
     first: Matmul | None
-    overlapped: tuple[Matmul, ...]
+    overlapped: Matmuls
 
     @property
     def group(self) -> str:
@@ -75,8 +78,8 @@ class ExpertExchange:
     there: Collectives
     back: Collectives
     groups: int
-    overlapped: tuple[Matmul, ...]
-    around: tuple[Matmul, ...]
+    overlapped: Matmuls
+    around: Matmuls
     group: str = "ep"
 
 
@@ -88,7 +91,7 @@ class Work:
     collectives: (collective, calls). exchanges: (exchange, repetitions).
     """
 
-    matmuls: tuple[Matmul, ...] = ()
+    matmuls: Matmuls = ()
     moved: float = 0.0
     allocations: tuple[tuple[int, float], ...] = ()
     calls: float = 0.0
@@ -232,7 +235,7 @@ def _forward(record: Record, options: _MatmulOptions) -> Work:
         quantized=options.quantized(record),
         fp32_share=record.fp32_share,
     )
-    matmuls: tuple[Matmul, ...] = (linear,)
+    matmuls: Matmuls = (linear,)
     if record.visible is not None:
         matmul = Matmul(
             m=m,
@@ -316,7 +319,7 @@ def _layer(
             if _between_experts(c)
         )
 
-    def matmuls(*names: str) -> tuple[Matmul, ...]:
+    def matmuls(*names: str) -> Matmuls:
         # deferred weight gradients overlap nothing
         hiding = 1 if row(run.parallel.schedule).splits_backward else None
         return tuple(
