@@ -146,7 +146,8 @@ def called(
     **state: Any,
 ) -> Tensor:
     """The result (s, b, value_heads value_size) of a function of transformers, which takes (b, s, heads, size)."""
-    queries, keys, values = (x.transpose(0, 1) for x in heads.split(qkv))
+    queries, keys, values = heads.split(qkv)
+    queries, keys, values = (x.transpose(0, 1) for x in (queries, keys, values.flatten(2, 3)))
     results, _ = rule(
         queries,
         keys,

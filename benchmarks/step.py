@@ -63,25 +63,21 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-# Options that are fields of the run, None: the recipe's.
-SIZES = ("seq_length", "num_layers", "vocab_size", "num_experts")
+# Fields of the run that are options, with their types.
+SIZES: dict[str, tuple[type, str]] = {
+    "seq_length": (int, "tokens of a sample"),
+    "num_layers": (int, "layers, for a part of a large model"),
+    "vocab_size": (int, "words, for a part of a large model"),
+    "num_experts": (int, "experts of a layer, for a part of a large model"),
+    "linear_attention_freq": (str, "layers with attention among gated delta nets, for a part"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
     shapes.add_arguments(parser)
-    parser.add_argument("--seq-length", type=int, help="tokens of a sample (default: the recipe's)")
-    parser.add_argument(
-        "--num-layers", type=int, help="layers, for a part of a large model (default: the recipe's)"
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, help="words, for a part of a large model (default: the recipe's)"
-    )
-    parser.add_argument(
-        "--num-experts",
-        type=int,
-        help="experts of a layer, for a part of a large model (default: the recipe's)",
-    )
+    for name, (kind, words) in SIZES.items():
+        parser.add_argument(flag(name), type=kind, help=f"{words} (default: the recipe's)")
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="with --ranks")
     parser.add_argument(
         "--global-batch-size",

@@ -235,8 +235,8 @@ struct RotaryGradArgs {
 // delta_rule.h: tokens of a chunk, and from one saved state to the next.
 constexpr int64_t DELTA_CHUNK = 64, DELTA_SEGMENT = 256;
 
-// qkv (s, b, 2 groups d + heads dv), first the queries of all groups, then their keys, then the values; decay and beta (s, b, heads).
-// A group has heads / groups consecutive heads. starts (b, s): the token at which the document of each token begins, or null.
+// qkv (s, b, 2 groups d + heads dv), of each group its query, its key and the values of its heads / groups consecutive heads; decay
+// and beta (s, b, heads). starts (b, s): the token at which the document of each token begins, or null.
 // states (segments + 1, b, heads, d, dv): before each segment and after the last token.
 struct DeltaArgs {
   int64_t s, b, groups, heads, d, dv;

@@ -10,11 +10,11 @@ from typing import Any
 
 from ..cli.arguments import build_parser, check_other_flags, checked_run, field_values, run_flags
 from ..cli.parser import nearest
-from ..config.fields import check
+from ..config.fields import FieldValues, check
 from ..config.run_config import GROUPS, RunConfig
 
 
-def _with_checkpoint_model(values: dict[str, Any]) -> dict[str, Any]:
+def _with_checkpoint_model(values: FieldValues) -> FieldValues:
     if not values.get("use_checkpoint_args"):
         return values
     from ..run.train_command import with_checkpoint_model
@@ -73,12 +73,12 @@ class Config:
         return self._of(self.base, {**self.given, **field_values(flags)})
 
     @classmethod
-    def _of(cls, recipe: str | None, values: dict[str, Any], notes: tuple[str, ...] = ()) -> Config:
+    def _of(cls, recipe: str | None, values: FieldValues, notes: tuple[str, ...] = ()) -> Config:
         config = cls.__new__(cls)
         config._set(recipe, values, notes)
         return config
 
-    def _set(self, recipe: str | None, values: dict[str, Any], notes: tuple[str, ...] = ()) -> None:
+    def _set(self, recipe: str | None, values: FieldValues, notes: tuple[str, ...] = ()) -> None:
         run, without_effect = checked_run(recipe, _with_checkpoint_model(values))
         object.__setattr__(self, "run", run)
         object.__setattr__(self, "notes", notes + without_effect)

@@ -25,6 +25,7 @@ from ..data.tokenizer import Tokenizer, TokenizerFlags
 from ..inference.generation import PromptEncoder, Sampling, steps
 from ..inference.loading import Q8, WEIGHTS_FORMATS, choose_tokenizer, model_of, through_stages
 from ..inference.scoring import EVALUATION, rolling, score
+from ..text.named_files import StrPath
 from .config import Config
 
 if TYPE_CHECKING:
@@ -38,16 +39,16 @@ class TokenizerFiles(TypedDict, total=False):
     """Tokenizer keywords for `load`."""
 
     tokenizer_type: str | None
-    vocab_file: str | os.PathLike[str] | None
-    merge_file: str | os.PathLike[str] | None
-    tokenizer_model: str | os.PathLike[str] | None
+    vocab_file: StrPath | None
+    merge_file: StrPath | None
+    tokenizer_model: StrPath | None
 
 
 def _tokenizer_flags(
     tokenizer_type: str | None = None,
-    vocab_file: str | os.PathLike[str] | None = None,
-    merge_file: str | os.PathLike[str] | None = None,
-    tokenizer_model: str | os.PathLike[str] | None = None,
+    vocab_file: StrPath | None = None,
+    merge_file: StrPath | None = None,
+    tokenizer_model: StrPath | None = None,
 ) -> TokenizerFlags:
     if tokenizer_type is None and tokenizer_model is not None:
         tokenizer_type = (
@@ -59,10 +60,10 @@ def _tokenizer_flags(
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     ckpt_step: int | None = None,
-    pretrained_checkpoint: str | os.PathLike[str] | None = None,
+    pretrained_checkpoint: StrPath | None = None,
     dtype: str | None = None,
     vocab_size: int | None = None,
     **tokenizer: Unpack[TokenizerFiles],
@@ -221,7 +222,7 @@ class Model:
         assert x is not None, "this process has all stages"
         return self._loaded.logits(x)[:, 0, :vocab_size].float().contiguous()
 
-    def save_hf(self, directory: str | os.PathLike[str]) -> None:
+    def save_hf(self, directory: StrPath) -> None:
         """Write a new directory for Hugging Face's from_pretrained, with the tokenizer's files, if any.
 
         Raise ValueError for a directory that is not empty, for a block without an architecture of Hugging Face, and for
@@ -229,7 +230,7 @@ class Model:
         """
         check(not self._q8, f"the model was loaded with dtype {Q8}: load it without to save it")
         weights = self._loaded.weights
-        rows = {name: spec[0] for name, spec in self._shapes().items()}
+        rows = {name: len(tensor) for name, tensor in self._weights.like().items()}
         in_memory = Weights(
             self.architecture,
             dict.fromkeys(self._weights.dtypes, self._loaded.dtype),
@@ -238,6 +239,3 @@ class Model:
         )
         with whole("save_hf", os.fspath(directory)) as target:
             save_hugging_face(in_memory, target, SHARD_BYTES)
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._weights.like().items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ..checkpoint.load import Checkpoint
 from ..checkpoint.manifest import (
@@ -25,6 +24,7 @@ from ..convert.convert_command import open_weights
 from ..convert.weights import Weights
 from ..run.plan import Plan
 from ..run.resume import Resume, find_checkpoint, open_pretrained
+from ..text.named_files import JsonObject
 from ..training.trainer import ForeignModel
 
 
@@ -95,11 +95,11 @@ def load_start(
     return _resumed(replace(plan, config=replace(run, output=output)), world)
 
 
-def _state(directory: str, iteration: int | None) -> dict[str, Any]:
+def _state(directory: str, iteration: int | None) -> JsonObject:
     found = existing_iteration(directory) if iteration is None else iteration
     check(found is not None, f"--load {directory} holds no checkpoint")
     assert found is not None
-    state: dict[str, Any] = read_head(directory, found)["state"]
+    state: JsonObject = read_head(directory, found)["state"]
     return state
 
 

@@ -41,6 +41,7 @@ from ..run.start import build, connect
 from ..run.tokenizer import resolve_vocabulary, tokenizer_notes
 from ..start import environment
 from ..start import signals as signals_module
+from ..text.named_files import StrPath
 from ..training import trainer as trainer_module
 from ..training.replicas import ReplicasDiffer as ReplicasDiffer
 from .chats import chat_arrays
@@ -48,7 +49,7 @@ from .config import Config
 from .flags import check_flags, trainer_notes
 from .start import Start, config_start, load_start
 
-Source = str | os.PathLike[str] | Sequence[Any] | Documents
+Source = StrPath | Sequence[Any] | Documents
 NO_END = 2**31 - 1  # iterations of a run whose length is not known yet
 PACKAGE = __name__.partition(".")[0] + "."
 WARNING = "warning: "  # the beginning of a line of the log about a likely mistake
@@ -485,7 +486,7 @@ class Trainer:
 
     # Checkpoints ------------------------------------------------------------------------------------------------------------------
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
+    def save(self, directory: StrPath) -> None:
         """Write a checkpoint for `load`, fugaku_megatron.load and all commands. Collective.
 
         Raise ReplicasDiffer on every rank, before anything is written, if copies of the same weights or moments differ: a node is
@@ -528,7 +529,7 @@ class Trainer:
 
     def load(
         self,
-        directory: str | os.PathLike[str],
+        directory: StrPath,
         weights_only: bool = False,
         ckpt_step: int | None = None,
     ) -> None:

@@ -1,8 +1,7 @@
 """Load checkpoints into any parallel layout: each rank reads the byte ranges that it needs.
 
 A folder leader sends every rank its own file's records. If the layout differs, rank 0 broadcasts
-all records, one folder at a time. Every public function is collective, and fails on all ranks or on
-none.
+all records, one folder at a time. Every public function is collective.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from ..comm.agreement import agree, on_root, scatter_object
 from ..comm.base import Comm
+from ..text.named_files import JsonObject
 from .manifest import (
     FOLDER_FILES,
     TRACKER,
@@ -71,13 +71,13 @@ class Checkpoint:
     foreign: Foreign | None = field(default=None, repr=False)
 
     @property
-    def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.head["state"]
+    def state(self) -> JsonObject:
+        state: JsonObject = self.head["state"]
         return state
 
     @property
-    def config(self) -> dict[str, Any]:
-        config: dict[str, Any] = self.head["config"]
+    def config(self) -> JsonObject:
+        config: JsonObject = self.head["config"]
         return config
 
 
@@ -104,7 +104,7 @@ def load_shards(
     checkpoint: Checkpoint,
     shards: list[Shard],
     folders: Folders,
-    model: dict[str, Any] | None = None,
+    model: JsonObject | None = None,
     padded: Collection[str] = (),
     converts: Collection[str] = (),
 ) -> int:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..text.named_files import JsonObject, StrPath
 from . import schema
 from .schema import Entry, Manifest, crc32, verify_file
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ..comm.base import Comm
 
 Files = dict[str, Entry]  # by name, relative to the checkpoint or its folder
-Directory = str | os.PathLike[str]  # of --save, --load or --save-local
+Directory = StrPath  # of --save, --load or --save-local
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -270,8 +271,8 @@ class Description:
 
     iteration: int
     layout: dict[str, int | str]
-    config: dict[str, Any]
-    state: dict[str, Any]
+    config: JsonObject
+    state: JsonObject
     keep: int | None = None
     retain: int | None = None
 

@@ -2,7 +2,7 @@
 
 A save writes into iter_0000100.tmp and renames it at the end, so an interrupted save leaves the
 previous checkpoint loadable. It is a generator of steps, which may overlap with training. Every
-public function is collective, and fails on all ranks or on none.
+public function is collective.
 """
 
 from __future__ import annotations

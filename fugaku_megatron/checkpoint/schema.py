@@ -16,9 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-Manifest = dict[str, Any]  # or the part of it that a folder has
-Entry = dict[str, Any]  # of a file or a folder, in a manifest
-Record = dict[str, Any]  # of a shard, in an entry
+from ..text.named_files import JsonObject
+
+Manifest = JsonObject  # or the part of it that a folder has
+Entry = JsonObject  # of a file or a folder, in a manifest
+Record = JsonObject  # of a shard, in an entry
 
 CHECKSUM = "crc32"
 RECORD_FIELDS = ("global_shape", "offset", "slice_shape")
@@ -117,7 +119,7 @@ def check_folders(manifest: Manifest) -> None:
         _check_file(entry, f"folders.{name}.")
 
 
-def _check_state(state: dict[str, Any], iteration: int) -> None:
+def _check_state(state: JsonObject, iteration: int) -> None:
     _check(state, {"progress": OBJECT, "scaler": OBJECT, "optimizer_steps": COUNT}, "state.")
     progress = state["progress"]
     counts = dict.fromkeys(("iteration", "consumed_samples", *progress), COUNT)
@@ -191,7 +193,7 @@ def _check_record(record: Record, where: str) -> None:
     )
 
 
-def _check(owner: dict[str, Any], fields: Mapping[str, FieldType], where: str = "") -> None:
+def _check(owner: JsonObject, fields: Mapping[str, FieldType], where: str = "") -> None:
     for name, kind in fields.items():
         _require(name in owner, f"{where}{name} is missing")
         _require(kind.holds(owner[name]), f"{where}{name} is {owner[name]!r:.60}, not {kind.words}")

@@ -18,6 +18,8 @@ from typing import Any
 from ..config.experts import EXPERTS, ExpertRanks
 from ..config.fields import (
     Declaration,
+    FieldValues,
+    as_tuples,
     check,
     check_type,
     declarations,
@@ -87,7 +89,7 @@ class RunFlags:
     """Parsed flags, not yet checked as a run. fields: values by field name."""
 
     recipe: str | None
-    fields: dict[str, Any]
+    fields: FieldValues
     dry_run: bool
     world_size: int | None
     notes: tuple[str, ...]
@@ -160,7 +162,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "the others are refused with the reason.",
     )
     for name, other in OTHER_FLAGS.items():
-        kind: dict[str, Any] = {"nargs": other.values} if other.values else {"action": "store_true"}
+        kind: FieldValues = {"nargs": other.values} if other.values else {"action": "store_true"}
         parser.add_argument(
             name, dest=_OTHER + name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind
         )
@@ -179,7 +181,7 @@ class _FullRecompute(argparse.Action):
         namespace.recompute_granularity = "full"
 
 
-def _from_recipe(name: str | None) -> dict[str, dict[str, Any]]:
+def _from_recipe(name: str | None) -> dict[str, FieldValues]:
     if name is None:
         return {group: {} for group in GROUPS}
     if name.lower() not in RECIPES:
@@ -213,7 +215,7 @@ _DERIVED: dict[str, tuple[str, ...]] = {
 }
 
 
-def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
+def make_run(recipe: str | None, values: FieldValues) -> RunConfig:
     """Build a RunConfig from a recipe's name and field values that override it.
 
     Raises ValueError for values that the config refuses, and for missing required fields, all at
@@ -234,7 +236,7 @@ def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
     return RunConfig(**{group: config(**groups[group]) for group, config in GROUPS.items()})
 
 
-def _missing(groups: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any]) -> list[str]:
+def _missing(groups: Mapping[str, FieldValues], values: FieldValues) -> list[str]:
     return [
         flag(f.name)
         for group, config in GROUPS.items()
@@ -258,7 +260,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     return interpret(vars(build_parser().parse_args(argv)))
 
 
-def run_flags(values: Mapping[str, Any]) -> RunFlags:
+def run_flags(values: FieldValues) -> RunFlags:
     others = [name.removeprefix(_OTHER) for name in values if name.startswith(_OTHER)]
     notes = tuple(f"{name}: {OTHER_FLAGS[name].note}" for name in others)
     notes = values.get("yaml_notes", ()) + notes
@@ -271,10 +273,10 @@ def run_flags(values: Mapping[str, Any]) -> RunFlags:
     )
 
 
-def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(values: Mapping[str, Any]) -> FieldValues:
     return {
-        name: tuple(v) if isinstance(v, list) else v
-        for name, v in values.items()
+        name: value
+        for name, value in as_tuples(values).items()
         if name in GROUP_OF or name in _SPELLED
     }
 
@@ -304,7 +306,7 @@ def _mistakes(values: Mapping[str, Any], others: bool) -> Iterator[str]:
         yield str(error)
 
 
-def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) -> Arguments:
+def interpret(values: FieldValues, passed: Collection[str] | None = None) -> Arguments:
     """Build a run from parsed values. Raises ValueError with one line for a user's mistake.
 
     passed: fields that notes may mention, if a checkpoint has set others; None: all
@@ -325,17 +327,17 @@ def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) 
     return Arguments(**{**vars(flags), "fields": fields, "notes": notes}, run=run)
 
 
-def check_other_flags(values: Mapping[str, Any], run: RunConfig) -> None:
+def check_other_flags(values: FieldValues, run: RunConfig) -> None:
     for name, (fits, reason) in _GOES_WITH.items():
         check(_OTHER + name not in values or fits(run), f"{name}: {reason}")
 
 
-def _spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
+def _spelled_out(values: FieldValues) -> FieldValues:
     return with_stages(with_layers(values))
 
 
 def checked_run(
-    recipe: str | None, values: dict[str, Any], passed: Collection[str] | None = None
+    recipe: str | None, values: FieldValues, passed: Collection[str] | None = None
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the run, and a note for each value in `passed` without effect.
 
@@ -370,13 +372,13 @@ def _keywords() -> dict[str, tuple[Declaration, Any]]:
     return found
 
 
-def field_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
+def field_values(keywords: FieldValues) -> FieldValues:
     """Convert keywords named after flags to field values by name.
 
     Raises ValueError for an unknown keyword or a wrong type.
     """
     known = _keywords()
-    values: dict[str, Any] = {}
+    values: FieldValues = {}
     for name, given in keywords.items():
         if name not in known:
             remedy = nearest(name, known, ": fugaku-megatron train --help lists the flags")

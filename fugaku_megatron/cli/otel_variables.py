@@ -7,8 +7,8 @@ variable has the prefix MEGATRON_OTEL, or else NEMO_LENS, and a flag has precede
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+
+from ..config.fields import FieldValues
 
 PREFIXES = ("MEGATRON_OTEL", "NEMO_LENS")
 _ON = ("1", "true", "yes", "on")
@@ -33,7 +33,7 @@ def _variable(name: str) -> tuple[str, str] | None:
     return None
 
 
-def with_otel_variables(fields: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def with_otel_variables(fields: FieldValues) -> tuple[FieldValues, tuple[str, ...]]:
     """Return field values with those of variables, and a note on each variable without effect, or raise ValueError."""
     found = dict(fields)
     enabled = _variable("ENABLED")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.fields import check
+from ..text.named_files import StrPath
 
 
 def check_file(flag: str, file: str | Path | None) -> None:
@@ -65,9 +66,7 @@ def writing(flag: str, file: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def picture(
-    path: str | os.PathLike[str], width: float, height: float, dpi: int = 120
-) -> Iterator[Any]:
+def picture(path: StrPath, width: float, height: float, dpi: int = 120) -> Iterator[Any]:
     """Yield an empty matplotlib figure; write it into `path`, the value of --png. width, height: inches"""
     from matplotlib.figure import Figure  # opens no window, unlike pyplot's
 

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..config.fields import Refused, check, flag, shortened
+from ..config.fields import FieldValues, Refused, check, flag, shortened
 from ..config.yaml_file import read_yaml
 from .parser import Parser, nearest
 
@@ -76,7 +76,7 @@ def complete_from_yaml(namespace: argparse.Namespace, build_parser: Callable[[],
     values["yaml_notes"] = (note,) if ignored else ()
 
 
-def _load(path: str, parser: Parser) -> dict[str, Any]:
+def _load(path: str, parser: Parser) -> FieldValues:
     keys = dict(_flattened(path))
     decided = OF_THE_ACTIVATION if any(where.endswith("activation_func") for where in keys) else ()
     known = {
@@ -85,7 +85,7 @@ def _load(path: str, parser: Parser) -> dict[str, Any]:
         for option in action.option_strings
         if option not in OWN
     }
-    values: dict[str, Any] = {}
+    values: FieldValues = {}
     mistakes = []
     for where, value in keys.items():
         key = where.rpartition(".")[2]

@@ -1,7 +1,7 @@
 """Collective error handling: work that fails on all ranks or on none.
 
 An exception on one rank alone would leave the others waiting in their next collective: `agree` raises the first failing
-rank's message on every rank, as functions marked Collective do. For set-up, files and checks, not for the training step.
+rank's message on all, as functions marked Collective do. For set-up, files and checks, not for the training step.
 """
 
 from __future__ import annotations

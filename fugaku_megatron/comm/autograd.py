@@ -23,6 +23,7 @@ GATHER_TAG = 0
 SUM_TAG = 1  # a gathering and a sum may be in progress at the same time
 
 Result = TypeVar("Result")
+Gradients = tuple[Tensor | None, ...]  # of forward's arguments
 
 
 class Function(torch.autograd.Function, Generic[Result]):
@@ -81,7 +82,7 @@ class _Conjugates(Function[Any]):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
         found = ctx.conjugate(*grads)
         return None, None, *([found] if isinstance(found, Tensor) else found)
 

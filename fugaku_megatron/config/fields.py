@@ -13,6 +13,15 @@ MAX_HALF = 450  # characters at the beginning and at the end of a message that r
 MAX_NUMBER = 2**31 - 1  # largest integer, unless a field has its own `maximum`
 TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 
+FieldValues = dict[str, Any]  # by field name
+
+
+def as_tuples(values: Mapping[str, Any]) -> FieldValues:
+    """Return values of JSON or a command line with tuples in place of lists."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+
 
 class RowNames:
     """Names of a table's rows, also of rows added later, and other values: the choices of a flag.

@@ -6,12 +6,11 @@ it are one layer here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from .fields import check, flag, optional
+from .fields import FieldValues, check, flag, optional
 from .layer_kinds import EXPERTS_SYMBOL, GATED_DELTA_NET, MIXERS, MLP_SYMBOLS, marked_layers
 from .model import ModelConfig
 from .pipeline_layout import stage_fields
@@ -86,7 +85,7 @@ def parse_pattern(text: str) -> Pattern:
     return Pattern(tuple(layers), tuple(stages[:-1]))
 
 
-def with_layers(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_layers(values: FieldValues) -> FieldValues:
     """Replace a pattern among field values by the fields that it sets, or raise ValueError.
 
     As in Megatron-LM, the pattern has precedence over --num-layers, and over --num-experts if no layer has experts.
@@ -129,9 +128,9 @@ def _layer_types(pattern: Pattern) -> dict[str, str | None]:
     return found
 
 
-def _by_layer(fields: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
+def _by_layer(fields: FieldValues, pattern: Pattern) -> FieldValues:
     """Return the fields that count symbols, as in Megatron-LM, counted by layers: an entry is that of the first symbol."""
-    found: dict[str, Any] = {}
+    found: FieldValues = {}
     ends = [*accumulate(map(len, pattern.layers))]
     firsts = [0, *ends[:-1]]
     symbols = pattern.symbols
@@ -154,7 +153,7 @@ def _by_layer(fields: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
     return found
 
 
-def hybrid_notes(values: Mapping[str, Any], model: ModelConfig) -> list[str]:
+def hybrid_notes(values: FieldValues, model: ModelConfig) -> list[str]:
     """Return notes on values that the pattern replaces. Raises ValueError for E in a model without experts."""
     text = values.get("hybrid_layer_pattern")
     if text is None:

@@ -31,12 +31,15 @@ class MixerPart:
     layer: "module:class" with the module of a layer, built as `layer(name, layer number, context)`
     symbol: letter in --hybrid-layer-pattern and --layer-types
     linears: input and output projection
+    stateful, norms: modules with a state in Transformer Engine, always or with --qk-layernorm
     costs: "module:class", a `costs.mixers.MixerCosts`
     """
 
     layer: str
     symbol: str
     linears: tuple[str, str]
+    stateful: tuple[str, ...]
+    norms: tuple[str, ...] = ()
     costs: str
 
 
@@ -45,12 +48,15 @@ MIXERS = {
         layer="fugaku_megatron.nn.blocks:SelfAttention",
         symbol="*",
         linears=(QKV, PROJ),
+        stateful=("core_attention",),
+        norms=("q_layernorm", "k_layernorm"),
         costs="fugaku_megatron.costs.attention:AttentionCosts",
     ),
     GATED_DELTA_NET: MixerPart(
         layer="fugaku_megatron.nn.delta_net:GatedDeltaNet",
         symbol="G",
         linears=(IN_PROJ, OUT_PROJ),
+        stateful=("out_norm",),
         costs="fugaku_megatron.costs.delta_net:DeltaNetCosts",
     ),
 }

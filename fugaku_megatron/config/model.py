@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .delta_net import DELTA_NET, DeltaNetFields
 from .experts import BALANCE, CAPACITY, EXPERTS, ExpertFields
 from .fields import (
     FRACTION,
+    FieldValues,
     cached_hash,
     check,
     check_fields,
@@ -881,7 +882,7 @@ ARCHITECTURE = (
 )
 
 
-def architecture(model: ModelConfig, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def architecture(model: ModelConfig, saved: FieldValues | None = None) -> FieldValues:
     """Return the fields in ARCHITECTURE; the sequence length only if it is a weight's shape.
 
     saved: model of the weights to start from; omit the fields in ANGLES, which the run may change
@@ -894,7 +895,7 @@ def architecture(model: ModelConfig, saved: Mapping[str, Any] | None = None) -> 
     return {name: getattr(model, name) for name in ARCHITECTURE if name not in free}
 
 
-def with_block(saved: dict[str, Any]) -> dict[str, Any]:
+def with_block(saved: FieldValues) -> FieldValues:
     before = {
         "mask_vocab_padding": COUNTED,
         **{f.name: f.default for f in fields(ModelConfig) if f.name in BLOCK},

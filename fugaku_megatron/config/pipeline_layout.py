@@ -6,11 +6,9 @@ The grammar is in megatron/core/transformer/pipeline_parallel_layer_layout.py th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from .fields import check, flag, optional
+from .fields import FieldValues, check, flag, optional
 
 EMBEDDING = "E"
 LAYER = "t"
@@ -66,7 +64,7 @@ def _unrolled(repeated: re.Match[str]) -> str:
     return repeated[1] * min(int(repeated[2]), LONGEST)
 
 
-def with_stages(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_stages(values: FieldValues) -> FieldValues:
     """Replace a layout among field values by the fields that it sets, or raise ValueError."""
     fields = dict(values)
     text = fields.pop("pipeline_model_parallel_layout", None)
@@ -87,7 +85,7 @@ def with_stages(values: Mapping[str, Any]) -> dict[str, Any]:
     return fields | stage_fields(place, stages, fields.get("pipeline_model_parallel_size"))
 
 
-def stage_fields(place: str, layers: tuple[int, ...], stages: int | None) -> dict[str, Any]:
+def stage_fields(place: str, layers: tuple[int, ...], stages: int | None) -> FieldValues:
     """Return the fields that virtual stages with these layers need. place: flag and value, for a mistake"""
     size = stages or 1
     check(
@@ -96,7 +94,7 @@ def stage_fields(place: str, layers: tuple[int, ...], stages: int | None) -> dic
     )
     if size == 1:
         return {}
-    fields: dict[str, Any] = {"pipeline_split": ",".join(map(str, layers))}
+    fields: FieldValues = {"pipeline_split": ",".join(map(str, layers))}
     if len(layers) > size:
         fields["num_virtual_stages_per_pipeline_rank"] = len(layers) // size
     return fields

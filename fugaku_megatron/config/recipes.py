@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from .data import DataConfig
+from .fields import FieldValues
 from .layer_kinds import GATED_DELTA_NET
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
@@ -20,6 +21,7 @@ from .run_config import RunConfig
 from .training import BatchConfig, TrainingConfig
 
 GPT2_VOCABULARY = 50257
+Recipe = Callable[[], RunConfig]
 
 
 def demo() -> RunConfig:
@@ -126,7 +128,7 @@ def gpt_30b() -> RunConfig:
 
 def _llama(*, lr: float, global_batch_size: int, **model: Any) -> RunConfig:
     """Return a run with RMS norm, SwiGLU and rotary positions, without biases and dropout."""
-    block: dict[str, Any] = {
+    block: FieldValues = {
         "normalization": "RMSNorm",
         "swiglu": True,
         "disable_bias_linear": True,
@@ -138,21 +140,26 @@ def _llama(*, lr: float, global_batch_size: int, **model: Any) -> RunConfig:
     return _pretraining(ModelConfig(**block, **model), lr, global_batch_size, train_iters=100_000)
 
 
+_LLAMA_3: FieldValues = {
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "vocab_size": 128256,
+    "seq_length": 8192,
+    "max_position_embeddings": 131072,
+    "rotary_base": 500000.0,
+    "use_rope_scaling": True,
+}
+
+
 def llama_32_1b() -> RunConfig:
     """Llama 3.2 1B (meta-llama/Llama-3.2-1B)."""
     return _llama(
+        **_LLAMA_3,
         num_layers=16,
         hidden_size=2048,
         ffn_hidden_size=8192,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=128256,
-        seq_length=8192,
         lr=2e-4,
         global_batch_size=128,
-        max_position_embeddings=131072,
-        rotary_base=500000.0,
-        use_rope_scaling=True,
         rope_scaling_factor=32.0,
     )
 
@@ -163,38 +170,37 @@ def llama_31_8b() -> RunConfig:
     Learning rate: Dubey et al. 2024, table 3; batches of 4 M tokens, as their largest model began with.
     """
     return _llama(
+        **_LLAMA_3,
         num_layers=32,
         hidden_size=4096,
         ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=128256,
-        seq_length=8192,
         lr=3e-4,
         global_batch_size=512,
-        max_position_embeddings=131072,
-        rotary_base=500000.0,
-        use_rope_scaling=True,
         rope_scaling_factor=8.0,
         untie_embeddings_and_output_weights=True,
     )
 
 
+_QWEN: FieldValues = {
+    "vocab_size": 151936,
+    "seq_length": 4096,
+    "rotary_base": 1e6,
+    "layernorm_epsilon": 1e-6,
+}
+
+
 def qwen_25_05b() -> RunConfig:
     """Qwen2.5 0.5B (Qwen/Qwen2.5-0.5B)."""
     return _llama(
+        **_QWEN,
         num_layers=24,
         hidden_size=896,
         ffn_hidden_size=4864,
         num_attention_heads=14,
         num_query_groups=2,
-        vocab_size=151936,
-        seq_length=4096,
         lr=3e-4,
         global_batch_size=128,
         max_position_embeddings=32768,
-        rotary_base=1e6,
-        layernorm_epsilon=1e-6,
         add_qkv_bias=True,
     )
 
@@ -202,19 +208,16 @@ def qwen_25_05b() -> RunConfig:
 def qwen_3_06b() -> RunConfig:
     """Qwen3 0.6B (Qwen/Qwen3-0.6B)."""
     return _llama(
+        **_QWEN,
         num_layers=28,
         hidden_size=1024,
         ffn_hidden_size=3072,
         num_attention_heads=16,
         num_query_groups=8,
-        vocab_size=151936,
-        seq_length=4096,
         lr=2.5e-4,
         global_batch_size=128,
         kv_channels=128,
         max_position_embeddings=40960,
-        rotary_base=1e6,
-        layernorm_epsilon=1e-6,
         qk_layernorm=True,
     )
 
@@ -235,40 +238,42 @@ def tinyllama_11b() -> RunConfig:
     )
 
 
+_MISTRAL: FieldValues = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
 def mistral_7b() -> RunConfig:
     """Mistral 7B (mistralai/Mistral-7B-v0.1)."""
     return _llama(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=32000,
+        **_MISTRAL,
         seq_length=8192,
         lr=1.2e-4,
         global_batch_size=256,
-        max_position_embeddings=32768,
         window_size="4095,0",
-        untie_embeddings_and_output_weights=True,
     )
 
 
 def qwen_3_30b_a3b() -> RunConfig:
     """Qwen3 30B-A3B (Qwen/Qwen3-30B-A3B)."""
     return _llama(
+        **_QWEN,
         num_layers=48,
         hidden_size=2048,
         ffn_hidden_size=6144,
         num_attention_heads=32,
         num_query_groups=4,
-        vocab_size=151936,
-        seq_length=4096,
         lr=3e-4,
         global_batch_size=1024,
         kv_channels=128,
         max_position_embeddings=40960,
-        rotary_base=1e6,
-        layernorm_epsilon=1e-6,
         qk_layernorm=True,
         untie_embeddings_and_output_weights=True,
         num_experts=128,
@@ -278,7 +283,7 @@ def qwen_3_30b_a3b() -> RunConfig:
     )
 
 
-_LLM_JP_4: dict[str, Any] = {
+_LLM_JP_4: FieldValues = {
     "num_layers": 32,
     "vocab_size": 196608,
     "seq_length": 4096,
@@ -329,7 +334,7 @@ def llm_jp_4_32b_a3b() -> RunConfig:
     )
 
 
-_QWEN_36: dict[str, Any] = {
+_QWEN_36: FieldValues = {
     "vocab_size": 248320,
     "seq_length": 4096,
     "max_position_embeddings": 262144,
@@ -408,27 +413,18 @@ def olmoe() -> RunConfig:
 def mixtral_8x7b() -> RunConfig:
     """Mixtral 8x7B (mistralai/Mixtral-8x7B-v0.1)."""
     return _llama(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=32000,
+        **_MISTRAL,
         seq_length=4096,
         lr=1e-4,
         global_batch_size=256,
-        max_position_embeddings=32768,
         rotary_base=1e6,
-        untie_embeddings_and_output_weights=True,
         num_experts=8,
         moe_router_topk=2,
         moe_aux_loss_coeff=(1e-2,),
     )
 
 
-def _on_chats(
-    published: Callable[[], RunConfig], how: str, lr: float, style: str, warmup: float
-) -> Callable[[], RunConfig]:
+def _on_chats(published: Recipe, how: str, lr: float, style: str, warmup: float) -> Recipe:
     def recipe() -> RunConfig:
         model = published().model
         return RunConfig(
@@ -447,7 +443,7 @@ def _on_chats(
     return recipe
 
 
-def _as_zephyr(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
+def _as_zephyr(published: Recipe) -> Recipe:
     return _on_chats(
         published,
         "Zephyr 7B was (huggingface/alignment-handbook, recipes/zephyr-7b-beta/sft/config_full.yaml)",
@@ -457,7 +453,7 @@ def _as_zephyr(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
     )
 
 
-def _as_tulu(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
+def _as_tulu(published: Recipe) -> Recipe:
     return _on_chats(
         published,
         "Tulu 3 8B was (Lambert et al. 2024; allenai/open-instruct has the command)",
@@ -467,7 +463,7 @@ def _as_tulu(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
     )
 
 
-RECIPES: dict[str, Callable[[], RunConfig]] = {
+RECIPES: dict[str, Recipe] = {
     "demo": demo,
     "124m": gpt_124m,
     "1.3b": gpt_1b3,

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
 
 from .data import DataConfig
 from .faults import NumbersConfig
-from .fields import cached_hash, check, flag
+from .fields import FieldValues, as_tuples, cached_hash, check, flag
 from .lora import DROPOUT_COLUMNS, LoraConfig
 from .model import Q8_BLOCK, ModelConfig
 from .optimizer import OptimizerConfig
@@ -216,7 +215,7 @@ class RunConfig:
             )
 
     @cached_property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> FieldValues:
         return {
             field.name: getattr(getattr(self, group), field.name)
             for group, config in GROUPS.items()
@@ -273,15 +272,14 @@ GROUPS: dict[str, type] = {
 GROUP_OF = {field.name: group for group, config in GROUPS.items() for field in fields(config)}
 
 
-def saved_run(manifest: dict[str, Any], sizes: tuple[int, int] | None = None) -> RunConfig:
+def saved_run(manifest: FieldValues, sizes: tuple[int, int] | None = None) -> RunConfig:
     """Return a checkpoint's run for inference with single samples.
 
     sizes: tensor- and pipeline-parallel sizes; None: as in the checkpoint
     """
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, FieldValues] = {}
     for name in GROUPS:
-        saved = manifest["config"].get(name, {}).items()
-        groups[name] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved}
+        groups[name] = as_tuples(manifest["config"].get(name, {}))
     groups["batch"] = {"micro_batch_size": 1}
     groups["model"]["use_z_loss"] = False  # in training only
     groups["training"]["recompute_part_layers"] = None  # depends on the layout

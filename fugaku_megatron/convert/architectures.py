@@ -392,17 +392,20 @@ def _decoder(
     """Build a row near to LLAMA.
 
     only, block: next to Llama's values, or in place of them
-    free: ModelConfig values that need not be Llama's
+    free: ModelConfig values that need not be Llama's, unless a field or rule sets them
     others: as in `Architecture`, Llama's by default
     """
-    llama = {name: value for name, value in _DECODER_BLOCK.items() if name not in free}
-    row = {
+    row: dict[str, Any] = {
         "prefix": "model.",
         "fields": (*_DECODER_FIELDS, _EPSILON),
         "rules": _DECODER_RULES,
         "places": _DECODER_PLACES,
         **others,
     }
+    changed = {field.ours for field in row["fields"]}.union(
+        free, *(rule.sets for rule in row["rules"])
+    )
+    llama = {name: value for name, value in _DECODER_BLOCK.items() if name not in changed}
     return Architecture(only={**_SILU, **only}, block={**llama, **block}, **row)
 
 
@@ -416,7 +419,6 @@ MISTRAL = _decoder(
     model_type="mistral",
     defaults={"num_key_value_heads": 8},
     rules=(*_DECODER_RULES, window(4096)),
-    free=("window_size",),
 )
 QWEN2 = _decoder(
     name="Qwen2ForCausalLM",
@@ -445,7 +447,6 @@ PHI3 = _decoder(
         **dict.fromkeys(SCALINGS),
         "use_rope_scaling": False,
     },
-    free=("rotary_percent", "window_size"),
     places=_DECODER_PLACES
     | _places(
         "layers.{}.",
@@ -473,7 +474,6 @@ STABLELM = _decoder(
         "hidden_dropout": (0.0,),
     },
     block={"normalization": "LayerNorm"},
-    free=("rotary_percent", "add_qkv_bias"),
     own_head_size=False,
 )
 OLMO = _decoder(
@@ -504,7 +504,7 @@ GPT_NEOX = _decoder(
         "openai_gelu": False,
         "group_query_attention": False,
     },
-    free=("rotary_percent", "add_qkv_bias", "parallel_residual"),
+    free=("add_qkv_bias",),
     places=_places(
         "layers.{}.",
         {
@@ -527,7 +527,6 @@ GRANITE = _decoder(
     model_type="granite",
     rules=(*_DECODER_RULES, MULTIPLIED),
     only={"attention_bias": (False,), "mlp_bias": (False,)},
-    free=(*MULTIPLIERS, "attention_multiplier"),
 )
 GEMMA = _decoder(
     name="GemmaForCausalLM",
@@ -541,7 +540,6 @@ GEMMA = _decoder(
         "use_bidirectional_attention": (None, False),
     },
     block={"apply_layernorm_1p": True, "swiglu": False, "geglu": True},
-    free=("embedding_multiplier",),
     also=lambda model: model.embedding_multiplier == model.hidden_size**0.5,
 )
 FALCON = Architecture(
@@ -605,14 +603,12 @@ SMOLLM3 = _decoder(
         "mlp_bias": (False,),
         "pretraining_tp": (1, 2, None),  # transformers' class does not read it
     },
-    free=("no_rope_freq",),
 )
 MINISTRAL = _decoder(
     name="MinistralForCausalLM",
     model_type="ministral",
     defaults={"num_key_value_heads": 8},
     rules=(*_DECODER_RULES, windows_by_layer(4096)),
-    free=("window_size", "window_attn_skip_freq"),
 )
 # Norms of the outputs of attention and the MLP, and around both.
 _POST_PLACES = {
@@ -654,7 +650,6 @@ OLMO3 = _decoder(
     ),
     only={"attention_bias": (False,)},
     block={**_ALL_HEADS, "norm_placement": "post"},
-    free=("window_size", "window_attn_skip_freq", "window_rotary_base"),
     places=_POST_PLACES,
     own_head_size=False,
     also=scales_full_layers_alone,
@@ -671,7 +666,6 @@ EXAONE4 = _decoder(
     ),
     only={"reorder_qk_norm": (True,)},
     block={"qk_layernorm": True, "norm_placement": "post"},
-    free=("window_size", "window_attn_skip_freq", "no_rope_freq"),
     places=_POST_PLACES,
     also=lambda model: (
         rotates_windows_alone(model) or model.window is None and model.no_rope_freq is None
@@ -720,14 +714,6 @@ GEMMA2 = _decoder(
     ),
     only={**_GEMMA_ONLY, "hidden_act": (None, "gelu_pytorch_tanh")},
     block=_GEMMA_BLOCK,
-    free=(
-        "embedding_multiplier",
-        "attention_multiplier",
-        "window_size",
-        "window_attn_skip_freq",
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-    ),
     places=_SANDWICH_PLACES,
     also=_fits_gemma,
 )
@@ -761,14 +747,6 @@ GEMMA3 = _decoder(
         "attn_logit_softcapping": (None,),
     },
     block={**_GEMMA_BLOCK, "qk_layernorm": True},
-    free=(
-        "embedding_multiplier",
-        "attention_multiplier",
-        "window_size",
-        "window_attn_skip_freq",
-        "window_rotary_base",
-        "final_logit_softcapping",
-    ),
     places=_SANDWICH_PLACES,
     also=_fits_gemma,
 )
@@ -792,7 +770,6 @@ COHERE2 = _decoder(
         "parallel_shared_norm": True,
         "rotary_interleaved": True,
     },
-    free=("logits_scaling", "window_size", "window_attn_skip_freq", "no_rope_freq"),
     places={
         place: counterpart
         for place, counterpart in _DECODER_PLACES.items()
@@ -840,7 +817,6 @@ MIXTRAL = _decoder(
     ),
     only={"router_jitter_noise": (0.0,)},
     block={**_EXPERT_BLOCK, **_NO_SHARED, "moe_router_pre_softmax": False, "moe_layer_freq": "1"},
-    free=("num_experts", "window_size"),
     also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
     places=_EXPERT_PLACES
     | _places(
@@ -870,7 +846,6 @@ QWEN2_MOE = _decoder(
     ),
     only={**_NO_WINDOW, "qkv_bias": (True,)},
     block={**_EXPERT_BLOCK, "moe_shared_expert_gate": True, "add_qkv_bias": True},
-    free=("num_experts",),
 )
 QWEN3_MOE = _decoder(
     name="Qwen3MoeForCausalLM",
@@ -886,7 +861,6 @@ QWEN3_MOE = _decoder(
         "use_qk_norm": (None, True),
     },
     block={**_EXPERT_BLOCK, **_NO_SHARED, "qk_layernorm": True},
-    free=("num_experts",),
 )
 OLMOE = _decoder(
     name="OlmoeForCausalLM",
@@ -902,7 +876,6 @@ OLMOE = _decoder(
         "qk_layernorm_all_heads": True,
         "moe_layer_freq": "1",
     },
-    free=("num_experts",),
     also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
     own_head_size=False,
 )
@@ -917,7 +890,6 @@ GLM = _decoder(
     ),
     rules=(HEADS, rotary(0.5), tied(False), NO_DROPOUT, no_padding(151329)),
     block={"rotary_interleaved": True},
-    free=("rotary_percent", "add_qkv_bias"),
     places=_DECODER_PLACES
     | _places("layers.{}.", {"mlp.linear_fc1": Counterpart(("mlp.gate_up_proj",), fused_stacked)}),
 )
@@ -957,7 +929,6 @@ GLM4_MOE = _decoder(
         "moe_router_enable_expert_bias": True,
         "moe_shared_expert_gate": False,
     },
-    free=("rotary_percent", "add_qkv_bias", "qk_layernorm", "num_experts"),
     places=_EXPERT_PLACES
     | _places(
         "layers.{}.mlp.",
@@ -987,7 +958,6 @@ _DELTA_NET_BLOCK = {
     "qk_layernorm": True,
     "attention_output_gate": True,
 }
-_DELTA_NET_FREE = ("rotary_percent", "experimental_attention_variant", "linear_attention_freq")
 _DELTA_NET_PLACES = _places(
     "layers.{}.linear_attn.",
     {
@@ -1028,7 +998,6 @@ QWEN3_NEXT = _decoder(
     ),
     only={"attention_bias": (False,)},
     block={**_EXPERT_BLOCK, **_DELTA_NET_BLOCK, "moe_shared_expert_gate": True},
-    free=("num_experts", *_DELTA_NET_FREE),
     places=_EXPERT_PLACES | _DELTA_NET_PLACES,
     predicts_more_tokens=True,
 )
@@ -1053,7 +1022,6 @@ QWEN3_5 = _decoder(
     fields=(*_DECODER_FIELDS, _EPSILON, *_DELTA_NET_FIELDS),
     only=_QWEN3_5_ONLY,
     block=_DELTA_NET_BLOCK,
-    free=_DELTA_NET_FREE,
     places=_DECODER_PLACES | _QWEN3_5_PLACES,
     predicts_more_tokens=True,
 )
@@ -1086,7 +1054,6 @@ QWEN3_5_MOE = _decoder(
         "moe_router_pre_softmax": False,
         "moe_layer_freq": "1",
     },
-    free=("num_experts", *_DELTA_NET_FREE),
     places=_EXPERT_PLACES | _QWEN3_5_PLACES,
     predicts_more_tokens=True,
 )
@@ -1107,7 +1074,6 @@ GRANITE_HYBRID = _decoder(
         "num_local_experts": (0,),
         "normalization_function": ("rmsnorm",),
     },
-    free=(*MULTIPLIERS, "attention_multiplier"),
     places=_DECODER_PLACES
     | _places(
         "layers.{}.shared_mlp.",
@@ -1158,7 +1124,6 @@ GPT_OSS = _decoder(
         "glu_linear_offset": 1.0,
         "softmax_type": LEARNABLE,
     },
-    free=("num_experts", "window_size", "window_attn_skip_freq"),
     also=lambda model: (
         model.moe_ffn_hidden_size == model.ffn_hidden_size
         and model.activation_func_clamp_value is not None

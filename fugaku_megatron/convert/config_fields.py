@@ -7,7 +7,7 @@ refused unless off (null, false or empty).
 from __future__ import annotations
 
 from ..config.fields import check, is_off
-from ..data.json_values import JsonObject
+from ..text.named_files import JsonObject
 from .architectures import ONLY, Architecture
 from .rules import FILE
 

@@ -40,6 +40,7 @@ from ..comm.agreement import describe
 from ..config.fields import check, check_positive, flag, flag_words
 from ..host import allocator
 from ..start import environment
+from ..text.named_files import about
 from .gguf_file import TYPES, save_gguf
 from .gguf_tokenizer import INEXACT
 from .hugging_face import (
@@ -71,7 +72,7 @@ def open_megatron(
     from .megatron import open_dist
     from .megatron_legacy import open_legacy
 
-    try:
+    with about(f"{source} {directory}"):
         path = _iteration(Path(directory), iteration)
         if (path / TORCH_DIST).exists():
             return open_dist(path, vocab_size, ignored)
@@ -80,8 +81,6 @@ def open_megatron(
             f"{path} holds neither {MEGATRON_LEGACY} nor {TORCH_DIST}",
         )
         return open_legacy(path, vocab_size, ignored)
-    except ValueError as error:
-        raise ValueError(f"{source} {directory}: {error}") from error
 
 
 def _iteration(directory: Path, iteration: int | None) -> Path:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from ..config.fields import check
 from ..data.formats import library
-from ..data.json_values import JsonObject
 from ..data.library_tokenizers import (
     CHAT_TEMPLATE,
     PIECES,
@@ -28,7 +27,7 @@ from ..data.library_tokenizers import (
     load_pieces,
 )
 from ..data.tokenizer import bytes_to_unicode
-from ..text.named_files import read_text
+from ..text.named_files import JsonObject, read_text
 from .tensor_directory import read_json
 
 INEXACT = "--gguf-inexact-tokenizer"
@@ -429,7 +428,7 @@ def _add_around(found: GgufTokenizer, theirs: Any, where: str) -> None:
 
 
 def _tokens(
-    parts: Mapping[str, Any], kinds: Mapping[str, int], scores: Mapping[str, float]
+    parts: JsonObject, kinds: Mapping[str, int], scores: Mapping[str, float]
 ) -> list[Token]:
     """Return all tokens in id order; a missing id is an unused token."""
     tokens = {
@@ -444,7 +443,7 @@ def _tokens(
     return [tokens.get(token) or unused(token) for token in range(max(tokens) + 1)]
 
 
-def _of_byte_level(parts: Mapping[str, Any], merges: Merges, where: str) -> GgufTokenizer:
+def _of_byte_level(parts: JsonObject, merges: Merges, where: str) -> GgufTokenizer:
     vocabulary = parts["model"]["vocab"]
     missing = [byte for byte, letter in enumerate(bytes_to_unicode()) if letter not in vocabulary]
     check(
@@ -478,7 +477,7 @@ def _normalizer_differences(normalizer: JsonObject | None, where: str) -> list[s
     return ["it normalizes a text to NFC (normalizer), and llama.cpp does not"] if steps else []
 
 
-def _split(parts: Mapping[str, Any], where: str) -> Split:
+def _split(parts: JsonObject, where: str) -> Split:
     before = parts["pre_tokenizer"] or {}
     steps = before.get("pretokenizers") or [before]
     refused = ValueError(
@@ -539,7 +538,7 @@ SPACES: tuple[tuple[Any, Any, bool, str | None], ...] = (
 )
 
 
-def _of_fallback(parts: Mapping[str, Any], merges: Merges, where: str) -> GgufTokenizer:
+def _of_fallback(parts: JsonObject, merges: Merges, where: str) -> GgufTokenizer:
     model = parts["model"]
     check(
         not model.get("ignore_merges"), f"{where} has ignore_merges true, which llama.cpp has not"
@@ -597,7 +596,7 @@ def _merge_differences(
     return []
 
 
-def _added_differences(parts: Mapping[str, Any]) -> list[str]:
+def _added_differences(parts: JsonObject) -> list[str]:
     """Return differences in added tokens, which llama.cpp searches longest first."""
     found = []
     normalizes = any(step != NFC for step in _normalizer_steps(parts["normalizer"]))

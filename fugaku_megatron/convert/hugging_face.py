@@ -24,9 +24,8 @@ from ..checkpoint.tensor_files import DTYPES, write_tensors
 from ..config.fields import check, check_type
 from ..config.model import MASKED, ModelConfig
 from ..config.model import architecture as shape_values
-from ..data.json_values import JsonObject
 from ..data.library_tokenizers import CHAT_TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
-from ..text.named_files import unreadable
+from ..text.named_files import JsonObject, about, unreadable
 from .architectures import (
     ARCHITECTURES,
     ONLY,
@@ -170,7 +169,7 @@ def open_hugging_face(directory: str) -> Weights:
         path.is_dir(),
         f"--from-hf {directory} is not a directory: pass one that holds {FILE} and safetensors",
     )
-    try:
+    with about(f"--from-hf {directory}"):
         config = read_json(path / FILE)
         files = TensorDirectory.open(path)
         notes = []
@@ -186,8 +185,6 @@ def open_hugging_face(directory: str) -> Weights:
             files, note = _without_later_layers(files, model.num_layers)
             notes.append(note)
         reader = _reader(files, architecture, model)
-    except ValueError as error:
-        raise ValueError(f"--from-hf {directory}: {error}") from error
     dtypes = {name: reader.dtype(name) for name in reader.shapes}
     return Weights(model, dtypes, reader, path, notes=tuple(filter(None, notes)))
 
@@ -300,12 +297,10 @@ def read_config(config: JsonObject) -> tuple[Architecture, ModelConfig]:
     values = {**architecture.block, **_fields(architecture, config)}
     for rule in architecture.rules:
         values |= rule.read(config)
-    try:
+    with about(FILE):
         return architecture, ModelConfig(
             **{"seq_length": values["max_position_embeddings"], **values}, mask_vocab_padding=MASKED
         )
-    except ValueError as error:
-        raise ValueError(f"{FILE}: {error}") from error
 
 
 def _fields(architecture: Architecture, config: JsonObject) -> JsonObject:

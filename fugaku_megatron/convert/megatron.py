@@ -23,11 +23,12 @@ from torch import Tensor
 from ..checkpoint.manifest import TORCH_DIST_COMMON, TRACKER, write_text
 from ..config.fields import check
 from ..config.hybrid import parse_pattern
-from ..config.layer_kinds import GATED_DELTA_NET, MIXERS, LayerKind
+from ..config.layer_kinds import MIXERS, LayerKind
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..costs.accounting import round_up
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
+from ..text.named_files import about
 from .megatron_delta_net import is_shifted, joined_parts, parts_of, shifted, split_parts
 from .megatron_files import (
     MLP_NORM,
@@ -107,10 +108,8 @@ def checked_model(
 
 def owners_of(path: Path, pattern: str) -> list[int]:
     """Return the layer here of each layer of a HybridModel. Raise ValueError for an unknown symbol."""
-    try:
+    with about(str(path)):
         layers = parse_pattern(pattern).layers
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     return [number for number, symbols in enumerate(layers) for _ in symbols]
 
 
@@ -354,13 +353,13 @@ class _Names:
     def _stateful_modules(self, kind: LayerKind) -> Iterator[str]:
         engine = self.form.transformer_engine
         if kind.mixer is not None:
-            yield from (f"self_attention.{linear}" for linear in MIXERS[kind.mixer].linears)
-        if kind.mixer == GATED_DELTA_NET and engine:
-            yield "self_attention.out_norm"
-        elif kind.mixer is not None and engine:
-            yield "self_attention.core_attention"
-            if self.model.qk_layernorm:
-                yield from ("self_attention.q_layernorm", "self_attention.k_layernorm")
+            mixer = MIXERS[kind.mixer]
+            modules: tuple[str, ...] = mixer.linears
+            if engine:
+                modules += mixer.stateful
+                if self.model.qk_layernorm:
+                    modules += mixer.norms
+            yield from (f"self_attention.{module}" for module in modules)
         if kind.mlp is None:
             return
         if kind.mlp != MLP_OF_EXPERTS:

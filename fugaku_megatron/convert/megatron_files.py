@@ -29,7 +29,7 @@ from ..cli.arguments import add_flags
 from ..cli.parser import Parser
 from ..comm.agreement import describe
 from ..config.experts import EXPERTS
-from ..config.fields import check, check_type, flag, is_off
+from ..config.fields import FieldValues, as_tuples, check, check_type, flag, is_off
 from ..config.hybrid import PER_SYMBOL, Pattern, parse_pattern, with_layers
 from ..config.layer_kinds import (
     ATTENTION,
@@ -237,7 +237,7 @@ def model_of(
     """
     given = args if isinstance(args, dict) else vars(args)
     check_saved(given, ignored)
-    values: dict[str, Any] = {
+    values: FieldValues = {
         **dict(_values(given)),
         **_experts(given),
         "vocab_size": vocab_size or given.get("vocab_size") or rows,
@@ -269,7 +269,7 @@ def _check_biases(model: ModelConfig) -> None:
     )
 
 
-def _values(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _values(given: FieldValues) -> Iterator[tuple[str, Any]]:
     for f in fields(ModelConfig):
         name = next(
             (name for name in _ALSO.get(f.name, (f.name,)) if given.get(name) is not None), None
@@ -279,7 +279,7 @@ def _values(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f.name, given[name]
 
 
-def _experts(given: dict[str, Any]) -> dict[str, Any]:
+def _experts(given: FieldValues) -> FieldValues:
     if given.get("num_experts") is None:
         return {}
     values = {name: given[name] for name in EXPERTS if given.get(name) is not None}
@@ -291,7 +291,7 @@ def _experts(given: dict[str, Any]) -> dict[str, Any]:
     for f in fields(ModelConfig):
         if f.name in values:
             check_type(f, values[f.name])
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return as_tuples(values)
 
 
 def pattern_of(given: Mapping[str, Any]) -> str | None:
@@ -325,7 +325,7 @@ def check_pattern(pattern: str, model: ModelConfig) -> None:
         )
 
 
-def _positions(given: dict[str, Any]) -> str:
+def _positions(given: FieldValues) -> str:
     if given.get("use_rotary_position_embeddings"):
         return ROPE
     kind = given.get("position_embedding_type", LEARNED)
@@ -388,7 +388,7 @@ def arguments_of(
     )
 
 
-def _expert_arguments(model: ModelConfig) -> dict[str, Any]:
+def _expert_arguments(model: ModelConfig) -> FieldValues:
     if model.num_experts is None:
         return {"num_experts": None}
     values = {name: getattr(model, name) for name in EXPERTS}
@@ -458,7 +458,7 @@ class Nothing:
         pass
 
 
-def load_pickled(path: Path) -> dict[str, Any]:
+def load_pickled(path: Path) -> FieldValues:
     """Load a torch.save file with mapped tensors. Raise ValueError if it is damaged or could run
     code.
     """
@@ -470,7 +470,7 @@ def load_pickled(path: Path) -> dict[str, Any]:
         f"{path} is damaged",
     )
     check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not a dictionary")
-    state: dict[str, Any] = contents
+    state: FieldValues = contents
     return state
 
 

@@ -26,8 +26,10 @@ from ..config.optimizer import OptimizerConfig
 from ..config.param_schedule import ParamSchedule
 from ..config.precision import PrecisionConfig
 from ..config.run_config import GROUPS
+from ..text.named_files import JsonObject
 from .megatron import STATE, DistReader, Place, dist_reader
 
+Saved = Mapping[str, Any]  # by Megatron-LM's names
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "fp32_param"
 _OPTIMIZER = re.compile(
@@ -155,7 +157,7 @@ class _TrainingReader:
         )
         return files.tensor(key, place.layer).float()
 
-    def optimizer_state(self, common: Mapping[str, Any]) -> dict[str, Any]:
+    def optimizer_state(self, common: Saved) -> JsonObject:
         """Return the optimizer's state apart from tensors, which may be objects of ranks."""
         files = self.weights.files
         keys = [index.fqn for index in files.places if _OPTIMIZER.fullmatch(index.fqn)]
@@ -178,7 +180,7 @@ def _found(state: Any, name: str) -> Iterator[Any]:
         yield from _found(value, name)
 
 
-def _values(group: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _values(group: str, given: Saved) -> Iterator[tuple[str, Any]]:
     """Yield the saved arguments with the name and type of a field."""
     for f in fields(GROUPS[group]):
         value = given.get(f.name)
@@ -191,7 +193,7 @@ def _values(group: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield f.name, value
 
 
-def _layout(given: Mapping[str, Any]) -> dict[str, Any]:
+def _layout(given: Saved) -> JsonObject:
     names = {
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
@@ -203,10 +205,10 @@ def _layout(given: Mapping[str, Any]) -> dict[str, Any]:
 def _state(
     path: Path,
     iteration: int,
-    common: Mapping[str, Any],
-    given: Mapping[str, Any],
-    optimizer: Mapping[str, Any],
-) -> dict[str, Any]:
+    common: Saved,
+    given: Saved,
+    optimizer: Saved,
+) -> JsonObject:
     consumed = _count(path, "consumed_train_samples", given.get("consumed_train_samples"))
     scheduler = common.get("opt_param_scheduler") or {}
     counted = _count(path, "num_steps", scheduler.get("num_steps", consumed))
@@ -214,7 +216,7 @@ def _state(
         counted <= consumed,
         f"{path}: the scheduler counted {counted} samples, and the run consumed {consumed}",
     )
-    state: dict[str, Any] = {
+    state: JsonObject = {
         "progress": {
             "iteration": iteration,
             "consumed_samples": consumed,
@@ -237,7 +239,7 @@ def _count(path: Path, name: str, value: Any) -> int:
     return int(value)
 
 
-def _steps(path: Path, optimizer: Mapping[str, Any]) -> int:
+def _steps(path: Path, optimizer: Saved) -> int:
     found = {int(step) for name in ("step", "common_step") for step in _found(optimizer, name)}
     check(
         len(found) == 1,
@@ -247,19 +249,18 @@ def _steps(path: Path, optimizer: Mapping[str, Any]) -> int:
     return found.pop()
 
 
-def _scaler(optimizer: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, float]:
-    default = PrecisionConfig()
-    saved = next(_found(optimizer, "grad_scaler"), None) or {}
+def _scaler(optimizer: Saved, given: Saved) -> dict[str, float]:
+    hysteresis = given.get("hysteresis") or PrecisionConfig().hysteresis
+    found = next(_found(optimizer, "grad_scaler"), None)
+    saved: Saved = found or {}
     return {
         "scale": float(saved.get("scale", 1.0)),
         "good_steps": int(saved.get("growth_tracker", 0)),
-        "hysteresis": int(
-            saved.get("hysteresis_tracker", given.get("hysteresis") or default.hysteresis)
-        ),
+        "hysteresis": int(saved.get("hysteresis_tracker", hysteresis)),
     }
 
 
-def _schedule(scheduler: Mapping[str, Any], given: Mapping[str, Any]) -> ParamSchedule:
+def _schedule(scheduler: Saved, given: Saved) -> ParamSchedule:
     """Return the schedule, whose lengths are in samples in both programs."""
     config = OptimizerConfig(**dict(_values("optimizer", given)))
     changes = {

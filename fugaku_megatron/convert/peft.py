@@ -24,8 +24,8 @@ from ..config.fields import check, is_off
 from ..config.layer_kinds import FC1, FC2, IN_PROJ
 from ..config.lora import MATRICES, LoraConfig
 from ..config.model import ModelConfig
-from ..data.json_values import JsonObject
 from ..nn.adapters import expanded, row_mask
+from ..text.named_files import JsonObject, about
 from .architectures import (
     conv_query_key_value,
     transposed,
@@ -133,7 +133,6 @@ def places(weights: Weights) -> Iterator[Place]:
 
 
 def _key(module: str, kind: str) -> str:
-    """Return the name of a module's A or B in the file."""
     return f"{PREFIX}{module}.lora_{kind}.weight"
 
 
@@ -266,10 +265,8 @@ def open_peft(directory: str, weights: Weights, base: JsonObject) -> Weights:
         path.is_dir(),
         f"--from-peft {directory} is not a directory: pass one that holds {CONFIG} and {TENSORS}",
     )
-    try:
+    with about(f"--from-peft {directory}"):
         return _open(path, weights, base)
-    except ValueError as error:
-        raise ValueError(f"--from-peft {directory}: {error}") from error
 
 
 def check_config(config: JsonObject) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config.fields import check, is_off
 from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET
 from ..config.model import ROPE, YARN, ModelConfig
 from ..config.model import SCALINGS as FLAGS
-from ..data.json_values import JsonObject
+from ..text.named_files import JsonObject
 
 FILE = "config.json"
 POSITIONS = "original_max_position_embeddings"
@@ -61,11 +61,13 @@ class Rule:
     read: config.json -> ModelConfig values
     write: model -> config.json values
     names: fields that `read` uses
+    sets: ModelConfig values by which `read` changes the block
     """
 
     read: Callable[[JsonObject], JsonObject]
     write: Callable[[ModelConfig], JsonObject]
     names: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()
 
 
 def number(config: JsonObject, name: str, default: float | None, whole: bool = False) -> Any:
@@ -154,7 +156,8 @@ def rotary(
         partial = {} if share is None else {names[1]: model.rotary_percent}
         return {names[0]: model.rotary_base, **_write_scaling(model), **partial}
 
-    return Rule(read, write, (*names, *ROPE_FIELDS))
+    sets = () if share is None else ("rotary_percent",)
+    return Rule(read, write, (*names, *ROPE_FIELDS), sets)
 
 
 def _read_rope(config: JsonObject, share: float | None, kinds: Collection[str]) -> JsonObject:
@@ -267,7 +270,7 @@ def _read_rotary_of_text(config: JsonObject) -> JsonObject:
 
 
 # Rope of a text in a model that also rotates by the places in images.
-ROTARY_OF_TEXT = Rule(_read_rotary_of_text, _QUARTER.write, _QUARTER.names)
+ROTARY_OF_TEXT = replace(_QUARTER, read=_read_rotary_of_text)
 
 
 def _write_named_rope(model: ModelConfig) -> JsonObject:
@@ -305,7 +308,10 @@ def window(default: int | None) -> Rule:
         return {"window_size": None if size is None else f"{size - 1},0"}
 
     return Rule(
-        read, lambda model: {"sliding_window": model.window}, ("sliding_window", "layer_types")
+        read,
+        lambda model: {"sliding_window": model.window},
+        ("sliding_window", "layer_types"),
+        ("window_size",),
     )
 
 
@@ -320,6 +326,14 @@ def _pattern_length(pattern: object) -> int | None:
     name = "sliding_window_pattern"
     length: int | None = number({name: pattern}, name, None, whole=True)
     return length
+
+
+def _check_kinds(kinds: Any, other: str, layers: int) -> None:
+    right = isinstance(kinds, list) and len(kinds) == layers and {*map(str, kinds)} <= {other, FULL}
+    check(
+        right,
+        f"{FILE}: layer_types is {kinds!r:.80}, not {other} or {FULL} for each of {layers} layers",
+    )
 
 
 def _layer_types(config: JsonObject, every: int | None) -> list[str]:
@@ -338,13 +352,7 @@ def _layer_types(config: JsonObject, every: int | None) -> list[str]:
             kinds = [kind for _ in range(layers)]
         else:
             kinds = [FULL if (layer + 1) % step == 0 else WINDOWED for layer in range(layers)]
-    right = (
-        isinstance(kinds, list) and len(kinds) == layers and {*map(str, kinds)} <= {WINDOWED, FULL}
-    )
-    check(
-        right,
-        f"{FILE}: layer_types is {kinds!r:.80}, not {WINDOWED} or {FULL} for each of {layers} layers",
-    )
+    _check_kinds(kinds, WINDOWED, layers)
     return [str(kind) for kind in kinds]
 
 
@@ -391,7 +399,7 @@ def windows_by_layer(default: int | None, every: int | None = None) -> Rule:
         return {"sliding_window": model.window, "layer_types": kinds}
 
     names = ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern")
-    return Rule(read, write, names)
+    return Rule(read, write, names, ("window_size", "window_attn_skip_freq"))
 
 
 LINEAR = "linear_attention"
@@ -403,13 +411,7 @@ def _read_linear_layers(config: JsonObject) -> JsonObject:
     if kinds is None:
         step = number(config, "full_attention_interval", 4, whole=True)
         kinds = [LINEAR if (layer + 1) % step else FULL for layer in range(layers)]
-    right = (
-        isinstance(kinds, list) and len(kinds) == layers and {*map(str, kinds)} <= {LINEAR, FULL}
-    )
-    check(
-        right,
-        f"{FILE}: layer_types is {kinds!r:.80}, not {LINEAR} or {FULL} for each of {layers} layers",
-    )
+    _check_kinds(kinds, LINEAR, layers)
     full = [kind == FULL for kind in kinds]
     if all(full):
         return {"experimental_attention_variant": None, "linear_attention_freq": None}
@@ -426,6 +428,7 @@ LINEAR_LAYERS = Rule(
         "layer_types": [FULL if kind.mixer == ATTENTION else LINEAR for kind in model.layer_kinds]
     },
     ("layer_types", "full_attention_interval"),
+    ("experimental_attention_variant", "linear_attention_freq"),
 )
 
 
@@ -443,7 +446,7 @@ def no_rope_in_full_layers(default: int | None, every: int, without_windows: boo
             full = [False] * len(full)
         return {"no_rope_freq": _pattern(full, listed=True, divides=True)}
 
-    return Rule(read, lambda model: {})
+    return Rule(read, lambda model: {}, sets=("no_rope_freq",))
 
 
 def rotates_windows_alone(model: ModelConfig) -> bool:
@@ -470,6 +473,7 @@ NO_ROPE_LAYERS = Rule(
     _read_no_rope_layers,
     lambda model: {"no_rope_layers": [int(kind.rope is not None) for kind in model.layer_kinds]},
     ("no_rope_layers", "no_rope_layer_interval"),
+    ("no_rope_freq",),
 )
 
 
@@ -530,7 +534,8 @@ def rotary_by_layer(base: float, window_base: float, name: str | None, every: in
             }
         }
 
-    return Rule(read, write, (*ROPE_FIELDS, *((name,) if name else ())))
+    names = ROPE_FIELDS if name is None else (*ROPE_FIELDS, name)
+    return Rule(read, write, names, ("window_rotary_base",))
 
 
 def scales_full_layers_alone(model: ModelConfig) -> bool:
@@ -549,6 +554,7 @@ QUERY_SCALE = Rule(
     _read_query_scale,
     lambda model: {"query_pre_attn_scalar": query_scale(model)},
     ("query_pre_attn_scalar",),
+    ("attention_multiplier",),
 )
 
 
@@ -650,7 +656,10 @@ def _read_logit_scale(config: JsonObject) -> JsonObject:
 
 
 LOGIT_SCALE = Rule(
-    _read_logit_scale, lambda model: {"logit_scale": 1.0 / model.logits_scaling}, ("logit_scale",)
+    _read_logit_scale,
+    lambda model: {"logit_scale": 1.0 / model.logits_scaling},
+    ("logit_scale",),
+    ("logits_scaling",),
 )
 
 
@@ -675,14 +684,14 @@ NO_DROPOUT = Rule(
 SCALED_WORDS = Rule(
     lambda config: {"embedding_multiplier": number(config, "hidden_size", None, whole=True) ** 0.5},
     lambda model: {},
+    sets=("embedding_multiplier",),
 )
 MULTIPLIERS = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
+_MULTIPLIED = (*MULTIPLIERS, "attention_multiplier")
 
 
 def _read_multipliers(config: JsonObject) -> JsonObject:
-    return {
-        name: float(number(config, name, 1.0)) for name in (*MULTIPLIERS, "attention_multiplier")
-    }
+    return {name: float(number(config, name, 1.0)) for name in _MULTIPLIED}
 
 
 MULTIPLIED = Rule(
@@ -691,7 +700,8 @@ MULTIPLIED = Rule(
         "attention_multiplier": model.attention_multiplier or model.kv_channels**-0.5,
         **{name: getattr(model, name) for name in MULTIPLIERS},
     },
-    (*MULTIPLIERS, "attention_multiplier"),
+    _MULTIPLIED,
+    _MULTIPLIED,
 )
 
 
@@ -720,6 +730,7 @@ NORMALISED_EXPERTS = Rule(
     lambda config: _read_experts({**config, "norm_topk_prob": True}),
     lambda model: {"num_experts": model.num_experts},
     ("num_experts", "num_local_experts"),
+    ("num_experts",),
 )
 EXPERTS = Rule(
     _read_experts,
@@ -728,6 +739,7 @@ EXPERTS = Rule(
         "norm_topk_prob": not model.moe_router_pre_softmax,
     },
     ("num_experts", "num_local_experts", "norm_topk_prob"),
+    ("num_experts",),
 )
 
 

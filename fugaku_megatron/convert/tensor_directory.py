@@ -18,8 +18,9 @@ from ..checkpoint.tensor_files import (
 )
 from ..comm.agreement import describe
 from ..config.fields import check
-from ..data.json_values import JsonObject
+from ..text.named_files import JsonObject
 
+Tensors = dict[str, tuple[PlainFile, StoredTensor]]
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SAVE_AS = "save the model in F32, BF16 or F16"
@@ -29,7 +30,7 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 @dataclass(frozen=True)
 class TensorDirectory:
     path: Path
-    tensors: dict[str, tuple[PlainFile, StoredTensor]]
+    tensors: Tensors
 
     @staticmethod
     def open(path: Path) -> TensorDirectory:
@@ -70,8 +71,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     return names
 
 
-def _indexed(path: Path, weight_map: dict[str, str]) -> dict[str, tuple[PlainFile, StoredTensor]]:
-    tensors: dict[str, tuple[PlainFile, StoredTensor]] = {}
+def _indexed(path: Path, weight_map: dict[str, str]) -> Tensors:
+    tensors: Tensors = {}
     for file in sorted(set(weight_map.values())):
         check(
             (path / file).is_file(),
@@ -86,7 +87,7 @@ def _indexed(path: Path, weight_map: dict[str, str]) -> dict[str, tuple[PlainFil
     return tensors
 
 
-def header(path: Path) -> dict[str, tuple[PlainFile, StoredTensor]]:
+def header(path: Path) -> Tensors:
     file = PlainFile(path, path.stat().st_size)
     try:
         return {name: (file, stored) for name, stored in read_header(file).items()}

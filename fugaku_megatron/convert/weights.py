@@ -45,6 +45,7 @@ from ..nn.adapters import FINGERPRINTS, bits_number, merged, row_mask
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import ParameterSpec, parameters_of
+from ..text.named_files import about
 
 Shapes = dict[str, tuple[int, ...]]  # by global name, whole tensors
 
@@ -229,8 +230,7 @@ def open_own(
 
     Raise ValueError if the checkpoint is missing or damaged.
     """
-    prefix = f"--load {directory}: "
-    try:
+    with about(f"--load {directory}"):
         found = iteration_to_load(directory) if iteration is None else iteration
         if found is None:
             raise ValueError("holds no checkpoint")
@@ -247,8 +247,6 @@ def open_own(
             return adapters.added_to(replace(weights, config=manifest["config"]))
         check(base is None, f"holds a whole model: leave {BASE_FLAG} {base} out")
         read = _reader(path, manifest, shapes(model))
-    except ValueError as error:
-        raise ValueError(f"{prefix}{error}") from error
     carried = Path(directory) / CARRIED
     return Weights(
         model, read.dtypes, read, carried if carried.is_dir() else None, manifest["config"]

@@ -24,6 +24,7 @@ from .activations import (
     FP32_BYTES,
     MatmulCollectives,
     Record,
+    Records,
     activation_bytes,
     adapted,
     all_reduce,
@@ -132,14 +133,14 @@ def _layer_norms(run: RunConfig, tp: int) -> tuple[Norms, Norms]:
 @lru_cache(maxsize=64)  # searches repeat the same runs
 def layer_records(
     run: RunConfig, tp: int, kind: LayerKind | None = None, cp_comm_type: str | None = None
-) -> tuple[Record, ...]:
+) -> Records:
     """Return one transformer layer's operations. Saved bytes follow the C++ kernels, which recompute gelu(x) from x.
 
     kind: None: `typical_layer`, with the mean visible share of all layers.
     """
     each = kind or typical_layer(run.model)
     around_mixer, around_mlp = _layer_norms(run, tp)
-    records: tuple[Record, ...] = ()
+    records: Records = ()
     if each.mixer is not None:
         comm_type = cp_comm_type or typical_cp_comm_type(run)
         mixer = mixer_costs(each.mixer).records(run, tp, comm_type, kind)
@@ -149,7 +150,7 @@ def layer_records(
     return adapted(run, tp, records)
 
 
-def _mlp(run: RunConfig, tp: int, mlp: str) -> tuple[Record, ...]:
+def _mlp(run: RunConfig, tp: int, mlp: str) -> Records:
     if mlp == MLP_OF_EXPERTS:
         return expert_records(run, tp)
     kept = 0 if run.model.parallel_shared_norm else residual_bytes(run, tp)  # also of QKV
@@ -189,7 +190,7 @@ def last_recomputed_records(run: RunConfig, tp: int, kind: LayerKind | None = No
 
 
 @lru_cache(maxsize=64)
-def embedding_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
+def embedding_records(run: RunConfig, tp: int) -> Records:
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
     records = [
@@ -209,7 +210,7 @@ def embedding_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
 
 
 @lru_cache(maxsize=64)
-def head_records(run: RunConfig, tp: int, tied: bool) -> tuple[Record, ...]:
+def head_records(run: RunConfig, tp: int, tied: bool) -> Records:
     """Return the final norm, the logits and the loss. tied: the embedding counts the weight."""
     model = run.model
     around = MatmulCollectives.from_run(run, tp)
@@ -222,19 +223,16 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> tuple[Record, ...]:
         forward=around.into,
         backward=around.into_backward[-1:],
     )
-    if tied and model.tied:
-        logits = replace(logits, parameters=0)
+    parameters = 0 if tied and model.tied else logits.parameters
+    logits = replace(logits, parameters=parameters, is_head=True)
     loss = Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, tp))
     return adapted(run, tp, (_norm("final_layernorm", run, tp), logits, loss))
 
 
-UNQUANTIZED = ("router", "shared_gate")
-
-
 def is_quantized(run: RunConfig, record: Record) -> bool:
-    if record.gemm is None or record.adapts or record.mixes or record.name in UNQUANTIZED:
+    if record.gemm is None or record.adapts or record.mixes or not record.quantizes:
         return False
-    return run.system.int8_head if record.name == "logits" else run.system.int8
+    return run.system.int8_head if record.is_head else run.system.int8
 
 
 @lru_cache(maxsize=4096)  # searches repeat the same runs

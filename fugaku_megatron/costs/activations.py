@@ -27,6 +27,9 @@ class Collective:
     bytes: int
 
 
+Collectives = tuple[Collective, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One operation on one rank for one micro-batch.
@@ -34,7 +37,7 @@ class Record:
     replicated: parameters on every tensor-parallel rank.
     of_heads: replicated parameters with partial gradients from a rank's own heads or expert shards.
     divided: expert parameters that ranks shard unlike other matrices.
-    gemm: (M, N, K) for each of `gemm_count` forward matmuls; grouped: expert matmuls.
+    gemm: (M, N, K) for each of `gemm_count` forward matmuls; grouped: expert matmuls; quantizes: in INT8 with --int8.
     mixes: combines the tokens of a sequence, without a weight matrix; selective recompute repeats it.
     visible: share of attention's squares Q K^T and P V that a kernel computes; None: no attention.
     fp32_share: share of the FP32 peak that a kernel of its own reaches; None: by shape and precision.
@@ -50,6 +53,8 @@ class Record:
     gemm: tuple[int, int, int] | None = None
     gemm_count: int = 1
     grouped: bool = False
+    quantizes: bool = True
+    is_head: bool = False
     mixes: bool = False
     visible: float | None = None
     fp32_share: float | None = None
@@ -57,10 +62,13 @@ class Record:
     flops_forward: int = 0
     flops_backward: int = 0
     saved_bytes: int = 0
-    forward: tuple[Collective, ...] = ()
-    backward: tuple[Collective, ...] = ()
+    forward: Collectives = ()
+    backward: Collectives = ()
     frozen: bool = False
     adapts: bool = False
+
+
+Records = tuple[Record, ...]
 
 
 def linear(
@@ -69,8 +77,8 @@ def linear(
     *,
     bias: int = 0,
     saved_bytes: int = 0,
-    forward: tuple[Collective, ...] = (),
-    backward: tuple[Collective, ...] = (),
+    forward: Collectives = (),
+    backward: Collectives = (),
     replicated: int = 0,
 ) -> Record:
     """Return a matmul and its two gradient matmuls. gemm: (rows, outputs, inputs)."""
@@ -155,7 +163,7 @@ def p2p_keys(s: int, ranks: int, window: int | None) -> tuple[tuple[int, int], .
 
 def attention_messages(
     run: RunConfig, tp: int, cp_comm_type: str, window: int | None
-) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+) -> tuple[Collectives, Collectives]:
     """Return attention's context-parallel collectives, forward and backward; p2p: on the rank that sends most.
 
     a2a: sequence to heads before attention, back after it. allgather: keys and values, again in backward, which reduce-scatters their
@@ -230,7 +238,7 @@ def overlap_blocks(tp: int) -> int:
     return -(-EXCHANGED_BLOCKS // tp)
 
 
-def all_reduce(bytes: int, tp: int) -> tuple[Collective, ...]:
+def all_reduce(bytes: int, tp: int) -> Collectives:
     return (Collective("all_reduce", "tp", bytes),) if tp > 1 else ()
 
 
@@ -238,10 +246,10 @@ def all_reduce(bytes: int, tp: int) -> tuple[Collective, ...]:
 class MatmulCollectives:
     """Collectives into a column-parallel matmul and out of a row-parallel one."""
 
-    into: tuple[Collective, ...]
-    into_backward: tuple[Collective, ...]
-    out: tuple[Collective, ...]
-    out_backward: tuple[Collective, ...]
+    into: Collectives
+    into_backward: Collectives
+    out: Collectives
+    out_backward: Collectives
 
     def column(self, name: str, gemm: tuple[int, int, int], **more: int) -> Record:
         return linear(name, gemm, forward=self.into, backward=self.into_backward, **more)
@@ -273,7 +281,7 @@ def recompute_groups(layers: int, method: str, number: int) -> list[range]:
 # Adapters (`nn.adapters`) ---------------------------------------------------------------------------------------------------------
 
 
-def adapted(run: RunConfig, tp: int, records: tuple[Record, ...]) -> tuple[Record, ...]:
+def adapted(run: RunConfig, tp: int, records: Records) -> Records:
     if not run.lora.on:
         return records
     return tuple(
@@ -283,7 +291,7 @@ def adapted(run: RunConfig, tp: int, records: tuple[Record, ...]) -> tuple[Recor
 
 def _frozen(run: RunConfig, record: Record) -> Record:
     """Return a record without weight gradients; without an adapter no input is saved."""
-    matmul = record.gemm is not None and record.parameters > 0 or record.name == "logits"
+    matmul = record.gemm is not None and record.parameters > 0 or record.is_head
     saved = record.saved_bytes
     if record.name in input_projections() and not run.lora.parts(record.name, run.model):
         saved = 0
@@ -307,7 +315,7 @@ def _linear_name(record: Record) -> str:
     return record.name.replace("shared_", "linear_")
 
 
-def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
+def _adapters(run: RunConfig, tp: int, record: Record) -> Records:
     name = _linear_name(record)
     rank = run.lora.rank
     matrices = run.lora.parts(name, run.model)

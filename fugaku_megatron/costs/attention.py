@@ -13,6 +13,7 @@ from .activations import (
     FP32_BYTES,
     MatmulCollectives,
     Record,
+    Records,
     all_reduce,
     attention_messages,
     context_bytes,
@@ -27,7 +28,7 @@ from .mixers import Elementwise, Matrices, MixerCosts, Segments, Shapes
 class AttentionCosts(MixerCosts):
     def records(
         self, run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None
-    ) -> tuple[Record, ...]:
+    ) -> Records:
         model = run.model
         around = MatmulCollectives.from_run(run, tp)
         h = model.hidden_size
@@ -149,7 +150,7 @@ def _attention(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | Non
     )
 
 
-def _rotary(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind) -> tuple[Record, ...]:
+def _rotary(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind) -> Records:
     """Return the rotary record; only the query and key norms save their inputs."""
     model = run.model
     if not model.uses_rotary(kind):

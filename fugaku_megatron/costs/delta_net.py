@@ -13,8 +13,10 @@ from ..config.run_config import RunConfig
 from .activations import (
     FP32_BYTES,
     Collective,
+    Collectives,
     MatmulCollectives,
     Record,
+    Records,
     residual_bytes,
 )
 from .int8_moments import shared_segments
@@ -59,7 +61,7 @@ def _state_bytes(model: ModelConfig, ranks: int) -> int:
 class DeltaNetCosts(MixerCosts):
     def records(
         self, run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None
-    ) -> tuple[Record, ...]:
+    ) -> Records:
         """Return a gated delta net's operations. Ranks that share a sequence exchange heads, whatever --cp-comm-type says."""
         model = run.model
         around = MatmulCollectives.from_run(run, tp)
@@ -71,7 +73,7 @@ class DeltaNetCosts(MixerCosts):
         k = model.linear_key_head_dim
         v = model.linear_value_head_dim
         convolved, rule, norm = _mixed_bytes(run, tp)
-        messages: tuple[Collective, ...] = ()
+        messages: Collectives = ()
         if run.parallel.context_parallel_size > 1:
             messages = tuple(
                 Collective("all_to_all", "cp", rows * each * run.element_bytes)

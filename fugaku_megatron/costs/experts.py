@@ -15,8 +15,10 @@ from ..config.run_config import RunConfig
 from .activations import (
     FP32_BYTES,
     Collective,
+    Collectives,
     MatmulCollectives,
     Record,
+    Records,
     activation_bytes,
     all_reduce,
     linear,
@@ -130,7 +132,7 @@ RECEIVED_BYTES = 2 * 8
 COUNT_BYTES = 4  # a token count, reduced as FP32
 
 
-def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
+def expert_records(run: RunConfig, tp: int) -> Records:
     """Return the operations in a layer's experts, each with the mean number of rows."""
     model = run.model
     division = Division.of(run, tp)
@@ -209,6 +211,7 @@ def _router(run: RunConfig, tp: int) -> Record:
         ),
         parameters=parameters,
         replicated=parameters,
+        quantizes=False,
     )
 
 
@@ -223,7 +226,7 @@ def _order_bytes(run: RunConfig, tp: int, division: Division) -> int:
     return saved + activation_bytes(run) if shards > 1 else saved
 
 
-def _balance_collectives(run: RunConfig, shards: int) -> tuple[Collective, ...]:
+def _balance_collectives(run: RunConfig, shards: int) -> Collectives:
     experts = run.model.num_experts or 0
     if shards == 1:
         return ()
@@ -266,7 +269,7 @@ def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollective
     chosen = division.chosen
     here = division.here
 
-    def sent(rows: int, *sizes: int, group: str = "ep") -> tuple[Collective, ...]:
+    def sent(rows: int, *sizes: int, group: str = "ep") -> Collectives:
         ranks = division.ep if group == "ep" else division.etp
         if ranks == 1:
             return ()
@@ -295,9 +298,7 @@ def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollective
     )
 
 
-def mlp_records(
-    run: RunConfig, tp: int, name: str, width: int, saved_bytes: int = 0
-) -> tuple[Record, ...]:
+def mlp_records(run: RunConfig, tp: int, name: str, width: int, saved_bytes: int = 0) -> Records:
     """Return both matmuls of an MLP, named `name`_fc1 and `name`_fc2, and its activation.
 
     width: of all ranks. saved_bytes: of the input.
@@ -323,11 +324,12 @@ def mlp_records(
     )
 
 
-def _shared_expert(run: RunConfig, tp: int, width: int) -> tuple[Record, ...]:
+def _shared_expert(run: RunConfig, tp: int, width: int) -> Records:
     records = mlp_records(run, tp, "shared", width)
     if not run.model.moe_shared_expert_gate:
         return records
     own = run.tokens_per_microbatch // sequence_shards(run, tp)
     h = run.model.hidden_size
     saved = residual_bytes(run, tp) + own * (FP32_BYTES + run.element_bytes % FP32_BYTES)
-    return *records, linear("shared_gate", (own, 1, h), saved_bytes=saved, replicated=h)
+    gate = linear("shared_gate", (own, 1, h), saved_bytes=saved, replicated=h)
+    return *records, replace(gate, quantizes=False)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..config.layer_kinds import MIXERS, LayerKind
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
-from .activations import Record, activation_bytes
+from .activations import Records, activation_bytes
 
 Matrices = list[tuple[int, int, int]]  # (how many, rows, columns)
 Shapes = tuple[tuple[int, int], tuple[int, int]]
@@ -31,7 +31,7 @@ class MixerCosts(ABC):
     @abstractmethod
     def records(
         self, run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None
-    ) -> tuple[Record, ...]:
+    ) -> Records:
         """Return the operations. kind: None: `typical_layer`, with the mean visible share of all layers"""
 
     @abstractmethod

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..comm.agreement import on_root
-from ..text.named_files import unreadable
+from ..text.named_files import StrPath, unreadable
 from .dataset import RELEASE_EVERY, DatasetConfig, TokenArrays, check_index, check_tokens
-from .files import PathLike, ReadFile
+from .files import ReadFile
 from .indexed import IndexedDataset, IndexedDatasetWriter
 from .marks import COUNTED, FIRST, PADDED
 
@@ -57,9 +57,9 @@ class ChatWriter(IndexedDatasetWriter):
 
     def __init__(
         self,
-        prefix: PathLike,
+        prefix: StrPath,
         dtype: np.dtype | str | type,
-        folder: PathLike | None = None,
+        folder: StrPath | None = None,
     ):
         super().__init__(prefix, dtype, folder)
         self.trained = 0
@@ -111,7 +111,7 @@ class ChatFiles(IndexedDataset):
     Raises ValueError on every rank, also if .mask is missing, damaged or belongs to other files.
     """
 
-    def __init__(self, prefix: PathLike, comm: Comm | None = None):
+    def __init__(self, prefix: StrPath, comm: Comm | None = None):
         super().__init__(prefix, comm)
         on_root(comm, self._check)
 

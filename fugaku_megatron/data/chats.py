@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ..text.named_files import read_text
+from ..text.named_files import JsonObject, about, read_text
 from .chat_dataset import ChatFiles, signed, unsigned
 from .files import Document, read_record
 from .formats import CHAT
-from .json_values import JsonObject
 from .library_tokenizers import HuggingFaceTokenizer, clean
 from .template_limits import (
     LARGEST_TEMPLATE,
@@ -159,15 +158,13 @@ def read_chat(document: Document) -> Chat:
 
 
 def chat_of(record: JsonObject, where: str) -> Chat:
-    try:
+    with about(where):
         for key in WEIGHTS:
             if record.get(key) in (False, 0):
                 raise ValueError(
                     f"{key} is {record[key]!r}, and every chat is trained: leave the chat out, or {key}"
                 )
         chat = _read(record, where)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
     return replace(chat, unread=frozenset(record.keys() - set(CHAT.names)))
 
 

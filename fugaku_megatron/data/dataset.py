@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from ..comm.agreement import on_root
+from ..text.named_files import JsonObject
 from .index_cache import (
     BLOCK,
     ArrayBlocks,
@@ -38,7 +39,6 @@ from .index_cache import (
     shuffle_index_dtype,
 )
 from .indexed import IndexedDataset
-from .json_values import JsonObject
 
 if TYPE_CHECKING:
     from ..comm.base import Comm

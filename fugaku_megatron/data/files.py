@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from ..text.named_files import FIRST_BYTES, POINTER, unreadable
+from ..text.named_files import FIRST_BYTES, POINTER, JsonObject, StrPath, unreadable
 from .formats import (
     LINES,
     TABLES,
@@ -39,10 +39,9 @@ from .formats import (
     saved_files,
     text_blocks,
 )
-from .json_values import JsonObject, values
+from .json_values import values
 
 T = TypeVar("T")
-PathLike = str | os.PathLike[str]
 
 
 class MappedFile:
@@ -115,7 +114,7 @@ class ReadFile:
     Not mapped: truncating a mapped file ends the process by SIGBUS, without a message.
     """
 
-    def __init__(self, path: PathLike, expected: Status | None = None) -> None:
+    def __init__(self, path: StrPath, expected: Status | None = None) -> None:
         self.path = os.fspath(path)
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..comm.agreement import agree, describe, on_root
+from ..text.named_files import JsonObject
 from .files import MappedFile
-from .json_values import JsonObject
 
 if TYPE_CHECKING:
     from ..comm.base import Comm

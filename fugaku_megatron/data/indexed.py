@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ..comm.agreement import on_root
-from ..text.named_files import unreadable
-from .files import PathLike, ReadFile, Status, check_status
+from ..text.named_files import JsonObject, StrPath, unreadable
+from .files import ReadFile, Status, check_status
 from .index_cache import BLOCK
-from .json_values import JsonObject
 
 if TYPE_CHECKING:  # reading and writing tokens needs no torch
     from ..comm.base import Comm
@@ -195,7 +194,7 @@ class IndexedDataset:
     every rank if a file is missing, truncated, invalid or changed, or the two disagree.
     """
 
-    def __init__(self, prefix: PathLike, comm: Comm | None = None):
+    def __init__(self, prefix: StrPath, comm: Comm | None = None):
         self.prefix = os.fspath(prefix)
         self._files: list[ReadFile] = []
         self._statuses: dict[str, Status] = {}  # by path, of the files that must not change
@@ -335,9 +334,9 @@ class IndexedDatasetWriter:
 
     def __init__(
         self,
-        prefix: PathLike,
+        prefix: StrPath,
         dtype: np.dtype | str | type,
-        folder: PathLike | None = None,
+        folder: StrPath | None = None,
     ):
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")

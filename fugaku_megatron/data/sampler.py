@@ -24,6 +24,8 @@ from .dataset import Dataset
 from .marks import TokenCounts
 
 T = TypeVar("T")
+BatchSizes = Callable[[int], int]  # samples consumed -> global batch size
+StepSamples = Callable[[int, int], Sequence[int]]  # (samples consumed, count) -> sample numbers
 
 
 def first_sample(
@@ -46,8 +48,8 @@ def fetch(dataset: Dataset, samples: Sequence[int]) -> np.ndarray:
 def global_batches(
     dataset: Dataset,
     consumed: int,
-    global_batch_size: Callable[[int], int],
-    samples: Callable[[int, int], Sequence[int]],
+    global_batch_size: BatchSizes,
+    samples: StepSamples,
 ) -> Iterator[Sequence[int]]:
     """Yield each iteration's sample numbers up to the last full batch; arguments as
     `micro_batches`.
@@ -60,16 +62,16 @@ def global_batches(
 def micro_batches(
     dataset: Dataset,
     consumed: int,
-    global_batch_size: Callable[[int], int],
+    global_batch_size: BatchSizes,
     micro_batch_size: int,
     dp_rank: int,
     dp_size: int,
-    samples: Callable[[int, int], Sequence[int]] = consecutive,
+    samples: StepSamples = consecutive,
 ) -> Iterator[np.ndarray]:
     """Yield this data-parallel rank's micro-batches from sample `consumed` on, as `fetch`.
 
-    global_batch_size: function of the samples consumed, such as `config.batches.RampUp`
-    samples: returns a step's sample numbers, such as `config.sample_rules.Skips.samples`
+    global_batch_size: such as `config.batches.RampUp`
+    samples: such as `config.sample_rules.Skips.samples`
 
     Ends before the first incomplete global batch.
     """
@@ -186,10 +188,10 @@ class ReaderBatches:
         readers: ReaderGroup,
         dataset: Dataset | None,
         consumed: int,
-        size: Callable[[int], int],
+        size: BatchSizes,
         micro_batch_size: int,
         dp_size: int,
-        samples: Callable[[int, int], Sequence[int]] = consecutive,
+        samples: StepSamples = consecutive,
     ) -> None:
         self.readers = readers
         self.micro_batch_size = micro_batch_size

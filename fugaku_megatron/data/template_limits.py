@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from ..text.named_files import JsonObject
 from .formats import NeverSkipped
-from .json_values import JsonObject
 
 SECONDS = 5.0  # for one rendering; published templates take milliseconds
 BYTES = 2**30  # of memory that rendering may add

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from ..text.named_files import read_text
-from .json_values import JsonObject
+from ..text.named_files import JsonObject, read_text
 from .library_tokenizers import (
     ByteLevelBPE,
     HuggingFaceTokenizer,

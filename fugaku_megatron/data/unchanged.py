@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ..text.named_files import JsonObject
 from .dataset import Dataset
 from .indexed import IndexedDataset
-from .json_values import JsonObject
 
 Record = JsonObject  # what a checkpoint says of the files of a prefix: `IndexedDataset.record`
 

@@ -4,8 +4,7 @@ form.
     fugaku-megatron vocabulary --input my_texts --vocab-size 8192 --output my_vocabulary
 
 writes my_vocabulary/vocab.json and merges.txt, for --vocab-file and --merge-file. The `tokenizers`
-library does the training, with GPT-2's split into pieces; <|endoftext|> is the last token. Left
-out: other kinds of vocabulary.
+library does the training, with GPT-2's split into pieces; <|endoftext|> is the last token.
 """
 
 from __future__ import annotations

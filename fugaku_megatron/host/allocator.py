@@ -17,11 +17,10 @@ import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from ..text.named_files import StrPath
+from ..text.named_files import JsonObject, StrPath
 from . import cgroup, kernels
 from .cgroup import read_text
 
@@ -95,7 +94,7 @@ def trim() -> None:
         malloc_trim(0)
 
 
-def huge_pages(root: Path = Path("/")) -> dict[str, Any]:
+def huge_pages(root: Path = Path("/")) -> JsonObject:
     """Return transparent huge pages, reserved pages by size, and the variables of Fujitsu's XOS."""
     choice = re.search(
         r"\[(\w+)\]", read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""

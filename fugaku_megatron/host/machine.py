@@ -9,11 +9,11 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
+from ..text.named_files import JsonObject
 from . import allocator, kernels
 from .cgroup import cpu_quota, read_text
 from .energy import Counters
@@ -48,8 +48,7 @@ COMPILERS = ("gcc", "g++", "clang++", "FCC", "icpx", "mpicc")
 SECONDS = 5  # for a compiler to say its version
 
 
-def facts(root: Path = Path("/")) -> dict[str, Any]:
-    """Return facts without names."""
+def facts(root: Path = Path("/")) -> JsonObject:
     mask = os.sched_getaffinity(0)
     node = Node.read(root)
     cpus = root / "sys/devices/system/cpu"

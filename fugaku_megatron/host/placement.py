@@ -23,6 +23,7 @@ from . import cgroup
 from .cgroup import read_text
 
 T = TypeVar("T")
+Environment = Mapping[str, str]
 SAVE = (
     "cp --parents /sys/devices/system/node/node*/{cpulist,meminfo} "
     "/sys/devices/system/cpu/cpu*/topology/{thread_siblings_list,physical_package_id} DIR"
@@ -207,7 +208,7 @@ class Rank:
     needed: int | None = None
 
 
-def limits(environ: Mapping[str, str], ranks: int, quota: float | None) -> dict[str, float]:
+def limits(environ: Environment, ranks: int, quota: float | None) -> dict[str, float]:
     """Return limits on a rank's threads, apart from its mask. The node's ranks share a cgroup's quota and SLURM_CPUS_ON_NODE."""
     found = {} if quota is None else {f"the cgroup's quota of {quota:g} CPUs": quota / ranks}
     for name, sharers in (("SLURM_CPUS_ON_NODE", ranks), ("SLURM_CPUS_PER_TASK", 1)):
@@ -216,7 +217,7 @@ def limits(environ: Mapping[str, str], ranks: int, quota: float | None) -> dict[
     return found
 
 
-def requested_threads(environ: Mapping[str, str]) -> int | None:
+def requested_threads(environ: Environment) -> int | None:
     """Return OMP_NUM_THREADS, if set. ValueError unless it is a positive number."""
     variable = environ.get("OMP_NUM_THREADS", "").strip()
     if not variable:
@@ -249,7 +250,7 @@ def place(
     node: Node,
     masks: Sequence[Sequence[int]],
     index: int,
-    environ: Mapping[str, str],
+    environ: Environment,
     quota: float | None = None,
     affinity: str = "auto",
     reserve: bool = False,
@@ -281,7 +282,7 @@ def place(
 
 
 def _unpinned(
-    node: Node, masks: Sequence[Sequence[int]], environ: Mapping[str, str], affinity: str
+    node: Node, masks: Sequence[Sequence[int]], environ: Environment, affinity: str
 ) -> str | None:
     if variable := next((name for name in _PINNING_VARIABLES if environ.get(name)), None):
         return f"placed by {variable}"
@@ -292,7 +293,7 @@ def _unpinned(
 
 
 def proposed_ranks(
-    node: Node, masks: Sequence[Sequence[int]], environ: Mapping[str, str], quota: float | None
+    node: Node, masks: Sequence[Sequence[int]], environ: Environment, quota: float | None
 ) -> int:
     parts = node.parts({cpu for mask in masks for cpu in mask})
     of_node = {name: value for name, value in environ.items() if name != "SLURM_CPUS_PER_TASK"}
@@ -339,7 +340,7 @@ def mapping(node: Node, ranks: Sequence[Rank]) -> str:
 def problems(
     node: Node,
     ranks: Sequence[Rank],
-    environ: Mapping[str, str],
+    environ: Environment,
     quota: float | None = None,
     cpuset: set[int] | None = None,
     memory: set[int] | None = None,
@@ -359,7 +360,7 @@ def problems(
 
 
 def _spanning(
-    node: Node, ranks: Sequence[Rank], environ: Mapping[str, str], quota: float | None
+    node: Node, ranks: Sequence[Rank], environ: Environment, quota: float | None
 ) -> str | None:
     spanning = [rank.number for rank in ranks if len(used(node, rank)) > 1]
     if not spanning:

@@ -18,7 +18,6 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,7 @@ from ..config.model import ModelConfig
 from ..data.chats import ChatTemplate, read_template
 from ..data.indexed import IndexedDataset, StoredTokens
 from ..data.tokenizer import Tokenizer
-from ..text.named_files import read_text
+from ..text.named_files import JsonObject, read_text
 from . import scoring
 from .loading import LoadedModel, Source, add_source_flags, load_model, tokenizer_note
 from .scoring import (
@@ -68,8 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Checkpoint and window sizes."""
-
     source: Source
     seq_length: int | None = optional("tokens of a window (default: the model's)")
     micro_batch_size: int = option(4, "windows side by side")
@@ -209,7 +206,7 @@ class Windows:
         return windows(ids, self.length, self.stride)
 
 
-def sizes_of(source: Source, world: Comm, saved: dict[str, Any]) -> tuple[int, int]:
+def sizes_of(source: Source, world: Comm, saved: JsonObject) -> tuple[int, int]:
     """Return a replica's (tensor, pipeline) parallel size."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     default = (
@@ -234,9 +231,7 @@ def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray | St
     ), f"--input {request.input}"
 
 
-def read_all(
-    request: Request, manifest: dict[str, Any], cut: Windows, model: ModelConfig
-) -> Inputs:
+def read_all(request: Request, manifest: JsonObject, cut: Windows, model: ModelConfig) -> Inputs:
     tokenizer = request.model.source.open_tokenizer(manifest)
     requests = []
     tokens = 0
@@ -286,7 +281,7 @@ def read_chats(request: Request, tokenizer: Tokenizer, window: int) -> tuple[Cha
     return tuple(read_chat_file(path, template, window) for path in request.chats)
 
 
-def perplexity(total: float, texts: Inputs) -> dict[str, Any]:
+def perplexity(total: float, texts: Inputs) -> JsonObject:
     """Return figures from a total log-likelihood; per byte only if the text has bytes."""
     tokens = sum(request.scored for request in texts.requests)
     result = {
@@ -310,9 +305,9 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
 
-def evaluated(loaded: LoadedModel, texts: Inputs, batch: int) -> dict[str, Any]:
+def evaluated(loaded: LoadedModel, texts: Inputs, batch: int) -> JsonObject:
     """Return all figures. Collective."""
-    result: dict[str, Any] = {}
+    result: JsonObject = {}
     if texts.requests:
         scores = score(loaded, texts.requests, batch, "windows")
         result |= perplexity(float(scores[:, 0].sum()), texts)
@@ -328,7 +323,7 @@ def evaluated(loaded: LoadedModel, texts: Inputs, batch: int) -> dict[str, Any]:
     return result
 
 
-def chat_loss(loaded: LoadedModel, file: ChatFile, batch: int) -> dict[str, Any]:
+def chat_loss(loaded: LoadedModel, file: ChatFile, batch: int) -> JsonObject:
     """Return one file's figures. Collective."""
     scores = score(loaded, file.requests, batch, f"chats of {file.path}")
     tokens = sum(request.scored for request in file.requests)
@@ -345,7 +340,7 @@ def chat_loss(loaded: LoadedModel, file: ChatFile, batch: int) -> dict[str, Any]
     }
 
 
-def lines(result: dict[str, Any], cut: Windows) -> list[str]:
+def lines(result: JsonObject, cut: Windows) -> list[str]:
     shown = []
     if "perplexity" in result:
         by_byte = (
@@ -384,7 +379,7 @@ def lines(result: dict[str, Any], cut: Windows) -> list[str]:
     return shown
 
 
-def chat_line(file: dict[str, Any]) -> str:
+def chat_line(file: JsonObject) -> str:
     line = (
         "{file}: loss {loss:.4f}, perplexity {perplexity:.4f} per trained token, {accuracy:.1%} of {tokens} trained tokens "
         "are the likeliest, {chats} chats"
@@ -394,7 +389,7 @@ def chat_line(file: dict[str, Any]) -> str:
     return line.format_map(file)
 
 
-def evaluate(request: Request, world: Comm) -> dict[str, Any]:
+def evaluate(request: Request, world: Comm) -> JsonObject:
     """Print the figures on rank 0 and write --json. Collective."""
     source = request.model.source
     iteration, manifest = source.manifest(world)

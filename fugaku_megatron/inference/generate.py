@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 from torch import Tensor
 
+from ..checkpoint.schema import Manifest
 from ..cli.parser import add_fields, from_options
 from ..comm.agreement import agree, everywhere, on_root
 from ..comm.agreement import describe as one_line
@@ -167,7 +167,7 @@ class Request:
 
 
 def layout_of(
-    source: Source, world: Comm, saved: dict[str, Any], dry_run: bool = False
+    source: Source, world: Comm, saved: Manifest, dry_run: bool = False
 ) -> tuple[int, int] | None:
     """Return (tensor, pipeline) parallel size, or None for the training layout."""
     tp, pp = source.sizes

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..checkpoint import manifest as checkpoint
 from ..checkpoint.load import load_weights, note_unsigned
 from ..checkpoint.manifest import CARRIED
+from ..checkpoint.schema import Manifest
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..checkpoint.trusted import iteration_to_load
 from ..cli.parser import add_fields, from_options
@@ -120,7 +121,7 @@ class Source:
     def q8(self) -> bool:
         return self.weights_format == Q8
 
-    def run(self, manifest: dict[str, Any], sizes: tuple[int, int] | None) -> RunConfig:
+    def run(self, manifest: Manifest, sizes: tuple[int, int] | None) -> RunConfig:
         run = saved_run(manifest, sizes)
         if self.weights_format is None or self.q8:
             return run
@@ -130,7 +131,7 @@ class Source:
     def sizes(self) -> tuple[int | None, int | None]:
         return self.tensor_model_parallel_size, self.pipeline_model_parallel_size
 
-    def manifest(self, world: Comm) -> tuple[int, dict[str, Any]]:
+    def manifest(self, world: Comm) -> tuple[int, Manifest]:
         """Return (iteration, manifest). Collective; raises ValueError."""
         step = self.ckpt_step
         iteration = on_root(world, lambda: iteration_to_load(self.load) if step is None else step)
@@ -138,7 +139,7 @@ class Source:
             raise ValueError(f"--load {self.load} holds no checkpoint")
         return iteration, on_root(world, lambda: checkpoint.read_manifest(self.load, iteration))
 
-    def open_tokenizer(self, manifest: dict[str, Any]) -> Tokenizer:
+    def open_tokenizer(self, manifest: Manifest) -> Tokenizer:
         saved = manifest["config"].get("data", {})
         size = manifest["config"]["model"]["vocab_size"]
         return choose_tokenizer(
@@ -157,7 +158,7 @@ def load_model(
     world: Comm,
     directory: str,
     iteration: int,
-    manifest: dict[str, Any],
+    manifest: Manifest,
     q8: bool = False,
 ) -> LoadedModel:
     """Load the model, LoRA adapters merged. Collective; raises ValueError.
@@ -234,9 +235,7 @@ def _quantized(weight: ModelParameter) -> ModelParameter:
     return parameter
 
 
-def _base_of(
-    directory: str, manifest: dict[str, Any], world: Comm
-) -> tuple[str, int, dict[str, Any]]:
+def _base_of(directory: str, manifest: Manifest, world: Comm) -> tuple[str, int, Manifest]:
     """Return directory, iteration and manifest of the model that adapters were trained on."""
     adapts = manifest["state"]["lora"]
     base = adapts.get("base")
@@ -259,7 +258,7 @@ def _base_of(
 
 
 def _load_adapters(
-    loaded: LoadedModel, run: RunConfig, world: Comm, source: tuple[str, int, dict[str, Any]]
+    loaded: LoadedModel, run: RunConfig, world: Comm, source: tuple[str, int, Manifest]
 ) -> dict[nn.Module, Any]:
     """Return the adapter of each linear layer of `loaded`. Collective."""
     adapted = Stage(run, loaded.stage.layout, loaded.groups, loaded.stage.ops)
@@ -377,7 +376,7 @@ def _check_passed_type(named: TokenizerFlags, flags: TokenizerFlags, where: str)
     )
 
 
-def tokenizer_note(tokenizer: Tokenizer, manifest: dict[str, Any]) -> str:
+def tokenizer_note(tokenizer: Tokenizer, manifest: Manifest) -> str:
     other = mismatch(identity(tokenizer), manifest["state"].get("tokenizer"))
     return (
         f"note: the model was trained with {other}: its tokens mean different texts"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import sys
 import time
@@ -28,7 +27,7 @@ from ..data.formats import CHAT
 from ..data.indexed import StoredTokens
 from ..data.tokenizer import Tokenizer
 from ..nn.forward_context import Documents, Pass
-from ..text.named_files import read_text
+from ..text.named_files import JsonObject, StrPath, about, read_text
 from ..text.table import pipe_table
 from .loading import LoadedModel, through_stages
 
@@ -283,15 +282,13 @@ def read_questions(path: str, tokenizer: Tokenizer, window: int) -> list[Questio
     )
     questions = []
     for number, record in enumerate(records):
-        try:
+        with about(f"--choices {path}: question {number}"):
             questions.append(_question(record, tokenizer, window))
-        except ValueError as error:
-            raise ValueError(f"--choices {path}: question {number}: {error}") from None
     return questions
 
 
 def _question(record: Any, tokenizer: Tokenizer, window: int) -> Question:
-    fields: dict[str, Any] = record if isinstance(record, dict) else {}
+    fields: JsonObject = record if isinstance(record, dict) else {}
     context, choices, answer = (fields.get(name) for name in ("context", "choices", "answer"))
     if not (
         isinstance(context, str)
@@ -314,7 +311,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def accuracies(questions: Sequence[Question], likelihoods: Sequence[float]) -> dict[str, Any]:
+def accuracies(questions: Sequence[Question], likelihoods: Sequence[float]) -> JsonObject:
     """Return the share with the right choice likeliest, also normalized by characters.
 
     likelihoods: logarithms, for each question's choices
@@ -461,7 +458,7 @@ def _needle_prompt(
     return Request(tokens, len(answer), others=table), sum(not tokens for tokens in apart)
 
 
-def needle_figures(needles: Needles, scores: Tensor) -> dict[str, Any]:
+def needle_figures(needles: Needles, scores: Tensor) -> JsonObject:
     """Average `scoring.score`'s (requests, 3) over samples by length and depth."""
     found = []
     for request, free, (likelihood, hits, wins) in zip(
@@ -490,7 +487,7 @@ def needle_figures(needles: Needles, scores: Tensor) -> dict[str, Any]:
     }
 
 
-def needle_lines(figures: dict[str, Any]) -> list[str]:
+def needle_lines(figures: JsonObject) -> list[str]:
     rows = [
         [str(length), *(f"{a:.2f} / {b:.2f}" for a, b in zip(exact, likelier, strict=True))]
         for length, exact, likelier in zip(
@@ -505,7 +502,7 @@ def needle_lines(figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def draw_needles(path: str | os.PathLike[str], figures: dict[str, Any], place: str) -> None:
+def draw_needles(path: StrPath, figures: JsonObject, place: str) -> None:
     """Draw heat maps (lengths across, depths down) as PNG."""
     lengths = figures["lengths"]
     depths = figures["depths"]

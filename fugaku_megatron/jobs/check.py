@@ -37,6 +37,9 @@ class Problem:
         return f"{file}{where}: {self.text}"
 
 
+Problems = Iterator[Problem]
+
+
 def problems(
     text: str, group: str | None = None, files: bool = True, options: Sequence[str] = ()
 ) -> list[Problem]:
@@ -55,7 +58,7 @@ def problems(
     return sorted(unique, key=lambda p: p.line)
 
 
-def _shape(request: Request) -> Iterator[Problem]:
+def _shape(request: Request) -> Problems:
     line = request.script.line("-L", "node")
     shape = request.shape
     best = torus.best_shape(request.nodes)
@@ -84,7 +87,7 @@ def _shape(request: Request) -> Iterator[Problem]:
             )
 
 
-def _resource_group(request: Request) -> Iterator[Problem]:
+def _resource_group(request: Request) -> Problems:
     script = request.script
     groups, source = limits.resource_groups()
     name = script.text("-L", "rscgrp", MISSING)
@@ -109,7 +112,7 @@ def _resource_group(request: Request) -> Iterator[Problem]:
         )
 
 
-def _processes(request: Request) -> Iterator[Problem]:
+def _processes(request: Request) -> Problems:
     script = request.script
     proc = script.text("--mpi", "proc", MISSING)
     ranks = request.nodes * request.ranks_per_node
@@ -133,7 +136,7 @@ def _processes(request: Request) -> Iterator[Problem]:
             yield Problem(line, f"{name} is used but not set: write {name}={value}")
 
 
-def _power(request: Request) -> Iterator[Problem]:
+def _power(request: Request) -> Problems:
     script = request.script
     given = script.settings.get("-L", {})
     for name in ("freq", "eco_state", "retention_state"):
@@ -159,7 +162,7 @@ def _power(request: Request) -> Iterator[Problem]:
             yield Problem(setting.line, f"{name} is unknown: did you mean {meant[0]}?")
 
 
-def _clock(request: Request) -> Iterator[Problem]:
+def _clock(request: Request) -> Problems:
     script = request.script
     freq = script.get("-L", "freq")
     eco = script.get("-L", "eco_state")
@@ -192,7 +195,7 @@ def _clock(request: Request) -> Iterator[Problem]:
             )
 
 
-def _account(request: Request) -> Iterator[Problem]:
+def _account(request: Request) -> Problems:
     script = request.script
     group = request.group or script.text("-g")
     if not group:
@@ -207,7 +210,7 @@ def _account(request: Request) -> Iterator[Problem]:
         )
 
 
-def _run(request: Request) -> Iterator[Problem]:
+def _run(request: Request) -> Problems:
     script = request.script
     line = next(iter(script.flag_lines.values()), script.last_directive)
     try:
@@ -235,7 +238,7 @@ def _run(request: Request) -> Iterator[Problem]:
     yield from _cost(request, run, layout, line)
 
 
-def _rank_map(request: Request, layout: Layout, tensor: int) -> Iterator[Problem]:
+def _rank_map(request: Request, layout: Layout, tensor: int) -> Problems:
     if request.shape and not torus.whole(request.shape):
         return  # a problem of _shape
     script = request.script
@@ -258,7 +261,7 @@ def _rank_map(request: Request, layout: Layout, tensor: int) -> Iterator[Problem
         )
 
 
-def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterator[Problem]:
+def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Problems:
     script = request.script
     system = System.from_names(
         "a64fx", software.THIS_PROJECT, request.nodes, request.ranks_per_node
@@ -294,7 +297,7 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterat
         )
 
 
-def _volumes(request: Request) -> Iterator[Problem]:
+def _volumes(request: Request) -> Problems:
     script = request.script
     setting = script.get("-x", "PJM_LLIO_GFSCACHE")
     if setting is None:
@@ -324,7 +327,7 @@ def _volumes(request: Request) -> Iterator[Problem]:
             )
 
 
-def _common_part(request: Request) -> Iterator[Problem]:
+def _common_part(request: Request) -> Problems:
     line = request.script.find(READS_COMMON)
     if not line or not request.files:
         return
@@ -338,7 +341,7 @@ def _common_part(request: Request) -> Iterator[Problem]:
         )
 
 
-def _archive(request: Request) -> Iterator[Problem]:
+def _archive(request: Request) -> Problems:
     script = request.script
     archive = script.value("ARCHIVE")
     path = Path(archive.text if archive else "")
@@ -359,7 +362,7 @@ def _archive(request: Request) -> Iterator[Problem]:
         yield Problem(line, f"localtmp-size={size} is smaller than {path}: raise it")
 
 
-def _packed_files(request: Request) -> Iterator[Problem]:
+def _packed_files(request: Request) -> Problems:
     script = request.script
     for name in ("DATA", "TOKENIZER"):
         if (packed := script.value(name)) and "/" in packed.text:
@@ -376,7 +379,7 @@ def _packed_files(request: Request) -> Iterator[Problem]:
         )
 
 
-def _preloaded(request: Request) -> Iterator[Problem]:
+def _preloaded(request: Request) -> Problems:
     if not request.files:
         return
     for name in PRELOADED:
@@ -397,7 +400,7 @@ def _preloaded(request: Request) -> Iterator[Problem]:
             )
 
 
-def _shared_files(request: Request) -> Iterator[Problem]:
+def _shared_files(request: Request) -> Problems:
     script = request.script
     if (
         request.nodes <= limits.SINGLE_FILE_NODES
@@ -419,7 +422,7 @@ def _shared_files(request: Request) -> Iterator[Problem]:
         )
 
 
-def _output(request: Request) -> Iterator[Problem]:
+def _output(request: Request) -> Problems:
     if request.processes <= limits.SPLIT_OUTPUT_ABOVE:
         return
     for number, line in request.script.body:
@@ -432,7 +435,7 @@ def _output(request: Request) -> Iterator[Problem]:
             )
 
 
-SUBJECTS: tuple[Callable[[Request], Iterator[Problem]], ...] = (
+SUBJECTS: tuple[Callable[[Request], Problems], ...] = (
     _shape,
     _resource_group,
     _processes,

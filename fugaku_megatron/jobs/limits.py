@@ -156,7 +156,7 @@ def smallest(nodes: int, groups: dict[str, ResourceGroup]) -> ResourceGroup:
 
 
 def seconds(clock: str, name: str = "elapse=") -> int:
-    """Parse HH:MM:SS, MM:SS or seconds."""
+    """Parse [[HH:]MM:]SS."""
     parts = clock.split(":")
     check(1 <= len(parts) <= 3 and all(map(is_number, parts)), f"{name}{clock}: write HH:MM:SS")
     return sum(int(p) * 60**i for i, p in enumerate(reversed(parts)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config.fields import check
-from ..text.named_files import unreadable
+from ..text.named_files import about, unreadable
 from . import limits, torus
 
 COMMON = Path(__file__).with_name("pjsub.sh")
@@ -199,10 +199,8 @@ def parse(text: str) -> Script:
 
 
 def _words(text: str, line: int) -> list[str]:
-    try:
+    with about(f"line {line}"):
         return shlex.split(text, comments=True)
-    except ValueError as error:
-        raise ValueError(f"line {line}: {error}") from error
 
 
 def default(value: Value | None, environ: dict[str, str] | None = None) -> str:
@@ -267,10 +265,8 @@ def requested(script: Script, group: str | None, files: bool) -> Request:
     elapse = script.text("-L", "elapse")
     line = script.line("-L", "elapse")
     check(elapse, f"line {line}: no elapse time: add elapse=HH:MM:SS")
-    try:
+    with about(f"line {line}"):
         seconds = limits.min_seconds(elapse)
-    except ValueError as error:
-        raise ValueError(f"line {line}: {error}") from error
     return Request(
         script=script,
         nodes=nodes,

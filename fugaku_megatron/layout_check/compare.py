@@ -22,6 +22,8 @@ OF_UPDATES = 4.0  # roundings of an update, the difference of two rounded weight
 WEIGHTS = (USED, UPDATE, GATHERED, CHECKPOINT)
 REROUTED = 4.0  # of the tolerance, for tokens that a rounding error sends to another expert
 
+Reference = Mapping[Point, Tensor]
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -148,7 +150,7 @@ class Comparison:
         before = neighbour(first.point, self.outputs)
         return replace(first, ranks=ranks, error=max(each.error for each in same), before=before)
 
-    def add(self, ranks: Sequence[Iterable[Piece]], reference: Mapping[Point, Tensor]) -> None:
+    def add(self, ranks: Sequence[Iterable[Piece]], reference: Reference) -> None:
         self.ranks = max(self.ranks, len(ranks))
         self.outputs |= {point.name for point in reference if point.kind == FORWARD}
         for rank, pieces in enumerate(ranks):
@@ -158,7 +160,7 @@ class Comparison:
         for members, piece in _summed(ranks):
             self._compare(members, piece, reference)
 
-    def check_complete(self, reference: Mapping[Point, Tensor]) -> None:
+    def check_complete(self, reference: Reference) -> None:
         """Add a difference for every tensor of the reference that the ranks do not have as a whole."""
         for point, whole in reference.items():
             found = self.covered.get(point)
@@ -175,9 +177,7 @@ class Comparison:
                     )
                 )
 
-    def _compare(
-        self, ranks: tuple[int, ...], piece: Piece, reference: Mapping[Point, Tensor]
-    ) -> None:
+    def _compare(self, ranks: tuple[int, ...], piece: Piece, reference: Reference) -> None:
         whole = _counterpart(piece.point, reference)
         if whole is None:
             self.missing.add(piece.point)
@@ -200,7 +200,7 @@ class Comparison:
         if error > allowed:
             self.differences.append(Difference(piece.point, ranks, error, allowed, piece.between))
 
-    def _allowed(self, point: Point, whole: Tensor, reference: Mapping[Point, Tensor]) -> float:
+    def _allowed(self, point: Point, whole: Tensor, reference: Reference) -> float:
         if point.kind == UPDATE:
             weight = _counterpart(point._replace(kind=USED), reference)
             if weight is not None:
@@ -220,7 +220,7 @@ class Comparison:
         return lines
 
 
-def _counterpart(point: Point, reference: Mapping[Point, Tensor]) -> Tensor | None:
+def _counterpart(point: Point, reference: Reference) -> Tensor | None:
     """Return the reference's tensor; a tied copy has the word embedding's."""
     if point.kind == LOCAL:
         point = point.reduced

@@ -112,7 +112,6 @@ def layer_name(layer: int, site: str) -> str:
 
 
 def _place(name: str) -> int:
-    """Return a position in the order of forward."""
     found = re.search(r"decoder\.layers\.(\d+)(?:\.(.*))?$", name)
     width = len(SITES) + 1
     if found is None:
@@ -192,8 +191,8 @@ class Communication:
         verb = verbs.get(cp_comm_types(self.run)[layer], "ring of keys and values")
         return self.over(verb, "cp")
 
-    def _stage_border(self, layer: int, step: int) -> str | None:
-        """Describe the message between this rank's layer and a neighbouring layer."""
+    def stage_border(self, layer: int, step: int) -> str | None:
+        """Describe the message between this rank's layer, from 0, and the next (1) or previous (-1) layer."""
         other = layer + step
         placement = self.layout.placement
         for stage in range(self.layout.pp):
@@ -206,10 +205,6 @@ class Communication:
                     f"message from rank {sender} (stage {stage}) to rank {self.rank} (stage {own})"
                 )
         return None
-
-    def into_layer(self, layer: int) -> str | None:
-        """Describe the message before a layer. layer: from 0"""
-        return self._stage_border(layer, -1)
 
     def forward(self, layer: int, site: str) -> str | None:
         """Describe the communication before an output, inside a layer. layer: from 0"""
@@ -228,7 +223,7 @@ class Communication:
         if site == LAYER:
             if layer == self.run.model.num_layers - 1:
                 return None
-            return self._stage_border(layer, 1)
+            return self.stage_border(layer, 1)
         if site == MLP_NORM:
             return self._mlp(layer, backward=True)
         if site == CORE:

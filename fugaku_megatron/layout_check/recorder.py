@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.shards import Shard
+from ..nn.forward_context import Pass
 from ..nn.layers import Context
 from ..nn.model import WORD_EMBEDDINGS, Chunk
 from ..nn.parameter import ModelParameter, parameters_of
@@ -50,6 +51,7 @@ from .points import (
 )
 
 Index = tuple[slice | Tensor, ...]
+Between = tuple[str | None, str | None]  # communication before a tensor, and before its gradient
 FIRST_MOMENT = "exp_avg"
 SECOND_MOMENT = "exp_avg_sq"
 
@@ -129,7 +131,7 @@ class Recorder:
     # Activations
 
     def _watch(self, chunk: Chunk) -> None:
-        chunk.register_forward_pre_hook(self._enter_chunk)
+        chunk.register_forward_pre_hook(self._enter)
         if chunk.is_first:
             embedding = chunk.embedding
             embedding.register_forward_pre_hook(self._use_weights)
@@ -151,7 +153,7 @@ class Recorder:
 
     def _watch_layer(self, layer: Any, context: Context) -> None:
         number = layer.layer - 1
-        layer.register_forward_pre_hook(self._enter_layer)
+        layer.register_forward_pre_hook(self._enter)
         layer.register_forward_pre_hook(self._use_weights)
         attention = layer.self_attention
         outputs = {LAYER: layer}
@@ -172,7 +174,7 @@ class Recorder:
         for site, module in sites.items():
             before = communication.forward(number, site)
             if site == first:
-                before = joined(communication.into_layer(number), before)
+                before = joined(communication.stage_border(number, -1), before)
             between = before, communication.backward(number, site)
             name = layer_name(number, site)
             if site in outputs:
@@ -187,18 +189,16 @@ class Recorder:
         module: nn.Module,
         context: Context,
         name: str,
-        between: tuple[str | None, str | None],
+        between: Between,
     ) -> None:
         def hook(_: nn.Module, args: Any, output: Tensor) -> None:
             self._activation(output, context, name, between=between)
 
         module.register_forward_hook(hook)
 
-    def _enter_chunk(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        self._sample = args[2].first_sample
-
-    def _enter_layer(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        self._sample = args[1].first_sample
+    def _enter(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        (forward_pass,) = (each for each in args if isinstance(each, Pass))
+        self._sample = forward_pass.first_sample
 
     def _input(
         self,
@@ -206,7 +206,7 @@ class Recorder:
         name: str,
         _: nn.Module,
         args: tuple[Any, ...],
-        between: tuple[str | None, str | None],
+        between: Between,
     ) -> None:
         self._activation(args[0], context, name, between=between)
 
@@ -215,7 +215,7 @@ class Recorder:
         x: Tensor,
         context: Context,
         name: str,
-        between: tuple[str | None, str | None],
+        between: Between,
     ) -> None:
         """Record x (s, b, w), and its gradient in backward.
 
@@ -228,10 +228,7 @@ class Recorder:
             self._add_activation(point, x, context, between[0])
         if x.requires_grad and torch.is_grad_enabled():
             gradient = Point(self.iteration, BACKWARD, name, sample)
-            x.register_hook(partial(self._gradient, gradient, context, between[1]))
-
-    def _gradient(self, point: Point, context: Context, between: str | None, dx: Tensor) -> None:
-        self._add_activation(point, dx, context, between)
+            x.register_hook(lambda dx: self._add_activation(gradient, dx, context, between[1]))
 
     def _add_activation(
         self, point: Point, x: Tensor, context: Context, between: str | None

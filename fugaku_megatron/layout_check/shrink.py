@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from ..config.fields import FieldValues
 from ..config.layer_kinds import GATED_DELTA_NET, layer_symbols
 from ..config.layout import Layout, chunks, cp_comm_types
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
@@ -154,7 +155,7 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
     h = min(model.hidden_size, WIDTH)
     unit = 2 * layout.cp * (layout.tp if run.parallel.sequence_parallel else 1)
     length = min(model.seq_length, -(-LENGTH // unit) * unit)
-    changes: dict[str, Any] = {}
+    changes: FieldValues = {}
     if model.group_query_attention:
         changes["num_query_groups"] = model.query_groups // width.divisor
     if model.num_experts:
@@ -195,8 +196,8 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
     return replace(small, padded_vocab_size=padded)
 
 
-def _expert_changes(model: ModelConfig, kept: list[int], width: _Width) -> dict[str, Any]:
-    changes: dict[str, Any] = {
+def _expert_changes(model: ModelConfig, kept: list[int], width: _Width) -> FieldValues:
+    changes: FieldValues = {
         "num_experts": width.experts,
         "moe_ffn_hidden_size": width.mlp,
         "moe_aux_loss_coeff": tuple(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..comm.autograd import Function
+from ..comm.autograd import Function, Gradients
 from ..config.layer_kinds import FC1, IN_PROJ, QKV
 from ..config.lora import (
     DROPOUT_COLUMNS,
@@ -217,7 +217,7 @@ class _Down(Function[Tensor]):
         return t.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, dt: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dt: Tensor) -> Gradients:
         (x,) = ctx.saved_tensors
         ops = ctx.ops
         stacked = matrix(ctx.a)
@@ -256,7 +256,7 @@ class _Up(Function[Tensor]):
         return out.view(y.shape).add_(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         rows, *masks = ctx.saved_tensors
         ops = ctx.ops
         b = ctx.b
@@ -331,7 +331,7 @@ class _ActivatedLinear(Function[tuple[Tensor, Tensor | None]]):
         return out.view(*lead, -1), t
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dt: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, dt: Tensor | None) -> Gradients:
         (pre,) = ctx.saved_tensors
         ops = ctx.ops
         activation, weight, dropout, _ = ctx.call

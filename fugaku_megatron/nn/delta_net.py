@@ -6,14 +6,12 @@ head a query, a key, and of its n / k value heads the values, gates, update stre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.autograd import Function
 from .forward_context import Pass, Rows
 from .kv_cache import DeltaState
 from .layers import ColumnParallelLinear, Context, RowParallelLinear
@@ -28,7 +26,7 @@ A_RANGE = (1.0, 16.0)  # of exp(A_log) at the start, uniform as in Megatron-LM
 class _Inputs(NamedTuple):
     """Parts of the input projection.
 
-    convolved: queries, keys and values of one key head after another (s, b, 2 k key size + n value size)
+    convolved: queries, keys and values as in `DeltaHeads` (s, b, 2 k key size + n value size)
     gates: (s, b, n, value size). strengths, decays: (s, b, n)
     """
 
@@ -36,37 +34,6 @@ class _Inputs(NamedTuple):
     gates: Tensor
     strengths: Tensor
     decays: Tensor
-
-
-class _PartOrder(Function[Tensor]):
-    """Copy of the columns, one part of all key heads after another instead of all parts of one key head after another.
-
-    The delta rule's kernels read queries, keys and values apart. `torch.cat` of the parts would copy them twice.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, key_heads: int, sizes: Sequence[int]) -> Tensor:
-        ctx.shape = (key_heads, sizes)
-        out = torch.empty_like(x)
-        for to, part in zip(*_parts(out, x, key_heads, sizes), strict=True):
-            to.copy_(part)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
-        dx = torch.empty_like(dout)
-        for gradient, to in zip(*_parts(dout, dx, *ctx.shape), strict=True):
-            to.copy_(gradient)
-        return dx, None, None
-
-
-def _parts(
-    by_part: Tensor, by_head: Tensor, key_heads: int, sizes: Sequence[int]
-) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Return the same parts of both tensors, each (.., key heads, size)."""
-    columns = by_part.split([key_heads * size for size in sizes], -1)
-    parts = by_head.unflatten(-1, (key_heads, -1)).split(list(sizes), -1)
-    return [part.unflatten(-1, (key_heads, -1)) for part in columns], parts
 
 
 class GatedDeltaNet(nn.Module):
@@ -128,11 +95,6 @@ class GatedDeltaNet(nn.Module):
         flat = [part.flatten(2) for part in parts]
         return _Inputs(flat[0], flat[1].unflatten(-1, (heads.value_heads, -1)), flat[2], flat[3])
 
-    def _ordered(self, convolved: Tensor) -> Tensor:
-        """Return the queries of all key heads, their keys, and the values, as `DeltaHeads` has them."""
-        sizes = self.context.model.key_head_parts[:3]
-        return _PartOrder.apply(convolved, self.heads.key_heads, sizes)
-
     def _own(self, parameter: Tensor) -> Tensor:
         """Return the rows of a parameter for the heads that this rank computes."""
         cp = self.context.cp
@@ -153,7 +115,7 @@ class GatedDeltaNet(nn.Module):
         rows = forward_pass.rows
         if rows is None:
             starts = forward_pass.documents.starts
-            qkv = self._ordered(ops.causal_convolution(inputs.convolved, weight, starts))
+            qkv = ops.causal_convolution(inputs.convolved, weight, starts)
             out, _ = ops.gated_delta_rule(qkv, gates, self.heads, starts)
         else:
             state = rows.cache[self.layer]
@@ -173,9 +135,7 @@ class GatedDeltaNet(nn.Module):
         ops = self.context.ops
         samples = rows.samples
         qkv = ops.cached_convolution(convolved, self.conv1d, state.inputs, samples)
-        return ops.cached_delta_rule(
-            self._ordered(qkv), gates, self.heads, state.states, samples=samples
-        )
+        return ops.cached_delta_rule(qkv, gates, self.heads, state.states, samples=samples)
 
     def _prefill(
         self, convolved: Tensor, gates: DeltaGates, state: DeltaState, rows: Rows
@@ -189,7 +149,7 @@ class GatedDeltaNet(nn.Module):
         )
         outs = []
         for sample, x, decay, beta in prompts:
-            qkv = self._ordered(ops.causal_convolution(x, self.conv1d))
+            qkv = ops.causal_convolution(x, self.conv1d)
             out, last = ops.gated_delta_rule(qkv, DeltaGates(decay, beta), self.heads)
             state.store(sample, x, last)
             outs.append(out)

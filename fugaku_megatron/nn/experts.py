@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..comm.autograd import (
     Function,
+    Gradients,
     gather_sequence,
     map_rows,
 )
@@ -252,7 +253,7 @@ class _Experts(Function[Tensor]):
         return order.combine(out)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, pre, factors = ctx.saved_tensors
         weight1, weight2, activation = ctx.weights.matrices
         ops = ctx.ops

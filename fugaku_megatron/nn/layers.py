@@ -414,7 +414,7 @@ class LayerNorm(Norm):
 
 
 class WeightedNorm(Norm):
-    """Norm with a weight and no bias."""
+    """Norm without a bias."""
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)

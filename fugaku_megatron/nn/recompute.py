@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.autograd import Function
+from ..comm.autograd import Function, Gradients
 
 
 def backward(y: Tensor, dy: Tensor | None) -> None:
@@ -34,7 +34,7 @@ class _Recompute(Function[Tensor]):
         return function(x, *args)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             y = ctx.again(x, *ctx.args)

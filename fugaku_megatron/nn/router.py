@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.autograd import Function
+from ..comm.autograd import Function, Gradients
 from ..config.experts import SEQUENCE_AUX, SIGMOID
 from ..config.model import ModelConfig
 from .forward_context import Pass
@@ -42,7 +42,7 @@ class SmallLinear(Function[Tensor]):
         return y if bias is None else y + bias.detach().float()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         (x,) = ctx.saved_tensors
         weight = ctx.weight
         if ctx.bias is not None:
@@ -63,7 +63,7 @@ class _Counted(Function[Tensor]):
         return scores.view_as(scores)
 
     @staticmethod
-    def backward(ctx: Any, dscores: Tensor) -> tuple[None, Tensor, None, None]:
+    def backward(ctx: Any, dscores: Tensor) -> Gradients:
         ctx.ops.weight_gradients.add(partial(accumulate, ctx.bias, ctx.excess))
         return None, dscores, None, None
 
@@ -77,7 +77,7 @@ class _WithLoss(Function[Tensor]):
         return scores.view_as(scores)
 
     @staticmethod
-    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dscores: Tensor) -> Gradients:
         return dscores, torch.tensor(ctx.factor, dtype=torch.float32), None
 
 

@@ -3,7 +3,7 @@
 Rank i of c has segments i and 2c - 1 - i of 2c, as in Megatron-LM. Ranks exchange keys and values (`shared_attention`), or heads:
 each rank gets the whole sequence for 1/c of the heads (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509). If ranks
 outnumber query groups, each has some queries of one group and a copy of its key and value.
-s sequence, c ranks, r = s / c rows of a rank, b micro-batch.
+c ranks, r = s / c rows of a rank.
 """
 
 from __future__ import annotations

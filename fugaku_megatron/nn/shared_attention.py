@@ -4,8 +4,7 @@
     p2p         step t: receive from rank - t and send to rank + t while computing step t - 1; partial results are merged by
                 log-sum-exp (Liu et al. 2023, "Ring Attention", arXiv:2310.01889); key and value gradients are sent back
 Invisible keys are neither computed nor, in p2p, sent; keys therefore go to each rank directly, not in a ring.
-r rows of a rank, b micro-batch, g key heads and n query heads of this rank, d head size, q queries and k keys of a block; qkv as
-in `Heads`.
+r rows of a rank, g key heads and n query heads of this rank, q queries and k keys of a block.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..comm.autograd import Function
+from ..comm.autograd import Function, Gradients
 from ..comm.base import DONE, Comm, Handle
 from ..config.parallel import ALLGATHER
 from ..costs.activations import rank_segments, span, visible_keys
@@ -299,7 +298,7 @@ class _SharedAttention(Function[Tensor]):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> Gradients:
         qkv, out, lse = ctx.saved_tensors
         call = ctx.call
         heads = call.heads

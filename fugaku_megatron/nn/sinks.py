@@ -1,7 +1,7 @@
 """Attention sinks: a score of each head without a key, in the denominator of every softmax (--softmax-type).
 
 Attention's backward needs no change: it reads the output and the log of the sums, which contain the sink.
-n heads, s queries, b micro-batch, d head size.
+n heads, s queries.
 """
 
 from __future__ import annotations

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..comm.agreement import Nodes
 from ..comm.base import Comm
 from ..host.energy import Counters
 from ..training.trainer import IterationResult
-from .observer import Observer
+from .observer import MetricValues, Observer
 
 
 class EnergyWatch(Observer):
@@ -27,14 +25,14 @@ class EnergyWatch(Observer):
         if self.active and self._counters:
             self._counters.joules()
 
-    def end(self, result: IterationResult) -> dict[str, Any]:
+    def end(self, result: IterationResult) -> MetricValues:
         self._seconds += result.seconds
         if self.active and self._counters:
             passed = self._counters.joules()
             self._joules += float("nan") if passed is None else passed
         return {}
 
-    def finish_interval(self, iteration: int) -> dict[str, Any]:
+    def finish_interval(self, iteration: int) -> MetricValues:
         """Return the interval's mean power, all nodes, watts; None without every counter."""
         if not self.active:
             return {}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..config.model import ModelConfig
 from ..training.trainer import IterationResult
 from .metrics_writer import MetricsWriter
-from .observer import Observer
+from .observer import MetricValues, Observer
 
 # Shapes: l layers of the model, e experts per layer.
 
@@ -33,7 +31,7 @@ class ExpertWatch(Observer):
         self.layers = [layer for layer, mlp in enumerate(model.mlps) if mlp == "experts"]
         self.tokens = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.float64)
 
-    def end(self, result: IterationResult) -> dict[str, Any]:
+    def end(self, result: IterationResult) -> MetricValues:
         if result.experts is None:
             return {}
         own = result.experts[self.layers]

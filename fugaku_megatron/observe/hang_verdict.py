@@ -45,6 +45,9 @@ class Standing:
     how: str = STOPPED
 
 
+Standings = tuple[Standing, ...]
+
+
 @dataclass(frozen=True)
 class Census:
     """Counts of ranks on one or more nodes.
@@ -58,10 +61,10 @@ class Census:
 
     ranks: int
     waiting: int
-    stuck: tuple[Standing, ...] = ()
+    stuck: Standings = ()
     more: int = 0
-    waiters: tuple[Standing, ...] = ()
-    others: tuple[Standing, ...] = ()
+    waiters: Standings = ()
+    others: Standings = ()
     missing: tuple[int, ...] = ()
     nodes: int = 1
 
@@ -117,11 +120,11 @@ def merge(reports: Sequence[Census]) -> Census:
     )
 
 
-def _longest(standings: Iterable[Standing]) -> tuple[Standing, ...]:
+def _longest(standings: Iterable[Standing]) -> Standings:
     return tuple(sorted(standings, key=lambda s: (-s.seconds, s.rank)))
 
 
-def _shortest(standings: Iterable[Standing]) -> tuple[Standing, ...]:
+def _shortest(standings: Iterable[Standing]) -> Standings:
     return tuple(sorted(standings, key=lambda s: (s.seconds, s.rank)))
 
 
@@ -156,7 +159,7 @@ def _patient(waiter: Standing, alone: bool, late: float) -> bool:
     return waiter.seconds >= max(2 * ASLEEP, limit) + late
 
 
-def _stuck(overdue: tuple[Standing, ...], census: Census) -> str:
+def _stuck(overdue: Standings, census: Census) -> str:
     ranks = "; ".join(
         f"rank {s.rank} (node {s.host}) {s.how} {s.what}, {s.seconds:.0f} s ago" for s in overdue
     )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-from ..text.named_files import StrPath
+from ..text.named_files import JsonObject, StrPath
 
 HISTORY = "history.jsonl"  # in the directory of --save
 
 
-def read_history(path: StrPath) -> list[dict[str, Any]]:
+def read_history(path: StrPath) -> list[JsonObject]:
     """Return a history file's records, without an incomplete last line.
 
     "kind" is "train", "validation", "event" or "experts".
@@ -33,7 +33,7 @@ def read_history(path: StrPath) -> list[dict[str, Any]]:
     return records
 
 
-def read_run_history(path: Path) -> list[dict[str, Any]]:
+def read_run_history(path: Path) -> list[JsonObject]:
     """Return the history that a run continues, [] without a file. ValueError for another file."""
     if not path.exists():
         return []

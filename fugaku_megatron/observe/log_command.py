@@ -21,13 +21,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 from ..cli import arguments
 from ..cli.output_files import check_file, writing
 from ..config.fields import check
 from ..costs import accounting
-from ..text.named_files import StrPath
+from ..text.named_files import JsonObject, StrPath
 from ..text.table import pipe_table, write_csv
 from . import loss_plot, rank_table
 from .history import HISTORY
@@ -174,7 +173,7 @@ def _basis(log: LogSummary) -> str:
     return basis
 
 
-def record(log: LogSummary) -> dict[str, Any]:
+def record(log: LogSummary) -> JsonObject:
     row = row_of(log)
     cells = {
         HEADERS[name]: cell
@@ -207,7 +206,7 @@ def record(log: LogSummary) -> dict[str, Any]:
     return values
 
 
-def iteration_records(logs: Sequence[LogSummary]) -> Iterator[dict[str, Any]]:
+def iteration_records(logs: Sequence[LogSummary]) -> Iterator[JsonObject]:
     for log in logs:
         for iteration in log.iterations:
             yield {"log": log.path, **asdict(iteration)}

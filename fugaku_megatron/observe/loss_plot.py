@@ -14,13 +14,13 @@ from ..cli.output_files import shown
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting
-from ..text.named_files import StrPath
+from ..text.named_files import JsonObject, StrPath
 from .history import read_history
 from .iteration_metrics import size_name
 
 WIDTH = 90  # characters of a title
 AXES = {"iteration": "iteration", "tokens": "consumed_tokens"}  # x axis -> field of a record
-Records = list[dict[str, Any]]
+Records = list[JsonObject]
 # (field, label); the last two only if energy is measured.
 SMALL_PANELS: tuple[tuple[str, str], ...] = (
     ("learning_rate", "learning rate"),
@@ -115,7 +115,7 @@ def _draw(
     runs: Mapping[str, tuple[Records, Records]],
     heading: str,
     x: str,
-    loads: dict[str, Any] | None,
+    loads: JsonObject | None,
 ) -> None:
     from matplotlib.figure import Figure  # opens no window, unlike pyplot's
 
@@ -157,7 +157,7 @@ def _draw(
     figure.savefig(path_png, dpi=120, format="png")
 
 
-def _draw_loads(axes: Any, record: dict[str, Any]) -> None:
+def _draw_loads(axes: Any, record: JsonObject) -> None:
     """Draw expert loads (layers with experts, e) relative to the mean."""
     image = axes.imshow(record["loads"], aspect="auto", interpolation="nearest", vmin=0.0)
     numbers = range(0, len(record["layers"]), 1 + len(record["layers"]) // 8)

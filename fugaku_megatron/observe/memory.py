@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from ..config.run_config import RunConfig
 from ..costs import memory, run_schedule
 from ..host.allocator import free_bytes, node_bytes, usage
 from ..training.trainer import IterationResult
-from .observer import Observer
+from .observer import MetricValues, Observer
 
 SPAN = 50  # iterations of a steady growth, at least
 FEWEST = 25  # readings in them, at least
@@ -67,7 +66,7 @@ class MemoryWatch(Observer):
         self._next = 0.0
         self._told = float("inf")
 
-    def end(self, result: IterationResult) -> dict[str, Any]:
+    def end(self, result: IterationResult) -> MetricValues:
         self._seconds = result.seconds
         self._iterations += 1
         if self._iterations > FIRST_ITERATIONS and time.perf_counter() >= self._next:
@@ -76,7 +75,7 @@ class MemoryWatch(Observer):
             self._next = time.perf_counter() + READ_EVERY
         return {}
 
-    def finish_interval(self, iteration: int) -> dict[str, Any]:
+    def finish_interval(self, iteration: int) -> MetricValues:
         now = usage()
         rate = 0.0
         if self._new >= NEW:

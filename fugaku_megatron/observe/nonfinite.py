@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.agreement import first_text
-from ..comm.autograd import Function
+from ..comm.autograd import Function, Gradients
 from ..data.sampler import first_sample
 from ..host.observed import Arguments, Keywords, Observed
 from ..nn.layers import dropout_layer
@@ -69,7 +69,7 @@ class _Tap(Function[Tensor]):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         ctx.observe(dy)
         return dy, None
 

@@ -6,17 +6,19 @@ from typing import Any
 
 from ..training.trainer import IterationResult
 
+MetricValues = dict[str, Any]  # fields of `IterationMetrics`
+
 
 class Observer:
     """An observer on every rank. `finish_interval` and `report` end a log interval; all methods are collective."""
 
     def begin(self) -> None: ...
 
-    def end(self, result: IterationResult) -> dict[str, Any]:
+    def end(self, result: IterationResult) -> MetricValues:
         """End an iteration; return values for `IterationMetrics`."""
         return {}
 
-    def finish_interval(self, iteration: int) -> dict[str, Any]:
+    def finish_interval(self, iteration: int) -> MetricValues:
         return {}
 
     def report(self, iteration: int) -> None: ...

@@ -27,6 +27,7 @@ WEIGHT_GRADIENT = 2
 LARGEST_PART = 2**30
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> dtype
 Key = tuple[int, int, int]  # first sample, kind, virtual stage in the pass's order
+Sums = dict[Key, int]  # of bits
 
 
 class Spikes:
@@ -77,14 +78,14 @@ class Fingerprints:
     """Bit sums of this rank's outputs and gradients in an iteration, from hooks."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._sums: dict[Key, int] = {}
+        self._sums: Sums = {}
         placement = trainer.stage.placement
         for number, chunk in enumerate(trainer.stage.chunks):
             part = placement.virtual_stage(trainer.groups.pp.rank, number)
             chunk.register_forward_hook(partial(self._forward, part))
         trainer.optimizer.buckets.before_sum = self._weights
 
-    def take(self) -> dict[Key, int]:
+    def take(self) -> Sums:
         sums = self._sums
         self._sums = {}
         return sums
@@ -104,7 +105,7 @@ class Fingerprints:
         self._sums[2**61, WEIGHT_GRADIENT, bucket + 1] = bit_sum(grads)  # after all samples
 
 
-def first_difference(one: dict[Key, int], other: dict[Key, int]) -> Key | None:
+def first_difference(one: Sums, other: Sums) -> Key | None:
     keys = one.keys() | other.keys()
     return min((key for key in keys if one.get(key) != other.get(key)), default=None)
 
@@ -163,7 +164,7 @@ class Rerun:
         )
         return again
 
-    def _first_difference(self, first: dict[Key, int], again: dict[Key, int]) -> str | None:
+    def _first_difference(self, first: Sums, again: Sums) -> str | None:
         """Describe the first difference of all ranks. Collective."""
         world = self.trainer.world
         tp = self.trainer.groups.tp.size
@@ -178,7 +179,7 @@ class Rerun:
 
         return first_text(world, _search_key(key), 3, text)
 
-    def _same_bits(self, consumed: int, first: dict[Key, int], again: float) -> tuple[float, str]:
+    def _same_bits(self, consumed: int, first: Sums, again: float) -> tuple[float, str]:
         """Find out if a core repeats its mistake; return (loss to use, verdict). Collective."""
         trainer = self.trainer
         samples = trainer.skips.samples(consumed, trainer.batch_size(consumed))
@@ -221,7 +222,7 @@ class Rerun:
             return "the results of experts depend on the ranks that send them tokens"
         return ""
 
-    def _of_own_samples(self, own: dict[Key, int], shift: int) -> dict[Key, int]:
+    def _of_own_samples(self, own: Sums, shift: int) -> Sums:
         """Return this rank's fingerprints, computed by the rank `shift` before it. Collective."""
         dp = self.trainer.groups.dp
         taken = self.fingerprints.take()
@@ -231,7 +232,7 @@ class Rerun:
         row = (dp.rank - shift * self.trainer.groups.cp.size) % dp.size
         return dict(zip(sorted(own), everyone[row].tolist(), strict=True))
 
-    def _repeated_mistake(self, key: Key | None, computed: list[dict[Key, int]]) -> str:
+    def _repeated_mistake(self, key: Key | None, computed: list[Sums]) -> str:
         """Describe the rank that no other rank confirms. Collective.
 
         computed: fingerprints by this rank, and by the ranks 1 and 2 before it

@@ -9,10 +9,9 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from ..cli.arguments import make_run
-from ..config.fields import check, check_type
+from ..config.fields import as_tuples, check, check_type
 from ..config.layout import Layout, flags_of_sizes
 from ..config.model import ModelConfig
 from ..config.parallel import ParallelConfig
@@ -20,6 +19,7 @@ from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig, TrainingConfig
 from ..costs import accounting
+from ..text.named_files import JsonObject, about
 from .iteration_metrics import IterationMetrics, parse_line
 from .metrics_writer import parse_peak_memory, parse_validation_line
 
@@ -58,7 +58,7 @@ _PEAK = re.compile(rb"peak memory per rank: max \d+ MiB")
 class Job:
     """Configuration of a logged run; properties are None if unknown."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: JsonObject = field(default_factory=dict)
     recipe: str | None = None
     nodes: int | None = None
     ranks: int | None = None
@@ -155,14 +155,12 @@ def parse_run(line: str) -> Job:
         "wrote it",
     )
     job = Job(
-        values={name: tuple(v) if isinstance(v, list) else v for name, v in values.items()},
+        values=as_tuples(values),
         nodes=nodes,
         ranks=ranks,
     )
-    try:
+    with about("the run line is damaged"):
         _check_job(job)
-    except ValueError as error:
-        raise ValueError(f"the run line is damaged: {error}") from None
     return job
 
 
@@ -193,7 +191,7 @@ class LogSummary:
     job: Job
     formula: str
     machine: str
-    experts: dict[str, Any] | None
+    experts: JsonObject | None
     ghz: float | None
     memory_mib: int | None
     finished: bool
@@ -262,7 +260,7 @@ class LogReader:
         self.formula = formula
         self.by_iteration: dict[int, IterationMetrics] = {}
         self.validations: dict[int, float] = {}
-        self.experts: dict[str, Any] | None = None
+        self.experts: JsonObject | None = None
         self._lines = 0
         self._start("")
 
@@ -275,10 +273,8 @@ class LogReader:
     def read_lines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self._lines += 1
-            try:
+            with about(f"{self.path} line {self._lines}"):
                 self._read(line)
-            except ValueError as error:
-                raise ValueError(f"{self.path} line {self._lines}: {error}") from None
 
     def _read(self, line: str) -> None:
         if line.startswith(_RECORD):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from ..costs import accounting
 from ..data.marks import TokenCounts
 from ..host.observed import PHASES, Phases
 from ..training.trainer import IterationResult
-from .observer import Observer
+from .observer import MetricValues, Observer
 from .rank_table import NAMED, Interval, Straggler, find
 from .screen import append
 
@@ -62,7 +61,7 @@ class RankTimes(Observer):
     def begin(self) -> None:
         self.phases.begin()
 
-    def end(self, result: IterationResult) -> dict[str, Any]:
+    def end(self, result: IterationResult) -> MetricValues:
         seconds = self.phases.of_iteration(result.seconds)
         self._rows.append([*seconds, *self._share(result.work)])
         return {}

@@ -34,6 +34,8 @@ from .schedule_names import FORWARD_ONLY, row
 
 STEADY_ROUNDS = 3  # times the micro-batches in flight of all model chunks, then a list is periodic
 
+Instructions = list[Instruction]
+
 
 class Executor(Protocol):
     """One method per op, called with the whole instruction."""
@@ -51,7 +53,7 @@ class Executor(Protocol):
 # Lists ----------------------------------------------------------------------------------------------------------------------------
 
 
-def one_f_one_b(schedule: Schedule, stage: int) -> list[Instruction]:
+def one_f_one_b(schedule: Schedule, stage: int) -> Instructions:
     """Return one stage's 1F1B list: fill with forwards, alternate, drain. At most `stages - stage` micro-batches are in flight.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", figure 4 (2021).
@@ -62,7 +64,7 @@ def one_f_one_b(schedule: Schedule, stage: int) -> list[Instruction]:
     return with_messages(schedule.placement, stage, _alternate(forwards, backwards, fill))
 
 
-def interleaved(schedule: Schedule, stage: int) -> list[Instruction]:
+def interleaved(schedule: Schedule, stage: int) -> Instructions:
     """Return one stage's interleaved 1F1B list, with 1 / chunks of 1F1B's bubble.
 
     Surplus micro-batches are dropped from a padded list. Source: Narayanan et al. (2021), figure 4, bottom.
@@ -78,7 +80,7 @@ def interleaved(schedule: Schedule, stage: int) -> list[Instruction]:
     return with_messages(schedule.placement, stage, kept)
 
 
-def split_backward(schedule: Schedule, stage: int) -> list[Instruction]:
+def split_backward(schedule: Schedule, stage: int) -> Instructions:
     """Return one stage's Zero Bubble H1 list (a third of 1F1B's bubble) or, with a V placement, ZB-V (almost no bubble).
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", sections 2 and 6 (2023).
@@ -91,14 +93,12 @@ def split_backward(schedule: Schedule, stage: int) -> list[Instruction]:
     return with_messages(placement, stage, lists[stage])
 
 
-def forward_only(schedule: Schedule, stage: int) -> list[Instruction]:
+def forward_only(schedule: Schedule, stage: int) -> Instructions:
     placement = schedule.placement
     return with_messages(placement, stage, _forwards(placement, stage, schedule.microbatches))
 
 
-def _alternate(
-    forwards: list[Instruction], backwards: list[Instruction], fill: int
-) -> list[Instruction]:
+def _alternate(forwards: Instructions, backwards: Instructions, fill: int) -> Instructions:
     pairs = zip(forwards[fill:], backwards)
     return [
         *forwards[:fill],
@@ -107,7 +107,7 @@ def _alternate(
     ]
 
 
-def _forwards(placement: Placement, stage: int, microbatches: int) -> list[Instruction]:
+def _forwards(placement: Placement, stage: int, microbatches: int) -> Instructions:
     def slot(forward: Instruction) -> int:
         virtual_stage = placement.virtual_stage(stage, forward.model_chunk)
         return placement.forward_slot(forward.microbatch, virtual_stage)
@@ -120,7 +120,7 @@ def _forwards(placement: Placement, stage: int, microbatches: int) -> list[Instr
 
 def with_messages(
     placement: Placement, stage: int, computations: Iterable[Instruction]
-) -> list[Instruction]:
+) -> Instructions:
     """Insert a receive before and a send after every computation that needs one."""
     assert 0 <= stage < placement.stages, (stage, placement)
     result = []
@@ -166,8 +166,8 @@ class Schedule:
     def forward_only(self) -> Schedule:
         return replace(self, name=FORWARD_ONLY)
 
-    def instructions(self, stage: int) -> list[Instruction]:
-        made: list[Instruction] = resolve_name(row(self.name).lists)(self, stage)
+    def instructions(self, stage: int) -> Instructions:
+        made: Instructions = resolve_name(row(self.name).lists)(self, stage)
         return made
 
     def shortened(self) -> Schedule:
@@ -228,12 +228,12 @@ def _is_message(instruction: Instruction) -> bool:
     return instruction.op in SENDS or instruction.op in RECEIVES
 
 
-def receives(instructions: Iterable[Instruction]) -> dict[tuple[str, int], list[Instruction]]:
+def receives(instructions: Iterable[Instruction]) -> dict[tuple[str, int], Instructions]:
     """Return (op, model chunk) -> a list's receives in order.
 
     Stages post the next receives ahead, so every list completes even if sends block.
     """
-    result: dict[tuple[str, int], list[Instruction]] = {}
+    result: dict[tuple[str, int], Instructions] = {}
     for i in instructions:
         if i.op in RECEIVES:
             result.setdefault((i.op, i.model_chunk), []).append(i)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.fields import check
-from ..text.named_files import read_text, unique_keys
+from ..text.named_files import JsonObject, read_text, unique_keys
 
 FOLDER = Path(__file__).parent / "machines"
 
@@ -216,8 +216,8 @@ def names() -> list[str]:
     return sorted(p.stem for p in FOLDER.glob("*.json"))
 
 
-def _constants(path: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(read_text(path, ""), object_pairs_hook=unique_keys)
+def _constants(path: Path) -> JsonObject:
+    data: JsonObject = json.loads(read_text(path, ""), object_pairs_hook=unique_keys)
     if "sections" in data:  # a report contains the description
         check("machine" in data, "this report ended before it had measured the machine")
         data = data["machine"]
@@ -256,7 +256,7 @@ def _check_numbers(name: str, value: Any) -> None:
             )
 
 
-def _check_kinds(values: dict[str, Any]) -> None:
+def _check_kinds(values: JsonObject) -> None:
     for key, value in values.items():
         if (
             not isinstance(value, COLLECTIONS.get(key, (int, float)))
@@ -281,7 +281,7 @@ def _check_kinds(values: dict[str, Any]) -> None:
             raise TypeError(f"{part!r:.60} is not a number")
 
 
-def from_data(name: str, data: dict[str, Any]) -> Machine:
+def from_data(name: str, data: JsonObject) -> Machine:
     constants = data["constants"]
     values = {key: constant["value"] for key, constant in constants.items()}
     for key, value in values.items():

@@ -20,7 +20,7 @@ from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, F
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
 from ..pipeline.timeline import Span, spans
-from ..text.named_files import StrPath
+from ..text.named_files import JsonObject, StrPath
 from . import memory
 from .model import Prediction, step
 from .search import Plan, Search
@@ -128,7 +128,7 @@ def _shared(plan: Plan) -> str:
     return words
 
 
-def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+def as_json(plan: Plan, prediction: JsonObject, args: argparse.Namespace) -> JsonObject:
     days, node_hours = _duration(plan) or (None, None)
     return {
         "dp": plan.layout.dp,

@@ -15,13 +15,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 from ..cli import arguments
 from ..config.fields import check
 from ..config.layout import Layout
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
+from ..text.named_files import JsonObject
 from . import machine, memory, search, software
 from .model import Prediction, predict
 from .system import System
@@ -70,7 +70,7 @@ def run_of(
     args: argparse.Namespace,
     system: System,
     own: Sequence[str] = (),
-    defaults: dict[str, Any] | None = None,
+    defaults: JsonObject | None = None,
 ) -> RunConfig:
     """Return the run that pretrain_gpt.py's flags describe. Raise ValueError for
     contradictions.
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_system_arguments(parser)
 
 
-def as_json(prediction: Prediction) -> dict[str, Any]:
+def as_json(prediction: Prediction) -> JsonObject:
     p = prediction
     return {
         "seconds_per_iteration": round(p.seconds, 6),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..config import features
+from ..config.fields import FieldValues
 from ..config.layout import Layout, check_split
 from ..config.layout import chunks as chunks_of
 from ..config.parallel import CP_COMM_TYPES
@@ -29,6 +30,7 @@ from .model import Prediction, predict, step
 from .software import Choices, with_schedule
 from .system import System
 
+Held = frozenset[str]  # fields that the command line sets
 LONGEST = 512  # stages x micro-batches up to which several zero-bubble lists are tried; each is slow to make
 
 
@@ -186,9 +188,7 @@ class Search:
     dropped: Counter[str]
 
 
-def search(
-    run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False
-) -> Search:
+def search(run: RunConfig, system: System, held: Held, ramp_divisible: bool = False) -> Search:
     """Model every layout with 1F1B, and promising ones with the other schedules.
 
     held: config fields that keep the run's value
@@ -215,7 +215,7 @@ WANTED = 10
 TRIED = 60
 
 
-def _asked(run: RunConfig, held: frozenset[str]) -> str | None:
+def _asked(run: RunConfig, held: Held) -> str | None:
     given = {
         "pipeline_schedule",
         "num_virtual_stages_per_pipeline_rank",
@@ -224,7 +224,7 @@ def _asked(run: RunConfig, held: frozenset[str]) -> str | None:
     return run.parallel.schedule if given and run.parallel.pipeline_schedule != AUTO else None
 
 
-def _orders(run: RunConfig, plan: Plan, held: frozenset[str]) -> list[Order]:
+def _orders(run: RunConfig, plan: Plan, held: Held) -> list[Order]:
     stages = plan.layout.pp
     microbatches = plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))
     if (name := _asked(run, held)) is None:
@@ -245,7 +245,7 @@ def _orders(run: RunConfig, plan: Plan, held: frozenset[str]) -> list[Order]:
 
 
 def _rescheduled(
-    plans: Sequence[Plan], kept: Sequence[Plan], run: RunConfig, held: frozenset[str]
+    plans: Sequence[Plan], kept: Sequence[Plan], run: RunConfig, held: Held
 ) -> list[Plan]:
     """Return the plans in schedules other than 1F1B.
 
@@ -271,7 +271,7 @@ def _rescheduled(
 
 
 def candidates(
-    run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False
+    run: RunConfig, system: System, held: Held, ramp_divisible: bool = False
 ) -> Iterator[tuple[RunConfig, System] | str]:
     """Yield every combination as (run, system), or the reason why its numbers do not divide."""
     choices = system.software.choices
@@ -333,7 +333,7 @@ SHARERS = 64
 
 
 def _contexts(
-    run: RunConfig, choices: Choices, held: frozenset[str]
+    run: RunConfig, choices: Choices, held: Held
 ) -> Iterator[tuple[int, tuple[str, ...] | None]]:
     given = run.parallel.cp_comm_type
     shared = choices.names and run.model.seq_length >= LONG
@@ -392,7 +392,7 @@ SWITCHED: dict[str, tuple[bool, ...]] = {
 
 def _switches(
     tried: dict[str, Sequence[bool]], tp: int, zero_stage: int, ranks_per_node: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[FieldValues]:
     """Yield every meaningful combination of SWITCHED flags, by field.
 
     Skip overlapped collectives inside a node, whose reductions use all cores; always overlap with
@@ -418,8 +418,8 @@ EXPERT_RANKS = 64  # largest size to try; all-to-alls among more ranks have shor
 
 
 def _divided(
-    run: RunConfig, switches: Iterator[dict[str, Any]], tp: int, dp: int, held: frozenset[str]
-) -> Iterator[dict[str, Any]]:
+    run: RunConfig, switches: Iterator[FieldValues], tp: int, dp: int, held: Held
+) -> Iterator[FieldValues]:
     experts = run.model.num_experts
     given = {"expert_model_parallel_size", "expert_tensor_parallel_size"} & held
     for values in switches:
@@ -443,7 +443,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 
 def _recomputes(
-    run: RunConfig, layers: int, held: frozenset[str], kinds: tuple[str, ...]
+    run: RunConfig, layers: int, held: Held, kinds: tuple[str, ...]
 ) -> Iterator[TrainingConfig]:
     """Yield training configs that differ in recompute; block: quarters of a stage's layers."""
     training = run.training
@@ -506,7 +506,7 @@ def _judge(asked: RunConfig, system: System) -> Plan | str:
     )
 
 
-def held_fields(args: argparse.Namespace) -> frozenset[str]:
+def held_fields(args: argparse.Namespace) -> Held:
     """Return the fields of command-line flags; a recipe's values do not count."""
     names = {name for name, value in vars(args).items() if value is not None}
     return frozenset(names - ({"ranks_per_node"} if args.ranks_per_node is None else set()))

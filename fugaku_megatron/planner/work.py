@@ -18,7 +18,7 @@ from ..config.layout import Layout
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.run_config import RunConfig
 from ..costs import accounting, activations, experts, memory
-from ..costs.activations import Collective, Record
+from ..costs.activations import Collective, Collectives, Record
 from ..costs.mixers import mixer_costs
 from ..costs.muon import orthogonalized
 from ..pipeline.schedule_names import row
@@ -47,6 +47,9 @@ class Matmul:
     times: int = 1
 
 
+Matmuls = tuple[Matmul, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """Collectives for --tp-comm-overlap, block by block, while matmuls read or produce the blocks.
@@ -54,9 +57,9 @@ class Exchange:
     first: one block's matmuls, before or after the exchange; None if all are `overlapped`
     """
 
-    collectives: tuple[Collective, ...]
+    collectives: Collectives
     first: Matmul | None
-    overlapped: tuple[Matmul, ...]
+    overlapped: Matmuls
 
     @property
     def group(self) -> str:
@@ -72,11 +75,11 @@ class ExpertExchange:
         expert's, half on each side.
     """
 
-    there: tuple[Collective, ...]
-    back: tuple[Collective, ...]
+    there: Collectives
+    back: Collectives
     groups: int
-    overlapped: tuple[Matmul, ...]
-    around: tuple[Matmul, ...]
+    overlapped: Matmuls
+    around: Matmuls
     group: str = "ep"
 
 
@@ -88,7 +91,7 @@ class Work:
     collectives: (collective, calls). exchanges: (exchange, repetitions).
     """
 
-    matmuls: tuple[Matmul, ...] = ()
+    matmuls: Matmuls = ()
     moved: float = 0.0
     allocations: tuple[tuple[int, float], ...] = ()
     calls: float = 0.0
@@ -181,7 +184,7 @@ def _around_parts(
     return work
 
 
-def _once(collectives: tuple[Collective, ...]) -> tuple[tuple[Collective, int], ...]:
+def _once(collectives: Collectives) -> tuple[tuple[Collective, int], ...]:
     return tuple((c, 1) for c in collectives)
 
 
@@ -232,7 +235,7 @@ def _forward(record: Record, options: _MatmulOptions) -> Work:
         quantized=options.quantized(record),
         fp32_share=record.fp32_share,
     )
-    matmuls: tuple[Matmul, ...] = (linear,)
+    matmuls: Matmuls = (linear,)
     if record.visible is not None:
         matmul = Matmul(
             m=m,
@@ -244,7 +247,7 @@ def _forward(record: Record, options: _MatmulOptions) -> Work:
             dropout=record.dropout,
         )
         matmuls = (matmul, replace(matmul, n=k, k=n))
-    elif record.name == "logits":
+    elif record.is_head:
         matmuls = (replace(linear, m=m // options.chunks, times=options.chunks),)
     return Work(matmuls=matmuls, collectives=_once(record.forward))
 
@@ -282,7 +285,7 @@ def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
     )
 
 
-def _passed(run: RunConfig, work: Work, collectives: tuple[Collective, ...]) -> Work:
+def _passed(run: RunConfig, work: Work, collectives: Collectives) -> Work:
     """Return context-parallel attention with messages overlapped, except in the last step."""
     if any(c.verb != "send" for c in collectives):
         return work
@@ -307,7 +310,7 @@ def _layer(
     if not run.parallel.divides_experts or features.EXPERT_GROUPS not in software.active(run):
         return whole
 
-    def sent(name: str) -> tuple[Collective, ...]:
+    def sent(name: str) -> Collectives:
         return tuple(
             c
             for each, work in named
@@ -316,7 +319,7 @@ def _layer(
             if _between_experts(c)
         )
 
-    def matmuls(*names: str) -> tuple[Matmul, ...]:
+    def matmuls(*names: str) -> Matmuls:
         # deferred weight gradients overlap nothing
         hiding = 1 if row(run.parallel.schedule).splits_backward else None
         return tuple(

@@ -11,6 +11,7 @@ from ..comm.agreement import Nodes
 from ..comm.base import Comm
 from ..host.energy import Counters
 from ..planner.machine import FP32
+from ..text.named_files import JsonObject
 
 SHRUNK_GFLOPS = 4.0  # of one thread, below which a CPU is emulated, or so slow that whole sizes would take hours
 TRAINING_SHARE = 0.6  # of the matmuls' rate
@@ -60,8 +61,8 @@ class Scale:
     rounds: int = 3
     messages: tuple[int, ...] = (1 << 14, 1 << 18, 1 << 22, 1 << 26)
     reduced: int = 128 << 20
-    model: dict[str, Any] = field(default_factory=dict)
-    layers: dict[str, Any] = field(default_factory=dict)
+    model: JsonObject = field(default_factory=dict)
+    layers: JsonObject = field(default_factory=dict)
     sequences: tuple[int, ...] = (2048, 1024, 512, 256)
 
 
@@ -109,8 +110,8 @@ class Context:
     free: float = 0.0
     seconds: float = 0.0
     begin: float = field(default_factory=time.monotonic)
-    compute: dict[str, Any] = field(default_factory=dict)
-    machine: dict[str, Any] | None = None
+    compute: JsonObject = field(default_factory=dict)
+    machine: JsonObject | None = None
 
     @property
     def left(self) -> float:

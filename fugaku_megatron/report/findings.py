@@ -9,11 +9,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
+from ..text.named_files import JsonObject
 from .record import LABEL, clock, rows_of
 
-Sections = dict[str, Any]
+Sections = JsonObject
 CLOCK_SHARE = 0.9  # of the nominal clock
 SPREAD = 0.9  # of the ranks' median
 GEMM_SHARE = 0.75  # of the FMA peak
@@ -39,7 +39,7 @@ class Finding:
     node: int | None = None
 
 
-def findings(sections: Sections) -> list[dict[str, Any]]:
+def findings(sections: Sections) -> list[JsonObject]:
     """Return severe findings first; a finding on several nodes is listed once."""
     found: dict[str, Finding] = {}
     places: dict[str, list[int]] = {}
@@ -63,7 +63,7 @@ def _on_nodes(numbers: list[int]) -> str:
     return f" on nodes {shown}"
 
 
-def _nodes(sections: Sections) -> list[dict[str, Any]]:
+def _nodes(sections: Sections) -> list[JsonObject]:
     return rows_of(sections, "host", "nodes")
 
 
@@ -317,7 +317,7 @@ LOOKS: tuple[Callable[[Sections], Iterator[Finding]], ...] = (
 # Text -----------------------------------------------------------------------------------------------------------------------------
 
 
-def text(data: dict[str, Any]) -> str:
+def text(data: JsonObject) -> str:
     sections = data["sections"]
     lines = [heading(data), *summary(sections), ""]
     if data.get("findings"):
@@ -338,11 +338,11 @@ def text(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def labelled(finding: dict[str, Any]) -> str:
+def labelled(finding: JsonObject) -> str:
     return f"SEVERE: {finding['what']}" if finding["severe"] else finding["what"]
 
 
-def heading(data: dict[str, Any]) -> str:
+def heading(data: JsonObject) -> str:
     state = "complete" if data["complete"] else f"PARTIAL, {data['ended']}"
     shrunk = data["sections"].get("kernels", {}).get("shrunk")
     line = f"fugaku-megatron report, version {data['program']}, {data['date']}: {state} after {clock(data['seconds'])}"
@@ -351,7 +351,7 @@ def heading(data: dict[str, Any]) -> str:
     return line
 
 
-def hours_line(row: dict[str, Any]) -> str:
+def hours_line(row: JsonObject) -> str:
     short = ""
     if not row["fits"]:
         short = f"; needs {row['need_gib']:.0f} GiB, {row['nodes_needed']} such nodes"
@@ -362,7 +362,7 @@ def hours_line(row: dict[str, Any]) -> str:
 
 
 def summary(sections: Sections) -> list[str]:
-    makers: dict[str, Callable[[dict[str, Any]], str]] = {
+    makers: dict[str, Callable[[JsonObject], str]] = {
         "host": host_line,
         "kernels": kernels_line,
         "communication": communication_line,
@@ -383,7 +383,7 @@ def summary(sections: Sections) -> list[str]:
     return [part for line in lines for part in line.splitlines()]
 
 
-def host_line(host: dict[str, Any]) -> str:
+def host_line(host: JsonObject) -> str:
     node = host["nodes"][0]
     count = len(host["nodes"])
     pages = node["huge_pages"]["transparent"] or "unknown"
@@ -393,7 +393,7 @@ def host_line(host: dict[str, Any]) -> str:
     )
 
 
-def kernels_line(kernels: dict[str, Any]) -> str:
+def kernels_line(kernels: JsonObject) -> str:
     good = sum(row["good"] for row in kernels["checks"])
     rank = kernels["ranks"][0]
     n, _, share = max(kernels["gemm"], key=lambda row: row[0])
@@ -412,7 +412,7 @@ def kernels_line(kernels: dict[str, Any]) -> str:
     )
 
 
-def communication_line(found: dict[str, Any]) -> str:
+def communication_line(found: JsonObject) -> str:
     parts = [
         f"{where} nodes {m['alpha_us']:.1f} us, {m['gbs']:.2f} GB/s"
         for where in ("inside", "between")
@@ -425,7 +425,7 @@ def communication_line(found: dict[str, Any]) -> str:
     return line
 
 
-def training_line(found: dict[str, Any]) -> str:
+def training_line(found: JsonObject) -> str:
     done = []
     for row in found["rows"]:
         if "seconds" in row:
@@ -436,7 +436,7 @@ def training_line(found: dict[str, Any]) -> str:
     return "124M, tokens/s by ranks: " + (", ".join(done) or "left out")
 
 
-def layers_line(found: dict[str, Any]) -> str:
+def layers_line(found: JsonObject) -> str:
     done = [
         f"{row['shape']}: {row['gradient_seconds']:.3g} s a sample of {row['seq_length']} tokens, TP {row['tp']}"
         if "tp" in row
@@ -446,7 +446,7 @@ def layers_line(found: dict[str, Any]) -> str:
     return "two layers: " + "; ".join(done)
 
 
-def storage_line(found: dict[str, Any]) -> str:
+def storage_line(found: JsonObject) -> str:
     return (
         f"checkpoint: {found['write_gbs']:.2f} GB/s written, {found['read_gbs']:.2f} GB/s read, {found['file_system']} "
         f"({found['place']}, {found['bytes'] / 1e6:.0f} MB)"

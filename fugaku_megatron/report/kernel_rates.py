@@ -31,6 +31,7 @@ from ..host.machine import clock_ghz, fma_peak_gflops, measured_name, triad_gbs
 from ..host.timing import best_seconds, slowest_seconds
 from ..planner import machine, software
 from ..planner.cost import Network
+from ..text.named_files import JsonObject
 from .context import SHRUNK, SHRUNK_GFLOPS, Context, Sizes
 
 EPSILON = 1e-5  # of norms
@@ -184,7 +185,7 @@ def difference(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return worst
 
 
-def compared(sizes: Sizes | None = None) -> list[dict[str, Any]]:
+def compared(sizes: Sizes | None = None) -> list[JsonObject]:
     rows = []
     sizes = sizes or Sizes()
     for dtype, limit in TOLERANCE.items():
@@ -208,7 +209,7 @@ def compared(sizes: Sizes | None = None) -> list[dict[str, Any]]:
     return rows
 
 
-def elementwise_rates(sizes: Sizes, triad_gbs: float, rounds: int) -> list[dict[str, Any]]:
+def elementwise_rates(sizes: Sizes, triad_gbs: float, rounds: int) -> list[JsonObject]:
     """Measure GB/s of memory-bound FP32 kernels, and their share of the triad."""
     rows = []
     for name in ELEMENTWISE:
@@ -232,7 +233,7 @@ VERBS = ("all_reduce", "all_gather", "reduce_scatter")
 # Kernels --------------------------------------------------------------------------------------------------------------------------
 
 
-def kernel_section(context: Context) -> dict[str, Any]:
+def kernel_section(context: Context) -> JsonObject:
     checks = compared()
     context.world.barrier()
     rates = measure_rates(context)
@@ -267,7 +268,7 @@ def kernel_section(context: Context) -> dict[str, Any]:
     }
 
 
-def measure_rates(context: Context) -> dict[str, Any]:
+def measure_rates(context: Context) -> JsonObject:
     """Measure while the other ranks measure. Collective: rank 0 decides on the sizes."""
     process = peak_memory_mib()
     threads = torch.get_num_threads()
@@ -315,7 +316,7 @@ def affordable(
 # Communication --------------------------------------------------------------------------------------------------------------------
 
 
-def communication_section(context: Context) -> dict[str, Any]:
+def communication_section(context: Context) -> JsonObject:
     """Measure messages and collectives; describe the machine. Collective."""
     world = context.world
     found = {
@@ -337,7 +338,7 @@ def communication_section(context: Context) -> dict[str, Any]:
     }
 
 
-def describe_machine(context: Context, network: NetworkRates) -> dict[str, Any]:
+def describe_machine(context: Context, network: NetworkRates) -> JsonObject:
     """Return the machine in calibrate's format. Collective."""
     if not context.compute:  # --only without the section of kernels
         measure_rates(context)
@@ -368,11 +369,11 @@ def describe_machine(context: Context, network: NetworkRates) -> dict[str, Any]:
     if context.world.rank == 0:
         name = measured_name(threads)
         data = calibrate.describe(name, here, team, network, node_bytes() / 2**30, "report")
-    agreed: dict[str, Any] = context.agreed(data)
+    agreed: JsonObject = context.agreed(data)
     return agreed
 
 
-def collective_rows(context: Context) -> Iterator[dict[str, Any]]:
+def collective_rows(context: Context) -> Iterator[JsonObject]:
     """Measure the trainer's collectives inside nodes and over all ranks. Collective."""
     assert context.machine is not None
     host = machine.from_data("here", context.machine)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..text.named_files import JsonObject
 from .findings import heading, labelled, summary
 from .record import LABEL, rows_of
 
@@ -25,7 +26,7 @@ text-align:right}td:first-child,th:first-child,.text{text-align:left}.plots{disp
 .partial{background:#fff3cd;padding:.4em}svg text{font:11px sans-serif}svg{border:1px solid #ddd}"""
 
 
-def page(data: dict[str, Any]) -> str:
+def page(data: JsonObject) -> str:
     sections = data["sections"]
     parts = [f"<h1>{html.escape(heading(data))}</h1>"]
     if not data["complete"]:
@@ -72,14 +73,14 @@ def _side(*values: Any) -> str:
     return " class=text" if any(isinstance(value, str) for value in values) else ""
 
 
-def findings_table(found: Sequence[dict[str, Any]]) -> str:
+def findings_table(found: Sequence[JsonObject]) -> str:
     if not found:
         return "<p>Nothing was found.</p>"
     rows = [[labelled(f), f["measured"], f["expected"], f["remedy"]] for f in found]
     return table(("what", "measured", "expected", "remedy"), rows)
 
 
-def hours_table(rows: Sequence[dict[str, Any]]) -> str:
+def hours_table(rows: Sequence[JsonObject]) -> str:
     return table(
         ("model", "hours", "tokens/s", "tokens a sample", "GiB needed", "fits", "from"),
         [
@@ -97,7 +98,7 @@ def hours_table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def tables(sections: dict[str, Any]) -> list[str]:
+def tables(sections: JsonObject) -> list[str]:
     found = []
     for title, rows in (
         ("Kernels against the scalar reference", rows_of(sections, "kernels", "checks")),
@@ -120,7 +121,7 @@ def tables(sections: dict[str, Any]) -> list[str]:
 # Plots ----------------------------------------------------------------------------------------------------------------------------
 
 
-def plots(sections: dict[str, Any], hours: Sequence[dict[str, Any]]) -> list[str]:
+def plots(sections: JsonObject, hours: Sequence[JsonObject]) -> list[str]:
     kernels = sections.get("kernels")
     found = []
     if kernels:

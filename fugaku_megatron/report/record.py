@@ -22,7 +22,7 @@ from typing import Any
 
 from .. import __version__
 from ..config.fields import check
-from ..text.named_files import read_text
+from ..text.named_files import JsonObject, read_text
 from ..text.numbers import rounded
 from ..text.table import pipe_table
 
@@ -119,7 +119,7 @@ class Record:
         self,
         path: Path,
         budget: Budget,
-        pages: Mapping[str, Callable[[dict[str, Any]], str]],
+        pages: Mapping[str, Callable[[JsonObject], str]],
         names: bool,
     ) -> None:
         self.path = path
@@ -127,7 +127,7 @@ class Record:
         self._pages = pages
         self._private = {} if names else private_words()
         self._names = names
-        self.data: dict[str, Any] = {
+        self.data: JsonObject = {
             "format": FORMAT,
             "version": VERSION,
             "program": __version__,
@@ -154,8 +154,8 @@ class Record:
         self.write()
 
 
-def rows_of(sections: dict[str, Any], name: str, rows: str = "rows") -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = sections.get(name, {}).get(rows, [])
+def rows_of(sections: JsonObject, name: str, rows: str = "rows") -> list[JsonObject]:
+    found: list[JsonObject] = sections.get(name, {}).get(rows, [])
     return found
 
 
@@ -167,11 +167,11 @@ def clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def read(flag: str, path: Path) -> dict[str, Any]:
+def read(flag: str, path: Path) -> JsonObject:
     remedy = "pass a file that fugaku-megatron report wrote"
     text = read_text(path, flag, remedy)
     try:
-        data: dict[str, Any] = json.loads(text)
+        data: JsonObject = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError(f"{flag} {path}: not JSON: {remedy}") from None
     check(
@@ -191,7 +191,7 @@ def read(flag: str, path: Path) -> dict[str, Any]:
 LESS_IS_MORE = ("us", "s", "hours")  # units of which less is faster
 
 
-def figures(data: dict[str, Any]) -> dict[tuple[str, str], float]:
+def figures(data: JsonObject) -> dict[tuple[str, str], float]:
     """Return (name, unit) -> value for everything that two reports may share."""
     sections = data["sections"]
     found: dict[tuple[str, str], float] = {}
@@ -262,7 +262,7 @@ def ratio(unit: str, first: float | None, second: float | None) -> str:
     return f"{first / second if unit in LESS_IS_MORE else second / first:.2f}"
 
 
-def title(data: dict[str, Any]) -> str:
+def title(data: JsonObject) -> str:
     what = "an unknown machine"
     if nodes := rows_of(data["sections"], "host", "nodes"):
         what = f"{len(nodes)} x {nodes[0]['cpu']}, {nodes[0]['cores']} cores"
@@ -270,7 +270,7 @@ def title(data: dict[str, Any]) -> str:
     return f"{what}, {data['date']}{state}"
 
 
-def same_bits(first: dict[str, Any], second: dict[str, Any]) -> str:
+def same_bits(first: JsonObject, second: JsonObject) -> str:
     one, two = (
         {
             (row["kernel"], row["dtype"]): row["checksum"]

@@ -19,11 +19,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ..cli.output_files import check_file
 from ..config.fields import check
 from ..start import environment
+from ..text.named_files import JsonObject
 from . import record
 
 if TYPE_CHECKING:
@@ -203,12 +204,12 @@ def words(args: argparse.Namespace) -> list[str]:
 # Measuring ------------------------------------------------------------------------------------------------------------------------
 
 
-def sections() -> dict[str, Callable[[Context], dict[str, Any]]]:
+def sections() -> dict[str, Callable[[Context], JsonObject]]:
     """Return name -> function for every rank, in the report's order."""
     from ..host.machine import facts
     from . import kernel_rates, training
 
-    def host_section(context: Context) -> dict[str, Any]:
+    def host_section(context: Context) -> JsonObject:
         found = context.world.all_gather_object(
             {**facts(), "mapping": context.mapping} if context.nodes.leads else None
         )
@@ -279,7 +280,7 @@ def make_context(world: Comm, args: argparse.Namespace) -> Context:
 
 def one_section(
     context: Context, budget: record.Budget, chosen: list[str], number: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure a section within its time, which rank 0 decides. Collective."""
     import time
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..cli.arguments import make_run
 from ..comm.base import Comm
@@ -32,6 +31,7 @@ from ..host.timing import seconds
 from ..nn.ops import Ops
 from ..planner import machine, model, software
 from ..planner.system import System
+from ..text.named_files import JsonObject
 from ..training.trainer import Trainer
 from .context import Context
 from .record import LABEL, rows_of
@@ -112,7 +112,7 @@ def rank_counts(size: int) -> list[int]:
     return [*powers, size]
 
 
-def training_section(context: Context) -> dict[str, Any]:
+def training_section(context: Context) -> JsonObject:
     """Measure data-parallel steps of 124M with equal micro-batches per rank. Collective."""
     world = context.world
     rows = []
@@ -155,7 +155,7 @@ def affordable_batches(context: Context, counts: int) -> int:
     return max(1, min(MOST_MICRO_BATCHES, int(context.seconds / counts / 2 / step)))
 
 
-def step_row(context: Context, run: RunConfig, comm: Comm, seconds: float) -> dict[str, Any]:
+def step_row(context: Context, run: RunConfig, comm: Comm, seconds: float) -> JsonObject:
     """Measure a step, next to the model's. Collective over `comm`."""
     with trainer_of(run, comm) as trainer:
         context.energy.joules()  # counted from here
@@ -203,7 +203,7 @@ def modelled_step(context: Context, run: RunConfig, ranks: int) -> float | None:
 # Two layers -----------------------------------------------------------------------------------------------------------------------
 
 
-def layers_section(context: Context) -> dict[str, Any]:
+def layers_section(context: Context) -> JsonObject:
     """Measure two layers of each shape. Collective."""
     rows = []
     for index, shape in enumerate(SHAPES):
@@ -239,7 +239,7 @@ def chosen_layers(context: Context, shape: str, seconds: float) -> RunConfig | N
     return None
 
 
-def layers_row(context: Context, shape: str, seconds: float) -> dict[str, Any]:
+def layers_row(context: Context, shape: str, seconds: float) -> JsonObject:
     """Return seconds for a sample's gradients and for an update, mean of all groups at the same
     time. Collective.
     """
@@ -268,16 +268,16 @@ def layers_row(context: Context, shape: str, seconds: float) -> dict[str, Any]:
 # Checkpoint -----------------------------------------------------------------------------------------------------------------------
 
 
-def storage_section(context: Context) -> dict[str, Any]:
+def storage_section(context: Context) -> JsonObject:
     """Measure GB/s of a checkpoint: all ranks in --save, or one node's in a temporary directory."""
     shared = context.save is not None
     comm = context.world if shared else context.nodes.ranks
     result = saved(context, comm) if shared or context.nodes.number == 0 else None
-    agreed: dict[str, Any] = context.agreed(result)
+    agreed: JsonObject = context.agreed(result)
     return agreed
 
 
-def saved(context: Context, comm: Comm) -> dict[str, Any]:
+def saved(context: Context, comm: Comm) -> JsonObject:
     """Save twice, replacing the first, and load. Collective over `comm`."""
     run = make_run(
         "124m",
@@ -349,7 +349,7 @@ LLAMA_3B = {
     "kv_channels": 128,
 }  # meta-llama/Llama-3.2-3B
 # Model -> the measured shape whose rate it has, its recipe, what differs from that
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, str, JsonObject]] = {
     "0.6B": ("1B", "qwen3-0.6b", {}),
     "1B": ("1B", "llama-3.2-1b", {}),
     "3B": ("8B", "llama-3.2-1b", LLAMA_3B),
@@ -357,7 +357,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def hours(sections: dict[str, Any]) -> list[dict[str, Any]]:
+def hours(sections: JsonObject) -> list[JsonObject]:
     """Return a row for each model, from its own shape's layers or else the other's."""
     measured = {
         row["shape"]: row for row in rows_of(sections, "layers") if "gradient_seconds" in row
@@ -372,8 +372,8 @@ def hours(sections: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def whole_model(
-    name: str, row: dict[str, Any], recipe: str, changes: dict[str, Any], sections: dict[str, Any]
-) -> dict[str, Any]:
+    name: str, row: JsonObject, recipe: str, changes: JsonObject, sections: JsonObject
+) -> JsonObject:
     run = make_run(recipe, {**changes, "seq_length": row["seq_length"], "mock_data": True})
     parameters = accounting.parameters(run)
     tokens = row["seq_length"]

@@ -1,7 +1,6 @@
 """Fit the model's parameters to the published tables, and print its errors on them and on parts that were left out of the fit.
 
 Times and memory are fitted separately, one set of parameters for each group of software; fitted.json holds values and intervals.
-Run: fugaku-megatron fit
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +20,7 @@ from ..config.run_config import RunConfig
 from ..planner import memory, model
 from ..planner.software import FITTED, MemoryParameters, Parameters
 from ..planner.system import System
+from ..text.named_files import JsonObject
 from ..text.numbers import rounded
 from .rows import Row, known, load, row_system
 
@@ -382,8 +381,8 @@ def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     }
 
 
-def as_json(report: Report) -> dict[str, Any]:
-    def table(solution: Solution, priors: Sequence[Prior]) -> dict[str, Any]:
+def as_json(report: Report) -> JsonObject:
+    def table(solution: Solution, priors: Sequence[Prior]) -> JsonObject:
         spread = np.sqrt(np.diag(solution.covariance))
         return {
             p.name: {

@@ -26,6 +26,7 @@ from ..config.training import BatchConfig, TrainingConfig
 from ..observe.iteration_metrics import HEADERS
 from ..planner.model import Prediction, predict
 from ..planner.system import System
+from ..text.named_files import JsonObject
 
 
 @dataclass(frozen=True)
@@ -431,7 +432,7 @@ def read(folder: Path) -> tuple[Row, ...]:
     return _mark_duplicates(rows)
 
 
-def _rows(path: Path, tables: dict[str, Any], records: Sequence[Erratum]) -> Iterator[Row]:
+def _rows(path: Path, tables: JsonObject, records: Sequence[Erratum]) -> Iterator[Row]:
     seen: set[int] = set()
     for record in read_csv(path, ("line", "table", "status"), tuple(PARSERS)):
         row = _row(record, tables, records)
@@ -466,7 +467,7 @@ def _table(record: Record) -> Table:
     )
 
 
-def _row(record: Record, tables: dict[str, Any], records: Sequence[Erratum]) -> Row:
+def _row(record: Record, tables: JsonObject, records: Sequence[Erratum]) -> Row:
     record.expect(record.cells["table"] in tables, "table", "a table of tables.csv")
     record.expect(record.cells["status"] in STATUSES, "status", " or ".join(STATUSES))
     table, facts, assumed = tables[record.cells["table"]]
@@ -498,7 +499,7 @@ def _row(record: Record, tables: dict[str, Any], records: Sequence[Erratum]) -> 
     )
 
 
-def _facts(record: Record, values: dict[str, str]) -> dict[str, Any]:
+def _facts(record: Record, values: dict[str, str]) -> JsonObject:
     facts = {name: record.convert(name, *PARSERS[name], values[name]) for name in PARSERS}
     for name in _FACTS:
         record.expect(

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..checkpoint.save import check_replaces, check_writable
 from ..cli.output_files import check_file
 from ..comm.agreement import Nodes, agree, differing, everywhere, on_root
 from ..comm.base import Comm
 from ..config import batches
-from ..config.fields import check, flag
+from ..config.fields import FieldValues, check, flag
 from ..config.run_config import RANK_FIELDS, RunConfig
 from ..config.training import RECOMPUTE
 from ..data.build import listed_data, parse_data_path
@@ -86,7 +85,7 @@ def with_listed_data(run: RunConfig, world: Comm) -> RunConfig:
     if not any(files):
         return run
     listed = on_root(world, lambda: listed_data(*files))
-    changes: dict[str, Any] = {"data_args_path": None, "per_split_data_args_path": None, **listed}
+    changes: FieldValues = {"data_args_path": None, "per_split_data_args_path": None, **listed}
     return replace(run, data=replace(run.data, **changes))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from ..comm.agreement import Nodes, everywhere
 from ..comm.base import Comm
@@ -15,6 +14,7 @@ from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.marks import mark
 from ..data.sampler import ReaderGroup, build_reader_group
 from ..host.allocator import node_bytes
+from ..text.named_files import JsonObject
 from ..training.micro_batches import datasets_of, reads_data
 from .plan import Plan
 from .tokenizer import end_of_document
@@ -51,7 +51,7 @@ def build_data(
     plan: Plan,
     groups: Groups,
     readers: ReaderGroup | None = None,
-    tokenizer: dict[str, Any] | None = None,
+    tokenizer: JsonObject | None = None,
     order: DataOrder = NEW_ORDER,
 ) -> Data:
     """Open training and validation samples on the ranks that read data; (None, None) elsewhere.
@@ -72,7 +72,7 @@ def open_data(
     samples: tuple[int, int | None],
     readers: ReaderGroup | None = None,
     arrays: Mapping[str, TokenArrays] | None = None,
-    tokenizer: dict[str, Any] | None = None,
+    tokenizer: JsonObject | None = None,
     order: DataOrder = NEW_ORDER,
 ) -> Data:
     """Open training and validation samples as `build_data` does; no set for 0 samples.

@@ -39,6 +39,7 @@ from ..costs.accounting import padded_vocab_size
 from ..data.dataset import DataOrder
 from ..data.unchanged import other_files
 from ..observe.history import HISTORY
+from ..text.named_files import JsonObject
 from ..training.trainer import ForeignModel, Progress, Trainer, layout_record
 from .loop import LOSS_CURVE
 from .plan import Plan
@@ -57,8 +58,8 @@ class Resume:
     """
 
     checkpoint: Checkpoint | None = None
-    state: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
+    state: JsonObject = field(default_factory=dict)
+    config: JsonObject = field(default_factory=dict)
     finetune: bool = False
     base: Checkpoint | ForeignModel | None = None
 
@@ -353,7 +354,7 @@ def _newest_copy(plan: Plan, load: str, local: str, world: Comm) -> int:
     layout = layout_record(plan.config, plan.layout)
     parallel = asdict(plan.config.parallel)
 
-    def fits(head: dict[str, Any]) -> bool:
+    def fits(head: JsonObject) -> bool:
         return (head["state"].get("run"), head["layout"], head["config"].get("parallel")) == (
             name,
             layout,
@@ -656,7 +657,7 @@ COURSE = {
 
 
 def differences(
-    run: RunConfig, saved: dict[str, Any], settings: Mapping[str, tuple[str, ...]] = COURSE
+    run: RunConfig, saved: JsonObject, settings: Mapping[str, tuple[str, ...]] = COURSE
 ) -> list[str]:
     phrases = []
     for group, names in settings.items():
@@ -681,7 +682,7 @@ def mask_note(run: RunConfig, before: str) -> list[str]:
     ]
 
 
-def angle_note(run: RunConfig, saved: dict[str, Any]) -> list[str]:
+def angle_note(run: RunConfig, saved: JsonObject) -> list[str]:
     """Return a line if a run from saved weights rotates queries and keys by other angles."""
     changed = [
         f"{flag(name)} is {getattr(run.model, name)}, was {saved[name]}"
@@ -720,7 +721,7 @@ def _sizes_text(sizes: Mapping[str, Any], names: Iterable[str]) -> str:
     return " x ".join(f"{LAYOUT_SIZES[name]} {sizes.get(name, 1)}" for name in names)
 
 
-def _batch_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
+def _batch_note(trainer: Trainer, saved: JsonObject, config: JsonObject) -> list[str]:
     batch = config["batch"]
     own = trainer.layout.global_batch_size(trainer.run)
     size = batch["micro_batch_size"] * saved.get("data_parallel_size", trainer.layout.dp)
@@ -732,7 +733,7 @@ def _batch_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any])
     ]
 
 
-def vocabulary_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
+def vocabulary_note(trainer: Trainer, saved: JsonObject, config: JsonObject) -> list[str]:
     """Return a line if the padded vocabulary changed: unmasked padding counts in the loss, as in Megatron-LM."""
     model = trainer.run.model
     tp = trainer.layout.tp

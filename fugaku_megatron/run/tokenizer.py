@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..checkpoint.manifest import CARRIED, existing_iteration, own_checkpoint, read_head
 from ..comm.agreement import everywhere, on_root
@@ -22,23 +21,24 @@ from ..data.tokenizer import (
     model_tokenizer,
     read_identity,
 )
+from ..text.named_files import JsonObject
 
 
-def resolve_vocabulary(run: RunConfig, world: Comm) -> tuple[RunConfig, dict[str, Any] | None]:
+def resolve_vocabulary(run: RunConfig, world: Comm) -> tuple[RunConfig, JsonObject | None]:
     """Return the run with its vocabulary size, and its tokenizer's identity. Collective."""
     with everywhere():
         tokenizer = read_tokenizer(run, world)
         return with_vocabulary(run, tokenizer), tokenizer
 
 
-def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
+def read_tokenizer(run: RunConfig, world: Comm) -> JsonObject | None:
     """Return the run's tokenizer identity (`data.tokenizer.identity`).
 
     None without a tokenizer flag, if the run needs none or starts from a model without one.
     Collective: one rank reads the files. ValueError if that fails.
     """
 
-    def read() -> dict[str, Any] | None:
+    def read() -> JsonObject | None:
         flags = TokenizerFlags.of(run.data, run.model.vocab_size)
         needed = run.model.vocab_size is None or bool(run.data.marks_documents)
         if flags.named or (needed and not run.data.mock_data):
@@ -73,7 +73,7 @@ def _tokenizer_in(directory: str, iteration: int | None, size: int | None) -> To
     return model_tokenizer(config.get("data", {}), Path(own[0]) / CARRIED, size)
 
 
-def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConfig:
+def with_vocabulary(run: RunConfig, tokenizer: JsonObject | None) -> RunConfig:
     """Return the run with its vocabulary size: --vocab-size, the tokenizer's, or GPT-2's with --mock-data.
 
     Raise ValueError if no size is known, if the tokenizer has more tokens than --vocab-size, or if flags need an unknown
@@ -106,7 +106,7 @@ def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConf
     return replace(run, model=replace(run.model, vocab_size=vocab_size or size))
 
 
-def end_of_document(data: DataConfig, tokenizer: dict[str, Any] | None) -> int:
+def end_of_document(data: DataConfig, tokenizer: JsonObject | None) -> int:
     check(
         bool(tokenizer),
         f"{data.marks_documents}: the token that ends a document is not known: name the tokenizer of the data, "
@@ -122,7 +122,7 @@ def end_of_document(data: DataConfig, tokenizer: dict[str, Any] | None) -> int:
 
 
 def tokenizer_notes(
-    run: RunConfig, tokenizer: dict[str, Any] | None, saved: dict[str, Any] | None, world: Comm
+    run: RunConfig, tokenizer: JsonObject | None, saved: JsonObject | None, world: Comm
 ) -> list[str]:
     """Return lines about data and a checkpoint with another tokenizer. Collective."""
     notes = on_root(world, lambda: [*_data_notes(run, tokenizer)])
@@ -133,7 +133,7 @@ def tokenizer_notes(
     return notes
 
 
-def _data_notes(run: RunConfig, tokenizer: dict[str, Any] | None) -> Iterable[str]:
+def _data_notes(run: RunConfig, tokenizer: JsonObject | None) -> Iterable[str]:
     prefixes = (prefix for path in run.data.paths.values() for prefix in parse_data_path(path)[0])
     for prefix in dict.fromkeys(prefixes):
         if other := mismatch(tokenizer, read_identity(prefix)):

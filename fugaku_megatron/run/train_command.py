@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import atexit
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..checkpoint.manifest import holds_megatron, latest_iteration, read_head
 from ..cli.arguments import Arguments, add_flags, interpret
 from ..cli.output_files import check_picture
-from ..config.fields import check
+from ..config.fields import FieldValues, check
 from ..config.hybrid import with_layers
 from ..config.model import ARCHITECTURE, with_block
 from ..config.run_config import RunConfig
@@ -100,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
 DROPOUT = ("attention_dropout", "hidden_dropout")  # which Megatron-LM takes with the architecture
 
 
-def with_checkpoint_model(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_checkpoint_model(values: FieldValues) -> FieldValues:
     """Return parsed flags, with --use-checkpoint-args the checkpoint's model flags from --load, if
     it exists.
 
@@ -123,7 +122,7 @@ def with_checkpoint_model(values: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {name: saved[name] for name in names}
 
 
-def _megatron_model(load: str, step: int | None, values: Mapping[str, Any]) -> dict[str, Any]:
+def _megatron_model(load: str, step: int | None, values: FieldValues) -> FieldValues:
     """Return the model that a checkpoint of Megatron-LM describes; with a tokenizer's files its vocabulary."""
     from ..convert.convert_command import open_megatron  # with torch
 

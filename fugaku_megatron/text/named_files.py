@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 StrPath = str | os.PathLike[str]
+JsonObject = dict[str, Any]
 FIRST_BYTES = b"version https://git-lfs.github.com/spec/"
 
 POINTER = "it is a Git LFS pointer: run git lfs pull"
@@ -24,6 +26,15 @@ KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
+
+
+@contextmanager
+def about(place: str) -> Iterator[None]:
+    """Begin the messages of the block's ValueErrors with a place."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 def is_pointer(path: StrPath) -> bool:
@@ -73,9 +84,9 @@ def read_text(
         ) from None
 
 
-def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: Iterable[tuple[str, Any]]) -> JsonObject:
     """Build a JSON object, as an object_pairs_hook. Raises ValueError for a duplicate key."""
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for key, value in pairs:
         if key in values:
             raise ValueError(f"the key {key!r:.60} stands in an object twice: leave one out")

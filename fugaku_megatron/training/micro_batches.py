@@ -21,9 +21,11 @@ from ..data.dataset import Dataset, TokenArrays
 from ..data.index_cache import IndexCache
 from ..data.marks import TokenCounts, document_starts, padding
 from ..data.sampler import (
+    BatchSizes,
     Prefetcher,
     ReaderBatches,
     ReaderGroup,
+    StepSamples,
     consecutive,
     first_sample,
     micro_batches,
@@ -162,8 +164,8 @@ class RunBatches:
         self,
         dataset: Dataset | None,
         consumed: int,
-        size: Callable[[int], int],
-        samples: Callable[[int, int], Sequence[int]] = consecutive,
+        size: BatchSizes,
+        samples: StepSamples = consecutive,
     ) -> Source | None:
         """Open this rank's micro-batches from sample `consumed` on; None if the rank does not read. The caller closes it."""
         if not reads_data(self.run, self.layout, self.groups):

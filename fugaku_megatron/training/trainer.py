@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from ..optim.optimizer import Optimizer
 from ..pipeline import schedule
+from ..text.named_files import JsonObject
 from . import expert_counts
 from .micro_batches import MicroBatchWindow, RunBatches, Source
 from .replicas import Difference, Replicas, ReplicasDiffer
@@ -168,7 +169,7 @@ class Trainer:
     waiting_for_data: Callable[[], AbstractContextManager[None]] = nullcontext
     before_update: Callable[[int, float], float] | None = None
     phase: Callable[..., AbstractContextManager[object]] = _no_phase
-    tokenizer: dict[str, Any] | None = None
+    tokenizer: JsonObject | None = None
     order: DataOrder = NEW_ORDER
     data_files: list[Record] = field(default_factory=list)
 
@@ -183,7 +184,7 @@ class Trainer:
         self.folders = Folders(self.world)  # of checkpoints
         self._batches: Source | None = None
         self._shift = 0  # see `RunBatches`
-        self.base: dict[str, Any] = {}  # of adapters: the model that they belong to
+        self.base: JsonObject = {}  # of adapters: the model that they belong to
         background = run.output.save and run.output.async_save
         self._snapshot = Snapshot(self._saved_shards()) if background else None
 
@@ -412,7 +413,7 @@ class Trainer:
 
     # Checkpoints ----------------------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return everything but tensors. Random state is the seed and the data position."""
         state = {
             "progress": asdict(self.progress),
@@ -514,7 +515,7 @@ class Trainer:
         copies = self._snapshot.take(shards) if self._snapshot else shards
         return BackgroundSave(self._save_steps(directory, copies, node_first=True))
 
-    def load(self, source: str | Checkpoint, weights_only: bool = False) -> dict[str, Any]:
+    def load(self, source: str | Checkpoint, weights_only: bool = False) -> JsonObject:
         """Resume from a checkpoint in any layout, or from the latest in a directory; return its
         `state`. Collective.
 
@@ -555,9 +556,7 @@ class Trainer:
         self.close()
         return state
 
-    def load_base(
-        self, base: Checkpoint | ForeignModel, saved: dict[str, Any] | None = None
-    ) -> None:
+    def load_base(self, base: Checkpoint | ForeignModel, saved: JsonObject | None = None) -> None:
         """Load the frozen weights to which adapters belong. Collective: the first data-parallel ranks read.
 
         Raise ValueError if the weights differ from `saved`, their record in the adapters' checkpoint.

@@ -234,9 +234,10 @@ FM_BIND(delta_net) {
   module.def(
       "delta_rule_forward", &bind_delta_forward, "qkv"_a, "decay"_a, "beta"_a, "states"_a, "out"_a,
       "starts"_a = py::none(),
-      "The gated delta rule. qkv: float32, bfloat16 or float16 (s, b, 2 groups d + heads dv), the "
-      "queries of all groups, their keys,\n"
-      "the values; a group has heads / groups consecutive heads. decay, beta: float32 (s, b, "
+      "The gated delta rule. qkv: float32, bfloat16 or float16 (s, b, 2 groups d + heads dv), of "
+      "each group its query,\n"
+      "its key, and the values of its heads / groups consecutive heads. decay, beta: float32 (s, "
+      "b, "
       "heads), log decays and strengths.\n"
       "states: float32 (segments + 1, b, heads, d, dv), the first of which is read, and those "
       "before each later segment of\n"

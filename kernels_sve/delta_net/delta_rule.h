@@ -23,15 +23,17 @@ template <class T>
 struct DeltaHead {
   const DeltaArgs& a;
   int64_t sample, head;
-  int64_t cols() const { return 2 * a.groups * a.d + a.heads * a.dv; }
-  int64_t stride() const { return a.b * cols(); }
-  int64_t key_head() const { return head / (a.heads / a.groups); }
-  int64_t row(int64_t token) const { return (token * a.b + sample) * cols(); }
-  const T* queries(int64_t token) const {
-    return static_cast<const T*>(a.qkv) + row(token) + key_head() * a.d;
+  int64_t share() const { return a.heads / a.groups; }
+  int64_t group_cols() const { return 2 * a.d + share() * a.dv; }
+  int64_t stride() const { return a.b * a.groups * group_cols(); }
+  // Places in qkv, and so in its gradient.
+  int64_t query(int64_t token) const {
+    return ((token * a.b + sample) * a.groups + head / share()) * group_cols();
   }
-  const T* keys(int64_t token) const { return queries(token) + a.groups * a.d; }
-  int64_t value(int64_t token) const { return row(token) + 2 * a.groups * a.d + head * a.dv; }
+  int64_t key(int64_t token) const { return query(token) + a.d; }
+  int64_t value(int64_t token) const { return key(token) + a.d + head % share() * a.dv; }
+  const T* queries(int64_t token) const { return static_cast<const T*>(a.qkv) + query(token); }
+  const T* keys(int64_t token) const { return static_cast<const T*>(a.qkv) + key(token); }
   const T* values(int64_t token) const { return static_cast<const T*>(a.qkv) + value(token); }
   int64_t gate(int64_t token) const { return (token * a.b + sample) * a.heads + head; }
   int64_t result(int64_t token) const { return gate(token) * a.dv; }
@@ -495,10 +497,10 @@ static void delta_backward_group(const DeltaArgs& a, const DeltaGradArgs& grad, 
       const DeltaHead<T> at = head(0);
       const int64_t first = begin + i * CHUNK;
       c.read(at, first);
-      T* dqueries = static_cast<T*>(grad.dqkv) + at.row(first) + group * a.d;
-      store_unit_gradient(w.dq[i], c.q, c.query_scale(a.d), c.query_lengths, dqueries, at.stride(),
-                          c.decays.count, a.d);
-      store_unit_gradient(w.dk[i], c.k, 1.0f, c.key_lengths, dqueries + a.groups * a.d, at.stride(),
+      T* dqkv = static_cast<T*>(grad.dqkv);
+      store_unit_gradient(w.dq[i], c.q, c.query_scale(a.d), c.query_lengths, dqkv + at.query(first),
+                          at.stride(), c.decays.count, a.d);
+      store_unit_gradient(w.dk[i], c.k, 1.0f, c.key_lengths, dqkv + at.key(first), at.stride(),
                           c.decays.count, a.d);
     }
   }

@@ -15,13 +15,12 @@ double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 struct Head {
   const DeltaArgs& a;
   int64_t sample, head;
-  int64_t group() const { return head / (a.heads / a.groups); }
-  int64_t row(int64_t t) const {
-    return (t * a.b + sample) * (2 * a.groups * a.d + a.heads * a.dv);
+  int64_t share() const { return a.heads / a.groups; }
+  int64_t query(int64_t t) const {
+    return ((t * a.b + sample) * a.groups + head / share()) * (2 * a.d + share() * a.dv);
   }
-  int64_t query(int64_t t) const { return row(t) + group() * a.d; }
-  int64_t key(int64_t t) const { return query(t) + a.groups * a.d; }
-  int64_t value(int64_t t) const { return row(t) + 2 * a.groups * a.d + head * a.dv; }
+  int64_t key(int64_t t) const { return query(t) + a.d; }
+  int64_t value(int64_t t) const { return key(t) + a.d + head % share() * a.dv; }
   int64_t gate(int64_t t) const { return (t * a.b + sample) * a.heads + head; }
   int64_t state(int64_t number) const {
     return ((number * a.b + sample) * a.heads + head) * a.d * a.dv;

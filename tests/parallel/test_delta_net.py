@@ -55,6 +55,7 @@ def plain_rule(
     """Token by token."""
     results = []
     queries, keys, values = HEADS.split(qkv)
+    values = values.flatten(2, 3)
     queries, keys = (unit(x).repeat_interleave(2, 2).unsqueeze(-1) for x in (queries, keys))
     for t in range(len(qkv)):
         if starts is not None and t > 0:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...comm.autograd import Function
+from ...comm.autograd import Function, Gradients
 from ..dropout_key import Dropout
 from ..gradients import as_rows
 from ..heads import Heads
@@ -70,7 +70,7 @@ class _NativeAttention(Function[Tensor]):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> Gradients:
         qkv, out, lse = ctx.saved_tensors
         dqkv = torch.empty_like(qkv)
         ctx.kernels.attention_backward(

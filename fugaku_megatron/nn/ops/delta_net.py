@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...comm.autograd import Function
+from ...comm.autograd import Function, Gradients
 from ...costs.delta_net import CHUNK
 from ..gradients import accumulate, as_rows, vector_gradient
 from .backend import Backend
@@ -27,7 +27,7 @@ L2_EPSILON = 1e-6
 class DeltaHeads(NamedTuple):
     """Heads of a rank. A key head belongs to value_heads / key_heads consecutive value heads.
 
-    qkv (s, b, 2 key_heads key_size + value_heads value_size): the queries of all key heads, their keys, the values.
+    qkv (s, b, 2 key_heads key_size + value_heads value_size): of each key head its query, its key and its value heads' values.
     """
 
     key_heads: int
@@ -40,15 +40,10 @@ class DeltaHeads(NamedTuple):
         return self.value_heads // self.key_heads
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views of queries and keys (s, b, key_heads, key_size), and values (s, b, value_heads, value_size)."""
-        keys = self.key_heads * self.key_size
-        queries, keys_, values = qkv.split((keys, keys, self.value_heads * self.value_size), -1)
-        sizes = (-1, self.key_size)
-        return (
-            queries.unflatten(-1, sizes),
-            keys_.unflatten(-1, sizes),
-            values.unflatten(-1, (-1, self.value_size)),
-        )
+        """Return views of queries and keys (s, b, key_heads, key_size), and values (s, b, key_heads, group, value_size)."""
+        sizes = (self.key_size, self.key_size, self.group * self.value_size)
+        queries, keys, values = qkv.unflatten(-1, (self.key_heads, -1)).split(sizes, -1)
+        return queries, keys, values.unflatten(-1, (self.group, -1))
 
 
 class DeltaGates(NamedTuple):
@@ -80,7 +75,7 @@ class _Gates(Function[tuple[Tensor, Tensor]]):
         return decay, strength
 
     @staticmethod
-    def backward(ctx: Any, ddecay: Tensor, dstrength: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, ddecay: Tensor, dstrength: Tensor) -> Gradients:
         alpha, decay, strength = ctx.saved_tensors
         a_log, dt_bias = ctx.parameters
         slope = -a_log.float().exp() * torch.sigmoid(alpha.float() + dt_bias.float())
@@ -144,9 +139,7 @@ class _NativeRule(Function[tuple[Tensor, Tensor]]):
         return out, states[-1].clone()
 
     @staticmethod
-    def backward(
-        ctx: Any, dout: Tensor, dstate: Tensor
-    ) -> tuple[None, Tensor, Tensor, Tensor, None, Tensor]:
+    def backward(ctx: Any, dout: Tensor, dstate: Tensor) -> Gradients:
         qkv, decay, beta, states = ctx.saved_tensors
         dqkv = torch.empty_like(qkv)
         ddecay = torch.empty_like(decay)
@@ -199,8 +192,9 @@ def _read_chunk(
     """Return the chunk from token `first` on, and the reciprocal lengths of its queries and keys."""
     tokens = slice(first, first + CHUNK)
     heads = rule.heads
+    queries, keys, values = heads.split(qkv[tokens])
     queries, keys, values = (
-        x.permute(1, 2, 0, 3) for x in heads.split(qkv[tokens])
+        x.permute(1, 2, 0, 3) for x in (queries, keys, values.flatten(2, 3))
     )  # (b, heads, c, size)
     queries, query_lengths = _unit(queries)
     keys, key_lengths = _unit(keys)
@@ -336,9 +330,7 @@ class _TorchRule(Function[tuple[Tensor, Tensor]]):
         return out.flatten(2), state
 
     @staticmethod
-    def backward(
-        ctx: Any, dout: Tensor, dstate: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
+    def backward(ctx: Any, dout: Tensor, dstate: Tensor) -> Gradients:
         qkv, decay, beta, *states = ctx.saved_tensors
         heads = ctx.rule.heads
         dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
@@ -351,7 +343,7 @@ class _TorchRule(Function[tuple[Tensor, Tensor]]):
             dresults = dheads[tokens].permute(1, 2, 0, 3).float() * heads.key_size**-0.5
             gradients, dstate = _chunk_gradients(chunk, states.pop(), dresults, dstate)
             dqueries, dkeys, dvalues = heads.split(dqkv[tokens])
-            dvalues.copy_(gradients.values.permute(2, 0, 1, 3))
+            dvalues.copy_(gradients.values.permute(2, 0, 1, 3).unflatten(2, (-1, heads.group)))
             for d, dunit, unit, length in zip(
                 (dqueries, dkeys), gradients[:2], chunk[:2], lengths, strict=True
             ):
@@ -388,7 +380,7 @@ def cached_delta_rule(
     )  # (r, n, key_size, 1)
     state = states[samples] * decay[..., None, None].exp()
     predicted = (keys * state).sum(-2)
-    updates = (values.float() - predicted) * beta.unsqueeze(-1)
+    updates = (values.flatten(1, 2).float() - predicted) * beta.unsqueeze(-1)
     state = state + keys * updates.unsqueeze(-2)
     states[samples] = state
     out: Tensor = (queries * state).sum(-2) * heads.key_size**-0.5
@@ -430,7 +422,7 @@ class _NativeConvolution(Function[Tensor]):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, Tensor | None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, starts, earlier = ctx.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         dearlier = None if earlier is None else torch.empty_like(earlier)
@@ -488,7 +480,7 @@ class _TorchConvolution(Function[Tensor]):
         return F.silu(total).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, Tensor | None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, starts, earlier = ctx.saved_tensors
         weight = ctx.weight
         s, width = len(x), weight.shape[1]
@@ -546,7 +538,7 @@ class _NativeGatedNorm(Function[Tensor]):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         kernels, weight, epsilon = ctx.call
         x, gate = ctx.saved_tensors
         dx = torch.empty_like(x)
@@ -575,7 +567,7 @@ class _TorchGatedNorm(Function[Tensor]):
         return (y * F.silu(gate.float())).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, gate, rstd = ctx.saved_tensors
         weight = ctx.weight
         z = gate.float()

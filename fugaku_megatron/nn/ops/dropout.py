@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function
+from ...comm.autograd import Function, Gradients
 from ..dropout_key import Dropout
 from ..gradients import accumulate, gradient_of
 from .backend import Backend
@@ -43,7 +43,7 @@ class _Dropout(Function[Tensor]):
         return masked(kernels, x, dropped)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         return None, masked(ctx.kernels, dy, ctx.dropped), None
 
 
@@ -105,7 +105,7 @@ class _BiasDropoutAdd(Function[Tensor]):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> Gradients:
         dout = dout.contiguous()
         dx = torch.empty_like(dout) if ctx.dropped.p else None
         dbias = gradient_of(ctx.bias)
@@ -125,6 +125,6 @@ class _AddBias(Function[Tensor]):
         return x + bias
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         accumulate(ctx.bias, dy.sum((0, 1), dtype=torch.float32))
         return dy, None

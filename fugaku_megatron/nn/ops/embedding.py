@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...comm.autograd import Function
+from ...comm.autograd import Function, Gradients
 from .backend import Backend
 
 
@@ -34,7 +34,7 @@ class _NativeEmbedding(Function[Tensor]):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> Gradients:
         ctx.kernels.embedding_backward(
             ctx.tokens, dout.contiguous(), ctx.weight.main_grad, ctx.first_row
         )
@@ -52,7 +52,7 @@ class _TorchEmbedding(Function[Tensor]):
         return F.embedding(rows, weight).masked_fill_(ctx.elsewhere.unsqueeze(-1), 0.0)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         dy = dy.float().masked_fill(ctx.elsewhere.unsqueeze(-1), 0.0)
         ctx.weight.main_grad.index_add_(0, ctx.saved_tensors[0].flatten(), dy.flatten(0, 1))
         return None, None, None
@@ -77,7 +77,7 @@ class _AddPosition(Function[Tensor]):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> Gradients:
         gradient = ctx.weight.main_grad[ctx.first :]
         if ctx.ops.is_native("embedding"):
             ctx.ops.kernels.add_position_backward(dout.contiguous(), gradient)

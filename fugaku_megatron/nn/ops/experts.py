@@ -1,6 +1,6 @@
 """Operations of a layer's experts: routing scores, permutation of rows, activations times scores. All follow the choice of "gemm".
 
-h hidden, f expert width, e experts, k per token, n pairs of a token and an expert, numbered row * k + place.
+f expert width, e experts, k per token, n pairs of a token and an expert, numbered row * k + place.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...comm.autograd import Function
+from ...comm.autograd import Function, Gradients
 from ...config.experts import SIGMOID
 from ...config.model import ModelConfig
 from .activation import Activation, activate, activation_gradient, as_gates, kernel
@@ -105,7 +105,7 @@ class _NativeRoute(Function[tuple[Tensor, Tensor]]):
         return scores, chosen
 
     @staticmethod
-    def backward(ctx: Any, dscores: Tensor, _: Tensor) -> tuple[None, Tensor, None, None]:
+    def backward(ctx: Any, dscores: Tensor, _: Tensor) -> Gradients:
         saved, chosen = ctx.saved_tensors
         dlogits = dscores.new_empty(len(dscores), ctx.experts)
         ctx.kernels.route_backward(

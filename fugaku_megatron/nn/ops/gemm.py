@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function, gather_sequence, reduce_scatter_sequence
+from ...comm.autograd import Function, Gradients, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
 from ..gradients import accumulate, as_rows, gradient_of, is_frozen, parts
 from ..parameter_views import matrix_of
@@ -154,7 +154,7 @@ class _Linear(Function[Tensor]):
         return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         ops = ctx.ops
         sequence = ctx.sequence
         dy = as_rows(dy)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function
+from ...comm.autograd import Function, Gradients
 from ...comm.base import Comm
 from ..deferred_gradients import WeightGradients
 from ..gradients import gradient_of, is_frozen
@@ -121,7 +121,7 @@ class _NativeHeadLoss(Function[Tensor]):
         return torch.tensor(total / divisor, dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor) -> Gradients:
         expected = torch.tensor(ctx.factor, dtype=torch.float32).item()
         assert dloss.item() == expected, (dloss.item(), ctx.factor)
         dx = ctx.saved_tensors[0].view(ctx.shape)
@@ -204,7 +204,7 @@ class _TorchCrossEntropy(Function[Tensor]):
         return (log_sum - target_logit + added).masked_fill_(ignored, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor) -> Gradients:
         dlogits, rows, elsewhere = ctx.saved_tensors
         dlogits.scatter_add_(-1, rows, (elsewhere.float() - 1.0).unsqueeze(-1))
         return dlogits.mul_(dloss.unsqueeze(-1)).to(ctx.dtype), None, None, None

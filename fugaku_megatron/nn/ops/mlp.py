@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function, gather_sequence, reduce_scatter_sequence
+from ...comm.autograd import Function, Gradients, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
 from ...config.model import ACTIVATIONS
 from ..gradients import as_rows, gradient_of, is_frozen
@@ -97,7 +97,7 @@ class _MLP(Function[Tensor]):
         return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         ops = ctx.ops
         x, pre = ctx.saved_tensors
         weight1, bias1, weight2, activation = ctx.weights

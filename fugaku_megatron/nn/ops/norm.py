@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function
+from ...comm.autograd import Function, Gradients
 from ...comm.base import Comm
 from ..dropout_key import Dropout
 from ..gradients import accumulate, as_rows, gradient_of, vector_gradient
@@ -47,7 +47,7 @@ class _NativeNorm(Function[Tensor]):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         parameters = ctx.parameters
         x, *statistics = ctx.saved_tensors
         dx = torch.empty_like(x)
@@ -67,7 +67,7 @@ class _TorchLayerNorm(Function[Tensor]):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, mean, rstd = ctx.saved_tensors
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
             dy.contiguous(), x, (x.shape[-1],), mean, rstd, ctx.weight, ctx.bias, [True, True, True]
@@ -90,7 +90,7 @@ class _LayerNormWithoutBias(Function[Tensor]):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, mean, rstd = ctx.saved_tensors
         dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
             dy.contiguous(), x, (x.shape[-1],), mean, rstd, ctx.weight, None, [True, True, False]
@@ -108,7 +108,7 @@ class _TorchRMSNorm(Function[Tensor]):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, rstd = ctx.saved_tensors
         dx, dweight = norm_gradients(dy, x, rstd, ctx.weight)
         accumulate(ctx.weight, dweight)
@@ -164,7 +164,7 @@ class _ShardedRMSNorm(Function[tuple[Tensor, Tensor]]):
         return normed_x, normed_y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         x, y, *statistics = ctx.saved_tensors
         units = [each.float() * rstd for each, rstd in zip((x, y), statistics, strict=True)]
         scaled = []
@@ -257,7 +257,7 @@ class _BiasDropoutAddNorm(Function[tuple[Tensor, Tensor]]):
         return total, y
 
     @staticmethod
-    def backward(ctx: Any, dtotal: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dtotal: Tensor, dy: Tensor) -> Gradients:
         total, *statistics = ctx.saved_tensors
         dresidual = torch.empty_like(total)
         dx = torch.empty_like(total) if ctx.dropped.p else None

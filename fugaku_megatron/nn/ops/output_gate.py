@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function
+from ...comm.autograd import Function, Gradients
 from ..heads import Heads
 
 
@@ -33,7 +33,7 @@ class _SplitGate(Function[tuple[Tensor, Tensor]]):
         return qkv, gates.flatten(2).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, dqkv: Tensor, dgates: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dqkv: Tensor, dgates: Tensor) -> Gradients:
         heads = ctx.heads
         dqueries, *others = heads.split(dqkv.contiguous())
         dgate = dgates.unflatten(-1, dqueries.shape[2:])
@@ -52,7 +52,7 @@ class _Gated(Function[Tensor]):
         return (context * torch.sigmoid(gates.float())).to(context.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dout: Tensor) -> Gradients:
         context, gates = ctx.saved_tensors
         sigmoid = torch.sigmoid(gates.float())
         scaled = dout * sigmoid

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function, Gathering, RowBlocks, Summing
+from ...comm.autograd import Function, Gathering, Gradients, RowBlocks, Summing
 from ...config.model import ACTIVATIONS
 from ..gradients import as_rows
 from .activation import activate, is_fused
@@ -74,7 +74,7 @@ class _ColumnLinear(Function[Tensor]):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         (x,) = ctx.saved_tensors
         dy = as_rows(dy)
         gathering = ctx.blocks.gather(x)
@@ -98,7 +98,7 @@ class _RowLinear(Function[Tensor]):
         return total.wait().view(x.shape[0] // blocks.comm.size, *x.shape[1:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         (x,) = ctx.saved_tensors
         gathering = ctx.blocks.gather(dy)
         dx = torch.empty_like(x)
@@ -144,7 +144,7 @@ class _OverlappedMLP(Function[Tensor]):
         return total.wait().view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         ops = ctx.ops
         x, pre = ctx.saved_tensors
         weight1, bias1, weight2, activation = ctx.weights

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function
+from ...comm.autograd import Function, Gradients
 from ..gradients import accumulate, vector_gradient
 from ..heads import Angles, Heads
 from .backend import Backend
@@ -80,7 +80,7 @@ class _NativeRotary(Function[Tensor]):
         return _native_rotated(kernels, qkv, call, inverse=False)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, dout: Tensor) -> Gradients:
         return None, _native_rotated(ctx.kernels, dout, ctx.call, inverse=True), None
 
 
@@ -109,7 +109,7 @@ class _NativeRotaryNorm(Function[Tensor]):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, dout: Tensor) -> Gradients:
         call = ctx.call
         norm = call.norm
         (qkv,) = ctx.saved_tensors
@@ -147,7 +147,7 @@ class _TorchRotary(Function[Tensor]):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dout: Tensor) -> Gradients:
         call = ctx.call
         dqkv = dout.clone(memory_format=torch.contiguous_format)
         gradients = call.heads.split(dqkv)[:2]
