@@ -45,7 +45,7 @@ DOCUMENTS_WITH_COMMANDS = [document for document in DOCUMENTS if any(commands(do
 ENVIRONMENT = {
     **os.environ,
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": launch.PATH,
 }
 FAILURES = re.compile(r"Traceback|command not found|No such file or directory|error while loading")
 

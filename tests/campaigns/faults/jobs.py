@@ -39,13 +39,18 @@ _ITERATION = re.compile(r"^ iteration\s+(\d+)/", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to run the model. asynchronous: a save may still be under way when the next one falls due."""
+    """A way to run the model.
+
+    asynchronous: a save may still be under way when the next one falls due.
+    plain: the name of the layout that ends with the same bits; default: this layout.
+    """
 
     name: str
     ranks: int
     flags: tuple[str, ...] = ()
     asynchronous: bool = False
     hosts: tuple[str, ...] = ()  # network namespaces, one for each rank
+    plain: str = ""
 
 
 ZERO = tuple(
@@ -56,8 +61,14 @@ LAYOUTS = (
     Layout("DP 2, ZeRO-1", 2, ZERO),
     Layout("TP 2", 2, ("--tensor-model-parallel-size", "2")),
     Layout("PP 2", 2, ("--pipeline-model-parallel-size", "2")),
-    Layout("DP 2, async save", 2, ("--async-save",), True),
-    Layout("DP 2, ZeRO-1, save local", 2, (*ZERO, "--async-save", "--save-local", "{local}"), True),
+    Layout("DP 2, async save", 2, ("--async-save",), True, plain="DP 2"),
+    Layout(
+        "DP 2, ZeRO-1, save local",
+        2,
+        (*ZERO, "--async-save", "--save-local", "{local}"),
+        asynchronous=True,
+        plain="DP 2, ZeRO-1",
+    ),
     Layout("TP 2 x DP 2", 4, tuple("--tensor-model-parallel-size 2 --zero-stage 1".split())),
 )
 
@@ -65,7 +76,11 @@ LAYOUTS = (
 def on_two_hosts(number: int) -> Layout:
     """Return a layout whose hosts belong to fault `number` alone."""
     return Layout(
-        "DP 2 on two hosts", 2, ZERO, hosts=(f"fm-faults{number}a", f"fm-faults{number}b")
+        "DP 2 on two hosts",
+        2,
+        ZERO,
+        hosts=(f"fm-faults{number}a", f"fm-faults{number}b"),
+        plain="DP 2, ZeRO-1",
     )
 
 
