@@ -38,7 +38,7 @@ class MixerPart:
     layer: str
     symbol: str
     linears: tuple[str, str]
-    stateful: tuple[str, ...]
+    stateful: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
     costs: str
 

@@ -396,12 +396,18 @@ def scale(weight: Tensor, centered: bool) -> Tensor:
     return derived(weight, weight.detach() + 1.0) if centered else weight
 
 
-class LayerNorm(Norm):
+class WeightedNorm(Norm):
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
-        width = (context.model.hidden_size,)
-        self.weight = context.parameter(f"{name}.weight", width, fill=1.0 - self.centered)
-        self.bias = context.parameter(f"{name}.bias", width)
+        self.weight = context.parameter(
+            f"{name}.weight", (context.model.hidden_size,), fill=1.0 - self.centered
+        )
+
+
+class LayerNorm(WeightedNorm):
+    def __init__(self, name: str, context: Context) -> None:
+        super().__init__(name, context)
+        self.bias = context.parameter(f"{name}.bias", (context.model.hidden_size,))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.layer_norm(x, self.scale(), self.bias, self.epsilon)
@@ -411,16 +417,6 @@ class LayerNorm(Norm):
     ) -> tuple[Tensor, Tensor]:
         norm = LayerNormArguments(self.scale(), self.bias, self.epsilon)
         return self.ops.bias_dropout_add_layer_norm(x, bias, residual, dropped, norm)
-
-
-class WeightedNorm(Norm):
-    """Norm without a bias."""
-
-    def __init__(self, name: str, context: Context) -> None:
-        super().__init__(name, context)
-        self.weight = context.parameter(
-            f"{name}.weight", (context.model.hidden_size,), fill=1.0 - self.centered
-        )
 
 
 class RMSNorm(WeightedNorm):

@@ -59,7 +59,7 @@ class _NativeNorm(Function[Tensor]):
 
 class _TorchLayerNorm(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
         y, mean, rstd = torch.native_layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
         ctx.save_for_backward(x, mean, rstd)
         ctx.weight = weight
@@ -69,34 +69,19 @@ class _TorchLayerNorm(Function[Tensor]):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, mean, rstd = ctx.saved_tensors
+        bias = ctx.bias
+        wanted = [True, True, bias is not None]
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy.contiguous(), x, (x.shape[-1],), mean, rstd, ctx.weight, ctx.bias, [True, True, True]
+            dy.contiguous(), x, (x.shape[-1],), mean, rstd, ctx.weight, bias, wanted
         )
         accumulate(ctx.weight, dweight)
-        accumulate(ctx.bias, dbias)
+        if bias is not None:
+            accumulate(bias, dbias)
         return dx, None, None, None
 
 
 def layer_norm_without_bias(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return _LayerNormWithoutBias.apply(x, weight, epsilon)
-
-
-class _LayerNormWithoutBias(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        y, mean, rstd = torch.native_layer_norm(x, (x.shape[-1],), weight, None, epsilon)
-        ctx.save_for_backward(x, mean, rstd)
-        ctx.weight = weight
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        x, mean, rstd = ctx.saved_tensors
-        dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
-            dy.contiguous(), x, (x.shape[-1],), mean, rstd, ctx.weight, None, [True, True, False]
-        )
-        accumulate(ctx.weight, dweight)
-        return dx, None, None
+    return _TorchLayerNorm.apply(x, weight, None, epsilon)
 
 
 class _TorchRMSNorm(Function[Tensor]):
