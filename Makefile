@@ -31,7 +31,7 @@ help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
 	@echo "             TRAIN_FLAGS='--train-iters 20' adds training flags)"
 	@echo "make check   set up, then lint, unit tests, kernels and a few parallel runs (under 4 minutes once set up)"
-	@echo "make test    set up, then lint and run all tests that need neither apt nor root (about 15 minutes on two cores);"
+	@echo "make test    set up, then lint and run all tests that need neither apt nor root (about 10 minutes on two cores);"
 	@echo "             of a test with $(MANY) cases or more a sixth, chosen by the commit (SHARE=0/1: all)"
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and this CPU's C++ kernels (MPI=system: the machine's own MPI)"
 	@echo "make kernels  compile the C++ kernels for all CPUs of this machine type (TARGET=avx512: for this row of TARGETS in setup.py alone)"
