@@ -47,17 +47,17 @@ class DeltaNetFields:
 
     @property
     def delta_keys(self) -> int:
-        """Elements per token in queries, or in its keys."""
+        """Elements per token in the queries, or in the keys."""
         return self.linear_num_key_heads * self.linear_key_head_dim
 
     @property
     def delta_values(self) -> int:
-        """Elements per token in values, gates, or output."""
+        """Elements per token in the values, the gates, or the output."""
         return self.linear_num_value_heads * self.linear_value_head_dim
 
     @property
     def delta_convolved(self) -> int:
-        """Elements per token in queries, keys and values."""
+        """Elements per token in the queries, keys and values."""
         return 2 * self.delta_keys + self.delta_values
 
     @property
@@ -69,7 +69,7 @@ class DeltaNetFields:
 
     @property
     def delta_width(self) -> int:
-        """Elements per token in input projection."""
+        """Elements per token in the input projection."""
         return self.delta_convolved + self.delta_values + 2 * self.linear_num_value_heads
 
     def _check_delta_net(self, layer_types: str | None) -> None:
