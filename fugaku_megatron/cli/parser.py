@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ..config.fields import Declaration, Refused, declarations
+from ..config.fields import Declaration, Refused, as_tuples, declarations
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -81,12 +81,12 @@ def from_options(cls: type[T], options: argparse.Namespace, **others: Any) -> T:
 
     others: fields that are not flags
     """
-    values = dict(others)
-    for each in fields(cls):
-        if each.name not in others and hasattr(options, each.name):
-            value = getattr(options, each.name)
-            values[each.name] = tuple(value) if isinstance(value, list) else value
-    return cls(**values)
+    given = {
+        each.name: getattr(options, each.name)
+        for each in fields(cls)
+        if each.name not in others and hasattr(options, each.name)
+    }
+    return cls(**others, **as_tuples(given))
 
 
 class Parser(argparse.ArgumentParser):
