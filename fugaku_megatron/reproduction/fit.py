@@ -1,6 +1,8 @@
 """Fit the model's parameters to the published tables, and print its errors on them and on parts that were left out of the fit.
 
 Times and memory are fitted separately, one set of parameters for each group of software; fitted.json holds values and intervals.
+
+    fugaku-megatron fit --output fitted.json
 """
 
 from __future__ import annotations
