@@ -79,7 +79,7 @@ class Config:
         return config
 
     def _set(self, recipe: str | None, values: FieldValues, notes: tuple[str, ...] = ()) -> None:
-        run, without_effect = checked_run(recipe, _with_checkpoint_model(values))
+        run, without_effect = checked_run(recipe, _with_checkpoint_model(values), passed=values)
         object.__setattr__(self, "run", run)
         object.__setattr__(self, "notes", notes + without_effect)
         object.__setattr__(self, "base", recipe)

@@ -664,10 +664,15 @@ def differences(
         now = getattr(run, group)
         before = saved.get(group, {})
         for name in names:
-            value = getattr(now, name)
-            value = list(value) if isinstance(value, tuple) else value  # as JSON has it
-            if name in before and before[name] != value:
-                phrases.append(f"{flag(name)} is {value}, was {before[name]}")
+            if name not in before:
+                continue
+            # A manifest has lists for tuples, and Megatron-LM's arguments have tuples.
+            value, old = (
+                list(value) if isinstance(value, tuple) else value
+                for value in (getattr(now, name), before[name])
+            )
+            if value != old:
+                phrases.append(f"{flag(name)} is {value}, was {old}")
     return phrases
 
 

@@ -316,7 +316,13 @@ def test_the_library_continues_a_run(tmp_path):
         use_checkpoint_args=True,
     )
     assert (config.num_layers, config.hidden_size, config.vocab_size) == (2, 32, 128)
-    with contextlib.closing(fm.Trainer(config)) as trainer:
+    with (
+        pytest.warns(UserWarning) as notes,
+        contextlib.closing(fm.Trainer(config)) as trainer,
+    ):
+        assert [str(note.message).partition(":")[0] for note in notes] == [
+            "saved with TP 2 x PP 1 x DP 1, continues with TP 1 x PP 1 x DP 1"
+        ]
         assert trainer.iteration == DONE
         saved = trainer._trainer.optimizer.checkpoint_shards()
         found = {shard.key: shard.tensor for shard in saved}
