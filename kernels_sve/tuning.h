@@ -84,6 +84,8 @@ struct Common {
   static constexpr int DOT_SUMS = 24;
   // Bytes that the dot products, at least, and gates prefetch ahead; 0: left to the hardware.
   static constexpr int64_t DOT_AHEAD = 0, GATE_AHEAD = 0;
+  // Dot products leave longer rows to the hardware: a row's bytes times an element's bytes.
+  static constexpr int64_t DOT_FETCHED = INT64_MAX;
   // Rows of an embedding table are at random places: they are prefetched this many tokens early.
   static constexpr int64_t TOKENS_AHEAD = 4;
 };
@@ -103,6 +105,9 @@ struct avx2 : Common {
   static constexpr int GEMM_MR = 6, GEMM_NR_VECTORS = 2;
   static constexpr int ATTENTION_MR = 4;
   static constexpr int FMA_CHAINS = 12;
+  // Zen 3, measured: rows of int8 are read at 1.0 to 2.1 times the rate up to 8192 bytes, of BF16 at 1.1 to 1.4 times up to 4096;
+  // longer ones, and float's from 3072 bytes on, are slower.
+  static constexpr int64_t DOT_AHEAD = 8192, DOT_FETCHED = 8192;
 };
 
 struct avx2vnni : avx2 {};

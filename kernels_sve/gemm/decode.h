@@ -51,17 +51,26 @@ FM_INLINE const char* rows_after(const void* block, int64_t row_bytes, int64_t b
   return static_cast<const char*>(block) +
          R * row_bytes * (block_bytes < Tuning::DOT_AHEAD ? 2 : 1);
 }
-template <int BYTES>
+template <bool FETCHES, int BYTES>
 FM_INLINE void fetch(const char*& next) {
-  if constexpr (Tuning::DOT_AHEAD > 0) {
+  if constexpr (FETCHES) {
 #pragma GCC unroll 4
     for (int at = 0; at < BYTES; at += Tuning::LINE) prefetch_l2(next + at);
     next += BYTES;
   }
 }
 
+// Runs body(whether rows of k elements of the size are fetched), as a constant.
+template <class F>
+FM_INLINE void with_fetching(int64_t k, int64_t size, const F& body) {
+  if (Tuning::DOT_AHEAD > 0 && k * size * size <= Tuning::DOT_FETCHED)
+    body(std::bool_constant<(Tuning::DOT_AHEAD > 0)>());
+  else
+    body(std::false_type());
+}
+
 // W as it is stored. each<R>(begin, k, body) runs body(i, count, w) over the columns, w(r) being those of row begin + r.
-template <class T>
+template <class T, bool FETCHES>
 struct PlainRows {
   using Words = DotLanes<T>;
   const T* first;
@@ -77,7 +86,7 @@ struct PlainRows {
     };
     int64_t i = 0;
     for (; i + COUNT <= k; i += COUNT) {
-      fetch<R * BYTES>(next);
+      fetch<FETCHES, R * BYTES>(next);
       body(i, COUNT, w(i, COUNT));
     }
     if (i < k) body(i, static_cast<int>(k - i), w(i, static_cast<int>(k - i)));
@@ -85,6 +94,7 @@ struct PlainRows {
 };
 
 // Of int8 with scales. The sums are those of the same numbers as float, in the same order.
+template <bool FETCHES>
 struct Q8Rows {
   using Words = DotLanes<float>;
   const int8_t* first;
@@ -104,7 +114,7 @@ struct Q8Rows {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
         scale[r] = q8_scale(scales.at + (begin + r) * scales.row + block / Q8_BLOCK);
-      fetch<R * Q8_BLOCK>(next);
+      fetch<FETCHES, R * Q8_BLOCK>(next);
       if (block + Q8_BLOCK <= k) {
 #pragma GCC unroll 4
         for (int64_t i = block; i < block + Q8_BLOCK; i += VL) body(i, VL, w(i, VL, scale));
@@ -215,24 +225,31 @@ FM_INLINE XRows<X> x_rows(const FewRowsArgs& a) {
   }
 }
 
+template <class T, bool FETCHES>
+FM_INLINE void columns_of_weight(const FewRowsArgs& args, int64_t begin, int64_t end) {
+  const auto run = [&](const auto& w) {
+    using X = typename std::decay_t<decltype(w)>::Words::X;
+    few_rows_range<T>(args, w, x_rows<X, T>(args), begin, end);
+  };
+  if (args.scales) {
+    const auto* values = static_cast<const int8_t*>(args.weight);
+    run(Q8Rows<FETCHES>{values, args.weight_row, args.scales});
+  } else {
+    const auto* weight = static_cast<const T*>(args.weight);
+    run(PlainRows<T, FETCHES>{weight, args.weight_row});
+  }
+}
+
 static void linear_few_rows(const FewRowsArgs& args) {
   if (!args.m) return;
   with_dtype(args.dtype, [&](auto element) {
     using T = decltype(element);
-    const auto run = [&](const auto& w, int64_t begin, int64_t end) {
-      using X = typename std::decay_t<decltype(w)>::Words::X;
-      few_rows_range<T>(args, w, x_rows<X, T>(args), begin, end);
-    };
-    parallel_for(
-        args.n, DOT_UNIT * (1 + Tuning::GRAIN / DOT_UNIT / (args.k + 1)),
-        [&](int64_t begin, int64_t end) {
-          if (args.scales) {
-            run(Q8Rows{static_cast<const int8_t*>(args.weight), args.weight_row, args.scales},
-                begin, end);
-          } else {
-            run(PlainRows<T>{static_cast<const T*>(args.weight), args.weight_row}, begin, end);
-          }
-        });
+    const int64_t unit = DOT_UNIT * (1 + Tuning::GRAIN / DOT_UNIT / (args.k + 1));
+    parallel_for(args.n, unit, [&](int64_t begin, int64_t end) {
+      with_fetching(args.k, args.scales ? 1 : sizeof(T), [&](auto fetches) {
+        columns_of_weight<T, decltype(fetches)::value>(args, begin, end);
+      });
+    });
   });
 }
 
