@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.manifest import TORCH_DIST_COMMON, TRACKER, write_text
-from ..config.fields import check
+from ..config.fields import FieldValues, check
 from ..config.hybrid import parse_pattern
 from ..config.layer_kinds import MIXERS, LayerKind
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
@@ -34,6 +34,7 @@ from .megatron_files import (
     MLP_NORM,
     VERSION,
     arguments_of,
+    by_name,
     check_pattern,
     fused_norms,
     model_of,
@@ -77,12 +78,12 @@ def open_dist(path: Path, vocab_size: int | None, ignored: Collection[str] = ())
 def dist_reader(
     path: Path, vocab_size: int | None, ignored: Collection[str] = ()
 ) -> tuple[DistReader, dict[str, Any]]:
-    """Open one iteration; return a reader of its weights, and the common state."""
+    """Open one iteration; return a reader of its weights, and the common state with a dictionary of arguments."""
     files = DistFiles.open(path)
     common = files.common()
     check("args" in common, f"{path} holds no arguments of Megatron-LM")
-    args = common["args"]
-    pattern = pattern_of(args if isinstance(args, dict) else vars(args))
+    given = by_name(common["args"])
+    pattern = pattern_of(given)
     owners: Sequence[int] = () if pattern is None else owners_of(path, pattern)
     stored: dict[str, str] = {}
     for key in files.tensors:
@@ -91,17 +92,17 @@ def dist_reader(
             stored[name] = key
     check(WORD_EMBEDDINGS in stored, f"{path} holds no {WORD_EMBEDDINGS}")
     rows = files.shape(stored[WORD_EMBEDDINGS])[0]
-    model = checked_model(path, args, rows, vocab_size, ignored)
+    model = checked_model(path, given, rows, vocab_size, ignored)
     reader = DistReader(files, model, specs(model), stored)
     reader.check({OUTPUT} if model.tied else set())
-    return reader, common
+    return reader, {**common, "args": given}
 
 
 def checked_model(
-    path: Path, args: Any, rows: int, vocab_size: int | None, ignored: Collection[str]
+    path: Path, given: FieldValues, rows: int, vocab_size: int | None, ignored: Collection[str]
 ) -> ModelConfig:
     try:
-        return model_of(args, rows, vocab_size, ignored)
+        return model_of(given, rows, vocab_size, ignored)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -28,6 +28,7 @@ from .megatron import RELEASE, checked_model, padded
 from .megatron_files import (
     VERSION,
     arguments_of,
+    by_name,
     fused_norms,
     load_pickled,
     our_name,
@@ -62,21 +63,21 @@ def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = (
     check(
         "args" in first, f"{path} holds no arguments of Megatron-LM: it was saved before version 2"
     )
-    args = first["args"]
+    given = by_name(first["args"])
     check(
-        pattern_of(vars(args)) is None,
+        pattern_of(given) is None,
         f"{path} is a HybridModel in the legacy format, which is not supported: save it as torch_dist",
     )
-    ranks = _ranks(path, files, getattr(args, "expert_model_parallel_size", 1) or 1)
-    tp = getattr(args, "tensor_model_parallel_size", ranks.tp)
+    ranks = _ranks(path, files, given.get("expert_model_parallel_size") or 1)
+    tp = given.get("tensor_model_parallel_size", ranks.tp)
     check(
-        ranks.ep == 1 or getattr(args, "expert_tensor_parallel_size", None) in (None, tp),
+        ranks.ep == 1 or given.get("expert_tensor_parallel_size") in (None, tp),
         f"{path} has other tensor-parallel ranks for experts than for the rest: save it as torch_dist",
     )
     version = float(first.get("checkpoint_version", 0))
     chunks = list(_chunks(path, files, ranks))
     rows = sum(len(rank.get(WORD_EMBEDDINGS, ())) for rank in chunks[0][: ranks.tp])
-    model = checked_model(path, args, rows, vocab_size, ignored)
+    model = checked_model(path, given, rows, vocab_size, ignored)
     check(
         not model.has_delta_nets,
         f"{path} has gated delta nets in the legacy format, which is not supported: save it as torch_dist",
