@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ..cli import arguments
 from ..cli.output_files import check_file, writing
-from ..config.fields import check
+from ..config.fields import check, check_positive
 from ..costs import accounting
 from ..text.named_files import JsonObject, StrPath
 from ..text.table import pipe_table, write_csv
@@ -310,12 +310,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    for name in ("nodes", "ranks_per_node", "interval"):
-        value = getattr(options, name)
-        check(
-            value is None or value > 0,
-            f"--{name.replace('_', '-')} is {value}: pass a number above 0",
-        )
+    check_positive(options, "nodes", "ranks_per_node", "interval")
     flags = arguments.run_flags(vars(options))
     check(
         flags.world_size is None and not flags.dry_run,
