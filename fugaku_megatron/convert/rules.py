@@ -308,14 +308,18 @@ def named_rotary(scaled: JsonObject) -> Rule:
     return Rule(read, _write_named_rope, ROTARY.names)
 
 
+def _window(config: JsonObject, default: int | None) -> int | None:
+    size: int | None = integer({"sliding_window": default, **config}, "sliding_window")
+    return size
+
+
 def window(default: int | None) -> Rule:
     """Convert sliding_window w: a token sees itself and w - 1 before it; null: all. default: if
     missing.
     """
 
     def read(config: JsonObject) -> JsonObject:
-        given = config.get("sliding_window", default)
-        size = None if given is None else integer(config, "sliding_window", default)
+        size = _window(config, default)
         kind = FULL if size is None else WINDOWED
         _check_layers(config, kind, default=kind)
         return {"window_size": None if size is None else f"{size - 1},0"}
@@ -341,32 +345,30 @@ def _pattern_length(pattern: object) -> int | None:
     return length
 
 
-def _check_kinds(kinds: Any, other: str, layers: int) -> None:
+def _are_full(kinds: Any, other: str, layers: int) -> list[bool]:
     right = isinstance(kinds, list) and len(kinds) == layers and {*map(str, kinds)} <= {other, FULL}
     check(
         right,
         f"{FILE}: layer_types is {kinds!r:.80}, not {other} or {FULL} for each of {layers} layers",
     )
+    return [kind == FULL for kind in kinds]
 
 
-def _layer_types(config: JsonObject, every: int | None) -> list[str]:
-    """Return WINDOWED or FULL for each layer.
+def _full_layers(config: JsonObject, default: int | None, every: int | None) -> list[bool]:
+    """Return True for each layer without a window.
 
+    default: sliding_window if missing
     every: without layer_types and a pattern, every Nth layer is FULL; None: no or all layers by sliding_window
     """
     layers = _layers(config)
     kinds = config.get("layer_types")
-    if kinds is None:
-        default = config.get("_sliding_window_pattern", every)
-        pattern = config.get("sliding_window_pattern", default)
-        step = _pattern_length(pattern)
-        if step is None or config.get("sliding_window") is None:
-            kind = FULL if config.get("sliding_window") is None else WINDOWED
-            kinds = [kind for _ in range(layers)]
-        else:
-            kinds = [FULL if full else WINDOWED for full in _every(step, layers)]
-    _check_kinds(kinds, WINDOWED, layers)
-    return [str(kind) for kind in kinds]
+    if kinds is not None:
+        return _are_full(kinds, WINDOWED, layers)
+    pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", every))
+    step = _pattern_length(pattern)
+    if config.get("sliding_window", default) is None:
+        step = 1
+    return _every(step or layers + 1, layers)
 
 
 def _list(layers: Iterable[bool]) -> str:
@@ -396,15 +398,14 @@ def windows_by_layer(default: int | None, every: int | None = None) -> Rule:
     """
 
     def read(config: JsonObject) -> JsonObject:
-        config = {"sliding_window": default, **config}
-        full = [kind == FULL for kind in _layer_types(config, every)]
+        full = _full_layers(config, default, every)
         if all(full):
             return {"window_size": None, "window_attn_skip_freq": None}
-        size = integer(config, "sliding_window")
-        check(
-            size is not None,
-            f"{FILE}: layer_types has {WINDOWED}, and sliding_window is null: correct one of them",
-        )
+        size = _window(config, default)
+        if size is None:
+            raise ValueError(
+                f"{FILE}: layer_types has {WINDOWED}, and sliding_window is null: correct one of them"
+            )
         return {
             "window_size": f"{size - 1},0",
             "window_attn_skip_freq": _pattern(full),
@@ -425,10 +426,9 @@ def _read_linear_layers(config: JsonObject) -> JsonObject:
     layers = _layers(config)
     kinds = config.get("layer_types")
     if kinds is None:
-        step = integer(config, "full_attention_interval", 4)
-        kinds = [FULL if full else LINEAR for full in _every(step, layers)]
-    _check_kinds(kinds, LINEAR, layers)
-    full = [kind == FULL for kind in kinds]
+        full = _every(integer(config, "full_attention_interval", 4), layers)
+    else:
+        full = _are_full(kinds, LINEAR, layers)
     if all(full):
         return {"experimental_attention_variant": None, "linear_attention_freq": None}
     freq = _pattern(full)
@@ -448,7 +448,7 @@ LINEAR_LAYERS = Rule(
 )
 
 
-def no_rope_in_full_layers(default: int | None, every: int, without_windows: bool) -> Rule:
+def no_rope_in_full_layers(default: int, every: int, without_windows: bool) -> Rule:
     """Read which layers are not rotated: layers without a window.
 
     default, every: as in `windows_by_layer`
@@ -456,9 +456,8 @@ def no_rope_in_full_layers(default: int | None, every: int, without_windows: boo
     """
 
     def read(config: JsonObject) -> JsonObject:
-        config = {"sliding_window": default, **config}
-        full = [kind == FULL for kind in _layer_types(config, every)]
-        if config["sliding_window"] is None and not without_windows:
+        full = _full_layers(config, default, every)
+        if config.get("sliding_window", default) is None and not without_windows:
             full = [False] * len(full)
         return {"no_rope_freq": _pattern(full, of_rope=True)}
 
@@ -536,7 +535,7 @@ def rotary_by_layer(base: float, window_base: float, name: str | None, every: in
             *(config.get("rope_scaling") or config.get("rope_parameters") or {})
         }
         one_rope = local == values["rotary_base"] and plain
-        if one_rope or WINDOWED not in _layer_types({"sliding_window": 1, **config}, every):
+        if one_rope or all(_full_layers(config, 1, every)):
             return values
         return {**values, "window_rotary_base": local}
 
