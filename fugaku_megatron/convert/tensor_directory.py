@@ -58,6 +58,10 @@ def read_json(path: Path) -> JsonObject:
     return contents
 
 
+def write_json(path: Path, contents: JsonObject) -> None:
+    path.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def _weight_map(index: Path) -> dict[str, str]:
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(
