@@ -55,13 +55,17 @@ Arrangement = Callable[[Tensor, int, ModelConfig], Arranged]
 of theirs; their shape)."""
 
 
+def _view(theirs: Tensor) -> Arranged:
+    return [theirs], tuple(theirs.shape)
+
+
 def whole(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
-    return [ours], tuple(ours.shape)
+    return _view(ours)
 
 
 def transposed(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return GPT-2's Conv1D weight (inputs, outputs)."""
-    return [ours.t()], tuple(ours.t().shape)
+    return _view(ours.t())
 
 
 def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
@@ -90,7 +94,7 @@ def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
 
 def stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gate or value (f, h) from ours (2, f, h), or an expert (h, f) from ours (experts, h, f)."""
-    return [ours[part]], tuple(ours.shape[1:])
+    return _view(ours[part])
 
 
 def fused_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
@@ -105,7 +109,7 @@ def fused_stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
 
 def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gate 0 (f, h), value 0, gate 1 ... by `part` from ours (experts, 2, f, h)."""
-    return [ours[part // 2, part % 2]], tuple(ours.shape[2:])
+    return _view(ours[part // 2, part % 2])
 
 
 def interleaved(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
@@ -118,8 +122,7 @@ def interleaved(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
 
 def transposed_experts(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return (experts, f, h) from ours (experts, h, f)."""
-    theirs = ours.transpose(1, 2)
-    return [theirs], tuple(theirs.shape)
+    return _view(ours.transpose(1, 2))
 
 
 def _key_heads(ours: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:

@@ -51,7 +51,16 @@ from .torch_dist import (
     Shape,
     object_key,
 )
-from .weights import Weights, check_elements, check_rest, layer_of, place_of, specs, widest
+from .weights import (
+    Weights,
+    at_layer,
+    check_elements,
+    check_rest,
+    layer_of,
+    specs,
+    widest,
+    without_layer,
+)
 
 RELEASE = "release"
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
@@ -140,7 +149,6 @@ class DistReader:
 
     def places(self, name: str) -> list[Place]:
         """Return the tensors that a tensor consists of: layers or experts, gates and values."""
-        stacked = place_of(name)[0].replace("layers.{}.", "layers.") + name[name.rindex(".") :]
         experts = [
             name.replace(".mlp.experts.", f".mlp.experts.{expert}.")
             for expert in range(self.model.num_experts or 0)
@@ -148,7 +156,7 @@ class DistReader:
         ]
         choices: list[list[tuple[str, int | None]]] = [
             [(name, None)],
-            [(stacked, layer_of(name))],
+            [(without_layer(name), layer_of(name))],
             [(each, None) for each in experts],
             [(each, None) for each in parts_of(name)],
         ]
@@ -298,7 +306,7 @@ class _Names:
             ".mlp.experts.", ".mlp.experts.experts."
         )
         if self.stacked:
-            return theirs.replace(f"decoder.layers.{layer}.", "decoder.layers.")
+            return without_layer(theirs)
         if self.form.pattern is None:
             return theirs
         if layer is not None:
@@ -306,7 +314,7 @@ class _Names:
             number = sum(kind.parts for kind in kinds[:layer])
             if kinds[layer].mixer is not None:
                 number += int(".mlp." in theirs or MLP_NORM in theirs)
-            theirs = theirs.replace(f".layers.{layer}.", f".layers.{number}.", 1)
+            theirs = at_layer(theirs, number)
         return theirs.replace("decoder.final_layernorm.", "decoder.final_norm.")
 
     def pieces(self, spec: ParameterSpec, whole: Tensor, rows: int) -> Iterator[GlobalPiece]:

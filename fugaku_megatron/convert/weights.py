@@ -186,9 +186,18 @@ def linear_of(name: str) -> str:
     return name.split(".")[-2]
 
 
+def at_layer(name: str, layer: int | str) -> str:
+    """Return a global name with another layer, if it has one."""
+    return _LAYER.sub(f"decoder.layers.{layer}.", name)
+
+
+def without_layer(name: str) -> str:
+    return _LAYER.sub("decoder.layers.", name)
+
+
 def place_of(name: str) -> tuple[str, str]:
     """Return (place with {} for the layer, "weight" or "bias") for a global name."""
-    place, kind = _LAYER.sub("decoder.layers.{}.", name).rsplit(".", 1)
+    place, kind = at_layer(name, "{}").rsplit(".", 1)
     return place, kind
 
 
