@@ -87,7 +87,7 @@ def open_dist(path: Path, vocab_size: int | None, ignored: Collection[str] = ())
 def dist_reader(
     path: Path, vocab_size: int | None, ignored: Collection[str] = ()
 ) -> tuple[DistReader, dict[str, Any]]:
-    """Open one iteration; return a reader of its weights, and the common state with a dictionary of arguments."""
+    """Open one iteration; return a reader of its weights, and the common state."""
     files = DistFiles.open(path)
     common = files.common()
     check("args" in common, f"{path} holds no arguments of Megatron-LM")

@@ -357,8 +357,7 @@ def _are_full(kinds: Any, other: str, layers: int) -> list[bool]:
 def _full_layers(config: JsonObject, default: int | None, every: int | None) -> list[bool]:
     """Return True for each layer without a window.
 
-    default: sliding_window if missing
-    every: without layer_types and a pattern, every Nth layer is FULL; None: no or all layers by sliding_window
+    default, every: as in `windows_by_layer`
     """
     layers = _layers(config)
     kinds = config.get("layer_types")

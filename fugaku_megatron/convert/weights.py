@@ -182,12 +182,11 @@ def layer_of(name: str) -> int | None:
 
 
 def linear_of(name: str) -> str:
-    """Return the module of a weight or bias, without its place in the model."""
     return name.split(".")[-2]
 
 
 def at_layer(name: str, layer: int | str) -> str:
-    """Return a global name with another layer, if it has one."""
+    """Return the name at another layer, if it has one."""
     return _LAYER.sub(f"decoder.layers.{layer}.", name)
 
 

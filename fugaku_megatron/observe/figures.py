@@ -16,10 +16,7 @@ HISTOGRAM = "histogram"
 
 
 class Figure(NamedTuple):
-    """Figure for export.
-
-    field: of `IterationMetrics`, in the unit after multiplication by `factor`
-    """
+    """Field of `IterationMetrics`, times `factor`, for export."""
 
     name: str
     kind: str
@@ -29,7 +26,6 @@ class Figure(NamedTuple):
     factor: float = 1
 
     def value(self, metrics: IterationMetrics) -> float | None:
-        """Return the figure, None if the interval has no such value."""
         value: float | None = getattr(metrics, self.field)
         return None if value is None else value * self.factor
 

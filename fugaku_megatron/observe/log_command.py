@@ -18,7 +18,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -204,12 +204,6 @@ def record(log: LogSummary) -> JsonObject:
     if log.last:
         values |= {"last_iteration": log.last.iteration, "loss": log.last.lm_loss}
     return values
-
-
-def iteration_records(logs: Sequence[LogSummary]) -> Iterator[JsonObject]:
-    for log in logs:
-        for iteration in log.iterations:
-            yield {"log": log.path, **asdict(iteration)}
 
 
 def draw(path: StrPath, logs: Sequence[LogSummary], x: str = "iteration") -> bool:
@@ -406,7 +400,8 @@ def _write(options: argparse.Namespace, logs: Sequence[LogSummary]) -> None:
     if options.csv:
         with writing("--csv", options.csv):
             if options.per_iteration:
-                write_csv(options.csv, ITERATION_COLUMNS, iteration_records(logs))
+                rows = ({"log": log.path, **asdict(i)} for log in logs for i in log.iterations)
+                write_csv(options.csv, ITERATION_COLUMNS, rows)
             else:
                 write_csv(options.csv, LOG_COLUMNS, map(record, logs))
     if options.png:
