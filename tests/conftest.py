@@ -54,7 +54,7 @@ def pytest_addoption(parser):
         type=int,
         default=2,
         metavar="CASES",
-        help="--share leaves out cases of tests that have at least so many",
+        help="--share leaves out cases of tests that have at least so many; unit tests are whole unless they are full",
     )
 
 
@@ -112,8 +112,15 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
+def marked(item, name):
+    return item.get_closest_marker(name) is not None
+
+
 class OneShare:
-    """Deselects the cases of other shares, after -m and -k. A test with fewer cases than shares keeps one of them."""
+    """Deselects the cases of other shares, after -m and -k. A test with fewer cases than shares keeps one of them.
+
+    A unit test that is not marked full keeps all: thousands of its cases take the seconds of a few jobs.
+    """
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
@@ -125,7 +132,8 @@ class OneShare:
         left_out = []
         for item in items:
             test = item.nodeid.partition("[")[0]
-            period = min(total, cases[test]) if cases[test] >= many else 1
+            is_whole = cases[test] < many or (marked(item, "unit") and not marked(item, "full"))
+            period = 1 if is_whole else min(total, cases[test])
             is_kept = seen[test] % period == number % period
             (kept if is_kept else left_out).append(item)
             seen[test] += 1

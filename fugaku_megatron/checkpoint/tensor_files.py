@@ -205,6 +205,11 @@ class PlainFile:
         with open(self.path, "rb", buffering=0) as file:
             read_into(data, file, start)
 
+    def read_tensor(self, stored: StoredTensor) -> Tensor:
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        self.read_into(as_bytes(tensor), stored.start)
+        return tensor
+
 
 def read_into(data: memoryview, file: Any, start: int) -> None:
     """Fill `data` with an unbuffered file's bytes from `start` on."""

@@ -55,13 +55,17 @@ Arrangement = Callable[[Tensor, int, ModelConfig], Arranged]
 of theirs; their shape)."""
 
 
+def _view(theirs: Tensor) -> Arranged:
+    return [theirs], tuple(theirs.shape)
+
+
 def whole(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
-    return [ours], tuple(ours.shape)
+    return _view(ours)
 
 
 def transposed(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return GPT-2's Conv1D weight (inputs, outputs)."""
-    return [ours.t()], tuple(ours.t().shape)
+    return _view(ours.t())
 
 
 def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
@@ -90,7 +94,7 @@ def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
 
 def stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gate or value (f, h) from ours (2, f, h), or an expert (h, f) from ours (experts, h, f)."""
-    return [ours[part]], tuple(ours.shape[1:])
+    return _view(ours[part])
 
 
 def fused_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
@@ -105,7 +109,7 @@ def fused_stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
 
 def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gate 0 (f, h), value 0, gate 1 ... by `part` from ours (experts, 2, f, h)."""
-    return [ours[part // 2, part % 2]], tuple(ours.shape[2:])
+    return _view(ours[part // 2, part % 2])
 
 
 def interleaved(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
@@ -118,8 +122,7 @@ def interleaved(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
 
 def transposed_experts(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return (experts, f, h) from ours (experts, h, f)."""
-    theirs = ours.transpose(1, 2)
-    return [theirs], tuple(theirs.shape)
+    return _view(ours.transpose(1, 2))
 
 
 def _key_heads(ours: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
@@ -248,7 +251,9 @@ _FINAL_NORM = "decoder.final_layernorm"
 
 
 def _places(
-    prefix: str, layer: Mapping[str, str | Counterpart], outside: Mapping[str, str] = {}
+    layer: Mapping[str, str | Counterpart],
+    prefix: str = "layers.{}.",
+    outside: Mapping[str, str] = {},
 ) -> dict[str, Counterpart]:
     """Return an architecture's places. A name alone: their tensor equals ours.
 
@@ -322,8 +327,8 @@ GPT2 = Architecture(
         "group_query_attention": False,
     },
     places=_places(
-        "h.{}.",
-        {
+        prefix="h.{}.",
+        layer={
             "input_layernorm": "ln_1",
             "self_attention.linear_qkv": Counterpart(("attn.c_attn",), conv_query_key_value),
             "self_attention.linear_proj": Counterpart(("attn.c_proj",), transposed),
@@ -346,14 +351,11 @@ _FIELDS = (
     Field("initializer_range", "init_method_std", 0.02),
     Field("attention_dropout", "attention_dropout", 0.0),
 )
-_DECODER_FIELDS = (
-    *_FIELDS,
-    Field("intermediate_size", "ffn_hidden_size"),
-    Field("max_position_embeddings", "max_position_embeddings"),
-)
+_LENGTH = Field("max_position_embeddings", "max_position_embeddings")
 _EPSILON = Field("rms_norm_eps", "layernorm_epsilon", 1e-6)
+_DECODER_FIELDS = (*_FIELDS, Field("intermediate_size", "ffn_hidden_size"), _LENGTH, _EPSILON)
 _LARGER_EPSILON = Field("rms_norm_eps", "layernorm_epsilon", 1e-5)
-_DECODER_RULES = (HEADS, ROTARY, tied(False), NO_DROPOUT)
+_OWN_HEAD = tied(False)
 _SILU = {"hidden_act": ("silu", "swish")}
 _NO_WINDOW = {"use_sliding_window": (False,)}
 _DECODER_BLOCK = {
@@ -366,7 +368,6 @@ _DECODER_BLOCK = {
     "add_qkv_bias": False,
 }
 _DECODER_PLACES = _places(
-    "layers.{}.",
     {
         "input_layernorm": "input_layernorm",
         "self_attention.linear_qkv": Counterpart(
@@ -387,20 +388,26 @@ def _decoder(
     only: Mapping[str, tuple[Any, ...]] = {},
     block: Mapping[str, Any] = {},
     free: Collection[str] = (),
+    rope: Rule = ROTARY,
+    head: Rule = _OWN_HEAD,
+    further_fields: tuple[Field, ...] = (),
+    further_rules: tuple[Rule, ...] = (),
     **others: Any,
 ) -> Architecture:
     """Build a row near to LLAMA.
 
-    only, block: next to Llama's values, or in place of them
+    only, block, further_fields, places: next to Llama's values, or in place of them
     free: ModelConfig values that need not be Llama's, unless a field or rule sets them
     others: as in `Architecture`, Llama's by default
     """
+    replaced = {field.ours for field in further_fields}
+    kept = (field for field in _DECODER_FIELDS if field.ours not in replaced)
     row: dict[str, Any] = {
         "prefix": "model.",
-        "fields": (*_DECODER_FIELDS, _EPSILON),
-        "rules": _DECODER_RULES,
-        "places": _DECODER_PLACES,
+        "fields": (*kept, *further_fields),
+        "rules": (HEADS, rope, head, NO_DROPOUT, *further_rules),
         **others,
+        "places": _DECODER_PLACES | others.get("places", {}),
     }
     changed = {field.ours for field in row["fields"]}.union(
         free, *(rule.sets for rule in row["rules"])
@@ -418,13 +425,13 @@ MISTRAL = _decoder(
     name="MistralForCausalLM",
     model_type="mistral",
     defaults={"num_key_value_heads": 8},
-    rules=(*_DECODER_RULES, window(4096)),
+    further_rules=(window(4096),),
 )
 QWEN2 = _decoder(
     name="Qwen2ForCausalLM",
     model_type="qwen2",
     defaults={"num_key_value_heads": 32},
-    rules=(*_DECODER_RULES, FULL_ATTENTION),
+    further_rules=(FULL_ATTENTION,),
     only=_NO_WINDOW,
     block={"add_qkv_bias": True},
 )
@@ -432,24 +439,22 @@ QWEN3 = _decoder(
     name="Qwen3ForCausalLM",
     model_type="qwen3",
     defaults={"num_key_value_heads": 32, "head_dim": 128},
-    rules=(*_DECODER_RULES, FULL_ATTENTION),
+    further_rules=(FULL_ATTENTION,),
     only={**_NO_WINDOW, "attention_bias": (False,)},
     block={"qk_layernorm": True},
 )
 PHI3 = _decoder(
     name="Phi3ForCausalLM",
     model_type="phi3",
-    rules=(HEADS, rotary(1.0, ("default",)), window(None), tied(False), no_padding(32000)),
-    fields=(*_DECODER_FIELDS, _LARGER_EPSILON, Field("resid_pdrop", "hidden_dropout", 0.0)),
+    rules=(HEADS, rotary(1.0, ("default",)), window(None), _OWN_HEAD, no_padding(32000)),
+    further_fields=(_LARGER_EPSILON, Field("resid_pdrop", "hidden_dropout", 0.0)),
     only={"embd_pdrop": (0.0,)},
     block={
         "position_embedding_type": ROPE,
         **dict.fromkeys(SCALINGS),
         "use_rope_scaling": False,
     },
-    places=_DECODER_PLACES
-    | _places(
-        "layers.{}.",
+    places=_places(
         {
             "self_attention.linear_qkv": Counterpart(
                 ("self_attn.qkv_proj",), fused_query_key_value
@@ -462,9 +467,8 @@ STABLELM = _decoder(
     name="StableLmForCausalLM",
     model_type="stablelm",
     defaults={"num_key_value_heads": 32},
-    rules=(HEADS, rotary(0.25), tied(False), NO_DROPOUT),
-    fields=(
-        *_DECODER_FIELDS,
+    rope=rotary(0.25),
+    further_fields=(
         Field("layer_norm_eps", "layernorm_epsilon", 1e-5),
         Field("use_qkv_bias", "add_qkv_bias", False),
     ),
@@ -479,7 +483,7 @@ STABLELM = _decoder(
 OLMO = _decoder(
     name="OlmoForCausalLM",
     model_type="olmo",
-    fields=_DECODER_FIELDS,
+    fields=_DECODER_FIELDS[:-1],
     only={"attention_bias": (False,), "clip_qkv": (None,)},
     block={"normalization": "PlainLayerNorm", "layernorm_epsilon": 1e-5},
 )
@@ -487,13 +491,12 @@ GPT_NEOX = _decoder(
     name="GPTNeoXForCausalLM",
     model_type="gpt_neox",
     prefix="gpt_neox.",
-    fields=(
-        *_DECODER_FIELDS,
+    further_fields=(
         Field("layer_norm_eps", "layernorm_epsilon", 1e-5),
         Field("hidden_dropout", "hidden_dropout", 0.0),
         Field("use_parallel_residual", "parallel_residual", True),
     ),
-    rules=(rotary(0.25, names=("rotary_emb_base", "rotary_pct")), tied(False)),
+    rules=(rotary(0.25, names=("rotary_emb_base", "rotary_pct")), _OWN_HEAD),
     only={"hidden_act": ("gelu",), "attention_bias": (True,)},
     block={
         "normalization": "LayerNorm",
@@ -506,7 +509,6 @@ GPT_NEOX = _decoder(
     },
     free=("add_qkv_bias",),
     places=_places(
-        "layers.{}.",
         {
             "input_layernorm": "input_layernorm",
             "self_attention.linear_qkv": "attention.query_key_value",
@@ -525,22 +527,40 @@ GPT_NEOX = _decoder(
 GRANITE = _decoder(
     name="GraniteForCausalLM",
     model_type="granite",
-    rules=(*_DECODER_RULES, MULTIPLIED),
+    further_rules=(MULTIPLIED,),
     only={"attention_bias": (False,), "mlp_bias": (False,)},
 )
+_GEMMA_ONLY = {
+    "hidden_act": (None, "gelu_pytorch_tanh"),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": (False,),
+    "use_bidirectional_attention": (None, False),
+}
+_GEMMA_BLOCK = {"apply_layernorm_1p": True, "swiglu": False, "geglu": True}
+
+
+def _fits_gemma(model: ModelConfig) -> bool:
+    multiplier = model.attention_multiplier or model.kv_channels**-0.5
+    return (
+        model.embedding_multiplier == model.hidden_size**0.5
+        and abs(query_scale(model) ** -0.5 - multiplier) < 1e-9 * multiplier
+        and scales_full_layers_alone(model)
+    )
+
+
 GEMMA = _decoder(
     name="GemmaForCausalLM",
     model_type="gemma",
     defaults={"num_key_value_heads": 16, "head_dim": 256},
-    rules=(HEADS, ROTARY, tied(True), NO_DROPOUT, SCALED_WORDS),
+    head=tied(True),
+    further_rules=(SCALED_WORDS,),
     only={
+        **_GEMMA_ONLY,
         "hidden_act": ("gelu_pytorch_tanh", "gelu"),
         "hidden_activation": (None, "gelu_pytorch_tanh"),
-        "attention_bias": (False,),
-        "use_bidirectional_attention": (None, False),
     },
-    block={"apply_layernorm_1p": True, "swiglu": False, "geglu": True},
-    also=lambda model: model.embedding_multiplier == model.hidden_size**0.5,
+    block=_GEMMA_BLOCK,
+    also=_fits_gemma,
 )
 FALCON = Architecture(
     name="FalconForCausalLM",
@@ -570,8 +590,8 @@ FALCON = Architecture(
         "parallel_residual": True,
     },
     places=_places(
-        "h.{}.",
-        {
+        prefix="h.{}.",
+        layer={
             "input_layernorm": "ln_attn",
             "self_attention.linear_qkv": "self_attention.query_key_value",
             "self_attention.linear_proj": "self_attention.dense",
@@ -588,11 +608,8 @@ SMOLLM3 = _decoder(
     name="SmolLM3ForCausalLM",
     model_type="smollm3",
     defaults={"num_key_value_heads": 4, "rope_theta": 2e6},
-    rules=(
-        HEADS,
-        ROTARY,
-        tied(True),
-        NO_DROPOUT,
+    head=tied(True),
+    further_rules=(
         FULL_ATTENTION,
         NO_ROPE_LAYERS,
         no_padding(128004),
@@ -608,30 +625,21 @@ MINISTRAL = _decoder(
     name="MinistralForCausalLM",
     model_type="ministral",
     defaults={"num_key_value_heads": 8},
-    rules=(*_DECODER_RULES, windows_by_layer(4096)),
+    further_rules=(windows_by_layer(4096),),
 )
 # Norms of the outputs of attention and the MLP, and around both.
-_POST_PLACES = {
-    place: counterpart
-    for place, counterpart in _DECODER_PLACES.items()
-    if not place.endswith((".input_layernorm", ".pre_mlp_layernorm"))
-} | _places(
-    "layers.{}.",
+_POST_PLACES = _places(
     {
         "post_self_attn_layernorm": "post_attention_layernorm",
         "post_mlp_layernorm": "post_feedforward_layernorm",
-    },
+    }
 )
-_SANDWICH_PLACES = (
-    _DECODER_PLACES
-    | _POST_PLACES
-    | _places("layers.{}.", {"pre_mlp_layernorm": "pre_feedforward_layernorm"})
-)
+_SANDWICH_PLACES = _POST_PLACES | _places({"pre_mlp_layernorm": "pre_feedforward_layernorm"})
 _ALL_HEADS = {"qk_layernorm": True, "qk_layernorm_all_heads": True}
 OLMO2 = _decoder(
     name="Olmo2ForCausalLM",
     model_type="olmo2",
-    fields=(*_DECODER_FIELDS, _LARGER_EPSILON),
+    further_fields=(_LARGER_EPSILON,),
     only={"attention_bias": (False,)},
     block={**_ALL_HEADS, "norm_placement": "post"},
     places=_POST_PLACES,
@@ -640,14 +648,9 @@ OLMO2 = _decoder(
 OLMO3 = _decoder(
     name="Olmo3ForCausalLM",
     model_type="olmo3",
-    fields=(*_DECODER_FIELDS, _LARGER_EPSILON),
-    rules=(
-        HEADS,
-        rotary_by_layer(500000.0, 500000.0, name=None, every=4),
-        tied(False),
-        NO_DROPOUT,
-        windows_by_layer(4096, every=4),
-    ),
+    further_fields=(_LARGER_EPSILON,),
+    rope=rotary_by_layer(500000.0, 500000.0, name=None, every=4),
+    further_rules=(windows_by_layer(4096, every=4),),
     only={"attention_bias": (False,)},
     block={**_ALL_HEADS, "norm_placement": "post"},
     places=_POST_PLACES,
@@ -658,9 +661,8 @@ EXAONE4 = _decoder(
     name="Exaone4ForCausalLM",
     model_type="exaone4",
     defaults={"num_key_value_heads": 32},
-    fields=(*_DECODER_FIELDS, _LARGER_EPSILON),
-    rules=(
-        *_DECODER_RULES,
+    further_fields=(_LARGER_EPSILON,),
+    further_rules=(
         windows_by_layer(4096, every=4),
         no_rope_in_full_layers(4096, every=4, without_windows=False),
     ),
@@ -671,49 +673,22 @@ EXAONE4 = _decoder(
         rotates_windows_alone(model) or model.window is None and model.no_rope_freq is None
     ),
 )
-_GEMMA_ONLY = {
-    "hidden_activation": ("gelu_pytorch_tanh",),
-    "attention_bias": (False,),
-    "use_bidirectional_attention": (None, False),
-}
-_GEMMA_BLOCK = {
-    "apply_layernorm_1p": True,
-    "swiglu": False,
-    "geglu": True,
-    "norm_placement": "both",
-}
-
-
-def _fits_gemma(model: ModelConfig) -> bool:
-    multiplier = model.attention_multiplier or model.kv_channels**-0.5
-    return (
-        model.embedding_multiplier == model.hidden_size**0.5
-        and abs(query_scale(model) ** -0.5 - multiplier) < 1e-9 * multiplier
-        and scales_full_layers_alone(model)
-    )
-
-
 GEMMA2 = _decoder(
     name="Gemma2ForCausalLM",
     model_type="gemma2",
     defaults={"num_key_value_heads": 4, "head_dim": 256},
-    fields=(
-        *_DECODER_FIELDS,
-        _EPSILON,
+    further_fields=(
         Field("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
         Field("final_logit_softcapping", "final_logit_softcapping", 30.0),
     ),
-    rules=(
-        HEADS,
-        ROTARY,
-        tied(True),
-        NO_DROPOUT,
+    head=tied(True),
+    further_rules=(
         SCALED_WORDS,
         QUERY_SCALE,
         windows_by_layer(4096, every=2),
     ),
-    only={**_GEMMA_ONLY, "hidden_act": (None, "gelu_pytorch_tanh")},
-    block=_GEMMA_BLOCK,
+    only=_GEMMA_ONLY,
+    block={**_GEMMA_BLOCK, "norm_placement": "both"},
     places=_SANDWICH_PLACES,
     also=_fits_gemma,
 )
@@ -727,38 +702,25 @@ GEMMA3 = _decoder(
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
     },
-    fields=(
-        *_DECODER_FIELDS,
-        _EPSILON,
-        Field("final_logit_softcapping", "final_logit_softcapping", None),
-    ),
-    rules=(
-        HEADS,
-        rotary_by_layer(1e6, 1e4, name="rope_local_base_freq", every=6),
-        tied(True),
-        NO_DROPOUT,
+    further_fields=(Field("final_logit_softcapping", "final_logit_softcapping", None),),
+    rope=rotary_by_layer(1e6, 1e4, name="rope_local_base_freq", every=6),
+    head=tied(True),
+    further_rules=(
         SCALED_WORDS,
         QUERY_SCALE,
         windows_by_layer(4096, every=6),
     ),
-    only={
-        **_GEMMA_ONLY,
-        "hidden_act": (None, "gelu_pytorch_tanh"),
-        "attn_logit_softcapping": (None,),
-    },
-    block={**_GEMMA_BLOCK, "qk_layernorm": True},
+    only={**_GEMMA_ONLY, "attn_logit_softcapping": (None,)},
+    block={**_GEMMA_BLOCK, "norm_placement": "both", "qk_layernorm": True},
     places=_SANDWICH_PLACES,
     also=_fits_gemma,
 )
 COHERE2 = _decoder(
     name="Cohere2ForCausalLM",
     model_type="cohere2",
-    fields=(*_DECODER_FIELDS, Field("layer_norm_eps", "layernorm_epsilon", 1e-5)),
-    rules=(
-        HEADS,
-        ROTARY,
-        tied(True),
-        NO_DROPOUT,
+    further_fields=(Field("layer_norm_eps", "layernorm_epsilon", 1e-5),),
+    head=tied(True),
+    further_rules=(
         LOGIT_SCALE,
         windows_by_layer(4096, every=4),
         no_rope_in_full_layers(4096, every=4, without_windows=True),
@@ -769,11 +731,6 @@ COHERE2 = _decoder(
         "parallel_residual": True,
         "parallel_shared_norm": True,
         "rotary_interleaved": True,
-    },
-    places={
-        place: counterpart
-        for place, counterpart in _DECODER_PLACES.items()
-        if not place.endswith(".pre_mlp_layernorm")
     },
     own_head_size=False,
     also=rotates_windows_alone,
@@ -786,9 +743,9 @@ _EXPERT_BLOCK = {
     "moe_router_enable_expert_bias": False,
 }
 # The expert's gate and what it multiplies are two tensors of each expert.
-_EXPERT_PLACES = _DECODER_PLACES | _places(
-    "layers.{}.mlp.",
-    {
+_EXPERT_PLACES = _places(
+    prefix="layers.{}.mlp.",
+    layer={
         "mlp.router": "gate",
         "mlp.experts.linear_fc1": Counterpart(
             ("experts.{expert}.gate_proj", "experts.{expert}.up_proj"), stacked_of_expert
@@ -808,9 +765,8 @@ MIXTRAL = _decoder(
     name="MixtralForCausalLM",
     model_type="mixtral",
     defaults={"num_key_value_heads": 8, "rope_theta": 1e6},
-    rules=(*_DECODER_RULES, window(None)),
-    fields=(
-        *_DECODER_FIELDS,
+    further_rules=(window(None),),
+    further_fields=(
         _LARGER_EPSILON,
         _OF_A_TOKEN,
         Field("num_local_experts", "num_experts"),
@@ -820,8 +776,8 @@ MIXTRAL = _decoder(
     also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
     places=_EXPERT_PLACES
     | _places(
-        "layers.{}.block_sparse_moe.",
-        {
+        prefix="layers.{}.block_sparse_moe.",
+        layer={
             "mlp.router": "gate",
             "mlp.experts.linear_fc1": Counterpart(
                 ("experts.{expert}.w1", "experts.{expert}.w3"), stacked_of_expert
@@ -830,16 +786,14 @@ MIXTRAL = _decoder(
         },
     ),
 )
-_SPARSE_RULES = (*_DECODER_RULES, FULL_ATTENTION, EXPERTS, SPARSE_LAYERS)
+_SPARSE_RULES = (FULL_ATTENTION, EXPERTS, SPARSE_LAYERS)
 QWEN2_MOE = _decoder(
     name="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
     defaults={"num_key_value_heads": 16},
-    rules=_SPARSE_RULES,
+    further_rules=_SPARSE_RULES,
     places=_EXPERT_PLACES,
-    fields=(
-        *_DECODER_FIELDS,
-        _EPSILON,
+    further_fields=(
         _OF_A_TOKEN,
         _OF_AN_EXPERT,
         Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
@@ -851,9 +805,9 @@ QWEN3_MOE = _decoder(
     name="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     defaults={"num_key_value_heads": 4},
-    rules=_SPARSE_RULES,
+    further_rules=_SPARSE_RULES,
     places=_EXPERT_PLACES,
-    fields=(*_DECODER_FIELDS, _EPSILON, _OF_A_TOKEN, _OF_AN_EXPERT),
+    further_fields=(_OF_A_TOKEN, _OF_AN_EXPERT),
     only={
         **_NO_WINDOW,
         "attention_bias": (False,),
@@ -866,16 +820,10 @@ OLMOE = _decoder(
     name="OlmoeForCausalLM",
     model_type="olmoe",
     places=_EXPERT_PLACES,
-    rules=(*_DECODER_RULES, EXPERTS),
-    fields=(*_DECODER_FIELDS, _LARGER_EPSILON, _OF_A_TOKEN),
+    further_rules=(EXPERTS,),
+    further_fields=(_LARGER_EPSILON, _OF_A_TOKEN),
     only={"attention_bias": (False,), "clip_qkv": (None,)},
-    block={
-        **_EXPERT_BLOCK,
-        **_NO_SHARED,
-        "qk_layernorm": True,
-        "qk_layernorm_all_heads": True,
-        "moe_layer_freq": "1",
-    },
+    block={**_EXPERT_BLOCK, **_NO_SHARED, **_ALL_HEADS, "moe_layer_freq": "1"},
     also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
     own_head_size=False,
 )
@@ -883,15 +831,14 @@ GLM = _decoder(
     name="GlmForCausalLM",
     model_type="glm",
     defaults={"num_key_value_heads": 2, "head_dim": 128},
-    fields=(
-        *_DECODER_FIELDS,
+    further_fields=(
         Field("rms_norm_eps", "layernorm_epsilon", 1.5625e-07),
         Field("attention_bias", "add_qkv_bias", True),
     ),
-    rules=(HEADS, rotary(0.5), tied(False), NO_DROPOUT, no_padding(151329)),
+    rope=rotary(0.5),
+    further_rules=(no_padding(151329),),
     block={"rotary_interleaved": True},
-    places=_DECODER_PLACES
-    | _places("layers.{}.", {"mlp.linear_fc1": Counterpart(("mlp.gate_up_proj",), fused_stacked)}),
+    places=_places({"mlp.linear_fc1": Counterpart(("mlp.gate_up_proj",), fused_stacked)}),
 )
 GLM4 = replace(
     GLM,
@@ -901,7 +848,6 @@ GLM4 = replace(
     places={
         **GLM.places,
         **_places(
-            "layers.{}.",
             {
                 "post_self_attn_layernorm": "post_self_attn_layernorm",
                 "post_mlp_layernorm": "post_mlp_layernorm",
@@ -913,15 +859,15 @@ GLM4_MOE = _decoder(
     name="Glm4MoeForCausalLM",
     model_type="glm4_moe",
     defaults={"num_key_value_heads": 8},
-    fields=(
-        *_DECODER_FIELDS,
+    further_fields=(
         _LARGER_EPSILON,
         Field("attention_bias", "add_qkv_bias", False),
         Field("use_qk_norm", "qk_layernorm", False),
         Field("n_routed_experts", "num_experts"),
         _OF_A_TOKEN,
     ),
-    rules=(HEADS, rotary(0.5), tied(False), NO_DROPOUT, GLM_EXPERTS),
+    rope=rotary(0.5),
+    further_rules=(GLM_EXPERTS,),
     only={"norm_topk_prob": (True,)},
     block={
         "moe_router_score_function": "sigmoid",
@@ -931,8 +877,8 @@ GLM4_MOE = _decoder(
     },
     places=_EXPERT_PLACES
     | _places(
-        "layers.{}.mlp.",
-        {
+        prefix="layers.{}.mlp.",
+        layer={
             "mlp.router.expert_bias": "gate.e_score_correction_bias",
             "mlp.shared_experts.linear_fc1": Counterpart(
                 ("shared_experts.gate_proj", "shared_experts.up_proj"), stacked
@@ -959,8 +905,8 @@ _DELTA_NET_BLOCK = {
     "attention_output_gate": True,
 }
 _DELTA_NET_PLACES = _places(
-    "layers.{}.linear_attn.",
-    {
+    prefix="layers.{}.linear_attn.",
+    layer={
         "self_attention.in_proj": Counterpart(("in_proj_qkvz", "in_proj_ba"), delta_projections),
         "self_attention.conv1d": Counterpart(("conv1d",), delta_convolution),
         "self_attention.dt_bias": "dt_bias",
@@ -979,18 +925,13 @@ QWEN3_NEXT = _decoder(
         "num_experts": 512,
         "norm_topk_prob": True,
     },
-    rules=(
-        HEADS,
-        rotary(0.25),
-        tied(False),
-        NO_DROPOUT,
+    rope=rotary(0.25),
+    further_rules=(
         LINEAR_LAYERS,
         EXPERTS,
         SPARSE_LAYERS,
     ),
-    fields=(
-        *_DECODER_FIELDS,
-        _EPSILON,
+    further_fields=(
         _OF_A_TOKEN,
         _OF_AN_EXPERT,
         _SHARED_WIDTH,
@@ -1002,8 +943,8 @@ QWEN3_NEXT = _decoder(
     predicts_more_tokens=True,
 )
 _QWEN3_5_PLACES = _DELTA_NET_PLACES | _places(
-    "layers.{}.linear_attn.",
-    {
+    prefix="layers.{}.linear_attn.",
+    layer={
         "self_attention.in_proj": Counterpart(
             ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), delta_parts
         )
@@ -1018,28 +959,26 @@ QWEN3_5 = _decoder(
     name="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",
     defaults={"num_key_value_heads": 4, "head_dim": 256},
-    rules=(HEADS, ROTARY_OF_TEXT, tied(False), NO_DROPOUT, LINEAR_LAYERS),
-    fields=(*_DECODER_FIELDS, _EPSILON, *_DELTA_NET_FIELDS),
+    rope=ROTARY_OF_TEXT,
+    further_rules=(LINEAR_LAYERS,),
+    further_fields=_DELTA_NET_FIELDS,
     only=_QWEN3_5_ONLY,
     block=_DELTA_NET_BLOCK,
-    places=_DECODER_PLACES | _QWEN3_5_PLACES,
+    places=_QWEN3_5_PLACES,
     predicts_more_tokens=True,
 )
 QWEN3_5_MOE = _decoder(
     name="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
     defaults={"num_key_value_heads": 2, "head_dim": 256, "num_experts": 256},
-    rules=(
-        HEADS,
-        ROTARY_OF_TEXT,
-        tied(False),
-        NO_DROPOUT,
+    rope=ROTARY_OF_TEXT,
+    further_rules=(
         LINEAR_LAYERS,
         NORMALISED_EXPERTS,
     ),
     fields=(
         *_FIELDS,
-        Field("max_position_embeddings", "max_position_embeddings"),
+        _LENGTH,
         _EPSILON,
         Field("num_experts_per_tok", "moe_router_topk", 8),
         Field("moe_intermediate_size", "moe_ffn_hidden_size", 512),
@@ -1061,23 +1000,17 @@ GRANITE_HYBRID = _decoder(
     name="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
     defaults={"position_embedding_type": None, "num_local_experts": 8},
-    fields=(
-        *_FIELDS,
-        Field("shared_intermediate_size", "ffn_hidden_size", 1024),
-        Field("max_position_embeddings", "max_position_embeddings"),
-        _EPSILON,
-    ),
-    rules=(*_DECODER_RULES, MULTIPLIED, ATTENTION_LAYERS),
+    further_fields=(Field("shared_intermediate_size", "ffn_hidden_size", 1024),),
+    further_rules=(MULTIPLIED, ATTENTION_LAYERS),
     only={
         "attention_bias": (False,),
         "position_embedding_type": ("rope",),
         "num_local_experts": (0,),
         "normalization_function": ("rmsnorm",),
     },
-    places=_DECODER_PLACES
-    | _places(
-        "layers.{}.shared_mlp.",
-        {
+    places=_places(
+        prefix="layers.{}.shared_mlp.",
+        layer={
             "mlp.linear_fc1": Counterpart(("input_linear",), fused_stacked),
             "mlp.linear_fc2": "output_linear",
         },
@@ -1088,30 +1021,24 @@ GPT_OSS = _decoder(
     name="GptOssForCausalLM",
     model_type="gpt_oss",
     defaults={"num_key_value_heads": 8, "head_dim": 64},
-    fields=(
-        *_DECODER_FIELDS,
+    further_fields=(
         _LARGER_EPSILON,
         _OF_A_TOKEN,
         Field("num_local_experts", "num_experts"),
         Field("swiglu_limit", "activation_func_clamp_value", 7.0),
     ),
-    rules=(
-        HEADS,
-        named_rotary(
-            {
-                "rope_type": "yarn",
-                "rope_theta": 150000.0,
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            }
-        ),
-        tied(False),
-        NO_DROPOUT,
-        windows_by_layer(128, every=2),
+    rope=named_rotary(
+        {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        }
     ),
+    further_rules=(windows_by_layer(128, every=2),),
     only={"attention_bias": (True,), "swiglu_alpha": (QUICK,)},
     block={
         **_EXPERT_BLOCK,
@@ -1128,9 +1055,7 @@ GPT_OSS = _decoder(
         model.moe_ffn_hidden_size == model.ffn_hidden_size
         and model.activation_func_clamp_value is not None
     ),
-    places=_DECODER_PLACES
-    | _places(
-        "layers.{}.",
+    places=_places(
         {
             "self_attention.core_attention.softmax_offset": "self_attn.sinks",
             "mlp.router": "mlp.router",
@@ -1150,21 +1075,16 @@ GPT_OSS = _decoder(
 APERTUS = _decoder(
     name="ApertusForCausalLM",
     model_type="apertus",
-    fields=(*_DECODER_FIELDS, _LARGER_EPSILON),
-    rules=(
-        HEADS,
-        named_rotary(
-            {
-                "rope_type": "llama3",
-                "rope_theta": 12000000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            }
-        ),
-        tied(False),
-        NO_DROPOUT,
+    further_fields=(_LARGER_EPSILON,),
+    rope=named_rotary(
+        {
+            "rope_type": "llama3",
+            "rope_theta": 12000000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
     ),
     only={
         "hidden_act": ("xielu",),
@@ -1174,9 +1094,7 @@ APERTUS = _decoder(
         "qk_norm": (True,),
     },
     block={"qk_layernorm": True, "swiglu": False, "squared_relu": False, "xielu": True},
-    places=_DECODER_PLACES
-    | _places(
-        "layers.{}.",
+    places=_places(
         {
             "input_layernorm": "attention_layernorm",
             "pre_mlp_layernorm": "feedforward_layernorm",

@@ -412,24 +412,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="number of tokens, where a checkpoint of Megatron-LM has only the padded number",
     )
-    parser.add_argument(
-        "--tensor-model-parallel-size",
-        type=int,
-        default=1,
-        help="tensor-parallel ranks of --to-megatron (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--pipeline-model-parallel-size",
-        type=int,
-        default=1,
-        help="pipeline stages of --to-megatron (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--expert-model-parallel-size",
-        type=int,
-        default=1,
-        help="ranks with different experts of --to-megatron (default: %(default)s)",
-    )
+    for name, what in (
+        ("--tensor-model-parallel-size", "tensor-parallel ranks"),
+        ("--pipeline-model-parallel-size", "pipeline stages"),
+        ("--expert-model-parallel-size", "ranks with different experts"),
+    ):
+        parser.add_argument(
+            name, type=int, default=1, help=f"{what} of --to-megatron (default: %(default)s)"
+        )
     parser.add_argument(
         "--make-vocab-size-divisible-by",
         type=int,

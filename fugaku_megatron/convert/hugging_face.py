@@ -42,7 +42,7 @@ from .architectures import (
 from .config_fields import check_fields
 from .mxfp4 import is_mxfp4, unpacked
 from .rules import FILE
-from .tensor_directory import INDEX, SAVE_AS, SINGLE, TensorDirectory, read_json
+from .tensor_directory import INDEX, SAVE_AS, SINGLE, TensorDirectory, read_json, write_json
 from .weights import Weights, layer_of, place_of, shapes, widest
 
 
@@ -436,9 +436,7 @@ def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None
     write(directory, theirs, value, max_bytes)
     carry(weights.carried, directory)
     config = config_of(architecture, model, {*weights.dtypes.values()}, before)
-    (directory / FILE).write_text(
-        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    write_json(directory / FILE, config)
 
 
 def in_their_shape(ours: Tensor, part: Part, model: ModelConfig) -> Tensor:

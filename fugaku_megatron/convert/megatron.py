@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.manifest import TORCH_DIST_COMMON, TRACKER, write_text
-from ..config.fields import check
+from ..config.fields import FieldValues, check
 from ..config.hybrid import parse_pattern
 from ..config.layer_kinds import MIXERS, LayerKind
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
@@ -34,6 +34,7 @@ from .megatron_files import (
     MLP_NORM,
     VERSION,
     arguments_of,
+    by_name,
     check_pattern,
     fused_norms,
     model_of,
@@ -50,7 +51,16 @@ from .torch_dist import (
     Shape,
     object_key,
 )
-from .weights import Weights, check_elements, check_rest, layer_of, place_of, specs, widest
+from .weights import (
+    Weights,
+    at_layer,
+    check_elements,
+    check_rest,
+    layer_of,
+    specs,
+    widest,
+    without_layer,
+)
 
 RELEASE = "release"
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
@@ -81,8 +91,8 @@ def dist_reader(
     files = DistFiles.open(path)
     common = files.common()
     check("args" in common, f"{path} holds no arguments of Megatron-LM")
-    args = common["args"]
-    pattern = pattern_of(args if isinstance(args, dict) else vars(args))
+    given = by_name(common["args"])
+    pattern = pattern_of(given)
     owners: Sequence[int] = () if pattern is None else owners_of(path, pattern)
     stored: dict[str, str] = {}
     for key in files.tensors:
@@ -91,17 +101,17 @@ def dist_reader(
             stored[name] = key
     check(WORD_EMBEDDINGS in stored, f"{path} holds no {WORD_EMBEDDINGS}")
     rows = files.shape(stored[WORD_EMBEDDINGS])[0]
-    model = checked_model(path, args, rows, vocab_size, ignored)
+    model = checked_model(path, given, rows, vocab_size, ignored)
     reader = DistReader(files, model, specs(model), stored)
     reader.check({OUTPUT} if model.tied else set())
-    return reader, common
+    return reader, {**common, "args": given}
 
 
 def checked_model(
-    path: Path, args: Any, rows: int, vocab_size: int | None, ignored: Collection[str]
+    path: Path, given: FieldValues, rows: int, vocab_size: int | None, ignored: Collection[str]
 ) -> ModelConfig:
     try:
-        return model_of(args, rows, vocab_size, ignored)
+        return model_of(given, rows, vocab_size, ignored)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -139,7 +149,6 @@ class DistReader:
 
     def places(self, name: str) -> list[Place]:
         """Return the tensors that a tensor consists of: layers or experts, gates and values."""
-        stacked = place_of(name)[0].replace("layers.{}.", "layers.") + name[name.rindex(".") :]
         experts = [
             name.replace(".mlp.experts.", f".mlp.experts.{expert}.")
             for expert in range(self.model.num_experts or 0)
@@ -147,7 +156,7 @@ class DistReader:
         ]
         choices: list[list[tuple[str, int | None]]] = [
             [(name, None)],
-            [(stacked, layer_of(name))],
+            [(without_layer(name), layer_of(name))],
             [(each, None) for each in experts],
             [(each, None) for each in parts_of(name)],
         ]
@@ -297,7 +306,7 @@ class _Names:
             ".mlp.experts.", ".mlp.experts.experts."
         )
         if self.stacked:
-            return theirs.replace(f"decoder.layers.{layer}.", "decoder.layers.")
+            return without_layer(theirs)
         if self.form.pattern is None:
             return theirs
         if layer is not None:
@@ -305,7 +314,7 @@ class _Names:
             number = sum(kind.parts for kind in kinds[:layer])
             if kinds[layer].mixer is not None:
                 number += int(".mlp." in theirs or MLP_NORM in theirs)
-            theirs = theirs.replace(f".layers.{layer}.", f".layers.{number}.", 1)
+            theirs = at_layer(theirs, number)
         return theirs.replace("decoder.final_layernorm.", "decoder.final_norm.")
 
     def pieces(self, spec: ParameterSpec, whole: Tensor, rows: int) -> Iterator[GlobalPiece]:

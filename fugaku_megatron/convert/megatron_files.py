@@ -173,6 +173,10 @@ def their_name(ours: str, fused: Mapping[str, str]) -> str:
     return ours.replace(".shared_experts.gate.weight", ".shared_experts.gate_weight")
 
 
+def by_name(args: FieldValues | argparse.Namespace) -> FieldValues:
+    return args if isinstance(args, dict) else vars(args)
+
+
 def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
     """Raise ValueError for a saved argument that is on, and unknown or changes the model.
 
@@ -225,7 +229,7 @@ def _harmless_arguments() -> frozenset[str]:
 
 
 def model_of(
-    args: Any, rows: int, vocab_size: int | None, ignored: Collection[str] = ()
+    given: FieldValues, rows: int, vocab_size: int | None, ignored: Collection[str] = ()
 ) -> ModelConfig:
     """Return the model that Megatron-LM's arguments describe.
 
@@ -235,7 +239,6 @@ def model_of(
 
     Raise ValueError with argument and value if it is unsupported.
     """
-    given = args if isinstance(args, dict) else vars(args)
     check_saved(given, ignored)
     values: FieldValues = {
         **dict(_values(given)),
@@ -360,10 +363,7 @@ def arguments_of(
         model.num_query_groups or 1
     )  # its default, which counts with group_query_attention
     window = None if model.window is None else (model.window - 1, 0)
-    for name in BY_LAYER:
-        text = getattr(model, name)
-        found = None if text is None else layer_pattern(name, text, model.num_layers)
-        same[name] = list(map(int, found)) if isinstance(found, tuple) else found
+    same |= {name: _by_layer(model, name) for name in BY_LAYER}
     return argparse.Namespace(
         **same,
         norm_epsilon=model.layernorm_epsilon,
@@ -388,14 +388,17 @@ def arguments_of(
     )
 
 
+def _by_layer(model: ModelConfig, name: str) -> int | list[int] | None:
+    text = getattr(model, name)
+    found = None if text is None else layer_pattern(name, text, model.num_layers)
+    return list(map(int, found)) if isinstance(found, tuple) else found
+
+
 def _expert_arguments(model: ModelConfig) -> FieldValues:
     if model.num_experts is None:
         return {"num_experts": None}
     values = {name: getattr(model, name) for name in EXPERTS}
-    if model.moe_layer_freq.isdecimal():
-        values["moe_layer_freq"] = int(model.moe_layer_freq)
-    else:
-        values["moe_layer_freq"] = [int(mlp == MLP_OF_EXPERTS) for mlp in model.mlps]
+    values["moe_layer_freq"] = _by_layer(model, "moe_layer_freq")
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         several = values[name]
         values[name] = list(several) if len(several) > 1 else several[0]

@@ -8,6 +8,7 @@ DIR/iter_0000100/mp_rank_01[_002][_003]/model_optim_rng.pt
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -28,17 +29,17 @@ from .megatron import RELEASE, checked_model, padded
 from .megatron_files import (
     VERSION,
     arguments_of,
+    by_name,
     fused_norms,
     load_pickled,
     our_name,
     pattern_of,
     their_name,
 )
-from .weights import Weights, check_elements, check_rest, layer_of, specs, widest
+from .weights import Weights, at_layer, check_elements, check_rest, layer_of, specs, widest
 
 FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-_LAYER = "decoder.layers."
 # An expert's matrix: SequentialMLP's, TEGroupedMLP's, GroupedMLP's with all experts of a rank.
 _SEQUENTIAL = re.compile(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
 _GROUPED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12])\.weight(\d+)")
@@ -62,21 +63,21 @@ def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = (
     check(
         "args" in first, f"{path} holds no arguments of Megatron-LM: it was saved before version 2"
     )
-    args = first["args"]
+    given = by_name(first["args"])
     check(
-        pattern_of(vars(args)) is None,
+        pattern_of(given) is None,
         f"{path} is a HybridModel in the legacy format, which is not supported: save it as torch_dist",
     )
-    ranks = _ranks(path, files, getattr(args, "expert_model_parallel_size", 1) or 1)
-    tp = getattr(args, "tensor_model_parallel_size", ranks.tp)
+    ranks = _ranks(path, files, given.get("expert_model_parallel_size") or 1)
+    tp = given.get("tensor_model_parallel_size", ranks.tp)
     check(
-        ranks.ep == 1 or getattr(args, "expert_tensor_parallel_size", None) in (None, tp),
+        ranks.ep == 1 or given.get("expert_tensor_parallel_size") in (None, tp),
         f"{path} has other tensor-parallel ranks for experts than for the rest: save it as torch_dist",
     )
     version = float(first.get("checkpoint_version", 0))
     chunks = list(_chunks(path, files, ranks))
     rows = sum(len(rank.get(WORD_EMBEDDINGS, ())) for rank in chunks[0][: ranks.tp])
-    model = checked_model(path, args, rows, vocab_size, ignored)
+    model = checked_model(path, given, rows, vocab_size, ignored)
     check(
         not model.has_delta_nets,
         f"{path} has gated delta nets in the legacy format, which is not supported: save it as torch_dist",
@@ -114,14 +115,12 @@ def _ranks(path: Path, files: Files, ep: int) -> Ranks:
     if ep > 1 and sizes:
         ep = sizes.pop()
     ranks = Ranks(tp, sizes[0] if sizes else 1, ep)
-    for p in range(ranks.pp):
-        for t in range(tp):
-            for e in range(ranks.ep):
-                check(
-                    _folder(files, (t, p, e), ranks) in files,
-                    f"{path} has no file of pipeline stage and tensor-parallel rank {(p, t)}, of {ranks.pp} x "
-                    f"{tp}" + (f", with experts {e} of {ranks.ep}" if ranks.ep > 1 else ""),
-                )
+    for p, t, e in itertools.product(range(ranks.pp), range(tp), range(ranks.ep)):
+        check(
+            _folder(files, (t, p, e), ranks) in files,
+            f"{path} has no file of pipeline stage and tensor-parallel rank {(p, t)}, of {ranks.pp} x "
+            f"{tp}" + (f", with experts {e} of {ranks.ep}" if ranks.ep > 1 else ""),
+        )
     return ranks
 
 
@@ -193,13 +192,8 @@ def _numbered(chunks: list[list[Names]]) -> dict[str, list[Tensor]]:
     before = 0
     for chunk in chunks:
         for name in chunk[0]:
-            local = layer_of(name)
-            number = (
-                name
-                if local is None
-                else name.replace(f"{_LAYER}{local}.", f"{_LAYER}{before + local}.", 1)
-            )
-            parts.setdefault(number, [rank[name] for rank in chunk if name in rank])
+            whole = at_layer(name, before + (layer_of(name) or 0))
+            parts.setdefault(whole, [rank[name] for rank in chunk if name in rank])
         layers = (layer_of(name) for name in chunk[0])
         before += max((1 + layer for layer in layers if layer is not None), default=0)
     return parts
@@ -330,13 +324,11 @@ def save_legacy(weights: Weights, directory: Path, form: LegacyFormat) -> None:
             f"{value} {name} are not divisible by {size} ranks: change --tensor-model-parallel-size, "
             "--pipeline-model-parallel-size or --expert-model-parallel-size",
         )
-    for stage in range(form.pp):
-        for expert in range(form.ep):
-            for rank in range(form.tp):
-                folder = directory / RELEASE / form.folder(rank, stage, expert)
-                folder.mkdir(parents=True)
-                contents = _RankWriter(weights, form, rank, stage, expert).contents()
-                torch.save(contents, folder / FILE)
+    for stage, expert, rank in itertools.product(range(form.pp), range(form.ep), range(form.tp)):
+        folder = directory / RELEASE / form.folder(rank, stage, expert)
+        folder.mkdir(parents=True)
+        contents = _RankWriter(weights, form, rank, stage, expert).contents()
+        torch.save(contents, folder / FILE)
     write_text(directory / TRACKER, RELEASE)
 
 
@@ -375,7 +367,7 @@ class _RankWriter:
             return name if self.stage == (0 if first else stages - 1) else None
         if layer // each != self.stage:
             return None
-        return name.replace(f"{_LAYER}{layer}.", f"{_LAYER}{layer % each}.", 1)
+        return at_layer(name, layer % each)
 
     def _spelled(self, name: str, layer: int | None, part: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a tensor, or each of a rank's experts, with Megatron-LM's name."""

@@ -71,8 +71,7 @@ def open_run(
     """
     path = iteration_path(directory, iteration)
     reader, common = dist_reader(path, vocab_size)
-    args = common["args"]
-    given = args if isinstance(args, dict) else vars(args)
+    given = common["args"]
     moments = {
         (match[1], match[2]): key
         for key in reader.files.tensors

@@ -10,7 +10,6 @@ matrix and expert, are only read.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +37,8 @@ from .hugging_face import (
     in_their_shape,
     parts,
 )
-from .tensor_directory import TensorDirectory, header, read_json
-from .weights import Adapters, Weights, adapter_shapes, layer_of
+from .tensor_directory import TensorDirectory, header, read_json, write_json
+from .weights import Adapters, Weights, adapter_shapes, layer_of, linear_of
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -117,8 +116,8 @@ def places(weights: Weights) -> Iterator[Place]:
     table = parts(architecture, weights.model)
     several = {part.ours for part in table.values() if part.number}
     for theirs, part in table.items():
-        linear, kind = part.ours.split(".")[-2:]
-        if linear in MATRICES and kind == "weight" and layer_of(part.ours) is not None:
+        linear = linear_of(part.ours)
+        if linear in MATRICES and part.ours.endswith(".weight") and layer_of(part.ours) is not None:
             expert = None
             number = part.number
             if ".mlp.experts." in part.ours:
@@ -143,7 +142,7 @@ def _of_experts(rows: list[Place], linears: list[str]) -> dict[str, str]:
         ours: f"model.layers.{layer_of(ours)}.mlp.experts"
         + (".base_layer" if both and FC1 in ours else "")
         for ours in weights
-        if ours.split(".")[-2] in linears
+        if linear_of(ours) in linears
     }
 
 
@@ -151,11 +150,10 @@ def save_peft(weights: Weights, directory: Path) -> None:
     """Write the adapters. Raise ValueError for an architecture that fuses matrices with several A."""
     adapters = weights.adapters
     model = weights.model
-    check(
-        adapters is not None,
-        "--to-peft writes adapters, and --load holds a whole model: pass a checkpoint of --lora-rank",
-    )
-    assert adapters is not None
+    if adapters is None:
+        raise ValueError(
+            "--to-peft writes adapters, and --load holds a whole model: pass a checkpoint of --lora-rank"
+        )
     tensors: dict[str, Tensor] = {}
     modules = set()
     parameters = set()
@@ -165,11 +163,11 @@ def save_peft(weights: Weights, directory: Path) -> None:
         rows, [name for name in PARAMETERS if adapters.lora.parts(name, model)]
     ).items():
         tensors |= zip((_key(module, kind) for kind in "AB"), _fused(adapters, ours))
-        parameters.add(f"mlp.experts.{PARAMETERS[ours.split('.')[-2]]}")
+        parameters.add(f"mlp.experts.{PARAMETERS[linear_of(ours)]}")
     _check_matrices(adapters, rows)
     for place in (row for row in rows if row.expert is None):
         names = adapters.parts(place.ours)
-        linear = place.ours.split(".")[-2]
+        linear = linear_of(place.ours)
         check(
             place.target != linear or names in ((), (linear,)),
             f"--to-peft: {place.module} is one matrix, and has adapters "
@@ -198,16 +196,14 @@ def save_peft(weights: Weights, directory: Path) -> None:
         config |= {"target_parameters": sorted(parameters)} | _patterns(
             config, len(adapters.lora.parts(FC1, model))
         )
-    (directory / CONFIG).write_text(
-        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    write_json(directory / CONFIG, config)
 
 
 def _check_matrices(adapters: Adapters, rows: list[Place]) -> None:
     """Raise ValueError for an adapter of a matrix that the architecture stores otherwise."""
     targets: dict[str, set[str]] = {}
     for row in rows:
-        linear = row.ours.split(".")[-2]
+        linear = linear_of(row.ours)
         targets.setdefault(linear, {linear}).add(row.target)
     for linear, known in targets.items():
         other = [name for name in adapters.lora.parts(linear, adapters.model) if name not in known]
@@ -221,7 +217,7 @@ def _check_matrices(adapters: Adapters, rows: list[Place]) -> None:
 def _fused(adapters: Adapters, ours: str) -> tuple[Tensor, Tensor]:
     """Return A (e p r, in) and B (out, p r e) for a parameter that stacks all experts."""
     a, b = adapters.of(ours)
-    mask = row_mask(ours.split(".")[-2], adapters.parts(ours), a, b, adapters.model)
+    mask = row_mask(linear_of(ours), adapters.parts(ours), a, b, adapters.model)
     whole = expanded(b, mask, 1.0)
     return a.flatten(0, 2).contiguous(), whole.view(len(a), -1, whole.shape[-1]).permute(
         1, 2, 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,6 +85,18 @@ def number(config: JsonObject, name: str, default: float | None, whole: bool = F
     return default if value is None else value
 
 
+def integer(config: JsonObject, name: str, default: int | None = None) -> Any:
+    return number(config, name, default, whole=True)
+
+
+def _layers(config: JsonObject) -> int:
+    return integer(config, "num_hidden_layers") or 0
+
+
+def _every(step: int, layers: int) -> list[bool]:
+    return [(layer + 1) % step == 0 for layer in range(layers)]
+
+
 def boolean(config: JsonObject, name: str, default: bool | None = None) -> bool:
     value = config.get(name, default)
     check(isinstance(value, bool), f"{FILE}: {name} is {value!r:.60}, not bool")
@@ -102,12 +114,12 @@ def tied(default: bool) -> Rule:
 
 def _read_groups(config: JsonObject, name: str) -> JsonObject:
     heads = config.get("num_attention_heads")
-    groups = number(config, name, heads, whole=True)
+    groups = integer(config, name, heads)
     return {"group_query_attention": True, "num_query_groups": groups} if groups != heads else {}
 
 
 def _read_heads(config: JsonObject) -> JsonObject:
-    channels = number(config, "head_dim", None, whole=True)
+    channels = integer(config, "head_dim")
     return {**_read_groups(config, "num_key_value_heads"), "kv_channels": channels}
 
 
@@ -201,7 +213,7 @@ def _read_scaling(kind: str, rope: JsonObject) -> JsonObject:
         if name == "truncate":
             values[ours] = boolean(rope, name)
         elif name in (POSITIONS, MAXIMUM):
-            values[ours] = number(rope, name, None, whole=True)
+            values[ours] = integer(rope, name)
         else:
             values[ours] = float(number(rope, name, None))
     if kind == "llama3":
@@ -296,15 +308,20 @@ def named_rotary(scaled: JsonObject) -> Rule:
     return Rule(read, _write_named_rope, ROTARY.names)
 
 
+def _window(config: JsonObject, default: int | None) -> int | None:
+    size: int | None = integer({"sliding_window": default, **config}, "sliding_window")
+    return size
+
+
 def window(default: int | None) -> Rule:
     """Convert sliding_window w: a token sees itself and w - 1 before it; null: all. default: if
     missing.
     """
 
     def read(config: JsonObject) -> JsonObject:
-        given = config.get("sliding_window", default)
-        size = None if given is None else number(config, "sliding_window", default, whole=True)
-        _check_layers(config, "full_attention" if size is None else "sliding_attention")
+        size = _window(config, default)
+        kind = FULL if size is None else WINDOWED
+        _check_layers(config, kind, default=kind)
         return {"window_size": None if size is None else f"{size - 1},0"}
 
     return Rule(
@@ -324,52 +341,52 @@ def _pattern_length(pattern: object) -> int | None:
     if isinstance(pattern, str) and re.fullmatch("L*G", pattern):
         return len(pattern)
     name = "sliding_window_pattern"
-    length: int | None = number({name: pattern}, name, None, whole=True)
+    length: int | None = integer({name: pattern}, name)
     return length
 
 
-def _check_kinds(kinds: Any, other: str, layers: int) -> None:
+def _are_full(kinds: Any, other: str, layers: int) -> list[bool]:
     right = isinstance(kinds, list) and len(kinds) == layers and {*map(str, kinds)} <= {other, FULL}
     check(
         right,
         f"{FILE}: layer_types is {kinds!r:.80}, not {other} or {FULL} for each of {layers} layers",
     )
+    return [kind == FULL for kind in kinds]
 
 
-def _layer_types(config: JsonObject, every: int | None) -> list[str]:
-    """Return WINDOWED or FULL for each layer.
+def _full_layers(config: JsonObject, default: int | None, every: int | None) -> list[bool]:
+    """Return True for each layer without a window.
 
-    every: without layer_types and a pattern, every Nth layer is FULL; None: no or all layers by sliding_window
+    default, every: as in `windows_by_layer`
     """
-    layers = number(config, "num_hidden_layers", None, whole=True) or 0
+    layers = _layers(config)
     kinds = config.get("layer_types")
-    if kinds is None:
-        default = config.get("_sliding_window_pattern", every)
-        pattern = config.get("sliding_window_pattern", default)
-        step = _pattern_length(pattern)
-        if step is None or config.get("sliding_window") is None:
-            kind = FULL if config.get("sliding_window") is None else WINDOWED
-            kinds = [kind for _ in range(layers)]
-        else:
-            kinds = [FULL if (layer + 1) % step == 0 else WINDOWED for layer in range(layers)]
-    _check_kinds(kinds, WINDOWED, layers)
-    return [str(kind) for kind in kinds]
+    if kinds is not None:
+        return _are_full(kinds, WINDOWED, layers)
+    pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", every))
+    step = _pattern_length(pattern)
+    if config.get("sliding_window", default) is None:
+        step = 1
+    return _every(step or layers + 1, layers)
 
 
-def _pattern(exceptions: list[bool], listed: bool, divides: bool) -> str | None:
+def _list(layers: Iterable[bool]) -> str:
+    return f"[{','.join(str(int(layer)) for layer in layers)}]"
+
+
+def _pattern(exceptions: list[bool], of_rope: bool = False) -> str | None:
     """Return the value of a flag for these layers: None without exceptions, N if they are every Nth layer, or a list.
 
-    listed: the list has 1 for an exception
-    divides: N must divide the number of layers
+    of_rope: the list has 1 for an exception, and N must divide the number of layers
     """
     if not any(exceptions):
         return None
     layers = len(exceptions)
     step = exceptions.index(True) + 1
-    regular = [(layer + 1) % step == 0 for layer in range(layers)] == exceptions
-    if regular and not (divides and layers % step):
+    regular = _every(step, layers) == exceptions
+    if regular and not (of_rope and layers % step):
         return str(step)
-    return f"[{','.join(str(int(exception == listed)) for exception in exceptions)}]"
+    return _list(exception == of_rope for exception in exceptions)
 
 
 def windows_by_layer(default: int | None, every: int | None = None) -> Rule:
@@ -380,18 +397,17 @@ def windows_by_layer(default: int | None, every: int | None = None) -> Rule:
     """
 
     def read(config: JsonObject) -> JsonObject:
-        config = {"sliding_window": default, **config}
-        full = [kind == FULL for kind in _layer_types(config, every)]
+        full = _full_layers(config, default, every)
         if all(full):
             return {"window_size": None, "window_attn_skip_freq": None}
-        size = number(config, "sliding_window", None, whole=True)
-        check(
-            size is not None,
-            f"{FILE}: layer_types has {WINDOWED}, and sliding_window is null: correct one of them",
-        )
+        size = _window(config, default)
+        if size is None:
+            raise ValueError(
+                f"{FILE}: layer_types has {WINDOWED}, and sliding_window is null: correct one of them"
+            )
         return {
             "window_size": f"{size - 1},0",
-            "window_attn_skip_freq": _pattern(full, listed=False, divides=False),
+            "window_attn_skip_freq": _pattern(full),
         }
 
     def write(model: ModelConfig) -> JsonObject:
@@ -406,19 +422,18 @@ LINEAR = "linear_attention"
 
 
 def _read_linear_layers(config: JsonObject) -> JsonObject:
-    layers = number(config, "num_hidden_layers", None, whole=True) or 0
+    layers = _layers(config)
     kinds = config.get("layer_types")
     if kinds is None:
-        step = number(config, "full_attention_interval", 4, whole=True)
-        kinds = [LINEAR if (layer + 1) % step else FULL for layer in range(layers)]
-    _check_kinds(kinds, LINEAR, layers)
-    full = [kind == FULL for kind in kinds]
+        full = _every(integer(config, "full_attention_interval", 4), layers)
+    else:
+        full = _are_full(kinds, LINEAR, layers)
     if all(full):
         return {"experimental_attention_variant": None, "linear_attention_freq": None}
-    freq = _pattern(full, listed=False, divides=False)
+    freq = _pattern(full)
     return {
         "experimental_attention_variant": GATED_DELTA_NET,
-        "linear_attention_freq": freq or f"[{','.join('1' for _ in full)}]",
+        "linear_attention_freq": freq or _list(True for _ in full),
     }
 
 
@@ -432,7 +447,7 @@ LINEAR_LAYERS = Rule(
 )
 
 
-def no_rope_in_full_layers(default: int | None, every: int, without_windows: bool) -> Rule:
+def no_rope_in_full_layers(default: int, every: int, without_windows: bool) -> Rule:
     """Read which layers are not rotated: layers without a window.
 
     default, every: as in `windows_by_layer`
@@ -440,11 +455,10 @@ def no_rope_in_full_layers(default: int | None, every: int, without_windows: boo
     """
 
     def read(config: JsonObject) -> JsonObject:
-        config = {"sliding_window": default, **config}
-        full = [kind == FULL for kind in _layer_types(config, every)]
-        if config["sliding_window"] is None and not without_windows:
+        full = _full_layers(config, default, every)
+        if config.get("sliding_window", default) is None and not without_windows:
             full = [False] * len(full)
-        return {"no_rope_freq": _pattern(full, listed=True, divides=True)}
+        return {"no_rope_freq": _pattern(full, of_rope=True)}
 
     return Rule(read, lambda model: {}, sets=("no_rope_freq",))
 
@@ -454,11 +468,11 @@ def rotates_windows_alone(model: ModelConfig) -> bool:
 
 
 def _read_no_rope_layers(config: JsonObject) -> JsonObject:
-    layers = number(config, "num_hidden_layers", None, whole=True) or 0
+    layers = _layers(config)
     rotated = config.get("no_rope_layers")  # 1: rotated
     if rotated is None:
-        step = number(config, "no_rope_layer_interval", 4, whole=True)
-        rotated = [int((layer + 1) % step != 0) for layer in range(layers)]
+        step = integer(config, "no_rope_layer_interval", 4)
+        rotated = [int(not without) for without in _every(step, layers)]
     right = (
         isinstance(rotated, list) and len(rotated) >= layers and {*map(str, rotated)} <= {"0", "1"}
     )
@@ -466,7 +480,7 @@ def _read_no_rope_layers(config: JsonObject) -> JsonObject:
         right, f"{FILE}: no_rope_layers is {rotated!r:.60}, not 0 or 1 for each of {layers} layers"
     )
     without = [not layer for layer in rotated[:layers]]
-    return {"no_rope_freq": _pattern(without, listed=True, divides=True)}
+    return {"no_rope_freq": _pattern(without, of_rope=True)}
 
 
 NO_ROPE_LAYERS = Rule(
@@ -520,7 +534,7 @@ def rotary_by_layer(base: float, window_base: float, name: str | None, every: in
             *(config.get("rope_scaling") or config.get("rope_parameters") or {})
         }
         one_rope = local == values["rotary_base"] and plain
-        if one_rope or WINDOWED not in _layer_types({"sliding_window": 1, **config}, every):
+        if one_rope or all(_full_layers(config, 1, every)):
             return values
         return {**values, "window_rotary_base": local}
 
@@ -546,7 +560,7 @@ def scales_full_layers_alone(model: ModelConfig) -> bool:
 
 def _read_query_scale(config: JsonObject) -> JsonObject:
     size = number(config, "query_pre_attn_scalar", 256)
-    head = number(config, "head_dim", None, whole=True)
+    head = integer(config, "head_dim")
     return {"attention_multiplier": None if size == head else float(size) ** -0.5}
 
 
@@ -563,10 +577,10 @@ def query_scale(model: ModelConfig) -> int:
 
 
 def _read_glm_experts(config: JsonObject) -> JsonObject:
-    layers = number(config, "num_hidden_layers", None, whole=True) or 0
-    groups = number(config, "n_group", 1, whole=True)
-    best = number(config, "topk_group", 1, whole=True)
-    chosen = number(config, "num_experts_per_tok", 8, whole=True)
+    layers = _layers(config)
+    groups = integer(config, "n_group", 1)
+    best = integer(config, "topk_group", 1)
+    chosen = integer(config, "num_experts_per_tok", 8)
     check(
         groups == 1 or chosen == 2 * best,
         f"{FILE}: topk_group is {best} and num_experts_per_tok {chosen}, and the block computes groups "
@@ -578,18 +592,15 @@ def _read_glm_experts(config: JsonObject) -> JsonObject:
         right,
         f"{FILE}: first_k_dense_replace is {dense!r:.60}, not a number of layers below {layers}",
     )
-    width = number(config, "moe_intermediate_size", 1408, whole=True)
+    width = integer(config, "moe_intermediate_size", 1408)
     factor = float(number(config, "routed_scaling_factor", 1.0))
     return {
         "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": width
-        * number(config, "n_shared_experts", 1, whole=True),
+        "moe_shared_expert_intermediate_size": width * integer(config, "n_shared_experts", 1),
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": best if groups > 1 else None,
         "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
-        "moe_layer_freq": f"[{','.join(str(int(layer >= dense)) for layer in range(layers))}]"
-        if dense
-        else "1",
+        "moe_layer_freq": _list(layer >= dense for layer in range(layers)) if dense else "1",
     }
 
 
@@ -636,11 +647,7 @@ def has_glm_experts(model: ModelConfig) -> bool:
 
 
 def _read_attention_layers(config: JsonObject) -> JsonObject:
-    kinds = sorted({*map(str, config.get("layer_types") or ["mamba"])})
-    check(
-        {*kinds} <= {"attention", FULL},
-        f"{FILE}: layer_types has {' and '.join(kinds)}, and the block computes attention in all layers",
-    )
+    _check_layers(config, "attention", FULL, default="mamba")
     return {}
 
 
@@ -663,16 +670,16 @@ LOGIT_SCALE = Rule(
 )
 
 
-def _check_layers(config: JsonObject, kind: str) -> None:
-    kinds = sorted({*map(str, config.get("layer_types") or [kind])})
+def _check_layers(config: JsonObject, *names: str, default: str = FULL) -> None:
+    kinds = sorted({*map(str, config.get("layer_types") or [default])})
     check(
-        kinds == [kind],
-        f"{FILE}: layer_types has {' and '.join(kinds)}, and the block computes {kind} in all layers",
+        {*kinds} <= {*names},
+        f"{FILE}: layer_types has {' and '.join(kinds)}, and the block computes {names[0]} in all layers",
     )
 
 
 def _read_full(config: JsonObject) -> JsonObject:
-    _check_layers(config, "full_attention")
+    _check_layers(config, FULL)
     return {}
 
 
@@ -682,7 +689,7 @@ NO_DROPOUT = Rule(
 )  # these architectures have none between layers
 
 SCALED_WORDS = Rule(
-    lambda config: {"embedding_multiplier": number(config, "hidden_size", None, whole=True) ** 0.5},
+    lambda config: {"embedding_multiplier": integer(config, "hidden_size") ** 0.5},
     lambda model: {},
     sets=("embedding_multiplier",),
 )
@@ -720,7 +727,7 @@ def _read_experts(config: JsonObject) -> JsonObject:
     ]  # transformers 5 writes either
     check(bool(names), f"{FILE} has no num_experts")
     return {
-        "num_experts": number(config, names[0], None, whole=True),
+        "num_experts": integer(config, names[0]),
         "moe_router_pre_softmax": not normalized,
     }
 
@@ -744,13 +751,13 @@ EXPERTS = Rule(
 
 
 def _read_sparse_layers(config: JsonObject) -> JsonObject:
-    layers = number(config, "num_hidden_layers", None, whole=True) or 0
+    layers = _layers(config)
     dense = config.get("mlp_only_layers") or []
-    step = number(config, "decoder_sparse_step", 1, whole=True)
+    step = integer(config, "decoder_sparse_step", 1)
     right = isinstance(dense, list) and all(type(layer) is int for layer in dense)
     check(right, f"{FILE}: mlp_only_layers is {dense!r:.60}, not a list of layers")
-    experts = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
-    return {"moe_layer_freq": "1" if all(experts) else f"[{','.join(map(str, experts))}]"}
+    experts = [chosen and layer not in dense for layer, chosen in enumerate(_every(step, layers))]
+    return {"moe_layer_freq": "1" if all(experts) else _list(experts)}
 
 
 def _write_sparse_layers(model: ModelConfig) -> JsonObject:

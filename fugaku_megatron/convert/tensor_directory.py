@@ -6,14 +6,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ..checkpoint.tensor_files import (
     PlainFile,
     StoredTensor,
     UnsupportedFormat,
-    as_bytes,
     read_header,
 )
 from ..comm.agreement import describe
@@ -46,9 +44,7 @@ class TensorDirectory:
 
     def read(self, name: str) -> Tensor:
         file, stored = self.tensors[name]
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        file.read_into(as_bytes(tensor), stored.start)
-        return tensor
+        return file.read_tensor(stored)
 
 
 def read_json(path: Path) -> JsonObject:
@@ -60,6 +56,10 @@ def read_json(path: Path) -> JsonObject:
         raise ValueError(f"{path} is not JSON: {describe(error)}") from error
     check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not an object")
     return contents
+
+
+def write_json(path: Path, contents: JsonObject) -> None:
+    path.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _weight_map(index: Path) -> dict[str, str]:

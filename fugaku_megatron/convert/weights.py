@@ -69,8 +69,7 @@ class Adapters:
     base: Mapping[str, Any] = field(default_factory=dict)
 
     def parts(self, name: str) -> tuple[str, ...]:
-        linear, kind = name.split(".")[-2:]
-        return self.lora.parts(linear, self.model) if kind == "weight" else ()
+        return self.lora.parts(linear_of(name), self.model) if name.endswith(".weight") else ()
 
     def of(self, name: str) -> tuple[Tensor, Tensor]:
         """Return A (p, r, in), for experts (e, p, r, in), and B with the weight's rows and r
@@ -85,7 +84,7 @@ class Adapters:
         if not parts:
             return weight
         a, b = self.of(name)
-        mask = row_mask(name.split(".")[-2], parts, a, b, self.model)
+        mask = row_mask(linear_of(name), parts, a, b, self.model)
         return merged(weight, a, b, mask, self.lora.scale)
 
     def added_to(self, weights: Weights) -> Weights:
@@ -182,9 +181,22 @@ def layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def linear_of(name: str) -> str:
+    return name.split(".")[-2]
+
+
+def at_layer(name: str, layer: int | str) -> str:
+    """Return the name at another layer, if it has one."""
+    return _LAYER.sub(f"decoder.layers.{layer}.", name)
+
+
+def without_layer(name: str) -> str:
+    return _LAYER.sub("decoder.layers.", name)
+
+
 def place_of(name: str) -> tuple[str, str]:
     """Return (place with {} for the layer, "weight" or "bias") for a global name."""
-    place, kind = _LAYER.sub("decoder.layers.{}.", name).rsplit(".", 1)
+    place, kind = at_layer(name, "{}").rsplit(".", 1)
     return place, kind
 
 
@@ -257,11 +269,10 @@ def _open_base(adapts: dict[str, Any], named: str | None, open_base: OpenBase) -
     """Open the model that adapters name, or the `named` one, which must have equal weights."""
     recorded = adapts.get("base")
     directory = named or recorded
-    check(
-        directory is not None,
-        f"holds adapters and does not name their model: pass its place as {BASE_FLAG}",
-    )
-    assert directory is not None
+    if directory is None:
+        raise ValueError(
+            f"holds adapters and does not name their model: pass its place as {BASE_FLAG}"
+        )
     check(
         Path(directory).is_dir(),
         f"{BASE_FLAG} {directory} is not a directory: pass the place of the model"

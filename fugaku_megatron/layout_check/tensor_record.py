@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ..checkpoint.tensor_files import PlainFile, read_header, write_tensors
@@ -57,12 +56,10 @@ def read_record(directory: Path, number_format: str) -> dict[Point, Tensor] | No
     if not path.is_file():
         return None
     content = PlainFile(path, path.stat().st_size)
-    tensors: dict[Point, Tensor] = {}
-    for key, stored in read_header(content).items():
-        end = stored.start + stored.numel * stored.dtype.itemsize
-        values = torch.frombuffer(content.read(stored.start, end), dtype=stored.dtype)
-        tensors[_point(path, key)] = values.float().view(stored.shape)
-    return tensors
+    return {
+        _point(path, key): content.read_tensor(stored).float()
+        for key, stored in read_header(content).items()
+    }
 
 
 def _point(path: Path, key: str) -> Point:

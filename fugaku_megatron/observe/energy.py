@@ -43,7 +43,3 @@ class EnergyWatch(Observer):
         self._joules = 0.0
         self._seconds = 0.0
         return {"watts": watts}
-
-
-def short_seconds(value: float) -> str:
-    return f"{value:.2g} s" if value < 100 else f"{value / 60:.0f} min"

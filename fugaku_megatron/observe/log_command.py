@@ -18,13 +18,13 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
 from ..cli import arguments
 from ..cli.output_files import check_file, writing
-from ..config.fields import check
+from ..config.fields import check, check_positive
 from ..costs import accounting
 from ..text.named_files import JsonObject, StrPath
 from ..text.table import pipe_table, write_csv
@@ -206,12 +206,6 @@ def record(log: LogSummary) -> JsonObject:
     return values
 
 
-def iteration_records(logs: Sequence[LogSummary]) -> Iterator[JsonObject]:
-    for log in logs:
-        for iteration in log.iterations:
-            yield {"log": log.path, **asdict(iteration)}
-
-
 def draw(path: StrPath, logs: Sequence[LogSummary], x: str = "iteration") -> bool:
     """Plot loss, learning rate and TFLOPs over `x` (a key of loss_plot.AXES); print why if nothing is drawn."""
     if len(logs) == 1:
@@ -310,12 +304,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    for name in ("nodes", "ranks_per_node", "interval"):
-        value = getattr(options, name)
-        check(
-            value is None or value > 0,
-            f"--{name.replace('_', '-')} is {value}: pass a number above 0",
-        )
+    check_positive(options, "nodes", "ranks_per_node", "interval")
     flags = arguments.run_flags(vars(options))
     check(
         flags.world_size is None and not flags.dry_run,
@@ -411,7 +400,8 @@ def _write(options: argparse.Namespace, logs: Sequence[LogSummary]) -> None:
     if options.csv:
         with writing("--csv", options.csv):
             if options.per_iteration:
-                write_csv(options.csv, ITERATION_COLUMNS, iteration_records(logs))
+                rows = ({"log": log.path, **asdict(i)} for log in logs for i in log.iterations)
+                write_csv(options.csv, ITERATION_COLUMNS, rows)
             else:
                 write_csv(options.csv, LOG_COLUMNS, map(record, logs))
     if options.png:

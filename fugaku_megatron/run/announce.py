@@ -13,7 +13,6 @@ from ..costs.activations import sequence_shards
 from ..costs.run_schedule import recompute_name
 from ..data.chat_dataset import lost_lines, packing_lines
 from ..host.machine import fma_peak_gflops
-from ..observe.energy import short_seconds
 from ..observe.run_log import format_run
 from .data import Data
 from .plan import Plan
@@ -32,6 +31,10 @@ def iteration_line(plan: Plan) -> str:
         f"time: about {low} to {high} per iteration, with a log line every {plan.config.output.log_interval} (estimate from "
         f"{peak / 1e9:.0f} GFLOP/s of FP32 multiply-adds in this rank)"
     )
+
+
+def short_seconds(value: float) -> str:
+    return f"{value:.2g} s" if value < 100 else f"{value / 60:.0f} min"
 
 
 def data_lines(plan: Plan, data: Data, ordered: bool) -> list[str]:

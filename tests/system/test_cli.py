@@ -63,6 +63,7 @@ def help_page(capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("name", program_module.COMMANDS)
 def test_every_command_explains_itself(name, capsys):
     page = help_page(capsys, name)
@@ -86,6 +87,7 @@ def test_the_flags_of_a_run_stand_in_megatrons_groups(capsys):
         assert f"\n{group}:\n" in page
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     "words, own",
     {
@@ -142,6 +144,7 @@ def test_how_a_command_ends(error, code, text, capsys):
     assert capsys.readouterr().err == text
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     "words",
     [

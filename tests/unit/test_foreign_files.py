@@ -133,7 +133,7 @@ def test_layers_that_differ_are_saved_arguments_and_flags():
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
     layers = {"window_size": (3, 0), "window_attn_skip_freq": 2, "no_rope_freq": [0, 1]}
     given = {**sizes, **layers, "max_position_embeddings": 16, "position_embedding_type": "rope"}
-    model = megatron_files.model_of(Namespace(**given), 96, None)
+    model = megatron_files.model_of(given, 96, None)
     assert [kind.window for kind in model.layer_kinds] == [4, None]
     assert [kind.rope for kind in model.layer_kinds] == ["global", None]
     written = vars(megatron_files.arguments_of(model, 96, torch.float32, 1, 1))
