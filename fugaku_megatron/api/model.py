@@ -23,8 +23,9 @@ from ..convert.hugging_face import save_hugging_face
 from ..convert.weights import Weights, precision_of
 from ..data.tokenizer import Tokenizer, TokenizerFlags
 from ..inference.generation import PromptEncoder, Sampling, steps
-from ..inference.loading import Q8, WEIGHTS_FORMATS, choose_tokenizer, model_of, through_stages
+from ..inference.loading import Q8, WEIGHTS_FORMATS, model_of, through_stages
 from ..inference.scoring import EVALUATION, rolling, score
+from ..inference.tokenizer_choice import choose_tokenizer
 from ..text.named_files import StrPath
 from .config import Config
 

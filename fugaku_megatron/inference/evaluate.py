@@ -33,24 +33,21 @@ from ..data.indexed import IndexedDataset, StoredTokens
 from ..data.tokenizer import Tokenizer
 from ..text.named_files import JsonObject, read_text
 from . import scoring
-from .loading import LoadedModel, Source, add_source_flags, load_model, tokenizer_note
-from .scoring import (
+from .chat_file import ChatFile, read_chat_file
+from .loading import LoadedModel, Source, add_source_flags, load_model
+from .needles import (
     DEPTHS,
     SAMPLES,
-    ChatFile,
     Needles,
-    Question,
-    accuracies,
     check_needle_flags,
     draw_needles,
     needle_figures,
     needle_lines,
-    read_chat_file,
     read_needles,
-    read_questions,
-    score,
-    windows,
 )
+from .questions import Question, accuracies, read_questions
+from .scoring import score, windows
+from .tokenizer_choice import tokenizer_note
 
 DECODED = 2**20  # tokens whose bytes are counted at a time
 

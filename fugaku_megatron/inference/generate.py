@@ -52,7 +52,8 @@ from .generation import (
     prompts_of,
     steps,
 )
-from .loading import Q8, LoadedModel, Source, add_source_flags, load_model, tokenizer_note
+from .loading import Q8, LoadedModel, Source, add_source_flags, load_model
+from .tokenizer_choice import tokenizer_note
 
 MIB = 2**20
 

@@ -22,7 +22,8 @@ from ..nn.heads import Angles
 from ..nn.kv_cache import Cache
 from ..nn.positions import rotary_angles
 from ..text.named_files import read_text
-from .loading import FEW_ROWS, LoadedModel, RecordedStep, RecordingKernels, through_stages
+from .loading import FEW_ROWS, LoadedModel, through_stages
+from .recorded_step import RecordedStep, RecordingKernels
 
 MIN_TEMPERATURE = 1e-6  # above 0: logits divided by less are not finite in FP32
 MAX_SEED = 2**63 - 1  # what torch's generator takes

@@ -1,9 +1,9 @@
-"""A checkpoint's model and tokenizer for inference: no gradients, no optimizer state."""
+"""A checkpoint's model for inference: no gradients, no optimizer state."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..checkpoint import manifest as checkpoint
 from ..checkpoint.load import load_weights, note_unsigned
@@ -30,13 +29,9 @@ from ..config.model import ModelConfig
 from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig, saved_run
 from ..data.tokenizer import (
-    TOKENIZERS,
     Tokenizer,
     TokenizerFlags,
     add_tokenizer_flags,
-    identity,
-    mismatch,
-    model_tokenizer,
 )
 from ..host import kernels
 from ..nn.experts import ExpertLinear
@@ -46,6 +41,8 @@ from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops, quantize_activations
 from ..nn.parameter import PARAMETER_DTYPES, ModelParameter, parameters_of
 from ..nn.q8_weight import Q8Weight, scales_of
+from .recorded_step import RecordingKernels
+from .tokenizer_choice import choose_tokenizer
 
 Q8 = "q8"
 WEIGHTS_FORMATS = (*PARAMETER_DTYPES, Q8)  # of --weights-format
@@ -327,121 +324,3 @@ def through_stages(loaded: LoadedModel, tokens: Tensor, forward_pass: Pass) -> T
         if following and following[0] != pp.rank:
             pp.send(x.contiguous(), following[0])
     return x if stage.last else None
-
-
-def choose_tokenizer(
-    named: TokenizerFlags, saved: Mapping[str, Any], carried: Path, size: int, where: str
-) -> Tokenizer:
-    """Open the named tokenizer, else the training run's, else the model's.
-
-    saved: data flags of that run
-    carried: directory with Hugging Face files
-
-    Raises ValueError if it is missing, unreadable, or has more tokens than the model.
-    """
-    flags = named._replace(vocab_size=size)
-    if not flags.named:
-        flags = model_tokenizer(saved, carried, size) or flags
-    _check_passed_type(named, flags, where)
-    check(
-        flags.named,
-        f"the tokenizer is unknown, the checkpoint in {where} was trained without one: pass "
-        "--vocab-file and --merge-file, or --tokenizer-type and --tokenizer-model",
-    )
-    tokenizer = flags.build()
-    given = (
-        f"--tokenizer-model {flags.tokenizer_model}"
-        if flags.tokenizer_model
-        else f"--vocab-file {flags.vocab_file}"
-    )
-    check(
-        tokenizer.vocab_size <= size,
-        f"{given} has {tokenizer.vocab_size} tokens, the model of {where} {size}: "
-        "pass the files it was trained with",
-    )
-    return tokenizer
-
-
-def _check_passed_type(named: TokenizerFlags, flags: TokenizerFlags, where: str) -> None:
-    passed = named.tokenizer_type
-    if named.named or passed == TokenizerFlags().tokenizer_type:
-        return
-    if passed not in TOKENIZERS:
-        named.build()
-    comes = flags.named and TOKENIZERS.get(flags.tokenizer_type) is TOKENIZERS[passed]
-    found = f"with {flags.tokenizer_type}" if flags.named else "without a tokenizer"
-    check(
-        comes,
-        f"--tokenizer-type {passed} needs --tokenizer-model: {where} was trained {found}",
-    )
-
-
-def tokenizer_note(tokenizer: Tokenizer, manifest: Manifest) -> str:
-    other = mismatch(identity(tokenizer), manifest["state"].get("tokenizer"))
-    return (
-        f"note: the model was trained with {other}: its tokens mean different texts"
-        if other
-        else ""
-    )
-
-
-# A step of generation made of kernel calls alone, recorded once and called again for every following token. The next token of
-# as many samples takes the same calls with the same weights, and where results lie in the same memory again, with the same
-# tensors: only what the inputs hold is new. So a recording keeps each call with its tensors. A repetition copies its inputs and
-# makes the calls, all of them in C++ (`kernels.Calls`), without layers, autograd, allocations and checks, which take longer than
-# the matmuls of a small model. Left out: when a step may be repeated (`generation`).
-
-ALLOCATIONS = (
-    "aten::empty",
-    "aten::new_empty",
-    "aten::empty_like",
-    "aten::_unsafe_view",
-)  # operations of torch without values
-
-
-class RecordingKernels:
-    def __init__(self, library: Any = kernels) -> None:
-        self._library = library
-        self._calls: Any = None  # kernels.Calls while calls are recorded
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._library if self._calls is None else self._calls, name)
-
-    def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> RecordedStep:
-        self._calls = calls = kernels.Calls()
-        try:
-            with _KernelsAlone():  # type: ignore[no-untyped-call]  # torch's class has no types
-                result = step()
-        finally:
-            self._calls = None
-        return RecordedStep(calls, tuple(inputs), result)
-
-
-class RecordedStep:
-    """Recorded calls from `inputs` to `result`, at fixed addresses."""
-
-    def __init__(
-        self, calls: Callable[[], None], inputs: tuple[Tensor, ...], result: Tensor
-    ) -> None:
-        self.calls = calls
-        self.inputs = inputs
-        self.result = result
-
-    def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Compute from inputs of the same shapes; the result is valid until the next call."""
-        for own, new in zip(self.inputs, inputs, strict=True):
-            own.copy_(new)
-        self.calls()
-        return self.result
-
-
-class _KernelsAlone(TorchDispatchMode):
-    """Torch mode that allows views and allocation only; a replay would skip other operations."""
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        assert function.is_view or function._schema.name in ALLOCATIONS, (
-            f"{function} computes something that no kernel does"
-        )
-        return function(*args, **(kwargs or {}))

@@ -16,6 +16,7 @@ from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, NullTokenizer
 from fugaku_megatron.inference import evaluate, generate, scoring
 from fugaku_megatron.inference.loading import LoadedModel
+from fugaku_megatron.inference.needles import needle_figures, read_needles
 from tests.checks import chats as chat_checks
 from tests.checks.evaluation import (
     LENGTH,
@@ -219,7 +220,7 @@ def needles_of(flags: list[str], file: Path, length: tuple[int, ...], depths: tu
     return (
         loaded,
         tokenizer,
-        scoring.read_needles(str(file), tokenizer, loaded.run.model, LENGTH, length, depths, 2),
+        read_needles(str(file), tokenizer, loaded.run.model, LENGTH, length, depths, 2),
     )
 
 
@@ -235,7 +236,7 @@ def test_a_model_that_copies_finds_the_needles_that_it_sees(models, monkeypatch,
 
     monkeypatch.setattr(scoring, "through_stages", forced)
     monkeypatch.setattr(LoadedModel, "logits", lambda self, x: x)
-    figures = scoring.needle_figures(needles, scoring.score(loaded, needles.requests, 4))
+    figures = needle_figures(needles, scoring.score(loaded, needles.requests, 4))
     assert figures["exact"] == ([[1, 1, 1]] if window == 1000 else [[0, 0, 1]])
     assert figures["likelier"][0][2] == 1 and (figures["likelier"][0][0] == 1) == (window == 1000)
     for number, request in enumerate(needles.requests):

@@ -5,7 +5,8 @@ import torch
 
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.inference import generation, loading
-from fugaku_megatron.inference.loading import RecordingKernels, quantize
+from fugaku_megatron.inference.loading import quantize
+from fugaku_megatron.inference.recorded_step import RecordingKernels
 from tests.checks.generation import random_model, tokens_of
 
 STEPS = (

@@ -17,7 +17,7 @@ from fugaku_megatron.data.library_tokenizers import load_pieces
 from fugaku_megatron.data.template_limits import LARGEST_TEMPLATE
 from fugaku_megatron.data.tokenizer import TokenizerFlags
 from fugaku_megatron.inference.generation import prompts_of
-from fugaku_megatron.inference.scoring import read_questions
+from fugaku_megatron.inference.questions import read_questions
 from fugaku_megatron.jobs import script
 from fugaku_megatron.jobs.supervise import read_hosts
 from fugaku_megatron.observe import rank_table, trace

@@ -1,0 +1,46 @@
+"""Chats of a file as requests to score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..config.fields import check
+from ..data.chat_dataset import unsigned
+from ..data.chats import ChatTemplate, read_chat
+from ..data.files import input_files, read_documents
+from ..data.formats import CHAT
+from .scoring import Request
+
+
+@dataclass(frozen=True)
+class ChatFile:
+    """Chats in one file.
+
+    cut: chats truncated to a window
+    left_out: chats without trained tokens in it
+    """
+
+    path: str
+    requests: list[Request]
+    cut: int
+    left_out: int
+
+
+def read_chat_file(path: str, template: ChatTemplate, window: int) -> ChatFile:
+    requests = []
+    cut = 0
+    left_out = 0
+    for document in read_documents(input_files([path], ["text"], CHAT), CHAT):
+        ids, trained = unsigned(template.encode(read_chat(document)))
+        cut += len(ids) > window + 1
+        places = 1 + np.flatnonzero(trained[1 : window + 1])
+        left_out += not len(places)
+        if len(places):
+            requests.append(Request(ids[: window + 1], len(places), places))
+    check(
+        len(requests) > 0,
+        f"--chats {path}: it has no chats, or none with an answer within the {window} tokens of a window",
+    )
+    return ChatFile(path, requests, cut, left_out)
