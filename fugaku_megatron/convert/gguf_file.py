@@ -94,8 +94,7 @@ def save_gguf(
     """
     gguf = library("gguf", "gguf", "--to-gguf")
     model = weights.model
-    before = carried_config(weights.carried)
-    architecture = architecture_of(model, before)
+    architecture = architecture_of(model, carried_config(weights.carried))
     row = _row(architecture, model)
     kind = kind or {"fp32": "f32", "fp16": "f16"}.get(weights.precision, weights.precision)
     template = chat_template and read_text(chat_template, "--chat-template")

@@ -15,7 +15,7 @@ import io
 import pickle
 import re
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,8 +51,6 @@ from ..config.model import (
 )
 
 VERSION = 3.0  # of checkpoints that are written; since 2.0 each head, or group, has its queries, key and value together
-# Ours -> names that versions of Megatron-LM gave to the same argument, the newest first.
-_ALSO = {"layernorm_epsilon": ("norm_epsilon", "layernorm_epsilon")}
 # Ours -> the values that arguments of theirs describe.
 _DESCRIBED: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -241,8 +239,7 @@ def model_of(
     """
     check_saved(given, ignored)
     values: FieldValues = {
-        **dict(_values(given)),
-        **_experts(given),
+        **_values(given),
         "vocab_size": vocab_size or given.get("vocab_size") or rows,
         "mask_vocab_padding": MASKED,
         "position_embedding_type": _positions(given),
@@ -272,28 +269,24 @@ def _check_biases(model: ModelConfig) -> None:
     )
 
 
-def _values(given: FieldValues) -> Iterator[tuple[str, Any]]:
+def _values(given: FieldValues) -> FieldValues:
+    """Return the values of fields of the same name."""
+    left_out = {*_OWN}
+    if given.get("num_experts") is not None:
+        left_out -= {*EXPERTS}
+    if given.get("norm_epsilon") is not None:  # the newer name
+        given = {**given, "layernorm_epsilon": given["norm_epsilon"]}
+    values: FieldValues = {}
     for f in fields(ModelConfig):
-        name = next(
-            (name for name in _ALSO.get(f.name, (f.name,)) if given.get(name) is not None), None
-        )
-        if name and f.name not in _OWN:
-            check_type(f, given[name])
-            yield f.name, given[name]
-
-
-def _experts(given: FieldValues) -> FieldValues:
-    if given.get("num_experts") is None:
-        return {}
-    values = {name: given[name] for name in EXPERTS if given.get(name) is not None}
-    if "moe_layer_freq" in values:
-        values["moe_layer_freq"] = str(values["moe_layer_freq"])
-    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
-        if name in values and not isinstance(values[name], list | tuple):
-            values[name] = (values[name],)
-    for f in fields(ModelConfig):
-        if f.name in values:
-            check_type(f, values[f.name])
+        value = given.get(f.name)
+        if value is None or f.name in left_out:
+            continue
+        if f.name == "moe_layer_freq":
+            value = str(value)
+        elif f.type.startswith("tuple") and not isinstance(value, list | tuple):
+            value = (value,)
+        check_type(f, value)
+        values[f.name] = value
     return as_tuples(values)
 
 

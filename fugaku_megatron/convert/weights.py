@@ -186,7 +186,7 @@ def linear_of(name: str) -> str:
 
 
 def at_layer(name: str, layer: int | str) -> str:
-    """Return the name at another layer, if it has one."""
+    """Return a name at another layer."""
     return _LAYER.sub(f"decoder.layers.{layer}.", name)
 
 

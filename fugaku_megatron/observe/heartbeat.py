@@ -175,17 +175,13 @@ class Heartbeat:
         self._beat()
         return before
 
-    def leave(self, before: str) -> None:
-        self.what = before
-        self._beat()
-
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
         before = self.enter(what)
         try:
             yield
         finally:
-            self.leave(before)
+            self.enter(before)
 
     @contextlib.contextmanager
     def iteration(self, number: int) -> Iterator[None]:

@@ -44,7 +44,7 @@ def test_others_read_what_a_rank_does(memory):
         (later,) = node.read()
         assert later.waits and later.moved >= beat.moved and later.number == beat.number + 1
         heart.wait(False)
-        heart.leave(before)
+        heart.enter(before)
         assert node.read()[0].what == "iteration 12"
     with heart.phase("save of iteration 12"):
         assert (node.read()[0].what, node.read()[0].training) == ("save of iteration 12", False)
