@@ -159,7 +159,8 @@ def _mlp(run: RunConfig, mlp: str) -> Records:
     if mlp == MLP_OF_EXPERTS:
         return expert_records(run)
     kept = 0 if run.model.parallel_shared_norm else residual_bytes(run)  # also of QKV
-    return mlp_records(run, "linear", run.model.ffn_hidden_size, kept)
+    *before, fc2 = mlp_records(run, "linear", run.model.ffn_hidden_size, kept)
+    return *before, replace(fc2, ends_layer=True)
 
 
 def typical_layer(model: ModelConfig) -> LayerKind:
@@ -191,7 +192,7 @@ def last_recomputed_records(run: RunConfig, kind: LayerKind | None = None) -> li
     records = layer_records(run, kind)
     if run.model.keeps_mlp_tensors:
         return list(records)
-    return [r for r in records if r.name not in ("linear_fc2", "experts_sum")]
+    return [r for r in records if not r.ends_layer]
 
 
 @lru_cache(maxsize=64)

@@ -17,6 +17,12 @@ from ..config.run_config import RunConfig
 
 FP32_BYTES = 4
 
+# Values of `Record.expert_step`.
+DISPATCH = "dispatch"
+EXPERTS = "experts"
+COMBINE = "combine"
+SHARED = "shared"
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -38,6 +44,8 @@ class Record:
     of_heads: replicated parameters with partial gradients from a rank's own heads or expert shards.
     divided: expert parameters that ranks shard unlike other matrices.
     gemm: (M, N, K) for each of `gemm_count` forward matmuls; grouped: expert matmuls; quantizes: in INT8 with --int8.
+    expert_step: DISPATCH, EXPERTS (their matmuls), COMBINE or SHARED (the shared expert); None: any other operation.
+    ends_layer: only the next layer reads the result.
     mixes: combines the tokens of a sequence, without a weight matrix; selective recompute repeats it.
     visible: share of attention's squares Q K^T and P V that a kernel computes; None: no attention.
     fp32_share: share of the FP32 peak that a kernel of its own reaches; None: by shape and precision.
@@ -53,6 +61,8 @@ class Record:
     gemm: tuple[int, int, int] | None = None
     gemm_count: int = 1
     grouped: bool = False
+    expert_step: str | None = None
+    ends_layer: bool = False
     quantizes: bool = True
     is_head: bool = False
     mixes: bool = False

@@ -13,7 +13,11 @@ from typing import NamedTuple
 from ..config.model import ACTIVATIONS, ModelConfig
 from ..config.run_config import RunConfig
 from .activations import (
+    COMBINE,
+    DISPATCH,
+    EXPERTS,
     FP32_BYTES,
+    SHARED,
     Collective,
     Collectives,
     MatmulCollectives,
@@ -154,6 +158,7 @@ def expert_records(run: RunConfig) -> Records:
             gemm=(mean_rows, outputs, inputs),
             gemm_count=local_experts,
             grouped=True,
+            expert_step=EXPERTS,
             parameters=size,
             replicated=replicated,
             of_heads=replicated,
@@ -170,14 +175,21 @@ def expert_records(run: RunConfig) -> Records:
         _router(run),
         Record(
             name="order",
+            expert_step=DISPATCH,
             forward=around.into,
             backward=around.into_backward,
             saved_bytes=_order_bytes(run, division),
         ),
         grouped("linear_fc1", model.fc1_widths * f, h),
         Record(name=model.activation, saved_bytes=activation_bytes),
-        grouped("linear_fc2", h, f, second_bias),
-        Record(name="experts_sum", forward=around.out, backward=around.out_backward),
+        replace(grouped("linear_fc2", h, f, second_bias), ends_layer=True),
+        Record(
+            name="experts_sum",
+            expert_step=COMBINE,
+            ends_layer=True,
+            forward=around.out,
+            backward=around.out_backward,
+        ),
         *(_shared_expert(run, shared) if shared else ()),
     )
 
@@ -325,7 +337,8 @@ def mlp_records(run: RunConfig, name: str, width: int, saved_bytes: int = 0) -> 
 
 
 def _shared_expert(run: RunConfig, width: int) -> Records:
-    records = mlp_records(run, "shared", width)
+    mlp = mlp_records(run, "shared", width)
+    records = tuple(replace(record, expert_step=SHARED) for record in mlp)
     if not run.model.moe_shared_expert_gate:
         return records
     own = run.tokens_per_microbatch // sequence_shards(run)

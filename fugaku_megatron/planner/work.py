@@ -298,36 +298,31 @@ def _layer(
     records: Sequence[Record],
     work_of: Callable[[Record], Work],
 ) -> Work:
-    named = [(record.name, _in_layer(run, software, work_of(record))) for record in records]
-    whole = sum((work for _, work in named), Work())
+    steps = [(record.expert_step, _in_layer(run, software, work_of(record))) for record in records]
+    whole = sum((work for _, work in steps), Work())
     if not run.parallel.divides_experts or features.EXPERT_GROUPS not in software.active(run):
         return whole
 
-    def sent(name: str) -> Collectives:
-        return tuple(
-            c
-            for each, work in named
-            if each == name
-            for c, _ in work.collectives
-            if _between_experts(c)
-        )
+    def works(step: str) -> list[Work]:
+        return [work for each, work in steps if each == step]
 
-    def matmuls(*names: str) -> Matmuls:
+    def sent(step: str) -> Collectives:
+        return tuple(c for work in works(step) for c, _ in work.collectives if _between_experts(c))
+
+    def matmuls(step: str) -> Matmuls:
         # deferred weight gradients overlap nothing
         hiding = 1 if row(run.parallel.schedule).splits_backward else None
-        return tuple(
-            matmul for each, work in named if each in names for matmul in work.matmuls[:hiding]
-        )
+        return tuple(matmul for work in works(step) for matmul in work.matmuls[:hiding])
 
     groups = experts.exchanged_groups(
         (run.model.num_experts or 0) // run.parallel.expert_model_parallel_size
     )
     exchange = ExpertExchange(
-        there=sent("order"),
-        back=sent("experts_sum"),
+        there=sent(activations.DISPATCH),
+        back=sent(activations.COMBINE),
         groups=groups,
-        overlapped=matmuls("linear_fc1", "linear_fc2"),
-        around=matmuls("shared_fc1", "shared_fc2"),
+        overlapped=matmuls(activations.EXPERTS),
+        around=matmuls(activations.SHARED),
     )
     return replace(
         whole,
