@@ -374,16 +374,19 @@ def _recompute_fraction(run: RunConfig) -> float:
     return sum(map(len, groups)) / run.model.num_layers
 
 
-def _rank_flops(run: RunConfig) -> tuple[float, float]:
+def _mean_layer_flops(run: RunConfig, counted: Callable[[Record], bool]) -> float:
+    """Return the mean layer's forward FLOPs in counted operations."""
     layers = run.model.layer_kinds
-    linear = attention = 0.0
+    flops = 0.0
     for kind in dict.fromkeys(layers):  # in one order on all ranks
         share = layers.count(kind) / len(layers)
-        records = layer_records(run, kind)
-        squares = sum(r.flops_forward for r in records if r.visible is not None)
-        attention += squares * share
-        linear += (sum(r.flops_forward for r in records) - squares) * share
-    return linear, attention
+        flops += share * sum(r.flops_forward for r in layer_records(run, kind) if counted(r))
+    return flops
+
+
+def _rank_flops(run: RunConfig) -> tuple[float, float]:
+    linear = _mean_layer_flops(run, lambda record: record.visible is None)
+    return linear, _mean_layer_flops(run, lambda record: record.visible is not None)
 
 
 def layer_flops(run: RunConfig) -> tuple[float, float]:
@@ -395,12 +398,7 @@ def layer_flops(run: RunConfig) -> tuple[float, float]:
 
 def expert_flops(run: RunConfig) -> float:
     """Return the mean layer's forward FLOPs per sample in routed experts' matmuls."""
-    layers = run.model.layer_kinds
-    whole = on_one_rank(run)
-    flops = 0.0
-    for kind in dict.fromkeys(layers):
-        grouped = sum(r.flops_forward for r in layer_records(whole, kind) if r.grouped)
-        flops += grouped * layers.count(kind) / len(layers)
+    flops = _mean_layer_flops(on_one_rank(run), lambda record: record.grouped)
     return flops / run.batch.micro_batch_size
 
 

@@ -44,7 +44,7 @@ class Record:
     of_heads: replicated parameters with partial gradients from a rank's own heads or expert shards.
     divided: expert parameters that ranks shard unlike other matrices.
     gemm: (M, N, K) for each of `gemm_count` forward matmuls; grouped: expert matmuls; quantizes: in INT8 with --int8.
-    expert_step: DISPATCH, EXPERTS (their matmuls), COMBINE or SHARED (the shared expert); None: any other operation.
+    expert_step: DISPATCH, EXPERTS, COMBINE, SHARED (expert's matmuls), or None.
     ends_layer: only the next layer reads the result.
     mixes: combines the tokens of a sequence, without a weight matrix; selective recompute repeats it.
     visible: share of attention's squares Q K^T and P V that a kernel computes; None: no attention.

@@ -53,14 +53,14 @@ def _mixed_bytes(run: RunConfig) -> tuple[int, int, int]:
 
 
 def _state_bytes(model: ModelConfig, ranks: int) -> int:
-    """Return the bytes of a gated delta net's state of one sample on a rank, in FP32. ranks: that share the heads"""
+    """Return the bytes of one sample's FP32 state. ranks: that share the heads"""
     heads = model.linear_num_value_heads // ranks
     return heads * model.linear_key_head_dim * model.linear_value_head_dim * FP32_BYTES
 
 
 class DeltaNetCosts(MixerCosts):
     def records(self, run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Records:
-        """Return a gated delta net's operations. Ranks that share a sequence exchange heads, whatever --cp-comm-type says."""
+        """Exchange heads among ranks that share a sequence, whatever --cp-comm-type says."""
         model = run.model
         around = MatmulCollectives.from_run(run)
         h = model.hidden_size
@@ -103,7 +103,7 @@ class DeltaNetCosts(MixerCosts):
         )
 
     def recomputed_bytes(self, run: RunConfig, kind: LayerKind) -> int:
-        """Return the bytes that selective recompute does not save: it keeps the input projection's output."""
+        """Leave out the input projection's output, which is kept."""
         width = run.model.delta_width // run.tp
         return sum(_mixed_bytes(run)) - run.tokens_per_microbatch * width * run.element_bytes
 

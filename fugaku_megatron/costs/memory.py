@@ -288,7 +288,7 @@ def data_index_bytes(run: RunConfig, samples: int) -> int:
 
 @lru_cache(maxsize=64)
 def layer_saved_bytes(run: RunConfig) -> tuple[int, ...]:
-    """Return the bytes that each layer of the model saves for backward."""
+    """Return the bytes that each layer saves for backward."""
 
     def saved(kind: LayerKind) -> int:
         records = layer_records(run, kind, typical_cp_comm_type(run))
@@ -313,7 +313,7 @@ def layers_kept_bytes(run: RunConfig, layers: range, groups: Sequence[range]) ->
 
 
 def weight_input_bytes(run: RunConfig) -> tuple[int, ...]:
-    """Return the bytes that each layer of the model keeps between the halves of a split backward.
+    """Return the bytes that each layer keeps between the halves of a split backward.
 
     Whole (s, b, h): QKV and MLP inputs, projection and MLP output gradients. Sharded: the context, QKV's gradient, and the MLP's
     pre-activation with its gradient.

@@ -76,7 +76,9 @@ def _activations(
     parameters: MemoryParameters,
 ) -> float:
     training = run.training
-    hidden = tensors(run)["hidden"]
+    sizes = tensors(run)
+    hidden = sizes["hidden"]
+    scores = sizes["scores"]
     saved = layer_saved_bytes(run)
     placement = layout.placement
     layers = sum(
@@ -84,7 +86,7 @@ def _activations(
         for own in accounting.stage_layers(run, placement, stage)
     )
     in_flight = max(sum(moment.activations) for moment in moments)
-    temporary: float = 2 * tensors(run)["scores"] + 4 * hidden  # of a backward
+    temporary: float = 2 * scores + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
         groups = [
             group
@@ -94,9 +96,8 @@ def _activations(
         kept_bytes = in_flight * (len(groups) * hidden + (layers - sum(map(len, groups))) * saved)
         temporary += max(map(len, groups)) * saved
     elif training.recompute_granularity == "selective":
-        scores = 3 * tensors(run)["scores"]
-        kept_bytes = in_flight * layers * (saved - scores)
-        temporary = temporary + scores
+        kept_bytes = in_flight * layers * (saved - 3 * scores)
+        temporary += 3 * scores
     else:
         kept_bytes = in_flight * layers * saved
     boundary = in_flight * (parameters.in_flight if layout.pp > 1 else 0) * hidden

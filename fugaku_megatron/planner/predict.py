@@ -40,7 +40,7 @@ OWN = (
 DEFAULT_SOFTWARE = {"a100": "megatron-a100", "a100-before-0225": "megatron-a100"}
 
 
-def add_system_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("system")
     group.add_argument(
         "--machine",
@@ -100,10 +100,6 @@ def system_of(args: argparse.Namespace) -> System:
 # pairs of parallel sizes that a mistake proposes, and the largest size
 PROPOSED = 3
 MOST = 128
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_system_arguments(parser)
 
 
 def as_json(prediction: Prediction) -> JsonObject:

@@ -144,11 +144,9 @@ def _elementwise_tensors(
     run: RunConfig, software: Software, kind: LayerKind | None = None
 ) -> dict[str, int]:
     sizes = tensors(run, kind)
-    return (
-        {**sizes, "hidden": sizes["hidden"] // run.tp}
-        if features.SEQUENCE_PARALLEL in software.active(run)
-        else sizes
-    )
+    if features.SEQUENCE_PARALLEL in software.active(run):
+        sizes["hidden"] //= run.tp
+    return sizes
 
 
 def _elementwise(software: Software, phase: str, sizes: dict[str, int]) -> Work:

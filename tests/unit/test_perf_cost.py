@@ -22,6 +22,7 @@ from fugaku_megatron.planner.machine import MIB, load
 from fugaku_megatron.planner.software import MemoryParameters, Parameters
 from fugaku_megatron.planner.system import System
 from fugaku_megatron.planner.work import ExpertExchange, Matmul, Work, phases
+from tests.llama_models import DELTA_HEADS
 
 
 def rank(
@@ -336,10 +337,7 @@ def test_matmuls_are_accountings_flops(recompute, tp, pp, schedule):
 DELTA_NETS = {
     "normalization": "RMSNorm",
     "experimental_attention_variant": "gdn",
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
+    **DELTA_HEADS,
 }
 
 
