@@ -48,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def matmul_shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     """(M, N, K) of every linear layer and the logits, each once."""
     run = shapes.run_of(options)
-    tp = options.tensor_model_parallel_size
-    records = [*accounting.layer_records(run, tp), *accounting.head_records(run, tp, tied=True)]
+    records = [*accounting.layer_records(run), *accounting.head_records(run, tied=True)]
     return list(dict.fromkeys(r.gemm for r in records if r.gemm and r.name != "attention"))
 
 

@@ -83,14 +83,15 @@ class CausalMeanCosts(MixerCosts):
     def shapes(self, model):
         return ((model.hidden_size, model.hidden_size),) * 2
 
-    def records(self, run, tp, cp_comm_type, kind):
-        around = MatmulCollectives.from_run(run, tp)
+    def records(self, run, cp_comm_type, kind):
+        around = MatmulCollectives.from_run(run)
         h = run.model.hidden_size
         rows = run.tokens_per_microbatch
-        saved = rows * h // tp * run.element_bytes
+        width = h // run.tp
+        saved = rows * width * run.element_bytes
         return (
-            around.column(IN_PROJ, (rows, h // tp, h), saved_bytes=residual_bytes(run, tp)),
-            around.row(OUT_PROJ, (rows, h, h // tp), saved_bytes=saved),
+            around.column(IN_PROJ, (rows, width, h), saved_bytes=residual_bytes(run)),
+            around.row(OUT_PROJ, (rows, h, width), saved_bytes=saved),
         )
 
 

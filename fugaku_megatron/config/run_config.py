@@ -222,6 +222,11 @@ class RunConfig:
             for field in fields(config)
         }
 
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel size."""
+        return self.parallel.tensor_model_parallel_size
+
     @cached_property
     def tokens_per_microbatch(self) -> int:
         """Tokens s b / c of a micro-batch on each of c context-parallel ranks."""

@@ -60,6 +60,11 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
     return round_up(model.vocab_size, model.make_vocab_size_divisible_by * tp)
 
 
+def vocabulary_rows(run: RunConfig) -> int:
+    """Return this rank's rows of the padded vocabulary."""
+    return padded_vocab_size(run.model, run.tp) // run.tp
+
+
 def zero_shards(run: RunConfig, layout: Layout) -> int:
     return layout.replicas if run.parallel.zero_stage else 1
 
@@ -67,15 +72,15 @@ def zero_shards(run: RunConfig, layout: Layout) -> int:
 # Records: what one rank does per micro-batch -----------------------------------------------------------------------------------
 
 
-def _norm(name: str, run: RunConfig, tp: int) -> Record:
+def _norm(name: str, run: RunConfig) -> Record:
     norm = NORMS[run.model.normalization]
-    rows = run.tokens_per_microbatch // sequence_shards(run, tp)
+    rows = run.tokens_per_microbatch // sequence_shards(run)
     parameters = norm.vectors * run.model.hidden_size
     return Record(
         name=name,
         parameters=parameters,
         replicated=parameters,
-        saved_bytes=residual_bytes(run, tp) + norm.statistics * rows * FP32_BYTES,
+        saved_bytes=residual_bytes(run) + norm.statistics * rows * FP32_BYTES,
     )
 
 
@@ -112,11 +117,11 @@ def mean_visible_share(model: ModelConfig, s: int) -> float:
 Norms = tuple[list[Record], list[Record]]  # before and after attention or the MLP
 
 
-def _layer_norms(run: RunConfig, tp: int) -> tuple[Norms, Norms]:
+def _layer_norms(run: RunConfig) -> tuple[Norms, Norms]:
     before, after = run.model.norms_around
 
     def norm_if(present: bool, name: str) -> list[Record]:
-        return [_norm(name, run, tp)] if present else []
+        return [_norm(name, run)] if present else []
 
     shared = run.model.parallel_shared_norm
     around_attention = (
@@ -125,36 +130,36 @@ def _layer_norms(run: RunConfig, tp: int) -> tuple[Norms, Norms]:
     )
     mlp_input = norm_if(before and not shared, "pre_mlp_layernorm")
     if run.model.parallel_residual:  # both norms read the same input
-        kept = residual_bytes(run, tp)
+        kept = residual_bytes(run)
         mlp_input = [replace(each, saved_bytes=each.saved_bytes - kept) for each in mlp_input]
     return around_attention, (mlp_input, norm_if(after, "post_mlp_layernorm"))
 
 
 @lru_cache(maxsize=64)  # searches repeat the same runs
 def layer_records(
-    run: RunConfig, tp: int, kind: LayerKind | None = None, cp_comm_type: str | None = None
+    run: RunConfig, kind: LayerKind | None = None, cp_comm_type: str | None = None
 ) -> Records:
     """Return one transformer layer's operations. Saved bytes follow the C++ kernels, which recompute gelu(x) from x.
 
     kind: None: `typical_layer`, with the mean visible share of all layers.
     """
     each = kind or typical_layer(run.model)
-    around_mixer, around_mlp = _layer_norms(run, tp)
+    around_mixer, around_mlp = _layer_norms(run)
     records: Records = ()
     if each.mixer is not None:
         comm_type = cp_comm_type or typical_cp_comm_type(run)
-        mixer = mixer_costs(each.mixer).records(run, tp, comm_type, kind)
+        mixer = mixer_costs(each.mixer).records(run, comm_type, kind)
         records = (*around_mixer[0], *mixer, *around_mixer[1])
     if each.mlp is not None:
-        records += (*around_mlp[0], *_mlp(run, tp, each.mlp), *around_mlp[1])
-    return adapted(run, tp, records)
+        records += (*around_mlp[0], *_mlp(run, each.mlp), *around_mlp[1])
+    return adapted(run, records)
 
 
-def _mlp(run: RunConfig, tp: int, mlp: str) -> Records:
+def _mlp(run: RunConfig, mlp: str) -> Records:
     if mlp == MLP_OF_EXPERTS:
-        return expert_records(run, tp)
-    kept = 0 if run.model.parallel_shared_norm else residual_bytes(run, tp)  # also of QKV
-    return mlp_records(run, tp, "linear", run.model.ffn_hidden_size, kept)
+        return expert_records(run)
+    kept = 0 if run.model.parallel_shared_norm else residual_bytes(run)  # also of QKV
+    return mlp_records(run, "linear", run.model.ffn_hidden_size, kept)
 
 
 def typical_layer(model: ModelConfig) -> LayerKind:
@@ -177,26 +182,26 @@ def of_layers(run: RunConfig, value: Callable[[LayerKind], int]) -> tuple[int, .
     return tuple(values[kind] for kind in run.model.layer_kinds)
 
 
-def layer_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
-    return of_layers(run, lambda kind: sum(r.parameters for r in layer_records(run, tp, kind)))
+def layer_parameters(run: RunConfig) -> tuple[int, ...]:
+    return of_layers(run, lambda kind: sum(r.parameters for r in layer_records(run, kind)))
 
 
-def last_recomputed_records(run: RunConfig, tp: int, kind: LayerKind | None = None) -> list[Record]:
+def last_recomputed_records(run: RunConfig, kind: LayerKind | None = None) -> list[Record]:
     """Return the operations that full recompute repeats in a group's last layer, whose result is not read again."""
-    records = layer_records(run, tp, kind)
+    records = layer_records(run, kind)
     if run.model.keeps_mlp_tensors:
         return list(records)
     return [r for r in records if r.name not in ("linear_fc2", "experts_sum")]
 
 
 @lru_cache(maxsize=64)
-def embedding_records(run: RunConfig, tp: int) -> Records:
+def embedding_records(run: RunConfig) -> Records:
     model = run.model
-    around = MatmulCollectives.from_run(run, tp)
+    around = MatmulCollectives.from_run(run)
     records = [
         Record(
             name="word_embeddings",
-            parameters=padded_vocab_size(model, tp) // tp * model.hidden_size,
+            parameters=vocabulary_rows(run) * model.hidden_size,
             forward=around.out,
             backward=around.out_backward,
         )
@@ -206,27 +211,27 @@ def embedding_records(run: RunConfig, tp: int) -> Records:
         records.append(
             Record(name="position_embeddings", parameters=positions, replicated=positions)
         )
-    return adapted(run, tp, tuple(records))
+    return adapted(run, tuple(records))
 
 
 @lru_cache(maxsize=64)
-def head_records(run: RunConfig, tp: int, tied: bool) -> Records:
+def head_records(run: RunConfig, tied: bool) -> Records:
     """Return the final norm, the logits and the loss. tied: the embedding counts the weight."""
     model = run.model
-    around = MatmulCollectives.from_run(run, tp)
+    around = MatmulCollectives.from_run(run)
     rows = run.tokens_per_microbatch
     # The head keeps its whole input, which becomes its gradient: nothing is gathered again in backward.
     logits = linear(
         "logits",
-        (rows, padded_vocab_size(model, tp) // tp, model.hidden_size),
+        (rows, vocabulary_rows(run), model.hidden_size),
         saved_bytes=activation_bytes(run),
         forward=around.into,
         backward=around.into_backward[-1:],
     )
     parameters = 0 if tied and model.tied else logits.parameters
     logits = replace(logits, parameters=parameters, is_head=True)
-    loss = Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, tp))
-    return adapted(run, tp, (_norm("final_layernorm", run, tp), logits, loss))
+    loss = Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, run.tp))
+    return adapted(run, (_norm("final_layernorm", run), logits, loss))
 
 
 def is_quantized(run: RunConfig, record: Record) -> bool:
@@ -247,9 +252,8 @@ def quantized_weights(run: RunConfig, layout: Layout, stage: int) -> int:
 
 def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
     """Return the forward FLOPs per rank: (layer, logits), attention below the diagonal only."""
-    tp = run.parallel.tensor_model_parallel_size
-    linear, attention = _rank_flops(run, tp)
-    return linear + attention / 2, sum(r.flops_forward for r in head_records(run, tp, tied=True))
+    linear, attention = _rank_flops(run)
+    return linear + attention / 2, sum(r.flops_forward for r in head_records(run, tied=True))
 
 
 @lru_cache(maxsize=1024)  # searches repeat the same runs
@@ -301,10 +305,10 @@ def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> list[Reco
     placement = layout.placement
     records = list[Record]()
     if virtual_stage == 0:
-        records += embedding_records(run, layout.tp)
+        records += embedding_records(run)
     if virtual_stage == placement.virtual_stages - 1:
         tied = placement.owner(virtual_stage)[0] == placement.owner(0)[0]
-        records += head_records(run, layout.tp, tied=tied)
+        records += head_records(run, tied=tied)
     return records
 
 
@@ -314,7 +318,7 @@ def stage_records(run: RunConfig, layout: Layout, stage: int) -> list[Record]:
     for virtual_stage in layout.placement.virtual_stages_of(stage):
         for layer in virtual_stage_layers(run, layout.placement, virtual_stage):
             kind = run.model.layer_kinds[layer]
-            records += layer_records(run, layout.tp, kind, comm_types[layer])
+            records += layer_records(run, kind, comm_types[layer])
         records += end_records(run, layout, virtual_stage)
     return records
 
@@ -322,7 +326,7 @@ def stage_records(run: RunConfig, layout: Layout, stage: int) -> list[Record]:
 def virtual_stage_parameters(run: RunConfig, layout: Layout, virtual_stage: int) -> int:
     ends = sum(record.parameters for record in end_records(run, layout, virtual_stage))
     layers = virtual_stage_layers(run, layout.placement, virtual_stage)
-    return sum(layer_parameters(run, layout.tp)[layers.start : layers.stop]) + ends
+    return sum(layer_parameters(run)[layers.start : layers.stop]) + ends
 
 
 def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
@@ -332,9 +336,13 @@ def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
     )
 
 
+def on_one_rank(run: RunConfig) -> RunConfig:
+    return replace(run, parallel=ParallelConfig())
+
+
 def parameters(run: RunConfig) -> int:
     """Count the model's parameters: a tied embedding once, the vocabulary padded for one rank."""
-    return stage_parameters(replace(run, parallel=ParallelConfig()), Layout(1, 1, 1, 1), 0)
+    return stage_parameters(on_one_rank(run), Layout(1, 1, 1, 1), 0)
 
 
 def active_parameters(run: RunConfig) -> int:
@@ -343,9 +351,7 @@ def active_parameters(run: RunConfig) -> int:
     layers = run.model.mlps.count("experts")
     if not layers or model.num_experts is None:
         return parameters(run)
-    experts = sum(
-        r.parameters for r in layer_records(replace(run, parallel=ParallelConfig()), 1) if r.grouped
-    )
+    experts = sum(r.parameters for r in layer_records(on_one_rank(run)) if r.grouped)
     return (
         parameters(run)
         - layers * experts * (model.num_experts - model.moe_router_topk) // model.num_experts
@@ -367,12 +373,12 @@ def _recompute_fraction(run: RunConfig) -> float:
     return sum(map(len, groups)) / run.model.num_layers
 
 
-def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
+def _rank_flops(run: RunConfig) -> tuple[float, float]:
     layers = run.model.layer_kinds
     linear = attention = 0.0
     for kind in dict.fromkeys(layers):  # in one order on all ranks
         share = layers.count(kind) / len(layers)
-        records = layer_records(run, tp, kind)
+        records = layer_records(run, kind)
         squares = sum(r.flops_forward for r in records if r.visible is not None)
         attention += squares * share
         linear += (sum(r.flops_forward for r in records) - squares) * share
@@ -381,20 +387,20 @@ def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
 
 def layer_flops(run: RunConfig) -> tuple[float, float]:
     """Return the mean layer's forward FLOPs per sample: (linear layers, attention over the full square)."""
-    linear, attention = _rank_flops(run)  # of a micro-batch
-    samples = run.tokens_per_microbatch / run.model.seq_length
+    linear, attention = _rank_flops(on_one_rank(run))  # of a micro-batch
+    samples = run.batch.micro_batch_size
     return linear / samples, attention / samples
 
 
 def expert_flops(run: RunConfig) -> float:
     """Return the mean layer's forward FLOPs per sample in routed experts' matmuls."""
     layers = run.model.layer_kinds
-    samples = run.tokens_per_microbatch / run.model.seq_length
+    whole = on_one_rank(run)
     flops = 0.0
     for kind in dict.fromkeys(layers):
-        grouped = sum(r.flops_forward for r in layer_records(run, 1, kind) if r.grouped)
+        grouped = sum(r.flops_forward for r in layer_records(whole, kind) if r.grouped)
         flops += grouped * layers.count(kind) / len(layers)
-    return flops / samples
+    return flops / run.batch.micro_batch_size
 
 
 def hardware_flops(
@@ -410,14 +416,13 @@ def hardware_flops(
     padded: tokens that no expert computes.
     """
     model = run.model
-    tp = run.parallel.tensor_model_parallel_size
     linear, attention = layer_flops(run)
     if padded:
         linear -= expert_flops(run) * padded / (global_batch_size * model.seq_length)
     if squares is not None:
         attention *= squares / (global_batch_size * model.seq_length * document_length(run))
     c = 72 + 24 * _recompute_fraction(run)
-    logits = c / 16 * model.seq_length * model.hidden_size * padded_vocab_size(model, tp)
+    logits = c / 16 * model.seq_length * model.hidden_size * padded_vocab_size(model, run.tp)
     recomputed = attention if run.training.recompute_granularity == "selective" else 0.0
     return global_batch_size * (
         model.num_layers * (c / 24 * (linear + attention) + recomputed) + logits - frozen_flops(run)
@@ -429,16 +434,12 @@ def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = 
 
     replicas: count replicated parameters TP times, as those tables did: 0.025 % more at h 13824 and TP 8.
     """
-    parallel = replace(run.parallel, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
-    tp, pp = (
-        (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
-        if replicas
-        else (1, 0)
-    )
-    counted = tp * (
-        sum(layer_parameters(replace(run, parallel=parallel), tp))
-        + pp * _norm("final_layernorm", run, tp).parameters
-    )
+    counted = sum(layer_parameters(on_one_rank(run)))
+    if replicas:
+        pp = run.parallel.pipeline_model_parallel_size
+        parallel = ParallelConfig(tensor_model_parallel_size=run.tp)
+        rank = sum(layer_parameters(replace(run, parallel=parallel)))
+        counted = run.tp * (rank + pp * _norm("final_layernorm", run).parameters)
     return (6 + 2 * _recompute_fraction(run)) * counted * run.model.seq_length * global_batch_size
 
 
@@ -447,19 +448,13 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
     model = run.model
     linear, attention = layer_flops(run)
     layer = 3 * (linear + attention * mean_visible_share(model, document_length(run)))
-    logits = (
-        6
-        * model.seq_length
-        * model.hidden_size
-        * padded_vocab_size(model, run.parallel.tensor_model_parallel_size)
-    )
+    logits = 6 * model.seq_length * model.hidden_size * padded_vocab_size(model, run.tp)
     return float(global_batch_size * (model.num_layers * layer + logits - frozen_flops(run)))
 
 
 def frozen_flops(run: RunConfig) -> float:
     """Return the weight-gradient FLOPs per sample, logits included, that adapter training skips."""
-    layers = (layer_records(run, 1, kind) for kind in run.model.layer_kinds)
-    records = (*chain.from_iterable(layers), *head_records(run, 1, tied=False))
-    return sum(r.flops_forward for r in records if r.frozen) / (
-        run.tokens_per_microbatch / run.model.seq_length
-    )
+    whole = on_one_rank(run)
+    layers = (layer_records(whole, kind) for kind in run.model.layer_kinds)
+    records = (*chain.from_iterable(layers), *head_records(whole, tied=False))
+    return sum(r.flops_forward for r in records if r.frozen) / run.batch.micro_batch_size

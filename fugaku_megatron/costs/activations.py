@@ -102,19 +102,19 @@ def typical_cp_comm_type(run: RunConfig) -> str:
     return max(ways, key=ways.count)
 
 
-def qkv_bytes(run: RunConfig, tp: int, cp_comm_type: str | None = None) -> int:
+def qkv_bytes(run: RunConfig, cp_comm_type: str | None = None) -> int:
     """Return the bytes for this rank's queries, keys and values, copied groups included."""
     model = run.model
-    groups = run.model.query_groups // tp
+    groups = run.model.query_groups // run.tp
     copies = 1
     if (cp_comm_type or typical_cp_comm_type(run)) == A2A:
         copies = group_copies(groups, run.parallel.context_parallel_size)
-    width = (model.num_attention_heads // tp + 2 * groups * copies) * model.kv_channels
+    width = (model.num_attention_heads // run.tp + 2 * groups * copies) * model.kv_channels
     return run.tokens_per_microbatch * width * run.element_bytes
 
 
-def key_elements(run: RunConfig, tp: int) -> int:
-    return run.tokens_per_microbatch * 2 * run.model.query_groups // tp * run.model.kv_channels
+def key_elements(run: RunConfig) -> int:
+    return run.tokens_per_microbatch * 2 * run.model.query_groups // run.tp * run.model.kv_channels
 
 
 def segment_numbers(rank: int, ranks: int) -> tuple[int, int]:
@@ -162,7 +162,7 @@ def p2p_keys(s: int, ranks: int, window: int | None) -> tuple[tuple[int, int], .
 
 
 def attention_messages(
-    run: RunConfig, tp: int, cp_comm_type: str, window: int | None
+    run: RunConfig, cp_comm_type: str, window: int | None
 ) -> tuple[Collectives, Collectives]:
     """Return attention's context-parallel collectives, forward and backward; p2p: on the rank that sends most.
 
@@ -170,13 +170,13 @@ def attention_messages(
     gradients. p2p: keys per step, and in backward their FP32 gradients.
     """
     cp = run.parallel.context_parallel_size
-    elements = key_elements(run, tp)
+    elements = key_elements(run)
     if cp == 1:
         return (), ()
     if cp_comm_type == A2A:
         exchanges = tuple(
             Collective("all_to_all", "cp", size)
-            for size in (qkv_bytes(run, tp, cp_comm_type), context_bytes(run, tp))
+            for size in (qkv_bytes(run, cp_comm_type), context_bytes(run))
         )
         return exchanges, exchanges[::-1]
     if cp_comm_type == ALLGATHER:
@@ -190,15 +190,15 @@ def attention_messages(
     return keys, (*keys, *(Collective("send", "cp", received * FP32_BYTES),) * (cp - 1))
 
 
-def context_bytes(run: RunConfig, tp: int) -> int:
-    return run.tokens_per_microbatch * run.model.context_width * run.element_bytes // tp
+def context_bytes(run: RunConfig) -> int:
+    return run.tokens_per_microbatch * run.model.context_width * run.element_bytes // run.tp
 
 
 def activation_bytes(run: RunConfig) -> int:
     return run.tokens_per_microbatch * run.model.hidden_size * run.element_bytes
 
 
-def key_working_bytes(run: RunConfig, tp: int) -> int:
+def key_working_bytes(run: RunConfig) -> int:
     """Return the temporary bytes in attention's backward if ranks exchange keys.
 
     The context's gradient, two tensors with width h and FP32 gradients exist around it. allgather: a rank's keys and summed gradients,
@@ -209,25 +209,23 @@ def key_working_bytes(run: RunConfig, tp: int) -> int:
     ways = {*cp_comm_types(run)} - {A2A}
     if cp == 1 or not ways:
         return 0
-    own = key_elements(run, tp)
+    own = key_elements(run)
     low = run.element_bytes
     gathered = low + FP32_BYTES + cp * (low + 2 * FP32_BYTES)
     passed = 2 * low + FP32_BYTES + (cp - 1) * 3 * FP32_BYTES // 2
     around = (
-        2 * activation_bytes(run)
-        + context_bytes(run, tp)
-        + qkv_bytes(run, tp, P2P) // low * FP32_BYTES
+        2 * activation_bytes(run) + context_bytes(run) + qkv_bytes(run, P2P) // low * FP32_BYTES
     )
     return around + own * (gathered if ALLGATHER in ways else passed)
 
 
-def sequence_shards(run: RunConfig, tp: int) -> int:
-    return tp if run.parallel.sequence_parallel else 1
+def sequence_shards(run: RunConfig) -> int:
+    return run.tp if run.parallel.sequence_parallel else 1
 
 
-def residual_bytes(run: RunConfig, tp: int) -> int:
+def residual_bytes(run: RunConfig) -> int:
     """Return the bytes of (s, b, h) or its sequence shard."""
-    return activation_bytes(run) // sequence_shards(run, tp)
+    return activation_bytes(run) // sequence_shards(run)
 
 
 # Blocks of a whole activation, at least: the first is not overlapped, and matmuls with fewer rows are slower.
@@ -258,15 +256,16 @@ class MatmulCollectives:
         return linear(name, gemm, forward=self.out, backward=self.out_backward, **more)
 
     @staticmethod
-    def from_run(run: RunConfig, tp: int, whole: int | None = None) -> MatmulCollectives:
+    def from_run(run: RunConfig, whole: int | None = None) -> MatmulCollectives:
         """Return all-reduces, or with sequence parallelism gathers and scatters; backward gathers once more for weight gradients.
 
         whole: bytes of an activation; None: width h.
         """
         whole = activation_bytes(run) if whole is None else whole
-        if sequence_shards(run, tp) == 1:
-            return MatmulCollectives((), all_reduce(whole, tp), all_reduce(whole, tp), ())
-        gather = Collective("all_gather", "tp", whole // tp)
+        if sequence_shards(run) == 1:
+            summed = all_reduce(whole, run.tp)
+            return MatmulCollectives((), summed, summed, ())
+        gather = Collective("all_gather", "tp", whole // run.tp)
         scatter = Collective("reduce_scatter", "tp", whole)
         return MatmulCollectives((gather,), (gather, scatter), (scatter,), (gather,))
 
@@ -281,11 +280,11 @@ def recompute_groups(layers: int, method: str, number: int) -> list[range]:
 # Adapters (`nn.adapters`) ---------------------------------------------------------------------------------------------------------
 
 
-def adapted(run: RunConfig, tp: int, records: Records) -> Records:
+def adapted(run: RunConfig, records: Records) -> Records:
     if not run.lora.on:
         return records
     return tuple(
-        each for record in records for each in (_frozen(run, record), *_adapters(run, tp, record))
+        each for record in records for each in (_frozen(run, record), *_adapters(run, record))
     )
 
 
@@ -315,7 +314,7 @@ def _linear_name(record: Record) -> str:
     return record.name.replace("shared_", "linear_")
 
 
-def _adapters(run: RunConfig, tp: int, record: Record) -> Records:
+def _adapters(run: RunConfig, record: Record) -> Records:
     name = _linear_name(record)
     rank = run.lora.rank
     matrices = run.lora.parts(name, run.model)
@@ -328,12 +327,12 @@ def _adapters(run: RunConfig, tp: int, record: Record) -> Records:
         down = linear(f"{name}_lora_A", (rows, width, inputs))
         up = linear(f"{name}_lora_B", (rows, outputs, width))
         return (
-            _of_experts(run, tp, record, down, width * inputs, not is_row_parallel),
-            _of_experts(run, tp, record, up, outputs * rank, is_row_parallel),
+            _of_experts(run, record, down, width * inputs, not is_row_parallel),
+            _of_experts(run, record, up, outputs * rank, is_row_parallel),
         )
     saved = rows * width * run.element_bytes
-    around = MatmulCollectives.from_run(run, tp, saved)
-    shards = sequence_shards(run, tp)
+    around = MatmulCollectives.from_run(run, saved)
+    shards = sequence_shards(run)
     if is_row_parallel:
         down = around.row(f"{name}_lora_A", (rows, width, inputs))
         up = linear(
@@ -355,7 +354,7 @@ def _adapters(run: RunConfig, tp: int, record: Record) -> Records:
 
 
 def _of_experts(
-    run: RunConfig, tp: int, experts: Record, matmul: Record, elements: int, whole: bool
+    run: RunConfig, experts: Record, matmul: Record, elements: int, whole: bool
 ) -> Record:
     """Return an expert adapter's matmul for all experts.
 
@@ -364,7 +363,7 @@ def _of_experts(
     count = experts.gemm_count
     divided = bool(experts.divided)
     size = elements * count
-    is_shared = not divided or (run.parallel.expert_tensor_parallel_size or tp) > 1
+    is_shared = not divided or (run.parallel.expert_tensor_parallel_size or run.tp) > 1
     replicated = size if whole and is_shared else 0
     return replace(
         matmul,

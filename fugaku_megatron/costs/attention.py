@@ -26,25 +26,23 @@ from .mixers import Elementwise, Matrices, MixerCosts, Segments, Shapes
 
 
 class AttentionCosts(MixerCosts):
-    def records(
-        self, run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None
-    ) -> Records:
+    def records(self, run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Records:
         model = run.model
-        around = MatmulCollectives.from_run(run, tp)
+        around = MatmulCollectives.from_run(run)
         h = model.hidden_size
         rows = run.tokens_per_microbatch
-        qkv = model.qkv_width // tp
-        context = model.context_width // tp
+        qkv = model.qkv_width // run.tp
+        context = model.context_width // run.tp
         bias = 0 if model.disable_bias_linear else h
         return (
             around.column(
                 QKV,
                 (rows, qkv, h),
                 bias=qkv if model.qkv_bias else 0,
-                saved_bytes=residual_bytes(run, tp),
+                saved_bytes=residual_bytes(run),
             ),
-            *_rotary(run, tp, cp_comm_type, kind or typical_layer(model)),
-            _attention(run, tp, cp_comm_type, kind),
+            *_rotary(run, cp_comm_type, kind or typical_layer(model)),
+            _attention(run, cp_comm_type, kind),
             around.row(PROJ, (rows, h, context), bias=bias, replicated=bias),
         )
 
@@ -52,10 +50,10 @@ class AttentionCosts(MixerCosts):
         h = model.hidden_size
         return (model.qkv_width, h), (h, model.context_width)
 
-    def tensors(self, run: RunConfig, tp: int) -> dict[str, int]:
+    def tensors(self, run: RunConfig) -> dict[str, int]:
         rows = run.tokens_per_microbatch * run.element_bytes
-        scores = rows * run.model.seq_length * run.model.num_attention_heads // tp
-        return {**super().tensors(run, tp), "qkv": qkv_bytes(run, tp), "scores": scores}
+        scores = rows * run.model.seq_length * run.model.num_attention_heads // run.tp
+        return {**super().tensors(run), "qkv": qkv_bytes(run), "scores": scores}
 
     def elementwise(self, run: RunConfig, sizes: Mapping[str, int], kind: LayerKind) -> Elementwise:
         """Return rope, which reads and writes qkv once, and the gates of the output."""
@@ -73,18 +71,16 @@ class AttentionCosts(MixerCosts):
             allocations += ((sizes["qkv"], 1), (sizes["context"], 2))
         return Elementwise(moved, calls, allocations)
 
-    def recomputed_bytes(self, run: RunConfig, tp: int, kind: LayerKind) -> int:
+    def recomputed_bytes(self, run: RunConfig, kind: LayerKind) -> int:
         cp_comm_type = typical_cp_comm_type(run)
-        saved = sum(record.saved_bytes for record in _rotary(run, tp, cp_comm_type, kind))
+        saved = sum(record.saved_bytes for record in _rotary(run, cp_comm_type, kind))
         if run.parallel.context_parallel_size > 1 and cp_comm_type == A2A:
-            saved += context_bytes(run, tp)  # before heads are exchanged for rows
-        return saved + _softmax_bytes(run, tp)
+            saved += context_bytes(run)  # before heads are exchanged for rows
+        return saved + _softmax_bytes(run)
 
-    def cache_bytes(
-        self, run: RunConfig, samples: int, positions: int, kind: LayerKind, tp: int
-    ) -> int:
+    def cache_bytes(self, run: RunConfig, samples: int, positions: int, kind: LayerKind) -> int:
         slots = samples * cache_slots(kind, positions)
-        elements = slots * run.model.query_groups // tp * run.model.kv_channels
+        elements = slots * run.model.query_groups // run.tp * run.model.kv_channels
         return 2 * elements * run.element_bytes
 
     def matrices(self, run: RunConfig) -> Matrices:
@@ -96,29 +92,30 @@ class AttentionCosts(MixerCosts):
             return super().matrices(run)
         return [(model.query_widths, queries, h), (2, keys, h), (1, h, queries)]
 
-    def vectors(self, model: ModelConfig, tp: int) -> Segments:
+    def vectors(self, run: RunConfig) -> Segments:
         """Return the segments of norms of queries and keys, sinks and biases."""
+        model = run.model
         found: Segments = []
         if model.qk_layernorm:
             for heads in (model.num_attention_heads, model.query_groups):
                 if model.qk_layernorm_all_heads:
-                    found.append(shared_segments(model, heads * model.kv_channels, tp))
+                    found.append(shared_segments(model, heads * model.kv_channels, run.tp))
                 else:
                     found.append((NORMS[model.normalization].vectors, model.kv_channels))
         if model.softmax_type == LEARNABLE:
-            found.append(shared_segments(model, model.num_attention_heads, tp))
+            found.append(shared_segments(model, model.num_attention_heads, run.tp))
         if model.qkv_bias:
-            found.append(shared_segments(model, model.qkv_width, tp))
+            found.append(shared_segments(model, model.qkv_width, run.tp))
         if not model.disable_bias_linear:
             found.append((1, model.hidden_size))  # of the projection
         return found
 
 
-def _attention(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None) -> Record:
+def _attention(run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Record:
     model = run.model
     cp = run.parallel.context_parallel_size
     each = document_length(run)
-    rows = run.tokens_per_microbatch * (model.num_attention_heads // tp)
+    rows = run.tokens_per_microbatch * (model.num_attention_heads // run.tp)
     d = model.kv_channels
     flops = 4 * rows * each * d  # Q K^T and P V over the full square, as Megatron counts it
     side = each  # of the squares that a kernel call computes
@@ -129,11 +126,11 @@ def _attention(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | Non
         side = min(each, model.seq_length // (2 * cp))
     if model.attention_output_gate:  # the gates and the gated context
         contexts += 2
-    saved = qkv_bytes(run, tp, cp_comm_type) + contexts * context_bytes(run, tp)
-    saved += _softmax_bytes(run, tp)
+    saved = qkv_bytes(run, cp_comm_type) + contexts * context_bytes(run)
+    saved += _softmax_bytes(run)
     window = (kind or typical_layer(model)).window
-    forward, backward = attention_messages(run, tp, cp_comm_type, window)
-    sinks = model.num_attention_heads // tp if model.softmax_type == LEARNABLE else 0
+    forward, backward = attention_messages(run, cp_comm_type, window)
+    sinks = model.num_attention_heads // run.tp if model.softmax_type == LEARNABLE else 0
     return Record(
         name="attention",
         parameters=sinks,
@@ -150,16 +147,16 @@ def _attention(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | Non
     )
 
 
-def _rotary(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind) -> Records:
+def _rotary(run: RunConfig, cp_comm_type: str, kind: LayerKind) -> Records:
     """Return the rotary record; only the query and key norms save their inputs."""
     model = run.model
     if not model.uses_rotary(kind):
         return ()
     if not model.qk_layernorm:
         return (Record(name="rotary"),)
-    saved = qkv_bytes(run, tp, cp_comm_type)
+    saved = qkv_bytes(run, cp_comm_type)
     together = model.qk_layernorm_all_heads
-    heads = (model.num_attention_heads + model.query_groups) // tp
+    heads = (model.num_attention_heads + model.query_groups) // run.tp
     if NORMS[model.normalization].kernel == LAYER_NORM or together:
         # queries, keys, and the mean and deviation of each head or of all heads
         statistics = 2 if together else 2 * heads
@@ -167,7 +164,7 @@ def _rotary(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind) -> Reco
             heads * model.kv_channels * run.element_bytes + statistics * FP32_BYTES
         )
     if together:  # sharded like the heads; ranks sum the squares of queries and keys
-        sums = all_reduce(2 * run.tokens_per_microbatch * FP32_BYTES, tp)
+        sums = all_reduce(2 * run.tokens_per_microbatch * FP32_BYTES, run.tp)
         weights = heads * model.kv_channels
         return (
             Record(
@@ -186,9 +183,9 @@ def _rotary(run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind) -> Reco
     )
 
 
-def _softmax_bytes(run: RunConfig, tp: int) -> int:
+def _softmax_bytes(run: RunConfig) -> int:
     """Return the softmax statistics' bytes: one FP32 number per row and head."""
-    return run.tokens_per_microbatch * run.model.num_attention_heads // tp * FP32_BYTES
+    return run.tokens_per_microbatch * run.model.num_attention_heads // run.tp * FP32_BYTES
 
 
 def cache_slots(kind: LayerKind, positions: int) -> int:

@@ -38,16 +38,16 @@ def _token_flops(model: ModelConfig) -> int:
     return 4 * min(CHUNK, model.seq_length) * (k + v) + 6 * k * v
 
 
-def _mixed_bytes(run: RunConfig, tp: int) -> tuple[int, int, int]:
+def _mixed_bytes(run: RunConfig) -> tuple[int, int, int]:
     """Return the bytes that the convolution, the delta rule and the norm save."""
     model = run.model
     rows = run.tokens_per_microbatch
     low = run.element_bytes
-    heads = model.linear_num_value_heads // tp
-    convolved = rows * model.delta_convolved // tp * low
-    values = rows * model.delta_values // tp * low
+    heads = model.linear_num_value_heads // run.tp
+    convolved = rows * model.delta_convolved // run.tp * low
+    values = rows * model.delta_values // run.tp * low
     saved = (-(-model.seq_length // SEGMENT) + 1) * run.batch.micro_batch_size
-    states = saved * _state_bytes(model, tp * run.parallel.context_parallel_size)
+    states = saved * _state_bytes(model, run.tp * run.parallel.context_parallel_size)
     gates = rows * heads * (low + 2 * FP32_BYTES)
     return convolved, convolved + states + gates, 2 * values
 
@@ -59,20 +59,18 @@ def _state_bytes(model: ModelConfig, ranks: int) -> int:
 
 
 class DeltaNetCosts(MixerCosts):
-    def records(
-        self, run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None
-    ) -> Records:
+    def records(self, run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Records:
         """Return a gated delta net's operations. Ranks that share a sequence exchange heads, whatever --cp-comm-type says."""
         model = run.model
-        around = MatmulCollectives.from_run(run, tp)
+        around = MatmulCollectives.from_run(run)
         h = model.hidden_size
         rows = run.tokens_per_microbatch
-        width = model.delta_width // tp
-        values = model.delta_values // tp
-        heads = model.linear_num_value_heads // tp
+        width = model.delta_width // run.tp
+        values = model.delta_values // run.tp
+        heads = model.linear_num_value_heads // run.tp
         k = model.linear_key_head_dim
         v = model.linear_value_head_dim
-        convolved, rule, norm = _mixed_bytes(run, tp)
+        convolved, rule, norm = _mixed_bytes(run)
         messages: Collectives = ()
         if run.parallel.context_parallel_size > 1:
             messages = tuple(
@@ -81,10 +79,10 @@ class DeltaNetCosts(MixerCosts):
             )
         flops = rows * heads * _token_flops(model)
         return (
-            around.column(IN_PROJ, (rows, width, h), saved_bytes=residual_bytes(run, tp)),
+            around.column(IN_PROJ, (rows, width, h), saved_bytes=residual_bytes(run)),
             Record(
                 name="conv1d",
-                parameters=model.delta_convolved // tp * model.linear_conv_kernel_dim,
+                parameters=model.delta_convolved // run.tp * model.linear_conv_kernel_dim,
                 saved_bytes=convolved,
             ),
             Record(
@@ -104,10 +102,10 @@ class DeltaNetCosts(MixerCosts):
             around.row(OUT_PROJ, (rows, h, values), saved_bytes=rows * values * run.element_bytes),
         )
 
-    def recomputed_bytes(self, run: RunConfig, tp: int, kind: LayerKind) -> int:
+    def recomputed_bytes(self, run: RunConfig, kind: LayerKind) -> int:
         """Return the bytes that selective recompute does not save: it keeps the input projection's output."""
-        width = run.model.delta_width // tp
-        return sum(_mixed_bytes(run, tp)) - run.tokens_per_microbatch * width * run.element_bytes
+        width = run.model.delta_width // run.tp
+        return sum(_mixed_bytes(run)) - run.tokens_per_microbatch * width * run.element_bytes
 
     def shapes(self, model: ModelConfig) -> Shapes:
         h = model.hidden_size
@@ -120,16 +118,15 @@ class DeltaNetCosts(MixerCosts):
         allocations = ((sizes["qkv"], 3), (sizes["context"], 1))
         return Elementwise(moved=moved, calls=8, allocations=allocations)
 
-    def cache_bytes(
-        self, run: RunConfig, samples: int, positions: int, kind: LayerKind, tp: int
-    ) -> int:
+    def cache_bytes(self, run: RunConfig, samples: int, positions: int, kind: LayerKind) -> int:
         model = run.model
-        inputs = (model.linear_conv_kernel_dim - 1) * model.delta_convolved // tp
-        return samples * (_state_bytes(model, tp) + inputs * run.element_bytes)
+        inputs = (model.linear_conv_kernel_dim - 1) * model.delta_convolved // run.tp
+        return samples * (_state_bytes(model, run.tp) + inputs * run.element_bytes)
 
-    def vectors(self, model: ModelConfig, tp: int) -> Segments:
+    def vectors(self, run: RunConfig) -> Segments:
         """Return the segments of the convolution, the decays and the norm."""
+        model = run.model
         width = model.linear_conv_kernel_dim
-        heads = shared_segments(model, model.linear_num_value_heads, tp)
-        convolution = shared_segments(model, model.delta_convolved, tp, inner=width)
+        heads = shared_segments(model, model.linear_num_value_heads, run.tp)
+        convolution = shared_segments(model, model.delta_convolved, run.tp, inner=width)
         return [convolution, heads, heads, (1, model.linear_value_head_dim)]

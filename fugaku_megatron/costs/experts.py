@@ -61,16 +61,16 @@ class Division:
     here: int
 
     @staticmethod
-    def of(run: RunConfig, tp: int) -> Division:
+    def of(run: RunConfig) -> Division:
         parallel = run.parallel
         pairs = run.tokens_per_microbatch * run.model.moe_router_topk
-        etp = parallel.expert_tensor_parallel_size or tp
+        etp = parallel.expert_tensor_parallel_size or run.tp
         return Division(
             ep=parallel.expert_model_parallel_size,
             etp=etp,
             divided=parallel.divides_experts,
-            chosen=pairs // sequence_shards(run, tp),
-            here=pairs * etp // tp,
+            chosen=pairs // sequence_shards(run),
+            here=pairs * etp // run.tp,
         )
 
 
@@ -82,25 +82,25 @@ class PairBytes(NamedTuple):
     shared: int
 
 
-def _pair_bytes(run: RunConfig, tp: int) -> PairBytes:
+def _pair_bytes(run: RunConfig) -> PairBytes:
     model = run.model
     width = run.element_bytes
-    division = Division.of(run, tp)
+    division = Division.of(run)
     shared = model.moe_shared_expert_intermediate_size or 0
     return PairBytes(
         hidden=division.here * model.hidden_size * width,
         inner=division.here * (model.moe_ffn_hidden_size or 0) * width // division.etp,
-        shared=run.tokens_per_microbatch * shared * width // tp,
+        shared=run.tokens_per_microbatch * shared * width // run.tp,
     )
 
 
-def waiting_bytes(run: RunConfig, tp: int) -> int:
+def waiting_bytes(run: RunConfig) -> int:
     """Return the bytes that experts keep between the halves of a split backward.
 
     Experts: inputs, output gradients, the second matmul's input and the pre-activation's gradient. Shared expert: the output gradient,
     the pre-activation and its gradient; the router saves the input.
     """
-    hidden, inner, shared = _pair_bytes(run, tp)
+    hidden, inner, shared = _pair_bytes(run)
     widths = run.model.fc1_widths
     return (
         activation_bytes(run) * (2 if shared else 1)
@@ -110,18 +110,18 @@ def waiting_bytes(run: RunConfig, tp: int) -> int:
     )
 
 
-def pair_working_bytes(run: RunConfig, tp: int) -> int:
+def pair_working_bytes(run: RunConfig) -> int:
     """Return the temporary bytes of the experts' backward, less the memory that the shared expert's
     backward has freed.
 
     The pre-activation's gradient exists first with the output gradients and the second matmul's
     input, then with the input and its gradient.
     """
-    hidden, inner, shared = _pair_bytes(run, tp)
+    hidden, inner, shared = _pair_bytes(run)
     widths = run.model.fc1_widths
     freed = widths * shared
     if run.model.moe_shared_expert_gate:
-        freed += residual_bytes(run, tp)
+        freed += residual_bytes(run)
     return hidden + max(hidden, inner) + widths * inner - freed
 
 
@@ -132,10 +132,10 @@ RECEIVED_BYTES = 2 * 8
 COUNT_BYTES = 4  # a token count, reduced as FP32
 
 
-def expert_records(run: RunConfig, tp: int) -> Records:
+def expert_records(run: RunConfig) -> Records:
     """Return the operations in a layer's experts, each with the mean number of rows."""
     model = run.model
-    division = Division.of(run, tp)
+    division = Division.of(run)
     h = model.hidden_size
     f = (model.moe_ffn_hidden_size or 0) // division.etp
     local_experts = (model.num_experts or 0) // division.ep
@@ -143,7 +143,7 @@ def expert_records(run: RunConfig, tp: int) -> Records:
     if division.divided:
         around = _divided_collectives(run, division)
     else:
-        around = _expert_collectives(run, tp)
+        around = _expert_collectives(run)
 
     def grouped(name: str, outputs: int, inputs: int, replicated: int = 0) -> Record:
         matmul = linear(name, (division.here, outputs, inputs))
@@ -167,25 +167,25 @@ def expert_records(run: RunConfig, tp: int) -> Records:
     activation_bytes = division.here * model.fc1_widths * f * run.element_bytes
     shared = model.moe_shared_expert_intermediate_size
     return (
-        _router(run, tp),
+        _router(run),
         Record(
             name="order",
             forward=around.into,
             backward=around.into_backward,
-            saved_bytes=_order_bytes(run, tp, division),
+            saved_bytes=_order_bytes(run, division),
         ),
         grouped("linear_fc1", model.fc1_widths * f, h),
         Record(name=model.activation, saved_bytes=activation_bytes),
         grouped("linear_fc2", h, f, second_bias),
         Record(name="experts_sum", forward=around.out, backward=around.out_backward),
-        *(_shared_expert(run, tp, shared) if shared else ()),
+        *(_shared_expert(run, shared) if shared else ()),
     )
 
 
-def _router(run: RunConfig, tp: int) -> Record:
+def _router(run: RunConfig) -> Record:
     model = run.model
     e = model.num_experts or 0
-    shards = sequence_shards(run, tp)
+    shards = sequence_shards(run)
     rows = run.tokens_per_microbatch // shards
     parameters = e * model.hidden_size
     if model.moe_router_enable_expert_bias:
@@ -206,7 +206,7 @@ def _router(run: RunConfig, tp: int) -> Record:
         linear(
             "router",
             (rows, e, model.hidden_size),
-            saved_bytes=residual_bytes(run, tp) + saved * FP32_BYTES,
+            saved_bytes=residual_bytes(run) + saved * FP32_BYTES,
             forward=_balance_collectives(run, shards),
         ),
         parameters=parameters,
@@ -215,13 +215,13 @@ def _router(run: RunConfig, tp: int) -> Record:
     )
 
 
-def _order_bytes(run: RunConfig, tp: int, division: Division) -> int:
+def _order_bytes(run: RunConfig, division: Division) -> int:
     """Return the saved bytes of the dispatch order, and of the experts' input if different."""
     here = division.here
     if division.divided:
-        received = here * (FP32_BYTES + RECEIVED_BYTES) + _pair_bytes(run, tp).hidden
+        received = here * (FP32_BYTES + RECEIVED_BYTES) + _pair_bytes(run).hidden
         return division.chosen * NUMBER_BYTES + received
-    shards = sequence_shards(run, tp)
+    shards = sequence_shards(run)
     saved = here * (FP32_BYTES + NUMBER_BYTES) + here // shards * FP32_BYTES
     return saved + activation_bytes(run) if shards > 1 else saved
 
@@ -240,20 +240,20 @@ def _balance_collectives(run: RunConfig, shards: int) -> Collectives:
     )
 
 
-def _expert_collectives(run: RunConfig, tp: int) -> MatmulCollectives:
-    around = MatmulCollectives.from_run(run, tp)
+def _expert_collectives(run: RunConfig) -> MatmulCollectives:
+    around = MatmulCollectives.from_run(run)
     whole = activation_bytes(run)
     pairs = run.tokens_per_microbatch * run.model.moe_router_topk
-    if sequence_shards(run, tp) == 1:
+    if sequence_shards(run) == 1:
         return replace(
             around,
             into=(),
-            into_backward=(*all_reduce(pairs * FP32_BYTES, tp), *all_reduce(whole, tp)),
+            into_backward=(*all_reduce(pairs * FP32_BYTES, run.tp), *all_reduce(whole, run.tp)),
         )
     sizes = whole, pairs * FP32_BYTES
     gathers = (
-        *(Collective("all_gather", "tp", size // tp) for size in sizes),
-        Collective("all_gather", "tp", pairs * 8 // tp),
+        *(Collective("all_gather", "tp", size // run.tp) for size in sizes),
+        Collective("all_gather", "tp", pairs * 8 // run.tp),
     )
     return replace(
         around,
@@ -298,16 +298,16 @@ def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollective
     )
 
 
-def mlp_records(run: RunConfig, tp: int, name: str, width: int, saved_bytes: int = 0) -> Records:
+def mlp_records(run: RunConfig, name: str, width: int, saved_bytes: int = 0) -> Records:
     """Return both matmuls of an MLP, named `name`_fc1 and `name`_fc2, and its activation.
 
     width: of all ranks. saved_bytes: of the input.
     """
     model = run.model
-    around = MatmulCollectives.from_run(run, tp)
+    around = MatmulCollectives.from_run(run)
     rows = run.tokens_per_microbatch
     h = model.hidden_size
-    f = width // tp
+    f = width // run.tp
     fc1 = model.fc1_widths * f
     biases = (0, 0) if model.disable_bias_linear else (fc1, h)
     scalars = len(ACTIVATIONS[model.activation].parameters)
@@ -324,12 +324,12 @@ def mlp_records(run: RunConfig, tp: int, name: str, width: int, saved_bytes: int
     )
 
 
-def _shared_expert(run: RunConfig, tp: int, width: int) -> Records:
-    records = mlp_records(run, tp, "shared", width)
+def _shared_expert(run: RunConfig, width: int) -> Records:
+    records = mlp_records(run, "shared", width)
     if not run.model.moe_shared_expert_gate:
         return records
-    own = run.tokens_per_microbatch // sequence_shards(run, tp)
+    own = run.tokens_per_microbatch // sequence_shards(run)
     h = run.model.hidden_size
-    saved = residual_bytes(run, tp) + own * (FP32_BYTES + run.element_bytes % FP32_BYTES)
+    saved = residual_bytes(run) + own * (FP32_BYTES + run.element_bytes % FP32_BYTES)
     gate = linear("shared_gate", (own, 1, h), saved_bytes=saved, replicated=h)
     return *records, replace(gate, quantizes=False)

@@ -16,7 +16,7 @@ from ..config.layout import Layout
 from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS, NORMS, ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
 from ..config.run_config import RunConfig
-from .accounting import padded_vocab_size
+from .accounting import padded_vocab_size, vocabulary_rows
 from .linear_layers import Linear, linears
 from .mixers import Segments, mixer_costs
 from .units import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, units
@@ -83,21 +83,24 @@ def _router(model: ModelConfig) -> Segments:
     return [(1, experts * model.hidden_size), (biases, experts), (gates, model.hidden_size)]
 
 
-def _mlp_vectors(model: ModelConfig, tp: int) -> Segments:
+def _mlp_vectors(run: RunConfig) -> Segments:
+    model = run.model
     segments: Segments = [(len(ACTIVATIONS[model.activation].parameters), 1)]
     if not model.disable_bias_linear:
-        segments.append(shared_segments(model, model.ffn_hidden_size, tp, outer=model.fc1_widths))
+        segments.append(
+            shared_segments(model, model.ffn_hidden_size, run.tp, outer=model.fc1_widths)
+        )
         segments.append((1, model.hidden_size))
     return segments
 
 
 @lru_cache(maxsize=64)  # each layer asks for the same
-def layer_segments(run: RunConfig, tp: int, kind: LayerKind) -> tuple[Segments, Segments]:
+def layer_segments(run: RunConfig, kind: LayerKind) -> tuple[Segments, Segments]:
     """Return a layer's trained segments on one rank: (divided experts, others)."""
     model = run.model
     divided: Segments = []
     others: Segments = []
-    for linear in linears(run, tp, kind):
+    for linear in linears(run, kind):
         segments = divided if linear.divided else others
         segments += _adapters(run, linear) if run.lora.on else _weight(model, linear)
         if linear.in_experts and not run.lora.on and not model.disable_bias_linear:
@@ -109,11 +112,11 @@ def layer_segments(run: RunConfig, tp: int, kind: LayerKind) -> tuple[Segments, 
         norms = sum(model.norms_around)
     others += [(norms * NORMS[model.normalization].vectors, model.hidden_size)]
     if kind.mixer is not None:
-        others += mixer_costs(kind.mixer).vectors(model, tp)
+        others += mixer_costs(kind.mixer).vectors(run)
     if kind.mlp == MLP_OF_EXPERTS:
         others += _router(model)
     elif kind.mlp is not None:
-        others += _mlp_vectors(model, tp)
+        others += _mlp_vectors(run)
     return divided, others
 
 
@@ -123,9 +126,8 @@ def unit_segments(
     model = run.model
     others: dict[str, Segments] = {HEAD: [], EMBEDDING: []}
     if not run.lora.on:
-        vocabulary = padded_vocab_size(model, layout.tp)
-        rows = undivided_rows(model, vocabulary, vocabulary=True)
-        table = (vocabulary // layout.tp // rows, rows * model.hidden_size)
+        rows = undivided_rows(model, padded_vocab_size(model, run.tp), vocabulary=True)
+        table = (vocabulary_rows(run) // rows, rows * model.hidden_size)
         others[TIED] = [table]
         others[HEAD] = [(NORMS[model.normalization].vectors, model.hidden_size)]
         if not model.tied:
@@ -137,7 +139,7 @@ def unit_segments(
     segments: dict[Unit, tuple[Segments, Segments]] = {}
     for unit in units(run, layout, stage):
         if isinstance(unit, int):
-            segments[unit] = layer_segments(run, layout.tp, model.layer_kinds[unit])
+            segments[unit] = layer_segments(run, model.layer_kinds[unit])
         else:
             segments[unit] = ([], others[unit])
     return segments

@@ -11,7 +11,7 @@ from ..config.layer_kinds import FC1, FC2, MIXERS, LayerKind, column_parallel
 from ..config.layout import Layout
 from ..config.model import MLP_OF_EXPERTS, Q8_BLOCK
 from ..config.run_config import RunConfig
-from .accounting import padded_vocab_size
+from .accounting import vocabulary_rows
 from .experts import Division
 from .mixers import mixer_costs
 from .units import units
@@ -44,22 +44,22 @@ class Linear(NamedTuple):
         return rows, self.inputs // self.ranks
 
 
-def linears(run: RunConfig, tp: int, kind: LayerKind) -> list[Linear]:
+def linears(run: RunConfig, kind: LayerKind) -> list[Linear]:
     layers: list[Linear] = []
     if kind.mixer is not None:
         shapes = mixer_costs(kind.mixer).shapes(run.model)
         for name, (outputs, inputs) in zip(MIXERS[kind.mixer].linears, shapes, strict=True):
-            layers.append(Linear(name, 1, outputs, inputs, tp))
-    return layers if kind.mlp is None else [*layers, *mlp_linears(run, tp, kind.mlp)]
+            layers.append(Linear(name, 1, outputs, inputs, run.tp))
+    return layers if kind.mlp is None else [*layers, *mlp_linears(run, kind.mlp)]
 
 
-def mlp_linears(run: RunConfig, tp: int, mlp: str) -> list[Linear]:
+def mlp_linears(run: RunConfig, mlp: str) -> list[Linear]:
     model = run.model
     h = model.hidden_size
     if mlp != MLP_OF_EXPERTS:
         f = model.ffn_hidden_size
-        return [Linear(FC1, model.fc1_widths, f, h, tp), Linear(FC2, 1, h, f, tp)]
-    division = Division.of(run, tp)
+        return [Linear(FC1, model.fc1_widths, f, h, run.tp), Linear(FC2, 1, h, f, run.tp)]
+    division = Division.of(run)
     experts = ((model.num_experts or 0) // division.ep, division.divided, True)
     f = model.moe_ffn_hidden_size or 0
     layers = [
@@ -67,8 +67,8 @@ def mlp_linears(run: RunConfig, tp: int, mlp: str) -> list[Linear]:
         Linear(FC2, 1, h, f, division.etp, *experts),
     ]
     if shared := model.moe_shared_expert_intermediate_size:
-        layers.append(Linear(FC1, model.fc1_widths, shared, h, tp))
-        layers.append(Linear(FC2, 1, h, shared, tp))
+        layers.append(Linear(FC1, model.fc1_widths, shared, h, run.tp))
+        layers.append(Linear(FC2, 1, h, shared, run.tp))
     return layers
 
 
@@ -82,7 +82,7 @@ def _layer_savings(run: RunConfig, layout: Layout, stage: int) -> int:
     for unit in units(run, layout, stage):
         if not isinstance(unit, int):
             continue
-        for linear in linears(run, layout.tp, run.model.layer_kinds[unit]):
+        for linear in linears(run, run.model.layer_kinds[unit]):
             rows, columns = linear.shard()
             saved += rows * columns * run.element_bytes - stored_bytes(rows, columns)
     return saved
@@ -97,7 +97,7 @@ def q8_inference_savings(run: RunConfig, layout: Layout, stage: int) -> int:
     saved = _layer_savings(run, layout, stage)
     if stage != layout.placement.last_stage:
         return saved
-    rows = padded_vocab_size(run.model, layout.tp) // layout.tp
+    rows = vocabulary_rows(run)
     columns = run.model.hidden_size
     replaced = 0 if run.model.tied and stage == 0 else rows * columns * run.element_bytes
     return saved + replaced - stored_bytes(rows, columns)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config.layer_kinds import LayerKind
-from ..config.layout import Layout, cp_comm_types, group_copies
+from ..config.layout import Layout, cp_comm_types, group_copies, placement
 from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.optimizer import MOMENT_BYTES
 from ..config.parallel import A2A, P2P
@@ -27,7 +27,6 @@ from .accounting import (
     layer_parameters,
     layer_records,
     of_layers,
-    padded_vocab_size,
     quantized_weights,
     round_up,
     stage_layers,
@@ -35,6 +34,7 @@ from .accounting import (
     stage_records,
     virtual_stage_layers,
     virtual_stage_recompute_groups,
+    vocabulary_rows,
     zero_shards,
 )
 from .activations import (
@@ -87,9 +87,9 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
     return [*buckets, range(end, len(units))] if tied else buckets
 
 
-def adapter_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
+def adapter_parameters(run: RunConfig) -> tuple[int, ...]:
     return of_layers(
-        run, lambda kind: sum(r.parameters for r in layer_records(run, tp, kind) if r.adapts)
+        run, lambda kind: sum(r.parameters for r in layer_records(run, kind) if r.adapts)
     )
 
 
@@ -105,14 +105,13 @@ def frozen_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def unit_elements(run: RunConfig, layout: Layout, stage: int) -> dict[Unit, int]:
-    tp = layout.tp
-    per_layer = adapter_parameters(run, tp) if run.lora.on else layer_parameters(run, tp)
+    per_layer = adapter_parameters(run) if run.lora.on else layer_parameters(run)
     others = {HEAD: 0, EMBEDDING: 0}
     if not run.lora.on:
-        table = padded_vocab_size(run.model, tp) // tp * run.model.hidden_size
-        embedding = sum(r.parameters for r in embedding_records(run, tp))
+        table = vocabulary_rows(run) * run.model.hidden_size
+        embedding = sum(r.parameters for r in embedding_records(run))
         others = {
-            HEAD: sum(r.parameters for r in head_records(run, tp, tied=True)),
+            HEAD: sum(r.parameters for r in head_records(run, tied=True)),
             EMBEDDING: embedding,
             TIED: table,
         }
@@ -138,9 +137,7 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
 
     Divided experts in the same units form their own bucket.
     """
-    experts = of_layers(
-        run, lambda kind: sum(r.divided for r in layer_records(run, layout.tp, kind))
-    )
+    experts = of_layers(run, lambda kind: sum(r.divided for r in layer_records(run, kind)))
     elements = unit_elements(run, layout, stage)
     sizes = []
     for bucket in bucket_units(run, layout, stage):
@@ -169,7 +166,7 @@ def updated_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
 
 def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
     shards = zero_shards(run, layout)
-    matrices = matrix_elements(run, layout.tp)
+    matrices = matrix_elements(run)
     sizes = bucket_elements(run, layout, stage)
     elements = 0
     for size, bucket in zip(sizes, bucket_units(run, layout, stage), strict=True):
@@ -214,13 +211,11 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
     collectives = []
     size = gradient_bytes(run)
     if holds_tied_copy(run, layout.placement, stage):
-        vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
-        collectives.append(
-            Collective("all_reduce", "embedding", vocabulary * run.model.hidden_size * size)
-        )
-    if layout.tp > 1:
+        elements = vocabulary_rows(run) * run.model.hidden_size
+        collectives.append(Collective("all_reduce", "embedding", elements * size))
+    if run.tp > 1:
         records = stage_records(run, layout, stage)
-        if sequence_shards(run, layout.tp) > 1:
+        if sequence_shards(run) > 1:
             partial = sum(record.replicated for record in records)
         else:
             partial = sum(record.of_heads for record in records)
@@ -292,34 +287,32 @@ def data_index_bytes(run: RunConfig, samples: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def layer_saved_bytes(run: RunConfig, tp: int) -> tuple[int, ...]:
+def layer_saved_bytes(run: RunConfig) -> tuple[int, ...]:
     """Return the bytes that each layer of the model saves for backward."""
 
     def saved(kind: LayerKind) -> int:
-        records = layer_records(run, tp, kind, typical_cp_comm_type(run))
+        records = layer_records(run, kind, typical_cp_comm_type(run))
         total = sum(r.saved_bytes for r in records)
         if run.training.recompute_granularity == "selective" and kind.mixer is not None:
-            total -= mixer_costs(kind.mixer).recomputed_bytes(run, tp, kind)
+            total -= mixer_costs(kind.mixer).recomputed_bytes(run, kind)
         return total
 
     return of_layers(run, saved)
 
 
-def layers_kept_bytes(
-    run: RunConfig, tp: int, layers: range, groups: Sequence[range]
-) -> tuple[int, int]:
+def layers_kept_bytes(run: RunConfig, layers: range, groups: Sequence[range]) -> tuple[int, int]:
     """Return (bytes that layers keep per micro-batch, additional recompute bytes in backward).
 
     groups: layers recomputed together, counted from the first of `layers`. Backward has freed other layers by then.
     """
-    saved = layer_saved_bytes(run, tp)[layers.start : layers.stop]
+    saved = layer_saved_bytes(run)[layers.start : layers.stop]
     recomputed = [sum(saved[group.start : group.stop]) for group in groups]
     plain = sum(saved) - sum(recomputed)
-    kept = len(groups) * residual_bytes(run, tp) + plain
+    kept = len(groups) * residual_bytes(run) + plain
     return kept, max(0, max(recomputed, default=0) - plain)
 
 
-def weight_input_bytes(run: RunConfig, tp: int) -> tuple[int, ...]:
+def weight_input_bytes(run: RunConfig) -> tuple[int, ...]:
     """Return the bytes that each layer of the model keeps between the halves of a split backward.
 
     Whole (s, b, h): QKV and MLP inputs, projection and MLP output gradients. Sharded: the context, QKV's gradient, and the MLP's
@@ -327,12 +320,12 @@ def weight_input_bytes(run: RunConfig, tp: int) -> tuple[int, ...]:
     """
 
     def kept(kind: LayerKind) -> int:
-        mixer = 0 if kind.mixer is None else mixer_costs(kind.mixer).weight_input_bytes(run, tp)
+        mixer = 0 if kind.mixer is None else mixer_costs(kind.mixer).weight_input_bytes(run)
         if kind.mlp is None:
             return mixer
         if kind.mlp == MLP_OF_EXPERTS:
-            return mixer + waiting_bytes(run, tp)
-        inner = inner_bytes(run, tp, run.model.ffn_hidden_size)
+            return mixer + waiting_bytes(run)
+        inner = inner_bytes(run, run.model.ffn_hidden_size)
         return mixer + 2 * activation_bytes(run) + 2 * run.model.fc1_widths * inner
 
     return of_layers(run, kept)
@@ -345,22 +338,22 @@ LONG_SEQUENCE = 32768
 CAPPED_SCORES = 6  # tensors of scores that torch holds at once in the backward of capped attention
 
 
-def attention_bytes(run: RunConfig, tp: int, threads: int) -> int:
+def attention_bytes(run: RunConfig, threads: int) -> int:
     """Return the FP32 bytes for the attention kernels' packed operands and sums.
 
     threads: per rank. About 12 matrices (s, d) per head in progress; with a sequence segment's s if ranks exchange keys.
     """
     return max(
-        _attention_bytes(run, tp, threads, cp_comm_type) for cp_comm_type in set(cp_comm_types(run))
+        _attention_bytes(run, threads, cp_comm_type) for cp_comm_type in set(cp_comm_types(run))
     )
 
 
-def _attention_bytes(run: RunConfig, tp: int, threads: int, cp_comm_type: str) -> int:
+def _attention_bytes(run: RunConfig, threads: int, cp_comm_type: str) -> int:
     model = run.model
     cp = run.parallel.context_parallel_size
     queries = keys = model.seq_length
-    heads = model.num_attention_heads // tp
-    groups = model.query_groups // tp
+    heads = model.num_attention_heads // run.tp
+    groups = model.query_groups // run.tp
     if model.attn_logit_softcapping is not None:
         scores = run.tokens_per_microbatch * heads * queries // cp
         return FP32_BYTES * CAPPED_SCORES * scores
@@ -388,9 +381,9 @@ def _attention_bytes(run: RunConfig, tp: int, threads: int, cp_comm_type: str) -
     return FP32_BYTES * (heads_at_once * per_head + groups_at_once * per_group)
 
 
-def inner_bytes(run: RunConfig, tp: int, width: int) -> int:
+def inner_bytes(run: RunConfig, width: int) -> int:
     """Return the bytes of this rank's shard of one (s, b, width) tensor."""
-    return run.tokens_per_microbatch * width * run.element_bytes // tp
+    return run.tokens_per_microbatch * width * run.element_bytes // run.tp
 
 
 def live_bytes(run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]) -> int:
@@ -399,7 +392,6 @@ def live_bytes(run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[I
     virtual_stages = placement.virtual_stages_of(stage)
     return chunks_live_bytes(
         run,
-        layout.tp,
         [virtual_stage_layers(run, placement, n) for n in virtual_stages],
         [virtual_stage_recompute_groups(run, placement, n) for n in virtual_stages],
         in_flight,
@@ -408,7 +400,6 @@ def live_bytes(run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[I
 
 def chunks_live_bytes(
     run: RunConfig,
-    tp: int,
     layers: Sequence[range],
     groups: Sequence[Sequence[range]],
     in_flight: Sequence[InFlight],
@@ -418,10 +409,10 @@ def chunks_live_bytes(
     A split backward turns recomputed activations, layer by layer, into its larger weight-gradient operands.
     """
     kept, recomputed = zip(
-        *(layers_kept_bytes(run, tp, *chunk) for chunk in zip(layers, groups, strict=True)),
+        *(layers_kept_bytes(run, *chunk) for chunk in zip(layers, groups, strict=True)),
         strict=True,
     )
-    each = weight_input_bytes(run, tp)
+    each = weight_input_bytes(run)
     waiting = [sum(each[chunk.start : chunk.stop]) for chunk in layers]
     largest = 0
     for moment in in_flight:
@@ -433,21 +424,21 @@ def chunks_live_bytes(
     return largest
 
 
-def working_bytes(run: RunConfig, tp: int) -> int:
+def working_bytes(run: RunConfig) -> int:
     """Return the temporary bytes of a layer: one MLP tensor and two of width h.
 
     Overlapped reductions need two more: received shares of the own block, and own shares of the others' blocks.
     """
-    hidden_tensors = 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
+    hidden_tensors = 4 if run.parallel.tp_comm_overlap and run.tp > 1 else 2
     inner_tensors = 1
     if run.lora.of_mlps(run.model) or ACTIVATIONS[run.model.activation].kernel is None:
         inner_tensors = 3  # adapters compute their own, and torch all columns at once
     mlp = hidden_tensors * activation_bytes(run) + inner_tensors * inner_bytes(
-        run, tp, mlp_width(run.model)
+        run, mlp_width(run.model)
     )
     if run.model.num_experts:
-        mlp += pair_working_bytes(run, tp)
-    return max(mlp, key_working_bytes(run, tp))
+        mlp += pair_working_bytes(run)
+    return max(mlp, key_working_bytes(run))
 
 
 def posted_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
@@ -459,28 +450,27 @@ def posted_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
         for step in (-1, 1)
     ]
     senders = sum(n is not None and n[0] != stage for n in neighbours)
-    return ahead * senders * residual_bytes(run, layout.tp)
+    return ahead * senders * residual_bytes(run)
 
 
-def logits_rows(run: RunConfig, layout: Layout) -> int:
+def logits_rows(run: RunConfig) -> int:
     """Return the rows per logits block: equal blocks, as few as their memory allows, up to
     LOGITS_MAX_ROWS.
 
     The limit is a quarter of the memory that the layers keep, or with --recompute-part-layers would
     keep, so that recompute does not change the order of sums.
     """
-    placement = layout.placement
-    vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
+    where = placement(run)
+    vocabulary = vocabulary_rows(run)
     rows = run.tokens_per_microbatch
     free = run.training.recompute_part_layers is not None
     kept = sum(
         layers_kept_bytes(
             run,
-            layout.tp,
-            virtual_stage_layers(run, placement, virtual_stage),
-            () if free else virtual_stage_recompute_groups(run, placement, virtual_stage),
+            virtual_stage_layers(run, where, virtual_stage),
+            () if free else virtual_stage_recompute_groups(run, where, virtual_stage),
         )[0]
-        for virtual_stage in placement.virtual_stages_of(placement.last_stage)
+        for virtual_stage in where.virtual_stages_of(where.last_stage)
     )
     budget = max(LOGITS_MIN_BYTES, kept // LOGITS_SHARE)
     chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MAX_ROWS))
@@ -525,16 +515,15 @@ def stage_memory(
     logits = 0  # with gradients
     placement = layout.placement
     if stage == placement.last_stage:
-        vocabulary = padded_vocab_size(run.model, layout.tp)
         element = FP32_BYTES if is_fp32 else FP32_BYTES + BF16_BYTES
-        logits = logits_rows(run, layout) * vocabulary // layout.tp * element
+        logits = logits_rows(run) * vocabulary_rows(run) * element
     outside = sum(
         record.saved_bytes
         for virtual_stage in placement.virtual_stages_of(stage)
         for record in end_records(run, layout, virtual_stage)
     )
     # the head runs while no layer does
-    working = max(working_bytes(run, layout.tp), outside + logits) - logits
+    working = max(working_bytes(run), outside + logits) - logits
     saving = 0
     if run.output.save:
         saving = saved_moments - moments

@@ -29,37 +29,33 @@ class MixerCosts(ABC):
     """Costs of a mixer on one rank for one micro-batch."""
 
     @abstractmethod
-    def records(
-        self, run: RunConfig, tp: int, cp_comm_type: str, kind: LayerKind | None
-    ) -> Records:
+    def records(self, run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Records:
         """Return the operations. kind: None: `typical_layer`, with the mean visible share of all layers"""
 
     @abstractmethod
     def shapes(self, model: ModelConfig) -> Shapes:
         """Return (outputs, inputs) of the input and of the output projection."""
 
-    def tensors(self, run: RunConfig, tp: int) -> dict[str, int]:
+    def tensors(self, run: RunConfig) -> dict[str, int]:
         """Return the bytes between the projections: of the first result, the last argument, and scores."""
         rows = run.tokens_per_microbatch * run.element_bytes
         (outputs, _), (_, inputs) = self.shapes(run.model)
-        return {"qkv": rows * outputs // tp, "context": rows * inputs // tp, "scores": 0}
+        return {"qkv": rows * outputs // run.tp, "context": rows * inputs // run.tp, "scores": 0}
 
     def elementwise(self, run: RunConfig, sizes: Mapping[str, int], kind: LayerKind) -> Elementwise:
         """Return the forward work that `records` leave out. sizes: of `tensors`"""
         return Elementwise()
 
-    def recomputed_bytes(self, run: RunConfig, tp: int, kind: LayerKind) -> int:
+    def recomputed_bytes(self, run: RunConfig, kind: LayerKind) -> int:
         """Return the bytes that selective recompute does not save."""
         return 0
 
-    def weight_input_bytes(self, run: RunConfig, tp: int) -> int:
+    def weight_input_bytes(self, run: RunConfig) -> int:
         """Return the bytes kept between the halves of a split backward."""
-        sizes = self.tensors(run, tp)
+        sizes = self.tensors(run)
         return 2 * activation_bytes(run) + sizes["qkv"] + sizes["context"]
 
-    def cache_bytes(
-        self, run: RunConfig, samples: int, positions: int, kind: LayerKind, tp: int
-    ) -> int:
+    def cache_bytes(self, run: RunConfig, samples: int, positions: int, kind: LayerKind) -> int:
         """Return the bytes that generation keeps."""
         return 0
 
@@ -67,7 +63,7 @@ class MixerCosts(ABC):
         """Return the matrices that Muon orthogonalizes: the linear layers' weights."""
         return [(1, outputs, inputs) for outputs, inputs in self.shapes(run.model)]
 
-    def vectors(self, model: ModelConfig, tp: int) -> Segments:
+    def vectors(self, run: RunConfig) -> Segments:
         """Return the segments of parameters other than the linear layers' weights."""
         return []
 
@@ -77,11 +73,9 @@ def mixer_costs(mixer: str) -> MixerCosts:
     return costs()
 
 
-def cache_bytes(
-    run: RunConfig, samples: int, positions: int, kinds: Sequence[LayerKind], tp: int
-) -> int:
+def cache_bytes(run: RunConfig, samples: int, positions: int, kinds: Sequence[LayerKind]) -> int:
     return sum(
-        mixer_costs(kind.mixer).cache_bytes(run, samples, positions, kind, tp)
+        mixer_costs(kind.mixer).cache_bytes(run, samples, positions, kind)
         for kind in kinds
         if kind.mixer is not None
     )

@@ -19,7 +19,7 @@ from .mixers import Matrices, mixer_costs
 
 def layer_matrices(run: RunConfig, kind: LayerKind) -> Matrices:
     matrices = [] if kind.mixer is None else mixer_costs(kind.mixer).matrices(run)
-    for linear in [] if kind.mlp is None else mlp_linears(run, 1, kind.mlp):
+    for linear in [] if kind.mlp is None else mlp_linears(run, kind.mlp):
         count = run.model.num_experts or 0 if linear.in_experts else 1
         matrices.append((count, linear.widths * linear.outputs, linear.inputs))
     return matrices
@@ -34,7 +34,7 @@ def _replicated(model: ModelConfig, mlp: str | None) -> Matrices:
     return matrices
 
 
-def matrix_elements(run: RunConfig, tp: int) -> tuple[int, ...]:
+def matrix_elements(run: RunConfig) -> tuple[int, ...]:
     """Return every layer's Muon matrix elements on one rank; zeros with AdamW."""
     if not run.optimizer.muon:
         return tuple(0 for _ in run.model.mlps)
@@ -45,7 +45,7 @@ def matrix_elements(run: RunConfig, tp: int) -> tuple[int, ...]:
     return of_layers(
         run,
         lambda kind: (
-            total(layer_matrices(run, kind)) // tp + total(_replicated(run.model, kind.mlp))
+            total(layer_matrices(run, kind)) // run.tp + total(_replicated(run.model, kind.mlp))
         ),
     )
 
@@ -55,7 +55,7 @@ def orthogonalized(run: RunConfig, layout: Layout, stage: int) -> Counter[tuple[
 
     Tensor-parallel ranks compute whole matrices alike, or with --muon-tp-mode blockwise their shards, here as if row-sharded.
     """
-    shards = layout.tp if run.optimizer.muon_tp_mode == "blockwise" else 1
+    shards = run.tp if run.optimizer.muon_tp_mode == "blockwise" else 1
     found = Counter[tuple[int, int]]()
     if not run.optimizer.muon:
         return found

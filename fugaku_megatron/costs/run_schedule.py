@@ -155,7 +155,7 @@ def fewest(
     def fits(count: int) -> bool:
         counts = spread(count, layers, in_flight)
         groups = [[range(i, i + 1) for i in range(number)] for number in counts]
-        return chunks_live_bytes(run, layout.tp, own, groups, in_flight) <= space
+        return chunks_live_bytes(run, own, groups, in_flight) <= space
 
     # With one micro-batch in flight, recomputing all layers keeps more than recomputing all but one.
     some = range(1, sum(layers))

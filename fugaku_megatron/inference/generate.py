@@ -82,7 +82,7 @@ def describe(
         ]
         for stage in stages
     ]
-    cache = max(cache_bytes(run, len(prompts), positions, own, tp) for own in kinds)
+    cache = max(cache_bytes(run, len(prompts), positions, own) for own in kinds)
     slots = max(cache_slots(kind, positions) for own in kinds for kind in own)
     precision = f"{run.precision.name} and {Q8}" if q8 else run.precision.name
     return (

@@ -58,7 +58,7 @@ class Stage(nn.Module):
             cp=groups.cp,
             cp_comm_types=cp_comm_types(run) if groups.cp.size > 1 else (),
         )
-        rows = memory.logits_rows(run, layout)
+        rows = memory.logits_rows(run)
         self.chunks: Any = nn.ModuleList(
             Chunk(run, layout, virtual_stage, context, rows)
             for virtual_stage in self.placement.virtual_stages_of(groups.pp.rank)

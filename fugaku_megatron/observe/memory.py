@@ -116,7 +116,7 @@ def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
     stage = Grid(*layout.sizes).coords(rank)[1]
     in_flight = run_schedule.full_batch_schedule(run, layout).in_flight(stage)
     tensors = memory.stage_memory(run, layout, stage, in_flight).total
-    attention = memory.attention_bytes(run, layout.tp, torch.get_num_threads())
+    attention = memory.attention_bytes(run, torch.get_num_threads())
     return tensors + attention + PROCESS_BYTES
 
 

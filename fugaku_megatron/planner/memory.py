@@ -55,9 +55,9 @@ def virtual_stage_kinds(run: RunConfig, placement: Placement) -> tuple[int, ...]
 _in_flight = lru_cache(maxsize=4096)(Schedule.in_flight)
 
 
-def layer_saved_bytes(run: RunConfig, tp: int) -> float:
+def layer_saved_bytes(run: RunConfig) -> float:
     """Return the bytes that a layer saves for backward if attention scores are materialised."""
-    sizes = tensors(run, tp)
+    sizes = tensors(run)
     is_fp32 = run.precision.name == "fp32"
     return (
         (6 if is_fp32 else 5) * sizes["hidden"]
@@ -76,15 +76,15 @@ def _activations(
     parameters: MemoryParameters,
 ) -> float:
     training = run.training
-    hidden = tensors(run, layout.tp)["hidden"]
-    saved = layer_saved_bytes(run, layout.tp)
+    hidden = tensors(run)["hidden"]
+    saved = layer_saved_bytes(run)
     placement = layout.placement
     layers = sum(
         accounting.whole_layers(run.model, own)
         for own in accounting.stage_layers(run, placement, stage)
     )
     in_flight = max(sum(moment.activations) for moment in moments)
-    temporary: float = 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # of a backward
+    temporary: float = 2 * tensors(run)["scores"] + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
         groups = [
             group
@@ -94,7 +94,7 @@ def _activations(
         kept_bytes = in_flight * (len(groups) * hidden + (layers - sum(map(len, groups))) * saved)
         temporary += max(map(len, groups)) * saved
     elif training.recompute_granularity == "selective":
-        scores = 3 * tensors(run, layout.tp)["scores"]
+        scores = 3 * tensors(run)["scores"]
         kept_bytes = in_flight * layers * (saved - scores)
         temporary = temporary + scores
     else:
@@ -123,7 +123,7 @@ def stage_mib(
         run, layout, stage, moments, parameters
     )
     if stage == layout.pp - 1:
-        bytes += parameters.logits * tensors(run, layout.tp)["logits"]
+        bytes += parameters.logits * tensors(run)["logits"]
     return fixed + bytes / MIB
 
 
@@ -133,7 +133,7 @@ def _fixed_mib(
     fixed = parameters.base_mib + parameters.peer_mib * min(nodes - 1, PEERS)
     ranks = max(1, layout.world_size // nodes)
     if code.style == "native":
-        fixed += attention_bytes(run, layout.tp, max(1, int(parameters.threads / ranks))) / MIB
+        fixed += attention_bytes(run, max(1, int(parameters.threads / ranks))) / MIB
     glibc = parameters.glibc_mib / ranks  # it has an arena for each thread
     return fixed if code.page_faults == "none" else fixed + glibc
 

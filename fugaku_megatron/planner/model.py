@@ -111,21 +111,20 @@ def virtual_stage_work(
     Weight-gradient matmuls in layers are deferrable. A head with logits in blocks computes its
     gradients in forward.
     """
-    tp = layout.tp
     placement = layout.placement
     own = accounting.virtual_stage_layers(run, placement, virtual_stage)
     layer_kinds = run.model.layer_kinds[own.start : own.stop]
     counts = Counter(layer_kinds)
-    by_kind = {kind: work.phases(run, tp, code, kind) for kind in counts}
+    by_kind = {kind: work.phases(run, code, kind) for kind in counts}
     forward = [(by_kind[kind]["layer_forward"], count) for kind, count in counts.items()]
     backward = [(by_kind[kind]["layer_backward"], count) for kind, count in counts.items()]
     weights = [(by_kind[kind]["layer_weights"], count) for kind, count in counts.items()]
     if groups := accounting.virtual_stage_recompute_groups(run, placement, virtual_stage):
-        backward.append((work.recomputed_layers(run, tp, layer_kinds, groups, code), 1))
+        backward.append((work.recomputed_layers(run, layer_kinds, groups, code), 1))
     elif run.training.recompute_granularity == "selective":
         for kind, count in counts.items():
-            backward.append((work.recomputed_mixer(run, tp, kind, code), count))
-    phases = work.phases(run, tp, code)
+            backward.append((work.recomputed_mixer(run, kind, code), count))
+    phases = work.phases(run, code)
     if virtual_stage == 0:
         forward.append((phases["embedding_forward"], 1))
         backward.append((phases["embedding_backward"], 1))
@@ -135,7 +134,7 @@ def virtual_stage_work(
         head_gradients.append((phases["head_backward"], 1))
     parameters = accounting.virtual_stage_parameters(run, layout, virtual_stage)
     layers = accounting.whole_layers(run.model, own)
-    gradients = work.weight_gradients(run, tp, parameters, 12 * layers, code)
+    gradients = work.weight_gradients(run, parameters, 12 * layers, code)
     backward.append((gradients, 1))
     return forward, backward, weights
 
@@ -190,8 +189,7 @@ def step(
         for stage in range(layout.pp)
     ]
     transfer = (
-        network.seconds("send", "pp", activations.residual_bytes(run, layout.tp))
-        * system.machine.host_factor
+        network.seconds("send", "pp", activations.residual_bytes(run)) * system.machine.host_factor
     )
     costs = _costs(lists, seconds, transfer)
     pipeline = makespan(lists, costs)

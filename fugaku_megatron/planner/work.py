@@ -123,7 +123,7 @@ def _mlp_width(model: ModelConfig, mlp: str | None) -> int:
     return experts.mlp_width(model) if mlp == MLP_OF_EXPERTS else model.ffn_hidden_size
 
 
-def tensors(run: RunConfig, tp: int, kind: LayerKind | None = None) -> dict[str, int]:
+def tensors(run: RunConfig, kind: LayerKind | None = None) -> dict[str, int]:
     """Return the bytes per tensor kind. mlp: mean over an activation's argument and result.
 
     kind: None: `typical_layer`
@@ -131,21 +131,21 @@ def tensors(run: RunConfig, tp: int, kind: LayerKind | None = None) -> dict[str,
     model = run.model
     each = kind or accounting.typical_layer(model)
     rows = run.tokens_per_microbatch * run.element_bytes
-    mixer = _NO_MIXER if each.mixer is None else mixer_costs(each.mixer).tensors(run, tp)
+    mixer = _NO_MIXER if each.mixer is None else mixer_costs(each.mixer).tensors(run)
     return {
         "hidden": rows * model.hidden_size,
         **mixer,
-        "mlp": rows * _mlp_width(model, each.mlp) * (model.fc1_widths + 1) // 2 // tp,
-        "logits": rows * accounting.padded_vocab_size(model, tp) // tp,
+        "mlp": rows * _mlp_width(model, each.mlp) * (model.fc1_widths + 1) // 2 // run.tp,
+        "logits": rows * accounting.vocabulary_rows(run),
     }
 
 
 def _elementwise_tensors(
-    run: RunConfig, tp: int, software: Software, kind: LayerKind | None = None
+    run: RunConfig, software: Software, kind: LayerKind | None = None
 ) -> dict[str, int]:
-    sizes = tensors(run, tp, kind)
+    sizes = tensors(run, kind)
     return (
-        {**sizes, "hidden": sizes["hidden"] // tp}
+        {**sizes, "hidden": sizes["hidden"] // run.tp}
         if features.SEQUENCE_PARALLEL in software.active(run)
         else sizes
     )
@@ -188,14 +188,6 @@ def _once(collectives: Collectives) -> tuple[tuple[Collective, int], ...]:
     return tuple((c, 1) for c in collectives)
 
 
-def _chunks(run: RunConfig, tp: int) -> int:
-    pp = run.parallel.pipeline_model_parallel_size
-    return -(
-        -run.tokens_per_microbatch
-        // memory.logits_rows(run, Layout(tp * pp, tp, pp, 1).placed(run))
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class _MatmulOptions:
     """Choices of a run and its software that every record's matmuls depend on.
@@ -209,8 +201,10 @@ class _MatmulOptions:
     int8: bool = False
 
     @staticmethod
-    def of(run: RunConfig, tp: int, software: Software) -> _MatmulOptions:
-        chunks = _chunks(run, tp) if software.counts["logits_in_chunks"] else 1
+    def of(run: RunConfig, software: Software) -> _MatmulOptions:
+        chunks = 1
+        if software.counts["logits_in_chunks"]:
+            chunks = -(-run.tokens_per_microbatch // memory.logits_rows(run))
         int8 = run.system.int8 and software.style == "native"
         return _MatmulOptions(run=run, chunks=chunks, int8=int8)
 
@@ -262,7 +256,7 @@ def _backward(record: Record, options: _MatmulOptions) -> Work:
     return Work(matmuls=tuple(matmuls), collectives=_once(record.backward))
 
 
-def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
+def _in_layer(run: RunConfig, software: Software, work: Work) -> Work:
     """Return a layer record's work, with --tp-comm-overlap as an exchange.
 
     A weight gradient needs all gathered rows; it hides a reduction, unless deferred.
@@ -277,7 +271,7 @@ def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
     overlapped = (
         (data, *weight) if reduced and not row(run.parallel.schedule).splits_backward else (data,)
     )
-    first = replace(data, m=-(-data.m // (tp * activations.overlap_blocks(tp))))
+    first = replace(data, m=-(-data.m // (run.tp * activations.overlap_blocks(run.tp))))
     return replace(
         work,
         collectives=(),
@@ -300,12 +294,11 @@ def _passed(run: RunConfig, work: Work, collectives: Collectives) -> Work:
 
 def _layer(
     run: RunConfig,
-    tp: int,
     software: Software,
     records: Sequence[Record],
     work_of: Callable[[Record], Work],
 ) -> Work:
-    named = [(record.name, _in_layer(run, tp, software, work_of(record))) for record in records]
+    named = [(record.name, _in_layer(run, software, work_of(record))) for record in records]
     whole = sum((work for _, work in named), Work())
     if not run.parallel.divides_experts or features.EXPERT_GROUPS not in software.active(run):
         return whole
@@ -354,26 +347,24 @@ def _weights(record: Record, options: _MatmulOptions) -> Work:
 
 
 @cache
-def phases(
-    run: RunConfig, tp: int, software: Software, kind: LayerKind | None = None
-) -> Mapping[str, Work]:
+def phases(run: RunConfig, software: Software, kind: LayerKind | None = None) -> Mapping[str, Work]:
     """Return the work by phase, without recompute and weight gradients. Shared by callers.
 
     Keys: "layer_forward", "layer_backward", "embedding_forward" and so on; "layer_weights": the
     deferrable backward.
     kind: of the layer; None: `typical_layer`
     """
-    sizes = _elementwise_tensors(run, tp, software, kind)
-    options = _MatmulOptions.of(run, tp, software)
+    sizes = _elementwise_tensors(run, software, kind)
+    options = _MatmulOptions.of(run, software)
     each = kind or accounting.typical_layer(run.model)
-    layer = accounting.layer_records(run, tp, kind)
+    layer = accounting.layer_records(run, kind)
     ends = {
-        "embedding": accounting.embedding_records(run, tp),
-        "head": accounting.head_records(run, tp, tied=False),
+        "embedding": accounting.embedding_records(run),
+        "head": accounting.head_records(run, tied=False),
     }
     work = {}
     for phase, record_work in (("forward", _forward), ("backward", _backward)):
-        of_layer = _layer(run, tp, software, layer, partial(record_work, options=options))
+        of_layer = _layer(run, software, layer, partial(record_work, options=options))
         name = f"layer_{phase}"
         work[name] = of_layer + _around_parts(run, software, name, sizes, each)
         for place, records in ends.items():
@@ -385,7 +376,7 @@ def phases(
 
 
 def recomputed_layers(
-    run: RunConfig, tp: int, kinds: Sequence[LayerKind], groups: list[range], software: Software
+    run: RunConfig, kinds: Sequence[LayerKind], groups: list[range], software: Software
 ) -> Work:
     """Return the forward of groups of layers. kinds: of a virtual stage's layers"""
     early = software.counts["recompute_ends_early"]
@@ -393,25 +384,25 @@ def recomputed_layers(
     others = Counter(kinds[layer] for group in groups for layer in group) - lasts
     work = Work()
     for kind, count in others.items():
-        work += repeat(phases(run, tp, software, kind)["layer_forward"], count)
+        work += repeat(phases(run, software, kind)["layer_forward"], count)
     for kind, count in lasts.items():
-        work += repeat(_last_recomputed(run, tp, kind, software), count)
+        work += repeat(_last_recomputed(run, kind, software), count)
     return work
 
 
-def _last_recomputed(run: RunConfig, tp: int, kind: LayerKind, software: Software) -> Work:
-    records = accounting.last_recomputed_records(run, tp, kind)
-    sizes = _elementwise_tensors(run, tp, software, kind)
-    forward = partial(_forward, options=_MatmulOptions.of(run, tp, software))
-    layer = _layer(run, tp, software, records, forward)
+def _last_recomputed(run: RunConfig, kind: LayerKind, software: Software) -> Work:
+    records = accounting.last_recomputed_records(run, kind)
+    sizes = _elementwise_tensors(run, software, kind)
+    forward = partial(_forward, options=_MatmulOptions.of(run, software))
+    layer = _layer(run, software, records, forward)
     return layer + _around_parts(run, software, "layer_forward", sizes, kind)
 
 
-def recomputed_mixer(run: RunConfig, tp: int, kind: LayerKind, software: Software) -> Work:
-    records = [r for r in accounting.layer_records(run, tp, kind) if r.mixes]
+def recomputed_mixer(run: RunConfig, kind: LayerKind, software: Software) -> Work:
+    records = [r for r in accounting.layer_records(run, kind) if r.mixes]
     if not records:
         return Work()
-    sizes = tensors(run, tp, kind)
+    sizes = tensors(run, kind)
     moved, allocated = software.counts["layer_forward"].get("scores", (0, 0))
     return Work(
         matmuls=_forward(records[0], _MatmulOptions(run=run)).matmuls,
@@ -421,9 +412,7 @@ def recomputed_mixer(run: RunConfig, tp: int, kind: LayerKind, software: Softwar
     )
 
 
-def weight_gradients(
-    run: RunConfig, tp: int, parameters: int, tensors: int, software: Software
-) -> Work:
+def weight_gradients(run: RunConfig, parameters: int, tensors: int, software: Software) -> Work:
     counts = software.counts["weights"]
     bytes = parameters * run.element_bytes
     allocations = (

@@ -93,7 +93,7 @@ def announce(notes: Iterable[str], plan: Plan, machine: str, nodes: int) -> list
         parameters += ", padding masked in the loss"
     if run.lora.on:
         alone = replace(run, parallel=ParallelConfig())
-        trained = sum(memory.adapter_parameters(alone, 1))
+        trained = sum(memory.adapter_parameters(alone))
         parameters += f"; trained are {trained:,} of adapters of rank {run.lora.lora_rank}"
         if run.lora.base_in_int8:
             parameters += ", frozen linear layers in INT8"
@@ -120,7 +120,7 @@ def _layout_text(plan: Plan) -> str:
         f"world size {plan.layout.world_size}: {plan.layout.words}; {precision}, "
         f"ZeRO stage {run.parallel.zero_stage}, recompute {recompute_name(run)}"
     )
-    if sequence_shards(run, plan.layout.tp) > 1:
+    if sequence_shards(run) > 1:
         text += ", sequence parallel"
     overlaps = []
     if run.parallel.overlap_grad_reduce:

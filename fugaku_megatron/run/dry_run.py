@@ -179,7 +179,7 @@ def packing(run: RunConfig) -> list[str]:
 def _divided_experts(run: RunConfig, layout: Layout) -> list[str]:
     if not run.parallel.divides_experts:
         return []
-    records = accounting.layer_records(run, layout.tp)
+    records = accounting.layer_records(run)
     sent = sum(
         c.bytes for r in records for c in (*r.forward, *r.backward) if c.verb == "all_to_all"
     )

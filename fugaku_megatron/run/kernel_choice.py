@@ -170,7 +170,7 @@ def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Calla
     h = model.hidden_size
     b = min(run.batch.micro_batch_size, LAYER_TOKENS // s)
     x = torch.randn(s, b, h).to(dtype).requires_grad_()
-    residual = x.detach()[: s // sequence_shards(run, tp)].requires_grad_()
+    residual = x.detach()[: s // sequence_shards(run)].requires_grad_()
     rows = min(accounting.padded_vocab_size(model, tp) // tp, 2048)
     table = _weight(rows, h, dtype=dtype)
     tokens = torch.randint(0, rows, (s, b))

@@ -220,7 +220,7 @@ class Trainer:
         run = self.run
         source, work, consumed = samples
         microbatches = lists.microbatches * self.layout.replicas
-        sequence = run.model.seq_length // (sequence_shards(run, self.layout.tp) * self.layout.cp)
+        sequence = run.model.seq_length // (sequence_shards(run) * self.layout.cp)
         count = tokens = None
         if work is not None:
             count = max(work.counted, 1) / microbatches

@@ -152,9 +152,7 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
         per_microbatch += collectives if r in ends else by_blocks(run, collectives)
     if run.training.recompute_granularity == "full":  # groups of one layer
         again = [
-            c
-            for r in accounting.last_recomputed_records(run, layout.tp)
-            for c in by_blocks(run, r.forward)
+            c for r in accounting.last_recomputed_records(run) for c in by_blocks(run, r.forward)
         ]
         per_microbatch += again * sum(
             map(len, accounting.stage_layers(run, layout.placement, stage))
@@ -164,7 +162,7 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
     sends = (stage > 0) + (stage < layout.pp - 1)
     if sends:
         expected["send", "pp"] = expected["recv", "pp"] = (
-            sends * microbatches * accounting.residual_bytes(run, layout.tp)
+            sends * microbatches * accounting.residual_bytes(run)
         )
     return expected
 
@@ -237,7 +235,7 @@ def check_kept(run: RunConfig) -> None:
     cp = run.parallel.context_parallel_size
     layout = Layout.from_run(run, tp * cp)
     groups = accounting.virtual_stage_recompute_groups(run, layout.placement, 0)
-    layers = memory.layers_kept_bytes(run, tp, range(run.model.num_layers), groups)[0]
+    layers = memory.layers_kept_bytes(run, range(run.model.num_layers), groups)[0]
     outside = sum(
         r.saved_bytes
         for virtual_stage in layout.placement.virtual_stages_of(0)

@@ -155,7 +155,7 @@ def test_attention_is_counted_as_accounting_counts_it(b, heads, groups, s, d, wi
 
 
 def test_linear_layers_are_counted_as_accounting_counts_them():
-    for record in accounting.layer_records(small_run(), 1):
+    for record in accounting.layer_records(small_run()):
         if record.gemm and record.name != "attention":
             m, n, k = record.gemm
             x = torch.empty(m, k)

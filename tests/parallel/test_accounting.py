@@ -180,7 +180,7 @@ def test_flops_of_an_iteration():
         32 * 12 * 4096 * 8192**2 / 8, rel=1e-9
     )
     products = [
-        work.phases(run, 1, software.load("fugaku_megatron"))["layer_forward"].matmuls
+        work.phases(run, software.load("fugaku_megatron"))["layer_forward"].matmuls
         for run in (whole, mistral)
     ]
     assert [{p.visible for p in each if p.attention} for each in products] == [{0.5}, {0.375}]
@@ -211,7 +211,7 @@ def test_flops_of_documents():
     attended = [
         [
             p
-            for p in work.phases(r, 1, software.load("fugaku_megatron"))["layer_forward"].matmuls
+            for p in work.phases(r, software.load("fugaku_megatron"))["layer_forward"].matmuls
             if p.attention
         ]
         for r in (run, short)
@@ -325,7 +325,7 @@ def test_keys_that_are_passed_are_those_counted(layout):
     for rank, tally in enumerate(tallies(run, world)):
         sent, got = passed[rank // layout.tp % layout.cp]
         assert tally["cp", "send"][1] == microbatches * of_key * (2 * sent * e + got * 4)
-    record = next(r for r in accounting.layer_records(run, layout.tp) if r.name == "attention")
+    record = next(r for r in accounting.layer_records(run) if r.name == "attention")
     most_sent, most_got = (max(row) * of_key for row in zip(*passed, strict=True))
     assert sum(c.bytes for c in record.forward) == pytest.approx(most_sent * e, abs=layout.cp * e)
     assert sum(c.bytes for c in record.backward) == pytest.approx(
@@ -425,7 +425,7 @@ def test_memory_of_attention_is_that_of_its_kernels(heads, groups, seq_length):
     thread = threading.Thread(target=backward)
     thread.start()
     thread.join()
-    assert grown == [pytest.approx(memory.attention_bytes(run, 1, 1), rel=0.05, abs=2 << 20)]
+    assert grown == [pytest.approx(memory.attention_bytes(run, 1), rel=0.05, abs=2 << 20)]
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ def test_peak_where_ranks_exchange_keys(rank, layout):
         "global_batch_size": 2,
     }
     run, ranks = lay_out(layout, flags)
-    assert memory.working_bytes(run, 1) == activations.key_working_bytes(run, 1)
+    assert memory.working_bytes(run) == activations.key_working_bytes(run)
     check_peak(HoldingComm(rank, ranks), run, microbatches=1)
 
 
@@ -529,10 +529,7 @@ def test_peak_where_ranks_exchange_keys(rank, layout):
 )
 def test_rows_of_logits(changes, rows):
     run = make_run("124m", {"vocab_size": 50257, **changes})
-    assert (
-        memory.logits_rows(run, Layout.from_run(run, run.parallel.tensor_model_parallel_size))
-        == rows
-    )
+    assert memory.logits_rows(run) == rows
 
 
 # How it is cut --------------------------------------------------------------------------------------------------------------------
@@ -567,10 +564,10 @@ def test_memory_of_attention_is_that_of_the_layer_which_needs_most():
 
     def of(*ways):
         run = small_run(num_layers=3, num_attention_heads=8, **CP4, cp_comm_type=ways)
-        return run, memory.attention_bytes(run, 1, 4), activations.key_working_bytes(run, 1)
+        return run, memory.attention_bytes(run, 4), activations.key_working_bytes(run)
 
     _, *heads = of("a2a")
     _, *keys = of("p2p")
     run, *mixed = of("p2p", "a2a", "a2a")
     assert mixed == [max(pair) for pair in zip(heads, keys, strict=True)] and heads != keys
-    assert accounting.layer_records(run, 1) == accounting.layer_records(run, 1, cp_comm_type="a2a")
+    assert accounting.layer_records(run) == accounting.layer_records(run, cp_comm_type="a2a")

@@ -642,9 +642,8 @@ def test_divided_experts_keep_what_the_formula_says(layout):
     """In the mean over ranks, because those with more tokens keep more."""
     run, world = lay_out(layout, COSTED[2])
     held = ThreadWorld(world).run(held_bytes, run)
-    tp = run.parallel.tensor_model_parallel_size
     records = accounting.stage_records(run, Layout.from_run(run, world), 0)
-    division = experts.Division.of(run, tp)
+    division = experts.Division.of(run)
     numbers = (
         division.chosen * experts.NUMBER_BYTES + division.here * experts.RECEIVED_BYTES
     )  # `held_bytes` leaves int64 out
@@ -741,7 +740,7 @@ def test_the_published_numbers_of_a_30b_a3b():
     assert accounting.model_flops(run, 1) == pytest.approx(
         1024 * 3 * (2 * linear + attention), rel=1e-6
     )
-    layer = work.phases(run, 1, software.load("fugaku_megatron"))["layer_forward"]
+    layer = work.phases(run, software.load("fugaku_megatron"))["layer_forward"]
     assert [(p.m, p.n, p.k, p.times) for p in layer.matmuls if p.times > 1] == [
         (64, 1536, 2048, 128),
         (64, 2048, 768, 128),

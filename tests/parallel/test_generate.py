@@ -194,7 +194,7 @@ def test_what_a_rank_would_hold(write, trained):
     decoder = Decoder(loaded, [12, 8])
     kept = sum(cache.keys.nbytes + cache.values.nbytes for cache in decoder.cache.values())
     kinds = loaded.run.model.layer_kinds
-    assert kept == cache_bytes(loaded.run, 2, 12, kinds, 1)
+    assert kept == cache_bytes(loaded.run, 2, 12, kinds)
 
 
 def test_layers_are_quantized_as_they_are_loaded(trained, monkeypatch):

@@ -40,7 +40,7 @@ def test_a_ranks_memory_is_the_dry_runs():
     for rank in range(8):
         plan = plan_stage(Plan(run, layout), rank // 2)
         kernels = memory.attention_bytes(
-            run, layout.tp, torch.get_num_threads()
+            run, torch.get_num_threads()
         )  # of threads that a dry run does not know
         assert (
             memory_module.rank_bytes(run, layout, rank)

@@ -256,6 +256,6 @@ def test_decoupled_learning_rates_reach_the_embedding_and_the_head_alone(layout,
 def test_the_dry_run_and_the_formulas_know_them(name):
     run, _ = lay_out(SPLIT, option_flags(name))
     assert "memory of one rank per stage" in report(run, 4)
-    records = accounting.layer_records(run, 2)
+    records = accounting.layer_records(run)
     assert [r for r in records if r.name == run.model.activation][0].saved_bytes == 32 * 64 * 4
     assert Layout.from_run(run, 4).dp == 1

@@ -130,7 +130,7 @@ def test_the_dry_run_prints_the_choice():
 def test_all_ranks_choose_for_the_fullest_node(monkeypatch):
     run, layout = auto("1f1b")
     lines = ThreadWorld(4).run(lambda world: MachineLimits(world).tensor_bytes(run, layout))
-    fixed = memory_module.PROCESS_BYTES + attention_bytes(run, 1, torch.get_num_threads())
+    fixed = memory_module.PROCESS_BYTES + attention_bytes(run, torch.get_num_threads())
     assert lines == [int(limits.FIT * memory_module.node_bytes()) // 4 - fixed] * 4
     plans = ThreadWorld(4).run(lambda world: Plan.of(run, world.size).resolve(MachineLimits(world)))
     assert all(plan == plans[0] for plan in plans) and "none" in plans[0].choices[0]

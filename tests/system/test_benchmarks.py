@@ -324,7 +324,7 @@ def test_attention_over_documents_agrees_with_torch(length, flags):
 )
 def test_attention_shapes_are_those_of_the_published_aims(flags, expected):
     run = shapes.run_of(options(f"attention {flags}"))
-    records = accounting.layer_records(run, run.parallel.tensor_model_parallel_size)
+    records = accounting.layer_records(run)
     record = next(record for record in records if record.name == "attention")
     assert (record.gemm_count, *record.gemm[1:]) == expected
 

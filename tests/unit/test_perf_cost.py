@@ -103,7 +103,7 @@ def test_dropout_costs_attention_what_the_cycle_model_says():
             },
         )
         code = software.load("fugaku_megatron")
-        only = Work(matmuls=tuple(x for x in phases(run, 1, code)[phase].matmuls if x.attention))
+        only = Work(matmuls=tuple(x for x in phases(run, code)[phase].matmuls if x.attention))
         return rank(software=code.name, **vars(code.fitted.values)).seconds(only).attention
 
     for phase, matmuls, dropped, whole in (
@@ -219,7 +219,7 @@ def test_int8_of_a_run():
 
     def quantized(**flags: bool) -> dict[str, list[int]]:
         run = make_run("124m", {"int8": True, "vocab_size": 50257, **flags})
-        works = phases(run, 1, software.load("fugaku_megatron"))
+        works = phases(run, software.load("fugaku_megatron"))
         return {
             name: [p.quantized for p in works[name].matmuls if not p.attention]
             for name in ("layer_forward", "layer_backward", "head_forward", "head_backward")
@@ -248,7 +248,7 @@ def test_int8_of_a_run():
     assert steps[0].optimizer - steps[1].optimizer == pytest.approx(packed)
     assert steps[0].slowest.gemm < steps[1].slowest.gemm
     assert steps[0].slowest.attention == steps[1].slowest.attention
-    other = phases(run, 1, EAGER)
+    other = phases(run, EAGER)
     assert not any(p.quantized for work in other.values() for p in work.matmuls)
 
 
@@ -329,9 +329,7 @@ def test_matmuls_are_accountings_flops(recompute, tp, pp, schedule):
         pieces_flops(forward) + pieces_flops(backward) for forward, backward, _ in works
     )
     assert total == pytest.approx(expected(run, recompute), rel=1e-12)
-    linear = sum(
-        r.flops_forward for r in accounting.layer_records(run, tp) if r.name != "attention"
-    )
+    linear = sum(r.flops_forward for r in accounting.layer_records(run) if r.name != "attention")
     assert sum(pieces_flops(weights) for _, _, weights in works) == run.model.num_layers * linear
 
 
@@ -391,30 +389,29 @@ def test_native_code_leaves_out_what_nobody_reads():
     ours, eager = (
         work.recomputed_layers(
             run,
-            1,
             run.model.layer_kinds,
             accounting.recompute_groups(12, "uniform", 3),
             software.load(name),
         )
         for name in ("fugaku_megatron", "torch1.10")
     )
-    fc2 = next(r for r in accounting.layer_records(run, 1) if r.name == "linear_fc2")
+    fc2 = next(r for r in accounting.layer_records(run) if r.name == "linear_fc2")
     assert flops(eager) - flops(ours) == 4 * fc2.flops_forward
     native = software.load("fugaku_megatron")
     assert (
-        work.phases(gpt_124m(), 1, native)["layer_forward"].moved
-        < work.phases(gpt_124m(), 1, EAGER)["layer_forward"].moved / 5
+        work.phases(gpt_124m(), native)["layer_forward"].moved
+        < work.phases(gpt_124m(), EAGER)["layer_forward"].moved / 5
     )
     run = gpt_124m()
     native = software.load("fugaku_megatron")
-    rows = memory.logits_rows(run, Layout(1, 1, 1, 1))
+    rows = memory.logits_rows(run)
     assert rows < run.model.seq_length
     for phase, number in (("head_forward", 1), ("head_backward", 2)):
-        matmuls = work.phases(run, 1, native)[phase].matmuls
+        matmuls = work.phases(run, native)[phase].matmuls
         assert len(matmuls) == number and all(
             rows in (p.m, p.n, p.k) and p.times * rows == 1024 for p in matmuls
         )
-        assert flops(work.phases(run, 1, native)[phase]) == flops(work.phases(run, 1, EAGER)[phase])
+        assert flops(work.phases(run, native)[phase]) == flops(work.phases(run, EAGER)[phase])
 
 
 def test_activations_and_z_loss_are_computed_in_passes_that_are_there_anyway():
@@ -423,7 +420,6 @@ def test_activations_and_z_loss_are_computed_in_passes_that_are_there_anyway():
     def counted(**changes):
         return work.phases(
             replace(gpt_124m(), model=replace(gpt_124m().model, **changes)),
-            1,
             software.load("fugaku_megatron"),
         )
 
@@ -435,9 +431,9 @@ def test_activations_and_z_loss_are_computed_in_passes_that_are_there_anyway():
 
 
 def test_tensor_sizes_and_repeated_work():
-    sizes = work.tensors(gpt_30b(), 4)
+    sizes = work.tensors(replace(gpt_30b(), parallel=ParallelConfig(tensor_model_parallel_size=4)))
     assert sizes["hidden"] == 2048 * 7168 * 4 and sizes["scores"] == 14 * 2048 * 2048 * 4
-    once = work.phases(gpt_124m(), 1, EAGER)["layer_forward"]
+    once = work.phases(gpt_124m(), EAGER)["layer_forward"]
     twice = work.repeat(once, 2)
     assert (
         flops(twice) == 2 * flops(once)
@@ -597,7 +593,7 @@ def test_all_rows_of_experts_are_in_one_exchange(schedule, hiding):
             "moe_shared_expert_intermediate_size": 64,
         },
     )
-    works = phases(run, 1, software.load("fugaku_megatron"))
+    works = phases(run, software.load("fugaku_megatron"))
     forward, backward = (works[f"layer_{way}"] for way in ("forward", "backward"))
     sent = 1024 * 8 * 4
     for phase in (forward, backward):
@@ -619,12 +615,13 @@ PLAIN = MemoryParameters(base_mib=0, peer_mib=0)
 
 @pytest.mark.parametrize("tp", [1, 4])
 def test_sixteen_bits_keep_what_korthikanti_equation_2_says(tp):
-    run = replace(gpt_30b(), precision=PrecisionConfig(bf16=True))
+    parallel = ParallelConfig(tensor_model_parallel_size=tp)
+    run = replace(gpt_30b(), precision=PrecisionConfig(bf16=True), parallel=parallel)
     s = run.model.seq_length
     b = 1
     h = run.model.hidden_size
     a = run.model.num_attention_heads
-    assert perf_memory.layer_saved_bytes(run, tp) == pytest.approx(
+    assert perf_memory.layer_saved_bytes(run) == pytest.approx(
         s * b * h * (10 + 24 / tp + 5 * a * s / (h * tp))
     )
 
@@ -634,7 +631,7 @@ def test_memory_of_stages():
     layout = Layout(1, 1, 1, 1)
     used = perf_memory.stage_mib(run, layout, 0, software.load("fugaku_megatron"), 1, PLAIN)
     held = memory.stage_memory(run, layout, 0, [InFlight((1,), (0,))]).total
-    assert used == pytest.approx((held + memory.attention_bytes(run, 1, 1)) / MIB)
+    assert used == pytest.approx((held + memory.attention_bytes(run, 1)) / MIB)
     cut = ParallelConfig(tensor_model_parallel_size=8, pipeline_model_parallel_size=48)
     plain = replace(gpt_30b(), parallel=cut)
     full = replace(plain, training=TrainingConfig(recompute_granularity="full"))
