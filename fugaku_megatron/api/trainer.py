@@ -27,7 +27,8 @@ from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..convert.hugging_face import carry
 from ..data.chat_dataset import lost_lines
-from ..data.dataset import DataOrder, Dataset, Documents, TokenArrays
+from ..data.dataset import DataOrder, Dataset
+from ..data.token_arrays import Documents, TokenArrays
 from ..host import runtime
 from ..observe.heartbeat import Heartbeat
 from ..observe.memory import check_memory
