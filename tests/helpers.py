@@ -30,10 +30,10 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.data.dataset import Dataset, MockDataset
 from fugaku_megatron.nn.ops import FAMILIES, Ops
-from fugaku_megatron.run import resume
+from fugaku_megatron.run import checkpoint_source
+from fugaku_megatron.run.checkpoint_source import Resume
 from fugaku_megatron.run.kernel_choice import build_ops
 from fugaku_megatron.run.plan import Plan
-from fugaku_megatron.run.resume import Resume
 from fugaku_megatron.training.trainer import IterationResult, Trainer
 from tests.threads import ThreadWorld
 
@@ -214,7 +214,7 @@ def grid_groups(world: Comm, run: RunConfig) -> Groups:
 
 def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
     """Return a run's first checkpoint."""
-    return resume.find_checkpoint(Plan.of(run, world.size), world)
+    return checkpoint_source.find_checkpoint(Plan.of(run, world.size), world)
 
 
 def train(

@@ -11,7 +11,7 @@ from ..config.fields import check
 from ..config.run_config import RunConfig
 from ..data.chat_dataset import ChatArrays, signed
 from ..data.chats import ChatTemplate, chat_of, unread_note
-from ..data.dataset import Documents
+from ..data.token_arrays import Documents
 from ..run.tokenizer import find_tokenizer
 
 

@@ -22,8 +22,8 @@ from ..config.model import architecture
 from ..config.run_config import RunConfig
 from ..convert.convert_command import open_weights
 from ..convert.weights import Weights
+from ..run.checkpoint_source import Resume, find_checkpoint, open_pretrained
 from ..run.plan import Plan
-from ..run.resume import Resume, find_checkpoint, open_pretrained
 from ..text.named_files import JsonObject
 from ..training.trainer import ForeignModel
 

@@ -27,16 +27,18 @@ from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..convert.hugging_face import carry
 from ..data.chat_dataset import lost_lines
-from ..data.dataset import DataOrder, Dataset, Documents, TokenArrays
+from ..data.dataset import DataOrder, Dataset
+from ..data.token_arrays import Documents, TokenArrays
 from ..host import runtime
 from ..observe.heartbeat import Heartbeat
 from ..observe.memory import check_memory
 from ..observe.rerun import Rerun
+from ..run.checkpoint_source import Resume, with_padding
 from ..run.checks import check_run
 from ..run.data import Data, open_data
 from ..run.limits import MachineLimits
 from ..run.plan import Length, Plan
-from ..run.resume import Resume, carry_files, resume_training, with_padding
+from ..run.resume import carry_files, resume_training
 from ..run.start import build, connect
 from ..run.tokenizer import resolve_vocabulary, tokenizer_notes
 from ..start import environment

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from ..config.fields import check
 from ..data.formats import library
+from ..data.gpt2_tokenizer import bytes_to_unicode
 from ..data.library_tokenizers import (
     CHAT_TEMPLATE,
     PIECES,
@@ -26,7 +27,6 @@ from ..data.library_tokenizers import (
     has_tokenizer,
     load_pieces,
 )
-from ..data.tokenizer import bytes_to_unicode
 from ..text.named_files import JsonObject, read_text
 from .tensor_directory import read_json
 

@@ -65,7 +65,7 @@ class Rule:
     """
 
     read: Callable[[JsonObject], JsonObject]
-    write: Callable[[ModelConfig], JsonObject]
+    write: Callable[[ModelConfig], JsonObject] = lambda model: {}
     names: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
 
@@ -460,7 +460,7 @@ def no_rope_in_full_layers(default: int, every: int, without_windows: bool) -> R
             full = [False] * len(full)
         return {"no_rope_freq": _pattern(full, of_rope=True)}
 
-    return Rule(read, lambda model: {}, sets=("no_rope_freq",))
+    return Rule(read, sets=("no_rope_freq",))
 
 
 def rotates_windows_alone(model: ModelConfig) -> bool:
@@ -683,14 +683,13 @@ def _read_full(config: JsonObject) -> JsonObject:
     return {}
 
 
-FULL_ATTENTION = Rule(_read_full, lambda model: {}, ("layer_types",))
+FULL_ATTENTION = Rule(_read_full, names=("layer_types",))
 NO_DROPOUT = Rule(
-    lambda config: {"hidden_dropout": 0.0}, lambda model: {}
+    lambda config: {"hidden_dropout": 0.0}
 )  # these architectures have none between layers
 
 SCALED_WORDS = Rule(
     lambda config: {"embedding_multiplier": integer(config, "hidden_size") ** 0.5},
-    lambda model: {},
     sets=("embedding_multiplier",),
 )
 MULTIPLIERS = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}

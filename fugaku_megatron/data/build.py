@@ -24,14 +24,14 @@ from .dataset import (
     Dataset,
     DatasetConfig,
     GPTDataset,
-    TokenArrays,
     ValidationSets,
-    check_tokens,
     length_flags,
     normalize,
     shares_of,
 )
 from .indexed import IndexedDataset
+from .token_arrays import TokenArrays
+from .token_range import check_tokens
 
 BLEND_SURPLUS = 0.005  # Megatron's: samples built beyond a blended dataset's share
 CHECKED_AT_START = (

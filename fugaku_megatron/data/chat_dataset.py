@@ -21,10 +21,12 @@ import numpy as np
 
 from ..comm.agreement import on_root
 from ..text.named_files import StrPath, unreadable
-from .dataset import RELEASE_EVERY, DatasetConfig, TokenArrays, check_index, check_tokens
+from .dataset import RELEASE_EVERY, DatasetConfig, check_index
 from .files import ReadFile
 from .indexed import IndexedDataset, IndexedDatasetWriter
 from .marks import COUNTED, FIRST, PADDED
+from .token_arrays import TokenArrays
+from .token_range import check_tokens
 
 if TYPE_CHECKING:
     from ..comm.base import Comm

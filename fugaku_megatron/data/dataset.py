@@ -8,17 +8,15 @@ sample and 4 bytes a document and epoch.
 from __future__ import annotations
 
 import math
-import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from ..comm.agreement import on_root
-from ..text.named_files import JsonObject
 from .index_cache import (
     BLOCK,
     ArrayBlocks,
@@ -39,6 +37,8 @@ from .index_cache import (
     shuffle_index_dtype,
 )
 from .indexed import IndexedDataset
+from .token_arrays import TokenArrays
+from .token_range import check_tokens
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -84,17 +84,6 @@ class Dataset(Protocol):
 def check_index(index: int, dataset: Dataset) -> None:
     if not 0 <= index < len(dataset):
         raise IndexError(f"sample {index} of a dataset of {len(dataset)} samples")
-
-
-REMEDY = ": use the tokenizer that was passed to fugaku-megatron preprocess"
-
-
-def check_tokens(tokens: np.ndarray, vocab_size: int, source: str, remedy: str = REMEDY) -> None:
-    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        wrong = tokens.min() if tokens.min() < 0 else tokens.max()
-        raise ValueError(
-            f"{source}: token id {wrong} is outside the vocabulary of {vocab_size}{remedy}"
-        )
 
 
 def normalize(weights: Sequence[float], flag: str = "--data-path") -> list[float]:
@@ -370,86 +359,3 @@ class MockDataset:
         check_index(index, self)
         rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], np.uint64)))
         return rng.integers(self.vocab_size, size=self.seq_length + 1, dtype=np.int64)
-
-
-# Documents in memory, or of a map-style data set of torch, read as the files of indexed.py are read. A document is a
-# one-dimensional array of token ids: of numpy, of torch, or a list. The samples are those of training on the files that
-# `indexed.IndexedDatasetWriter` writes of the same documents, one sequence each.
-
-
-class Documents(Protocol):
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-def _tokens(document: Any, where: str) -> np.ndarray:
-    try:
-        array = np.asarray(document)
-    except (
-        ValueError,
-        TypeError,
-        RuntimeError,
-    ):  # rows of different lengths; a tensor that needs gradients
-        array = np.empty((), object)
-    if array.ndim != 1 or array.size and array.dtype.kind not in "iu":
-        kind = f"{type(document).__name__} of shape {array.shape} and type {array.dtype}"
-        raise ValueError(
-            f"{where} is a {kind}: pass a sequence of documents, each a one-dimensional array of token ids"
-        )
-    return array.astype(np.int64, copy=False)
-
-
-class TokenArrays:
-    """In-memory documents with `indexed.IndexedDataset`'s interface, equal on every reader rank.
-
-    sequence_lengths: int32 (n,), after `measure`
-    """
-
-    def __init__(self, documents: Documents, prefix: str) -> None:
-        self.documents = documents
-        self.prefix = prefix
-        self.sequence_lengths = np.empty(0, np.int32)
-
-    def measure(self, vocab_size: int | None = None, comm: Comm | None = None) -> TokenArrays:
-        """Read every document's length once, on rank 0. Collective over `comm`.
-
-        Raises ValueError on every rank unless every document is an array with token ids in the
-        vocabulary.
-        """
-        if not len(self.sequence_lengths):
-            self.sequence_lengths = on_root(comm, lambda: self._read(vocab_size))
-        return self
-
-    def _read(self, vocab_size: int | None) -> np.ndarray:
-        lengths = np.zeros(len(self.documents), np.int32)
-        for index in range(len(lengths)):
-            tokens = self.get(index)
-            lengths[index] = len(tokens)
-            if vocab_size is not None:
-                check_tokens(tokens, vocab_size, f"document {index} of {self.prefix}", remedy="")
-        return lengths
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def description(self) -> JsonObject:
-        return {
-            "class": "GPTDataset",
-            "dataset_path": self.prefix,
-            "sequences": len(self),
-            "tokens": int(self.sequence_lengths.sum(dtype=np.int64)),
-            "lengths_crc32": f"{zlib.crc32(self.sequence_lengths.data):08x}",
-        }
-
-    def read_lengths(self, start: int, stop: int) -> np.ndarray:
-        return self.sequence_lengths[start:stop]
-
-    def check_open(self) -> None:
-        """Do nothing: no file is open."""
-
-    check = check_open
-
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        tokens = _tokens(self.documents[int(index)], f"document {index} of {self.prefix}")
-        return tokens[offset : None if length is None else offset + length]

@@ -51,16 +51,12 @@ from .files import (
     say,
 )
 from .formats import CHAT, Columns
+from .gpt2_files import gpt2_files
+from .gpt2_tokenizer import GPT2BPETokenizer
 from .indexed import IndexedDatasetWriter, best_dtype
 from .library_tokenizers import HuggingFaceTokenizer
-from .tokenizer import (
-    GPT2BPETokenizer,
-    TokenizerFlags,
-    add_tokenizer_flags,
-    gpt2_files,
-    identity,
-    write_identity,
-)
+from .tokenizer import TokenizerFlags, add_tokenizer_flags
+from .tokenizer_identity import identity, write_identity
 from .unfinished import DocumentTokens, Unfinished
 
 BATCH_BYTES = (

@@ -29,7 +29,7 @@ from .files import (
     say,
 )
 from .formats import Columns, library
-from .tokenizer import EOD_TOKEN, bytes_to_unicode
+from .gpt2_tokenizer import EOD_TOKEN, bytes_to_unicode
 
 MIN_TOKENS = len(bytes_to_unicode()) + 1  # every byte, and the end of a document
 MAX_TOKENS = 2**26  # as --vocab-size of a model

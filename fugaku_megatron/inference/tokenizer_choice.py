@@ -8,14 +8,8 @@ from typing import Any
 
 from ..checkpoint.schema import Manifest
 from ..config.fields import check
-from ..data.tokenizer import (
-    TOKENIZERS,
-    Tokenizer,
-    TokenizerFlags,
-    identity,
-    mismatch,
-    model_tokenizer,
-)
+from ..data.tokenizer import TOKENIZERS, Tokenizer, TokenizerFlags, model_tokenizer
+from ..data.tokenizer_identity import identity, mismatch
 
 
 def choose_tokenizer(

@@ -214,10 +214,8 @@ class Search:
             f"{where}, micro-batch {microbatch} (samples {begin} to {end}): {explanation} ({count})"
         )
         part = trainer.stage.placement.virtual_stage(groups.pp.rank, instruction.model_chunk)
-        if instruction.op == FORWARD:
-            finding = Finding((first, 0, part, self._inspections), text)
-        else:
-            finding = Finding((first, 1, -part, self._inspections), text)
+        place = (0, part) if instruction.op == FORWARD else (1, -part)
+        finding = Finding((first, *place, self._inspections), text)
         if produced:
             self.produced = finding
         else:

@@ -9,8 +9,8 @@ from pathlib import Path
 from .figures import COUNTER, FIGURES, HISTOGRAM, NAMESPACE, Figure
 from .iteration_metrics import IterationMetrics
 
-# Kind of a figure -> type in the file. A histogram's sum and count are a summary without quantiles.
-TYPES = {COUNTER: "counter", HISTOGRAM: "summary"}
+# Kind of a figure -> type in the file, if another. A histogram's sum and count are a summary without quantiles.
+TYPES = {HISTOGRAM: "summary"}
 
 
 class Textfile:

@@ -207,7 +207,7 @@ def words(args: argparse.Namespace) -> list[str]:
 def sections() -> dict[str, Callable[[Context], JsonObject]]:
     """Return name -> function for every rank, in the report's order."""
     from ..host.machine import facts
-    from . import kernel_rates, training
+    from . import communication, kernel_rates, training
 
     def host_section(context: Context) -> JsonObject:
         found = context.world.all_gather_object(
@@ -218,7 +218,7 @@ def sections() -> dict[str, Callable[[Context], JsonObject]]:
     return {
         "host": host_section,
         "kernels": kernel_rates.kernel_section,
-        "communication": kernel_rates.communication_section,
+        "communication": communication.communication_section,
         "training": training.training_section,
         "layers": training.layers_section,
         "storage": training.storage_section,

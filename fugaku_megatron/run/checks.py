@@ -20,8 +20,8 @@ from ..data.indexed import check_files
 from ..host import kernels
 from ..observe.history import HISTORY, read_run_history
 from ..observe.profile import profiled_ranks
+from .checkpoint_source import Resume
 from .plan import Plan
-from .resume import Resume
 
 
 def check_same_run(run: RunConfig, world: Comm) -> list[str]:

@@ -41,13 +41,14 @@ from ..observe.watchdog import Watchdog
 from ..training.replicas import comparison_line
 from ..training.trainer import Trainer
 from .announce import announce, data_lines, iteration_line
+from .checkpoint_source import Resume, find_checkpoint, resumed_plan
 from .checks import check_outputs, check_run
 from .data import Data, build_data, find_reader_group, no_evaluation_note, valid_sizes
 from .kernel_choice import build_ops, choose_kernels
 from .limits import MachineLimits
 from .loop import Session
 from .plan import Plan
-from .resume import Resume, find_checkpoint, resume_training, resumed_plan
+from .resume import resume_training
 from .tokenizer import resolve_vocabulary, tokenizer_notes
 
 

@@ -14,13 +14,8 @@ from ..config.fields import check
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
 from ..data.build import parse_data_path
-from ..data.tokenizer import (
-    TokenizerFlags,
-    identity,
-    mismatch,
-    model_tokenizer,
-    read_identity,
-)
+from ..data.tokenizer import TokenizerFlags, model_tokenizer
+from ..data.tokenizer_identity import identity, mismatch, read_identity
 from ..text.named_files import JsonObject
 
 
@@ -32,7 +27,7 @@ def resolve_vocabulary(run: RunConfig, world: Comm) -> tuple[RunConfig, JsonObje
 
 
 def read_tokenizer(run: RunConfig, world: Comm) -> JsonObject | None:
-    """Return the run's tokenizer identity (`data.tokenizer.identity`).
+    """Return the run's tokenizer identity (`data.tokenizer_identity.identity`).
 
     None without a tokenizer flag, if the run needs none or starts from a model without one.
     Collective: one rank reads the files. ValueError if that fails.

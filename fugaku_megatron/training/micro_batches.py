@@ -17,7 +17,7 @@ from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..data import marks
 from ..data.build import Builder, Datasets, build_datasets, build_separate_datasets
-from ..data.dataset import Dataset, TokenArrays
+from ..data.dataset import Dataset
 from ..data.index_cache import IndexCache
 from ..data.marks import TokenCounts, document_starts, padding
 from ..data.sampler import (
@@ -30,6 +30,7 @@ from ..data.sampler import (
     first_sample,
     micro_batches,
 )
+from ..data.token_arrays import TokenArrays
 from ..nn.forward_context import Documents
 from ..nn.sequence_ranks import own_segments, positions
 

@@ -26,7 +26,8 @@ from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.convert.convert_command import open_megatron
 from fugaku_megatron.convert.megatron_delta_net import parts_of, split_parts
 from fugaku_megatron.convert.megatron_files import arguments_of
-from fugaku_megatron.run.resume import resume_training, with_padding
+from fugaku_megatron.run.checkpoint_source import with_padding
+from fugaku_megatron.run.resume import resume_training
 from fugaku_megatron.run.train_command import with_checkpoint_model
 from tests.checks.torch_dist import write_iteration
 from tests.helpers import (

@@ -23,7 +23,8 @@ from fugaku_megatron.costs.accounting import padded_vocab_size
 from fugaku_megatron.inference.evaluate import Inputs, evaluated
 from fugaku_megatron.inference.loading import LoadedModel, load_model
 from fugaku_megatron.inference.scoring import windows
-from fugaku_megatron.run.resume import Resume, resume_training, with_padding
+from fugaku_megatron.run.checkpoint_source import Resume, with_padding
+from fugaku_megatron.run.resume import resume_training
 from fugaku_megatron.training.trainer import Trainer
 from tests.checks.generation import tokens_of
 from tests.helpers import (

@@ -20,7 +20,8 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.model import ModelConfig, architecture
 from fugaku_megatron.convert.convert_command import open_weights
 from fugaku_megatron.convert.megatron_delta_net import is_shifted, joined_parts, parts_of
-from fugaku_megatron.run.resume import resume_training, with_padding
+from fugaku_megatron.run.checkpoint_source import with_padding
+from fugaku_megatron.run.resume import resume_training
 from tests.helpers import find_checkpoint, make_trainer, small_run, whole_tensors
 
 ROOT = Path(__file__).resolve().parents[2]

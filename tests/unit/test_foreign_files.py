@@ -31,7 +31,7 @@ from fugaku_megatron.convert.config_fields import IGNORED, IGNORED_OF, read_fiel
 from fugaku_megatron.convert.convert_command import open_weights
 from fugaku_megatron.convert.hugging_face import open_hugging_face, read_config
 from fugaku_megatron.data.indexed import IndexedDataset
-from fugaku_megatron.run.resume import matrices
+from fugaku_megatron.run.checkpoint_source import matrices
 from tests.file_damage import damages
 from tools.foreign_fields import LINE, PAGE, tables
 

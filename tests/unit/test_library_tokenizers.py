@@ -23,14 +23,8 @@ from fugaku_megatron.data.library_tokenizers import (
     NullTokenizer,
     SentencePieceTokenizer,
 )
-from fugaku_megatron.data.tokenizer import (
-    SUFFIX,
-    TOKENIZERS,
-    TokenizerFlags,
-    identity,
-    mismatch,
-    read_identity,
-)
+from fugaku_megatron.data.tokenizer import TOKENIZERS, TokenizerFlags
+from fugaku_megatron.data.tokenizer_identity import SUFFIX, identity, mismatch, read_identity
 from fugaku_megatron.inference import generate
 from fugaku_megatron.run.tokenizer import read_tokenizer, tokenizer_notes, with_vocabulary
 from tests.checks.generation import save_trained

