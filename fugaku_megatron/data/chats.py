@@ -18,7 +18,7 @@ import numpy as np
 
 from ..text.named_files import JsonObject, about, read_text
 from .chat_dataset import ChatFiles, signed, unsigned
-from .files import Document, read_record
+from .documents import Document, read_record
 from .formats import CHAT
 from .library_tokenizers import HuggingFaceTokenizer, clean
 from .template_limits import (

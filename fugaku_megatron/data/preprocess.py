@@ -40,7 +40,7 @@ import numpy as np
 from .build import parse_split, split_documents
 from .chat_dataset import ChatFiles, ChatWriter
 from .chats import ChatTemplate, examples, read_chat, read_template, unread_note
-from .files import (
+from .documents import (
     Document,
     Place,
     Skipped,
@@ -48,8 +48,8 @@ from .files import (
     document_texts,
     input_files,
     read_documents,
-    say,
 )
+from .files import say
 from .formats import CHAT, Columns
 from .gpt2_files import gpt2_files
 from .gpt2_tokenizer import GPT2BPETokenizer

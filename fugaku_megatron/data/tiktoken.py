@@ -22,7 +22,6 @@ _WORD_V2 = (
 )
 
 DEFAULT_SIZE = 2**17  # of the vocabulary
-
 SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 
 PATTERNS = {

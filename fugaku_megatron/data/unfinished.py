@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from .files import UNFINISHED, Place, say
+from .documents import UNFINISHED, Place
+from .files import say
 from .indexed import IndexedDatasetWriter, writing
 
 DocumentTokens = tuple[np.ndarray, np.ndarray]  # token ids of some documents, and how many each has

@@ -20,14 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ..text.named_files import unreadable
-from .files import (
-    Skipped,
-    add_input_arguments,
-    document_texts,
-    input_files,
-    read_documents,
-    say,
-)
+from .documents import Skipped, add_input_arguments, document_texts, input_files, read_documents
+from .files import say
 from .formats import Columns, library
 from .gpt2_tokenizer import EOD_TOKEN, bytes_to_unicode
 

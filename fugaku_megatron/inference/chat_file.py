@@ -9,7 +9,7 @@ import numpy as np
 from ..config.fields import check
 from ..data.chat_dataset import unsigned
 from ..data.chats import ChatTemplate, read_chat
-from ..data.files import input_files, read_documents
+from ..data.documents import input_files, read_documents
 from ..data.formats import CHAT
 from .scoring import Request
 

@@ -1,4 +1,4 @@
-"""Times of collectives, and the machine that they describe (section of a report)."""
+"""Report section on communication between ranks; with the kernels' section it describes the machine."""
 
 from __future__ import annotations
 

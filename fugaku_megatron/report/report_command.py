@@ -207,7 +207,7 @@ def words(args: argparse.Namespace) -> list[str]:
 def sections() -> dict[str, Callable[[Context], JsonObject]]:
     """Return name -> function for every rank, in the report's order."""
     from ..host.machine import facts
-    from . import communication, kernel_rates, training
+    from . import communication, kernel_rates, layers, storage, training
 
     def host_section(context: Context) -> JsonObject:
         found = context.world.all_gather_object(
@@ -220,16 +220,16 @@ def sections() -> dict[str, Callable[[Context], JsonObject]]:
         "kernels": kernel_rates.kernel_section,
         "communication": communication.communication_section,
         "training": training.training_section,
-        "layers": training.layers_section,
-        "storage": training.storage_section,
+        "layers": layers.layers_section,
+        "storage": storage.storage_section,
     }
 
 
 def measure(world: Comm, args: argparse.Namespace) -> None:
     """Measure and write section by section. Collective."""
     from .findings import findings, text
+    from .hours import hours
     from .page import page
-    from .training import hours
 
     budget = record.Budget(args.minutes)
     report = None

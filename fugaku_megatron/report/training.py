@@ -1,21 +1,14 @@
-"""Report sections that train: 124M on 1, 2, 4 ... ranks, two layers of larger models, and a
-checkpoint.
+"""Report section that trains 124M on 1, 2, 4 ... ranks.
 
-Data are random tokens. A step is repeated as the time allows. Every tensor-parallel group of a node
-trains two layers at the same time, without data-parallel sums; whole models are extrapolated.
+Data are random tokens. A step is repeated as the time allows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
 
 from ..cli.arguments import make_run
 from ..comm.base import Comm
@@ -26,7 +19,6 @@ from ..config.run_config import RunConfig
 from ..costs import accounting, memory, run_schedule
 from ..data.dataset import MockDataset
 from ..host import kernels
-from ..host.cgroup import read_text
 from ..host.timing import seconds
 from ..nn.ops import Ops
 from ..planner import machine, model, software
@@ -34,7 +26,6 @@ from ..planner.system import System
 from ..text.named_files import JsonObject
 from ..training.trainer import Trainer
 from .context import Context
-from .record import LABEL, rows_of
 
 # What every measured run has: random tokens, no dropout, no evaluation, a constant learning rate.
 PLAIN = {
@@ -48,13 +39,9 @@ PLAIN = {
     "lr_warmup_fraction": None,
     "make_vocab_size_divisible_by": 8,
 }
-VOCABULARY = 1024  # of two layers: their head costs nothing
-SHAPES = {"1B": "llama-3.2-1b", "8B": "llama-3.1-8b"}
-TENSOR_PARALLEL = (1, 2, 4, 8)
 USABLE = 0.7  # share of the free memory that a measurement may take
 MOST_ROUNDS = 5
 MOST_MICRO_BATCHES = 4
-SAVED = {"num_layers": 2, "vocab_size": 8192}  # of 124M: 250 MB in a checkpoint
 
 
 def make_trainer(run: RunConfig, comm: Comm) -> Trainer:
@@ -102,9 +89,6 @@ def repeated(comm: Comm, call: Callable[[], object], limit: float) -> tuple[floa
     times = [seconds(call) for _ in range(rounds)] or [first]
     found: tuple[float, int] = comm.broadcast_object((statistics.median(times), max(0, rounds)))
     return found
-
-
-# 124M on 1, 2, 4 ... ranks --------------------------------------------------------------------------------------------------------
 
 
 def rank_counts(size: int) -> list[int]:
@@ -198,203 +182,3 @@ def modelled_step(context: Context, run: RunConfig, ranks: int) -> float | None:
         ranks_per_node=per_node,
     )
     return model.predict(run, system).seconds
-
-
-# Two layers -----------------------------------------------------------------------------------------------------------------------
-
-
-def layers_section(context: Context) -> JsonObject:
-    """Measure two layers of each shape. Collective."""
-    rows = []
-    for index, shape in enumerate(SHAPES):
-        share = context.agreed(context.left / (len(SHAPES) - index))
-        rows.append({"shape": shape, **context.agreed(layers_row(context, shape, share))})
-    return {"rows": rows}
-
-
-def two_layers(context: Context, shape: str, tp: int, s: int) -> RunConfig:
-    return make_run(
-        SHAPES[shape],
-        {
-            **PLAIN,
-            "global_batch_size": 1,
-            "vocab_size": VOCABULARY,
-            **context.scale.layers,
-            "num_layers": 2,
-            "seq_length": s,
-            "tensor_model_parallel_size": tp,
-        },
-    )
-
-
-def chosen_layers(context: Context, shape: str, seconds: float) -> RunConfig | None:
-    here = context.nodes.ranks.size
-    least = USABLE * context.free / here
-    sizes = [tp for tp in TENSOR_PARALLEL if here % tp == 0]
-    for s, tp in itertools.product(context.scale.sequences, sizes):
-        run = two_layers(context, shape, tp, s)
-        quick = 4 * accounting.model_flops(run, 1) / (tp * context.training_flops) < seconds
-        if quick and rank_bytes(run, tp) < least:
-            return run
-    return None
-
-
-def layers_row(context: Context, shape: str, seconds: float) -> JsonObject:
-    """Return seconds for a sample's gradients and for an update, mean of all groups at the same
-    time. Collective.
-    """
-    run = context.agreed(chosen_layers(context, shape, seconds))
-    if run is None:
-        return {"left_out": "memory or time"}
-    tp = run.parallel.tensor_model_parallel_size
-    group = context.world.split(context.world.rank // tp, context.world.rank)
-    with trainer_of(run, group) as trainer:
-        whole, rounds = repeated(group, trainer.train_step, seconds / 2)
-        gradients, _ = repeated(group, lambda: trainer.repeat(0, 1.0), seconds / 4)
-    everyone = context.world.all_gather_object((whole, gradients))
-    whole, gradients = map(statistics.fmean, zip(*everyone, strict=True))
-    return {
-        "tp": tp,
-        "groups": context.world.size // tp,
-        "seq_length": run.model.seq_length,
-        "gradient_seconds": gradients,
-        "update_seconds": max(0.0, whole - gradients),
-        "rounds": rounds,
-        "parameters": accounting.parameters(run),
-        "flops": accounting.model_flops(run, 1),
-    }
-
-
-# Checkpoint -----------------------------------------------------------------------------------------------------------------------
-
-
-def storage_section(context: Context) -> JsonObject:
-    """Measure GB/s of a checkpoint: all ranks in --save, or one node's in a temporary directory."""
-    shared = context.save is not None
-    comm = context.world if shared else context.nodes.ranks
-    result = saved(context, comm) if shared or context.nodes.number == 0 else None
-    agreed: JsonObject = context.agreed(result)
-    return agreed
-
-
-def saved(context: Context, comm: Comm) -> JsonObject:
-    """Save twice, replacing the first, and load. Collective over `comm`."""
-    run = make_run(
-        "124m",
-        {
-            **PLAIN,
-            **SAVED,
-            **context.scale.model,
-            "global_batch_size": comm.size,
-            "seq_length": 32,
-            "keep_last": 1,
-        },
-    )
-    with contextlib.ExitStack() as stack:
-        folder = None
-        if comm.rank == 0:
-            folder = stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="report-", dir=context.save)
-            )
-        folder = comm.broadcast_object(folder)
-        trainer = stack.enter_context(
-            trainer_of(replace(run, output=replace(run.output, save=folder)), comm)
-        )
-        trainer.train_step()
-        trainer.save(folder)
-        trainer.train_step()
-        comm.barrier()
-        written = seconds(lambda: trainer.save(folder))
-        size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-        read = seconds(lambda: trainer.load(folder))
-        comm.barrier()
-    return {
-        "place": "--save" if context.save else "temporary folder",
-        "file_system": file_system(context.save or Path(tempfile.gettempdir())),
-        "ranks": comm.size,
-        "bytes": size,
-        "write_gbs": size / written / 1e9,
-        "read_gbs": size / read / 1e9,
-        "note": "what was just written may be read from the node's memory",
-    }
-
-
-def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    longest = ""
-    found = "unknown"
-    for line in (read_text(mounts) or "").splitlines():
-        point, kind = line.split()[1:3]
-        if folder.resolve().is_relative_to(point) and len(point) > len(longest):
-            longest = point
-            found = kind
-    return found
-
-
-# Hours for 10 million tokens of whole models, from two measured layers (model) ----------------------------------------------------
-#
-# A sample takes as long as its FLOPs at the rate of the two layers; every tensor-parallel group works on samples of its own.
-# An update comes every UPDATE_TOKENS tokens and takes as long as its parameters at the measured rate, and the all-reduce of the
-# gradients in addition. Left out: pipelines, and recompute, which a model needs that barely fits.
-
-TOKENS = 10_000_000
-UPDATE_TOKENS = 1 << 19
-BYTES = 16  # of a parameter: FP32 weights, gradients and both moments
-MODEL_SHARE = 0.8  # share of a node's memory that these may take
-LLAMA_3B = {
-    "num_layers": 28,
-    "hidden_size": 3072,
-    "ffn_hidden_size": 8192,
-    "num_attention_heads": 24,
-    "num_query_groups": 8,
-    "kv_channels": 128,
-}  # meta-llama/Llama-3.2-3B
-# Model -> the measured shape whose rate it has, its recipe, what differs from that
-MODELS: dict[str, tuple[str, str, JsonObject]] = {
-    "0.6B": ("1B", "qwen3-0.6b", {}),
-    "1B": ("1B", "llama-3.2-1b", {}),
-    "3B": ("8B", "llama-3.2-1b", LLAMA_3B),
-    "8B": ("8B", "llama-3.1-8b", {}),
-}
-
-
-def hours(sections: JsonObject) -> list[JsonObject]:
-    """Return a row for each model, from its own shape's layers or else the other's."""
-    measured = {
-        row["shape"]: row for row in rows_of(sections, "layers") if "gradient_seconds" in row
-    }
-    if not measured:
-        return []
-    last = [*measured.values()][-1]
-    return [
-        whole_model(name, measured.get(shape, last), recipe, changes, sections)
-        for name, (shape, recipe, changes) in MODELS.items()
-    ]
-
-
-def whole_model(
-    name: str, row: JsonObject, recipe: str, changes: JsonObject, sections: JsonObject
-) -> JsonObject:
-    run = make_run(recipe, {**changes, "seq_length": row["seq_length"], "mock_data": True})
-    parameters = accounting.parameters(run)
-    tokens = row["seq_length"]
-    sample = row["gradient_seconds"] * accounting.model_flops(run, 1) / row["flops"]
-    update = row["update_seconds"] * parameters / row["parameters"]
-    reduce_gbs = sections.get("communication", {}).get("all_reduce_gbs")
-    if reduce_gbs and row["groups"] > 1:
-        update += 4 * parameters / row["tp"] / reduce_gbs / 1e9
-    seconds = TOKENS / (row["groups"] * tokens / sample) + TOKENS / UPDATE_TOKENS * update
-    nodes = rows_of(sections, "host", "nodes")
-    gib = sum(node["job_memory_gib"] for node in nodes)
-    need = BYTES * parameters / 2**30
-    return {
-        "model": name,
-        "parameters": parameters,
-        "from": f"two layers of {row['shape']}",
-        "label": LABEL,
-        "seq_length": tokens,
-        "tokens_per_s": TOKENS / seconds,
-        "hours": seconds / 3600,
-        "need_gib": need,
-        "fits": need <= MODEL_SHARE * gib,
-        "nodes_needed": math.ceil(need / (MODEL_SHARE * gib / len(nodes))) if gib else None,
-    }

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from fugaku_megatron.data import preprocess, unfinished
-from fugaku_megatron.data.files import input_files, read_documents
+from fugaku_megatron.data.documents import input_files, read_documents
 from fugaku_megatron.data.formats import CHAT, Columns
 from tests.helpers import flip_bit
 

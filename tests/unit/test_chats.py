@@ -39,7 +39,7 @@ from fugaku_megatron.data.chats import (
 )
 from fugaku_megatron.data.chats import user_turn as user
 from fugaku_megatron.data.dataset import DatasetConfig
-from fugaku_megatron.data.files import Document
+from fugaku_megatron.data.documents import Document
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer
 from fugaku_megatron.data.marks import COUNTED, FIRST

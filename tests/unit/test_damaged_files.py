@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from fugaku_megatron.data.files import document_texts, input_files, read_documents
+from fugaku_megatron.data.documents import document_texts, input_files, read_documents
 from fugaku_megatron.data.gpt2_tokenizer import GPT2BPETokenizer, bytes_to_unicode
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from fugaku_megatron.text.named_files import unreadable

@@ -9,7 +9,7 @@ import pytest
 
 from fugaku_megatron.cli import program
 from fugaku_megatron.data import json_values
-from fugaku_megatron.data.files import Place, Skipped, input_files, read_documents
+from fugaku_megatron.data.documents import Place, Skipped, input_files, read_documents
 from fugaku_megatron.data.formats import CHAT
 from fugaku_megatron.data.json_values import values
 

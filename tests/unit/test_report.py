@@ -23,7 +23,16 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.host import machine as host_machine
 from fugaku_megatron.host.energy import Counter, Counters
 from fugaku_megatron.planner import machine
-from fugaku_megatron.report import context, findings, kernel_rates, page, record, training
+from fugaku_megatron.report import (
+    context,
+    findings,
+    hours,
+    kernel_rates,
+    page,
+    record,
+    storage,
+    training,
+)
 from tests.checks.calibration import rank as calibrated_rank
 from tests.file_damage import changed
 from tests.helpers import RECORDED
@@ -51,7 +60,7 @@ def report(sections=HEALTHY, complete=True, **more):
     return {
         **data,
         "findings": findings.findings(sections),
-        "hours": training.hours(sections),
+        "hours": hours.hours(sections),
         **more,
     }
 
@@ -272,21 +281,19 @@ def test_the_text_has_about_thirty_lines():
 
 
 def test_hours_follow_from_the_rate_of_two_layers():
-    one = next(row for row in training.hours(HEALTHY) if row["model"] == "1B")
+    one = next(row for row in hours.hours(HEALTHY) if row["model"] == "1B")
     run = make_run("llama-3.2-1b", {"seq_length": 1024, "mock_data": True})
     sample = (
         2.0 * accounting.model_flops(run, 1) / 4e11
     )  # seconds of a sample in each of two groups
     update = 0.5 * accounting.parameters(run) / 1e8 + 4 * accounting.parameters(run) / 3e9
-    seconds = (
-        training.TOKENS / (2 * 1024 / sample) + training.TOKENS / training.UPDATE_TOKENS * update
-    )
+    seconds = hours.TOKENS / (2 * 1024 / sample) + hours.TOKENS / hours.UPDATE_TOKENS * update
     assert one["hours"] == pytest.approx(seconds / 3600) and one["label"] == "model (extrapolated)"
     assert one["fits"] and one["need_gib"] == pytest.approx(16 * accounting.parameters(run) / 2**30)
 
 
 def test_every_model_has_hours_and_the_large_one_names_the_nodes_it_needs():
-    rows = training.hours(HEALTHY)
+    rows = hours.hours(HEALTHY)
     assert [row["model"] for row in rows] == ["0.6B", "1B", "3B", "8B"]
     sizes = [row["parameters"] / 1e9 for row in rows]
     assert sizes == pytest.approx([0.596, 1.236, 3.213, 8.03], rel=2e-3)
@@ -294,8 +301,8 @@ def test_every_model_has_hours_and_the_large_one_names_the_nodes_it_needs():
         not rows[-1]["fits"] and rows[-1]["nodes_needed"] == 3
     )  # 120 GiB on nodes of 64, of which 0.8 are used
     left_out = {"shape": "8B", "left_out": "time"}
-    assert training.hours({"layers": {"rows": [left_out]}}) == []
-    rows = training.hours({"layers": {"rows": [LAYERS, left_out]}})
+    assert hours.hours({"layers": {"rows": [left_out]}}) == []
+    rows = hours.hours({"layers": {"rows": [LAYERS, left_out]}})
     assert [row["from"] for row in rows] == ["two layers of 1B"] * 4 and rows[3]["hours"] > rows[1][
         "hours"
     ] > 0
@@ -521,8 +528,8 @@ def test_the_type_of_a_file_system(tmp_path):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"a / ext4 rw 0 0\nb {Path(tmp_path).resolve()} lustre rw 0 0\n")
     assert (
-        training.file_system(tmp_path / "x", mounts) == "lustre"
-        and training.file_system(Path("/"), mounts) == "ext4"
+        storage.file_system(tmp_path / "x", mounts) == "lustre"
+        and storage.file_system(Path("/"), mounts) == "ext4"
     )
 
 

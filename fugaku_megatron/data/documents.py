@@ -1,0 +1,377 @@
+"""Documents of text files, one after another.
+
+Files are plain text (a document a file), JSON (an object a line, or over lines), both also
+compressed, tables (a JSON object a row), and folders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from ..text.named_files import FIRST_BYTES, POINTER, JsonObject, unreadable
+from .files import say
+from .formats import (
+    LINES,
+    TABLES,
+    TEXT,
+    TEXT_FILE,
+    VALUES,
+    Columns,
+    Form,
+    NeverSkipped,
+    check_table,
+    form_of,
+    head_of,
+    lines,
+    rows,
+    saved_files,
+    text_blocks,
+)
+from .json_values import values
+
+T = TypeVar("T")
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how a text in UTF-16 begins
+LOOKED_AT = 4096  # bytes at the beginning of a file, of which none may be zero
+CONVERT = "pass text in UTF-8, as iconv -t UTF-8 writes it"
+SKIP = "--skip-invalid"
+NAMED = 5  # files that a warning names
+UNFINISHED = ".unfinished"  # ends the name of a folder in which preprocess keeps tokens, which may lie in that of the input
+
+
+class Place(NamedTuple):
+    """Position to resume reading: file number, and lines or rows read."""
+
+    file: int = 0
+    line: int = 0
+
+
+BEGIN = Place()
+
+
+@dataclass(frozen=True)
+class Document:
+    """Document's raw bytes and position.
+
+    line: from 1; 0: the whole file
+    read: file bytes up to the document's end
+    over_lines: JSON value that may span lines; `line` is its number
+    """
+
+    path: str
+    line: int
+    raw: bytes
+    number: int = 0
+    read: int = 0
+    over_lines: bool = False
+
+    @property
+    def where(self) -> str:
+        if self.over_lines:
+            return f"{self.path}: JSON object {self.line}"
+        return f"{self.path}:{self.line}" if self.line else f"--input {self.path}"
+
+    @property
+    def after(self) -> Place:
+        return Place(self.number, self.line) if self.line else Place(self.number + 1)
+
+
+@dataclass
+class Skipped:
+    """Counts and first reasons for documents dropped by --skip-invalid."""
+
+    enabled: bool
+    files: int = 0
+    records: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def add_file(self, error: ValueError) -> None:
+        if not self.enabled:
+            raise ValueError(f"{error}; {SKIP} leaves such files out") from None
+        self.files += 1
+        self.add_reasons([str(error).removeprefix("--input ")])
+
+    def read(
+        self, documents: Iterable[Document], read: Callable[[Document], T], kind: str
+    ) -> Iterator[T]:
+        """Yield the contents of documents; count those that are invalid. Raises ValueError without
+        the flag.
+        """
+        for document in documents:
+            try:
+                found = read(document)
+            except NeverSkipped:
+                raise
+            except ValueError as error:
+                if not self.enabled:
+                    raise ValueError(f"{error}; {SKIP} leaves such {kind} out") from None
+                self.records += 1
+                self.add_reasons([str(error)])
+            else:
+                yield found
+
+    def add_reasons(self, reasons: Sequence[str]) -> None:
+        self.reasons += reasons[: max(0, NAMED - len(self.reasons))]
+
+    def line(self, records: str) -> str:
+        if not self.files + self.records:
+            return ""
+        numbers = {"files": self.files, records: self.records}
+        counts = [f"{count} {word}" for word, count in numbers.items() if count]
+        more = ", ..." if self.files + self.records > len(self.reasons) else ""
+        return f"warning: {SKIP} left out {' and '.join(counts)} ({'; '.join(self.reasons)}{more})"
+
+
+def add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        help="plain text files of one document each, JSON lines (.jsonl, .ndjson, .jsonlines, or any name), .json files "
+        "of an array of objects, these also as .gz and .zst, .parquet files, folders of these, and folders of Hugging "
+        "Face's save_to_disk",
+    )
+    parser.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="keys of the JSON objects, or columns of the tables, that hold text (default: text)",
+    )
+    parser.add_argument(
+        SKIP,
+        action="store_true",
+        help="leave out files that are not text, and lines, rows and chats that cannot be read, and say how many; without it "
+        "the first of them ends the command",
+    )
+
+
+def input_files(
+    inputs: Sequence[str],
+    json_keys: Sequence[str],
+    columns: Columns | None = None,
+    skipped: Skipped | None = None,
+) -> list[str]:
+    """Return the --input files in order; folders recursively by name, without hidden files.
+
+    skipped: takes files that are not text
+
+    Raises ValueError, before any work, for unreadable or unsupported inputs, missing columns and
+    packages, and json_keys other than text for plain text.
+    """
+    if len(set(json_keys)) < len(json_keys):
+        raise ValueError(f"--json-keys {' '.join(json_keys)}: a key is named twice")
+    wanted = columns or Columns(tuple(json_keys))
+    forms: dict[str, Form] = {}
+    files = []
+    for name in inputs:
+        folder = os.path.isdir(name)
+        found = [
+            path
+            for path in map(_readable, _folder_files(name) if folder else [name])
+            if _is_text(path, name, wanted, skipped, forms)
+        ]
+        if folder and not wanted.needed:  # chats, and perhaps a README.md
+            found = _preferred(
+                name,
+                found,
+                lambda path: forms[path].content != TEXT_FILE,
+                kinds=("JSON or tables", "plain text"),
+            )
+        files += found
+    plain = [path for path in files if forms[path].content == TEXT_FILE]
+    if plain and list(json_keys) != ["text"]:
+        raise ValueError(
+            f"--input {plain[0]} is plain text, but --json-keys asks for {', '.join(json_keys)}; leave it out"
+        )
+    return files
+
+
+def _is_text(
+    path: str, name: str, columns: Columns, skipped: Skipped | None, forms: dict[str, Form]
+) -> bool:
+    """Record a file's form; return False if it is skipped."""
+    try:
+        forms[path] = _checked_form(path, name, columns)
+        return True
+    except NeverSkipped:
+        raise
+    except ValueError as error:
+        if skipped is None:
+            raise
+        skipped.add_file(error)
+        return False
+
+
+def _checked_form(path: str, name: str, columns: Columns) -> Form:
+    with open(path, "rb") as stream:
+        begin = stream.read(LOOKED_AT)
+    if begin.startswith(FIRST_BYTES):
+        raise ValueError(f"--input {path}: {POINTER}")
+    form = form_of(path, columns)
+    if form.content in TABLES:
+        check_table(path, form, begin, columns)
+        return form
+    head = head_of(path, form.packed, LOOKED_AT)[0][:LOOKED_AT] if form.packed else begin
+    if head.startswith(UTF_16):
+        raise ValueError(f"--input {path}: is text in UTF-16: {CONVERT}")
+    if b"\0" in head and path != name:
+        raise ValueError(f"--input {name}: {path} is not text (it holds a zero byte): move it away")
+    if b"\0" in head:
+        raise ValueError(f"--input {path}: is not text (it holds a zero byte): {CONVERT}")
+    return form
+
+
+def _preferred(
+    folder: str, files: list[str], is_preferred: Callable[[str], bool], kinds: tuple[str, str]
+) -> list[str]:
+    chosen = [path for path in files if is_preferred(path)]
+    others = [path for path in files if not is_preferred(path)]
+    if chosen and others:
+        say(
+            f"note: --input {folder} has {kinds[0]}, so {len(others)} {kinds[1]} files in it are not read, such as "
+            f"{others[0]}"
+        )
+    return chosen or files
+
+
+def _readable(path: str) -> str:
+    reason = unreadable(path)
+    if reason and reason != POINTER:  # a pointer is left out as other files that are not text are
+        raise ValueError(
+            f"--input {path}: "
+            + (f"cannot be read: {reason}" if os.path.lexists(path) else "no such file")
+        )
+    return path
+
+
+def _folder_files(folder: str) -> list[str]:
+    files = []
+    for place, folders, names in os.walk(folder, onerror=_raise):
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and not name.endswith(UNFINISHED)
+        )
+        files += [
+            os.path.join(place, name)
+            for name in saved_files(place, names) or sorted(names)
+            if not name.startswith(".")
+        ]
+    if not files:
+        raise ValueError(f"--input {folder}: no file in this folder")
+    return _preferred(
+        folder,
+        files,
+        lambda path: Path(path).suffix.lower() in TABLES,
+        kinds=("tables", "other"),
+    )
+
+
+def _raise(error: OSError) -> None:
+    raise ValueError(f"--input {error.filename}: cannot be read: {error.strerror}") from None
+
+
+def read_documents(
+    paths: Iterable[str],
+    columns: Columns = TEXT,
+    start: Place = BEGIN,
+    skipped: Skipped | None = None,
+) -> Iterator[Document]:
+    """Yield all documents in order from `start` on, without blank lines.
+
+    skipped: takes files that are not text, and the rest after damage, instead of ValueError
+    """
+    foreign: dict[str, int] = {}  # path -> bytes that are not UTF-8
+    for number, path in enumerate(paths):
+        if number < start.file:
+            continue
+        try:
+            form = form_of(path, columns)
+            skip = start.line if number == start.file else 0
+            for line, raw, read in _records(path, form, columns, skip):
+                if not line and (count := _foreign_bytes(path, raw)):
+                    foreign[path] = count
+                yield Document(path, line, raw, number, read, form.content == VALUES)
+        except ValueError as error:
+            if skipped is None:
+                raise
+            skipped.add_file(error)
+    if foreign:
+        say(_warning(foreign))
+
+
+def _records(
+    path: str, form: Form, columns: Columns, skip: int
+) -> Iterator[tuple[int, bytes, int]]:
+    """Yield (line, row or object number, or 0 for plain text; content; bytes read)."""
+    if form.content in TABLES:
+        yield from rows(path, form.content, columns, skip)
+    elif form.content == VALUES:
+        blocks = text_blocks(path, form.packed)
+        yield from (record for record in values(path, blocks) if record[0] > skip)
+    elif form.content == LINES:
+        yield from (
+            record
+            for record in lines(path, form.packed)
+            if record[0] > skip and not record[1].isspace() and record[1]
+        )
+    else:
+        yield (
+            0,
+            b"".join(block for block, _ in text_blocks(path, form.packed)),
+            os.stat(path).st_size,
+        )
+
+
+def _foreign_bytes(path: str, raw: bytes) -> int:
+    place = raw.find(b"\0")
+    if place >= 0:
+        raise ValueError(f"--input {path}: is not text (byte {place} is zero): {CONVERT}")
+    return len(re.findall("[\udc80-\udcff]", raw.decode(errors="surrogateescape")))
+
+
+def _warning(foreign: dict[str, int]) -> str:
+    shown = [
+        f"{path}: {count} bytes" if count > 1 else f"{path}: {count} byte"
+        for path, count in foreign.items()
+    ]
+    if len(shown) > NAMED:
+        shown[NAMED:] = ["..."]
+    listed = ", ".join(shown)
+    files = f"{len(foreign)} plain text files are" if len(foreign) > 1 else "1 plain text file is"
+    return (
+        f"warning: {files} not UTF-8 ({listed}): these bytes are tokenized "
+        "one by one or become U+FFFD; convert the files first, as with iconv -f LATIN1 -t UTF-8"
+    )
+
+
+def read_record(document: Document, expected: str) -> tuple[str, JsonObject]:
+    """Return (file and line, JSON object)."""
+    where = document.where
+    try:
+        record = json.loads(document.raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{where}: not a line of JSON: {reason}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: expected {expected}, found {type(record).__name__}")
+    return where, record
+
+
+def document_texts(document: Document, keys: Sequence[str]) -> list[str | bytes]:
+    if document.line == 0:
+        return [document.raw]
+    where, record = read_record(document, "a JSON object with the keys of --json-keys")
+    for key in keys:
+        if not isinstance(record.get(key), str):
+            content = (
+                type(record[key]).__name__ if key in record else f"only keys {', '.join(record)}"
+            )
+            raise ValueError(
+                f"{where}: expected text under key {key!r} (--json-keys), found {content[:200]}"
+            )
+    return [record[key] for key in keys]
