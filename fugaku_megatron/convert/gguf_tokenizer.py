@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..config.fields import check
 from ..data.formats import library
@@ -25,69 +24,31 @@ from ..data.library_tokenizers import (
     TOKENIZER_JSON,
     HuggingFaceTokenizer,
     has_tokenizer,
-    load_pieces,
 )
 from ..text.named_files import JsonObject, read_text
+from .gguf_sentencepiece import check_bytes, halves, of_pieces
+from .gguf_tokens import (
+    BYTE,
+    BYTE_PIECES,
+    CONTROL,
+    NORMAL,
+    SPACE,
+    SPECIAL_BY_NAME,
+    SPLITS,
+    UNKNOWN,
+    UNUSED,
+    USER,
+    GgufTokenizer,
+    Merges,
+    Split,
+    Token,
+    overlaps,
+    unused,
+)
 from .tensor_directory import read_json
 
 INEXACT = "--gguf-inexact-tokenizer"
-# kinds of tokens in llama.cpp
-NORMAL = 1
-UNKNOWN = 2
-CONTROL = 3
-USER = 4
-UNUSED = 5
-BYTE = 6
-BPE = 2  # sentencepiece_model.proto, TrainerSpec.ModelType
-MODEL_TYPES = {1: "unigram", 3: "word", 4: "char"}  # the others
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # U+2581, SentencePiece's space
-BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
-MISSING_SCORE = -10000.0
 NFC = {"type": "NFC"}
-
-# How a text is split ---------------------------------------------------------------------------------------------------------
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_QWEN35 = (
-    _CONTRACTIONS
-    + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-@dataclass(frozen=True)
-class Split:
-    """A row in SPLITS. whole_pieces: do not merge pieces that are tokens (`ignore_merges`)."""
-
-    name: str
-    steps: tuple[tuple[str, str], ...]
-    whole_pieces: bool = False
-
-
-_LLAMA3 = (("Split", _CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST),)
-SPLITS = (
-    Split("gpt-2", (("ByteLevel", ""),)),
-    Split("gpt-2", (("Split", _GPT2),)),
-    Split("smollm", (("Digits", ""), ("ByteLevel", ""))),
-    Split("llama-bpe", _LLAMA3, whole_pieces=True),
-    Split("dbrx", _LLAMA3),
-    Split("qwen2", (("Split", _CONTRACTIONS + _WORDS + r"\p{N}" + _REST),)),
-    Split("qwen35", (("Split", _QWEN35),)),
-)
-
-# Tokens that llama.cpp finds in a text by their names, whatever the file says of them.
-SPECIAL_BY_NAME = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
-    "<｜end▁of▁sentence｜> <end_of_utterance> <|eom_id|> <|fim_prefix|> <fim-prefix> <fim_prefix> "
-    "<｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|> <|fim_suffix|> <fim-suffix> <fim_suffix> "
-    "<｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|> <|fim_middle|> <fim-middle> <fim_middle> "
-    "<｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] "
-    "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|> <|return|> <|call|> <|flush|> "
-    "<|calls|> </s> [EOS] <eos> <turn|> <|tool_response> [e~[ <|channel|> <|message|> <|start|> "
-    "<|constrain|>".split()
-)
 
 # Switches of tokenizer_config.json that transformers applies or that change no token. Others are a difference.
 SWITCHES = {
@@ -115,63 +76,6 @@ KNOWN_SWITCHES = frozenset(name for names in SWITCHES.values() for name in names
 OLDER_FIELDS = frozenset({"str_rep", "add_prefix_space", "max_input_chars_per_word"})
 
 
-class Token(NamedTuple):
-    text: str
-    kind: int
-    score: float
-
-
-def unused(token: int) -> Token:
-    return Token(f"[PAD{token}]", UNUSED, MISSING_SCORE)
-
-
-Merges = list[tuple[str, ...]]
-
-
-@dataclass
-class GgufTokenizer:
-    """Tokenizer for a GGUF file.
-
-    tokens: text, kind and score by id
-    special: "bos", "eos", "unk", "sep", "pad" or "mask" -> id
-    template: one, or each by name
-    differences: texts that llama.cpp tokenizes differently
-    """
-
-    algorithm: str
-    split: str
-    tokens: list[Token]
-    merges: list[str] | None = None
-    add_bos: bool = False
-    add_eos: bool = False
-    add_space_prefix: bool | None = None
-    special: dict[str, int] = field(default_factory=dict)
-    template: str | dict[str, str] | None = None
-    differences: list[str] = field(default_factory=list)
-
-    def write(self, writer: Any) -> None:
-        texts, kinds, scores = zip(*self.tokens)
-        writer.add_tokenizer_model(self.algorithm)
-        writer.add_tokenizer_pre(self.split)
-        writer.add_token_list(texts)
-        writer.add_token_types(kinds)
-        if self.algorithm == "llama":
-            writer.add_token_scores(scores)
-        if self.merges is not None:
-            writer.add_token_merges(self.merges)
-        if self.add_space_prefix is not None:
-            writer.add_add_space_prefix(self.add_space_prefix)
-        writer.add_add_bos_token(self.add_bos)
-        writer.add_add_eos_token(self.add_eos)
-        for name, token in self.special.items():
-            getattr(writer, f"add_{name}_token_id")(token)
-        if isinstance(self.template, dict):
-            rows = [{"name": name, "template": text} for name, text in self.template.items()]
-            writer.add_chat_template(rows)
-        elif self.template is not None:
-            writer.add_chat_template(self.template)
-
-
 def read_tokenizer(
     folder: Path | None, rows: int, chat_template: str | None, inexact: bool
 ) -> GgufTokenizer:
@@ -189,7 +93,7 @@ def read_tokenizer(
             "pass its folder with --hf-files"
         )
     if _only_pieces(folder):
-        found = _of_pieces(folder / PIECES)
+        found = of_pieces(folder / PIECES)
         template = folder / CHAT_TEMPLATE
         if template.is_file():
             found.template = read_text(template, "--hf-files")
@@ -248,105 +152,6 @@ def _check_texts(found: GgufTokenizer, where: str) -> None:
             found.differences.append(
                 f"token {token}, {text!r}, is ordinary text, and llama.cpp takes it as a special token"
             )
-
-
-# SentencePiece ---------------------------------------------------------------------------------------------------------------
-
-
-def _of_pieces(path: Path) -> GgufTokenizer:
-    where = f"--to-gguf: {path}"
-    try:
-        processor, contents = load_pieces(path, "--to-gguf")
-    except ValueError as error:
-        raise ValueError(str(error).replace("--tokenizer-model", "--to-gguf:", 1)) from None
-    protos: Any = library("sentencepiece.sentencepiece_model_pb2", "sentencepiece", "--to-gguf")
-    proto = protos.ModelProto.FromString(contents)
-    trainer = proto.trainer_spec
-    normalizer = proto.normalizer_spec
-    name = MODEL_TYPES.get(trainer.model_type, f"type {trainer.model_type}")
-    check(
-        trainer.model_type == BPE,
-        f"{where} is a SentencePiece model of type {name}, and llama.cpp merges pieces as type bpe does: "
-        "train the tokenizer with --model_type=bpe, or pass --to-hf",
-    )
-    kinds = {2: UNKNOWN, 3: CONTROL, 4: USER, 5: UNUSED, 6: BYTE}  # of sentencepiece_model.proto
-    tokens = [
-        Token(piece.piece, kinds.get(piece.type, NORMAL), piece.score) for piece in proto.pieces
-    ]
-    _check_bytes(tokens, where)
-    check(
-        normalizer.escape_whitespaces and not trainer.treat_whitespace_as_suffix,
-        f"{where} does not put {SPACE} before a word (escape_whitespaces, treat_whitespace_as_suffix), and "
-        "llama.cpp does",
-    )
-    check(
-        all(token.kind != UNUSED for token in tokens),
-        f"{where} has unused pieces, which llama.cpp uses: pass --to-hf",
-    )
-    check(
-        not normalizer.precompiled_charsmap,
-        f"{where} normalizes a text (normalization_rule_name {normalizer.name}), line feeds included, and llama.cpp "
-        "does not: train the tokenizer with --normalization_rule_name=identity, or pass --to-hf",
-    )
-    differences = []
-    if normalizer.remove_extra_whitespaces:
-        differences.append(
-            "it removes spaces at the ends of a text and after a space (remove_extra_whitespaces), and llama.cpp does not"
-        )
-    if proto.denormalizer_spec.precompiled_charsmap:
-        differences.append("it changes a decoded text (denormalizer_spec), and llama.cpp does not")
-    added = [token.text for token in tokens if token.kind == USER]
-    if added and normalizer.add_dummy_prefix:
-        differences.append(
-            f"after a user-defined piece such as {added[0]!r} it puts no space (add_dummy_prefix), and llama.cpp does"
-        )
-    spaced = [text for text in added if SPACE in text or " " in text]
-    if spaced:
-        differences.append(
-            f"its user-defined piece {spaced[0]!r} has a space, which llama.cpp does not find in a text"
-        )
-    differences += _overlaps(added)
-    differences += _reached(tokens)
-    ids = {key: getattr(processor, f"{key}_id")() for key in ("bos", "eos", "unk", "pad")}
-    special = {key: token for key, token in ids.items() if token >= 0}
-    return GgufTokenizer(
-        "llama",
-        "default",
-        tokens,
-        add_space_prefix=normalizer.add_dummy_prefix,
-        special=special,
-        differences=differences,
-    )
-
-
-def _check_bytes(tokens: list[Token], where: str) -> None:
-    """Raise ValueError unless every byte is a piece: llama.cpp fails at other unknown characters."""
-    found = {token.text for token in tokens if token.kind == BYTE}
-    missing = [text for text in BYTE_PIECES if text not in found]
-    check(
-        not missing,
-        f"{where} has no piece for {len(missing)} of the 256 bytes (byte_fallback), and llama.cpp needs them: "
-        "train the tokenizer with --byte_fallback, or pass --to-hf",
-    )
-
-
-def _halves(text: str) -> Iterator[tuple[str, str]]:
-    return ((text[:cut], text[cut:]) for cut in range(1, len(text)))
-
-
-def _reached(tokens: list[Token]) -> list[str]:
-    """Return a difference if llama.cpp merges to a control piece or a byte."""
-    normal = {token.text for token in tokens if token.kind in (NORMAL, USER)}
-    for text, kind, _ in tokens:
-        if kind not in (CONTROL, BYTE, UNKNOWN):
-            continue
-        for pair in _halves(text):
-            if all(len(half) == 1 or half in normal for half in pair):
-                return [f"its pieces merge to {text!r} in llama.cpp, and not in SentencePiece"]
-    return []
-
-
-# transformers and the package tokenizers -----------------------------------------------------------------------------------
 
 
 def _of_library(folder: Path) -> GgufTokenizer:
@@ -560,7 +365,7 @@ def _of_fallback(parts: JsonObject, merges: Merges, where: str) -> GgufTokenizer
     if model.get("unk_token") is not None:
         kinds[model["unk_token"]] = UNKNOWN
     tokens = _tokens(parts, kinds, {text: ranks.get(text, -1e6) for text in vocabulary})
-    _check_bytes(tokens, where)
+    check_bytes(tokens, where)
     differences = [row[3]] if row[3] else []
     differences += _merge_differences(tokens, merges, ranks)
     return GgufTokenizer(
@@ -581,7 +386,7 @@ def _merge_differences(
     for text, kind, _ in tokens:
         if kind in (USER, UNUSED):
             continue
-        for pair in _halves(text):
+        for pair in halves(text):
             possible = all(len(half) == 1 or half in texts for half in pair)
             if possible and pair not in listed:
                 return [
@@ -617,27 +422,7 @@ def _added_differences(parts: JsonObject) -> list[str]:
             found.append(
                 f"added token {inner!r:.40} is sought before {text!r:.40}, which contains it"
             )
-    return [*found[:3], *_overlaps([*groups[False], *groups[True]])]
-
-
-def _overlaps(texts: Iterable[str]) -> list[str]:
-    """Return a difference if added tokens can overlap: the first in a text wins, or the longer one."""
-    texts = [text for text in texts if text]
-    ends: dict[str, str] = {}
-    for text in texts:
-        if len({*text}) > 1:
-            for cut in range(1, len(text)):
-                ends.setdefault(text[cut:], text)
-    for text in texts:
-        if len({*text}) == 1:
-            continue
-        for size in range(1, len(text)):
-            other = ends.get(text[:size])
-            if other is not None and other != text and text not in other:
-                return [
-                    f"added tokens {other!r:.40} and {text!r:.40} may overlap, and llama.cpp takes the longer one"
-                ]
-    return []
+    return [*found[:3], *overlaps([*groups[False], *groups[True]])]
 
 
 def _unknown_fields(folder: Path, where: str) -> list[str]:
