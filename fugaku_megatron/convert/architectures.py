@@ -11,6 +11,17 @@ from torch import Tensor
 
 from ..config.model import LEARNABLE, LEARNED, ROPE, SCALINGS, VANILLA, ModelConfig
 from ..nn.ops.activation import QUICK, XIELU_BETA, XIELU_LIMIT
+from .rope_rules import (
+    NO_ROPE_LAYERS,
+    ROTARY,
+    ROTARY_OF_TEXT,
+    named_rotary,
+    no_rope_in_full_layers,
+    rotary,
+    rotary_by_layer,
+    rotates_windows_alone,
+    scales_full_layers_alone,
+)
 from .rules import (
     ATTENTION_LAYERS,
     EXPERTS,
@@ -23,23 +34,14 @@ from .rules import (
     MULTIPLIERS,
     NEW_FALCON,
     NO_DROPOUT,
-    NO_ROPE_LAYERS,
     NORMALISED_EXPERTS,
     QUERY_SCALE,
-    ROTARY,
-    ROTARY_OF_TEXT,
     SCALED_WORDS,
     SPARSE_LAYERS,
     Rule,
     has_glm_experts,
-    named_rotary,
     no_padding,
-    no_rope_in_full_layers,
     query_scale,
-    rotary,
-    rotary_by_layer,
-    rotates_windows_alone,
-    scales_full_layers_alone,
     tied,
     window,
     windows_by_layer,

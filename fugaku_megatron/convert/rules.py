@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from ..config.fields import check, is_off
+from ..config.fields import check
 from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET
-from ..config.model import ROPE, YARN, ModelConfig
-from ..config.model import SCALINGS as FLAGS
+from ..config.model import ModelConfig
 from ..text.named_files import JsonObject
 
 FILE = "config.json"
-POSITIONS = "original_max_position_embeddings"
-# The types of rope_scaling that ROPE_INIT_FUNCTIONS of transformers' modeling_rope_utils computes: what each has -> ModelConfig's
-# names. Yarn's factor of attention has no name of ours, and the positions of dynamic stand next to rope_scaling.
-MAXIMUM = "max_position_embeddings"
-ORIGINAL = "rope_scaling_original_max_position_embeddings"
-SCALINGS: dict[str, dict[str, str]] = {
-    "default": {},
-    "linear": {"factor": "rotary_seq_len_interpolation_factor"},
-    "dynamic": {"factor": "rope_dynamic_factor", MAXIMUM: ORIGINAL},
-    "llama3": {
-        "factor": "rope_scaling_factor",
-        "low_freq_factor": "rope_scaling_low_freq_factor",
-        "high_freq_factor": "rope_scaling_high_freq_factor",
-        POSITIONS: ORIGINAL,
-    },
-    "yarn": {
-        "factor": "rotary_scaling_factor",
-        POSITIONS: "yarn_original_max_position_embeddings",
-        "beta_fast": "yarn_beta_fast",
-        "beta_slow": "yarn_beta_slow",
-        "truncate": "yarn_correction_range_round_to_int",
-    },
-}
-_LEFT_OUT = {
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": True,
-}  # what it means to leave them out
-ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", POSITIONS)
-# What rope_parameters and rope_scaling may hold; what has no effect on the type that is computed is ignored.
-ROPE_NAMES = {
-    *("rope_type", "type", "rope_theta", "partial_rotary_factor", POSITIONS, MAXIMUM),
-    *(name for names in SCALINGS.values() for name in names),
-    *("attention_factor", "mscale", "mscale_all_dim"),
-    "finetuned",  # of early yarn models: whether they were trained with it
-}
 LARGEST = 1e30  # of a number that is not a size
 
 
@@ -89,11 +51,11 @@ def integer(config: JsonObject, name: str, default: int | None = None) -> Any:
     return number(config, name, default, whole=True)
 
 
-def _layers(config: JsonObject) -> int:
+def layer_count(config: JsonObject) -> int:
     return integer(config, "num_hidden_layers") or 0
 
 
-def _every(step: int, layers: int) -> list[bool]:
+def every_nth(step: int, layers: int) -> list[bool]:
     return [(layer + 1) % step == 0 for layer in range(layers)]
 
 
@@ -144,170 +106,6 @@ HEADS = Rule(
 )
 
 
-def rotary(
-    share: float | None = None,
-    kinds: Collection[str] = SCALINGS,
-    names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
-) -> Rule:
-    """Convert rope.
-
-    share: default rotated share per head; None: whole heads only
-    kinds: supported scalings
-    names: base and share outside rope_parameters
-    """
-
-    def read(config: JsonObject) -> JsonObject:
-        given = {
-            ours: config[theirs]
-            for ours, theirs in zip(("rope_theta", "partial_rotary_factor"), names)
-            if theirs in config
-        }
-        return _read_rope({**config, **given}, share, kinds)
-
-    def write(model: ModelConfig) -> JsonObject:
-        partial = {} if share is None else {names[1]: model.rotary_percent}
-        return {names[0]: model.rotary_base, **_write_scaling(model), **partial}
-
-    sets = () if share is None else ("rotary_percent",)
-    return Rule(read, write, (*names, *ROPE_FIELDS), sets)
-
-
-def _read_rope(config: JsonObject, share: float | None, kinds: Collection[str]) -> JsonObject:
-    """Read rope_scaling, or else transformers 5's rope_parameters; their base precedes rope_theta."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    check(isinstance(rope, dict), f"{FILE}: rope_parameters is {rope!r:.60}, not an object")
-    for name, value in rope.items():
-        check(
-            name in ROPE_NAMES or is_off(value),
-            f"{FILE}: rope_parameters has {name}, which is {value!r:.60} and may change the model: "
-            "remove it if it does not",
-        )
-    percent = number({**config, **rope}, "partial_rotary_factor", share or 1.0)
-    check(
-        share or percent == 1.0,
-        f"{FILE}: partial_rotary_factor is {percent}, and the block of this architecture rotates whole "
-        "heads",
-    )
-    values = {
-        "position_embedding_type": ROPE,
-        "rotary_base": float(number({**config, **rope}, "rope_theta", 10000.0)),
-        "rotary_percent": float(percent),
-    }
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    check(
-        kind in kinds,
-        f"{FILE}: rope_scaling has type {kind!r:.40}, and the block computes {' or '.join(kinds)}",
-    )
-    maximum = config.get(MAXIMUM)
-    positions = config.get(POSITIONS, rope.get(POSITIONS, maximum))  # as transformers has it
-    return {
-        **values,
-        **_read_scaling(kind, {**_LEFT_OUT, **rope, POSITIONS: positions, MAXIMUM: maximum}),
-    }
-
-
-def _read_scaling(kind: str, rope: JsonObject) -> JsonObject:
-    values: JsonObject = {}
-    for name, ours in SCALINGS[kind].items():
-        check(rope.get(name) is not None, f"{FILE}: rope_scaling of type {kind} has no {name}")
-        if name == "truncate":
-            values[ours] = boolean(rope, name)
-        elif name in (POSITIONS, MAXIMUM):
-            values[ours] = integer(rope, name)
-        else:
-            values[ours] = float(number(rope, name, None))
-    if kind == "llama3":
-        values["use_rope_scaling"] = True
-    elif kind == "yarn":
-        values |= {
-            "position_embedding_type": YARN,
-            **_read_mscale(rope, values["rotary_scaling_factor"]),
-        }
-    return values
-
-
-def _read_mscale(rope: JsonObject, factor: float) -> dict[str, float]:
-    both = [number(rope, name, None) for name in ("mscale", "mscale_all_dim")]
-    attention = number(rope, "attention_factor", None)
-    if attention is None:
-        return dict(zip(("mscale", "mscale_all_dim"), map(float, both))) if None not in both else {}
-    check(
-        factor > 1 or attention == 1,
-        f"{FILE}: attention_factor is {attention}, and the block computes 1 with a factor of "
-        f"{factor}",
-    )
-    return {
-        "mscale": (attention - 1) / (0.1 * math.log(factor)) if factor > 1 else 1.0,
-        "mscale_all_dim": 0.0,
-    }
-
-
-def _write_scaling(model: ModelConfig) -> JsonObject:
-    kinds = {
-        "yarn": model.position_embedding_type == YARN,
-        "llama3": model.use_rope_scaling,
-        "linear": model.rotary_seq_len_interpolation_factor,
-        "dynamic": model.rope_dynamic_factor,
-    }
-    kind = next((kind for kind, on in kinds.items() if on), None)
-    if kind is None:
-        return {"rope_scaling": None}
-    scaling = {
-        "rope_type": kind,
-        **{name: getattr(model, ours) for name, ours in SCALINGS[kind].items()},
-    }
-    if kind == "yarn" and (model.mscale, model.mscale_all_dim) != (
-        1.0,
-        0.0,
-    ):  # transformers reads both or neither
-        scaling["attention_factor"] = model.yarn_attention_factor
-    original = {MAXIMUM: scaling.pop(MAXIMUM)} if MAXIMUM in scaling else {}
-    return {"rope_scaling": scaling, **original}
-
-
-ROTARY = rotary()
-
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")  # positions of a text are equal in each section
-
-
-_QUARTER = rotary(0.25, ("default", "yarn", "linear", "llama3"))
-
-
-def _read_rotary_of_text(config: JsonObject) -> JsonObject:
-    rope = config.get("rope_parameters")
-    if isinstance(rope, dict):
-        kept = {name: value for name, value in rope.items() if name not in _OF_IMAGES}
-        config = {**config, "rope_parameters": kept}
-    return _QUARTER.read(config)
-
-
-# Rope of a text in a model that also rotates by the places in images.
-ROTARY_OF_TEXT = replace(_QUARTER, read=_read_rotary_of_text)
-
-
-def _write_named_rope(model: ModelConfig) -> JsonObject:
-    scaling = _write_scaling(model)["rope_scaling"] or {"rope_type": "default"}
-    return {"rope_scaling": None, "rope_parameters": {**scaling, "rope_theta": model.rotary_base}}
-
-
-def named_rotary(scaled: JsonObject) -> Rule:
-    """Convert rope of an architecture that is scaled if the file says nothing of rope. scaled: its rope_parameters then"""
-    plain = rotary(None, ("default", "linear", "llama3", "yarn"))
-
-    def read(config: JsonObject) -> JsonObject:
-        if not (config.get("rope_scaling") or config.get("rope_parameters")):
-            for name in ("rope_scaling", "rope_theta"):
-                check(
-                    name not in config,
-                    f"{FILE}: {name} is {config.get(name)!r:.40} without rope_parameters, which transformers 4 and 5 "
-                    "read differently: write rope_parameters with rope_type and rope_theta",
-                )
-            config = {**config, "rope_parameters": scaled}
-        return plain.read({"rope_theta": scaled["rope_theta"], **config})
-
-    return Rule(read, _write_named_rope, ROTARY.names)
-
-
 def _window(config: JsonObject, default: int | None) -> int | None:
     size: int | None = integer({"sliding_window": default, **config}, "sliding_window")
     return size
@@ -354,12 +152,12 @@ def _are_full(kinds: Any, other: str, layers: int) -> list[bool]:
     return [kind == FULL for kind in kinds]
 
 
-def _full_layers(config: JsonObject, default: int | None, every: int | None) -> list[bool]:
+def full_layers(config: JsonObject, default: int | None, every: int | None) -> list[bool]:
     """Return True for each layer without a window.
 
     default, every: as in `windows_by_layer`
     """
-    layers = _layers(config)
+    layers = layer_count(config)
     kinds = config.get("layer_types")
     if kinds is not None:
         return _are_full(kinds, WINDOWED, layers)
@@ -367,14 +165,14 @@ def _full_layers(config: JsonObject, default: int | None, every: int | None) -> 
     step = _pattern_length(pattern)
     if config.get("sliding_window", default) is None:
         step = 1
-    return _every(step or layers + 1, layers)
+    return every_nth(step or layers + 1, layers)
 
 
 def _list(layers: Iterable[bool]) -> str:
     return f"[{','.join(str(int(layer)) for layer in layers)}]"
 
 
-def _pattern(exceptions: list[bool], of_rope: bool = False) -> str | None:
+def layer_pattern_of(exceptions: list[bool], of_rope: bool = False) -> str | None:
     """Return the value of a flag for these layers: None without exceptions, N if they are every Nth layer, or a list.
 
     of_rope: the list has 1 for an exception, and N must divide the number of layers
@@ -383,7 +181,7 @@ def _pattern(exceptions: list[bool], of_rope: bool = False) -> str | None:
         return None
     layers = len(exceptions)
     step = exceptions.index(True) + 1
-    regular = _every(step, layers) == exceptions
+    regular = every_nth(step, layers) == exceptions
     if regular and not (of_rope and layers % step):
         return str(step)
     return _list(exception == of_rope for exception in exceptions)
@@ -397,7 +195,7 @@ def windows_by_layer(default: int | None, every: int | None = None) -> Rule:
     """
 
     def read(config: JsonObject) -> JsonObject:
-        full = _full_layers(config, default, every)
+        full = full_layers(config, default, every)
         if all(full):
             return {"window_size": None, "window_attn_skip_freq": None}
         size = _window(config, default)
@@ -407,7 +205,7 @@ def windows_by_layer(default: int | None, every: int | None = None) -> Rule:
             )
         return {
             "window_size": f"{size - 1},0",
-            "window_attn_skip_freq": _pattern(full),
+            "window_attn_skip_freq": layer_pattern_of(full),
         }
 
     def write(model: ModelConfig) -> JsonObject:
@@ -422,15 +220,15 @@ LINEAR = "linear_attention"
 
 
 def _read_linear_layers(config: JsonObject) -> JsonObject:
-    layers = _layers(config)
+    layers = layer_count(config)
     kinds = config.get("layer_types")
     if kinds is None:
-        full = _every(integer(config, "full_attention_interval", 4), layers)
+        full = every_nth(integer(config, "full_attention_interval", 4), layers)
     else:
         full = _are_full(kinds, LINEAR, layers)
     if all(full):
         return {"experimental_attention_variant": None, "linear_attention_freq": None}
-    freq = _pattern(full)
+    freq = layer_pattern_of(full)
     return {
         "experimental_attention_variant": GATED_DELTA_NET,
         "linear_attention_freq": freq or _list(True for _ in full),
@@ -445,117 +243,6 @@ LINEAR_LAYERS = Rule(
     ("layer_types", "full_attention_interval"),
     ("experimental_attention_variant", "linear_attention_freq"),
 )
-
-
-def no_rope_in_full_layers(default: int, every: int, without_windows: bool) -> Rule:
-    """Read which layers are not rotated: layers without a window.
-
-    default, every: as in `windows_by_layer`
-    without_windows: also in a model without any window
-    """
-
-    def read(config: JsonObject) -> JsonObject:
-        full = _full_layers(config, default, every)
-        if config.get("sliding_window", default) is None and not without_windows:
-            full = [False] * len(full)
-        return {"no_rope_freq": _pattern(full, of_rope=True)}
-
-    return Rule(read, sets=("no_rope_freq",))
-
-
-def rotates_windows_alone(model: ModelConfig) -> bool:
-    return all((kind.rope is None) == (kind.window is None) for kind in model.layer_kinds)
-
-
-def _read_no_rope_layers(config: JsonObject) -> JsonObject:
-    layers = _layers(config)
-    rotated = config.get("no_rope_layers")  # 1: rotated
-    if rotated is None:
-        step = integer(config, "no_rope_layer_interval", 4)
-        rotated = [int(not without) for without in _every(step, layers)]
-    right = (
-        isinstance(rotated, list) and len(rotated) >= layers and {*map(str, rotated)} <= {"0", "1"}
-    )
-    check(
-        right, f"{FILE}: no_rope_layers is {rotated!r:.60}, not 0 or 1 for each of {layers} layers"
-    )
-    without = [not layer for layer in rotated[:layers]]
-    return {"no_rope_freq": _pattern(without, of_rope=True)}
-
-
-NO_ROPE_LAYERS = Rule(
-    _read_no_rope_layers,
-    lambda model: {"no_rope_layers": [int(kind.rope is not None) for kind in model.layer_kinds]},
-    ("no_rope_layers", "no_rope_layer_interval"),
-    ("no_rope_freq",),
-)
-
-
-def rotary_by_layer(base: float, window_base: float, name: str | None, every: int) -> Rule:
-    """Convert rope of layers without a window, and its base in layers with one, where nothing is scaled.
-
-    base, window_base: if missing
-    name: of the window's base outside rope_parameters; None: there `base` alone is converted
-    every: as in `windows_by_layer`
-    """
-
-    def read(config: JsonObject) -> JsonObject:
-        rope = config.get("rope_parameters")
-        windowed: JsonObject = {}
-        if isinstance(rope, dict) and {FULL, WINDOWED} & {*rope}:
-            others = sorted({*rope} - {FULL, WINDOWED})
-            check(not others, f"{FILE}: rope_parameters has {others[:1]} next to {FULL}")
-            windowed = rope.get(WINDOWED) or {}
-            own = {**(rope.get(FULL) or {})}
-            config = {**config, "rope_theta": base, "rope_parameters": own, "rope_scaling": None}
-        elif rope:
-            raise ValueError(f"{FILE}: rope_parameters has no {FULL} and no {WINDOWED}: name them")
-        elif name is None:
-            given = number(config, "rope_theta", base)
-            check(
-                given == base,
-                f"{FILE}: rope_theta is {given}, and transformers computes {base} in layers with a "
-                f"window: write rope_parameters with {FULL} and {WINDOWED}",
-            )
-        else:
-            windowed = {"rope_theta": config.get(name, window_base)}
-        values = _read_rope(
-            {"rope_theta": base, **config}, None, ("default", "linear", "llama3", "yarn")
-        )
-        others = sorted({*windowed} - {"rope_theta", "rope_type", "partial_rotary_factor"})
-        kind = windowed.get("rope_type", "default")
-        check(
-            kind == "default" and not others and windowed.get("partial_rotary_factor", 1.0) == 1.0,
-            f"{FILE}: rope_parameters of {WINDOWED} are {windowed!r:.80}, and the block computes rope "
-            "without scaling there",
-        )
-        local = float(number(windowed, "rope_theta", window_base))
-        plain = {"rope_type", "type", "rope_theta"} >= {
-            *(config.get("rope_scaling") or config.get("rope_parameters") or {})
-        }
-        one_rope = local == values["rotary_base"] and plain
-        if one_rope or all(_full_layers(config, 1, every)):
-            return values
-        return {**values, "window_rotary_base": local}
-
-    def write(model: ModelConfig) -> JsonObject:
-        scaling = _write_scaling(model)["rope_scaling"] or {"rope_type": "default"}
-        window = model.window_rotary_base or model.rotary_base
-        return {
-            "rope_parameters": {
-                FULL: {**scaling, "rope_theta": model.rotary_base},
-                WINDOWED: {"rope_type": "default", "rope_theta": window},
-            }
-        }
-
-    names = ROPE_FIELDS if name is None else (*ROPE_FIELDS, name)
-    return Rule(read, write, names, ("window_rotary_base",))
-
-
-def scales_full_layers_alone(model: ModelConfig) -> bool:
-    """Return True if no rope of a layer with a window is scaled."""
-    scaled = model.position_embedding_type == YARN or any(getattr(model, name) for name in FLAGS)
-    return not scaled or model.window is None or model.window_rotary_base is not None
 
 
 def _read_query_scale(config: JsonObject) -> JsonObject:
@@ -577,7 +264,7 @@ def query_scale(model: ModelConfig) -> int:
 
 
 def _read_glm_experts(config: JsonObject) -> JsonObject:
-    layers = _layers(config)
+    layers = layer_count(config)
     groups = integer(config, "n_group", 1)
     best = integer(config, "topk_group", 1)
     chosen = integer(config, "num_experts_per_tok", 8)
@@ -750,12 +437,14 @@ EXPERTS = Rule(
 
 
 def _read_sparse_layers(config: JsonObject) -> JsonObject:
-    layers = _layers(config)
+    layers = layer_count(config)
     dense = config.get("mlp_only_layers") or []
     step = integer(config, "decoder_sparse_step", 1)
     right = isinstance(dense, list) and all(type(layer) is int for layer in dense)
     check(right, f"{FILE}: mlp_only_layers is {dense!r:.60}, not a list of layers")
-    experts = [chosen and layer not in dense for layer, chosen in enumerate(_every(step, layers))]
+    experts = [
+        chosen and layer not in dense for layer, chosen in enumerate(every_nth(step, layers))
+    ]
     return {"moe_layer_freq": "1" if all(experts) else _list(experts)}
 
 
