@@ -15,17 +15,13 @@ UNUSED = 5
 BYTE = 6
 BPE = 2  # sentencepiece_model.proto, TrainerSpec.ModelType
 MODEL_TYPES = {1: "unigram", 3: "word", 4: "char"}  # the others
-
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # U+2581, SentencePiece's space
-
 BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
 MISSING_SCORE = -10000.0
 
 # How a text is split into pieces, as regular expressions.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
-
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
-
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _QWEN35 = (

@@ -1,7 +1,4 @@
-"""Byte-level BPE of a JSON list of tokens, as megatron/core/tokenizers/text/libraries/tiktoken_tokenizer.py has it.
-
-The first ids are special tokens, which stand for no text. The file's tokens follow, in the order in which they are merged.
-"""
+"""Byte-level BPE of a JSON list of tokens, after special tokens (Megatron-core's tiktoken_tokenizer.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Documents in memory, or of a map-style data set of torch, read as the files of indexed.py are read.
+"""Documents in memory, or of a map-style torch data set, with the interface of files (indexed.py).
 
-A document is a one-dimensional array of token ids: of numpy, of torch, or a list. The samples are those of training on the files that
-`indexed.IndexedDatasetWriter` writes of the same documents, one sequence each.
+A document is a one-dimensional array or list of token ids. Samples equal training on files of the
+same documents.
 """
 
 from __future__ import annotations

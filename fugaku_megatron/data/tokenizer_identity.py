@@ -1,4 +1,4 @@
-"""The record of a tokenizer next to a data file and in a checkpoint, and differences between two."""
+"""The record of a tokenizer next to data and in a checkpoint."""
 
 from __future__ import annotations
 

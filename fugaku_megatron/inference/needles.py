@@ -1,11 +1,10 @@
-"""Needle in a haystack: whether a model finds one sentence in a long text, by the text's length and by where the sentence is.
+"""Needle in a haystack: find one sentence in a long text, by text length and the sentence's depth.
 
     fugaku-megatron evaluate --load checkpoints --needle book.txt --needle-lengths 1024 4096 --png needle.png
 
-A prompt is a part of the text with the sentence at some depth, and then the sentence's beginning again, after which the model
-names the number that the sentence ends with. One forward of prompt and number shows both scores: whether each token of the number
-is the likeliest, so that the greedy answer begins with the number; and how many of them are likelier than the tokens of other
-numbers at their place, which small models reach first. Source: Kamradt 2023, "Needle In A Haystack"
+A prompt ends with the beginning of the hidden sentence, and the model names the number that ends
+it. One forward gives both scores: exact if every token of the number is the likeliest, and how many
+are likelier than other numbers' tokens. Source: Kamradt 2023, "Needle In A Haystack"
 (github.com/gkamradt/LLMTest_NeedleInAHaystack).
 """
 

@@ -1,4 +1,4 @@
-"""Multiple-choice questions of a file, and the accuracies that their choices' log-likelihoods give."""
+"""Multiple-choice questions and their accuracies."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""A step of generation made of kernel calls alone, recorded once and called again for every following token.
+"""Record the kernel calls of one generated token and repeat them for the next.
 
-The next token of as many samples takes the same calls with the same weights, and where results lie in the same memory again, with
-the same tensors: only what the inputs hold is new. So a recording keeps each call with its tensors. A repetition copies its inputs
-and makes the calls, all of them in C++ (`kernels.Calls`), without layers, autograd, allocations and checks, which take longer than
-the matmuls of a small model. Left out: when a step may be repeated (`generation`).
+The next token makes the same calls with the same tensors; only inputs differ. A repetition copies
+the inputs and makes all calls in C++ (`kernels.Calls`), without layers, autograd and allocations,
+which take longer than a small model's matmuls.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Hours for 10 million tokens of whole models, from two measured layers (model).
+"""Model the hours for 10 million tokens of whole models from two measured layers.
 
-A sample takes as long as its FLOPs at the rate of the two layers; every tensor-parallel group works on samples of its own.
-An update comes every UPDATE_TOKENS tokens and takes as long as its parameters at the measured rate, and the all-reduce of the
-gradients in addition. Left out: pipelines, and recompute, which a model needs that barely fits.
+A sample takes its FLOPs at the rate of the two layers. An update comes every UPDATE_TOKENS tokens
+and takes its parameters at the measured rate, plus the gradients' all-reduce. Left out: pipelines
+and recompute.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Report section that trains two layers of larger models.
-
-Every tensor-parallel group of a node trains two layers at the same time, without data-parallel sums.
-"""
+"""Report section that trains two layers of larger models, on every tensor-parallel group at once."""
 
 from __future__ import annotations
 

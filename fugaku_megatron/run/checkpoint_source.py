@@ -1,7 +1,4 @@
-"""Find the checkpoint that a run resumes from, or whose weights it starts from, and check that it fits.
-
-Reading the tensors: `checkpoint.load`.
-"""
+"""Find and check the checkpoint that a run resumes from or starts with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notes of a resumed run: settings that differ from the saved ones, and what changes from here on."""
+"""Notes on what differs from the saved run."""
 
 from __future__ import annotations
 
