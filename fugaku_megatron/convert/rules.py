@@ -1,4 +1,4 @@
-"""Rules for config.json fields without a ModelConfig counterpart: heads, rope, window, tied head."""
+"""Rules for config.json fields without a ModelConfig counterpart: heads, windows, experts, tied head."""
 
 from __future__ import annotations
 
