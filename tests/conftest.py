@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import platform
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -25,6 +26,8 @@ KINDS = (
     "campaigns",
 )  # the folders below tests/, and their markers
 STARTS_PROCESSES = ("system", "campaigns", "docs", "mpi")
+# Files of which one test takes a minute. They go first: at the end the other workers would wait for it.
+LONGEST = ("test_benchmarks.py", "test_jobs_local.py")
 
 
 def pytest_addoption(parser):
@@ -83,7 +86,12 @@ def old_library(folder):
 
 
 def pytest_configure(config):
-    """Refuse an old library, and draw the same examples in every run, without a deadline on a busy machine."""
+    """Refuse an old library, and draw the same examples in every run, without a deadline on a busy machine.
+
+    A shell's background job ignores interrupts, and so would every process that tests interrupt.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if reason := old_library(PACKAGE):
         pytest.exit(reason, returncode=1)
     if importlib.util.find_spec("hypothesis"):  # not in the emulated Python
@@ -137,7 +145,7 @@ class OneShare:
             is_kept = seen[test] % period == number % period
             (kept if is_kept else left_out).append(item)
             seen[test] += 1
-        items[:] = kept
+        items[:] = sorted(kept, key=lambda item: item.path.name not in LONGEST)
         config.hook.pytest_deselected(items=left_out)
 
 
