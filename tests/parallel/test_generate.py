@@ -219,7 +219,7 @@ def test_layers_are_quantized_as_they_are_loaded(trained, monkeypatch):
     manifest = read_manifest(trained[0], 80)
     run = saved_run(manifest, (1, 1))
     load_model(run, SoloComm(), str(trained[0]), 80, manifest, True)
-    assert counts == [1] * run.model.num_layers + [0]
+    assert counts == [*(1 for _ in run.model.layer_kinds), 0]
 
 
 SHORT = [
