@@ -214,6 +214,9 @@ class Heartbeat:
     def look(self, written: bool = False) -> None:
         TICK.pack_into(self._memory, TICK_AT, time.monotonic(), written)
 
+    def beat(self) -> Beat | None:
+        return decode(self._memory)
+
 
 def decode(memory: mmap.mmap | bytes | bytearray) -> Beat | None:
     before = b""

@@ -56,7 +56,7 @@ def test_others_read_what_a_rank_does(memory):
 def test_what_a_heartbeat_says_is_cut_to_its_place():
     heart = Heartbeat()
     heart.enter("".join(repeat("é", heartbeat.TEXT)))
-    assert decode(heart._memory).what == "é" * (heartbeat.TEXT // 2)
+    assert heart.beat().what == "é" * (heartbeat.TEXT // 2)
     assert decode(bytes(heartbeat.PAGE)) is None
 
 
