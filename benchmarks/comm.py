@@ -24,6 +24,7 @@ from fugaku_megatron.comm.node import share_node
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.host import kernels, runtime
 from fugaku_megatron.host.timing import slowest_seconds
+from fugaku_megatron.report.communication import operands
 from fugaku_megatron.text.table import Column, heading, line
 
 from . import child, core, disturbance, pictures
@@ -140,20 +141,13 @@ def pairs(world: mpi.MPIComm, shared: Comm, n: int) -> dict[str, tuple[Operation
     """Name -> (now, before) of collectives over n FP32 elements in all, a multiple of the ranks."""
     blocking = Blocking(world)
     call = world.engine.call
-    whole = torch.ones(n)
-    part = torch.ones(n // world.size)
-    operands = {
-        "all_reduce": (whole,),
-        "reduce_scatter": (part, whole),
-        "all_gather": (whole, part),
-    }
 
     def pair(name: str, tensors: tuple[Tensor, ...]) -> tuple[Operation, Operation]:
         now = getattr(shared, name)
         before = getattr(blocking, name)
         return lambda: now(*tensors), lambda: call(lambda: before(*tensors))
 
-    return {name: pair(name, tensors) for name, tensors in operands.items()}
+    return {name: pair(name, tensors) for name, tensors in operands(n, world.size).items()}
 
 
 def rows(world: mpi.MPIComm, sizes: list[int], rounds: int) -> Iterator[dict[str, Any]]:

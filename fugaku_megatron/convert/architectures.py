@@ -355,7 +355,8 @@ _FIELDS = (
 )
 _LENGTH = Field("max_position_embeddings", "max_position_embeddings")
 _EPSILON = Field("rms_norm_eps", "layernorm_epsilon", 1e-6)
-_DECODER_FIELDS = (*_FIELDS, Field("intermediate_size", "ffn_hidden_size"), _LENGTH, _EPSILON)
+_SIZE_FIELDS = (*_FIELDS, Field("intermediate_size", "ffn_hidden_size"), _LENGTH)
+_DECODER_FIELDS = (*_SIZE_FIELDS, _EPSILON)
 _LARGER_EPSILON = Field("rms_norm_eps", "layernorm_epsilon", 1e-5)
 _OWN_HEAD = tied(False)
 _SILU = {"hidden_act": ("silu", "swish")}
@@ -485,7 +486,7 @@ STABLELM = _decoder(
 OLMO = _decoder(
     name="OlmoForCausalLM",
     model_type="olmo",
-    fields=_DECODER_FIELDS[:-1],
+    fields=_SIZE_FIELDS,
     only={"attention_bias": (False,), "clip_qkv": (None,)},
     block={"normalization": "PlainLayerNorm", "layernorm_epsilon": 1e-5},
 )

@@ -8,9 +8,7 @@ from typing import Any
 
 from ..config.fields import check
 from ..data.formats import library
-from ..data.library_tokenizers import (
-    load_pieces,
-)
+from ..data.library_tokenizers import load_pieces
 from .gguf_tokens import (
     BPE,
     BYTE,

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from itertools import product
 
 import torch
+from torch import Tensor
 
 from ..calibration import calibrate, host_kernels
 from ..calibration.calibrate import Compute, NetworkRates
@@ -124,15 +125,20 @@ def collective_rows(context: Context) -> Iterator[JsonObject]:
             }
 
 
-def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:
+def operands(n: int, ranks: int) -> dict[str, tuple[Tensor, ...]]:
+    """Return each verb's tensors for n FP32 elements in all, a multiple of the ranks."""
     whole = torch.ones(n)
-    part = torch.ones(n // comm.size)
-    operands = {
+    part = torch.ones(n // ranks)
+    return {
         "all_reduce": (whole,),
-        "all_gather": (whole, part),
         "reduce_scatter": (part, whole),
-    }[verb]
-    return lambda: getattr(comm, verb)(*operands)
+        "all_gather": (whole, part),
+    }
+
+
+def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:
+    tensors = operands(n, comm.size)[verb]
+    return lambda: getattr(comm, verb)(*tensors)
 
 
 def timed(world: Comm, call: Callable[[], object], rounds: int = 7) -> float:

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..checkpoint.load import Checkpoint
-from ..checkpoint.manifest import (
-    CARRIED,
-)
+from ..checkpoint.manifest import CARRIED
 from ..comm.agreement import on_root
 from ..comm.base import Comm
 from ..data.unchanged import other_files

@@ -22,9 +22,7 @@ from fugaku_megatron.observe.iteration_metrics import parse_line
 from fugaku_megatron.observe.metrics_writer import MetricsWriter
 from fugaku_megatron.run.dry_run import report
 from fugaku_megatron.run.loop import Session
-from tests.checks.plain_model import (
-    plain_losses,
-)
+from tests.checks.plain_model import plain_losses
 from tests.helpers import lay_out, make_trainer, run_layout, small_run, whole_tensors
 
 SAMPLES = 8  # of a global batch
