@@ -18,14 +18,7 @@ from torch import Tensor
 from ..checkpoint.load import Checkpoint, load_shards, open_checkpoint
 from ..checkpoint.manifest import Description, Folders
 from ..checkpoint.node_copy import node_first_steps
-from ..checkpoint.save import (
-    BackgroundSave,
-    Snapshot,
-    Steps,
-    run_steps,
-    save_steps,
-    write_shards,
-)
+from ..checkpoint.save import BackgroundSave, Snapshot, Steps, run_steps, save_steps, write_shards
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..checkpoint.trusted import REPLICAS, Fault, record_fault
 from ..comm.agreement import agree, on_root
@@ -39,8 +32,9 @@ from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..config.sample_rules import Skips
 from ..costs import run_schedule
-from ..costs.accounting import virtual_stage_sizes, zero_shards
 from ..costs.activations import sequence_shards
+from ..costs.buckets import zero_shards
+from ..costs.stages import virtual_stage_sizes
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset
 from ..data.marks import TokenCounts
 from ..data.sampler import ReaderGroup
