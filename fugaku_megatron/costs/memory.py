@@ -17,7 +17,7 @@ from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.optimizer import MOMENT_BYTES
 from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
-from ..pipeline.instructions import InFlight
+from ..pipeline.in_flight import InFlight
 from ..pipeline.schedule_names import row
 from .accounting import (
     FLAT_ALIGNMENT,

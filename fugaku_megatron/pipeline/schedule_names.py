@@ -40,7 +40,7 @@ class ScheduleRow:
     short: str | None = None
 
 
-_LISTS = "fugaku_megatron.pipeline.schedule"
+_LISTS = "fugaku_megatron.pipeline.instruction_lists"
 ONE_F_ONE_B = "1f1b"
 INTERLEAVED = "interleaved"
 ZB_H1 = "zb-h1"

@@ -16,7 +16,7 @@ from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting, run_schedule
 from ..costs.memory import attention_bytes, stage_memory
-from ..pipeline.instructions import InFlight
+from ..pipeline.in_flight import InFlight
 from ..pipeline.placement import Placement
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row

@@ -18,9 +18,10 @@ from ..config.run_config import RunConfig
 from ..costs import accounting, activations, run_schedule
 from ..costs import memory as rank_memory
 from ..costs.activations import Collective
-from ..pipeline import schedule
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from ..pipeline.timeline import Costs, makespan
+from ..pipeline.makespan import makespan
+from ..pipeline.schedule import Schedule
+from ..pipeline.timeline import Costs
 from . import memory, software, work
 from .cost import Network, Rank, Seconds, exposed, quantized_bytes
 from .software import Parameters, Software
@@ -66,7 +67,7 @@ class Prediction:
 @dataclass(frozen=True, kw_only=True)
 class Step:
     slowest: Seconds  # one micro-batch, forward and backward, of the stage that takes longest
-    schedule: schedule.Schedule
+    schedule: Schedule
     costs: Costs  # of one micro-batch on every stage
     pipeline: float  # all micro-batches, the schedule's critical path
     pipeline_least: float  # all stages always busy, or one micro-batch down and up all stages, whichever is more
@@ -248,7 +249,7 @@ def _stage_seconds(chunks: Sequence[PhaseSeconds]) -> PhaseSeconds:
     return forward, backward, weights
 
 
-def _costs(lists: schedule.Schedule, seconds: Sequence[PhaseSeconds], transfer: float) -> Costs:
+def _costs(lists: Schedule, seconds: Sequence[PhaseSeconds], transfer: float) -> Costs:
     where = lists.placement
     by_stage = [
         [seconds[where.virtual_stage(stage, chunk)] for chunk in range(where.model_chunks)]
@@ -269,7 +270,7 @@ def _exposed(
     run: RunConfig,
     layout: Layout,
     network: Network,
-    lists: schedule.Schedule,
+    lists: Schedule,
     stages: Sequence[PhaseSeconds],
 ) -> float:
     """Return a stage's longest wait for reductions and gathers, in seconds per iteration.

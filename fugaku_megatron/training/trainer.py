@@ -18,14 +18,7 @@ from torch import Tensor
 from ..checkpoint.load import Checkpoint, load_shards, open_checkpoint
 from ..checkpoint.manifest import Description, Folders
 from ..checkpoint.node_copy import node_first_steps
-from ..checkpoint.save import (
-    BackgroundSave,
-    Snapshot,
-    Steps,
-    run_steps,
-    save_steps,
-    write_shards,
-)
+from ..checkpoint.save import BackgroundSave, Snapshot, Steps, run_steps, save_steps, write_shards
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..checkpoint.trusted import REPLICAS, Fault, record_fault
 from ..comm.agreement import agree, on_root
@@ -49,7 +42,8 @@ from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from ..optim.optimizer import Optimizer
-from ..pipeline import schedule
+from ..pipeline.executor import Executor
+from ..pipeline.schedule import Schedule
 from ..text.named_files import JsonObject
 from . import expert_counts
 from .micro_batches import MicroBatchWindow, RunBatches, Source
@@ -60,7 +54,7 @@ from .step import StepExecutor, StepShape
 WEIGHTS = (WEIGHT,)
 MOMENTS = ("exp_avg/", "exp_avg_sq/")
 
-Watch = Callable[[schedule.Executor], schedule.Executor]
+Watch = Callable[[Executor], Executor]
 
 
 def _no_phase(name: str, **attributes: float) -> AbstractContextManager[object]:
@@ -164,7 +158,7 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     ops: Ops = field(default_factory=Ops.build)
     watch: Watch | None = None
-    make_schedule: Callable[[RunConfig, int], schedule.Schedule] = run_schedule.build_schedule
+    make_schedule: Callable[[RunConfig, int], Schedule] = run_schedule.build_schedule
     readers: ReaderGroup | None = None
     waiting_for_data: Callable[[], AbstractContextManager[None]] = nullcontext
     before_update: Callable[[int, float], float] | None = None
@@ -207,7 +201,7 @@ class Trainer:
     def _execute(
         self,
         samples: GlobalBatch,
-        lists: schedule.Schedule,
+        lists: Schedule,
         factor: float,
         training: bool,
         stage: Stage | None = None,
@@ -352,7 +346,7 @@ class Trainer:
         self._shift = shift
         source = self.batches.open(self.train, consumed, self.batch_size, self.skips.samples)
 
-        def both(executor: schedule.Executor) -> schedule.Executor:
+        def both(executor: Executor) -> Executor:
             watched = own(executor) if own else executor
             return watch(watched) if watch else watched
 

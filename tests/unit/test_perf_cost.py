@@ -14,7 +14,7 @@ from fugaku_megatron.config.run_config import ParallelConfig, RunConfig
 from fugaku_megatron.config.training import TrainingConfig
 from fugaku_megatron.costs import accounting, memory
 from fugaku_megatron.costs.activations import Collective
-from fugaku_megatron.pipeline.instructions import InFlight
+from fugaku_megatron.pipeline.in_flight import InFlight
 from fugaku_megatron.planner import machine, model, software, work
 from fugaku_megatron.planner import memory as perf_memory
 from fugaku_megatron.planner.cost import MMAP_BYTES, Network, Rank
