@@ -13,18 +13,13 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting, experts, memory
 from fugaku_megatron.costs.activations import Collective
-from fugaku_megatron.host import kernels
+from fugaku_megatron.host import kernel_costs, kernels
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import FAMILIES, Ops
 from fugaku_megatron.planner import model, software
 from fugaku_megatron.run.kernel_choice import build_ops
-from tests.helpers import (
-    build_trainer,
-    grid_groups,
-    make_trainer,
-    mock,
-)
+from tests.helpers import build_trainer, grid_groups, make_trainer, mock
 from tests.recording import record
 from tests.threads import ThreadWorld
 
@@ -88,7 +83,7 @@ def check_quantized(run: RunConfig) -> None:
         if name == "pack_weight":
             packed += args[0].numel() * is_int8
         else:
-            computed[is_int8] += kernels.table.flops(name, *args)
+            computed[is_int8] += kernel_costs.flops(name, *args)
         return function(*args, **kwargs)
 
     library = Observed(kernels, (*MATMULS, "pack_weight"), observe)
