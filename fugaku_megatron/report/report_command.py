@@ -125,15 +125,17 @@ def default_ranks() -> int:
     """Return a rank for each NUMA domain with cores of this process, or a power of two on one
     domain, as memory allows.
     """
-    from ..host import allocator, cgroup, placement
+    from ..host import allocator, cgroup
+    from ..host.placement import proposed_ranks
+    from ..host.topology import Node
 
-    node = placement.Node.read()
+    node = Node.read()
     mask = sorted(os.sched_getaffinity(0))
     quota = cgroup.cpu_quota()
     cores = len(node.cores(mask))
     limit = min(cores, int(quota or cores), int(allocator.free_bytes() / 2**30 / GIB_OF_RANK))
     if len(node.parts(mask)) > 1:
-        return max(1, min(placement.proposed_ranks(node, [mask], os.environ, quota), limit))
+        return max(1, min(proposed_ranks(node, [mask], os.environ, quota), limit))
     return max((power for power in (1, 2, MOST_RANKS_ALONE) if power <= limit), default=1)
 
 
