@@ -146,7 +146,7 @@ def _cost(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[flo
 
 
 def flops(name: str, *args: Any, **kwargs: Any) -> float:
-    """Return a call's multiplies plus adds; 0 for memory-bound kernels and outside the table."""
+    """Return multiplies plus adds; 0 for memory-bound kernels and outside the table."""
     return _cost(name, args, kwargs)[0]
 
 

@@ -23,9 +23,7 @@ _PINNING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 @dataclass(frozen=True)
 class Placement:
-    """A rank's threads and cores.
-
-    cpus: empty if the system places the threads
+    """cpus: empty if the system places the threads
     communication: core of the thread that calls MPI, if reserved
     why: limit on the threads, or reason for not pinning
     """
@@ -38,7 +36,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank on the node. number: in the job. needed: bytes of memory"""
+    """number: in the job. needed: bytes of memory"""
 
     number: int
     mask: tuple[int, ...]

@@ -41,9 +41,7 @@ def format_list(cpus: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Domain:
-    """A NUMA domain with CPUs.
-
-    cores: CPUs (hardware threads) of each core
+    """cores: CPUs (hardware threads) of each core
     memory_gib: None if unknown
     """
 

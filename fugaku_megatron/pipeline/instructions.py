@@ -21,7 +21,7 @@ RECEIVES = (RECV_FORWARD, RECV_BACKWARD)
 
 @dataclass(frozen=True)
 class Instruction:
-    """Operation `op` for a micro-batch on one model chunk, from 0."""
+    """model_chunk: from 0"""
 
     op: str
     microbatch: int

@@ -39,11 +39,11 @@ def makespan(schedule: Schedule, costs: Costs) -> float:
 
 @dataclass(frozen=True)
 class Levels:
-    """Computations on all stages in levels: each depends on earlier levels only and runs on another
+    """Computations in levels: each depends on earlier levels only and runs on another
     stage.
 
     cost: index into the flat costs, operation x stage x model chunk.
-    source: index of the computation that it depends on, or the number of computations.
+    source: index of the needed computation, or the number of computations.
     ends: per level.
     """
 

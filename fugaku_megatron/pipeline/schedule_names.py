@@ -12,7 +12,7 @@ V = "v"  # two model chunks, down the stages and up again
 class ScheduleRow:
     """A pipeline schedule.
 
-    lists: "module:function", (Schedule, stage) -> the stage's list of instructions in an iteration
+    lists: "module:function", (Schedule, stage) -> the stage's instructions in an iteration
     chunks: model chunks per stage; None: as many as the flags say
     needs_chunks: True if these flags are required
     kind: of `Placement`

@@ -46,9 +46,7 @@ FAR = 2.0  # doublings of group size and bytes from which a fitted row gives no 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Modelled iteration.
-
-    lower, upper: bounds for nine in ten runs
+    """lower, upper: bounds for nine in ten runs
     slow_network: seconds with large all-reduces at the pessimistic rate, if there is one
     """
 

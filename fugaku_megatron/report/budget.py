@@ -18,7 +18,7 @@ ENDING = 0.03  # share of the time that stays for what no section counts
 
 
 class Budget:
-    """Time for the sections. minutes: for the whole run"""
+    """minutes: for all sections"""
 
     def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

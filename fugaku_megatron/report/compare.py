@@ -12,7 +12,7 @@ LESS_IS_MORE = ("us", "s", "hours")  # units of which less is faster
 
 
 def figures(data: JsonObject) -> dict[tuple[str, str], float]:
-    """Return (name, unit) -> value for everything that two reports may share."""
+    """Return (name, unit) -> value."""
     sections = data["sections"]
     found: dict[tuple[str, str], float] = {}
     kernels = sections.get("kernels")

@@ -28,7 +28,7 @@ FREE_SHARE = 0.5  # of the memory
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One defect. severe: wrong results, or most of the speed is lost."""
+    """severe: wrong results, or most of the speed is lost."""
 
     what: str
     measured: str

@@ -2,7 +2,7 @@
 
 A case builds one kernel's arguments from fixed numbers, so that every machine computes the same.
 `compared` runs it on the target in use and on the scalar reference; `elementwise_rates` times it
-beyond the caches. All ranks compute at the same time, as in training.
+beyond the caches.
 """
 
 from __future__ import annotations

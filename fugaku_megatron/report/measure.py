@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def sections() -> dict[str, Callable[[Context], JsonObject]]:
-    """Return name -> function for every rank, in the report's order."""
+    """Return name -> function, in the report's order."""
     from ..host.machine import facts
     from . import communication, kernel_rates, layers, storage, training
 

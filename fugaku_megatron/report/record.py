@@ -44,7 +44,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class Record:
-    """The report's contents and files. pages: suffix -> function. names: keep them"""
+    """pages: suffix -> function. names: keep them"""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ class Choice:
 
 
 def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernels) -> Ops:
-    """Build the run's operations. library: the C++ kernels, or a profiler around them"""
+    """library: the C++ kernels, or a profiler around them"""
     return Ops.build(
         backends,
         fp16_sum_length=run.system.fp16_accumulation_chunk or 0,

@@ -32,7 +32,7 @@ LAYER_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Timing:
-    """One family's forward and backward seconds by backend."""
+    """Forward and backward seconds."""
 
     family: str
     native: float
@@ -59,7 +59,7 @@ def _weight(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
 
 
 def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[Ops], Tensor]]:
-    """Return a call per family on this run's shapes; each returns a scalar () to differentiate."""
+    """Return a call per family; each returns a scalar () to differentiate."""
     model = run.model
     s = min(model.seq_length, LAYER_TOKENS)
     h = model.hidden_size
